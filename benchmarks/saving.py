@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.parallel.ranks import on
+from tests.parallel.ranks import run_ranks
 from tunekit import __version__, assets, build, env_info
 from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint import atomic, final_checkpoint
@@ -178,7 +178,7 @@ def main() -> None:
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     work = importlib.import_module("benchmarks.saving").measured  # by a name that every rank can import
-    ranks = on(args.ranks, work, args.model, args.folder, args.rounds, args.trained, limit=LIMIT)
+    ranks = run_ranks(args.ranks, work, args.model, args.folder, args.rounds, args.trained, limit=LIMIT)
     text = report(args, ranks, os.getloadavg()[0])
     print(text, file=sys.stdout)
     if not args.no_results:

@@ -31,10 +31,10 @@ from tunekit.kernels.triton_support import uses_triton
 SOURCE = Path(__file__).with_suffix(".cpp")
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 BLOCK = 256  # numbers with one scale
-PART = 2**12  # blocks that the reference works on at once
-FIRST, SECOND = 20, 19  # bits of an fp32 number that a code leaves out
-LOW = 112  # exponent of the lowest codes: the top one has 127
-TURN = 324019  # 2 ** SECOND times the golden ratio, odd
+REFERENCE_BLOCKS = 2**12  # blocks that the reference works on at once
+FIRST_SHIFT, SECOND_SHIFT = 20, 19  # bits of an fp32 number that a code leaves out
+MIN_EXPONENT = 112  # exponent of the lowest codes: the top one has 127
+DITHER_STEP = 324019  # 2 ** SECOND times the golden ratio, odd
 
 
 @dataclass(frozen=True)
@@ -44,30 +44,30 @@ class Moments:
     first: Tensor
     second: Tensor
     scales: Tensor
-    row: int | None = None  # numbers of a row, whose last block may be shorter; none: all are one row
+    row_length: int | None = None  # numbers of a row, whose last block may be shorter; none: all are one row
 
     @property
     def length(self) -> int:
-        return max(1, len(self.first) if self.row is None else self.row)
+        return max(1, len(self.first) if self.row_length is None else self.row_length)
 
 
 @dataclass(frozen=True)
 class AdamWHyperparams:
     """One step of AdamW: the rate, how much is decayed, and the `number` of the step, from 1 on."""
 
-    rate: float
-    decay: float
+    lr: float
+    weight_decay: float
     betas: tuple[float, float]
     eps: float
-    number: int
+    step: int
 
     @property
     def factors(self) -> tuple[float, ...]:
         """What the numbers are multiplied with, and eps: the corrections of both moments are in them."""
         first, second = self.betas
-        size = self.rate / (1 - first**self.number)
-        root = 1 / math.sqrt(1 - second**self.number)
-        return first, 1 - first, second, 1 - second, 1 - self.rate * self.decay, size, root, self.eps
+        size = self.lr / (1 - first**self.step)
+        root = 1 / math.sqrt(1 - second**self.step)
+        return first, 1 - first, second, 1 - second, 1 - self.lr * self.weight_decay, size, root, self.eps
 
 
 def adamw8bit_step(weight: Tensor, grad: Tensor, moments: Moments, rule: AdamWHyperparams) -> None:
@@ -79,90 +79,90 @@ def adamw8bit_step(weight: Tensor, grad: Tensor, moments: Moments, rule: AdamWHy
         factors = (ctypes.c_float * 8)(*rule.factors)
         run = getattr(compiled(), f"step_{DTYPES[weight.dtype]}")
         sizes = weight.numel(), moments.length
-        run(*(t.data_ptr() for t in places), *sizes, factors, rule.number, torch.get_num_threads())
+        run(*(t.data_ptr() for t in places), *sizes, factors, rule.step, torch.get_num_threads())
     else:
         step_reference(weight, grad, moments, rule)
 
 
 def step_reference(weight: Tensor, grad: Tensor, moments: Moments, rule: AdamWHyperparams) -> None:
     """The same, some blocks at a time: in fp32 all moments of a model would be as large as they were."""
-    up, row = dither(rule.number, weight.device), moments.length
-    for part, blocks in parts(len(weight), row):
+    up, row = dither(rule.step, weight.device), moments.length
+    for part, blocks in iter_parts(len(weight), row):
         columns = min(row, part.stop - part.start)
         codes = moments.first[part], moments.second[part]
-        w, g, one, two = (blocked(t.view(-1, columns)) for t in (weight[part], grad[part], *codes))
-        w, m, root = moved(w.float(), g.float(), one, two, moments.scales[:, blocks], rule.factors)
-        weight[part] = flat(w, columns)
-        for code, scales, made in zip(codes, moments.scales, (encoded_first(m), encoded_second(root, up)), strict=True):
-            code.copy_(flat(made[0], columns))
+        w, g, one, two = (to_blocks(t.view(-1, columns)) for t in (weight[part], grad[part], *codes))
+        w, m, root = apply_step(w.float(), g.float(), one, two, moments.scales[:, blocks], rule.factors)
+        weight[part] = from_blocks(w, columns)
+        for code, scales, made in zip(codes, moments.scales, (encode_first(m), encode_second(root, up)), strict=True):
+            code.copy_(from_blocks(made[0], columns))
             scales[blocks] = made[1]
 
 
-def parts(count: int, row: int) -> Iterator[tuple[slice, slice]]:
+def iter_parts(count: int, row: int) -> Iterator[tuple[slice, slice]]:
     """Numbers to work on at once, and their blocks: some rows, or a piece of a long one."""
     per, at = -(-row // BLOCK), 0
-    step = max(1, PART // per) * row if per <= PART else PART * BLOCK
+    step = max(1, REFERENCE_BLOCKS // per) * row if per <= REFERENCE_BLOCKS else REFERENCE_BLOCKS * BLOCK
     while at < count:
-        stop = min(at + step, count if per <= PART else (at // row + 1) * row)
+        stop = min(at + step, count if per <= REFERENCE_BLOCKS else (at // row + 1) * row)
         first, last = (i // row * per + -(-(i % row) // BLOCK) for i in (at, stop))
         yield slice(at, stop), slice(first, last)
         at = stop
 
 
-def moved(w: Tensor, g: Tensor, first: Tensor, second: Tensor, scales: Tensor, factors: tuple[float, ...]) -> Any:
+def apply_step(w: Tensor, g: Tensor, first: Tensor, second: Tensor, scales: Tensor, factors: tuple[float, ...]) -> Any:
     """The weights behind the step, the first moment and the root of the second, all (blocks, 256) in fp32."""
     keep, new, keep_square, new_square, shrink, size, correct, eps = factors
-    m = decoded_first(first) * scales[0, :, None] * keep + g * new
-    root = decoded_second(second) * scales[1, :, None]
+    m = decode_first(first) * scales[0, :, None] * keep + g * new
+    root = decode_second(second) * scales[1, :, None]
     root = (root * root * keep_square + g * g * new_square).sqrt()
     return w * shrink - m / (root * correct + eps) * size, m, root
 
 
-def blocked(x: Tensor) -> Tensor:
+def to_blocks(x: Tensor) -> Tensor:
     """Rows (rows, n) to (blocks, 256), with zeros behind each row."""
     return F.pad(x, (0, -x.shape[1] % BLOCK)).view(-1, BLOCK)
 
 
-def flat(x: Tensor, columns: int) -> Tensor:
+def from_blocks(x: Tensor, columns: int) -> Tensor:
     """The way back from `blocked`, to one row."""
     return x.view(-1, -(-columns // BLOCK) * BLOCK)[:, :columns].flatten()
 
 
-def decoded_first(codes: Tensor) -> Tensor:
+def decode_first(codes: Tensor) -> Tensor:
     size = (codes & 127).int()
-    bits = torch.where(size > 0, (size + (LOW << 3)) << FIRST, 0)
+    bits = torch.where(size > 0, (size + (MIN_EXPONENT << 3)) << FIRST_SHIFT, 0)
     return (bits | ((codes & 128).int() << 24)).view(torch.float32)
 
 
-def decoded_second(codes: Tensor) -> Tensor:
+def decode_second(codes: Tensor) -> Tensor:
     size = codes.int()
-    return torch.where(size > 0, (size + (LOW << 4)) << SECOND, 0).view(torch.float32)
+    return torch.where(size > 0, (size + (MIN_EXPONENT << 4)) << SECOND_SHIFT, 0).view(torch.float32)
 
 
-def encoded_first(m: Tensor) -> tuple[Tensor, Tensor]:
+def encode_first(m: Tensor) -> tuple[Tensor, Tensor]:
     """Codes (blocks, 256) and scales (blocks,)."""
     scales = m.abs().amax(1) / 1.875
-    bits = shares(m, scales).view(torch.int32)
-    size = (((bits & 0x7FFFFFFF) + (1 << (FIRST - 1))) >> FIRST) - (LOW << 3)
+    bits = normalize(m, scales).view(torch.int32)
+    size = (((bits & 0x7FFFFFFF) + (1 << (FIRST_SHIFT - 1))) >> FIRST_SHIFT) - (MIN_EXPONENT << 3)
     return (size.clamp(0, 127) | (bits >> 24 & 128)).to(torch.uint8), scales
 
 
-def encoded_second(root: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def encode_second(root: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """What is not zero has a code above zero: a step divides by it."""
     scales = root.amax(1) / 1.9375
-    bits = shares(root, scales).view(torch.int32)
-    size = ((bits + up) >> SECOND) - (LOW << 4)
+    bits = normalize(root, scales).view(torch.int32)
+    size = ((bits + up) >> SECOND_SHIFT) - (MIN_EXPONENT << 4)
     return torch.where(bits > 0, size.clamp(1, 255), 0).to(torch.uint8), scales
 
 
-def shares(x: Tensor, scales: Tensor) -> Tensor:
+def normalize(x: Tensor, scales: Tensor) -> Tensor:
     return torch.where(scales[:, None] > 0, x / scales[:, None], 0.0)
 
 
 def dither(number: int, device: torch.device) -> Tensor:
     """What each number of a block (256,) is raised by before it is cut off, in this step."""
     at = torch.arange(number, number + BLOCK, device=device)
-    return (at * TURN & ((1 << SECOND) - 1)).int()
+    return (at * DITHER_STEP & ((1 << SECOND_SHIFT) - 1)).int()
 
 
 @cache

@@ -18,11 +18,11 @@ from tunekit.kernels.cpp_extension import load_library
 from tunekit.kernels.torch_compile import assume_constant_result
 
 SOURCE = Path(__file__).with_name("attention.cpp")
-KINDS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 TENSORS = "q", "k", "v", "y", "lse", "sinks", "grad", "dq", "dk", "dv", "delta", "offsets", "key_offsets"
 SIZES = "documents", "tokens", "heads", "kv_heads", "dim", "v_dim", "window", "chunk"
 STRIDES = "q_token", "q_head", "k_token", "k_head", "v_token", "v_head"
-FOREVER = 2**40  # a window or a chunk that nothing leaves
+UNLIMITED = 2**40  # a window or a chunk that nothing leaves
 
 
 class NativeCall(ctypes.Structure):
@@ -43,20 +43,20 @@ def compiled() -> ctypes.CDLL | None:
 
 
 @assume_constant_result
-def able() -> bool:
+def is_available() -> bool:
     """Whether there is a compiler, and a processor that it can be used for."""
     return fake_mode.is_fake() or compiled() is not None
 
 
 def is_supported(q: Tensor) -> bool:
-    return q.device.type == "cpu" and q.dtype in KINDS and able()
+    return q.device.type == "cpu" and q.dtype in DTYPES and is_available()
 
 
 def attention_cpu(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rule: list[float],
+    params: list[float],
     offsets: Tensor | None,
     sinks: Tensor | None,
     key_offsets: Tensor | None = None,
@@ -71,7 +71,7 @@ def attention_cpu(
     # An operator loads the compiler when it is first called, which is long for who only asks for an answer.
     operator = torch.is_grad_enabled() or torch.compiler.is_compiling() or fake_mode.is_fake()
     work = attention if operator else forward
-    return work(q, k, v, offsets, sinks, rule, key_offsets)[0]
+    return work(q, k, v, offsets, sinks, params, key_offsets)[0]
 
 
 def forward(
@@ -80,17 +80,17 @@ def forward(
     v: Tensor,
     offsets: Tensor,
     sinks: Tensor | None,
-    rule: list[float],
+    params: list[float],
     key_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention (B, S, H, D_v), and the log-sum-exp (H, B * S) of the scores in fp32, to the base 2."""
     y = q.new_empty(*q.shape[:3], v.shape[3])
     lse = torch.empty(q.shape[2], q.shape[0] * q.shape[1])
     sinks = None if sinks is None else sinks.float().contiguous()
-    bounds = bounded(offsets, offsets if key_offsets is None else key_offsets)
-    run(
+    bounds = to_int64_bounds(offsets, offsets if key_offsets is None else key_offsets)
+    call_native(
         "forward",
-        rule,
+        params,
         q=flatten_tokens(q),
         k=flatten_tokens(k),
         v=flatten_tokens(v),
@@ -106,7 +106,7 @@ attention = torch.library.custom_op("tunekit::attention", forward, mutates_args=
 
 
 @torch.library.custom_op("tunekit::attention_back", mutates_args=())
-def attention_back(grad: Tensor, saved: list[Tensor], rule: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def attention_back(grad: Tensor, saved: list[Tensor], params: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, keys, values and sinks; `saved` is what `keep` keeps."""
     q, k, v, offsets, key_offsets, y, lse, *sinks = saved
     # Keys that no query sees have a gradient too, and there are such only beside others without a query.
@@ -119,9 +119,9 @@ def attention_back(grad: Tensor, saved: list[Tensor], rule: list[float]) -> tupl
         "v": flatten_tokens(v),
         "y": y,
         "lse": lse,
-        **bounded(offsets, key_offsets),
+        **to_int64_bounds(offsets, key_offsets),
     }
-    run("backward", rule, **given, grad=grad.contiguous(), dq=dq, dk=dk, dv=dv, delta=delta)
+    call_native("backward", params, **given, grad=grad.contiguous(), dq=dq, dk=dk, dv=dv, delta=delta)
     if not sinks:
         return dq, dk, dv, q.new_empty(0)
     # The share of a sink is what the others lack to 1, and its value is nothing.
@@ -129,7 +129,7 @@ def attention_back(grad: Tensor, saved: list[Tensor], rule: list[float]) -> tupl
     return dq, dk, dv, to_sinks.type_as(sinks[0])
 
 
-def bounded(offsets: Tensor, key_offsets: Tensor) -> dict[str, Tensor]:
+def to_int64_bounds(offsets: Tensor, key_offsets: Tensor) -> dict[str, Tensor]:
     return {"offsets": offsets.long(), "key_offsets": key_offsets.long()}
 
 
@@ -139,7 +139,7 @@ def flatten_tokens(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def run(name: str, rule: list[float], **tensors: Tensor | None) -> None:
+def call_native(name: str, params: list[float], **tensors: Tensor | None) -> None:
     """Call a function of attention.cpp on flat tensors."""
     lib, call = compiled(), NativeCall()
     q, k, v, *bounds = (tensors[name] for name in ("q", "k", "v", "offsets", "key_offsets"))
@@ -149,15 +149,15 @@ def run(name: str, rule: list[float], **tensors: Tensor | None) -> None:
     assert offsets[0] == keys[0] == 0, "documents do not fill the rows"
     assert offsets[-1] == len(q) and keys[-1] == len(k) == len(v), "documents do not fill the rows"
     assert q.dtype == k.dtype == v.dtype
-    scale, window, chunk, softcap = rule
-    limits = [int(x) or FOREVER for x in (window, chunk)]
+    scale, window, chunk, softcap = params
+    limits = [int(x) or UNLIMITED for x in (window, chunk)]
     sizes = [len(offsets) - 1, *q.shape[:2], k.shape[1], q.shape[2], v.shape[2], *limits]
     sizes += [step for x in (q, k, v) for step in x.stride()[:2]]
     places = {key: None if tensor is None else tensor.data_ptr() for key, tensor in tensors.items()}
     for key, value in (places | dict(zip((*SIZES, *STRIDES), sizes, strict=True))).items():
         setattr(call, key, value)
     call.scale, call.softcap, call.threads = scale, softcap, torch.get_num_threads()
-    getattr(lib, f"{name}_{KINDS[q.dtype]}")(ctypes.byref(call))
+    getattr(lib, f"{name}_{DTYPES[q.dtype]}")(ctypes.byref(call))
 
 
 @attention.register_fake
@@ -175,13 +175,13 @@ def _(
 
 
 @attention_back.register_fake
-def _(grad: Tensor, saved: list[Tensor], rule: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(grad: Tensor, saved: list[Tensor], params: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, _, _, _, _, *sinks = saved
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return dq, dk, dv, torch.empty_like(sinks[0]) if sinks else q.new_empty(0)
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, offsets, sinks, ctx.rule, key_offsets = inputs
     bounds = offsets, offsets if key_offsets is None else key_offsets
     ctx.set_materialize_grads(False)
@@ -189,9 +189,9 @@ def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> No
     ctx.sunk = sinks is not None
 
 
-def back(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+def attention_backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     dq, dk, dv, to_sinks = attention_back(grad, list(ctx.saved_tensors), ctx.rule)
     return dq, dk, dv, None, to_sinks if ctx.sunk else None, None, None
 
 
-attention.register_autograd(back, setup_context=keep)
+attention.register_autograd(attention_backward, setup_context=setup_context)

@@ -22,26 +22,26 @@ class CachePositions:
         self.masks: dict[tuple[int | None, int | None], Tensor] = {}
         self.ranges: dict[tuple[int | None, int | None], tuple[Tensor, Tensor]] = {}
 
-    def get_mask(self, rule: AttentionParams) -> Tensor:
+    def get_mask(self, params: AttentionParams) -> Tensor:
         """Slots that each query sees, (B, 1, 1, num_visible)."""
-        key = rule.window, rule.chunk
+        key = params.window, params.chunk
         if key not in self.masks:
-            self.masks[key] = find_visible_slots(self.positions, self.num_visible, rule)
+            self.masks[key] = find_visible_slots(self.positions, self.num_visible, params)
         return self.masks[key]
 
-    def get_ranges(self, rule: AttentionParams) -> tuple[Tensor, Tensor]:
+    def get_ranges(self, params: AttentionParams) -> tuple[Tensor, Tensor]:
         """First visible slot of each row in the flattened cache, (B + 1,), and the number of visible ones, (B,).
 
         A window or a chunk is a later start, so one kernel call without mask or window serves every rule.
         """
-        key = rule.window, rule.chunk
+        key = params.window, params.chunk
         if key not in self.ranges:
             last = self.positions[:, 0].int()
             first = torch.zeros_like(last)
-            if rule.window is not None:
-                first = (last - (rule.window - 1)).clamp(min=0)
-            if rule.chunk is not None:
-                first = torch.maximum(first, last - last % rule.chunk)
+            if params.window is not None:
+                first = (last - (params.window - 1)).clamp(min=0)
+            if params.chunk is not None:
+                first = torch.maximum(first, last - last % params.chunk)
             # The kernel reads the end of a row only where it is given no lengths.
             starts = torch.cat([self.row_starts[:-1] + first, self.row_starts[-1:]])
             self.ranges[key] = starts, last - first + 1
@@ -50,7 +50,7 @@ class CachePositions:
 
 @disable_compile  # layers share what is derived from positions
 def attend_decode(
-    q: Tensor, k: Tensor, v: Tensor, at: CachePositions, rule: AttentionParams, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, at: CachePositions, params: AttentionParams, sinks: Tensor | None = None
 ) -> Tensor:
     """Attention of (B, 1, H, D) queries on caches (B, slots, H_kv, width) of keys and values: (B, 1, H, width).
 
@@ -58,28 +58,28 @@ def attend_decode(
     """
     more = k.shape[-1] - q.shape[-1]
     q = F.pad(q, (0, more)) if more else q
-    has_softcap = rule.softcap is not None
+    has_softcap = params.softcap is not None
     call = describe_call(q, k, v, has_mask=True, has_softcap=has_softcap, is_decoding=True)
     backend = choose_attention_backend(call)
     if backend is AttentionBackend.FLASH_DECODE:
-        return decode_flash(q, k, v, at, rule, sinks)
-    k, v, mask = k[:, : at.num_visible], v[:, : at.num_visible], at.get_mask(rule)
+        return decode_flash(q, k, v, at, params, sinks)
+    k, v, mask = k[:, : at.num_visible], v[:, : at.num_visible], at.get_mask(params)
     if sinks is not None and backend is AttentionBackend.SDPA_EFFICIENT:
-        return decode_efficient(q, k, v, mask, rule.scale, sinks)
-    return attend_slots(q, k, v, mask, rule, sinks)
+        return decode_efficient(q, k, v, mask, params.scale, sinks)
+    return attend_slots(q, k, v, mask, params, sinks)
 
 
 def decode_flash(
-    q: Tensor, k: Tensor, v: Tensor, at: CachePositions, rule: AttentionParams, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, at: CachePositions, params: AttentionParams, sinks: Tensor | None
 ) -> Tensor:
     """FlashAttention over the flattened cache: time grows with the visible slots, shapes never change.
 
     Grouped heads become queries of one key head, and the keys are split among processors (flash decoding).
     """
-    starts, lengths = at.get_ranges(rule)
+    starts, lengths = at.get_ranges(params)
     bounds = at.row_numbers, starts, 1, at.num_visible
     y, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q[:, 0], k.flatten(0, 1), v.flatten(0, 1), *bounds, 0.0, False, False, scale=rule.scale, seqused_k=lengths
+        q[:, 0], k.flatten(0, 1), v.flatten(0, 1), *bounds, 0.0, False, False, scale=params.scale, seqused_k=lengths
     )
     return apply_sinks(y, lse.T, sinks)[:, None]
 

@@ -25,11 +25,11 @@ from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
 from tunekit.kernels.torch_compile import assume_constant_result, disable_compile
 from tunekit.kernels.triton_support import can_launch
 
-NARROWEST, ALIGNED = 16, 8  # channels: the least, and a multiple, of kernels on a GPU
+MIN_HEAD_DIM, HEAD_DIM_MULTIPLE = 16, 8  # channels: the least, and a multiple, of kernels on a GPU
 BLOCK = 128  # queries, and keys, of a block of FlexAttention
 Bounds = tuple[Tensor, int, Tensor, int]  # of queries and of keys, and the longest stretch between two of them
 # Queries and keys for which FlexAttention is not compiled where no gradient is needed: it takes 20 to 60 s.
-SMALL = 2**12
+MAX_UNCOMPILED_TOKENS = 2**12
 FLEX_VARIANTS = 64  # dtypes, head dims, windows, caps, with and without gradients: each is compiled once
 
 
@@ -45,7 +45,7 @@ def is_supported(q: Tensor, capped: bool) -> bool:
     needs_flex = capped or q.dtype == torch.float32
     if needs_flex and not can_launch():
         return False  # FlexAttention is compiled to Triton
-    if needs_flex and not torch.is_grad_enabled() and q.shape[0] * q.shape[1] <= SMALL:
+    if needs_flex and not torch.is_grad_enabled() and q.shape[0] * q.shape[1] <= MAX_UNCOMPILED_TOKENS:
         return False  # as in the verification of a checkpoint
     return has_packed_kernel(q.device, q.dtype, q.shape[-1])
 
@@ -57,7 +57,7 @@ def has_packed_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -
 
 
 def attention_gpu(
-    q: Tensor, k: Tensor, v: Tensor, rule: list[float], layout: SequenceLayout | None, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, params: list[float], layout: SequenceLayout | None, sinks: Tensor | None
 ) -> Tensor:
     """Causal attention (B, S, H, D_v). `rule`: scale, window, chunk and softcap; 0 says that there is none.
 
@@ -65,15 +65,15 @@ def attention_gpu(
     """
     layout = rows_layout(*q.shape[:2]) if layout is None else layout
     width = v.shape[-1]
-    most = max(NARROWEST, -(-max(q.shape[-1], width) // ALIGNED) * ALIGNED)
+    most = max(MIN_HEAD_DIM, -(-max(q.shape[-1], width) // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE)
     q, k, v = (x if x.shape[-1] == most else F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
-    if q.dtype in HALF_DTYPES and not rule[3] and (sinks is None or get_capabilities(q.device).flash_lse):
-        at, longest, key_at, most_keys = varlen_bounds(layout, int(rule[2]), q.device)
-        return flash(q, k, v, at, key_at, longest, most_keys, sinks, rule)[0][..., :width]
-    return flex(q, k, v, layout, sinks, rule)[..., :width]
+    if q.dtype in HALF_DTYPES and not params[3] and (sinks is None or get_capabilities(q.device).flash_lse):
+        at, longest, key_at, most_keys = varlen_bounds(layout, int(params[2]), q.device)
+        return flash(q, k, v, at, key_at, longest, most_keys, sinks, params)[0][..., :width]
+    return flex(q, k, v, layout, sinks, params)[..., :width]
 
 
-def prepare(
+def prepare_layout(
     layout: SequenceLayout | None, shape: torch.Size, chunks: Iterable[int], device: torch.device
 ) -> SequenceLayout | None:
     """Copy to a GPU what its attention needs to know of documents, before the layers run, which may be compiled.
@@ -92,11 +92,11 @@ def varlen_bounds(layout: SequenceLayout, chunk: int, device: torch.device) -> B
     """Bounds of queries and of keys on the device, and the longest stretch of each, which the host knows."""
     if (chunk, device) not in layout.varlen_bounds:
         with torch.inference_mode(False):
-            layout.varlen_bounds[chunk, device] = place_bounds(layout.cu_seqlens, layout.key_cu_seqlens, chunk, device)
+            layout.varlen_bounds[chunk, device] = copy_bounds(layout.cu_seqlens, layout.key_cu_seqlens, chunk, device)
     return layout.varlen_bounds[chunk, device]
 
 
-def cut(offsets: Tensor, key_offsets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+def split_chunks(offsets: Tensor, key_offsets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     """Bounds of the queries and of the keys of documents, and of the chunks in them."""
     if not chunk:
         return offsets, key_offsets
@@ -111,8 +111,8 @@ def cut(offsets: Tensor, key_offsets: Tensor, chunk: int) -> tuple[Tensor, Tenso
     return next(found), next(found)
 
 
-def place_bounds(offsets: Tensor, key_offsets: Tensor, chunk: int, device: torch.device) -> Bounds:
-    (q, longest), (k, most) = ((at.int(), int(at.diff().max())) for at in cut(offsets, key_offsets, chunk))
+def copy_bounds(offsets: Tensor, key_offsets: Tensor, chunk: int, device: torch.device) -> Bounds:
+    (q, longest), (k, most) = ((at.int(), int(at.diff().max())) for at in split_chunks(offsets, key_offsets, chunk))
     return copy_to_device(q, device), longest, copy_to_device(k, device), most
 
 
@@ -122,29 +122,29 @@ def place_bounds(offsets: Tensor, key_offsets: Tensor, chunk: int, device: torch
 # the diagonal ends at the bottom right.
 
 
-def reach(window: int) -> dict[str, int]:
+def window_args(window: int) -> dict[str, int]:
     """How far a query sees, behind it and before it."""
     return {"window_size_left": window - 1, "window_size_right": 0}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, rule: list[float]) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, params: list[float]) -> tuple[Tensor, Tensor]:
     """Attention (T, H, D) and the log-sum-exp (H, T) of flat documents."""
     at, longest, key_at, most = bounds
-    scale, window = rule[0], int(rule[1])
+    scale, window = params[0], int(params[1])
     y, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, at, key_at, longest, most, 0.0, not window, False, scale=scale, **reach(window)
+        q, k, v, at, key_at, longest, most, 0.0, not window, False, scale=scale, **window_args(window)
     )
     return y, lse
 
 
-def backward(grad: Tensor, saved: list[Tensor], bounds: Bounds, rule: list[float]) -> tuple[Tensor, Tensor, Tensor]:
+def backward(grad: Tensor, saved: list[Tensor], bounds: Bounds, params: list[float]) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of flat queries, keys and values; `saved`: these, attention and its log-sum-exp."""
     at, longest, key_at, most = bounds
-    scale, window = rule[0], int(rule[1])
+    scale, window = params[0], int(params[1])
     seed = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # of dropout, of which there is none
     unused = torch.empty(0, device=grad.device)
     return torch.ops.aten._flash_attention_backward(
-        grad, *saved, at, key_at, longest, most, 0.0, not window, seed, unused, scale=scale, **reach(window)
+        grad, *saved, at, key_at, longest, most, 0.0, not window, seed, unused, scale=scale, **window_args(window)
     )
 
 
@@ -158,14 +158,14 @@ def flash(  # noqa: PLR0913 (an operator takes no named tuples)
     longest: int,
     most: int,
     sinks: Tensor | None,
-    rule: list[float],
+    params: list[float],
 ) -> tuple[Tensor, Tensor]:
     """Causal attention (B, S, H, D), and the log-sum-exp (H, B * S) with the sinks in it.
 
     Bounds are on the device, so that neither a recomputed layer nor the backward pass copies them again.
     """
     y, lse = forward(
-        flatten_tokens(q), flatten_tokens(k), flatten_tokens(v), (cu_seqlens, longest, key_cu_seqlens, most), rule
+        flatten_tokens(q), flatten_tokens(k), flatten_tokens(v), (cu_seqlens, longest, key_cu_seqlens, most), params
     )
     if sinks is not None:
         sink = sinks.float()[:, None]
@@ -176,14 +176,14 @@ def flash(  # noqa: PLR0913 (an operator takes no named tuples)
 
 @torch.library.custom_op("tunekit::flash_back", mutates_args=())
 def flash_back(
-    grad: Tensor, saved: list[Tensor], longest: int, most: int, rule: list[float]
+    grad: Tensor, saved: list[Tensor], longest: int, most: int, params: list[float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, keys, values and sinks; `saved` is what `keep` keeps."""
     q, k, v, cu_seqlens, key_cu_seqlens, y, lse, *sinks = saved
     bounds = cu_seqlens, longest, key_cu_seqlens, most
     # With the sink in the log-sum-exp the kernel makes shares that add up to less than 1: all that it must know.
     given = [*(flatten_tokens(x) for x in (q, k, v, y)), lse]
-    made = backward(flatten_tokens(grad.contiguous()), given, bounds, rule)
+    made = backward(flatten_tokens(grad.contiguous()), given, bounds, params)
     dq, dk, dv = (x.view(like.shape) for x, like in zip(made, (q, k, v), strict=True))
     if not sinks:
         return dq, dk, dv, q.new_empty(0)
@@ -210,33 +210,33 @@ def _(  # noqa: PLR0913
 
 @flash_back.register_fake
 def _(
-    grad: Tensor, saved: list[Tensor], longest: int, most: int, rule: list[float]
+    grad: Tensor, saved: list[Tensor], longest: int, most: int, params: list[float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, _, _, _, _, *sinks = saved
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv, sinks[0].new_empty(sinks[0].shape) if sinks else q.new_empty(0)
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, cu_seqlens, key_cu_seqlens, ctx.longest, ctx.most, sinks, ctx.rule = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, cu_seqlens, key_cu_seqlens, *output, *([] if sinks is None else [sinks]))
     ctx.sunk = sinks is not None
 
 
-def back(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+def flash_backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
     dq, dk, dv, to_sinks = flash_back(grad, list(ctx.saved_tensors), ctx.longest, ctx.most, ctx.rule)
     return dq, dk, dv, None, None, None, None, to_sinks if ctx.sunk else None, None
 
 
-flash.register_autograd(back, setup_context=keep)
+flash.register_autograd(flash_backward, setup_context=setup_context)
 
 
 # ---- FlexAttention ----
 
 
 @cache
-def compiled() -> Callable[..., Any]:
+def compiled_flex_attention() -> Callable[..., Any]:
     """Behind the limit of torch, which is 8 variants, FlexAttention would run uncompiled and write all scores down.
 
     As one graph it fails there, and says so.
@@ -247,31 +247,31 @@ def compiled() -> Callable[..., Any]:
 
 
 @disable_compile  # it is compiled apart: what it is given is made on the CPU
-def flex(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, sinks: Tensor | None, rule: list[float]) -> Tensor:
+def flex(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, sinks: Tensor | None, params: list[float]) -> Tensor:
     """Causal attention (B, S, H, D), with a cap on the scores."""
-    scale, window, chunk, softcap = rule
+    scale, window, chunk, softcap = params
 
     def build_mask() -> BlockMask:
-        return blocks(*cut(layout.cu_seqlens, layout.key_cu_seqlens, int(chunk)), int(window), q.device)
+        return build_block_mask(*split_chunks(layout.cu_seqlens, layout.key_cu_seqlens, int(chunk)), int(window), q.device)
 
     mask = layout.derive(("block mask", window, chunk, q.device), build_mask)
     flat = [x.flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v)]
-    options = {"score_mod": capped(softcap) if softcap else None, "block_mask": mask, "scale": scale}
-    y, aux = compiled()(*flat, **options, enable_gqa=q.shape[2] != k.shape[2], return_aux=AuxRequest(lse=True))
+    options = {"score_mod": softcap_mod(softcap) if softcap else None, "block_mask": mask, "scale": scale}
+    y, aux = compiled_flex_attention()(*flat, **options, enable_gqa=q.shape[2] != k.shape[2], return_aux=AuxRequest(lse=True))
     if sinks is not None:
         y = (y * (aux.lse - sinks.float()[:, None]).sigmoid()[..., None]).type_as(y)
     return y[0].transpose(0, 1).reshape(q.shape)
 
 
 @cache
-def capped(softcap: float) -> Callable[..., Tensor]:
+def softcap_mod(softcap: float) -> Callable[..., Tensor]:
     def score(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
     return score
 
 
-def blocks(bounds: Tensor, key_bounds: Tensor, window: int, device: torch.device) -> BlockMask:
+def build_block_mask(bounds: Tensor, key_bounds: Tensor, window: int, device: torch.device) -> BlockMask:
     """Which blocks of keys each block of queries sees, and which of these whole, from bounds alone: never all pairs."""
     tokens, keys = int(bounds[-1]), int(key_bounds[-1])
     lengths = bounds.diff()
@@ -285,20 +285,20 @@ def blocks(bounds: Tensor, key_bounds: Tensor, window: int, device: torch.device
     seen = (columns >= oldest[first, None] // BLOCK) & (columns <= newest[last, None] // BLOCK)
     begins = columns * BLOCK
     whole = seen & (begins >= oldest[last, None]) & (begins + BLOCK - 1 <= newest[first, None])
-    listed = [x for part in (seen & ~whole, whole) for x in indices(part)]
+    listed = [x for part in (seen & ~whole, whole) for x in column_indices(part)]
     partly, partly_at, wholly, wholly_at = (copy_to_device(x[None, None], device) for x in listed)
-    visible = seen_by(*(copy_to_device(x.int(), device) for x in (oldest, newest)))
+    visible = visibility_fn(*(copy_to_device(x.int(), device) for x in (oldest, newest)))
     return BlockMask.from_kv_blocks(
         partly, partly_at, wholly, wholly_at, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(tokens, keys)
     )
 
 
-def indices(seen: Tensor) -> tuple[Tensor, Tensor]:
+def column_indices(seen: Tensor) -> tuple[Tensor, Tensor]:
     """How many of the columns of each row are seen, and which: these first."""
     return seen.sum(1, dtype=torch.int32), seen.int().argsort(dim=1, descending=True, stable=True).int()
 
 
-def seen_by(oldest: Tensor, newest: Tensor) -> Callable[..., Tensor]:
+def visibility_fn(oldest: Tensor, newest: Tensor) -> Callable[..., Tensor]:
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= newest[query]) & (key >= oldest[query])
 

@@ -36,7 +36,7 @@ def find_segments(
     for row in range(rows):
         for queries in ranges:
             first, last = row * length + min(queries.start, length), row * length + min(queries.stop, length)
-            for begin, end in within(bounds, first, last):
+            for begin, end in documents_in_range(bounds, first, last):
                 start = max(begin, first)
                 stop = min(end, last)
                 seen = max(begin, start - window + 1) if window else begin
@@ -51,7 +51,7 @@ def find_segments(
     return Segments(layout, copy_to_device(keys, device))
 
 
-def within(bounds: Sequence[int], first: int, last: int) -> list[tuple[int, int]]:
+def documents_in_range(bounds: Sequence[int], first: int, last: int) -> list[tuple[int, int]]:
     """Bounds of the documents that have tokens from `first` to before `last`."""
     documents = zip(bounds[:-1], bounds[1:], strict=True)
     return [(begin, end) for begin, end in documents if begin < end and begin < last and end > first]

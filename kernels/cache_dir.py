@@ -11,21 +11,21 @@ from tempfile import TemporaryDirectory, mkdtemp
 
 from tunekit import system
 
-HOME = "TUNEKIT_CACHE"
+CACHE_VARIABLE = "TUNEKIT_CACHE"
 # Lines that tell what a processor is and what instructions it has, on x86 and on Arm; others change by the minute.
-LASTING = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ")
+CPU_FIELDS = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ")
 
 
 def compile_cache_dir() -> Path:
     """A home may be shared by machines of which one cannot run what is made for the other."""
     machine = platform.machine()
-    told = hashlib.sha256(f"{machine}\n{processor()}".encode()).hexdigest()
+    told = hashlib.sha256(f"{machine}\n{describe_cpu()}".encode()).hexdigest()
     return cache_root() / f"{machine}-{told[:8]}"
 
 
 def cache_root() -> Path:
     """The folder that TUNEKIT_CACHE names, else one among the user's caches. `off` there is for prepared rows only."""
-    told = os.environ.get(HOME, "off")
+    told = os.environ.get(CACHE_VARIABLE, "off")
     if told not in ("", "off"):
         return Path(told).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or user_home() / ".cache") / "tunekit"
@@ -52,9 +52,9 @@ def is_writable(folder: Path) -> bool:
         return False
 
 
-def processor() -> str:
+def describe_cpu() -> str:
     """Model and instructions of the first core. The model counts because an old kernel lists no new instructions."""
-    return "".join(line for line in system.read_cpu_info() if line.startswith(LASTING))
+    return "".join(line for line in system.read_cpu_info() if line.startswith(CPU_FIELDS))
 
 
 def set_compiler_cache_directories() -> None:

@@ -24,18 +24,18 @@ from tunekit.kernels.cpp_extension import load_library
 from tunekit.kernels.torch_compile import disable_compile
 from tunekit.kernels.triton_support import uses_triton
 
-Measure = Callable[[Tensor, Tensor], Tensor]  # fp32 logits (n, vocab) and targets (n,) to a sum
+LogitsLoss = Callable[[Tensor, Tensor], Tensor]  # fp32 logits (n, vocab) and targets (n,) to a sum
 
 # Bytes of the logits of one chunk. 2,048 tokens x 49,152 x 576 took 0.39 s with 64 MB, 0.40 with 32, 0.42 with 256, and
 # 0.70 with 8, where products are of too few tokens. A GPU wants larger ones.
-ROOM = {"cpu": 2**26, "cuda": 2**28}
-MULTIPLE = 64  # tokens: every step has another number of them, and kernels are made anew for every other shape
-SLICE = {"cpu": 2**22, "cuda": 2**26}  # numbers of a weight whose gradient is added at once
+CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
+TOKEN_MULTIPLE = 64  # tokens: every step has another number of them, and kernels are made anew for every other shape
+GRAD_SLICE_SIZE = {"cpu": 2**22, "cuda": 2**26}  # numbers of a weight whose gradient is added at once
 # Bytes between rows of logits on CUDA are a multiple of this. Tensor cores and the vector loads of Triton kernels need
 # rows that start at multiples of 16 bytes and 16 elements, which no odd vocabulary (Granite: 49,155) has by itself.
 ROW_ALIGNMENT = 128
 SOURCE = Path(__file__).with_name("cross_entropy.cpp")
-NATIVE = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 class VocabShard(Protocol):
@@ -94,14 +94,14 @@ def compute_token_losses(
     """
     if uses_triton(logits):
         return gpu().token_losses(logits, targets, weights, terms, gradient)
-    lib = native(logits)
+    lib = native_library(logits)
     if lib is None:
         return token_losses_reference(logits, targets, weights, terms, gradient)
     out, targets = torch.empty(len(logits)), targets.long().contiguous()
     weights = None if weights is None else weights.float().contiguous()
     places = (None if t is None else t.data_ptr() for t in (logits, targets, weights, out))
     sizes = *logits.shape, logits.stride(0), gradient, torch.get_num_threads()
-    wrong = getattr(lib, f"losses_{NATIVE[logits.dtype]}")(*places, (ctypes.c_float * 4)(*terms), *sizes)
+    wrong = getattr(lib, f"losses_{DTYPES[logits.dtype]}")(*places, (ctypes.c_float * 4)(*terms), *sizes)
     if wrong:
         raise IndexError(f"{wrong} targets lie beyond the {logits.shape[1]} tokens of the vocabulary")
     return out
@@ -135,7 +135,7 @@ def token_losses_reference(
     return losses.masked_fill(~real, 0)
 
 
-def shared_losses(  # noqa: PLR0913 (as above)
+def sharded_token_losses(  # noqa: PLR0913 (as above)
     logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool, share: VocabShard
 ) -> Tensor:
     """The same of logits (n, some) of the ids that are here. Three numbers a token are asked of the other ranks."""
@@ -166,12 +166,12 @@ def token_entropies(logits: Tensor, scale: float, softcap: float | None) -> Tens
         return logits.new_empty(len(logits), dtype=torch.float32)
     if uses_triton(logits):
         return gpu().token_entropies(logits, terms)
-    lib = native(logits)
+    lib = native_library(logits)
     if lib is None:
         return token_entropies_reference(logits, terms)
     out = torch.empty(len(logits))
     sizes = *logits.shape, logits.stride(0), torch.get_num_threads()
-    getattr(lib, f"entropies_{NATIVE[logits.dtype]}")(
+    getattr(lib, f"entropies_{DTYPES[logits.dtype]}")(
         logits.data_ptr(), out.data_ptr(), (ctypes.c_float * 4)(*terms), *sizes
     )
     return out
@@ -191,16 +191,16 @@ def compiled() -> ctypes.CDLL | None:
     lib = load_library(SOURCE)
     if lib is not None:
         place, size = ctypes.c_void_p, ctypes.c_int64
-        for kind in NATIVE.values():
+        for kind in DTYPES.values():
             losses, entropies = getattr(lib, f"losses_{kind}"), getattr(lib, f"entropies_{kind}")
             losses.argtypes, losses.restype = [*[place] * 5, *[size] * 3, ctypes.c_int, ctypes.c_int], size
             entropies.argtypes, entropies.restype = [*[place] * 3, *[size] * 3, ctypes.c_int], None
     return lib
 
 
-def native(logits: Tensor) -> ctypes.CDLL | None:
+def native_library(logits: Tensor) -> ctypes.CDLL | None:
     """The compiled functions, if there are some for these logits."""
-    fits = logits.device.type == "cpu" and logits.dtype in NATIVE and logits.stride(1) == 1
+    fits = logits.device.type == "cpu" and logits.dtype in DTYPES and logits.stride(1) == 1
     return compiled() if fits else None
 
 
@@ -228,7 +228,7 @@ class CrossEntropyTerms:
     def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
         terms = [self.scale, self.softcap or 0.0, self.smoothing, self.z_loss]
         if self.share is not None:
-            return shared_losses(logits, targets, weights, terms, gradient, self.share)
+            return sharded_token_losses(logits, targets, weights, terms, gradient, self.share)
         return token_losses(logits, targets, weights, terms, gradient)
 
 
@@ -236,16 +236,16 @@ class CrossEntropyTerms:
 class CustomChunkLoss:
     """A sum over tokens that autograd can follow, of fp32 logits as `finish` leaves them."""
 
-    measure: Measure
-    finish: Callable[[Tensor], Tensor]
+    loss_fn: LogitsLoss
+    scale_logits: Callable[[Tensor], Tensor]
     share: VocabShard | None = None
 
     def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
         assert weights is None
         with torch.set_grad_enabled(gradient):
             raw = logits.detach().requires_grad_(gradient)
-            loss = self.measure(
-                self.finish(raw.float() if self.share is None else self.share.all_gather(raw.float())), targets
+            loss = self.loss_fn(
+                self.scale_logits(raw.float() if self.share is None else self.share.all_gather(raw.float())), targets
             )
         if gradient:
             logits.copy_(torch.autograd.grad(loss, raw)[0])
@@ -263,13 +263,13 @@ class LinearHeadChunks:
 
     def __init__(self, head: LMHead, like: Tensor, size: int, trained: list[Tensor]) -> None:
         self.weight = head.weight.detach().to(like.dtype)
-        self.room = logits_buffer(like, size, len(self.weight))
+        self.buffer = logits_buffer(like, size, len(self.weight))
         self.trained, self.grads = trained, []
 
     def logits(self, x: Tensor, gradient: bool) -> Tensor:
-        return torch.mm(x, self.weight.T, out=self.room[: len(x)])
+        return torch.mm(x, self.weight.T, out=self.buffer[: len(x)])
 
-    def back(self, x: Tensor, grad: Tensor) -> Tensor:
+    def backward(self, x: Tensor, grad: Tensor) -> Tensor:
         first = not self.grads
         if first:
             self.grads = [torch.empty_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in self.trained]
@@ -282,16 +282,16 @@ class AutogradHeadChunks:
     """Of a head that may be anything, by autograd."""
 
     def __init__(self, head: LMHead, like: Tensor, size: int, trained: list[Tensor]) -> None:
-        self.head, self.trained, self.grads = head, trained, zeros(trained)
+        self.head, self.trained, self.grads = head, trained, zero_gradients(trained)
 
     def logits(self, x: Tensor, gradient: bool) -> Tensor:
         with torch.set_grad_enabled(gradient):
             self.x = x.detach().requires_grad_(gradient)
-            self.made = self.head.raw_logits(self.x)
-        return self.made.detach()
+            self.raw_logits = self.head.raw_logits(self.x)
+        return self.raw_logits.detach()
 
-    def back(self, x: Tensor, grad: Tensor) -> Tensor:
-        first, *others = torch.autograd.grad(self.made, (self.x, *self.trained), grad)
+    def backward(self, x: Tensor, grad: Tensor) -> Tensor:
+        first, *others = torch.autograd.grad(self.raw_logits, (self.x, *self.trained), grad)
         for total, other in zip(self.grads, others, strict=True):
             total += other
         return first
@@ -305,7 +305,7 @@ def logits_buffer(like: Tensor, rows: int, vocab: int) -> Tensor:
     return like.new_empty(rows, -(-vocab // multiple) * multiple)[:, :vocab]
 
 
-def zeros(like: list[Tensor]) -> list[Tensor]:
+def zero_gradients(like: list[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in like]
 
 
@@ -323,7 +323,7 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, first: bool) -> None:
         if not fake_mode.is_fake():  # torch has no shape function for it
             torch.addmm(total, grad.T, x, out_dtype=total.dtype, beta=beta, out=total)
         return
-    step = max(1, SLICE.get(x.device.type, SLICE["cpu"]) // x.shape[1])
+    step = max(1, GRAD_SLICE_SIZE.get(x.device.type, GRAD_SLICE_SIZE["cpu"]) // x.shape[1])
     room = x.new_empty(step, x.shape[1])
     if fake_mode.is_fake():  # the other slices need no more
         total, grad = total[:step], grad[:, :step]
@@ -361,13 +361,13 @@ class TokenChunks:
         """
         way = LinearHeadChunks if self.head.is_plain_linear else AutogradHeadChunks
         ids = len(self.head.weight) if self.head.vocab_shard is None else self.head.vocab_shard.max_size  # all ranks take equal chunks
-        size = chunk(len(self.rows), ids, hidden, way is LinearHeadChunks and gradient and bool(trained))
+        size = chunk_size(len(self.rows), ids, hidden, way is LinearHeadChunks and gradient and bool(trained))
         layer = way(self.head, hidden, size, trained if gradient else [])
         losses, to_hidden = [], torch.zeros_like(hidden) if gradient else hidden
         for at in range(0, len(self.rows), size):
             part = slice(at, at + size)
             rows = self.rows[part]
-            x = F.pad(hidden.index_select(0, rows), (0, 0, 0, -len(rows) % MULTIPLE))
+            x = F.pad(hidden.index_select(0, rows), (0, 0, 0, -len(rows) % TOKEN_MULTIPLE))
             logits = layer.logits(x, gradient)
             of = None if weights is None else weights[part]
             if look is not None:
@@ -375,19 +375,19 @@ class TokenChunks:
             losses.append(self.step(logits[: len(rows)], self.targets[part], of, gradient))
             if gradient:
                 logits[len(rows) :] = 0
-                to_hidden.index_copy_(0, rows, layer.back(x, logits)[: len(rows)])
+                to_hidden.index_copy_(0, rows, layer.backward(x, logits)[: len(rows)])
         found = torch.cat(losses) if losses else hidden.new_zeros(0, dtype=torch.float32)
-        return found, [to_hidden, *(layer.grads or zeros(trained))] if gradient else []
+        return found, [to_hidden, *(layer.grads or zero_gradients(trained))] if gradient else []
 
 
-def chunk(count: int, vocab: int, like: Tensor, wide: bool = False) -> int:
+def chunk_size(count: int, vocab: int, like: Tensor, wide: bool = False) -> int:
     """Tokens of a chunk, a multiple of MULTIPLE: all chunks have about the same number.
 
     `wide`: each chunk adds to the gradient of the whole head, which is larger than its logits: half as many are made.
     """
-    most = (1 + wide) * ROOM.get(like.device.type, ROOM["cpu"]) // (vocab * like.itemsize) // MULTIPLE or 1
-    parts = -(-count // MULTIPLE) or 1
-    return MULTIPLE * -(-parts // -(-parts // most))
+    most = (1 + wide) * CHUNK_BYTES.get(like.device.type, CHUNK_BYTES["cpu"]) // (vocab * like.itemsize) // TOKEN_MULTIPLE or 1
+    parts = -(-count // TOKEN_MULTIPLE) or 1
+    return TOKEN_MULTIPLE * -(-parts // -(-parts // most))
 
 
 # Sums over tokens, and each token's
@@ -440,13 +440,13 @@ def prepare_chunks(
     hidden: Tensor, targets: Tensor, head: LMHead, step: ChunkLoss, rows: Tensor | None
 ) -> tuple[Any, ...]:
     rows = torch.arange(len(hidden), device=hidden.device) if rows is None else rows
-    trained = learning(head)
+    trained = trained_params(head)
     if not torch.is_grad_enabled():  # a function is told of gradients that nobody will ask for
         hidden, trained = hidden.detach(), []
     return TokenChunks(head, step, rows, targets.index_select(0, rows)), hidden, *trained
 
 
-def learning(head: LMHead) -> list[Tensor]:
+def trained_params(head: LMHead) -> list[Tensor]:
     return [p for p in head.parameters() if p.requires_grad]
 
 
@@ -461,7 +461,7 @@ class ChunkedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *scale: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return None, *(scaled(grad, scale[0]).to(dtype) for grad, dtype in pairs)
+        return None, *(scale_gradient(grad, scale[0]).to(dtype) for grad, dtype in pairs)
 
 
 class ChunkedPerToken(torch.autograd.Function):
@@ -480,8 +480,8 @@ class ChunkedPerToken(torch.autograd.Function):
         (kept,) = ctx.saved_tensors
         if not ctx.again:
             each = weights[0].new_zeros(len(kept)).index_copy_(0, ctx.chunks.rows, weights[0])
-            return None, None, scaled(kept, each[:, None])
-        trained = learning(ctx.chunks.head)
+            return None, None, scale_gradient(kept, each[:, None])
+        trained = trained_params(ctx.chunks.head)
         with torch.random.fork_rng(devices=ctx.devices[0]):  # dropout falls on the same numbers again
             torch.set_rng_state(ctx.random)
             set_device_states(*ctx.devices)
@@ -489,7 +489,7 @@ class ChunkedPerToken(torch.autograd.Function):
         return None, None, *(grad.to(t.dtype) for grad, t in zip(grads, (kept, *trained), strict=True))
 
 
-def scaled(grad: Tensor, scale: Tensor) -> Tensor:
+def scale_gradient(grad: Tensor, scale: Tensor) -> Tensor:
     """`grad` times `scale` in place. The scale stays fp32: rounded to bf16, it would be off alike for every token."""
     pieces = scale.split(4096) if scale.dim() else repeat(scale)
     for part, by in zip(grad.split(4096), pieces, strict=False):

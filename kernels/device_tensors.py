@@ -24,11 +24,11 @@ class DeviceConstants:
 
     def __call__(self, *key: Hashable, device: torch.device) -> Tensor:
         if fake_mode.is_fake():  # tensors without numbers must not outlive the plan that needed them
-            return self.built(key, device)
+            return self.build_on(key, device)
         if (key, device) not in self.tensors:
-            self.tensors[key, device] = self.built(key, device)
+            self.tensors[key, device] = self.build_on(key, device)
         return self.tensors[key, device]
 
-    def built(self, key: tuple[Hashable, ...], device: torch.device) -> Tensor:
+    def build_on(self, key: tuple[Hashable, ...], device: torch.device) -> Tensor:
         with torch.inference_mode(False), torch.device("cpu"):
             return copy_to_device(self.build(*key), device)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from tunekit.kernels.torch_compile import assume_constant_result
 
-ASKED: ContextVar[str] = ContextVar("kind of device that only shapes are asked for", default="")
+FAKE_DEVICE: ContextVar[str] = ContextVar("kind of device that only shapes are asked for", default="")
 
 
 @assume_constant_result  # Dynamo cannot trace a ContextVar: graphs would end here. Fake models are never compiled.
 def fake_device() -> str:
     """Device type of the fake tensors, empty outside fake mode."""
-    return ASKED.get()
+    return FAKE_DEVICE.get()
 
 
 def is_fake() -> bool:
@@ -38,8 +38,8 @@ def count_true(mask: Tensor) -> int:
 @contextmanager
 def fake_mode(device: str = "cpu") -> Iterator[None]:
     """Until the end there is nothing but shapes, as they would be on this kind of device."""
-    token = ASKED.set(device)
+    token = FAKE_DEVICE.set(device)
     try:
         yield
     finally:
-        ASKED.reset(token)
+        FAKE_DEVICE.reset(token)

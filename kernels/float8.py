@@ -17,8 +17,8 @@ from tunekit.kernels import grouped_mm
 from tunekit.kernels.nf4 import BLOCK, PIECE, SMALLEST
 from tunekit.kernels.triton_support import uses_triton
 
-CODES, LARGEST = torch.float8_e4m3fn, 448.0
-TILE = {"cpu": 2**22, "cuda": 2**24}  # numbers that are in fp32 at once; launches cost more than memory on a GPU
+CODE_DTYPE, MAX_VALUE = torch.float8_e4m3fn, 448.0
+TILE_SIZE = {"cpu": 2**22, "cuda": 2**24}  # numbers that are in fp32 at once; launches cost more than memory on a GPU
 
 
 def quantize(weight: Tensor, kind: str = "float8") -> tuple[Tensor, Tensor]:
@@ -28,8 +28,8 @@ def quantize(weight: Tensor, kind: str = "float8") -> tuple[Tensor, Tensor]:
     scales = torch.empty(len(flat) // BLOCK, device=flat.device)
     for start in range(0, len(flat), PIECE):  # a copy of all numbers in fp32 could exceed the memory
         blocks = flat[start : start + PIECE].float().view(-1, BLOCK)
-        absmax = blocks.abs().amax(1) / LARGEST
-        rounded = (blocks / absmax.clamp_min(SMALLEST)[:, None]).clamp_(-LARGEST, LARGEST).to(CODES)
+        absmax = blocks.abs().amax(1) / MAX_VALUE
+        rounded = (blocks / absmax.clamp_min(SMALLEST)[:, None]).clamp_(-MAX_VALUE, MAX_VALUE).to(CODE_DTYPE)
         codes[start : start + PIECE] = rounded.view(torch.uint8).flatten()
         scales[start // BLOCK : start // BLOCK + len(absmax)] = absmax
     return codes, scales
@@ -58,9 +58,9 @@ def dequantize_reference(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> 
     out = torch.empty(packed.shape, dtype=dtype, device=packed.device)
     rows, columns = packed.numel() // packed.shape[-1], packed.shape[-1]
     parts = (packed.reshape(rows, columns), scales.reshape(rows, -1), out.view(rows, columns))
-    some = max(1, TILE.get(packed.device.type, TILE["cpu"]) // columns)
+    some = max(1, TILE_SIZE.get(packed.device.type, TILE_SIZE["cpu"]) // columns)
     for codes, factors, place in zip(*(part.split(some) for part in parts), strict=True):
-        numbers = codes.view(CODES).float().view(-1, columns // BLOCK, BLOCK)
+        numbers = codes.view(CODE_DTYPE).float().view(-1, columns // BLOCK, BLOCK)
         place.copy_((numbers * factors[..., None]).view(-1, columns))
     return out
 
@@ -77,21 +77,21 @@ class Float8Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, sizes: Tensor | None) -> Tensor:
         ctx.save_for_backward(packed, scales, sizes)
-        return times(x, dequantize(packed, scales, dtype=x.dtype), sizes)
+        return matmul_dense(x, dequantize(packed, scales, dtype=x.dtype), sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         packed, scales, sizes = ctx.saved_tensors
-        back = times(grads[0], dequantize(packed, scales, dtype=grads[0].dtype).mT, sizes)
+        back = matmul_dense(grads[0], dequantize(packed, scales, dtype=grads[0].dtype).mT, sizes)
         return back, None, None, None
 
 
-def times(x: Tensor, weight: Tensor, sizes: Tensor | None) -> Tensor:
+def matmul_dense(x: Tensor, weight: Tensor, sizes: Tensor | None) -> Tensor:
     """x W^T; of rows sorted by expert, each with its own W of a stack."""
     return F.linear(x, weight) if sizes is None else grouped_mm.grouped_mm(x, weight, sizes)
 
 
-def product(
+def matmul(
     x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None = None
 ) -> Tensor:
     """x W^T + b: (..., in) to (..., out)."""
@@ -99,11 +99,11 @@ def product(
     return y if bias is None else y + bias
 
 
-def product_back(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str) -> Tensor:
+def matmul_backward(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str) -> Tensor:
     """grad W: (..., out) to (..., in)."""
     return grad @ dequantize(packed, scales, dtype=grad.dtype)
 
 
-def grouped(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str) -> Tensor:
+def grouped_matmul(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str) -> Tensor:
     """x W[e]^T of rows (N, in) sorted by expert, of which each has `sizes` (E,): (N, out)."""
     return Float8Matmul.apply(x, packed, scales, sizes)

@@ -68,7 +68,7 @@ def gated_delta_rule(
         q, k, v, decay, beta = (x.flatten(0, 1)[None] for x in (q, k, v, decay, beta))
         starts = get_bounds(layout, 0, decay.device).starts
         decay = decay.float().index_fill(1, starts, float("-inf"))  # what was before is forgotten
-    q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
+    q, k = normalize(q) * q.shape[-1] ** -0.5, normalize(k)
     values, decay, beta = (x.float().unflatten(2, groups) for x in (v, decay, beta))
     if state is None:
         state = values.new_zeros(len(values), v.shape[2], k.shape[-1], v.shape[-1])
@@ -118,7 +118,7 @@ def run_fla(
     return y.view_as(v), last if layout is None else last[-1:]
 
 
-def unit(x: Tensor) -> Tensor:
+def normalize(x: Tensor) -> Tensor:
     """Vectors of length 1 in fp32."""
     x = x.float()
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
@@ -154,12 +154,12 @@ def solve_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -
     """The part of the chunked form (arXiv:2406.06484) that is the same for every state."""
     # Token i adds k_i u_i' to the state, and u_i = b_i (v_i - f_i S'k_i - sum over j < i of f_i / f_j (k_i . k_j) u_j),
     # where f_i is what fading has left of S, the state before the chunk: a triangular system for all u of it.
-    q, k, v, decay, beta = (cut(x) for x in (q[:, :, :, None], k[:, :, :, None], v, decay, beta))
+    q, k, v, decay, beta = (split_chunks(x) for x in (q[:, :, :, None], k[:, :, :, None], v, decay, beta))
     # What is left at token i of what came at j. Sums from j to i, for a difference of two sums from the start knows no
     # -inf, and loses what is small behind what is large.
     past = torch.ones(v.shape[-2], v.shape[-2], dtype=torch.bool, device=v.device).tril(-1)
     left = decay[..., None].where(past, 0).cumsum(-2).exp().tril()
-    solution = inverse(k @ k.mT * left * beta[..., None]) * beta[..., None, :]
+    solution = unit_lower_inverse(k @ k.mT * left * beta[..., None]) * beta[..., None, :]
     remaining, to_end = decay.cumsum(-1).exp()[..., None], left[..., -1, :, None]
     return Chunks(q, k, v, remaining, to_end, solution, q @ k.mT * left)
 
@@ -186,13 +186,13 @@ def batched(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state:
     length, (q, k, v, remaining, to_end, solution, inside) = v.shape[1], solve_chunks(q, k, v, decay, beta)
     u, w, keys = solution @ v, solution @ (remaining * k), (to_end * k).mT
     identity = torch.eye(k.shape[-1], device=k.device, dtype=k.dtype)
-    states = States.apply(remaining[..., -1:, :] * identity - keys @ w, keys @ u, state)
+    states = ChunkStates.apply(remaining[..., -1:, :] * identity - keys @ w, keys @ u, state)
     before = states[:, :-1]
     answers = torch.addcmul(inside @ (u - w @ before), remaining, q @ before)
     return join_chunks(answers, length), states[:, -1].clone()  # a view would keep the states of all chunks
 
 
-class States(torch.autograd.Function):
+class ChunkStates(torch.autograd.Function):
     """States (B, N + 1, ..., K, V) before each chunk and after the last: S' = M S + N, one product for each chunk.
 
     `transition` M is (B, N, ..., K, K), `added` N is (B, N, ..., K, V), the first state (B, ..., K, V).
@@ -203,7 +203,7 @@ class States(torch.autograd.Function):
         count, shape = transition.shape[1], first.shape
         states = added.new_empty(count + 1, *shape)
         states[0] = first
-        steps = zip(by_chunk(transition), by_chunk(added), strict=True)
+        steps = zip(unbind_chunks(transition), unbind_chunks(added), strict=True)
         for i, (m, n) in enumerate(steps):
             torch.baddbmm(n, m, states[i].flatten(0, -3), out=states[i + 1].flatten(0, -3))
         states = states.movedim(0, 1)
@@ -216,19 +216,19 @@ class States(torch.autograd.Function):
         direct = grads[0].movedim(1, 0).contiguous()
         to_states = torch.empty_like(direct)
         to_states[-1] = direct[-1]
-        for i, m in reversed([*enumerate(by_chunk(transition))]):
+        for i, m in reversed([*enumerate(unbind_chunks(transition))]):
             later, earlier = to_states[i + 1].flatten(0, -3), to_states[i].flatten(0, -3)
             torch.baddbmm(direct[i].flatten(0, -3), m.mT, later, out=earlier)
         to_added = to_states[1:].movedim(0, 1)
         return to_added @ states[:, :-1].mT, to_added, to_states[0]
 
 
-def by_chunk(x: Tensor) -> list[Tensor]:
+def unbind_chunks(x: Tensor) -> list[Tensor]:
     """Matrices (batch, rows, columns) of each chunk of (B, N, ..., rows, columns)."""
     return [part.flatten(0, -3) for part in x.unbind(1)]
 
 
-def cut(x: Tensor) -> Tensor:
+def split_chunks(x: Tensor) -> Tensor:
     """Chunks (B, N, H_k, R, C, ...) of (B, S, H_k, R, ...), of one size: zeros stand behind the last token."""
     count = -(-x.shape[1] // CHUNK)
     padded = F.pad(x, (0, 0) * (x.ndim - 2) + (0, -x.shape[1] % count))
@@ -240,7 +240,7 @@ def join_chunks(x: Tensor, length: int) -> Tensor:
     return x.movedim(4, 2).flatten(1, 2)[:, :length]
 
 
-def inverse(x: Tensor) -> Tensor:
+def unit_lower_inverse(x: Tensor) -> Tensor:
     """The inverse of 1 + x, of which what lies below the diagonal counts."""
     one = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     return torch.linalg.solve_triangular(x, one, upper=False, unitriangular=True)
@@ -256,14 +256,14 @@ def short_convolution(
     width = weight.shape[-1] - 1
     if layout is None:
         padded = F.pad(x, (0, 0, width, 0)) if before is None else torch.cat([before, x], dim=1)
-        return F.silu(slide(padded, weight)).type_as(x)
+        return F.silu(convolve(padded, weight)).type_as(x)
     bounds = get_bounds(layout, width, x.device)  # zeros stand before every document
     padded = x.new_zeros(1, x.shape[0] * x.shape[1] + width * (len(layout.cu_seqlens) - 1), x.shape[-1])
     padded = padded.index_copy(1, bounds.gather_index, x.flatten(0, 1)[None])
-    return F.silu(slide(padded, weight).index_select(1, bounds.before)).view_as(x).type_as(x)
+    return F.silu(convolve(padded, weight).index_select(1, bounds.before)).view_as(x).type_as(x)
 
 
-def slide(x: Tensor, weight: Tensor) -> Tensor:
+def convolve(x: Tensor, weight: Tensor) -> Tensor:
     """Sums (B, S, C) over the windows of `x` (B, S + K - 1, C), in fp32."""
     first, *others = weight.float().unbind(-1)
     length = x.shape[1] - len(others)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from tunekit.kernels.cpp_extension import load_library
 
-FEW = 8  # rows
+MAX_ROWS = 8  # rows
 SOURCE = Path(__file__).with_name("few.cpp")
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: (..., in) to (..., out)."""
-    lib = compiled() if fits(x, weight) else None
+    lib = compiled() if is_supported(x, weight) else None
     if lib is None:
         return F.linear(x, weight, bias)
     x = x.contiguous()
@@ -27,11 +27,11 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y
 
 
-def fits(x: Tensor, weight: Tensor) -> bool:
+def is_supported(x: Tensor, weight: Tensor) -> bool:
     """Few rows of bf16 on the CPU of which nobody wants a gradient."""
     return (
         x.dtype == weight.dtype == torch.bfloat16
-        and 0 < x.numel() <= FEW * weight.shape[1]
+        and 0 < x.numel() <= MAX_ROWS * weight.shape[1]
         and x.device.type == weight.device.type == "cpu"
         and weight.stride(1) == 1
         and not torch.is_grad_enabled()

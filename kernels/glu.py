@@ -17,7 +17,7 @@ from tunekit.kernels.recompute import mark_recomputable
 SOURCE = Path(__file__).with_name("glu.cpp")
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 # Numbers below which torch's two operators, 4 us for a token, are done before one of ours has begun.
-FEW = 2**14
+MIN_SIZE = 2**14
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -26,27 +26,27 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return (up + 1) * (gate * (gate * 1.702).sigmoid())
 
 
-GATED = {
+ACTIVATIONS = {
     "silu": lambda gate, up: F.silu(gate) * up,
     "gelu": lambda gate, up: F.gelu(gate) * up,
     "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "clamped_swiglu": clamped_swiglu,
 }
-FAST = frozenset(GATED) - {"gelu"}  # those that are x sigmoid(...); no model that is still used has another
+FUSED_ACTIVATIONS = frozenset(ACTIVATIONS) - {"gelu"}  # those that are x sigmoid(...); no model that is still used has another
 
 
 def gated_activation(act: str, gate: Tensor, up: Tensor) -> Tensor:
     """act(gate) * up, or what the act makes of both."""
-    if plain(act, gate, up):
-        y = GATED[act](gate, up)
+    if needs_reference(act, gate, up):
+        y = ACTIVATIONS[act](gate, up)
     else:
-        y = (product if torch.is_grad_enabled() or fake_mode.is_fake() else forward)(gate, up, act)
+        y = (gated_op if torch.is_grad_enabled() or fake_mode.is_fake() else forward)(gate, up, act)
     return mark_recomputable(y, partial(gated_activation, act), gate, up)
 
 
-def plain(act: str, gate: Tensor, up: Tensor) -> bool:
+def needs_reference(act: str, gate: Tensor, up: Tensor) -> bool:
     alike = gate.shape == up.shape and gate.dtype == up.dtype and gate.dtype in DTYPES
-    return act not in FAST or not alike or use_torch_fallback(gate, compiled, FEW)
+    return act not in FUSED_ACTIVATIONS or not alike or use_torch_fallback(gate, compiled, MIN_SIZE)
 
 
 class GluSizes(ctypes.Structure):
@@ -66,14 +66,14 @@ class GluSizes(ctypes.Structure):
 def compiled() -> ctypes.CDLL | None:
     lib = load_library(SOURCE)
     if lib is not None:
-        for name in (f"{act}_{dtype}" for act in FAST for dtype in DTYPES.values()):
+        for name in (f"{act}_{dtype}" for act in FUSED_ACTIVATIONS for dtype in DTYPES.values()):
             getattr(lib, f"forward_{name}").argtypes = [*[ctypes.c_void_p] * 3, ctypes.POINTER(GluSizes)]
             getattr(lib, f"backward_{name}").argtypes = [*[ctypes.c_void_p] * 5, ctypes.POINTER(GluSizes)]
     return lib
 
 
 @cache
-def named(kind: str, act: str, dtype: torch.dtype) -> Any:
+def native_function(kind: str, act: str, dtype: torch.dtype) -> Any:
     """The compiled function of an act."""
     return getattr(compiled(), f"{kind}_{act}_{DTYPES[dtype]}")
 
@@ -83,7 +83,7 @@ def gpu() -> Any:
     return importlib.import_module("tunekit.kernels.glu_triton")
 
 
-def rows(*tensors: Tensor) -> list[Tensor]:
+def as_rows(*tensors: Tensor) -> list[Tensor]:
     """Tensors of one shape as rows, or each as one long row if nothing stands between theirs."""
     if all(t.is_contiguous() for t in tensors):
         return [t.view(1, -1) for t in tensors]
@@ -91,47 +91,47 @@ def rows(*tensors: Tensor) -> list[Tensor]:
 
 
 def forward(gate: Tensor, up: Tensor, act: str) -> Tensor:
-    (g, u), y = rows(gate, up), gate.new_empty(gate.shape)
+    (g, u), y = as_rows(gate, up), gate.new_empty(gate.shape)
     if gate.device.type == "cuda":
         gpu().forward(g, u, y, act)
     else:
         sizes = GluSizes(*g.shape, g.stride(0), u.stride(0), 0, torch.get_num_threads())
-        named("forward", act, gate.dtype)(g.data_ptr(), u.data_ptr(), y.data_ptr(), sizes)
+        native_function("forward", act, gate.dtype)(g.data_ptr(), u.data_ptr(), y.data_ptr(), sizes)
     return y
 
 
-product = torch.library.custom_op("tunekit::gated", forward, mutates_args=())
+gated_op = torch.library.custom_op("tunekit::gated", forward, mutates_args=())
 
 
 @torch.library.custom_op("tunekit::gated_back", mutates_args=())
-def product_back(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
+def gated_backward_op(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
     """Gradients to gate and up, from what came in alone: the activation is made again."""
-    (d, g, u), to_gate, to_up = rows(grad, gate, up), gate.new_empty(gate.shape), up.new_empty(up.shape)
+    (d, g, u), to_gate, to_up = as_rows(grad, gate, up), gate.new_empty(gate.shape), up.new_empty(up.shape)
     if gate.device.type == "cuda":
         gpu().backward(d, g, u, to_gate, to_up, act)
     else:
         sizes = GluSizes(*g.shape, g.stride(0), u.stride(0), d.stride(0), torch.get_num_threads())
-        named("backward", act, gate.dtype)(*(t.data_ptr() for t in (d, g, u, to_gate, to_up)), sizes)
+        native_function("backward", act, gate.dtype)(*(t.data_ptr() for t in (d, g, u, to_gate, to_up)), sizes)
     return to_gate, to_up
 
 
-@product.register_fake
+@gated_op.register_fake
 def _(gate: Tensor, up: Tensor, act: str) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@product_back.register_fake
+@gated_backward_op.register_fake
 def _(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.act = inputs
     ctx.save_for_backward(*tensors)
 
 
-def back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *product_back(grad, *ctx.saved_tensors, ctx.act), None
+def gated_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *gated_backward_op(grad, *ctx.saved_tensors, ctx.act), None
 
 
-product.register_autograd(back, setup_context=keep)
+gated_op.register_autograd(gated_backward, setup_context=setup_context)

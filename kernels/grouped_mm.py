@@ -12,10 +12,10 @@ from tunekit.kernels import fake_mode
 from tunekit.kernels.torch_compile import assume_constant_result, disable_compile
 from tunekit.kernels.triton_support import uses_triton
 
-ALIGNED = 16  # bytes: torch's grouped product wants rows of a multiple of these
+ALIGNMENT = 16  # bytes: torch's grouped product wants rows of a multiple of these
 
 # Where experts without rows get zeros: on Blackwell their gradients are what was in memory before (pytorch 172439).
-CLEAN = {"cpu"}
+ZERO_FILLED = {"cpu"}
 
 # Generations of GPUs for which torch has a kernel. On others it is a loop over experts that waits for their sizes.
 FUSED = {9, 10}
@@ -28,7 +28,7 @@ def grouped_mm(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = N
     `weight` (E, out, in) and `bias` (E, out) may be of another dtype than `x`; `sizes` (E,) are the rows of each expert
     and add up to N.
     """
-    if fits(x, weight):
+    if is_supported(x, weight):
         return GroupedMM.apply(x, weight, sizes, None if bias is None else bias.to(x.dtype))
     return reference(x, weight, sizes, bias)
 
@@ -49,7 +49,7 @@ def even_split(rows: int, experts: int) -> list[int]:
     return [rows * (i + 1) // experts - rows * i // experts for i in range(experts)]
 
 
-def fits(x: Tensor, weight: Tensor) -> bool:
+def is_supported(x: Tensor, weight: Tensor) -> bool:
     """Whether torch's grouped product takes these. A cast of all experts for a few rows would cost more than it saves.
 
     On the CPU it is a loop as well, without the autograd graph of one: 5 to 20 % faster, and gradients of the weights
@@ -58,7 +58,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     kinds = {torch.bfloat16}
     if fake_mode.device_type(x) == "cpu" and not torch.compiler.is_compiling():  # the compiler knows of no other dtype
         kinds = {weight.dtype} - {torch.float64}
-    return x.dtype in kinds and not any(size * x.element_size() % ALIGNED for size in weight.shape[1:])
+    return x.dtype in kinds and not any(size * x.element_size() % ALIGNMENT for size in weight.shape[1:])
 
 
 class GroupedMM(torch.autograd.Function):
@@ -67,7 +67,7 @@ class GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, sizes)
-        y = multiply_groups(x, weight.to(x.dtype).mT, ends(sizes))
+        y = multiply_groups(x, weight.to(x.dtype).mT, group_ends(sizes))
         return y if bias is None else y.add_(bias.repeat_interleave(sizes, dim=0, output_size=len(x)))
 
     @staticmethod
@@ -76,29 +76,29 @@ class GroupedMM(torch.autograd.Function):
         grad = grads[0].contiguous()
         back = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            back = multiply_groups(grad, weight.to(x.dtype), ends(sizes))
+            back = multiply_groups(grad, weight.to(x.dtype), group_ends(sizes))
         if ctx.needs_input_grad[1]:
-            of_weight = outer(grad, x, sizes).to(weight.dtype)
+            of_weight = grouped_outer(grad, x, sizes).to(weight.dtype)
         if ctx.needs_input_grad[3]:
             # A product with ones adds rows up in fp32, and always in the same order.
-            of_bias = outer(grad, x.new_ones(len(x), ALIGNED // x.element_size()), sizes)[..., 0]
+            of_bias = grouped_outer(grad, x.new_ones(len(x), ALIGNMENT // x.element_size()), sizes)[..., 0]
         return back, of_weight, None, of_bias
 
 
-def outer(a: Tensor, b: Tensor, sizes: Tensor) -> Tensor:
+def grouped_outer(a: Tensor, b: Tensor, sizes: Tensor) -> Tensor:
     """The sum of the outer products of the rows of each expert: (N, p) and (N, q) to (E, p, q)."""
-    if is_loop(a):
-        return gpu().grouped_outer(a, b, ends(sizes))
-    y = F.grouped_mm(a.mT, b, offs=ends(sizes))
-    return y if fake_mode.device_type(y) in CLEAN else y.masked_fill_((sizes == 0)[:, None, None], 0)
+    if needs_triton(a):
+        return gpu().grouped_outer(a, b, group_ends(sizes))
+    y = F.grouped_mm(a.mT, b, offs=group_ends(sizes))
+    return y if fake_mode.device_type(y) in ZERO_FILLED else y.masked_fill_((sizes == 0)[:, None, None], 0)
 
 
 def multiply_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x W[e] of rows (N, in) up to each of `ends` (E,) and `weight` (E, in, out)."""
-    return gpu().grouped_product(x, weight, ends) if is_loop(x) else F.grouped_mm(x, weight, offs=ends)
+    return gpu().grouped_product(x, weight, ends) if needs_triton(x) else F.grouped_mm(x, weight, offs=ends)
 
 
-def is_loop(x: Tensor) -> bool:
+def needs_triton(x: Tensor) -> bool:
     """Whether torch's grouped product is a loop that waits for the device, and Triton's can replace it."""
     return not torch.compiler.is_compiling() and uses_triton(x) and prefers_triton(generation(x.device))
 
@@ -118,7 +118,7 @@ def gpu() -> Any:
     return importlib.import_module("tunekit.kernels.grouped_mm_triton")
 
 
-def ends(sizes: Tensor) -> Tensor:
+def group_ends(sizes: Tensor) -> Tensor:
     return sizes.cumsum(0, dtype=torch.int32)
 
 
@@ -140,7 +140,7 @@ def permute_rows(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     return PermuteRows.apply(x, order, back)
 
 
-class Gathered(torch.autograd.Function):
+class GatherCopies(torch.autograd.Function):
     """Copies of rows in an order, with one gather; the gradient is a gather and a sum over the copies."""
 
     @staticmethod
@@ -157,7 +157,7 @@ class Gathered(torch.autograd.Function):
 
 def copy_by_expert(x: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
     """Rows of `x` (T, ...), each repeated `copies` times, in `order` (T * copies,), which `back` undoes."""
-    return Gathered.apply(x, order, back, copies)
+    return GatherCopies.apply(x, order, back, copies)
 
 
 def invert(order: Tensor) -> Tensor:

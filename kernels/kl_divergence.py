@@ -34,11 +34,11 @@ from tunekit.kernels.torch_compile import disable_compile
 from tunekit.kernels.triton_support import uses_triton
 
 SOURCE = Path(__file__).with_name("divergence.cpp")
-FLOOR = -1e4  # of a logarithm: what cannot be is very unlikely, and no sum becomes a NaN by it
-TINY = 1e-37
-ROWS = 64  # whose logits are made fp32 at a time
+MIN_LOG_PROB = -1e4  # of a logarithm: what cannot be is very unlikely, and no sum becomes a NaN by it
+MIN_PROB = 1e-37
+ROW_CHUNK = 64  # whose logits are made fp32 at a time
 # What is told of a chunk, summed over its tokens; all but the second at the temperature of the comparison.
-FIGURES = ("divergence", "cross_entropy", "kl", "entropy", "teacher_entropy", "top1_agreement")
+METRICS = ("divergence", "cross_entropy", "kl", "entropy", "teacher_entropy", "top1_agreement")
 
 
 @dataclass(frozen=True)
@@ -54,26 +54,26 @@ class KLMixture:
     reverse: float = 0.0
     reverse_skew: float = 0.0
     temperature: float = 1.0
-    truth: float = 0.0
+    ce_weight: float = 0.0
 
 
 @dataclass(frozen=True)
 class KLTerms:
     """A mixture, what is done to the logits of both first, and which of them both have."""
 
-    by: KLMixture
+    mixture: KLMixture
     student: tuple[float, float | None]  # scale and softcap
     teacher: tuple[float, float | None]
     count: int  # of the student's ids that are here, and that the teacher has too
-    share: VocabShard | None
+    vocab_shard: VocabShard | None
 
     @property
     def weight(self) -> float:
-        return 1 - self.by.truth
+        return 1 - self.mixture.ce_weight
 
     @property
-    def numbers(self) -> list[float]:
-        by = self.by
+    def to_list(self) -> list[float]:
+        by = self.mixture
         parts = by.forward, by.forward_skew, by.reverse, by.reverse_skew, self.weight
         return [*(number or 0.0 for number in (*self.student, *self.teacher)), by.temperature, *parts]
 
@@ -81,7 +81,7 @@ class KLTerms:
 class TeacherTargets(Protocol):
     """What a teacher expects on each of N rows."""
 
-    def against(self, logits: Tensor, rows: Tensor, by: KLMixture, head: LMHead, gradient: bool) -> Tensor:
+    def divergences(self, logits: Tensor, rows: Tensor, by: KLMixture, head: LMHead, gradient: bool) -> Tensor:
         """(n, 5) of a student's raw logits (n, vocab) on some rows: the figures but the cross-entropy.
 
         With `gradient`, the logits become it.
@@ -91,39 +91,39 @@ class TeacherTargets(Protocol):
 
 @disable_compile  # the number of learnt tokens differs from batch to batch, and each would compile anew
 def linear_kl_divergence(
-    hidden: Tensor, targets: Tensor, head: LMHead, teacher: TeacherTargets, by: KLMixture, rows: Tensor | None = None
+    hidden: Tensor, targets: Tensor, head: LMHead, teacher: TeacherTargets, mixture: KLMixture, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sum of the loss over tokens, and of each of FIGURES: `hidden` (N, dim) of the student, `targets` (N,).
 
     Only `rows` count, if they are given. The heads may be anything: plain, adapted, scaled, shared by ranks.
     """
-    step = KLChunkLoss(by, head, teacher, targets)
+    step = KLChunkLoss(mixture, head, teacher, targets)
     loss = ChunkedSum.apply(*prepare_chunks(hidden, torch.arange(len(hidden), device=hidden.device), head, step, rows))
-    return loss, sum(step.found, start=torch.zeros(len(FIGURES), device=hidden.device))
+    return loss, sum(step.metrics, start=torch.zeros(len(METRICS), device=hidden.device))
 
 
 @dataclass(frozen=True)
 class KLChunkLoss:
     """A step of chunks, which is told the numbers of rows in place of targets."""
 
-    by: KLMixture
+    mixture: KLMixture
     head: LMHead
     teacher: TeacherTargets
     targets: Tensor
-    found: list[Tensor] = field(default_factory=list)
+    metrics: list[Tensor] = field(default_factory=list)
 
     def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
         assert weights is None
-        truth, rows = self.by.truth, targets
+        truth, rows = self.mixture.ce_weight, targets
         mixed = gradient and truth > 0
         own = logits.clone() if mixed else logits
         weights = torch.full_like(rows, truth, dtype=torch.float32)
         losses = default_terms(self.head)(own, self.targets.index_select(0, rows), weights, mixed)
-        figures = self.teacher.against(logits, rows, self.by, self.head, gradient)
+        figures = self.teacher.divergences(logits, rows, self.mixture, self.head, gradient)
         if mixed:
             logits += own
         figures = torch.cat([figures[:, :1], losses[:, None], figures[:, 1:]], dim=1)
-        self.found.append(figures.sum(0))
+        self.metrics.append(figures.sum(0))
         return (1 - truth) * figures[:, 0] + truth * losses
 
 
@@ -144,21 +144,21 @@ class FullTargets:
             self.layer = (LinearHeadChunks if self.head.is_plain_linear else AutogradHeadChunks)(self.head, x, len(x), [])
         return self.layer.logits(x, False)[: len(rows)]
 
-    def against(self, logits: Tensor, rows: Tensor, by: KLMixture, head: LMHead, gradient: bool) -> Tensor:
-        terms, made = terms_of(by, head, total(self.head), self.head), self.logits(rows)
-        if head.vocab_shard is not None and total(head) != total(self.head):  # ranks have other parts of the teacher's
+    def divergences(self, logits: Tensor, rows: Tensor, by: KLMixture, head: LMHead, gradient: bool) -> Tensor:
+        terms, made = make_terms(by, head, num_ids_of(self.head), self.head), self.logits(rows)
+        if head.vocab_shard is not None and num_ids_of(head) != num_ids_of(self.head):  # ranks have other parts of the teacher's
             assert self.head.vocab_shard is not None
             made = self.head.vocab_shard.all_gather(made)[:, head.vocab_shard.start :]
         made = made[:, : terms.count]
-        return kernel_for(logits, made, head.vocab_shard)(logits, made, terms, gradient)
+        return choose_kernel(logits, made, head.vocab_shard)(logits, made, terms, gradient)
 
 
-def total(head: LMHead) -> int:
+def num_ids_of(head: LMHead) -> int:
     """All ids that a head makes logits for."""
     return len(head.weight) if head.vocab_shard is None else head.vocab_shard.total
 
 
-def terms_of(by: KLMixture, head: LMHead, ids: int, teacher: LMHead | None = None) -> KLTerms:
+def make_terms(by: KLMixture, head: LMHead, ids: int, teacher: LMHead | None = None) -> KLTerms:
     """Of a student's head and a teacher who knows so many ids."""
     start = 0 if head.vocab_shard is None else head.vocab_shard.start
     count = max(0, min(len(head.weight), ids - start))
@@ -166,67 +166,67 @@ def terms_of(by: KLMixture, head: LMHead, ids: int, teacher: LMHead | None = Non
     return KLTerms(by, (head.scale, head.softcap), finish, count, head.vocab_shard)
 
 
-def finished(raw: Tensor, finish: tuple[float, float | None], temperature: float) -> Tensor:
+def scale_logits(raw: Tensor, finish: tuple[float, float | None], temperature: float) -> Tensor:
     """Logits (n, ids) as a product gave them, in fp32, scaled and capped, over the temperature."""
     scale, softcap = finish
     x = raw.float() * scale
     return (softcap * (x / softcap).tanh() if softcap else x) / temperature
 
 
-def kernel_for(student: Tensor, teacher: Tensor, share: VocabShard | None) -> Callable[..., Tensor]:
+def choose_kernel(student: Tensor, teacher: Tensor, share: VocabShard | None) -> Callable[..., Tensor]:
     """The fastest function that computes divergences of these logits. Ranks that share a vocabulary use plain torch."""
     if share is None and student.stride(1) == teacher.stride(1) == 1 and on_gpu(student):
-        return gpu_divergences
-    return fast_divergences if share is None and fits(student, teacher) else torch_divergences
+        return divergences_gpu
+    return divergences_cpu if share is None and is_supported(student, teacher) else divergences_reference
 
 
-def torch_divergences(student: Tensor, teacher: Tensor, terms: KLTerms, gradient: bool) -> Tensor:
+def divergences_reference(student: Tensor, teacher: Tensor, terms: KLTerms, gradient: bool) -> Tensor:
     """Divergence, KL of teacher and student, both entropies, and whether both find the same likeliest, (n, 5)."""
     whole, student = student, student[:, : terms.count]
     x, y = (
-        finished(student, terms.student, terms.by.temperature),
-        finished(teacher, terms.teacher, terms.by.temperature),
+        scale_logits(student, terms.student, terms.mixture.temperature),
+        scale_logits(teacher, terms.teacher, terms.mixture.temperature),
     )
-    most = largest(x, terms.share), largest(y, terms.share)
+    most = max_over_vocab(x, terms.vocab_shard), max_over_vocab(y, terms.vocab_shard)
     both = ((x == most[0]) & (y == most[1])).any(-1)
-    lp, lq = (log_softmax(z, one, terms.share).clamp(min=FLOOR) for z, one in ((x, most[0]), (y, most[1])))
+    lp, lq = (log_softmax(z, one, terms.vocab_shard).clamp(min=MIN_LOG_PROB) for z, one in ((x, most[0]), (y, most[1])))
     p, q = lp.exp(), lq.exp()
-    far, pull = pieces(lp, lq, terms.by)
+    far, pull = divergence_terms(lp, lq, terms.mixture)
     parts = far, q * (lq - lp), -p * lp, -q * lq, both[:, None], pull
-    sums = added(torch.stack([part.sum(-1) for part in parts], dim=1), terms.share)
+    sums = sum_over_ranks(torch.stack([part.sum(-1) for part in parts], dim=1), terms.vocab_shard)
     if gradient:
         whole[:, terms.count :] = 0
-        student.copy_((pull - p * sums[:, 5:]) * slope(x, terms))
+        student.copy_((pull - p * sums[:, 5:]) * logit_slope(x, terms))
     sums[:, 4].clamp_(max=1)
     return sums[:, :5]
 
 
-def pieces(lp: Tensor, lq: Tensor, by: KLMixture) -> tuple[Tensor, Tensor]:
+def divergence_terms(lp: Tensor, lq: Tensor, by: KLMixture) -> tuple[Tensor, Tensor]:
     """What each id adds to the divergence, and the slope of that over p, times p."""
     p, q = lp.exp(), lq.exp()
     far, pull = torch.zeros_like(p), torch.zeros_like(p)
     if by.forward:
         s = by.forward_skew
-        m = (s * q + (1 - s) * p).clamp(min=TINY)
+        m = (s * q + (1 - s) * p).clamp(min=MIN_PROB)
         far += by.forward * q * (lq - (m.log() if s else lp))
         pull -= by.forward * (1 - s) * q * (p / m if s else 1)
     if by.reverse:
         t = by.reverse_skew
-        n = (t * p + (1 - t) * q).clamp(min=TINY)
+        n = (t * p + (1 - t) * q).clamp(min=MIN_PROB)
         own = p * (lp - (n.log() if t else lq))
         far += by.reverse * own
         pull += by.reverse * (own - t * p * (p / n))
     return far, pull
 
 
-def slope(x: Tensor, terms: KLTerms) -> Tensor | float:
+def logit_slope(x: Tensor, terms: KLTerms) -> Tensor | float:
     """Of a finished logit over what the product gave, times the weight of the divergence."""
-    (scale, softcap), temperature = terms.student, terms.by.temperature
+    (scale, softcap), temperature = terms.student, terms.mixture.temperature
     by = terms.weight * scale / temperature
     return by * (1 - (x * temperature / softcap).square()) if softcap else by
 
 
-def largest(x: Tensor, share: VocabShard | None) -> Tensor:
+def max_over_vocab(x: Tensor, share: VocabShard | None) -> Tensor:
     """(n, 1), over all ids."""
     most = x.amax(-1, keepdim=True) if x.shape[1] else x.new_full((len(x), 1), -torch.inf)
     return most if share is None else share.all_reduce_max(most)
@@ -235,10 +235,10 @@ def largest(x: Tensor, share: VocabShard | None) -> Tensor:
 def log_softmax(x: Tensor, most: Tensor, share: VocabShard | None) -> Tensor:
     """Of the ids that are here, where `most` (n, 1) is the largest of all."""
     x = x - most  # first: sums of what is far from zero are rough
-    return x - added(x.exp().sum(-1, keepdim=True), share).log()
+    return x - sum_over_ranks(x.exp().sum(-1, keepdim=True), share).log()
 
 
-def added(x: Tensor, share: VocabShard | None) -> Tensor:
+def sum_over_ranks(x: Tensor, share: VocabShard | None) -> Tensor:
     return x if share is None else share.all_reduce_sum(x)
 
 
@@ -257,18 +257,18 @@ def compiled() -> ctypes.CDLL | None:
     return lib
 
 
-def fits(*logits: Tensor) -> bool:
+def is_supported(*logits: Tensor) -> bool:
     """Whether there is a compiled function for these."""
     fit = all(fake_mode.device_type(x) == "cpu" and x.dtype in NATIVE and x.stride(1) == 1 for x in logits)
     return fit and (fake_mode.is_fake() or compiled() is not None)
 
 
-def fast_divergences(student: Tensor, teacher: Tensor, terms: KLTerms, gradient: bool) -> Tensor:
+def divergences_cpu(student: Tensor, teacher: Tensor, terms: KLTerms, gradient: bool) -> Tensor:
     """As `torch_divergences`, of logits on the CPU."""
-    out = torch.empty(len(student), len(FIGURES) - 1)
+    out = torch.empty(len(student), len(METRICS) - 1)
     if fake_mode.is_fake():
         return out
-    numbers = (ctypes.c_float * 10)(*terms.numbers)
+    numbers = (ctypes.c_float * 10)(*terms.to_list)
     sizes = (ctypes.c_int64 * 5)(len(student), terms.count, student.shape[1], student.stride(0), teacher.stride(0))
     work = getattr(compiled(), f"{NATIVE[student.dtype]}_{NATIVE[teacher.dtype]}")
     work(student.data_ptr(), teacher.data_ptr(), numbers, out.data_ptr(), sizes, gradient, torch.get_num_threads())
@@ -283,11 +283,11 @@ def on_gpu(x: Tensor) -> bool:
     return fake_mode.device_type(x) == "cuda" if fake_mode.is_fake() else uses_triton(x)
 
 
-def gpu_divergences(student: Tensor, teacher: Tensor, terms: KLTerms, gradient: bool) -> Tensor:
+def divergences_gpu(student: Tensor, teacher: Tensor, terms: KLTerms, gradient: bool) -> Tensor:
     """As `torch_divergences`, of logits on a GPU."""
     if fake_mode.is_fake():
-        return student.new_empty(len(student), len(FIGURES) - 1, dtype=torch.float32)
-    return gpu().divergences(student, teacher, terms.numbers, terms.count, gradient)
+        return student.new_empty(len(student), len(METRICS) - 1, dtype=torch.float32)
+    return gpu().divergences(student, teacher, terms.to_list, terms.count, gradient)
 
 
 @cache
@@ -307,38 +307,38 @@ class TopKTargets:
     """
 
     ids: Tensor
-    logs: Tensor
-    at: Tensor
-    total: int  # ids that the teacher knows
+    log_probs: Tensor
+    index: Tensor
+    num_ids: int  # ids that the teacher knows
 
-    def against(self, logits: Tensor, rows: Tensor, by: KLMixture, head: LMHead, gradient: bool) -> Tensor:
-        terms, at = terms_of(by, head, self.total), self.at.index_select(0, rows)
-        work = fast_top if head.vocab_shard is None and head.softcap is None and fits(logits) else torch_top
-        return work(logits, self.ids.index_select(0, at), self.logs.index_select(0, at), terms, gradient)
+    def divergences(self, logits: Tensor, rows: Tensor, by: KLMixture, head: LMHead, gradient: bool) -> Tensor:
+        terms, at = make_terms(by, head, self.num_ids), self.index.index_select(0, rows)
+        work = top_k_divergences_cpu if head.vocab_shard is None and head.softcap is None and is_supported(logits) else top_k_divergences_reference
+        return work(logits, self.ids.index_select(0, at), self.log_probs.index_select(0, at), terms, gradient)
 
 
-def torch_top(logits: Tensor, ids: Tensor, logs: Tensor, terms: KLTerms, gradient: bool) -> Tensor:
+def top_k_divergences_reference(logits: Tensor, ids: Tensor, logs: Tensor, terms: KLTerms, gradient: bool) -> Tensor:
     """As `torch_divergences`, of the likeliest ids and all others as one. Only the student's entropy is of all ids."""
-    share, whole, logits = terms.share, logits, logits[:, : terms.count]
-    x = finished(logits, terms.student, terms.by.temperature)
+    share, whole, logits = terms.vocab_shard, logits, logits[:, : terms.count]
+    x = scale_logits(logits, terms.student, terms.mixture.temperature)
     at = ids.long() - (0 if share is None else share.start)
     here = (at >= 0) & (at < terms.count)
-    at, most, caps = at.where(here, 0), largest(x, share), slope(x, terms) if gradient else 1.0
+    at, most, caps = at.where(here, 0), max_over_vocab(x, share), logit_slope(x, terms) if gradient else 1.0
     x = log_softmax(x, most, share)
-    likeliest = largest(x, share)
+    likeliest = max_over_vocab(x, share)
     own = x.gather(1, at).where(here, 0) if terms.count else torch.zeros_like(logs[:, :-1])
-    own = added(own, share)
-    entropy = -added((x.exp() * x.clamp(min=FLOOR)).sum(-1, keepdim=True), share)
-    columns, first, some = columns_of(at, here)
+    own = sum_over_ranks(own, share)
+    entropy = -sum_over_ranks((x.exp() * x.clamp(min=MIN_LOG_PROB)).sum(-1, keepdim=True), share)
+    columns, first, some = scatter_columns(at, here)
     if terms.count:
         x.scatter_(1, columns, x.gather(1, columns).masked_fill(some, -torch.inf))
-    left = largest(x, share).clamp(min=FLOOR)  # what is left may be so unlikely that its exponentials are zero
-    rest = left + added((x - left).exp().sum(-1, keepdim=True), share).log()
-    lp, lq = torch.cat([own, rest], dim=1).clamp(min=FLOOR), logs.float().clamp(min=FLOOR)
-    far, pull = pieces(lp, lq, terms.by)
+    left = max_over_vocab(x, share).clamp(min=MIN_LOG_PROB)  # what is left may be so unlikely that its exponentials are zero
+    rest = left + sum_over_ranks((x - left).exp().sum(-1, keepdim=True), share).log()
+    lp, lq = torch.cat([own, rest], dim=1).clamp(min=MIN_LOG_PROB), logs.float().clamp(min=MIN_LOG_PROB)
+    far, pull = divergence_terms(lp, lq, terms.mixture)
     if gradient:
         pull = pull - lp.exp() * pull.sum(-1, keepdim=True)
-        x = (x - rest.clamp(min=FLOOR)).exp_().mul_(pull[:, -1:])
+        x = (x - rest.clamp(min=MIN_LOG_PROB)).exp_().mul_(pull[:, -1:])
         if terms.count:
             own_pull = pull[:, :-1].where(here, pull.gather(1, first))
             x.scatter_(1, columns, own_pull.where(some, x.gather(1, columns)))
@@ -349,7 +349,7 @@ def torch_top(logits: Tensor, ids: Tensor, logs: Tensor, terms: KLTerms, gradien
     return torch.stack([part.float() for part in parts], dim=1)
 
 
-def columns_of(at: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def scatter_columns(at: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Columns (N, k) to write to, where `at` counts only if `here`; the others are the row's first one that counts.
 
     Also which that is (N, 1), and whether there is any (N, 1). A list of those that count would make the host wait.
@@ -358,12 +358,12 @@ def columns_of(at: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return at.where(here, at.gather(1, first)), first, some
 
 
-def fast_top(logits: Tensor, ids: Tensor, logs: Tensor, terms: KLTerms, gradient: bool) -> Tensor:
+def top_k_divergences_cpu(logits: Tensor, ids: Tensor, logs: Tensor, terms: KLTerms, gradient: bool) -> Tensor:
     """As `torch_top`, of logits on the CPU that are not capped."""
-    out = torch.empty(len(logits), len(FIGURES) - 1)
+    out = torch.empty(len(logits), len(METRICS) - 1)
     if fake_mode.is_fake():
         return out
-    numbers, ids, logs = (ctypes.c_float * 10)(*terms.numbers), within(ids, terms.count), logs.float().contiguous()
+    numbers, ids, logs = (ctypes.c_float * 10)(*terms.to_list), to_int32_ids(ids, terms.count), logs.float().contiguous()
     sizes = (ctypes.c_int64 * 5)(len(logits), terms.count, logits.shape[1], logits.stride(0), ids.shape[1])
     work = getattr(compiled(), f"top_{NATIVE[logits.dtype]}")
     places = logits.data_ptr(), ids.data_ptr(), logs.data_ptr(), numbers, out.data_ptr()
@@ -371,7 +371,7 @@ def fast_top(logits: Tensor, ids: Tensor, logs: Tensor, terms: KLTerms, gradient
     return out
 
 
-def within(ids: Tensor, count: int) -> Tensor:
+def to_int32_ids(ids: Tensor, count: int) -> Tensor:
     """Ids (n, k) as compiled functions read them."""
     assert not ids.numel() or 0 <= int(ids.min()) <= int(ids.max()) < count
     return ids.int().contiguous()
@@ -382,9 +382,9 @@ def top_k_targets(hidden: Tensor, head: LMHead, rows: Tensor, count: int, temper
     """What `Top` holds of `rows` (n,) of hidden states (N, dim), for a student that embeds the first `ids` ids."""
     step = TopKChunks(head, count, temperature, ids)
     TokenChunks(head, step, rows, rows).run(hidden, [], False)
-    found = torch.cat([hidden.new_zeros(0, count, dtype=torch.int32), *(ids for ids, _ in step.found)])
-    logs = torch.cat([hidden.new_zeros(0, count + 1, dtype=torch.float32), *(logs for _, logs in step.found)])
-    return TopKTargets(found, logs, index_in_rows(rows, len(hidden)), total(head))
+    found = torch.cat([hidden.new_zeros(0, count, dtype=torch.int32), *(ids for ids, _ in step.results)])
+    logs = torch.cat([hidden.new_zeros(0, count + 1, dtype=torch.float32), *(logs for _, logs in step.results)])
+    return TopKTargets(found, logs, index_in_rows(rows, len(hidden)), num_ids_of(head))
 
 
 def index_in_rows(rows: Tensor, count: int) -> Tensor:
@@ -397,37 +397,37 @@ class TopKChunks:
     """A step of chunks that keeps the likeliest ids."""
 
     head: LMHead
-    count: int
+    top_k: int
     temperature: float
-    ids: int
-    found: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    num_ids: int
+    results: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
         whole = logits if self.head.vocab_shard is None else self.head.vocab_shard.all_gather(logits)
-        raw, finish = whole[:, : self.ids], (self.head.scale, self.head.softcap)
-        ids = torch.cat([some.float().topk(self.count, dim=-1).indices.int() for some in raw.split(ROWS)])
-        work = fast_expected if self.head.softcap is None and fits(raw) else torch_expected
+        raw, finish = whole[:, : self.num_ids], (self.head.scale, self.head.softcap)
+        ids = torch.cat([some.float().topk(self.top_k, dim=-1).indices.int() for some in raw.split(ROW_CHUNK)])
+        work = top_k_log_probs_cpu if self.head.softcap is None and is_supported(raw) else top_k_log_probs_reference
         logs = work(raw, ids, finish, self.temperature)
-        self.found.append((ids, logs))
+        self.results.append((ids, logs))
         return logs.new_zeros(len(logs))
 
 
-def torch_expected(raw: Tensor, ids: Tensor, finish: tuple[float, float | None], temperature: float) -> Tensor:
+def top_k_log_probs_reference(raw: Tensor, ids: Tensor, finish: tuple[float, float | None], temperature: float) -> Tensor:
     """What is expected of `ids` (n, k) and of all others as one, (n, k + 1), by logits as a product gave them."""
-    x, at = finished(raw, finish, temperature), ids.long()
+    x, at = scale_logits(raw, finish, temperature), ids.long()
     x -= x.amax(-1, keepdim=True)  # first: sums of what is far from zero are rough
     normal = x.logsumexp(-1, keepdim=True)
     logs = x.gather(1, at) - normal
     return torch.cat([logs, x.scatter_(1, at, -torch.inf).logsumexp(-1, keepdim=True) - normal], dim=1)
 
 
-def fast_expected(raw: Tensor, ids: Tensor, finish: tuple[float, float | None], temperature: float) -> Tensor:
+def top_k_log_probs_cpu(raw: Tensor, ids: Tensor, finish: tuple[float, float | None], temperature: float) -> Tensor:
     """As `torch_expected`, of logits on the CPU that are not capped."""
     out = torch.empty(len(ids), ids.shape[1] + 1)
     if fake_mode.is_fake():
         return out
     terms = KLTerms(KLMixture(temperature=temperature), (1.0, None), finish, raw.shape[1], None)
-    numbers, ids = (ctypes.c_float * 10)(*terms.numbers), within(ids, terms.count)
+    numbers, ids = (ctypes.c_float * 10)(*terms.to_list), to_int32_ids(ids, terms.count)
     sizes = (ctypes.c_int64 * 5)(len(raw), terms.count, raw.shape[1], raw.stride(0), ids.shape[1])
     work = getattr(compiled(), f"expected_{NATIVE[raw.dtype]}")
     work(raw.data_ptr(), ids.data_ptr(), out.data_ptr(), numbers, sizes, torch.get_num_threads())

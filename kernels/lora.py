@@ -18,7 +18,7 @@ from torch import Tensor
 from tunekit.kernels.recompute import RecomputeSource, recompute_source
 from tunekit.kernels.torch_compile import disable_compile
 
-CACHED, LARGE = 2**19, 2**25  # numbers of a weight in fp32 at once: as many as a cache holds, or a GPU does not notice
+CPU_CHUNK_SIZE, GPU_CHUNK_SIZE = 2**19, 2**25  # numbers of a weight in fp32 at once: as many as a cache holds, or a GPU does not notice
 
 CASTS_PRODUCTS = torch.version.hip is None  # whether mm takes `out_dtype`: cuBLAS writes sums of bf16 products as fp32
 
@@ -68,21 +68,21 @@ def lora_linear(x: Tensor, updates: Sequence[LoRAWeights], dropout: float = 0.0)
     if dropout and len(updates) > 1:  # each draws a mask of its own, so that there is no product to share
         return tuple(y for update in updates for y in lora_linear(x, (update,), dropout))
     if torch.compiler.is_compiling() or not all(update.base.is_frozen for update in updates):
-        return reference(x, updates, dropout)
+        return lora_linear_reference(x, updates, dropout)
     tensors = (tensor for update in updates for tensor in update.tensors)
     scales = tuple(u.scale / (1 - dropout) for u in updates)  # what dropout leaves grows, and here by the way
     return LoRALinearFunction.apply(tuple(u.base for u in updates), scales, dropout, recompute_source(x), x, *tensors)
 
 
-def reference(x: Tensor, updates: Sequence[LoRAWeights], dropout: float = 0.0) -> tuple[Tensor, ...]:
+def lora_linear_reference(x: Tensor, updates: Sequence[LoRAWeights], dropout: float = 0.0) -> tuple[Tensor, ...]:
     """The same in plain torch: for the compiler, which finds out by itself what to keep, and for trained weights."""
-    a, bs, places = joined([u.tensors for u in updates], [u.scale for u in updates], x.dtype)
+    a, bs, places = stack_factors([u.tensors for u in updates], [u.scale for u in updates], x.dtype)
     low = F.linear(F.dropout(x, dropout), a)
     parts = zip(updates, bs, places, strict=True)
     return tuple(update.base.matmul(x) + F.linear(low[..., place], b) for update, b, place in parts)
 
 
-def joined(
+def stack_factors(
     updates: Sequence[Sequence[Any]], scales: Iterable[float], dtype: torch.dtype
 ) -> tuple[Tensor, list[Tensor], list[slice]]:
     """All A in one (R, in); for each layer s B, rounded once, and which columns of x A^T (N, R) are for it."""
@@ -140,7 +140,7 @@ class LoRALinearFunction(torch.autograd.Function):
         x: Tensor,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        updates = fives(tensors)
+        updates = group_by_layer(tensors)
         factors = cast_factors(updates, x.dtype)
         rows, mask = x.flatten(0, -2), None
         dropped = rows
@@ -160,7 +160,7 @@ class LoRALinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mask, *tensors = ctx.saved_tensors
         count = 5 * len(ctx.bases)
-        x, updates = ctx.make(*tensors[count:]), fives(tensors[:count])
+        x, updates = ctx.make(*tensors[count:]), group_by_layer(tensors[:count])
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         factors = cast_factors(updates, x.dtype)
         noise = None if mask is None else mask.to(x.dtype)
@@ -177,7 +177,7 @@ class LoRALinearFunction(torch.autograd.Function):
         of_a = transposed_product(low_grad, dropped, updates[0][0].dtype)
         for i, (columns, (first, *_)) in enumerate(zip(factors.columns, updates, strict=True)):
             found[5 * i] = of_a[columns][: len(first)].to(first.dtype)
-        back = to_input(ctx.bases, rows, low_grad, factors.a, noise) if ctx.needs_input_grad[4] else None
+        back = input_gradient(ctx.bases, rows, low_grad, factors.a, noise) if ctx.needs_input_grad[4] else None
         return None, None, None, None, None if back is None else back.view_as(x), *found
 
 
@@ -201,7 +201,7 @@ def transposed_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tenso
     return (right.T @ left).T.to(dtype).contiguous()
 
 
-def to_input(
+def input_gradient(
     bases: Sequence[BaseLinear], rows: Sequence[Tensor], low_grad: Tensor, a: Tensor, noise: Tensor | None
 ) -> Tensor:
     """The gradient of `x`: all layers add to the same memory."""
@@ -212,7 +212,7 @@ def to_input(
     return back.addmm_(low_grad, a) if noise is None else back.addcmul_(low_grad @ a, noise)
 
 
-def fives(tensors: Sequence[Any]) -> list[Sequence[Any]]:
+def group_by_layer(tensors: Sequence[Any]) -> list[Sequence[Any]]:
     """Those of each layer."""
     return [tensors[i : i + 5] for i in range(0, len(tensors), 5)]
 
@@ -221,7 +221,7 @@ def fives(tensors: Sequence[Any]) -> list[Sequence[Any]]:
 @torch.no_grad()
 def lora_row_norms(update: LoRAWeights) -> Tensor:
     """Norms (out,) of the rows of a weight with its update in fp32, of which no more than some are there at a time."""
-    a, (b,), _ = joined([update.tensors], [update.scale], torch.float32)
-    rows = max(1, (CACHED if a.device.type == "cpu" else LARGE) // a.shape[1])
+    a, (b,), _ = stack_factors([update.tensors], [update.scale], torch.float32)
+    rows = max(1, (CPU_CHUNK_SIZE if a.device.type == "cpu" else GPU_CHUNK_SIZE) // a.shape[1])
     parts = zip(update.base.iter_fp32_rows(rows), b.split(rows), strict=True)
     return torch.cat([torch.addmm(part, some, a).norm(dim=1) for part, some in parts])

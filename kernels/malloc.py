@@ -3,7 +3,7 @@
 import ctypes
 import platform
 
-TRIM_THRESHOLD, MMAP_THRESHOLD, HELD = -1, -3, 2**30  # of glibc's mallopt; bytes
+TRIM_THRESHOLD, MMAP_THRESHOLD, RETAIN_BYTES = -1, -3, 2**30  # of glibc's mallopt; bytes
 
 
 def retain_freed_memory() -> None:
@@ -15,4 +15,4 @@ def retain_freed_memory() -> None:
     """
     if platform.libc_ver()[0] == "glibc":
         for threshold in (TRIM_THRESHOLD, MMAP_THRESHOLD):
-            ctypes.CDLL(None).mallopt(threshold, HELD)
+            ctypes.CDLL(None).mallopt(threshold, RETAIN_BYTES)

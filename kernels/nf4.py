@@ -24,11 +24,11 @@ from tunekit.kernels import fake_mode, grouped_mm
 from tunekit.kernels.cpp_extension import load_library
 from tunekit.kernels.triton_support import uses_triton
 
-BLOCK, NESTED = 64, 256  # numbers with one scale; scales with one scale of their own
+BLOCK, DOUBLE_QUANT_BLOCK = 64, 256  # numbers with one scale; scales with one scale of their own
 # Numbers that are quantized at a time in plain torch, which takes 13 bytes of temporary memory for each: 218 MB instead
 # of 20 bytes for each number of the whole weight. A multiple of BLOCK and NESTED, so that pieces do not change results.
-PIECE = 2**24
-SMALLEST = 1e-38  # of a block of zeros one can still be divided by this
+QUANTIZE_CHUNK = 2**24
+MIN_SCALE = 1e-38  # of a block of zeros one can still be divided by this
 TABLES = {  # what the sixteen codes stand for
     "nf4": (
         -1.0,
@@ -52,14 +52,14 @@ TABLES = {  # what the sixteen codes stand for
 }
 # Numbers that are decoded at once, and then multiplied while they are in the cache. Whole weights of 4096 x 4096 were
 # no faster and want four times the room; tiles of a quarter of this cost products 10 % (benchmarks/results).
-TILE = 2**22
+TILE_SIZE = 2**22
 # Rows of a product, at most as many as nf4.cpp takes, that are multiplied while codes are looked up: the weight is
 # written nowhere. 1 to 4 rows took 0.35 to 0.9 of the time of a bf16 product, 8 rows as long, and 12 rows longer than
 # decoding first (benchmarks/results).
-FEW = 8
+MAX_FUSED_ROWS = 8
 # The same on a GPU: dequantizing writes and reads four bytes for each half that a product of few rows reads. Where the
 # two meet differs among GPUs: `benchmarks/nf4.py gpu` prints a table.
-FEW_ON_GPU = 8
+MAX_FUSED_ROWS_GPU = 8
 SOURCE = Path(__file__).with_name("nf4.cpp")
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # of which there is compiled code
 
@@ -71,7 +71,7 @@ def code_values(kind: str, device: torch.device) -> Tensor:
 
 
 @cache
-def order(kind: str) -> tuple[Tensor, Tensor]:
+def sorted_codes(kind: str) -> tuple[Tensor, Tensor]:
     """Bounds (15,) halfway between neighbouring numbers, and the code of each of the sixteen, smallest first."""
     numbers, codes = code_values(kind, torch.device("cpu")).sort(stable=True)
     return (numbers[:-1] + numbers[1:]) / 2, codes.to(torch.uint8)
@@ -91,7 +91,7 @@ def dynamic_map(device: torch.device) -> Tensor:
 @cache
 def bounds_and_codes(kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """`order` on a device."""
-    bounds, codes = order(kind)
+    bounds, codes = sorted_codes(kind)
     return bounds.to(device), codes.to(device)
 
 
@@ -105,22 +105,22 @@ def quantize(weight: Tensor, kind: str = "nf4") -> tuple[Tensor, Tensor]:
         return gpu().quantize(flat, *bounds_and_codes(kind, flat.device))
     packed = torch.empty(-(-len(flat) // 2), dtype=torch.uint8, device=flat.device)
     scales = torch.empty(-(-len(flat) // BLOCK), device=flat.device)
-    for start in range(0, len(flat), PIECE):
-        piece = flat[start : start + PIECE].float()
-        bytes_, absmax = quantize_piece(piece, kind)
+    for start in range(0, len(flat), QUANTIZE_CHUNK):
+        piece = flat[start : start + QUANTIZE_CHUNK].float()
+        bytes_, absmax = quantize_chunk(piece, kind)
         packed[start // 2 : start // 2 + len(bytes_)] = bytes_
         scales[start // BLOCK : start // BLOCK + len(absmax)] = absmax
     return packed, scales
 
 
-def quantize_piece(flat: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def quantize_chunk(flat: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Bytes and scales of contiguous fp32 numbers (n,)."""
-    lib = native(flat)
+    lib = native_library(flat)
     if lib is None or flat.numel() % BLOCK:
         return quantize_reference(flat, kind)
     packed = torch.empty(flat.numel() // 2, dtype=torch.uint8)
     scales = torch.empty(flat.numel() // BLOCK)
-    bounds, codes = order(kind)
+    bounds, codes = sorted_codes(kind)
     tensors = flat, bounds, codes, packed, scales
     lib.encode(*(t.data_ptr() for t in tensors), len(scales), torch.get_num_threads())
     return packed, scales
@@ -129,21 +129,21 @@ def quantize_piece(flat: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 def quantize_reference(flat: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """`quantize_piece` in plain torch, with about 13 bytes of temporary memory per number."""
     bounds, codes = bounds_and_codes(kind, flat.device)
-    shares, scales = relative(flat, BLOCK)
+    shares, scales = normalize_blocks(flat, BLOCK)
     shares = F.pad(shares, (0, 1)) if len(shares) % 2 else shares
     codes = codes[torch.bucketize(shares, bounds, out_int32=True)]
     return codes[::2] << 4 | codes[1::2], scales
 
 
-def relative(flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
+def normalize_blocks(flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Numbers (n,) as shares of the largest of their block, and these. A last block that is shorter is divided, not
     multiplied, and its largest number never below SMALLEST, as bitsandbytes has it."""
     whole, rest = flat[: len(flat) // block * block].view(-1, block), flat[len(flat) // block * block :]
     largest = whole.abs().amax(1)
-    shares = (whole * (1.0 / largest.clamp(min=SMALLEST))[:, None]).clamp_(-1, 1).view(-1)
+    shares = (whole * (1.0 / largest.clamp(min=MIN_SCALE))[:, None]).clamp_(-1, 1).view(-1)
     if not len(rest):
         return shares, largest
-    last = rest.abs().max().clamp(min=SMALLEST)
+    last = rest.abs().max().clamp(min=MIN_SCALE)
     return torch.cat([shares, (rest / last).clamp(-1, 1)]), torch.cat([largest, last[None]])
 
 
@@ -151,26 +151,26 @@ def double_quantize(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Codes of 8 bits (n,) for scales, and in fp32 what decodes them: a scale for each 256 of them, then their mean."""
     mean, numbers = scales.mean(), dynamic_map(scales.device)
     bounds = (numbers[:-1] + numbers[1:]) / 2
-    codes, outer = torch.empty_like(scales, dtype=torch.uint8), scales.new_empty(-(-len(scales) // NESTED) + 1)
-    for start in range(0, len(scales), PIECE):
-        shares, largest = relative(scales[start : start + PIECE] - mean, NESTED)
-        codes[start : start + PIECE] = torch.bucketize(shares, bounds, out_int32=True)
-        outer[start // NESTED : start // NESTED + len(largest)] = largest
+    codes, outer = torch.empty_like(scales, dtype=torch.uint8), scales.new_empty(-(-len(scales) // DOUBLE_QUANT_BLOCK) + 1)
+    for start in range(0, len(scales), QUANTIZE_CHUNK):
+        shares, largest = normalize_blocks(scales[start : start + QUANTIZE_CHUNK] - mean, DOUBLE_QUANT_BLOCK)
+        codes[start : start + QUANTIZE_CHUNK] = torch.bucketize(shares, bounds, out_int32=True)
+        outer[start // DOUBLE_QUANT_BLOCK : start // DOUBLE_QUANT_BLOCK + len(largest)] = largest
     outer[-1] = mean
     return codes, outer
 
 
-def unnest(codes: Tensor, outer: Tensor, first: int = 0) -> Tensor:
+def decode_scales(codes: Tensor, outer: Tensor, first: int = 0) -> Tensor:
     """The fp32 scales of codes (..., n), which may be a part of larger rows; `first` is the place of the first."""
     where = torch.full((), first, device=codes.device)
     for size, stride in zip(codes.shape, codes.stride(), strict=True):
         where = where[..., None] + stride * torch.arange(size, device=codes.device)
-    return dynamic_map(codes.device)[codes.int()] * outer[where // NESTED] + outer[-1]
+    return dynamic_map(codes.device)[codes.int()] * outer[where // DOUBLE_QUANT_BLOCK] + outer[-1]
 
 
 def unpacked_scales(scales: Tensor, outer: Tensor | None, first: int = 0) -> Tensor:
     """fp32 scales (..., in / 64) of the bytes that are kept."""
-    return scales.view(torch.float32) if outer is None else unnest(scales, outer.view(torch.float32), first)
+    return scales.view(torch.float32) if outer is None else decode_scales(scales, outer.view(torch.float32), first)
 
 
 class NF4Weight(NamedTuple):
@@ -186,7 +186,7 @@ class NF4Weight(NamedTuple):
     def shape(self) -> tuple[int, int]:
         return self.packed.shape[0], 2 * self.packed.shape[1]
 
-    def part(self, row: int, column: int, rows: int, columns: int) -> "NF4Weight":
+    def submatrix(self, row: int, column: int, rows: int, columns: int) -> "NF4Weight":
         """So many rows and columns from a place on; columns are whole blocks."""
         bytes_ = 4 if self.outer is None else 1
         start, stop = (at // BLOCK * bytes_ for at in (column, column + columns))
@@ -194,12 +194,12 @@ class NF4Weight(NamedTuple):
         first = self.first + row * (self.scales.stride(0) // bytes_) + column // BLOCK
         return NF4Weight(packed, self.scales[row : row + rows, start:stop], self.outer, self.kind, first)
 
-    def numbers(self) -> Tensor:
+    def dequantize_fp32(self) -> Tensor:
         """The same in plain torch, in fp32."""
         scales = unpacked_scales(self.scales, self.outer, self.first)
         return dequantize_reference(self.packed, scales, self.kind)
 
-    def places(self) -> tuple[int | None, ...]:
+    def native_args(self) -> tuple[int | None, ...]:
         """What the compiled functions want to know of bytes and scales."""
         if self.outer is None:
             return self.packed.data_ptr(), self.scales.data_ptr(), None, None, 0, 0, self.scales.stride(0) // 4
@@ -222,13 +222,13 @@ def dequantize(
 
 def decode(weight: NF4Weight, into: Tensor) -> Tensor:
     """Fill `into` (rows, columns) with the numbers of a matrix."""
-    lib = native(weight.packed)
+    lib = native_library(weight.packed)
     if lib is None or into.dtype not in DTYPES or weight.packed.stride(1) != 1 or weight.scales.stride(1) != 1:
-        return into.copy_(weight.numbers())
+        return into.copy_(weight.dequantize_fp32())
     tables = code_values(weight.kind, into.device).data_ptr(), into.data_ptr()
     rows, columns = weight.shape
     sizes = rows, columns // BLOCK, weight.packed.stride(0), torch.get_num_threads()
-    getattr(lib, f"decode_{DTYPES[into.dtype]}")(*weight.places(), *tables, *sizes)
+    getattr(lib, f"decode_{DTYPES[into.dtype]}")(*weight.native_args(), *tables, *sizes)
     return into
 
 
@@ -239,7 +239,7 @@ def dequantize_reference(packed: Tensor, scales: Tensor, kind: str) -> Tensor:
     return (numbers.unflatten(-1, (-1, BLOCK)) * scales[..., None]).flatten(-2)
 
 
-def native(tensor: Tensor) -> ctypes.CDLL | None:
+def native_library(tensor: Tensor) -> ctypes.CDLL | None:
     """The compiled functions, for tensors on the CPU, where they can be had."""
     return compiled() if tensor.device.type == "cpu" and not fake_mode.is_fake() else None
 
@@ -279,21 +279,21 @@ class ScratchBuffer(threading.local):
 SCRATCH = ScratchBuffer()
 
 
-def few_at_once(x: Tensor) -> int:
+def max_fused_rows(x: Tensor) -> int:
     """How many such rows are multiplied while codes are looked up: none where the processor cannot."""
-    lib = native(x) if x.dtype in DTYPES else None
-    return FEW if lib is not None and getattr(lib, f"few_{DTYPES[x.dtype]}_able")() else 0
+    lib = native_library(x) if x.dtype in DTYPES else None
+    return MAX_FUSED_ROWS if lib is not None and getattr(lib, f"few_{DTYPES[x.dtype]}_able")() else 0
 
 
-def times(x: Tensor, weight: NF4Weight, y: Tensor, bias: Tensor | None = None) -> Tensor:
+def matmul_tiled(x: Tensor, weight: NF4Weight, y: Tensor, bias: Tensor | None = None) -> Tensor:
     """Put x W^T + b (N, out) of x (N, in) on the CPU into `y`, some rows of W at a time."""
-    if len(x) <= few_at_once(x):
-        return times_few(x.contiguous(), weight, y, bias)
+    if len(x) <= max_fused_rows(x):
+        return matmul_fused(x.contiguous(), weight, y, bias)
     rows, columns = weight.shape
-    step = max(1, TILE // columns)
+    step = max(1, TILE_SIZE // columns)
     for start in range(0, rows, step):
         count = min(step, rows - start)
-        numbers = decode(weight.part(start, 0, count, columns), SCRATCH.take(count, columns, x.dtype)).T
+        numbers = decode(weight.submatrix(start, 0, count, columns), SCRATCH.take(count, columns, x.dtype)).T
         into = y[:, start : start + count]
         if bias is None:
             torch.mm(x, numbers, out=into)
@@ -302,28 +302,28 @@ def times(x: Tensor, weight: NF4Weight, y: Tensor, bias: Tensor | None = None) -
     return y
 
 
-def times_few(x: Tensor, weight: NF4Weight, y: Tensor, bias: Tensor | None) -> Tensor:
+def matmul_fused(x: Tensor, weight: NF4Weight, y: Tensor, bias: Tensor | None) -> Tensor:
     """The same for a few rows, such as those of generation: what is read is four bits a number."""
     run = getattr(compiled(), f"few_{DTYPES[x.dtype]}")
-    told = *weight.places(), code_values(weight.kind, x.device).data_ptr(), None if bias is None else bias.data_ptr()
+    told = *weight.native_args(), code_values(weight.kind, x.device).data_ptr(), None if bias is None else bias.data_ptr()
     rows, columns = weight.shape
     sizes = rows, columns // BLOCK, weight.packed.stride(0), torch.get_num_threads()
     run(x.data_ptr(), *told, y.data_ptr(), x.numel() // columns, *sizes)
     return y
 
 
-def times_back(grad: Tensor, weight: NF4Weight, x: Tensor) -> Tensor:
+def matmul_backward_tiled(grad: Tensor, weight: NF4Weight, x: Tensor) -> Tensor:
     """Put grad W (N, in) of grad (N, out) on the CPU into `x`, some columns of W at a time."""
     rows, columns = weight.shape
-    step = max(1, TILE // (rows * BLOCK)) * BLOCK
+    step = max(1, TILE_SIZE // (rows * BLOCK)) * BLOCK
     for start in range(0, columns, step):
         count = min(step, columns - start)
-        numbers = decode(weight.part(0, start, rows, count), SCRATCH.take(rows, count, grad.dtype))
+        numbers = decode(weight.submatrix(0, start, rows, count), SCRATCH.take(rows, count, grad.dtype))
         torch.mm(grad, numbers, out=x[:, start : start + count])
     return x
 
 
-def operator(name: str, schema: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+def register_operator(name: str, schema: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """An operator that torch.compile sees whole. Gradients are those of autograd functions, at a third of the cost of
     `torch.library.custom_op` with `register_autograd`: 13 microseconds a call, and 39."""
 
@@ -335,25 +335,25 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Tensor]], Callab
     return register
 
 
-@operator("nf4_product", "(Tensor x, Tensor packed, Tensor scales, Tensor? outer, str kind, Tensor? bias) -> Tensor")
+@register_operator("nf4_product", "(Tensor x, Tensor packed, Tensor scales, Tensor? outer, str kind, Tensor? bias) -> Tensor")
 def forward(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None) -> Tensor:
-    if 0 < x.numel() <= FEW_ON_GPU * x.shape[-1] and uses_triton(x):
+    if 0 < x.numel() <= MAX_FUSED_ROWS_GPU * x.shape[-1] and uses_triton(x):
         tables = code_values(kind, x.device), dynamic_map(x.device)
         return gpu().few(x.flatten(0, -2), (packed, scales, outer), *tables, bias).view(*x.shape[:-1], -1)
     if x.device.type != "cpu":
         return F.linear(x, dequantize(packed, scales, outer, kind, x.dtype), bias)
     y = x.new_empty(*x.shape[:-1], len(packed))
-    times(x.flatten(0, -2), NF4Weight(packed, scales, outer, kind), y.flatten(0, -2), bias)
+    matmul_tiled(x.flatten(0, -2), NF4Weight(packed, scales, outer, kind), y.flatten(0, -2), bias)
     return y
 
 
-@operator("nf4_product_back", "(Tensor grad, Tensor packed, Tensor scales, Tensor? outer, str kind) -> Tensor")
-def product_back(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str) -> Tensor:
+@register_operator("nf4_product_back", "(Tensor grad, Tensor packed, Tensor scales, Tensor? outer, str kind) -> Tensor")
+def matmul_backward(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str) -> Tensor:
     """grad W: (..., out) to (..., in)."""
     if grad.device.type != "cpu":
         return grad @ dequantize(packed, scales, outer, kind, grad.dtype)
     x = grad.new_empty(*grad.shape[:-1], 2 * packed.shape[1])
-    times_back(grad.flatten(0, -2), NF4Weight(packed, scales, outer, kind), x.flatten(0, -2))
+    matmul_backward_tiled(grad.flatten(0, -2), NF4Weight(packed, scales, outer, kind), x.flatten(0, -2))
     return x
 
 
@@ -384,46 +384,46 @@ class NF4Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        to_x = product_back(grads[0], *ctx.saved_tensors, ctx.kind) if ctx.needs_input_grad[0] else None
+        to_x = matmul_backward(grads[0], *ctx.saved_tensors, ctx.kind) if ctx.needs_input_grad[0] else None
         to_bias = grads[0].flatten(0, -2).sum(0) if ctx.needs_input_grad[5] else None
         return to_x, None, None, None, None, to_bias
 
 
-def product(
+def matmul(
     x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None = None
 ) -> Tensor:
     """x W^T + b: (..., in) to (..., out)."""
     if torch.is_grad_enabled():
         return NF4Matmul.apply(x, packed, scales, outer, kind, bias)
-    if torch.compiler.is_compiling() or not 0 < x.numel() <= few_at_once(x) * x.shape[-1]:
+    if torch.compiler.is_compiling() or not 0 < x.numel() <= max_fused_rows(x) * x.shape[-1]:
         return forward(x, packed, scales, outer, kind, bias)
     # Generation comes here for every layer and token, where an operator of torch takes as long as the work itself.
-    return times_few(
+    return matmul_fused(
         x.contiguous(), NF4Weight(packed, scales, outer, kind), x.new_empty(*x.shape[:-1], len(packed)), bias
     )
 
 
-@operator("nf4_grouped", "(Tensor x, Tensor packed, Tensor scales, Tensor? outer, Tensor sizes, str kind) -> Tensor")
+@register_operator("nf4_grouped", "(Tensor x, Tensor packed, Tensor scales, Tensor? outer, Tensor sizes, str kind) -> Tensor")
 def forward_grouped(
     x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str
 ) -> Tensor:
     if x.device.type != "cpu":
         return grouped_mm.grouped_mm(x, dequantize(packed, scales, outer, kind, x.dtype), sizes)
-    return each(times, x, NF4Weight(packed, scales, outer, kind), sizes, packed.shape[1])
+    return for_each_expert(matmul_tiled, x, NF4Weight(packed, scales, outer, kind), sizes, packed.shape[1])
 
 
-@operator(
+@register_operator(
     "nf4_grouped_back", "(Tensor grad, Tensor packed, Tensor scales, Tensor? outer, Tensor sizes, str kind) -> Tensor"
 )
-def grouped_back(
+def grouped_matmul_backward(
     grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str
 ) -> Tensor:
     if grad.device.type != "cpu":
         return grouped_mm.grouped_mm(grad, dequantize(packed, scales, outer, kind, grad.dtype).mT, sizes)
-    return each(times_back, grad, NF4Weight(packed, scales, outer, kind), sizes, 2 * packed.shape[2])
+    return for_each_expert(matmul_backward_tiled, grad, NF4Weight(packed, scales, outer, kind), sizes, 2 * packed.shape[2])
 
 
-def each(step: Callable[..., Tensor], x: Tensor, weights: NF4Weight, sizes: Tensor, width: int) -> Tensor:
+def for_each_expert(step: Callable[..., Tensor], x: Tensor, weights: NF4Weight, sizes: Tensor, width: int) -> Tensor:
     """`step` for each expert that has rows; no more than a tile of one expert is decoded at a time."""
     made, at = x.new_empty(len(x), width), 0
     blocks = weights.packed.shape[1] * weights.packed.shape[2] * 2 // BLOCK
@@ -458,10 +458,10 @@ class NF4GroupedMM(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grouped_back(grads[0], *ctx.saved_tensors, ctx.kind), None, None, None, None, None
+        return grouped_matmul_backward(grads[0], *ctx.saved_tensors, ctx.kind), None, None, None, None, None
 
 
-def grouped(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str) -> Tensor:
+def grouped_matmul(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str) -> Tensor:
     """x W[e]^T of rows (N, in) sorted by expert, of which each has `sizes` (E,): (N, out)."""
     run = NF4GroupedMM.apply if torch.is_grad_enabled() else forward_grouped
     return run(x, packed, scales, outer, sizes, kind)

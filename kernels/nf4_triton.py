@@ -112,7 +112,7 @@ def few_kernel(  # noqa: PLR0913
     tl.store(y + row[None, :] * out + to[:, None], found.to(y.dtype.element_ty), there)
 
 
-def tile_of(rows: int) -> tuple[int, int]:
+def tile_shape(rows: int) -> tuple[int, int]:
     """Outputs of one program of `few_kernel`, and bytes of each of their weight rows that it looks up at a time.
 
     Decoding waits for memory, so the bytes that an SM requests at once decide. A projection of 4096 x 4096 has 512
@@ -123,14 +123,14 @@ def tile_of(rows: int) -> tuple[int, int]:
     return (4, 512) if rows <= 2 else (8, 128)
 
 
-def few(
+def matmul_fused(
     x: Tensor, weight: tuple[Tensor, Tensor, Tensor | None], table: Tensor, fine: Tensor, bias: Tensor | None
 ) -> Tensor:
     """x W^T + b of few rows (N, in), without the numbers of W in memory: (N, out)."""
     packed, scales, outer = weight
     (out, width), rows = packed.shape, len(x)
     y = x.new_empty(rows, out)
-    outputs, bytes_ = tile_of(rows)
+    outputs, bytes_ = tile_shape(rows)
     groups = triton.cdiv(2 * packed.numel(), BLOCK.value * NESTED.value)
     few_kernel[(triton.cdiv(out, outputs),)](
         x.contiguous(),

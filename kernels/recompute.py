@@ -15,20 +15,20 @@ class RecomputeSource(NamedTuple):
     inputs: tuple[Tensor | None, ...]
 
 
-ORIGINS = WeakIdKeyDictionary()  # of results, as long as they live
+SOURCES = WeakIdKeyDictionary()  # of results, as long as they live
 
 
 def mark_recomputable(y: Tensor, make: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
     """`y`, of which it is now known that make(*inputs) gives the same bits once more."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        ORIGINS[y] = RecomputeSource(make, inputs)
+        SOURCES[y] = RecomputeSource(make, inputs)
     return y
 
 
 def recompute_source(x: Tensor) -> RecomputeSource:
     """What to keep in place of `x` for a backward pass: `x` itself if nothing is known of it."""
-    return ORIGINS.get(x) or RecomputeSource(itself, (x,))
+    return SOURCES.get(x) or RecomputeSource(identity, (x,))
 
 
-def itself(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     return x

@@ -15,7 +15,7 @@ from tunekit.kernels.cpp_extension import contiguous_rows, load_library, use_tor
 from tunekit.kernels.recompute import mark_recomputable
 
 SOURCE = Path(__file__).with_name("norm.cpp")
-ROWS = 64  # whose gradients to the weight are added up together; norm.cpp knows it too
+ROWS_PER_SUM = 64  # whose gradients to the weight are added up together; norm.cpp knows it too
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}  # of rows and of weights, in any pair
 
 
@@ -26,16 +26,16 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, 
     and OLMo do, so that bf16 results equal theirs too.
     """
     again = partial(rms_norm, eps=eps, offset=offset, late=late)
-    if plain(x):
+    if needs_reference(x):
         return mark_recomputable(reference(x, weight, eps, offset, late), again, x, weight)
     if weight is not None and weight.dtype not in DTYPES:
         weight = weight.float()
     # A token's norm takes less time than a way to its gradient.
-    work = normed if torch.is_grad_enabled() or fake_mode.is_fake() else forward
+    work = rms_norm_op if torch.is_grad_enabled() or fake_mode.is_fake() else forward
     return mark_recomputable(work(x, weight, eps, offset, late or offset != 0)[0], again, x, weight)
 
 
-def plain(x: Tensor) -> bool:
+def needs_reference(x: Tensor) -> bool:
     return x.dtype not in DTYPES or use_torch_fallback(x, compiled)
 
 
@@ -75,7 +75,7 @@ def compiled() -> ctypes.CDLL | None:
 
 
 @cache
-def named(kind: str, x: torch.dtype, weight: torch.dtype) -> Any:
+def native_function(kind: str, x: torch.dtype, weight: torch.dtype) -> Any:
     """The compiled function for these dtypes."""
     return getattr(compiled(), f"{kind}_{DTYPES[x]}_{DTYPES[weight]}")
 
@@ -93,21 +93,21 @@ def forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, late: b
         gpu().forward(rows, weight, y, rstd, eps, offset, late)
     else:
         sizes = NormSizes(*rows.shape, rows.stride(0), 0, eps, offset, late, torch.get_num_threads())
-        run = named("forward", x.dtype, x.dtype if weight is None else weight.dtype)
+        run = native_function("forward", x.dtype, x.dtype if weight is None else weight.dtype)
         run(rows.data_ptr(), 0 if weight is None else weight.data_ptr(), y.data_ptr(), rstd.data_ptr(), sizes)
     return y, rstd
 
 
-normed = torch.library.custom_op("tunekit::rms_norm", forward, mutates_args=())
+rms_norm_op = torch.library.custom_op("tunekit::rms_norm", forward, mutates_args=())
 
 
 @torch.library.custom_op("tunekit::rms_norm_back", mutates_args=())
-def normed_back(
+def rms_norm_backward_op(
     grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, late: bool, learnt: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients to `x` and, if it is `learnt`, to the weight (dim,), in fp32."""
     rows, grads, to_x = contiguous_rows(x), contiguous_rows(grad), x.new_empty(x.shape)
-    count = -(-len(rows) // ROWS) if learnt else 0
+    count = -(-len(rows) // ROWS_PER_SUM) if learnt else 0
     parts = x.new_empty(count, x.shape[-1], dtype=torch.float32)
     weight = None if weight is None else weight.contiguous()
     if x.device.type == "cuda":
@@ -115,36 +115,36 @@ def normed_back(
     else:
         sizes = NormSizes(*rows.shape, rows.stride(0), grads.stride(0), 0, offset, late, torch.get_num_threads())
         ins = grads, rows, weight, rstd, to_x, parts if learnt else None
-        run = named("backward", x.dtype, x.dtype if weight is None else weight.dtype)
+        run = native_function("backward", x.dtype, x.dtype if weight is None else weight.dtype)
         run(*(0 if t is None else t.data_ptr() for t in ins), sizes)
     return to_x, parts.sum(0)
 
 
-@normed.register_fake
+@rms_norm_op.register_fake
 def _(x: Tensor, weight: Tensor | None, eps: float, offset: float, late: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@normed_back.register_fake
+@rms_norm_backward_op.register_fake
 def _(
     grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, late: bool, learnt: bool
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[-1], dtype=torch.float32)
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, _, ctx.offset, ctx.late = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, weight, output[1])
 
 
-def back(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def rms_norm_backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return None, None, None, None, None
     x, weight, rstd = ctx.saved_tensors
     learnt = ctx.needs_input_grad[1]
-    to_x, to_weight = normed_back(grad, x, weight, rstd, ctx.offset, ctx.late, learnt)
+    to_x, to_weight = rms_norm_backward_op(grad, x, weight, rstd, ctx.offset, ctx.late, learnt)
     return to_x, to_weight.to(weight.dtype) if learnt else None, None, None, None
 
 
-normed.register_autograd(back, setup_context=keep)
+rms_norm_op.register_autograd(rms_norm_backward, setup_context=setup_context)

@@ -28,14 +28,14 @@ class RopeTables(NamedTuple):
 
 def apply_rope(q: Tensor, k: Tensor, rotation: RopeTables) -> tuple[Tensor, Tensor]:
     """Queries (B, S, H, D) and keys, turned in fp32. Channels of which the tables do not tell pass."""
-    if plain(q, k):
+    if needs_reference(q, k):
         return reference(q, rotation), reference(k, rotation)
     cos, sin, paired, keep_paired, last = rotation
-    work = turned if torch.is_grad_enabled() or fake_mode.is_fake() else turn
+    work = rotate_op if torch.is_grad_enabled() or fake_mode.is_fake() else rotate
     return work(q, k, cos, sin, paired, paired and keep_paired, last, False)
 
 
-def plain(q: Tensor, k: Tensor) -> bool:
+def needs_reference(q: Tensor, k: Tensor) -> bool:
     return q.dtype not in DTYPES or q.dtype != k.dtype or use_torch_fallback(q, compiled)
 
 
@@ -81,7 +81,7 @@ def gpu() -> Any:
     return importlib.import_module("tunekit.kernels.rope_triton")
 
 
-def turn(  # noqa: PLR0913 (an operator takes no named tuples)
+def rotate(  # noqa: PLR0913 (an operator takes no named tuples)
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, paired_in: bool, paired_out: bool, last: bool, back: bool
 ) -> tuple[Tensor, Tensor]:
     """Both by their angles or, on the way `back`, by the negative ones."""
@@ -102,24 +102,24 @@ def turn(  # noqa: PLR0913 (an operator takes no named tuples)
     return made
 
 
-turned = torch.library.custom_op("tunekit::rotate", turn, mutates_args=())
+rotate_op = torch.library.custom_op("tunekit::rotate", rotate, mutates_args=())
 
 
-@turned.register_fake
+@rotate_op.register_fake
 def _(  # noqa: PLR0913
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, paired_in: bool, paired_out: bool, last: bool, back: bool
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     _, _, *tables, ctx.paired_in, ctx.paired_out, ctx.last, ctx.back = inputs
     ctx.save_for_backward(*tables)
 
 
-def back(ctx: Any, to_q: Tensor, to_k: Tensor) -> tuple[Tensor | None, ...]:
-    turns = turned(to_q, to_k, *ctx.saved_tensors, ctx.paired_out, ctx.paired_in, ctx.last, not ctx.back)
+def rotate_backward(ctx: Any, to_q: Tensor, to_k: Tensor) -> tuple[Tensor | None, ...]:
+    turns = rotate_op(to_q, to_k, *ctx.saved_tensors, ctx.paired_out, ctx.paired_in, ctx.last, not ctx.back)
     return *turns, None, None, None, None, None, None
 
 
-turned.register_autograd(back, setup_context=keep)
+rotate_op.register_autograd(rotate_backward, setup_context=setup_context)

@@ -35,7 +35,7 @@ class SequenceLayout:
         self.cu_seqlens, self.prefixes = cu_seqlens, prefixes
         # Bounds of the keys that documents see: by default their own tokens, after their prefixes.
         if key_cu_seqlens is None:
-            key_cu_seqlens = cu_seqlens if prefixes is None else with_prefixes(cu_seqlens, prefixes)
+            key_cu_seqlens = cu_seqlens if prefixes is None else add_prefix_lengths(cu_seqlens, prefixes)
         self.key_cu_seqlens = key_cu_seqlens
         # By size of chunk and device: what FlashAttention takes. Filled before the layers run, because a compiled layer
         # may only read it.
@@ -59,7 +59,7 @@ class SequenceLayout:
         return self.on_device("token_lengths", device, lambda: lengths.repeat_interleave(lengths))
 
 
-def with_prefixes(cu_seqlens: Tensor, prefixes: Tensor) -> Tensor:
+def add_prefix_lengths(cu_seqlens: Tensor, prefixes: Tensor) -> Tensor:
     """Bounds of documents that include their prefixes."""
     with torch.inference_mode(False):
         lengths = prefixes[:, 0].long() + cu_seqlens.diff().long()

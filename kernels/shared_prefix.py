@@ -11,12 +11,12 @@ from tunekit.kernels.sequence_layout import SequenceLayout
 class SharedPrefixKV(NamedTuple):
     """Keys of such documents, their prefix before their own. What they give back to a prefix adds up."""
 
-    places: Tensor  # (K,) places in the flattened rows of all that documents see
-    offsets: Tensor  # (documents + 1,) int32 on the CPU: bounds of the documents in it
+    index: Tensor  # (K,) places in the flattened rows of all that documents see
+    cu_seqlens: Tensor  # (documents + 1,) int32 on the CPU: bounds of the documents in it
 
-    def take(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """(1, K, H, D) of all documents from (B, S, H, D) of rows."""
-        return x.flatten(0, 1).index_select(0, self.places)[None]
+        return x.flatten(0, 1).index_select(0, self.index)[None]
 
 
 def prefix_keys(layout: SequenceLayout, device: torch.device) -> SharedPrefixKV:
@@ -36,7 +36,7 @@ class PrefixIndex(NamedTuple):
     """The same of rows that ranks share: what stands before the document of each token that is here, both (B, S)."""
 
     counts: Tensor  # of keys
-    begins: Tensor  # the first of them, in the row
+    starts: Tensor  # the first of them, in the row
 
 
 def token_prefix_index(layout: SequenceLayout, like: Tensor) -> PrefixIndex:

@@ -95,18 +95,20 @@ def resolved_configs() -> dict[str, str]:
     }
 
 
-def check_command(words: list[str]) -> None:
+def check_command(command: list[str]) -> None:
     """Run the command if it is fast. Otherwise parse its arguments and load its config."""
-    if words[0] in cli.VERBS and len(words) == 1 or words[0] == "run" and len(words) == 2:  # only the name of a verb
-        assert words[0] != "run" or words[-1] in ("run", *registry.list_recipes())
+    if (
+        command[0] in cli.VERBS and len(command) == 1 or command[0] == "run" and len(command) == 2
+    ):  # only the name of a verb
+        assert command[0] != "run" or command[-1] in ("run", *registry.list_recipes())
         return
     top, parsers = cli.make_parser()
-    args, unknown_args = top.parse_known_args(words)
+    args, unknown_args = top.parse_known_args(command)
     if args.verb is None:
         return
     cli._take(args, unknown_args, parsers[args.verb])
     if args.verb in EXECUTED_VERBS:
-        cli.dispatch(words)
+        cli.dispatch(command)
     elif args.verb in ("run", "validate"):
         config, overrides = (
             (args.config, args.overrides) if args.verb == "validate" else run_verb.split_config_and_overrides(args)

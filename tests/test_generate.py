@@ -40,7 +40,7 @@ def test_token_frequencies_match_their_probabilities(sampling: SamplingConfig) -
     logits = 2 * torch.randn(12, generator=torch.Generator().manual_seed(3))
     count = 20_000
     numbers = (torch.arange(count) + 0.5) / count
-    sampled = sampling.choose(logits.expand(count, 12), numbers)
+    sampled = sampling.sample(logits.expand(count, 12), numbers)
     frequencies = torch.bincount(sampled, minlength=12) / count
     expected = exact_probs(sampling, logits)
     assert (frequencies - expected).abs().max() < 2 / count
@@ -51,17 +51,17 @@ def test_extreme_random_numbers_select_allowed_tokens() -> None:
     logits = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
     for sampling in SAMPLING_CONFIGS:
         for number in (0.0, 1 - 2**-24):
-            sampled = sampling.choose(logits, torch.full((5,), number))
+            sampled = sampling.sample(logits, torch.full((5,), number))
             for row in range(5):
                 assert exact_probs(sampling, logits[row])[sampled[row]] > 0
 
 
 def test_random_numbers_depend_only_on_seed_and_row() -> None:
     sampling = SamplingConfig(1.0, max_new_tokens=200)
-    numbers = sampling.numbers(6)
-    assert torch.equal(sampling.numbers(2, first=3), numbers[3:5])
-    assert torch.equal(SamplingConfig(1.0, max_new_tokens=50).numbers(6), numbers[:, :50])
-    seeds = [SamplingConfig(1.0, max_new_tokens=200, seed=seed).numbers(6) for seed in (0, 1, 2, 2**32, 2**40)]
+    numbers = sampling.uniform_numbers(6)
+    assert torch.equal(sampling.uniform_numbers(2, first=3), numbers[3:5])
+    assert torch.equal(SamplingConfig(1.0, max_new_tokens=50).uniform_numbers(6), numbers[:, :50])
+    seeds = [SamplingConfig(1.0, max_new_tokens=200, seed=seed).uniform_numbers(6) for seed in (0, 1, 2, 2**32, 2**40)]
     assert torch.equal(seeds[0], numbers)
     rows = torch.cat(seeds)
     assert len(rows.unique(dim=0)) == len(rows), "no seed and no row repeats another"

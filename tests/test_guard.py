@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parallel.ranks import on
+from tests.parallel.ranks import run_ranks
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError
 from tunekit.memory.config import MemoryConfig
@@ -156,7 +156,7 @@ def run_worker_steps() -> tuple[list[float], list[str]]:
 @pytest.mark.multi
 @pytest.mark.slow
 def test_all_ranks_skip_a_step_with_nan_on_one_rank() -> None:
-    rank0, rank1 = on(2, run_worker_steps)
+    rank0, rank1 = run_ranks(2, run_worker_steps)
     assert rank0 == rank1
     first, second, third = rank0[0]
     assert 1 > first == second > third

@@ -14,8 +14,8 @@ LAYERS = (
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ORACLE_PACKAGES = {"transformers", "peft", "trl", "bitsandbytes"}
-# Packages that import each other: models shard themselves, and the self-test runs recipes as the command line does.
-ALLOWED_CYCLES = {("models", "distributed"), ("selftest", "cli")}
+# Packages that import each other: the self-test runs recipes as the command line does.
+ALLOWED_CYCLES = {("selftest", "cli")}
 FILES = {f"{folder}/{path.relative_to(ROOT / folder)}": path for folder in ("tunekit", "recipes", "kernels")
          for path in sorted((ROOT / folder).rglob("*.py"))}  # fmt: skip
 

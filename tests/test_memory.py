@@ -11,7 +11,6 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from tests.checkpoints import FP32, load_model, make_batch, make_checkpoint, random_tokens
-from tests.helpers.optimizer_step import step_optimizer
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.datasets import TextDataset
@@ -78,7 +77,7 @@ def offloaded_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             sizes.append(x.nbytes)
             super().__init__(x, *rest)
 
-    monkeypatch.setattr(activation_offloading, "LEAST", 1)
+    monkeypatch.setattr(activation_offloading, "MIN_OFFLOAD_BYTES", 1)
     monkeypatch.setattr(activation_offloading, "OffloadedTensor", Counted)
     yield sizes
     assert sizes
@@ -93,10 +92,10 @@ def test_activation_offloading_is_bit_exact(name: str, recompute, offloaded_size
         load_model(folder, memory=MemoryConfig(activation_checkpointing=recompute)),
     )
     offloader = ActivationOffloader(offloaded)
-    offloaded.layer_call = offloader.around(offloaded.layer_call or (lambda layer, *inputs: layer(*inputs)))
+    offloaded.layer_call = offloader.wrap_layer_call(offloaded.layer_call or (lambda layer, *inputs: layer(*inputs)))
     for _ in range(2):
         assert all(map(torch.equal, gradients(resident), gradients(offloaded)))
-        assert offloader.last is None and not offloader.known, "all offloaded tensors are released"
+        assert offloader.last is None and not offloader.offloaded, "all offloaded tensors are released"
 
 
 def test_weights_are_not_offloaded(offloaded_sizes: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -109,14 +108,14 @@ def test_weights_are_not_offloaded(offloaded_sizes: list[int], monkeypatch: pyte
         return base_class(x, *rest)
 
     monkeypatch.setattr(activation_offloading, "OffloadedTensor", check)
-    model.layer_call = ActivationOffloader(model).around(lambda layer, *inputs: layer(*inputs))
+    model.layer_call = ActivationOffloader(model).wrap_layer_call(lambda layer, *inputs: layer(*inputs))
     gradients(model)
 
 
 def test_tensor_saved_by_several_ops_is_offloaded_once(offloaded_sizes: list[int], tmp_path: Path) -> None:
     """The input of q, k and v, and the input of gate and up, are offloaded once."""
     model = load_model(make_checkpoint(tmp_path, "llama3.2"))
-    model.layer_call = ActivationOffloader(model).around(lambda layer, *inputs: layer(*inputs))
+    model.layer_call = ActivationOffloader(model).wrap_layer_call(lambda layer, *inputs: layer(*inputs))
     gradients(model)
     assert len(offloaded_sizes) < 20 * len(model.spec.layers)
 
@@ -133,7 +132,7 @@ def test_activation_offloading_requires_a_gpu(tmp_path: Path) -> None:
 def test_activation_offloading_on_a_gpu_is_bit_exact(
     recompute, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(activation_offloading, "LEAST", 1)
+    monkeypatch.setattr(activation_offloading, "MIN_OFFLOAD_BYTES", 1)
     folder = make_checkpoint(tmp_path, "llama3.2")
     models = [load_model(folder).cuda() for _ in range(2)]
     MemoryConfig(recompute, activation_offloading=True).apply(models[1], torch.device("cuda"))
@@ -226,11 +225,11 @@ def train_steps(
     model, norms = load_model(folder, adapter, memory=memory), []
     inner = (p for layer in model.layers for p in layer.parameters())
     optimizer = optimizer_config.build(adapter.param_groups(model), inner)
-    train_optimizer = memory.wrap_optimizer(optimizer, DistributedContext())
+    update = memory.update(optimizer, 0.0, DistributedContext())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     for step in range(4):
         CrossEntropy()(model, make_batch(random_tokens(seed=step))).backward()
-        norms.append(float(step_optimizer(train_optimizer, 0.0)))
+        norms.append(float(update()))
         schedule.step()
         assert all(p.grad is None for p in model.parameters())
     return model, optimizer, norms
@@ -263,7 +262,7 @@ def test_optimizer_in_bwd_frees_each_gradient(tmp_path: Path) -> None:
     """At most one gradient exists when the next one is computed."""
     model = load_model(make_checkpoint(tmp_path, "llama3.2"))
     optimizer, num_gradients = AdamWConfig().build(NoAdapter().param_groups(model)), []
-    MemoryConfig(optimizer_in_bwd=True).wrap_optimizer(optimizer, DistributedContext())
+    MemoryConfig(optimizer_in_bwd=True).update(optimizer, 0.0, DistributedContext())
     for p in model.parameters():
         p.register_hook(lambda grad: num_gradients.append(sum(q.grad is not None for q in model.parameters())))
     CrossEntropy()(model, make_batch(random_tokens())).backward()

@@ -140,13 +140,13 @@ def test_patience_counts_evaluations_without_improvement() -> None:
         (1.9, True),
         (1.0, False),
     ]:
-        assert patience.watch(loss) == loss
-        assert patience.over == stops
+        assert patience.update(loss) == loss
+        assert patience.triggered == stops
     restored = EarlyStopping(2)
     restored.load_state_dict(patience.state_dict())
     assert restored.best == 1.0
     never = EarlyStopping(None)
-    assert not [never.watch(1.0) for _ in range(9) if never.over]
+    assert not [never.update(1.0) for _ in range(9) if never.triggered]
 
 
 @pytest.mark.parametrize(

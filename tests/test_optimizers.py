@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tunekit.optim.config import FEW, AdamW8bitConfig, AdamWConfig, MuonConfig
-from tunekit.optim.container import AdamW8bit, Muon, orthogonal
+from tunekit.optim.config import MIN_QUANTIZED_SIZE, AdamW8bitConfig, AdamWConfig, MuonConfig
+from tunekit.optim.container import AdamW8bit, Muon, orthogonalize
 
 
 def make_model() -> nn.Module:
@@ -50,14 +50,14 @@ def test_adamw8bit_state_is_two_bytes_per_parameter() -> None:
     optimizer.step()
     size = {p: sum(t.nbytes for t in optimizer.state[p].values()) for p in model.parameters()}
     assert size[model.weight] / model.weight.numel() == pytest.approx(2 + 8 / 256, abs=1e-3)
-    assert size[model.bias] / 512 == pytest.approx(8, abs=0.1), f"states below {FEW} values are not quantized"
+    assert size[model.bias] / 512 == pytest.approx(8, abs=0.1), f"states below {MIN_QUANTIZED_SIZE} values are not quantized"
 
 
 @pytest.mark.parametrize("shape", [(48, 64), (64, 48), (3, 48, 64), (2, 64, 8), (16, 16)])
 def test_orthogonal_has_singular_values_near_one(shape: tuple[int, ...]) -> None:
-    values = torch.linalg.svdvals(orthogonal(torch.randn(shape)).float())
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(shape)).float())
     assert values.min() > 0.6 and values.max() < 1.3
-    assert not orthogonal(torch.zeros(shape)).any()
+    assert not orthogonalize(torch.zeros(shape)).any()
 
 
 def test_muon_matches_torch() -> None:
@@ -108,7 +108,7 @@ def test_combined_optimizer_acts_as_one() -> None:
     model = make_model()
     config = MuonConfig(lr=1.0)
     optimizer = config.build([(list(model.parameters()), 1.0)], list(model[1:4].parameters()))
-    assert {type(member) for member in optimizer.parts} == {Muon, torch.optim.AdamW}
+    assert {type(member) for member in optimizer.optimizers} == {Muon, torch.optim.AdamW}
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
     before = [p.detach().clone() for p in model.parameters()]
     model(torch.arange(4)).sum().backward()
@@ -158,4 +158,4 @@ def test_parameter_without_gradient_is_unchanged() -> None:
         used.grad = torch.ones(80, 80)
         optimizer.step()
         assert torch.equal(unused, torch.ones(80, 80)) and not optimizer.state[unused]
-        assert isinstance(optimizer.parts[0], AdamW8bit | Muon)
+        assert isinstance(optimizer.optimizers[0], AdamW8bit | Muon)

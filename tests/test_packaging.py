@@ -76,7 +76,7 @@ def test_wheel_contains_all_files_in_one_package(wheel: Path) -> None:
             assert (f"tunekit/{relative}" if package == "tunekit" else f"tunekit/{package}/{relative}") in names
     data = [
         path
-        for folder in ("bundled", "models/presets", "data/inspect")
+        for directory in ("bundled", "models/presets", "data/inspect")
         for path in (ROOT / "tunekit" / directory).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     ]

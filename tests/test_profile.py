@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.ranks import on
+from tests.parallel.ranks import run_ranks
 from tunekit.config.errors import FieldErrors
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
@@ -58,11 +58,11 @@ def test_span_operations_are_set_operations() -> None:
         ):
             assert {m for start, end in spans for m in range(int(start), int(end))} == moments
             assert length(spans) == len(moments)
-            assert all(spans_of_pair[1] <= other[0] for spans_of_pair, other in zip(spans, spans[1:], strict=False))
+            assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:], strict=False))
 
 
 def cpu_trace() -> list[dict[str, Any]]:
-    """One step of 100 ms: 10 ms of data, an all-gather of 20 ms of which 5 ms overlap with compute, an optimizer step."""
+    """One step of 100 ms: 10 ms of data, an all-gather of 20 ms (5 ms overlap with compute), an optimizer step."""
     return [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {}},
         make_step(4, 0, 100),
@@ -276,7 +276,7 @@ def run_worker(folder: str) -> list[float]:
 @pytest.mark.multi
 @pytest.mark.slow
 def test_profile_of_two_ranks(tmp_path: Path) -> None:
-    assert on(2, run_worker, str(tmp_path)) == [[1, 0, math.pi]] * 2
+    assert run_ranks(2, run_worker, str(tmp_path)) == [[1, 0, math.pi]] * 2
     for rank in range(2):
         with gzip.open(tmp_path / FOLDER / f"rank-{rank}.json.gz", "rt") as lines:
             breakdown = step_breakdown(json.load(lines)["traceEvents"])

@@ -41,7 +41,7 @@ def make_trained_model(
     return model, HFCheckpoint.open(base)
 
 
-def written(folder: Path, model: Decoder, source: HFCheckpoint, adapter: NoAdapter | LoRAConfig = FULL) -> Path:
+def save_checkpoint(folder: Path, model: Decoder, source: HFCheckpoint, adapter: NoAdapter | LoRAConfig = FULL) -> Path:
     out = folder / "final"
     out.mkdir()
     saving.save_final(adapter, out, model, source)
@@ -59,7 +59,7 @@ def verify_saved(
 @pytest.mark.parametrize(("name", "dtype"), [(n, DTYPES[i % 3]) for i, n in enumerate(FAMILIES)])
 def test_saved_model_passes(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model, source = make_trained_model(tmp_path, name, dtype)
-    result = verify_saved(written(tmp_path, model, source), model, source, BF16)
+    result = verify_saved(save_checkpoint(tmp_path, model, source), model, source, BF16)
     assert result.passed, result
     assert (result.mean == 0) == (dtype == torch.float32), "fp32 files are exact, other dtypes are rounded"
     assert result.unexplained == 0
@@ -76,7 +76,7 @@ def test_saved_adapter_passes(adapter: LoRAConfig, precision: PrecisionConfig, t
     base = save(build(SHAPES["llama3.2"]).bfloat16(), tmp_path / "base")
     model, source = load_model(base, adapter, precision), HFCheckpoint.open(base)
     train(model, adapter)
-    result = verify_saved(written(tmp_path, model, source, adapter), model, source, precision)
+    result = verify_saved(save_checkpoint(tmp_path, model, source, adapter), model, source, precision)
     assert result.passed, result
     assert result.mean < 1e-6, "adapters are saved in fp32"
 
@@ -132,7 +132,7 @@ MISTAKES = {
 def test_wrong_weights_fail(mistake: str, dtype: torch.dtype, tmp_path: Path) -> None:
     name, change = MISTAKES[mistake]
     model, source = make_trained_model(tmp_path, name, dtype)
-    out = written(tmp_path, model, source)
+    out = save_checkpoint(tmp_path, model, source)
     assert verify_saved(out, model, source).passed
     edit_file(out / "model.safetensors", change)
     result = verify_saved(out, model, source)
@@ -152,7 +152,7 @@ def test_wrong_weights_fail(mistake: str, dtype: torch.dtype, tmp_path: Path) ->
 ])  # fmt: skip
 def test_wrong_config_fails(name: str, key: str, value: object, tmp_path: Path) -> None:
     model, source = make_trained_model(tmp_path, name, torch.bfloat16)
-    out = written(tmp_path, model, source)
+    out = save_checkpoint(tmp_path, model, source)
     rewrite_config(out, lambda config: config | {key: value})
     assert not verify_saved(out, model, source).passed
 
@@ -160,7 +160,7 @@ def test_wrong_config_fails(name: str, key: str, value: object, tmp_path: Path) 
 def test_wrong_adapter_scale_fails(tmp_path: Path) -> None:
     adapter = LoRAConfig(4, 8.0)
     model, source = make_trained_model(tmp_path, "qwen3", torch.bfloat16, adapter)
-    out = written(tmp_path, model, source, adapter)
+    out = save_checkpoint(tmp_path, model, source, adapter)
     file = out / "adapter_config.json"
     for key, value in [("lora_alpha", 8.5), ("use_rslora", True)]:
         right = file.read_text()
@@ -184,7 +184,7 @@ ADAPTERS = {
 def test_merged_model_passes_and_wrong_merge_fails(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model, source = make_trained_model(tmp_path, name, dtype, ADAPTERS[name])
     shuffle_adapter(model)
-    adapter_dir = written(tmp_path, model, source, ADAPTERS[name])
+    adapter_dir = save_checkpoint(tmp_path, model, source, ADAPTERS[name])
     adapter = replace(peft_adapter.read_adapter_config(adapter_dir, source), adapter_path=str(adapter_dir))
     result = verify_merged(tmp_path / "merged", source, adapter, adapter_dir)
     assert result.passed, result
@@ -207,7 +207,7 @@ def test_verification_does_not_change_the_model(tmp_path: Path) -> None:
     model, source = make_trained_model(tmp_path, "llama3.2", torch.bfloat16)
     model.compute = torch.bfloat16
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    verify_saved(written(tmp_path, model, source), model, source)
+    verify_saved(save_checkpoint(tmp_path, model, source), model, source)
     assert model.training
     assert model.compute is torch.bfloat16
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -216,7 +216,7 @@ def test_verification_does_not_change_the_model(tmp_path: Path) -> None:
 
 def test_compiled_model_is_not_recompiled(tmp_path: Path) -> None:
     model, source = make_trained_model(tmp_path, "llama3.2", torch.float32)
-    out = written(tmp_path, model, source)
+    out = save_checkpoint(tmp_path, model, source)
     for layer in model.layers:
         layer.compile(backend=lambda *_: pytest.fail("compiled"))
     assert verify_saved(out, model, source).mean == 0
@@ -226,7 +226,7 @@ def test_non_finite_weights_fail(tmp_path: Path) -> None:
     model, source = make_trained_model(tmp_path, "llama2", torch.float32)
     with torch.no_grad():
         model.norm.weight.fill_(math.inf)
-    out = written(tmp_path, model, source)
+    out = save_checkpoint(tmp_path, model, source)
     assert not verify_saved(out, model, source).passed
     with pytest.raises(UserError, match="nan"):
         verify.raise_if_failed(out)
@@ -236,7 +236,7 @@ def test_fp16_overflow_fails(tmp_path: Path) -> None:
     model, source = make_trained_model(tmp_path, "llama2", torch.float16)
     with torch.no_grad():
         model.layers[1].mlp.up_proj.weight[3, 4] = 1e5
-    assert not verify_saved(written(tmp_path, model, source), model, source).passed
+    assert not verify_saved(save_checkpoint(tmp_path, model, source), model, source).passed
 
 
 def test_probe_prompts_are_short_and_within_the_vocabulary(tmp_path: Path) -> None:
@@ -251,8 +251,8 @@ def test_probe_prompts_are_short_and_within_the_vocabulary(tmp_path: Path) -> No
     assert any(
         text == tokenizer.decode(tokenizer.encode(verify.TEXTS[0], special=True), special=True) for text in texts
     )
-    assert any(tokenizer.decode(tokenizer.encode_prompt([{"role": "user", "content": verify.QUESTIONS[0]}])[-9:]) in text
-               for text in texts)  # fmt: skip
+    question = tokenizer.encode_prompt([{"role": "user", "content": verify.QUESTIONS[0]}])[-9:]
+    assert any(tokenizer.decode(question) in text for text in texts)
     small = replace(spec, vocab=300, context=7)
     rows = verify.probe_prompts(nano, small)
     assert max(token for row in rows for token in row) < 300

@@ -10,7 +10,7 @@ TIMEOUT_SECONDS = 180.0  # longer waits count as hung
 
 
 def wait_until(condition: Callable[[], object], *processes: subprocess.Popen[Any] | BaseProcess) -> None:
-    """Wait until `condition()` is true. Raise AssertionError after the timeout, or if one of the processes ends before."""
+    """Wait until `condition()` is true. Raise AssertionError after the timeout or if a process ends."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while not condition():
         for process in processes:

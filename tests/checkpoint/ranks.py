@@ -117,7 +117,7 @@ def run_steps(state: Checkpointer, start: int, end: int) -> None:
                 generator = torch.Generator().manual_seed(step * 1000 + len(name))
                 grad = torch.randn(shard_slice(p).shape, generator=generator)
                 p.grad = torch.zeros_like(p)
-                to_local(p.grad).copy_(shard_slice(p).of(grad, to_local(p).shape))
+                to_local(p.grad).copy_(shard_slice(p).slice_local(grad, to_local(p).shape))
         state.optimizer.step()
 
 
@@ -162,7 +162,7 @@ def save_without_space(case: Case, directory: Path, run: DistributedContext, bac
     state.save(1)
     state.wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if run.rank == run.size - 1:
+    if run.rank == run.world_size - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         state.save(2)
@@ -187,12 +187,12 @@ def restore_damaged(case: Case, directory: Path, run: DistributedContext) -> lis
     for name in (dcp_planner.METADATA, "progress.pt"):
         path, contents = directory / "00000001" / name, (directory / "00000001" / name).read_bytes()
         run.barrier()
-        run.shared(partial(path.write_bytes, contents[: len(contents) // 2]))
+        run.run_on_main(partial(path.write_bytes, contents[: len(contents) // 2]))
         try:
             state.restore()
         except UserError as error:
             messages.append(str(error).partition(";")[0])
-        run.shared(partial(path.write_bytes, contents))
+        run.run_on_main(partial(path.write_bytes, contents))
     return messages
 
 
@@ -225,7 +225,7 @@ def open_in_use(out: Path, run: DistributedContext) -> list[str]:
                 run_dir.open_run_dir(request[0], request[1], frozenset(), request[2], run)
             except UserError as error:
                 messages.append(re.sub(r"process \d+", "process", str(error)))
-        run.shared((out / "metrics.jsonl").touch)
+        run.run_on_main((out / "metrics.jsonl").touch)
     run.barrier()
     try:
         run_dir.open_run_dir(out, "seed: 2", frozenset(), False, run)
@@ -271,12 +271,12 @@ def measure_memory(directory: Path, out: Path) -> tuple[int, int, int]:
     """Bytes of the local shard of a sharded model, and peak bytes of loading and saving it."""
     with DistributedContext(0, "cpu") as run:
         source, precision = HFCheckpoint.open(directory), PrecisionConfig("fp32", "fp32", "checkpoint")
-        small = run.shared(partial(write_checkpoint, out.with_name("small"), DENSE))
+        small = run.run_on_main(partial(write_checkpoint, out.with_name("small"), DENSE))
         Case(small).model(run)  # torch imports modules when it shards a model for the first time
         loading, model = peak_memory(
             lambda: build.build_model(source, NoQuantization(), FrozenModel(), precision, MemoryConfig(), run)
         )
-        run.shared(out.mkdir)
+        run.run_on_main(out.mkdir)
         run.barrier()
         saving, _ = peak_memory(lambda: save_model(out, model, source, quiet=True, run=run))
         return sum(to_local(p).nbytes for p in model.parameters()), loading, saving

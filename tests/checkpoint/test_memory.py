@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoint.ranks import measure_memory
-from tests.parallel.ranks import on
+from tests.parallel.ranks import run_ranks
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.safetensors_io import SafetensorsWriter
 from tunekit.checkpoint.save_model import plan_shards, tensor_entries, write_index
@@ -88,7 +88,7 @@ def test_model_is_in_memory_once(adapter: str, directory: Path, tmp_path: Path) 
 
 @pytest.mark.multi
 def test_rank_has_its_shard_and_one_tensor(directory: Path, tmp_path: Path) -> None:
-    for shard_bytes, load, save in on(2, measure_memory, directory, tmp_path / "out"):
+    for shard_bytes, load, save in run_ranks(2, measure_memory, directory, tmp_path / "out"):
         assert 2e8 < shard_bytes < 2.4e8
         assert load < 1.6 * shard_bytes, "the full model is twice the shard"
         assert save < 3 * LARGEST + 3e7, "gathering makes more than one copy of a tensor"

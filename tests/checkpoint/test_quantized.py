@@ -273,7 +273,7 @@ def test_4bit_equals_bitsandbytes(quant_type: str, nested: bool, shape: tuple[in
     data, state = functional.quantize_4bit(
         torch.randn(shape).bfloat16(), quant_type=quant_type, compress_statistics=nested, blocksize=64
     )
-    state_tensors = state.as_dict(quantize_checkpoint=True)
+    state_tensors = state.as_dict(packed=True)
     inputs = [data, state_tensors["absmax"], state_tensors["quant_map"]]
     inputs += [state_tensors["nested_absmax"], state_tensors["nested_quant_map"]] if nested else []
     inner = (state.state2.blocksize, state.offset.item()) if nested else (None, 0.0)

@@ -20,7 +20,7 @@ from tests.checkpoint.ranks import (
     save_result,
     write_checkpoint,
 )
-from tests.parallel.ranks import on
+from tests.parallel.ranks import run_ranks
 from tunekit.checkpoint import atomic
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.parallel_dims import ParallelConfig
@@ -66,7 +66,7 @@ def test_two_ranks_equal_one_process(base: Path, tmp_path: Path) -> None:
     expected = train_on_one(base, tmp_path, "dense", 2, 4)
     verifications = {name: save_result(name, base, tmp_path / "one", SINGLE_PROCESS) for name in RESULTS}
     day = date.today()
-    ranks = on(2, run_on_two, base, tmp_path)
+    ranks = run_ranks(2, run_on_two, base, tmp_path)
     for results in ranks:
         for name in OPTIMIZERS:
             assert_same(results[f"background {name}"], expected[name])
@@ -112,7 +112,7 @@ def test_four_ranks_equal_one_process(layout: str, base: Path, tmp_path: Path) -
     for name in OPTIMIZERS:
         shutil.copytree(tmp_path / f"one-{name}", tmp_path / f"four-{name}")
     verification = save_result(model, base, tmp_path / "one", SINGLE_PROCESS)
-    for results in on(4, run_on_four, base, tmp_path, parallel, model):
+    for results in run_ranks(4, run_on_four, base, tmp_path, parallel, model):
         assert_same(results["adamw"], expected["adamw"])
         assert_same(results["muon"], expected["muon"])
         assert results[model] == verification
@@ -126,7 +126,7 @@ def test_four_ranks_equal_one_process(layout: str, base: Path, tmp_path: Path) -
 def test_sigkill_of_one_rank_leaves_no_complete_state(base: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(AssertionError, match="exit code 9"):
-        on(2, kill_one_rank, base, out)
+        run_ranks(2, kill_one_rank, base, out)
     assert (out / f"00000002{atomic.PARTIAL}").is_dir() and not atomic.is_complete(out / "00000002")
     expected = resume_and_train(Case(base / "dense"), tmp_path / "other", SINGLE_PROCESS, 1, 3, False)
     assert_same(resume_and_train(Case(base / "dense"), out, SINGLE_PROCESS, 1, 3, False), expected)

@@ -34,7 +34,7 @@ from tunekit.quantization.config import NF4Config, NoQuantization
 
 # The tokenizer of these checkpoints pads with its end-of-text token.
 PAD = 1
-DOCUMENT, TOKEN = ScoreHead(1, pad_id=PAD), ScoreHead(2, docs_per_row=True, bias=True, pad_id=PAD)
+DOCUMENT, TOKEN = ScoreHead(1, pad_token_id=PAD), ScoreHead(2, per_token=True, bias=True, pad_token_id=PAD)
 PLAIN = NoQuantization()
 TASKS = {False: "SEQ_CLS", True: "TOKEN_CLS"}
 CASES = {
@@ -109,7 +109,7 @@ def test_peft_opens_trained_adapters(case: str, tmp_path: Path) -> None:
         relative_error(
             compute_scores(
                 assemble.load_for_inference(
-                    str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"), compute_allow_score_head=True
+                    str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"), scores=True
                 )[0],
                 score,
             ),
@@ -140,7 +140,7 @@ def test_adapters_of_peft_are_read_and_merged(case: str, tmp_path: Path) -> None
     other.save_pretrained(tmp_path / "adapter")
     expected = other(make_rows()).logits
     model, _ = assemble.load_for_inference(
-        str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"), compute_allow_score_head=True
+        str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"), scores=True
     )
     assert model.spec.score == score
     assert relative_error(compute_scores(model, score), expected) < 1e-5

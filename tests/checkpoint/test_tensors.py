@@ -110,7 +110,7 @@ def test_removed_tensor_changes_the_header(tmp_path: Path) -> None:
     assert load_file(tmp_path / "out").keys() == {"b", "c"}
 
 
-@given(at=st.integers(0, 10_000), what=st.binary(max_size=40), cut=st.booleans())
+@given(offset=st.integers(0, 10_000), replacement=st.binary(max_size=40), cut=st.booleans())
 def test_damaged_file_is_a_one_line_error(
     offset: int, replacement: bytes, cut: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -238,8 +238,8 @@ def test_plain_pickle_is_rejected(tmp_path: Path) -> None:
 
 
 @given(
-    at=st.integers(0, 10**6),
-    what=st.binary(max_size=30),
+    offset=st.integers(0, 10**6),
+    replacement=st.binary(max_size=30),
     cut=st.booleans(),
     zipped=st.booleans(),
 )

@@ -1,4 +1,4 @@
-"""A recipe that needs no model: it counts."""
+"""A recipe without a model that prints a word several times."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def main(cfg, overwrite=False):
 
 @pytest.fixture
 def count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the recipe `count.py` and the config `count.yaml`, where the test runs."""
+    """Directory with the recipe `count.py` and the config `count.yaml`, in which the test runs."""
     (tmp_path / "count.py").write_text(COUNT)
     (tmp_path / "count.yaml").write_text("# Counts sheep\nword: sheep\n")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""`tune cache` shows what is kept, and removes what it is told to and nobody uses."""
+"""`tune cache` shows cached datasets, and removes selected ones that are not in use."""
 
 import gc
 import os
@@ -23,67 +23,67 @@ DAY = 86_400
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TUNEKIT_CACHE", str(tmp_path))
     return tmp_path / "data"
 
 
-def keep(key: str, tokens: int, used: float = 0, split: str = "train") -> TokenizedDataset:
-    """An entry of one row that was made and used some days ago."""
+def make_entry(key: str, tokens: int, days_ago: float = 0, split: str = "train") -> TokenizedDataset:
+    """Cache entry with one row that was last used `days_ago` days ago."""
 
-    def make(folder: Path) -> None:
-        one = Document(np.zeros(tokens, np.int32), np.ones(tokens, bool), tokens)
+    def write_dataset(folder: Path) -> None:
+        document = Document(np.zeros(tokens, np.int32), np.ones(tokens, bool), tokens)
         with TokenizedDatasetWriter(folder) as writer:
-            writer.add(TokenizedChunk(None, 1, 0, 0, 0, [], flatten_documents([one], ["rows.jsonl:1"])))
-            writer.finish(source="rows.jsonl", split=split, made=time.time() - used * DAY - 1, seconds=1.0)
+            writer.add(TokenizedChunk(None, 1, 0, 0, 0, [], flatten_documents([document], ["rows.jsonl:1"])))
+            writer.finish(source="rows.jsonl", split=split, made=time.time() - days_ago * DAY - 1, seconds=1.0)
 
-    found = cache.get_or_build(key, make, pytest.fail)
-    about = cache.cache_dir() / key / ABOUT
-    os.utime(about, (time.time() - used * DAY - 1,) * 2)
-    return found
+    dataset = cache.get_or_build(key, write_dataset, pytest.fail)
+    info_file = cache.cache_dir() / key / ABOUT
+    os.utime(info_file, (time.time() - days_ago * DAY - 1,) * 2)
+    return dataset
 
 
-def tune(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def run_tune_cache(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     gc.collect()
-    code = cli.main(["cache", *words])
-    told = capsys.readouterr()
-    return told.out if code == 0 else f"{code} {told.err}"
+    code = cli.main(["cache", *args])
+    output = capsys.readouterr()
+    return output.out if code == 0 else f"{code} {output.err}"
 
 
-def test_shows_entries_and_their_total(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune(capsys) == f"nothing is kept\n0 bytes in {place}\n"
-    keep("a" * 32, 1000, used=9)
-    keep("b" * 32, 2_000_000, split="test[:10%]")
-    head, second, first, total = tune(capsys).splitlines()
+def test_entries_and_total_size_are_shown(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_tune_cache(capsys) == f"nothing is kept\n0 bytes in {cache_dir}\n"
+    make_entry("a" * 32, 1000, days_ago=9)
+    make_entry("b" * 32, 2_000_000, split="test[:10%]")
+    head, second, first, total = run_tune_cache(capsys).splitlines()
     assert head.split() == ["key", "size", "rows", "tokens", "made", "used", "source"]
     assert " ".join(second.split()) == "bbbbbbbb 10 MB 1 2,000,000 now now rows.jsonl (test[:10%])"
     assert re.fullmatch(r"a{8} 5.\d+ kB 1 1,000 1w ago 1w ago rows.jsonl", " ".join(first.split())), first
-    assert total == f"10 MB in {place}"
+    assert total == f"10 MB in {cache_dir}"
 
 
-def test_clears_what_it_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clear_removes_selected_entries(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, key in enumerate(("ab1", "ab2", "ac3", "ad4")):
-        keep(key, 1000, used=10 * number)
-    held = keep("ae5", 1000, used=99)
-    assert "clear what? name keys" in tune(capsys, "clear")
-    assert "'ab': several keys begin so" in tune(capsys, "clear", "ab")
-    assert "'x': no key begins so" in tune(capsys, "clear", "ab1", "x")
-    assert "--older-than: must be a number and m, h, d or w, such as 30d, got '3'" in tune(
+        make_entry(key, 1000, days_ago=10 * number)
+    open_entry = make_entry("ae5", 1000, days_ago=99)
+    assert "clear what? name keys" in run_tune_cache(capsys, "clear")
+    assert "'ab': several keys begin so" in run_tune_cache(capsys, "clear", "ab")
+    assert "'x': no key begins so" in run_tune_cache(capsys, "clear", "ab1", "x")
+    assert "--older-than: must be a number and m, h, d or w, such as 30d, got '3'" in run_tune_cache(
         capsys, "clear", "--older-than", "3"
     )
-    assert "only `tune cache clear` takes keys" in tune(capsys, "--all")
+    assert "only `tune cache clear` takes keys" in run_tune_cache(capsys, "--all")
     assert len(cache.list_entries()) == 5, "a mistake removes nothing"
-    assert re.fullmatch(r"removed 1, 5.\d+ kB\n", tune(capsys, "clear", "ab1"))
-    assert re.fullmatch(r"removed 1, 5.\d+ kB; 1 in use left\n", tune(capsys, "clear", "--older-than", "25d"))
+    assert re.fullmatch(r"removed 1, 5.\d+ kB\n", run_tune_cache(capsys, "clear", "ab1"))
+    assert re.fullmatch(r"removed 1, 5.\d+ kB; 1 in use left\n", run_tune_cache(capsys, "clear", "--older-than", "25d"))
     assert [entry.key for entry in cache.list_entries()] == ["ab2", "ac3", "ae5"]
-    (place / "af6-1234.partial").mkdir()
-    assert ", and 0 bytes in 1 unfinished" in tune(capsys)
-    assert len(held) == 1
-    del held
-    assert tune(capsys, "clear", "--all").startswith("removed 4, ")
-    assert not list(place.iterdir())
+    (cache_dir / "af6-1234.partial").mkdir()
+    assert ", and 0 bytes in 1 unfinished" in run_tune_cache(capsys)
+    assert len(open_entry) == 1
+    del open_entry
+    assert run_tune_cache(capsys, "clear", "--all").startswith("removed 4, ")
+    assert not list(cache_dir.iterdir())
 
 
-def test_off_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_disabled_cache_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TUNEKIT_CACHE", "off")
-    assert tune(capsys) == "2 error: TUNEKIT_CACHE=off: prepared rows are not kept\n"
+    assert run_tune_cache(capsys) == "2 error: TUNEKIT_CACHE=off: prepared rows are not kept\n"

@@ -1,4 +1,4 @@
-"""The loop of `tune chat`, with a made-up model: what it says depends on all that was said before."""
+"""The loop of `tune chat` with a fake model whose answers depend on the conversation."""
 
 import io
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from tunekit.cli.commands import chat
 from tunekit.errors import UserError
 
 
-def answer(messages: list[chat.Message]) -> Iterator[str]:
-    """Counts the messages; breaks off or fails when asked to."""
+def fake_answer(messages: list[chat.Message]) -> Iterator[str]:
+    """Answer with the number of messages. Stops or fails on request."""
     yield from (f"{len(messages)} ", messages[0]["role"], " ")
     if messages[-1]["content"] == "interrupt":
         raise KeyboardInterrupt
@@ -23,31 +23,37 @@ def answer(messages: list[chat.Message]) -> Iterator[str]:
     yield messages[-1]["content"]
 
 
-def said(
+def run_chat(
     lines: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], system: str | None = None
 ) -> list[str]:
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    chat.talk(answer, system)
+    chat.talk(fake_answer, system)
     return capsys.readouterr().out.splitlines()
 
 
-def test_every_answer_knows_what_was_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said("a\n\nb\n", monkeypatch, capsys) == ["1 user a", "3 user b"]
+def test_each_answer_sees_the_whole_conversation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_chat("a\n\nb\n", monkeypatch, capsys) == ["1 user a", "3 user b"]
 
 
 def test_reset_keeps_the_system_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said("a\n/reset\nb\n/quit\nc\n", monkeypatch, capsys, "Be kind.") == ["2 system a", "2 system b"]
+    assert run_chat("a\n/reset\nb\n/quit\nc\n", monkeypatch, capsys, "Be kind.") == ["2 system a", "2 system b"]
 
 
-def test_a_stopped_answer_is_remembered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said("interrupt\nb\n", monkeypatch, capsys) == ["1 user ", "3 user b"]
+def test_interrupted_answer_stays_in_the_conversation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_chat("interrupt\nb\n", monkeypatch, capsys) == ["1 user ", "3 user b"]
 
 
-def test_a_mistake_does_not_end_the_talk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said("fail\nb\n", monkeypatch, capsys)[-1].endswith("b")
+def test_error_does_not_end_the_conversation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_chat("fail\nb\n", monkeypatch, capsys)[-1].endswith("b")
 
 
-def test_a_run_is_where_its_final_checkpoint_is(tmp_path: Path) -> None:
+def test_run_directory_resolves_to_its_final_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     with pytest.raises(UserError, match="has not ended"):
         build.final_dir_of(tmp_path)
@@ -57,9 +63,11 @@ def test_a_run_is_where_its_final_checkpoint_is(tmp_path: Path) -> None:
     assert build.final_dir_of(tmp_path / "final") == tmp_path / "final"
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    (["--temperature", "-1"], "--temperature must not be below 0"), (["--top-p", "0"], "--top-p a share above 0"),
+@pytest.mark.parametrize(("args", "option"), [
+    (["--temperature", "-1"], "--temperature"), (["--top-p", "0"], "--top-p"),
 ])  # fmt: skip
-def test_wrong_numbers_are_told_in_a_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["chat", "tunekit/nano", *words]) == 2
-    assert says in capsys.readouterr().err
+def test_invalid_sampling_options_are_one_line_errors(
+    args: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["chat", "tunekit/nano", *args]) == 2
+    assert option in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The command line: what its words mean, how fast it answers, and what it says to mistakes."""
+"""The command line: arguments, startup time and errors."""
 
 import importlib
 import json
@@ -15,36 +15,36 @@ from tunekit.cli import main as cli
 from tunekit.cli import registry
 
 TUNE = Path(sys.executable).with_name("tune")
-HEAVY = ("torch", "numpy", "omegaconf", "yaml", "huggingface_hub", "transformers")
+HEAVY_PACKAGES = ("torch", "numpy", "omegaconf", "yaml", "huggingface_hub", "transformers")
 
 
-def mistake(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What a mistake prints: one line."""
-    assert cli.main(words) == 2
+def run_with_error(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """Run a command that must fail with a one-line error; return the line."""
+    assert cli.main(args) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and err.count("\n") == 1 and not out, out + err
     return err
 
 
 @pytest.mark.parametrize(
-    "words", [["ls"], ["--help"], ["run", "--help"], ["cat", "qwen3/8b_lora"], ["completion", "zsh"]]
+    "args", [["ls"], ["--help"], ["run", "--help"], ["cat", "qwen3/8b_lora"], ["completion", "zsh"]]
 )
-def test_light_verbs_import_nothing_heavy(words: list[str]) -> None:
+def test_light_verbs_import_no_heavy_packages(args: list[str]) -> None:
     code = f"""
 import sys
 from tunekit.cli import main as cli
 try:
-    cli.main({words})
+    cli.main({args})
 except SystemExit as end:
     assert end.code == 0
-print("heavy:", *(name for name in {HEAVY} if name in sys.modules), file=sys.stderr)
+print("heavy:", *(name for name in {HEAVY_PACKAGES} if name in sys.modules), file=sys.stderr)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout and done.stderr.strip() == "heavy:"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout and result.stderr.strip() == "heavy:"
 
 
-def test_listing_is_instant() -> None:
-    """Counted in seconds of the processor, since other tests run beside this one."""
+def test_ls_takes_less_than_0_4_s() -> None:
+    """Measured in CPU time, because other tests run at the same time."""
 
     def seconds() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -55,25 +55,25 @@ def test_listing_is_instant() -> None:
     assert min(seconds() for _ in range(5)) < 0.4
 
 
-def test_every_verb_has_its_module() -> None:
+def test_each_verb_has_a_module() -> None:
     for verb in cli.VERBS:
         assert callable(importlib.import_module(f"tunekit.cli.commands.{verb}").main)
 
 
-def test_no_words_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_shown_without_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"    {verb}" in shown for verb in cli.VERBS)
+    output = capsys.readouterr().out
+    assert all(f"    {verb}" in output for verb in cli.VERBS)
 
 
-def test_version_names_what_a_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_includes_torch_and_python(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in ("tunekit 0", "torch 2", "Python 3"))
+    output = capsys.readouterr().out
+    assert all(name in output for name in ("tunekit 0", "torch 2", "Python 3"))
 
 
 @pytest.mark.parametrize(
-    ("words", "near"),
+    ("args", "expected"),
     [
         (["rnu"], "did you mean 'run'"),
         (["run", "sfft", "qwen3/8b_lora"], "did you mean 'sft'"),
@@ -96,8 +96,8 @@ def test_version_names_what_a_report_needs(capsys: pytest.CaptureFixture[str]) -
         (["completion", "tcsh"], "bash"),
     ],
 )
-def test_mistakes_get_one_line(words: list[str], near: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert near in mistake(capsys, *words)
+def test_usage_errors_are_one_line(args: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert expected in run_with_error(capsys, *args)
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,19 +105,19 @@ def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_closed_stdout_is_not_an_error() -> None:
     tune = subprocess.Popen([TUNE, "ls"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     tune.stdout.close()
     assert tune.stderr.read() == b"" and tune.wait() == 141
 
 
-def test_ls_shows_every_name_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_shows_each_name_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ls"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert sorted(names) == sorted([*registry.list_recipes(), *registry.list_configs()])
 
 
-def test_ls_filters_for_people_and_programs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_filters_and_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ls", "QWEN3/8B", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [config["name"] for row in rows for config in row["configs"]] == [
@@ -141,81 +141,81 @@ def test_cat_prints_the_file(name: str, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == registry.find_recipe_or_config(name).read_text()
 
 
-def test_cp_makes_folders_and_suffixes(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for dest, made in (
+def test_cp_creates_directories_and_adds_the_suffix(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for dest, created in (
         ("a/b/mine", "a/b/mine.yaml"),
         ("my.v2", "my.v2.yaml"),
         ("a/", "a/8b_lora.yaml"),
         (".", "8b_lora.yaml"),
     ):
         assert cli.main(["cp", "qwen3/8b_lora", dest]) == 0
-        assert (count / made).read_bytes() == registry.find_config("qwen3/8b_lora").read_bytes()
-        assert made in capsys.readouterr().out
+        assert (count / created).read_bytes() == registry.find_config("qwen3/8b_lora").read_bytes()
+        assert created in capsys.readouterr().out
 
 
 def test_cp_overwrites_only_when_forced(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--force" in mistake(capsys, "cp", "sft", "count.py")
+    assert "--force" in run_with_error(capsys, "cp", "sft", "count.py")
     assert (count / "count.py").read_text().startswith('"""Counting')
     assert cli.main(["cp", "sft", "count.py", "--force"]) == 0
     assert (count / "count.py").read_bytes() == registry.find_recipe("sft").read_bytes()
 
 
-def test_a_local_config_comes_before_a_shipped_one(count: Path) -> None:
+def test_local_config_takes_precedence(count: Path) -> None:
     (count / "qwen3").mkdir()
     (count / "qwen3" / "8b_lora.yaml").write_text("recipe: sft\n")
     assert registry.find_config("qwen3/8b_lora") == Path("qwen3/8b_lora.yaml")
     assert registry.find_config("qwen3/8b_full").is_relative_to(registry.CONFIGS)
 
 
-def test_run_takes_overrides_anywhere(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = (
+def test_overrides_and_options_can_be_mixed(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    variants = (
         ["count.py", "count", "word=a=b", "to=2"],
         ["count.py", "--config", "count.yaml", "word=a=b", "to=2"],
         ["count.py", "count", "word=x", "--debug", "word=a=b", "to=2"],
     )
-    for some in words:
-        assert cli.main(["run", *some]) == 0
+    for args in variants:
+        assert cli.main(["run", *args]) == 0
         assert capsys.readouterr().out == "a=b a=b\n"
 
 
 def test_run_checks_before_it_runs(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "too long" in mistake(capsys, "run", "count.py", "count", "to=101")
-    assert "too long" in mistake(capsys, "validate", "count", "to=101", "--recipe", "count.py")
+    assert "too long" in run_with_error(capsys, "run", "count.py", "count", "to=101")
+    assert "too long" in run_with_error(capsys, "validate", "count", "to=101", "--recipe", "count.py")
     assert cli.main(["validate", "count", "to=100", "--recipe", "count.py"]) == 0
     assert capsys.readouterr().out == "valid: count.yaml\n"
 
 
-def test_validate_tells_every_mistake(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_reports_all_errors(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["validate", "count", "wrod=x", "to=many", "--recipe", "count.py"]) == 2
-    told = capsys.readouterr().err
-    assert "wrod" in told and "did you mean" in told and "many" in told and "Traceback" not in told
+    err = capsys.readouterr().err
+    assert "wrod" in err and "did you mean" in err and "many" in err and "Traceback" not in err
 
 
-def test_config_and_recipe_must_fit(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_of_another_recipe_is_an_error(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (count / "other.yaml").write_text("recipe: dpo\nword: sheep\n")
-    assert "written for the recipe 'dpo'" in mistake(capsys, "run", "sft", "other")
-    assert "names no recipe" in mistake(capsys, "validate", "count")
-    (count / "half.py").write_text('"""Half a recipe."""\n\nCONFIG = int\n')
-    assert "lacks check, main" in mistake(capsys, "run", "half.py", "count")
+    assert "written for the recipe 'dpo'" in run_with_error(capsys, "run", "sft", "other")
+    assert "names no recipe" in run_with_error(capsys, "validate", "count")
+    (count / "half.py").write_text('"""Half a recipe."""\n\nRECIPE = int\n')
+    assert "lacks check, main" in run_with_error(capsys, "run", "half.py", "count")
 
 
-def test_more_gpus_than_there_are(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--nproc-per-node 400" in mistake(capsys, "run", "count.py", "count", "--nproc-per-node", "400")
+def test_more_processes_than_devices_is_an_error(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--nproc-per-node 400" in run_with_error(capsys, "run", "count.py", "count", "--nproc-per-node", "400")
 
 
-def test_fresh_erases_the_run(count: Path) -> None:
+def test_overwrite_erases_the_run(count: Path) -> None:
     (count / "counted" / "state").mkdir(parents=True)
     (count / "counted" / "config.yaml").write_text("word: sheep\n")
     assert cli.main(["run", "count.py", "count", "--overwrite"]) == 0
     assert not (count / "counted" / "state").exists()
 
 
-def test_ctrl_c_ends_quietly(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_prints_nothing(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "count.py", "count", "to=0"]) == 130
     assert capsys.readouterr() == ("", "")
 
 
-def test_options_name_every_field(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_lists_all_fields(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["options", "count.py"]) == 0
     reference = capsys.readouterr().out
     assert all(name in reference for name in ("word", "to", "output_dir"))
@@ -223,8 +223,8 @@ def test_options_name_every_field(count: Path, capsys: pytest.CaptureFixture[str
     assert set(json.loads(capsys.readouterr().out)["properties"]) >= {"word", "to", "output_dir"}
 
 
-def test_an_error_of_a_program_keeps_its_traceback(count: Path) -> None:
+def test_unexpected_error_shows_the_traceback(count: Path) -> None:
     (count / "count.py").write_text((count / "count.py").read_text() + "\n1 / 0\n")
-    words = [TUNE, "run", "count.py", "count"]
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+    command = [TUNE, "run", "count.py", "count"]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert result.returncode == 1 and "ZeroDivisionError" in result.stderr

@@ -1,4 +1,4 @@
-"""Shell completion, in the shells that it is for."""
+"""Completion scripts, run in their shells."""
 
 import os
 import shutil
@@ -20,15 +20,15 @@ printf '%s\\n' "${COMPREPLY[@]}"
 """
 
 
-def complete(shell: str, words: list[str]) -> set[str]:
+def complete(shell: str, args: list[str]) -> set[str]:
     """Completions of the last word."""
     command = {
-        "bash": ["bash", "--norc", "-c", BASH, "bash", *words],
-        "fish": ["fish", "-N", "-c", f"tune completion fish | source; complete -C '{' '.join(words)}'"],
+        "bash": ["bash", "--norc", "-c", BASH, "bash", *args],
+        "fish": ["fish", "-N", "-c", f"tune completion fish | source; complete -C '{' '.join(args)}'"],
     }[shell]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True, check=True)
-    assert not done.stderr
-    return {line.partition("\t")[0].strip() for line in done.stdout.splitlines() if line}
+    result = subprocess.run(command, env=ENV, capture_output=True, text=True, check=True)
+    assert not result.stderr
+    return {line.partition("\t")[0].strip() for line in result.stdout.splitlines() if line}
 
 
 @pytest.mark.parametrize("shell", ["bash", "fish"])
@@ -57,20 +57,20 @@ def test_completes_by_position() -> None:
 def test_completes_files_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "zebra.yaml").touch()
-    for words in (["run", "sft", "zeb"], ["run", "sft", "--import", "zeb"], ["merge", "zeb"]):
-        assert complete("bash", ["tune", *words]) == {"zebra.yaml"}
+    for args in (["run", "sft", "zeb"], ["run", "sft", "--import", "zeb"], ["merge", "zeb"]):
+        assert complete("bash", ["tune", *args]) == {"zebra.yaml"}
 
 
 def test_completion_imports_nothing_heavy() -> None:
-    """It runs at each press of Tab."""
+    """Completion runs at each press of Tab."""
     code = "import sys; from tunekit.cli.main import make_parser; from tunekit.cli.commands import completion"
     code += "; completion.complete(*make_parser()); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"torch", "numpy", "huggingface_hub", "yaml"} & set(done.stdout.split())
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "numpy", "huggingface_hub", "yaml"} & set(result.stdout.split())
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh")
 def test_zsh_accepts_the_script(tmp_path: Path) -> None:
     code = f"autoload -U compinit; compinit -u -d {tmp_path}/dump; source <(tune completion zsh); print $_comps[tune]"
-    done = subprocess.run(["zsh", "-fc", code], env=ENV, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("_python_argcomplete\n", "")
+    result = subprocess.run(["zsh", "-fc", code], env=ENV, capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == ("_python_argcomplete\n", "")

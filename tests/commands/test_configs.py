@@ -1,4 +1,4 @@
-"""Every config that ships is accepted by its recipe, and says only what differs from the defaults."""
+"""Bundled configs load, and contain only values that differ from the defaults."""
 
 import re
 from collections.abc import Iterator
@@ -14,40 +14,40 @@ from tunekit.config.load import load_config
 CONFIGS = registry.list_configs()
 
 
-def shortened(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The config less one key, for each key of it and of its parts. A kind may be said even if it is the usual one."""
+def without_one_key(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The config without one key, for each key at any level. `kind` may be the default kind."""
     for key, value in tree.items():
         if key not in ("recipe", "kind"):
-            yield key, {name: other for name, other in tree.items() if name != key}
+            yield key, {name: kept_value for name, kept_value in tree.items() if name != key}
         if isinstance(value, dict):
-            yield from ((f"{key}.{inner}", {**tree, key: less}) for inner, less in shortened(value))
+            yield from ((f"{key}.{inner}", {**tree, key: reduced}) for inner, reduced in without_one_key(value))
 
 
-def loaded(name: str, tree: dict[str, Any]) -> Any:
-    """The config, or None if its recipe refuses it."""
+def try_load(name: str, tree: dict[str, Any]) -> Any:
+    """Config, or None if the recipe refuses it."""
     try:
-        return load_config(recipe_loader.load_recipe(name).CONFIG, tree)
+        return load_config(recipe_loader.load_recipe(name).RECIPE, tree)
     except ConfigError:
         return None
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_shipped_configs_say_only_what_differs(name: str) -> None:
+def test_bundled_configs_contain_no_defaults(name: str) -> None:
     tree = yaml.safe_load(CONFIGS[name].read_text())
     recipe = tree["recipe"]
-    whole = load_config(recipe_loader.load_recipe(recipe).CONFIG, CONFIGS[name])
-    idle = [key for key, less in shortened(tree) if loaded(recipe, less) == whole]
-    assert not idle, f"{name} repeats defaults: {', '.join(idle)}"
+    full = load_config(recipe_loader.load_recipe(recipe).RECIPE, CONFIGS[name])
+    redundant = [key for key, reduced in without_one_key(tree) if try_load(recipe, reduced) == full]
+    assert not redundant, f"{name} repeats defaults: {', '.join(redundant)}"
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_shipped_configs_say_what_they_are(name: str) -> None:
+def test_bundled_configs_have_a_summary_and_valid_commands(name: str) -> None:
     assert registry.summary_line(CONFIGS[name])
     for recipe, config in re.findall(r"tune run (\S+) (\S+)", CONFIGS[name].read_text()):
         assert registry.recipe_of_config(registry.find_config(config)) == recipe
 
 
-def test_no_two_configs_share_a_run_folder() -> None:
+def test_bundled_configs_have_different_output_dirs() -> None:
     folders = [yaml.safe_load(path.read_text()).get("output_dir") for path in CONFIGS.values()]
-    named = [folder for folder in folders if folder]
-    assert len(named) == len(set(named))
+    output_dirs = [folder for folder in folders if folder]
+    assert len(output_dirs) == len(set(output_dirs))

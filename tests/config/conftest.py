@@ -1,4 +1,4 @@
-"""A small recipe with every shape that a config may have."""
+"""A small recipe config with all kinds of fields that are supported."""
 
 import sys
 from collections.abc import Callable
@@ -17,9 +17,9 @@ BASE = "model: m\ndata: {source: s}\nout: o\n"
 
 @dataclass(frozen=True)
 class Rows:
-    """Where examples come from."""
+    """Source of training examples."""
 
-    source: str  # file or Hub name
+    source: str  # path or Hub name
     length: int = 2048  # tokens in a row | at most
     pack: bool = False
 
@@ -31,7 +31,7 @@ class Full:
 
 @dataclass(frozen=True)
 class LoRA:
-    """Two small matrices beside a large one."""
+    """Low-rank update of a weight."""
 
     rank: int = 8  # width of the update
     alpha: float = 16.0
@@ -88,9 +88,9 @@ class Loss:
 
 @dataclass(frozen=True)
 class SFT:
-    """Everything this recipe can be told."""
+    """All options of this recipe."""
 
-    model: str  # folder or Hub name
+    model: str  # directory or Hub name
     data: Rows
     out: str
     adapter: Full | LoRA | DoRA = Full()
@@ -111,7 +111,7 @@ class SFT:
 
 @pytest.fixture
 def tree(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """This module; files that a test writes import it as `house`."""
+    """This module. Test files import it as `house`."""
     module = sys.modules[__name__]
     monkeypatch.setitem(sys.modules, "house", module)
     return module
@@ -119,13 +119,13 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def sft(tree: ModuleType) -> Callable[..., SFT]:
-    """Load YAML on top of the three required keys."""
+    """Load YAML after the three required keys."""
     return lambda text="", *overrides, **more: load_config(SFT, BASE + text, overrides, **more)
 
 
 @pytest.fixture
 def errors(tree: ModuleType) -> Callable[..., list[str]]:
-    """The lines of the error that YAML on top of the three required keys gives; its first line is line 4."""
+    """Error lines for YAML after the three required keys. It starts in line 4."""
 
     def lines(text: str = "", *overrides: str, base: str = BASE, **more: object) -> list[str]:
         with pytest.raises(ConfigError) as caught:

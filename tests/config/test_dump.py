@@ -14,15 +14,15 @@ TEXT = (
     | st.sampled_from(["None", "<<", "=", "${a}", "???", ".nan", "true", "${oc.env:HOME}"])
 )
 FLOAT = st.floats(allow_nan=False)
-LARGEST = 2**63 - 1  # beyond 64 bits a whole number is refused
-WHOLE = st.integers(-LARGEST, LARGEST)
+MAX_INT64 = 2**63 - 1  # integers beyond 64 bits are refused
+INTEGERS = st.integers(-MAX_INT64, MAX_INT64)
 
 
 def values(tree):
     """Any value of the test recipe."""
-    rows = st.builds(tree.Rows, source=TEXT, length=WHOLE, pack=st.booleans())
+    rows = st.builds(tree.Rows, source=TEXT, length=INTEGERS, pack=st.booleans())
     alpha, targets = st.floats(0), TEXT | st.lists(TEXT).map(tuple)
-    lora = {"rank": st.integers(1, LARGEST), "alpha": alpha, "targets": targets}
+    lora = {"rank": st.integers(1, MAX_INT64), "alpha": alpha, "targets": targets}
     adapters = st.builds(tree.LoRA, **lora) | st.builds(tree.DoRA, **lora, magnitude=st.booleans())
     sgd = st.builds(tree.SGD, lr=FLOAT, momentum=st.none() | FLOAT)
     logger = st.just(tree.TensorBoard()) | st.builds(tree.WandB, project=TEXT)
@@ -35,13 +35,13 @@ def values(tree):
         optimizer=st.builds(tree.AdamW, lr=FLOAT, betas=st.tuples(FLOAT, FLOAT)) | sgd,
         validation=st.none() | rows,
         other=st.none() | adapters,
-        log=st.builds(tree.Log, every=WHOLE, to=st.lists(logger, max_size=3).map(tuple)),
+        log=st.builds(tree.Log, every=INTEGERS, to=st.lists(logger, max_size=3).map(tuple)),
         loss=st.builds(tree.Loss, weights=st.lists(FLOAT, max_size=3).map(tuple)),
-        batch=WHOLE,
+        batch=INTEGERS,
         clip=st.none() | FLOAT,
         dtype=st.sampled_from(["bf16", "fp32"]),
         compile=st.booleans(),
-        size=WHOLE | TEXT,
+        size=INTEGERS | TEXT,
         name=st.none() | TEXT,
         words=st.dictionaries(TEXT, TEXT, max_size=3),
         rates=st.dictionaries(st.text(string.ascii_letters, min_size=1), sgd, max_size=2),
@@ -50,17 +50,17 @@ def values(tree):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
-def test_what_is_dumped_is_read_back(tree, data):
+def test_dumped_config_is_loaded_unchanged(tree, data):
     value = data.draw(values(tree))
     text = dump_yaml(value, "sft")
     assert load_config(tree.SFT, text) == value
     assert mapping(text) == to_plain_config(value, "sft")
     assert diff_configs(mapping(text), to_plain_config(value, "sft")) == []
     if "${" not in text:
-        assert yaml.safe_load(text) == to_plain_config(value, "sft")  # readers of YAML 1.1 see the same
+        assert yaml.safe_load(text) == to_plain_config(value, "sft")  # YAML 1.1 parsers read the same values
 
 
-def test_all_is_written_in_the_order_of_the_fields(sft):
+def test_fields_are_dumped_in_order(sft):
     text = dump_yaml(sft("adapter: {kind: dora, rank: 3}\nlog: {to: [wandb]}\nvalidation: {source: ä}"), "sft")
     assert text.startswith(
         "recipe: sft\nmodel: m\ndata:\n  source: s\n  length: 2048\n  pack: false\n"
@@ -71,7 +71,7 @@ def test_all_is_written_in_the_order_of_the_fields(sft):
     assert "other: null\n" in text
 
 
-def test_differences(sft):
+def test_diff_lists_keys_with_both_values(sft):
     old, new = (
         to_plain_config(sft("adapter: lora")),
         to_plain_config(sft("adapter: full\nbatch: 3\nlog: {to: [wandb]}", "optimizer.betas.1=0.5")),

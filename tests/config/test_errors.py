@@ -9,7 +9,7 @@ from tunekit.config.load import load_config
 from tunekit.errors import UserError
 
 
-def test_all_mistakes_come_at_once_with_file_and_line(tmp_path, tree):
+def test_all_errors_are_reported_with_file_and_line(tmp_path, tree):
     file = tmp_path / "c.yaml"
     file.write_text("model: m\ndata:\n  source: s\n  lenght: 3\nbatch: many\nadapter: lorra\nlr: 2e-4\n")
     with pytest.raises(UserError) as caught:
@@ -81,28 +81,28 @@ def test_all_mistakes_come_at_once_with_file_and_line(tmp_path, tree):
         ("loss: {parts: [{rank: 1}, {rank: 0}]}", "loss.parts.1.rank: must be 1 or more"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(errors, text, line):
+def test_error_is_one_line_with_the_key(errors, text, line):
     assert errors(text) == [f"line 4: {line}"]
 
 
-def test_what_a_class_refuses_is_named_where_it_is_written(errors):
+def test_error_of_a_dataclass_has_the_line_of_its_key(errors):
     assert errors("adapter:\n  kind: lora\n  alpha: 2\n  rank: 0") == ["line 7: adapter.rank: must be 1 or more"]
     assert errors("adapter: lora", "adapter.rank=-1") == ["command line: adapter.rank: must be 1 or more"]
 
 
-def test_a_refused_value_hides_no_other_mistake(errors):
+def test_invalid_value_does_not_hide_other_errors(errors):
     assert errors("adapter: {kind: lora, rank: 0}\nbatch: x") == [
         "line 4: adapter.rank: must be 1 or more",
         "line 5: batch: expected a whole number, got 'x'",
     ]
 
 
-def test_missing_keys_are_named_with_the_mapping_that_lacks_them(errors):
+def test_missing_key_has_the_line_of_its_mapping(errors):
     assert errors("{}", base="") == [f"{key}: is required, but missing" for key in ("model", "data", "out")]
     assert errors("out: o\nmodel: m\ndata:\n  length: 3", base="") == ["line 3: data.source: is required, but missing"]
 
 
-def test_plain_data_of_another_kind_is_refused(tree):
+def test_unsupported_python_objects_are_refused(tree):
     with pytest.raises(ConfigError) as caught:
         load_config(tree.Log, {"every": object(), 3: 4, "to": [{"a": b"x"}]})
     assert caught.value.lines[:3] == (
@@ -132,17 +132,17 @@ KEYS = [
     "out",
     "<<",
 ]
-WORDS = st.sampled_from([*KEYS, *"{}[]:,-?&*!|>#'.=1\" \n", "&a", "*a", "${out}", "${", "2e-4", "null", ": ", "\n  "])
-TEXTS = st.lists(WORDS, max_size=14).map("".join)
+TOKENS = st.sampled_from([*KEYS, *"{}[]:,-?&*!|>#'.=1\" \n", "&a", "*a", "${out}", "${", "2e-4", "null", ": ", "\n  "])
+TEXTS = st.lists(TOKENS, max_size=14).map("".join)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
 @given(text=TEXTS, overrides=st.lists(st.builds("{}={}".format, st.lists(st.sampled_from(KEYS)).map(".".join), TEXTS)))
-def test_whatever_is_written_gives_a_config_or_one_error(tree, text, overrides):
+def test_any_text_gives_a_config_or_a_config_error(tree, text, overrides):
     with contextlib.suppress(ConfigError):
         assert isinstance(load_config(tree.SFT, "model: m\ndata: {source: s}\nout: o\n" + text, overrides), tree.SFT)
 
 
-def test_a_long_value_is_shown_short(errors):
+def test_long_value_is_truncated_in_the_error(errors):
     (line,) = errors(f"batch: {'x' * 1000}")
     assert len(line) < 120

@@ -1,4 +1,4 @@
-"""Names of other trainers are answered by ours, and what the tables say is so."""
+"""Keys of other trainers are answered with our keys, and the hint tables are correct."""
 
 import dataclasses
 import re
@@ -17,12 +17,14 @@ from tunekit.config.load import load_config
 from tunekit.config.migration_hints import RECIPES, TABLE, KeyHint, find_hint, suggest_recipe
 
 DOCS = Path(__file__).parents[2] / "docs"
-OTHERS = {"num_labels", "id2label", "label2id", "margin", "peft_config", "ref_model"}  # of no config class
-TRAIN = ("sft", "preference", "reward", "distill")
+# keys that no config class has
+KEYS_OUTSIDE_CONFIGS = {"num_labels", "id2label", "label2id", "margin", "peft_config", "ref_model"}
+TRAINING_RECIPES = ("sft", "preference", "reward", "distill")
 
 
-LISTS = ("optim", "lr_scheduler", "ref_model", "bf16", "train_on_inputs", "loss_type")  # whose values are listed
-BASES = {  # what a recipe must be told
+# keys whose hint lists values
+NAMES_WITH_VALUE_LISTS = ("optim", "lr_scheduler", "ref_model", "bf16", "train_on_inputs", "loss_type")
+REQUIRED_OPTIONS = {  # options that a recipe requires
     "sft": "model: m\ndata: {source: s}\noutput_dir: o\n",
     "distill": "model: m\ndata: {source: s}\noutput_dir: o\nteacher: {model: t}\n",
     "evaluate": "model: m\ndata: {source: s}\n",
@@ -30,93 +32,95 @@ BASES = {  # what a recipe must be told
 }
 
 
-def keys(recipe: str) -> set[str]:
-    places = (place for place, _ in iter_slots(recipe_loader.load_recipe(recipe).CONFIG, ChoiceRegistry()))
-    return {".".join(part for part in place if part != "0") for place in places}
+def recipe_keys(recipe: str) -> set[str]:
+    paths = (path for path, _ in iter_slots(recipe_loader.load_recipe(recipe).RECIPE, ChoiceRegistry()))
+    return {".".join(part for part in path if part != "0") for path in paths}
 
 
-KEYS = {name: keys(name) for name in registry.list_recipes()}
+KEYS = {name: recipe_keys(name) for name in registry.list_recipes()}
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.names.split()[0]}-{row.key}")
-def test_a_line_is_of_use(row: KeyHint) -> None:
-    """It is what some recipe answers by: the keys are there, and no line before it hides it."""
+def test_each_hint_is_used_by_a_recipe(row: KeyHint) -> None:
+    """Some recipe shows the hint: its keys exist, and no earlier row hides it."""
     for name in row.names.split():
-        assert any(find_hint(name.split("."), found) is row for found in KEYS.values()), name
+        assert any(find_hint(name.split("."), keys) is row for keys in KEYS.values()), name
 
 
-def fits(row: KeyHint) -> list[str]:
-    """The recipes that answer by a line."""
+def recipes_with_hint(row: KeyHint) -> list[str]:
+    """Recipes that show this hint."""
     return [
         name
-        for name, found in KEYS.items()
-        if any(find_hint(word.split("."), found) is row for word in row.names.split())
+        for name, keys in KEYS.items()
+        if any(find_hint(word.split("."), keys) is row for word in row.names.split())
     ]
 
 
-def mistakes(recipe: str, *words: str) -> list[str]:
-    """What is wrong with the words, if a recipe is told all that it must be and these."""
-    if any(word.startswith("data.kind=") for word in words):
-        words = (*words, "data.source=s")  # another kind begins anew
+def config_errors(recipe: str, *overrides: str) -> list[str]:
+    """Errors of the overrides, in addition to the required options of the recipe."""
+    if any(word.startswith("data.kind=") for word in overrides):
+        overrides = (*overrides, "data.source=s")  # another kind starts without the keys of the old one
     try:
-        load_config(recipe_loader.load_recipe(recipe).CONFIG, BASES.get(recipe, BASES["sft"]), words)
+        load_config(
+            recipe_loader.load_recipe(recipe).RECIPE, REQUIRED_OPTIONS.get(recipe, REQUIRED_OPTIONS["sft"]), overrides
+        )
     except ConfigError as error:
         return [*error.lines]
     return []
 
 
-def examples(row: KeyHint) -> list[str]:
-    """What is written `key=value` in a line, and what it says is written behind the key itself."""
-    found = re.findall(r"(?<![\w.])[a-z_.]+=(?:'[^']+'|[\w\[\]]+)", row.how)
-    found += [f"{row.key}={whole}" for whole in re.findall(r"^(?:\{.*\}|\[.*\])$|\[\w+\]", row.how)]
-    return [word.replace("'", "").replace("=N", "=2") for word in found]
+def hint_examples(row: KeyHint) -> list[str]:
+    """Texts `key=value` in the hint, and values it gives for its own key."""
+    texts = re.findall(r"(?<![\w.])[a-z_.]+=(?:'[^']+'|[\w\[\]]+)", row.how)
+    texts += [f"{row.key}={value}" for value in re.findall(r"^(?:\{.*\}|\[.*\])$|\[\w+\]", row.how)]
+    return [text.replace("'", "").replace("=N", "=2") for text in texts]
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.names.split()[0]}-{row.key}-{row.where}")
-def test_what_a_line_says_is_so_in_each_recipe_that_answers_by_it(row: KeyHint) -> None:
-    named = re.findall(rf"recipe ({'|'.join(KEYS)})\b", row.how)
-    for recipe in fits(row):
-        told = named[0] if named else recipe
-        assert not (wrong := mistakes(told, *examples(row))), (told, wrong)
+def test_hints_are_valid_in_all_recipes_that_show_them(row: KeyHint) -> None:
+    recipes = re.findall(rf"recipe ({'|'.join(KEYS)})\b", row.how)
+    for recipe in recipes_with_hint(row):
+        target_recipe = recipes[0] if recipes else recipe
+        assert not (errors := config_errors(target_recipe, *hint_examples(row))), (target_recipe, errors)
         if row.key:
             unknown = [
                 line
-                for line in mistakes(recipe, *examples(row), f"{row.key}=?")
+                for line in config_errors(recipe, *hint_examples(row), f"{row.key}=?")
                 if "unknown key" in line and "belongs to" not in line
             ]
             assert not unknown, (recipe, unknown)
-        parts = {part for key in KEYS[told] for part in key.split(".")}
-        assert {word for word in re.findall(r"`(\w+)`", row.how) if word != "all"} <= parts, recipe
+        key_parts = {part for key in KEYS[target_recipe] for part in key.split(".")}
+        assert {word for word in re.findall(r"`(\w+)`", row.how) if word != "all"} <= key_parts, recipe
         dotted = re.findall(r"(?<![\w.])([a-z_]+\.(?!kind\b)[a-z_]+)\b", row.how)
-        assert set(dotted) <= KEYS[told], recipe
-        for name in {row.names.split()[0]} & {*LISTS}:
+        assert set(dotted) <= KEYS[target_recipe], recipe
+        for name in {row.names.split()[0]} & {*NAMES_WITH_VALUE_LISTS}:
             values = [word for word in re.split(r",? or |, ", row.how.rpartition(": ")[2]) if word.isalnum()]
             for value in values:
-                words = (f"{row.key}={value}", *(["adapter=lora"] if value == "disable_adapter" else []))
-                assert not (wrong := mistakes(recipe, *words)), (recipe, name, wrong)
+                overrides = (f"{row.key}={value}", *(["adapter=lora"] if value == "disable_adapter" else []))
+                assert not (errors := config_errors(recipe, *overrides)), (recipe, name, errors)
 
 
-def test_lists_of_values_are_read() -> None:
-    """The test above would pass if it found no values at all."""
+def test_hint_examples_are_parsed() -> None:
+    """Without examples, the test above would always pass."""
     (optim,) = (row for row in TABLE if row.names == "optim")
-    assert mistakes("sft", "optimizer=adam") and optim.how == "adamw, adamw8bit, muon or sgd"
-    found = {example for row in TABLE for example in examples(row)}
+    assert config_errors("sft", "optimizer=adam") and optim.how == "adamw, adamw8bit, muon or sgd"
+    texts = {example for row in TABLE for example in hint_examples(row)}
     assert {
         "reference=precomputed",
         "adapter=lora",
         "loss=[{kind: dpo, weight: 0.8}, sft]",
         "report_to=[wandb]",
-    } <= found
+    } <= texts
 
 
-def test_a_key_of_ours_is_not_taken_for_a_foreign_one() -> None:
-    for recipe in TRAIN:
-        own = set(field_slots(recipe_loader.load_recipe(recipe).CONFIG))
-        assert not own & {name for row in TABLE for name in row.names.split()}, recipe
+def test_config_keys_have_no_foreign_hint() -> None:
+    for recipe in TRAINING_RECIPES:
+        config_keys = set(field_slots(recipe_loader.load_recipe(recipe).RECIPE))
+        assert not config_keys & {name for row in TABLE for name in row.names.split()}, recipe
 
 
 @pytest.mark.parametrize(
-    ("config", "word", "says"),
+    ("config", "key", "expected"),
     [
         ("nano/dpo", "learning_rate", "here it is optimizer.lr"),
         (
@@ -155,24 +159,24 @@ def test_a_key_of_ours_is_not_taken_for_a_foreign_one() -> None:
         ("nano/tools_lora", "num_labels", "only recipe reward has classes"),
     ],
 )
-def test_a_name_of_another_trainer_is_answered(config: str, word: str, says: str) -> None:
-    line = mistake(config, f"{word}=1")
-    assert f"{word}: unknown key" in line and says in line
+def test_foreign_key_names_the_right_key(config: str, key: str, expected: str) -> None:
+    line = single_error(config, f"{key}=1")
+    assert f"{key}: unknown key" in line and expected in line
 
 
-def mistake(config: str, word: str) -> str:
-    """The only one that a config has with a word of the command line."""
+def single_error(config: str, override: str) -> str:
+    """The only error of a config with this override."""
     path = registry.find_config(config)
     recipe = registry.recipe_of_config(path)
     assert recipe is not None
     with pytest.raises(ConfigError) as caught:
-        load_config(recipe_loader.load_recipe(recipe).CONFIG, path, [word])
+        load_config(recipe_loader.load_recipe(recipe).RECIPE, path, [override])
     (line,) = caught.value.lines
     return line
 
 
 @pytest.mark.parametrize(
-    ("config", "word", "says"),
+    ("config", "override", "expected"),
     [
         (
             "nano/distill",
@@ -189,12 +193,12 @@ def mistake(config: str, word: str) -> str:
         ("nano/dpo", "loss=dop", "that are marked: kto, bco, apo_zero_unpaired"),
     ],
 )
-def test_a_word_that_is_no_kind_is_answered(config: str, word: str, says: str) -> None:
-    assert says in mistake(config, word)
+def test_value_that_is_no_kind_gets_a_hint(config: str, override: str, expected: str) -> None:
+    assert expected in single_error(config, override)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "text", "words", "says"),
+    ("recipe", "text", "overrides", "expected"),
     [
         ("sft", "data: {kind: alpaca, source: rows.jsonl}\n", (), "data.kind: unknown kind 'alpaca'"),
         ("sft", "data: {source: rows.jsonl}\n", ("data.kind=alpaca",), "data.kind: unknown kind 'alpaca'"),
@@ -206,51 +210,51 @@ def test_a_word_that_is_no_kind_is_answered(config: str, word: str, says: str) -
         ),
     ],
 )
-def test_what_is_written_as_a_kind_is_taken_for_nothing_else(recipe: str, text: str, words, says: str) -> None:
+def test_explicit_unknown_kind_gets_no_other_hint(recipe: str, text: str, overrides, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(recipe_loader.load_recipe(recipe).CONFIG, f"model: m\noutput_dir: o\n{text}", words)
+        load_config(recipe_loader.load_recipe(recipe).RECIPE, f"model: m\noutput_dir: o\n{text}", overrides)
     (line,) = caught.value.lines
-    assert says in line and "write" not in line
+    assert expected in line and "write" not in line
 
 
-def test_an_element_that_is_told_has_the_key() -> None:
-    text = BASES["sft"] + "loss: [sft, {kind: dpo, weight: 0.5}]\n"
+def test_key_of_a_list_element_is_found() -> None:
+    text = REQUIRED_OPTIONS["sft"] + "loss: [sft, {kind: dpo, weight: 0.5}]\n"
     with pytest.raises(ConfigError) as caught:
-        load_config(recipe_loader.load_recipe("preference").CONFIG, text, ["label_smoothing=0.1"])
+        load_config(recipe_loader.load_recipe("preference").RECIPE, text, ["label_smoothing=0.1"])
     assert "'label_smoothing' is a key of loss" in caught.value.lines[0]
-    load_config(recipe_loader.load_recipe("preference").CONFIG, text, ["loss.1.label_smoothing=0.1"])
+    load_config(recipe_loader.load_recipe("preference").RECIPE, text, ["loss.1.label_smoothing=0.1"])
 
 
-def test_in_a_file_such_a_word_is_answered_in_yaml() -> None:
+def test_hint_for_a_file_is_yaml() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(
-            recipe_loader.load_recipe("distill").CONFIG,
+            recipe_loader.load_recipe("distill").RECIPE,
             "model: m\ndata: {source: s}\noutput_dir: o\nteacher: g/teacher\n",
         )
     assert caught.value.lines[0].endswith("; for the model 'g/teacher', write teacher: {model: g/teacher}")
     with pytest.raises(ConfigError) as caught:
         load_config(
-            recipe_loader.load_recipe("distill").CONFIG, "model: m\ndata: {source: s}\noutput_dir: o\nteacher: onlin\n"
+            recipe_loader.load_recipe("distill").RECIPE, "model: m\ndata: {source: s}\noutput_dir: o\nteacher: onlin\n"
         )
     assert caught.value.lines[0].endswith("did you mean 'online'? there is online or offline")
 
 
-def test_losses_that_are_told_are_losses() -> None:
+def test_suggested_losses_exist() -> None:
     slot = next(
         slot
-        for place, slot in iter_slots(recipe_loader.load_recipe("preference").CONFIG, ChoiceRegistry())
-        if place == ("loss", "0")
+        for path, slot in iter_slots(recipe_loader.load_recipe("preference").RECIPE, ChoiceRegistry())
+        if path == ("loss", "0")
     )
     assert set(RECIPES[0][0].split()) <= set(ChoiceRegistry().kinds(slot))
-    for word in (word for names, _ in RECIPES for word in names.split()):
-        if found := re.search(r"tune run (\w+) CONFIG (loss=\S+)", suggest_recipe(word) or ""):
-            assert not mistakes(found[1], found[2]), word
+    for name in (name for names, _ in RECIPES for name in names.split()):
+        if match := re.search(r"tune run (\w+) CONFIG (loss=\S+)", suggest_recipe(name) or ""):
+            assert not config_errors(match[1], match[2]), name
     for names, _ in RECIPES:
         assert not set(names.split()) & set(registry.list_recipes())
 
 
 @pytest.mark.parametrize(
-    ("word", "says"),
+    ("name", "expected"),
     [
         ("dpo", "it is a loss of recipe preference: tune run preference CONFIG loss=dpo"),
         ("KTO", "tune run preference CONFIG loss=kto"),
@@ -262,35 +266,39 @@ def test_losses_that_are_told_are_losses() -> None:
         ("full_finetune_single_device", "tune run sft llama3_2/1b_full"),
     ],
 )
-def test_a_recipe_of_another_trainer_is_answered(word: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", word, "nano/dpo"]) == 2
-    assert f"error: no recipe '{word}': " in (told := capsys.readouterr().err) and says in told
+def test_foreign_recipe_name_gets_a_hint(name: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", name, "nano/dpo"]) == 2
+    assert f"error: no recipe '{name}': " in (err := capsys.readouterr().err) and expected in err
     assert suggest_recipe("sft") is None
 
 
-def test_configs_that_are_told_are_there() -> None:
-    words = {word.strip(",:") for _, how in RECIPES for word in how.split() if "/" in word}
-    assert words <= set(registry.list_configs())
-    told = [re.findall(r"tune run (\w+) (\w+/\w+)((?: \S+=\S+)*)", how) for _, how in RECIPES]
-    assert sum(map(len, told)) > 4
-    for recipe, config, said in (found for line in told for found in line):
+def test_suggested_configs_exist() -> None:
+    paths = {text.strip(",:") for _, hint in RECIPES for text in hint.split() if "/" in text}
+    assert paths <= set(registry.list_configs())
+    commands = [re.findall(r"tune run (\w+) (\w+/\w+)((?: \S+=\S+)*)", hint) for _, hint in RECIPES]
+    assert sum(map(len, commands)) > 4
+    for recipe, config, overrides in (command for group in commands for command in group):
         path = registry.find_config(config)
         assert registry.recipe_of_config(path) == recipe
-        load_config(recipe_loader.load_recipe(recipe).CONFIG, path, said.split())
+        load_config(recipe_loader.load_recipe(recipe).RECIPE, path, overrides.split())
 
 
 @pytest.mark.parametrize(
     ("page", "configs"),
     [("reward", (RewardConfig,)), ("distill", (GKDConfig, DistillationConfig)), ("preference", (DPOConfig, KTOConfig))],
 )
-def test_tables_name_keys_of_trl(page: str, configs: tuple[type, ...]) -> None:
-    """What stands in the first column is a key of TRL, and a number in brackets behind it a default of it."""
-    fields = [(field.name, field.default) for one in (TrainingArguments, *configs) for field in dataclasses.fields(one)]
+def test_docs_tables_contain_keys_and_defaults_of_trl(page: str, configs: tuple[type, ...]) -> None:
+    """The first column contains keys of TRL, with defaults in parentheses."""
+    fields = [
+        (field.name, field.default)
+        for config_class in (TrainingArguments, *configs)
+        for field in dataclasses.fields(config_class)
+    ]
     text = (DOCS / f"{page}.md").read_text().partition("## From TRL")[2]
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    told = {code.partition("=")[0] for row in rows for code in row.split("`")[1::2] if code[0].islower()}
-    assert len(told) > 4 and told - OTHERS <= {name for name, _ in fields}
-    for name, brackets in (found for row in rows for found in re.findall(r"`([a-z_]+)`,? \(([^)]*\d[^)]*)\)", row)):
+    names = {code.partition("=")[0] for row in rows for code in row.split("`")[1::2] if code[0].islower()}
+    assert len(names) > 4 and names - KEYS_OUTSIDE_CONFIGS <= {name for name, _ in fields}
+    for name, brackets in (match for row in rows for match in re.findall(r"`([a-z_]+)`,? \(([^)]*\d[^)]*)\)", row)):
         assert {float(number) for number in re.findall(r"(?<!\w)[\d.]+(?:e-\d+)?", brackets)} <= {
             float(default) for field, default in fields if field == name and isinstance(default, int | float)
         }, name

@@ -6,7 +6,7 @@ import pytest
 from tunekit.config.dump import dump_yaml
 from tunekit.config.load import load_config
 
-OWN = """
+USER_CLASS = """
 from dataclasses import dataclass
 
 import house
@@ -23,31 +23,31 @@ class Unrelated:
 """
 
 
-def written(folder, text, name="my_losses.py"):
+def write_file(folder, text, name="my_losses.py"):
     file = folder / name
     file.write_text(text)
     return file
 
 
-def test_an_own_class_becomes_a_choice(tmp_path, sft, tree):
-    file = written(tmp_path, OWN.format(base="LoRA"))
-    found = sft("adapter: {kind: mine, rank: 3}", "adapter.power=3", imports=[file])
-    assert vars(found.adapter) == {"rank": 3, "alpha": 16.0, "targets": "all", "power": 3.0}
-    assert isinstance(found.adapter, tree.LoRA)
-    assert "# of the update" in inspect.getsource(type(found.adapter))
-    again = load_config(tree.SFT, dump_yaml(found), imports=[file])
-    assert again == found
+def test_user_class_becomes_a_choice(tmp_path, sft, tree):
+    file = write_file(tmp_path, USER_CLASS.format(base="LoRA"))
+    config = sft("adapter: {kind: mine, rank: 3}", "adapter.power=3", imports=[file])
+    assert vars(config.adapter) == {"rank": 3, "alpha": 16.0, "targets": "all", "power": 3.0}
+    assert isinstance(config.adapter, tree.LoRA)
+    assert "# of the update" in inspect.getsource(type(config.adapter))
+    reloaded = load_config(tree.SFT, dump_yaml(config), imports=[file])
+    assert reloaded == config
 
 
-def test_an_own_class_for_a_field_of_one_class(tmp_path, sft):
-    file = written(tmp_path, OWN.format(base="Rows"))
-    found = sft("validation: {kind: mine, source: v}", "data.kind=mine", "data.source=t", imports=[file])
-    assert [type(rows).__name__ for rows in (found.data, found.validation)] == ["Mine", "Mine"]
-    assert dump_yaml(found).count("kind: mine") == 2
-    assert load_config(type(found), dump_yaml(found), imports=[file]) == found
+def test_user_class_for_a_field_with_one_class(tmp_path, sft):
+    file = write_file(tmp_path, USER_CLASS.format(base="Rows"))
+    config = sft("validation: {kind: mine, source: v}", "data.kind=mine", "data.source=t", imports=[file])
+    assert [type(rows).__name__ for rows in (config.data, config.validation)] == ["Mine", "Mine"]
+    assert dump_yaml(config).count("kind: mine") == 2
+    assert load_config(type(config), dump_yaml(config), imports=[file]) == config
 
 
-def test_a_base_shared_by_all_members_is_enough(tmp_path):
+def test_subclass_of_a_common_base_is_a_choice(tmp_path):
     text = """
 from dataclasses import dataclass
 
@@ -63,32 +63,32 @@ class B(Base): ...
 class Recipe:
     part: A | B = A()
 """
-    written(tmp_path, text, "shared_base.py")
-    own = (
+    write_file(tmp_path, text, "shared_base.py")
+    user_code = (
         "from dataclasses import dataclass\nimport shared_base\n@dataclass(frozen=True)\nclass C(shared_base.Base): ..."
     )
     sys.path.insert(0, str(tmp_path))
     try:
         import shared_base
 
-        found = load_config(shared_base.Recipe, "part: c", imports=[written(tmp_path, own)])
+        config = load_config(shared_base.Recipe, "part: c", imports=[write_file(tmp_path, user_code)])
     finally:
         sys.path.remove(str(tmp_path))
         sys.modules.pop("shared_base")
-    assert type(found.part).__name__ == "C"
+    assert type(config.part).__name__ == "C"
 
 
-def test_what_is_not_imported_is_unknown(tmp_path, errors):
-    written(tmp_path, OWN.format(base="LoRA"))
+def test_class_that_is_not_imported_is_unknown(tmp_path, errors):
+    write_file(tmp_path, USER_CLASS.format(base="LoRA"))
     assert errors("adapter: mine") == ["line 4: adapter: unknown kind 'mine'; there is full, lora or dora"]
-    file = written(tmp_path, OWN.format(base="LoRA"))
+    file = write_file(tmp_path, USER_CLASS.format(base="LoRA"))
     assert errors("adapter: unrelated", imports=[file]) == [
         "line 4: adapter: unknown kind 'unrelated'; there is mine, full, lora or dora"
     ]
 
 
 def test_a_config_cannot_import(errors, tmp_path):
-    file = written(tmp_path, "raise SystemExit('run')")
+    file = write_file(tmp_path, "raise SystemExit('run')")
     assert all("unknown" in line for line in errors(f"import: {file}\nadapter: {{kind: {file}}}"))
 
 
@@ -102,10 +102,10 @@ def test_a_config_cannot_import(errors, tmp_path):
         ("import house\ndef f():\n    raise OSError('a\\nb')\nf()\n", "{file}:3: cannot be imported: b"),
     ],
 )
-def test_a_file_that_raises(tmp_path, errors, text, line):
-    file = written(tmp_path, text)
-    (found,) = errors(imports=[file])
-    assert found.startswith(line.format(file=file)[:-1])
+def test_error_in_an_imported_file_has_its_line(tmp_path, errors, text, line):
+    file = write_file(tmp_path, text)
+    (error,) = errors(imports=[file])
+    assert error.startswith(line.format(file=file)[:-1])
     assert not [
         name
         for name in sys.modules
@@ -113,8 +113,8 @@ def test_a_file_that_raises(tmp_path, errors, text, line):
     ]
 
 
-def test_files_that_are_none(tmp_path, errors):
-    text = written(tmp_path, "", "a.txt")
+def test_invalid_import_paths_are_errors(tmp_path, errors):
+    text = write_file(tmp_path, "", "a.txt")
     assert errors(imports=[tmp_path / "no.py", tmp_path, text]) == [
         f"{tmp_path / 'no.py'}: cannot be imported: No such file or directory",
         f"{tmp_path}: cannot be imported: Is a directory",
@@ -122,19 +122,19 @@ def test_files_that_are_none(tmp_path, errors):
     ]
 
 
-def test_a_kind_that_exists_already(tmp_path, errors):
-    file = written(tmp_path, OWN.format(base="LoRA").replace("Mine", "DoRA"))
+def test_existing_kind_is_an_error(tmp_path, errors):
+    file = write_file(tmp_path, USER_CLASS.format(base="LoRA").replace("Mine", "DoRA"))
     assert errors(imports=[file]) == [
         f"{file}: class DoRA: the kind 'dora' of adapter exists already; give the class another name",
         f"{file}: class DoRA: the kind 'dora' of other exists already; give the class another name",
     ]
-    other = written(tmp_path, OWN.format(base="WandB"), "other.py")
-    third = written(tmp_path, OWN.format(base="TensorBoard"), "third.py")
+    other = write_file(tmp_path, USER_CLASS.format(base="WandB"), "other.py")
+    third = write_file(tmp_path, USER_CLASS.format(base="TensorBoard"), "third.py")
     assert errors(imports=[other, third]) == [
         f"{third}: class Mine: the kind 'mine' of log.to.0 exists already; give the class another name"
     ]
 
 
-def test_a_forgotten_decorator(tmp_path, errors):
-    file = written(tmp_path, "import house\nclass Mine(house.LoRA):\n    power: float = 2.0\n")
+def test_missing_decorator_is_an_error(tmp_path, errors):
+    file = write_file(tmp_path, "import house\nclass Mine(house.LoRA):\n    power: float = 2.0\n")
     assert errors(imports=[file]) == [f"{file}: class Mine is a choice; write @dataclass(frozen=True) above it"]

@@ -12,29 +12,29 @@ from tunekit.config.load import load_config, mapping
 def test_references_keep_their_type(sft, tree):
     text = "validation: {source: 'x-${data.source}', length: '${batch}'}\nbatch: 3\ndtype: fp32\n"
     text += "name: ${out}/${dtype}-${batch}"
-    found = sft(text, "size='${validation.length}'")
-    assert (found.validation, found.name, found.size) == (tree.Rows("x-s", 3), "o/fp32-3", 3)
+    config = sft(text, "size='${validation.length}'")
+    assert (config.validation, config.name, config.size) == (tree.Rows("x-s", 3), "o/fp32-3", 3)
 
 
-def test_a_reference_may_stand_for_a_mapping(sft, tree):
+def test_reference_to_a_mapping(sft, tree):
     assert sft("validation: ${data}").validation == tree.Rows("s")
     assert sft("log: {to: [wandb, '${log.to[0]}', '${log.to.0}']}").log.to == (tree.WandB(),) * 3
 
 
-def test_a_reference_to_what_is_not_written_means_its_default(sft, tree):
-    found = sft(
+def test_reference_to_an_omitted_key_is_its_default(sft, tree):
+    config = sft(
         "validation: {source: v, length: '${data.length}'}\nclip: ${optimizer.lr}\nadapter: lora\nsize: ${adapter.rank}"
     )
-    assert (found.validation, found.clip, found.size) == (tree.Rows("v", 2048), 3e-4, 8)
-    assert (found.adapter, found.optimizer) == (tree.LoRA(), tree.AdamW(3e-4))
+    assert (config.validation, config.clip, config.size) == (tree.Rows("v", 2048), 3e-4, 8)
+    assert (config.adapter, config.optimizer) == (tree.LoRA(), tree.AdamW(3e-4))
 
 
-def test_overrides_come_first(sft):
+def test_overrides_are_applied_before_references(sft):
     assert sft("name: ${out}/x", "out=y").name == "y/x"
     assert sft("", "name=${out}/x").name == "o/x"
 
 
-def test_the_recipe_can_be_referred_to(sft):
+def test_reference_to_the_recipe(sft):
     assert sft("recipe: sft\nname: runs/${recipe}").name == "runs/sft"
 
 
@@ -50,7 +50,7 @@ def test_the_recipe_can_be_referred_to(sft):
     ]
     + ["${a", "${}", "${.out}", "${words.*}"],
 )
-def test_only_keys_can_be_referred_to(errors, monkeypatch, text):
+def test_resolvers_are_refused(errors, monkeypatch, text):
     monkeypatch.setenv("HOME", "secret")
     (line,) = errors(f"words: {{out: oc.env, a: '{text.replace(chr(39), chr(39) * 2)}'}}")
     assert line.startswith("line 4: words.a: '${")
@@ -58,7 +58,7 @@ def test_only_keys_can_be_referred_to(errors, monkeypatch, text):
     assert "secret" not in line
 
 
-def test_resolvers_of_others_are_never_called(errors):
+def test_registered_resolvers_are_not_called(errors):
     called = []
     OmegaConf.register_resolver("tunekit_test", lambda: called.append(1), replace=True)
     try:
@@ -80,7 +80,7 @@ def test_resolvers_of_others_are_never_called(errors):
         ("words: {a: '${words.b}', b: '${words.a}'}", "words.b: ${words.a} refers to itself"),
     ],
 )
-def test_references_that_lead_nowhere(errors, text, line):
+def test_invalid_references_are_errors(errors, text, line):
     assert errors(text + "\nbatch: x") == [f"line 4: {line}", "line 5: batch: expected a whole number, got 'x'"]
 
 
@@ -95,11 +95,11 @@ def test_references_are_bounded(errors):
     assert time.process_time() - start < 10
 
 
-def test_a_wrong_type_behind_a_reference_is_told_where_it_is_referred_to(errors):
+def test_wrong_type_of_a_reference_has_the_line_of_the_reference(errors):
     assert errors("batch: ${out}") == ["line 4: batch: expected a whole number, got 'o'"]
 
 
-def test_an_escaped_reference_is_text():
+def test_escaped_reference_is_text():
     assert mapping(r"a: \${b}") == {"a": "${b}"}
 
 
@@ -109,5 +109,5 @@ def test_escaped_text_is_read_back(text):
     assert mapping({"a": escape_references(text)}) == {"a": text}
 
 
-def test_values_that_mean_something_to_omegaconf_only(tree):
+def test_omegaconf_syntax_in_data_is_text(tree):
     assert load_config(tree.SFT, {"model": "???", "data": {"source": "s"}, "out": "${data.source}"}).model == "???"

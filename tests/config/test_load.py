@@ -16,22 +16,22 @@ def test_defaults_live_in_the_dataclasses(sft, tree):
     assert sft() == tree.SFT(model="m", data=tree.Rows(source="s"), out="o")
 
 
-def test_plain_data_and_files_and_text_are_the_same(tmp_path, tree):
+def test_mapping_file_and_text_give_the_same_config(tmp_path, tree):
     data = {"model": "m", "data": {"source": "s"}, "out": "o", "adapter": {"kind": "lora", "rank": 2}, "recipe": "sft"}
     file = tmp_path / "c.yaml"
     text = "recipe: sft\nmodel: m\ndata: {source: s}\nout: o\nadapter: {kind: lora, rank: 2}\n"
     file.write_text("\ufeff" + text, "utf-8")
-    found = [load_config(tree.SFT, source) for source in (data, file, text)]
-    assert found == [tree.SFT("m", tree.Rows("s"), "o", tree.LoRA(rank=2))] * 3
+    config = [load_config(tree.SFT, source) for source in (data, file, text)]
+    assert config == [tree.SFT("m", tree.Rows("s"), "o", tree.LoRA(rank=2))] * 3
     assert mapping(file) == mapping(text) == data
 
 
-def test_without_a_source_the_command_line_can_say_everything(tree):
+def test_config_from_overrides_only(tree):
     assert load_config(tree.SFT, None, ["model=m", "data.source=s", "out=o"]) == tree.SFT("m", tree.Rows("s"), "o")
     assert load_config(tree.Log, None) == load_config(tree.Log, "{}") == tree.Log()
 
 
-def test_a_bare_word_names_a_kind(sft, tree):
+def test_string_selects_a_kind(sft, tree):
     assert sft("adapter: dora").adapter == tree.DoRA()
     assert sft("log: {to: [wandb, {kind: wandb, project: x}, tensorboard]}").log.to == (
         tree.WandB(),
@@ -40,7 +40,7 @@ def test_a_bare_word_names_a_kind(sft, tree):
     )
 
 
-def test_without_a_kind_the_default_is_meant_with_its_values(sft, tree):
+def test_mapping_without_a_kind_changes_the_default(sft, tree):
     assert sft("optimizer: {betas: [0.5, 1]}").optimizer == tree.AdamW(lr=3e-4, betas=(0.5, 1.0))
     assert sft("optimizer: {kind: adamw, betas: [0.5, 1]}").optimizer == tree.AdamW(lr=3e-4, betas=(0.5, 1.0))
     assert sft("optimizer: {kind: sgd}").optimizer == tree.SGD()
@@ -60,7 +60,7 @@ class Guessed(Named):
 
 @dataclass(frozen=True)
 class Wide(Guessed):
-    """What derives from the usual one is another."""
+    """A subclass of the default class is another choice."""
 
     length: int = 1
 
@@ -71,7 +71,7 @@ class Reader:
     other: Named | Guessed | None = None
 
 
-def test_without_a_kind_or_a_default_the_usual_one_is_meant():
+def test_mapping_without_a_kind_uses_the_default_class():
     assert load_config(Reader, "data: {source: a}") == Reader(Guessed("a"))
     assert load_config(Reader, "data: {kind: wide, source: a}\nother: {source: b}") == Reader(Wide("a"), Guessed("b"))
     assert load_config(Reader, None, ["data.source=a"]) == Reader(Guessed("a"))
@@ -87,25 +87,25 @@ def test_without_a_kind_or_a_default_the_usual_one_is_meant():
 
 
 @pytest.mark.parametrize("text", ["2e-4", "2.0e-4", "0.0002", "+2E-4", ".0002", '"2e-4"', "0.000_2"])
-def test_a_rate_may_be_written_as_people_write_it(sft, text):
+def test_spellings_of_floats(sft, text):
     assert sft(f"optimizer: {{lr: {text}}}").optimizer.lr == 2e-4
 
 
 def test_numbers(sft):
-    found = sft("batch: 1_000\nclip: 3\nloss: {weights: [1, .inf, -.Inf, 2.]}")
-    assert (found.batch, found.clip) == (1000, 3.0)
-    assert type(found.clip) is float
-    assert found.loss.weights == (1.0, float("inf"), float("-inf"), 2.0)
+    config = sft("batch: 1_000\nclip: 3\nloss: {weights: [1, .inf, -.Inf, 2.]}")
+    assert (config.batch, config.clip) == (1000, 3.0)
+    assert type(config.clip) is float
+    assert config.loss.weights == (1.0, float("inf"), float("-inf"), 2.0)
 
 
 @pytest.mark.parametrize(
     "word", ["on", "off", "yes", "No", "y", "012", "1:30", "2024-01-01", "0x10", "1.2.3", "None", "~x"]
 )
-def test_what_yaml_1_1_would_turn_into_something_else_is_text(sft, word):
+def test_yaml_1_1_special_values_are_text(sft, word):
     assert sft(f"words: {{a: {word}}}").words == {"a": word}
 
 
-def test_a_union_of_scalars_takes_what_is_written(sft):
+def test_union_of_scalars_keeps_the_type(sft):
     assert [sft(f"size: {text}").size for text in ("5", '"5"', "auto", "'null'")] == [5, "5", "auto", "null"]
     assert [sft(f"name: {text}").name for text in ("null", "~", "", "x", "'None'")] == [None, None, None, "x", "None"]
 
@@ -116,15 +116,15 @@ def test_mappings_of_choices(sft, tree):
 
 def test_anchors_aliases_and_merge_keys(sft, tree):
     text = "validation: &v {source: v, length: 5}\nother: &o {kind: lora, rank: 1}\nadapter: {<<: *o, rank: 2}\n"
-    found = sft(text + "rates: {a: &a {lr: 1}, b: {<<: [{momentum: 3, lr: 5}, *a]}}", "validation.length=6")
-    assert found.validation == tree.Rows("v", 6)
-    assert (found.other, found.adapter) == (tree.LoRA(1), tree.LoRA(2))
-    assert found.rates["b"] == tree.SGD(5.0, 3.0)
+    config = sft(text + "rates: {a: &a {lr: 1}, b: {<<: [{momentum: 3, lr: 5}, *a]}}", "validation.length=6")
+    assert config.validation == tree.Rows("v", 6)
+    assert (config.other, config.adapter) == (tree.LoRA(1), tree.LoRA(2))
+    assert config.rates["b"] == tree.SGD(5.0, 3.0)
 
 
-def test_an_override_inside_an_alias_leaves_the_other_place_alone(sft):
-    found = sft("validation: &v {source: v}\nrates: {a: &a {lr: 1}, b: *a}", "rates.b.lr=2")
-    assert (found.rates["a"].lr, found.rates["b"].lr) == (1.0, 2.0)
+def test_override_of_an_alias_does_not_change_its_anchor(sft):
+    config = sft("validation: &v {source: v}\nrates: {a: &a {lr: 1}, b: *a}", "rates.b.lr=2")
+    assert (config.rates["a"].lr, config.rates["b"].lr) == (1.0, 2.0)
 
 
 def test_recipe_must_be_a_name(tree):
@@ -132,7 +132,7 @@ def test_recipe_must_be_a_name(tree):
         load_config(tree.SFT, "recipe: [a]")
 
 
-def test_it_starts_fast_and_without_torch():
+def test_config_package_imports_fast_and_without_torch():
     code = (
         "import sys, time; start = time.process_time(); import tunekit.config.load, tunekit.config.schema;"
         "print(time.process_time() - start, *({'torch', 'numpy'} & set(sys.modules)))"

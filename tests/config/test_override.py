@@ -6,15 +6,15 @@ import pytest
 from tunekit.config.load import load_config
 
 
-def test_values_are_read_as_the_field_wants_them(sft):
-    found = sft("", "model=123", "name=2e5", "size=5", "clip=3", "batch=7", "compile=true", "optimizer.lr=2e-4")
-    assert (found.model, found.name, found.size, found.clip, found.batch) == ("123", "2e5", 5, 3.0, 7)
-    assert (found.compile, found.optimizer.lr) == (True, 2e-4)
+def test_values_are_parsed_by_field_type(sft):
+    config = sft("", "model=123", "name=2e5", "size=5", "clip=3", "batch=7", "compile=true", "optimizer.lr=2e-4")
+    assert (config.model, config.name, config.size, config.clip, config.batch) == ("123", "2e5", 5, 3.0, 7)
+    assert (config.compile, config.optimizer.lr) == (True, 2e-4)
     assert sft("", "batch='8'").batch == 8
 
 
 @pytest.mark.parametrize("value", ["a=b", "a: b", "a #b", "*x", "&x", "- x", "!x", "${x", "@", "a, b", "", "%", "a\nb"])
-def test_a_value_without_brackets_is_one_word(sft, errors, value):
+def test_value_without_brackets_is_text(sft, errors, value):
     if "${" in value:
         assert errors("", f"model={value}") == [
             "command line: model: '${x' is refused: a config is data, it can only refer to keys, such as ${out}"
@@ -24,28 +24,28 @@ def test_a_value_without_brackets_is_one_word(sft, errors, value):
 
 
 def test_lists_mappings_quotes_and_nulls(sft, tree):
-    found = sft("", "log.to=[wandb, {kind: wandb, project: 'a, b'}]", 'name="null"', "clip=null", "words={a: b}")
-    assert found.log.to == (tree.WandB(), tree.WandB("a, b"))
-    assert (found.name, found.clip, found.words) == ("null", None, {"a": "b"})
+    config = sft("", "log.to=[wandb, {kind: wandb, project: 'a, b'}]", 'name="null"', "clip=null", "words={a: b}")
+    assert config.log.to == (tree.WandB(), tree.WandB("a, b"))
+    assert (config.name, config.clip, config.words) == ("null", None, {"a": "b"})
     assert sft("name: x", "name=null").name is sft("name: x", "name=").name is None
 
 
-def test_a_kind_and_then_its_keys(sft, tree):
+def test_kind_and_its_keys_in_any_order(sft, tree):
     assert sft("", "adapter=lora", "adapter.rank=4").adapter == tree.LoRA(rank=4)
     assert sft("", "adapter.rank=4", "adapter=lora").adapter == tree.LoRA(rank=4)
     assert sft("adapter: lora", "adapter.rank=4").adapter == tree.LoRA(rank=4)
 
 
 @pytest.mark.parametrize("override", ["adapter=dora", "adapter.kind=dora", "adapter={kind: dora}"])
-def test_another_kind_drops_the_keys_of_the_old_one(sft, tree, override):
+def test_new_kind_drops_the_keys_of_the_old_one(sft, tree, override):
     assert sft("adapter: {kind: lora, rank: 64}", override).adapter == tree.DoRA()
 
 
-def test_another_kind_than_the_default_drops_its_keys(sft, tree):
+def test_new_kind_drops_the_keys_of_the_default(sft, tree):
     assert sft("optimizer: {betas: [0.5, 1]}", "optimizer=sgd", "optimizer.momentum=1").optimizer == tree.SGD(1e-2, 1.0)
 
 
-def test_the_same_kind_keeps_its_keys(sft, tree):
+def test_same_kind_keeps_its_keys(sft, tree):
     assert sft("adapter: {kind: lora, rank: 64}", "adapter=lora").adapter == tree.LoRA(64)
     assert sft("optimizer: {betas: [0.5, 1]}", "optimizer.kind=adamw").optimizer == tree.AdamW(3e-4, (0.5, 1.0))
 
@@ -68,33 +68,33 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Asks:
+class Recipe:
     data: Guessed | Named = Guessed("default")
 
 
-def test_a_kind_in_place_of_an_open_one_keeps_what_both_know() -> None:
+def test_kind_that_replaces_an_open_one_keeps_common_keys() -> None:
     text = "data: {kind: guessed, source: rows, length: 3, only: 4}"
-    assert load_config(Asks, text, ["data=named"]).data == Named("rows", 3)
-    assert load_config(Asks, text, ["data.kind=named", "data.columns=2"]).data == Named("rows", 3, 2)
-    assert load_config(Asks, "data: {source: rows}", ["data.kind=named"]).data == Named("rows")
-    other = load_config(Asks, "data: {kind: named, source: rows, length: 3}", ["data=guessed", "data.source=x"])
+    assert load_config(Recipe, text, ["data=named"]).data == Named("rows", 3)
+    assert load_config(Recipe, text, ["data.kind=named", "data.columns=2"]).data == Named("rows", 3, 2)
+    assert load_config(Recipe, "data: {source: rows}", ["data.kind=named"]).data == Named("rows")
+    other = load_config(Recipe, "data: {kind: named, source: rows, length: 3}", ["data=guessed", "data.source=x"])
     assert other.data == Guessed("x")
 
 
-def test_a_key_of_the_old_kind_from_the_command_line_is_a_mistake(errors):
+def test_override_for_the_old_kind_is_an_error(errors):
     assert errors("adapter: lora", "adapter.rank=4", "adapter=full") == [
         "command line: adapter.rank: unknown key: 'rank' belongs to lora, dora; the kind here is full: name another"
     ]
 
 
-def test_inside_what_the_yaml_does_not_mention(sft, tree):
-    found = sft("other: null", "optimizer.betas=[0,1]", "validation.source=v", "other.kind=lora", "rates.x.lr=3")
-    assert found.optimizer == tree.AdamW(3e-4, (0.0, 1.0))
-    assert (found.validation, found.other) == (tree.Rows("v"), tree.LoRA())
-    assert found.rates == {"x": tree.SGD(3.0)}
+def test_overrides_create_omitted_mappings(sft, tree):
+    config = sft("other: null", "optimizer.betas=[0,1]", "validation.source=v", "other.kind=lora", "rates.x.lr=3")
+    assert config.optimizer == tree.AdamW(3e-4, (0.0, 1.0))
+    assert (config.validation, config.other) == (tree.Rows("v"), tree.LoRA())
+    assert config.rates == {"x": tree.SGD(3.0)}
 
 
-def test_elements_of_lists(sft, tree):
+def test_overrides_of_list_elements(sft, tree):
     assert sft("log: {to: [wandb]}", "log.to.0.project=x").log.to == (tree.WandB("x"),)
     assert sft("log: {to: [wandb]}", "log.to.0=tensorboard").log.to == (tree.TensorBoard(),)
     assert sft("", "log.to.0=wandb", "log.to.1=tensorboard").log.to == (tree.WandB(), tree.TensorBoard())
@@ -102,7 +102,7 @@ def test_elements_of_lists(sft, tree):
     assert sft("", "loss.parts.0.alpha=9").loss.parts == (tree.LoRA(2, 9.0), tree.LoRA(3))
 
 
-def test_a_choice_alone_stands_for_a_list_of_it(sft, tree):
+def test_single_choice_is_a_list_of_one(sft, tree):
     assert sft("log: {to: wandb}").log.to == (tree.WandB(),)
     assert sft("loss: {terms: {alpha: 9}}").loss.terms == (tree.LoRA(5, 9.0),)
     for text in ("", "loss: {terms: {rank: 5}}", "loss: {terms: [{kind: lora, rank: 5}]}"):
@@ -143,10 +143,10 @@ def test_a_choice_alone_stands_for_a_list_of_it(sft, tree):
         ("words={a: 1, a: 2}", "words: a: written twice, first on line 1 in '{a: 1, a: 2}'"),
     ],
 )
-def test_mistakes(errors, override, line):
-    found = errors("recipe: sft", override)
-    assert found[0].startswith(f"command line: {line}")
+def test_invalid_override_is_an_error(errors, override, line):
+    config = errors("recipe: sft", override)
+    assert config[0].startswith(f"command line: {line}")
 
 
-def test_the_last_one_wins(tree):
+def test_last_override_wins(tree):
     assert load_config(tree.Log, "every: 2", ["every=3", "every=4"]).every == 4

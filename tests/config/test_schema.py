@@ -10,16 +10,16 @@ from tunekit.config.load import mapping
 from tunekit.config.schema import json_schema, options_markdown
 
 
-def test_comments_are_the_meaning(tree):
+def test_field_comments_are_read(tree):
     assert field_comments(tree.Rows) == {"source": "file or Hub name", "length": "tokens in a row | at most"}
     assert field_comments(tree.DoRA) == {"rank": "width of the update", "targets": "which layers: a word, or names"}
 
 
-def test_a_class_without_a_file_has_no_comments():
-    space: dict = {}
-    exec("from dataclasses import dataclass\n@dataclass(frozen=True)\nclass A:\n    x: int = 1  # one", space)
-    assert field_comments(space["A"]) == {}
-    assert "`x`" in options_markdown(space["A"])
+def test_class_without_source_has_no_comments():
+    namespace: dict = {}
+    exec("from dataclasses import dataclass\n@dataclass(frozen=True)\nclass A:\n    x: int = 1  # one", namespace)
+    assert field_comments(namespace["A"]) == {}
+    assert "`x`" in options_markdown(namespace["A"])
 
 
 CASES = [
@@ -47,37 +47,37 @@ CASES = [
 
 
 @pytest.mark.parametrize("text", CASES)
-def test_the_schema_agrees_with_the_loader(sft, tree, text):
+def test_schema_and_loader_accept_the_same_configs(sft, tree, text):
     jsonschema = pytest.importorskip("jsonschema")
     schema = json_schema(tree.SFT)
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
     base = mapping("model: m\ndata: {source: s}\nout: o\n")
-    written = {**base, **(mapping(text.replace("${", r"\${")) if text else {})}
+    config = {**base, **(mapping(text.replace("${", r"\${")) if text else {})}
     try:
         value = sft(text)
     except ConfigError:
-        assert not validator.is_valid(written)
+        assert not validator.is_valid(config)
     else:
-        assert not list(validator.iter_errors(written))
+        assert not list(validator.iter_errors(config))
         assert not list(validator.iter_errors(to_plain_config(value, "sft")))
 
 
-def test_the_schema_says_what_an_editor_shows(tree):
+def test_schema_contains_descriptions_and_defaults(tree):
     schema = json.loads(json.dumps(json_schema(tree.SFT)))
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert schema["required"] == ["model", "data", "out"]
-    assert schema["properties"]["model"] == {"type": "string", "description": "folder or Hub name"}
+    assert schema["properties"]["model"] == {"type": "string", "description": "directory or Hub name"}
     assert schema["properties"]["batch"]["default"] == 64
     assert schema["properties"]["recipe"]["type"] == "string"
     lora = schema["$defs"]["LoRA"]
     assert list(lora["properties"]) == ["kind", "rank", "alpha", "targets"]
     assert lora["properties"]["kind"] == {"const": "lora"}
     assert lora["additionalProperties"] is schema["additionalProperties"] is False
-    assert lora["description"] == "Two small matrices beside a large one."
+    assert lora["description"] == "Low-rank update of a weight."
 
 
-def test_every_option_stands_in_the_reference(tree):
+def test_reference_contains_all_options(tree):
     text = options_markdown(tree.SFT)
     assert text.startswith("# SFT\n\nEverything this recipe can be told.\n\n| key | type | default | what it means |\n")
     assert "| `model` | text | **required** | folder or Hub name |" in text

@@ -49,24 +49,24 @@ def lines(source) -> list[str]:
         ("a: !x {b: 1}", "line 1: a: the tag '!x' is not allowed: a config is plain data"),
     ],
 )
-def test_what_is_no_config_is_told_with_its_line(text, line):
+def test_invalid_yaml_error_has_its_line(text, line):
     assert lines(text) == [line]
 
 
-def test_no_tag_makes_an_object():
+def test_yaml_tags_are_refused():
     (line,) = lines("a: !!python/object/apply:os.system [echo]")
     assert "python/object/apply:os.system' is not allowed" in line
 
 
-def test_files_that_cannot_be_read(tmp_path):
-    latin = tmp_path / "latin.yaml"
-    latin.write_bytes("a: 1\nb: ä".encode("latin-1"))
-    assert lines(latin) == [f"{latin}:2: is not UTF-8 text; save it as UTF-8"]
+def test_unreadable_files_are_errors(tmp_path):
+    latin1_file = tmp_path / "latin.yaml"
+    latin1_file.write_bytes("a: 1\nb: ä".encode("latin-1"))
+    assert lines(latin1_file) == [f"{latin1_file}:2: is not UTF-8 text; save it as UTF-8"]
     assert lines(tmp_path / "no.yaml") == [f"{tmp_path / 'no.yaml'}: no such file"]
     assert lines(tmp_path) == [f"{tmp_path}: cannot be read: Is a directory"]
 
 
-def test_a_wrong_file_is_all_that_is_told(tmp_path, tree):
+def test_missing_file_is_the_only_error(tmp_path, tree):
     with pytest.raises(ConfigError) as caught:
         load_config(tree.SFT, tmp_path / "no.yaml", ["global_batch_size=x"])
     assert caught.value.lines == (f"{tmp_path / 'no.yaml'}: no such file",)
@@ -75,7 +75,7 @@ def test_a_wrong_file_is_all_that_is_told(tmp_path, tree):
 @pytest.mark.parametrize(
     "text", ["a: " + "[" * 100_000, "a: " + "{b: " * 100_000, "\n".join(" " * i + "a:" for i in range(500))]
 )
-def test_deep_nesting_is_refused_before_it_hurts(text):
+def test_deep_nesting_is_refused_quickly(text):
     start = time.process_time()
     (line,) = lines(text)
     assert line.endswith("nested deeper than 32 levels")
@@ -96,20 +96,20 @@ def test_aliases_of_aliases_are_bounded():
     assert line.endswith(": the config has more than 100000 values with its aliases written out")
 
 
-def test_a_chain_of_aliases_is_bounded():
+def test_chain_of_aliases_is_bounded():
     text = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 2000))
     assert lines(text)[0].endswith("nested deeper than 32 levels")
 
 
-# JSON writes an astral character as two surrogates, YAML does not.
-PLAIN = st.characters(max_codepoint=0xFFFF, exclude_categories=("Cs",))
-KEY = st.text(PLAIN, max_size=100)  # escaped six letters for one; YAML looks for the colon of a key in 1,024
+# JSON writes characters outside the BMP as surrogate pairs, YAML does not.
+BMP_CHARACTERS = st.characters(max_codepoint=0xFFFF, exclude_categories=("Cs",))
+KEY = st.text(BMP_CHARACTERS, max_size=100)  # escapes may have six characters each, and YAML limits keys to 1,024
 JSON = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-(10**40), 10**40)
     | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(PLAIN),
+    | st.text(BMP_CHARACTERS),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEY, inner, max_size=4),
     max_leaves=12,
 )

@@ -60,7 +60,7 @@ def small_chunks(rows: int = 3, size: int = 64) -> Iterator[None]:
     """Limit chunks to `rows` rows and `size` bytes, and read blocks of `size` bytes."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (arrow_reader, parquet_reader, text_lines, json_reader, hf_datasets):
-            for name, value in {"ROWS": rows, "BYTES": size}.items():
+            for name, value in {"CHUNK_ROWS": rows, "CHUNK_BYTES": size}.items():
                 if name in vars(module):
                     patch.setattr(module, name, value)
         yield

@@ -46,7 +46,7 @@ def data_threads() -> list[str]:
 def test_steps_are_prepared_in_order_once_by_a_thread() -> None:
     data = Steps()
     with Prefetcher(data, CPU).start(3, 9) as ahead:
-        assert [ahead.take() for _ in range(6)] == [[step] for step in range(3, 9)]
+        assert [ahead.next() for _ in range(6)] == [[step] for step in range(3, 9)]
     assert [step for step, _ in data.prepared] == list(range(3, 9))
     assert all(name.startswith("tunekit-data") for _, name in data.prepared)
     assert data.closed
@@ -58,7 +58,7 @@ def test_step_is_prepared_before_it_is_requested() -> None:
     with Prefetcher(data, CPU).start(0, 6) as ahead:
         for step in range(6):
             wait_until(lambda count=step + 1: len(data.prepared) == count)
-            assert ahead.take() == [step]
+            assert ahead.next() == [step]
 
 
 def test_waiting_time_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,15 +73,15 @@ def test_waiting_time_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tunekit.data.dataloader.prefetch.time", SimpleNamespace(perf_counter=now))
     with Prefetcher(data, CPU).start(0, 2) as ahead:
         assert not data.prepared
-        waits = [(ahead.take(), ahead.wait) for _ in range(2)]
+        waits = [(ahead.next(), ahead.data_time) for _ in range(2)]
     assert waits == [([0], 3.0), ([1], 0.0)]
 
 
 def test_state_is_that_of_the_steps_taken() -> None:
     data = Steps()
     with Prefetcher(data, CPU).start(0, 5) as ahead:
-        ahead.take()
-        ahead.take()
+        ahead.next()
+        ahead.next()
         wait_until(lambda: len(data.prepared) == 3)  # one is prefetched
         assert ahead.state_dict() == {"step": 2}
     ahead.load_state_dict({"step": 2})
@@ -93,7 +93,7 @@ def test_error_is_raised_at_its_step(fault: BaseException) -> None:
     data, steps = Steps({2: fault}), []
     with pytest.raises(type(fault)) as error, Prefetcher(data, CPU).start(0, 5) as ahead:
         for _ in range(5):
-            steps.append(ahead.take())
+            steps.append(ahead.next())
     assert error.value is fault
     assert steps == [[0], [1]]
     assert data.closed
@@ -103,7 +103,7 @@ def test_error_is_raised_at_its_step(fault: BaseException) -> None:
 @pytest.mark.parametrize("fault", [UserError("training"), KeyboardInterrupt()])
 def test_no_thread_is_left_when_training_fails(fault: BaseException) -> None:
     with pytest.raises(type(fault)), Prefetcher(Steps(), CPU).start(0, 5) as ahead:
-        ahead.take()
+        ahead.next()
         raise fault
     assert not data_threads()
 

@@ -419,9 +419,9 @@ def expected_stats(row: Document, special_ids: set[int], bos: int | None) -> dic
 
 
 def tokenize_dataset(dataset: ChatDataset, tokenizer: Tokenizer) -> TokenizedDataset:
-    prepared = dataset.prepare(tokenizer)
+    prepared = dataset.prepare_tokenizer(tokenizer)
     rows = list(open_dataset(dataset.source, dataset.split, dataset.max_samples).rows)
-    documents = list(iter_documents(dataset.encode(prepared, rows), [row.where for row in rows]))
+    documents = list(iter_documents(dataset.encode_rows(prepared, rows), [row.where for row in rows]))
     return TokenizedDataset([document for document, _ in documents], [location for _, location in documents])
 
 

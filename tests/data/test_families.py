@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.data.families import AMBIGUOUS, CALL, FAMILIES, TEMPLATE_DIR, Family, write_family
-from tunekit.data.chat_template.loss_mask import find, known, render_with_mask, token_range
+from tunekit.data.chat_template.loss_mask import find_target_spans, get_span_pattern, render_with_mask, token_range
 from tunekit.data.chat_template.template import TAG
-from tunekit.data.chat_template.turn_boundaries import HIDES, RenderedPrefixes, SentinelMessages
+from tunekit.data.chat_template.turn_boundaries import SENTINELS, RenderedPrefixes, SentinelMessages
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.readers.row_reader import Row
 from tunekit.data.reward_datasets import StepwiseDataset
@@ -98,7 +98,7 @@ def test_steps_have_the_tokens_of_a_continued_answer_in_transformers(name: str, 
         *([[SYSTEM, *CONVERSATION[:3]]] if FAMILIES.get(name, AMBIGUOUS.get(name)).system else []),
     ):
         fields = {"prompt": prompt, "completions": steps, "labels": [True, False]}
-        ((document,),) = StepwiseDataset("x").encode(ours, [Row("rows.jsonl:1", fields)])
+        ((document,),) = StepwiseDataset("x").encode_rows(ours, [Row("rows.jsonl:1", fields)])
         conversation = [*prompt, {"role": "assistant", "content": "It is 4.\nOr 5?\n"}]
         text = theirs.apply_chat_template(conversation, tokenize=False, continue_final_message=True).rstrip() + "\n"
         expected = theirs(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -137,8 +137,8 @@ def test_targets_are_assistant_turns_with_their_end_token(name: str, families: d
     expected = [followed.format(first), last.format(second)]
     assert target_texts(tokenizer, CONVERSATION) == expected
     assert target_texts(tokenizer, CONVERSATION[:2]) == [last.format(first)]
-    assert target_texts(tokenizer, CONVERSATION, learn="last") == expected[1:]
-    assert target_texts(tokenizer, CONVERSATION, learn=[1]) == expected[:1]
+    assert target_texts(tokenizer, CONVERSATION, train_on="last") == expected[1:]
+    assert target_texts(tokenizer, CONVERSATION, train_on=[1]) == expected[:1]
     if family.system:
         assert target_texts(tokenizer, [SYSTEM, *CONVERSATION]) == expected
 
@@ -193,7 +193,7 @@ def test_ambiguous_mask_is_an_error(name: str, families: dict[str, Path]) -> Non
 
 def test_flags_of_missing_end_token_and_prompt_in_targets(families: dict[str, Path]) -> None:
     flags_by_family = {
-        name: render_with_mask(open_tokenizer(families, name), CONVERSATION, None, "assistant").signs
+        name: render_with_mask(open_tokenizer(families, name), CONVERSATION, None, "assistant").doc_flags
         for name in FAMILIES
     }
     assert {name for name, flags in flags_by_family.items() if DocFlags.MISSING_END_TOKEN in flags} == {"glm4"}
@@ -202,8 +202,8 @@ def test_flags_of_missing_end_token_and_prompt_in_targets(families: dict[str, Pa
 
 def test_targets_of_other_roles_start_at_their_text(families: dict[str, Path]) -> None:
     tokenizer = open_tokenizer(families, "qwen2")
-    assert target_texts(tokenizer, [SYSTEM, *CONVERSATION], learn=[0, 1, 3])[0].startswith("Be brief.<|im_end|>")
-    assert target_texts(tokenizer, CONVERSATION, learn=[0, 2]) == ["What is 2 + 2?<|im_end|>", "And now?<|im_end|>"]
+    assert target_texts(tokenizer, [SYSTEM, *CONVERSATION], train_on=[0, 1, 3])[0].startswith("Be brief.<|im_end|>")
+    assert target_texts(tokenizer, CONVERSATION, train_on=[0, 2]) == ["What is 2 + 2?<|im_end|>", "And now?<|im_end|>"]
 
 
 TAGS = "</s> <|im_end|> <|eot_id|> <end_of_turn> <|user|> <|end|> <|return|> [INST] <think> </think> <tool_response>"
@@ -250,11 +250,11 @@ def test_pattern_of_another_row_gives_the_same_spans(families, row: tuple[str, l
     name, conversation, targets = row
     tokenizer = open_tokenizer(families, name)
     hidden = SentinelMessages(tokenizer, conversation, None)
-    text, match = tokenizer.render(conversation), known(tokenizer, hidden, None, tuple(targets))
-    spans = None if match.layout is None else match.layout.fit(text, hidden.texts)
-    if spans is not None and not HIDES.search(text):
-        expected = find(RenderedPrefixes(tokenizer, conversation, None, hidden), tuple(targets))
-        assert (spans[: len(spans) - match.blocks], match.signs) == expected
+    text, match = tokenizer.render(conversation), get_span_pattern(tokenizer, hidden, None, tuple(targets))
+    spans = None if match.pattern is None else match.pattern.match(text, hidden.texts)
+    if spans is not None and not SENTINELS.search(text):
+        expected = find_target_spans(RenderedPrefixes(tokenizer, conversation, None, hidden), tuple(targets))
+        assert (spans[: len(spans) - match.num_blocks], match.doc_flags) == expected
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_contents_can_be_empty_or_look_like_markup(name: str, texts: tuple[str, 
     tokenizer = open_tokenizer(families, name)
     assert target_texts(tokenizer, conversation) == [expected]
     rendered = RenderedPrefixes(tokenizer, conversation, None, SentinelMessages(tokenizer, conversation, None))
-    ((start, end),) = find(rendered, tuple(targets))[0]
+    ((start, end),) = find_target_spans(rendered, tuple(targets))[0]
     assert rendered.text[start:end] == expected
 
 
@@ -294,10 +294,10 @@ def test_rows_with_different_tools_share_a_pattern(name: str, families: dict[str
         ]
         targets = (1, 3, 5, 7)
         hidden = SentinelMessages(tokenizer, conversation, tools)
-        match = known(tokenizer, hidden, tools, targets)
-        assert match.layout is not None
-        spans = match.layout.fit(tokenizer.render(conversation, tools), hidden.texts)
-        assert spans == find(RenderedPrefixes(tokenizer, conversation, tools, hidden), targets)[0]
+        match = get_span_pattern(tokenizer, hidden, tools, targets)
+        assert match.pattern is not None
+        spans = match.pattern.match(tokenizer.render(conversation, tools), hidden.texts)
+        assert spans == find_target_spans(RenderedPrefixes(tokenizer, conversation, tools, hidden), targets)[0]
     assert len(tokenizer.shapes) == (1 if "<|user|>" not in tokenizer.template().tags else 2)
 
 

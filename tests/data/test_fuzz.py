@@ -127,8 +127,8 @@ def test_every_row_gives_documents_or_a_bad_row(
             continue
         assert isinstance(result, list) and len(result) == (2 if isinstance(dataset, PreferenceDataset) else 1)
         for document in result:
-            assert len(document.tokens) == len(document.learnt) == document.whole
-            assert document.learnt[1:].any()
+            assert len(document.tokens) == len(document.loss_mask) == document.full_length
+            assert document.loss_mask[1:].any()
 
 
 WORDS = st.text(st.characters(exclude_categories=["Cs", "Co"]), max_size=40)
@@ -146,12 +146,12 @@ def test_mask_is_the_answers_and_their_end_tokens(tokenizer_dirs: dict[str, Path
         for pair in turns
         for role, text in zip(("user", "assistant"), pair, strict=True)
     ]
-    (result,) = ChatDataset("x").encode(tokenizer, [Row("x:1", {"messages": messages})])
+    (result,) = ChatDataset("x").encode_rows(tokenizer, [Row("x:1", {"messages": messages})])
     assert isinstance(result, list)
     (document,) = result
     trims = name in ("headers", "turns")
     expected = "".join((answer.strip() if trims else answer) + ENDS[name] for _, answer in turns)
-    assert tokenizer.decode(document.tokens[document.learnt].tolist(), special=True) == expected
+    assert tokenizer.decode(document.tokens[document.loss_mask].tolist(), special=True) == expected
 
 
 @pytest.mark.parametrize("dataset_class", [AutoDataset, ChatDataset])
@@ -171,7 +171,7 @@ def test_long_message_and_deep_nesting(dataset_class: type[DatasetConfig], token
         tokenizer, [Row(f"x:{i}", row) for i, row in enumerate(rows)]
     )
     assert isinstance(first, list)
-    assert [tokenizer.decode(window.tokens[window.learnt].tolist(), special=True) for window in first] == [
+    assert [tokenizer.decode(window.tokens[window.loss_mask].tolist(), special=True) for window in first] == [
         "Yes.<|im_end|>"
     ]
     assert all(isinstance(bad_row, BadRow) and len(bad_row.reason) < 1000 for bad_row in bad_rows)
@@ -180,5 +180,5 @@ def test_long_message_and_deep_nesting(dataset_class: type[DatasetConfig], token
 def test_values_that_json_accepts_are_bad_rows(tokenizer_dirs: dict[str, Path]) -> None:
     tokenizer = TOKENIZERS.setdefault("chatml", Tokenizer.open(tokenizer_dirs["chatml"]))
     for text in ('{"messages": NaN}', '{"text": "\\ud800"}', '{"messages": [{"role": "user", "content": 1e999}]}'):
-        (result,) = AutoDataset("x").encode(tokenizer, [Row("x:1", json.loads(text))])
+        (result,) = AutoDataset("x").encode_rows(tokenizer, [Row("x:1", json.loads(text))])
         assert isinstance(result, BadRow) and "\n" not in result.reason

@@ -25,10 +25,10 @@ from tunekit.data.readers.row_reader import FileOffset
 from tunekit.errors import UserError
 for source, split, stream in json.loads(sys.argv[1]):
     try:
-        table = open_dataset(source, split, stream=stream)
+        table = open_dataset(source, split, streaming=stream)
         chunks = list(table.chunks())
         rows = [row for chunk in chunks for row in chunk.rows()]
-        resumed = [row for chunk in table.chunks(FileOffset(*chunks[-1].place)) for row in chunk.rows()]
+        resumed = [row for chunk in table.chunks(FileOffset(*chunks[-1].position)) for row in chunk.rows()]
         assert resumed == rows[-len(resumed):]
         print(json.dumps([table.count, [row.fields for row in rows], rows[0].where, table.digest()]))
     except UserError as error:

@@ -184,7 +184,7 @@ BAD_ROWS = {
     "unknown role": (
         StepwiseDataset("x"),
         STEPS | {"prompt": [{"role": "man", "content": "Hello"}], "labels": [1, 1, 1]},
-        "prompt + completions[0]: unknown role 'man'",
+        "prompt + completions[0].role: unknown role 'man'",
     ),
     "fractional class": (StepwiseDataset("x"), STEPS | {"labels": [1, 0.5, 1]}, "0.5"),
     "text as margin": (

@@ -29,7 +29,7 @@ def make_documents() -> TokenizedDataset:
 
 def make_loader(make_dist, micro: int = BATCH, packed: bool = False, shuffle: bool = True) -> MapDataLoader:
     rows = make_documents()
-    mix = Mixture.of(TextDataset("rows", max_length=CAPACITY, packing=packed, shuffle=shuffle))
+    mix = Mixture.from_config(TextDataset("rows", max_length=CAPACITY, packing=packed, shuffle=shuffle))
     layout = Collator(BATCH, micro, make_dist.rank, make_dist.size, PAD, mix.capacity)
     return MapDataLoader(mix, (rows,), layout, make_dist.seed)
 
@@ -165,12 +165,12 @@ def test_report_counts_equal_those_of_the_batches(make_dist) -> None:
         data = make_loader(make_dist(), 3, packed)
         batches = [batch for step in range(data.num_steps(1)) for batch in data[step]]
         report = data.summary
-        assert (report.rows, report.longest) == (ROWS, max(data.rows.lengths))
+        assert (report.rows, report.max_length) == (ROWS, max(data.rows.lengths))
         assert report.tokens == sum(batch.num_tokens for batch in batches)
-        assert report.learnt == sum(batch.num_target_tokens for batch in batches)
+        assert report.num_target_tokens == sum(batch.num_target_tokens for batch in batches)
         if packed:
-            assert report.packed == sum(len(batch.tokens) for batch in batches)
-            assert report.filled == pytest.approx(report.tokens / (report.packed * CAPACITY))
+            assert report.num_packed_rows == sum(len(batch.tokens) for batch in batches)
+            assert report.fill_ratio == pytest.approx(report.tokens / (report.num_packed_rows * CAPACITY))
             assert "filled" in str(report)
 
 

@@ -68,7 +68,7 @@ def test_legacy_names_of_calls_and_results() -> None:
 def test_null_columns_count_as_absent() -> None:
     nulls = dict.fromkeys(("name", "tool_calls", "tool_call_id", "reasoning_content", "function_call", "weight"))
     assert parse_messages([{**QUESTION, **nulls}, {**ANSWER, **nulls}], "messages") == [QUESTION, ANSWER]
-    assert make_conversation([{**QUESTION, **nulls}, {**ANSWER, **nulls}], "messages").flags is None
+    assert make_conversation([{**QUESTION, **nulls}, {**ANSWER, **nulls}], "messages").train_flags is None
     empty = {**ANSWER, "tool_calls": []}
     assert parse_messages([QUESTION, empty], "messages") == [QUESTION, ANSWER]
 
@@ -93,7 +93,7 @@ def test_train_flags_are_removed_from_messages() -> None:
         {**ANSWER, "weight": 0.0},
     ]
     conversation = make_conversation(rows, "messages")
-    assert conversation.flags == [None, False, None, True, None, False]
+    assert conversation.train_flags == [None, False, None, True, None, False]
     assert conversation.messages == [QUESTION, ANSWER] * 3
 
 

@@ -25,24 +25,24 @@ def make_mixture(*members: dict, **options) -> Mixture:
 
 
 def test_without_weights_an_epoch_has_all_rows() -> None:
-    assert make_mixture({}, {}).counts([10, 1000]) == (10, 1000)
-    assert make_mixture({"repeat": 3}, {"repeat": 0.5}).counts([10, 1000]) == (30, 500)
-    assert make_mixture({"max_samples_per_epoch": 20}, {"max_samples_per_epoch": 20, "repeat": 4}).counts(
+    assert make_mixture({}, {}).rows_per_epoch([10, 1000]) == (10, 1000)
+    assert make_mixture({"repeat": 3}, {"repeat": 0.5}).rows_per_epoch([10, 1000]) == (30, 500)
+    assert make_mixture({"max_samples_per_epoch": 20}, {"max_samples_per_epoch": 20, "repeat": 4}).rows_per_epoch(
         [10, 1000]
     ) == (10, 20)
 
 
 def test_weights_are_fractions_of_the_rows() -> None:
-    assert make_mixture({"weight": 1}, {"weight": 3}).counts([10, 1000]) == (10, 30)
-    assert make_mixture({"weight": 0.3}, {"weight": 0.1}).counts([1000, 10]) == (30, 10)
-    assert make_mixture({"weight": 1, "repeat": 5}, {"weight": 3}).counts([10, 1000]) == (50, 150)
-    assert make_mixture({"weight": 1}, {"weight": 1, "max_samples_per_epoch": 7}).counts([10, 1000]) == (7, 7)
+    assert make_mixture({"weight": 1}, {"weight": 3}).rows_per_epoch([10, 1000]) == (10, 30)
+    assert make_mixture({"weight": 0.3}, {"weight": 0.1}).rows_per_epoch([1000, 10]) == (30, 10)
+    assert make_mixture({"weight": 1, "repeat": 5}, {"weight": 3}).rows_per_epoch([10, 1000]) == (50, 150)
+    assert make_mixture({"weight": 1}, {"weight": 1, "max_samples_per_epoch": 7}).rows_per_epoch([10, 1000]) == (7, 7)
 
 
 def test_temperature_flattens_fractions() -> None:
-    assert make_mixture({}, {}, temperature=2).counts([100, 10_000]) == (100, 1000)  # ratio 10 instead of 100
-    assert make_mixture({}, {}, temperature=1e9).counts([100, 10_000]) == (100, 100)
-    assert make_mixture({}, {"max_samples_per_epoch": 400}, temperature=2).counts([100, 10_000]) == (100, 200)
+    assert make_mixture({}, {}, temperature=2).rows_per_epoch([100, 10_000]) == (100, 1000)  # ratio 10 instead of 100
+    assert make_mixture({}, {}, temperature=1e9).rows_per_epoch([100, 10_000]) == (100, 100)
+    assert make_mixture({}, {"max_samples_per_epoch": 400}, temperature=2).rows_per_epoch([100, 10_000]) == (100, 200)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_option_of_the_mixture_is_an_error_in_a_member() -> None:
         Mixture((MixtureMember(TextDataset("a")), MixtureMember(ChatDataset("b", max_length=100))), max_length=50)
     assert error.value.field == "datasets.1.dataset.max_length"
     single = Mixture((MixtureMember(ChatDataset("b", max_length=100, packing=True)),), max_length=100, packing=True)
-    assert single.sources == (ChatDataset("b", max_length=100, packing=True),)
-    assert Mixture((MixtureMember(TextDataset("a")),), max_length=9, shuffle=False).sources == (
+    assert single.dataset_configs == (ChatDataset("b", max_length=100, packing=True),)
+    assert Mixture((MixtureMember(TextDataset("a")),), max_length=9, shuffle=False).dataset_configs == (
         TextDataset("a", max_length=9, shuffle=False),
     )
 
@@ -163,16 +163,16 @@ def test_report_lists_each_dataset(tokenizer, make_dist, tmp_path: Path) -> None
     loader = build_loader(tokenizer, tmp_path, make_dist(), packing=True, max_length=60)
     batches = [batch for step in range(loader.num_steps(1)) for batch in loader[step]]
     report = loader.summary
-    assert [(share.rows, share.passes) for share in report.shares] == [(22, 2), (17, 17 / 30)]
+    assert [(share.rows, share.passes) for share in report.datasets] == [(22, 2), (17, 17 / 30)]
     assert report.tokens == sum(batch.num_tokens for batch in batches)
-    assert report.packed == sum(len(batch.tokens) for batch in batches)
+    assert report.num_packed_rows == sum(len(batch.tokens) for batch in batches)
     line = str(report).splitlines()[1]
     assert all(text in line for text in ("11 rows", "22 rows", "56.4%")) and line.endswith("2 passes")
 
 
 def test_split_rows_are_counted_as_documents(tokenizer, make_dist, tmp_path: Path) -> None:
     loader = build_loader(tokenizer, tmp_path, make_dist(), packing=True, max_length=8)
-    first_share, second_share = loader.summary.shares
+    first_share, second_share = loader.summary.datasets
     assert (first_share.rows, second_share.rows) == (2 * len(loader.datasets[0]), 17) and len(loader.datasets[0]) > 11
     head, first_line, _ = str(loader.summary).splitlines()
     assert head.startswith(f"{first_share.rows + 17} documents, ")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunekit import assets
-from tunekit.data.dataloader.packing import PackingPlan, filled, pack_rows
+from tunekit.data.dataloader.packing import PackingPlan, best_fill, pack_rows
 from tunekit.data.datasets import ChatDataset
 from tunekit.data.readers.row_reader import Row
 from tunekit.data.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ def row_lengths(lengths: np.ndarray, plan: PackingPlan) -> list[list[int]]:
 def test_filled_row_is_optimal(left: dict[int, int], capacity: int) -> None:
     """Compare with all combinations."""
     lengths = sorted(left)
-    counts = filled(left, lengths, capacity)
+    counts = best_fill(left, lengths, capacity)
     assert all(count <= left[length] for length, count in counts.items())
     choices = product(*(range(left[length] + 1) for length in lengths))
     sums = (sum(map(mul, choice, lengths)) for choice in choices)
@@ -59,7 +59,7 @@ def test_number_of_rows_is_near_the_minimum(lengths: list[int], capacity: int) -
 def test_reordered_plan_has_the_same_rows() -> None:
     plan = pack_rows(np.random.default_rng(0).integers(1, 50, 200), 100)
     order = np.random.default_rng(1).permutation(len(plan))
-    other = plan.taken(order)
+    other = plan.reorder(order)
     assert [row.tolist() for row in other.rows(0, len(other))] == [plan.rows(i, i + 1)[0].tolist() for i in order]
     assert other.rows(3, 3) == []
 
@@ -88,7 +88,7 @@ def test_bundled_rows_are_packed_optimally() -> None:
     source = ChatDataset("tunekit/tools", max_length=256)
     lines = assets.dataset_dir("tunekit/tools").joinpath("train.jsonl").read_text("utf-8").splitlines()
     rows = [Row(f"row {number}", json.loads(line)) for number, line in enumerate(lines)]
-    lengths = np.array([len(document.tokens) for documents in source.encode(tokenizer, rows) for document in documents])
+    lengths = np.array([len(document.tokens) for documents in source.encode_rows(tokenizer, rows) for document in documents])
     assert len(pack_rows(lengths, 256)) == -(-lengths.sum() // 256), "the minimum"
 
 

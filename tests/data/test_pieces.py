@@ -60,7 +60,7 @@ def open_model(directory: Path, split: str | None = None, nfc: bool = False) -> 
 
 @pytest.fixture(scope="module")
 def caches(tokenizer_dirs: dict[str, Path]) -> list[TokenCache]:
-    unsplit = [open_model(tokenizer_dirs["chatml"]), open_model(tokenizer_dirs["thinking"], normal=True)]
+    unsplit = [open_model(tokenizer_dirs["chatml"]), open_model(tokenizer_dirs["thinking"], nfc=True)]
     return [
         *map(trusted_cache, unsplit),
         *(trusted_cache(open_model(tokenizer_dirs["chatml"], split, True)) for split in SPLITS.values()),

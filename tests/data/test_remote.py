@@ -148,12 +148,12 @@ class Shaky(io.BytesIO):
 
 
 def test_failed_read_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_files, "PAUSES", (0.0,))
+    monkeypatch.setattr(remote_files, "RETRY_DELAYS", (0.0,))
     encoded = encode_rows("rows.jsonl", ROWS)
     with io.BufferedReader(remote_files.RetryingFile(Shaky(encoded)), 64) as file:
         skip_bytes(file, "rows", 10)
         assert file.read() == encoded[10:]
-    monkeypatch.setattr(remote_files, "PAUSES", ())
+    monkeypatch.setattr(remote_files, "RETRY_DELAYS", ())
     with (
         io.BufferedReader(remote_files.RetryingFile(Shaky(encoded)), 64) as file,
         pytest.raises(OSError, match="hung up"),

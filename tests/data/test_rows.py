@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tunekit.data.chat_template.turn_boundaries import NUMBER
+from tunekit.data.chat_template.turn_boundaries import SENTINEL_NUMBER
 from tunekit.data.datasets import (
     AutoDataset,
     ChatDataset,
@@ -67,7 +67,7 @@ def encode_documents(dataset: DatasetConfig, tokenizer: Tokenizer, *fields: dict
     for result in dataset.encode_rows(tokenizer, [Row(f"rows.jsonl:{i}", row) for i, row in enumerate(fields, 1)]):
         assert isinstance(result, list), result
         for document in result:
-            assert document.tokens.dtype == "int32" and document.learnt.dtype == bool
+            assert document.tokens.dtype == "int32" and document.loss_mask.dtype == bool
             yield document
 
 
@@ -213,7 +213,7 @@ def test_tool_calls_are_targets_and_their_results_are_not(tools: Tokenizer) -> N
     assert document.signs == DocFlags(0)
 
 
-NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.integers(0, 9999).map(NUMBER.__add__)
+NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.integers(0, 9999).map(SENTINEL_NUMBER.__add__)
 
 
 @given(st.lists(NUMBERS, min_size=1, max_size=4), st.text("ab", min_size=1))
@@ -272,8 +272,8 @@ def test_sharegpt_equals_openai_messages(tools: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("fields", "path", "value"),
     [
-        ({"conversations": [{"from": "humn", "value": "a"}]}, "conversations[0]", "'human'"),
-        ({"conversations": [{"from": "bot", "value": "a"}]}, "conversations[0]", "'bot'"),
+        ({"conversations": [{"from": "humn", "value": "a"}]}, "conversations[0].from", "'human'"),
+        ({"conversations": [{"from": "bot", "value": "a"}]}, "conversations[0].from", "'bot'"),
         ({"conversations": [{"from": "human", "value": 3}]}, "conversations[0].value", "number"),
         ({"conversations": [3]}, "conversations[0]", "number"),
         (
@@ -434,10 +434,10 @@ def test_format_is_detected_from_columns(tokenizer: Tokenizer) -> None:
         "plain text (column 'text')": ({"text": "a", "messages": None, "prompt": None}, TextDataset("x")),
     }
     for description, (row, dataset) in rows.items():
-        assert AutoDataset("x").says(row) == description
+        assert AutoDataset("x").describe(row) == description
         assert target_texts(AutoDataset("x"), tokenizer, row) == target_texts(dataset, tokenizer, row)
     detected = AutoDataset("x", train_on="last", max_length=1000, chat_template="a.jinja")
-    (chat,) = (detected.choice({"messages": CONVERSATION}),)
+    (chat,) = (detected.detect({"messages": CONVERSATION}),)
     assert chat == ChatDataset("x", train_on="last", max_length=1000, chat_template="a.jinja")
 
 
@@ -552,7 +552,7 @@ BAD = [
 @pytest.mark.parametrize(("row", "values"), BAD)
 def test_bad_row_does_not_affect_other_rows(row: dict, values: list[str], tokenizer: Tokenizer) -> None:
     good = Row("a:1", {"messages": CONVERSATION})
-    results = ChatDataset("x", max_length=64).encode(tokenizer, [good, Row("a:2", row), good, BadRow("a:4", "no JSON")])
+    results = ChatDataset("x", max_length=64).encode_rows(tokenizer, [good, Row("a:2", row), good, BadRow("a:4", "no JSON")])
     bad = results[1]
     assert isinstance(bad, BadRow) and bad.where == "a:2" and all(value in bad.reason for value in values)
     assert "\n" not in bad.reason
@@ -580,7 +580,7 @@ def test_error_of_the_template_rejects_the_row(tokenizer_dirs: dict[str, Path]) 
 def test_missing_chat_template_is_an_error_before_any_row(tokenizer: Tokenizer) -> None:
     tokenizer.templates = {}
     with pytest.raises(UserError, match="chat_template"):
-        ChatDataset("x").prepare(tokenizer)
+        ChatDataset("x").prepare_tokenizer(tokenizer)
     assert len([*encode_documents(AutoDataset("x"), tokenizer, {"text": "Hello there"})]) == 1
     assert "chat_template" in reject_reason(AutoDataset("x"), tokenizer, {"messages": CONVERSATION})
 
@@ -638,7 +638,7 @@ def test_fingerprint_ignores_options_of_the_loader() -> None:
         "streaming": True,
         "split": "a",
     }
-    assert AutoDataset("x").code() == AutoDataset("y", **loader_options).code()
+    assert AutoDataset("x").fingerprint_keys() == AutoDataset("y", **loader_options).fingerprint_keys()
     for options in (
         {"max_length": 7},
         {"train_on": "last"},
@@ -646,14 +646,14 @@ def test_fingerprint_ignores_options_of_the_loader() -> None:
         {"chat_template": "a"},
         {"eos_token": "a"},
     ):
-        assert AutoDataset("x").code() != AutoDataset("x", **options).code()
+        assert AutoDataset("x").fingerprint_keys() != AutoDataset("x", **options).fingerprint_keys()
 
 
 def test_source_is_checked_without_reading_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\xff")
-    ChatDataset(str(path)).check()
+    ChatDataset(str(path)).check_source()
     with pytest.raises(UserError, match=r"missing\.jsonl"):
-        ChatDataset(str(tmp_path / "missing.jsonl")).check()
+        ChatDataset(str(tmp_path / "missing.jsonl")).check_source()
     with pytest.raises(UserError, match=r"missing\.jinja"):
-        InstructDataset(str(path), chat_template="missing.jinja").check()
+        InstructDataset(str(path), chat_template="missing.jinja").check_source()

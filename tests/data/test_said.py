@@ -63,7 +63,7 @@ def expected_text(*turns: str) -> str:
 @pytest.mark.parametrize("form", ["strings", "parts", "both"])
 def test_content_is_a_string_or_parts_as_the_template_needs(form: str, open_form) -> None:
     tokenizer = open_form(form)
-    assert detect_features(tokenizer.template(), tokenizer).parts == (form == "parts")
+    assert detect_features(tokenizer.template(), tokenizer).content_parts == (form == "parts")
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 2?"}]
     for content in (QUESTION["content"], parts):
         assert rendered_text(tokenizer, [{"role": "user", "content": content}, ANSWER]) == expected_text(
@@ -103,7 +103,7 @@ def test_keys_and_ids_that_the_template_ignores_are_dropped(open_form) -> None:
 
     def fitted(form: str) -> list[dict]:
         tokenizer = open_form(form)
-        return detect_features(tokenizer.template(), tokenizer).fit(rows)
+        return detect_features(tokenizer.template(), tokenizer).adapt_messages(rows)
 
     assert fitted("nulls")[0] == QUESTION
     assert fitted("mood")[0] == {**QUESTION, "mood": "glad"}
@@ -192,9 +192,9 @@ def test_rows_equal_transformers_without_flags(name: str, tmp_path: Path) -> Non
     result = {"role": "tool", "tool_call_id": "abcdefghi", "name": "add", "content": "3"}
     rows: list[dict] = [{"messages": [QUESTION, ANSWER]}, {"messages": [QUESTION, ANSWER, FOLLOW_UP, ANSWER]}]
     rows += [{"messages": [QUESTION, *calls, result, ANSWER], "tools": tools}] if FAMILIES[name].calls else []
-    for row, documents in zip(rows, AutoDataset("x").encode(tokenizer, [Row("x:1", row) for row in rows]), strict=True):
+    for row, documents in zip(rows, AutoDataset("x").encode_rows(tokenizer, [Row("x:1", row) for row in rows]), strict=True):
         assert isinstance(documents, list), documents
-        assert documents[0].signs == (FLAGS_OF_TEMPLATE[name] if name in FLAGS_OF_TEMPLATE else DocFlags(0))
+        assert documents[0].doc_flags == (FLAGS_OF_TEMPLATE[name] if name in FLAGS_OF_TEMPLATE else DocFlags(0))
         if name != "deepseek_r1" or "tools" not in row:  # transformers removes the null that this template needs
             expected = theirs.apply_chat_template(row["messages"], tools=row.get("tools"), return_dict=False)
             assert documents[0].tokens.tolist() == expected

@@ -132,7 +132,7 @@ def test_templates_are_stopped_in_threads_and_use_little_memory() -> None:
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(TIMEOUT_SECONDS)
-    assert len(errors) == 1 and errors[0].startswith("t: ") and "stopped" in errors[0]
+    assert len(errors) == 1 and errors[0].startswith("t: ")
     code = (
         "from tests.data.test_sandbox import *\n"
         "for text in (*ENDLESS, *GROWING[:8]):\n"

@@ -127,7 +127,7 @@ def test_rows_have_more_pairs_and_the_same_contents(source: str, tokenizer: Toke
         build_loader(source, tokenizer, make_dist()),
         build_loader(source, tokenizer, make_dist(), share=False),
     )
-    assert shared_loader.order.rows(0) < separate_loader.order.rows(0)
+    assert shared_loader.order.num_rows(0) < separate_loader.order.num_rows(0)
     for batch in (batch for step in range(shared_loader.num_steps(1)) for batch in shared_loader[step]):
         assert batch.tokens.shape[1] <= 2 * LENGTH
     assert shared_loader.summary.tokens == sum(

@@ -96,7 +96,7 @@ def test_packed_steps_have_nearly_the_batch_size(
     monkeypatch.setattr(stream_blocks, "DOCUMENTS", 50)  # one row of 400 holds nearly as many
     rows = TextDataset(str(source), max_length=length, streaming=True, num_proc=0, packing=True)
     loader = build_dataloader(rows, tokenizer, batch, batch, make_dist())
-    first = loader.summary.packed
+    first = loader.summary.num_packed_rows
     assert first is not None and first >= 8 * 0.95 * batch
     sizes = [sum(len(batch.tokens) for batch in loader[step]) for step in range(16)]
     assert max(sizes) <= batch

@@ -48,7 +48,7 @@ def test_reading_resumes_from_any_chunk(kind: str, tmp_path: Path) -> None:
         check_resumes(dataset)
 
 
-@given(low=st.integers(0, 130), taken=st.integers(1, 130), limit=st.none() | st.integers(1, 60), stream=st.booleans())
+@given(low=st.integers(0, 130), count=st.integers(1, 130), limit=st.none() | st.integers(1, 60), stream=st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_slices_cross_file_boundaries(low: int, count: int, limit: int | None, stream: bool, tmp_path_factory) -> None:
     directory = tmp_path_factory.mktemp("rows")
@@ -118,8 +118,8 @@ def test_digest_depends_on_content_and_slice(kind: str, stream: bool, tmp_path: 
 
 
 def test_digest_depends_on_every_byte_and_the_order_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tunekit.data.readers.filesystem.SEGMENT", 64)
-    monkeypatch.setattr("tunekit.data.readers.filesystem.EDGE", 16)
+    monkeypatch.setattr("tunekit.data.readers.filesystem.SEGMENT_BYTES", 64)
+    monkeypatch.setattr("tunekit.data.readers.filesystem.BLOCK_BYTES", 16)
     contents = write(tmp_path / "a.jsonl", ROWS).read_bytes()
     write(tmp_path / "b.jsonl", ROWS[:5])
     digests = {open_dataset(str(tmp_path), "train").digest()}
@@ -136,7 +136,7 @@ MEMORY_SCRIPT = """
 import re, sys
 from pathlib import Path
 from tunekit.data.readers.open_dataset import open_dataset
-table = open_dataset(sys.argv[1], "train", stream=sys.argv[2] == "stream")
+table = open_dataset(sys.argv[1], "train", streaming=sys.argv[2] == "stream")
 count = sum(1 for row in table.rows)
 print(count, re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 """

@@ -48,12 +48,12 @@ BLOCK = "{% generation %}{{ m.content }}{% endgeneration %}"
 )
 def test_generation_spans_are_the_same_in_one_or_two_passes(text: str, has_one_pass_spans: bool) -> None:
     template = ChatTemplate(text, "t")
-    rendered, spans = template.written(CONTEXT)
+    rendered, spans = template.render_with_spans(CONTEXT)
     assert rendered == template.render(CONTEXT)
     assert (spans is not None) == has_one_pass_spans
-    two_pass_spans = template.generated(rendered, CONTEXT)
-    template.plain = False  # both methods give the same spans
-    assert template.generated(rendered, CONTEXT) == two_pass_spans
+    two_pass_spans = template.generation_spans(rendered, CONTEXT)
+    template.boundaries_only_in_blocks = False  # both methods give the same spans
+    assert template.generation_spans(rendered, CONTEXT) == two_pass_spans
     assert not has_one_pass_spans or two_pass_spans == spans
 
 
@@ -61,12 +61,12 @@ def test_generation_spans_equal_transformers_and_work_in_macros() -> None:
     text = "é{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}.{% endgeneration %}\n{% endfor %}"
     theirs, spans = render_jinja_template([CONVERSATION], chat_template=text, return_assistant_tokens_mask=True)
     template = ChatTemplate(text, "t")
-    assert template.generated(template.render(CONTEXT), CONTEXT) == spans[0]
+    assert template.generation_spans(template.render(CONTEXT), CONTEXT) == spans[0]
     assert [theirs[0][start:end] for start, end in spans[0]] == ["Hi <b>'é'.", "Yo."]
     macro = "{% macro say(m) %}<{% generation %}{{ m.content }}{% endgeneration %}>{% endmacro %}"
     template = ChatTemplate(macro + "{% for m in messages %}{{ say(m) }}{% endfor %}", "t")
     rendered = template.render(CONTEXT)
-    assert [rendered[start:end] for start, end in template.generated(rendered, CONTEXT)] == ["Hi <b>'é'", "Yo"]
+    assert [rendered[start:end] for start, end in template.generation_spans(rendered, CONTEXT)] == ["Hi <b>'é'", "Yo"]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_generation_spans_equal_transformers_and_work_in_macros() -> None:
 def test_rewritten_generation_blocks_are_an_error(text: str) -> None:
     template = ChatTemplate(text, "t")
     with pytest.raises(UserError, match="generation"):
-        template.generated(template.render(CONTEXT), CONTEXT)
+        template.generation_spans(template.render(CONTEXT), CONTEXT)
 
 
 @pytest.mark.parametrize(

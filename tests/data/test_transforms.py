@@ -63,7 +63,7 @@ def test_transforms_run_before_the_format(tokenizer_dirs: dict[str, Path]) -> No
         BadRow("a:4", "no JSON"),
     ]
     dataset = AutoDataset("a", transforms=(Filter({"ok": True}), RenameColumns({"q": "prompt", "a": "completion"})))
-    first, *results = dataset.encode(Tokenizer.open(tokenizer_dirs["chatml"]), rows)
+    first, *results = dataset.encode_rows(Tokenizer.open(tokenizer_dirs["chatml"]), rows)
     assert isinstance(first, list) and len(first) == 1
     missing, dropped = results[1], results[0]
     assert dropped is None and isinstance(missing, BadRow) and missing.where == "a:3" and "'a'" in missing.reason
@@ -81,7 +81,7 @@ class First(RowTransform):
 def test_error_in_user_code_makes_a_bad_row(tokenizer_dirs: dict[str, Path]) -> None:
     rows = [Row("a:1", {"messages": []}), Row("a:2", {}), Row("a:3", {"messages": ["Hello there"]})]
     dataset = AutoDataset("a", transforms=(First(),))  # type: ignore[arg-type]
-    empty, absent, documents = dataset.encode(Tokenizer.open(tokenizer_dirs["chatml"]), rows)
+    empty, absent, documents = dataset.encode_rows(Tokenizer.open(tokenizer_dirs["chatml"]), rows)
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if '["messages"][0]' in text)
     assert empty == BadRow("a:1", f"test_transforms.py:{line}: IndexError: list index out of range")
     assert absent == BadRow("a:2", f"test_transforms.py:{line}: KeyError: 'messages'")

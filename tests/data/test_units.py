@@ -35,7 +35,7 @@ def make_documents() -> TokenizedDataset:
 
 def build_loader(make_dist, rows: DatasetConfig, micro: int = BATCH) -> MapDataLoader:
     mix = MixtureBase.from_config(rows)
-    layout = Collator(BATCH, micro, make_dist.rank, make_dist.size, PAD, mix.capacity, mix.each, with_document_ids=True)
+    layout = Collator(BATCH, micro, make_dist.rank, make_dist.size, PAD, mix.capacity, mix.docs_per_row, with_document_ids=True)
     return MapDataLoader(mix, (make_documents(),), layout, make_dist.seed)
 
 
@@ -133,14 +133,14 @@ def test_mismatched_answer_is_that_of_the_next_row(make_dist, rows: DatasetConfi
     for size, micro in ((1, BATCH), (2, 1), (3, 4)):
         ranks = [build_loader(make_dist(rank, size), dataset, micro) for rank in range(size)]
         for rank in ranks:
-            rank.cross()
+            rank.add_mismatched()
         for step in range(ranks[0].num_steps(1)):
             order = np.concatenate(ranks[0].numbers(step))
             next_numbers = dict(zip(order.tolist(), np.roll(order, -dataset.docs_per_row).tolist(), strict=True))
             batches = [batch for rank in ranks for batch in rank[step]]
             documents = [document for batch in batches for document in documents_of(batch.mismatched)]
             assert sorted(number for number, *_ in documents) == sorted(order.tolist())
-            assert [batch.mismatched.signs.tolist() for batch in batches] == [
+            assert [batch.mismatched.doc_flags.tolist() for batch in batches] == [
                 batch.doc_flags.tolist() for batch in batches
             ]
             for number, tokens, targets in documents:
@@ -155,10 +155,10 @@ def test_mismatched_answer_is_that_of_the_next_row(make_dist, rows: DatasetConfi
 
 def test_mismatched_answer_of_a_single_row_is_its_own(make_dist) -> None:
     loader = build_loader(make_dist(), UnpairedPreferenceDataset("rows", max_length=LENGTH))
-    loader.layout = Collator(1, 1, 0, 1, PAD, None, with_document_ids=True)
-    loader.cross()
-    (batch,) = loader.layout.micro_batches(loader.rows, [np.array([5])])
-    assert documents_of(batch.others) == documents_of(batch)
+    loader.collator = Collator(1, 1, 0, 1, PAD, None, with_document_ids=True)
+    loader.add_mismatched()
+    (batch,) = loader.collator.micro_batches(loader.rows, [np.array([5])])
+    assert documents_of(batch.mismatched) == documents_of(batch)
 
 
 @pytest.fixture(scope="module")
@@ -237,15 +237,15 @@ def test_mixture_counts_pairs(pack: bool, tokenizer, make_dist, tmp_path) -> Non
         packing=pack,
     )
     loader = build_dataloader(mix, tokenizer, 4, 2, make_dist())
-    assert [(share.rows, share.passes) for share in loader.summary.shares] == [(18, 2), (7, 7 / 20)]
+    assert [(share.rows, share.passes) for share in loader.summary.datasets] == [(18, 2), (7, 7 / 20)]
     batches = [batch for step in range(loader.num_steps(1)) for batch in loader[step]]
     pairs = pair_texts(batches, tokenizer)
     assert Counter(text.split()[0] for text, _ in pairs) == {"one": 18, "other": 7}
     assert all(chosen.split(" is ")[0] == rejected.split(" is ")[0] for chosen, rejected in pairs)
     assert loader.summary.tokens == sum(batch.num_tokens for batch in batches)
     if pack:
-        assert loader.summary.packed == sum(len(batch.tokens) for batch in batches)
-        assert loader.summary.filled == pytest.approx(loader.summary.tokens / (loader.summary.packed * 100))
+        assert loader.summary.num_packed_rows == sum(len(batch.tokens) for batch in batches)
+        assert loader.summary.fill_ratio == pytest.approx(loader.summary.tokens / (loader.summary.num_packed_rows * 100))
 
 
 def test_format_is_detected_from_first_row(tokenizer, make_dist, tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Tasks in the format of lm-evaluation-harness, with rows made here: choices, answers that are written, and texts."""
+"""Tasks in the format of lm-evaluation-harness, with their rows: multiple choice, generation and rolling likelihood."""
 
 import json
 from pathlib import Path
@@ -32,13 +32,15 @@ metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bit
 
 
 def write(folder: Path) -> Path:
-    """Three tasks and their rows. Some choices have one token, and share a pass; some texts are longer than a row."""
-    draw, lines = Random(0), []
+    """Write three tasks and their rows. Some choices have one token and share a forward pass; some texts exceed a
+    row.
+    """
+    rng, lines = Random(0), []
     for _ in range(10):
-        a, b = draw.randint(0, 20), draw.randint(0, 20)
-        choices = [str(a + b + off) for off in (0, 1, 2, 30)]
-        draw.shuffle(choices)
-        text = "".join(f"{draw.randint(0, 99)} + {b} is {a}. " for _ in range(draw.randint(1, 90)))
+        a, b = rng.randint(0, 20), rng.randint(0, 20)
+        choices = [str(a + b + error) for error in (0, 1, 2, 30)]
+        rng.shuffle(choices)
+        text = "".join(f"{rng.randint(0, 99)} + {b} is {a}. " for _ in range(rng.randint(1, 90)))
         row = {"ask": f"{a} + {b}", "choices": choices, "right": choices.index(str(a + b)), "text": text}
         lines.append(json.dumps(row | {"answer": f"{a} + {b} = {a + b}"}) + "\n")
     (folder / "rows.jsonl").write_text("".join(lines))

@@ -1,4 +1,4 @@
-"""Tasks in the harness' own format come out on our decoder as they do on its transformers model."""
+"""lm-evaluation-harness gives the same results with our adapter as with its transformers model."""
 
 import json
 import shutil
@@ -32,206 +32,220 @@ NANO = assets.MODELS["tunekit/nano"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def task_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return own.write(tmp_path_factory.mktemp("tasks"))
 
 
 @pytest.fixture(autouse=True)
-def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def isolated_datasets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
-    monkeypatch.setattr(evaluator, "add_env_info", lambda results: None)  # what it tells of the machine takes long
+    monkeypatch.setattr(evaluator, "add_env_info", lambda results: None)  # collecting environment information is slow
 
 
 @pytest.fixture(scope="module")
-def theirs() -> Any:
-    return reference(NANO)
+def hf_model() -> Any:
+    return make_hf_model(NANO)
 
 
 @pytest.fixture(scope="module")
-def ours() -> lm_eval_adapter.LMEvalAdapter:
-    return asker("tunekit/nano")
+def adapter_model() -> lm_eval_adapter.LMEvalAdapter:
+    return make_adapter_model("tunekit/nano")
 
 
-def reference(folder: Path) -> Any:
-    """The harness' own model of transformers; a checker does not see what its class is told."""
-    make: Any = HFLM
-    return make(pretrained=str(folder), dtype="float32", device="cpu", batch_size=4)
+def make_hf_model(directory: Path) -> Any:
+    """The transformers model of the harness."""
+    model_class: Any = HFLM
+    return model_class(pretrained=str(directory), dtype="float32", device="cpu", batch_size=4)
 
 
-def asker(name: str) -> lm_eval_adapter.LMEvalAdapter:
+def make_adapter_model(name: str) -> lm_eval_adapter.LMEvalAdapter:
     run = DistributedContext.alone()
     return lm_eval_adapter.LMEvalAdapter(*build.load_for_inference(name, PrecisionConfig("fp32"), run), 4, run, name)
 
 
-def asked(
+def evaluate(
     model: lm_eval_adapter.LMEvalAdapter,
-    folder: Path,
+    task_dir: Path,
     *names: str,
     num_fewshot: int | None = None,
     limit: int | None = None,
     chat=False,
 ) -> dict[str, TaskResult]:
-    opened = lm_eval_adapter.load_tasks(names, num_fewshot, str(folder))
-    return {one.task: one for one in lm_eval_adapter.evaluate_tasks(model, names, opened, limit, chat)}
+    tasks = lm_eval_adapter.load_tasks(names, num_fewshot, str(task_dir))
+    return {result.task: result for result in lm_eval_adapter.evaluate_tasks(model, names, tasks, limit, chat)}
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_figures_are_those_of_transformers(
-    theirs: Any, ours: lm_eval_adapter.LMEvalAdapter, folder: Path, chat: bool
+def test_metrics_match_transformers(
+    hf_model: Any, adapter_model: lm_eval_adapter.LMEvalAdapter, task_dir: Path, chat: bool
 ) -> None:
-    tasks = TaskManager(include_path=str(folder), include_defaults=False)
-    how: dict[str, Any] = {
+    tasks = TaskManager(include_path=str(task_dir), include_defaults=False)
+    options: dict[str, Any] = {
         "apply_chat_template": chat,
         "fewshot_as_multiturn": chat,
         "num_fewshot": 2 if chat else None,
     }
-    wanted: Any = evaluator.simple_evaluate(theirs, tasks=[*own.TASKS], task_manager=tasks, bootstrap_iters=0, **how)
-    found = asked(ours, folder, *own.TASKS, num_fewshot=how["num_fewshot"], chat=chat)
-    results = wanted["results"]
+    expected: Any = evaluator.simple_evaluate(
+        hf_model, tasks=[*own.TASKS], task_manager=tasks, bootstrap_iters=0, **options
+    )
+    actual = evaluate(adapter_model, task_dir, *own.TASKS, num_fewshot=options["num_fewshot"], chat=chat)
+    results = expected["results"]
     for task, names in {"sums": ("acc", "acc_norm"), "said": ("exact_match",)}.items():
         for name in names:
-            assert found[task][name].value == results[task][f"{name},none"]
-            values = [row[name] for row in sorted(wanted["samples"][task], key=lambda row: row["doc_id"])]
-            assert list(found[task][name].values) == values
+            assert actual[task][name].value == results[task][f"{name},none"]
+            values = [row[name] for row in sorted(expected["samples"][task], key=lambda row: row["doc_id"])]
+            assert list(actual[task][name].values) == values
     for name in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
-        assert found["read"][name].value == pytest.approx(results["read"][f"{name},none"], rel=1e-5)
-        assert found["read"][name].higher is False
-    rows = sorted(wanted["samples"]["sums"], key=lambda row: row["doc_id"])
-    assert list(found["sums"]["acc"].rows) == [row["doc_hash"] for row in rows]
-    assert len(set(found["sums"]["acc"].rows)) > 5
-    said = sorted(wanted["samples"]["said"], key=lambda row: row["doc_id"])
-    assert list(found["said"].answers) == [row["resps"][0][0] for row in said]
-    assert found["sums"].answers == found["read"].answers == ()
+        assert actual["read"][name].value == pytest.approx(results["read"][f"{name},none"], rel=1e-5)
+        assert actual["read"][name].higher is False
+    rows = sorted(expected["samples"]["sums"], key=lambda row: row["doc_id"])
+    assert list(actual["sums"]["acc"].rows) == [row["doc_hash"] for row in rows]
+    assert len(set(actual["sums"]["acc"].rows)) > 5
+    samples = sorted(expected["samples"]["said"], key=lambda row: row["doc_id"])
+    assert list(actual["said"].answers) == [row["resps"][0][0] for row in samples]
+    assert actual["sums"].answers == actual["read"].answers == ()
     assert 0 < results["sums"]["acc,none"] < 1
-    assert chat == (results["said"]["exact_match,none"] > 0), "the nano answers where it is asked as it was taught"
+    assert chat == (results["said"]["exact_match,none"] > 0), "the nano model answers only with its chat template"
 
 
-def test_likelihoods_and_answers_are_those_of_transformers(
-    theirs: Any, ours: lm_eval_adapter.LMEvalAdapter, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_likelihoods_and_answers_match_transformers(
+    hf_model: Any, adapter_model: lm_eval_adapter.LMEvalAdapter, task_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ours, "max_length", 64)
-    monkeypatch.setattr(theirs, "_max_length", 64)
-    tasks = lm_eval_adapter.load_tasks([*own.TASKS], 3, str(folder))["tasks"]
+    monkeypatch.setattr(adapter_model, "max_length", 64)
+    monkeypatch.setattr(hf_model, "_max_length", 64)
+    tasks = lm_eval_adapter.load_tasks([*own.TASKS], 3, str(task_dir))["tasks"]
     for task in tasks.values():
         task.build_all_requests(rank=0, world_size=1)
         kind = task.instances[0].request_type
-        wanted, found = (getattr(model, kind)(task.instances, disable_tqdm=True) for model in (theirs, ours))
+        expected, actual = (
+            getattr(model, kind)(task.instances, disable_tqdm=True) for model in (hf_model, adapter_model)
+        )
         if kind == "loglikelihood":
-            assert [greedy for _, greedy in found] == [greedy for _, greedy in wanted]
-            wanted, found = ([one for one, _ in pairs] for pairs in (wanted, found))
+            assert [greedy for _, greedy in actual] == [greedy for _, greedy in expected]
+            expected, actual = ([logp for logp, _ in pairs] for pairs in (expected, actual))
         if kind == "generate_until":
-            assert found == wanted
-            assert all("." not in text for text in found)
+            assert actual == expected
+            assert all("." not in text for text in actual)
         else:
-            assert found == pytest.approx(wanted, abs=1e-4, rel=1e-6)
+            assert actual == pytest.approx(expected, abs=1e-4, rel=1e-6)
 
 
-def unbegun(folder: Path) -> Path:
-    """The nano with a tokenizer that puts nothing before a text, as that of Qwen."""
-    shutil.copytree(NANO, folder)
-    (folder / "special_tokens_map.json").unlink()
+def copy_without_bos(directory: Path) -> Path:
+    """Copy of the nano model whose tokenizer adds no BOS token, like Qwen's."""
+    shutil.copytree(NANO, directory)
+    (directory / "special_tokens_map.json").unlink()
     for name, key in (("tokenizer.json", "post_processor"), ("tokenizer_config.json", "bos_token")):
-        told = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(told | {key: None}))
-    return folder
+        config = json.loads((directory / name).read_text())
+        (directory / name).write_text(json.dumps(config | {key: None}))
+    return directory
 
 
-@pytest.mark.parametrize("begun", [True, False])
-def test_texts_that_are_empty_count_as_with_transformers_or_are_refused(begun: bool, tmp_path: Path) -> None:
-    """Where its model breaks off, the request is named."""
-    folder = NANO if begun else unbegun(tmp_path / "model")
-    theirs, ours = reference(folder), asker(str(folder))
-    texts, short = ("", " ", "one", "one ", "<|begin|>", "<|begin|>two"), {"until": ["."], "max_gen_toks": 5}
-    asked: list[tuple[Any, ...]] = [*product(texts, texts), ("one", " two" * ours.max_length)]
-    asked += [(text,) for text in texts] + [(text, short) for text in texts]
+@pytest.mark.parametrize("has_bos", [True, False])
+def test_empty_texts_match_transformers_or_are_errors(has_bos: bool, tmp_path: Path) -> None:
+    """Requests that crash the transformers model are errors that name the row."""
+    directory = NANO if has_bos else copy_without_bos(tmp_path / "model")
+    hf_model, adapter_model = make_hf_model(directory), make_adapter_model(str(directory))
+    texts, options = ("", " ", "one", "one ", "<|begin|>", "<|begin|>two"), {"until": ["."], "max_gen_toks": 5}
+    requests: list[tuple[Any, ...]] = [*product(texts, texts), ("one", " two" * adapter_model.max_length)]
+    requests += [(text,) for text in texts] + [(text, options) for text in texts]
     refused = []
-    for words in asked:
-        kind = "generate_until" if short in words else "loglikelihood" if len(words) > 1 else "loglikelihood_rolling"
-        request = Instance(kind, {}, words, 0, ("sums", 3, 1))
+    for args in requests:
+        kind = "generate_until" if options in args else "loglikelihood" if len(args) > 1 else "loglikelihood_rolling"
+        request = Instance(kind, {}, args, 0, ("sums", 3, 1))
         try:
-            (wanted,) = getattr(theirs, kind)([request], disable_tqdm=True)
+            (expected,) = getattr(hf_model, kind)([request], disable_tqdm=True)
         except (AssertionError, IndexError, RuntimeError):
-            refused.append(words)
+            refused.append(args)
             with pytest.raises(UserError, match="tasks: row 3 of sums.*Fix the row"):
-                getattr(ours, kind)([request])
+                getattr(adapter_model, kind)([request])
             continue
-        (found,) = getattr(ours, kind)([request])
-        assert found == wanted if kind == "generate_until" else found == pytest.approx(wanted, abs=1e-4), words
-    assert ("", "") in refused and ("one", "") in refused and len(refused) < len(asked) / 3
-    assert begun == (("", short) not in refused)
+        (actual,) = getattr(adapter_model, kind)([request])
+        assert actual == expected if kind == "generate_until" else actual == pytest.approx(expected, abs=1e-4), args
+    assert ("", "") in refused and ("one", "") in refused and len(refused) < len(requests) / 3
+    assert has_bos == (("", options) not in refused)
 
 
-@pytest.mark.parametrize("bits", [False, True])
-def test_an_adapter_is_asked_as_peft_has_it(folder: Path, tmp_path: Path, bits: bool) -> None:
-    """On its base as it is, or in the four bits of bitsandbytes."""
+@pytest.mark.parametrize("quantized", [False, True])
+def test_adapter_matches_peft(task_dir: Path, tmp_path: Path, quantized: bool) -> None:
+    """With the base model as stored, or in the 4 bits of bitsandbytes."""
     torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32)
-    made = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    get_peft_model(plain, made).save_pretrained(str(tmp_path / "adapter"))
-    packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    how = {"quantization_config": packed} if bits else {}
-    base = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32, **how)
+    base_model = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32)
+    lora_config = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(base_model, lora_config).save_pretrained(str(tmp_path / "adapter"))
+    quantization_config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    options = {"quantization_config": quantization_config} if quantized else {}
+    base = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32, **options)
     model: Any = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
-    make: Any = HFLM
-    theirs = make(model, tokenizer=AutoTokenizer.from_pretrained(NANO), batch_size=4)
-    theirs.model.train()  # in which bitsandbytes works on a CPU as on a GPU; nothing here is dropped
-    run, form = DistributedContext.alone(), NF4Config() if bits else NoQuantization()
-    ours = lm_eval_adapter.LMEvalAdapter(
-        *build.load_for_inference(str(tmp_path / "adapter"), PrecisionConfig("fp32"), run, form), 4, run, "adapter"
+    model_class: Any = HFLM
+    hf_model = model_class(model, tokenizer=AutoTokenizer.from_pretrained(NANO), batch_size=4)
+    # In training mode, bitsandbytes uses the same algorithm on CPU and GPU. There is no dropout.
+    hf_model.model.train()
+    run, quantization = DistributedContext.alone(), NF4Config() if quantized else NoQuantization()
+    adapter_model = lm_eval_adapter.LMEvalAdapter(
+        *build.load_for_inference(str(tmp_path / "adapter"), PrecisionConfig("fp32"), run, quantization),
+        4,
+        run,
+        "adapter",
     )
-    tasks = TaskManager(include_path=str(folder), include_defaults=False)
-    wanted: Any = evaluator.simple_evaluate(theirs, tasks=["sums", "read"], task_manager=tasks, bootstrap_iters=0)
-    found = asked(ours, folder, "sums", "read")
-    assert found["sums"]["acc"].value == wanted["results"]["sums"]["acc,none"]
-    assert found["read"]["bits_per_byte"].value == pytest.approx(
-        wanted["results"]["read"]["bits_per_byte,none"], rel=1e-4
+    tasks = TaskManager(include_path=str(task_dir), include_defaults=False)
+    expected: Any = evaluator.simple_evaluate(hf_model, tasks=["sums", "read"], task_manager=tasks, bootstrap_iters=0)
+    actual = evaluate(adapter_model, task_dir, "sums", "read")
+    assert actual["sums"]["acc"].value == expected["results"]["sums"]["acc,none"]
+    assert actual["read"]["bits_per_byte"].value == pytest.approx(
+        expected["results"]["read"]["bits_per_byte,none"], rel=1e-4
     )
 
 
-def test_rows_of_our_own_are_known_by_where_they_are_from(ours: lm_eval_adapter.LMEvalAdapter) -> None:
-    """Also where there is nothing to score or to answer, and so no figure."""
-    ask = GenerationEvaluator(ours.model, ours.text_tokenizer, SamplingConfig(max_new_tokens=4), 4, ours.run)
-    rows = bundled_tasks.task_documents("nano/facts", ours.text_tokenizer, 3)
-    silent = rows[1][1]._replace(learnt=np.zeros_like(rows[1][1].loss_mask))
-    first, second = ask("facts", rows)[1], ask("facts", [rows[0], ("nothing", silent), rows[2]])[1]
-    for found, wanted in ((first, [1, 2, 3]), (second, [1, 3])):
-        assert list(found["loss"].rows) == [f"nano/facts row {n}" for n in wanted]
-        assert found["exact_match"].rows == found["loss"].rows
-    assert ask("facts", [("nothing", silent)])[1] == TaskResult("facts", ())
+def test_bundled_rows_are_identified_by_location(adapter_model: lm_eval_adapter.LMEvalAdapter) -> None:
+    """Rows without target tokens or answers have no metrics."""
+    evaluator = GenerationEvaluator(
+        adapter_model.model, adapter_model.text_tokenizer, SamplingConfig(max_new_tokens=4), 4, adapter_model.run
+    )
+    rows = bundled_tasks.task_documents("nano/facts", adapter_model.text_tokenizer, 3)
+    no_targets = rows[1][1]._replace(learnt=np.zeros_like(rows[1][1].loss_mask))
+    complete, with_gap = evaluator("facts", rows)[1], evaluator("facts", [rows[0], ("nothing", no_targets), rows[2]])[1]
+    for actual, expected in ((complete, [1, 2, 3]), (with_gap, [1, 3])):
+        assert list(actual["loss"].rows) == [f"nano/facts row {n}" for n in expected]
+        assert actual["exact_match"].rows == actual["loss"].rows
+    assert evaluator("facts", [("nothing", no_targets)])[1] == TaskResult("facts", ())
 
 
-def test_another_model_is_asked_the_same(ours: lm_eval_adapter.LMEvalAdapter, folder: Path) -> None:
-    """Examples in front of its questions are those of the first."""
-    one, other = (asked(ours, folder, "sums", "said", num_fewshot=2, chat=True) for _ in range(2))
-    assert one == other
-
-
-def test_what_is_asked_wrongly(
-    ours: lm_eval_adapter.LMEvalAdapter, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_fewshot_examples_are_the_same_for_each_model(
+    adapter_model: lm_eval_adapter.LMEvalAdapter, task_dir: Path
 ) -> None:
-    def few(include: str | None, include_defaults: bool = True) -> TaskManager:
-        return TaskManager(include_path=include, include_defaults=False)  # the others take long to read
+    """Few-shot examples of the second model are those of the first."""
+    first, second = (evaluate(adapter_model, task_dir, "sums", "said", num_fewshot=2, chat=True) for _ in range(2))
+    assert first == second
 
-    monkeypatch.setattr(lm_eval_adapter, "task_manager", few)
+
+def test_invalid_tasks_are_errors(
+    adapter_model: lm_eval_adapter.LMEvalAdapter, task_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_task_manager(include: str | None, include_defaults: bool = True) -> TaskManager:
+        return TaskManager(include_path=include, include_defaults=False)  # the default tasks take long to load
+
+    monkeypatch.setattr(lm_eval_adapter, "task_manager", make_task_manager)
     with pytest.raises(UserError, match="tasks: unknown task 'sumz'. Did you mean 'sums'"):
-        TaskSelection(("sumz",), include_path=str(folder)).check()
+        TaskSelection(("sumz",), include_path=str(task_dir)).check()
     with pytest.raises(UserError, match="include_path: nowhere is not a directory"):
         TaskSelection(("sums",), include_path="nowhere").check()
-    (folder / "warm.yaml").write_text((folder / "said.yaml").read_text().replace("task: said", "task: warm"))
-    text = (folder / "warm.yaml").read_text().replace("do_sample: false", "do_sample: true, typical_p: 0.5")
-    (folder / "warm.yaml").write_text(text)
+    (task_dir / "warm.yaml").write_text((task_dir / "said.yaml").read_text().replace("task: said", "task: warm"))
+    text = (task_dir / "warm.yaml").read_text().replace("do_sample: false", "do_sample: true, typical_p: 0.5")
+    (task_dir / "warm.yaml").write_text(text)
     with pytest.raises(UserError, match="typical_p in generation_kwargs"):
-        asked(ours, folder, "warm", limit=2)
-    (folder / "warm.yaml").write_text(text + "unsafe_code: true\n")
+        evaluate(adapter_model, task_dir, "warm", limit=2)
+    (task_dir / "warm.yaml").write_text(text + "unsafe_code: true\n")
     with pytest.raises(UserError, match="warm runs code"):
-        TaskSelection(("warm",), include_path=str(folder)).load()
-    (folder / "warm.yaml").write_text(text.replace("rows.jsonl", "gone.jsonl"))
+        TaskSelection(("warm",), include_path=str(task_dir)).load()
+    (task_dir / "warm.yaml").write_text(text.replace("rows.jsonl", "gone.jsonl"))
     with pytest.raises(UserError, match="cannot evaluate warm: .*gone.jsonl"):
-        TaskSelection(("warm",), include_path=str(folder)).load()
+        TaskSelection(("warm",), include_path=str(task_dir)).load()
 
-    def cut_off(*_: object) -> None:
+    def raise_connection_error(*_: object) -> None:
         raise ConnectionError("Couldn't reach 'warm' on the Hub")
 
-    monkeypatch.setattr(TaskManager, "load", cut_off)
+    monkeypatch.setattr(TaskManager, "load", raise_connection_error)
     with pytest.raises(UserError, match="cannot evaluate warm: Couldn't reach .*`include_path`"):
-        TaskSelection(("warm",), include_path=str(folder)).load()
+        TaskSelection(("warm",), include_path=str(task_dir)).load()

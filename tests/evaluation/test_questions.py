@@ -1,4 +1,4 @@
-"""What is asked of rows: the last answer of those that are whole."""
+"""Questions for evaluation: the last answer of each complete row."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.truncation import TooLong
 from tunekit.evaluation.generation_eval import iter_questions
 
-TALK = [
+CONVERSATION = [
     {"role": role, "content": text}
     for question, answer in (("One?", "It is one, as I said."), ("Two?", "It is two, and no more."))
     for role, text in (("user", question), ("assistant", answer))
@@ -22,7 +22,7 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.mark.parametrize(
-    ("length", "too_long", "wanted"),
+    ("length", "strategy", "expected"),
     [
         (64, "split", ["It is two, and no more."]),
         (64, "truncate", ["It is two, and no more."]),
@@ -30,10 +30,15 @@ def tokenizer() -> Tokenizer:
         (12, "split", []),
     ],
 )
-def test_parts_of_a_row_ask_nothing(length: int, too_long: TooLong, wanted: list[str], tokenizer: Tokenizer) -> None:
-    rows = ChatDataset("rows.jsonl", max_length=length, excess_length_strategy=too_long)
-    found = rows.encode(rows.prepare(tokenizer), [Row("rows.jsonl:1", {"messages": TALK})])[0]
-    assert isinstance(found, list) and (len(found) > 1) == (length == 12 and too_long == "split")
+def test_questions_come_only_from_complete_rows(
+    length: int, strategy: TooLong, expected: list[str], tokenizer: Tokenizer
+) -> None:
+    rows = ChatDataset("rows.jsonl", max_length=length, excess_length_strategy=strategy)
+    documents = rows.encode_rows(rows.prepare_tokenizer(tokenizer), [Row("rows.jsonl:1", {"messages": CONVERSATION})])[
+        0
+    ]
+    assert isinstance(documents, list) and (len(documents) > 1) == (length == 12 and strategy == "split")
     assert [
-        question.expected for question in iter_questions([("rows.jsonl:1", one) for one in found], tokenizer)
-    ] == wanted
+        question.expected
+        for question in iter_questions([("rows.jsonl:1", document) for document in documents], tokenizer)
+    ] == expected

@@ -15,19 +15,19 @@ from tunekit.evaluation.tasks import TaskSelection
 NANO = assets.MODELS["tunekit/nano"]
 
 
-def test_rows_are_the_same_each_time_and_none_comes_twice() -> None:
+def test_task_rows_are_reproducible_and_unique() -> None:
     tokenizer = Tokenizer.open(NANO)
     for task in assets.TASKS:
-        one, other = (bundled_tasks.task_documents(task, tokenizer, None) for _ in range(2))
-        texts = [tuple(document.tokens.tolist()) for _, document in one]
+        first, second = (bundled_tasks.task_documents(task, tokenizer, None) for _ in range(2))
+        texts = [tuple(document.tokens.tolist()) for _, document in first]
         assert len(set(texts)) == 200
-        assert texts == [tuple(document.tokens.tolist()) for _, document in other]
-        assert [row for row, _ in one] == [row for row, _ in other]
+        assert texts == [tuple(document.tokens.tolist()) for _, document in second]
+        assert [row for row, _ in first] == [row for row, _ in second]
         assert len(bundled_tasks.task_documents(task, tokenizer, 7)) == 7
-        assert all(len(document.tokens) == document.full_length for _, document in one)
+        assert all(len(document.tokens) == document.full_length for _, document in first)
 
 
-def test_calls_are_none_that_were_trained_on() -> None:
+def test_test_calls_are_not_in_the_training_data() -> None:
     rows = map(json.loads, (assets.DATA["tunekit/tools"] / "train.jsonl").read_text().splitlines())
     train_calls = {row["messages"][-1]["content"] for row in rows}
     rows = map(json.loads, assets.TASKS["nano/tools"].read_text().splitlines())
@@ -36,24 +36,28 @@ def test_calls_are_none_that_were_trained_on() -> None:
     assert not test_calls & train_calls
 
 
-def test_what_is_meant() -> None:
+def test_task_selection() -> None:
     assert TaskSelection(("nano",)).bundled == list(assets.TASKS)
     assert TaskSelection(("arc_easy", "nano/tools")).bundled == ["nano/tools"]
     assert TaskSelection(("arc_easy", "nano/tools")).harness_tasks == ["arc_easy"]
     TaskSelection(("nano", "nano/facts")).check()
     with pytest.raises(UserError, match="unknown task 'nano/fact'. Did you mean 'nano/facts'?"):
         TaskSelection(("nano/fact",)).check()
-    refused: list[dict[str, Any]] = [{"num_fewshot": -1}, {"limit": 0}, {"names": ("nano", "nano")}]
-    for how in refused:
+    invalid: list[dict[str, Any]] = [{"num_fewshot": -1}, {"limit": 0}, {"names": ("nano", "nano")}]
+    for options in invalid:
         with pytest.raises(FieldError):
-            TaskSelection(**how)
-    idle: list[dict[str, Any]] = [{"num_fewshot": 0}, {"apply_chat_template": True}, {"include_path": "tasks"}]
-    for how in idle:
+            TaskSelection(**options)
+    without_effect: list[dict[str, Any]] = [
+        {"num_fewshot": 0},
+        {"apply_chat_template": True},
+        {"include_path": "tasks"},
+    ]
+    for options in without_effect:
         with pytest.raises(FieldError, match="applies to tasks of lm-evaluation-harness"):
-            TaskSelection(("nano",), **how)
+            TaskSelection(("nano",), **options)
 
 
-def test_the_harness_is_loaded_only_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_harness_is_imported_only_if_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "tunekit.evaluation.lm_eval_adapter", raising=False)
     TaskSelection(("nano",)).check()

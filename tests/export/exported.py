@@ -86,7 +86,7 @@ def write_sentencepiece(directory: Path, prefix: str) -> Path:
     `prefix`: a space is added to each segment of a text ("always"), to the first one ("first"), or not ("never").
     """
     trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", regex_pre_tokenizer=True)
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
     trained.train_from_iterator(TEXT * 3, trainers.BpeTrainer(vocab_size=150))
     pieces = [token for token, _ in sorted(trained.get_vocab().items(), key=lambda item: item[1])]
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -97,7 +97,7 @@ def write_sentencepiece(directory: Path, prefix: str) -> Path:
     tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     replace = normalizers.Replace(" ", "\u2581")
     if prefix == "first":
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", regex_pre_tokenizer=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     else:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), replace])
         tokenizer.normalizer = tokenizer.normalizer if prefix == "always" else replace

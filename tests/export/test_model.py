@@ -36,7 +36,7 @@ from tunekit.export.lazy_merge import LazyMergedCheckpoint
 from tunekit.export.pretokenizer import QWEN2
 from tunekit.export.quant_types import QUANT_TYPES, parse_quant_type
 from tunekit.export.tensor_map import build_tensor_map
-from tunekit.models.weight_map import sides
+from tunekit.models.weight_map import as_tuple
 
 CPU = torch.device("cpu")
 # Architectures that transformers reads, with values that it does not read but assumes.
@@ -225,7 +225,7 @@ def test_names_equal_gguf() -> None:
         if not leaf.endswith("post_norm"):  # one name on the Hub, but several in GGUF, depending on the family
             assert {table.get_name(hub_name) for table in tables} - {None} == {gguf.TENSOR_NAMES[kind].format(bid=2)}
     phi = gguf.get_tensor_name_map(arch.PHI3, 3)
-    names = [sides(row.hub)[0].format(2) for row in FUSED]
+    names = [as_tuple(row.hub)[0].format(2) for row in FUSED]
     assert names == [phi.get_name("model.layers.2.self_attn.qkv_proj"), phi.get_name("model.layers.2.mlp.gate_up_proj")]
 
 

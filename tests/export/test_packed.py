@@ -19,7 +19,7 @@ from tests.checkpoints import (
     save,
     shuffle_adapter,
 )
-from tests.test_formats import FAMILIES, WIDE
+from tests.test_formats import FAMILIES, BLOCK_SIZES
 from tunekit import build as assemble
 from tunekit.adapters.config import FrozenModel, LoRAConfig
 from tunekit.checkpoint import peft_adapter
@@ -30,7 +30,7 @@ from tunekit.export.bitsandbytes_export import TYPES
 from tunekit.models.decoder import Decoder
 from tunekit.quantization.config import NF4Config, NoQuantization, QuantizedLinear
 
-MODELS = FAMILIES | {"phi3": SHAPES["phi3"] | WIDE}
+MODELS = FAMILIES | {"phi3": SHAPES["phi3"] | BLOCK_SIZES}
 
 
 def open_model(directory: Path, quantization: NoQuantization) -> Decoder:

@@ -63,7 +63,7 @@ def read_spec(name: str, score: ScoreHead | None = None, layers: int | None = No
     """The spec of one of the SHAPES, of its first layers only where a test is not about families."""
     spec = find_family(SHAPES[name], name)[1]
     spec = replace(spec, layers=spec.layers[:layers])
-    return spec if score is None else spec.scoring(score)
+    return spec if score is None else spec.with_score_head(score)
 
 
 def representative_spec(name: str) -> DecoderSpec:

@@ -56,7 +56,7 @@ def step_ops(name: str, sampling: SamplingConfig, *used: int, rows: int = 4) -> 
     model = build_model(build_config(name, **WIDE[name]))
     cache = model.cache(rows, 4000)
     numbers = torch.empty(rows, sampling.max_new_tokens, device="meta")
-    loop = DecodeLoop(model, cache, [used[0]] * rows, numbers, sampling.choose)
+    loop = DecodeLoop(model, cache, [used[0]] * rows, numbers, sampling.sample)
     recorded = []
     for count in used:
         cache.used = count
@@ -308,7 +308,7 @@ def test_batches_shrink_when_rows_end(tmp_path: Path) -> None:
     handle = model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
     counts = {tuple(answer[:length]): length for answer, length in zip(full, ends.values(), strict=True)}
     answers = generate_batch(
-        model, PROMPTS, SamplingConfig(max_new_tokens=40), frozenset(), ended=lambda answer: tuple(answer) in counts
+        model, PROMPTS, SamplingConfig(max_new_tokens=40), frozenset(), is_finished=lambda answer: tuple(answer) in counts
     )
     handle.remove()
     assert answers == [answer[: ends[row]] for row, answer in enumerate(full)]
@@ -344,7 +344,7 @@ def test_top_k_draws_what_a_stable_sort_draws(top_k: int, top_p: float) -> None:
     sampling = SamplingConfig(0.7, top_k=top_k, top_p=top_p)
     logits = (2 * torch.randn(64, 500)).round().bfloat16()
     numbers = torch.rand(64)
-    assert torch.equal(sampling.choose(logits, numbers), sorted_choice(sampling, logits, numbers))
+    assert torch.equal(sampling.sample(logits, numbers), sorted_choice(sampling, logits, numbers))
 
 
 def test_temperature_alone_draws_from_the_vocabulary_in_its_order() -> None:
@@ -352,4 +352,4 @@ def test_temperature_alone_draws_from_the_vocabulary_in_its_order() -> None:
     sums = logits.double().softmax(-1).cumsum(-1)
     numbers = torch.rand(64)
     expected = torch.searchsorted(sums, numbers[:, None].double(), right=True).squeeze(-1)
-    assert torch.equal(SamplingConfig(1.0).choose(logits, numbers), expected)
+    assert torch.equal(SamplingConfig(1.0).sample(logits, numbers), expected)

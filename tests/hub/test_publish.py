@@ -123,8 +123,8 @@ def test_failed_result_upload_can_be_repeated(sandbox: Sandbox) -> None:
 
 
 def test_missing_write_access_is_an_error_before_training(sandbox: Sandbox) -> None:
-    for env in ({"HF_TOKEN": "hf_wrongTokenOfMallory"}, {"HF_TOKEN": READ_TOKEN}):
-        assert "token" in train(sandbox, **env).error or "ann" in train(sandbox, **env).error
+    for token, part in (("hf_wrongTokenOfMallory", "token"), (READ_TOKEN, "ann")):
+        assert part in train(sandbox, HF_TOKEN=token).error
     repo = sandbox.hub.put("ann/tools", {})
     assert "public" in train(sandbox).error
     repo.private = True

@@ -72,5 +72,5 @@ def test_norms_and_gates_are_not_saved(
     # Inputs of attention, and of dense gates with their product. The first is the embedding output, which is saved.
     spec, is_dense = model.spec, name != "qwen3-moe"
     num_values = len(spec.layers) * (1 + is_dense) * spec.dim - spec.dim
-    num_values += sum(layer.ffn.hidden for layer in spec.layers) if is_dense else 0
+    num_values += sum(layer.ffn.intermediate_size for layer in spec.layers) if is_dense else 0
     assert more_bytes - fewer_bytes >= 4 * 64 * num_values * (2 if precision.compute_dtype == "bf16" else 4)

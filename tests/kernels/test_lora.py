@@ -112,7 +112,7 @@ def test_outputs_and_all_gradients(adapter: LoRAConfig, weights: NoQuantization,
 @pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
 def test_fused_operation_equals_reference(adapter: LoRAConfig) -> None:
     layers = make_layers(adapter, NoQuantization(), FP32, 3)
-    x, updates = torch.randn(2, 5, INNER, requires_grad=True), [adapter.parted(layer) for layer in layers]
+    x, updates = torch.randn(2, 5, INNER, requires_grad=True), [adapter.lora_weights(layer) for layer in layers]
     results = []
     for run in (lora.lora_linear, lora.reference):
         ys = run(x, updates)
@@ -210,7 +210,7 @@ def test_torch_compile_gives_the_same(adapter: str, fullgraph: bool) -> None:
 def test_layers_with_other_adapters_run_one_by_one() -> None:
     """A layer without an adapter, and one with another adapter, next to a LoRA layer."""
     first, second, third = make_layers(ADAPTERS["lora"], NoQuantization(), FP32, 3)
-    second.update, third.update = None, LoRAConfig(4, 6.0).product
+    second.update, third.update = None, LoRAConfig(4, 6.0).forward_linear
     x = torch.randn(4, INNER)
     for y, layer in zip(shared_input_linears((first, second, third), x), (first, second, third), strict=True):
         assert torch.equal(y, layer(x))

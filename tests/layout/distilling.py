@@ -1,13 +1,12 @@
-"""Some steps of distillation on any layout, and what came of them. Lean: every rank imports it."""
+"""Distillation steps on any layout, and their results. Has few imports because each rank loads it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import tokenizers
 import torch
 
-from tests.helpers.optimizer_step import step_optimizer
-from tests.layout.steps import FP32, Case, Outcome, batches
+from tests.layout.steps import FP32, Case, Outcome, make_micro_batches
 from tunekit import build
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.dataloader.batch import Collator
@@ -20,22 +19,22 @@ from tunekit.distributed.sharding import full_tensor
 from tunekit.losses.kl_divergence import JensenShannon, KLDivergenceLoss
 from tunekit.recipes import distill
 
-WORDS = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"w": 0}, "w")), {}, {})
+TOKENIZER = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"w": 0}, "w")), {}, {})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lesson(Case):
-    """What a student learns from a teacher."""
+class DistillCase(Case):
+    """Distillation of `teacher` into the model of a case."""
 
     teacher: Path
     loss: KLDivergenceLoss = field(default_factory=lambda: JensenShannon(beta=0.3, kd_ratio=0.8, temperature=1.5))
     top: int | None = None
-    share: float = 0.0  # of rows that the student answers itself
+    share: float = 0.0  # fraction of rows with answers of the student
 
 
-def taught(case: Lesson) -> Outcome:
-    """A few steps as the recipe takes them. Behind the losses of all steps stand the other figures of the last one."""
-    found = Outcome()
+def run_distillation(case: DistillCase) -> Outcome:
+    """Train a few steps as the recipe does. The losses end with the other metrics of the last step."""
+    outcome = Outcome()
     with DistributedContext(7, "cpu", case.parallel) as run:
         source = HFCheckpoint.open(case.folder)
         model = build.build_model(source, case.weights, case.adapter, case.precision, case.memory, run)
@@ -49,27 +48,31 @@ def taught(case: Lesson) -> Outcome:
             adapter=case.adapter,
             max_grad_norm=case.clip,
         )
-        layout = Collator(4, case.micro_batch, run.reader, run.sizes.readers, 0, case.length if case.packed else None)
-        online_teacher = teacher.open(case.loss, model, WORDS, [], run)
-        on_policy = OnPolicyConfig(case.share, max_new_tokens=6, batch_size=2)
-        sampler = StudentSampler(on_policy, layout, case.length, frozenset({3, 4, 5}))
+        collator = Collator(4, case.micro_batch, run.reader, run.sizes.readers, 0, case.length if case.packed else None)
+        modules = {
+            "teacher": teacher.open(case.loss, model, TOKENIZER, [], run),
+            "writer": StudentSampler(
+                OnPolicyConfig(case.share, max_new_tokens=6, batch_size=2), collator, case.length, frozenset({3, 4, 5})
+            ),
+        }
         optimizer = case.optimizer.build(case.adapter.param_groups(model))
-        train_optimizer = case.memory.wrap_optimizer(optimizer, run)
-        figures = {}
+        update = case.memory.update(optimizer, case.clip, run)
+        metrics = {}
         for step in range(case.steps):
             run.begin_step(step)
-            micro_batches = sampler(model, batches(case, step, run), run)
-            loss, metrics = distill.forward_backward(model, micro_batches, cfg, online_teacher, run)
-            found.losses.append(float(loss))
-            found.norms.append(float(step_optimizer(train_optimizer, case.clip)))
-            figures = {name: float(value) for name, value in metrics.items()}
-        found.losses += [figures[name] for name in sorted(figures)]
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        found.tensors = {name: full_tensor(p).clone() for name, p in named}
-    return found
+            taken = distill.forward_backward(
+                model, make_micro_batches(case, step, run), replace(cfg), update, run, **modules
+            )
+            outcome.losses.append(float(taken.loss))
+            outcome.norms.append(float(taken.norm))
+            metrics = {name: float(value) for name, value in taken.figures.items()}
+        outcome.losses += [metrics[name] for name in sorted(metrics)]
+        parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        outcome.tensors = {name: full_tensor(p).clone() for name, p in parameters}
+    return outcome
 
 
-def lessons(cases: list[Lesson]) -> list[Outcome]:
-    """One after the other, in one start of the ranks."""
+def run_distillation_cases(cases: list[DistillCase]) -> list[Outcome]:
+    """Run all cases in one start of the ranks."""
     torch.set_num_threads(1)
-    return [taught(case) for case in cases]
+    return [run_distillation(case) for case in cases]

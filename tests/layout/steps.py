@@ -1,4 +1,4 @@
-"""Some steps of training on any layout, and what came of them. Lean: every rank imports it."""
+"""Training steps on any layout, and their results. Has few imports because each rank loads it."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests import pairs
-from tests.helpers.optimizer_step import step_optimizer
 from tunekit import build
 from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -31,7 +30,7 @@ ROWS, LENGTH, VOCAB = 4, 24, 96
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, how, and where."""
+    """Model, data, method and layout of a training run."""
 
     folder: Path
     adapter: NoAdapter = NoAdapter()
@@ -45,48 +44,48 @@ class Case:
     clip: float = 0.5
     steps: int = 5
     length: int = LENGTH  # of rows
-    vocab: int = VOCAB  # ids from which rows are drawn
-    pairs: Literal["", "whole", "shared"] = ""  # what both begin with is written twice or once
+    vocab: int = VOCAB  # tokens of rows are below this
+    pairs: Literal["", "whole", "shared"] = ""  # the common prefix is repeated (whole) or shared
 
 
 @dataclass
 class Outcome:
-    """Losses and lengths of gradients, and every trained tensor, whole."""
+    """Losses, gradient norms, and all trained tensors, unsharded."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
-def batches(case: Case, step: int, run: DistributedContext) -> list[Batch]:
-    """This rank's micro-batches of a step; every row has another number of learnt tokens."""
+def make_micro_batches(case: Case, step: int, run: DistributedContext) -> list[Batch]:
+    """Micro-batches of this rank for a step. Each row has a different number of target tokens."""
     if case.pairs:
         return pairs.make_batches(case.pairs == "shared", run.dp_rank, run.dims.dp_size, case.micro_batch)
-    draw = torch.Generator().manual_seed(100 + step)
-    rows = torch.randint(0, case.vocab, (ROWS, case.length), generator=draw)
-    learnt = torch.rand(rows.shape, generator=draw) < torch.tensor([0.2, 0.9, 0.5, 0.7])[:, None]
-    targets = F.pad(rows[:, 1:], (0, 1), value=IGNORE).masked_fill(~learnt, IGNORE)
-    mine = range(run.dp_rank, ROWS, run.dims.dp_size)
-    parts = [list(mine)[i : i + case.micro_batch] for i in range(0, len(mine), case.micro_batch)]
-    return [made(rows[part], targets[part], case.packed) for part in parts]
+    generator = torch.Generator().manual_seed(100 + step)
+    rows = torch.randint(0, case.vocab, (ROWS, case.length), generator=generator)
+    is_target = torch.rand(rows.shape, generator=generator) < torch.tensor([0.2, 0.9, 0.5, 0.7])[:, None]
+    targets = F.pad(rows[:, 1:], (0, 1), value=IGNORE).masked_fill(~is_target, IGNORE)
+    local_rows = range(run.dp_rank, ROWS, run.dims.dp_size)
+    groups = [list(local_rows)[i : i + case.micro_batch] for i in range(0, len(local_rows), case.micro_batch)]
+    return [make_batch(rows[group], targets[group], case.packed) for group in groups]
 
 
-def made(rows: Tensor, targets: Tensor, packed: bool) -> Batch:
-    """A batch of whole rows, or of rows in which documents of odd lengths stand side by side."""
-    length, offsets = rows.shape[1], None
+def make_batch(rows: Tensor, targets: Tensor, packed: bool) -> Batch:
+    """Batch of padded rows, or of rows that contain several documents of odd lengths."""
+    length, cu_seqlens = rows.shape[1], None
     positions = torch.arange(length).expand_as(rows)
     if packed:
         bounds = [0]
         for row in range(len(rows)):
             bounds += [row * length + end for end in (7, 16, length)]
-        offsets = torch.tensor(bounds, dtype=torch.int32)
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
         positions = torch.cat([torch.arange(n) for n in (7, 9, length - 16)]).expand_as(rows)
-    return Batch(rows, targets, positions, offsets, int((targets != IGNORE).sum()), rows.numel())
+    return Batch(rows, targets, positions, cu_seqlens, int((targets != IGNORE).sum()), rows.numel())
 
 
-def trained(case: Case) -> Outcome:
-    """A few steps as the recipe takes them."""
-    found = Outcome()
+def train_case(case: Case) -> Outcome:
+    """Train a few steps as the recipe does."""
+    outcome = Outcome()
     with DistributedContext(7, "cpu", case.parallel) as run:
         source = HFCheckpoint.open(case.folder)
         model = build.build_model(source, case.weights, case.adapter, case.precision, case.memory, run)
@@ -95,24 +94,24 @@ def trained(case: Case) -> Outcome:
         )
         cfg = replace(cfg, optimizer=case.optimizer)
         optimizer = case.optimizer.build(case.adapter.param_groups(model))
-        train_optimizer = case.memory.wrap_optimizer(optimizer, run)
+        update = case.memory.update(optimizer, case.clip, run)
         for step in range(case.steps):
             run.seed_step(step)
-            loss = sft.forward_backward(model, batches(case, step, run), cfg, run)
-            found.losses.append(float(loss))
-            found.norms.append(float(step_optimizer(train_optimizer, case.clip)))
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        found.tensors = {name: full_tensor(p).clone() for name, p in named}
-    return found
+            taken = sft.forward_backward(model, make_micro_batches(case, step, run), cfg, update, run)
+            outcome.losses.append(float(taken.loss))
+            outcome.norms.append(float(taken.norm))
+        parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        outcome.tensors = {name: full_tensor(p).clone() for name, p in parameters}
+    return outcome
 
 
-def answers(folders: list[Path], parallel: ParallelConfig) -> list[tuple[Tensor, list[list[int]]]]:
-    """What models say: all their logits, and some tokens of their own."""
+def generate_answers(folders: list[Path], parallel: ParallelConfig) -> list[tuple[Tensor, list[list[int]]]]:
+    """Logits and greedy answers of each model."""
     torch.set_num_threads(1)
-    return [answer(folder, parallel) for folder in folders]
+    return [generate_answer(folder, parallel) for folder in folders]
 
 
-def answer(folder: Path, parallel: ParallelConfig) -> tuple[Tensor, list[list[int]]]:
+def generate_answer(folder: Path, parallel: ParallelConfig) -> tuple[Tensor, list[list[int]]]:
     with DistributedContext(7, "cpu", parallel) as run, torch.no_grad():
         model = build.build_model(
             HFCheckpoint.open(folder), NoQuantization(), NoAdapter(), FP32, MemoryConfig(), run
@@ -123,14 +122,14 @@ def answer(folder: Path, parallel: ParallelConfig) -> tuple[Tensor, list[list[in
         )
 
 
-def several(cases: list[Case]) -> list[Outcome]:
-    """One case after the other, in one start of the ranks."""
+def train_cases(cases: list[Case]) -> list[Outcome]:
+    """Train all cases in one start of the ranks."""
     torch.set_num_threads(1)
-    return [trained(case) for case in cases]
+    return [train_case(case) for case in cases]
 
 
-def trained_and_asked(
+def train_and_generate(
     cases: list[Case], folders: list[Path], parallel: ParallelConfig
 ) -> tuple[list[Outcome], list[Any]]:
-    """All that a start of ranks can do."""
-    return several(cases), answers(folders, parallel)
+    """Train and generate in one start of the ranks."""
+    return train_cases(cases), generate_answers(folders, parallel)

@@ -1,4 +1,4 @@
-"""Rows that several ranks share: all that a query may see, seen from another rank."""
+"""Attention with queries that are sharded over context parallel ranks."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tunekit.kernels import attention
 from tunekit.kernels.attention import AttentionParams, attention_sharded
 from tunekit.kernels.sequence_layout import SequenceLayout
 
-RULES = [
+ATTENTION_PARAMS = [
     AttentionParams(0.3),
     AttentionParams(0.3, window=4),
     AttentionParams(0.3, chunk=5),
@@ -19,32 +19,34 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("sunk", [False, True])
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_stretches_of_queries(rule: AttentionParams, sunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On keys of whole rows they are what they are beside the other queries, with their gradients."""
-    if sunk and rule.softcap is not None:
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("params", ATTENTION_PARAMS, ids=str)
+def test_attention_of_a_context_shard_matches_full_attention(
+    params: AttentionParams, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries of one rank with keys of full rows give the same outputs and gradients as all queries together."""
+    if with_sinks and params.softcap is not None:
         return
     monkeypatch.setattr(attention, "BLOCK", 3)
-    draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 23, heads, 8, generator=draw).requires_grad_() for heads in (4, 2, 2))
-    sinks = torch.randn(4, generator=draw).requires_grad_() if sunk else None
-    learnt = [q, k, v, *([] if sinks is None else [sinks])]
-    offsets = torch.tensor([0, 7, 16, 23, 23 + 11, 46])
-    positions = torch.cat([torch.arange(n) for n in offsets.diff()]).view(2, 23)
-    wanted = attention.attention(q, k, v, rule, SequenceLayout(offsets), sinks)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 23, heads, 8, generator=generator).requires_grad_() for heads in (4, 2, 2))
+    sinks = torch.randn(4, generator=generator).requires_grad_() if with_sinks else None
+    inputs = [q, k, v, *([] if sinks is None else [sinks])]
+    cu_seqlens = torch.tensor([0, 7, 16, 23, 23 + 11, 46])
+    positions = torch.cat([torch.arange(n) for n in cu_seqlens.diff()]).view(2, 23)
+    expected = attention.attention(q, k, v, params, SequenceLayout(cu_seqlens), sinks)
     ranks = [ContextParallelSharding(MeshDim(None, 2, index)) for index in range(2)]  # type: ignore[arg-type] (nothing is sent)
-    found = [
-        attention_sharded(r.local_tokens(q), k, v, rule, r.local_tokens(positions), r.local_ranges(23), sinks)
+    outputs = [
+        attention_sharded(r.local_tokens(q), k, v, params, r.local_tokens(positions), r.local_ranges(23), sinks)
         for r in ranks
     ]
-    real = torch.ones(2, 23, 1, 1)
-    for one, rank in zip(found, ranks, strict=True):
-        assert relative_error(one * rank.keep(real), rank.keep(wanted)) < 1e-6
-    weight = torch.randn(wanted.shape, generator=draw)
-    theirs = torch.autograd.grad((wanted * weight).sum(), learnt)
-    ours = torch.autograd.grad(
-        sum((y * r.local_tokens(weight)).sum() for y, r in zip(found, ranks, strict=True)), learnt
+    mask = torch.ones(2, 23, 1, 1)
+    for output, rank in zip(outputs, ranks, strict=True):
+        assert relative_error(output * rank.keep(mask), rank.keep(expected)) < 1e-6
+    weight = torch.randn(expected.shape, generator=generator)
+    expected_grads = torch.autograd.grad((expected * weight).sum(), inputs)
+    grads = torch.autograd.grad(
+        sum((y * r.local_tokens(weight)).sum() for y, r in zip(outputs, ranks, strict=True)), inputs
     )
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(grads, expected_grads, strict=True):
         assert relative_error(a, b) < 1e-5

@@ -1,6 +1,6 @@
-"""One table: every layout gives the numbers of one process, whatever is trained and however weights are kept.
+"""All layouts give the results of one process, for each kind of adapter and quantization.
 
-One start of ranks does all that it can, for a start takes longer than the steps.
+Ranks start once for many cases, since starting them takes longer than the steps.
 """
 
 from dataclasses import replace
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.checkpoints import build, save
-from tests.layout.steps import Case, Outcome, several
-from tests.parallel.ranks import on
+from tests.layout.steps import Case, Outcome, train_cases
+from tests.parallel.ranks import run_ranks
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.optim.config import AdamWConfig
@@ -44,11 +44,11 @@ SPARSE = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
 }
-EVERYWHERE = ("attn", "experts")
-# A step of Adam is as long where the gradient is nearly zero, and then rounding decides its direction: a larger
-# epsilon leaves it in proportion.
+ATTENTION_AND_EXPERTS = ("attn", "experts")
+# Adam amplifies gradients near zero, whose direction is rounding error. A larger epsilon makes its steps
+# proportional to the gradient.
 STEADY = AdamWConfig(lr=0.1, eps=0.1)
-ADAPTED = {
+METHODS = {
     "full": {},
     "lora": {"adapter": LoRAConfig(4)},
     "dora": {"adapter": DoRAConfig(4)},
@@ -58,9 +58,9 @@ ADAPTED = {
 }
 EXPERTS = {
     "full": {},
-    "lora": {"adapter": LoRAConfig(4, target_modules=EVERYWHERE)},
-    "qlora": {"adapter": LoRAConfig(4, target_modules=EVERYWHERE), "weights": NF4Config()},
-    "lora, 8 bits": {"adapter": LoRAConfig(4, target_modules=EVERYWHERE), "weights": Float8Config()},
+    "lora": {"adapter": LoRAConfig(4, target_modules=ATTENTION_AND_EXPERTS)},
+    "qlora": {"adapter": LoRAConfig(4, target_modules=ATTENTION_AND_EXPERTS), "weights": NF4Config()},
+    "lora, 8 bits": {"adapter": LoRAConfig(4, target_modules=ATTENTION_AND_EXPERTS), "weights": Float8Config()},
 }
 TWO = {
     "fsdp 2": ParallelConfig(),
@@ -79,86 +79,93 @@ SPARSE_FOUR = {"expert 2 x fsdp 2": ParallelConfig(ep=2)}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A dense checkpoint and one with experts."""
+    """A dense and a mixture-of-experts checkpoint."""
     shapes = {"dense": DENSE, "sparse": SPARSE}
     return {name: save(build(shape), tmp_path_factory.mktemp(name)) for name, shape in shapes.items()}
 
 
-ALONE: dict[str, Outcome] = {}
+SINGLE_PROCESS_RESULTS: dict[str, Outcome] = {}
 
 
-def alone(case: Case) -> Outcome:
-    """What one process makes of it; asked for by every layout, and computed once."""
+def single_process_result(case: Case) -> Outcome:
+    """Result of one process. Cached for all layouts."""
     case = replace(case, parallel=ParallelConfig())
-    if repr(case) not in ALONE:
-        ALONE[repr(case)] = several([case])[0]
-    return ALONE[repr(case)]
+    if repr(case) not in SINGLE_PROCESS_RESULTS:
+        SINGLE_PROCESS_RESULTS[repr(case)] = train_cases([case])[0]
+    return SINGLE_PROCESS_RESULTS[repr(case)]
 
 
-def furthest(found: list[float], wanted: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+def max_relative_difference(actual: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True))
 
 
-def differences(found: Outcome, wanted: Outcome) -> tuple[float, float, float]:
-    """Of losses, lengths of gradients, and tensors, relative to the largest number of each."""
-    assert found.tensors.keys() == wanted.tensors.keys()
-    apart = [((found.tensors[n] - t).abs().max() / t.abs().max()).item() for n, t in wanted.tensors.items()]
-    return furthest(found.losses, wanted.losses), furthest(found.norms, wanted.norms), max(apart)
+def relative_differences(actual: Outcome, expected: Outcome) -> tuple[float, float, float]:
+    """Maximum differences of losses, gradient norms and tensors, relative to the expected values."""
+    assert actual.tensors.keys() == expected.tensors.keys()
+    tensors = [((actual.tensors[n] - t).abs().max() / t.abs().max()).item() for n, t in expected.tensors.items()]
+    return (
+        max_relative_difference(actual.losses, expected.losses),
+        max_relative_difference(actual.norms, expected.norms),
+        max(tensors),
+    )
 
 
 def compare(count: int, rows: list[tuple[str, str, Case]], limit: float) -> None:
-    """Each row on so many ranks, against one process."""
+    """Compare each row, run on `count` ranks, with one process."""
     torch.set_num_threads(1)
-    results = on(count, several, [case for *_, case in rows])
-    table, wrong = [], []
+    results = run_ranks(count, train_cases, [case for *_, case in rows])
+    table, failures = [], []
     for number, (layout, kind, case) in enumerate(rows):
-        wanted = alone(case)
+        expected = single_process_result(case)
         for rank, result in enumerate(results):
-            apart = differences(result[number], wanted)
-            told = (
-                f"{layout:18} {kind:14} rank {rank}: losses {apart[0]:.1e} norms {apart[1]:.1e} weights {apart[2]:.1e}"
-            )
-            table.append(told)
-            wrong += [told] if not max(apart) <= limit else []
+            differences = relative_differences(result[number], expected)
+            values = "losses {:.1e} norms {:.1e} weights {:.1e}".format(*differences)
+            line = f"{layout:18} {kind:14} rank {rank}: {values}"
+            table.append(line)
+            failures += [line] if not max(differences) <= limit else []
     print("\n".join(table))
-    assert not wrong, "\n".join(wrong)
+    assert not failures, "\n".join(failures)
 
 
-def cases(folder: Path, layouts: dict[str, ParallelConfig], kinds: dict[str, dict], **more: object) -> list:
+def make_cases(folder: Path, layouts: dict[str, ParallelConfig], kinds: dict[str, dict], **options: object) -> list:
     base = Case(folder, optimizer=STEADY)
     return [
-        (layout, kind, replace(base, parallel=parallel, **choices, **more))
+        (layout, kind, replace(base, parallel=parallel, **method, **options))
         for layout, parallel in layouts.items()
-        for kind, choices in kinds.items()
+        for kind, method in kinds.items()
     ]
 
 
 @pytest.mark.multi
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "layouts"), [(2, TWO), (4, FOUR)], ids=["2", "4"])
-def test_dense(count: int, layouts: dict[str, ParallelConfig], folders: dict[str, Path]) -> None:
-    compare(count, cases(folders["dense"], layouts, ADAPTED), 1e-5)
+def test_dense_model_matches_one_process(
+    count: int, layouts: dict[str, ParallelConfig], folders: dict[str, Path]
+) -> None:
+    compare(count, make_cases(folders["dense"], layouts, METHODS), 1e-5)
 
 
 @pytest.mark.multi
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "layouts"), [(2, SPARSE_TWO), (4, SPARSE_FOUR)], ids=["2", "4"])
-def test_experts(count: int, layouts: dict[str, ParallelConfig], folders: dict[str, Path]) -> None:
-    compare(count, cases(folders["sparse"], layouts, EXPERTS), 1e-5)
+def test_experts_match_one_process(count: int, layouts: dict[str, ParallelConfig], folders: dict[str, Path]) -> None:
+    compare(count, make_cases(folders["sparse"], layouts, EXPERTS), 1e-5)
 
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_what_a_layout_may_be_told(folders: dict[str, Path]) -> None:
-    """Packed rows, rows in several passes or one, and weights that travel in other ways."""
-    rows = cases(folders["dense"], {"fsdp 2": ParallelConfig()}, {"full": {}}, packed=True, micro_batch=2)
-    rows += cases(
+def test_layout_options_match_one_process(folders: dict[str, Path]) -> None:
+    """Packed rows, one or several micro-batches, and options for gathering weights."""
+    rows = make_cases(folders["dense"], {"fsdp 2": ParallelConfig()}, {"full": {}}, packed=True, micro_batch=2)
+    rows += make_cases(
         folders["dense"], {"kept whole": ParallelConfig(reshard_after_forward=False, prefetch_layers=2)}, {"full": {}}
     )
-    rows += cases(
+    rows += make_cases(
         folders["dense"],
         {"nested": ParallelConfig()},
         {"qdora": {"adapter": DoRAConfig(4), "weights": NF4Config(double_quant=True)}},
     )
-    rows += cases(folders["dense"], {"pissa": ParallelConfig()}, {"lora": {"adapter": LoRAConfig(4, init="pissa")}})
+    rows += make_cases(
+        folders["dense"], {"pissa": ParallelConfig()}, {"lora": {"adapter": LoRAConfig(4, init="pissa")}}
+    )
     compare(2, rows, 1e-5)

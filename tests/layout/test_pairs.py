@@ -1,4 +1,4 @@
-"""Pairs that share what they begin with train what whole pairs in one process do, wherever the model and rows lie."""
+"""Preference pairs with shared prefixes give the results of repeated prefixes on one process, on any layout."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.layout.compared import PROPORTIONAL, folder
-from tests.layout.steps import Case, several
-from tests.layout.test_layouts import differences
-from tests.parallel.ranks import on
+from tests.layout.compared import PROPORTIONAL, make_checkpoint_dir
+from tests.layout.steps import Case, train_cases
+from tests.layout.test_layouts import relative_differences
+from tests.parallel.ranks import run_ranks
 from tunekit.adapters.config import LoRAConfig
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.memory.config import MemoryConfig
@@ -18,8 +18,8 @@ from tunekit.quantization.config import NF4Config
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_two_ranks(tmp_path: Path) -> None:
-    dense, windows = folder(tmp_path, "dense", vocab_size=96), folder(tmp_path, "gemma2")
+def test_shared_prefixes_on_two_ranks_match_one_process(tmp_path: Path) -> None:
+    dense, windows = make_checkpoint_dir(tmp_path, "dense", vocab_size=96), make_checkpoint_dir(tmp_path, "gemma2")
     case = Case(dense, optimizer=PROPORTIONAL, steps=2, pairs="shared")
     cases = {
         "fsdp": case,
@@ -32,8 +32,8 @@ def test_two_ranks(tmp_path: Path) -> None:
         "context, windows and caps": replace(case, folder=windows, parallel=ParallelConfig(cp=2), micro_batch=2),
     }
     torch.set_num_threads(1)
-    found = on(2, several, list(cases.values()), limit=300)
-    for number, (name, one) in enumerate(cases.items()):
-        wanted = several([replace(one, parallel=ParallelConfig(), pairs="whole")])[0]
-        for rank in found:
-            assert max(differences(rank[number], wanted)) < 1e-5, name
+    results = run_ranks(2, train_cases, list(cases.values()), limit=300)
+    for number, (name, variant) in enumerate(cases.items()):
+        expected = train_cases([replace(variant, parallel=ParallelConfig(), pairs="whole")])[0]
+        for rank in results:
+            assert max(relative_differences(rank[number], expected)) < 1e-5, name

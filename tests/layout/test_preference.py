@@ -1,4 +1,4 @@
-"""Preference on any layout: the same steps on one process and on two, packed or padded, whatever is trained."""
+"""Preference training gives the same steps on one and two processes, packed or padded, with any adapter."""
 
 import json
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.checkpoints import FP32, build, save
 from tests.layout.test_layouts import DENSE
-from tests.parallel.ranks import on
+from tests.parallel.ranks import run_ranks
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.data.datasets import PreferenceDataset as Pairs
 from tunekit.data.datasets import UnpairedPreferenceDataset
@@ -25,9 +25,9 @@ from tunekit.quantization.config import Float8Config, NF4Config
 from tunekit.recipes import preference
 from tunekit.training.reference_model import CopiedReference, DisableAdapterReference, PrecomputedReference
 
-PAIRS, HELD, LENGTH = 7, 3, 40
-FIGURES = ("loss", "grad_norm", "rewards/chosen", "rewards/margins", "logps/rejected", "entropy")
-ADAPTED: dict[str, dict[str, Any]] = {
+NUM_PAIRS, NUM_EVAL_PAIRS, LENGTH = 7, 3, 40
+METRICS = ("loss", "grad_norm", "rewards/chosen", "rewards/margins", "logps/rejected", "entropy")
+METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"adapter": LoRAConfig(4)},
     "dora": {"adapter": DoRAConfig(4)},
@@ -36,57 +36,62 @@ ADAPTED: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Ended:
-    """Figures of every step, and the tensors that a run has left."""
+class RunResult:
+    """Metrics of all steps, and the saved tensors of a run."""
 
-    figures: dict[str, list[float]]
+    metrics: dict[str, list[float]]
     tensors: dict[str, Tensor]
 
     @classmethod
-    def of(cls, out: Path) -> "Ended":
+    def read(cls, out: Path) -> "RunResult":
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         steps = [line for line in lines if "loss" in line or "eval/loss" in line]
-        names = dict.fromkeys(name for line in steps for name in line if name in FIGURES or "eval/loss" in name)
+        names = dict.fromkeys(name for line in steps for name in line if name in METRICS or "eval/loss" in name)
         figures = {name: [line[name] for line in steps if name in line] for name in names}
         files = sorted((out / "final").glob("*.safetensors"))
         return cls(figures, {name: tensor for file in files for name, tensor in load_file(file).items()})
 
-    def apart(self, other: "Ended") -> float:
-        """The largest difference of a figure or a number, of the largest of its kind.
+    def max_difference(self, other: "RunResult") -> float:
+        """Maximum difference of metrics and tensors, relative to the largest value of each.
 
-        A divergence is a difference of log-probabilities, and has their last bits.
+        A KL divergence is a difference of log-probabilities, so it has their absolute rounding error.
         """
-        assert self.figures.keys() == other.figures.keys() and self.tensors.keys() == other.tensors.keys()
-        kinds = {name: other.figures["logps/rejected"] if name.endswith("kl") else [] for name in self.figures}
+        assert self.metrics.keys() == other.metrics.keys() and self.tensors.keys() == other.tensors.keys()
+        kinds = {name: other.metrics["logps/rejected"] if name.endswith("kl") else [] for name in self.metrics}
         pairs = [
-            (torch.tensor(values + kinds[name]), torch.tensor(other.figures[name] + kinds[name]))
-            for name, values in self.figures.items()
+            (torch.tensor(values + kinds[name]), torch.tensor(other.metrics[name] + kinds[name]))
+            for name, values in self.metrics.items()
         ]
         pairs += [(self.tensors[name].float(), other.tensors[name].float()) for name in self.tensors]
         return max(((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs)
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> preference.PreferenceConfig:
-    """Three steps, each of all rows, so that packed rows make the same steps."""
+def base_config(tmp_path_factory: pytest.TempPathFactory) -> preference.PreferenceConfig:
+    """Config of three steps. Each step contains all rows, so packing does not change the steps."""
     folder = tmp_path_factory.mktemp("preference")
-    draw = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
 
-    def words(low: int, high: int) -> str:
-        count = int(torch.randint(low, high, (1,), generator=draw))
-        return " ".join(f"w{int(i)}" for i in torch.randint(0, 60, (count,), generator=draw))
+    def random_text(low: int, high: int) -> str:
+        count = int(torch.randint(low, high, (1,), generator=generator))
+        return " ".join(f"w{int(i)}" for i in torch.randint(0, 60, (count,), generator=generator))
 
     lines = []
-    for i in range(PAIRS + HELD):
-        row = {"prompt": words(1, 9) + " ", "chosen": words(1, 11), "rejected": words(1, 11), "label": i % 3 > 0}
+    for i in range(NUM_PAIRS + NUM_EVAL_PAIRS):
+        row = {
+            "prompt": random_text(1, 9) + " ",
+            "chosen": random_text(1, 11),
+            "rejected": random_text(1, 11),
+            "label": i % 3 > 0,
+        }
         lines.append(json.dumps(row | {"completion": row["chosen"]}) + "\n")
-    source, held = folder / "rows.jsonl", folder / "held.jsonl"
-    source.write_text("".join(lines[:PAIRS]))
-    held.write_text("".join(lines[PAIRS:]))
+    source, eval_source = folder / "rows.jsonl", folder / "held.jsonl"
+    source.write_text("".join(lines[:NUM_PAIRS]))
+    eval_source.write_text("".join(lines[NUM_PAIRS:]))
     return preference.PreferenceConfig(
         model=str(save(build(DENSE), folder / "model")),
         data=Pairs(str(source), max_length=LENGTH),
-        eval_data=Pairs(str(held), max_length=LENGTH),
+        eval_data=Pairs(str(eval_source), max_length=LENGTH),
         output_dir=str(folder / "out"),
         optimizer=AdamWConfig(lr=0.003, eps=0.1),
         lr_scheduler=ConstantLRConfig(),
@@ -98,101 +103,111 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> preference.PreferenceConfi
     )
 
 
-def packed(cfg: preference.PreferenceConfig) -> preference.PreferenceConfig:
-    # What is packed has room for two rows of this length, and prompts are written once.
+def with_packing(cfg: preference.PreferenceConfig) -> preference.PreferenceConfig:
+    # a packed row has room for two documents of this length, and prompts are shared
     return replace(cfg, data=replace(cfg.data, packing=True), eval_data=replace(cfg.eval_data, packing=True))
 
 
-def marked(cfg: preference.PreferenceConfig) -> preference.PreferenceConfig:
-    data, held = (UnpairedPreferenceDataset(rows.source, max_length=LENGTH) for rows in (cfg.data, cfg.eval_data))
-    return replace(cfg, data=data, eval_data=held)
+def as_unpaired(cfg: preference.PreferenceConfig) -> preference.PreferenceConfig:
+    data, eval_data = (UnpairedPreferenceDataset(rows.source, max_length=LENGTH) for rows in (cfg.data, cfg.eval_data))
+    return replace(cfg, data=data, eval_data=eval_data)
 
 
-ENDED: dict[str, Ended] = {}
+SINGLE_PROCESS_RESULTS: dict[str, RunResult] = {}
 
 
-def alone(cfg: preference.PreferenceConfig, folder: Path) -> Ended:
-    """What a run on this process comes to, computed once."""
+def single_process_result(cfg: preference.PreferenceConfig, folder: Path) -> RunResult:
+    """Result of the run on this process. Cached."""
     key = repr(replace(cfg, output_dir=""))
-    if key not in ENDED:
+    if key not in SINGLE_PROCESS_RESULTS:
         preference.main(replace(cfg, output_dir=str(folder)))
-        ENDED[key] = Ended.of(folder)
-    return ENDED[key]
+        SINGLE_PROCESS_RESULTS[key] = RunResult.read(folder)
+    return SINGLE_PROCESS_RESULTS[key]
 
 
-def ran(cfgs: list[preference.PreferenceConfig]) -> None:
+def run_all(cfgs: list[preference.PreferenceConfig]) -> None:
     torch.set_num_threads(1)
     for cfg in cfgs:
         preference.main(cfg)
 
 
-@pytest.mark.parametrize("kind", ADAPTED)
-def test_packed_and_padded_and_in_any_micro_batches(
-    kind: str, base: preference.PreferenceConfig, tmp_path: Path
+@pytest.mark.parametrize("kind", METHODS)
+def test_packing_and_micro_batch_size_do_not_change_results(
+    kind: str, base_config: preference.PreferenceConfig, tmp_path: Path
 ) -> None:
-    cfg = replace(base, **ADAPTED[kind])
-    wanted = alone(cfg, tmp_path / "one")
-    assert alone(packed(replace(cfg, micro_batch_size=2)), tmp_path / "packed").apart(wanted) < 1e-5
-    assert wanted.figures["loss"][0] == pytest.approx(0.6931472, rel=1e-6)
-    assert wanted.figures["loss"][-1] < 0.69
+    cfg = replace(base_config, **METHODS[kind])
+    expected = single_process_result(cfg, tmp_path / "one")
+    assert (
+        single_process_result(with_packing(replace(cfg, micro_batch_size=2)), tmp_path / "packed").max_difference(
+            expected
+        )
+        < 1e-5
+    )
+    assert expected.metrics["loss"][0] == pytest.approx(0.6931472, rel=1e-6)
+    assert expected.metrics["loss"][-1] < 0.69
 
 
-@pytest.mark.parametrize(("kind", "ways"), [
+@pytest.mark.parametrize(("kind", "references"), [
     ("lora", (DisableAdapterReference(), CopiedReference(), PrecomputedReference())),
     ("qlora", (DisableAdapterReference(), CopiedReference())),
     ("full", (CopiedReference(), PrecomputedReference())),
 ])  # fmt: skip
-def test_every_reference_is_the_same(kind: str, ways: tuple, base: preference.PreferenceConfig, tmp_path: Path) -> None:
-    cfg = packed(replace(base, micro_batch_size=2, **ADAPTED[kind]))
-    wanted = alone(cfg, tmp_path / "auto")
-    for way in ways:
-        found = alone(replace(cfg, reference=way), tmp_path / type(way).__name__)
-        assert found.apart(wanted) < 1e-6, way
+def test_all_kinds_of_reference_agree(
+    kind: str, references: tuple, base_config: preference.PreferenceConfig, tmp_path: Path
+) -> None:
+    cfg = with_packing(replace(base_config, micro_batch_size=2, **METHODS[kind]))
+    expected = single_process_result(cfg, tmp_path / "auto")
+    for reference in references:
+        actual = single_process_result(replace(cfg, reference=reference), tmp_path / type(reference).__name__)
+        assert actual.max_difference(expected) < 1e-6, reference
 
 
 LOSSES = {"aot": AOT(), "aot_unpaired": AOTUnpaired(), "kto": KTO(), "bco": BCO(), "orpo": ORPO()}
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_a_loss_of_a_whole_step_sees_all_micro_batches(
-    kind: str, base: preference.PreferenceConfig, tmp_path: Path
+def test_full_step_loss_sees_all_micro_batches(
+    kind: str, base_config: preference.PreferenceConfig, tmp_path: Path
 ) -> None:
-    cfg = replace(base, loss=(LOSSES[kind],), adapter=LoRAConfig(4))
-    wanted = alone(replace(cfg, micro_batch_size=PAIRS), tmp_path / "one")
-    assert alone(replace(cfg, micro_batch_size=2), tmp_path / "more").apart(wanted) < 1e-5
-    if kind != "kto":  # packing puts rows in another order, and so another one is the next
-        assert alone(packed(cfg), tmp_path / "packed").apart(wanted) < 1e-5
+    cfg = replace(base_config, loss=(LOSSES[kind],), adapter=LoRAConfig(4))
+    expected = single_process_result(replace(cfg, micro_batch_size=NUM_PAIRS), tmp_path / "one")
+    assert single_process_result(replace(cfg, micro_batch_size=2), tmp_path / "more").max_difference(expected) < 1e-5
+    if kind != "kto":  # KTO compares with the next row, and packing reorders rows
+        assert single_process_result(with_packing(cfg), tmp_path / "packed").max_difference(expected) < 1e-5
 
 
-def two(base: preference.PreferenceConfig) -> dict[str, preference.PreferenceConfig]:
-    """On each of two ranks some rows, or a part of each row or layer. Their numbers are odd, so one goes empty."""
-    lora = replace(base, adapter=LoRAConfig(4))
-    found = {kind: replace(base, **more) for kind, more in ADAPTED.items()}
-    found |= {f"{kind}, packed": packed(replace(base, **more)) for kind, more in ADAPTED.items()}
-    found |= {kind: replace(lora, loss=(loss,)) for kind, loss in LOSSES.items()}
-    found |= {"marks": marked(replace(lora, loss=(KTO(), BCO(weight=0.5))))}
-    found |= {"cached": replace(lora, reference=PrecomputedReference()), "tail": replace(lora, ld_alpha=0.5)}
-    found |= {"full, cached": replace(base, reference=PrecomputedReference())}
-    for way in (ParallelConfig(tp=2), ParallelConfig(cp=2)):
-        name = "tensor" if way.tp > 1 else "context"
-        found |= {name: replace(packed(base), parallel=way), f"{name}, lora": replace(lora, parallel=way)}
-        found |= {f"{name}, qlora": replace(lora, quantization=NF4Config(), parallel=way)}
-        found |= {f"{name}, float8": replace(lora, quantization=Float8Config(), parallel=way)}
-        found |= {f"{name}, kto": replace(lora, parallel=way, loss=(KTO(), DPO()))}
-        found |= {f"{name}, orpo": replace(lora, parallel=way, loss=(ORPO(), AOT()))}
-    return found
+def two_rank_configs(base_config: preference.PreferenceConfig) -> dict[str, preference.PreferenceConfig]:
+    """Configs for two ranks. Row counts are odd, so one rank has an empty batch."""
+    lora = replace(base_config, adapter=LoRAConfig(4))
+    configs = {kind: replace(base_config, **options) for kind, options in METHODS.items()}
+    configs |= {f"{kind}, packed": with_packing(replace(base_config, **options)) for kind, options in METHODS.items()}
+    configs |= {kind: replace(lora, loss=(loss,)) for kind, loss in LOSSES.items()}
+    configs |= {"marks": as_unpaired(replace(lora, loss=(KTO(), BCO(weight=0.5))))}
+    configs |= {"cached": replace(lora, reference=PrecomputedReference()), "tail": replace(lora, ld_alpha=0.5)}
+    configs |= {"full, cached": replace(base_config, reference=PrecomputedReference())}
+    for parallel in (ParallelConfig(tp=2), ParallelConfig(cp=2)):
+        name = "tensor" if parallel.tp > 1 else "context"
+        configs |= {
+            name: replace(with_packing(base_config), parallel=parallel),
+            f"{name}, lora": replace(lora, parallel=parallel),
+        }
+        configs |= {f"{name}, qlora": replace(lora, quantization=NF4Config(), parallel=parallel)}
+        configs |= {f"{name}, float8": replace(lora, quantization=Float8Config(), parallel=parallel)}
+        configs |= {f"{name}, kto": replace(lora, parallel=parallel, loss=(KTO(), DPO()))}
+        configs |= {f"{name}, orpo": replace(lora, parallel=parallel, loss=(ORPO(), AOT()))}
+    return configs
 
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_two_ranks(base: preference.PreferenceConfig, tmp_path: Path) -> None:
-    cases = {name: replace(cfg, output_dir=str(tmp_path / name)) for name, cfg in two(base).items()}
-    on(2, ran, list(cases.values()))
-    apart = {
-        name: Ended.of(Path(cfg.output_dir)).apart(
-            alone(replace(cfg, parallel=ParallelConfig()), tmp_path / f"{name} alone")
+def test_two_ranks_match_one_process(base_config: preference.PreferenceConfig, tmp_path: Path) -> None:
+    cases = {name: replace(cfg, output_dir=str(tmp_path / name)) for name, cfg in two_rank_configs(base_config).items()}
+    run_ranks(2, run_all, list(cases.values()))
+    differences = {
+        name: RunResult.read(Path(cfg.output_dir)).max_difference(
+            single_process_result(replace(cfg, parallel=ParallelConfig()), tmp_path / f"{name} alone")
         )
         for name, cfg in cases.items()
     }
-    print("\n".join(f"{name:20} {value:.1e}" for name, value in apart.items()))
-    assert max(apart.values()) < 1e-5, apart
+    print("\n".join(f"{name:20} {value:.1e}" for name, value in differences.items()))
+    assert max(differences.values()) < 1e-5, differences

@@ -1,4 +1,4 @@
-"""What scores is trained the same on one process and on two that share it, packed or padded, whatever rows say."""
+"""Reward training gives the same steps on one and two processes, packed or padded, with any kind of rows."""
 
 import json
 from dataclasses import replace
@@ -9,8 +9,8 @@ import torch
 
 from tests.checkpoints import FP32, build, save
 from tests.layout.test_layouts import DENSE
-from tests.layout.test_preference import Ended
-from tests.parallel.ranks import on
+from tests.layout.test_preference import RunResult
+from tests.parallel.ranks import run_ranks
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.data.reward_datasets import LabeledDataset, StepwiseDataset
 from tunekit.distributed.parallel_dims import ParallelConfig
@@ -19,24 +19,24 @@ from tunekit.optim.config import AdamWConfig, ConstantLRConfig
 from tunekit.quantization.config import NF4Config
 from tunekit.recipes import reward
 
-ROWS, HELD, LENGTH = 5, 3, 40
+NUM_ROWS, NUM_EVAL_ROWS, LENGTH = 5, 3, 40
 
 
-def words(draw: torch.Generator) -> str:
-    count = int(torch.randint(1, 9, (1,), generator=draw))
-    return " ".join(f"w{int(i)}" for i in torch.randint(0, 60, (count,), generator=draw))
+def random_text(generator: torch.Generator) -> str:
+    count = int(torch.randint(1, 9, (1,), generator=generator))
+    return " ".join(f"w{int(i)}" for i in torch.randint(0, 60, (count,), generator=generator))
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> reward.RewardConfig:
+def base_config(tmp_path_factory: pytest.TempPathFactory) -> reward.RewardConfig:
     """Each step sees all rows. Their number is odd, so one of two ranks has fewer of them."""
-    folder, draw = tmp_path_factory.mktemp("reward"), torch.Generator().manual_seed(5)
-    for name, count in (("rows", ROWS), ("held", HELD)):
+    folder, generator = tmp_path_factory.mktemp("reward"), torch.Generator().manual_seed(5)
+    for name, count in (("rows", NUM_ROWS), ("held", NUM_EVAL_ROWS)):
         lines = []
         for i in range(count):
-            steps = [words(draw) for _ in range(1 + i % 3)]
+            steps = [random_text(generator) for _ in range(1 + i % 3)]
             labels = [(i + j) % 2 > 0 for j in range(len(steps))]
-            row = {"text": words(draw), "label": i % 3, "prompt": words(draw) + "\n"}
+            row = {"text": random_text(generator), "label": i % 3, "prompt": random_text(generator) + "\n"}
             lines.append(json.dumps(row | {"completions": steps, "labels": labels}) + "\n")
         (folder / f"{name}.jsonl").write_text("".join(lines))
     return reward.RewardConfig(
@@ -56,14 +56,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> reward.RewardConfig:
     )
 
 
-def cases(base: reward.RewardConfig) -> dict[str, reward.RewardConfig]:
-    rows, held = base.data, base.eval_data
-    assert isinstance(rows, LabeledDataset) and isinstance(held, LabeledDataset)
-    steps, others = (StepwiseDataset(one.source, max_length=LENGTH, step_separator=" w7 ") for one in (rows, held))
-    found = {
-        "values": base,
-        "classes": replace(base, loss=Classification(3), adapter=LoRAConfig(4), quantization=NF4Config()),
-        "steps": replace(base, loss=ProcessReward(), data=steps, eval_data=others, adapter=DoRAConfig(4)),
+def make_configs(base_config: reward.RewardConfig) -> dict[str, reward.RewardConfig]:
+    train_rows, eval_rows = base_config.data, base_config.eval_data
+    assert isinstance(train_rows, LabeledDataset) and isinstance(eval_rows, LabeledDataset)
+    steps, eval_steps = (
+        StepwiseDataset(dataset.source, max_length=LENGTH, step_separator=" w7 ") for dataset in (train_rows, eval_rows)
+    )
+    configs = {
+        "values": base_config,
+        "classes": replace(base_config, loss=Classification(3), adapter=LoRAConfig(4), quantization=NF4Config()),
+        "steps": replace(base_config, loss=ProcessReward(), data=steps, eval_data=eval_steps, adapter=DoRAConfig(4)),
     }
     packed = {
         f"{name}, packed": replace(
@@ -72,12 +74,12 @@ def cases(base: reward.RewardConfig) -> dict[str, reward.RewardConfig]:
             eval_data=replace(cfg.eval_data, packing=True),
             micro_batch_size=2,
         )
-        for name, cfg in found.items()
+        for name, cfg in configs.items()
     }
-    return found | packed
+    return configs | packed
 
 
-def ran(cfgs: list[reward.RewardConfig]) -> None:
+def run_all(cfgs: list[reward.RewardConfig]) -> None:
     torch.set_num_threads(1)
     for cfg in cfgs:
         reward.main(cfg)
@@ -85,17 +87,21 @@ def ran(cfgs: list[reward.RewardConfig]) -> None:
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_two_ranks(base: reward.RewardConfig, tmp_path: Path) -> None:
-    alone = {name: replace(cfg, output_dir=str(tmp_path / "alone" / name)) for name, cfg in cases(base).items()}
-    two = {name: replace(cfg, output_dir=str(tmp_path / "two" / name)) for name, cfg in cases(base).items()}
-    two["steps, context"] = replace(
-        two["steps"], output_dir=str(tmp_path / "two" / "context"), parallel=ParallelConfig(cp=2)
+def test_two_ranks_match_one_process(base_config: reward.RewardConfig, tmp_path: Path) -> None:
+    single = {
+        name: replace(cfg, output_dir=str(tmp_path / "alone" / name)) for name, cfg in make_configs(base_config).items()
+    }
+    parallel_configs = {
+        name: replace(cfg, output_dir=str(tmp_path / "two" / name)) for name, cfg in make_configs(base_config).items()
+    }
+    parallel_configs["steps, context"] = replace(
+        parallel_configs["steps"], output_dir=str(tmp_path / "two" / "context"), parallel=ParallelConfig(cp=2)
     )
-    ran(list(alone.values()))
-    on(2, ran, list(two.values()))
-    ended = {name: Ended.of(Path(cfg.output_dir)) for name, cfg in alone.items()}
-    for name, wanted in ended.items():
-        assert wanted.figures["loss"][-1] < wanted.figures["loss"][0], "something was learnt"
-        assert wanted.apart(ended[name.removesuffix(", packed")]) < 1e-5, name
-    for name, cfg in two.items():
-        assert Ended.of(Path(cfg.output_dir)).apart(ended[name.removesuffix(", context")]) < 1e-5, name
+    run_all(list(single.values()))
+    run_ranks(2, run_all, list(parallel_configs.values()))
+    results = {name: RunResult.read(Path(cfg.output_dir)) for name, cfg in single.items()}
+    for name, expected in results.items():
+        assert expected.metrics["loss"][-1] < expected.metrics["loss"][0], "the loss decreased"
+        assert expected.max_difference(results[name.removesuffix(", packed")]) < 1e-5, name
+    for name, cfg in parallel_configs.items():
+        assert RunResult.read(Path(cfg.output_dir)).max_difference(results[name.removesuffix(", context")]) < 1e-5, name

@@ -1,4 +1,4 @@
-"""Every service gets the numbers that `metrics.jsonl` has, without a network; a missing package is one clear line."""
+"""Each service receives the values of `metrics.jsonl`, without a network. A missing package is a one-line error."""
 
 import importlib.util
 import json
@@ -35,22 +35,22 @@ PACKAGES = {
 }
 
 
-def train(folder, choice, first, last, resolved=RESOLVED):
-    with MetricLogger(folder, MAIN, num_steps=4, report_to=(choice,), start=first, resolved=resolved) as meter:
+def train(folder, service, first, last, resolved=RESOLVED):
+    with MetricLogger(folder, MAIN, num_steps=4, report_to=(service,), start=first, resolved=resolved) as logger:
         for step in range(first + 1, last + 1):
-            meter.log_step(
+            logger.log_step(
                 step,
                 {"loss": 1 / step, "grad_norm": 2.0, "lr": 1e-4},
                 num_tokens=10,
                 num_target_tokens=4,
                 data_time=0.0,
             )
-        meter.log(last, validation_loss=0.5)
+        logger.log(last, validation_loss=0.5)
 
 
 def losses(folder):
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in found if "loss" in line}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
 @pytest.mark.parametrize("kind", MODULES)
@@ -67,17 +67,17 @@ def test_missing_package_names_the_extra(tmp_path, monkeypatch, kind):
     assert not (tmp_path / "run").exists()
 
 
-def test_nothing_is_imported_that_is_not_chosen():
+def test_packages_of_unused_services_are_not_imported():
     code = f"import sys, tunekit.loggers.metric_logger; assert not {{*sys.modules}} & {set(PACKAGES.values())}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def installed(package):
+def requires(package):
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
 
 
-@installed("tensorboard")
-def test_tensorboard(tmp_path):
+@requires("tensorboard")
+def test_tensorboard_receives_the_metrics(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     train(tmp_path, TensorBoardConfig(), 0, 3)
@@ -90,8 +90,8 @@ def test_tensorboard(tmp_path):
     assert "adamw" in str(read.Tensors("config/text_summary")[0])
 
 
-@installed("mlflow")
-def test_mlflow(tmp_path, monkeypatch):
+@requires("mlflow")
+def test_mlflow_receives_the_metrics(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -107,8 +107,8 @@ def test_mlflow(tmp_path, monkeypatch):
     assert run.data.params["optimizer.lr"] == "0.0001"
 
 
-@installed("mlflow")
-def test_service_that_does_not_answer(tmp_path, monkeypatch):
+@requires("mlflow")
+def test_unreachable_service_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(UserError, match=r"report_to: mlflow cannot be opened: .*127\.0\.0\.1") as caught:
         train(tmp_path / "run", MLflowConfig(tracking_uri="http://127.0.0.1:9"), 0, 2)
@@ -116,25 +116,25 @@ def test_service_that_does_not_answer(tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def apart(tmp_path, choice, **environment):
-    """Train with a service in a process of its own: some of them change the interpreter they are imported in."""
+def train_in_subprocess(tmp_path, service, **environment):
+    """Train in a subprocess, because some services modify the interpreter that imports them."""
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from pathlib import Path\nfrom test_loggers import *\n"
-        f"train(Path({str(tmp_path / 'run')!r}), {choice!r}, 0, 2)\n"
-        f"train(Path({str(tmp_path / 'run')!r}), {choice!r}, 2, 4)\n"
+        f"train(Path({str(tmp_path / 'run')!r}), {service!r}, 0, 2)\n"
+        f"train(Path({str(tmp_path / 'run')!r}), {service!r}, 2, 4)\n"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=600
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4]
-    return done
+    return result
 
 
-@installed("wandb")
-def test_wandb_offline(tmp_path):
-    apart(tmp_path, WandBConfig(project="tries", offline=True), HOME=str(tmp_path))
+@requires("wandb")
+def test_wandb_offline_receives_the_metrics(tmp_path):
+    train_in_subprocess(tmp_path, WandBConfig(project="tries", offline=True), HOME=str(tmp_path))
     files = list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     name = (tmp_path / "run" / "wandb" / "run-id").read_text()
     assert files
@@ -142,19 +142,19 @@ def test_wandb_offline(tmp_path):
     assert any(b"validation_loss" in file.read_bytes() for file in files)
 
 
-@installed("wandb")
-def test_service_without_a_token(tmp_path, monkeypatch):
+@requires("wandb")
+def test_missing_token_is_an_error(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(UserError, match=r"report_to: wandb cannot be opened: .*wandb login"):
         train(tmp_path / "run", WandBConfig(), 0, 2)
 
 
-@installed("trackio")
-def test_trackio(tmp_path):
+@requires("trackio")
+def test_trackio_receives_the_metrics(tmp_path):
     import sqlite3
 
-    apart(
+    train_in_subprocess(
         tmp_path,
         TrackioConfig(project="tries"),
         TRACKIO_DIR=str(tmp_path / "data"),
@@ -164,15 +164,15 @@ def test_trackio(tmp_path):
     (file,) = (tmp_path / "data").glob("tries*.db")
     with sqlite3.connect(file) as base:
         rows = [(step, json.loads(values)) for step, values in base.execute("SELECT step, metrics FROM metrics")]
-    found = {step: values["loss"] for step, values in rows if "loss" in values}
-    assert found == pytest.approx(losses(tmp_path / "run"))
+    logged = {step: values["loss"] for step, values in rows if "loss" in values}
+    assert logged == pytest.approx(losses(tmp_path / "run"))
 
 
-@installed("comet_ml")
-def test_comet_offline(tmp_path):
+@requires("comet_ml")
+def test_comet_offline_receives_the_metrics(tmp_path):
     import zipfile
 
-    apart(tmp_path, CometConfig(project="tries", offline=True), HOME=str(tmp_path))
+    train_in_subprocess(tmp_path, CometConfig(project="tries", offline=True), HOME=str(tmp_path))
     files = list((tmp_path / "run" / "comet").glob("*.zip"))
     assert files
     text = b"".join(zipfile.ZipFile(file).read("messages.json") for file in files)

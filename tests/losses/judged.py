@@ -166,7 +166,7 @@ def trl_reference_free(kind: str, model_logits: Tensor, **changes: Any) -> Tenso
     trainer.concatenated_forward = lambda *args: trainer_class.concatenated_forward(trainer, *args)
     batch = {"chosen_labels": labels[:PAIRS]}
     return trainer_class.get_batch_loss_metrics(
-        trainer, lambda *_, **__: SimpleNamespace(make_logits=model_logits), batch
+        trainer, lambda *_, **__: SimpleNamespace(logits=model_logits), batch
     )[0]
 
 

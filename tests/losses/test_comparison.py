@@ -136,7 +136,7 @@ def test_unpaired_losses_equal_trl(loss: KTO, offset: float) -> None:
         is_desirable,
         mismatched,
         loss_type=kind,
-        calculate_KL=loss.others,
+        calculate_KL=loss.needs_mismatched,
         **trl_options(loss),
         **weights,
     )

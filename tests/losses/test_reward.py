@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.checkpoints import DEFAULT_MEMORY, FP32, FULL, make_checkpoint, relative_error
-from tests.parallel.ranks import on
+from tests.parallel.ranks import run_ranks
 from tunekit import build
 from tunekit.checkpoint import save_model
 from tunekit.checkpoint.classification_head import with_score_head
@@ -26,7 +26,7 @@ from tunekit.data.reward_datasets import LabeledDataset
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.errors import UserError
-from tunekit.losses.reward import BradleyTerry, Classification, ProcessReward, Regression, RewardLoss, scores
+from tunekit.losses.reward import BradleyTerry, Classification, ProcessReward, Regression, RewardLoss, document_scores
 from tunekit.models.decoder import Decoder
 from tunekit.quantization.config import NoQuantization
 
@@ -64,7 +64,7 @@ def make_batches(
 
 
 def build_model(directory: Path, loss: RewardLoss) -> tuple[HFCheckpoint, Decoder]:
-    source = with_score_head(HFCheckpoint.open(directory), loss.score(PAD))
+    source = with_score_head(HFCheckpoint.open(directory), loss.score_head(PAD))
     return source, build.build_model(source, NoQuantization(), FULL, FP32, DEFAULT_MEMORY, DistributedContext(0, "cpu"))
 
 
@@ -142,7 +142,7 @@ def test_margin_is_subtracted_and_rewards_are_centered(tmp_path: Path) -> None:
     _, net = build_model(make_checkpoint(tmp_path, "llama3.2"), BradleyTerry())
     (micro_batch,) = make_batches(BradleyTerry())
     with torch.no_grad():
-        rewards = scores(net, micro_batch).squeeze(1).double()
+        rewards = document_scores(net, micro_batch).squeeze(1).double()
         differences, sums = rewards[::2] - rewards[1::2], rewards[::2] + rewards[1::2]
         assert micro_batch.margins.any()
         expected = -(torch.sigmoid(differences - micro_batch.margins)).log().sum() + 0.3 * sums.square().sum()
@@ -159,17 +159,17 @@ def context_parallel_results(directory: Path) -> list[tuple[float, dict[str, Ten
     results = []
     with DistributedContext(0, "cpu", ParallelConfig(cp=2)) as run:
         for loss in LOSSES.values():
-            source = with_score_head(HFCheckpoint.open(directory), loss.score(PAD))
+            source = with_score_head(HFCheckpoint.open(directory), loss.score_head(PAD))
             net = build.build_model(source, NoQuantization(), FULL, FP32, DEFAULT_MEMORY, run)
             total, gradients = loss_and_grads(loss, net, make_batches(loss, capacity=64))
-            results.append((total.item(), {name: run.averaged * full_tensor(grad) for name, grad in gradients.items()}))
+            results.append((total.item(), {name: run.grad_scale * full_tensor(grad) for name, grad in gradients.items()}))
     return results
 
 
 def test_context_parallel_ranks_equal_one_process(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, "llama3.2")
     for (first_loss, grads), (second_loss, _), loss in zip(
-        *on(2, context_parallel_results, directory), LOSSES.values(), strict=True
+        *run_ranks(2, context_parallel_results, directory), LOSSES.values(), strict=True
     ):
         _, net = build_model(directory, loss)
         total, gradients = loss_and_grads(loss, net, make_batches(loss, capacity=64))
@@ -192,16 +192,16 @@ def test_dataset_of_another_format_names_loss_and_kind() -> None:
         MixtureBase.from_config(PreferenceDataset("pairs.jsonl")),
         MixtureBase.from_config(LabeledDataset("texts.jsonl")),
     )
-    Regression().check(labels, "data")
+    Regression().check_datasets(labels, "data")
     with pytest.raises(UserError) as caught:
-        Classification().check(pairs, "data")
+        Classification().check_datasets(pairs, "data")
     message = str(caught.value)
     assert message.startswith("data: ") and "pairs.jsonl" in message
     assert "bradley_terry" in message and "data.kind=labeled" in message
     with pytest.raises(UserError, match="texts.jsonl.*classification.*regression"):
-        ProcessReward().check(labels, "data")
+        ProcessReward().check_datasets(labels, "data")
     with pytest.raises(UserError) as caught:
-        ProcessReward().check(labels, "eval_data")
+        ProcessReward().check_datasets(labels, "eval_data")
     message = str(caught.value)
     assert message.startswith("eval_data: ") and "process_reward" in message and "texts.jsonl" in message
     assert "eval_data=null" in message and "eval_data.kind=stepwise" in message
@@ -209,6 +209,6 @@ def test_dataset_of_another_format_names_loss_and_kind() -> None:
 
 def test_dataset_that_fits_no_loss_names_no_loss() -> None:
     with pytest.raises(UserError) as caught:
-        Regression().check(MixtureBase.from_config(TextDataset("prose.txt")), "data")
+        Regression().check_datasets(MixtureBase.from_config(TextDataset("prose.txt")), "data")
     message = str(caught.value)
     assert "prose.txt" in message and "data.kind=labeled" in message and "loss=" not in message

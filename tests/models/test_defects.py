@@ -1,4 +1,4 @@
-"""What torchtune did wrong, by name. Each case is one in which the wrong way gives other numbers."""
+"""Known defects of torchtune. In each case the defect changes the results."""
 
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from tests.checkpoints import (
     FULL,
     build,
+    relative_error,
     load_model,
+    save,
     load_transformers_model,
     random_tokens,
-    relative_error,
-    save,
     train,
 )
 from tests.shapes_dense import GEMMA2, LLAMA, MISTRAL, PHI, QWEN2, QWEN3, YARN
@@ -27,8 +27,8 @@ Shape = dict[str, Any]
 ROPE = {"rope_type": "default", "rope_theta": 250_000.0}
 CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
-# The shape as its config.json says it, and as torchtune built it whatever config.json said.
-BUILT = {
+# Shape of config.json, and the changes that torchtune made to it.
+CONFIG_DEFECTS = {
     "Gemma 2: caps of scores and logits were swapped": (
         GEMMA2 | CAPS,
         {"attn_logit_softcapping": 30.0, "final_logit_softcapping": 50.0},
@@ -43,8 +43,8 @@ BUILT = {
 }
 
 
-def loud(shape: Shape, folder: Path) -> Path:
-    """A checkpoint whose scores and logits go beyond any cap."""
+def make_loud_checkpoint(shape: Shape, folder: Path) -> Path:
+    """Checkpoint whose scores and logits exceed the softcaps."""
     model = build(shape)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -53,22 +53,22 @@ def loud(shape: Shape, folder: Path) -> Path:
     return save(model, folder)
 
 
-@pytest.mark.parametrize("defect", BUILT)
+@pytest.mark.parametrize("defect", CONFIG_DEFECTS)
 @torch.no_grad()
-def test_config_json_decides(defect: str, tmp_path: Path) -> None:
-    shape, wrong = BUILT[defect]
-    folder = loud(shape, tmp_path)
-    wanted = load_transformers_model(folder)(random_tokens()).logits
+def test_config_json_is_respected(defect: str, tmp_path: Path) -> None:
+    shape, wrong = CONFIG_DEFECTS[defect]
+    folder = make_loud_checkpoint(shape, tmp_path)
+    expected = load_transformers_model(folder)(random_tokens()).logits
     config = transformers.AutoConfig.for_model(**(shape | wrong))
     other = transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager")
-    assert relative_error(other(random_tokens()).logits, wanted) > 1e-2, "the defect shows here"
-    assert relative_error(load_model(folder)(random_tokens()), wanted) < 1e-5
+    assert relative_error(other(random_tokens()).logits, expected) > 1e-2, "the defect changes the logits"
+    assert relative_error(load_model(folder)(random_tokens()), expected) < 1e-5
 
 
 @torch.no_grad()
-def test_gemma_2_in_packed_rows(tmp_path: Path) -> None:
-    """They were refused: documents need a mask, and so did the cap."""
-    model = load_model(loud(GEMMA2 | CAPS, tmp_path))
+def test_gemma2_supports_packed_rows(tmp_path: Path) -> None:
+    """torchtune refused them because softcapping and document masks excluded each other."""
+    model = load_model(make_loud_checkpoint(GEMMA2 | CAPS, tmp_path))
     rows, bounds = random_tokens(1, 20), [0, 7, 20]
     positions = torch.cat([torch.arange(7), torch.arange(13)])[None]
     packed = model(rows, positions, SequenceLayout(torch.tensor(bounds, dtype=torch.int32)))[0]
@@ -76,17 +76,17 @@ def test_gemma_2_in_packed_rows(tmp_path: Path) -> None:
         assert relative_error(packed[a:b], model(rows[:, a:b])[0]) < 1e-5
 
 
-SIZES = {
+SHAPE_DEFECTS = {
     "Llama-Guard-3-1B: a head of its own where Llama 3.2 1B has none": LLAMA | {"tie_word_embeddings": False},
     "Mistral-Nemo: heads that do not add up to the width": MISTRAL | {"head_dim": 20, "sliding_window": None},
-    "Qwen2: the tied head got lost on the way back": QWEN2 | {"tie_word_embeddings": True},
+    "Qwen2: the tied head was lost in the conversion": QWEN2 | {"tie_word_embeddings": True},
 }
 
 
-@pytest.mark.parametrize("defect", SIZES)
-def test_a_size_that_no_builder_knew_is_trained_and_written(defect: str, tmp_path: Path) -> None:
-    """And its files have the tensors that they had, no more and no fewer."""
-    source = save(build(SIZES[defect]), tmp_path / "source")
+@pytest.mark.parametrize("defect", SHAPE_DEFECTS)
+def test_unusual_shape_is_trained_and_saved(defect: str, tmp_path: Path) -> None:
+    """The saved files have exactly the tensors of the original."""
+    source = save(build(SHAPE_DEFECTS[defect]), tmp_path / "source")
     model = load_model(source)
     train(model, FULL, steps=1)
     (tmp_path / "out").mkdir()
@@ -94,8 +94,8 @@ def test_a_size_that_no_builder_knew_is_trained_and_written(defect: str, tmp_pat
     files = [load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out")]
     assert files[0].keys() == files[1].keys()
     with torch.no_grad():
-        wanted = load_transformers_model(tmp_path / "out")(random_tokens()).logits
-        assert relative_error(model.eval()(random_tokens()), wanted) < 1e-5
-        assert relative_error(load_transformers_model(source)(random_tokens()).logits, wanted) > 1e-2, (
-            "it learnt something"
+        expected = load_transformers_model(tmp_path / "out")(random_tokens()).logits
+        assert relative_error(model.eval()(random_tokens()), expected) < 1e-5
+        assert relative_error(load_transformers_model(source)(random_tokens()).logits, expected) > 1e-2, (
+            "training changed the logits"
         )

@@ -1,4 +1,6 @@
-"""Models with delta nets: packed rows, padding, recomputed layers, memory, fresh weights, and every layout of files."""
+"""Models with gated delta nets: packing, padding, activation checkpointing, memory, initial weights and file
+layouts.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +13,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tests.checkpoints import (
-    DEFAULT_MEMORY,
     FP32,
     FULL,
+    DEFAULT_MEMORY,
     SHAPES,
-    load_model,
-    make_checkpoint,
-    random_tokens,
     relative_error,
+    make_checkpoint,
+    load_model,
     save,
+    random_tokens,
 )
 from tunekit import build
 from tunekit.checkpoint import save_model
@@ -51,92 +53,92 @@ def gradients(model: Decoder, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def nets(model: Decoder) -> list[GatedDeltaNet]:
+def delta_nets(model: Decoder) -> list[GatedDeltaNet]:
     return [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_packed_documents_are_documents(name: str, tmp_path: Path) -> None:
-    """Logits and gradients of rows that hold several documents, and of each document alone."""
+def test_packed_documents_match_separate_documents(name: str, tmp_path: Path) -> None:
+    """Logits and gradients of packed rows equal those of each document alone."""
     model = load_model(make_checkpoint(tmp_path, name))
     rows, bounds = random_tokens(2, 40), [0, 1, 3, 33, 40, 59, 80]
-    parts = rows.flatten().split(torch.tensor(bounds).diff().tolist())
-    positions = torch.cat([torch.arange(len(part)) for part in parts]).view_as(rows)
+    documents = rows.flatten().split(torch.tensor(bounds).diff().tolist())
+    positions = torch.cat([torch.arange(len(document)) for document in documents]).view_as(rows)
     packed = model(rows, positions, SequenceLayout(torch.tensor(bounds, dtype=torch.int32)))
-    alone = torch.cat([model(part[None])[0] for part in parts]).view_as(packed)
-    assert relative_error(packed, alone) < 1e-5
+    separate = torch.cat([model(document[None])[0] for document in documents]).view_as(packed)
+    assert relative_error(packed, separate) < 1e-5
     weight = torch.randn_like(packed)
-    found, wanted = gradients(model, (packed * weight).sum()), gradients(model, (alone * weight).sum())
-    assert max(relative_error(found[key], grad) for key, grad in wanted.items()) < 1e-4
+    actual, expected = gradients(model, (packed * weight).sum()), gradients(model, (separate * weight).sum())
+    assert max(relative_error(actual[key], grad) for key, grad in expected.items()) < 1e-4
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_padding_leaves_no_trace(name: str, tmp_path: Path) -> None:
-    """After a first pass over rows of several lengths every net keeps what it keeps of each row alone."""
+def test_padding_does_not_change_the_state(name: str, tmp_path: Path) -> None:
+    """After a prefill of rows with several lengths, the state of each row equals that of the row alone."""
     model = load_model(make_checkpoint(tmp_path, name)).eval()
     lengths = [5, 1, 19, 2]
     rows = [random_tokens(1, length, seed=length)[0] for length in lengths]
 
     @torch.no_grad()
-    def kept(batch: Tensor, lengths: list[int]) -> list[DeltaState]:
+    def run_and_get_states(batch: Tensor, lengths: list[int]) -> list[DeltaState]:
         cache = model.cache(len(batch), 30)
         model(batch, cache=cache, lengths=torch.tensor(lengths))
         return [layer for layer in cache.layers if isinstance(layer, DeltaState)]
 
-    together = kept(pad_sequence(rows, batch_first=True, padding_value=3), lengths)
-    assert len(together) == len(nets(model)) > 0
+    together = run_and_get_states(pad_sequence(rows, batch_first=True, padding_value=3), lengths)
+    assert len(together) == len(delta_nets(model)) > 0
     for i, row in enumerate(rows):
-        for found, wanted in zip(together, kept(row[None], [len(row)]), strict=True):
-            assert relative_error(found.tail[i], wanted.tail[0]) < 1e-5
-            assert relative_error(found.states[i], wanted.states[0]) < 1e-5
+        for actual, expected in zip(together, run_and_get_states(row[None], [len(row)]), strict=True):
+            assert relative_error(actual.tail[i], expected.tail[0]) < 1e-5
+            assert relative_error(actual.states[i], expected.states[0]) < 1e-5
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_layers_run_again_have_the_same_gradients(name: str, tmp_path: Path) -> None:
+def test_activation_checkpointing_is_bit_exact(name: str, tmp_path: Path) -> None:
     folder, rows = make_checkpoint(tmp_path, name), random_tokens(2, 70)
     layout = SequenceLayout(torch.tensor([0, 33, 70, 140], dtype=torch.int32))
-    plain, again = load_model(folder), load_model(folder, memory=MemoryConfig(activation_checkpointing="full"))
+    plain, checkpointed = load_model(folder), load_model(folder, memory=MemoryConfig(activation_checkpointing="full"))
     weight = torch.randn(2, 70, 67)
-    found, wanted = (gradients(m, (m(rows, layout=layout) * weight).sum()) for m in (again, plain))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[key], grad) for key, grad in wanted.items())
+    actual, expected = (gradients(m, (m(rows, layout=layout) * weight).sum()) for m in (checkpointed, plain))
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[key], grad) for key, grad in expected.items())
 
 
 @pytest.mark.slow
-def test_compiled_layers(tmp_path: Path) -> None:
-    """The rule itself is not compiled; rows of several lengths go through one model."""
+def test_compiled_layers_match_eager(tmp_path: Path) -> None:
+    """The delta rule itself is not compiled. Several lengths use one model."""
     folder = make_checkpoint(tmp_path, "qwen3.5")
     plain, compiled = load_model(folder), load_model(folder, compile=True)
     for length in (20, 140):
         rows = random_tokens(2, length)
         weight = torch.randn(2, length, 67)
-        found, wanted = (gradients(m, (m(rows) * weight).sum()) for m in (compiled, plain))
-        assert max(relative_error(found[key], grad) for key, grad in wanted.items()) < 1e-4
+        actual, expected = (gradients(m, (m(rows) * weight).sum()) for m in (compiled, plain))
+        assert max(relative_error(actual[key], grad) for key, grad in expected.items()) < 1e-4
 
 
-def test_what_is_kept_for_gradients() -> None:
-    """Of the rule nothing but what goes in, which is an eighth of what its steps make."""
-    net = GatedDeltaNet(16, DeltaNet(k_heads=4, v_heads=8, k_dim=32, v_dim=32, conv=4)).requires_grad_(False)
-    kept: dict[int, int] = {}
+def test_delta_rule_saves_only_its_inputs() -> None:
+    """The delta rule saves only its inputs, an eighth of its intermediate values."""
+    delta_net = GatedDeltaNet(16, DeltaNet(k_heads=4, v_heads=8, k_dim=32, v_dim=32, conv=4)).requires_grad_(False)
+    saved_bytes: dict[int, int] = {}
 
-    def keep(x: Tensor) -> Tensor:
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    def record(x: Tensor) -> Tensor:
+        saved_bytes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     x = torch.randn(1, 256, 16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        net(x, ForwardContext(torch.arange(256)[None], None, None, ()))
-    projections = 4 * 256 * (net.in_proj_qkv.out_features + net.in_proj_z.out_features)
-    assert sum(kept.values()) < 4 * projections
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
+        delta_net(x, ForwardContext(torch.arange(256)[None], None, None, ()))
+    projections = 4 * 256 * (delta_net.in_proj_qkv.out_features + delta_net.in_proj_z.out_features)
+    assert sum(saved_bytes.values()) < 4 * projections
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fresh_weights_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """What is not random is equal, names are, and what is random has the same spread."""
+def test_initial_weights_are_distributed_as_in_transformers(name: str, tmp_path: Path) -> None:
+    """Names and constants are equal, and random values have a similar standard deviation."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**SHAPES[name] | {"linear_num_value_heads": 48})
     save(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "theirs")
-    wanted = load_file(tmp_path / "theirs" / "model.safetensors")
+    expected = load_file(tmp_path / "theirs" / "model.safetensors")
     (tmp_path / "theirs" / "model.safetensors").unlink()
     source = HFCheckpoint.open(tmp_path / "theirs")
     (tmp_path / "ours").mkdir()
@@ -144,85 +146,85 @@ def test_fresh_weights_are_those_of_transformers(name: str, tmp_path: Path) -> N
         source, NoQuantization(), FULL, FP32, DEFAULT_MEMORY, DistributedContext(0, "cpu"), fresh=True
     )
     save_model.save_model(tmp_path / "ours", model, source, quiet=True)
-    found = load_file(tmp_path / "ours" / "model.safetensors")
-    assert found.keys() == wanted.keys()
-    for key, tensor in found.items():
+    actual = load_file(tmp_path / "ours" / "model.safetensors")
+    assert actual.keys() == expected.keys()
+    for key, tensor in actual.items():
         if tensor.unique().numel() == 1:
-            assert torch.equal(tensor, wanted[key]), key
+            assert torch.equal(tensor, expected[key]), key
         elif "A_log" in key or "conv1d" in key:
-            assert 0.7 < (tensor.exp().std() / wanted[key].exp().std()) < 1.4, key
+            assert 0.7 < (tensor.exp().std() / expected[key].exp().std()) < 1.4, key
             assert tensor.exp().max() < 16
 
 
-def change(folder: Path, tensors: dict[str, Tensor]) -> Path:
+def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> Path:
     save_file({name: t.clone() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
-def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Experts in two tensors a layer, as Qwen publishes those of Qwen3.5."""
+def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts stacked in two tensors per layer, as in the published Qwen3.5 checkpoints."""
     single = {name: t for name, t in tensors.items() if ".experts." in name}
-    found = {name: t for name, t in tensors.items() if name not in single}
+    tensors_out = {name: t for name, t in tensors.items() if name not in single}
     for prefix in {name.partition(".experts.")[0] + ".experts." for name in single}:
         gate, up, down = (
             torch.stack([single[f"{prefix}{e}.{leaf}_proj.weight"] for e in range(7)])
             for leaf in ("gate", "up", "down")
         )
-        found |= {f"{prefix}gate_up_proj": torch.cat([gate, up], dim=1), f"{prefix}down_proj": down}
-    return found
+        tensors_out |= {f"{prefix}gate_up_proj": torch.cat([gate, up], dim=1), f"{prefix}down_proj": down}
+    return tensors_out
 
 
-def inside(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The names that transformers gives to a text model taken out of a larger one."""
+def add_language_model_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names that transformers gives to the text model of a multimodal checkpoint."""
     return {name.replace("model.", "model.language_model.", 1): t for name, t in tensors.items()}
 
 
-def predicting(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With a layer that predicts further tokens, which we never load."""
+def add_prediction_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add a layer for multi-token prediction, which is not loaded."""
     extra = {"mtp.fc.weight": torch.randn(3, 4).bfloat16(), "mtp.layers.0.mlp.experts.2.up_proj.weight": torch.randn(2)}
     return tensors | extra
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5-moe", "qwen3.5-moe-vision"])
-@pytest.mark.parametrize("layout", [stacked, predicting])
-def test_layouts_of_files(name: str, layout: Layout, tmp_path: Path) -> None:
-    same_in_another(make_checkpoint(tmp_path / "made", name), layout, tmp_path)
+@pytest.mark.parametrize("layout", [stack_experts, add_prediction_layer])
+def test_file_layouts_are_read_and_written_back(name: str, layout: Layout, tmp_path: Path) -> None:
+    check_layout(make_checkpoint(tmp_path / "made", name), layout, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
-def test_text_models_out_of_larger_ones(name: str, tmp_path: Path) -> None:
-    same_in_another(make_checkpoint(tmp_path / "made", name), inside, tmp_path)
+def test_text_model_of_a_multimodal_checkpoint(name: str, tmp_path: Path) -> None:
+    check_layout(make_checkpoint(tmp_path / "made", name), add_language_model_prefix, tmp_path)
 
 
-def same_in_another(folder: Path, layout: Layout, path: Path) -> None:
-    """The model is the same, and it is written back bit for bit."""
+def check_layout(folder: Path, layout: Layout, path: Path) -> None:
+    """The model is the same, and it is saved bit by bit as it was."""
     rows = random_tokens()
     with torch.no_grad():
-        wanted = load_model(folder)(rows)
+        expected = load_model(folder)(rows)
         tensors = layout(load_file(folder / "model.safetensors"))
-        model = load_model(change(folder, tensors))
-        assert torch.equal(model(rows), wanted)
+        model = load_model(write_tensors(folder, tensors))
+        assert torch.equal(model(rows), expected)
     (path / "written").mkdir()
     save_model.save_model(path / "written", model, HFCheckpoint.open(folder), quiet=True)
-    found = load_file(path / "written" / "model.safetensors")
-    assert found.keys() == tensors.keys()
-    assert all(t.dtype == found[name].dtype and torch.equal(t, found[name]) for name, t in tensors.items())
+    actual = load_file(path / "written" / "model.safetensors")
+    assert actual.keys() == tensors.keys()
+    assert all(t.dtype == actual[name].dtype and torch.equal(t, actual[name]) for name, t in tensors.items())
 
 
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in OPTIONAL.items() for key in keys])
-def test_what_config_leaves_out_is_what_transformers_takes(name: str, key: str) -> None:
+def test_omitted_config_keys_have_the_defaults_of_transformers(name: str, key: str) -> None:
     sizes = {"num_attention_heads": 16, "linear_num_value_heads": 48, "num_experts": 16}
     shape = {k: value for k, value in (SHAPES[name] | sizes).items() if k != key}
-    whole = transformers.AutoConfig.for_model(**shape).to_dict()
-    assert find_family(shape, "config.json")[1] == find_family(whole, "config.json")[1]
+    full_config = transformers.AutoConfig.for_model(**shape).to_dict()
+    assert find_family(shape, "config.json")[1] == find_family(full_config, "config.json")[1]
 
 
 @pytest.mark.parametrize(("change", "error"), [
-    ({"linear_num_value_heads": 5}, "no multiple of linear_num_key_heads 2"),
+    ({"linear_num_value_heads": 5}, "linear_num_key_heads 2"),
     ({"layer_types": ["linear_attention"]}, "layer_types speaks of 1 layers, num_hidden_layers of 3"),
     ({"layer_types": ["linear_attention", "sliding_attention", "full_attention"]}, "'sliding_attention' is not"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
 ])  # fmt: skip
-def test_what_no_model_can_be(change: dict, error: str) -> None:
+def test_invalid_configs_are_errors(change: dict, error: str) -> None:
     with pytest.raises(UserError, match=error):
         find_family(SHAPES["qwen3.5"] | change, "config.json")

@@ -1,4 +1,4 @@
-"""Linear layers where weights and inputs are of different dtypes."""
+"""Linear layers whose weights and inputs have different dtypes."""
 
 import pytest
 import torch
@@ -9,11 +9,11 @@ from tunekit.models.linear import Linear
 
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
-def test_a_large_weight_is_cast_in_parts(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing is learnt: a whole head in fp32 would be the most that a check ever holds."""
+def test_large_frozen_weight_is_cast_in_chunks(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only without gradients: an fp32 copy of a whole LM head would dominate peak memory."""
     layer = Linear(24, 101, bias=bias).bfloat16()
     x = torch.randn(2, 3, 24)
-    wanted = layer(x)
-    for numbers in (7 * 24, 24, 1, 101 * 24):
-        monkeypatch.setattr("tunekit.models.linear.CAST_CHUNK_NUMEL", numbers)
-        assert relative_error(layer(x), wanted) < 1e-6
+    expected = layer(x)
+    for chunk_numel in (7 * 24, 24, 1, 101 * 24):
+        monkeypatch.setattr("tunekit.models.linear.CAST_CHUNK_NUMEL", chunk_numel)
+        assert relative_error(layer(x), expected) < 1e-6

@@ -1,4 +1,4 @@
-"""Presets: what transformers makes of the same config.json, and as many parameters as were published."""
+"""Presets match the config of transformers and have the published number of parameters."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from tunekit.hub import download
 from tunekit.models.decoder import Decoder
 from tunekit.models.families.registry import find_family
 
-# As the Hub counts the tensors of each, less the layers that predict several tokens (DeepSeek, GLM).
+# Number of parameters on the Hub, without the layers for multi-token prediction (DeepSeek, GLM).
 PUBLISHED = {
     "deepseek_v3": 671_026_419_200,
     "gemma2_2b": 2_614_341_888,
@@ -65,14 +65,14 @@ PUBLISHED = {
 }
 
 
-def test_every_preset_is_here() -> None:
+def test_all_presets_are_tested_and_documented() -> None:
     assert {f"tunekit/{name}" for name in PUBLISHED} == assets.PRESETS.keys()
     page = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text()
     assert all(f"`{name}`" in page for name in PUBLISHED)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_preset_has_as_many_parameters_as_were_published(name: str) -> None:
+def test_preset_has_the_published_number_of_parameters(name: str) -> None:
     source = HFCheckpoint.open(download.resolve_model_dir(f"tunekit/{name}"))
     with torch.device("meta"):
         assert sum(p.numel() for p in Decoder(source.spec).parameters()) == PUBLISHED[name]
@@ -81,21 +81,21 @@ def test_a_preset_has_as_many_parameters_as_were_published(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_transformers_reads_a_preset_as_we_do(name: str) -> None:
-    """What it fills in, and what it leaves of ours, changes nothing."""
+def test_preset_matches_the_config_of_transformers(name: str) -> None:
+    """Keys that transformers adds or ignores do not change the model."""
     config = json.loads((assets.PRESETS[f"tunekit/{name}"] / "config.json").read_text())
-    whole = transformers.AutoConfig.for_model(**config).to_dict()
-    assert whole["architectures"] == config["architectures"]
-    assert find_family(whole, name)[1] == find_family(config, name)[1]
+    full_config = transformers.AutoConfig.for_model(**config).to_dict()
+    assert full_config["architectures"] == config["architectures"]
+    assert find_family(full_config, name)[1] == find_family(config, name)[1]
 
 
-@pytest.mark.parametrize(("name", "told"), [
+@pytest.mark.parametrize(("name", "expected"), [
     ("tunekit/llama3_2_1B", "did you mean tunekit/llama3_2_1b or tunekit/llama3_2_3b"),
     ("tunekit/qwen3-8b", "did you mean tunekit/qwen3_8b"),
     ("tunekit/nanno", "did you mean tunekit/nano?"),
     ("tunekit/xyzzy", "no bundled model tunekit/xyzzy"),
 ])  # fmt: skip
-def test_names_that_are_not_known(name: str, told: str) -> None:
+def test_unknown_preset_gets_a_hint(name: str, expected: str) -> None:
     with pytest.raises(UserError) as caught:
         download.resolve_model_dir(name)
-    assert told in str(caught.value)
+    assert expected in str(caught.value)

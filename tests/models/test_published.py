@@ -1,4 +1,4 @@
-"""config.json of published checkpoints: read as transformers reads it, tensor by tensor."""
+"""config.json of published checkpoints gives the model and tensors of transformers."""
 
 import json
 from copy import deepcopy
@@ -16,13 +16,13 @@ from tunekit.models.weight_map import load_mappings
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_config_means_what_it_means_to_transformers(name: str) -> None:
+def test_published_config_matches_transformers(name: str) -> None:
     config, parameters = PUBLISHED[name]
     spec = find_family(config, name)[1]
-    whole = transformers.AutoConfig.for_model(**deepcopy(config)).to_dict()
+    full_config = transformers.AutoConfig.for_model(**deepcopy(config)).to_dict()
     if config["model_type"] == "mistral3":
-        del whole["tie_word_embeddings"]  # transformers takes the head for tied, until it finds one in the files
-    assert spec == find_family(whole, name)[1]
+        del full_config["tie_word_embeddings"]  # transformers assumes a tied head until it finds one in the files
+    assert spec == find_family(full_config, name)[1]
     with torch.device("meta"):
         model = Decoder(spec)
     assert sum(p.numel() for p in model.parameters()) == parameters
@@ -34,22 +34,22 @@ CONFIGS |= {config["model_type"]: config for config in PRESETS.values()}  # one 
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_tensor_of_transformers_has_its_place_and_shape(name: str) -> None:
-    """Of some layers: the others are alike."""
+def test_all_tensors_of_transformers_are_mapped(name: str) -> None:
+    """With 7 layers, which include all layer types."""
     config = transformers.AutoConfig.for_model(**deepcopy(CONFIGS[name]))
     text = config.get_text_config()
     text.num_hidden_layers = 7
     if text.to_dict().get("layer_types"):
         text.layer_types = text.layer_types[:7]
     with torch.device("meta"):
-        other = auto_class(config.to_dict()).from_config(config)
-    theirs = {n: tuple(t.shape) for n, t in other.state_dict().items()}
-    found, spec = find_family(config.to_dict(), name)
+        transformers_model = auto_class(config.to_dict()).from_config(config)
+    hub_shapes = {n: tuple(t.shape) for n, t in transformers_model.state_dict().items()}
+    family, spec = find_family(config.to_dict(), name)
     with torch.device("meta"):
         shapes = Decoder(spec).shapes
-    moves, unknown = load_mappings(theirs, found.table)
+    mappings, unknown = load_mappings(hub_shapes, family.table)
     assert not unknown
-    read = [move for move in moves if move.ours]
-    assert {name for move in read for name in move.ours} | {TIED} == shapes.keys() | {TIED}
-    for move in read:
-        assert [theirs[n] for n in move.hub] == move.hub_shapes(shapes)
+    loaded = [mapping for mapping in mappings if mapping.ours]
+    assert {name for mapping in loaded for name in mapping.ours} | {TIED} == shapes.keys() | {TIED}
+    for mapping in loaded:
+        assert [hub_shapes[n] for n in mapping.hub] == mapping.hub_shapes(shapes)

@@ -1,4 +1,4 @@
-"""Heads that score, against the classes of transformers: their checkpoints with us, and ours with them."""
+"""Models with a score head, compared with the classifiers of transformers in both directions."""
 
 import json
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 from tests.checkpoints import (
-    DEFAULT_MEMORY,
     FP32,
     FULL,
+    DEFAULT_MEMORY,
     SHAPES,
-    load_model,
-    make_checkpoint,
-    random_tokens,
     relative_error,
+    make_checkpoint,
+    load_model,
     rewrite_config,
     save,
+    random_tokens,
 )
 from tunekit import build
 from tunekit.checkpoint import save_model
@@ -38,28 +38,34 @@ from tunekit.quantization.config import NoQuantization
 
 LENGTHS = (23, 17)
 PAD = 3
-KINDS = {shape["model_type"]: name for name, shape in reversed(SHAPES.items())}
-DOCUMENTS = [name for kind, name in KINDS.items() if classifiers.classifier_architecture(kind, docs_per_row=False)]
-TOKENS = [name for kind, name in KINDS.items() if classifiers.classifier_architecture(kind, docs_per_row=True)]
+FIRST_SHAPES = {shape["model_type"]: name for name, shape in reversed(SHAPES.items())}
+SEQUENCE_CLASSIFIERS = [
+    name for kind, name in FIRST_SHAPES.items() if classifiers.classifier_architecture(kind, per_token=False)
+]
+TOKEN_CLASSIFIERS = [
+    name for kind, name in FIRST_SHAPES.items() if classifiers.classifier_architecture(kind, per_token=True)
+]
 
 
-def rows() -> tuple[Tensor, Tensor]:
-    """Padded rows, and where they are not padding."""
-    real = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-    found = random_tokens()
-    return torch.where(real, found.masked_fill(found == PAD, 5), PAD), real
+def padded_rows() -> tuple[Tensor, Tensor]:
+    """Padded rows, and a mask of their tokens."""
+    is_token = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    tokens = random_tokens()
+    return torch.where(is_token, tokens.masked_fill(tokens == PAD, 5), PAD), is_token
 
 
-def classifier(each: bool) -> Any:
-    return transformers.AutoModelForTokenClassification if each else transformers.AutoModelForSequenceClassification
+def classifier_class(per_token: bool) -> Any:
+    return (
+        transformers.AutoModelForTokenClassification if per_token else transformers.AutoModelForSequenceClassification
+    )
 
 
-def built(shape: Mapping[str, Any], labels: int, each: bool) -> transformers.PreTrainedModel:
-    """A random model of transformers, far from a fresh one."""
+def build_classifier(shape: Mapping[str, Any], labels: int, per_token: bool) -> transformers.PreTrainedModel:
+    """Random transformers classifier whose weights are far from initial values."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**shape, num_labels=labels)
     config.get_text_config().pad_token_id = PAD
-    model = classifier(each).from_config(config, attn_implementation="eager").float()
+    model = classifier_class(per_token).from_config(config, attn_implementation="eager").float()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:
@@ -70,119 +76,123 @@ def built(shape: Mapping[str, Any], labels: int, each: bool) -> transformers.Pre
 
 
 @torch.no_grad()
-def there(model: transformers.PreTrainedModel) -> Tensor:
+def transformers_scores(model: transformers.PreTrainedModel) -> Tensor:
     """Scores of documents (2, labels), or of all their tokens."""
-    found, real = rows()
-    logits = model(found, attention_mask=real.long()).logits
-    return logits[real] if logits.ndim == 3 else logits
+    tokens, is_token = padded_rows()
+    logits = model(tokens, attention_mask=is_token.long()).logits
+    return logits[is_token] if logits.ndim == 3 else logits
 
 
 @torch.no_grad()
-def here(model: Decoder, each: bool) -> Tensor:
-    found, real = rows()
-    scores = model(found)
-    return scores[real] if each else scores[torch.arange(2), torch.tensor(LENGTHS) - 1]
+def our_scores(model: Decoder, per_token: bool) -> Tensor:
+    tokens, is_token = padded_rows()
+    scores = model(tokens)
+    return scores[is_token] if per_token else scores[torch.arange(2), torch.tensor(LENGTHS) - 1]
 
 
-def reads(name: str, labels: int, each: bool, path: Path) -> None:
-    """What transformers wrote gives the same scores here, and is written back bit by bit."""
-    model = built(SHAPES[name], labels, each)
+def check_load_and_save(name: str, labels: int, per_token: bool, path: Path) -> None:
+    """A checkpoint of transformers gives the same scores, and is saved bit by bit as it was."""
+    model = build_classifier(SHAPES[name], labels, per_token)
     folder = save(model, path / "theirs")
-    mine = load_model(folder)
-    assert relative_error(here(mine, each), there(model)) < 1e-5
+    decoder = load_model(folder)
+    assert relative_error(our_scores(decoder, per_token), transformers_scores(model)) < 1e-5
     (path / "back").mkdir()
-    save_model.save_model(path / "back", mine, HFCheckpoint.open(folder), quiet=True)
-    wanted, found = (load_file(some / "model.safetensors") for some in (folder, path / "back"))
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    save_model.save_model(path / "back", decoder, HFCheckpoint.open(folder), quiet=True)
+    expected, actual = (load_file(directory / "model.safetensors") for directory in (folder, path / "back"))
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
     assert (path / "back" / "config.json").read_text() == (folder / "config.json").read_text()
 
 
-def headed(folder: Path, score: ScoreHead, **how: Any) -> tuple[HFCheckpoint, Decoder]:
-    """A language model with a fresh head."""
-    source = with_score_head(HFCheckpoint.open(folder), score, **how)
+def build_with_new_head(folder: Path, score: ScoreHead, **options: Any) -> tuple[HFCheckpoint, Decoder]:
+    """Language model with a new score head."""
+    source = with_score_head(HFCheckpoint.open(folder), score, **options)
     return source, build.build_model(source, NoQuantization(), FULL, FP32, DEFAULT_MEMORY, DistributedContext(0, "cpu"))
 
 
-def opens(name: str, score: ScoreHead, path: Path) -> None:
-    """transformers gets from our files what we have, and nothing is missing or left over."""
-    source, mine = headed(make_checkpoint(path / "base", name), score)
+def check_loads_in_transformers(name: str, score: ScoreHead, path: Path) -> None:
+    """transformers loads our checkpoint with the same scores, without missing or unexpected tensors."""
+    source, decoder = build_with_new_head(make_checkpoint(path / "base", name), score)
     (path / "ours").mkdir()
-    save_model.save_model(path / "ours", mine, source, quiet=True)
-    model, told = classifier(score.per_token).from_pretrained(
+    save_model.save_model(path / "ours", decoder, source, quiet=True)
+    model, loading_info = classifier_class(score.per_token).from_pretrained(
         path / "ours", dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
-    assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
+    assert (
+        not loading_info["missing_keys"] and not loading_info["unexpected_keys"] and not loading_info["mismatched_keys"]
+    )
     assert [type(model).__name__] == json.loads((path / "ours" / "config.json").read_text())["architectures"]
     assert model.config.num_labels == score.labels and model.config.get_text_config().pad_token_id == PAD
-    assert relative_error(here(mine, score.per_token), there(model.eval())) < 1e-5
+    assert relative_error(our_scores(decoder, score.per_token), transformers_scores(model.eval())) < 1e-5
 
 
-def test_all_that_transformers_has_is_known() -> None:
-    for each, names in (
+def test_classifier_architectures_are_those_of_transformers() -> None:
+    for per_token, names in (
         (False, modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
         (True, modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
     ):
-        assert {k: classifiers.classifier_architecture(k, each) for k in FAMILIES} == {
+        assert {k: classifiers.classifier_architecture(k, per_token) for k in FAMILIES} == {
             k: names.get(k) for k in FAMILIES
         }
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_documents(name: str, tmp_path: Path) -> None:
-    reads(name, 3, False, tmp_path)
-    opens(name, ScoreHead(1, pad_id=PAD), tmp_path)
+@pytest.mark.parametrize("name", SEQUENCE_CLASSIFIERS)
+def test_sequence_classification(name: str, tmp_path: Path) -> None:
+    check_load_and_save(name, 3, False, tmp_path)
+    check_loads_in_transformers(name, ScoreHead(1, pad_id=PAD), tmp_path)
 
 
-@pytest.mark.parametrize("name", TOKENS)
-def test_tokens(name: str, tmp_path: Path) -> None:
-    reads(name, 2, True, tmp_path)
-    opens(name, ScoreHead(4, docs_per_row=True, bias=True, pad_id=PAD), tmp_path)
+@pytest.mark.parametrize("name", TOKEN_CLASSIFIERS)
+def test_token_classification(name: str, tmp_path: Path) -> None:
+    check_load_and_save(name, 2, True, tmp_path)
+    check_loads_in_transformers(name, ScoreHead(4, docs_per_row=True, bias=True, pad_id=PAD), tmp_path)
 
 
-def test_no_bias_of_tokens(tmp_path: Path) -> None:
-    """transformers has a word for it."""
-    opens("llama3.1", ScoreHead(2, docs_per_row=True, pad_id=PAD), tmp_path)
+def test_token_classification_without_bias(tmp_path: Path) -> None:
+    """transformers has an option for it."""
+    check_loads_in_transformers("llama3.1", ScoreHead(2, docs_per_row=True, pad_id=PAD), tmp_path)
 
 
-def test_a_fresh_head_is_that_of_transformers_but_for_the_draw(tmp_path: Path) -> None:
+def test_new_head_is_initialized_as_in_transformers(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "base", "smollm2")
-    weights = [headed(folder, ScoreHead(64, pad_id=PAD), seed=seed)[1].head.weight for seed in (0, 0, 1)]
+    weights = [build_with_new_head(folder, ScoreHead(64, pad_id=PAD), seed=seed)[1].head.weight for seed in (0, 0, 1)]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
-    wanted = json.loads((folder / "config.json").read_text())["initializer_range"]
-    assert abs(weights[0].std() / wanted - 1) < 0.05
-    biased = headed(
+    std = json.loads((folder / "config.json").read_text())["initializer_range"]
+    assert abs(weights[0].std() / std - 1) < 0.05
+    biased = build_with_new_head(
         make_checkpoint(tmp_path / "other", "llama3.1"), ScoreHead(3, docs_per_row=True, bias=True, pad_id=PAD)
     )[1].head
     assert biased.bias is not None and not biased.bias.any()
 
 
-def test_names_of_labels_are_kept(tmp_path: Path) -> None:
+def test_label_names_are_saved(tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base", "llama3.2")
-    source, mine = headed(base, ScoreHead(2, pad_id=PAD), names=("bad", "good"), problem="single_label_classification")
+    source, decoder = build_with_new_head(
+        base, ScoreHead(2, pad_id=PAD), names=("bad", "good"), problem="single_label_classification"
+    )
     (tmp_path / "ours").mkdir()
-    save_model.save_model(tmp_path / "ours", mine, source, quiet=True)
+    save_model.save_model(tmp_path / "ours", decoder, source, quiet=True)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "ours")
     assert config.id2label == {0: "bad", 1: "good"} and config.label2id == {"bad": 0, "good": 1}
     assert config.problem_type == "single_label_classification"
-    again, _ = headed(tmp_path / "ours", ScoreHead(2, pad_id=PAD))
-    assert again.config["id2label"] == {"0": "bad", "1": "good"} and again.new_head is None
+    reloaded, _ = build_with_new_head(tmp_path / "ours", ScoreHead(2, pad_id=PAD))
+    assert reloaded.config["id2label"] == {"0": "bad", "1": "good"} and reloaded.new_head is None
 
 
-def test_what_a_checkpoint_is_for(tmp_path: Path) -> None:
-    """A head that is there is not thrown away unasked, and none is put where nobody could open it."""
-    folder = save(built(SHAPES["llama3.2"], 3, False), tmp_path / "there")
+def test_existing_head_must_match_its_use(tmp_path: Path) -> None:
+    """An existing head is not replaced silently, and no head is added that transformers could not load."""
+    folder = save(build_classifier(SHAPES["llama3.2"], 3, False), tmp_path / "there")
     source = HFCheckpoint.open(folder, "there")
-    with pytest.raises(UserError, match="there: gives 3 scores to a document, and 1 score for a document is wanted"):
+    with pytest.raises(UserError, match="there: "):
         with_score_head(source, ScoreHead(1, pad_id=PAD))
-    with pytest.raises(UserError, match="there: gives 3 scores to a document and writes no text: name a language"):
+    with pytest.raises(UserError, match="there: "):
         require_language_model(source)
-    with pytest.raises(UserError, match="writes no text"):
+    with pytest.raises(UserError, match="language model"):
         build.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"))
-    model, _ = build.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"), allow_score_head=True)
+    model, _ = build.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"), scores=True)
     assert model.spec.score == ScoreHead(3, pad_id=PAD)
     other = HFCheckpoint.open(make_checkpoint(tmp_path / "granite", "granite"), "granite")
-    with pytest.raises(UserError, match="transformers has no granite model that scores documents"):
+    with pytest.raises(UserError, match="granite"):
         with_score_head(other, ScoreHead(1, pad_id=PAD))
     rewrite_config(folder, lambda c: c | {"architectures": ["LlamaForCausalLM"]})
-    with pytest.raises(UserError, match="score.weight is no tensor of a llama model"):
+    with pytest.raises(UserError, match=r"score\.weight"):
         load_model(folder)

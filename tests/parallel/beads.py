@@ -1,7 +1,7 @@
-"""A recipe without torch, whose ranks start at once: each adds beads to a string, all of them one at a time.
+"""A recipe without torch whose ranks start immediately, and `tune run` for it.
 
-They wait for each other through files, as ranks do through exchanges. What goes wrong, where and how often, the config
-says. `Beads.start` leaves out the look at the config before, which imports torch: `look=True` takes it.
+Ranks count steps and wait for each other through files, as in collective operations. The config injects faults.
+`ToyLauncher.start` skips the config check, which imports torch, unless `check=True`.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.outcome import CommandResult
 from tests.waiting import TIMEOUT_SECONDS
 
-RECIPE = '''"""Beads on a string."""
+RECIPE = '''"""Ranks that count steps together."""
 
 import atexit
 import contextlib
@@ -30,129 +30,130 @@ from tunekit.distributed.heartbeat import HeartbeatWriter
 
 
 @dataclass(frozen=True)
-class Beads:
+class ToyConfig:
     output_dir: str = "out"
-    beads: int = 4
-    ends: bool = False
-    bad: str = ""  # what goes wrong at bead 2
-    who: int = 1
-    once: bool = True  # only the first time
-    slow: float = 0.0  # seconds before anything is listened to
+    steps: int = 4
+    save: bool = False  # write a final checkpoint
+    fault: str = ""  # fault in step 2
+    fault_rank: int = 1
+    once: bool = True  # only in the first start
+    slow: float = 0.0  # seconds before signal handlers are installed
     parallel: ParallelConfig = ParallelConfig()
     device: str = "cpu"
 
 
-CONFIG = Beads
+RECIPE = ToyConfig
 
 
 def check(cfg):
-    if cfg.beads == 1001:
-        raise UserError(f"beads: {cfg.beads} are too many")
+    if cfg.steps == 1001:
+        raise UserError(f"steps: must be at most 1000, got {cfg.steps}")
 
 
-def go_wrong(bad):
-    print("about to go wrong", flush=True)
-    if bad == "error":
-        raise ValueError("a bead is lost")
-    if bad == "late":
+def fail(fault):
+    print("about to fail", flush=True)
+    if fault == "error":
+        raise ValueError("toy error")
+    if fault == "late":
         atexit.register(time.sleep, 4)
-    if bad in ("mistake", "late"):
-        raise UserError("the string is too short: take another one")
-    if bad == "code":
+    if fault in ("user_error", "late"):
+        raise UserError("toy: user error")
+    if fault == "code":
         os._exit(7)
-    if bad in ("SIGKILL", "SIGSEGV", "SIGTERM"):
-        os.kill(os.getpid(), getattr(signal, bad))
+    if fault in ("SIGKILL", "SIGSEGV", "SIGTERM"):
+        os.kill(os.getpid(), getattr(signal, fault))
     time.sleep(1000)
 
 
-def wait_for_all(folder, bead, rank, size):
-    (folder / f"{bead}.{rank}").touch()
-    while not all((folder / f"{bead}.{other}").exists() for other in range(size)):
+def wait_for_all(folder, step, rank, size):
+    (folder / f"{step}.{rank}").touch()
+    while not all((folder / f"{step}.{other}").exists() for other in range(size)):
         time.sleep(0.005)
 
 
-def leave_together(out, rank, bead, asked):
-    """A wish reaches ranks at different beads, which are one apart at most: all leave behind the next but one."""
-    if asked and not (out / f"wish.{rank}").exists():
-        (out / f"wish.{rank}").write_text(f"{bead + 2} {int(asked[0])}")
+def stop_together(out, rank, step, received):
+    """Ranks receive a signal at most one step apart. All of them stop after the second next step."""
+    if received and not (out / f"stop_request.{rank}").exists():
+        (out / f"stop_request.{rank}").write_text(f"{step + 2} {int(received[0])}")
         with contextlib.suppress(FileExistsError):
-            os.link(out / f"wish.{rank}", out / "leave")
-    if (out / "leave").exists():
-        last, number = map(int, (out / "leave").read_text().split())
-        if bead >= last:
-            raise RunStopped(f"stopped by {signal.Signals(number).name} after {bead + 1}", 128 + number)
+            os.link(out / f"stop_request.{rank}", out / "stop_at")
+    if (out / "stop_at").exists():
+        last, number = map(int, (out / "stop_at").read_text().split())
+        if step >= last:
+            raise RunStopped(f"stopped by {signal.Signals(number).name} after {step + 1}", 128 + number)
 
 
 def main(cfg, overwrite=False):
-    rank, size, asked = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), []
-    beats, out = HeartbeatWriter.open(), Path(cfg.output_dir)
+    rank, size, received = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), []
+    heartbeat, out = HeartbeatWriter.open(), Path(cfg.output_dir)
     if (out / "final").exists():
-        print("nothing is left to do")
+        print("already complete")
         return
     out.mkdir(exist_ok=True)
     with (out / "starts").open("a") as file:
         local, threads = os.environ["LOCAL_RANK"], os.environ["OMP_NUM_THREADS"]
         file.write(f"{rank} {size} {os.getpid()} {local} {threads} {overwrite}\\n")
-    print(f"rank {rank} is here", flush=True)
+    print(f"rank {rank} started", flush=True)
     print(f"rank {rank} warns", file=sys.stderr, flush=True)
     time.sleep(cfg.slow)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: asked.append(signal.Signals(number)))
+        signal.signal(number, lambda number, frame: received.append(signal.Signals(number)))
     (out / f"listens.{rank}").touch()
-    string = out / f"string.{rank}"
-    begin = 0 if overwrite or not string.exists() else int(string.read_text())
-    for bead in range(begin, cfg.beads):
-        beats.beat(bead, "step")
-        if bead == 2 and rank == cfg.who and cfg.bad and not (cfg.once and (out / "wrong").exists()):
-            (out / "wrong").touch()
-            go_wrong(cfg.bad)
-        wait_for_all(out, bead, rank, size)
-        (out / f"new.{rank}").write_text(str(bead + 1))
-        (out / f"new.{rank}").rename(string)  # whole at any time
-        leave_together(out, rank, bead, asked)
-        if cfg.beads > 100:
+    progress = out / f"progress.{rank}"
+    begin = 0 if overwrite or not progress.exists() else int(progress.read_text())
+    for step in range(begin, cfg.steps):
+        heartbeat.beat(step, "step")
+        if step == 2 and rank == cfg.fault_rank and cfg.fault and not (cfg.once and (out / "failed").exists()):
+            (out / "failed").touch()
+            fail(cfg.fault)
+        wait_for_all(out, step, rank, size)
+        (out / f"new.{rank}").write_text(str(step + 1))
+        (out / f"new.{rank}").rename(progress)  # atomic
+        stop_together(out, rank, step, received)
+        if cfg.steps > 100:
             time.sleep(0.05)
-    if rank == 0 and cfg.ends:
+    if rank == 0 and cfg.save:
         from tunekit.checkpoint import atomic  # which imports torch
 
         with atomic.AtomicDir(out / "final") as folder:
-            (folder / "beads").write_text(str(cfg.beads))
+            (folder / "steps").write_text(str(cfg.steps))
         (out / "config.yaml").touch()
 '''
-# `tune run` of a config that is known to be right. Where the whole machine stands still, its clock does so too: a limit
-# of a few seconds says that ranks are silent, not that nobody could speak.
+# `tune run` without the config check. Its clock pauses while the whole machine is suspended, so that timeouts of a few
+# seconds measure silent ranks only.
 STARTER = """
 import sys
 import time
 
-def steady(now=time.monotonic, most=1.0):
-    seen = [now(), 0.0]
+def make_clock(now=time.monotonic, max_increment=1.0):
+    state = [now(), 0.0]
 
-    def passed():
-        last, seen[0] = seen[0], now()
-        seen[1] += min(seen[0] - last, most)
-        return begin + seen[1]
+    def clock():
+        last, state[0] = state[0], now()
+        state[1] += min(state[0] - last, max_increment)
+        return start + state[1]
 
-    begin = seen[0]
-    return passed
+    start = state[0]
+    return clock
 
-time.monotonic = steady()
+time.monotonic = make_clock()
 from tunekit.cli import main as cli
 from tunekit.distributed import launch_workers
 
-def found_out(words, wishes):
-    words = dict(word.partition("=")[::2] for word in words)
-    limit = float(words.get("parallel.hang_timeout_seconds", 60))
-    return {"folder": words.get("output_dir", "out"), "finished": False, "digest": words.get("beads"), "timeout": limit}
+def skip_check(args, launch_config):
+    overrides = dict(arg.partition("=")[::2] for arg in args)
+    limit = float(overrides.get("parallel.hang_timeout_seconds", 60))
+    output_dir, steps = overrides.get("output_dir", "out"), overrides.get("steps")
+    return {"folder": output_dir, "finished": False, "digest": steps, "timeout": limit}
 
-launch_workers.check_in_subprocess = found_out
+launch_workers.check_in_subprocess = skip_check
 sys.exit(cli.main())
 """
 
 
 @dataclass(frozen=True)
-class Started:
-    """One start of one rank, as it told itself."""
+class StartedWorker:
+    """A started rank, as recorded by itself."""
 
     rank: int
     size: int
@@ -163,28 +164,28 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Beads:
-    """A folder with the recipe and its config, where `tune` runs."""
+class ToyLauncher:
+    """Directory with the recipe and its config, in which `tune` runs."""
 
     folder: Path
-    within: tuple[str, ...] = ()  # what runs the command
+    command_prefix: tuple[str, ...] = ()
 
     @classmethod
-    def make(cls, folder: Path) -> "Beads":
-        (folder / "beads.py").write_text(RECIPE)
-        (folder / "beads.yaml").write_text("beads: 4\n")
+    def make(cls, folder: Path) -> "ToyLauncher":
+        (folder / "toy.py").write_text(RECIPE)
+        (folder / "toy.yaml").write_text("steps: 4\n")
         return cls(folder)
 
-    def start(self, *words: str, look: bool = False, **environment: str) -> subprocess.Popen[str]:
-        """`tune run beads` with these words."""
-        left = {name: word for name, word in os.environ.items() if name != "OMP_NUM_THREADS"}
-        program = ["-m", "tunekit.cli"] if look else ["-c", STARTER]
-        command = [*self.within, sys.executable, "-P", *program, "run", "beads.py", "beads", *words]
+    def start(self, *args: str, check: bool = False, **environment: str) -> subprocess.Popen[str]:
+        """Start `tune run toy.py toy` with `args`."""
+        inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        program = ["-m", "tunekit.cli"] if check else ["-c", STARTER]
+        command = [*self.command_prefix, sys.executable, "-P", *program, "run", "toy.py", "toy", *args]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, cwd=self.folder, env=left | environment, start_new_session=True, **pipes)
+        return subprocess.Popen(command, cwd=self.folder, env=inherited | environment, start_new_session=True, **pipes)
 
-    def run(self, *words: str, look: bool = False, **environment: str) -> CommandResult:
-        return self.end(self.start(*words, look=look, **environment))
+    def run(self, *args: str, check: bool = False, **environment: str) -> CommandResult:
+        return self.end(self.start(*args, check=check, **environment))
 
     def end(self, process: subprocess.Popen[str]) -> CommandResult:
         try:
@@ -193,21 +194,21 @@ class Beads:
             process.kill()
         return CommandResult(process.returncode, out, err)
 
-    def started(self, out: str = "out") -> list[Started]:
+    def started_workers(self, out: str = "out") -> list[StartedWorker]:
         file = self.folder / out / "starts"
         lines = file.read_text().split("\n")[:-1] if file.exists() else []
-        return [Started(*map(int, words[:5]), words[5] == "True") for words in map(str.split, lines)]
+        return [StartedWorker(*map(int, fields[:5]), fields[5] == "True") for fields in map(str.split, lines)]
 
-    def strings(self, count: int) -> list[int]:
-        """How far each rank has come."""
-        return [int((self.folder / f"out/string.{rank}").read_text()) for rank in range(count)]
+    def progress(self, count: int) -> list[int]:
+        """Completed steps of each rank."""
+        return [int((self.folder / f"out/progress.{rank}").read_text()) for rank in range(count)]
 
     def log(self, rank: int) -> str:
         return (self.folder / f"out/logs/rank-{rank}.log").read_text()
 
 
-def gone(pid: int) -> bool:
-    """Whether a process has ended."""
+def has_exited(pid: int) -> bool:
+    """Whether the process has ended or is a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Two machines whose cable is pulled: network namespaces with a pair of interfaces between them."""
+"""Two nodes whose network link is cut: network namespaces, connected by a veth pair."""
 
 import os
 import shutil
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.beads import Beads, gone
+from tests.parallel.beads import ToyLauncher, has_exited
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
-MEET = ("--nnodes", "2", "--rdzv-endpoint", "10.213.7.1:29400")
-# Ranks that exchange something over the network in each step.
-RING = '''"""Adding up over the network."""
+RENDEZVOUS_ARGS = ("--nnodes", "2", "--rdzv-endpoint", "10.213.7.1:29400")
+# A recipe whose ranks communicate over the network in each step.
+ALL_REDUCE_RECIPE = '''"""Adding up over the network."""
 
 import os
 import time
@@ -49,40 +49,42 @@ def main(cfg, overwrite=False):
             step += 1
             beats.beat(step, "step")
             (out / f"new.{run.rank}").write_text(str(step))
-            (out / f"new.{run.rank}").rename(out / f"step.{run.rank}")  # whole at any time
+            (out / f"new.{run.rank}").rename(out / f"step.{run.rank}")  # atomic
             time.sleep(0.01)
 '''
 
 
 @dataclass(frozen=True)
-class Net:
-    """Two namespaces and the interface of each."""
+class Network:
+    """Two namespaces, with one interface each."""
 
     names: tuple[str, str]
 
-    def pull(self, up: bool = False) -> None:
-        """Pull the cable out, or put it in again."""
-        run("ip", "-n", self.names[1], "link", "set", "wire", "up" if up else "down")
+    def set_link(self, up: bool = False) -> None:
+        """Take the link down or up."""
+        run_command("ip", "-n", self.names[1], "link", "set", "wire", "up" if up else "down")
 
 
-def run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True)
+def run_command(*args: str) -> None:
+    subprocess.run(args, check=True, capture_output=True)
 
 
 @pytest.fixture
-def net() -> Iterator[Net]:
+def network() -> Iterator[Network]:
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("network namespaces are not permitted here")
     names = f"tune{os.getpid()}a", f"tune{os.getpid()}b"
     try:
         for name in names:
-            run("ip", "netns", "add", name)
-        run("ip", "-n", names[0], "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", names[1])
+            run_command("ip", "netns", "add", name)
+        run_command(
+            "ip", "-n", names[0], "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", names[1]
+        )
         for number, name in enumerate(names, 1):
-            run("ip", "-n", name, "address", "add", f"10.213.7.{number}/24", "dev", "wire")
-            run("ip", "-n", name, "link", "set", "wire", "up")
-            run("ip", "-n", name, "link", "set", "lo", "up")
-        yield Net(names)
+            run_command("ip", "-n", name, "address", "add", f"10.213.7.{number}/24", "dev", "wire")
+            run_command("ip", "-n", name, "link", "set", "wire", "up")
+            run_command("ip", "-n", name, "link", "set", "lo", "up")
+        yield Network(names)
     except subprocess.CalledProcessError as error:
         pytest.skip(f"network namespaces are not permitted here: {error.stderr}")
     finally:
@@ -91,44 +93,45 @@ def net() -> Iterator[Net]:
 
 
 @pytest.fixture
-def machines(net: Net, tmp_path: Path) -> list[Beads]:
-    beads = Beads.make(tmp_path)
-    return [replace(beads, within=("ip", "netns", "exec", name)) for name in net.names]
+def nodes(network: Network, tmp_path: Path) -> list[ToyLauncher]:
+    toy = ToyLauncher.make(tmp_path)
+    return [replace(toy, command_prefix=("ip", "netns", "exec", name)) for name in network.names]
 
 
-def test_a_cable_that_is_out_for_a_while_is_waited_for(net: Net, machines: list[Beads]) -> None:
-    folder = machines[0].folder
-    (folder / "beads.py").write_text(RING)
-    (folder / "beads.yaml").write_text("output_dir: out\n")
+def test_short_network_outage_is_survived(network: Network, nodes: list[ToyLauncher]) -> None:
+    folder = nodes[0].folder
+    (folder / "toy.py").write_text(ALL_REDUCE_RECIPE)
+    (folder / "toy.yaml").write_text("output_dir: out\n")
     (folder / "out").mkdir()
-    started = [machine.start(*MEET) for machine in machines]
+    processes = [node.start(*RENDEZVOUS_ARGS) for node in nodes]
     wait_until(lambda: all((folder / f"out/step.{rank}").exists() for rank in range(2)))
-    net.pull()
-    time.sleep(15)  # 30 do as well, and take longer
-    net.pull(up=True)
+    network.set_link()
+    time.sleep(15)  # 30 s work too, but take longer
+    network.set_link(up=True)
     before = (folder / "out/step.0").read_text()
     wait_until(lambda: int((folder / "out/step.0").read_text()) > int(before) + 3)
     (folder / "out/enough").touch()
-    for machine, process in zip(machines, started, strict=True):
-        ended = machine.end(process)
-        assert ended.code == 0, ended
+    for node, process in zip(nodes, processes, strict=True):
+        result = node.end(process)
+        assert result.code == 0, result
 
 
-def test_a_cable_that_stays_out_ends_both_and_they_meet_again(net: Net, machines: list[Beads]) -> None:
+def test_long_network_outage_restarts_both_nodes(network: Network, nodes: list[ToyLauncher]) -> None:
     limit = "parallel.hang_timeout_seconds=20"
-    started = [machine.start(*MEET, "--max-restarts", "1", "beads=100000", limit) for machine in machines]
-    folder = machines[0]
+    processes = [node.start(*RENDEZVOUS_ARGS, "--max-restarts", "1", "steps=100000", limit) for node in nodes]
+    folder = nodes[0]
     wait_until(lambda: list(folder.folder.glob("out/5.*")))
-    net.pull()
-    wait_until(lambda: all(gone(one.pid) for one in folder.started()))
-    net.pull(up=True)
-    wait_until(lambda: len(folder.started()) == 4)
-    net.pull()
-    first, second = (machine.end(process) for machine, process in zip(machines, started, strict=True))
+    network.set_link()
+    wait_until(lambda: all(has_exited(item.pid) for item in folder.started_workers()))
+    network.set_link(up=True)
+    wait_until(lambda: len(folder.started_workers()) == 4)
+    network.set_link()
+    first, second = (node.end(process) for node, process in zip(nodes, processes, strict=True))
     assert (first.code, second.code) == (1, 1)
     assert first.err.count("no word from ") == 2 and first.err.count("for 20 s") == 2, first
-    # Its own 20 s may end after the cable is back: it then hears that the first machine has ended its connection.
+    # Its own 20 s timeout may end after the link is up again. It then sees that the first node has closed its
+    # connection.
     ends = ("no word from 10.213.7.1:29400 for 20 s", "10.213.7.1:29400 has gone: its `tune run` has ended")
     assert sum(second.err.count(end) for end in ends) == 2 and ends[0] in second.err, second
-    assert all("(restart 1 of 1)" in one.err for one in (first, second))
-    assert all(gone(one.pid) for one in folder.started())
+    assert all("(restart 1 of 1)" in item.err for item in (first, second))
+    assert all(has_exited(item.pid) for item in folder.started_workers())

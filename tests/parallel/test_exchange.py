@@ -1,4 +1,4 @@
-"""What ranks send each other, and the gradients that come back: against sums over all of them, written down."""
+"""Collective operations and their gradients, compared with explicit sums over ranks."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.parallel.ranks import on
+from tests.parallel.ranks import run_ranks
 from tunekit.distributed.collectives import (
     MeshDim,
     ReplicatedRegion,
@@ -18,84 +18,102 @@ from tunekit.distributed.collectives import (
 )
 
 RANKS = 3
-SENT = [[2, 0, 1], [0, 3, 1], [4, 1, 0]]  # rows from each rank (down) to each
+SEND_COUNTS = [[2, 0, 1], [0, 3, 1], [4, 1, 0]]  # number of rows from each rank (rows) to each rank (columns)
 
 
-def drawn(name: int, *shape: int) -> Tensor:
-    """The numbers of one rank, which all know here."""
+def random_tensor(name: int, *shape: int) -> Tensor:
+    """Random tensor with seed `name`, the same on all ranks."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(name), dtype=torch.float64)
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def backward(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return torch.autograd.grad((y * weight).sum(), x)[0]
 
 
-def gathers(team: MeshDim) -> None:
-    """All parts side by side; what each makes of a part comes back to whose it is."""
-    every, weights = [drawn(i, 2, 3, 4) for i in range(RANKS)], [drawn(10 + i, 2, 9, 4) for i in range(RANKS)]
-    x = every[team.index].requires_grad_()
-    y = all_gather(x, 1, team)
-    close(y.detach(), torch.cat([one.detach() for one in every], dim=1))
-    close(backward(y, x, weights[team.index]), sum(weights)[:, 3 * team.index : 3 * team.index + 3])  # type: ignore[index]
+def check_all_gather(mesh_dim: MeshDim) -> None:
+    """All-gather: shards are concatenated. The gradient of a shard is the sum over ranks."""
+    shards, weights = (
+        [random_tensor(i, 2, 3, 4) for i in range(RANKS)],
+        [random_tensor(10 + i, 2, 9, 4) for i in range(RANKS)],
+    )
+    x = shards[mesh_dim.index].requires_grad_()
+    y = all_gather(x, 1, mesh_dim)
+    assert_close(y.detach(), torch.cat([shard.detach() for shard in shards], dim=1))
+    assert_close(backward(y, x, weights[mesh_dim.index]), sum(weights)[:, 3 * mesh_dim.index : 3 * mesh_dim.index + 3])  # type: ignore[index]
 
 
-def adds(team: MeshDim) -> None:
-    """Parts of a sum; each gets the gradient of all of it."""
-    every, weights = [drawn(i, 2, 9, 4) for i in range(RANKS)], [drawn(10 + i, 2, 3, 4) for i in range(RANKS)]
-    x = every[team.index].requires_grad_()
-    y = reduce_scatter(x, 1, team)
-    close(y.detach(), torch.stack([one.detach() for one in every]).sum(0)[:, 3 * team.index : 3 * team.index + 3])
-    close(backward(y, x, weights[team.index]), torch.cat(weights, dim=1))
+def check_reduce_scatter(mesh_dim: MeshDim) -> None:
+    """Reduce-scatter: inputs are summed and split. The gradient is that of the full sum."""
+    inputs, weights = (
+        [random_tensor(i, 2, 9, 4) for i in range(RANKS)],
+        [random_tensor(10 + i, 2, 3, 4) for i in range(RANKS)],
+    )
+    x = inputs[mesh_dim.index].requires_grad_()
+    y = reduce_scatter(x, 1, mesh_dim)
+    assert_close(
+        y.detach(),
+        torch.stack([x_of_rank.detach() for x_of_rank in inputs]).sum(0)[
+            :, 3 * mesh_dim.index : 3 * mesh_dim.index + 3
+        ],
+    )
+    assert_close(backward(y, x, weights[mesh_dim.index]), torch.cat(weights, dim=1))
 
 
-def joins(team: MeshDim) -> None:
-    """Columns of parts that differ in size; all ranks make the same of them."""
-    share = VocabShard(team, team.even(7))
-    assert share.sizes == (3, 2, 2) and share.total == 7 and share.start == [0, 3, 5][team.index]
-    whole, weight = drawn(1, 5, 7), drawn(2, 5, 7)
-    here = slice(share.start, share.start + share.sizes[team.index])
-    x = whole[:, here].clone().requires_grad_()
-    y = share.all_gather(x)
-    close(y.detach(), whole)
-    close(backward(y, x, weight), weight[:, here])
+def check_column_gather(mesh_dim: MeshDim) -> None:
+    """Gather of columns of uneven sizes."""
+    vocab_shard = VocabShard(mesh_dim, mesh_dim.even(7))
+    assert vocab_shard.sizes == (3, 2, 2) and vocab_shard.total == 7 and vocab_shard.start == [0, 3, 5][mesh_dim.index]
+    full_tensor, weight = random_tensor(1, 5, 7), random_tensor(2, 5, 7)
+    local_slice = slice(vocab_shard.start, vocab_shard.start + vocab_shard.sizes[mesh_dim.index])
+    x = full_tensor[:, local_slice].clone().requires_grad_()
+    y = vocab_shard.all_gather(x)
+    assert_close(y.detach(), full_tensor)
+    assert_close(backward(y, x, weight), weight[:, local_slice])
 
 
-def sends(team: MeshDim) -> None:
-    """Rows go where they should, in the order of the ranks that send them, and their gradients back."""
-    there, here = SENT[team.index], [row[team.index] for row in SENT]
-    every = [drawn(i, sum(SENT[i]), 2) for i in range(RANKS)]
-    x = every[team.index].requires_grad_()
-    y = all_to_all(x, there, here, team, 0.5)
-    parts = [one.detach().split(SENT[i])[team.index] for i, one in enumerate(every)]
-    close(y.detach(), torch.cat(parts))
-    back = torch.autograd.grad((y * (team.index + 1)).sum(), x)[0]
-    close(
-        back, 0.5 * torch.arange(1.0, RANKS + 1).double().repeat_interleave(torch.tensor(there))[:, None].expand_as(x)
+def check_all_to_all(mesh_dim: MeshDim) -> None:
+    """All-to-all: rows arrive in rank order, and gradients return to their senders."""
+    send_counts, receive_counts = SEND_COUNTS[mesh_dim.index], [row[mesh_dim.index] for row in SEND_COUNTS]
+    inputs = [random_tensor(i, sum(SEND_COUNTS[i]), 2) for i in range(RANKS)]
+    x = inputs[mesh_dim.index].requires_grad_()
+    y = all_to_all(x, send_counts, receive_counts, mesh_dim, 0.5)
+    received = [x_of_rank.detach().split(SEND_COUNTS[i])[mesh_dim.index] for i, x_of_rank in enumerate(inputs)]
+    assert_close(y.detach(), torch.cat(received))
+    grad = torch.autograd.grad((y * (mesh_dim.index + 1)).sum(), x)[0]
+    assert_close(
+        grad,
+        0.5 * torch.arange(1.0, RANKS + 1).double().repeat_interleave(torch.tensor(send_counts))[:, None].expand_as(x),
     )
 
 
-def shares(team: MeshDim) -> None:
-    """Eleven tokens on three ranks: each keeps four, the last of which is padding, and has all inside a layer."""
-    tokens = drawn(1, 1, 11, 4)
-    for way in (SequenceParallelRegion(team), ReplicatedRegion(team)):
-        kept = way.keep(tokens)
-        close(kept[0], F.pad(tokens[0], (0, 0, 0, 1))[4 * team.index : 4 * team.index + 4])
-        close(way.enter(kept, torch.Size((1, 11))), tokens)
-        assert way.enter(kept).shape == (1, 12, 4)
-    close(SequenceParallelRegion(team).leave(tokens * (team.index + 1)), way.keep(tokens) * 6)
-    close(ReplicatedRegion(team).leave(tokens), way.keep(tokens))
+def check_sequence_parallel(mesh_dim: MeshDim) -> None:
+    """Eleven tokens on three ranks: four each, padded, and all of them inside a layer."""
+    tokens = random_tensor(1, 1, 11, 4)
+    for region in (SequenceParallelRegion(mesh_dim), ReplicatedRegion(mesh_dim)):
+        local = region.keep(tokens)
+        assert_close(local[0], F.pad(tokens[0], (0, 0, 0, 1))[4 * mesh_dim.index : 4 * mesh_dim.index + 4])
+        assert_close(region.enter(local, torch.Size((1, 11))), tokens)
+        assert region.enter(local).shape == (1, 12, 4)
+    assert_close(SequenceParallelRegion(mesh_dim).leave(tokens * (mesh_dim.index + 1)), region.keep(tokens) * 6)
+    assert_close(ReplicatedRegion(mesh_dim).leave(tokens), region.keep(tokens))
 
 
-def all_of_it() -> None:
-    team = MeshDim(dist.group.WORLD, RANKS, dist.get_rank())  # type: ignore[arg-type]
-    for check in (gathers, adds, joins, sends, shares):
-        check(team)
+def check_all() -> None:
+    mesh_dim = MeshDim(dist.group.WORLD, RANKS, dist.get_rank())  # type: ignore[arg-type]
+    for check in (
+        check_all_gather,
+        check_reduce_scatter,
+        check_column_gather,
+        check_all_to_all,
+        check_sequence_parallel,
+    ):
+        check(mesh_dim)
 
 
 @pytest.mark.multi
-def test_what_goes_around_and_what_comes_back() -> None:
-    on(RANKS, all_of_it, group=True)
+def test_collectives_and_their_gradients() -> None:
+    run_ranks(RANKS, check_all, group=True)

@@ -1,4 +1,4 @@
-"""Several machines that start one run: here they are processes that meet at a port of this machine."""
+"""Multi-node launching, with processes of this machine as nodes."""
 
 import signal
 import socket
@@ -9,36 +9,36 @@ from pathlib import Path
 import pytest
 
 from tests.outcome import CommandResult
-from tests.parallel.beads import Beads, gone
+from tests.parallel.beads import ToyLauncher, has_exited
 from tests.waiting import wait_until
 from tunekit.distributed.rendezvous import Seat, Wire, disagreement
 
 pytestmark = pytest.mark.multi
-LONG = "beads=1000"
+MANY_STEPS = "steps=1000"
 
 
 @pytest.fixture
-def beads(tmp_path: Path) -> Beads:
-    return Beads.make(tmp_path)
+def toy(tmp_path: Path) -> ToyLauncher:
+    return ToyLauncher.make(tmp_path)
 
 
-HELD: list[socket.socket] = []  # for each port that this process has, until it ends
+PORT_LOCKS: list[socket.socket] = []  # reserved ports, until this process ends
 
 
-def held(number: int) -> bool:
-    """Whether a port is ours from now on: other processes with these tests, which look for one too, leave it alone."""
+def reserve_port(port: int) -> bool:
+    """Reserve a port among all test processes. False if another process has reserved it."""
     lock = socket.socket(socket.AF_UNIX)
     try:
-        lock.bind(f"\0tunekit-tests-{number}")  # a name that belongs to no file, and goes with its process
+        lock.bind(f"\0tunekit-tests-{port}")  # an abstract socket: no file, released when the process ends
     except OSError:
         lock.close()
         return False
-    HELD.append(lock)
+    PORT_LOCKS.append(lock)
     return True
 
 
-def port() -> str:
-    """A port that is free, of those that the system gives to nobody by itself."""
+def free_address() -> str:
+    """Free address outside the ephemeral port range."""
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for number in range(low - 1, 1024, -1):
         with socket.socket() as probe:
@@ -46,141 +46,147 @@ def port() -> str:
                 probe.bind(("", number))
             except OSError:
                 continue
-            if held(number):
+            if reserve_port(number):
                 return f"127.0.0.1:{number}"
     raise AssertionError("no port is free")
 
 
-def both(beads: Beads, *words: str, second: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:
-    """Two machines with the same command, but for `second`."""
-    meet = ("--nnodes", "2", "--rdzv-endpoint", port())
-    return [beads.start(*meet, *words), beads.start(*meet, *words, *second)]
+def start_two_nodes(toy: ToyLauncher, *args: str, second: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:
+    """Two nodes with the same command, except for `second`."""
+    rendezvous = ("--nnodes", "2", "--rdzv-endpoint", free_address())
+    return [toy.start(*rendezvous, *args), toy.start(*rendezvous, *args, *second)]
 
 
-def ends(beads: Beads, machines: list[subprocess.Popen[str]]) -> list[CommandResult]:
-    return [beads.end(machine) for machine in machines]
+def wait_for_all(toy: ToyLauncher, nodes: list[subprocess.Popen[str]]) -> list[CommandResult]:
+    return [toy.end(node) for node in nodes]
 
 
-def test_machines_meet_and_divide_the_ranks(beads: Beads) -> None:
-    ended = ends(beads, both(beads, "--nproc-per-node", "2"))
-    assert [one.code for one in ended] == [0, 0], ended
+def test_two_nodes_rendezvous_and_split_the_ranks(toy: ToyLauncher) -> None:
+    results = wait_for_all(toy, start_two_nodes(toy, "--nproc-per-node", "2"))
+    assert [item.code for item in results] == [0, 0], results
     name = socket.gethostname()
-    assert all(f"starting 2 processes of 4 on 2 machines: {name}, {name}" in one.err for one in ended)
-    assert sorted((one.rank, one.size, one.local) for one in beads.started()) == [(r, 4, r % 2) for r in range(4)]
-    assert sorted(one.out for one in ended) == ["", "rank 0 is here\n"]
+    assert all(f"starting 2 processes of 4 on 2 machines: {name}, {name}" in item.err for item in results)
+    assert sorted((item.rank, item.size, item.local) for item in toy.started_workers()) == [
+        (r, 4, r % 2) for r in range(4)
+    ]
+    assert sorted(item.out for item in results) == ["", "rank 0 started\n"]
 
 
-def test_places_may_be_given_and_numbers_of_processes_differ(beads: Beads) -> None:
-    meet = ("--nnodes", "2", "--rdzv-endpoint", port())
-    last = beads.start(*meet, "--node-rank", "1")
-    first = beads.start(*meet, "--node-rank", "0", "--nproc-per-node", "2")
-    ended = ends(beads, [first, last])
-    assert [one.code for one in ended] == [0, 0], ended
-    assert "rank 0 is here" in ended[0].out
-    assert sorted((one.rank, one.size, one.local) for one in beads.started()) == [(0, 3, 0), (1, 3, 1), (2, 3, 0)]
+def test_node_ranks_and_different_process_counts(toy: ToyLauncher) -> None:
+    rendezvous = ("--nnodes", "2", "--rdzv-endpoint", free_address())
+    last = toy.start(*rendezvous, "--node-rank", "1")
+    first = toy.start(*rendezvous, "--node-rank", "0", "--nproc-per-node", "2")
+    results = wait_for_all(toy, [first, last])
+    assert [item.code for item in results] == [0, 0], results
+    assert "rank 0 started" in results[0].out
+    assert sorted((item.rank, item.size, item.local) for item in toy.started_workers()) == [
+        (0, 3, 0),
+        (1, 3, 1),
+        (2, 3, 0),
+    ]
 
 
-def test_machines_that_do_not_agree_are_told(beads: Beads) -> None:
-    for ended in ends(beads, both(beads, second=("beads=5",))):
-        assert ended.code == 2 and "run different configs" in ended.err
-    one = {"name": "a", "nodes": 3, "digest": "x", "want": 0}
-    assert disagreement([one, {**one, "want": None}]) is None
-    assert "a and b say --nnodes 3 and 4" in (disagreement([one, {**one, "name": "b", "nodes": 4}]) or "")
-    assert "two machines say --node-rank 0" in (disagreement([one, one]) or "")
+def test_different_configs_are_an_error(toy: ToyLauncher) -> None:
+    for results in wait_for_all(toy, start_two_nodes(toy, second=("steps=5",))):
+        assert results.code == 2 and "run different configs" in results.err
+    item = {"name": "a", "nodes": 3, "digest": "x", "want": 0}
+    assert disagreement([item, {**item, "want": None}]) is None
+    assert "a and b say --nnodes 3 and 4" in (disagreement([item, {**item, "name": "b", "nodes": 4}]) or "")
+    assert "two machines say --node-rank 0" in (disagreement([item, item]) or "")
 
 
-def test_who_did_not_come_is_named(beads: Beads) -> None:
+def test_missing_node_is_reported(toy: ToyLauncher) -> None:
     limit, name = "parallel.hang_timeout_seconds=10", socket.gethostname()
-    meet = ("--nnodes", "3", "--rdzv-endpoint", port(), limit)
-    nobody = beads.start("--nnodes", "2", "--rdzv-endpoint", "192.0.2.1:9", limit, "--node-rank", "1")
-    for ended in ends(beads, [beads.start(*meet), beads.start(*meet)]):
-        assert ended.code == 1
-        assert f"2 of 3 machines came within 10 s: {name}, {name}" in ended.err
-    alone = beads.end(nobody)
-    assert alone.code == 1 and "192.0.2.1:9 did not answer for 10 s" in alone.err
+    rendezvous = ("--nnodes", "3", "--rdzv-endpoint", free_address(), limit)
+    unreachable = toy.start("--nnodes", "2", "--rdzv-endpoint", "192.0.2.1:9", limit, "--node-rank", "1")
+    for results in wait_for_all(toy, [toy.start(*rendezvous), toy.start(*rendezvous)]):
+        assert results.code == 1
+        assert f"2 of 3 machines came within 10 s: {name}, {name}" in results.err
+    result = toy.end(unreachable)
+    assert result.code == 1 and "192.0.2.1:9 did not answer for 10 s" in result.err
 
 
-def test_a_rank_that_dies_ends_all_machines(beads: Beads) -> None:
-    ended = ends(beads, both(beads, "bad=SIGKILL"))
-    assert [one.code for one in ended] == [1, 1]
-    assert all("rank 1 was killed by SIGKILL" in one.err for one in ended)
-    assert all(gone(one.pid) for one in beads.started())
+def test_killed_rank_ends_all_nodes(toy: ToyLauncher) -> None:
+    results = wait_for_all(toy, start_two_nodes(toy, "fault=SIGKILL"))
+    assert [item.code for item in results] == [1, 1]
+    assert all("rank 1 was killed by SIGKILL" in item.err for item in results)
+    assert all(has_exited(item.pid) for item in toy.started_workers())
 
 
-def test_all_machines_start_again(beads: Beads) -> None:
-    ended = ends(beads, both(beads, "bad=error", "--max-restarts", "1", "--overwrite"))
-    assert [one.code for one in ended] == [0, 0], ended
-    assert all("rank 1 failed: ValueError: a bead is lost" in one.err for one in ended)
-    assert len(beads.started()) == 4 and beads.strings(2) == [4, 4]
-    assert sum(one.overwrite for one in beads.started()) == 2
+def test_all_nodes_restart(toy: ToyLauncher) -> None:
+    results = wait_for_all(toy, start_two_nodes(toy, "fault=error", "--max-restarts", "1", "--overwrite"))
+    assert [item.code for item in results] == [0, 0], results
+    assert all("rank 1 failed: ValueError: toy error" in item.err for item in results)
+    assert len(toy.started_workers()) == 4 and toy.progress(2) == [4, 4]
+    assert sum(item.overwrite for item in toy.started_workers()) == 2
 
 
-def test_a_signal_to_one_machine_ends_all(beads: Beads) -> None:
-    machines = both(beads, "bad=hang", "--max-restarts", "1")
-    wait_until(lambda: (beads.folder / "out/wrong").exists())
-    for number in (signal.SIGINT, signal.SIGTERM):  # two of one kind may come as one
-        machines[0].send_signal(number)
-    ended = ends(beads, machines)
-    assert ended[0].code == 143 and ended[1].code == 143
-    assert all(gone(one.pid) for one in beads.started())
+def test_signal_to_one_node_ends_all(toy: ToyLauncher) -> None:
+    nodes = start_two_nodes(toy, "fault=hang", "--max-restarts", "1")
+    wait_until(lambda: (toy.folder / "out/failed").exists())
+    for number in (signal.SIGINT, signal.SIGTERM):  # two signals of one kind may be merged
+        nodes[0].send_signal(number)
+    results = wait_for_all(toy, nodes)
+    assert results[0].code == 143 and results[1].code == 143
+    assert all(has_exited(item.pid) for item in toy.started_workers())
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_machine_that_is_gone_is_named(beads: Beads, which: int) -> None:
-    machines = both(beads, LONG)
-    wait_until(lambda: list(beads.folder.glob("out/5.*")))
-    machines[which].kill()
-    ended = ends(beads, machines)
-    assert ended[1 - which].code == 1 and "has gone: its `tune run` has ended" in ended[1 - which].err
-    assert all(gone(one.pid) for one in beads.started())
+def test_killed_node_is_reported(toy: ToyLauncher, which: int) -> None:
+    nodes = start_two_nodes(toy, MANY_STEPS)
+    wait_until(lambda: list(toy.folder.glob("out/5.*")))
+    nodes[which].kill()
+    results = wait_for_all(toy, nodes)
+    assert results[1 - which].code == 1 and "has gone: its `tune run` has ended" in results[1 - which].err
+    assert all(has_exited(item.pid) for item in toy.started_workers())
 
 
-def test_a_machine_that_comes_back_is_taken_in(beads: Beads) -> None:
-    machines = both(beads, LONG, "--max-restarts", "1")
-    words = machines[1].args[7:]
-    wait_until(lambda: list(beads.folder.glob("out/5.*")))
-    machines[1].kill()
-    beads.end(machines[1])
-    machines[1] = beads.start(*words)
-    wait_until(lambda: len(beads.started()) == 4)
-    begin = beads.strings(2)
-    wait_until(lambda: min(beads.strings(2)) > max(begin) + 3)
-    for machine in machines:
-        machine.send_signal(signal.SIGINT)
-    assert [one.code for one in ends(beads, machines)] == [130, 130]
+def test_restarted_node_rejoins(toy: ToyLauncher) -> None:
+    nodes = start_two_nodes(toy, MANY_STEPS, "--max-restarts", "1")
+    args = nodes[1].args[7:]
+    wait_until(lambda: list(toy.folder.glob("out/5.*")))
+    nodes[1].kill()
+    toy.end(nodes[1])
+    nodes[1] = toy.start(*args)
+    wait_until(lambda: len(toy.started_workers()) == 4)
+    begin = toy.progress(2)
+    wait_until(lambda: min(toy.progress(2)) > max(begin) + 3)
+    for node in nodes:
+        node.send_signal(signal.SIGINT)
+    assert [item.code for item in wait_for_all(toy, nodes)] == [130, 130]
 
 
-def test_a_rank_that_hangs_is_named_on_its_machine(beads: Beads) -> None:
-    ended = ends(beads, both(beads, "bad=hang", "parallel.hang_timeout_seconds=10"))
-    assert [one.code for one in ended] == [1, 1], ended
-    assert any("rank 0: step 2, step; in wait_for_all" in one.err for one in ended), ended
-    assert any("rank 1: step 2, step; in go_wrong" in one.err for one in ended), ended
+def test_hung_rank_is_reported_by_its_node(toy: ToyLauncher) -> None:
+    results = wait_for_all(toy, start_two_nodes(toy, "fault=hang", "parallel.hang_timeout_seconds=10"))
+    assert [item.code for item in results] == [1, 1], results
+    assert any("rank 0: step 2, step; in wait_for_all" in item.err for item in results), results
+    assert any("rank 1: step 2, step; in fail" in item.err for item in results), results
 
 
-def linked() -> tuple[socket.socket, socket.socket]:
+def connect_pair() -> tuple[socket.socket, socket.socket]:
     """Both ends of a connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         end = socket.create_connection(listener.getsockname())
         return listener.accept()[0], end
 
 
-def test_a_machine_that_broke_off_is_named() -> None:
-    here, there = linked()
-    seat = Seat(Wire(here), joined={"name": "node7"}, node=0)
-    there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    there.close()  # with a reset, as of a machine that was killed with messages unread
-    while seat.wire.open:
-        seat.wire.hear()
-    assert seat.name == "node7"
-    here.close()
+def test_connection_reset_is_reported_with_the_node_name() -> None:
+    server_socket, client_socket = connect_pair()
+    client = Seat(Wire(server_socket), joined={"name": "node7"}, node=0)
+    client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client_socket.close()  # connection reset, as if the process was killed with unread messages
+    while client.wire.open:
+        client.wire.hear()
+    assert client.name == "node7"
+    server_socket.close()
 
 
 @pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b"7\n"])
-def test_strangers_are_not_listened_to(sent: bytes) -> None:
-    here, there = linked()
-    wire = Wire(here)
-    there.sendall(sent)
-    while wire.open:
-        assert wire.hear() == []
-    there.close()
-    here.close()
+def test_invalid_messages_are_ignored(sent: bytes) -> None:
+    server_socket, client_socket = connect_pair()
+    connection = Wire(server_socket)
+    client_socket.sendall(sent)
+    while connection.open:
+        assert connection.hear() == []
+    client_socket.close()
+    server_socket.close()

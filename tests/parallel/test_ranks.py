@@ -1,4 +1,4 @@
-"""Functions of tests run in several ranks, and what goes wrong in one of them is shown."""
+"""Functions that run on several ranks, and errors in one of them."""
 
 import os
 
@@ -6,27 +6,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.parallel.ranks import on
+from tests.parallel.ranks import run_ranks
 
 pytestmark = pytest.mark.multi
 
 
-def added(number: int) -> tuple[int, torch.Tensor]:
+def sum_over_ranks(number: int) -> tuple[int, torch.Tensor]:
     total = torch.tensor(float(number * (dist.get_rank() + 1)))
     dist.all_reduce(total)
     return int(os.environ["LOCAL_RANK"]), total
 
 
-def one_fails() -> None:
+def fail_on_rank_1() -> None:
     if dist.get_rank() == 1:
-        raise KeyError("rank one has lost it")
+        raise KeyError("broken on rank 1")
     dist.barrier()
 
 
-def test_ranks_return_what_the_function_does() -> None:
-    assert on(2, added, 5, group=True) == [(0, torch.tensor(15.0)), (1, torch.tensor(15.0))]
+def test_results_are_returned_in_rank_order() -> None:
+    assert run_ranks(2, sum_over_ranks, 5, group=True) == [(0, torch.tensor(15.0)), (1, torch.tensor(15.0))]
 
 
-def test_the_traceback_of_a_rank_is_shown() -> None:
-    with pytest.raises(AssertionError, match="(?s)--- rank 1 .*one_fails.*rank one has lost it"):
-        on(2, one_fails, group=True)
+def test_traceback_of_a_rank_is_shown() -> None:
+    with pytest.raises(AssertionError, match="(?s)--- rank 1 .*one_fails.*broken on rank 1"):
+        run_ranks(2, fail_on_rank_1, group=True)

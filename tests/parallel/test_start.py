@@ -1,4 +1,4 @@
-"""Ranks of one machine: how they are started, what is shown of them, and how all of them end."""
+"""Launching ranks on one node: environment, output, errors and shutdown."""
 
 import os
 import signal
@@ -6,38 +6,38 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.beads import Beads, gone
+from tests.parallel.beads import ToyLauncher, has_exited
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.multi
-LONG = "beads=1000"
+MANY_STEPS = "steps=1000"
 
 
 @pytest.fixture
-def beads(tmp_path: Path) -> Beads:
-    return Beads.make(tmp_path)
+def toy(tmp_path: Path) -> ToyLauncher:
+    return ToyLauncher.make(tmp_path)
 
 
-def told(text: str) -> list[str]:
-    """The lines without what rank 0 says of itself, and what is said where a machine takes long to start it."""
+def own_lines(text: str) -> list[str]:
+    """Lines without the warning of rank 0 and without messages about slow starts."""
     return [line for line in text.splitlines() if line != "rank 0 warns" and not line.startswith("still starting: ")]
 
 
-def test_ranks_start_with_what_torchrun_tells_and_only_the_first_is_heard(beads: Beads) -> None:
-    ended = beads.run("--nproc-per-node", "3", "ends=true", look=True)
-    assert (ended.code, ended.out, told(ended.err)) == (0, "rank 0 is here\n", ["starting 3 processes"])
+def test_ranks_have_the_torchrun_environment_and_only_rank_0_prints(toy: ToyLauncher) -> None:
+    result = toy.run("--nproc-per-node", "3", "save=true", check=True)
+    assert (result.code, result.out, own_lines(result.err)) == (0, "rank 0 started\n", ["starting 3 processes"])
     cores = len(os.sched_getaffinity(0))
-    found = sorted((one.rank, one.size, one.local, one.threads) for one in beads.started())
-    assert found == [(rank, 3, rank, max(1, cores // 3)) for rank in range(3)]
-    assert beads.strings(3) == [4, 4, 4]
-    assert beads.log(2) == "rank 2 is here\nrank 2 warns\n"
-    again = beads.run("--nproc-per-node", "2", "ends=true", look=True)
-    assert (again.code, again.out, again.err) == (0, "nothing is left to do\n", ""), "it starts no ranks"
+    workers = sorted((worker.rank, worker.size, worker.local, worker.threads) for worker in toy.started_workers())
+    assert workers == [(rank, 3, rank, max(1, cores // 3)) for rank in range(3)]
+    assert toy.progress(3) == [4, 4, 4]
+    assert toy.log(2) == "rank 2 started\nrank 2 warns\n"
+    second = toy.run("--nproc-per-node", "2", "save=true", check=True)
+    assert (second.code, second.out, second.err) == (0, "already complete\n", ""), "no ranks are started"
 
 
-def test_mistakes_are_told_once_before_ranks_start(beads: Beads) -> None:
-    for words, (text, look) in {
-        ("beads=1001",): ("error: beads: 1001 are too many\n", True),
+def test_config_errors_are_reported_once_before_ranks_start(toy: ToyLauncher) -> None:
+    for args, (message, look) in {
+        ("steps=1001",): ("error: steps: must be at most 1000, got 1001\n", True),
         ("parallel.tp=3",): ("there are 2 processes", True),
         ("parallel.cpu_offload=true",): ("parallel.cpu_offload: device cpu", True),
         ("--nproc-per-node", "400"): ("--nproc-per-node 400", True),
@@ -47,106 +47,106 @@ def test_mistakes_are_told_once_before_ranks_start(beads: Beads) -> None:
         ("--nnodes", "2", "--rdzv-endpoint", "here"): ("HOST:PORT", False),
         ("--nnodes", "2", "--rdzv-endpoint", "here:1", "--node-rank", "2"): ("the last is 1", False),
     }.items():
-        ended = beads.run("--nproc-per-node", "2", *words, look=look)
-        assert ended.code == 2 and text in ended.err, ended
-        assert ended.err.startswith("error: ") and "starting" not in ended.err
-    assert not (beads.folder / "out").exists()
+        result = toy.run("--nproc-per-node", "2", *args, check=look)
+        assert result.code == 2 and message in result.err, result
+        assert result.err.startswith("error: ") and "starting" not in result.err
+    assert not (toy.folder / "out").exists()
 
 
-def test_a_mistake_of_one_rank_is_told_once_and_never_tried_again(beads: Beads) -> None:
-    for bad, who in (("mistake", "0"), ("mistake", "1"), ("late", "0")):  # late: Python takes its time to end
-        words = (f"bad={bad}", "once=false", f"who={who}", f"output_dir={bad}{who}")
-        ended = beads.run("--nproc-per-node", "2", "--max-restarts", "3", *words)
-        assert ended.code == 2
-        wanted = ["starting 2 processes", "error: the string is too short: take another one"]
-        assert told(ended.err) == wanted
+def test_user_error_of_a_rank_is_reported_once_without_restart(toy: ToyLauncher) -> None:
+    for bad, rank in (("user_error", "0"), ("user_error", "1"), ("late", "0")):  # late: Python takes long to exit
+        args = (f"fault={bad}", "once=false", f"fault_rank={rank}", f"output_dir={bad}{rank}")
+        result = toy.run("--nproc-per-node", "2", "--max-restarts", "3", *args)
+        assert result.code == 2
+        expected = ["starting 2 processes", "error: toy: user error"]
+        assert own_lines(result.err) == expected
 
 
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
         ("SIGKILL", "rank 1 was killed by SIGKILL"),
-        ("error", "rank 1 failed: ValueError: a bead is lost"),
+        ("error", "rank 1 failed: ValueError: toy error"),
         ("code", "rank 1 ended with exit code 7"),
     ],
 )
-def test_a_rank_that_dies_ends_all_and_says_why(beads: Beads, bad: str, reason: str) -> None:
-    ended = beads.run("--nproc-per-node", "3", f"bad={bad}")
-    assert ended.code == 1
-    assert reason in ended.err and "--max-restarts" in ended.err
-    assert "rank 1: about to go wrong" in ended.err and "rank 2: " not in ended.err
-    assert ("rank 1: ValueError: a bead is lost" in ended.err) == (bad == "error")
-    assert all(gone(one.pid) for one in beads.started())
+def test_failed_rank_ends_all_with_the_reason(toy: ToyLauncher, bad: str, reason: str) -> None:
+    result = toy.run("--nproc-per-node", "3", f"fault={bad}")
+    assert result.code == 1
+    assert reason in result.err and "--max-restarts" in result.err
+    assert "rank 1: about to fail" in result.err and "rank 2: " not in result.err
+    assert ("rank 1: ValueError: toy error" in result.err) == (bad == "error")
+    assert all(has_exited(worker.pid) for worker in toy.started_workers())
 
 
-def test_what_has_died_starts_again_from_where_it_was(beads: Beads) -> None:
-    ended = beads.run("--nproc-per-node", "2", "--max-restarts", "2", "--overwrite", "bad=SIGKILL")
-    assert ended.code == 0, ended
-    assert "(restart 1 of 2)" in ended.err and "restart 2" not in ended.err
-    assert sorted((one.rank, one.overwrite) for one in beads.started()) == [
+def test_restart_resumes_from_the_last_step(toy: ToyLauncher) -> None:
+    result = toy.run("--nproc-per-node", "2", "--max-restarts", "2", "--overwrite", "fault=SIGKILL")
+    assert result.code == 0, result
+    assert "(restart 1 of 2)" in result.err and "restart 2" not in result.err
+    assert sorted((worker.rank, worker.overwrite) for worker in toy.started_workers()) == [
         (0, False),
         (0, True),
         (1, False),
         (1, True),
     ]
-    assert beads.strings(2) == [4, 4]
+    assert toy.progress(2) == [4, 4]
 
 
-def test_restarts_come_to_an_end(beads: Beads) -> None:
-    ended = beads.run("--max-restarts", "2", "bad=error", "who=0", "once=false")
-    assert ended.code == 1
-    assert len(beads.started()) == 3, "one process may be started again, too"
-    assert ended.err.count("rank 0 failed: ValueError: a bead is lost") == 3
-    assert ended.err.count("Traceback") == 3
+def test_max_restarts_is_a_limit(toy: ToyLauncher) -> None:
+    result = toy.run("--max-restarts", "2", "fault=error", "fault_rank=0", "once=false")
+    assert result.code == 1
+    assert len(toy.started_workers()) == 3, "a single process can be restarted, too"
+    assert result.err.count("rank 0 failed: ValueError: toy error") == 3
+    assert result.err.count("Traceback") == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_a_signal_reaches_all_and_they_save(beads: Beads, number: signal.Signals) -> None:
-    process = beads.start("--nproc-per-node", "2", "--max-restarts", "3", LONG)
-    wait_until(lambda: list(beads.folder.glob("out/5.*")))
+def test_signal_reaches_all_ranks(toy: ToyLauncher, number: signal.Signals) -> None:
+    process = toy.start("--nproc-per-node", "2", "--max-restarts", "3", MANY_STEPS)
+    wait_until(lambda: list(toy.folder.glob("out/5.*")))
     process.send_signal(number)
-    ended = beads.end(process)
-    assert ended.code == 128 + number
-    assert f"stopped by {number.name} after" in ended.err and "Traceback" not in ended.err
-    assert len(beads.started()) == 2
+    result = toy.end(process)
+    assert result.code == 128 + number
+    assert f"stopped by {number.name} after" in result.err and "Traceback" not in result.err
+    assert len(toy.started_workers()) == 2
 
 
-def test_a_file_stops_the_run(beads: Beads) -> None:
-    process = beads.start("--nproc-per-node", "2", LONG)
-    wait_until(lambda: list(beads.folder.glob("out/5.*")))
-    (beads.folder / "out/stop").touch()
-    ended = beads.end(process)
-    assert ended.code == 143 and "stopped by SIGTERM" in ended.err
-    assert not (beads.folder / "out/stop").exists()
+def test_stop_file_stops_the_run(toy: ToyLauncher) -> None:
+    process = toy.start("--nproc-per-node", "2", MANY_STEPS)
+    wait_until(lambda: list(toy.folder.glob("out/5.*")))
+    (toy.folder / "out/stop").touch()
+    result = toy.end(process)
+    assert result.code == 143 and "stopped by SIGTERM" in result.err
+    assert not (toy.folder / "out/stop").exists()
 
 
-def test_a_second_signal_ends_at_once_and_one_while_loading_does(beads: Beads) -> None:
-    process = beads.start("--nproc-per-node", "2", "bad=hang")
-    wait_until(lambda: (beads.folder / "out/wrong").exists())
+def test_second_signal_or_signal_before_the_first_step_ends_immediately(toy: ToyLauncher) -> None:
+    process = toy.start("--nproc-per-node", "2", "fault=hang")
+    wait_until(lambda: (toy.folder / "out/failed").exists())
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)
-    ended = beads.end(process)
-    assert ended.code in (130, 143) and "again: ended at once" in ended.err
-    process = beads.start("--nproc-per-node", "2", "--max-restarts", "1", "slow=1000", "output_dir=slow")
-    wait_until(lambda: len(beads.started("slow")) == 2)
+    result = toy.end(process)
+    assert result.code in (130, 143) and "again: ended at once" in result.err
+    process = toy.start("--nproc-per-node", "2", "--max-restarts", "1", "slow=1000", "output_dir=slow")
+    wait_until(lambda: len(toy.started_workers("slow")) == 2)
     process.send_signal(signal.SIGTERM)
-    ended = beads.end(process)
-    assert ended.code == 143
-    assert told(ended.err)[1:] == ["SIGTERM: ended before the first step; nothing was changed"]
+    result = toy.end(process)
+    assert result.code == 143
+    assert own_lines(result.err)[1:] == ["SIGTERM: ended before the first step; nothing was changed"]
 
 
-def test_a_file_that_comes_while_loading_ends_at_once_and_is_named(beads: Beads) -> None:
-    process = beads.start("--nproc-per-node", "2", "slow=1000")
-    wait_until(lambda: len(beads.started()) == 2)
-    (beads.folder / "out/stop").touch()
-    ended = beads.end(process)
-    assert ended.code == 143 and not (beads.folder / "out/stop").exists()
-    assert told(ended.err)[1:] == ["the file out/stop: ended before the first step; nothing was changed"]
+def test_stop_file_before_the_first_step_ends_immediately(toy: ToyLauncher) -> None:
+    process = toy.start("--nproc-per-node", "2", "slow=1000")
+    wait_until(lambda: len(toy.started_workers()) == 2)
+    (toy.folder / "out/stop").touch()
+    result = toy.end(process)
+    assert result.code == 143 and not (toy.folder / "out/stop").exists()
+    assert own_lines(result.err)[1:] == ["the file out/stop: ended before the first step; nothing was changed"]
 
 
-def test_ranks_do_not_outlive_the_one_that_started_them(beads: Beads) -> None:
-    process = beads.start("--nproc-per-node", "2", LONG)
-    wait_until(lambda: list(beads.folder.glob("out/5.*")))
+def test_ranks_end_with_their_launcher(toy: ToyLauncher) -> None:
+    process = toy.start("--nproc-per-node", "2", MANY_STEPS)
+    wait_until(lambda: list(toy.folder.glob("out/5.*")))
     process.kill()
-    wait_until(lambda: all(gone(one.pid) for one in beads.started()))
-    beads.end(process)
+    wait_until(lambda: all(has_exited(worker.pid) for worker in toy.started_workers()))
+    toy.end(process)

@@ -1,4 +1,4 @@
-"""Ranks that hang: who is where, and for whom the others wait."""
+"""Detection of hung ranks, and of the rank that the others wait for."""
 
 import os
 import signal
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.beads import Beads, gone
-from tests.parallel.test_cut import RING
+from tests.parallel.beads import ToyLauncher, has_exited
+from tests.parallel.test_cut import ALL_REDUCE_RECIPE
 from tests.waiting import wait_until
 from tunekit.distributed import heartbeat, worker_env
 from tunekit.distributed.heartbeat import (
@@ -22,7 +22,7 @@ from tunekit.distributed.heartbeat import (
 from tunekit.distributed.launch_config import LaunchConfig, Place, WorkerSpec
 from tunekit.distributed.launcher import Ranks
 
-EXCHANGE = """\
+ALL_REDUCE_STACK = """\
 Thread 0x00007f1 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 331 in wait
 
@@ -32,89 +32,96 @@ Current thread 0x00007f2 (most recent call first):
   File "/src/tunekit/distributed/context.py", line 172 in total
   File "/src/recipes/sft.py", line 201 in train_step
 """
-# A hook that torch.distributed has called reads a file: that is no exchange.
-READING = """\
+# A hook of torch.distributed that reads a file is not a collective.
+READ_STACK = """\
 Current thread 0x00007f2 (most recent call first):
   File "/src/tunekit/data/rows.py", line 12 in read
   File "/venv/site-packages/torch/distributed/fsdp/_state.py", line 33 in hook
 """
-BEAT = Heartbeat(7, 0.0, "step", 0.0, "")
+HEARTBEAT = Heartbeat(7, 0.0, "step", 0.0, "")
 
 
-def test_stacks_are_read_and_the_culprit_named() -> None:
-    assert [frames[0].name for frames in threads(EXCHANGE)] == ["wait", "all_reduce"]
-    waits, reads, silent = rank_status(0, BEAT, EXCHANGE), rank_status(1, BEAT, READING), rank_status(2, BEAT, "")
+def test_stalled_rank_is_found_from_stacks() -> None:
+    assert [frames[0].name for frames in threads(ALL_REDUCE_STACK)] == ["wait", "all_reduce"]
+    waits, reads, silent = (
+        rank_status(0, HEARTBEAT, ALL_REDUCE_STACK),
+        rank_status(1, HEARTBEAT, READ_STACK),
+        rank_status(2, HEARTBEAT, ""),
+    )
     assert str(waits) == "rank 0: step 7, step; waits in all_reduce, from total (distributed/context.py:172)"
     assert str(reads) == "rank 1: step 7, step; in read (data/rows.py:12)"
     assert "does not answer" in str(silent)
     assert find_stalled_rank([waits, reads], 5).splitlines()[-1] == "the others wait for rank 1"
     assert find_stalled_rank([waits, reads, silent], 5).splitlines()[-1] == "the others wait for rank 1 and rank 2"
     assert "in all_reduce: for a rank of another machine" in find_stalled_rank([waits, waits], 5)
-    other = rank_status(1, BEAT, EXCHANGE.replace("in all_reduce", "in broadcast"))
+    other = rank_status(1, HEARTBEAT, ALL_REDUCE_STACK.replace("in all_reduce", "in broadcast"))
     assert "different exchanges" in find_stalled_rank([waits, other], 5)
     assert "no rank waits" in find_stalled_rank([reads, silent], 5)
 
 
-def test_beats_are_read_and_long_phases_have_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilation_has_a_longer_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
-    HeartbeatWriter.open().beat(3, "nobody reads this")
-    board = HeartbeatMonitor(2)
+    HeartbeatWriter.open().beat(3, "no monitor")
+    monitor = HeartbeatMonitor(2)
     for slot in range(2):
-        monkeypatch.setenv(worker_env.BEATS, board.environment(slot)[worker_env.BEATS])
+        monkeypatch.setenv(worker_env.BEATS, monitor.environment(slot)[worker_env.BEATS])
         HeartbeatWriter.open().beat(slot + 4, "step" if slot else "compile")
-    assert [(beat.step, beat.phase) for beat in board.beats()] == [(4, "compile"), (5, "step")]
+    assert [(heartbeat_of_rank.step, heartbeat_of_rank.phase) for heartbeat_of_rank in monitor.beats()] == [
+        (4, "compile"),
+        (5, "step"),
+    ]
     clock[0] += 9.0
-    assert not board.silent(1.0) and not board.silent(20.0), "who compiles has ten times the limit"
+    assert not monitor.silent(1.0) and not monitor.silent(20.0), "compilation has ten times the limit"
     clock[0] += 1.5
-    assert board.silent(1.0) and not board.silent(1.1)
+    assert monitor.silent(1.0) and not monitor.silent(1.1)
     HeartbeatWriter.open().beat(6, "step")
-    monkeypatch.setenv(worker_env.BEATS, board.environment(0)[worker_env.BEATS])
+    monkeypatch.setenv(worker_env.BEATS, monitor.environment(0)[worker_env.BEATS])
     HeartbeatWriter.open().beat(6, "step")
     clock[0] += 2.0
-    assert board.silent(1.0) and not board.silent(3.0)
+    assert monitor.silent(1.0) and not monitor.silent(3.0)
     with pytest.raises(OSError, match="gone"), HeartbeatWriter.open():
         raise OSError("the disk is gone")
-    assert board.beats()[0].reason == "OSError: the disk is gone" and board.beats()[0].failed
-    board.close()
+    assert monitor.beats()[0].reason == "OSError: the disk is gone" and monitor.beats()[0].failed
+    monitor.close()
 
 
 @pytest.mark.multi
-def test_a_rank_that_hangs_is_named_and_all_start_again(tmp_path: Path) -> None:
-    beads = Beads.make(tmp_path)
-    ended = beads.run("--nproc-per-node", "2", "--max-restarts", "1", "bad=hang", "parallel.hang_timeout_seconds=5")
-    assert ended.code == 0, ended
-    assert "no rank has gone on for 5 s" in ended.err and "rank 1: step 2, step; in go_wrong" in ended.err
-    assert "rank 0: step 2, step; in wait_for_all" in ended.err
-    assert "in go_wrong" in (tmp_path / "out/logs/stacks-0.txt").read_text()
+def test_hung_rank_is_reported_and_restarted(tmp_path: Path) -> None:
+    toy = ToyLauncher.make(tmp_path)
+    result = toy.run("--nproc-per-node", "2", "--max-restarts", "1", "fault=hang", "parallel.hang_timeout_seconds=5")
+    assert result.code == 0, result
+    assert "for 5 s" in result.err and "rank 1: step 2, step; in fail" in result.err
+    assert "rank 0: step 2, step; in wait_for_all" in result.err
+    assert "in fail" in (tmp_path / "out/logs/stacks-0.txt").read_text()
 
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_the_others_are_seen_to_wait_in_an_exchange(tmp_path: Path) -> None:
-    beads = Beads.make(tmp_path)
-    (tmp_path / "beads.py").write_text(RING)
-    (tmp_path / "beads.yaml").write_text("output_dir: out\n")
+def test_ranks_that_wait_in_a_collective_are_recognized(tmp_path: Path) -> None:
+    toy = ToyLauncher.make(tmp_path)
+    (tmp_path / "toy.py").write_text(ALL_REDUCE_RECIPE)
+    (tmp_path / "toy.yaml").write_text("output_dir: out\n")
     (tmp_path / "out").mkdir()
-    process = beads.start("--nproc-per-node", "2", "parallel.hang_timeout_seconds=10")
+    process = toy.start("--nproc-per-node", "2", "parallel.hang_timeout_seconds=10")
     wait_until(lambda: all((tmp_path / f"out/step.{rank}").exists() for rank in range(2)))
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[1]), signal.SIGSTOP)
-    ended = beads.end(process)
-    assert ended.code == 1
-    assert "waits in all_reduce, from totals (distributed/context.py" in ended.err, ended.err
-    assert "rank 1: step" in ended.err and "does not answer: stopped" in ended.err
-    assert "the others wait for rank 1" in ended.err
-    assert all(gone(int(pid)) for pid in children)
+    result = toy.end(process)
+    assert result.code == 1
+    assert "waits in all_reduce, from totals (distributed/context.py" in result.err, result.err
+    assert "rank 1: step" in result.err and "does not answer: stopped" in result.err
+    assert "the others wait for rank 1" in result.err
+    assert all(has_exited(int(pid)) for pid in children)
 
 
-def test_ranks_that_have_ended_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_ranks_are_not_inspected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "ANSWER", 0.5)
     ranks = Ranks(WorkerSpec((), LaunchConfig(gpus=2), None, 1.0), Place(0, 2, "127.0.0.1", 0))
-    ranks.processes = [subprocess.Popen(words) for words in (["true"], ["sleep", "1000"])]
+    ranks.processes = [subprocess.Popen(command) for command in (["true"], ["sleep", "1000"])]
     ranks.processes[0].wait()
     try:
-        told = ranks.places()
+        status = ranks.places()
     finally:
         ranks.__exit__(None, None, None)
-    assert "\n  rank 1: " in told and "rank 0" not in told
+    assert "\n  rank 1: " in status and "rank 0" not in status

@@ -1,4 +1,4 @@
-"""A plan says what a step then takes: measured with real tensors, layer by layer and in whole."""
+"""Plans match real steps: memory measured with real tensors, communication and FLOPs compared with theory."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.optimizer_step import step_optimizer
 from tests.plan.workloads import build_workload, make_checkpoint
 from tunekit import assets
 from tunekit.adapters.config import LoRAConfig
@@ -37,53 +36,53 @@ SPARSE = Layer(ATTENTION, MoE(4, 2, 96))
 H100 = ClusterSpec(8, 1, KINDS["h100"], 80 * GIB)
 
 
-def llama(name: str, **changes: object) -> Workload:
+def llama_workload(name: str, **changes: object) -> Workload:
     source = HFCheckpoint.open(assets.PRESETS[f"tunekit/{name}"], name)
     return replace(
         build_workload(source, max_length=4096, global_batch_size=16, micro_batch_size=1, random=False), **changes
     )
 
 
-def lived(task: Workload) -> int:
-    """Bytes of the tensors of a real step at most, in its second run."""
+def measured_peak_bytes(task: Workload) -> int:
+    """Peak bytes of tensors in the second of two real steps."""
     run = DistributedContext(device="cpu")
-    net = filled(task)
+    decoder = random_model(task)
     optimizer = task.optimizer.build(
-        task.adapter.param_groups(net), [p for each in net.layers for p in each.parameters()]
+        task.adapter.param_groups(decoder), [p for layer in decoder.layers for p in layer.parameters()]
     )
-    train_optimizer = task.memory.wrap_optimizer(optimizer, run)
+    update = task.memory.update(optimizer, task.max_grad_norm, run)
     sizes = ParallelDims()
-    step = rows_of(task, sizes)
-    with MemoryTracker() as live:
-        live.see([*net.parameters(), *net.buffers()])
+    step = random_batch(task, sizes)
+    with MemoryTracker() as tracker:
+        tracker.see([*decoder.parameters(), *decoder.buffers()])
         for _ in range(2):
-            live.mark()
+            tracker.mark()
             for _ in range(task.parts(sizes)):
-                task.loss(net, step).backward()
-            step_optimizer(train_optimizer, task.max_grad_norm)
-    return live.most
+                task.loss(decoder, step).backward()
+            update()
+    return tracker.most
 
 
-def filled(task: Workload) -> Decoder:
-    """The model with some numbers."""
-    net = build_rank_model(task, ParallelDims())
-    task.memory.apply(net, CPU)
-    net.to_empty(device="cpu")
-    net.tie()
-    for parameter in net.parameters():
+def random_model(task: Workload) -> Decoder:
+    """Model with random weights."""
+    decoder = build_rank_model(task, ParallelDims())
+    task.memory.apply(decoder, CPU)
+    decoder.to_empty(device="cpu")
+    decoder.tie()
+    for parameter in decoder.parameters():
         parameter.data.normal_(std=0.02) if parameter.is_floating_point() else parameter.data.zero_()
-    return net
+    return decoder
 
 
-def rows_of(task: Workload, sizes: ParallelDims) -> Batch:
-    made = rows(step_of(task, sizes))
-    tokens = torch.randint(0, task.source.spec.vocab, made.tokens.shape)
+def random_batch(task: Workload, sizes: ParallelDims) -> Batch:
+    batch = rows(make_probe_step(task, sizes))
+    tokens = torch.randint(0, task.source.spec.vocab, batch.tokens.shape)
     targets = tokens.clone()
     targets[:, 0] = -100
-    return replace(made, tokens=tokens, targets=targets, positions=torch.arange(task.max_length).expand_as(tokens))
+    return replace(batch, tokens=tokens, targets=targets, positions=torch.arange(task.max_length).expand_as(tokens))
 
 
-def step_of(task: Workload, sizes: ParallelDims) -> ProbeStep:
+def make_probe_step(task: Workload, sizes: ParallelDims) -> ProbeStep:
     return ProbeStep(
         task.adapter, task.memory, task.optimizer, task.loss, task.max_grad_norm, task.micro(sizes), task.max_length, 1
     )
@@ -110,27 +109,27 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_takes_what_was_planned(name: str) -> None:
+def test_estimated_memory_matches_a_real_step(name: str) -> None:
     source, changes = CASES[name]
-    wanted = build_workload(source, **changes)
-    plan = estimate.estimate(wanted, ClusterSpec())
+    workload = build_workload(source, **changes)
+    plan = estimate.estimate(workload, ClusterSpec())
     moments = (plan.room.phases[phase] for phase in ("forward", "backward", "step"))
     planned = max(moment.total - moment.parts["process"] for moment in moments)
-    assert planned == pytest.approx(lived(wanted), rel=0.03)
+    assert planned == pytest.approx(measured_peak_bytes(workload), rel=0.03)
 
 
-def test_a_layer_that_is_sharded_leaves_its_part_on_each_rank() -> None:
-    wanted = llama("llama3_1_8b")
-    one, eight = (estimate.estimate(wanted, replace(H100, devices=n, memory=None)) for n in (1, 8))
+def test_sharding_divides_memory_by_the_number_of_ranks() -> None:
+    workload = llama_workload("llama3_1_8b")
+    single, sharded = (estimate.estimate(workload, replace(H100, devices=n, memory=None)) for n in (1, 8))
     for name in ("weights", "gradients", "optimizer"):
-        whole, part = (plan.room.phases["step"].parts[name] for plan in (one, eight))
-        assert part == pytest.approx(whole / 8, rel=1e-3)
-    assert eight.room.phases["backward"].parts["gathered"] > 0
+        full, shard = (plan.room.phases["step"].parts[name] for plan in (single, sharded))
+        assert shard == pytest.approx(full / 8, rel=1e-3)
+    assert sharded.room.phases["backward"].parts["gathered"] > 0
 
 
-def test_bytes_that_are_sent_follow_from_the_theory() -> None:
-    wanted = llama("llama3_1_8b", global_batch_size=8)
-    plan = estimate.estimate(wanted, H100)
+def test_communication_volume_matches_theory() -> None:
+    workload = llama_workload("llama3_1_8b", global_batch_size=8)
+    plan = estimate.estimate(workload, H100)
     weights = 8_030_261_248 * 4
     sent = {flow.what: flow.bytes for flow in plan.pace.flows}
     assert sent["weights, forward"] == pytest.approx(weights * 7 / 8, rel=1e-3)
@@ -140,7 +139,7 @@ def test_bytes_that_are_sent_follow_from_the_theory() -> None:
     assert plan.pace.flops == pytest.approx(6 * (8.03e9 - 128256 * 4096) * 4096, rel=0.1)
 
 
-def test_a_row_that_ranks_share_takes_as_many_products_as_one_that_they_do_not() -> None:
+def test_context_parallel_does_not_change_flops() -> None:
     two, flops = replace(H100, devices=2), []
     for parallel in (ParallelConfig(dp_shard=2), ParallelConfig(cp=2)):
         flops.append(
@@ -151,7 +150,7 @@ def test_a_row_that_ranks_share_takes_as_many_products_as_one_that_they_do_not()
     assert flops[0] == pytest.approx(flops[1])
 
 
-def test_a_token_goes_through_as_many_experts_wherever_they_are() -> None:
+def test_expert_parallel_does_not_change_flops() -> None:
     two, flops = replace(H100, devices=2), []
     for expert in (1, 2):
         layer = Layer(ATTENTION, MoE(2, 2, 96))
@@ -163,94 +162,96 @@ def test_a_token_goes_through_as_many_experts_wherever_they_are() -> None:
     assert flops[0] == pytest.approx(flops[1])
 
 
-def test_copies_add_up_what_they_keep() -> None:
+def test_replicas_all_reduce_over_nodes() -> None:
     plan = estimate.estimate(
-        llama("llama3_1_8b", parallel=ParallelConfig(dp_replicate=2)), replace(H100, devices=16, hosts=2)
+        llama_workload("llama3_1_8b", parallel=ParallelConfig(dp_replicate=2)), replace(H100, devices=16, hosts=2)
     )
     (flow,) = (flow for flow in plan.pace.flows if flow.kind == "all-reduce")
     assert flow.ranks == 2 and flow.stride == 8
     assert plan.machine.bandwidth(flow.ranks, flow.stride) == KINDS["h100"].far * 1e9
 
 
-def test_ranks_that_share_layers_have_a_part_of_them() -> None:
-    whole = numbers(build_workload(make_checkpoint(DENSE)), ParallelDims())
-    assert numbers(build_workload(make_checkpoint(DENSE)), ParallelDims(tp=2)) == pytest.approx(
-        whole / 2, rel=0.01
-    )  # norms are whole
+def test_tp_and_ep_divide_the_parameters() -> None:
+    total = count_parameters(build_workload(make_checkpoint(DENSE)), ParallelDims())
+    assert count_parameters(build_workload(make_checkpoint(DENSE)), ParallelDims(tp=2)) == pytest.approx(
+        total / 2, rel=0.01
+    )  # norms are replicated
     for sizes in (
         ParallelDims(dp_shard=2),
         ParallelDims(dp_shard=2, ep=2),
-    ):  # by rows or by experts, each has half of them
-        assert held(build_workload(make_checkpoint(SPARSE)), sizes) == pytest.approx(
-            held(build_workload(make_checkpoint(SPARSE)), ParallelDims()) / 2, rel=0.01
+    ):  # by rows or by experts, each rank has half of them
+        assert weight_bytes(build_workload(make_checkpoint(SPARSE)), sizes) == pytest.approx(
+            weight_bytes(build_workload(make_checkpoint(SPARSE)), ParallelDims()) / 2, rel=0.01
         )
 
 
-def numbers(task: Workload, sizes: ParallelDims) -> int:
+def count_parameters(task: Workload, sizes: ParallelDims) -> int:
     return sum(p.numel() for p in build_rank_model(task, sizes).parameters())
 
 
-def held(task: Workload, sizes: ParallelDims) -> int:
+def weight_bytes(task: Workload, sizes: ParallelDims) -> int:
     return build_memory_model(task, sizes).weights
 
 
 @pytest.mark.parametrize(
-    ("changes", "devices", "told"),
+    ("changes", "devices", "expected"),
     [
-        ({"parallel": ParallelConfig(tp=3)}, 3, "parallel.tp: .* 4 heads, which 3 devices cannot share"),
+        ({"parallel": ParallelConfig(tp=3)}, 3, "parallel.tp: 4 heads .* 3 devices"),
         ({"parallel": ParallelConfig(ep=2)}, 2, "no experts"),
         ({"parallel": ParallelConfig(dp_shard=3)}, 8, "there are 8 processes"),
     ],
 )
-def test_what_cannot_be_shared_is_told(changes: dict, devices: int, told: str) -> None:
-    with pytest.raises(UserError, match=told):
+def test_indivisible_models_are_errors(changes: dict, devices: int, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
         estimate.estimate(build_workload(make_checkpoint(DENSE), **changes), replace(H100, devices=devices))
 
 
-def test_what_a_change_saves_is_what_its_plan_says() -> None:
-    plan = estimate.estimate(llama("llama3_2_1b"), replace(H100, devices=1))
-    found = {change.words: change for change in suggestions.suggest_changes(plan)}
-    assert {"optimizer=adamw8bit", "precision.master_dtype=bf16", "adapter=lora"} <= set(found)
-    half = found["precision.master_dtype=bf16"]
-    assert half.saves == plan.peak.total - half.plan.peak.total > 6 * GIB
+def test_savings_match_the_plan_of_the_change() -> None:
+    plan = estimate.estimate(llama_workload("llama3_2_1b"), replace(H100, devices=1))
+    changes = {change.words: change for change in suggestions.suggest_changes(plan)}
+    assert {"optimizer=adamw8bit", "precision.master_dtype=bf16", "adapter=lora"} <= set(changes)
+    change_to_bf16 = changes["precision.master_dtype=bf16"]
+    assert change_to_bf16.saves == plan.peak.total - change_to_bf16.plan.peak.total > 6 * GIB
 
 
-def test_what_fits_is_found_and_said_in_overrides() -> None:
-    slow = replace(KINDS["h100"], tflops=1)  # or the host would take longest, to launch the kernels of more passes
-    wanted, one = (
+def test_search_finds_overrides_that_fit() -> None:
+    slow = replace(KINDS["h100"], tflops=1)  # a fast GPU would be limited by kernel launches of the host
+    workload, machine = (
         build_workload(make_checkpoint(DENSE, DENSE), max_length=4096, micro_batch_size=16, global_batch_size=64),
         replace(H100, devices=1, kind=slow),
     )
-    plan = estimate.estimate(wanted, one)
-    plan = estimate.estimate(wanted, replace(one, memory=plan.peak.total - 50 * 2**20))
+    plan = estimate.estimate(workload, machine)
+    plan = estimate.estimate(workload, replace(machine, memory=plan.peak.total - 50 * 2**20))
     assert plan.fits is False
-    found = search.search_config(plan)
-    assert plan.machine.memory is not None and found.plan.peak.total <= 0.97 * plan.machine.memory
-    assert any(word.startswith("micro_batch_size=") for word in found.words)
+    result = search.search_config(plan)
+    assert plan.machine.memory is not None and result.plan.peak.total <= 0.97 * plan.machine.memory
+    assert any(override.startswith("micro_batch_size=") for override in result.words)
     with pytest.raises(UserError, match="nothing fits"):
         search.search_config(
             estimate.estimate(build_workload(make_checkpoint(DENSE)), replace(H100, devices=1, memory=GIB // 2))
         )
 
 
-def test_weights_wait_on_the_host_only_where_nothing_fits_without() -> None:
-    wanted, two = (
+def test_cpu_offload_is_suggested_only_if_needed() -> None:
+    workload, machine = (
         build_workload(make_checkpoint(*[DENSE] * 8), max_length=512, global_batch_size=2, micro_batch_size=1),
         replace(H100, devices=2),
     )
-    roomy = search.search_config(estimate.estimate(wanted, two))
-    assert not any(word.startswith(("parallel.cpu_offload", "parallel.tp")) for word in roomy.words)
-    away = estimate.estimate(replace(wanted, parallel=ParallelConfig(cpu_offload=True)), two)
-    least = min(
-        estimate.estimate(replace(wanted, parallel=ParallelConfig(tp=2)), two).peak.total, roomy.plan.peak.total
+    result = search.search_config(estimate.estimate(workload, machine))
+    assert not any(word.startswith(("parallel.cpu_offload", "parallel.tp")) for word in result.words)
+    offloaded = estimate.estimate(replace(workload, parallel=ParallelConfig(cpu_offload=True)), machine)
+    smallest_peak = min(
+        estimate.estimate(replace(workload, parallel=ParallelConfig(tp=2)), machine).peak.total, result.plan.peak.total
     )
-    assert away.room.host > 0 and away.peak.total < least
+    assert offloaded.room.host > 0 and offloaded.peak.total < smallest_peak
     with pytest.raises(UserError, match="parallel.cpu_offload: device cpu"):
-        estimate.estimate(replace(wanted, parallel=ParallelConfig(cpu_offload=True)), ClusterSpec(2))
+        estimate.estimate(replace(workload, parallel=ParallelConfig(cpu_offload=True)), ClusterSpec(2))
 
 
-def test_a_report_tells_all_of_it_in_lines_that_fit_a_screen() -> None:
-    plan = replace(estimate.estimate(llama("llama3_2_1b"), replace(H100, price=2.0)), extent=StepCount(10_000, 160_000))
+def test_report_is_complete_and_at_most_120_columns_wide() -> None:
+    plan = replace(
+        estimate.estimate(llama_workload("llama3_2_1b"), replace(H100, price=2.0)), extent=StepCount(10_000, 160_000)
+    )
     text = report.format_report(plan, suggestions.suggest_changes(plan))
     assert max(map(len, text.splitlines())) <= 120
     for word in (
@@ -262,11 +263,11 @@ def test_a_report_tells_all_of_it_in_lines_that_fit_a_screen() -> None:
         "costs",
     ):
         assert word in text
-    told = report.report_json(plan, [], None)
-    assert told["peak"] == plan.peak.total and told["seconds"] == plan.pace.seconds
+    data = report.report_json(plan, [], None)
+    assert data["peak"] == plan.peak.total and data["seconds"] == plan.pace.seconds
 
 
-def test_as_many_steps_are_told_as_a_run_then_takes(tmp_path: Path) -> None:
+def test_step_count_matches_a_run(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(f'{{"text": "{"word " * 20}"}}\n' for _ in range(90)))
 
@@ -274,10 +275,10 @@ def test_as_many_steps_are_told_as_a_run_then_takes(tmp_path: Path) -> None:
         def __init__(self, **said: object) -> None:
             vars(self).update({"global_batch_size": 4, "epochs": 2, "max_steps": None, **said})
 
-    mixed = Mixture(
+    mixture = Mixture(
         (MixtureMember(TextDataset(str(file))), MixtureMember(TextDataset(str(file)), max_samples_per_epoch=10))
     )
-    for data, count in ((TextDataset(str(file)), 90), (TextDataset(str(file), split="train[:10]"), 10), (mixed, 100)):
+    for data, count in ((TextDataset(str(file)), 90), (TextDataset(str(file), split="train[:10]"), 10), (mixture, 100)):
         assert count_steps(Config(data=data)) == StepCount(2 * -(-count // 4), count, 2)
     packed = count_steps(Config(data=TextDataset(str(file), packing=True, max_length=100)))
     assert packed is not None and not packed.exact and 0 < packed.steps < 46
@@ -286,7 +287,7 @@ def test_as_many_steps_are_told_as_a_run_then_takes(tmp_path: Path) -> None:
     ) == StepCount(7)
 
 
-def test_words_for_machines() -> None:
+def test_hardware_options() -> None:
     assert hardware.parse_memory_size("80G") == 80 * GIB and hardware.parse_memory_size("24000MiB") == 24000 * 2**20
     with pytest.raises(UserError, match="such as 80G"):
         hardware.parse_memory_size("eighty")
@@ -295,7 +296,7 @@ def test_words_for_machines() -> None:
     assert hardware.gpu_by_memory(141 * GIB) == KINDS["h200"]
 
 
-def test_a_full_memory_is_explained(tmp_path: Path) -> None:
+def test_oom_report(tmp_path: Path) -> None:
     class Config:
         pass
 
@@ -311,8 +312,8 @@ def test_a_full_memory_is_explained(tmp_path: Path) -> None:
     assert oom_report.is_oom(torch.OutOfMemoryError("CUDA out of memory")) and not oom_report.is_oom(RuntimeError("no"))
 
 
-def test_a_rank_plans_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that finds no memory explains it while the others are in the middle of a step."""
+def test_plan_on_one_rank_needs_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that runs out of memory writes the report while the other ranks are in the middle of a step."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert (
@@ -321,6 +322,6 @@ def test_a_rank_plans_without_the_others(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
-def test_layers_are_measured_once() -> None:
-    wanted = build_workload(make_checkpoint(DENSE, DENSE))
-    assert profile_workload(wanted, ParallelDims()) is profile_workload(wanted, ParallelDims())
+def test_workload_profile_is_cached() -> None:
+    workload = build_workload(make_checkpoint(DENSE, DENSE))
+    assert profile_workload(workload, ParallelDims()) is profile_workload(workload, ParallelDims())

@@ -16,13 +16,13 @@ from tunekit.quantization.config import NoQuantization
 
 
 def make_checkpoint(*layers: Layer, tied: bool = False) -> HFCheckpoint:
-    """A checkpoint of 1024 tokens and width 128, without weights."""
+    """Checkpoint with a vocabulary of 1,024 and width 128, without weights."""
     checkpoint = HFCheckpoint.open(assets.PRESETS["tunekit/llama3_2_1b"], "small")
     return replace(checkpoint, spec=DecoderSpec(1024, 128, layers, tie_word_embeddings=tied))
 
 
 def build_workload(checkpoint: HFCheckpoint, **changes: object) -> Workload:
-    """Full fine-tuning in bf16 with AdamW: rows of 64 tokens, batch 4 in micro-batches of 2."""
+    """Full fine-tuning in bf16 with AdamW: rows of 64 tokens, batch size 4 in micro-batches of 2."""
     workload = Workload(
         checkpoint,
         64,

@@ -1,4 +1,4 @@
-"""Recipes that only ask a model, on several ranks. Lean: every rank imports it."""
+"""Recipes for inference on several ranks. Has few imports because each rank loads it."""
 
 from dataclasses import replace
 
@@ -8,13 +8,13 @@ from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.recipes import evaluate, generate
 
 
-def both(
-    asked: generate.GenerateConfig, measured: evaluate.EvaluateConfig, layouts: list[ParallelConfig]
+def evaluate_and_generate(
+    generate_cfg: generate.GenerateConfig, evaluate_cfg: evaluate.EvaluateConfig, layouts: list[ParallelConfig]
 ) -> list[list]:
-    """What `evaluate` finds on each layout; the answers of `generate` lie in a file for each, `<out>-<number>`."""
+    """Results of `evaluate` on each layout. The answers of `generate` are in the file `<output_path>-<index>`."""
     torch.set_num_threads(1)
-    found = []
-    for number, parallel in enumerate(layouts):
-        generate.main(replace(asked, parallel=parallel, output_path=f"{asked.output_path}-{number}"))
-        found.append(evaluate.main(replace(measured, parallel=parallel)))
-    return found
+    results = []
+    for index, parallel in enumerate(layouts):
+        generate.main(replace(generate_cfg, parallel=parallel, output_path=f"{generate_cfg.output_path}-{index}"))
+        results.append(evaluate.main(replace(evaluate_cfg, parallel=parallel)))
+    return results

@@ -1,4 +1,4 @@
-"""A checkpoint of some thousand weights, rows to learn, and `tune`: in this process, or in one of its own to kill."""
+"""A tiny checkpoint, training rows, and `tune` in this process or in a child process."""
 
 import json
 import multiprocessing
@@ -26,10 +26,10 @@ from tunekit.models.weight_init import init_weights
 from tunekit.optim.config import AdamWConfig
 from tunekit.recipes import sft
 
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL |= {"num_key_value_heads": 2, "head_dim": 8, "torch_dtype": "float32"}
-# What the configs of all recipes say here.
-SHORT = """\
+TINY_SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY_SHAPE |= {"num_key_value_heads": 2, "head_dim": 8, "torch_dtype": "float32"}
+# Part of the configs of all recipes.
+SHARED_CONFIG = """\
 precision: {{compute_dtype: fp32}}
 device: cpu
 output_dir: out
@@ -45,9 +45,9 @@ data: {{kind: chat, source: rows.jsonl, max_length: 64}}
 eval_data: {{kind: chat, source: held.jsonl, max_length: 64}}
 max_steps: 6
 """
-# What runs in a process of its own. Its exit code is that of the command.
-# A shell starts what it puts into the background with Ctrl-C ignored, and so all that is started from there.
-PROGRAM = """
+# Program of the child process. Its exit code is that of the command. Background jobs of a shell ignore SIGINT, and
+# children inherit that.
+CHILD_PROGRAM = """
 import os, signal, sys
 from tunekit.cli import main as cli
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -61,48 +61,48 @@ sys.exit(cli.main({words!r}))
 
 
 @dataclass(frozen=True)
-class Work:
-    """A folder with `sft.yaml`, rows to learn and held-out rows; `tune` runs there."""
+class Workspace:
+    """Directory with `sft.yaml`, training rows and held-out rows, in which `tune` runs."""
 
     folder: Path
     model: Path
     context: ForkServerContext
     capture: pytest.CaptureFixture[str]
 
-    def tune(self, *words: str) -> CommandResult:
-        """`tune`, in this process."""
+    def run_tune(self, *args: str) -> CommandResult:
+        """Run `tune` in this process."""
         self.capture.readouterr()
-        code, told = cli.main(words), self.capture.readouterr()
-        return CommandResult(code, told.out, told.err)
+        code, output = cli.main(args), self.capture.readouterr()
+        return CommandResult(code, output.out, output.err)
 
-    def start(self, *words: str, first: str = "") -> ForkServerProcess:
-        """`tune`, in a process forked from one that has imported everything: it is at work at once.
+    def start(self, *args: str, setup: str = "") -> ForkServerProcess:
+        """Run `tune` in a process that is forked from one with all imports done.
 
-        `first`: what else that process does, before.
+        `setup`: code that the process runs first.
         """
-        program = PROGRAM.format(folder=str(self.folder), words=words, first=first)
-        process = self.context.Process(target=exec, args=(program, {}), daemon=True)
+        code = CHILD_PROGRAM.format(folder=str(self.folder), words=args, first=setup)
+        process = self.context.Process(target=exec, args=(code, {}), daemon=True)
         process.start()
         return process
 
     @property
     def log(self) -> str:
-        """What the process that was started last has printed."""
+        """Output of the most recently started process."""
         return (self.folder / "log").read_text()
 
-    def tensors(self, out: str, part: str = "final") -> dict[str, torch.Tensor]:
-        """All that the safetensors files of a run hold."""
-        files = sorted((self.folder / out / part).glob("*.safetensors"))
+    def tensors(self, out: str, subdirectory: str = "final") -> dict[str, torch.Tensor]:
+        """Tensors of all safetensors files in a subdirectory of a run."""
+        files = sorted((self.folder / out / subdirectory).glob("*.safetensors"))
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
-    def same(self, one: str, other: str) -> bool:
-        """Whether two runs ended with the same weights, to the last bit, and the same numbers on the way."""
-        a, b = self.tensors(one), self.tensors(other)
+    def is_same_run(self, first: str, other: str) -> bool:
+        """Whether two runs have bit-identical weights and the same metrics."""
+        a, b = self.tensors(first), self.tensors(other)
         equal = bool(a) and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-        return equal and self.numbers(one) == self.numbers(other)
+        return equal and self.deterministic_metrics(first) == self.deterministic_metrics(other)
 
-    def numbers(self, out: str) -> list[dict]:
-        """The lines of a run's metrics, without what depends on the clock."""
+    def deterministic_metrics(self, out: str) -> list[dict]:
+        """Metric lines without values that depend on time."""
         timeless = {
             "step",
             "loss",
@@ -117,52 +117,52 @@ class Work:
         return [{name: value for name, value in row.items() if name in timeless} for row in rows]
 
 
-def sums(first: int, count: int) -> str:
-    """Rows of chat, in JSON lines, about numbers from `first` on."""
-    rows = [(f"What is {n} plus {n * n}?", f"It is {n + n * n}" + "!" * (n % 3)) for n in range(first, first + count)]
-    turns = ([{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in rows)
-    return "".join(json.dumps({"messages": turn}) + "\n" for turn in turns)
+def addition_rows(start: int, count: int) -> str:
+    """Chat rows about `count` additions, as JSON lines."""
+    rows = [(f"What is {n} plus {n * n}?", f"It is {n + n * n}" + "!" * (n % 3)) for n in range(start, start + count)]
+    conversations = ([{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in rows)
+    return "".join(json.dumps({"messages": turn}) + "\n" for turn in conversations)
 
 
 @pytest.fixture(scope="session")
-def make() -> Callable[..., Path]:
-    """A random checkpoint under the nano's tokenizer, with some keys of its config changed."""
+def make_model() -> Callable[..., Path]:
+    """Function that makes a random checkpoint with the tokenizer of tunekit/nano and changes to its config."""
 
     def model(folder: Path, **changes: object) -> Path:
         nano = assets.MODELS["tunekit/nano"]
-        described = folder / "described"
-        described.mkdir(parents=True)
+        source_dir = folder / "described"
+        source_dir.mkdir(parents=True)
         for file in [*nano.glob("*.json"), *nano.glob("*.jinja")]:
-            shutil.copy(file, described)
-        config = json.loads((nano / "config.json").read_text()) | SMALL | changes
-        (described / "config.json").write_text(json.dumps(config))
-        source = HFCheckpoint.open(described)
-        net = Decoder(source.spec)
-        net.tie()
-        init_weights(net, 3)
+            shutil.copy(file, source_dir)
+        config = json.loads((nano / "config.json").read_text()) | TINY_SHAPE | changes
+        (source_dir / "config.json").write_text(json.dumps(config))
+        source = HFCheckpoint.open(source_dir)
+        decoder = Decoder(source.spec)
+        decoder.tie()
+        init_weights(decoder, 3)
         with atomic.AtomicDir(folder / "model") as out:
-            save_model(out, net, source, quiet=True)
+            save_model(out, decoder, source, quiet=True)
         return folder / "model"
 
     return model
 
 
 @pytest.fixture(scope="session")
-def tiny(make: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("tiny"))
+def tiny_model(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
-def learnt(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of a model that knows four rows by heart."""
-    folder = tmp_path_factory.mktemp("learnt")
-    (folder / "rows.jsonl").write_text(sums(1, 4))
-    data = ChatDataset(str(folder / "rows.jsonl"), max_length=64)
+def memorized_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run directory of a model that has memorized four rows."""
+    directory = tmp_path_factory.mktemp("memorized")
+    (directory / "rows.jsonl").write_text(addition_rows(1, 4))
+    data = ChatDataset(str(directory / "rows.jsonl"), max_length=64)
     sft.main(
         sft.SFTConfig(
-            model=str(tiny),
+            model=str(tiny_model),
             data=data,
-            output_dir=str(folder / "out"),
+            output_dir=str(directory / "out"),
             optimizer=AdamWConfig(lr=1e-2),
             precision=PrecisionConfig("fp32"),
             device="cpu",
@@ -171,33 +171,35 @@ def learnt(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             max_steps=80,
         )
     )
-    return folder / "out"
+    return directory / "out"
 
 
 @pytest.fixture(scope="session")
-def context() -> ForkServerContext:
-    found = multiprocessing.get_context("forkserver")
-    # torch imports this when it makes the first optimizer.
-    found.set_forkserver_preload(["pytest", "torch._dynamo", "tunekit.recipes.sft", "tunekit.cli.commands.run_worker"])
+def forkserver_context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    # torch imports this with the first optimizer
+    context.set_forkserver_preload(
+        ["pytest", "torch._dynamo", "tunekit.recipes.sft", "tunekit.cli.commands.run_worker"]
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         forkserver.ensure_running()
-    first = found.Process(target=int)  # it returns when everything is imported
-    first.start()
-    first.join()
-    return found
+    warmup = context.Process(target=int)  # returns when everything is imported
+    warmup.start()
+    warmup.join()
+    return context
 
 
 @pytest.fixture
-def work(
+def workspace(
     tmp_path: Path,
-    tiny: Path,
-    context: ForkServerContext,
+    tiny_model: Path,
+    forkserver_context: ForkServerContext,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> Work:
+) -> Workspace:
     monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text(sums(1, 10))
-    Path("held.jsonl").write_text(sums(100, 3))
-    Path("sft.yaml").write_text((CONFIG + SHORT).format(model=tiny))
-    return Work(tmp_path, tiny, context, capsys)
+    Path("rows.jsonl").write_text(addition_rows(1, 10))
+    Path("held.jsonl").write_text(addition_rows(100, 3))
+    Path("sft.yaml").write_text((CONFIG + SHARED_CONFIG).format(model=tiny_model))
+    return Workspace(tmp_path, tiny_model, forkserver_context, capsys)

@@ -1,4 +1,4 @@
-"""A run that is watched, on any number of ranks. Lean: every rank imports it."""
+"""An sft run with forgetting detection, on any number of ranks. Has few imports because each rank loads it."""
 
 import torch
 
@@ -6,8 +6,8 @@ from tunekit.errors import UserError
 from tunekit.recipes import sft
 
 
-def trained(cfg: sft.SFTConfig) -> str:
-    """What ended it."""
+def train_and_report(cfg: sft.SFTConfig) -> str:
+    """Start of the error message; empty if the run succeeded."""
     torch.set_num_threads(1)
     try:
         sft.main(cfg)

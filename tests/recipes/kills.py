@@ -1,4 +1,4 @@
-"""Killing ranks of a run at random moments. `python -m tests.recipes.kills 100 --size 2` does so a hundred times."""
+"""Kill ranks of a run at random moments. `python -m tests.recipes.kills 100 --size 2` does so a hundred times."""
 
 import argparse
 import os
@@ -12,19 +12,19 @@ import pytest
 
 from tunekit.distributed import worker_env
 
-KILLS, SIZE, SEED = "TUNEKIT_TEST_KILLS", "TUNEKIT_TEST_SIZE", "TUNEKIT_TEST_SEED"
-# When to kill: at any time of a start, and else a few milliseconds after a folder began to be written.
+KILLS_VARIABLE, SIZE_VARIABLE, SEED_VARIABLE = "TUNEKIT_TEST_KILLS", "TUNEKIT_TEST_SIZE", "TUNEKIT_TEST_SEED"
+# When to kill: at any time of a start, or a few milliseconds after a directory was created.
 MOMENTS = (None, "state/*.partial", None, None, "final.partial")
 
 
-def asked(name: str, otherwise: int) -> int:
-    """How many kills or ranks a person wants, or which seed."""
-    return int(os.environ.get(name, otherwise))
+def int_from_env(name: str, default: int) -> int:
+    """Integer environment variable, such as the number of kills."""
+    return int(os.environ.get(name, default))
 
 
-def ranks(parent: int) -> list[int]:
-    """The processes that `tune run` has started as ranks, and that are there."""
-    found = []
+def worker_pids(parent: int) -> list[int]:
+    """Process ids of the workers of `tune run` that exist."""
+    pids = []
     try:
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     except (FileNotFoundError, ProcessLookupError):
@@ -35,47 +35,51 @@ def ranks(parent: int) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue
         if f"\0{worker_env.PARENT}=".encode() in environment:
-            found.append(int(pid))
-    return found
+            pids.append(int(pid))
+    return pids
 
 
-def killed(process: Popen[str], out: Path, count: int, size: int, whole: float, dice: random.Random) -> int:
-    """Kill one of the `size` ranks of each start, until `count` are killed or the run has ended; how many.
+def kill_repeatedly(
+    process: Popen[str], out: Path, count: int, size: int, run_seconds: float, dice: random.Random
+) -> int:
+    """Kill one rank of each start until `count` are killed or the run has ended. Returns the number of kills.
 
-    `whole`: the seconds of a run.
+    `run_seconds`: duration of an uninterrupted run.
     """
-    kills, gone = 0, set()
+    kills, known = 0, set()
     while kills < count:
-        there = dice.choice((1, size))  # seldom enough of all: some may still be on their way
-        while process.poll() is None and len(set(ranks(process.pid)) - gone) < there:
+        num_required = dice.choice((1, size))  # sometimes before all ranks have started
+        while process.poll() is None and len(set(worker_pids(process.pid)) - known) < num_required:
             time.sleep(0.005)
         if process.poll() is not None:
             break
-        wait(process, out, MOMENTS[kills % len(MOMENTS)], whole, dice)
-        here = sorted(set(ranks(process.pid)) - gone)
-        if not here:
+        wait_for_moment(process, out, MOMENTS[kills % len(MOMENTS)], run_seconds, dice)
+        alive = sorted(set(worker_pids(process.pid)) - known)
+        if not alive:
             continue
-        gone |= set(here)
-        kills += ended(dice.choice(here))
+        known |= set(alive)
+        kills += kill_process(dice.choice(alive))
     return kills
 
 
-def ended(rank: int) -> bool:
-    """Whether it was we who ended a process: one that has come to its end meanwhile is stopped no more."""
+def kill_process(pid: int) -> bool:
+    """Kill a process. False if it had already ended."""
     try:
-        os.kill(rank, signal.SIGSTOP)
-        while (state := Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[0]) not in "TZX":
+        os.kill(pid, signal.SIGSTOP)
+        while (state := Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]) not in "TZX":
             time.sleep(0.0001)
-        os.kill(rank, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state == "T"
 
 
-def wait(process: Popen[str], out: Path, moment: str | None, whole: float, dice: random.Random) -> None:
-    """Until the moment has come, or the run is over."""
-    late = time.monotonic() + (dice.uniform(0, whole) if moment is None else 1e9)
-    while process.poll() is None and time.monotonic() < late and not (moment and any(out.glob(moment))):
+def wait_for_moment(
+    process: Popen[str], out: Path, moment: str | None, run_seconds: float, dice: random.Random
+) -> None:
+    """Wait for the moment to kill, or for the end of the run."""
+    deadline = time.monotonic() + (dice.uniform(0, run_seconds) if moment is None else 1e9)
+    while process.poll() is None and time.monotonic() < deadline and not (moment and any(out.glob(moment))):
         time.sleep(0.0005)
     time.sleep(dice.uniform(0, 0.01))
 
@@ -86,7 +90,7 @@ if __name__ == "__main__":
     parser.add_argument("--size", type=int, default=2)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     args = parser.parse_args()
-    os.environ |= {KILLS: str(args.kills), SIZE: str(args.size), SEED: str(args.seed)}
+    os.environ |= {KILLS_VARIABLE: str(args.kills), SIZE_VARIABLE: str(args.size), SEED_VARIABLE: str(args.seed)}
     raise SystemExit(
         pytest.main(["-q", "-s", "tests/recipes/test_many.py", "-k", "killed", "-o", "faulthandler_timeout=0"])
     )

@@ -1,49 +1,54 @@
-"""A training that is stopped and goes on with other devices. Lean: every rank imports it."""
+"""Training that stops and resumes on other devices. Has few imports because each rank loads it."""
 
-import itertools
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from tunekit.config import load
 from tunekit.data.dataloader.batch import Batch
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.errors import RunStopped
+from tunekit.memory.config import TrainOptimizer
 from tunekit.models.decoder import Decoder
 from tunekit.recipes import sft
+from tunekit.training import config as training
+from tunekit.training.config import Method, Taken
 
-Stretch = tuple[str, ParallelConfig, int | None]  # the config, the layout, and after how many steps it is told to stop
-
-
-def stretches(found: list[Stretch]) -> None:
-    """Each in turn: a run from its last state on."""
-    torch.set_num_threads(1)
-    for text, parallel, num_steps in found:
-        cfg = replace(load.load_config(sft.SFTConfig, text), parallel=parallel)
-        sft.forward_backward = partial(stop_after, num_steps, itertools.count(1))
-        try:
-            sft.main(cfg)
-        except RunStopped:
-            assert num_steps is not None
+# config, layout, and the number of steps after which the run is stopped
+RunSegment = tuple[str, ParallelConfig, int | None]
 
 
-FORWARD_BACKWARD = sft.forward_backward
-
-
-def stop_after(
-    num_steps: int | None,
-    steps: Iterator[int],
+def step_and_stop(
+    steps: int | None,
     model: Decoder,
     batches: list[Batch],
     cfg: sft.SFTConfig,
-    dist: DistributedContext,
-) -> Tensor:
-    """The recipe's function; in step `num_steps`, a SIGTERM to the main process, as schedulers send it."""
-    if next(steps) == num_steps and dist.is_main_process:
+    update: TrainOptimizer,
+    run: DistributedContext,
+) -> Taken:
+    """Train one step. After `steps` steps, send SIGTERM as a scheduler does."""
+    taken = sft.forward_backward(model, batches, cfg, update, run)
+    STEPS_DONE.append(1)
+    if steps is not None and len(STEPS_DONE) == steps and run.is_main_process:
         signal.raise_signal(signal.SIGTERM)
-    return FORWARD_BACKWARD(model, batches, cfg, dist)
+    return taken
+
+
+STEPS_DONE: list[int] = []
+
+
+def run_segments(segments: list[RunSegment]) -> None:
+    """Run the segments in order; each resumes from the last state."""
+    torch.set_num_threads(1)
+    for text, parallel, steps in segments:
+        STEPS_DONE.clear()
+        step: Callable = partial(step_and_stop, steps)
+        cfg = replace(load.load_config(sft.SFTConfig, text), parallel=parallel)
+        try:
+            training.run(cfg, Method("sft", step, sft.evaluate), overwrite=False)
+        except RunStopped:
+            assert steps is not None

@@ -1,4 +1,6 @@
-"""Steps beside those of another trainer: rows of many lengths, what TRL is told, and what our steps have shown."""
+"""Helpers for comparisons with TRL trainers: rows of many lengths, TRL options for a config, and metrics of each
+step.
+"""
 
 import json
 from collections.abc import Callable, Iterable
@@ -18,8 +20,8 @@ from tunekit.optim.config import AdamWConfig, ConstantLRConfig
 from tunekit.training.config import TrainConfig
 
 STEPS, BATCH = 3, 4
-# What the configs say, whatever the method.
-PLAIN: dict[str, Any] = {
+# Config values of all methods.
+SHARED_OPTIONS: dict[str, Any] = {
     "lr_scheduler": ConstantLRConfig(),
     "precision": FP32,
     "device": "cpu",
@@ -27,29 +29,29 @@ PLAIN: dict[str, Any] = {
     "micro_batch_size": 2,
     "max_steps": STEPS,
 }
-# A larger epsilon leaves steps of Adam in proportion where gradients are nearly zero.
-STEADY = AdamWConfig(lr=0.05, eps=0.1)
+# A large epsilon makes steps of Adam proportional to gradients, whose direction near zero is rounding error.
+PROPORTIONAL_ADAMW = AdamWConfig(lr=0.05, eps=0.1)
 
 
-def texts() -> Callable[[int, int], str]:
-    """Makes texts of `low` words and more, but fewer than `high`; the same ones in each test."""
-    draw = torch.Generator().manual_seed(7)
+def make_text_generator() -> Callable[[int, int], str]:
+    """Function that makes random texts of `low` to `high` - 1 words, reproducibly."""
+    generator = torch.Generator().manual_seed(7)
 
-    def words(low: int, high: int) -> str:
-        count = int(torch.randint(low, high, (1,), generator=draw))
-        return " ".join(f"w{int(i)}" for i in torch.randint(0, 60, (count,), generator=draw))
+    def random_text(low: int, high: int) -> str:
+        count = int(torch.randint(low, high, (1,), generator=generator))
+        return " ".join(f"w{int(i)}" for i in torch.randint(0, 60, (count,), generator=generator))
 
-    return words
+    return random_text
 
 
-def written(folder: Path, rows: Iterable[dict[str, Any]]) -> str:
-    """A file of rows."""
+def write_rows(folder: Path, rows: Iterable[dict[str, Any]]) -> str:
+    """Write rows to a file and return its path."""
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder / "rows.jsonl")
 
 
-def whole_steps(cfg: TrainConfig) -> DataLoader:
-    """The rows of a config, of which a step is one micro-batch."""
+def open_full_steps(cfg: TrainConfig) -> DataLoader:
+    """Data loader of a config with one micro-batch per step."""
     return build_dataloader(
         cfg.data,
         Tokenizer.open(Path(cfg.model)),
@@ -59,13 +61,13 @@ def whole_steps(cfg: TrainConfig) -> DataLoader:
     )
 
 
-def figures(run: str | Path) -> list[dict[str, Any]]:
-    """What each step of a run has shown."""
+def step_metrics(run: str | Path) -> list[dict[str, Any]]:
+    """Metrics of each step of a run."""
     return [line for line in metric_logger.read_metrics(Path(run)) if "loss" in line]
 
 
-def told(cfg: TrainConfig) -> dict[str, Any]:
-    """What TRL is told to take the steps of a config, and to show each."""
+def trl_options(cfg: TrainConfig) -> dict[str, Any]:
+    """Options of a TRL trainer that takes the steps of a config and logs each."""
     optimizer: dict[str, Any] = {"optim": "sgd"}
     if isinstance(cfg.optimizer, AdamWConfig):
         optimizer = {"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_epsilon": cfg.optimizer.eps}
@@ -88,10 +90,10 @@ def told(cfg: TrainConfig) -> dict[str, Any]:
     }
 
 
-def in_order(kind: Any) -> Any:
-    """A trainer of TRL that does not shuffle."""
+def unshuffled(trainer_class: Any) -> Any:
+    """Subclass of a TRL trainer that does not shuffle."""
 
-    class InOrder(kind):
+    class InOrder(trainer_class):
         def _get_train_sampler(self, *_: Any) -> SequentialSampler:
             return SequentialSampler(self.train_dataset)
 

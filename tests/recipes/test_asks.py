@@ -1,4 +1,4 @@
-"""Models are asked on several devices: as copies that share the rows, or with weights that are divided."""
+"""Inference on several devices, with replicated or sharded weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,37 +6,45 @@ from pathlib import Path
 import pytest
 
 from tests.evaluation import own
-from tests.parallel.ranks import on
-from tests.recipes.asks import both
-from tests.recipes.conftest import sums
+from tests.parallel.ranks import run_ranks
+from tests.recipes.asks import evaluate_and_generate
+from tests.recipes.conftest import addition_rows
 from tunekit.data.datasets import ChatDataset
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.generation.generate import SamplingConfig
 from tunekit.models.precision import PrecisionConfig
 from tunekit.recipes import evaluate, generate
 
-COPIES, DIVIDED, SPLIT = ParallelConfig(dp_replicate=None, dp_shard=1), ParallelConfig(), ParallelConfig(tp=2)
+REPLICATED, SHARDED, TENSOR_PARALLEL = (
+    ParallelConfig(dp_replicate=None, dp_shard=1),
+    ParallelConfig(),
+    ParallelConfig(tp=2),
+)
 
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_two_devices_answer_as_one(learnt: Path, tmp_path: Path) -> None:
+def test_two_ranks_give_the_answers_of_one(memorized_run: Path, tmp_path: Path) -> None:
     rows = tmp_path / "chats.jsonl"
-    rows.write_text(sums(1, 7))
-    exact, sampling = PrecisionConfig("fp32"), SamplingConfig(max_new_tokens=12)
+    rows.write_text(addition_rows(1, 7))
+    precision, sampling = PrecisionConfig("fp32"), SamplingConfig(max_new_tokens=12)
     prompts = tuple(f"What is {n} plus {n * n}?" for n in range(1, 8))
     data = ChatDataset(str(rows), max_length=64)
-    how = {"sampling": sampling, "precision": exact, "batch_size": 2, "device": "cpu"}
-    named = {"tasks": ("nano/facts", *own.TASKS), "include_path": str(own.write(tmp_path)), "limit": 7}
-    measured = evaluate.EvaluateConfig(model=str(learnt), data=data, **named, **how)
-    asked = generate.GenerateConfig(model=str(learnt), prompts=prompts, **how)
-    one, two = tmp_path / "one", tmp_path / "two"
-    (wanted,) = both(replace(asked, output_path=str(one)), measured, [ParallelConfig()])
-    layouts = [COPIES, DIVIDED, SPLIT]
-    for found in on(2, both, replace(asked, output_path=str(two)), measured, layouts, limit=300):
-        for number, results in enumerate(found):
-            assert Path(f"{two}-{number}").read_text() == Path(f"{one}-0").read_text()
-            assert [result.answers for result in results] == [result.answers for result in wanted]
-            for name, figure in wanted[0].metrics.items():
-                assert results[0].metrics[name].value == pytest.approx(figure.value, rel=1e-5), name
-    assert wanted[0].num_correct >= 4
+    options = {"sampling": sampling, "precision": precision, "batch_size": 2, "device": "cpu"}
+    task_options = {"tasks": ("nano/facts", *own.TASKS), "include_path": str(own.write(tmp_path)), "limit": 7}
+    evaluate_cfg = evaluate.EvaluateConfig(model=str(memorized_run), data=data, **task_options, **options)
+    generate_cfg = generate.GenerateConfig(model=str(memorized_run), prompts=prompts, **options)
+    single_path, multi_path = tmp_path / "one", tmp_path / "two"
+    (expected,) = evaluate_and_generate(
+        replace(generate_cfg, output_path=str(single_path)), evaluate_cfg, [ParallelConfig()]
+    )
+    layouts = [REPLICATED, SHARDED, TENSOR_PARALLEL]
+    for results_by_layout in run_ranks(
+        2, evaluate_and_generate, replace(generate_cfg, output_path=str(multi_path)), evaluate_cfg, layouts, limit=300
+    ):
+        for index, results in enumerate(results_by_layout):
+            assert Path(f"{multi_path}-{index}").read_text() == Path(f"{single_path}-0").read_text()
+            assert [result.answers for result in results] == [result.answers for result in expected]
+            for name, metric in expected[0].metrics.items():
+                assert results[0].metrics[name].value == pytest.approx(metric.value, rel=1e-5), name
+    assert expected[0].num_correct >= 4

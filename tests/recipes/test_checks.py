@@ -1,4 +1,4 @@
-"""What is told before a weight is read: limits of the recipe's numbers, models and adapters that do not fit."""
+"""Checks before weights are read: limits of config values, and models and adapters that do not fit."""
 
 import json
 import re
@@ -26,7 +26,7 @@ from tunekit.recipes import evaluate, generate, sft
     ("name", "value"),
     [("max_steps", 0), ("max_steps", -3), ("early_stopping_patience", 0), ("max_grad_norm", -1.0), ("epochs", 0)],
 )
-def test_numbers_that_make_no_sense(name: str, value: float) -> None:
+def test_invalid_numbers_name_their_field(name: str, value: float) -> None:
     rows = ChatDataset("rows.jsonl")
     options: dict[str, Any] = {"model": "m", "data": rows, "output_dir": "o", "eval_data": rows, name: value}
     with pytest.raises(FieldError) as caught:
@@ -34,50 +34,50 @@ def test_numbers_that_make_no_sense(name: str, value: float) -> None:
     assert caught.value.field == name
 
 
-def test_an_adapter_to_start_from_is_looked_at_before_weights(tmp_path: Path) -> None:
+def test_initial_adapter_is_checked_before_weights_are_read(tmp_path: Path) -> None:
     base, adapter = make_checkpoint(tmp_path / "base", "llama2"), LoRAConfig(2)
     with atomic.AtomicDir(tmp_path / "adapter") as folder:
         final_checkpoint.save_final(adapter, folder, load_model(base, adapter), HFCheckpoint.open(base))
     (base / "model.safetensors").unlink()
-    fits = LoRAConfig(2, adapter_path=str(tmp_path / "adapter"))
-    build.build_meta_model(HFCheckpoint.open(base), NoQuantization(), fits)
-    for start, rank, says in [("nowhere", 2, "nowhere"), ("adapter", 3, "adapter.rank: 3, but"), ("base", 2, "base")]:
-        with pytest.raises(UserError, match=re.escape(says)):
+    compatible = LoRAConfig(2, adapter_path=str(tmp_path / "adapter"))
+    build.build_meta_model(HFCheckpoint.open(base), NoQuantization(), compatible)
+    for name, rank, message in [("nowhere", 2, "nowhere"), ("adapter", 3, "adapter.rank: 3, but"), ("base", 2, "base")]:
+        with pytest.raises(UserError, match=re.escape(message)):
             build.build_meta_model(
-                HFCheckpoint.open(base), NoQuantization(), LoRAConfig(rank, adapter_path=str(tmp_path / start))
+                HFCheckpoint.open(base), NoQuantization(), LoRAConfig(rank, adapter_path=str(tmp_path / name))
             )
 
 
-def test_models_to_ask_are_looked_at_before_weights(tmp_path: Path) -> None:
+def test_inference_models_are_checked_before_weights_are_read(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other/config.json").write_text(json.dumps({"model_type": "lama"}))
     data = "data={kind: chat, source: tunekit/tools}"
-    for name, says in [("empty", "no config.json"), ("other", "did you mean 'llama'?")]:
+    for name, message in [("empty", "no config.json"), ("other", "did you mean 'llama'?")]:
         model = f"model={tmp_path / name}"
-        with pytest.raises(UserError, match=re.escape(says)):
+        with pytest.raises(UserError, match=re.escape(message)):
             recipe_loader.load_checked_config(generate, "nano/generate", [model], [])
-        with pytest.raises(UserError, match=re.escape(says)):
+        with pytest.raises(UserError, match=re.escape(message)):
             recipe_loader.load_checked_config(
                 evaluate, "nano/tools", ["model=tunekit/nano", f"baseline={tmp_path / name}", data], []
             )
 
 
-def test_weights_that_are_not_whole_are_told_before_rows_are_read(tmp_path: Path) -> None:
+def test_damaged_weights_are_reported_before_rows_are_read(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama2")
     options = [f"model={folder}", f"tokenizer={assets.MODELS['tunekit/nano']}", f"output_dir={tmp_path / 'out'}"]
     options += ["data={kind: text, source: nowhere.txt}", "eval_data=null"]
     file = folder / "model.safetensors"
-    whole = file.read_bytes()
-    for data, says in [(whole[:-8], "cut off"), (None, "no weights to read")]:
+    contents = file.read_bytes()
+    for data, message in [(contents[:-8], "cut off"), (None, "no weights to read")]:
         file.unlink()
         if data is not None:
             file.write_bytes(data)
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=message):
             recipe_loader.load_checked_config(sft, "nano/tools_lora", options, [])
 
 
-def test_a_preset_is_no_model_to_go_on_with() -> None:
+def test_preset_has_no_weights_to_fine_tune() -> None:
     options = ["model=tunekit/smollm2_135m", "tokenizer=tunekit/nano"]
     with pytest.raises(UserError, match="no weights to read .init: random needs none"):
         recipe_loader.load_checked_config(sft, "nano/tools_lora", options, [])
@@ -85,20 +85,20 @@ def test_a_preset_is_no_model_to_go_on_with() -> None:
         recipe_loader.load_checked_config(sft, "nano/tools_lora", [*options[:1], "init=random", "adapter=none"], [])
 
 
-def test_a_seed_has_64_bits() -> None:
+def test_seed_is_a_64_bit_integer() -> None:
     assert recipe_loader.load_checked_config(sft, "nano/tools_lora", [f"seed={2**63 - 1}"], []).seed == 2**63 - 1
     with pytest.raises(UserError, match=f"seed: .*got {2**63}; the largest is {2**63 - 1}"):
         recipe_loader.load_checked_config(sft, "nano/tools_lora", [f"seed={2**63}"], [])
 
 
-def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert DistributedContext(device="auto").device.type == "cpu"
     with pytest.raises(UserError, match="device: .* finds no device of type cuda"):
         DistributedContext(device="cuda")
 
 
-def test_starting_over_keeps_what_the_run_reads(tmp_path: Path) -> None:
+def test_overwrite_does_not_erase_inputs_of_the_run(tmp_path: Path) -> None:
     final = tmp_path / "final"
     final.mkdir()
     (tmp_path / "config.yaml").touch()
@@ -114,7 +114,7 @@ def test_starting_over_keeps_what_the_run_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="auto is a GPU here")
-def test_what_only_a_gpu_can_do_is_refused_where_there_is_none() -> None:
+def test_gpu_only_options_are_refused_on_cpu() -> None:
     for device in ("cpu", "auto"):
         with pytest.raises(UserError, match="memory.activation_offloading: "):
             recipe_loader.load_checked_config(
@@ -123,4 +123,4 @@ def test_what_only_a_gpu_can_do_is_refused_where_there_is_none() -> None:
     cfg = recipe_loader.load_checked_config(
         sft, "nano/tools_lora", ["memory.activation_offloading=true", "device=cuda"], []
     )
-    assert cfg.memory.activation_offloading, "checked here, and run where there is one"
+    assert cfg.memory.activation_offloading, "the config is valid for a GPU machine"

@@ -1,4 +1,4 @@
-"""A run that spoils what the model could do before is told of, and ended with its state saved."""
+"""Forgetting detection: the run is stopped with its state saved when the loss on known data rises."""
 
 import json
 import shutil
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.ranks import on
-from tests.recipes.conftest import sums
-from tests.recipes.forgets import trained
-from tunekit import assets, build
+from tests.parallel.ranks import run_ranks
+from tests.recipes.conftest import addition_rows
+from tests.recipes.forgets import train_and_report
+from tunekit import assets
 from tunekit.adapters.config import LoRAConfig
 from tunekit.config.load import load_config
 from tunekit.data.datasets import ChatDataset
@@ -21,61 +21,67 @@ from tunekit.optim.config import AdamWConfig
 from tunekit.recipes import evaluate, sft
 from tunekit.training.forgetting import ForgettingConfig
 
-RULE = "forgetting={data: {kind: chat, source: known.jsonl, max_length: 64}, eval_every: 2, max_loss_increase: 0.2}"
+FORGETTING = (
+    "forgetting={data: {kind: chat, source: known.jsonl, max_length: 64}, eval_every: 2, max_loss_increase: 0.2}"
+)
 
 
 @pytest.fixture
-def other(work, learnt: Path):
-    """Training on rows that have nothing to do with those that the model knows by heart."""
-    (work.folder / "known.jsonl").write_text(sums(1, 4))
+def train_on_unrelated_rows(workspace, memorized_run: Path):
+    """Function that trains a memorized model on unrelated rows."""
+    (workspace.folder / "known.jsonl").write_text(addition_rows(1, 4))
     rows = [{"role": role, "content": text} for role, text in (("user", "Say it."), ("assistant", "Never, never, no"))]
-    (work.folder / "rows.jsonl").write_text(8 * (json.dumps({"messages": rows}) + "\n"))
+    (workspace.folder / "rows.jsonl").write_text(8 * (json.dumps({"messages": rows}) + "\n"))
 
-    def tune(*words: str):
-        return work.tune("run", "sft", "sft.yaml", f"model={learnt}/final", RULE, "eval_data=null", *words)
+    def tune(*args: str):
+        return workspace.run_tune(
+            "run", "sft", "sft.yaml", f"model={memorized_run}/final", FORGETTING, "eval_data=null", *args
+        )
 
     return tune
 
 
-def measured(folder: Path) -> dict[int, float]:
+def forgetting_losses(folder: Path) -> dict[int, float]:
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line["forgetting/loss"] for line in lines if "forgetting/loss" in line}
 
 
-def test_a_run_that_forgets_is_ended(other, work):
-    done = other("optimizer.lr=3e-2", "max_steps=9", "save_every=100")
+def test_forgetting_stops_the_run(train_on_unrelated_rows, workspace):
+    done = train_on_unrelated_rows("optimizer.lr=3e-2", "max_steps=9", "save_every=100")
     assert done.code == 2
-    found = measured(work.folder / "out")
-    first, *_, last = found.values()
-    assert max(found) < 9, "long before its end"
+    losses = forgetting_losses(workspace.folder / "out")
+    first, *_, last = losses.values()
+    assert max(losses) < 9, "before the last step"
     assert last - first > 0.2
-    assert f"step {max(found)}: the loss on known.jsonl (train) rose from {first:.4f} to {last:.4f} nats" in done.err
-    assert (work.folder / f"out/state/{max(found):08d}").is_dir()
-    assert "its state is in out/state: start over (--overwrite) with a lower optimizer.lr" in done.err
-    again = other("optimizer.lr=3e-2", "max_steps=9", "save_every=100")
-    assert again.code == 2, "it does not go on unasked"
-    assert f"step {max(found)}: the loss on known.jsonl" in again.err
-    on_it_goes = other("optimizer.lr=3e-2", "max_steps=9", "save_every=100", "forgetting.on_exceed=warn")
-    assert on_it_goes.code == 0, on_it_goes.err
-    assert "step 8: the loss on known.jsonl (train) rose" in on_it_goes.err
-    assert list(measured(work.folder / "out")) == [0, 2, 4, 6, 8, 9]
-
-
-def test_the_loss_is_that_of_evaluate(other, work, learnt):
-    assert other("optimizer.lr=1e-5", "max_steps=3").code == 0, "a gentle run goes to its end"
-    found = measured(work.folder / "out")
-    assert list(found) == [0, 2, 3]
-    data = ChatDataset("known.jsonl", max_length=64)
-    asked = evaluate.EvaluateConfig(
-        model="out", baseline=str(learnt), data=data, precision=PrecisionConfig("fp32"), device="cpu"
+    assert f"step {max(losses)}: the loss on known.jsonl (train) rose from {first:.4f} to {last:.4f} nats" in done.err
+    assert (workspace.folder / f"out/state/{max(losses):08d}").is_dir()
+    assert "out/state" in done.err
+    second = train_on_unrelated_rows("optimizer.lr=3e-2", "max_steps=9", "save_every=100")
+    assert second.code == 2, "the run does not resume"
+    assert f"step {max(losses)}: the loss on known.jsonl" in second.err
+    with_warnings = train_on_unrelated_rows(
+        "optimizer.lr=3e-2", "max_steps=9", "save_every=100", "forgetting.on_exceed=warn"
     )
-    before, after = evaluate.main(asked)
-    assert found[0] == pytest.approx(before.loss, rel=1e-5)
-    assert found[3] == pytest.approx(after.loss, rel=1e-5)
+    assert with_warnings.code == 0, with_warnings.err
+    assert "step 8: the loss on known.jsonl (train) rose" in with_warnings.err
+    assert list(forgetting_losses(workspace.folder / "out")) == [0, 2, 4, 6, 8, 9]
 
 
-def test_a_stopped_run_compares_with_its_beginning(other, work):
-    gentle = (
+def test_forgetting_loss_matches_evaluate(train_on_unrelated_rows, workspace, memorized_run):
+    assert train_on_unrelated_rows("optimizer.lr=1e-5", "max_steps=3").code == 0, "a low learning rate is not stopped"
+    losses = forgetting_losses(workspace.folder / "out")
+    assert list(losses) == [0, 2, 3]
+    data = ChatDataset("known.jsonl", max_length=64)
+    cfg = evaluate.EvaluateConfig(
+        model="out", baseline=str(memorized_run), data=data, precision=PrecisionConfig("fp32"), device="cpu"
+    )
+    before, after = evaluate.main(cfg)
+    assert losses[0] == pytest.approx(before.loss, rel=1e-5)
+    assert losses[3] == pytest.approx(after.loss, rel=1e-5)
+
+
+def test_resumed_run_keeps_the_initial_loss(train_on_unrelated_rows, workspace):
+    args = (
         "optimizer.lr=1e-3",
         "forgetting.max_loss_increase=100",
         "max_steps=6",
@@ -83,21 +89,21 @@ def test_a_stopped_run_compares_with_its_beginning(other, work):
         "output_dir=parts",
         "save_total_limit=9",
     )
-    assert other(*gentle).code == 0
-    whole = measured(work.folder / "parts")
-    shutil.rmtree(work.folder / "parts/final")
+    assert train_on_unrelated_rows(*args).code == 0
+    losses = forgetting_losses(workspace.folder / "parts")
+    shutil.rmtree(workspace.folder / "parts/final")
     for step in (4, 5, 6):
-        shutil.rmtree(work.folder / f"parts/state/{step:08d}")
-    assert other(*gentle).code == 0
-    assert measured(work.folder / "parts") == whole
-    shutil.rmtree(work.folder / "parts/final")
-    (work.folder / "known.jsonl").write_text(sums(1, 3))
-    changed = other(*gentle)
+        shutil.rmtree(workspace.folder / f"parts/state/{step:08d}")
+    assert train_on_unrelated_rows(*args).code == 0
+    assert forgetting_losses(workspace.folder / "parts") == losses
+    shutil.rmtree(workspace.folder / "parts/final")
+    (workspace.folder / "known.jsonl").write_text(addition_rows(1, 3))
+    changed = train_on_unrelated_rows(*args)
     assert changed.code == 2
-    assert "forgetting.data: these are not the rows" in changed.err
+    assert "forgetting.data: " in changed.err
 
 
-def test_what_makes_no_sense():
+def test_invalid_values_name_their_field():
     for name, value in (
         ("eval_every", 0),
         ("max_loss_increase", 0.0),
@@ -108,28 +114,35 @@ def test_what_makes_no_sense():
         assert caught.value.field == name
 
 
-def test_a_model_that_scores_has_no_likelihood(learnt):
-    cfg = sft.SFTConfig(model=str(learnt / "final"), data=ChatDataset("rows.jsonl"), output_dir="out")
-    spec = build.read_checkpoint(cfg).spec.scoring(ScoreHead(1))
-    with pytest.raises(UserError, match="a model that scores"):
-        ForgettingConfig(ChatDataset("rows.jsonl")).check(spec, cfg.open_tokenizer())
+def test_reward_model_is_refused(memorized_run):
+    cfg = sft.SFTConfig(model=str(memorized_run / "final"), data=ChatDataset("rows.jsonl"), output_dir="out")
+    spec = sft.training.open_checkpoint(cfg).spec.with_score_head(ScoreHead(1))
+    with pytest.raises(UserError, match="forgetting"):
+        ForgettingConfig(ChatDataset("rows.jsonl")).check(spec, sft.words(cfg))
 
 
 @pytest.mark.multi
-def test_two_devices_end_it_at_the_same_step(other, work, learnt):
-    words = [f"model={learnt}/final", RULE, "eval_data=null", "optimizer.lr=3e-2", "max_steps=9", "output_dir=one"]
-    cfg = load_config(sft.SFTConfig, Path("sft.yaml"), words)
-    alone = trained(cfg)
-    assert "the loss on" in alone
-    assert on(2, trained, replace(cfg, output_dir="two")) == [alone, alone]
-    found = measured(work.folder / "two")
-    for step, loss in measured(work.folder / "one").items():
-        assert found[step] == pytest.approx(loss, rel=1e-4)
+def test_two_ranks_stop_at_the_same_step(train_on_unrelated_rows, workspace, memorized_run):
+    args = [
+        f"model={memorized_run}/final",
+        FORGETTING,
+        "eval_data=null",
+        "optimizer.lr=3e-2",
+        "max_steps=9",
+        "output_dir=one",
+    ]
+    cfg = load_config(sft.SFTConfig, Path("sft.yaml"), args)
+    expected = train_and_report(cfg)
+    assert "the loss on" in expected
+    assert run_ranks(2, train_and_report, replace(cfg, output_dir="two")) == [expected, expected]
+    losses = forgetting_losses(workspace.folder / "two")
+    for step, loss in forgetting_losses(workspace.folder / "one").items():
+        assert losses[step] == pytest.approx(loss, rel=1e-4)
 
 
 @pytest.mark.slow
-def test_a_nano_that_learns_tools_too_fast_is_caught(tmp_path: Path) -> None:
-    rule = ForgettingConfig(
+def test_nano_with_a_high_lr_is_stopped(tmp_path: Path) -> None:
+    forgetting = ForgettingConfig(
         ChatDataset(str(assets.TASKS["nano/stories"]), max_length=512, max_samples=16), eval_every=3
     )
     cfg = sft.SFTConfig(
@@ -138,7 +151,7 @@ def test_a_nano_that_learns_tools_too_fast_is_caught(tmp_path: Path) -> None:
         output_dir=str(tmp_path / "fast"),
         adapter=LoRAConfig(),
         optimizer=AdamWConfig(lr=1e-2),
-        forgetting=rule,
+        forgetting=forgetting,
         global_batch_size=8,
         micro_batch_size=8,
         max_steps=12,

@@ -1,4 +1,4 @@
-"""Answers to many prompts: the same whatever their company, the same for the same seed, in a file or printed."""
+"""Answers of the generate recipe do not depend on the batch, are reproducible, and are printed or written to a file."""
 
 import json
 
@@ -8,66 +8,71 @@ PROMPTS = ["What is 1 plus 1?", "What is 4 plus 16?", "Why?", "What is a day? " 
 
 
 @pytest.fixture
-def generate(work, learnt):
-    """The answers that are written with some options, in the order of the prompts."""
-    lines = [f"model: {learnt}", f"prompts: {json.dumps(PROMPTS)}", "device: cpu", "precision: {compute_dtype: fp32}"]
+def run_generate(workspace, memorized_run):
+    """Function that generates answers with some options, in the order of the prompts."""
+    lines = [
+        f"model: {memorized_run}",
+        f"prompts: {json.dumps(PROMPTS)}",
+        "device: cpu",
+        "precision: {compute_dtype: fp32}",
+    ]
     lines += ["sampling: {max_new_tokens: 12}", "recipe: generate"]
-    (work.folder / "generate.yaml").write_text("\n".join(lines))
+    (workspace.folder / "generate.yaml").write_text("\n".join(lines))
 
-    def call(*words):
-        done = work.tune("run", "generate", "generate.yaml", "output_path=new/answers.jsonl", *words)
-        assert done.code == 0, done.err
-        assert done.err == "", "bars are for terminals"
-        rows = [json.loads(line) for line in (work.folder / "new/answers.jsonl").read_text().splitlines()]
-        assert done.out == f"{len(rows)} answers in new/answers.jsonl\n"
+    def call(*args):
+        result = workspace.tune("run", "generate", "generate.yaml", "output_path=new/answers.jsonl", *args)
+        assert result.code == 0, result.err
+        assert result.err == "", "no progress bar without a terminal"
+        rows = [json.loads(line) for line in (workspace.folder / "new/answers.jsonl").read_text().splitlines()]
+        assert result.out == f"{len(rows)} answers in new/answers.jsonl\n"
         return rows
 
     return call
 
 
-def test_what_was_learnt_is_answered(generate):
-    rows = generate()
+def test_memorized_answers_are_generated(run_generate):
+    rows = run_generate()
     assert [row["prompt"] for row in rows] == PROMPTS
     assert [row["answer"] for row in rows[:2]] == ["It is 2!", "It is 20!"]
 
 
-def test_greedy_answers_do_not_depend_on_their_company(generate):
-    rows = generate()
+def test_greedy_answers_do_not_depend_on_the_batch(run_generate):
+    rows = run_generate()
     for batch in (1, 2, 3):
-        assert generate(f"batch_size={batch}") == rows
-    (last,) = generate(f"prompts={json.dumps(PROMPTS[3:])}")
+        assert run_generate(f"batch_size={batch}") == rows
+    (last,) = run_generate(f"prompts={json.dumps(PROMPTS[3:])}")
     assert last == rows[3]
 
 
-def test_a_seed_gives_the_same_draws(generate):
-    drawn = ("sampling={temperature: 1.5, max_new_tokens: 12, seed: 5}", "batch_size=4")
-    rows = generate(*drawn)
-    assert generate(*drawn) == rows
-    assert generate(*drawn, "batch_size=1") == rows
-    assert generate(*drawn, "sampling.seed=6") != rows
-    twice = generate(*drawn, f"prompts={json.dumps(PROMPTS[2:3] * 2)}")
-    assert twice[0]["answer"] != twice[1]["answer"], "the same question twice is two draws"
+def test_sampling_is_reproducible(run_generate):
+    args = ("sampling={temperature: 1.5, max_new_tokens: 12, seed: 5}", "batch_size=4")
+    rows = run_generate(*args)
+    assert run_generate(*args) == rows
+    assert run_generate(*args, "batch_size=1") == rows
+    assert run_generate(*args, "sampling.seed=6") != rows
+    repeated = run_generate(*args, f"prompts={json.dumps(PROMPTS[2:3] * 2)}")
+    assert repeated[0]["answer"] != repeated[1]["answer"], "the same question twice is two draws"
 
 
-def test_rows_of_a_file(generate, work):
-    asked = [{"role": "user", "content": PROMPTS[0]}]
+def test_prompts_are_read_from_a_file(run_generate, workspace):
+    messages = [{"role": "user", "content": PROMPTS[0]}]
     rows = [
-        {"messages": [*asked, {"role": "assistant", "content": "No."}]},
-        {"messages": asked},
+        {"messages": [*messages, {"role": "assistant", "content": "No."}]},
+        {"messages": messages},
         {"prompt": PROMPTS[1]},
     ]
-    (work.folder / "source.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = generate("prompts=[]", "source=source.jsonl")
-    assert [row["answer"] for row in found] == ["It is 2!", "It is 2!", "It is 20!"]
+    (workspace.folder / "source.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers = run_generate("prompts=[]", "source=source.jsonl")
+    assert [row["answer"] for row in answers] == ["It is 2!", "It is 2!", "It is 20!"]
 
 
-def test_printed(work, generate):
-    generate()
-    done = work.tune("run", "generate", "generate.yaml", f"prompts={json.dumps(PROMPTS[:1])}")
-    assert done.out == "> What is 1 plus 1?\nIt is 2!\n\n"
+def test_answers_are_printed_without_an_output_path(workspace, run_generate):
+    run_generate()
+    result = workspace.tune("run", "generate", "generate.yaml", f"prompts={json.dumps(PROMPTS[:1])}")
+    assert result.out == "> What is 1 plus 1?\nIt is 2!\n\n"
 
 
-def test_raw_prompts_go_on(work, generate):
-    """Without the template there is no turn, and other text comes."""
-    template = generate("prompts=[It is]")
-    assert generate("prompts=[It is]", "apply_chat_template=false") != template
+def test_raw_prompts_are_continued(workspace, run_generate):
+    """Without the chat template, the text differs."""
+    template = run_generate("prompts=[It is]")
+    assert run_generate("prompts=[It is]", "apply_chat_template=false") != template

@@ -1,4 +1,4 @@
-"""A step that would spoil the weights: told with its rows, passed over, or left behind by a way back."""
+"""Steps with NaN or a spike: reported with their rows, skipped, or rolled back."""
 
 from dataclasses import replace
 
@@ -13,164 +13,161 @@ from tunekit.recipes import sft
 from tunekit.training.step_guard import StepGuard
 
 RUN = ("run", "sft", "sft.yaml", "eval_data=null", "max_steps=14", "save_every=3", "step_guard.spike_window=8")
-MARK = 0  # a token with which no row begins
-BACK = ("step_guard.spike_factor=20", "step_guard.on_spike=rollback")
+MARK = 0  # a token that starts no row
+ROLLBACK = ("step_guard.spike_factor=20", "step_guard.on_spike=rollback")
 
 
-def plant(monkeypatch, factor, *steps):
-    """The loss of what these steps read is so many times what it was."""
+def scale_loss(monkeypatch, factor, *steps):
+    """Multiply the loss of these steps by `factor`."""
     get, loss = MapDataLoader.__getitem__, cross_entropy.CrossEntropy.__call__
 
-    def marked(data, step):
+    def mark_batch(data, step):
         batches = get(data, step)
         if step not in steps:
             return batches
-        first = batches[0].tokens.clone()
-        first[0, 0] = MARK
-        return [replace(batches[0], tokens=first), *batches[1:]]
+        tokens = batches[0].tokens.clone()
+        tokens[0, 0] = MARK
+        return [replace(batches[0], tokens=tokens), *batches[1:]]
 
-    def made(choice, model, batch):
-        found = loss(choice, model, batch)
-        return found * factor if batch.tokens[0, 0] == MARK else found
+    def scaled(choice, model, batch):
+        value = loss(choice, model, batch)
+        return value * factor if batch.tokens[0, 0] == MARK else value
 
-    monkeypatch.setattr(MapDataLoader, "__getitem__", marked)
-    monkeypatch.setattr(cross_entropy.CrossEntropy, "__call__", made)
+    monkeypatch.setattr(MapDataLoader, "__getitem__", mark_batch)
+    monkeypatch.setattr(cross_entropy.CrossEntropy, "__call__", scaled)
 
 
-def without(monkeypatch, start, behind):
-    """Steps from `start` on read what comes `behind` steps later."""
+def skip_rows(monkeypatch, start, offset):
+    """From step `start` on, read the rows of `offset` steps later."""
     numbers = MapDataLoader.numbers
-    monkeypatch.setattr(MapDataLoader, "numbers", lambda data, step: numbers(data, step + behind * (step >= start)))
+    monkeypatch.setattr(MapDataLoader, "numbers", lambda data, step: numbers(data, step + offset * (step >= start)))
 
 
-def states(work, out):
-    return sorted(int(mark.parent.name) for mark in (work.folder / out).glob("state/*/complete"))
+def saved_steps(workspace, out):
+    return sorted(int(mark.parent.name) for mark in (workspace.folder / out).glob("state/*/complete"))
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_what_is_no_number_ends_the_run(work, monkeypatch, early):
-    """Read late, as on a GPU, nothing of it is kept either."""
-    found = {}
+@pytest.mark.parametrize("immediate", [True, False])
+def test_nan_stops_the_run_with_its_rows(workspace, monkeypatch, immediate):
+    """With late reads, as on a GPU, later states are not saved either."""
+    rows_by_step = {}
     numbers = MapDataLoader.numbers
 
-    def kept(data, step):
+    def record_rows(data, step):
         rows = numbers(data, step)
-        found[step] = [data.rows.where(int(n)) for row in rows for n in row]
+        rows_by_step[step] = [data.rows.where(int(n)) for row in rows for n in row]
         return rows
 
-    monkeypatch.setattr(MapDataLoader, "numbers", kept)
-    assert work.tune(*RUN, "max_steps=6", "output_dir=good").code == 0
-    plant(monkeypatch, float("nan"), 6)
-    if not early:
+    monkeypatch.setattr(MapDataLoader, "numbers", record_rows)
+    assert workspace.tune(*RUN, "max_steps=6", "output_dir=good").code == 0
+    scale_loss(monkeypatch, float("nan"), 6)
+    if not immediate:
         create = StepGuard.__init__
-
-        def create_late(guard, config, dist, prefetcher):
-            create(guard, config, dist, prefetcher)
-            guard.reads_now = False
-
-        monkeypatch.setattr(StepGuard, "__init__", create_late)
-    done = work.tune(*RUN, "log_every=4")
-    assert done.code == 2
-    (told,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
-    assert "step 7: the loss is nan" in told
-    assert "step_guard.on_nan=skip" in told
-    assert [f"rows.jsonl:{row.rpartition(':')[2]}" for row in found[6]][0] in told
-    assert all(row.rpartition(":")[2] in told for row in found[6])
-    assert states(work, "out") == [6]
-    assert not (work.folder / "out/final").exists()
-    good, stayed = (work.folder / out / "state/00000006" for out in ("good", "out"))
+        monkeypatch.setattr(
+            StepGuard, "__init__", lambda guard, config, device: create(guard, config, torch.device("meta"))
+        )
+    result = workspace.tune(*RUN, "log_every=4")
+    assert result.code == 2
+    (error,) = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert "step 7: the loss is nan" in error
+    assert "step_guard.on_nan=skip" in error
+    assert [f"rows.jsonl:{row.rpartition(':')[2]}" for row in rows_by_step[6]][0] in error
+    assert all(row.rpartition(":")[2] in error for row in rows_by_step[6])
+    assert saved_steps(workspace, "out") == [6]
+    assert not (workspace.folder / "out/final").exists()
+    good, state = (workspace.folder / out / "state/00000006" for out in ("good", "out"))
     assert {f.name: f.read_bytes() for f in good.glob("*.safetensors")} == {
-        f.name: f.read_bytes() for f in stayed.glob("*.safetensors")
+        f.name: f.read_bytes() for f in state.glob("*.safetensors")
     }
-    assert atomic.find_corrupt_file(stayed) is None
-    # A person decides to go on.
-    done = work.tune(*RUN, "log_every=4", "step_guard.on_nan=skip")
-    assert done.code == 0, done.err
-    assert "step 7: the loss is nan" in done.err
-    assert "it moves no weight" in done.err
+    assert atomic.find_corrupt_file(state) is None
+    # The user resumes with another setting.
+    result = workspace.tune(*RUN, "log_every=4", "step_guard.on_nan=skip")
+    assert result.code == 0, result.err
+    assert "step 7: the loss is nan" in result.err
+    assert "it moves no weight" in result.err
 
 
-def test_a_step_is_passed_over(work, monkeypatch):
-    """Not a bit of what is trained moves for it."""
-    plant(monkeypatch, float("inf"), 5)
-    done = work.tune(*RUN, "max_steps=6", "step_guard.on_nan=skip", "lr_scheduler=constant")
-    assert done.code == 0, done.err
-    line = next(line for line in work.numbers("out") if line["step"] == 6)
+def test_skipped_step_does_not_change_weights(workspace, monkeypatch):
+    scale_loss(monkeypatch, float("inf"), 5)
+    result = workspace.tune(*RUN, "max_steps=6", "step_guard.on_nan=skip", "lr_scheduler=constant")
+    assert result.code == 0, result.err
+    line = next(line for line in workspace.numbers("out") if line["step"] == 6)
     assert (line["loss"], line["grad_norm"]) == (None, None)
-    assert work.tune(*RUN, "max_steps=5", "lr_scheduler=constant", "output_dir=five").code == 0
-    a, b = work.tensors("out"), work.tensors("five")
+    assert workspace.tune(*RUN, "max_steps=5", "lr_scheduler=constant", "output_dir=five").code == 0
+    a, b = workspace.tensors("out"), workspace.tensors("five")
     assert a
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("answer", [(), ("step_guard.on_nan=skip",)], ids=["good", "passed over"])
-def test_a_run_ends_with_the_rows_of_its_last_epoch(work, monkeypatch, answer):
-    """Of a mix whose epochs have some rows each: rows of a step that is passed over do not come again, nor do others
-    come in their place; stopped and started again too."""
-    seen, take = [], sft.forward_backward
+@pytest.mark.parametrize("options", [(), ("step_guard.on_nan=skip",)], ids=["good", "skipped"])
+def test_skipped_rows_are_not_repeated_or_replaced(workspace, monkeypatch, options):
+    """A mixture with some rows per epoch, run at once or stopped and resumed: rows of skipped steps are not
+    repeated, and no other rows replace them.
+    """
+    steps, original = [], sft.forward_backward
 
-    def noted(model, batches, *how):
-        seen.append([row.tolist() for batch in batches for row in batch.tokens])
-        return take(model, batches, *how)
+    def record(model, batches, *rest):
+        steps.append([row.tolist() for batch in batches for row in batch.tokens])
+        return original(model, batches, *rest)
 
-    mix = (
+    data = (
         "data={kind: mixture, max_length: 64, datasets: [{dataset: {kind: chat, source: rows.jsonl}, "
         "max_samples_per_epoch: 4}]}"
     )
-    words = (*RUN, mix, "max_steps=null", "epochs=7", "global_batch_size=3", "save_every=1", *answer)
-    monkeypatch.setattr(sft, "forward_backward", noted)
-    assert work.tune(*words, "output_dir=good").code == 0
-    wanted, seen[:] = [*seen], []
-    assert len(wanted) == 14 and [len(rows) for rows in wanted] == [3, 1] * 7
-    if answer:
-        plant(monkeypatch, float("inf"), 5, 6)
-    done = work.tune(*words)
-    assert done.code == 0 and done.err.count("it moves no weight") == 2 * len(answer), done.err
-    whole, seen[:] = [*seen], []
+    args = (*RUN, data, "max_steps=null", "epochs=7", "global_batch_size=3", "save_every=1", *options)
+    monkeypatch.setattr(sft, "forward_backward", record)
+    assert workspace.tune(*args, "output_dir=good").code == 0
+    expected, steps[:] = [*steps], []
+    assert len(expected) == 14 and [len(rows) for rows in expected] == [3, 1] * 7
+    if options:
+        scale_loss(monkeypatch, float("inf"), 5, 6)
+    result = workspace.tune(*args)
+    assert result.code == 0 and result.err.count("it moves no weight") == 2 * len(options), result.err
+    unbroken, steps[:] = [*steps], []
     for step in (6, 7):
         with monkeypatch.context() as stops:
             stop_after(stops, step)
-            assert work.tune(*words, f"output_dir=broken{step}").code == 143
-        assert work.tune(*words, f"output_dir=broken{step}").code == 0
-        assert work.same(f"broken{step}", "out")
-    assert seen == [*whole, *whole]
-    marked = [number for number, (a, b) in enumerate(zip(whole, wanted, strict=True)) if a != b]
-    assert marked == [5, 6] * len(answer)  # whose first token is a mark
-    assert [[row[1:] for row in rows] for rows in whole] == [[row[1:] for row in rows] for rows in wanted]
+            assert workspace.tune(*args, f"output_dir=broken{step}").code == 143
+        assert workspace.tune(*args, f"output_dir=broken{step}").code == 0
+        assert workspace.same(f"broken{step}", "out")
+    assert steps == [*unbroken, *unbroken]
+    marked = [number for number, (a, b) in enumerate(zip(unbroken, expected, strict=True)) if a != b]
+    assert marked == [5, 6] * len(options)  # whose first token is a mark
+    assert [[row[1:] for row in rows] for rows in unbroken] == [[row[1:] for row in rows] for rows in expected]
 
 
-def test_a_run_goes_back_past_the_rows_of_a_spike(work, monkeypatch):
-    """As if the rows since the last state were not there; stopped and started again on the way too."""
-    with pytest.MonkeyPatch.context() as other:
-        without(other, 9, 2)
-        assert work.tune(*RUN, "output_dir=without").code == 0
-    plant(monkeypatch, 1000.0, 10)
-    done = work.tune(*RUN, *BACK)
-    assert done.code == 0, done.err
-    assert "times the median of the last 8 steps" in done.err
-    assert "back to step 9" in done.err
-    assert work.same("out", "without")
+def test_rollback_skips_the_rows_of_a_spike(workspace, monkeypatch):
+    """The result is that of a run without these rows, also if it is stopped and resumed."""
+    with pytest.MonkeyPatch.context() as patch:
+        skip_rows(patch, 9, 2)
+        assert workspace.tune(*RUN, "output_dir=without").code == 0
+    scale_loss(monkeypatch, 1000.0, 10)
+    result = workspace.tune(*RUN, *ROLLBACK)
+    assert result.code == 0, result.err
+    assert "times the median of the last 8 steps" in result.err
+    assert "back to step 9" in result.err
+    assert workspace.same("out", "without")
     stop_after(monkeypatch, 12)
-    assert work.tune(*RUN, *BACK, "output_dir=broken").code == 143
-    assert work.tune(*RUN, *BACK, "output_dir=broken").code == 0
-    assert work.same("broken", "without")
+    assert workspace.tune(*RUN, *ROLLBACK, "output_dir=broken").code == 143
+    assert workspace.tune(*RUN, *ROLLBACK, "output_dir=broken").code == 0
+    assert workspace.same("broken", "without")
 
 
-def test_ways_back_come_to_an_end(work, monkeypatch):
-    """Before the first state a run goes back to its beginning; at last it ends."""
-    plant(monkeypatch, 1000.0, 8, 17, 26)
-    done = work.tune(*RUN, *BACK, "save_every=20", "step_guard.max_interventions=2")
-    assert done.code == 2
-    assert done.err.count("back to step 0") == 2
-    assert "behind 2 rollbacks" in done.err
+def test_rollbacks_are_limited(workspace, monkeypatch):
+    """Without a saved state the run rolls back to step 0. It stops after max_interventions."""
+    scale_loss(monkeypatch, 1000.0, 8, 17, 26)
+    result = workspace.tune(*RUN, *ROLLBACK, "save_every=20", "step_guard.max_interventions=2")
+    assert result.code == 2
+    assert result.err.count("back to step 0") == 2
+    assert "2 rollbacks" in result.err
 
 
-def test_what_cannot_be_held_is_refused(work):
-    early = ("memory.optimizer_in_bwd=true", "max_grad_norm=0", "micro_batch_size=4")
-    done = work.tune(*RUN, *early, "step_guard.on_nan=skip")
-    assert done.code == 2
-    assert "memory.optimizer_in_bwd" in done.err
-    assert work.tune(*RUN, *early, "max_steps=2").code == 0
-    assert work.tune(*RUN, "step_guard.on_nan=ignore", "max_steps=1", "output_dir=off").code == 0
-    for word in ("step_guard.spike_factor=1", "step_guard.spike_window=2", "step_guard.max_interventions=0"):
-        assert work.tune(*RUN, word).code == 2
+def test_incompatible_options_are_refused(workspace):
+    in_bwd = ("memory.optimizer_in_bwd=true", "max_grad_norm=0", "micro_batch_size=4")
+    result = workspace.tune(*RUN, *in_bwd, "step_guard.on_nan=skip")
+    assert result.code == 2
+    assert "memory.optimizer_in_bwd" in result.err
+    assert workspace.tune(*RUN, *in_bwd, "max_steps=2").code == 0
+    assert workspace.tune(*RUN, "step_guard.on_nan=ignore", "max_steps=1", "output_dir=off").code == 0
+    for override in ("step_guard.spike_factor=1", "step_guard.spike_window=2", "step_guard.max_interventions=0"):
+        assert workspace.tune(*RUN, override).code == 2

@@ -1,9 +1,11 @@
-"""Metrics and the guard read one step late, as on a GPU: the same lines, states and errors as on the CPU."""
+"""Metrics and the step guard with values that are read one step late, as on a GPU: same lines, states and errors as
+on the CPU.
+"""
 
 import pytest
 import torch
 
-from tests.recipes.test_guarded import plant
+from tests.recipes.test_guarded import scale_loss
 from tests.recipes.test_resume import stop_after
 from tunekit.loggers import metric_logger
 from tunekit.training.step_guard import StepGuard
@@ -12,14 +14,16 @@ RUN = ("run", "sft", "sft.yaml", "max_steps=7", "save_every=3")
 
 
 def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is one on which the host runs ahead."""
+    """Read device values one step late."""
     create = StepGuard.__init__
     monkeypatch.setattr(metric_logger, "read_lag", lambda device: 1)
-    monkeypatch.setattr(StepGuard, "__init__", lambda watch, rule, device: create(watch, rule, torch.device("meta")))
+    monkeypatch.setattr(
+        StepGuard, "__init__", lambda guard, config, device: create(guard, config, torch.device("meta"))
+    )
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         ("eval_every=2", "log_every=1"),
         ("eval_data=null", "log_every=2"),
@@ -28,47 +32,45 @@ def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["validation", "every second step", "patience", "forgetting"],
 )
-def test_lines_are_the_same(work, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
-    assert work.tune(*RUN, *words, "output_dir=near").code == 0
+def test_metric_lines_are_the_same(workspace, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]) -> None:
+    assert workspace.tune(*RUN, *args, "output_dir=near").code == 0
     read_late(monkeypatch)
-    done = work.tune(*RUN, *words, "output_dir=far")
-    assert done.code == 0, done.err
-    assert work.same("far", "near")
+    result = workspace.tune(*RUN, *args, "output_dir=far")
+    assert result.code == 0, result.err
+    assert workspace.same("far", "near")
 
 
 @pytest.mark.parametrize("log_every", [1, 2, 5])
 @pytest.mark.parametrize("bad", [3, 6])
-def test_a_loss_that_is_not_finite_ends_both_at_the_same_step(
-    work, monkeypatch: pytest.MonkeyPatch, bad: int, log_every: int
-) -> None:
-    """Counted from 0; the last step of the run too."""
-    words = (*RUN, "eval_data=null", f"log_every={log_every}", "save_every=2")
-    plant(monkeypatch, float("nan"), bad)
-    near = work.tune(*words, "output_dir=near")
+def test_nan_stops_at_the_same_step(workspace, monkeypatch: pytest.MonkeyPatch, bad: int, log_every: int) -> None:
+    """Steps count from 0; the last step is included."""
+    args = (*RUN, "eval_data=null", f"log_every={log_every}", "save_every=2")
+    scale_loss(monkeypatch, float("nan"), bad)
+    on_time = workspace.tune(*args, "output_dir=near")
     read_late(monkeypatch)
-    far = work.tune(*words, "output_dir=far")
-    assert near.code == far.code == 2
-    for done in (near, far):
-        assert f"step {bad + 1}: the loss is nan" in done.err
-    assert work.numbers("far") == work.numbers("near")
-    assert [line["step"] for line in work.numbers("far")] == list(range(log_every, bad + 1, log_every))
-    states = [{path.name for path in (work.folder / out / "state").iterdir()} for out in ("far", "near")]
+    late = workspace.tune(*args, "output_dir=far")
+    assert on_time.code == late.code == 2
+    for result in (on_time, late):
+        assert f"step {bad + 1}: the loss is nan" in result.err
+    assert workspace.numbers("far") == workspace.numbers("near")
+    assert [line["step"] for line in workspace.numbers("far")] == list(range(log_every, bad + 1, log_every))
+    states = [{path.name for path in (workspace.folder / out / "state").iterdir()} for out in ("far", "near")]
     assert states[0] == states[1]
 
 
-def test_a_run_that_is_stopped_goes_on(work, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert work.tune(*RUN, "output_dir=near").code == 0
+def test_stopped_run_resumes(workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert workspace.tune(*RUN, "output_dir=near").code == 0
     read_late(monkeypatch)
     with monkeypatch.context() as stops:
         stop_after(stops, 3)
-        assert work.tune(*RUN, "output_dir=far").code == 143
-    assert [line["step"] for line in work.numbers("far") if "loss" in line] == [1, 2, 3]
-    assert work.tune(*RUN, "output_dir=far").code == 0
-    assert work.same("far", "near")
+        assert workspace.tune(*RUN, "output_dir=far").code == 143
+    assert [line["step"] for line in workspace.numbers("far") if "loss" in line] == [1, 2, 3]
+    assert workspace.tune(*RUN, "output_dir=far").code == 0
+    assert workspace.same("far", "near")
 
 
-def test_a_way_back_leaves_the_same_lines(work, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = (
+def test_rollback_leaves_the_same_lines(workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = (
         *RUN,
         "max_steps=14",
         "eval_data=null",
@@ -76,8 +78,8 @@ def test_a_way_back_leaves_the_same_lines(work, monkeypatch: pytest.MonkeyPatch)
         "step_guard.spike_factor=20",
         "step_guard.on_spike=rollback",
     )
-    plant(monkeypatch, 1000.0, 10)
-    assert work.tune(*words, "output_dir=near").code == 0
+    scale_loss(monkeypatch, 1000.0, 10)
+    assert workspace.tune(*args, "output_dir=near").code == 0
     read_late(monkeypatch)
-    assert work.tune(*words, "output_dir=far").code == 0
-    assert work.same("far", "near")
+    assert workspace.tune(*args, "output_dir=far").code == 0
+    assert workspace.same("far", "near")

@@ -1,43 +1,43 @@
-"""Every method with every adapter, on one process and on two, padded and packed: `pytest -s` on this prints a table."""
+"""All methods with all adapters, on one and two ranks, padded and packed. `pytest -s` prints a table."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.parallel.ranks import on
-from tests.recipes.methods import CASES, Case, stepped, write_rows
+from tests.parallel.ranks import run_ranks
+from tests.recipes.methods import CASES, Case, run_all_cases, write_rows
 
 LINE = "{:9} {:7} {:7} {:>10} {:>12} {:>12}"
-HEADS = ("method", "adapter", "rows", "last loss", "2 processes", "packed")
+COLUMNS = ("method", "adapter", "rows", "last loss", "2 processes", "packed")
 BOUND = 1e-5
 
 
-def furthest(found: dict[str, list[float]], wanted: dict[str, list[float]]) -> float:
-    """The largest difference of any figure of any step, relative where it is above 1."""
-    assert found.keys() == wanted.keys()
-    pairs = [pair for name in wanted for pair in zip(found[name], wanted[name], strict=True)]
+def max_difference(actual: dict[str, list[float]], expected: dict[str, list[float]]) -> float:
+    """Maximum difference of any metric in any step, relative for values above 1."""
+    assert actual.keys() == expected.keys()
+    pairs = [pair for name in expected for pair in zip(actual[name], expected[name], strict=True)]
     return max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
 
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_all_methods_take_the_same_steps_whatever_holds_their_rows(tmp_path: Path, make: Callable[..., Path]) -> None:
-    """The divergence of KTO is estimated with answers of other rows, and packing changes which these are."""
+def test_all_methods_agree_on_two_ranks_and_with_packing(tmp_path: Path, make_model: Callable[..., Path]) -> None:
+    """KTO estimates its divergence with answers of other rows, which packing changes."""
     write_rows(tmp_path)
-    make(tmp_path / "teacher", num_hidden_layers=3, initializer_range=0.3)
-    model = make(tmp_path / "made", hidden_size=64, intermediate_size=128, head_dim=16)
-    (one,) = on(1, stepped, tmp_path, model, "one")
-    two, _ = on(2, stepped, tmp_path, model, "two")
-    wrong = []
-    print("\n" + LINE.format(*HEADS))
+    make_model(tmp_path / "teacher", num_hidden_layers=3, initializer_range=0.3)
+    model = make_model(tmp_path / "made", hidden_size=64, intermediate_size=128, head_dim=16)
+    (single,) = run_ranks(1, run_all_cases, tmp_path, model, "one")
+    two, _ = run_ranks(2, run_all_cases, tmp_path, model, "two")
+    failures = []
+    print("\n" + LINE.format(*COLUMNS))
     for number, case in enumerate(CASES):
-        beside = furthest(two[number], one[number])
+        multi_rank_error = max_difference(two[number], single[number])
         padded = CASES.index(Case(case.method, case.adapter, False))
-        packed = furthest(one[number], one[padded]) if case.packed and case.method != "kto" else 0.0
-        wrong += [case] if max(beside, packed) > BOUND else []
+        packing_error = max_difference(single[number], single[padded]) if case.packed and case.method != "kto" else 0.0
+        failures += [case] if max(multi_rank_error, packing_error) > BOUND else []
         kind = "packed" if case.packed else "padded"
-        loss = f"{one[number]['loss'][-1]:.6f}"
-        print(LINE.format(case.method, case.adapter, kind, loss, f"{beside:.1e}", f"{packed:.1e}"))
-        assert one[number]["loss"][-1] != one[number]["loss"][0], "nothing was learnt"
-    assert not wrong
+        loss = f"{single[number]['loss'][-1]:.6f}"
+        print(LINE.format(case.method, case.adapter, kind, loss, f"{multi_rank_error:.1e}", f"{packing_error:.1e}"))
+        assert single[number]["loss"][-1] != single[number]["loss"][0], "the loss did not change"
+    assert not failures

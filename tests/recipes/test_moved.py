@@ -1,13 +1,13 @@
-"""Stopped on one layout and gone on with on another, a run takes the same course."""
+"""A run that is stopped on one layout and resumed on another gives the same result."""
 
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.parallel.ranks import on
-from tests.recipes.conftest import sums
-from tests.recipes.moved import Stretch, stretches
+from tests.parallel.ranks import run_ranks
+from tests.recipes.conftest import addition_rows
+from tests.recipes.moved import RunSegment, run_segments
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.loggers.metric_logger import read_metrics
 
@@ -22,44 +22,53 @@ micro_batch_size: 1
 max_steps: 10
 eval_every: 5
 """
-WAYS = {
-    # Adam's step is as long where a gradient is nearly zero, and then rounding decides its direction.
+METHODS = {
+    # Adam amplifies gradients near zero, whose direction is rounding error.
     "full": "optimizer: {kind: adamw, lr: 0.05, eps: 0.1}",
     "lora in 8 bits": "adapter: {kind: lora, rank: 4, loraplus_lr_ratio: 4}\noptimizer: {kind: adamw8bit, lr: "
     "0.05, eps: 0.1}",
 }
 
 
-def furthest(found: list[dict], wanted: list[dict]) -> float:
-    assert [line["step"] for line in found] == [line["step"] for line in wanted]
+def max_relative_difference(actual: list[dict], expected: list[dict]) -> float:
+    assert [line["step"] for line in actual] == [line["step"] for line in expected]
     names = ("loss", "grad_norm", "lr", "eval/loss")
-    pairs = [(a[n], b[n]) for a, b in zip(found, wanted, strict=True) for n in names if n in b]
+    pairs = [(a[n], b[n]) for a, b in zip(actual, expected, strict=True) for n in names if n in b]
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_the_course_is_the_same(tmp_path: Path, tiny: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(sums(1, 10))
-    (tmp_path / "held.jsonl").write_text(sums(100, 3))
+def test_run_that_changes_its_layout_gives_the_same_result(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(addition_rows(1, 10))
+    (tmp_path / "held.jsonl").write_text(addition_rows(100, 3))
 
-    def part(way: str, out: str, parallel: ParallelConfig, steps: int | None) -> Stretch:
-        text = CONFIG.format(model=tiny, folder=tmp_path) + f"{WAYS[way]}\noutput_dir: {tmp_path / way / out}\n"
+    def make_segment(method: str, out: str, parallel: ParallelConfig, steps: int | None) -> RunSegment:
+        text = (
+            CONFIG.format(model=tiny_model, folder=tmp_path)
+            + f"{METHODS[method]}\noutput_dir: {tmp_path / method / out}\n"
+        )
         return text, parallel, steps
 
-    def on_all(count: int, out: str, parallel: ParallelConfig, steps: int | None) -> None:
-        on(count, stretches, [part(way, out, parallel, steps) for way in WAYS], limit=300)
+    def run_segment(count: int, out: str, parallel: ParallelConfig, steps: int | None) -> None:
+        run_ranks(count, run_segments, [make_segment(method, out, parallel, steps) for method in METHODS], limit=300)
 
-    stretches([part(way, out, ParallelConfig(), n) for way in WAYS for out, n in (("whole", None), ("moved", 2))])
-    on_all(4, "moved", ParallelConfig(dp_replicate=2), 2)  # the wish is heard of at the beginning of a step
-    on_all(2, "moved", ParallelConfig(tp=2), 2)
-    on_all(2, "moved", ParallelConfig(), None)
-    for way in WAYS:
-        whole, moved = (tmp_path / way / out for out in ("whole", "moved"))
-        apart = furthest(read_metrics(moved), read_metrics(whole))
-        print(f"{way}: {apart:.1e}")
-        assert apart < 1e-6, way
-        for file in (whole / "final").glob("*.safetensors"):
-            one, other = load_file(file), load_file(moved / "final" / file.name)
-            assert one.keys() == other.keys()
-            assert max(((other[n] - t).abs().max() / t.abs().max()).item() for n, t in one.items()) < 1e-5
+    run_segments(
+        [
+            make_segment(method, out, ParallelConfig(), n)
+            for method in METHODS
+            for out, n in (("whole", None), ("moved", 2))
+        ]
+    )
+    run_segment(4, "moved", ParallelConfig(dp_replicate=2), 2)  # the signal is handled at the start of a step
+    run_segment(2, "moved", ParallelConfig(tp=2), 2)
+    run_segment(2, "moved", ParallelConfig(), None)
+    for method in METHODS:
+        unbroken, moved = (tmp_path / method / out for out in ("whole", "moved"))
+        difference = max_relative_difference(read_metrics(moved), read_metrics(unbroken))
+        print(f"{method}: {difference:.1e}")
+        assert difference < 1e-6, method
+        for file in (unbroken / "final").glob("*.safetensors"):
+            expected, actual = load_file(file), load_file(moved / "final" / file.name)
+            assert expected.keys() == actual.keys()
+            assert max(((actual[n] - t).abs().max() / t.abs().max()).item() for n, t in expected.items()) < 1e-5

@@ -1,4 +1,4 @@
-"""What a person meets who learns from preferences: mistakes, figures, and runs that were stopped."""
+"""Preference runs: config errors, metrics and resuming."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from tests.recipes.conftest import SHORT, Work
+from tests.recipes.conftest import SHARED_CONFIG, Workspace
 from tests.recipes.test_resume import stop_after
 from tunekit.training import reference_model
 from tunekit.training.reference_model import RunningMean
@@ -24,20 +24,22 @@ optimizer: {{kind: adamw, lr: 1e-2}}
 max_steps: 5
 """
 RUN = ("run", "preference", "preference.yaml")
-MARKED = (
+UNPAIRED = (
     "data={kind: unpaired_preference, source: pairs.jsonl}",
     "eval_data={kind: unpaired_preference, source: held.jsonl}",
 )
-FIGURES = ("chosen", "rejected", "accuracies", "margins")
+REWARD_METRICS = ("chosen", "rejected", "accuracies", "margins")
 
 
-def pairs(first: int, count: int) -> str:
-    """Sums, of which the wrong ones are rejected."""
+def make_pairs(start: int, count: int) -> str:
+    """Additions, with wrong results as rejected answers."""
     rows = []
-    for n in range(first, first + count):
-        talk = [{"role": "user", "content": f"What is {n} plus {n * n}?"}]
-        told = {name: [{"role": "assistant", "content": f"It is {n + n * n + off}"}] for name, off in SIDES.items()}
-        rows.append({"prompt": talk, **told, "completion": told["chosen"], "label": n % 3 > 0})
+    for n in range(start, start + count):
+        prompt = [{"role": "user", "content": f"What is {n} plus {n * n}?"}]
+        answers = {
+            name: [{"role": "assistant", "content": f"It is {n + n * n + error}"}] for name, error in SIDES.items()
+        }
+        rows.append({"prompt": prompt, **answers, "completion": answers["chosen"], "label": n % 3 > 0})
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
@@ -45,163 +47,173 @@ SIDES = {"chosen": 0, "rejected": 7}
 
 
 @pytest.fixture
-def judged(work: Work) -> Work:
-    """A folder with `preference.yaml`, pairs and held-out ones, all of which are marks too."""
-    Path("pairs.jsonl").write_text(pairs(1, 10))
-    Path("held.jsonl").write_text(pairs(100, 3))
-    Path("preference.yaml").write_text((CONFIG + SHORT).format(model=work.model))
-    return work
+def preference_workspace(workspace: Workspace) -> Workspace:
+    """Workspace with `preference.yaml`, training and held-out pairs that also have labels."""
+    Path("pairs.jsonl").write_text(make_pairs(1, 10))
+    Path("held.jsonl").write_text(make_pairs(100, 3))
+    Path("preference.yaml").write_text((CONFIG + SHARED_CONFIG).format(model=workspace.model))
+    return workspace
 
 
-@pytest.mark.parametrize(("changes", "told"), [
-    (("loss=dpoo",), "unknown kind 'dpoo', did you mean 'dpo'?"),
-    (("loss.beta=0",), "loss.beta: must be above 0, not 0.0"),
-    (("loss=robust", "loss.label_smoothing=0.5"), "loss.label_smoothing: a share of labels from 0 to below 0.5, "
-                                                  "not 0.5"),
-    (("loss=[]",), "loss: name at least one term"),
-    (("ld_alpha=2",), "ld_alpha: a weight from 0 to 1, not 2.0"),
-    (("loss=[dpo,sft]", "ld_alpha=0.5"), "ld_alpha: is for pairs that are compared with a reference, and sft "
-                                         "does not do so"),
-    (("loss=kto", "ld_alpha=0.5"), "ld_alpha: is for pairs that are compared with a reference, and kto does not do so"),
-    (MARKED[1:], "eval_data: these rows are single answers, and those of `data` are pairs"),
-    (("adapter=none", "reference=disable_adapter"), "reference: disable_adapter: all weights are trained"),
-    (("adapter.modules_to_save=norms", "reference=disable_adapter"), "reference: disable_adapter: some weights "
-                                                                     "are trained whole"),
-    (("loss=orpo", "reference=copy"), "reference: copy: nothing is compared with a reference by orpo: leave it out"),
-    (("loss=[cpo,sft]", "reference=precomputed"), "reference: precomputed: nothing is compared with a reference "
-                                                  "by cpo and sft"),
-    (("loss=simpo", "adapter=none", "reference=disable_adapter"), "reference: disable_adapter: nothing is "
-                                                                  "compared with a reference by simpo"),
-    (("loss=kto", "reference=precomputed"), "reference: precomputed: kto asks for other answers in each step"),
-    (MARKED, "dpo compares pairs, and these rows are single answers"),
-    (("data.kind=chat",), "data.kind: unknown kind 'chat'"),
+@pytest.mark.parametrize(("changes", "expected"), [
+    (("loss=dpoo",), "'dpo'"),
+    (("loss.beta=0",), "loss.beta: "),
+    (("loss=robust", "loss.label_smoothing=0.5"), "loss.label_smoothing: "),
+    (("loss=[]",), "loss: "),
+    (("ld_alpha=2",), "ld_alpha: "),
+    (("loss=[dpo,sft]", "ld_alpha=0.5"), "ld_alpha: "),
+    (("loss=kto", "ld_alpha=0.5"), "ld_alpha: "),
+    (UNPAIRED[1:], "eval_data: "),
+    (("adapter=none", "reference=disable_adapter"), "reference: disable_adapter"),
+    (("adapter.modules_to_save=norms", "reference=disable_adapter"), "reference: disable_adapter"),
+    (("loss=orpo", "reference=copy"), "reference: copy"),
+    (("loss=[cpo,sft]", "reference=precomputed"), "reference: precomputed"),
+    (("loss=simpo", "adapter=none", "reference=disable_adapter"), "reference: disable_adapter"),
+    (("loss=kto", "reference=precomputed"), "reference: precomputed"),
+    (UNPAIRED, "dpo"),
+    (("data.kind=chat",), "data.kind: "),
 ])  # fmt: skip
-def test_mistakes(changes: tuple[str, ...], told: str, judged: Work) -> None:
-    outcome = judged.tune(*RUN, *changes)
-    assert outcome.code == 2
-    assert told in outcome.err and "Traceback" not in outcome.err
+def test_config_errors_name_the_key(changes: tuple[str, ...], expected: str, preference_workspace: Workspace) -> None:
+    result = preference_workspace.run_tune(*RUN, *changes)
+    assert result.code == 2
+    assert expected in result.err and "Traceback" not in result.err
 
 
 @pytest.mark.parametrize("changes", [
     ("loss=[{kind: dpo}, {kind: sft, weight: 0.5}]", "reference=precomputed", "data.packing=true"),
-    ("loss=bco", *MARKED),
+    ("loss=bco", *UNPAIRED),
     ("loss=[kto, aot]", "adapter=none"),
 ], ids=["rpo, cached", "bco", "kto and aot"])  # fmt: skip
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(
-    changes: tuple[str, ...], judged: Work, monkeypatch: pytest.MonkeyPatch
+def test_stopped_run_resumes_bit_exactly(
+    changes: tuple[str, ...], preference_workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert judged.tune(*RUN, *changes, "output_dir=whole").code == 0
+    assert preference_workspace.run_tune(*RUN, *changes, "output_dir=whole").code == 0
     stop_after(monkeypatch, 2)
-    assert judged.tune(*RUN, *changes, "output_dir=stopped").code == 143
-    assert judged.tune(*RUN, *changes, "output_dir=stopped").code == 0
-    assert judged.same("stopped", "whole")
+    assert preference_workspace.run_tune(*RUN, *changes, "output_dir=stopped").code == 143
+    assert preference_workspace.run_tune(*RUN, *changes, "output_dir=stopped").code == 0
+    assert preference_workspace.is_same_run("stopped", "whole")
 
 
-def test_figures(judged: Work) -> None:
-    """Of every step, and of held-out rows; a config that is written out makes the same run."""
-    assert judged.tune(*RUN).code == 0
+def test_metrics_of_steps_and_evaluations(preference_workspace: Workspace) -> None:
+    """Also checks that the saved config reproduces the run."""
+    assert preference_workspace.run_tune(*RUN).code == 0
     lines = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     for line in steps:
-        assert {f"rewards/{name}" for name in FIGURES} | {"logps/chosen", "logps/rejected", "entropy"} <= line.keys()
+        assert {f"rewards/{name}" for name in REWARD_METRICS} | {
+            "logps/chosen",
+            "logps/rejected",
+            "entropy",
+        } <= line.keys()
         assert line["rewards/margins"] == pytest.approx(line["rewards/chosen"] - line["rewards/rejected"], abs=1e-5)
-    held = [line for line in lines if "eval/loss" in line]
-    assert [line["step"] for line in held] == [0, 3, 5]
-    assert held[0]["eval/loss"] == pytest.approx(0.6931472, rel=1e-6)
-    assert all(f"eval/rewards/{name}" in held[0] for name in FIGURES)
+    evaluations = [line for line in lines if "eval/loss" in line]
+    assert [line["step"] for line in evaluations] == [0, 3, 5]
+    assert evaluations[0]["eval/loss"] == pytest.approx(0.6931472, rel=1e-6)
+    assert all(f"eval/rewards/{name}" in evaluations[0] for name in REWARD_METRICS)
     assert yaml.safe_load(Path("out/config.yaml").read_text())["loss"][0]["kind"] == "dpo"
-    assert judged.tune("run", "preference", "out/config.yaml", "output_dir=again").code == 0
-    assert judged.same("again", "out")
+    assert preference_workspace.run_tune("run", "preference", "out/config.yaml", "output_dir=again").code == 0
+    assert preference_workspace.is_same_run("again", "out")
 
 
-def test_a_cached_reference_knows_every_epoch(judged: Work) -> None:
-    """Of a mix, each of which has other rows."""
-    mix = (
+def test_precomputed_reference_covers_all_epochs(preference_workspace: Workspace) -> None:
+    """Each epoch of the mixture has other rows."""
+    data = (
         "data={kind: mixture, max_length: 64, datasets: [{dataset: {kind: preference, source: pairs.jsonl}, "
         "max_samples_per_epoch: 4}]}"
     )
-    for kept in ("disable_adapter", "precomputed"):
-        outcome = judged.tune(*RUN, mix, "eval_data=null", f"reference={kept}", f"output_dir={kept}")
-        assert outcome.code == 0, outcome.err
-    off, cached = (losses(name) for name in ("disable_adapter", "precomputed"))
-    assert cached == pytest.approx(off, abs=1e-6) and len(off) == 5
-
-
-def test_a_cached_reference_is_of_the_adapter_as_it_is_now(judged: Work) -> None:
-    """Training begins with it, so that before the first step all log-ratios are 0."""
-    still = ("eval_data=null", "adapter.dropout=0")
-    for lr in ("1e-2", "2e-2"):
-        assert judged.tune(*RUN, *still, f"optimizer.lr={lr}", "output_dir=start", "--overwrite").code == 0
-        on = judged.tune(
-            *RUN, *still, "adapter.adapter_path=start/final", "reference=precomputed", "output_dir=on", "--overwrite"
+    for reference in ("disable_adapter", "precomputed"):
+        result = preference_workspace.run_tune(
+            *RUN, data, "eval_data=null", f"reference={reference}", f"output_dir={reference}"
         )
-        assert on.code == 0, on.err
-        assert losses("on")[0] == pytest.approx(0.6931472, rel=1e-6)
+        assert result.code == 0, result.err
+    online, cached = (read_losses(name) for name in ("disable_adapter", "precomputed"))
+    assert cached == pytest.approx(online, abs=1e-6) and len(online) == 5
 
 
-def test_kept_log_probabilities_are_those_of_this_model_and_these_rows(
-    judged: Work, monkeypatch: pytest.MonkeyPatch
+def test_precomputed_reference_includes_the_initial_adapter(preference_workspace: Workspace) -> None:
+    """Training starts from it, so all log-ratios are 0 before the first step."""
+    options = ("eval_data=null", "adapter.dropout=0")
+    for lr in ("1e-2", "2e-2"):
+        assert (
+            preference_workspace.run_tune(*RUN, *options, f"optimizer.lr={lr}", "output_dir=start", "--overwrite").code
+            == 0
+        )
+        result = preference_workspace.run_tune(
+            *RUN, *options, "adapter.adapter_path=start/final", "reference=precomputed", "output_dir=on", "--overwrite"
+        )
+        assert result.code == 0, result.err
+        assert read_losses("on")[0] == pytest.approx(0.6931472, rel=1e-6)
+
+
+def test_cached_reference_is_bound_to_model_and_rows(
+    preference_workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the folder of another run, whatever has changed since; and a run that starts over begins without them."""
-    asked, ask = [], reference_model.compute_reference_logps
-    monkeypatch.setattr(reference_model, "compute_reference_logps", lambda *how: asked.append(1) or ask(*how))
-    shutil.copytree(judged.model, "model")
+    """The cache of another run is reused if model and rows are unchanged. --overwrite discards the cache."""
+    calls, original = [], reference_model.compute_reference_logps
+    monkeypatch.setattr(reference_model, "compute_reference_logps", lambda *args: calls.append(1) or original(*args))
+    shutil.copytree(preference_workspace.model, "model")
     files = ("reference.npz", "eval/reference.npz")
 
-    def times(out: str, *changes: str, kept: str | None = None) -> int:
-        """How often the reference is asked about all rows, with what another run has kept."""
-        for file in ("config.yaml", *files) if kept is not None else ():
+    def count_reference_passes(out: str, *changes: str, source: str | None = None) -> int:
+        """Number of passes over the data for the reference, with the cache of the run `source`."""
+        for file in ("config.yaml", *files) if source is not None else ():
             Path(out, file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(Path(kept or "", file), Path(out, file))
-        asked.clear()
-        done = judged.tune(*RUN, "model=model", "reference=precomputed", "max_steps=1", *changes, f"output_dir={out}")
-        assert done.code == 0, done.err
-        return len(asked)
+            shutil.copy(Path(source or "", file), Path(out, file))
+        calls.clear()
+        result = preference_workspace.run_tune(
+            *RUN, "model=model", "reference=precomputed", "max_steps=1", *changes, f"output_dir={out}"
+        )
+        assert result.code == 0, result.err
+        return len(calls)
 
-    assert times("one") == 2
-    assert times("same", "optimizer.lr=1e-3", "global_batch_size=2", kept="one") == 0
+    assert count_reference_passes("one") == 2
+    assert count_reference_passes("same", "optimizer.lr=1e-3", "global_batch_size=2", kept="one") == 0
     for number, change in enumerate(
         ("ld_alpha=0.5", "adapter.rank=2", "precision.compute_dtype=bf16", "quantization=nf4", "seed=2")
     ):
-        assert times(f"other{number}", change, kept="one") == 2, change
+        assert count_reference_passes(f"other{number}", change, kept="one") == 2, change
     shutil.copy("pairs.jsonl", "before.jsonl")
-    Path("pairs.jsonl").write_text(pairs(2, 10))
-    assert times("rows", kept="one") == 1
+    Path("pairs.jsonl").write_text(make_pairs(2, 10))
+    assert count_reference_passes("rows", kept="one") == 1
     shutil.copy("before.jsonl", "pairs.jsonl")
     Path("model/model.safetensors").touch()
-    assert times("model2", kept="one") == 2
-    assert times("model2", "--overwrite") == 2
+    assert count_reference_passes("model2", kept="one") == 2
+    assert count_reference_passes("model2", "--overwrite") == 2
 
 
-def test_a_cached_reference_knows_the_rows_that_a_way_back_leads_to(
-    judged: Work, monkeypatch: pytest.MonkeyPatch
+def test_precomputed_reference_covers_rows_after_a_rollback(
+    preference_workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are of epochs that the run would else not begin, and an epoch of this mix has some rows only."""
-    mix = (
+    """A rollback reaches epochs that the run would otherwise not start, and each epoch of this mixture has other
+    rows.
+    """
+    data = (
         "data={kind: mixture, max_length: 64, datasets: [{dataset: {kind: preference, source: pairs.jsonl}, "
         "max_samples_per_epoch: 4}]}"
     )
-    judge = StepGuard.judged
+    original = StepGuard.judged
 
-    def spiked(watch: StepGuard, step: int, loss: float, norm: float) -> Anomaly | None:
-        found = judge(watch, step, loss, norm)
-        return watch.bad(step, "a spike", "rollback") if watch.data(step) == 1 else found
+    def detect_spike(guard: StepGuard, step: int, loss: float, norm: float) -> Anomaly | None:
+        anomaly = original(guard, step, loss, norm)
+        return guard.bad(step, "a spike", "rollback") if guard.data(step) == 1 else anomaly
 
-    monkeypatch.setattr(StepGuard, "judged", spiked)
-    rule = ("step_guard.spike_factor=20", "step_guard.on_spike=rollback", "save_every=9", "max_steps=2")
-    for kept in ("disable_adapter", "precomputed"):
-        outcome = judged.tune(*RUN, mix, "eval_data=null", *rule, f"reference={kept}", f"output_dir={kept}")
-        assert outcome.code == 0 and "back to step 0" in outcome.err, outcome.err
-    off, cached = (losses(name) for name in ("disable_adapter", "precomputed"))
-    assert cached == pytest.approx(off, abs=1e-6) and len(off) == 2
+    monkeypatch.setattr(StepGuard, "judged", detect_spike)
+    options = ("step_guard.spike_factor=20", "step_guard.on_spike=rollback", "save_every=9", "max_steps=2")
+    for reference in ("disable_adapter", "precomputed"):
+        result = preference_workspace.run_tune(
+            *RUN, data, "eval_data=null", *options, f"reference={reference}", f"output_dir={reference}"
+        )
+        assert result.code == 0 and "back to step 0" in result.err, result.err
+    online, cached = (read_losses(name) for name in ("disable_adapter", "precomputed"))
+    assert cached == pytest.approx(online, abs=1e-6) and len(online) == 2
 
 
-def losses(out: str) -> list[float]:
+def read_losses(out: str) -> list[float]:
     lines = map(json.loads, Path(out, "metrics.jsonl").read_text().splitlines())
     return [line["loss"] for line in lines if "loss" in line]
 
 
-def test_a_mean_passes_over_what_is_no_number() -> None:
+def test_running_mean_ignores_nan() -> None:
     shift = RunningMean()
     assert shift.take(torch.tensor([1.0, 3.0])) == 2
     assert shift.take(torch.tensor([torch.nan, 5.0])) == 2
@@ -209,7 +221,7 @@ def test_a_mean_passes_over_what_is_no_number() -> None:
 
 
 @pytest.mark.parametrize("label", [1, "true"])
-def test_a_label_that_is_no_mark(label: object, judged: Work) -> None:
+def test_non_boolean_label_is_an_error(label: object, preference_workspace: Workspace) -> None:
     Path("pairs.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b", "label": label}) + "\n")
-    done = judged.tune(*RUN, "loss=kto", "data={source: pairs.jsonl}", "eval_data=null")
-    assert done.code == 2 and "pairs.jsonl:1: label: want true or false, this is" in done.err
+    result = preference_workspace.run_tune(*RUN, "loss=kto", "data={source: pairs.jsonl}", "eval_data=null")
+    assert result.code == 2 and "pairs.jsonl:1: label: " in result.err

@@ -1,4 +1,6 @@
-"""What the page on preference promises: a minute of LoRA teaches the nano a preference, and it keeps what it knew."""
+"""The preference example of the docs: one minute of LoRA teaches the nano model a preference without losing other
+skills.
+"""
 
 import json
 from dataclasses import replace
@@ -15,23 +17,27 @@ from tunekit.recipes import evaluate, preference
 SKILLS = ("nano/facts", "nano/copying", "nano/stories")
 
 
-def held() -> list[Pair]:
+def read_eval_pairs() -> list[Pair]:
     rows = (assets.DATA["tunekit/preferences"] / "test.jsonl").read_text().splitlines()
     return [Pair(*(messages[0]["content"] for messages in json.loads(row).values())) for row in rows]
 
 
 @pytest.mark.slow
-def test_a_minute_of_lora_teaches_the_nano_a_preference(tmp_path: Path) -> None:
+def test_nano_dpo_learns_the_preference_and_keeps_other_skills(tmp_path: Path) -> None:
     run = tmp_path / "run"
     preference.main(load_config(preference.PreferenceConfig, registry.find_config("nano/dpo"), [f"output_dir={run}"]))
-    told = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    first, last = (line["eval/rewards/accuracies"] for line in told if "eval/loss" in line)
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first, last = (line["eval/rewards/accuracies"] for line in metrics if "eval/loss" in line)
     assert first == 0 and last > 0.9
-    asked = load_config(evaluate.EvaluateConfig, registry.find_config("nano/preferred"), [f"model={run}"])
-    before, after = evaluate.main(replace(asked, tasks=SKILLS, num_completions_to_print=0))
-    pairs = held()
-    deeds = [place for place, pair in enumerate(pairs) if "can not" in pair.chosen]
-    followed = [sum(is_preferred(one.answers[place], pairs[place]) for place in deeds) for one in (before, after)]
-    assert followed[0] == 0 and followed[1] > len(deeds) / 2
-    known, left = (sum(found["exact_match"].num_correct for found in one.tasks[1:]) for one in (before, after))
-    assert known > 400 and left > 0.93 * known
+    cfg = load_config(evaluate.EvaluateConfig, registry.find_config("nano/preferred"), [f"model={run}"])
+    before, after = evaluate.main(replace(cfg, tasks=SKILLS, num_completions_to_print=0))
+    pairs = read_eval_pairs()
+    indices = [index for index, pair in enumerate(pairs) if "can not" in pair.chosen]
+    followed = [
+        sum(is_preferred(result.answers[index], pairs[index]) for index in indices) for result in (before, after)
+    ]
+    assert followed[0] == 0 and followed[1] > len(indices) / 2
+    correct_before, correct_after = (
+        sum(task["exact_match"].num_correct for task in result.tasks[1:]) for result in (before, after)
+    )
+    assert correct_before > 400 and correct_after > 0.93 * correct_before

@@ -1,4 +1,4 @@
-"""Training from scratch what only a config.json describes, with the tokenizer of another model."""
+"""Training from scratch with the config.json of a preset and the tokenizer of another model."""
 
 import json
 from pathlib import Path
@@ -11,24 +11,24 @@ from tunekit.checkpoint.hf_checkpoint import WEIGHTS
 from tunekit.data.tokenizer import Tokenizer
 
 RUN = ("run", "sft", "sft.yaml", "model=tunekit/tiny", "max_steps=2", "eval_every=2")
-NANO = "tokenizer=tunekit/nano"
+NANO_TOKENIZER = "tokenizer=tunekit/nano"
 
 
 @pytest.fixture
-def preset(work, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A preset, as small as the checkpoint of these tests; its vocabulary is larger than that of any tokenizer here."""
-    folder = work.folder / "tiny"
+def preset(workspace, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Tiny preset with a vocabulary that is larger than that of the tokenizer."""
+    folder = workspace.folder / "tiny"
     folder.mkdir()
-    config = json.loads((work.model / "config.json").read_text())
+    config = json.loads((workspace.model / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 100}))
     monkeypatch.setitem(assets.PRESETS, "tunekit/tiny", folder)
     return folder
 
 
-def test_from_scratch(work, preset: Path) -> None:
-    done = work.tune(*RUN, NANO, "init=random", "output_dir=one")
-    assert done.code == 0, done.err
-    final, nano = work.folder / "one/final", assets.MODELS["tunekit/nano"]
+def test_training_from_scratch_saves_model_and_tokenizer(workspace, preset: Path) -> None:
+    result = workspace.tune(*RUN, NANO_TOKENIZER, "init=random", "output_dir=one")
+    assert result.code == 0, result.err
+    final, nano = workspace.folder / "one/final", assets.MODELS["tunekit/nano"]
     assert (final / WEIGHTS).is_file()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         assert (final / name).read_bytes() == (nano / name).read_bytes()
@@ -40,34 +40,36 @@ def test_from_scratch(work, preset: Path) -> None:
     transformers.AutoModelForCausalLM.from_pretrained(final)
 
 
-def test_an_adapter_goes_with_the_tokenizer_it_was_trained_on(work, preset: Path) -> None:
+def test_adapter_is_saved_with_its_tokenizer(workspace, preset: Path) -> None:
     adapter = "adapter={kind: lora, rank: 2, alpha: 4}"
-    done = work.tune(*RUN, NANO, "init=random", "output_dir=two", adapter)
-    assert done.code == 2
-    assert "init: random weights under an adapter are kept nowhere" in done.err
-    done = work.tune(*RUN, NANO, f"model={work.model}", "output_dir=two", adapter)
-    assert done.code == 0, done.err
-    held = {file.name for file in (work.folder / "two/final").iterdir()}
-    assert {"adapter_config.json", "tokenizer.json", "chat_template.jinja"} <= held
-    assert "config.json" not in held
+    result = workspace.tune(*RUN, NANO_TOKENIZER, "init=random", "output_dir=two", adapter)
+    assert result.code == 2
+    assert "init: random" in result.err
+    result = workspace.tune(*RUN, NANO_TOKENIZER, f"model={workspace.model}", "output_dir=two", adapter)
+    assert result.code == 0, result.err
+    names = {file.name for file in (workspace.folder / "two/final").iterdir()}
+    assert {"adapter_config.json", "tokenizer.json", "chat_template.jinja"} <= names
+    assert "config.json" not in names
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    ((NANO,), "so there are no weights to read (init: random needs none)"),
-    (("init=random",), "no tokenizer.json; fetch the checkpoint's, train with another's (`tokenizer`)"),
-    (("init=random", "tokenizer=tunekit/nanoo"), "no bundled model tunekit/nanoo: did you mean tunekit/nano?"),
-    (("init=random", "tokenizer=./nowhere"), "no such folder: ./nowhere"),
+@pytest.mark.parametrize(("args", "expected"), [
+    ((NANO_TOKENIZER,), "init"),
+    (("init=random",), "tokenizer.json"),
+    (("init=random", "tokenizer=tunekit/nanoo"), "did you mean tunekit/nano?"),
+    (("init=random", "tokenizer=./nowhere"), "./nowhere"),
 ])  # fmt: skip
-def test_what_is_missing_is_told_in_a_line(words: tuple[str, ...], told: str, work, preset: Path) -> None:
-    done = work.tune(*RUN, *words, "output_dir=three")
-    assert done.code == 2
-    assert told in done.err
-    assert len(done.err.strip().splitlines()) <= 2, done.err
+def test_missing_weights_and_tokenizers_are_one_line_errors(
+    args: tuple[str, ...], expected: str, workspace, preset: Path
+) -> None:
+    result = workspace.tune(*RUN, *args, "output_dir=three")
+    assert result.code == 2
+    assert expected in result.err
+    assert len(result.err.strip().splitlines()) <= 2, result.err
 
 
-def test_a_tokenizer_that_is_too_large(work, preset: Path) -> None:
+def test_tokenizer_larger_than_the_model_is_an_error(workspace, preset: Path) -> None:
     config = preset / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 20}))
-    done = work.tune(*RUN, NANO, "init=random", "output_dir=three")
-    assert done.code == 2
-    assert "and its model 20: the tokenizer is another model's" in done.err
+    result = workspace.tune(*RUN, NANO_TOKENIZER, "init=random", "output_dir=three")
+    assert result.code == 2
+    assert "tokenizer" in result.err

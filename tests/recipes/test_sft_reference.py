@@ -1,4 +1,4 @@
-"""The recipe against a plain loop around transformers and peft: the same start, the same batches, the same losses."""
+"""The sft recipe compared with a plain loop around transformers and peft: same initial weights, batches and losses."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from tests.checkpoints import (
     random_tokens,
     relative_error,
 )
-from tests.recipes.stepwise import figures, texts, whole_steps, written
+from tests.recipes.stepwise import make_text_generator, open_full_steps, step_metrics, write_rows
 from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
 from tunekit.checkpoint import atomic, final_checkpoint
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -30,17 +30,20 @@ from tunekit.recipes import sft
 STEPS, BATCH = 5, 4
 
 
-def rows(folder: Path) -> str:
-    """Short conversations and long ones."""
-    words, lines = texts(), []
+def write_chat_rows(folder: Path) -> str:
+    """Short and long conversations."""
+    random_text, lines = make_text_generator(), []
     for _ in range(STEPS * BATCH):
-        turns = [{"role": "user", "content": words(1, 9)}, {"role": "assistant", "content": words(1, 20)}]
-        lines.append({"messages": turns, "text": words(2, 30)})
-    return written(folder, lines)
+        messages = [
+            {"role": "user", "content": random_text(1, 9)},
+            {"role": "assistant", "content": random_text(1, 20)},
+        ]
+        lines.append({"messages": messages, "text": random_text(2, 30)})
+    return write_rows(folder, lines)
 
 
-def start(model: str, adapter: NoAdapter | LoRAConfig, folder: Path) -> nn.Module:
-    """What transformers and peft begin with: our first values of the adapter, in the files that peft reads."""
+def load_reference_model(model: str, adapter: NoAdapter | LoRAConfig, folder: Path) -> nn.Module:
+    """Model of transformers or peft with the initial weights of our adapter."""
     base = load_transformers_model(Path(model)).train()
     if isinstance(adapter, NoAdapter):
         return base
@@ -50,16 +53,16 @@ def start(model: str, adapter: NoAdapter | LoRAConfig, folder: Path) -> nn.Modul
 
 
 def plain_loop(cfg: sft.SFTConfig, folder: Path) -> tuple[list[float], nn.Module]:
-    model = start(cfg.model, cfg.adapter, folder)
-    data = whole_steps(cfg)
+    model = load_reference_model(cfg.model, cfg.adapter, folder)
+    data = open_full_steps(cfg)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, cfg.optimizer.lr, (0.9, 0.95), 1e-8, 0.0)
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 0, STEPS)
     losses = []
     for step in range(STEPS):
-        (part,) = data[step]
-        logits = model(part.tokens).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), part.targets.flatten(), ignore_index=IGNORE)
+        (batch,) = data[step]
+        logits = model(batch.tokens).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE)
         loss.backward()
         nn.utils.clip_grad_norm_(trained, cfg.max_grad_norm)
         optimizer.step(), schedule.step(), optimizer.zero_grad()
@@ -74,10 +77,10 @@ def plain_loop(cfg: sft.SFTConfig, folder: Path) -> tuple[list[float], nn.Module
     ("mistral", TextDataset, LoRAConfig(4, 8.0, target_modules=("all-linear", "head", "embed"))),
     ("qwen2", ChatDataset, DoRAConfig(4, 8.0)),
 ])  # fmt: skip
-def test_losses_are_those_of_transformers_and_peft(name: str, kind: type, adapter, tmp_path: Path) -> None:
+def test_losses_match_transformers_and_peft(name: str, kind: type, adapter, tmp_path: Path) -> None:
     cfg = sft.SFTConfig(
         model=str(make_checkpoint(tmp_path / "model", name)),
-        data=kind(rows(tmp_path)),
+        data=kind(write_chat_rows(tmp_path)),
         output_dir=str(tmp_path / "run"),
         adapter=adapter,
         optimizer=AdamWConfig(lr=3e-3),
@@ -89,10 +92,10 @@ def test_losses_are_those_of_transformers_and_peft(name: str, kind: type, adapte
         max_steps=STEPS,
     )
     sft.main(cfg)
-    wanted, model = plain_loop(cfg, tmp_path)
-    assert [line["loss"] for line in figures(cfg.output_dir)] == pytest.approx(wanted, rel=1e-5)
-    assert abs(wanted[-1] - wanted[0]) > 1e-2, "something was learnt"
+    expected, model = plain_loop(cfg, tmp_path)
+    assert [line["loss"] for line in step_metrics(cfg.output_dir)] == pytest.approx(expected, rel=1e-5)
+    assert abs(expected[-1] - expected[0]) > 1e-2, "the loss changed"
     with torch.no_grad():
-        found = load_inference_model(tmp_path / "run")(random_tokens())
-        # Adam divides by the size of a gradient, and so makes much of the rounding of those near zero.
-        assert relative_error(found, model(random_tokens()).logits) < 2e-3
+        logits = load_inference_model(tmp_path / "run")(random_tokens())
+        # Adam divides by the gradient norm, which amplifies rounding errors of gradients near zero.
+        assert relative_error(logits, model(random_tokens()).logits) < 2e-3

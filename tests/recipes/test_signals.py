@@ -1,4 +1,4 @@
-"""A run that is told to stop saves, says how to go on, and leaves with the exit code that a shell expects."""
+"""A run that is stopped saves its state, prints how to resume, and ends with the exit code that shells expect."""
 
 import os
 import signal
@@ -9,15 +9,15 @@ from tests.waiting import TIMEOUT_SECONDS, wait_until
 
 RUN = ("run", "sft", "sft.yaml")
 LONG = (*RUN, "max_steps=60", "save_every=100", "eval_every=100")
-# Steps take their time: whoever sends a signal behind the first comes before the last.
-SLOW = """
+# Slow steps, so that a signal after the first one arrives before the last.
+SLOW_STEPS = """
 import time
 from tunekit.loggers.metric_logger import MetricLogger
 step = MetricLogger.step
 MetricLogger.step = lambda *args, **more: (step(*args, **more), time.sleep(0.5))
 """
-# Tells when the first prompt is answered.
-TOLD = """
+# Creates a file when generation starts.
+MARK_FIRST_ANSWER = """
 from pathlib import Path
 from tunekit.recipes import generate
 answers = generate.generate_all
@@ -25,79 +25,79 @@ generate.generate_all = lambda *args: (Path("answering").touch(), answers(*args)
 """
 
 
-def begun(work, out="out"):
+def has_taken_a_step(workspace, out="out"):
     """Whether a run has taken a step."""
-    metrics = work.folder / out / "metrics.jsonl"
+    metrics = workspace.folder / out / "metrics.jsonl"
     return metrics.is_file() and "loss" in metrics.read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_a_signal_saves_and_the_same_command_goes_on(work, number):
-    process = work.start(*LONG, first=SLOW)
-    wait_until(lambda: begun(work), process)
+def test_signal_saves_and_the_same_command_resumes(workspace, number):
+    process = workspace.start(*LONG, first=SLOW_STEPS)
+    wait_until(lambda: has_taken_a_step(workspace), process)
     os.kill(process.pid, number)
     process.join(TIMEOUT_SECONDS)
     assert process.exitcode == 128 + number
-    last = work.log.splitlines()[-1]
-    states = [path.name for path in (work.folder / "out/state").iterdir()]
-    assert states == [f"{work.numbers('out')[-1]['step']:08d}"], "it has saved where it stopped"
+    last = workspace.log.splitlines()[-1]
+    states = [path.name for path in (workspace.folder / "out/state").iterdir()]
+    assert states == [f"{workspace.numbers('out')[-1]['step']:08d}"], "the state of the last step is saved"
     assert last.startswith(f"stopped by {number.name} after step {int(states[0])} of 60")
-    assert "the same command goes on" in last
-    assert "Traceback" not in work.log
-    assert not (work.folder / "out/final").exists()
-    assert work.tune(*LONG).code == 0
-    assert work.tune(*LONG, "output_dir=unbroken").code == 0
-    assert work.same("out", "unbroken")
+    assert "same command" in last
+    assert "Traceback" not in workspace.log
+    assert not (workspace.folder / "out/final").exists()
+    assert workspace.tune(*LONG).code == 0
+    assert workspace.tune(*LONG, "output_dir=unbroken").code == 0
+    assert workspace.same("out", "unbroken")
 
 
-def test_the_second_one_leaves_at_once(work):
-    """While validation takes long, nobody has to wait for it."""
-    (work.folder / "held.jsonl").write_text((work.folder / "held.jsonl").read_text() * 2000)
-    process = work.start(*RUN, "eval_every=1", "save_every=1")
-    wait_until(lambda: begun(work), process)
+def test_second_signal_ends_immediately(workspace):
+    """A long evaluation is interrupted."""
+    (workspace.folder / "held.jsonl").write_text((workspace.folder / "held.jsonl").read_text() * 2000)
+    process = workspace.start(*RUN, "eval_every=1", "save_every=1")
+    wait_until(lambda: has_taken_a_step(workspace), process)
     os.kill(process.pid, signal.SIGINT)
-    wait_until(lambda: "once more leaves at once" in work.log, process)
-    os.kill(process.pid, signal.SIGINT)
-    process.join(TIMEOUT_SECONDS)
-    assert process.exitcode == 130
-    assert "Traceback" not in work.log
-    assert not list((work.folder / "out").glob("state/*"))
-
-
-def test_before_the_first_step_a_signal_leaves_at_once(work):
-    """Nothing is there to save yet."""
-    (work.folder / "rows.jsonl").write_text((work.folder / "rows.jsonl").read_text() * 4000)
-    process = work.start(*RUN)
-    wait_until((work.folder / "out/config.yaml").exists, process)
+    wait_until(lambda: "again leaves at once" in workspace.log, process)
     os.kill(process.pid, signal.SIGINT)
     process.join(TIMEOUT_SECONDS)
     assert process.exitcode == 130
-    assert not begun(work)
-    assert "Traceback" not in work.log
+    assert "Traceback" not in workspace.log
+    assert not list((workspace.folder / "out").glob("state/*"))
 
 
-def test_asking_a_model_can_be_stopped(work):
-    """Recipes that have nothing to save end at the first signal."""
+def test_signal_before_the_first_step_ends_immediately(workspace):
+    """There is nothing to save."""
+    (workspace.folder / "rows.jsonl").write_text((workspace.folder / "rows.jsonl").read_text() * 4000)
+    process = workspace.start(*RUN)
+    wait_until((workspace.folder / "out/config.yaml").exists, process)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(TIMEOUT_SECONDS)
+    assert process.exitcode == 130
+    assert not has_taken_a_step(workspace)
+    assert "Traceback" not in workspace.log
+
+
+def test_signal_ends_generation(workspace):
+    """Recipes without state end at the first signal."""
     questions = ", ".join(["Why"] * 400)
-    config = f"model: {work.model}\nprompts: [{questions}]\nbatch_size: 1\ndevice: cpu\n"
+    config = f"model: {workspace.model}\nprompts: [{questions}]\nbatch_size: 1\ndevice: cpu\n"
     config += "sampling: {max_new_tokens: 500}\n"
-    (work.folder / "generate.yaml").write_text(config)
-    process = work.start("run", "generate", "generate.yaml", "output_path=answers.jsonl", first=TOLD)
-    wait_until((work.folder / "answering").exists, process)
+    (workspace.folder / "generate.yaml").write_text(config)
+    process = workspace.start("run", "generate", "generate.yaml", "output_path=answers.jsonl", first=MARK_FIRST_ANSWER)
+    wait_until((workspace.folder / "answering").exists, process)
     os.kill(process.pid, signal.SIGINT)
     process.join(TIMEOUT_SECONDS)
     assert process.exitcode == 130
-    assert not (work.folder / "answers.jsonl").exists()
+    assert not (workspace.folder / "answers.jsonl").exists()
 
 
-def test_a_file_in_the_folder_stops_the_run(work):
-    (work.folder / "out").mkdir()
-    (work.folder / "out/stop").touch()  # of an earlier run, which had ended before
-    process = work.start(*LONG, first=SLOW)
-    wait_until(lambda: begun(work), process)
-    (work.folder / "out/stop").touch()
+def test_stop_file_stops_the_run(workspace):
+    (workspace.folder / "out").mkdir()
+    (workspace.folder / "out/stop").touch()  # left by an earlier run
+    process = workspace.start(*LONG, first=SLOW_STEPS)
+    wait_until(lambda: has_taken_a_step(workspace), process)
+    (workspace.folder / "out/stop").touch()
     process.join(TIMEOUT_SECONDS)
     assert process.exitcode == 143
-    assert "the file out/stop: ending this step and saving" in work.log
-    assert "stopped by the file out/stop after step" in work.log and "stopped by SIGTERM" not in work.log
-    assert not (work.folder / "out/stop").exists()
+    assert "the file out/stop: ending this step and saving" in workspace.log
+    assert "stopped by the file out/stop after step" in workspace.log and "stopped by SIGTERM" not in workspace.log
+    assert not (workspace.folder / "out/stop").exists()

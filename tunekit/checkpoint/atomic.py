@@ -28,7 +28,7 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
 class AtomicDir:
-    """`with AtomicDir(folder) as partial:` write into `partial`, which becomes `folder`, complete and synced, at the end.
+    """`with AtomicDir(folder) as partial:` write into `partial`, which is renamed to `folder` at the end.
 
     An existing `folder` is kept until the new one is complete. Disk errors are raised as UserError.
     """
@@ -79,7 +79,7 @@ class SharedAtomicDir:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None and find_disk_error(error) is None and not isinstance(error, UserError):
-            self.remove_partial()
+            self.clean_up()
             return  # this process ends, and the launcher stops the others
         try:
             self.run.run_on_all(lambda: self.raise_write_error(error))
@@ -88,9 +88,9 @@ class SharedAtomicDir:
                 lambda: self.commit(dict(sorted(pair for rank_sums in sums for pair in rank_sums.items())))
             )
         finally:
-            self.remove_partial()
+            self.clean_up()
 
-    def remove_partial(self) -> None:
+    def clean_up(self) -> None:
         """Delete the partial directory."""
         if self.run.is_main_process:
             with suppress(OSError):
@@ -257,10 +257,10 @@ def exception_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def last_complete_state(path: Path) -> str:
     """Sentence about the newest complete directory near `path`."""
-    marks = [*path.parent.glob(f"*/{MARK}"), *path.parent.glob(f"*/*/{MARK}")]
-    if not marks:
+    markers = [*path.parent.glob(f"*/{MARK}"), *path.parent.glob(f"*/*/{MARK}")]
+    if not markers:
         return "Existing files are unchanged."
-    newest = max(marks, key=lambda mark: mark.stat().st_mtime)
+    newest = max(markers, key=lambda marker: marker.stat().st_mtime)
     return f"Existing files are unchanged; the last complete state is {newest.parent}."
 
 

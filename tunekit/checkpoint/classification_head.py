@@ -65,8 +65,9 @@ def label_names(source: HFCheckpoint, score: ScoreHead) -> Sequence[str]:
 def require_language_model(source: HFCheckpoint, name: str | None = None) -> None:
     """Raise UserError if a checkpoint has a score head. `name` is how the user referred to it."""
     if source.spec.score is not None:
+        outputs = describe_outputs(source.spec.score)
         raise UserError(
-            f"{name or source.name}: has a score head with {describe_outputs(source.spec.score)} and cannot generate text. "
+            f"{name or source.name}: has a score head with {outputs} and cannot generate text. "
             "Use a language model, or continue training with the recipe reward."
         )
 

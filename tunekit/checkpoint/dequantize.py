@@ -23,13 +23,13 @@ INT8 = 1 / 127
 CHUNK = 2**19  # values that are decoded at a time, so that temporaries stay in the CPU cache
 
 
-def check_quant_format(config: Mapping[str, Any], where: str) -> None:
+def check_quant_format(config: Mapping[str, Any], path: str) -> None:
     """Raise UserError for an unsupported quantization method in config.json."""
     quantization = config.get(QUANTIZATION_KEY)
     method = quantization.get("quant_method", "bitsandbytes") if isinstance(quantization, dict) else quantization
     if quantization and method not in METHODS:
         raise UserError(
-            f"{where}: unsupported quant_method {method!r}; supported: {', '.join(METHODS)}. "
+            f"{path}: unsupported quant_method {method!r}; supported: {', '.join(METHODS)}. "
             "Use the unquantized checkpoint."
         )
 
@@ -269,21 +269,21 @@ def require_consistent(condition: bool, name: str, meta: TensorMeta) -> None:
 
 
 def logical_tensors(
-    raw: Mapping[str, TensorMeta], config: Mapping[str, Any], dtype: torch.dtype
+    file_tensors: Mapping[str, TensorMeta], config: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, TensorMeta]:
     """Replace groups of quantized tensors by their weights, at the position of the first tensor of a group."""
     groups: dict[str, TensorGroup] = {}
     block = (config.get(QUANTIZATION_KEY) or {}).get("weight_block_size")
     sizes = tuple(block) if isinstance(block, list) and all(isinstance(n, int) and n > 0 for n in block) else ()
-    with TensorReader(raw) as reader:
+    with TensorReader(file_tensors) as reader:
         checkpoint = QuantFormat(reader, sizes, dtype)
-        for name in raw:
+        for name in file_tensors:
             for find in FINDERS:
                 if (group := find(name, checkpoint)) is not None:
                     groups[name] = group
     used = {name for group in groups.values() for name in group.sources}
     tensors: dict[str, TensorMeta] = {}
-    for name, meta in raw.items():
+    for name, meta in file_tensors.items():
         if name in groups:
             tensors[groups[name].name] = groups[name].tensor
         elif name not in used:

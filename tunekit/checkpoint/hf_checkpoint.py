@@ -175,9 +175,9 @@ class HFCheckpoint:
         """Mapping of every checkpoint tensor. Raises UserError for unknown, missing or invalid tensors."""
         mappings, unknown = load_mappings(self.tensors, self.family.table)
         if unknown:
-            first, more = unknown[0], f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+            first, suffix = unknown[0], f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
             message = (
-                f"{self.tensors[first].file}: unknown tensor {first}{more} for model_type {self.config['model_type']}"
+                f"{self.tensors[first].file}: unknown tensor {first}{suffix} for model_type {self.config['model_type']}"
             )
             raise UserError(message + explain_unknown_key(first, self.family.table))
         for mapping in mappings:
@@ -262,10 +262,10 @@ def explain_unknown_key(name: str, table: tuple[KeyRule, ...]) -> str:
     """Explain an unknown tensor name that would be known with or without a common prefix; else return ''."""
     if match_hub_name(f"model.{name}", table):
         return ". Tensor names lack the prefix 'model.'. Save the full model including its head."
-    first, _, rest = name.partition(".")
-    while rest:
-        if match_hub_name(rest, table):
-            return f". Tensor names have the extra prefix {first + '.'!r}. Save the model without its wrapper."
-        more, _, rest = rest.partition(".")
-        first = f"{first}.{more}"
+    prefix, _, suffix = name.partition(".")
+    while suffix:
+        if match_hub_name(suffix, table):
+            return f". Tensor names have the extra prefix {prefix + '.'!r}. Save the model without its wrapper."
+        component, _, suffix = suffix.partition(".")
+        prefix = f"{prefix}.{component}"
     return ""

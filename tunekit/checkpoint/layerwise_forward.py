@@ -28,8 +28,8 @@ from tunekit.models.weight_map import KeyMapping
 from tunekit.quantization.config import NoQuantization
 
 EMBED, UNQUANTIZED, NO_ADAPTER = "embed.weight", NoQuantization(), NoAdapter()
-# Elements that are in fp32 at a time, and vocabulary tokens whose logits are computed at a time. With larger chunks, the
-# allocator cached as much memory as a weight file between two chunks.
+# Elements that are in fp32 at a time, and vocabulary tokens whose logits are computed at a time. With larger chunks,
+# the allocator cached as much memory as a weight file between two chunks.
 CHUNK_NUMEL, CHUNK_COLUMNS = 2**19, 2048
 Load = tuple[KeyMapping, Callable[[str], Tensor]]
 
@@ -234,7 +234,7 @@ def merged_rows(layer: Linear | GroupedLinear, adapter: LoRAConfig | None, rows:
 def load_initial_adapter(
     net: Decoder, adapter: NoAdapter | LoRAConfig, source: HFCheckpoint, device: torch.device, stack: ExitStack
 ) -> list[Load]:
-    """Load the LoRA weights of `adapter_path`. Returns mappings for the parameters that the adapter replaces in full."""
+    """Load the LoRA weights of `adapter_path`. Returns mappings for the parameters that the adapter has in full."""
     if adapter.adapter_path is None:
         return []
     allocate(net, [name for name in named_tensors(net) if ".lora_" in name], device)

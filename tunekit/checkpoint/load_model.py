@@ -69,9 +69,10 @@ def skip_inspection(name: str, offset: Offset, values: Tensor) -> None:
 def apply_mapping(
     model: Decoder, mapping: KeyMapping, read: ReadTensor, store: StoreTensor, inspect: InspectTensor = skip_inspection
 ) -> None:
-    """Read the checkpoint tensors of a mapping, convert them, and pass them to `store`. `inspect` sees the local shards.
+    """Read the checkpoint tensors of a mapping, convert them, and pass them to `store`.
 
-    Of stacked experts, only the local ones are read, one at a time. Weights that a layer quantizes are read in full.
+    `inspect` is called with the local shards. Of stacked experts, only the local ones are read, one at a time. Weights
+    that a layer quantizes are read in full.
     """
     if isinstance(mapping.op, Stack) and (stack := find_parameter(model, mapping.ours[0])) is not None:
         location = shard_slice(stack)
@@ -114,9 +115,9 @@ def count_non_finite(tensor: Tensor) -> int:
 
 def warn_non_finite(counts: Mapping[tuple[str, Offset], int], source: HFCheckpoint) -> None:
     """Warn about non-finite weights in a checkpoint."""
-    name, *more = sorted({name for name, _ in counts}, key=[*source.tensors].index)
-    where = f"{name}{f' and {len(more)} more tensors' if more else ''}"
-    message = f"warning: {source.tensors[name].file}: {sum(counts.values())} weights are NaN or Inf, in {where}"
+    name, *other_names = sorted({name for name, _ in counts}, key=[*source.tensors].index)
+    location = f"{name}{f' and {len(other_names)} other_names tensors' if other_names else ''}"
+    message = f"warning: {source.tensors[name].file}: {sum(counts.values())} weights are NaN or Inf, in {location}"
     tqdm.write(message, file=sys.stderr)
 
 
@@ -133,8 +134,8 @@ def check_tensors(source: HFCheckpoint, shapes: Mapping[str, Shape]) -> None:
     optional = {TIED} if source.spec.tie_word_embeddings else set()
     if missing := [name for name in shapes if name not in seen | optional]:
         hub = to_hub_name(missing[0], source.family.table)
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise UserError(f"{source.path}: incomplete checkpoint, {hub}{more} is missing")
+        suffix = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise UserError(f"{source.path}: incomplete checkpoint, {hub}{suffix} is missing")
 
 
 def check_shapes(source: HFCheckpoint, mapping: KeyMapping, shapes: Mapping[str, Shape]) -> None:

@@ -174,12 +174,12 @@ class MergedTensors:
         return self.layers[layer].load_deltas(self.adapter_tensors.__getitem__, self.adapter.shapes)[layer]
 
 
-def copy_rows(weight: Tensor, stored: TensorSlice, files: OpenFiles) -> Tensor:
+def copy_rows(weight: Tensor, meta: TensorSlice, files: OpenFiles) -> Tensor:
     """Copy a matrix from a file into `weight` and its dtype, in chunks: a full fp32 embedding needs much memory."""
-    columns = stored.shape[1]
+    columns = meta.shape[1]
     for row_slice in row_slices(weight):
-        start = stored.start + row_slice.start * columns * stored.dtype.itemsize
-        row_meta = replace(stored, shape=(len(weight[row_slice]), columns), start=start)
+        start = meta.start + row_slice.start * columns * meta.dtype.itemsize
+        row_meta = replace(meta, shape=(len(weight[row_slice]), columns), start=start)
         weight[row_slice] = row_meta.read(files)
     return weight
 

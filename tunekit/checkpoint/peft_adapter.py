@@ -91,9 +91,7 @@ def save_adapter(
     targets = lora_targets(model, adapter, source)
     planned = [tensor for target in targets for tensor in peft_tensors(target, model, adapter, source, to_meta)]
     groups = saved_groups(model, adapter, source)
-    saved_meta = {
-        name: t for saved_group in groups for name, t in saved_tensors(saved_group, model, adapter, to_meta).items()
-    }
+    saved_meta = {name: t for group in groups for name, t in saved_tensors(group, model, adapter, to_meta).items()}
     prefixes = module_prefixes(planned)
     tensors = {name: t for tensor in planned for name, t in tensor.tensors(prefixes[tensor.name]).items()} | saved_meta
     entries = {PREFIX + name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
@@ -103,9 +101,9 @@ def save_adapter(
     run.run_on_main(partial(create_adapter_files, folder, source, entries, metadata, config_text))
     deferred = DeferredError()
     with SafetensorsWriter(folder / TENSORS, entries, metadata=metadata, exists=True) as out:
-        for i, group in enumerate(iter_file_tensors(targets, groups, prefixes, model, adapter, source)):
+        for i, tensors_to_write in enumerate(iter_file_tensors(targets, groups, prefixes, model, adapter, source)):
             if i % run.world_size == run.rank:
-                deferred(partial(write_tensors, folder, out, group))
+                deferred(partial(write_tensors, folder, out, tensors_to_write))
     run.run_on_all(deferred.raise_error)
 
 
@@ -115,9 +113,8 @@ def create_adapter_files(
     """Create all files of the adapter except the tensor data. Raises UserError if the disk is too small."""
     check_free_space(folder, sum(math.prod(shape) * dtype.itemsize for shape, dtype in entries.values()))
     with wrap_write_errors(folder), SafetensorsWriter(folder / TENSORS, entries, metadata=metadata):
-        copy_companion_files(
-            source.path, folder, skip=("config.json", GENERATION_CONFIG), tokenizer=source.tokenizer_dir
-        )
+        skipped = ("config.json", GENERATION_CONFIG)
+        copy_companion_files(source.path, folder, skip=skipped, tokenizer=source.tokenizer_dir)
         (folder / CONFIG).write_text(config_text + "\n", encoding="utf-8")
 
 
@@ -221,8 +218,8 @@ def saved_tensors(group: SavedGroup, model: Decoder, adapter: LoRAConfig, get: G
     """Checkpoint tensors of a group by name."""
     name, match = group
     is_adapted = owner_module(name) in adapter.target_layers(model)
-    ours = [full_weight(model, part, get) for part in match.ours]
-    tensors = zip(expand_experts(match.hub, len(ours[0])), match.rule.op.save(ours), strict=True)
+    weights = [full_weight(model, parameter, get) for parameter in match.ours]
+    tensors = zip(expand_experts(match.hub, len(weights[0])), match.rule.op.save(weights), strict=True)
     return {base_layer_name(key) if is_adapted else key: t for key, t in tensors}
 
 
@@ -244,17 +241,18 @@ def peft_config(
     updates: list[PeftTensor], saved: Iterable[str], model: Decoder, adapter: LoRAConfig, source: HFCheckpoint
 ) -> dict[str, Any]:
     """Contents of adapter_config.json. `saved` are the names of fully saved tensors."""
-    sizes = {piece.key: (piece.delta.rank, effective_alpha(piece.delta, adapter)) for piece in updates}
+    sizes = {item.key: (item.delta.rank, effective_alpha(item.delta, adapter)) for item in updates}
     rank, alpha = Counter(sizes.values()).most_common(1)[0][0]
-    tensors, unrelated = (
-        {written for match in transformers_keys(model, source).values() for written in match.hub},
-        unrelated_module_names(source),
-    )
-    other_tensors = tensors - {piece.name for piece in updates}
-    parameters = [piece.key for piece in updates if piece.is_parameter]
-    modules = [piece.key for piece in updates if not piece.is_parameter]
+    tensors = {tensor for match in transformers_keys(model, source).values() for tensor in match.hub}
+    unrelated = unrelated_module_names(source)
+    other_tensors = tensors - {item.name for item in updates}
+    parameters = [item.key for item in updates if item.is_parameter]
+    modules = [item.key for item in updates if not item.is_parameter]
     saved = {owner_module(name) for name in saved if not name.endswith(BIAS)}
     modules_to_save = {name for name in saved if not is_inside(name, saved)}
+    used_modules = {last_components(tensor.removesuffix(WEIGHT)) for tensor in other_tensors} | unrelated
+    used_parameters = {last_components(tensor, 2) for tensor in other_tensors}
+    other_modules = {owner_module(tensor) for tensor in tensors} - modules_to_save | unrelated
     return {
         "peft_type": "LORA",
         "task_type": task_type(source.spec.score),
@@ -265,17 +263,9 @@ def peft_config(
         "rank_pattern": build_patterns({key: size[0] for key, size in sizes.items()}, rank),
         "alpha_pattern": build_patterns({key: size[1] for key, size in sizes.items()}, alpha),
         "lora_dropout": 0.0 if parameters else adapter.dropout,  # PEFT has no dropout for parameters
-        "target_modules": shorten_names(
-            modules, {last_components(written.removesuffix(WEIGHT)) for written in other_tensors} | unrelated
-        ),
-        "target_parameters": shorten_names(
-            parameters, {last_components(written, 2) for written in other_tensors}, num=2
-        )
-        or None,
-        "modules_to_save": shorten_suffixes(
-            modules_to_save, {owner_module(written) for written in tensors} - modules_to_save | unrelated
-        )
-        or None,
+        "target_modules": shorten_names(modules, used_modules),
+        "target_parameters": shorten_names(parameters, used_parameters, num=2) or None,
+        "modules_to_save": shorten_suffixes(modules_to_save, other_modules) or None,
         "use_rslora": adapter.use_rslora,
         "use_dora": isinstance(adapter, DoRAConfig),
         "bias": adapter.bias,
@@ -319,7 +309,7 @@ def shorten_suffixes(names: Iterable[str], other_names: set[str]) -> list[str]:
     return sorted(
         {
             name
-            if any(other.endswith(last_components(name)) for other in other_names | PEFT_MODULES)
+            if any(other_name.endswith(last_components(name)) for other_name in other_names | PEFT_MODULES)
             else last_components(name)
             for name in names
         }
@@ -494,7 +484,7 @@ def check_adapter_fits(folder: Path, model: Decoder, adapter: LoRAConfig, source
 
 def check_same_options(folder: Path, adapter: LoRAConfig, saved: LoRAConfig) -> None:
     """Raise UserError if an adapter config differs from that of the files in a way that changes the result."""
-    given, stored = ({"kind": kind_name(type(config)), **vars(config)} for config in (adapter, saved))
+    config_values, saved_values = ({"kind": kind_name(type(config)), **vars(config)} for config in (adapter, saved))
     for key in ("kind", "use_rslora", "bias", "untie_embeddings"):
-        if given[key] != stored[key]:
-            raise UserError(f"adapter.{key}: {given[key]}, but the adapter in {folder} has {stored[key]}")
+        if config_values[key] != saved_values[key]:
+            raise UserError(f"adapter.{key}: {config_values[key]}, but the adapter in {folder} has {saved_values[key]}")

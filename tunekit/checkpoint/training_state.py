@@ -304,9 +304,9 @@ class Checkpointer:
                 self.optimizer.state.pop(parameter, None)
         shards = self.trained_tensors() | optimizer_shards | self.stateful_tensors()
         expected = {name: shard.location.shape for name, shard in shards.items()}
-        actual = {n: tuple(m.size) if isinstance(m, TensorStorageMetadata) else None for n, m in saved.items()}
+        actual = {n: tuple(meta.size) if isinstance(meta, TensorStorageMetadata) else None for n, meta in saved.items()}
         differing = sorted(n for n in expected.keys() | actual.keys() if expected.get(n) != actual.get(n))
-        if differing or [g["params"] for g in groups] != [g["params"] for g in self.param_groups()]:
+        if differing or [group["params"] for group in groups] != [group["params"] for group in self.param_groups()]:
             difference = "param groups differ"
             if differing:
                 name = differing[0]

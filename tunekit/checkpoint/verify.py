@@ -1,7 +1,7 @@
 """Verifies saved files: loads them and compares their logits with those of the model that was saved.
 
-Differences are in standard deviations of the logits of a token over the vocabulary, or of all scores. Matmuls are in fp32
-for any compute_dtype, so that only differences of the weights count.
+Differences are in standard deviations of the logits of a token over the vocabulary, or of all scores. Matmuls are in
+fp32 for any compute_dtype, so that only differences of the weights count.
 """
 
 import json
@@ -32,10 +32,10 @@ from tunekit.quantization.config import NoQuantization
 
 FP32, UNQUANTIZED, NO_ADAPTER = PrecisionConfig("fp32"), NoQuantization(), NoAdapter()
 FILES = "model and files"
-# Maximum mean difference after rounding the model to the dtypes of its files. Another order of summation gives 1e-6.
+# Maximum mean difference after rounding the model to the dtypes of its files. Reordered sums differ by 1e-6.
 TOLERANCE = 1e-4
 PEAK_FACTOR = 40  # maximum ratio of the largest to the mean difference; 5 to 16 were measured
-# The merge is recomputed, and some sums round differently, which changed the logits by 0.002 of the rounding difference.
+# The merge is recomputed, and some sums round differently, which changed logits by 0.002 of the rounding difference.
 # A single one of them can route a token to another expert.
 MERGE_TOLERANCE, MERGE_PEAK = 0.05, 1.0
 # Maximum mean difference due to rounding, in standard deviations; beyond it, the dtype is unsuitable for the model.
@@ -149,11 +149,11 @@ def verify_saved(
         )
         expected, rounded = live_logits(model, model_source, rows, run), None
     else:
-        written = HFCheckpoint.open(folder)
-        written_logits = partial(layerwise_forward.checkpoint_logits, written, FrozenModel(), rows, FP32, device)
+        checkpoint = HFCheckpoint.open(folder)
+        written_logits = partial(layerwise_forward.checkpoint_logits, checkpoint, FrozenModel(), rows, FP32, device)
         expected = live_logits(model, model_source, rows, run)
         rounded = live_logits(
-            model, model_source, rows, run, partial(layerwise_forward.rounded_logits, dtypes=written.dtypes)
+            model, model_source, rows, run, partial(layerwise_forward.rounded_logits, dtypes=checkpoint.dtypes)
         )
 
     def compare() -> VerificationResult:
@@ -166,10 +166,10 @@ def verify_saved(
 
 def verify_merge(folder: Path, source: HFCheckpoint, adapter: LoRAConfig, device: torch.device) -> VerificationResult:
     """Compare a merged checkpoint with its base plus adapter."""
-    rows, written = probe_prompts(folder, source.spec), HFCheckpoint.open(folder)
+    rows, checkpoint = probe_prompts(folder, source.spec), HFCheckpoint.open(folder)
     expected = layerwise_forward.checkpoint_logits(source, adapter, rows, FP32, device)
-    rounded = layerwise_forward.checkpoint_logits(source, adapter, rows, FP32, device, rounded_dtypes=written.dtypes)
-    actual = layerwise_forward.checkpoint_logits(written, FrozenModel(), rows, FP32, device)
+    rounded = layerwise_forward.checkpoint_logits(source, adapter, rows, FP32, device, rounded_dtypes=checkpoint.dtypes)
+    actual = layerwise_forward.checkpoint_logits(checkpoint, FrozenModel(), rows, FP32, device)
     return save_result(
         folder,
         compare_logits(
@@ -179,7 +179,7 @@ def verify_merge(folder: Path, source: HFCheckpoint, adapter: LoRAConfig, device
 
 
 def verify_export(
-    source: HFCheckpoint, adapter: NoAdapter | LoRAConfig, written: HFCheckpoint, allowed: float, device: torch.device
+    source: HFCheckpoint, adapter: NoAdapter | LoRAConfig, exported: HFCheckpoint, allowed: float, device: torch.device
 ) -> VerificationResult:
     """Compare files of another format, opened as a checkpoint, with the exported model.
 
@@ -187,7 +187,7 @@ def verify_export(
     """
     rows = probe_prompts(source.path, source.spec)
     expected = layerwise_forward.checkpoint_logits(source, adapter, rows, FP32, device)
-    actual = layerwise_forward.checkpoint_logits(written, FrozenModel(), rows, FP32, device)
+    actual = layerwise_forward.checkpoint_logits(exported, FrozenModel(), rows, FP32, device)
     return compare_logits("model and exported files", expected, actual, tolerance=allowed, peak=PEAK_FACTOR * allowed)
 
 

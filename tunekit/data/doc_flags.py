@@ -1,23 +1,22 @@
-"""What a document shows that is seldom meant: not wrong for sure, so it is counted and told rather than refused."""
+"""Flags of documents: oddities that the data checks count and report, and properties that losses depend on."""
 
 from enum import IntFlag
 
 
 class DocFlags(IntFlag):
-    """Bits that a row's documents carry. Spans find UNENDED and PROMPT_LEARNT, messages the others.
+    """Bits of a document. The last four are properties, not oddities.
 
-    The last are no oddity: what a row says of its answer, that it is a good or a bad one, or that its steps are judged,
-    each at its last token; and that a document is a part of a row that was split.
+    `loss_mask` sets MISSING_END_TOKEN and PROMPT_TRAINED, `template_warnings` the other oddities.
     """
 
-    SPECIAL_IN_TEXT = 1  # what a user, the system or a tool says holds the text of a special token
-    MISSING_END_TOKEN = 2  # a learnt turn whose end token is not learnt: the model is not taught to stop
-    PROMPT_TRAINED = 4  # a generation block covers what the prompt writes
-    TOOLS_NOT_RENDERED = 8  # the row has tools or calls, the template writes nothing of them
-    REASONING_DROPPED = 16  # a learnt turn has reasoning, the template does not write it
-    CONTENT_LOST = 32  # what a message says does not come in the text that the template writes
-    EMPTY_TURN = 64  # a learnt turn says nothing: the model is taught to end at once
-    DESIRABLE = 1 << 16
-    UNDESIRABLE = 1 << 17
-    STEPWISE = 1 << 18
-    SPLIT = 1 << 19
+    SPECIAL_IN_TEXT = 1  # a user, system, or tool message contains the text of a special token
+    MISSING_END_TOKEN = 2  # the end token of a target turn is not a target: the model is not trained to stop
+    PROMPT_TRAINED = 4  # a generation block covers text of the prompt
+    TOOLS_NOT_RENDERED = 8  # the row has tools or tool calls that the template does not render
+    REASONING_DROPPED = 16  # a target turn has reasoning that the template does not render
+    CONTENT_LOST = 32  # message content that is missing in the rendered text
+    EMPTY_TURN = 64  # a target turn is empty: the model is trained to stop at once
+    DESIRABLE = 1 << 16  # chosen, or labeled as good
+    UNDESIRABLE = 1 << 17  # rejected, or labeled as bad
+    STEPWISE = 1 << 18  # has a label for each step, at the last token of the step
+    SPLIT = 1 << 19  # one of several windows of a row

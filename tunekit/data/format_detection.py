@@ -1,4 +1,4 @@
-"""What rows are, by their columns: one table, of which the first line that fits is taken."""
+"""Detect the format of a row from its columns: the first matching rule of a table wins."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,12 +7,12 @@ from tunekit.data.chat_template.json_values import json_type
 from tunekit.data.chat_template.messages import parse_json_cell
 from tunekit.errors import UserError
 
-SPEAKER_KEYS = {"role", "from"}  # who speaks, in the two ways to write messages
+SPEAKER_KEYS = {"role", "from"}  # key of the speaker in OpenAI messages, in ShareGPT
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
 
 
 class RowFormat(NamedTuple):
-    """A kind of rows, its keys that name columns with their names, and what is said of it."""
+    """Kind of a dataset, its keys that name columns, and a description."""
 
     kind: str
     columns: tuple[tuple[str, str], ...]
@@ -20,19 +20,20 @@ class RowFormat(NamedTuple):
 
 
 class FormatRule(NamedTuple):
-    """A line of the table: the columns that a row must have, and the types of their values."""
+    """A format, the columns that a row must have, and the types of their values."""
 
     row_format: RowFormat
     types: Mapping[str, type | tuple[type, ...]]
 
 
 def format_rule(
-    kind: str, says: str, types: Mapping[str, type | tuple[type, ...]], key: str | None = None
+    kind: str, description: str, types: Mapping[str, type | tuple[type, ...]], key: str | None = None
 ) -> FormatRule:
-    """`key`: the one of the kind's keys that names the column."""
+    """Rule of a kind. `key` is the config key that names the column, if it is not the default."""
     names = ", ".join(map(repr, types))
     columns = () if key is None else tuple((key, name) for name in types)
-    return FormatRule(RowFormat(kind, columns, f"{says} (column{'s' if len(types) > 1 else ''} {names})"), types)
+    label = f"{description} (column{'s' if len(types) > 1 else ''} {names})"
+    return FormatRule(RowFormat(kind, columns, label), types)
 
 
 TEXT_TYPES = (str, list)
@@ -46,19 +47,21 @@ SHAREGPT = {
 RULES = (
     format_rule("preference", "preference pairs", {"chosen": TEXT_TYPES, "rejected": TEXT_TYPES}),
     format_rule(
-        "unpaired_preference", "completions with marks", {"prompt": TEXT_TYPES, "completion": TEXT_TYPES, "label": bool}
+        "unpaired_preference",
+        "unpaired preferences",
+        {"prompt": TEXT_TYPES, "completion": TEXT_TYPES, "label": bool},
     ),
     format_rule("completion", "prompts with completions", {"prompt": TEXT_TYPES, "completion": TEXT_TYPES}),
     format_rule("instruct", "Alpaca", {"instruction": str, "output": str}),
     format_rule("text", "plain text", {"text": str}),
 )
 LABEL_TYPES = (bool, int, float, str)
-# What answers are compared in: a label that is no mark is told as what it is.
+# Rules of the preference recipe. Accepts any label, so that a wrong type is reported as such.
 PREFERENCE_RULES = (
     RULES[0],
-    format_rule("unpaired_preference", "completions with marks", {**RULES[1].types, "label": LABEL_TYPES}),
+    format_rule("unpaired_preference", "unpaired preferences", {**RULES[1].types, "label": LABEL_TYPES}),
 )
-# What models that score learn from. Others read some of these rows too, without their labels.
+# Rules of the reward recipe. Other recipes read some of these rows as well, without their labels.
 REWARD_RULES = (
     RULES[0],
     format_rule("stepwise", "steps with labels", {"prompt": TEXT_TYPES, "completions": list, "labels": list}),
@@ -67,26 +70,24 @@ REWARD_RULES = (
 )
 
 
-def detect_format(fields: Mapping[str, Any], before: Sequence[FormatRule] = ()) -> RowFormat:
-    """What a row is, by lines that are asked before those of the table. UserError if none fits."""
-    if asked := match_rule(fields, before):
-        return asked
+def detect_format(fields: Mapping[str, Any], first_rules: Sequence[FormatRule] = ()) -> RowFormat:
+    """Format of a row. `first_rules` are tried before all others. Raise UserError if no rule matches."""
+    if row_format := match_rule(fields, first_rules):
+        return row_format
     for name in MESSAGE_COLUMNS:
-        if name in fields and isinstance(found := parse_json_cell(fields[name], SPEAKER_KEYS), list):
-            first = found[0] if found else None
-            sharegpt = isinstance(first, dict) and first.get("role") is None and first.get("from") is not None
-            return (SHAREGPT if sharegpt else CHAT)[name]
-    if form := match_rule(fields, RULES):
-        return form
-    have = ", ".join(f"{name} ({json_type(value)})" for name, value in fields.items() if value is not None) or "none"
-    raise UserError(
-        f"no format is known by its columns, which are {have}; name one as `kind`, or rename columns by `transforms`"
-    )
+        if name in fields and isinstance(messages := parse_json_cell(fields[name], SPEAKER_KEYS), list):
+            first = messages[0] if messages else None
+            is_sharegpt = isinstance(first, dict) and first.get("role") is None and first.get("from") is not None
+            return (SHAREGPT if is_sharegpt else CHAT)[name]
+    if row_format := match_rule(fields, RULES):
+        return row_format
+    columns = ", ".join(f"{name} ({json_type(value)})" for name, value in fields.items() if value is not None) or "none"
+    raise UserError(f"unknown format with columns: {columns}. Set `kind`, or rename columns with `transforms`")
 
 
-def match_rule(fields: Mapping[str, Any], lines: Sequence[FormatRule]) -> RowFormat | None:
-    """The first line whose columns a row has."""
-    for form, types in lines:
-        if all(name in fields and isinstance(fields[name], wanted) for name, wanted in types.items()):
-            return form
+def match_rule(fields: Mapping[str, Any], rules: Sequence[FormatRule]) -> RowFormat | None:
+    """Format of the first rule whose columns a row has."""
+    for row_format, types in rules:
+        if all(name in fields and isinstance(fields[name], expected) for name, expected in types.items()):
+            return row_format
     return None

@@ -1,4 +1,4 @@
-"""Rows with labels, for models that score: of whole texts, or of each step of an answer."""
+"""Datasets with labels for reward models: labeled texts, or answers with a label for each step."""
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -15,40 +15,40 @@ from tunekit.data.tokenize import MaskedText
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 
-LONGEST = 40  # characters of a label that are shown
+MAX_SHOWN_CHARS = 40  # characters of a label in a message
 
 
 @dataclass(frozen=True)
 class LabeledBase(DatasetConfig):
-    """Rows that are read whole for what is said of them."""
+    """Rows with labels, which cannot be split."""
 
-    has_document_ids: ClassVar = True
+    has_document_ids: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.excess_length_strategy == "split":
             raise FieldError(
-                "excess_length_strategy", "what is said of a text is not said of its parts: truncate or drop"
+                "excess_length_strategy", "labeled rows cannot be split, got 'split'. Set 'truncate' or 'drop'"
             )
 
 
 @dataclass(frozen=True)
 class LabeledDataset(EosTokenMixin, ChatTemplateMixin, LabeledBase):
-    """Texts, or conversations that the chat template writes, each with a label.
+    """Texts, or conversations that the chat template renders, each with a label.
 
-    It is a number, or one of the names in `class_names`, which stands for its place among them.
+    A label is a number, or one of `class_names`, which stands for its index.
     """
 
     kind: ClassVar[str] = "labeled"
-    text_column: str = "text"  # the column
-    messages_column: str = "messages"  # the column
-    label_column: str = "label"  # the column: a number, true or false, or a name
-    class_names: tuple[str, ...] = ()  # the names; a label that is a number then counts them from 0
+    text_column: str = "text"  # Column of the text
+    messages_column: str = "messages"  # Column of the messages; used instead of the text if a row has it
+    label_column: str = "label"  # Column of the label: a number, true or false, or a class name
+    class_names: tuple[str, ...] = ()  # Class names, in the order of their labels; numeric labels are then indices
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(set(self.class_names)) < len(self.class_names):
-            raise FieldError("class_names", "name each once")
+            raise FieldError("class_names", "must not contain a name twice")
 
     def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         return self.with_chat_template(tokenizer)
@@ -57,61 +57,57 @@ class LabeledDataset(EosTokenMixin, ChatTemplateMixin, LabeledBase):
         return f"texts with labels (column {self.label_column!r})"
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        value = self.to_number(get_column(fields, self.label_column, "label"))
-        found = parse_json_cell(fields.get(self.messages_column))
-        if found is not None:
-            text = tokenize.render_conversation(
-                tokenizer, make_conversation(found, self.messages_column, fields.get("tools")), "all"
-            )
+        value = self.label_value(get_column(fields, self.label_column, "label"))
+        messages = parse_json_cell(fields.get(self.messages_column))
+        if messages is not None:
+            conversation = make_conversation(messages, self.messages_column, fields.get("tools"))
+            text = tokenize.render_conversation(tokenizer, conversation, "all")
         else:
-            text = tokenize.render_plain_text(
-                get_string(fields, self.text_column, "text"), self.eos_token_id(tokenizer)
-            )
+            content = get_string(fields, self.text_column, "text")
+            text = tokenize.render_plain_text(content, self.eos_token_id(tokenizer))
         return [text._replace(values=(value,))]
 
-    def to_number(self, label: Any) -> float:
-        """What a label is in numbers."""
+    def label_value(self, label: Any) -> float:
+        """Number of a label."""
         if label is None:
-            raise UserError(f"{self.label_column}: is null, and a row needs its label: write it, or {SKIP_HINT}")
+            raise UserError(f"{self.label_column}: the label is null. {SKIP_HINT}")
         if isinstance(label, str):
             if label not in self.class_names:
-                raise UserError(f"{self.label_column}: {shortened(label)} {self.text_label_error}")
+                raise UserError(f"{self.label_column}: {quote_label(label)} {self.text_label_error}")
             return float(self.class_names.index(label))
         value = to_number(label, self.label_column)
         if self.class_names and value not in range(len(self.class_names)):
             raise UserError(
-                f"{self.label_column}: {label} counts none of the {len(self.class_names)} `class_names`, from 0 on"
+                f"{self.label_column}: must be an index into the {len(self.class_names)} `class_names`, got {label}"
             )
         return value
 
     @property
     def text_label_error(self) -> str:
-        """What is wrong with a label that is a text, and what to do."""
+        """Why a text is not a valid label, and what to do."""
         if self.class_names:
-            return f"is none of the `class_names`: {', '.join(self.class_names)}"
-        return (
-            "needs `class_names`, the names of all (loss=classification), as it is text; a value is a number, unquoted"
-        )
+            return f"is not one of `class_names`: {', '.join(self.class_names)}"
+        return "is text. Set `class_names` (loss=classification), or remove the quotes of a number"
 
 
-def shortened(text: str) -> str:
-    """A text as it is quoted in a message."""
-    return repr(text if len(text) <= LONGEST else f"{text[:LONGEST]}..")
+def quote_label(text: str) -> str:
+    """Quote a label for a message, shortened."""
+    return repr(text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..")
 
 
 @dataclass(frozen=True)
 class StepwiseDataset(EosTokenMixin, ChatTemplateMixin, LabeledBase):
-    """A prompt and the steps of an answer to it, each with a label that stands at its last token: texts, in a row.
+    """A prompt and the steps of an answer, each with a label at its last token.
 
-    A prompt may also be a list of messages, which the chat template writes: then the steps are what the assistant says
-    next. No token is put behind the last step.
+    The prompt is text, or a list of messages that the chat template renders; the steps then continue the assistant
+    turn. No EOS token follows the last step.
     """
 
     kind: ClassVar[str] = "stepwise"
-    prompt_column: str = "prompt"  # the column: a text, or a list of messages
-    completions_column: str = "completions"  # the column: a list of texts
-    labels_column: str = "labels"  # the column: a list of true or false, or of classes from 0 on
-    step_separator: str = "\n"  # what ends each step
+    prompt_column: str = "prompt"  # Column of the prompt: text, or a list of messages
+    completions_column: str = "completions"  # Column of the steps: a list of texts
+    labels_column: str = "labels"  # Column of the labels: a list of true or false, or of class indices
+    step_separator: str = "\n"  # Text after each step
 
     def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         return self.with_chat_template(tokenizer)
@@ -120,42 +116,45 @@ class StepwiseDataset(EosTokenMixin, ChatTemplateMixin, LabeledBase):
         return f"steps with labels (columns {self.completions_column!r}, {self.labels_column!r})"
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        steps, labels = (
-            get_column(fields, self.completions_column, "completions"),
-            get_column(fields, self.labels_column, "labels"),
-        )
-        values, said = self.step_labels(steps, labels), "".join(step + self.step_separator for step in steps)
-        found = self.render_answer(tokenizer, fields, said)
-        ends = [*accumulate((len(step + self.step_separator) for step in steps), initial=len(found.text) - len(said))]
-        return [found._replace(learnt=[*pairwise(ends)], signs=found.doc_flags | DocFlags.STEPWISE, values=values)]
+        steps = get_column(fields, self.completions_column, "completions")
+        labels = get_column(fields, self.labels_column, "labels")
+        values, answer = self.step_labels(steps, labels), "".join(step + self.step_separator for step in steps)
+        text = self.render_answer(tokenizer, fields, answer)
+        lengths = (len(step + self.step_separator) for step in steps)
+        ends = [*accumulate(lengths, initial=len(text.text) - len(answer))]
+        flags = text.doc_flags | DocFlags.STEPWISE
+        return [text._replace(target_spans=[*pairwise(ends)], doc_flags=flags, values=values)]
 
-    def render_answer(self, tokenizer: Tokenizer, fields: Fields, said: str) -> MaskedText:
-        """The prompt of a row, and behind it the answer as it is."""
+    def render_answer(self, tokenizer: Tokenizer, fields: Fields, answer: str) -> MaskedText:
+        """Render the prompt of a row, followed by the unchanged answer."""
         prompt = parse_json_cell(get_column(fields, self.prompt_column, "prompt"))
         if isinstance(prompt, str):
-            return tokenize.render_plain_text(prompt + said, self.eos_token_id(tokenizer))
+            return tokenize.render_plain_text(prompt + answer, self.eos_token_id(tokenizer))
         if not isinstance(prompt, list):
-            raise UserError(f"{self.prompt_column}: want a string or a list of messages, this is {json_type(prompt)}")
-        found = converters.join_prompt(prompt, said, fields.get("tools"), (self.prompt_column, self.completions_column))
-        if [message["role"] for message in found.messages[-2:]] == ["assistant"] * 2:
+            raise UserError(f"{self.prompt_column}: must be text or a list of messages, got {json_type(prompt)}")
+        columns = self.prompt_column, self.completions_column
+        conversation = converters.join_prompt(prompt, answer, fields.get("tools"), columns)
+        if [message["role"] for message in conversation.messages[-2:]] == ["assistant"] * 2:
             raise UserError(
-                f"{self.prompt_column}: ends with an assistant message: what it says is the first of the steps"
+                f"{self.prompt_column}: must not end with an assistant message. Make it the first of the steps"
             )
-        return tokenize.render_prompt(tokenizer, found)
+        return tokenize.render_prompt(tokenizer, conversation)
 
     def step_labels(self, steps: Any, labels: Any) -> tuple[float, ...]:
-        """The labels of steps, in numbers."""
+        """Numbers of the labels of all steps."""
         if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step for step in steps):
-            raise UserError(f"{self.completions_column}: want a list of texts, none of them empty")
+            raise UserError(f"{self.completions_column}: must be a list of non-empty texts")
         if not isinstance(labels, list) or len(labels) != len(steps):
             count = len(labels) if isinstance(labels, list) else json_type(labels)
-            raise UserError(f"{self.labels_column}: want a list of {len(steps)}, one for each step, this is {count}")
+            raise UserError(f"{self.labels_column}: must be a list of {len(steps)} labels, one per step, got {count}")
         values = tuple(to_number(label, self.labels_column) for label in labels)
-        if wrong := [value for value in values if value < 0 or value != int(value)]:
-            raise UserError(f"{self.labels_column}: want true or false, or classes from 0 on, not {wrong[0]:g}")
+        if invalid := [value for value in values if value < 0 or value != int(value)]:
+            raise UserError(f"{self.labels_column}: must be true, false, or class indices, got {invalid[0]:g}")
         return values
 
     def limit_length(self, text: MaskedText, document: Document) -> list[Document]:
         if document.loss_mask[1:].sum() < len(text.values):
-            raise UserError("two steps end in one token, or the first token ends one: name another `step_separator`")
+            raise UserError(
+                "two steps end in the same token, or the first token ends a step. Set another `step_separator`"
+            )
         return super().limit_length(text, document)

@@ -1,7 +1,7 @@
-"""Faults that tokenised rows show: each check looks at all rows by numpy and tells what it finds in a line.
+"""Data checks on tokenized rows: each check looks at all rows of a dataset and yields findings.
 
-`wrong`: nothing useful can come of training on it, so it does not begin. `doubtful`: seldom meant. `note`: it may be
-good to know.
+Severities: `wrong` stops a run before training, because training on the rows is useless; `doubtful` is rarely intended;
+`note` is for information.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,48 +18,48 @@ from tunekit.data.tokenizer import Tokenizer
 
 Severity = Literal["wrong", "doubtful", "note"]
 SEVERITIES: tuple[Severity, ...] = ("wrong", "doubtful", "note")
-SHOWN = 3  # rows that a finding names
-# What is said of several rows, and of one.
-ONE = {"are": "is", "ask": "asks", "begin": "begins", "do": "does", "have": "has", "hold": "holds", "say": "says"}
-ONE |= {"copies": "a copy"}
-COPY = "take them out, or they weigh more than others: {} is {} again"
+MAX_LISTED = 3  # rows that a finding names
+# Words of a message about several rows, and about one row.
+SINGULAR = {"are": "is", "ask": "asks", "begin": "begins", "do": "does", "have": "has", "contain": "contains"}
+SINGULAR |= {"copies": "a copy"}
+DUPLICATE_HINT = "Remove them: repeated rows have a higher weight. {} is a copy of {}"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault: how bad it is, a word for programs, what was found where, and how to mend it."""
+    """One problem: its severity, its kind for programs, a message, and a hint how to fix it."""
 
     severity: Severity
     kind: str
-    config_key: str  # the config's key: data, validation
+    config_key: str  # data or eval_data
     message: str
     hint: str
     count: int = 0
     fraction: float = 0.0
-    documents: tuple[int, ...] = ()  # the first documents
+    documents: tuple[int, ...] = ()  # the first ones
     row_locations: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        places = (
-            f" ({', '.join(self.row_locations)}{', ..' if self.count > len(self.row_locations) else ''})"
-            if self.row_locations
-            else ""
-        )
-        return f"{self.config_key}: {self.message}{places}; {self.hint}"
+        listed = ", ".join(self.row_locations) + (", .." if self.count > len(self.row_locations) else "")
+        rows = f" ({listed})" if self.row_locations else ""
+        return f"{self.config_key}: {self.message}{rows}. {self.hint}."
 
 
 @dataclass(frozen=True)
 class RewardTarget:
-    """What a head learns that scores, and no words: pairs or labels, which may be so many classes."""
+    """Target of a model with a score head: pairs, or labels with `num_labels` classes (None: not classes)."""
 
     kind: Literal["pairs", "labels"]
-    num_labels: int | None = None  # that the config names by their number
+    num_labels: int | None = None
 
 
 @dataclass(frozen=True)
 class CheckContext:
-    """What is done with rows. `limit`: the most tokens of one; `packed` (rows,): how many documents share each row;
-    `scored`: by a head that does, or else words are learnt."""
+    """How the rows are used.
+
+    `max_length` is the maximum tokens of a row, `docs_per_packed_row` (rows,) the number of documents of each packed
+    row. `reward_target` is None for language models.
+    """
 
     max_length: int
     vocab_size: int | None = None
@@ -70,373 +70,400 @@ class CheckContext:
 
 
 class CheckTarget:
-    """All documents that one key of a config stands for, measured; several `parts` if it is a mix."""
+    """Documents of one config key, with their statistics. A mixture has several `datasets`."""
 
-    def __init__(self, part: str, parts: Sequence[TokenizedDataset], tokenizer: Tokenizer, use: CheckContext) -> None:
-        self.part, self.parts, self.tokenizer, self.use = part, parts, tokenizer, use
-        self.measured: RowStats = measure_rows(parts, tokenizer, use.max_length)
-        self.lengths, self.whole, self.signs = (
-            np.concatenate([vars(documents)[name] for documents in parts]) for name in ("lengths", "whole", "signs")
+    def __init__(
+        self, config_key: str, datasets: Sequence[TokenizedDataset], tokenizer: Tokenizer, context: CheckContext
+    ) -> None:
+        self.config_key, self.datasets, self.tokenizer, self.context = config_key, datasets, tokenizer, context
+        self.stats: RowStats = measure_rows(datasets, tokenizer, context.max_length)
+        self.lengths, self.full_lengths, self.doc_flags = (
+            np.concatenate([vars(dataset)[name] for dataset in datasets])
+            for name in ("lengths", "full_lengths", "doc_flags")
         )
-        self.cut = self.lengths < self.whole
-        self.prints = self.measured.token_hash + self.cut  # what is cut is none of those that end there
-        self.firsts = np.cumsum([0, *map(len, parts)])
-        # A row may go on in further documents, which do not begin as rows do, and a stream may pass it again.
-        self.places = np.concatenate([places(documents, part) for part, documents in enumerate(parts)], axis=1)
-        self.begins = np.append(True, (self.places[:, 1:] != self.places[:, :-1]).any(axis=0))
-        self.row_of = np.cumsum(self.begins) - 1  # of each document
+        self.is_truncated = self.lengths < self.full_lengths
+        self.hashes = self.stats.token_hash + self.is_truncated  # a truncated document equals no complete one
+        self.starts = np.cumsum([0, *map(len, datasets)])
+        # A row may have several documents, not all of which are its start, and a stream may contain a row twice.
+        self.row_ids = np.concatenate([row_ids(dataset, i) for i, dataset in enumerate(datasets)], axis=1)
+        self.starts_row = np.append(True, (self.row_ids[:, 1:] != self.row_ids[:, :-1]).any(axis=0))
+        self.row_indices = np.cumsum(self.starts_row) - 1  # of each document
 
     def __len__(self) -> int:
-        """Rows, each of one document or of several that follow each other."""
-        return int(self.row_of[-1]) + 1
+        """Number of rows, each of one or more adjacent documents."""
+        return int(self.row_indices[-1]) + 1
 
-    def locate(self, row: int) -> tuple[TokenizedDataset, int]:
-        """The documents that hold a row, and its number there."""
-        part = int(np.searchsorted(self.firsts, row, side="right")) - 1
-        return self.parts[part], row - int(self.firsts[part])
+    def locate(self, document: int) -> tuple[TokenizedDataset, int]:
+        """Dataset of a document, and the index of the document in it."""
+        dataset = int(np.searchsorted(self.starts, document, side="right")) - 1
+        return self.datasets[dataset], document - int(self.starts[dataset])
 
-    def row_location(self, row: int) -> str:
-        documents, number = self.locate(row)
-        return documents.row_location(number)
+    def row_location(self, document: int) -> str:
+        """File and row of a document."""
+        dataset, index = self.locate(document)
+        return dataset.row_location(index)
 
-    def check_rows(self, severity: Severity, kind: str, rows: np.ndarray, says: str, mend: str) -> Iterator[Finding]:
-        """One, if the mask `rows` (documents,) holds any; for `{rows}` in what it says, see `worded`."""
-        documents = np.flatnonzero(rows)
+    def report_rows(
+        self, severity: Severity, kind: str, mask: np.ndarray, message: str, hint: str
+    ) -> Iterator[Finding]:
+        """Yield a finding if `mask` (documents,) selects any document. `message` is a template of `format_message`."""
+        documents = np.flatnonzero(mask)
         if len(documents):
-            _, firsts = np.unique(self.row_of[documents], return_index=True)
-            count, first = len(firsts), tuple(documents[firsts[:SHOWN]].tolist())
-            told, places = worded(says, count, len(self)), tuple(self.row_location(row) for row in first)
-            yield Finding(severity, kind, self.part, told, mend, count, count / len(self), first, places)
+            _, first_indices = np.unique(self.row_indices[documents], return_index=True)
+            count, first = len(first_indices), tuple(documents[first_indices[:MAX_LISTED]].tolist())
+            text = format_message(message, count, len(self))
+            locations = tuple(self.row_location(document) for document in first)
+            yield Finding(severity, kind, self.config_key, text, hint, count, count / len(self), first, locations)
 
-    def finding(self, severity: Severity, kind: str, says: str, mend: str) -> Finding:
-        """About all rows."""
-        return Finding(severity, kind, self.part, says, mend)
-
-
-def places(documents: TokenizedDataset, part: int) -> np.ndarray:
-    """Numbers that are equal for documents of one row (3, documents)."""
-    names, numbers = (documents.flat.columns[name].astype(np.int64) for name in ("names", "numbers"))
-    return np.stack([np.full(len(names), part), names, numbers])
+    def report(self, severity: Severity, kind: str, message: str, hint: str) -> Finding:
+        """Finding about the dataset, without rows."""
+        return Finding(severity, kind, self.config_key, message, hint)
 
 
-def worded(says: str, count: int, total: int) -> str:
-    """A sentence with how many `{rows}` it is about, and `{have}` or another of `ONE` as it is said of so many."""
-    for several, one in ONE.items():
-        says = says.replace(f"{{{several}}}", one if count == 1 else several)
-    return says.replace("{rows}", amount(count, total))
+def row_ids(dataset: TokenizedDataset, index: int) -> np.ndarray:
+    """Numbers that identify the row of each document (3, documents): dataset, file, and row number."""
+    files, numbers = (dataset.flat.columns[name].astype(np.int64) for name in ("file_ids", "row_numbers"))
+    return np.stack([np.full(len(files), index), files, numbers])
 
 
-def amount(count: int, total: int) -> str:
-    """How many rows of all."""
+def format_message(template: str, count: int, total: int) -> str:
+    """Insert the number of `{rows}` into a message, and `{have}` or another word of SINGULAR in its form."""
+    for plural, singular in SINGULAR.items():
+        template = template.replace(f"{{{plural}}}", singular if count == 1 else plural)
+    return template.replace("{rows}", format_row_count(count, total))
+
+
+def format_row_count(count: int, total: int) -> str:
+    """Format a number of rows: `3 of 40 rows (7.5%)`."""
     if count == total:
         return "the only row" if total == 1 else f"all {total:,} rows"
     return f"{count:,} of {total:,} rows ({format_percent(count / total)})"
 
 
-def format_percent(share: float) -> str:
-    """A share with two digits that tell, never rounded to nothing or to all."""
-    return f"{share:.0%}" if 0.1 <= share < 0.995 or share in (0, 1) else f"{share:.1%}" if share > 0.001 else "< 0.1%"
+def format_percent(fraction: float) -> str:
+    """Format a fraction with two significant digits, never rounded to 0% or 100%."""
+    if 0.1 <= fraction < 0.995 or fraction in (0, 1):
+        return f"{fraction:.0%}"
+    return f"{fraction:.1%}" if fraction > 0.001 else "< 0.1%"
 
 
-def nothing_learnt(of: CheckTarget) -> Iterator[Finding]:
-    rows = of.measured.targets == 0
-    if rows.all():
-        yield from of.check_rows("wrong", "nothing learnt", rows, "nothing is learnt in {rows}", "see `train_on`")
-    yield from of.check_rows(
-        "doubtful",
-        "nothing learnt",
-        rows & ~rows.all(),
-        "nothing is learnt in {rows}",
-        "take them out, or see `train_on`",
+def find_rows_without_targets(target: CheckTarget) -> Iterator[Finding]:
+    mask, message = target.stats.targets == 0, "{rows} {have} no target tokens"
+    if mask.all():
+        yield from target.report_rows("wrong", "no target tokens", mask, message, "Change `train_on`")
+    hint = "Remove them, or change `train_on`"
+    yield from target.report_rows("doubtful", "no target tokens", mask & ~mask.all(), message, hint)
+
+
+def find_tokens_beyond_vocab(target: CheckTarget) -> Iterator[Finding]:
+    vocab_size = target.context.vocab_size
+    if vocab_size is not None:
+        max_token = int(target.stats.max_token.max())
+        message = f"{{rows}} {{contain}} tokens without an embedding: token id {max_token}, vocabulary of {vocab_size}"
+        mask = target.stats.max_token >= vocab_size
+        yield from target.report_rows("wrong", "vocabulary", mask, message, "Use the tokenizer of this model")
+
+
+def find_missing_end_tokens(target: CheckTarget) -> Iterator[Finding]:
+    """Answers whose end token is not a target. Ignores plain text and truncated answers."""
+    stats, has_turns = target.stats, target.stats.complete_turns > 0
+    is_missing = (stats.turns_with_end < stats.complete_turns) | (target.doc_flags & DocFlags.MISSING_END_TOKEN > 0)
+    all_missing = bool(has_turns.any()) and not stats.turns_with_end.any()
+    message = "no answer has an end token as target" if all_missing else "answers of {rows} have no end token as target"
+    message += ": the model is not trained to stop"
+    hint = "End turns with a special token in the chat template, or set another `chat_template`"
+    severity: Severity = "wrong" if all_missing else "doubtful"
+    yield from target.report_rows(
+        severity, "terminators", is_missing & (has_turns | (stats.targets > 0)), message, hint
     )
 
 
-def beyond_vocabulary(of: CheckTarget) -> Iterator[Finding]:
-    if of.use.vocab_size is not None:
-        highest = int(of.measured.max_token.max())
-        text = f"{{rows}} {{hold}} tokens that the model has no embedding for: {highest}, it knows {of.use.vocab_size}"
-        rows = of.measured.max_token >= of.use.vocab_size
-        yield from of.check_rows("wrong", "vocabulary", rows, text, "this tokenizer is another model's")
+def find_unknown_stop_tokens(target: CheckTarget) -> Iterator[Finding]:
+    """Last answers whose end token does not stop generation."""
+    last_token, tokenizer = target.stats.last_token, target.tokenizer
+    is_special = np.isin(last_token, list(tokenizer.special_ids))
+    mask = (last_token >= 0) & is_special & ~np.isin(last_token, list(tokenizer.stops))
+    if mask.mean() >= 0.5:
+        special_ids = tokenizer.special_ids
+        ends = " and ".join(special_ids[token] for token in sorted(set(last_token[mask].tolist()))[:3])
+        stops = ", ".join(sorted(special_ids[token] for token in tokenizer.stops if token in special_ids))
+        message = f"answers of {{rows}} end with {ends}, but generation stops only at {stops or 'no token'}"
+        hint = "Add its id to `eos_token_id` in generation_config.json"
+        yield from target.report_rows("doubtful", "stops", mask, message, hint)
 
 
-def terminators(of: CheckTarget) -> Iterator[Finding]:
-    """Answers whose end is not learnt. Of text, and of what is cut, nothing can be said."""
-    seen, turns = of.measured, of.measured.complete_turns > 0
-    unended = (seen.turns_with_end < seen.complete_turns) | (of.signs & DocFlags.MISSING_END_TOKEN > 0)
-    never = bool(turns.any()) and not seen.turns_with_end.any()
-    says = "the end of no answer is learnt" if never else "answers of {rows} are learnt without their end"
-    says += ": the model is not taught to stop"
-    mend = "end turns with a special token in the chat template, or name another `chat_template`"
-    yield from of.check_rows(
-        "wrong" if never else "doubtful", "terminators", unended & (turns | (seen.targets > 0)), says, mend
-    )
+def find_empty_answers(target: CheckTarget) -> Iterator[Finding]:
+    kind = None if target.context.reward_target is None else target.context.reward_target.kind
+    if kind == "labels":
+        return  # a labeled text need not be an answer
+    is_end_only = (target.stats.targets == 1) & (target.stats.turns_with_end == 1)
+    mask = target.starts_row & is_end_only | (target.doc_flags & DocFlags.EMPTY_TURN > 0)
+    has_preferences = bool((target.doc_flags & (DocFlags.DESIRABLE | DocFlags.UNDESIRABLE)).any())
+    is_preference = kind == "pairs" or has_preferences
+    effect = "the model may only learn to prefer or avoid them" if is_preference else "the model learns to stop at once"
+    message = f"{{rows}} {{have}} an empty answer: {effect}"
+    yield from target.report_rows("doubtful", "empty answers", mask, message, "Remove them")
 
 
-def stops(of: CheckTarget) -> Iterator[Finding]:
-    """Last answers that end with a token at which generation does not stop."""
-    last, tokenizer = of.measured.last_token, of.tokenizer
-    rows = (last >= 0) & np.isin(last, list(tokenizer.special_ids)) & ~np.isin(last, list(tokenizer.stops))
-    if rows.mean() >= 0.5:
-        ends = " and ".join(tokenizer.special_ids[token] for token in sorted(set(last[rows].tolist()))[:3])
-        stop = ", ".join(
-            sorted(tokenizer.special_ids[token] for token in tokenizer.stops if token in tokenizer.special_ids)
+def find_truncated_answers(target: CheckTarget) -> Iterator[Finding]:
+    mask = target.stats.end_missing & (target.lengths < target.full_lengths)
+    severity: Severity = "doubtful" if mask.mean() >= 0.01 else "note"
+    message = f"answers of {{rows}} are truncated to {target.context.max_length:,} tokens, without their end token"
+    hint = "Raise `max_length`, or set `excess_length_strategy: drop`"
+    yield from target.report_rows(severity, "truncated answers", mask, message, hint)
+
+
+def find_dropped_rows(target: CheckTarget) -> Iterator[Finding]:
+    for summary in (dataset.summary for dataset in target.datasets):
+        num_rows = summary.rows - summary.filtered - summary.skipped
+        if summary.dropped and summary.dropped >= 0.1 * num_rows:
+            limit = f"{target.context.max_length:,} tokens"
+            message = f"{{rows}} {{are}} longer than {limit} and dropped (`excess_length_strategy`)"
+            text = format_message(message, summary.dropped, num_rows)
+            hint = "Raise `max_length`, or set `excess_length_strategy: truncate`"
+            fraction = summary.dropped / num_rows
+            yield Finding("doubtful", "dropped rows", target.config_key, text, hint, summary.dropped, fraction)
+
+
+def find_low_target_fraction(target: CheckTarget) -> Iterator[Finding]:
+    fraction = float(target.stats.targets.sum()) / max(int(target.lengths.sum()), 1)
+    if 0 < fraction < 0.01:
+        message = f"only {fraction:.2%} of all tokens are target tokens"
+        yield target.report(
+            "doubtful", "target fraction", message, "Shorten the prompts: they take most of the compute"
         )
-        says = f"answers of {{rows}} end with {ends}, and generation stops only at {stop or 'no token'}"
-        mend = "add its id to `eos_token_id` in generation_config.json"
-        yield from of.check_rows("doubtful", "stops", rows, says, mend)
 
 
-def empty_answers(of: CheckTarget) -> Iterator[Finding]:
-    scored = None if of.use.reward_target is None else of.use.reward_target.kind
-    if scored == "labels":
-        return  # a text may be one that answers nothing
-    rows = of.begins & (of.measured.targets == 1) & (of.measured.turns_with_end == 1) | (
-        of.signs & DocFlags.EMPTY_TURN > 0
-    )
-    judged = scored == "pairs" or bool((of.signs & (DocFlags.DESIRABLE | DocFlags.UNDESIRABLE)).any())
-    taught = "that one is empty may be all that is learnt" if judged else "the model is taught to end at once"
-    says = f"{{rows}} {{have}} an empty answer: {taught}"
-    yield from of.check_rows("doubtful", "empty answers", rows, says, "take them out")
-
-
-def cut_answers(of: CheckTarget) -> Iterator[Finding]:
-    rows = of.measured.end_missing & (of.lengths < of.whole)
-    severity: Severity = "doubtful" if rows.mean() >= 0.01 else "note"
-    says = f"answers of {{rows}} are cut at {of.use.max_length:,} tokens, and their end is not learnt"
-    yield from of.check_rows(
-        severity, "cut answers", rows, says, "raise `max_length`, or `excess_length_strategy: drop`"
-    )
-
-
-def dropped_rows(of: CheckTarget) -> Iterator[Finding]:
-    for made in (documents.prepared for documents in of.parts):
-        rows = made.rows - made.filtered - made.skipped
-        if made.dropped and made.dropped >= 0.1 * rows:
-            says = f"{{rows}} {{are}} longer than {of.use.max_length:,} tokens, and dropped as `excess_length_strategy` says"
-            told, mend = worded(says, made.dropped, rows), "raise `max_length`, or `excess_length_strategy: truncate`"
-            yield Finding("doubtful", "dropped rows", of.part, told, mend, made.dropped, made.dropped / rows)
-
-
-def learnt_share(of: CheckTarget) -> Iterator[Finding]:
-    share = float(of.measured.targets.sum()) / max(int(of.lengths.sum()), 1)
-    if 0 < share < 0.01:
-        says = f"only {share:.2%} of all tokens are learnt"
-        yield of.finding("doubtful", "learnt share", says, "most of the time goes into reading: shorten the context")
-
-
-def duplicates(of: CheckTarget) -> Iterator[Finding]:
-    """Rows that are there again, apart from those that are cut: nobody knows here what these were."""
-    _, firsts, which = np.unique(of.prints, return_index=True, return_inverse=True)
-    again, begins = (of.places != of.places[:, firsts[which]]).any(axis=0), np.flatnonzero(of.begins)
-    rows = np.logical_and.reduceat(again, begins)[of.row_of]  # all documents of a row, or none
-    cut = np.logical_or.reduceat(of.cut, begins)[of.row_of]
-    alike = f"{{rows}} {{are}} like earlier ones once cut at {of.use.max_length:,} tokens"
-    for kind, found, says, mend in (
-        ("duplicates", rows & ~cut, "{rows} {are} {copies} of earlier ones", COPY),
-        ("alike once cut", rows & cut, alike, "raise `max_length`: {} begins as {} does"),
+def find_duplicates(target: CheckTarget) -> Iterator[Finding]:
+    """Duplicate rows; separately those that are truncated, whose full texts may differ."""
+    _, firsts, inverse = np.unique(target.hashes, return_index=True, return_inverse=True)
+    is_repeated = (target.row_ids != target.row_ids[:, firsts[inverse]]).any(axis=0)
+    row_starts = np.flatnonzero(target.starts_row)
+    # A row is a duplicate if all of its documents are.
+    is_duplicate = np.logical_and.reduceat(is_repeated, row_starts)[target.row_indices]
+    is_truncated = np.logical_or.reduceat(target.is_truncated, row_starts)[target.row_indices]
+    truncated_message = f"{{rows}} {{are}} equal to earlier ones when truncated to {target.context.max_length:,} tokens"
+    truncated_hint = "Raise `max_length`: {} begins like {}"
+    for kind, mask, message, hint in (
+        ("duplicates", is_duplicate & ~is_truncated, "{rows} {are} {copies} of earlier ones", DUPLICATE_HINT),
+        ("truncated duplicates", is_duplicate & is_truncated, truncated_message, truncated_hint),
     ):
-        if found.any():
-            severity: Severity = "doubtful" if found.mean() >= 0.05 else "note"
-            row = int(found.argmax())
-            mend = mend.format(of.row_location(row), of.row_location(int(firsts[which[row]])))
-            yield from of.check_rows(severity, kind, found, says, mend)
+        if mask.any():
+            severity: Severity = "doubtful" if mask.mean() >= 0.05 else "note"
+            document = int(mask.argmax())
+            original = int(firsts[inverse[document]])
+            locations = target.row_location(document), target.row_location(original)
+            yield from target.report_rows(severity, kind, mask, message, hint.format(*locations))
 
 
-def constant_answers(of: CheckTarget) -> Iterator[Finding]:
-    answered = ~of.measured.all_targets & (of.measured.targets > 1) & ~of.measured.end_missing
-    if answered.sum() >= 10:
-        prints, counts = np.unique(of.measured.answer_hash[answered], return_counts=True)
-        share = counts.max() / answered.sum()
-        rows = answered & (of.measured.answer_hash == prints[counts.argmax()]) & (share >= 0.5)
-        severity: Severity = "doubtful" if share >= 0.8 else "note"
-        yield from of.check_rows(severity, "constant answers", rows, "{rows} {have} the same answer", "is that meant?")
+def find_constant_answers(target: CheckTarget) -> Iterator[Finding]:
+    has_answer = ~target.stats.all_targets & (target.stats.targets > 1) & ~target.stats.end_missing
+    if has_answer.sum() >= 10:
+        hashes, counts = np.unique(target.stats.answer_hash[has_answer], return_counts=True)
+        fraction = counts.max() / has_answer.sum()
+        mask = has_answer & (target.stats.answer_hash == hashes[counts.argmax()]) & (fraction >= 0.5)
+        severity: Severity = "doubtful" if fraction >= 0.8 else "note"
+        message, hint = "{rows} {have} the same answer", "Check that this is intended"
+        yield from target.report_rows(severity, "constant answers", mask, message, hint)
 
 
-def labels(of: CheckTarget) -> tuple[np.ndarray, np.ndarray]:
-    """The labels of rows or of their steps, ascending, and how often each stands there."""
-    if of.use.reward_target is None or of.use.reward_target.kind != "labels":
+def count_labels(target: CheckTarget) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct labels of the rows or of their steps, ascending, and their counts."""
+    if target.context.reward_target is None or target.context.reward_target.kind != "labels":
         return np.empty(0), np.empty(0, int)
-    return np.unique(np.concatenate([np.asarray(documents.values) for documents in of.parts]), return_counts=True)
+    labels = np.concatenate([np.asarray(dataset.values) for dataset in target.datasets])
+    return np.unique(labels, return_counts=True)
 
 
-def constant_labels(of: CheckTarget) -> Iterator[Finding]:
-    values, counts = labels(of)
+def find_constant_labels(target: CheckTarget) -> Iterator[Finding]:
+    values, counts = count_labels(target)
     if counts.sum() >= 10:
-        share = float(counts.max() / counts.sum())
-        if share >= 0.95:
-            severity: Severity = "wrong" if share == 1 else "doubtful"
-            says = (
-                f"{format_percent(share)} of the labels are {values[counts.argmax()]:g}: there is little to tell apart"
-            )
-            yield of.finding(severity, "constant labels", says, "is that meant?")
+        fraction = float(counts.max() / counts.sum())
+        if fraction >= 0.95:
+            severity: Severity = "wrong" if fraction == 1 else "doubtful"
+            message = f"{format_percent(fraction)} of the labels are {values[counts.argmax()]:g}"
+            yield target.report(severity, "constant labels", message, "Check that this is intended")
 
 
-def absent_classes(of: CheckTarget) -> Iterator[Finding]:
-    classes = (of.use.reward_target and of.use.reward_target.num_labels) or 0
-    values, _ = labels(of)
-    absent = np.setdiff1d(np.arange(classes), values).astype(int).tolist()
-    if absent and len(values) > 1:  # the same label everywhere is told as that
-        enough = max(int(values.max()) + 1, 2)
-        names = ", ".join(map(str, absent[:SHOWN])) + ", .." * (len(absent) > SHOWN)
-        says = f"no row has the label {names}: {len(absent)} of {classes} classes (`loss.num_labels`) cannot be learnt"
-        mend = "is that meant?" if enough > absent[-1] else f"is that meant? loss.num_labels={enough} would do"
-        yield of.finding("doubtful", "absent classes", says, mend)
+def find_absent_classes(target: CheckTarget) -> Iterator[Finding]:
+    num_labels = (target.context.reward_target and target.context.reward_target.num_labels) or 0
+    values, _ = count_labels(target)
+    absent = np.setdiff1d(np.arange(num_labels), values).astype(int).tolist()
+    if absent and len(values) > 1:  # a single label is reported by `find_constant_labels`
+        required = max(int(values.max()) + 1, 2)
+        labels = ", ".join(map(str, absent[:MAX_LISTED])) + ", .." * (len(absent) > MAX_LISTED)
+        message = f"no row has the label {labels}: {len(absent)} of {num_labels} classes (`loss.num_labels`) are unused"
+        hint = "Check that this is intended" + ("" if required > absent[-1] else f", or set loss.num_labels={required}")
+        yield target.report("doubtful", "absent classes", message, hint)
 
 
-def cut_rows(of: CheckTarget) -> Iterator[Finding]:
-    rows = of.lengths < of.whole
-    severity: Severity = "doubtful" if rows.mean() >= 0.01 else "note"
-    says = f"{{rows}} {{are}} cut at {of.use.max_length:,} tokens, and scored without their end"
-    yield from of.check_rows(severity, "cut rows", rows, says, "raise `max_length`, or `excess_length_strategy: drop`")
+def find_truncated_rows(target: CheckTarget) -> Iterator[Finding]:
+    mask = target.lengths < target.full_lengths
+    severity: Severity = "doubtful" if mask.mean() >= 0.01 else "note"
+    message = f"{{rows}} {{are}} truncated to {target.context.max_length:,} tokens and scored without their end"
+    hint = "Raise `max_length`, or set `excess_length_strategy: drop`"
+    yield from target.report_rows(severity, "truncated rows", mask, message, hint)
 
 
-def short_rows(of: CheckTarget) -> Iterator[Finding]:
-    rows = of.begins & (of.lengths <= 2)
-    yield from of.check_rows("doubtful", "short", rows, "{rows} {have} only one or two tokens", "take them out")
+def find_short_rows(target: CheckTarget) -> Iterator[Finding]:
+    mask = target.starts_row & (target.lengths <= 2)
+    yield from target.report_rows("doubtful", "short", mask, "{rows} {have} only one or two tokens", "Remove them")
 
 
-def beginning(of: CheckTarget) -> Iterator[Finding]:
-    """Whether the token that the tokenizer puts before texts is there, once."""
-    twice, mark = of.measured.double_bos, of.tokenizer.names.get("bos_token", "")
-    says = f"{{rows}} {{begin}} with {mark} twice: the text holds it, and it is added"
-    mend = "take it out of the text or the chat template"
-    yield from of.check_rows("wrong" if twice.mean() >= 0.5 else "doubtful", "bos", twice, says, mend)
-    bare, lead = (of.tokenizer.encode_texts(["a"], special)[0][:1] for special in (False, True))
-    missing = of.begins & (of.measured.first_token != lead[0])
-    if lead != bare and missing.sum() >= 0.5 * of.begins.sum():
-        text = of.tokenizer.model.id_to_token(lead[0])
-        says = f"{{rows}} {{do}} not begin with {text}, which this tokenizer puts before a text"
-        yield from of.check_rows("doubtful", "bos", missing, says, "let the chat template write it")
+def find_bos_problems(target: CheckTarget) -> Iterator[Finding]:
+    """Rows with two BOS tokens, and a dataset without the BOS token that the tokenizer adds to texts."""
+    is_double, bos_text = target.stats.double_bos, target.tokenizer.names.get("bos_token", "")
+    message = f"{{rows}} {{begin}} with {bos_text} twice: the text contains it, and the tokenizer adds it"
+    severity: Severity = "wrong" if is_double.mean() >= 0.5 else "doubtful"
+    yield from target.report_rows(severity, "bos", is_double, message, "Remove it from the text or the chat template")
+    plain, with_bos = (target.tokenizer.encode_texts(["a"], special)[0][:1] for special in (False, True))
+    is_missing = target.starts_row & (target.stats.first_token != with_bos[0])
+    if with_bos != plain and is_missing.sum() >= 0.5 * target.starts_row.sum():
+        token = target.tokenizer.model.id_to_token(with_bos[0])
+        message = f"{{rows}} {{do}} not begin with {token}, which this tokenizer adds to the start of texts"
+        yield from target.report_rows("doubtful", "bos", is_missing, message, "Add it to the chat template")
 
 
-def unknown(of: CheckTarget) -> Iterator[Finding]:
-    rows, share = of.measured.num_unknown > 0, float(of.measured.num_unknown.sum()) / max(int(of.lengths.sum()), 1)
-    severity: Severity = "doubtful" if share >= 0.001 else "note"
-    says = f"{{rows}} {{hold}} what the tokenizer cannot write: {format_percent(share)} of all tokens are unknown"
-    yield from of.check_rows(severity, "unknown tokens", rows, says, "is it the tokenizer for this language?")
+def find_unknown_tokens(target: CheckTarget) -> Iterator[Finding]:
+    fraction = float(target.stats.num_unknown.sum()) / max(int(target.lengths.sum()), 1)
+    severity: Severity = "doubtful" if fraction >= 0.001 else "note"
+    message = f"{{rows}} {{contain}} text that the tokenizer cannot encode: {format_percent(fraction)} unknown tokens"
+    hint = "Check that the tokenizer supports this language"
+    yield from target.report_rows(severity, "unknown tokens", target.stats.num_unknown > 0, message, hint)
 
 
-SIGNS: dict[DocFlags, tuple[Severity, str, str, str]] = {
+FLAG_FINDINGS: dict[DocFlags, tuple[Severity, str, str, str]] = {
     DocFlags.SPECIAL_IN_TEXT: (
         "doubtful",
         "special tokens",
-        "what is said in {rows} holds the text of a special token, which becomes that token",
-        "take it out of the text",
+        "messages of {rows} contain the text of a special token, which becomes that token",
+        "Remove it from the text",
     ),
     DocFlags.PROMPT_TRAINED: (
         "doubtful",
-        "prompt learnt",
-        "the prompt of the answer is learnt in {rows}",
-        "begin the {% generation %} block of the template behind it",
+        "prompt in targets",
+        "the prompt of the answer is part of the target tokens in {rows}",
+        "Start the {% generation %} block of the chat template after it",
     ),
     DocFlags.TOOLS_NOT_RENDERED: (
         "doubtful",
         "tools unused",
-        "{rows} {have} tools or calls that the chat template does not write",
-        "name a `chat_template` that does, or take them out",
+        "{rows} {have} tools or calls that the chat template does not render",
+        "Set a `chat_template` that does, or remove them",
     ),
     DocFlags.REASONING_DROPPED: (
         "note",
         "reasoning dropped",
-        "the chat template leaves out reasoning of {rows}",
-        "if it is to be learnt, name a `chat_template` that writes it",
+        "the chat template drops reasoning of {rows}",
+        "To train on it, set a `chat_template` that renders it",
     ),
     DocFlags.CONTENT_LOST: (
         "doubtful",
         "content lost",
-        "the chat template does not write all that {rows} {say}",
-        "name a `chat_template` that does",
+        "the chat template does not render all message content of {rows}",
+        "Set a `chat_template` that does",
     ),
 }
 
 
-def signs(of: CheckTarget) -> Iterator[Finding]:
-    for sign, (severity, kind, says, mend) in SIGNS.items():
-        yield from of.check_rows(severity, kind, (of.signs & sign) > 0, says, mend)
+def find_flagged_rows(target: CheckTarget) -> Iterator[Finding]:
+    for flag, (severity, kind, message, hint) in FLAG_FINDINGS.items():
+        yield from target.report_rows(severity, kind, (target.doc_flags & flag) > 0, message, hint)
 
 
-def packing(of: CheckTarget) -> Iterator[Finding]:
-    packed = of.use.docs_per_packed_row
-    if packed is not None:
-        alone, filled = float((packed == 1).mean()), float(of.lengths.sum()) / (len(packed) * of.use.max_length)
-        if alone >= 0.9 and filled < 0.9:
-            rows, tokens = format_percent(alone), format_percent(filled)
-            says = f"{rows} of the packed rows hold one document, and {tokens} of them is filled"
-            yield of.finding("note", "packing", says, "most documents are too long to share: raise `max_length`")
+def find_poor_packing(target: CheckTarget) -> Iterator[Finding]:
+    num_docs = target.context.docs_per_packed_row
+    if num_docs is not None:
+        single_fraction = float((num_docs == 1).mean())
+        fill_ratio = float(target.lengths.sum()) / (len(num_docs) * target.context.max_length)
+        if single_fraction >= 0.9 and fill_ratio < 0.9:
+            single, fill = format_percent(single_fraction), format_percent(fill_ratio)
+            message = f"{single} of the packed rows have one document, and only {fill} of their tokens are used"
+            yield target.report("note", "packing", message, "Raise `max_length` so that documents can share rows")
 
 
-def warm_up(of: CheckTarget) -> Iterator[Finding]:
-    steps, warmup = of.use.num_steps, of.use.warmup_steps
-    if steps is not None and warmup is not None and warmup >= steps:
-        says = f"the run ends with step {steps:,}, before its warm-up of {warmup:,} steps"
-        yield of.finding("doubtful", "warm-up", says, "lower `lr_scheduler.warmup_steps`, or raise `epochs`")
+def find_long_warmup(target: CheckTarget) -> Iterator[Finding]:
+    num_steps, warmup_steps = target.context.num_steps, target.context.warmup_steps
+    if num_steps is not None and warmup_steps is not None and warmup_steps >= num_steps:
+        message = f"the warmup of {warmup_steps:,} steps does not end before the last step ({num_steps:,})"
+        yield target.report("doubtful", "warm-up", message, "Lower `lr_scheduler.warmup_steps`, or raise `epochs`")
 
 
-def tokens_named(of: CheckTarget) -> Iterator[Finding]:
-    if not of.tokenizer.stops:
-        says = "the tokenizer names no token that ends an answer"
-        yield of.finding("doubtful", "no end token", says, "name `eos_token` in tokenizer_config.json")
-    if of.tokenizer.special_token("pad_token") is None and of.tokenizer.eos is None:
-        says = f"the tokenizer names no token to pad with: {of.tokenizer.model.id_to_token(0)!r} is taken"
-        yield of.finding("note", "no pad token", says, "nothing of it is learnt or seen")
+def find_missing_special_tokens(target: CheckTarget) -> Iterator[Finding]:
+    tokenizer = target.tokenizer
+    if not tokenizer.stops:
+        message = "the tokenizer has no token that ends an answer"
+        yield target.report("doubtful", "no end token", message, "Set `eos_token` in tokenizer_config.json")
+    if tokenizer.special_token("pad_token") is None and tokenizer.eos is None:
+        message = f"the tokenizer has no padding token: {tokenizer.model.id_to_token(0)!r} is used"
+        yield target.report("note", "no pad token", message, "No action is needed: padding is not part of the loss")
 
 
-def overlap(data: CheckTarget, held: CheckTarget) -> Iterator[Finding]:
-    """Held-out rows that are learnt, and those whose prompt is."""
-    same = np.isin(held.prints, data.prints)
-    severity: Severity = "wrong" if (same & ~held.cut).mean() >= 0.5 else "doubtful"
-    says = "{rows} {are} in `data` too: what is measured on them says little"
-    mend = "take them out of one, or cut a `split` off"
-    yield from held.check_rows(severity, "overlap", same & ~held.cut, says, mend)
-    says = (
-        f"{{rows}} {{are}} like rows of `data` once cut at {held.use.max_length:,} tokens: what is measured says little"
-    )
-    mend = "raise `max_length`, or take them out of one"
-    yield from held.check_rows("doubtful", "overlap once cut", same & held.cut, says, mend)
-    prompts, counts = np.unique(data.measured.prompt_hash[data.measured.first_target > 0], return_counts=True)
-    own = prompts[counts <= max(10, len(data) // 200)]  # a prompt that begins many rows is not theirs
-    known = (
-        ~same & ~held.measured.all_targets & (held.measured.first_target > 0) & np.isin(held.measured.prompt_hash, own)
-    )
-    severity = "doubtful" if known.mean() >= 0.05 else "note"
-    says = "{rows} {ask} what a row of `data` asks, with another answer"
-    yield from held.check_rows(severity, "same prompts", known, says, "take them out of one, if answers are to be new")
+def find_overlap(train: CheckTarget, held_out: CheckTarget) -> Iterator[Finding]:
+    """Held-out rows that are in the training data, and those whose prompt is."""
+    is_same = np.isin(held_out.hashes, train.hashes)
+    severity: Severity = "wrong" if (is_same & ~held_out.is_truncated).mean() >= 0.5 else "doubtful"
+    message = "{rows} {are} also in `data`: their loss does not measure generalization"
+    hint = "Remove them from one of both, or use separate slices of a `split`"
+    yield from held_out.report_rows(severity, "overlap", is_same & ~held_out.is_truncated, message, hint)
+    limit = f"{held_out.context.max_length:,} tokens"
+    message = f"{{rows}} {{are}} equal to rows of `data` when truncated to {limit}: their loss may not be meaningful"
+    hint = "Raise `max_length`, or remove them from one of both"
+    yield from held_out.report_rows("doubtful", "truncated overlap", is_same & held_out.is_truncated, message, hint)
+    prompts, counts = np.unique(train.stats.prompt_hash[train.stats.first_target > 0], return_counts=True)
+    rare_prompts = prompts[counts <= max(10, len(train) // 200)]  # common prompts, such as instructions, are no overlap
+    has_prompt = ~held_out.stats.all_targets & (held_out.stats.first_target > 0)
+    same_prompt = ~is_same & has_prompt & np.isin(held_out.stats.prompt_hash, rare_prompts)
+    severity = "doubtful" if same_prompt.mean() >= 0.05 else "note"
+    message = "{rows} {have} the prompt of a row of `data`, with another answer"
+    hint = "Remove them from one of both if evaluation needs new prompts"
+    yield from held_out.report_rows(severity, "same prompts", same_prompt, message, hint)
 
 
 Check = Callable[[CheckTarget], Iterator[Finding]]
 CHECKS: tuple[Check, ...] = (
-    nothing_learnt,
-    beyond_vocabulary,
-    terminators,
-    beginning,
-    signs,
-    stops,
-    cut_answers,
-    dropped_rows,
-    empty_answers,
-    constant_answers,
-    duplicates,
-    short_rows,
-    learnt_share,
-    unknown,
-    packing,
-    warm_up,
+    find_rows_without_targets,
+    find_tokens_beyond_vocab,
+    find_missing_end_tokens,
+    find_bos_problems,
+    find_flagged_rows,
+    find_unknown_stop_tokens,
+    find_truncated_answers,
+    find_dropped_rows,
+    find_empty_answers,
+    find_constant_answers,
+    find_duplicates,
+    find_short_rows,
+    find_low_target_fraction,
+    find_unknown_tokens,
+    find_poor_packing,
+    find_long_warmup,
 )
-# Of a model that writes nothing.
-WRITING = {terminators, stops, cut_answers, constant_answers, learnt_share, tokens_named}
-SCORING: tuple[Check, ...] = (cut_rows, constant_labels)
+# Checks that only apply to models that generate text.
+GENERATION_CHECKS = {
+    find_missing_end_tokens,
+    find_unknown_stop_tokens,
+    find_truncated_answers,
+    find_constant_answers,
+    find_low_target_fraction,
+    find_missing_special_tokens,
+}
+REWARD_CHECKS: tuple[Check, ...] = (find_truncated_rows, find_constant_labels)
 
 
-def checks(of: CheckTarget, *more: Check) -> Iterator[Finding]:
-    """What all checks find that ask for what is done with these rows."""
-    scored = of.use.reward_target is not None
-    wanted = [*(one for one in (*CHECKS, *more) if not scored or one not in WRITING), *(SCORING if scored else ())]
-    return chain.from_iterable(check(of) for check in wanted)
+def run_checks(target: CheckTarget, *extra_checks: Check) -> Iterator[Finding]:
+    """Findings of all checks that apply to the use of the rows."""
+    if target.context.reward_target is None:
+        checks = [*CHECKS, *extra_checks]
+    else:
+        checks = [check for check in (*CHECKS, *extra_checks) if check not in GENERATION_CHECKS]
+        checks += REWARD_CHECKS
+    return chain.from_iterable(check(target) for check in checks)
 
 
-def run_data_checks(data: CheckTarget, held: CheckTarget | None = None) -> list[Finding]:
-    """All that is found, the worst first."""
-    found = [*checks(data, tokens_named, absent_classes)]
-    if held is not None:
-        found += [*checks(held), *overlap(data, held)]
-    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
+def run_data_checks(train: CheckTarget, held_out: CheckTarget | None = None) -> list[Finding]:
+    """All findings, the most severe first."""
+    findings = [*run_checks(train, find_missing_special_tokens, find_absent_classes)]
+    if held_out is not None:
+        findings += [*run_checks(held_out), *find_overlap(train, held_out)]
+    return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))

@@ -1,28 +1,33 @@
-"""Errors of a row: with its file and line, or with the line of a user's own transform."""
+"""Errors of a row, with its file and line, or with the line of user code."""
 
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from tunekit.data.readers.row_reader import Row
 from tunekit.errors import UserError
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-def blame(error: Exception, *choices: object) -> str | None:
-    """What went wrong in which line of a person's own file; None, if it went wrong elsewhere."""
-    modules = {cls.__module__ for choice in choices for cls in type(choice).__mro__}
-    own = {name for name in modules if name != "builtins" and not name.startswith("tunekit.")}
-    trace = traceback.walk_tb(error.__traceback__)
-    places = [(frame.f_code, line) for frame, line in trace if frame.f_globals["__name__"] in own]
-    if not places:
+
+def format_user_code_error(error: Exception, *configs: object) -> str | None:
+    """Format an exception with the line of user code that raised it; None if the code is not of a class of `configs`."""
+    modules = {cls.__module__ for config in configs for cls in type(config).__mro__}
+    user_modules = {name for name in modules if name != "builtins" and not name.startswith("tunekit.")}
+    frames = traceback.walk_tb(error.__traceback__)
+    positions = [(frame.f_code, line) for frame, line in frames if frame.f_globals["__name__"] in user_modules]
+    if not positions:
         return None
-    code, line = places[-1]
-    said = " ".join(traceback.format_exception_only(error)[-1].split())
-    return f"{Path(code.co_filename).name}:{line}: {said}"
+    code, line = positions[-1]
+    message = " ".join(traceback.format_exception_only(error)[-1].split())
+    return f"{Path(code.co_filename).name}:{line}: {message}"
 
 
-def with_row_location(row: Row, function, *arguments):
-    """Call a function; what it finds wrong is told with the row's file and line."""
+def with_row_location(row: Row, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function, and add the file and line of the row to a UserError."""
     try:
-        return function(*arguments)
+        return fn(*args, **kwargs)
     except UserError as error:
         raise UserError(f"{row.where}: {error}") from None

@@ -1,4 +1,4 @@
-"""From what a row is to text with learnt characters, and from there to documents of tokens."""
+"""Conversations and texts to masked text, and masked text to tokenized documents."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -12,6 +12,7 @@ from tunekit.data.chat_template.template_features import detect_features
 from tunekit.data.chat_template.template_warnings import find_doc_flags
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.token_cache import TokenizerEncoding
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
@@ -20,10 +21,10 @@ TrainOn = Literal["assistant", "last", "all", "per_message"] | tuple[Role, ...]
 
 
 class MaskedText(NamedTuple):
-    """Text and its learnt character spans.
+    """Text and the character spans of its target tokens.
 
-    `end`: the token behind it, if it is no template's text; then the tokenizer's own beginning stands before it too.
-    `values`: what is said of it in numbers; of steps that are judged, for each span one, and no token stands behind.
+    `end_token` is the EOS token of plain text, to which the tokenizer's BOS token is added as well; None for text that a
+    chat template has rendered. `values` are the label or margin, or one label for each span (stepwise, without EOS).
     """
 
     text: str
@@ -34,116 +35,119 @@ class MaskedText(NamedTuple):
 
     @property
     def is_stepwise(self) -> bool:
-        """Whether each span is a step with a value of its own."""
+        """Whether each span is a step with its own label."""
         return bool(self.doc_flags & DocFlags.STEPWISE)
 
     @property
     def is_continuable(self) -> bool:
-        """Whether it is text that is learnt from its first character on, and may go on in further rows."""
+        """Whether it is plain text without a prompt, whose windows need no context from the previous one."""
         return self.end_token is not None and self.target_spans[0][0] == 0
 
 
-def render_conversation(tokenizer: Tokenizer, talk: Conversation, learn: TrainOn) -> MaskedText:
-    """A conversation as the template writes it."""
-    turns = target_turns(talk, learn)
-    messages = detect_features(tokenizer.template(talk.tools), tokenizer).adapt_messages(talk.messages)
-    text, learnt, noticed = loss_mask.render_with_mask(
-        tokenizer, messages, talk.tools, "all" if learn == "all" else turns
-    )
-    return MaskedText(text, learnt, noticed | find_doc_flags(tokenizer, talk, text, turns))
+def render_conversation(tokenizer: Tokenizer, conversation: Conversation, train_on: TrainOn) -> MaskedText:
+    """Render a conversation with the chat template."""
+    turns, tools = target_turns(conversation, train_on), conversation.tools
+    messages = detect_features(tokenizer.template(tools), tokenizer).adapt_messages(conversation.messages)
+    targets = "all" if train_on == "all" else turns
+    text, target_spans, flags = loss_mask.render_with_mask(tokenizer, messages, tools, targets)
+    return MaskedText(text, target_spans, flags | find_doc_flags(tokenizer, conversation, text, turns))
 
 
-def render_prompt(tokenizer: Tokenizer, talk: Conversation) -> MaskedText:
-    """A conversation as the template writes it, up to where its last message is said: the turn does not end."""
-    messages = detect_features(tokenizer.template(talk.tools), tokenizer).adapt_messages(talk.messages)
-    said = talk.messages[-1]["content"]
-    text = loss_mask.text_before_last_message(tokenizer, messages, talk.tools, said) + said
+def render_prompt(tokenizer: Tokenizer, conversation: Conversation) -> MaskedText:
+    """Render a conversation up to the end of its last message, without the end of the turn."""
+    template = tokenizer.template(conversation.tools)
+    messages = detect_features(template, tokenizer).adapt_messages(conversation.messages)
+    content = conversation.messages[-1]["content"]
+    text = loss_mask.text_before_last_message(tokenizer, messages, conversation.tools, content) + content
     loss_mask.check_encodable(text)
-    return MaskedText(text, [], find_doc_flags(tokenizer, talk, text, [len(messages) - 1]))
+    return MaskedText(text, [], find_doc_flags(tokenizer, conversation, text, [len(messages) - 1]))
 
 
-def target_turns(talk: Conversation, learn: TrainOn) -> list[int]:
-    """The messages to learn. UserError if there is none, or if a message's own flag says otherwise."""
-    roles = learn if isinstance(learn, tuple) else ("assistant",)
+def target_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
+    """Indices of the target messages. Raise UserError if there is none, or if the flag of a message contradicts."""
+    roles = train_on if isinstance(train_on, tuple) else ("assistant",)
     turns = [
         index
-        for index, message in enumerate(talk.messages)
-        if message["role"] in roles and index >= talk.num_prompt_messages
+        for index, message in enumerate(conversation.messages)
+        if message["role"] in roles and index >= conversation.num_prompt_messages
     ]
-    if learn == "all":
-        turns = list(range(len(talk.messages)))
-    if learn == "last":
+    if train_on == "all":
+        turns = list(range(len(conversation.messages)))
+    if train_on == "last":
         turns = turns[-1:]
-    if learn == "per_message":
-        turns = flagged_turns(talk, turns)
-    elif talk.train_flags is not None:
-        check_flags(talk, turns, learn)
+    if train_on == "per_message":
+        turns = flagged_turns(conversation, turns)
+    elif conversation.train_flags is not None:
+        check_flags(conversation, turns, train_on)
     if not turns:
-        which = "message that is marked" if learn == "per_message" else f"{' or '.join(roles)} message"
-        raise UserError(f"nothing to learn: the conversation has no {which}")
+        expected = "message with a train flag" if train_on == "per_message" else f"{' or '.join(roles)} message"
+        raise UserError(f"no target tokens: the conversation has no {expected}")
     return turns
 
 
-def flagged_turns(talk: Conversation, turns: list[int]) -> list[int]:
-    """Messages marked true; where none is, all of the assistant but those marked false, as OpenAI counts weights.
+def flagged_turns(conversation: Conversation, turns: list[int]) -> list[int]:
+    """Messages with a true flag; without any, the assistant messages without a false flag, as in OpenAI's format.
 
-    Marks in a prompt say nothing: it is not learnt.
+    Flags of prompt messages are ignored.
     """
-    flags = talk.train_flags or [None] * len(talk.messages)
-    wanted = [index for index, flag in enumerate(flags) if flag and index >= talk.num_prompt_messages]
-    return wanted or [index for index in turns if flags[index] is not False]
+    flags = conversation.train_flags or [None] * len(conversation.messages)
+    flagged = [index for index, flag in enumerate(flags) if flag and index >= conversation.num_prompt_messages]
+    return flagged or [index for index in turns if flags[index] is not False]
 
 
-def check_flags(talk: Conversation, turns: list[int], learn: TrainOn) -> None:
-    """Flags are not passed over: where they say otherwise, somebody has to decide."""
-    for index, flag in enumerate(talk.train_flags or ()):
-        learnt, answer = index in turns, talk.messages[index]["role"] == "assistant"
-        if flag not in (None, learnt) and (
-            learnt or not answer
-        ):  # answers may all be marked where `train_on` takes some
-            says = "is marked to be learnt" if flag else "is marked not to be learnt"
-            told = learn if isinstance(learn, str) else f"[{', '.join(learn)}]"
-            raise UserError(f"{talk.column}[{index}]: {says}, against `train_on: {told}`; set `train_on: per_message`")
+def check_flags(conversation: Conversation, turns: list[int], train_on: TrainOn) -> None:
+    """Raise UserError if the flag of a message contradicts `train_on`. Flags are never silently ignored."""
+    for index, flag in enumerate(conversation.train_flags or ()):
+        is_target = index in turns
+        is_answer = conversation.messages[index]["role"] == "assistant"
+        # A true flag of an answer that `train_on` leaves out is allowed.
+        if flag not in (None, is_target) and (is_target or not is_answer):
+            value = train_on if isinstance(train_on, str) else f"[{', '.join(train_on)}]"
+            raise UserError(
+                f"{conversation.column}[{index}]: the train flag is {str(flag).lower()}, which contradicts "
+                f"`train_on: {value}`. Set `train_on: per_message`"
+            )
 
 
-def render_plain_text(text: str, end: int, start: int = 0) -> MaskedText:
-    """Plain text between the tokenizer's own beginning and an end; learnt from the character `start` on."""
+def render_plain_text(text: str, end_token: int, start: int = 0) -> MaskedText:
+    """Plain text whose targets are the characters from `start` on and the end token."""
     loss_mask.check_encodable(text)
-    return MaskedText(text, [(start, len(text))], DocFlags(0), end)
+    return MaskedText(text, [(start, len(text))], DocFlags(0), end_token)
 
 
 def tokenize_texts(tokenizer: Tokenizer, texts: Sequence[MaskedText]) -> list[Document]:
-    """Texts as tokens, all of them together."""
-    encodings = tokenizer.encode_rendered([written.text for written in texts])
+    """Tokenize texts in one batch."""
+    encodings = tokenizer.encode_rendered([masked.text for masked in texts])
     return [to_document(tokenizer, *pair) for pair in zip(texts, encodings, strict=True)]
 
 
-def to_document(tokenizer: Tokenizer, written: MaskedText, encoding) -> Document:
+def to_document(tokenizer: Tokenizer, masked: MaskedText, encoding: TokenizerEncoding) -> Document:
+    """Document of an encoded text: character spans become a token mask."""
     ids = np.array(encoding.ids, np.int32)
-    learnt = np.zeros(len(ids), bool)
-    for span in written.target_spans:
-        first, behind = loss_mask.token_range(encoding, written.text, span, tokenizer.special_ids)
-        learnt[behind - 1 if written.is_stepwise else first : behind] = True
-    if written.end_token is not None:
-        ids, learnt = add_bos_and_end(ids, learnt, bos_ids(tokenizer), written)
-    return Document(ids, learnt, len(ids), written.doc_flags, np.array(written.values, np.float32))
+    mask = np.zeros(len(ids), bool)
+    for span in masked.target_spans:
+        start, end = loss_mask.token_range(encoding, masked.text, span, tokenizer.special_ids)
+        mask[end - 1 if masked.is_stepwise else start : end] = True
+    if masked.end_token is not None:
+        ids, mask = add_bos_and_end(ids, mask, bos_ids(tokenizer), masked)
+    return Document(ids, mask, len(ids), masked.doc_flags, np.array(masked.values, np.float32))
 
 
 def add_bos_and_end(
-    ids: np.ndarray, learnt: np.ndarray, head: np.ndarray, written: MaskedText
+    ids: np.ndarray, mask: np.ndarray, bos: np.ndarray, masked: MaskedText
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A text between its beginning and its end. The end is learnt; the beginning counts as learnt if all else is."""
-    if written.is_stepwise:
-        return np.concatenate((head, ids)), np.concatenate((np.zeros(len(head), bool), learnt))
-    tail = [] if len(ids) and ids[-1] == written.end_token else [written.end_token]
-    ids = np.concatenate((head, ids, np.array(tail, np.int32)))
-    learnt = np.concatenate((np.full(len(head), written.is_continuable), learnt, np.ones(len(tail), bool)))
-    learnt[-1] = True
-    return ids, learnt
+    """Add BOS and end token to ids and mask. The end token is a target; BOS has the mask of the first token."""
+    if masked.is_stepwise:
+        return np.concatenate((bos, ids)), np.concatenate((np.zeros(len(bos), bool), mask))
+    end = [] if len(ids) and ids[-1] == masked.end_token else [masked.end_token]
+    ids = np.concatenate((bos, ids, np.array(end, np.int32)))
+    mask = np.concatenate((np.full(len(bos), masked.is_continuable), mask, np.ones(len(end), bool)))
+    mask[-1] = True
+    return ids, mask
 
 
 @lru_cache(maxsize=8)
 def bos_ids(tokenizer: Tokenizer) -> np.ndarray:
-    """What the tokenizer puts before every text: the token that begins one, for many."""
-    bare, whole = (tokenizer.encode_texts(["a"], special)[0] for special in (False, True))
-    return np.array(whole[: whole.index(bare[0])], np.int32)
+    """Token ids that the tokenizer adds to the start of texts, such as BOS."""
+    plain, with_bos = (tokenizer.encode_texts(["a"], special)[0] for special in (False, True))
+    return np.array(with_bos[: with_bos.index(plain[0])], np.int32)

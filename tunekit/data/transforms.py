@@ -1,4 +1,4 @@
-"""What is done to a row's columns before it is understood: a list of choices, each of which takes and gives columns."""
+"""Transforms of the columns of a row, before its format is read."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,51 +10,50 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class RowTransform:
-    """A step that a row goes through. Own ones derive from it and come by `--import`; they must not change `fields`."""
+    """Base class of transforms, also of user transforms given by `--import`. They must not modify `fields`."""
 
     def __call__(self, fields: Fields) -> Fields | None:
-        """The columns that follow; None leaves the row out."""
+        """Return the new columns, or None to remove the row."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class RenameColumns(RowTransform):
-    """Columns under other names: `columns: {question: prompt, answer: completion}`. One that has the name gives way."""
+    """Rename columns: `column_mapping: {question: prompt, answer: completion}`. An existing column is replaced."""
 
     kind: ClassVar[str] = "rename_columns"
-    column_mapping: dict[str, str]
+    column_mapping: dict[str, str]  # Old name to new name
 
     def __post_init__(self) -> None:
         if len(set(self.column_mapping.values())) < len(self.column_mapping):
-            raise FieldError("column_mapping", "two columns get the same name")
+            raise FieldError("column_mapping", "must not map two columns to the same name")
 
     def __call__(self, fields: Fields) -> Fields | None:
         if missing := [name for name in self.column_mapping if name not in fields]:
-            have = ", ".join(map(str, fields)) or "none"
-            raise UserError(f"the row has no column {missing[0]!r} to rename (it has: {have})")
-        named = {new: fields[old] for old, new in self.column_mapping.items()}
-        return {
-            name: value for name, value in fields.items() if name not in self.column_mapping and name not in named
-        } | named
+            columns = ", ".join(map(str, fields)) or "none"
+            raise UserError(f"column_mapping: the row has no column {missing[0]!r} (columns: {columns})")
+        renamed = {new: fields[old] for old, new in self.column_mapping.items()}
+        replaced = self.column_mapping.keys() | renamed.keys()
+        return {name: value for name, value in fields.items() if name not in replaced} | renamed
 
 
 @dataclass(frozen=True)
 class Filter(RowTransform):
-    """Rows whose columns have these values: `columns: {language: [en, fr], checked: true}`. A list: one of them."""
+    """Keep rows whose columns have these values: `columns: {language: [en, fr], checked: true}`."""
 
     kind: ClassVar[str] = "filter"
-    columns: dict[str, str | int | float | bool | tuple[str | int | float | bool, ...]]
+    columns: dict[str, str | int | float | bool | tuple[str | int | float | bool, ...]]  # A list: one of the values
 
     def __call__(self, fields: Fields) -> Fields | None:
         if missing := [name for name in self.columns if name not in fields]:
-            have = ", ".join(map(str, fields)) or "none"
-            raise UserError(f"the row has no column {missing[0]!r} to choose by (it has: {have})")
-        wanted = (
+            columns = ", ".join(map(str, fields)) or "none"
+            raise UserError(f"filter: the row has no column {missing[0]!r} (columns: {columns})")
+        allowed = (
             (fields[name], values if isinstance(values, tuple) else (values,)) for name, values in self.columns.items()
         )
-        return fields if all(any(same(value, want) for want in values) for value, values in wanted) else None
+        return fields if all(any(is_equal(value, item) for item in values) for value, values in allowed) else None
 
 
-def same(value: Any, want: str | int | float | bool) -> bool:
-    """Whether a value is the one that is written: 1 and 1.0 are one number, `true` is none."""
-    return value == want and isinstance(value, bool) == isinstance(want, bool)
+def is_equal(value: Any, expected: str | int | float | bool) -> bool:
+    """Whether a value equals the expected one: 1 equals 1.0, but not true."""
+    return value == expected and isinstance(value, bool) == isinstance(expected, bool)

@@ -1,4 +1,4 @@
-"""Documents that are longer than a row may be: cut at the end, dropped, or gone on with in further rows."""
+"""Documents longer than a row: truncate, drop, or split them into several rows."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -10,49 +10,53 @@ from tunekit.errors import UserError
 TooLong = Literal["truncate", "drop", "split"]
 
 
-def fit_documents(document: Document, length: int, too_long: TooLong, context: int) -> list[Document]:
-    """Documents of at most `length` tokens with something to learn in each (a first token is never a target).
+def fit_documents(document: Document, max_length: int, strategy: TooLong, context: int) -> list[Document]:
+    """Documents of at most `max_length` tokens, each with target tokens. The first token is never a target.
 
-    `split` goes on in windows: each learnt token is learnt in exactly one, the first that reaches it, and every later
-    window begins `context` tokens before what it learns. Windows are pieces of the text as the template wrote it. To
-    begin again at a turn, behind the system message, would be another conversation: templates drop reasoning, number
-    calls and refuse roles by what came before, and a turn that is longer than a row has no such beginning.
+    `split` uses overlapping windows: each target token is a target in exactly one window, the first that contains it,
+    and each later window starts `context` tokens before its first target. Windows are slices of the rendered text. They
+    do not start at a turn, after the system message, because that would be another conversation: templates drop
+    reasoning, number calls, and reject roles depending on earlier turns, and a turn may be longer than a row.
     """
-    if len(document.tokens) <= length or not document.loss_mask[1:].any():
-        return [insisted(document, document, length)]
-    if too_long == "drop":
+    if len(document.tokens) <= max_length or not document.loss_mask[1:].any():
+        return [require_targets(document, document, max_length)]
+    if strategy == "drop":
         return []
-    if too_long == "split":
-        return list(windows(document, length, context))
-    return [insisted(document.prefix(length), document, length)]
+    if strategy == "split":
+        return list(split_windows(document, max_length, context))
+    return [require_targets(document.prefix(max_length), document, max_length)]
 
 
-def insisted(short: Document, document: Document, length: int) -> Document:
-    """The document, if there is something to learn in it."""
-    if short.loss_mask[1:].any():
-        return short
+def require_targets(truncated: Document, document: Document, max_length: int) -> Document:
+    """Return the truncated document. Raise UserError if it has no target tokens."""
+    if truncated.loss_mask[1:].any():
+        return truncated
     if document.loss_mask[1:].any():
         first = int(document.loss_mask[1:].argmax()) + 2
         raise UserError(
-            f"nothing to learn in its first {length:,} tokens: learnt is only from {first:,} "
-            f"of {document.full_length:,}; raise `max_length`, say `excess_length_strategy: drop`, or take the row out"
+            f"no target tokens in the first {max_length:,} of {document.full_length:,} tokens: the first target token "
+            f"is token {first:,}. Raise `max_length`, set `excess_length_strategy: drop`, or remove the row"
         )
-    raise UserError(f"nothing to learn in its {document.full_length:,} tokens; take the row out")
+    raise UserError(f"none of the {document.full_length:,} tokens is a target token. Remove the row")
 
 
-def windows(document: Document, length: int, context: int) -> Iterator[Document]:
-    """Windows over a document, from its beginning to the last token that is learnt."""
-    targets = document.loss_mask.copy()
-    targets[0] = False
-    places = targets.nonzero()[0]
-    start, done = 0, 0
-    while done < len(places):
-        end = min(start + length, int(places[-1]) + 1)
-        learnt = document.loss_mask[start:end].copy()  # of its first token too, though that is no target
-        learnt[1 : max(int(places[done]) - start, 1)] = False
-        if learnt[1:].any():
-            tokens, signs = document.tokens[start:end], document.doc_flags | DocFlags.SPLIT
-            yield document._replace(tokens=tokens, learnt=learnt, whole=end - start, signs=signs)
-        done = int(places.searchsorted(end))
-        if done < len(places):
-            start = int(places[done]) - context
+def split_windows(document: Document, max_length: int, context: int) -> Iterator[Document]:
+    """Windows of a document, from its start to its last target token."""
+    is_target = document.loss_mask.copy()
+    is_target[0] = False
+    targets = is_target.nonzero()[0]
+    start, num_done = 0, 0
+    while num_done < len(targets):
+        end = min(start + max_length, int(targets[-1]) + 1)
+        loss_mask = document.loss_mask[start:end].copy()  # keeps the mask of the first token, which is no target here
+        loss_mask[1 : max(int(targets[num_done]) - start, 1)] = False
+        if loss_mask[1:].any():
+            yield document._replace(
+                tokens=document.tokens[start:end],
+                loss_mask=loss_mask,
+                full_length=end - start,
+                doc_flags=document.doc_flags | DocFlags.SPLIT,
+            )
+        num_done = int(targets.searchsorted(end))
+        if num_done < len(targets):
+            start = int(targets[num_done]) - context

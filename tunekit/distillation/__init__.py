@@ -1,1 +1,1 @@
-"""Teachers and on-policy sampling."""
+"""Distillation: online and offline teachers, and on-policy sampling."""

@@ -1,4 +1,4 @@
-"""Rows whose answers the student writes itself while it learns, for a teacher to mark (arXiv:2306.13649)."""
+"""On-policy distillation (GKD, arXiv:2306.13649): the student generates the answers of some rows during training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,84 +21,86 @@ from tunekit.models.weight_init import named_generator
 
 @dataclass(frozen=True)
 class OnPolicyConfig:
-    """Which rows are answered anew in each step, and how. A row's last answer is replaced; plain text has none.
+    """Options of the answers that the student generates. They replace the last answer of a row; plain text has none.
 
-    What a row draws depends on the seed, the step and its tokens alone.
+    Samples depend only on the seed, the step and the tokens of the row.
     """
 
     lmbda: float = 0.0  # Fraction of rows whose answers the student generates (GKD)
-    max_new_tokens: int = 256  # longest answer
-    temperature: float = 1.0
-    top_k: int | None = None  # draw from the likeliest k only
-    top_p: float = 1.0  # of these, draw from the likeliest that have this share of the probability
-    batch_size: int = 16  # answers that a device writes at once
+    max_new_tokens: int = 256  # Maximum length of an answer in tokens
+    temperature: float = 1.0  # Sampling temperature; 0: greedy decoding
+    top_k: int | None = None  # Sample from the k most likely tokens; null: all
+    top_p: float = 1.0  # Sample from the most likely tokens with this total probability (nucleus sampling)
+    batch_size: int = 16  # Answers that a device generates at once
 
     def __post_init__(self) -> None:
         if not 0 <= self.lmbda <= 1:
-            raise FieldError("lmbda", f"a share of the rows from 0 to 1, not {self.lmbda}")
+            raise FieldError("lmbda", f"must be >= 0 and <= 1, got {self.lmbda}")
         if self.batch_size < 1:
-            raise FieldError("batch_size", f"must be 1 or more, not {self.batch_size}")
-        SamplingConfig(self.temperature, self.top_k, self.top_p, self.max_new_tokens)  # says what is wrong with these
+            raise FieldError("batch_size", f"must be >= 1, got {self.batch_size}")
+        SamplingConfig(self.temperature, self.top_k, self.top_p, self.max_new_tokens)  # validates these fields
 
-    def check(self, length: int, kd_ratio: float) -> None:
-        """FieldError where no row of so many tokens could hold a prompt and an answer, or where part of the loss is
-        cross-entropy on the data: it would train on the student's own answers."""
+    def check(self, max_length: int, kd_ratio: float) -> None:
+        """Raise FieldError if a row has no space for a prompt and an answer, or if part of the loss is cross-entropy.
+
+        Cross-entropy would train on the student's own answers.
+        """
         if self.lmbda and kd_ratio != 1:
-            told = (
+            message = (
                 "cross-entropy on answers that the student generated is not meaningful. Set loss.kd_ratio=1 "
-                "or on_policy.lmbda=0"
+                "or on_policy.lmbda=0."
             )
-            raise FieldError("loss.kd_ratio", told)
-        if self.lmbda and self.max_new_tokens >= length:
-            told = (
-                f"answers of {self.max_new_tokens:,} tokens leave no room for a prompt in rows of "
-                f"data.max_length={length:,}"
+            raise FieldError("loss.kd_ratio", message)
+        if self.lmbda and self.max_new_tokens >= max_length:
+            raise FieldError(
+                "on_policy.max_new_tokens",
+                f"must be less than data.max_length={max_length:,}, which includes the prompt, got "
+                f"{self.max_new_tokens:,}. Lower it, or raise data.max_length.",
             )
-            raise FieldError("on_policy.max_new_tokens", f"{told}: lower it, or raise data.max_length")
 
     def sampling(self, run: DistributedContext, names: Sequence[str]) -> SamplingConfig:
         return NamedRowSampling(self.temperature, self.top_k, self.top_p, self.max_new_tokens, run.seed, tuple(names))
 
 
-def warn_short_room(cfg: OnPolicyConfig, datasets: Sequence[TokenizedDataset], length: int) -> str | None:
-    """What to tell where prompts leave less room than an answer may want: it then ends where the row is full."""
+def warn_short_room(cfg: OnPolicyConfig, datasets: Sequence[TokenizedDataset], max_length: int) -> str | None:
+    """Warning about rows whose prompts leave less than `max_new_tokens` for the answer; None without such rows."""
     if cfg.lmbda == 0:
         return None
-    rooms = np.concatenate(
-        [length - answer_starts(part, *place) for part in datasets for place in iter_blocks(part.bounds)]
+    available = np.concatenate(
+        [max_length - answer_starts(dataset, *block) for dataset in datasets for block in iter_blocks(dataset.bounds)]
     )
-    asked = rooms < length
-    short = asked & (rooms < cfg.max_new_tokens)
+    has_answer = available < max_length
+    short = has_answer & (available < cfg.max_new_tokens)
     if not short.any():
         return None
-    rows = f"{short.sum():,} of {asked.sum():,} rows ({format_percent(float(short.sum() / asked.sum()))})"
+    rows = f"{short.sum():,} of {has_answer.sum():,} rows ({format_percent(float(short.sum() / has_answer.sum()))})"
     return (
-        f"doubtful: on_policy: {rows} have no room for answers of "
-        f"on_policy.max_new_tokens={cfg.max_new_tokens:,} behind their prompt "
-        f"in data.max_length={length:,}, the fullest for {rooms[short].min():,}: answers are cut there; raise "
-        "data.max_length"
+        f"doubtful: on_policy: answers of {rows} may be truncated: data.max_length={max_length:,} leaves fewer than "
+        f"on_policy.max_new_tokens={cfg.max_new_tokens:,} tokens after their prompts, at least "
+        f"{available[short].min():,}. Raise data.max_length."
     )
 
 
-def answer_starts(documents: TokenizedDataset, first: int, behind: int) -> np.ndarray:
-    """Where the last answer of each of some documents begins, as `begin` says of one; 0 where none is asked for."""
-    bounds = np.asarray(documents.bounds[first : behind + 1])
+def answer_starts(documents: TokenizedDataset, start: int, stop: int) -> np.ndarray:
+    """Positions of the last answers in documents start to stop, as `answer_start`; 0 without an answer."""
+    bounds = np.asarray(documents.bounds[start : stop + 1])
     starts = bounds[:-1] - bounds[0]
-    learnt, places = np.asarray(documents.learnt[bounds[0] : bounds[-1]]), np.arange(bounds[-1] - bounds[0])
-    last = np.maximum.reduceat(np.where(learnt, places, -1), starts)
-    of = np.repeat(np.arange(len(starts)), np.diff(bounds))
-    prompt = ~learnt & (places > starts[of]) & (places < last[of])  # a first token is no target
-    found = np.maximum.reduceat(np.where(prompt, places + 1, -1), starts)
-    return np.where(found < 0, 0, found - starts)
+    mask, positions = np.asarray(documents.learnt[bounds[0] : bounds[-1]]), np.arange(bounds[-1] - bounds[0])
+    last = np.maximum.reduceat(np.where(mask, positions, -1), starts)
+    document_of = np.repeat(np.arange(len(starts)), np.diff(bounds))
+    # The first token of a document is never a target
+    is_prompt = ~mask & (positions > starts[document_of]) & (positions < last[document_of])
+    prompt_ends = np.maximum.reduceat(np.where(is_prompt, positions + 1, -1), starts)
+    return np.where(prompt_ends < 0, 0, prompt_ends - starts)
 
 
 @dataclass(frozen=True)
 class NamedRowSampling(SamplingConfig):
-    """What a row draws depends on its name."""
+    """Sampling whose random numbers depend on the name of a row instead of its index."""
 
     names: tuple[str, ...] = ()
 
-    def numbers(self, rows: int, first: int = 0) -> Tensor:
+    def uniform_numbers(self, rows: int, first: int = 0) -> Tensor:
         names = (*self.names, *[""] * (rows - len(self.names)))
         return torch.stack(
             [torch.rand(self.max_new_tokens, generator=named_generator(self.seed, name)) for name in names]
@@ -107,7 +109,7 @@ class NamedRowSampling(SamplingConfig):
 
 @dataclass(frozen=True)
 class StudentSampler:
-    """Puts answers of the student into the micro-batches of a step, in rows of the same layout."""
+    """Replaces answers in the micro-batches of a step by answers that the student generates."""
 
     cfg: OnPolicyConfig
     layout: Collator
@@ -115,44 +117,41 @@ class StudentSampler:
     stop_ids: frozenset[int]  # ids that end an answer
 
     def __call__(self, model: Decoder, batches: list[Batch], run: DistributedContext) -> list[Batch]:
-        """All ranks take part: each answers some of its own rows, a token at a time together."""
+        """Generate answers for the selected rows of this rank. Collective: all ranks decode each token together."""
         if self.cfg.lmbda == 0:
             return batches
         spans = [list(unpack_documents(batch)) for batch in batches]
-        asked = [span for some in spans for span in some if self.is_selected(span, run)]
+        selected = [span for batch_spans in spans for span in batch_spans if self.is_selected(span, run)]
         training = model.training
-        found = self.generate_answers(model, asked, run)
+        generated = self.generate_answers(model, selected, run)
         model.train(training)
-        answers = {id(span): answer for span, answer in zip(asked, found, strict=True)}
-        return [
-            self.replace_answers(batch, some, answers).to(run.device)
-            for batch, some in zip(batches, spans, strict=True)
-        ]
+        answers = {id(span): answer for span, answer in zip(selected, generated, strict=True)}
+        pairs = zip(batches, spans, strict=True)
+        return [self.replace_answers(batch, batch_spans, answers).to(run.device) for batch, batch_spans in pairs]
 
     def is_selected(self, span: DocumentSpan, run: DistributedContext) -> bool:
-        """Whether a row is answered anew in this step."""
+        """Whether the student generates the answer of a row in this step."""
         if not 0 < answer_start(span) < self.max_length:
             return False
-        return (
-            torch.rand(1, generator=named_generator(run.seed, f"{row_name(span, run)} share")).item() < self.cfg.lmbda
-        )
+        generator = named_generator(run.seed, f"{row_name(span, run)} share")
+        return torch.rand(1, generator=generator).item() < self.cfg.lmbda
 
     def generate_answers(
-        self, model: Decoder, asked: Sequence[DocumentSpan], run: DistributedContext
+        self, model: Decoder, spans: Sequence[DocumentSpan], run: DistributedContext
     ) -> list[np.ndarray]:
-        """The answer of each row, with the token that ended it."""
-        at_once, found = self.cfg.batch_size, []
-        (most,) = run.max_over_ranks(len(asked))
-        for first in range(0, int(most), at_once):
-            some = asked[first : first + at_once]
-            prompts = [span.tokens[: answer_start(span)].tolist() for span in some]
-            found += self.generate_batch(model, prompts, [row_name(span, run) for span in some], run)
-        return found
+        """Answer of each row, with its stop token. Ranks with fewer rows run empty batches."""
+        batch_size, answers = self.cfg.batch_size, []
+        (max_rows,) = run.max_over_ranks(len(spans))
+        for first in range(0, int(max_rows), batch_size):
+            batch_spans = spans[first : first + batch_size]
+            prompts = [span.tokens[: answer_start(span)].tolist() for span in batch_spans]
+            answers += self.generate_batch(model, prompts, [row_name(span, run) for span in batch_spans], run)
+        return answers
 
     def generate_batch(
         self, model: Decoder, prompts: list[list[int]], names: Sequence[str], run: DistributedContext
     ) -> list[np.ndarray]:
-        """Where weights are divided, who has no row or has ended goes on until all have."""
+        """Answers of one batch. All ranks continue until every rank has finished, as FSDP and TP need all of them."""
         answers: list[list[int]] = [[] for _ in prompts]
         finished: set[int] = set()
         sampling = self.cfg.sampling(run, names)
@@ -166,7 +165,7 @@ class StudentSampler:
         return [np.array(answer, np.int32) for answer in answers]
 
     def replace_answers(self, batch: Batch, spans: Sequence[DocumentSpan], answers: dict[int, np.ndarray]) -> Batch:
-        """The same rows, with the answers in them."""
+        """Copy of a batch with the generated answers."""
         if not any(id(span) in answers for span in spans):
             return batch
         rows: list[list[Document]] = [[] for _ in range(len(batch.tokens))]
@@ -179,9 +178,9 @@ class StudentSampler:
 
 
 def answer_start(span: DocumentSpan) -> int:
-    """Where the last answer of a row begins: how many tokens come before it."""
-    unlearnt = np.flatnonzero(span.targets == IGNORE)
-    return int(unlearnt[-1]) + 2 if len(unlearnt) else 0
+    """Position of the first token of the last answer of a row; 0 if all tokens are targets."""
+    ignored = np.flatnonzero(span.targets == IGNORE)
+    return int(ignored[-1]) + 2 if len(ignored) else 0
 
 
 def row_name(span: DocumentSpan, run: DistributedContext) -> str:
@@ -189,6 +188,6 @@ def row_name(span: DocumentSpan, run: DistributedContext) -> str:
 
 
 def prompt_with_answer(prompt: np.ndarray, answer: np.ndarray) -> Document:
-    """A prompt and its answer, which is learnt."""
+    """Document of a prompt and an answer; the tokens of the answer are targets."""
     tokens = np.concatenate([prompt, answer]).astype(np.int32)
     return Document(tokens, np.arange(len(tokens)) >= len(prompt), len(tokens))

@@ -1,4 +1,4 @@
-"""Where a teacher's view of rows comes from: a model that is asked in each step, or files that it has written once."""
+"""Sources of teacher distributions: a model that runs in each step, or logits that were stored once."""
 
 import hashlib
 import json
@@ -30,58 +30,59 @@ from tunekit.quantization.config import Float8Config, FP4Config, NF4Config, NoQu
 
 
 class Teacher(ABC):
-    """A teacher at work."""
+    """Source of teacher distributions for the batches of a run."""
 
     @abstractmethod
     def compute_loss(self, loss: KLDivergenceLoss, model: Decoder, batch: Batch) -> tuple[Tensor, MetricTensors]:
-        """The loss of a student, and other figures, summed over the learnt tokens of a batch."""
+        """Loss of the student and metrics, summed over the target tokens of a batch."""
 
     @torch.no_grad()
     def evaluate(
         self, loss: KLDivergenceLoss, model: Decoder, data: DataLoader, run: DistributedContext
     ) -> dict[str, float]:
-        """The loss and other figures of a learnt token, over all rows and ranks."""
-        tally, counts = MetricSums(), [0]
+        """Mean loss and metrics per target token, over all rows and ranks."""
+        sums, counts = MetricSums(), [0]
 
-        def each(model: Decoder, batch: Batch) -> Tensor:
-            found, figures = self.compute_loss(loss, model, batch)
-            tally.add(figures)
+        def batch_loss(model: Decoder, batch: Batch) -> Tensor:
+            loss_sum, metrics = self.compute_loss(loss, model, batch)
+            sums.add(metrics)
             counts.append(batch.num_target_tokens)
-            return found
+            return loss_sum
 
-        found = cross_entropy.eval_loss(each, model, data, run)
-        return {"loss": found, **{name: float(value) for name, value in token_means(tally, run, sum(counts)).items()}}
+        mean_loss = cross_entropy.eval_loss(batch_loss, model, data, run)
+        means = token_means(sums, run, sum(counts))
+        return {"loss": mean_loss, **{name: float(value) for name, value in means.items()}}
 
 
-def token_means(tally: MetricSums, run: DistributedContext, tokens: int) -> MetricTensors:
-    """Of a learnt token, where this rank had so many: ranks that share rows have added different ones."""
-    return tally.means(run, run.sum_counts(tokens) / run.dims.cp)
+def token_means(sums: MetricSums, run: DistributedContext, num_tokens: int) -> MetricTensors:
+    """Means per target token. `num_tokens` counts those of this rank; CP ranks have added different tokens."""
+    return sums.means(run, run.sum_counts(num_tokens) / run.dims.cp)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig(ABC):
-    """Which model it is, and how it is kept."""
+    """Teacher model, and the format of its weights."""
 
-    model: str  # folder of a checkpoint, an adapter or a run; a Hub name; tunekit/nano
-    quantization: NoQuantization | NF4Config | FP4Config | Float8Config = NoQuantization()  # how its weights are stored
+    model: str  # Directory of a checkpoint, adapter or run; a Hub name; or tunekit/nano
+    quantization: NoQuantization | NF4Config | FP4Config | Float8Config = NoQuantization()  # Format of its weights
     precision: PrecisionConfig = PrecisionConfig()
 
     @abstractmethod
     def check(self, student: Tokenizer) -> None:
-        """UserError if it is not there, writes no text, knows rows by other tokens than the student, or too few."""
+        """Raise UserError if the teacher is missing, is not a language model or has an incompatible vocabulary."""
 
     def num_shared_ids(self, student: Tokenizer) -> int:
-        """How many ids it and the student both embed. UserError if it is none to learn these rows from."""
+        """Number of token ids that teacher and student both embed. Raises UserError for an unsuitable teacher."""
         try:
-            source, _, words = build.resolve_model(self.model, download.SMALL)
+            source, _, tokenizer = build.resolve_model(self.model, download.SMALL)
             require_language_model(source, self.model)
         except UserError as error:
             raise UserError(f"teacher.model: {error}") from None
-        check_same_vocabulary(student, words, self.model)
+        check_same_vocabulary(student, tokenizer, self.model)
         return num_ids_of_both(student, source.spec.vocab)
 
     def load_model(self, run: DistributedContext) -> Decoder:
-        """The model, over devices as the student is."""
+        """Load the teacher in eval mode, sharded like the student."""
         try:
             return build.load_for_inference(self.model, self.precision, run, self.quantization)[0].eval()
         except UserError as error:
@@ -92,19 +93,16 @@ class TeacherConfig(ABC):
         self,
         loss: KLDivergenceLoss,
         student: Decoder,
-        words: Tokenizer,
+        tokenizer: Tokenizer,
         loaders: list[DataLoader],
         run: DistributedContext,
     ) -> Teacher:
-        """Ready to be compared with a student, on the rows of some loaders, which are written with these words."""
+        """Create the teacher for a student and the rows of data loaders, which use the given tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineTeacherConfig(TeacherConfig):
-    """A model in memory beside the student, which each step asks. Of what it makes, only hidden states are kept.
-
-    This is meant where no `kind` is written.
-    """
+    """Teacher model in memory, which runs in each step. Its logits are computed in chunks. The default kind."""
 
     kind: ClassVar[str] = "online"
     usual: ClassVar = True
@@ -115,13 +113,13 @@ class OnlineTeacherConfig(TeacherConfig):
         check_top_k(self.top_k)
 
     def check(self, student: Tokenizer) -> None:
-        check_top_k(self.top_k, self.num_shared_ids(student), "or null, for each token by itself")
+        check_top_k(self.top_k, self.num_shared_ids(student), "null for the full distribution")
 
     def open(
         self,
         loss: KLDivergenceLoss,
         student: Decoder,
-        words: Tokenizer,
+        tokenizer: Tokenizer,
         loaders: list[DataLoader],
         run: DistributedContext,
     ) -> Teacher:
@@ -132,125 +130,120 @@ class OnlineTeacherConfig(TeacherConfig):
 
 
 class OnlineTeacher(Teacher):
-    """A model that is asked in each step."""
+    """Teacher model that runs in each step."""
 
     def __init__(self, model: Decoder, top_k: int | None, num_ids: int) -> None:
-        self.model, self.top, self.ids = model, top_k, num_ids
+        self.model, self.top_k, self.num_ids = model, top_k, num_ids
 
     def compute_loss(self, loss: KLDivergenceLoss, model: Decoder, batch: Batch) -> tuple[Tensor, MetricTensors]:
-        """The student runs inside the teacher's pass, where the weights of the teacher's head are whole."""
-        found, wanted = [], torch.is_grad_enabled()
+        """Run the student inside the teacher's forward pass, while the weights of the teacher's head are gathered."""
+        results, grad_enabled = [], torch.is_grad_enabled()
 
         def read(hidden: Tensor, head: Head) -> Tensor:
             states = hidden.flatten(0, 1)
-            if self.top is None:
+            if self.top_k is None:
                 teacher = FullTargets(states, head)
             else:
-                teacher = top_k_targets(
-                    states, head, local_targets(model, batch)[1], self.top, loss.temperature, self.ids
-                )
-            with torch.set_grad_enabled(wanted):
-                found.append(loss(model, batch, teacher))
+                target_rows = local_targets(model, batch)[1]
+                teacher = top_k_targets(states, head, target_rows, self.top_k, loss.temperature, self.num_ids)
+            with torch.set_grad_enabled(grad_enabled):
+                results.append(loss(model, batch, teacher))
             return hidden[:0]
 
         with torch.no_grad():
             self.model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
-        return found[0]
+        return results[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineTeacherConfig(TeacherConfig):
-    """Files in a folder. Where they lack these rows the model is loaded first and writes them; a later run needs none.
+    """Teacher logits on disk. If rows are missing, the model is loaded and writes them; later runs do not need it.
 
-    For each learnt token they hold 8 bytes for each of the likeliest tokens; all others count as one.
+    A target token takes 8 bytes for each of its top-k tokens. All other tokens are stored as one probability.
     """
 
     kind: ClassVar[str] = "offline"
     logits_dir: str  # Directory of the precomputed teacher logits
-    top_k: int = 64  # Teacher tokens kept per position; null: the full distribution
+    top_k: int = 64  # Teacher tokens kept per position
 
     def __post_init__(self) -> None:
         check_top_k(self.top_k)
 
     def check(self, student: Tokenizer) -> None:
-        """Whoever has written files for this vocabulary was compared with it then, and need not be here."""
-        words = vocab_digest(student)
-        own = (
-            found
-            for found in self.read_complete_sets()
-            if without_revision(found["model"]) == without_revision(self.model)
-        )
-        vocab = next((found["total"] for found in own if found["words"] == words), None)
+        """Check top_k, and the vocabulary unless it was checked when the files were written."""
+        digest, name = vocab_digest(student), without_revision(self.model)
+        infos = (info for info in self.read_complete_sets() if without_revision(info["model"]) == name)
+        vocab = next((info["total"] for info in infos if info["words"] == digest), None)
         check_top_k(self.top_k, self.num_shared_ids(student) if vocab is None else num_ids_of_both(student, vocab))
 
     def read_complete_sets(self) -> list[dict[str, Any]]:
-        """What whole sets of files say of themselves."""
-        places = sorted(
-            file.parent for file in Path(self.logits_dir).expanduser().glob(f"*/{teacher_logits.INFO_FILE}")
-        )
-        return [teacher_logits.read_info(place) for place in places if teacher_logits.is_complete(place)]
+        """Metadata of the complete sets of files in `logits_dir`."""
+        files = Path(self.logits_dir).expanduser().glob(f"*/{teacher_logits.INFO_FILE}")
+        paths = sorted(file.parent for file in files)
+        return [teacher_logits.read_info(path) for path in paths if teacher_logits.is_complete(path)]
 
     def open(
         self,
         loss: KLDivergenceLoss,
         student: Decoder,
-        words: Tokenizer,
+        tokenizer: Tokenizer,
         loaders: list[DataLoader],
         run: DistributedContext,
     ) -> Teacher:
-        places = [self.logits_path(loss, student, loader) for loader in loaders]
-        now = run.run_on_main(lambda: model_revision(self.model))
-        kept = run.run_on_main(lambda: self.find_existing(places, now, run))
-        if kept is None:
-            run.log(f"{self.logits_dir}: what is wanted of some rows is not there yet: asking {self.model}")
-            self.num_shared_ids(words)
+        paths = [self.logits_path(loss, student, loader) for loader in loaders]
+        revision = run.run_on_main(lambda: model_revision(self.model))
+        logits = run.run_on_main(lambda: self.find_existing(paths, revision, run))
+        if logits is None:
+            run.log(f"{self.logits_dir}: teacher logits are missing for some rows; computing them with {self.model}")
+            self.num_shared_ids(tokenizer)
             model = self.load_model(run)
-            kept = teacher_logits.TopKLogits(
-                self.top_k, loss.temperature, num_common_ids(student, model), model.spec.vocab
-            )
-            about = {**asdict(kept), "model": self.model, "words": vocab_digest(words), "seen": now}
-            for place, loader in zip(places, loaders, strict=True):
+            num_ids = num_common_ids(student, model)
+            logits = teacher_logits.TopKLogits(self.top_k, loss.temperature, num_ids, model.spec.vocab)
+            info = {**asdict(logits), "model": self.model, "words": vocab_digest(tokenizer), "seen": revision}
+            for path, loader in zip(paths, loaders, strict=True):
                 loader.check_vocab(model.spec.vocab)
-                teacher_logits.write_teacher_logits(place, about, kept, model, loader, run)
-        return OfflineTeacher(teacher_logits.TeacherLogits(places, kept))
+                teacher_logits.write_teacher_logits(path, info, logits, model, loader, run)
+        return OfflineTeacher(teacher_logits.TeacherLogits(paths, logits))
 
     def logits_path(self, loss: KLDivergenceLoss, student: Decoder, loader: DataLoader) -> Path:
-        """Where the files for some rows are: what decides their numbers is their name."""
-        how = str(self.quantization), str(self.precision), self.top_k, loss.temperature, student.spec.vocab
-        told = json.dumps([without_revision(self.model), loader.fingerprint, *how])
-        return Path(self.logits_dir).expanduser() / hashlib.sha256(told.encode()).hexdigest()[:16]
+        """Directory of the files for the rows of a loader, named by a hash of everything that determines the logits."""
+        options = str(self.quantization), str(self.precision), self.top_k, loss.temperature, student.spec.vocab
+        key = json.dumps([without_revision(self.model), loader.fingerprint, *options])
+        return Path(self.logits_dir).expanduser() / hashlib.sha256(key.encode()).hexdigest()[:16]
 
     def find_existing(
-        self, places: list[Path], now: dict[str, Any], run: DistributedContext
+        self, paths: list[Path], revision: dict[str, Any], run: DistributedContext
     ) -> teacher_logits.TopKLogits | None:
-        """What is kept in all of these folders; None if one is not whole. `now`: what is `seen` of the model."""
-        whole = all(teacher_logits.is_complete(place) for place in places)
-        abouts = {
-            place: teacher_logits.read_info(place) for place in places if (place / teacher_logits.INFO_FILE).is_file()
-        }
-        others = {place: about for place, about in abouts.items() if now and about["seen"] not in ({}, now)}
-        if others:
-            run.log(self.check_other_revision(others, now, whole))
-        if not whole:
+        """Format of the logits stored in these directories; None if one is incomplete."""
+        is_complete = all(teacher_logits.is_complete(path) for path in paths)
+        infos = {path: teacher_logits.read_info(path) for path in paths if (path / teacher_logits.INFO_FILE).is_file()}
+        changed = {path: info for path, info in infos.items() if revision and info["seen"] not in ({}, revision)}
+        if changed:
+            run.log(self.check_other_revision(changed, revision, is_complete))
+        if not is_complete:
             return None
-        return teacher_logits.TopKLogits(*(abouts[places[0]][name] for name in ("top", "temperature", "ids", "total")))
+        return teacher_logits.TopKLogits(*(infos[paths[0]][name] for name in ("top", "temperature", "ids", "total")))
 
-    def check_other_revision(self, abouts: dict[Path, dict[str, Any]], now: dict[str, Any], whole: bool) -> str:
-        """A line on files of another commit, where a run may go on with them: a branch moves, and a run that was
-        stopped must not end there. UserError where they would be mixed with those of the commit that is there now."""
-        commits = {about["seen"].get("commit") for about in abouts.values()}
-        places, mend = ", ".join(map(str, abouts)), "give another teacher.logits_dir, or delete them"
-        if None in commits or "commit" not in now:
-            raise UserError(f"{places}: another {self.model} wrote these files: {mend}")
-        was, name = " and ".join(sorted(commits)), without_revision(self.model)
-        told = f"{places}: {self.model} is at {now['commit']}, and these files are of {was}"
-        if whole and all(self.model in (name, about["model"]) for about in abouts.values()):
-            return f"{told}: going on with them"
-        raise UserError(f"{told}: {mend}; a new run may go on with them as teacher.model={name}@{min(commits)}")
+    def check_other_revision(
+        self, infos: dict[Path, dict[str, Any]], revision: dict[str, Any], is_complete: bool
+    ) -> str:
+        """Message about complete files of another commit, which a run may use if a branch has moved meanwhile.
+
+        Raises UserError if they would be mixed with files of the current commit.
+        """
+        commits = {info["seen"].get("commit") for info in infos.values()}
+        paths, remedy = ", ".join(map(str, infos)), "Set another teacher.logits_dir, or delete these files"
+        if None in commits or "commit" not in revision:
+            raise UserError(f"{paths}: written by a different version of {self.model}. {remedy}.")
+        old, name = " and ".join(sorted(commits)), without_revision(self.model)
+        message = f"{paths}: written at commit {old}, but {self.model} is at {revision['commit']}"
+        if is_complete and all(self.model in (name, info["model"]) for info in infos.values()):
+            return f"{message}; using the files"
+        raise UserError(f"{message}. {remedy}. To use them in a new run, set teacher.model={name}@{min(commits)}.")
 
 
 class OfflineTeacher(Teacher):
-    """Files that are read in each step."""
+    """Teacher logits that are read from disk in each step."""
 
     def __init__(self, files: teacher_logits.TeacherLogits) -> None:
         self.files = files
@@ -259,68 +252,70 @@ class OfflineTeacher(Teacher):
         return loss(model, batch, self.files.targets_of(model, batch))
 
 
-def check_top_k(top: int | None, ids: int | None = None, other: str = "") -> None:
-    """FieldError for less than a token; UserError for more than the `ids` that are common, once these are known."""
-    if top is not None and top < 1:
-        raise FieldError("top_k", f"must be 1 or more tokens, not {top}")
-    if top is not None and ids is not None and top > ids:
-        told = f"{top:,} tokens are more than the {ids:,} of the vocabulary that student and teacher share"
-        raise UserError(f"teacher.top_k: {told}: say {ids} at most{f', {other}' * bool(other)}")
+def check_top_k(top_k: int | None, num_ids: int | None = None, alternative: str = "") -> None:
+    """Raise FieldError if `top_k` is below 1, UserError if it exceeds the `num_ids` shared ids (if known)."""
+    if top_k is not None and top_k < 1:
+        raise FieldError("top_k", f"must be >= 1, got {top_k}")
+    if top_k is not None and num_ids is not None and top_k > num_ids:
+        problem = f"must be <= {num_ids:,}, the vocabulary that student and teacher share, got {top_k:,}"
+        raise UserError(f"teacher.top_k: {problem}{f', or {alternative}' * bool(alternative)}")
 
 
 def num_ids_of_both(student: Tokenizer, vocab: int) -> int:
-    """Ids that a student of this tokenizer and a teacher of so many embed."""
+    """Number of token ids that a student with this tokenizer and a teacher with `vocab` ids both embed."""
     return vocab if student.vocab is None else min(student.vocab, vocab)
 
 
 def num_common_ids(student: Decoder, teacher: Decoder) -> int:
-    """Ids that both embed: behind the tokens that a tokenizer knows, a model may be padded."""
+    """Number of token ids that both models embed. Embeddings may be padded beyond the tokenizer's vocabulary."""
     return min(student.spec.vocab, teacher.spec.vocab)
 
 
 def model_revision(name: str) -> dict[str, Any]:
-    """What tells a model from a later one of its name: its commit on the Hub; of a folder its files, their sizes and
-    when they were written. Nothing of one that cannot be found, or that ships with the package."""
+    """Identity of a model's files: its commit on the Hub, or sizes and modification times of the files in a directory.
+
+    Empty for models that are missing or ship with the package.
+    """
     try:
-        folder = download.resolve_model_dir(name, download.SMALL)
+        directory = download.resolve_model_dir(name, download.SMALL)
     except UserError:
         return {}
-    if folder == assets.model_dir(name):
+    if directory == assets.model_dir(name):
         return {}
-    if (commit := download.cached_commit(folder)) is not None:
+    if (commit := download.cached_commit(directory)) is not None:
         return {"commit": commit}
-    done = build.final_dir_of(folder)
-    files = sorted([*done.glob("*config.json"), *done.glob("*.safetensors")])
+    final_dir = build.final_dir_of(directory)
+    files = sorted([*final_dir.glob("*config.json"), *final_dir.glob("*.safetensors")])
     return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
 
 
 def without_revision(name: str) -> str:
-    """A name on the Hub without its revision: which commit it is stands in what was `seen`. Any other as it is."""
+    """Hub name without its revision; other names are unchanged."""
     parts = download.split_repo_revision(name)
     return name if parts is None else parts[0]
 
 
 def vocab_digest(tokenizer: Tokenizer) -> str:
-    """A name for what all ids stand for."""
+    """SHA-256 of the vocabulary."""
     return hashlib.sha256(json.dumps(sorted(token_texts(tokenizer).items())).encode()).hexdigest()
 
 
 def check_same_vocabulary(student: Tokenizer, teacher: Tokenizer, name: str) -> None:
-    """UserError if an id is one token for the student and another for its teacher."""
-    ours, theirs = (token_texts(one) for one in (student, teacher))
-    both = ours.keys() & theirs.keys()
-    apart = sorted(token for token in both if ours[token] != theirs[token])
-    least = min(max(one, default=-1) for one in (ours, theirs))
-    apart += sorted(token for token in ours.keys() ^ theirs.keys() if token <= least)
-    if apart:
-        first = apart[0]
+    """Raise UserError if an id is a different token for the student and for the teacher."""
+    student_texts, teacher_texts = (token_texts(tokenizer) for tokenizer in (student, teacher))
+    common = student_texts.keys() & teacher_texts.keys()
+    different = sorted(token for token in common if student_texts[token] != teacher_texts[token])
+    last = min(max(texts, default=-1) for texts in (student_texts, teacher_texts))
+    different += sorted(token for token in student_texts.keys() ^ teacher_texts.keys() if token <= last)
+    if different:
+        first = different[0]
         raise UserError(
-            f"teacher.model: {name} has another vocabulary than the student: the token {first} is "
-            f"{theirs.get(first)!r} there and {ours.get(first)!r} here ({len(apart):,} of {len(ours):,} differ); both "
-            "must expect the same tokens: choose a teacher that shares the student's tokenizer"
+            f"teacher.model: the vocabulary of {name} differs from the student's: token {first} is "
+            f"{teacher_texts.get(first)!r} in the teacher and {student_texts.get(first)!r} in the student "
+            f"({len(different):,} of {len(student_texts):,} differ). Use a teacher with the student's tokenizer."
         )
 
 
 def token_texts(tokenizer: Tokenizer) -> dict[int, str]:
-    """What each id stands for."""
+    """Text of each token id."""
     return {token: text for text, token in tokenizer.model.get_vocab(with_added_tokens=True).items()}

@@ -1,7 +1,7 @@
-"""What a teacher expects of rows, on disk: for each learnt token its likeliest ids and how likely it finds them.
+"""Teacher logits on disk: the top-k token ids of each target token, with their log-probabilities.
 
-A folder holds blocks, each of which appears whole or not at all: a writer that was cut off goes on behind them. In a
-block every rank that wrote has files of its own: `keys` and `counts` of documents, `ids` and `logs` of their tokens.
+A directory contains blocks that are written atomically, so an interrupted writer continues after the last one. In a
+block, each rank has its own files: `keys` and `counts` of documents, `ids` and `logs` of their target tokens.
 """
 
 import json
@@ -33,35 +33,35 @@ DTYPES = {"keys": np.uint64, "counts": np.int64, "ids": np.int32, "logs": np.flo
 
 @dataclass(frozen=True)
 class TopKLogits:
-    """What is kept of each learnt token."""
+    """Format of stored logits. The fields are also keys of the info file."""
 
-    top: int  # ids
+    top: int  # k: token ids per target token
     temperature: float
-    ids: int  # of those of the vocabulary that student and teacher both embed
-    total: int  # of the teacher
+    ids: int  # number of token ids that student and teacher both embed
+    total: int  # number of token ids of the teacher
 
     def compute(self, model: Decoder, batch: Batch) -> TopKTargets:
-        """By the teacher, in the order of learnt tokens."""
+        """Run the teacher on a batch. Results are in the order of target tokens."""
         rows = (batch.targets.flatten() != IGNORE).nonzero().squeeze(1)
-        found: list[TopKTargets] = []
+        results: list[TopKTargets] = []
 
         def read(hidden: Tensor, head: Head) -> Tensor:
-            found.append(top_k_targets(hidden.flatten(0, 1), head, rows, self.top, self.temperature, self.ids))
+            results.append(top_k_targets(hidden.flatten(0, 1), head, rows, self.top, self.temperature, self.ids))
             return hidden[:0]
 
         model(batch.tokens, batch.positions, batch.layout, read=read)
-        return found[0]
+        return results[0]
 
 
 @torch.no_grad()
 def write_teacher_logits(
-    folder: Path, about: dict[str, Any], kept: TopKLogits, model: Decoder, data: DataLoader, run: DistributedContext
+    directory: Path, info: dict[str, Any], logits: TopKLogits, model: Decoder, data: DataLoader, run: DistributedContext
 ) -> None:
-    """All that is not there yet. All ranks ask, and each writes what it has asked."""
+    """Compute and write the missing blocks. Collective: each data parallel rank writes the logits of its rows."""
     documents = ConcatDataset(data.datasets)
     blocks = list(iter_blocks(documents.lengths))
     run.run_on_main(
-        lambda: atomic.write_text_atomic(folder / INFO_FILE, json.dumps({**about, "blocks": len(blocks)}, indent=2))
+        lambda: atomic.write_text_atomic(directory / INFO_FILE, json.dumps({**info, "blocks": len(blocks)}, indent=2))
     )
     layout = Collator(
         data.collator.global_batch_size,
@@ -72,37 +72,37 @@ def write_teacher_logits(
         None,
     )
     left = run.run_on_main(
-        lambda: [number for number in range(len(blocks)) if not atomic.is_complete(block_path(folder, number))]
+        lambda: [number for number in range(len(blocks)) if not atomic.is_complete(block_path(directory, number))]
     )
     done = len(documents) - sum(len(blocks[number]) for number in left)
-    how = {"unit": "row", "initial": done, "leave": False, "disable": not run.is_main_process or None}
-    with tqdm(None, "asking the teacher", len(documents), **how) as bar:
+    options = {"unit": "row", "initial": done, "leave": False, "disable": not run.is_main_process or None}
+    with tqdm(None, "computing teacher logits", len(documents), **options) as bar:
         for number in left:
             run.heartbeat.beat(number, "ask")
             done += len(blocks[number])
-            found = []
+            results = []
             for batch in iter_batches(documents, blocks[number], layout):
-                found.append((batch, kept.compute(model, batch.to(run.device))))
+                results.append((batch, logits.compute(model, batch.to(run.device))))
                 bar.update(min(len(batch.tokens) * run.dims.dp_size, done - bar.n))
-            with atomic.SharedAtomicDir(block_path(folder, number), run) as partial:
+            with atomic.SharedAtomicDir(block_path(directory, number), run) as partial:
                 if run.coords.context == run.coords.tensor == 0:
-                    write_block(partial, run.dp_rank, found)
+                    write_block(partial, run.dp_rank, results)
             bar.update(done - bar.n)
 
 
-def block_path(folder: Path, number: int) -> Path:
-    """Where a block is."""
-    return folder / f"{number:05d}"
+def block_path(directory: Path, number: int) -> Path:
+    """Directory of a block."""
+    return directory / f"{number:05d}"
 
 
 def iter_blocks(lengths: np.ndarray) -> Iterator[range]:
-    """Documents of each block, whoever writes it."""
+    """Document indices of each block; they do not depend on the number of ranks."""
     ends = np.flatnonzero(np.diff(np.cumsum(lengths, dtype=np.int64) // BLOCK, append=-1)) + 1
     yield from map(range, [0, *ends[:-1].tolist()], ends.tolist())
 
 
 def iter_batches(documents: ConcatDataset, block: range, layout: Collator) -> Iterator[Batch]:
-    """Micro-batches of this rank, of documents of a block: those of like length together."""
+    """Micro-batches of this rank with the documents of a block, sorted by length."""
     order = sorted(block, key=lambda i: int(documents.lengths[i]))
     for first in range(0, len(order), layout.global_batch_size):
         yield from layout.micro_batches(
@@ -110,37 +110,37 @@ def iter_batches(documents: ConcatDataset, block: range, layout: Collator) -> It
         )
 
 
-def write_block(folder: Path, reader: int, found: Sequence[tuple[Batch, TopKTargets]]) -> None:
-    """The files of a rank."""
-    spans = [span for batch, _ in found for span in unpack_documents(batch)]
+def write_block(directory: Path, dp_rank: int, results: Sequence[tuple[Batch, TopKTargets]]) -> None:
+    """Write the files of this rank for a block."""
+    spans = [span for batch, _ in results for span in unpack_documents(batch)]
     columns = {
         "keys": [span.key for span in spans],
         "counts": [span.num_target_tokens for span in spans],
-        "ids": torch.cat([top.ids for _, top in found]).cpu().numpy(),
-        "logs": torch.cat([top.logs for _, top in found]).float().cpu().numpy(),
+        "ids": torch.cat([top.ids for _, top in results]).cpu().numpy(),
+        "logs": torch.cat([top.logs for _, top in results]).float().cpu().numpy(),
     }
     for name, column in columns.items():
-        np.asarray(column, DTYPES[name]).tofile(folder / f"{reader:05d}.{name}")
+        np.asarray(column, DTYPES[name]).tofile(directory / f"{dp_rank:05d}.{name}")
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether all blocks are there."""
-    if not (folder / INFO_FILE).is_file():
+def is_complete(directory: Path) -> bool:
+    """Whether all blocks exist."""
+    if not (directory / INFO_FILE).is_file():
         return False
-    return all(atomic.is_complete(block_path(folder, number)) for number in range(read_info(folder)["blocks"]))
+    return all(atomic.is_complete(block_path(directory, number)) for number in range(read_info(directory)["blocks"]))
 
 
-def read_info(folder: Path) -> dict[str, Any]:
-    """What is stored there, in words and numbers."""
-    return json.loads((folder / INFO_FILE).read_text("utf-8"))
+def read_info(directory: Path) -> dict[str, Any]:
+    """Read the info file of a directory."""
+    return json.loads((directory / INFO_FILE).read_text("utf-8"))
 
 
 class TeacherLogits:
-    """The files of some folders, mapped."""
+    """Memory-mapped files of several directories."""
 
-    def __init__(self, folders: Sequence[Path], info: TopKLogits) -> None:
-        self.folders, self.kept = folders, info
-        files = sorted(file for folder in folders for file in folder.glob("?????/*.keys"))
+    def __init__(self, directories: Sequence[Path], info: TopKLogits) -> None:
+        self.directories, self.info = directories, info
+        files = sorted(file for directory in directories for file in directory.glob("?????/*.keys"))
         self.keys = np.concatenate([np.fromfile(file, np.uint64) for file in files])
         self.counts = np.concatenate([np.fromfile(file.with_suffix(".counts"), np.int64) for file in files])
         self.ids = LogitShards([self.map_file(file, "ids", info.top) for file in files])
@@ -149,7 +149,7 @@ class TeacherLogits:
     @staticmethod
     def map_file(file: Path, name: str, width: int) -> np.ndarray:
         path = file.with_suffix(f".{name}")
-        if not path.stat().st_size:  # of a rank to which nothing fell; no file without bytes can be mapped
+        if not path.stat().st_size:  # a rank without rows; empty files cannot be mapped
             return np.empty((0, width), DTYPES[name])
         return np.memmap(path, DTYPES[name], "r").reshape(-1, width)
 
@@ -162,36 +162,36 @@ class TeacherLogits:
         return np.cumsum(self.counts) - self.counts
 
     def targets_of(self, model: Decoder, batch: Batch) -> TopKTargets:
-        """What is stored of the learnt tokens of a batch that are here."""
+        """Stored logits of the target tokens of a batch on this rank."""
         ranges = [self.find(span.key, span.num_target_tokens) for span in unpack_documents(batch)]
         nth = (batch.targets != IGNORE).flatten().cumsum(0).view_as(batch.targets) - 1
         here = model.cp_sharding.local_tokens(nth.where(batch.targets != IGNORE, -1), -1).flatten()
         rows = (here >= 0).nonzero().squeeze(1)
         some, device = here[rows].cpu(), batch.tokens.device
         ids, logs = (torch.from_numpy(part.read(ranges))[some].to(device) for part in (self.ids, self.logs))
-        return TopKTargets(ids, logs, index_in_rows(rows, len(here)), self.kept.total)
+        return TopKTargets(ids, logs, index_in_rows(rows, len(here)), self.info.total)
 
     def find(self, key: int, count: int) -> slice:
-        """The tokens of a document."""
+        """Rows of the target tokens of a document. Raises UserError if it is not stored."""
         at = int(np.searchsorted(self.keys, np.uint64(key), sorter=self.order))
         number = int(self.order[at]) if at < len(self.order) else -1
         if number < 0 or int(self.keys[number]) != key or self.counts[number] != count:
-            told = "nothing is stored of a row that comes now: delete them to have the teacher asked again"
-            raise UserError(f"{', '.join(map(str, self.folders))}: {told}")
+            paths = ", ".join(map(str, self.directories))
+            raise UserError(f"{paths}: a row of this run is missing. Delete the files to compute them again.")
         return slice(int(self.starts[number]), int(self.starts[number]) + count)
 
 
 class LogitShards:
-    """Rows of several arrays, numbered through."""
+    """Concatenation of several arrays along their rows, without copying."""
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         self.arrays, self.firsts = arrays, np.cumsum([0, *(len(array) for array in arrays)])
 
     def read(self, ranges: Sequence[slice]) -> np.ndarray:
-        """A copy of some; each range lies within one array."""
-        found = [np.empty_like(self.arrays[0][:0])]
-        for some in ranges:
-            number = int(np.searchsorted(self.firsts, some.start, side="right")) - 1
-            first = int(self.firsts[number])
-            found.append(self.arrays[number][some.start - first : some.stop - first])
-        return np.concatenate(found)
+        """Copy of the rows in these ranges, each of which must lie in one array."""
+        chunks = [np.empty_like(self.arrays[0][:0])]
+        for row_range in ranges:
+            index = int(np.searchsorted(self.firsts, row_range.start, side="right")) - 1
+            first = int(self.firsts[index])
+            chunks.append(self.arrays[index][row_range.start - first : row_range.stop - first])
+        return np.concatenate(chunks)

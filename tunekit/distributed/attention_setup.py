@@ -1,4 +1,4 @@
-"""Process-wide attention settings of torch: no cuDNN plans per length, and FlashAttention 3 where it is installed."""
+"""Process-wide attention settings of torch: disables cuDNN attention, and uses FlashAttention 3 if it is installed."""
 
 from functools import cache
 from importlib.util import find_spec
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import torch
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
-HOPPER = 9  # major compute capability: FlashAttention 3 has kernels for no other
+HOPPER = 9  # major compute capability; FlashAttention 3 has kernels for no other
 FA3_MODULE = "flash_attn_interface"
 
 
@@ -27,7 +27,7 @@ def can_use_fa3(capability: tuple[int, int]) -> bool:
 
 
 def activate_fa3(device: torch.device) -> bool:
-    """Replace torch's FlashAttention 2 by version 3; keep version 2 where 3 fails on what training needs."""
+    """Replace torch's FlashAttention 2 with version 3. Keep version 2 if a check of version 3 fails."""
     try:
         activate_flash_attention_impl("FA3")
         check_flash_attention(device)
@@ -38,7 +38,7 @@ def activate_fa3(device: torch.device) -> bool:
 
 
 def check_flash_attention(device: torch.device) -> None:
-    """Run all forms in which attention calls the kernels, on tiny inputs. Raise RuntimeError where one fails."""
+    """Run all kernel variants that attention uses on small inputs. Raise RuntimeError if one fails."""
     q, k = (torch.ones(16, heads, 64, dtype=torch.bfloat16, device=device) for heads in (4, 2))
     bounds = torch.tensor([0, 7, 16], dtype=torch.int32, device=device)
     lengths = torch.tensor([5, 3], dtype=torch.int32, device=device)
@@ -60,6 +60,6 @@ def check_flash_attention(device: torch.device) -> None:
 
 
 def require_finite(*tensors: torch.Tensor) -> None:
-    """Raise RuntimeError where a number is not finite."""
+    """Raise RuntimeError if a tensor has NaN or Inf."""
     if not all(bool(tensor.isfinite().all()) for tensor in tensors):
         raise RuntimeError("flash attention: results are not finite")

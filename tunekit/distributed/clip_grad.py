@@ -1,4 +1,4 @@
-"""The norm of a gradient that is divided over ranks, each number counted once, and clipping by it."""
+"""Norm of sharded gradients, with each element counted once, and gradient clipping."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,11 +10,11 @@ from tunekit.devices import accumulation_dtype
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.sharding import shards_of, to_local
 
-SUM_BLOCK = 4096  # numbers that are added up in their own precision: more of them lose digits (1.6e-3 of 33 M on a CPU)
+SUM_BLOCK = 4096  # elements summed in fp32; more lose precision (relative error 1.6e-3 for 33 M on a CPU)
 
 
 def total_grad_norm(parameters: Iterable[Tensor], context: DistributedContext) -> Tensor:
-    """Norm of the gradients of these weights as one vector: fp32, on the device of the run."""
+    """Norm of all gradients as one vector: fp32, on the device of the context."""
     return norm_from_squares(
         partial_squares([weight for weight in parameters if weight.grad is not None], context), context
     )
@@ -29,7 +29,7 @@ def norm_from_squares(partial_sums: Sequence[Tensor], context: DistributedContex
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Tensor], grad_norm: Tensor, max_norm: float) -> None:
-    """Scale gradients of this norm to a norm of at most `most`, as torch.nn.utils.clip_grad_norm_ does."""
+    """Scale gradients with norm `grad_norm` to at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does."""
     factor = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
     for grads in group_by_device_and_dtype(
         [to_local(require_grad(weight)) for weight in parameters if weight.grad is not None]
@@ -39,18 +39,17 @@ def clip_gradients(parameters: Iterable[Tensor], grad_norm: Tensor, max_norm: fl
 
 
 def grad_square_sum(weight: Tensor, context: DistributedContext) -> Tensor:
-    """Sum of the squares of the numbers of a weight's gradient that this rank counts, in fp64."""
+    """Sum of squares of the gradient elements of a parameter that this rank counts, in fp64."""
     (total,) = partial_squares([weight], context)
     return total
 
 
 @torch.no_grad()
 def partial_squares(parameters: Sequence[Tensor], context: DistributedContext) -> list[Tensor]:
-    """Sums of squares in fp64 that add up to that of the gradients: one for each weight on the CPU, else one for all
-    tensors of a dtype.
+    """Sums of squares in fp64 that add up to that of all gradients: one per parameter on the CPU, else one per dtype.
 
-    On a GPU `_foreach_norm` adds up in blocks, and takes a handful of launches for the 448 factors of a LoRA instead of
-    8 for each of them. On the CPU it would add up one number after the other.
+    On a GPU, `_foreach_norm` accumulates in blocks and needs a few launches for the 448 factors of a LoRA instead of 8
+    for each. On the CPU it accumulates sequentially, which loses precision.
     """
     on_host, on_device = [], []
     for weight in parameters:
@@ -63,14 +62,14 @@ def partial_squares(parameters: Sequence[Tensor], context: DistributedContext) -
 
 
 def squares_of(grads: list[Tensor]) -> Tensor:
-    """Sum of the squares of tensors of one device and dtype, in fp64."""
+    """Sum of squares of tensors with the same device and dtype, in fp64."""
     norms = torch.stack(torch._foreach_norm(grads, 2, torch.float32))  # pyright: ignore[reportPrivateImportUsage]
     return norms.to(accumulation_dtype(norms.device)).square().sum()
 
 
 def squares_in_blocks(weight: Tensor, context: DistributedContext) -> Tensor:
-    """Sum of the squares of what this rank counts of one gradient, in fp64: blocks of some thousand numbers are added
-    up in fp32, which a CPU does fast and exactly enough."""
+    """Sum of squares of the elements of one gradient that this rank counts, in fp64. Blocks are summed in fp32, which
+    is fast on a CPU and accurate enough."""
     grad = to_local(require_grad(weight))
     if not counts_locally(weight, context.coords.tensor):
         return grad.new_zeros((), dtype=accumulation_dtype(weight.device))
@@ -84,13 +83,13 @@ def squares_in_blocks(weight: Tensor, context: DistributedContext) -> Tensor:
 
 
 def require_grad(weight: Tensor) -> Tensor:
-    """Gradient of a weight that has one."""
+    """Gradient of a parameter that has one."""
     assert weight.grad is not None
     return weight.grad
 
 
 def group_by_device_and_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Non-empty tensors in lists of one device and dtype, in the order in which they come."""
+    """Non-empty tensors, grouped by device and dtype in order of appearance."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -99,16 +98,13 @@ def group_by_device_and_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def counts_locally(weight: Tensor, tp_rank: int) -> bool:
-    """Whether this rank counts its part of a weight, which others may have too.
-
-    `tensor` is its place among those that share layers: what is not split over them is counted by the first.
-    """
+    """Whether this rank counts its shard of a parameter. Replicated parameters are counted by the first rank."""
     if tp_rank and not any(shard.kind == "tensor" for shard in shards_of(weight)):
         return False
     if not isinstance(weight, DTensor):
         return True
     coordinate = weight.device_mesh.get_coordinate()
-    assert coordinate is not None, "a rank has no part in a mesh that it is not in"
+    assert coordinate is not None, "this rank is not in the mesh of the parameter"
     return all(
         isinstance(placement, Shard) or index == 0
         for placement, index in zip(weight.placements, coordinate, strict=True)

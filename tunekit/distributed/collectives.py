@@ -1,6 +1,6 @@
-"""What ranks that share a layer, a row or experts send each other, in functions that autograd follows.
+"""Differentiable collectives between the ranks of a mesh dimension, and the regions of tensor parallel layers.
 
-Whoever sends a part gets the gradient of it from all who used it, added up. Tensors are plain ones.
+Tensors are plain tensors. The gradient of a sent tensor is the sum of the gradients on all ranks that used it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,17 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.sharding import shards_of, to_local
+from tunekit.models.tp_region import NoParallel
 
-SplitSizes = Sequence[int]  # rows for each rank of a team
+SplitSizes = Sequence[int]  # rows per rank
 
-# Names since torch 2.13, which warns of those before.
-_gather = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
-_reduce = vars(dist).get("reduce_scatter_single") or dist.reduce_scatter_tensor
+# Names since torch 2.13, which deprecates the former ones.
+_all_gather_into = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
+_reduce_scatter_into = vars(dist).get("reduce_scatter_single") or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, eq=False)
 class MeshDim:
-    """Ranks that exchange tensors, and which of them this is."""
+    """Process group of one mesh dimension, and the index of this rank in it."""
 
     group: dist.ProcessGroup
     size: int
@@ -37,36 +38,40 @@ class MeshDim:
         return cls(mesh.get_group(name), mesh[name].size(), mesh.get_local_rank(name))
 
     def split_sizes(self, count: int) -> tuple[int, ...]:
-        """How many each rank has of so many, the first ones one more if they do not go up."""
+        """Number of items per rank for `count` items. The first ranks get the remainder."""
         quotient, remainder = divmod(count, self.size)
         return tuple(quotient + (i < remainder) for i in range(self.size))
 
     @_disable_dynamo
     @torch.no_grad()
     def all_reduce_sum(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, in place."""
+        """Sum over the ranks, in place."""
         dist.all_reduce(x, group=self.group)
         return x
 
     @_disable_dynamo
     @torch.no_grad()
     def all_reduce_max(self, x: Tensor) -> Tensor:
-        """The largest of each number on any rank, in place."""
+        """Elementwise maximum over the ranks, in place."""
         dist.all_reduce(x, dist.ReduceOp.MAX, self.group)
         return x
 
+    def gather_columns(self, x: Tensor, total: int) -> Tensor:
+        """Columns (..., total) of all ranks, split by `split_sizes`."""
+        return gather_columns(x, self.split_sizes(total), self)
+
     def all_gather(self, output: Tensor, x: Tensor) -> None:
-        """`whole` with the rows of all ranks, in their order."""
-        _gather(output, x, self.group)
+        """Write the rows of all ranks to `output`, in rank order."""
+        _all_gather_into(output, x, self.group)
 
     def reduce_scatter(self, output: Tensor, x: Tensor) -> None:
-        """`part` with this rank's rows of the sum over the ranks."""
-        _reduce(output, x, group=self.group)
+        """Write the rows of this rank of the sum over the ranks to `output`."""
+        _reduce_scatter_into(output, x, group=self.group)
 
     def all_to_all(
         self, output: Tensor, x: Tensor, send_counts: SplitSizes | None = None, recv_counts: SplitSizes | None = None
     ) -> None:
-        """`rows` with those of `x` that the ranks have for this one: as many as `here` says, for as many as `there`."""
+        """Send `send_counts` rows of `x` to each rank and receive `recv_counts` from each; equal counts by default."""
         split_sizes = (
             (None, None) if recv_counts is None or send_counts is None else (list(recv_counts), list(send_counts))
         )
@@ -74,7 +79,7 @@ class MeshDim:
 
 
 class FakeMeshDim(MeshDim):
-    """Ranks of which this one, the first, is alone there, and exchanges nothing: to see what it would need."""
+    """First of `size` ranks that do not exist, without communication: to estimate memory and check divisibility."""
 
     def __init__(self, size: int) -> None:
         super().__init__(cast(dist.ProcessGroup, None), size, 0)
@@ -101,7 +106,7 @@ class FakeMeshDim(MeshDim):
 
 
 def all_gather_tensor(x: Tensor, dim: int, mesh_dim: MeshDim) -> Tensor:
-    """Parts of one size side by side along `dim`."""
+    """Concatenate shards of equal size along `dim`."""
     rows = x.movedim(dim, 0).contiguous()
     output = rows.new_empty(len(rows) * mesh_dim.size, *rows.shape[1:])
     mesh_dim.all_gather(output, rows)
@@ -109,7 +114,7 @@ def all_gather_tensor(x: Tensor, dim: int, mesh_dim: MeshDim) -> Tensor:
 
 
 def reduce_scatter_tensor(x: Tensor, dim: int, mesh_dim: MeshDim) -> Tensor:
-    """This rank's part along `dim` of the sum over the ranks."""
+    """Shard of this rank, along `dim`, of the sum over the ranks."""
     rows = x.movedim(dim, 0).contiguous()
     output = rows.new_empty(len(rows) // mesh_dim.size, *rows.shape[1:])
     mesh_dim.reduce_scatter(output, rows)
@@ -117,7 +122,7 @@ def reduce_scatter_tensor(x: Tensor, dim: int, mesh_dim: MeshDim) -> Tensor:
 
 
 def all_to_all_tensor(x: Tensor, send_counts: SplitSizes, recv_counts: SplitSizes, mesh_dim: MeshDim) -> Tensor:
-    """Rows (N, ...), of which each rank gets as many as `there` says, for as many from each as `here` says."""
+    """Send `send_counts` rows (N, ...) to each rank and receive `recv_counts` from each."""
     output = x.new_empty(sum(recv_counts), *x.shape[1:])
     mesh_dim.all_to_all(output, x.contiguous(), send_counts, recv_counts)
     return output
@@ -125,14 +130,14 @@ def all_to_all_tensor(x: Tensor, send_counts: SplitSizes, recv_counts: SplitSize
 
 @dataclass(frozen=True, eq=False)
 class VocabShard:
-    """Ids that are divided over the ranks of a team, in parts of these sizes, and what has a number for each."""
+    """Vocabulary ids that are split over ranks, with these sizes."""
 
     mesh_dim: MeshDim
     sizes: tuple[int, ...]
 
     @property
     def start(self) -> int:
-        """The first id that is here."""
+        """First id of this rank."""
         return sum(self.sizes[: self.mesh_dim.index])
 
     @property
@@ -141,7 +146,7 @@ class VocabShard:
 
     @property
     def max_size(self) -> int:
-        """How many the rank has that has most."""
+        """Number of ids of the largest shard."""
         return max(self.sizes)
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
@@ -151,33 +156,33 @@ class VocabShard:
         return self.mesh_dim.all_reduce_max(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """(..., total) from the columns of each rank."""
+        """Logits (..., total) from the local columns of each rank."""
         return gather_columns(x, self.sizes, self.mesh_dim)
 
 
-# The same with gradients
+# Differentiable collectives
 
 
 class AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, mesh_dim: MeshDim) -> Tensor:
-        ctx.how = dim, mesh_dim
+        ctx.backward_args = dim, mesh_dim
         return all_gather_tensor(x, dim, mesh_dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter_tensor(grads[0], *ctx.how), None, None
+        return reduce_scatter_tensor(grads[0], *ctx.backward_args), None, None
 
 
 class ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, mesh_dim: MeshDim) -> Tensor:
-        ctx.how = dim, mesh_dim
+        ctx.backward_args = dim, mesh_dim
         return reduce_scatter_tensor(x, dim, mesh_dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather_tensor(grads[0], *ctx.how), None, None
+        return all_gather_tensor(grads[0], *ctx.backward_args), None, None
 
 
 class GatherColumns(torch.autograd.Function):
@@ -197,29 +202,29 @@ class AllToAll(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, send_counts: SplitSizes, recv_counts: SplitSizes, mesh_dim: MeshDim, factor: float
     ) -> Tensor:
-        ctx.how, ctx.factor = (recv_counts, send_counts, mesh_dim), factor
+        ctx.backward_args, ctx.factor = (recv_counts, send_counts, mesh_dim), factor
         return all_to_all_tensor(x, send_counts, recv_counts, mesh_dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return all_to_all_tensor(grads[0], *ctx.how) * ctx.factor, None, None, None, None
+        return all_to_all_tensor(grads[0], *ctx.backward_args) * ctx.factor, None, None, None, None
 
 
 @_disable_dynamo
 def all_gather(x: Tensor, dim: int, mesh_dim: MeshDim) -> Tensor:
-    """The parts of all ranks side by side along `dim`; back comes the sum of what each makes of it."""
+    """Concatenate the shards of all ranks along `dim`. The gradient is summed over the ranks."""
     return AllGather.apply(x, dim, mesh_dim)
 
 
 @_disable_dynamo
 def reduce_scatter(x: Tensor, dim: int, mesh_dim: MeshDim) -> Tensor:
-    """This rank's part along `dim` of the sum over all ranks."""
+    """Shard of this rank, along `dim`, of the sum over the ranks."""
     return ReduceScatter.apply(x, dim, mesh_dim)
 
 
 @_disable_dynamo
 def gather_columns(x: Tensor, sizes: SplitSizes, mesh_dim: MeshDim) -> Tensor:
-    """Columns of all ranks, in parts of these sizes, of which all ranks then make the same."""
+    """Concatenate columns of all ranks, with these sizes. All ranks must use the result in the same way."""
     return GatherColumns.apply(x, sizes, mesh_dim)
 
 
@@ -227,34 +232,19 @@ def gather_columns(x: Tensor, sizes: SplitSizes, mesh_dim: MeshDim) -> Tensor:
 def all_to_all(
     x: Tensor, send_counts: SplitSizes, recv_counts: SplitSizes, mesh_dim: MeshDim, factor: float = 1.0
 ) -> Tensor:
-    """Rows that travel: so many to each rank, for so many from each. Gradients come back times `factor`."""
+    """Send `send_counts` rows to each rank, receive `recv_counts` from each. Gradients are multiplied by `factor`."""
     return AllToAll.apply(x, send_counts, recv_counts, mesh_dim, factor)
 
 
-# The tokens of layers that are shared
-
-
-class NoParallel:
-    """No other rank has a part in a layer: all of its tokens are here."""
-
-    def enter(self, x: Tensor, shape: torch.Size | None = None) -> Tensor:
-        """All tokens (B, S, dim) of those between two layers. With no `shape` (B, S), rows may be joined and padded."""
-        return x
-
-    def leave(self, y: Tensor) -> Tensor:
-        """What is kept between two layers of what one made of all tokens."""
-        return y
-
-    def local_tokens(self, x: Tensor) -> Tensor:
-        """The tokens that are kept here between two layers."""
-        return x
+# Regions of tensor parallel layers
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceParallelRegion(NoParallel):
-    """Each rank makes a part of the sum that a layer gives. Between two layers each keeps a part of the tokens.
+    """Tensor parallel layer with sequence parallelism (arXiv:2205.05198): each rank computes a partial sum of the
+    outputs, and holds a shard of the tokens between layers.
 
-    These are (1, n, dim), the same number on all ranks: behind the last there is padding.
+    Shards are (1, n, dim), with the same n on all ranks: the last ones are padded.
     """
 
     mesh_dim: MeshDim
@@ -270,28 +260,26 @@ class SequenceParallelRegion(NoParallel):
         return self.flatten_padded(x).chunk(self.mesh_dim.size, dim=1)[self.mesh_dim.index]
 
     def flatten_padded(self, x: Tensor) -> Tensor:
-        """(B, S, ...) as one row that can be divided."""
+        """(B, S, ...) as one row, padded to a multiple of the number of ranks."""
         row = x.flatten(0, 1)
         num_padding = -len(row) % self.mesh_dim.size
         return (F.pad(row, (0, 0) * (row.ndim - 1) + (0, num_padding)) if num_padding else row)[None]
 
 
 class ReplicatedRegion(SequenceParallelRegion):
-    """Each rank makes all that a layer gives, and keeps its own tokens of it."""
+    """Layer that each rank computes in full, between sequence parallel layers."""
 
     def leave(self, y: Tensor) -> Tensor:
         return self.local_tokens(y)
 
 
-NO_PARALLEL = NoParallel()
-
-
-# What all that share layers have alike
+# Gradients of replicated parameters
 
 
 @torch.no_grad()
 def all_reduce_tp_gradients(parameters: Iterable[Tensor], context: DistributedContext) -> None:
-    """Gradients of what is not split over the ranks that share layers: each has seen a part of tokens or of sums."""
+    """Sum the gradients of replicated parameters over tensor parallel ranks, which see different tokens or partial
+    sums."""
     if context.dims.tp == 1:
         return
     assert context.mesh is not None

@@ -1,4 +1,4 @@
-"""Where it runs. On one process every collective here is the identity, so recipes never ask how many there are."""
+"""Device, rank, process groups and collectives of a run. With one process, all collectives are the identity."""
 
 import os
 import random
@@ -33,36 +33,36 @@ from tunekit.kernels.malloc import retain_freed_memory
 T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-GROUP_NUMBERS = count()  # of the same processes, which have one store of what they tell each other
+GROUP_NUMBERS = count()  # prefixes of process groups that share one store
 TIMEOUT_MARGIN = 60  # seconds
-# For tests on a machine with one GPU: with RANK=0, WORLD_SIZE=1 and the rest that torchrun sets, a single process forms
-# a process group too, and its model is sharded over it.
+# For tests with one GPU: with RANK=0, WORLD_SIZE=1 and the other variables of torchrun, a single process creates a
+# process group too, and its model is sharded over it.
 ONE_RANK = "TUNEKIT_ONE_RANK_GROUP"
-HOST_TIMEOUT = timedelta(days=30)  # for those who wait while one process reads, writes or sends something large
+HOST_TIMEOUT = timedelta(days=30)  # ranks wait while one of them reads, writes or uploads large files
 
 
 @dataclass(frozen=True)
 class RankCoords:
-    """Where this process is among all, along each way of sharing."""
+    """Index of this rank in each mesh dimension."""
 
     replicate: int = 0
-    shard: int = 0  # of those that share the weights, with `context` counted in
+    shard: int = 0  # FSDP shard, including the context parallel dimension
     context: int = 0
     tensor: int = 0
 
 
 class DistributedContext:
-    """Device, rank and random state of this process, for as long as the `with` block lasts.
+    """Device, rank and random state of this process while the `with` block is active.
 
-    Who we are is said by the environment, as torchrun sets it (RANK, WORLD_SIZE, LOCAL_RANK); without it there is one
-    process. Ranks lie as replicate x shard x context x tensor, the last ones side by side.
+    Reads RANK, WORLD_SIZE and LOCAL_RANK as set by torchrun; without them there is one process. Ranks are ordered
+    dp_replicate x dp_shard x cp x tp, the last dimension varying fastest.
     """
 
     def __init__(
         self, seed: int = 0, device: str = "auto", parallel: ParallelConfig | None = None, deterministic: bool = False
     ) -> None:
         self.seed, self.parallel, self.deterministic = seed, parallel or ParallelConfig(), deterministic
-        self.numerics = devices.read_numerics()  # restored at the end
+        self.numerics = devices.read_numerics()  # restored on exit
         self.rank, self.world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.dims = self.parallel.resolve_dims(self.world_size)
         self.coords = rank_coords(self.rank, self.dims)
@@ -70,20 +70,20 @@ class DistributedContext:
         self.has_process_group = self.world_size > 1 or ONE_RANK in os.environ  # whether there is a process group
         if self.world_size > 1 or not self.has_process_group:
             self.parallel.check(self.device.type, self.world_size)
-        self.heartbeat = HeartbeatWriter.open()  # what whoever has started us sees of us
-        self.requested_signal: signal.Signals | None = None  # of this process, at any moment
-        self.agreed_signal: signal.Signals | None = None  # by all, between two steps
-        self.mesh: DeviceMesh | None = None  # replicate x shard x tensor, context being part of shard
-        self.cp_mesh: DeviceMesh | None = None  # readers x context x tensor
-        self.ep_mesh: DeviceMesh | None = None  # replicate x shard x expert x tensor, shard without expert
-        self.grad_mesh: DeviceMesh | None = None  # averaged x tensor
-        self.host_group: dist.ProcessGroup | None = None  # of all, on the host
-        self.delays_gradient_sync = True  # whether gradients are exchanged once a step, and not in each pass
-        self.step = 0  # that is taken now
+        self.heartbeat = HeartbeatWriter.open()  # read by the launcher
+        self.requested_signal: signal.Signals | None = None  # received by this process
+        self.agreed_signal: signal.Signals | None = None  # known to all ranks
+        self.mesh: DeviceMesh | None = None  # replicate x shard x tensor; shard includes context
+        self.cp_mesh: DeviceMesh | None = None  # dp x context x tensor
+        self.ep_mesh: DeviceMesh | None = None  # replicate x shard x expert x tensor; shard excludes expert
+        self.grad_mesh: DeviceMesh | None = None  # ranks that average gradients x tensor
+        self.host_group: dist.ProcessGroup | None = None  # gloo group of all ranks
+        self.delays_gradient_sync = True  # reduce gradients once per step instead of in each pass
+        self.step = 0  # current step
 
     @classmethod
     def single_process(cls) -> "DistributedContext":
-        """A process that asks no other, on the CPU, even where the environment says that it is one of several."""
+        """Context of a single CPU process, even if the environment has several ranks."""
         run = cls(device="cpu")
         run.rank, run.world_size, run.dims, run.coords, run.has_process_group = (
             0,
@@ -96,7 +96,7 @@ class DistributedContext:
 
     def __enter__(self) -> "DistributedContext":
         self.numerics = devices.read_numerics()
-        if self.deterministic:  # before anything runs on the device
+        if self.deterministic:  # must precede all device operations
             devices.use_deterministic_algorithms()
         torch.manual_seed(self.seed)
         if self.device.type == "cpu":
@@ -111,10 +111,10 @@ class DistributedContext:
         return self
 
     def init_process_group(self) -> None:
-        """Meet the other processes."""
+        """Create the process groups and meshes."""
         backend = devices.backend_of(self.device.type, devices.capabilities(self.device))
         device_id = None if self.device.type == "cpu" else self.device
-        # Whoever has started us is the first to say who hangs, with `parallel.hang_timeout_seconds`, and where.
+        # The launcher reports hangs first, after `parallel.hang_timeout_seconds`, with the rank and its stack.
         timeout = timedelta(seconds=self.parallel.hang_timeout_seconds + TIMEOUT_MARGIN)
         dist.init_process_group(
             backend,
@@ -138,36 +138,36 @@ class DistributedContext:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         devices.set_numerics(self.numerics)
-        # After an error others may be in the middle of an exchange, for which taking leave would wait.
+        # After an error, other ranks may be inside a collective, and a barrier would hang.
         if kind in (None, RunStopped) and self.has_process_group:
             dist.barrier(self.host_group)
             dist.destroy_process_group()
 
     @property
     def is_single(self) -> bool:
-        """Whether there is no process group, so that collectives have nothing to do."""
+        """Whether there is no process group."""
         return self.world_size == 1 and self.host_group is None
 
     @property
     def stopping(self) -> signal.Signals | None:
-        """The signal that asks to end, once all ranks know of it: they look at the same moment of each step."""
+        """Signal that requests a stop, once all ranks know of it: they agree in the collective of each step."""
         return self.requested_signal if self.is_single else self.agreed_signal
 
-    # What all say to each other
+    # Collectives
 
     def log(self, message: str) -> None:
-        """A line for people, once for all processes. It stands above a bar, if one is drawn."""
+        """Print a line on the main process, above a progress bar if there is one."""
         if self.is_main_process:
             tqdm.write(message, file=sys.stderr)
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this process speaks and writes for all."""
+        """Whether this process logs and writes for all ranks."""
         return self.rank == 0
 
     @property
     def num_nodes(self) -> int:
-        """Machines. Where nobody has told how many there are, each has as many processes as this one."""
+        """Number of nodes. Without GROUP_WORLD_SIZE, all nodes have LOCAL_WORLD_SIZE processes."""
         group_world_size = os.environ.get("GROUP_WORLD_SIZE")
         return max(
             1,
@@ -178,15 +178,15 @@ class DistributedContext:
 
     @property
     def dp_rank(self) -> int:
-        """Which rows are for this rank, of those for `sizes.readers`."""
+        """Data parallel rank, of `dims.dp_size`: selects the rows of this rank."""
         return self.rank // (self.dims.cp * self.dims.tp)
 
     def sum_counts(self, count: int) -> int:
-        """The sum over all readers of a number that the host knows."""
+        """Sum of a host integer over data parallel ranks."""
         return self.sum_each_count(count)[0]
 
     def sum_each_count(self, *counts: int) -> list[int]:
-        """Sums over all readers. Signals travel with them, so that all hear of one at the same moment."""
+        """Sums of host integers over data parallel ranks. Also agrees on stop signals, in the same collective."""
         if self.is_single:
             return [*counts]
         flags = [self.requested_signal == number for number in SIGNALS]
@@ -197,7 +197,7 @@ class DistributedContext:
         return [count // (self.dims.cp * self.dims.tp) for count in sums[: len(counts)].tolist()]
 
     def max_over_ranks(self, *values: float) -> list[float]:
-        """The largest of each number that the host knows on any rank."""
+        """Maximum of each host number over all ranks."""
         if self.is_single:
             return [*values]
         maxima = torch.tensor(values, dtype=torch.float64)
@@ -205,7 +205,7 @@ class DistributedContext:
         return maxima.tolist()
 
     def all_reduce_sum(self, value: Tensor) -> Tensor:
-        """The sum over all ranks that have seen different tokens."""
+        """Sum over all ranks with different tokens."""
         if self.grad_mesh is None:
             return value
         value = value.clone()
@@ -213,7 +213,7 @@ class DistributedContext:
         return value
 
     def all_reduce_max(self, value: Tensor) -> Tensor:
-        """The largest of each number over all ranks that have seen different tokens."""
+        """Elementwise maximum over all ranks with different tokens."""
         if self.grad_mesh is not None:
             value = value.clone()
             dist.all_reduce(value, dist.ReduceOp.MAX, group=self.grad_mesh.get_group("sum"))
@@ -221,25 +221,25 @@ class DistributedContext:
 
     @property
     def grad_scale(self) -> int:
-        """By how much sharding makes gradients smaller: it averages them over ranks, and they are to be added up."""
+        """Factor of the loss: FSDP averages gradients over ranks, this turns the average into a sum."""
         return self.dims.grad_avg_size
 
     def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None:
-        """Whether the next backward pass is the last of a step, in which gradients are added up over the ranks.
+        """Set whether the next backward pass reduces gradients over ranks: in the last micro-batch of a step.
 
-        Until then each rank would keep whole gradients: where that is much, every pass adds up.
+        Until then each rank keeps full gradients. If these are large, every backward pass reduces them.
         """
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(enabled or not self.delays_gradient_sync)
 
     def all_reduce_world(self, value: Tensor) -> Tensor:
-        """The sum over all ranks."""
+        """Sum over all ranks, in place."""
         if not self.is_single:
             dist.all_reduce(value)
         return value
 
     def all_gather_objects(self, value: T) -> list[T]:
-        """What each rank has, in the order of ranks, for all of them."""
+        """List with the object of each rank, in rank order."""
         if self.is_single:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -247,7 +247,7 @@ class DistributedContext:
         return values
 
     def run_on_main(self, fn: Callable[[], T]) -> T:
-        """What the main process makes, for all of them; the others wait. Its UserError is one of all."""
+        """Result of `fn` on the main process, broadcast to all ranks. Its UserError is raised on all of them."""
         if self.is_single:
             return fn()
         outcome: list[Any] = [None, None]
@@ -262,7 +262,7 @@ class DistributedContext:
         return outcome[0]
 
     def run_on_all(self, fn: Callable[[], T]) -> T:
-        """What each process makes, once all are through with it. The UserError of one is one of all."""
+        """Local result of `fn`, after all ranks have called it. A UserError on one rank is raised on all of them."""
         result, own_error = None, None
         try:
             result = fn()
@@ -274,33 +274,33 @@ class DistributedContext:
         return result  # type: ignore[return-value]
 
     def barrier(self) -> None:
-        """Wait for all, however long one of them takes."""
+        """Wait for all ranks, without a short timeout."""
         if not self.is_single:
             dist.barrier(self.host_group)
 
     def begin_step(self, step: int) -> None:
-        """A step begins: it can be seen from outside, and draws its own random numbers."""
+        """Report a step to the heartbeat, and seed its random numbers."""
         self.step = step
         self.heartbeat.beat(step, "step")
         self.seed_step(step)
 
     def seed_step(self, step: int) -> None:
-        """Randomness of a step (dropout) depends on (seed, step, reader) alone, so a resumed run draws the same.
+        """Seed random numbers (dropout) by (seed, step, rank), so that a resumed run draws the same.
 
-        Ranks that share the same tokens draw the same; those with other parts of a row draw others.
+        Tensor parallel ranks, which share tokens, draw the same; context parallel ranks draw different numbers.
         """
         rank = self.rank // self.dims.tp
         torch.manual_seed(random.Random(f"{self.seed} {step} {rank}").getrandbits(63))
 
 
 def rank_coords(rank: int, dims: ParallelDims) -> RankCoords:
-    """Where a rank is."""
+    """Mesh coordinates of a rank."""
     dp_rank, tensor = divmod(rank, dims.tp)
     replicate, shard = divmod(dp_rank, dims.fsdp_size)
     return RankCoords(replicate, shard, shard % dims.cp, tensor)
 
 
 def dump_flight_recorders(device: torch.device) -> dict[str, bytes]:
-    """What the flight recorders of this process hold, by backend. Builds of torch without one have no such function."""
+    """Flight recorder contents of this process, by backend. Builds of torch without a recorder lack these functions."""
     names = {"gloo": "_dump_fr_trace"} | ({"nccl": "_dump_nccl_trace"} if device.type == "cuda" else {})
     return {backend: vars(c10d)[name]() for backend, name in names.items() if name in vars(c10d)}

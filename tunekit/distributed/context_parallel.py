@@ -1,6 +1,6 @@
-"""Long rows that several ranks share: queries stay where they are, keys and values of whole rows go to all.
+"""Context parallelism: ranks share each row. Keys and values of complete rows are gathered on all ranks.
 
-Each rank has two stretches of every row, one from each end, so that all have as many keys to look at.
+Each rank holds two chunks of each row, one from each end, so that causal attention costs all ranks the same.
 """
 
 from dataclasses import dataclass
@@ -16,18 +16,19 @@ from tunekit.models.forward_context import SequenceSharding
 
 
 def apply_context_parallel(model: Decoder, context: DistributedContext) -> None:
+    """Set the context parallel sharding of a model."""
     if context.cp_mesh is not None:
         model.cp_sharding = ContextParallelSharding(MeshDim.from_mesh(context.cp_mesh, "context"))
 
 
 @dataclass(frozen=True, eq=False)
 class ContextParallelSharding(SequenceSharding):
-    """Rows are padded to two stretches for each rank of a team, of which the n-th has the n-th from each end."""
+    """Rows are padded to two chunks per rank; rank n holds the n-th chunk from each end."""
 
     mesh_dim: MeshDim
 
     def chunk_size(self, length: int) -> int:
-        """Tokens of a stretch."""
+        """Tokens per chunk."""
         return -(-length // (2 * self.mesh_dim.size))
 
     def local_ranges(self, length: int) -> tuple[range, ...]:

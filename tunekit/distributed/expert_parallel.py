@@ -1,4 +1,4 @@
-"""Experts that live on different ranks: rows travel to those that have theirs, and back (arXiv:2006.16668)."""
+"""Expert parallelism: experts are split over ranks and rows are sent to their experts (arXiv:2006.16668)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,20 +17,21 @@ from tunekit.models.decoder import Decoder
 from tunekit.models.linear import GroupedLinear
 from tunekit.models.moe import Experts
 
-# Of all that has an expert for its first dimension.
+# Dimension of the experts in each tensor of a grouped linear layer.
 EXPERT_DIMS = {"weight": 0, "quantized_weight": 0, "scales": 0, "bias": 0, "lora_A": 0, "lora_B": 0}
 
 
 def apply_expert_parallel(model: Decoder, context: DistributedContext) -> None:
+    """Split the experts of a model over the expert parallel ranks."""
     if context.ep_mesh is not None:
         shard_experts(model, MeshDim.from_mesh(context.ep_mesh, "expert"))
 
 
 def shard_experts(model: Decoder, mesh_dim: MeshDim) -> None:
-    """Leave of all experts those of this rank."""
+    """Keep the experts of this rank and dispatch rows between ranks. Raise UserError if experts cannot be split."""
     experts = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
     if not experts:
-        raise UserError("parallel.ep: this model has no experts: leave it out")
+        raise UserError("parallel.ep: this model has no experts. Set parallel.ep=1.")
     for name, module in experts.items():
         module.dispatcher = TokenDispatcher(mesh_dim, module.gate_proj.experts)
         for leaf, layer in module.named_children():
@@ -38,13 +39,15 @@ def shard_experts(model: Decoder, mesh_dim: MeshDim) -> None:
 
 
 def shard_expert_layer(model: Decoder, name: str, layer: nn.Module, mesh_dim: MeshDim) -> None:
+    """Keep the local experts of one grouped linear layer."""
     assert isinstance(layer, GroupedLinear)
     if layer.experts % mesh_dim.size:
-        reason = f"{mesh_dim.size} devices cannot share the {layer.experts} experts of {name} alike"
-        raise UserError(f"parallel.ep: {reason}: choose a number that divides {layer.experts}")
+        reason = f"{layer.experts} experts of {name} cannot be split over {mesh_dim.size} devices"
+        raise UserError(f"parallel.ep: {reason}. Use a value that divides {layer.experts}.")
     if "double_quant_state" in dict(layer.named_parameters()):
         raise UserError(
-            f"parallel.ep: {name} has scales that were packed together: set quantization.double_quant to false"
+            f"parallel.ep: {name} has double-quantized scales, which cannot be split. "
+            "Set quantization.double_quant=false."
         )
     sizes = mesh_dim.split_sizes(layer.experts)
     layer.experts = sizes[mesh_dim.index]
@@ -53,26 +56,27 @@ def shard_expert_layer(model: Decoder, name: str, layer: nn.Module, mesh_dim: Me
 
 @dataclass(frozen=True, eq=False)
 class TokenDispatcher:
-    """How rows get to their experts.
+    """Sends rows to the ranks of their experts, and the outputs back.
 
-    A rank adds up gradients from the tokens of a whole team, and sharding then takes the mean of fewer ranks than those
-    whose tokens were seen: on their way to an expert gradients are made so much smaller, and behind it larger again.
+    A rank sums gradients over the tokens of all expert parallel ranks, and FSDP then averages over fewer ranks than
+    have contributed tokens. Gradients are therefore divided by the number of ranks inside the experts, and multiplied
+    by it outside.
     """
 
     mesh_dim: MeshDim
     num_experts: int  # on all ranks
 
     def __call__(self, expert_fn: Callable[[Tensor, Tensor], Tensor], x: Tensor, sizes: Tensor) -> Tensor:
-        """What experts make of rows (N, dim) sorted by expert, of which each of them all has `sizes` (E,)."""
+        """Outputs of `expert_fn` for rows (N, dim) sorted by expert, with `sizes` (E,) rows per expert."""
         mesh_dim, num_local = self.mesh_dim, self.num_experts // self.mesh_dim.size
         counts = torch.empty_like(sizes)
         mesh_dim.all_to_all(counts, sizes)
         send_counts, recv_counts = rows_per_rank(
             torch.stack([sizes, counts]).view(2, mesh_dim.size, num_local), len(x)
-        )  # the host waits once
+        )  # synchronizes with the device
         rows = all_to_all(x, send_counts, recv_counts, mesh_dim, mesh_dim.size)
-        # They came by rank, and by expert from each: now by expert alone. An expert that gets nothing learns nothing,
-        # but one row there must be for all gradients to be.
+        # Received rows are sorted by rank, then expert: sort by expert. Without any rows, one row of zeros is computed,
+        # so that all gradients exist.
         expert = torch.arange(num_local, device=x.device).repeat(mesh_dim.size)
         expert = expert.repeat_interleave(counts, output_size=len(rows))
         order = expert.argsort(stable=True)
@@ -86,5 +90,5 @@ class TokenDispatcher:
 
 
 def rows_per_rank(counts: Tensor, total: int) -> list[list[int]]:
-    """Rows for each rank, and from each, of the counts (2, ranks, experts)."""
+    """Rows to send to and receive from each rank, from counts (2, ranks, experts)."""
     return [even_split(total, counts.shape[1])] * 2 if fake_mode.is_fake() else counts.sum(-1).tolist()

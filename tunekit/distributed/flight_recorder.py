@@ -1,8 +1,8 @@
-"""The last collectives of each rank, from the flight recorder of torch. Nothing here imports torch.
+"""Last collectives of each rank, from the flight recorder of torch. Does not import torch.
 
-Each rank that `tune run` has started waits in a thread for the request to write what its flight recorder holds into
-the folder of the run. It can answer while its main thread is blocked in a collective. Files are pickles, read by an
-unpickler that creates plain values only; `torchfrtrace` reads them as well.
+In each rank started by `tune run`, a thread waits for requests to write the flight recorder to the run directory. It
+can answer while the main thread is blocked in a collective. Files are pickles, read by an unpickler that creates plain
+values only; `torchfrtrace` reads them as well.
 """
 
 import os
@@ -20,9 +20,9 @@ from typing import Any
 
 from tunekit.distributed import worker_env
 
-CHANNEL = "TUNEKIT_RANK_RECORDER"  # file descriptor of the socket on which a rank is asked for its collectives
+CHANNEL = "TUNEKIT_RANK_RECORDER"  # file descriptor of the socket for requests to a rank
 SIZE = "2000"  # collectives that the recorder keeps
-# Variables of torch by what they are for, with the names that they had before.
+# Environment variables of torch, with their former names.
 BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
@@ -62,14 +62,14 @@ class Collective:
 
 
 def variables(prefix: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables that make torch record collectives, and NCCL write them on a timeout of its own to
-    `prefix` and the rank. Those that the user has set remain."""
+    """Environment variables that make torch record collectives, and NCCL write them to `prefix` and the rank on its own
+    timeout. Variables set by the user are kept."""
     values = {BUFFER: SIZE, ON_TIMEOUT: "1", FILE: str(prefix)}
     return {names[0]: value for names, value in values.items() if not any(name in environment for name in names)}
 
 
 def record_into(folder: Path) -> None:
-    """Set these variables in a rank that another launcher has started; `tune run` has set them for its own."""
+    """Set these variables in a rank started by another launcher; `tune run` sets them for its workers."""
     if "RANK" in os.environ and worker_env.PARENT not in os.environ:
         with suppress(OSError):  # a directory that cannot be written is reported when the run claims it
             folder.mkdir(parents=True, exist_ok=True)
@@ -85,8 +85,8 @@ def file_of(folder: Path, backend: str, rank: int) -> Path:
 
 
 def serve(dump: Callable[[], Mapping[str, bytes]], rank: int) -> None:
-    """Write what `dump` returns for each backend whenever the process that has started this rank asks for it."""
-    word = os.environ.pop(CHANNEL, None)  # one thread for a process, and none for those that it starts
+    """Start a thread that writes what `dump` returns for each backend whenever the launcher requests it."""
+    word = os.environ.pop(CHANNEL, None)  # removed: child processes must not start a thread
     if word is None:
         return
     number, _, folder = word.partition(":")
@@ -94,24 +94,24 @@ def serve(dump: Callable[[], Mapping[str, bytes]], rank: int) -> None:
 
 
 def answer(link: socket.socket, dump: Callable[[], Mapping[str, bytes]], folder: Path, rank: int) -> None:
-    """Body of the thread. It ends when the other side is gone."""
+    """Body of the thread. Ends when the launcher closes the socket."""
     with suppress(OSError):
         link.sendall(READY)
         while link.recv(1) == WRITE:
-            with suppress(OSError):  # a full disk: the report does without
+            with suppress(OSError):  # disk full: the report omits this rank
                 for backend, data in dump().items():
                     file_of(folder, backend, rank).write_bytes(data)
             link.sendall(WRITTEN)
 
 
-# In the process that has started the ranks
+# In the launcher
 
 
 class Recorders:
-    """Sockets to the ranks of this machine. A rank without a process group never says that it is ready."""
+    """Sockets to the ranks of this node. A rank without a process group never reports that it is ready."""
 
     def __init__(self, folder: Path, base: int, count: int) -> None:
-        """`base` is the first of `count` ranks. Files of an earlier start are removed."""
+        """Open sockets for `count` ranks from `base` on. Files of an earlier start are removed."""
         self.folder = folder
         for rank in range(base, base + count):
             for backend in BACKENDS:
@@ -127,7 +127,7 @@ class Recorders:
         return {CHANNEL: f"{self.pairs[slot][1].fileno()}:{self.folder}"}
 
     def request(self, seconds: float) -> None:
-        """Ask all ranks that can answer to write their files, and wait for at most this long."""
+        """Request files from all ranks that can answer, and wait for at most `seconds`."""
         links = [local for local, _ in self.pairs if is_ready(local)]
         for link in links:
             link.sendall(WRITE)
@@ -152,7 +152,7 @@ def is_ready(link: socket.socket) -> bool:
 
 
 def read(file: Path) -> list[Collective]:
-    """Collectives of a file, oldest first; none if it does not exist or is not what the flight recorder writes."""
+    """Collectives of a file, oldest first; empty if the file does not exist or is invalid."""
     try:
         content = PlainUnpickler(BytesIO(file.read_bytes())).load()
         return [collective(entry) for entry in content["entries"]]
@@ -195,7 +195,7 @@ def quote(folder: Path, ranks: Sequence[int]) -> list[str]:
 
 
 def lag(group: str, last: Mapping[int, Mapping[str, Collective]]) -> str:
-    """Which ranks have issued fewer collectives of a group than others; empty if none."""
+    """Report of ranks that have issued fewer collectives of a group than others; empty if none."""
     items = {rank: collectives[group] for rank, collectives in last.items() if group in collectives}
     newest = max(item.number for item in items.values())
     lagging = [f"rank {rank} is at #{item.number}" for rank, item in items.items() if item.number < newest]

@@ -1,6 +1,6 @@
-"""Weights, gradients and optimizer divided over the ranks; each layer's are gathered while it computes (FSDP2).
+"""FSDP2: weights, gradients and optimizer state are sharded; the weights of each layer are gathered while it computes.
 
-Embedding, head and last norm are gathered for the whole pass. What is kept in few bits travels so.
+Embedding, head and final norm stay gathered during the forward pass. Quantized weights are gathered in quantized form.
 """
 
 from typing import Any
@@ -13,28 +13,28 @@ from torch.overrides import TorchFunctionMode
 
 from tunekit.devices import is_pinned_on
 from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.sharding import use_sharded_storage
 from tunekit.models.decoder import Decoder
 from tunekit.models.moe import Experts, Router
 
-# Bytes of whole gradients beside those of the sharded weights, up to which they may wait for the last pass of a step.
+# Maximum size of full gradients, relative to the sharded weights, to reduce them in the last pass of a step only.
 MAX_UNREDUCED_FRACTION = 0.05
 
 
 def apply_fsdp(model: Decoder, context: DistributedContext) -> None:
-    """Divide a model that holds no numbers yet."""
+    """Apply FSDP to a model on the meta device."""
     trained = any(p.requires_grad for p in model.parameters())
-    ranks = (
-        context.dims.grad_avg_size if trained else context.dims.fsdp_size
-    )  # copies that are not trained exchange nothing
+    ranks = context.dims.grad_avg_size if trained else context.dims.fsdp_size  # frozen replicas do not communicate
     if context.mesh is None or (ranks == 1 and context.world_size > 1):
         return
+    use_sharded_storage(model)
     options = fsdp_kwargs(model, context, fsdp_mesh(context.mesh, trained))
     context.delays_gradient_sync = can_delay_gradient_sync(model, context.dims.fsdp_size)
-    if context.ep_mesh is not None:  # other ranks may have other experts
+    if context.ep_mesh is not None:  # experts differ between expert parallel ranks
         expert_options = fsdp_kwargs(model, context, fsdp_mesh(context.ep_mesh, trained))
         for module in [module for module in model.modules() if isinstance(module, Experts)]:
             shard_module(module, **expert_options)
-    # Routers decide much, are small, and may be stored in fp32 when all else is not: their dtype remains.
+    # Routers are small and sensitive, and may be fp32 in a bf16 checkpoint: keep their dtype.
     router_options = {
         **options,
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
@@ -49,14 +49,14 @@ def apply_fsdp(model: Decoder, context: DistributedContext) -> None:
 
 
 def shard_module(module: nn.Module, **options: Any) -> FSDPModule:
-    """`fully_shard` for modules with integer parameters, too, such as the codes of quantized weights."""
+    """`fully_shard` that also accepts modules with integer parameters, such as quantized weights."""
     with SkipIntegerRequiresGrad():
         return fully_shard(module, **options)
 
 
 class SkipIntegerRequiresGrad(TorchFunctionMode):
-    """Requests for gradients of integer tensors do nothing. FSDP of torch 2.11 requests one for each parameter, and
-    copies `requires_grad` of the original parameter only then."""
+    """Ignores `requires_grad_` of integer tensors. FSDP of torch 2.11 calls it for each parameter, and otherwise does
+    not copy `requires_grad` of the original parameter."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is Tensor.requires_grad_ and not args[0].is_floating_point():
@@ -65,8 +65,8 @@ class SkipIntegerRequiresGrad(TorchFunctionMode):
 
 
 def allocate(model: Decoder, context: DistributedContext) -> None:
-    """Memory for all tensors of a model on the device of the run. Offloaded parameters are on the CPU: FSDP moves them
-    to the device a layer at a time, but not buffers."""
+    """Allocate all tensors of a model on the device. With CPU offload, parameters are on the CPU, but not buffers: FSDP
+    moves only parameters to the device."""
     offloaded = context.parallel.cpu_offload and isinstance(model, FSDPModule)
 
     def empty(tensor: Tensor) -> Tensor:
@@ -79,8 +79,8 @@ def allocate(model: Decoder, context: DistributedContext) -> None:
 
 
 def fsdp_kwargs(model: Decoder, context: DistributedContext, mesh: DeviceMesh) -> dict[str, Any]:
-    """What a config says of it, in torch's words."""
-    # torch 2.11 would cast quantized weights, too, whose bytes are codes.
+    """Arguments of `fully_shard` for the parallel config."""
+    # torch 2.11 would also cast quantized weights.
     can_cast = all(parameter.is_floating_point() for parameter in model.parameters())
     gather_dtype = (
         model.compute_dtype
@@ -99,19 +99,19 @@ def fsdp_kwargs(model: Decoder, context: DistributedContext, mesh: DeviceMesh) -
 
 
 def fsdp_mesh(mesh: DeviceMesh, trained: bool) -> DeviceMesh:
-    """Over which ranks a weight is divided, and over which it is copied."""
+    """Mesh dimensions that shard and replicate a weight."""
     return mesh["shard"] if mesh["replicate"].size() == 1 or not trained else mesh["replicate", "shard"]
 
 
 def can_delay_gradient_sync(model: nn.Module, ranks: int) -> bool:
-    """Whether whole gradients take little beside the rest of what a rank has: then they are exchanged once a step."""
+    """Whether full gradients are small relative to the model's local weights: then they are reduced once per step."""
     sizes = {p: p.numel() * p.element_size() for p in model.parameters()}
     trained = sum(size for p, size in sizes.items() if p.requires_grad)
     return trained <= MAX_UNREDUCED_FRACTION * sum(sizes.values()) / ranks
 
 
 def set_prefetch(blocks: list[Any], count: int) -> None:
-    """Gather the weights of so many layers before they are asked for. torch itself looks one ahead."""
+    """Gather the weights of `count` layers in advance. FSDP prefetches one by default."""
     if count < 2:
         return
     for i, block in enumerate(blocks):

@@ -1,4 +1,4 @@
-"""Device meshes whose groups have the timeout of the config."""
+"""Device meshes whose process groups have the configured timeout."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 def build_mesh(
     device: str, sizes: Sequence[int], names: tuple[str, ...], timeout: timedelta, self_group: list[dist.ProcessGroup]
 ) -> DeviceMesh:
-    """Mesh over all ranks, with one process group for each dimension. All dimensions of size 1 share the group `own` of
-    this rank alone, which the first of them creates: NCCL splits a communicator for each group.
+    """Mesh over all ranks, with one process group per dimension. Dimensions of size 1 share `self_group`, which is
+    created for the first of them, because NCCL splits a communicator for each group.
 
-    `init_device_mesh` would give its groups the default timeout of torch, and split the gloo backend with options of
-    NCCL, which warns.
+    `init_device_mesh` would use torch's default timeout, and split the gloo backend with options of NCCL, which warns.
     """
     ranks = torch.arange(dist.get_world_size()).view(*sizes)
     groups = []
@@ -30,9 +29,9 @@ def build_mesh(
 
 
 def group_along(ranks: torch.Tensor, dim: int, name: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Group of this rank along one dimension of a mesh. All ranks create all groups, in the same order."""
+    """Process group of this rank along one mesh dimension. All ranks create all groups in the same order."""
     rows = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
-    if len(rows) == 1:  # all ranks: they have a group already
+    if len(rows) == 1:  # all ranks: the default group
         return cast("dist.ProcessGroup", dist.group.WORLD)
     groups = [dist.new_group(row, timeout, group_desc=name) for row in rows]
     group = next(group for row, group in zip(rows, groups, strict=True) if dist.get_rank() in row)

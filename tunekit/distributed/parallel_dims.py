@@ -1,4 +1,4 @@
-"""How the processes of a run share its work, as a config says it."""
+"""Parallelism degrees of a run and the `parallel` config."""
 
 import math
 from dataclasses import dataclass, replace
@@ -12,33 +12,33 @@ DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """How many processes there are along each way of sharing. Their product, but for `expert`, is the number of all."""
+    """Number of processes in each dimension. The world size is the product of all except `ep`."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
-    ep: int = 1  # of those that shard
+    ep: int = 1  # divides dp_shard * cp
 
     @property
     def fsdp_size(self) -> int:
-        """Processes over which a weight is divided by rows: those that share a long row share its weights too."""
+        """Processes that shard a weight (FSDP): data parallel shards and context parallel ranks."""
         return self.dp_shard * self.cp
 
     @property
     def grad_avg_size(self) -> int:
-        """Processes over which gradients are averaged."""
+        """Processes that average gradients."""
         return self.dp_replicate * self.fsdp_size
 
     @property
     def dp_size(self) -> int:
-        """Processes, or groups of them, that read different rows."""
+        """Number of data parallel ranks, which read different rows."""
         return self.dp_replicate * self.dp_shard
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """One process for each device. Left as it is, all of them share weights, gradients and optimizer (FSDP)."""
+    """One process per device. By default, all of them shard weights, gradients and optimizer state (FSDP)."""
 
     dp_replicate: int | None = 1  # Copies of the model (HSDP; with dp_shard=1: DDP); null: all remaining devices
     # Devices that shard weights, gradients and optimizer state (FSDP2); null: all remaining devices
@@ -47,37 +47,33 @@ class ParallelConfig:
     tp: int = 1  # Tensor parallel degree; needs a fast interconnect (NVLink)
     ep: int = 1  # Expert parallel degree, taken from the dp_shard x cp devices
     # Free gathered weights after the forward pass of a layer
-    reshard_after_forward: bool = (
-        True  # free gathered weights behind each layer, and gather them again in the backward pass
-    )
+    reshard_after_forward: bool = True
     prefetch_layers: int = 1  # Layers whose weights are gathered in advance
-    # dtype in which weights are gathered: as they are stored, or as they are computed with; gradients are then reduced
-    # in fp32. auto: compute on GPUs, weights on the CPU
+    # dtype in which sharded weights are gathered: `param`: as stored; `compute`: compute_dtype, with gradients reduced
+    # in fp32; `auto`: `compute` on GPUs, `param` on the CPU
     all_gather_dtype: Literal["auto", "param", "compute"] = "auto"
     cpu_offload: bool = False  # Keep sharded weights, gradients and optimizer state in host memory
     # Seconds without progress before a run counts as hung
-    hang_timeout_seconds: int = (
-        1800  # seconds without a step, a saved file or a prepared row after which a run is taken to hang
-    )
+    hang_timeout_seconds: int = 1800
 
     def __post_init__(self) -> None:
         low = [n for n in (*DEGREES, "hang_timeout_seconds") if vars(self)[n] is not None and vars(self)[n] < 1]
         if low:
-            raise FieldError(low[0], f"must be 1 or more, not {vars(self)[low[0]]}")
+            raise FieldError(low[0], f"must be >= 1, got {vars(self)[low[0]]}")
         if self.dp_replicate is None and self.dp_shard is None:
             raise FieldError(
                 "dp_replicate", "null for both dp_replicate and dp_shard is ambiguous. Set one of them to a number"
             )
         if self.prefetch_layers < 0:
-            raise FieldError("prefetch_layers", f"must not be below 0, not {self.prefetch_layers}")
+            raise FieldError("prefetch_layers", f"must be >= 0, got {self.prefetch_layers}")
 
     @property
     def minimal_dims(self) -> ParallelDims:
-        """As few processes as divide a layer, a row and experts so."""
+        """Fewest processes with this tensor, context and expert parallelism."""
         return ParallelDims(1, self.ep, self.cp, self.tp, self.ep)
 
     def resolve_dims(self, world_size: int) -> ParallelDims:
-        """How `count` processes are divided; UserError if they cannot be."""
+        """Degrees for `world_size` processes. Raise UserError if it is not divisible."""
         fixed_degrees = {n: vars(self)[n] for n in DEGREES[:4] if vars(self)[n] is not None}
         fixed = math.prod(fixed_degrees.values())
         remaining = max(1, world_size // fixed)
@@ -85,47 +81,45 @@ class ParallelConfig:
         product = replicate * shard * self.cp * self.tp
         if product != world_size:
             degrees = " x ".join(f"{name} {number}" for name, number in fixed_degrees.items())
-            problem = f"makes {product}" if len(fixed_degrees) == 4 else f"does not divide {world_size}"
+            problem = "is not" if len(fixed_degrees) == 4 else "does not divide"
             raise UserError(
-                f"parallel: there are {world_size} processes, and {degrees} {problem}: change one of them, or --nproc-per-node"
+                f"parallel: {degrees} {problem} the number of processes, {world_size}. "
+                "Change one of them or --nproc-per-node."
             )
         if (shard * self.cp) % self.ep:
-            raise UserError(f"parallel.ep: {self.ep} does not divide the {shard * self.cp} processes that shard")
+            raise UserError(f"parallel.ep: must divide dp_shard * cp = {shard * self.cp}, got {self.ep}")
         return ParallelDims(replicate, shard, self.cp, self.tp, self.ep)
 
     def resolve_auto(self, device: str) -> "ParallelConfig":
-        """The same with `all_gather_dtype` as it is on a kind of device, cpu or cuda."""
+        """This config with `all_gather_dtype: auto` resolved for a device type, cpu or cuda."""
         if self.all_gather_dtype != "auto":
             return self
         return replace(self, all_gather_dtype="param" if device == "cpu" else "compute")
 
     def check(self, device: str, count: int) -> None:
-        """Raise UserError if `count` devices of a type cannot do so."""
+        """Raise UserError if `count` devices of a type do not support this config."""
         row = find_row(Device(device))
         if self.cpu_offload and not row.own_memory:
             raise UserError(
-                f"parallel.cpu_offload: device {device} has no memory apart from the host's. Set "
-                "parallel.cpu_offload=false."
+                f"parallel.cpu_offload: device {device} shares the memory of the host. Set parallel.cpu_offload=false."
             )
         if count > 1:
             backend_of(device, row)
         if self.cpu_offload and self.resolve_dims(count).grad_avg_size == 1:
             raise UserError(
-                "parallel.cpu_offload: only weights that several devices share can wait on the host, and here "
-                "none are. "
+                "parallel.cpu_offload: requires weights that are sharded over several devices. "
                 "Set it to false, or use more devices."
             )
 
     def check_inference(self, count: int) -> None:
-        """Raise UserError if `count` devices cannot do so with a model that is not trained: copies exchange nothing,
-        so that only what `dp_shard` and `cp` divide can wait on the host."""
+        """Raise UserError if this config does not work for inference on `count` devices: replicas do not communicate,
+        so only weights sharded by `dp_shard` and `cp` can be offloaded."""
         if self.cpu_offload and count > 1 and self.resolve_dims(count).fsdp_size == 1:
             raise UserError(
-                "parallel.cpu_offload: each device has a whole copy of the model, which cannot wait on the host. "
+                "parallel.cpu_offload: requires sharded weights, but each device has a full copy of the model. "
                 f"Set parallel.dp_replicate=1 and parallel.dp_shard={count // self.tp}, or parallel.cpu_offload=false."
             )
 
 
-REPLICATED = ParallelConfig(
-    dp_replicate=None, dp_shard=1
-)  # where nothing is learnt: each device has the whole model, and rows of its own
+# Default for inference: each device has a full copy of the model and its own rows.
+REPLICATED = ParallelConfig(dp_replicate=None, dp_shard=1)

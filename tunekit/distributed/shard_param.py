@@ -1,4 +1,4 @@
-"""Parameters of which a rank keeps a part."""
+"""Replaces parameters with local shards."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -19,9 +19,9 @@ def shard_parameters(
     mesh_dim: MeshDim,
     kind: Literal["tensor", "expert"],
 ) -> None:
-    """Of each tensor of a module that `dims` names, leave this rank's part of that dimension.
+    """Keep the local shard of each tensor of a module in `dims` (tensor name to dimension).
 
-    `sizes` are those of the largest of them: of what is packed, there is less for the same.
+    `sizes` are the shard sizes of the unquantized weight; those of quantized tensors are proportional.
     """
     owner, total = model.get_submodule(module), sum(sizes)
     tensors = {**dict(owner.named_parameters()), **dict(owner.named_buffers())}

@@ -1,4 +1,4 @@
-"""Which part of a tensor lives on this rank. On one process that is all of it, and nothing here does anything."""
+"""Maps local shards of parameters to slices of the full tensors. The identity on one process."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,19 +13,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tunekit.devices import is_pinned_on
-
-UPLOAD_CHUNK_BYTES = 64 * 2**20  # bytes that are sent to a device at a time
+from tunekit.models.weight_init import InitMixin
+from tunekit.models.weight_map import Shape
+from tunekit.models.weight_storage import WeightStorage, upload
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A dimension of a tensor that is divided over the ranks of a group, in parts of these sizes."""
+    """Dimension of a tensor that is split over the ranks of a group, with these sizes."""
 
-    kind: Literal["tensor", "expert"]  # which ranks share it
+    kind: Literal["tensor", "expert"]  # ranks that hold the other shards
     dim: int
     sizes: tuple[int, ...]
-    index: int  # which part is here
+    index: int  # of the local shard
     group: dist.ProcessGroup
 
     @property
@@ -35,41 +35,41 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """Where the part of a tensor that is here begins in the whole, and what shape that has."""
+    """Shape of a full tensor, and offset of the local shard in it."""
 
     shape: tuple[int, ...]
     offset: tuple[int, ...]
 
     def slice_local(self, full: Tensor, size: torch.Size) -> Tensor:
-        """The part, of this size."""
+        """Local shard of a full tensor, of shape `size`."""
         for dim, (start, length) in enumerate(zip(self.offset, size, strict=True)):
             full = full.narrow(dim, min(start, full.shape[dim]), length)
         return full
 
 
-# Parameters and buffers that are but a part of the model's, in tensors that do not know it: layers that are split
-# compute with plain ones.
+# Shards of parameters and buffers that are plain tensors: tensor and expert parallel layers do not use DTensors.
 SHARDS = WeakIdKeyDictionary()
 
 
 def register_shards(named_tensors: Iterable[tuple[str, Tensor]], shards: dict[str, tuple[Shard, ...]]) -> None:
-    """From now on it is known of these tensors how they are split, by their names."""
+    """Record how these tensors are sharded, by name."""
     for name, tensor in named_tensors:
         if name in shards:
             SHARDS[tensor] = shards[name]
 
 
 def shards_of(tensor: Tensor) -> tuple[Shard, ...]:
+    """Recorded shards of a tensor."""
     return cast("tuple[Shard, ...]", SHARDS.get(tensor, ()))
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """What of a tensor is in the memory of this rank."""
+    """Local shard of a DTensor; other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_slice(tensor: Tensor) -> ShardSlice:
-    """Where the local part of a parameter lies in the whole."""
+    """Slice of the full tensor that the local shard of a parameter holds."""
     shape, offset = list(tensor.shape), [0] * tensor.ndim
     if isinstance(tensor, DTensor):
         _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -82,9 +82,9 @@ def shard_slice(tensor: Tensor) -> ShardSlice:
 
 @torch.no_grad()
 def full_tensor(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """All of a parameter, gathered from the ranks, which all have to ask for it; not to be written to.
+    """Full parameter, gathered from all ranks, which must all call this. Read-only.
 
-    What belongs to a parameter, such as its gradient, is split as that one: `like`.
+    A tensor that is sharded like a parameter, such as its gradient, needs that parameter as `like`.
     """
     shards = shards_of(tensor if like is None else like)
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
@@ -94,8 +94,8 @@ def full_tensor(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def gather_shards(local: Tensor, shard: Shard) -> Tensor:
-    """The parts of all ranks of a group, side by side and contiguous, as kernels of packed weights read them. They may
-    differ in size: each is sent in the room of the largest."""
+    """Concatenate the shards of all ranks of a group, contiguous as kernels of quantized weights expect. Shards may
+    differ in size: each is padded to the largest."""
     max_size = max(shard.sizes)
     padded = local.movedim(shard.dim, 0).contiguous()
     if len(padded) < max_size:
@@ -108,9 +108,9 @@ def gather_shards(local: Tensor, shard: Shard) -> Tensor:
 
 @contextmanager
 def unsharded(unit: nn.Module) -> Iterator[None]:
-    """For a while the parameters of a unit are whole, on all ranks at once. Those of units inside it stay as they are.
+    """Gather the parameters of an FSDP unit within the context, on all ranks. Nested units are not gathered.
 
-    They are no longer the same tensors: what is filled has to be looked up again behind it.
+    The parameters are different tensors afterwards: look them up again.
     """
     if isinstance(unit, FSDPModule):
         unit.unshard()
@@ -121,33 +121,31 @@ def unsharded(unit: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def copy_to_shard(target: Tensor, full: Tensor) -> None:
-    """Copy a whole tensor into a parameter, which keeps the part of it that lives on this rank."""
+    """Copy the local slice of a full tensor into a parameter."""
     local = to_local(target)
     upload(local, shard_slice(target).slice_local(full, local.shape))
 
 
-def upload(target: Tensor, source: Tensor) -> None:
-    """Copy a tensor to a device, where it is cast: `copy_` would cast it on the CPU first, and send twice the bytes if
-    bf16 becomes fp32. Rows go in pieces through pinned memory, so that neither side has a second copy of the whole."""
-    if target.device.type == "cpu" or source.device.type != "cpu" or not target.ndim or not target.numel():
-        target.copy_(source)
-        return
-    rows = max(1, UPLOAD_CHUNK_BYTES * len(source) // source.nbytes)
-    for target_rows, source_rows in zip(target.split(rows), source.split(rows), strict=True):
-        chunk = source_rows.pin_memory() if is_pinned_on(target.device) else source_rows
-        target_rows.copy_(chunk.to(target.device, non_blocking=True))
+class ShardedStorage(WeightStorage):
+    """Parameters that may store a shard of the full weight."""
+
+    def full_shape(self, parameter: Tensor) -> Shape:
+        return shard_slice(parameter).shape
+
+    def copy(self, parameter: Tensor, full: Tensor) -> None:
+        copy_to_shard(parameter, full)
+
+
+SHARDED_STORAGE = ShardedStorage()
 
 
 def adopt_tensor(target: Tensor, full: Tensor) -> None:
-    """`put` for a tensor that nobody else holds: it becomes the parameter's own, where it fits as it is.
+    """`copy_to_shard` for a tensor without other users, which may become the parameter's storage."""
+    SHARDED_STORAGE.adopt(target, full)
 
-    Nearly all time of loading on the CPU goes into touching memory for the first time, and so is saved.
-    """
-    same_layout = (full.dtype, full.device, full.stride()) == (target.dtype, target.device, target.stride())
-    # MKL's product of fp32 and one row has another last bit where memory is not aligned as torch does it.
-    is_aligned = full.itemsize < 4 or full.data_ptr() % 64 == 0
-    is_unsharded = type(target.data) is Tensor and full.shape == target.shape
-    if same_layout and is_aligned and is_unsharded and full.untyped_storage().nbytes() == full.nbytes:
-        target.data = full
-    else:
-        copy_to_shard(target, full)
+
+def use_sharded_storage(model: nn.Module) -> None:
+    """Make all modules of a model initialize and load local shards of their weights."""
+    for module in model.modules():
+        if isinstance(module, InitMixin):
+            module.weight_storage = SHARDED_STORAGE

@@ -1,14 +1,14 @@
-"""Layers that several ranks share (arXiv:1909.08053): each has some heads, a part of the width, a part of the ids.
+"""Tensor parallelism (arXiv:1909.08053): heads, hidden channels and vocabulary are split over ranks.
 
-Between layers each has a part of the tokens (arXiv:2205.05198); the loss is made of parts of the logits. What cannot be
-divided is made whole by each rank, or refused.
+Between layers, each rank holds a shard of the tokens (sequence parallelism, arXiv:2205.05198); losses use sharded
+logits. Layers that cannot be split are replicated or rejected.
 """
 
 from dataclasses import dataclass
 
 from torch import nn
 
-from tunekit.distributed.collectives import NO_PARALLEL, MeshDim, ReplicatedRegion, SequenceParallelRegion, VocabShard
+from tunekit.distributed.collectives import MeshDim, ReplicatedRegion, SequenceParallelRegion, VocabShard
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.shard_param import shard_parameters
 from tunekit.errors import UserError
@@ -20,8 +20,9 @@ from tunekit.models.gated_delta_net import GatedDeltaNet
 from tunekit.models.linear import GroupedLinear, Linear
 from tunekit.models.mla import MultiLatentAttention
 from tunekit.models.moe import Experts, MixtureOfExperts
+from tunekit.models.tp_region import NO_PARALLEL
 
-# Which layers are divided by what they give, and which by what they read.
+# Layers that are sharded by outputs (colwise), and by inputs (rowwise).
 COLWISE = {
     SelfAttention: ("q_proj", "k_proj", "v_proj"),
     MultiLatentAttention: ("q_proj", "q_b_proj", "kv_b_proj"),
@@ -29,7 +30,7 @@ COLWISE = {
     Experts: ("gate_proj", "up_proj"),
 }
 ROWWISE = {SelfAttention: "o_proj", MultiLatentAttention: "o_proj", GatedMLP: "down_proj", Experts: "down_proj"}
-# And along which dimension then their tensors, in a layer and in a stack of them.
+# Sharded dimension of each tensor, in linear layers and in grouped linear layers.
 COLWISE_DIMS = {"weight": 0, "quantized_weight": 0, "scales": 0, "bias": 0, "lora_B.weight": 0, "lora_B0": 0}
 COLWISE_DIMS |= {"lora_magnitude_vector": 0}
 ROWWISE_DIMS = {"weight": 1, "quantized_weight": 1, "scales": 1, "lora_A.weight": 1, "lora_A0": 1}
@@ -39,6 +40,7 @@ VOCAB_DIMS = {"weight": 0, "lora_embedding_A": 1}
 
 
 def apply_tensor_parallel(model: Decoder, context: DistributedContext) -> None:
+    """Split the layers of a model over the tensor parallel ranks."""
     if context.dims.tp == 1:
         return
     assert context.mesh is not None
@@ -46,15 +48,15 @@ def apply_tensor_parallel(model: Decoder, context: DistributedContext) -> None:
 
 
 def shard_layers(model: Decoder, mesh_dim: MeshDim, expert_parallel: bool) -> None:
-    """Leave this rank's part of each layer. With `travel` experts are divided among ranks as they are."""
+    """Keep the local shard of each layer. With `expert_parallel`, experts are not split by channels."""
     model.tp_region = SequenceParallelRegion(mesh_dim)
     shard_vocabulary(model, mesh_dim)
-    for name, module in [*model.named_modules()][::-1]:  # what is inside of others first
+    for name, module in [*model.named_modules()][::-1]:  # inner modules first
         TensorParallelPlan(model, mesh_dim, name, expert_parallel).apply(module)
 
 
 def shard_vocabulary(model: Decoder, mesh_dim: MeshDim) -> None:
-    """Embedding and head by ids."""
+    """Split embedding and head by vocabulary ids."""
     vocab_shard = VocabShard(mesh_dim, mesh_dim.split_sizes(model.spec.vocab))
     model.embed.vocab_shard = model.head.vocab_shard = vocab_shard
     shard_parameters(model, "embed", VOCAB_DIMS, vocab_shard.sizes, mesh_dim, "tensor")
@@ -70,12 +72,12 @@ def shard_vocabulary(model: Decoder, mesh_dim: MeshDim) -> None:
 
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """Divides the layers of one module."""
+    """Shards the layers of one module."""
 
     model: Decoder
     mesh_dim: MeshDim
     name: str
-    expert_parallel: bool  # whether experts are divided among ranks as they are
+    expert_parallel: bool  # experts are split over ranks by expert
 
     def apply(self, module: nn.Module) -> None:
         match module:
@@ -100,18 +102,18 @@ class TensorParallelPlan:
         self.check_divisible("heads", spec.heads)
         if isinstance(module.q_norm, AllHeadNorm):
             raise UserError(
-                f"parallel.tp: {self.name} norms all heads together, and {size} devices would share them: "
-                "use parallel.dp_shard or parallel.cp"
+                f"parallel.tp: {self.name} has a norm over all heads, which cannot be split over {size} devices. "
+                "Use parallel.dp_shard or parallel.cp."
             )
         module.tp_region = SequenceParallelRegion(self.mesh_dim)
         if spec.kv_heads % size == 0:
             module.kv_heads = spec.kv_heads // size
         elif size % spec.kv_heads == 0:
-            # Each head of keys serves several ranks, which all make it: they are small where they are so few.
+            # Fewer KV heads than ranks: replicate k_proj and v_proj, which are small, and use one head per rank.
             head = self.mesh_dim.index * spec.kv_heads // size
             module.kv_head_slice, module.kv_heads = slice(head, head + 1), 1
         else:
-            self.check_divisible("heads of keys", spec.kv_heads)
+            self.check_divisible("KV heads", spec.kv_heads)
         self.shard_linears(module, replicated=() if spec.kv_heads % size == 0 else ("k_proj", "v_proj"))
         if module.sinks is not None:
             shard_parameters(
@@ -119,7 +121,7 @@ class TensorParallelPlan:
             )
 
     def shard_expert_width(self, module: MixtureOfExperts) -> None:
-        """The width of each expert. All of them, and the one that all tokens go through, make one sum."""
+        """Split the hidden channels of all experts. Routed and shared experts are reduced in one sum."""
         self.check_divisible("hidden channels in an expert", module.spec.intermediate_size)
         module.tp_region = SequenceParallelRegion(self.mesh_dim)
         if module.shared is not None:
@@ -129,7 +131,7 @@ class TensorParallelPlan:
         )
 
     def shard_linears(self, module: nn.Module, replicated: tuple[str, ...] = ()) -> None:
-        """All of a module, but for those that each rank has whole."""
+        """Shard all linear layers of a module, except those in `replicated`."""
         children = dict(module.named_children())
         for leaf in COLWISE[type(module)]:
             if leaf in children and leaf not in replicated:
@@ -154,18 +156,18 @@ class TensorParallelPlan:
         shard_parameters(self.model, name, dims, sizes, self.mesh_dim, "tensor")
 
     def check_blocks(self, name: str, layer: Linear | GroupedLinear, num_shards: int) -> None:
-        """What is packed is cut where a block ends, and has no numbers that are of the whole."""
+        """Raise UserError if a quantized weight cannot be split at block boundaries."""
         parameters = dict(layer.named_parameters(recurse=False))
         if "double_quant_state" in parameters:
             raise UserError(
-                f"parallel.tp: {name} has scales that were packed together, over all that devices would share: "
-                "set quantization.double_quant to false"
+                f"parallel.tp: {name} has double-quantized scales, which cannot be split. "
+                "Set quantization.double_quant=false."
             )
         if "quantized_weight" in parameters and (size := layer.in_features) % (num_shards * BLOCK):
-            reason = f"{name} reads {size} channels in blocks of {BLOCK}, which {num_shards} devices cannot share alike"
-            raise UserError(f"parallel.tp: {reason}: choose another number, or plain weights")
+            reason = f"{size} input channels of {name}, in blocks of {BLOCK}, cannot be split over {num_shards} devices"
+            raise UserError(f"parallel.tp: {reason}. Use another value, or quantization=none.")
 
     def check_divisible(self, unit: str, count: int) -> None:
         if count % self.mesh_dim.size:
-            reason = f"{self.name} has {count} {unit}, which {self.mesh_dim.size} devices cannot share alike"
-            raise UserError(f"parallel.tp: {reason}: choose a number that divides {count}")
+            reason = f"{count} {unit} of {self.name} cannot be split over {self.mesh_dim.size} devices"
+            raise UserError(f"parallel.tp: {reason}. Use a value that divides {count}.")

@@ -1,1 +1,1 @@
-"""Checkpoints as files of llama.cpp (GGUF). The modules here need the `gguf` package, an extra, except `__init__`."""
+"""Export to GGUF files for llama.cpp and to bitsandbytes checkpoints. GGUF modules require the package `gguf`."""

@@ -1,4 +1,4 @@
-"""What llama.cpp computes for a file: its architectures as data, and the names that their tensors have."""
+"""Architectures of llama.cpp as data, and the GGUF names of their tensors."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from tunekit.models.weight_map import Fused, KeyRule
 QKV = ("attn.q_proj", "attn.k_proj", "attn.v_proj")
 ALL_LINEAR = (*QKV, "attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
-# Our modules under gguf's names.
+# GGUF tensors by module.
 MODULES = {
     "embed": T.TOKEN_EMBD,
     "norm": T.OUTPUT_NORM,
@@ -57,34 +57,36 @@ DIVISORS, SHORT, LONG = (f"{TENSOR_NAMES[t]}.weight" for t in (T.ROPE_FREQS, T.R
 
 @dataclass(frozen=True)
 class Architecture:
-    """What is fixed for all files of one `general.architecture`; the numbers stand in the files."""
+    """Properties that llama.cpp fixes for a `general.architecture`; all others are fields of the file."""
 
     name: str
     table: tuple[KeyRule, ...] = TABLE
     act: Act = "silu"
-    biases: tuple[str, ...] = QKV  # layers that may have one
-    tied: bool | None = None  # whether the head is the embedding; None: either
-    moe: MoE | None = None  # what is fixed of its experts; None: it has none
+    biases: tuple[str, ...] = QKV  # modules that may have a bias
+    tied: bool | None = None  # whether embeddings are tied; None: either
+    moe: MoE | None = None  # fixed properties of experts; None: no experts
     # Attention.
-    heads_span_width: bool = True  # all heads together are as wide as the model
+    heads_span_width: bool = True  # heads x head_dim is the model width
     qk_norm: Norm | None = None
-    softcaps: bool = False  # scores and logits are kept within bounds by tanh
+    softcaps: bool = False  # tanh softcaps of attention scores and logits
     width_scaled_layers: int | None = (
-        None  # with so many layers, scores are scaled by width / heads and not by the width of a head
+        None  # with this number of layers, attention scale is from width / heads, not from head_dim
     )
-    window_period: int | None = None  # all layers but every so-manieth look back over a window; None: no layer does
+    window_period: int | None = None  # all layers but every N-th have a sliding window; None: no windows
     # Positions.
-    interleaved_rope: bool = False  # channels (0, 1), (2, 3) .. rotate: rows of q and k are written in that order
-    rope_divisors: bool = False  # a tensor may divide the frequencies, as Llama 3.1 stretches long waves
-    longrope: bool = False  # two tensors may, as LongRoPE does
-    yarn_ramp: bool = False  # the ends of YaRN's ramp are read, and how queries grow
-    local_rope: bool = False  # layers with a window have a rotation of their own, never stretched
-    nope_period: int | None = None  # every so-manieth layer has none
+    interleaved_rope: bool = (
+        False  # RoPE rotates channels (0, 1), (2, 3), ...; rows of q and k are written in that order
+    )
+    rope_divisors: bool = False  # frequencies may be divided by a tensor, for the RoPE scaling of Llama 3.1
+    longrope: bool = False  # LongRoPE with two tensors
+    yarn_ramp: bool = False  # reads beta_fast and beta_slow of YaRN and the temperature tuning of queries
+    local_rope: bool = False  # layers with a window have a separate RoPE base without scaling
+    nope_period: int | None = None  # every N-th layer has no RoPE
     # Blocks.
     pre_norm: bool = True
     post_norm: bool = False
-    scaled_embeddings: bool = False  # embeddings are multiplied by the root of their width
-    has_scales: bool = False  # factors on embeddings, residuals, scores and logits are read
+    scaled_embeddings: bool = False  # embeddings are multiplied by sqrt(dim)
+    has_scales: bool = False  # reads scales of embeddings, residuals, attention scores and logits
 
 
 PER_HEAD, OVER_ALL_HEADS = Norm(), Norm(over_all_heads=True)
@@ -119,7 +121,7 @@ GEMMA3 = Architecture(
 OLMO2 = Architecture(
     "olmo2", tied=False, qk_norm=OVER_ALL_HEADS, window_period=4, local_rope=True, pre_norm=False, post_norm=True
 )
-# By the model_type of config.json, or of the text part in it.
+# By model_type in config.json, or in its text_config.
 ARCHITECTURES = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -154,8 +156,8 @@ ARCHITECTURES = {
 
 
 def get_architecture(config: Config, where: str) -> Architecture:
-    """The architecture of the files of such a checkpoint."""
+    """Architecture of a checkpoint. Raises UserError if it is not supported."""
     kind = (config.get("text_config") or config).get("model_type", config["model_type"])
     if kind not in ARCHITECTURES:
-        raise UserError(f"{where}: a {kind} model cannot be written as GGUF; {', '.join(ARCHITECTURES)} can")
+        raise UserError(f"{where}: cannot export model_type {kind} to GGUF; supported: {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[kind]

@@ -1,4 +1,4 @@
-"""A model in four bits as a folder that transformers opens with bitsandbytes: its bytes, its names, its config."""
+"""Exports a model as a 4-bit bitsandbytes checkpoint for transformers."""
 
 import json
 import math
@@ -38,15 +38,17 @@ TYPES = {
     "fp4-double-quant": FP4Config(double_quant=True),
 }
 WEIGHT = ".weight"
-LM_HEAD = "lm_head"  # whatever a model ties it to, transformers would pack it if it were not named
-STATE_BYTES = 256  # bytes of the JSON text beside each weight: how long a number in it is, is known when it is made
+LM_HEAD = "lm_head"  # transformers quantizes it unless it is listed, even if it is tied
+STATE_BYTES = (
+    256  # bytes of the JSON state of each weight, padded, because the length of its numbers is not known in advance
+)
 
 
 @torch.no_grad()
 def export_bitsandbytes(
     source: HFCheckpoint, adapter: NoAdapter | LoRAConfig, quantization: NF4Config, folder: Path, quiet: bool = False
 ) -> HFCheckpoint:
-    """Write a model, with its adapter merged, into a folder that is there. Returns what was packed."""
+    """Quantize a model, with its adapter merged, into an existing directory. Returns the unquantized checkpoint."""
     model = (
         source
         if adapter.adapter_path is None
@@ -54,14 +56,14 @@ def export_bitsandbytes(
     )
     quantized = packable_weights(model, quantization)
     if not quantized:
-        raise UserError(f"{source.path}: no linear layer of this model is a tensor that bitsandbytes packs")
+        raise UserError(f"{source.path}: this model has no linear layers that bitsandbytes can quantize")
     unquantized_entries = {name: (meta.shape, meta.dtype) for name, meta in model.tensors.items()}
     entries = {
         name: packed_entries(name, *shape_and_dtype, quantization) if name in quantized else {name: shape_and_dtype}
         for name, shape_and_dtype in unquantized_entries.items()
     }
     check_free_space(
-        folder, sum(tensor_bytes(shape_and_dtype) for made in entries.values() for shape_and_dtype in made.values())
+        folder, sum(tensor_bytes(shape_and_dtype) for group in entries.values() for shape_and_dtype in group.values())
     )
     if adapter.adapter_path is None:
         copy_companion_files(model.path, folder, skip=unrelated_files(model), tokenizer=model.tokenizer_dir)
@@ -79,9 +81,11 @@ def export_bitsandbytes(
             ) as writer:
                 for name in names:
                     tensor, dtype = tensors[name], unquantized_entries[name][1]
-                    made = quantize_weight(name, tensor, dtype, quantization) if name in quantized else [(name, tensor)]
-                    for key, tensor in made:
-                        writer[key] = tensor
+                    group = [(name, tensor)]
+                    if name in quantized:
+                        group = quantize_weight(name, tensor, dtype, quantization)
+                    for key, value in group:
+                        writer[key] = value
                     progress.update()
     file_entries = {file: [key for name in names for key in entries[name]] for file, names in shards.items()}
     write_index(folder, file_entries, merge_entries(entries.values()), model)
@@ -96,7 +100,7 @@ def merge_entries(entries: Iterable[Entries]) -> Entries:
 
 
 def packable_weights(model: HFCheckpoint, quantization: NF4Config) -> frozenset[str]:
-    """Tensors that are the weights of linear layers there and here. Experts are none in transformers."""
+    """Weights of linear layers in both tunekit and transformers, which excludes stacked experts."""
     with torch.device("meta"):
         meta_model = Decoder(model.spec)
     quantization.apply(meta_model)
@@ -110,13 +114,13 @@ def packable_weights(model: HFCheckpoint, quantization: NF4Config) -> frozenset[
 
 
 def keeps_row_order(mapping: KeyMapping) -> bool:
-    """Whether rows are there what they are here, so that blocks are the same."""
+    """Whether a mapping keeps the rows of a weight, so that quantization blocks are the same."""
     op = mapping.op
     return op == Identity() or (isinstance(op, Fused) and op.dim == 0 and not op.transposed)
 
 
 def packed_entries(name: str, shape: tuple[int, ...], dtype: torch.dtype, quantization: NF4Config) -> Entries:
-    """What bitsandbytes keeps of a weight, and under which names."""
+    """Names, shapes and dtypes of the tensors of a quantized weight."""
     count = math.prod(shape)
     blocks = count // nf4.BLOCK
     entries: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -134,7 +138,7 @@ def packed_entries(name: str, shape: tuple[int, ...], dtype: torch.dtype, quanti
 def quantize_weight(
     name: str, weight: Tensor, dtype: torch.dtype, quantization: NF4Config
 ) -> Iterator[tuple[str, Tensor]]:
-    """These tensors. `dtype` is what the weight becomes again when it is decoded."""
+    """Quantize a weight to the tensors of `packed_entries`. `dtype` is that of the dequantized weight."""
     packed, scales = nf4.quantize(weight, quantization.kind)
     state = {"quant_type": quantization.kind, "blocksize": nf4.BLOCK}
     state |= {"dtype": str(dtype).removeprefix("torch."), "shape": list(weight.shape)}
@@ -153,7 +157,7 @@ def quantize_weight(
 def write_quantization_config(
     folder: Path, model: HFCheckpoint, quantization: NF4Config, unquantized: list[str]
 ) -> None:
-    """Say in config.json what is packed, and which modules are not: transformers packs whatever it is not told of."""
+    """Write the quantization config, with the modules that are not quantized: transformers quantizes all others."""
     if (
         isinstance(model, LazyMergedCheckpoint)
         and model.base.spec.tie_word_embeddings
@@ -181,6 +185,6 @@ def write_quantization_config(
 
 
 def expert_parent(module: str) -> str:
-    """A module, or what holds all experts of a layer, which need not be named one by one."""
+    """Name of a module, or of the module that contains all experts of a layer."""
     head, separator, _ = module.partition(".experts.")
     return head + separator.rstrip(".")

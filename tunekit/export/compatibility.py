@@ -1,4 +1,4 @@
-"""Whether a file says the same as the model: a model of which llama.cpp would run another one is refused."""
+"""Checks that llama.cpp runs the same model: the spec of a GGUF file must equal the spec of the checkpoint."""
 
 import math
 from collections.abc import Iterator
@@ -14,18 +14,20 @@ TOLERANCE = 1e-6  # fields are fp32
 
 
 def check_spec_matches(spec: DecoderSpec, file_spec: DecoderSpec, name: str, where: str) -> None:
-    """Refuse a model of which the file says something else."""
+    """Raise UserError if the spec of a file differs from the spec of the model."""
     difference = next(spec_differences(normalize_spec(spec), normalize_spec(file_spec)), None)
     if difference is not None:
         path, expected, actual = difference
-        raise UserError(f"{where}: llama.cpp's {name} cannot run this model: {path} is {expected}, and there {actual}")
+        raise UserError(
+            f"{where}: llama.cpp's {name} cannot run this model: {path} is {expected}, but {actual} in llama.cpp"
+        )
 
 
 def normalize_spec(value: Any) -> Any:
-    """A part of a spec without what makes no difference to the logits, or is told by the tensors."""
+    """Normalize fields of a spec that do not affect the logits or that are stored in the tensors."""
     match value:
         case Norm():
-            return replace(value, offset=0.0, scale_in_fp32=False)  # offsets are added to what is written
+            return replace(value, offset=0.0, scale_in_fp32=False)  # offsets are added to the written weights
         case Attention():
             rope = value.rope and normalize_rope(value.rope, value.head_dim)
             scale = value.head_dim**-0.5 if value.scale is None else value.scale
@@ -41,14 +43,14 @@ def normalize_spec(value: Any) -> Any:
 
 
 def normalize_rope(rope: Rope, head_dim: int) -> Rope:
-    """A rotation whose stretched waves are divisors and whose channels stand in halves."""
+    """Normalize RoPE to frequency divisors and non-interleaved channels."""
     divisors = rope_factor_tensors(rope, head_dim).get(DIVISORS)
     scaling = rope.scaling if divisors is None else rope_scaling_factors(divisors)
     return replace(rope, scaling=scaling, interleaved=False, dims=rope.dims or head_dim)
 
 
 def spec_differences(expected: Any, actual: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Where two values differ: the path to it, and both."""
+    """Paths at which two specs differ, with both values."""
     expected_children, actual_children = child_values(expected), child_values(actual)
     if expected_children and expected_children.keys() == actual_children.keys():
         for name in expected_children:
@@ -58,7 +60,7 @@ def spec_differences(expected: Any, actual: Any, path: str = "") -> Iterator[tup
 
 
 def child_values(value: Any) -> dict[str, Any]:
-    """The fields of a part of a spec, the items of a row."""
+    """Fields of a dataclass or items of a tuple, by name; empty for other values."""
     if isinstance(value, tuple):
         return {str(i): item for i, item in enumerate(value)}
     return {field_.name: getattr(value, field_.name) for field_ in fields(value)} if is_dataclass(value) else {}

@@ -1,4 +1,4 @@
-"""A model to a GGUF file, all in its order: merge, plan, write, read again, check."""
+"""Exports a model to a GGUF file: merge the adapter, plan the tensors, write the file, and check it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +28,13 @@ LICENSE_FIELDS = {
 
 @dataclass(frozen=True)
 class ExportResult:
-    """A file that was written, read again, and holds what it should."""
+    """An exported file that was checked."""
 
     file: GGUFCheckpoint
-    quant_type: str  # the type
+    quant_type: str  # name of the type
     rounding_errors: dict[str, RoundingError]  # by the types of its tensors
-    notes: tuple[str, ...]  # what people should know
-    drift: float  # by how much its logits may differ on average, in standard deviations
+    notes: tuple[str, ...]  # warnings for the user
+    drift: float  # maximum mean difference of its logits, in standard deviations
 
 
 def export(
@@ -45,7 +45,7 @@ def export(
     type_name: str | None,
     name: str,
 ) -> ExportResult:
-    """Everything that can be refused is refused before the first byte is written."""
+    """Export a model, with its adapter merged, to a GGUF file. Raises UserError before writing if unsupported."""
     model = (
         source
         if adapter.adapter_path is None
@@ -66,10 +66,10 @@ def export(
 
 
 def source_fields(source: HFCheckpoint, name: str, derived: bool) -> dict[str, Any]:
-    """Name, licence and where the weights come from."""
+    """Fields for the name, license and origin of the weights."""
     base = read_base_model(source)
     fields: dict[str, Any] = {GENERAL.NAME: name}
-    fields |= {key: base.license[word] for key, word in LICENSE_FIELDS.items() if word in base.license}
+    fields |= {key: base.license[entry] for key, entry in LICENSE_FIELDS.items() if entry in base.license}
     if base.repo is not None:
         link = f"https://huggingface.co/{base.repo}"
         model = {GENERAL.BASE_MODEL_NAME.format(id=0): base.name, GENERAL.BASE_MODEL_REPO_URL.format(id=0): link}

@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint that is read part by part: the model that llama.cpp runs for it."""
+"""Reads a GGUF file as a checkpoint of the model that llama.cpp runs."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,12 +17,12 @@ from tunekit.export.quant_types import decode_tensor
 from tunekit.models.families.registry import Family
 from tunekit.models.weight_map import load_mappings
 
-ROPE_TENSORS = (DIVISORS, SHORT, LONG)  # tensors that are no weights: the spec has them
+ROPE_TENSORS = (DIVISORS, SHORT, LONG)  # RoPE factors, which are part of the spec
 
 
 @dataclass(frozen=True)
 class GGUFTensor(TensorMeta):
-    """Bytes of a GGUF file, which are numbers in one of its types."""
+    """Encoded tensor in a GGUF file."""
 
     kind: GGMLQuantizationType
     start: int
@@ -36,7 +36,7 @@ class GGUFTensor(TensorMeta):
 
 @dataclass(frozen=True)
 class GGUFCheckpoint(HFCheckpoint):
-    """What `Folder` is for a checkpoint of the Hub; `config` are the fields of the file."""
+    """Checkpoint in a GGUF file. `config` contains the fields of the file."""
 
     gguf_tensors: dict[str, GGUFTensor]
 
@@ -64,5 +64,5 @@ class GGUFCheckpoint(HFCheckpoint):
 
     @cached_property
     def tensors(self) -> dict[str, TensorMeta]:
-        """The weights."""
+        """Weights by GGUF name."""
         return {name: tensor for name, tensor in self.gguf_tensors.items() if name not in ROPE_TENSORS}

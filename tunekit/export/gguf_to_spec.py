@@ -1,4 +1,4 @@
-"""What llama.cpp makes of a file: its fields as a DecoderSpec, which need not be the model that it was made of."""
+"""Converts a GGUF file to the spec of the model that llama.cpp runs, which may differ from the exported model."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,15 +25,15 @@ from tunekit.models.spec import (
     YarnScaling,
 )
 
-DEFAULT_ROPE_BASE = 10_000.0  # of rotations where a file does not say it
-DEFAULT_SOFTCAPS = 50.0, 30.0  # of scores and of logits, likewise
-DEFAULT_YARN_RAMP = 32.0, 1.0  # turns at the ends of YaRN's ramp, likewise
+DEFAULT_ROPE_BASE = 10_000.0  # if a file has no RoPE base
+DEFAULT_SOFTCAPS = 50.0, 30.0  # of attention scores and logits
+DEFAULT_YARN_RAMP = 32.0, 1.0  # beta_fast and beta_slow
 RopeFactors = Mapping[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
 class GGUFSpec:
-    """A file: its fields, the names of its tensors (ours), and those tensors that are no weights."""
+    """Fields, parameter names and RoPE factor tensors of a GGUF file."""
 
     fields: Mapping[str, Any]
     arch: Architecture
@@ -44,7 +44,7 @@ class GGUFSpec:
         return self.fields.get(key.format(arch=self.arch.name), default)
 
     def spec(self) -> DecoderSpec:
-        """The model. Norms multiply by what is stored: nothing is added."""
+        """Spec of the model. Norms have no offset."""
         arch, dim, norm = self.arch, self.get(LLM.EMBEDDING_LENGTH), Norm(self.get(ATTENTION.LAYERNORM_RMS_EPS))
         scales = {} if not arch.has_scales else {"residual_scale": self.get(LLM.RESIDUAL_SCALE, 1.0)}
         scales |= {} if not arch.has_scales else {"logit_scale": 1 / self.get(LLM.LOGIT_SCALE)}
@@ -70,17 +70,17 @@ class GGUFSpec:
             yield Layer(attention, ffn, arch.pre_norm, arch.post_norm)
 
     def feed_forward(self) -> FeedForward:
-        hidden, experts = self.get(LLM.FEED_FORWARD_LENGTH), self.get(LLM.EXPERT_COUNT)
+        intermediate_size, experts = self.get(LLM.FEED_FORWARD_LENGTH), self.get(LLM.EXPERT_COUNT)
         if self.arch.moe is None or not experts:
-            return MLP(hidden, self.arch.act, self.has_bias("mlp.down_proj"))
-        shared = self.get(LLM.EXPERT_SHARED_FEED_FORWARD_LENGTH, 0)
+            return MLP(intermediate_size, self.arch.act, self.has_bias("mlp.down_proj"))
+        shared_intermediate_size = self.get(LLM.EXPERT_SHARED_FEED_FORWARD_LENGTH, 0)
         top_k = self.get(LLM.EXPERT_USED_COUNT)
         return replace(
             self.arch.moe,
             experts=experts,
             top_k=top_k,
-            intermediate_size=hidden,
-            shared_intermediate_size=shared,
+            intermediate_size=intermediate_size,
+            shared_intermediate_size=shared_intermediate_size,
             act=self.arch.act,
         )
 
@@ -102,7 +102,7 @@ class GGUFSpec:
         )
 
     def temperature_tuning(self) -> AttnTemperatureTuning | None:
-        """How queries grow beyond the first context."""
+        """Scaling of queries beyond the original context."""
         beta, context = self.get(ATTENTION.TEMPERATURE_SCALE), self.get(LLM.CONTEXT_LENGTH)
         return AttnTemperatureTuning(beta, self.get(ROPE.SCALING_ORIG_CTX_LEN, context)) if beta else None
 
@@ -110,7 +110,7 @@ class GGUFSpec:
         return name in self.arch.biases and f"layers.0.{name}.bias" in self.parameter_names
 
     def window_layers(self) -> list[bool]:
-        """Which layers look back over a window."""
+        """Whether each layer has a sliding window."""
         count, period = self.get(LLM.BLOCK_COUNT), self.arch.window_period
         if period is None or self.get(ATTENTION.SLIDING_WINDOW) is None:
             return [False] * count
@@ -146,12 +146,12 @@ class GGUFSpec:
 
 
 def rope_scaling_factors(divisors: tuple[float, ...]) -> LongRopeScaling:
-    """Frequencies that are divided whatever the length of a row."""
+    """RoPE scaling with the same divisors for any sequence length."""
     return LongRopeScaling(divisors, divisors, 0, 1.0)
 
 
 def rope_factor_tensors(rope: Rope | None, head_dim: int) -> dict[str, tuple[float, ...]]:
-    """Tensors that tell how frequencies are divided (dims / 2,): of Llama 3.1, or for short and long rows."""
+    """Tensors of frequency divisors (dims / 2,): one for Llama 3.1, two for LongRoPE."""
     match rope and rope.scaling:
         case Llama3Scaling():
             assert rope is not None

@@ -1,4 +1,4 @@
-"""A plan and a vocabulary as a GGUF file, tensor by tensor: never more of a model in memory than one of them."""
+"""Writes GGUF files, with one tensor in memory at a time."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,7 +20,7 @@ TYPES |= {str: GGUFValueType.STRING, list: GGUFValueType.ARRAY}
 
 
 def write_gguf(out: Path, plan: TensorMap, fields: Mapping[str, Any], quiet: bool = False) -> None:
-    """Write the file: it appears whole or not at all. `said` are fields beside those of the plan."""
+    """Write a file atomically. `fields` are added to those of the plan."""
     check_free_space(out, plan.num_bytes())
     with atomic_file(out) as partial:
         alignment = write_header(partial, plan, plan.fields() | dict(fields))
@@ -36,7 +36,7 @@ def write_gguf(out: Path, plan: TensorMap, fields: Mapping[str, Any], quiet: boo
 
 
 def write_header(file: Path, plan: TensorMap, fields: Mapping[str, Any]) -> int:
-    """All that stands before the tensors. Returns the number of bytes of which their places are multiples."""
+    """Write everything before the tensor data. Returns the alignment of tensors in bytes."""
     writer = GGUFWriter(file, plan.arch.name)
     for key, value in fields.items():
         writer.add_key_value(key, value, TYPES[type(value)])
@@ -57,10 +57,10 @@ def write_padding(file: IO[bytes], alignment: int) -> None:
 
 @contextmanager
 def atomic_file(out: Path) -> Iterator[Path]:
-    """A place to write a file into, which is `out` in the end; a write that the disk refuses is a UserError."""
+    """Yield a temporary path that is renamed to `out` at the end. Disk errors are raised as UserError."""
     partial = sibling_path(out, PARTIAL)
     if out.is_dir():
-        raise UserError(f"{out} is a folder: name a file, such as {out / 'model.gguf'}")
+        raise UserError(f"{out}: is a directory. Specify a file, such as {out / 'model.gguf'}.")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial.touch()

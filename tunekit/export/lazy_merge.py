@@ -1,4 +1,4 @@
-"""A base and an adapter as one checkpoint that is nowhere: every tensor is merged when it is read."""
+"""A virtual checkpoint of a base with an adapter: every tensor is merged when it is read."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +13,7 @@ from tunekit.checkpoint.safetensors_io import TensorMeta, TensorReader
 
 
 class LazyMerger(TensorReader):
-    """Tensors of base and adapter together."""
+    """Reads tensors of a base with an adapter merged."""
 
     def __init__(self, base: HFCheckpoint, contents: AdapterContents) -> None:
         super().__init__(base.tensors)
@@ -36,7 +36,7 @@ class LazyMerger(TensorReader):
 
 @dataclass(frozen=True)
 class LazyMergedCheckpoint(HFCheckpoint):
-    """What `tune merge` would write."""
+    """Virtual checkpoint with the contents that `tune merge` would write."""
 
     base: HFCheckpoint
     adapter: AdapterContents

@@ -1,4 +1,4 @@
-"""The numbers of a model as fields of a GGUF file."""
+"""Converts a model spec to the fields of a GGUF file."""
 
 import math
 from typing import Any
@@ -23,7 +23,7 @@ LLM, ATTENTION, ROPE = Keys.LLM, Keys.Attention, Keys.Rope
 
 
 def model_fields(spec: DecoderSpec, arch: Architecture) -> dict[str, Any]:
-    """What a file says of a model. What it has no word for is left out; `told.Told` then differs."""
+    """Fields of a model. Properties without a field are omitted; `check_spec_matches` then reports a difference."""
     layers = [attention_fields(layer) for layer in spec.layers]
     last_global = next(
         (attention for attention in reversed(layers) if attention.window is None and attention.rope is not None),
@@ -64,7 +64,7 @@ def ffn_fields(ffn: FeedForward) -> dict[str, Any]:
 
 
 def window_fields(layers: list[Attention], arch: Architecture) -> dict[str, Any]:
-    """Which layers look back over a window, and how those rotate."""
+    """Fields of sliding windows and their RoPE."""
     local = [attention for attention in layers if attention.window is not None]
     if not local or arch.window_period is None:
         return {}
@@ -78,12 +78,12 @@ def window_fields(layers: list[Attention], arch: Architecture) -> dict[str, Any]
 
 
 def default_window_layers(count: int, period: int) -> list[bool]:
-    """Which layers look back over a window where a file does not say it."""
+    """Whether each layer has a sliding window, for files without a pattern."""
     return [(i + 1) % period > 0 for i in range(count)]
 
 
 def scale_fields(spec: DecoderSpec, attention: Attention, arch: Architecture) -> dict[str, Any]:
-    """Bounds and factors on scores and logits, of the architectures that read them."""
+    """Fields of softcaps and scales, for architectures that read them."""
     fields: dict[str, Any] = {}
     if arch.softcaps:
         fields |= {LLM.ATTN_LOGIT_SOFTCAPPING: attention.softcap, LLM.FINAL_LOGIT_SOFTCAPPING: spec.logit_softcap}
@@ -116,5 +116,5 @@ def rope_fields(rope: Rope, head_dim: int, arch: Architecture) -> dict[str, Any]
 
 
 def yarn_attn_factor(factor: float) -> float:
-    """By how much llama.cpp lets cos and sin grow with YaRN; SCALING_ATTN_FACTOR comes on top."""
+    """Factor on cos and sin in llama.cpp's YaRN, in addition to SCALING_ATTN_FACTOR."""
     return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,4 +1,4 @@
-"""llama.cpp's ways to cut a text into words before byte-level BPE, by the names that files give them."""
+"""Pre-tokenizers of llama.cpp for byte-level BPE, by their names in GGUF files."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-LLAMA_CPP_CASES = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"  # llama.cpp's words end before combining marks, too
+LLAMA_CPP_CASES = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"  # in llama.cpp, words also end before combining marks
 DIGITS = r"\p{N}{1,3}"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -16,7 +16,7 @@ QWEN35 = QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", 
 
 
 def cased_pattern(upper: str, lower: str, ending: str, digits: str) -> str:
-    """Words that end where an upper case letter follows a lower case one."""
+    """Pattern of words that are split between a lowercase and an uppercase letter."""
     alternatives = (rf"[^\r\n\p{{L}}\p{{N}}]?{upper}{a}{lower}{b}{ending}" for a, b in ("*+", "+*"))
     return rf"{'|'.join(alternatives)}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
 
@@ -31,15 +31,18 @@ DEEPSEEK = (
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Expressions that cut the text in turn, as tokenizers write them. `whole`: a word that is a token is taken before
-    any merge is tried. `cuts`: what llama.cpp uses in place of the expressions."""
+    """Regular expressions that split the text one after the other, as in tokenizer.json.
+
+    `ignore_merges`: words that are tokens are not merged from characters. `llama_cpp_patterns`: expressions that
+    llama.cpp uses instead.
+    """
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
     llama_cpp_patterns: tuple[str, ...] | None = None
 
 
-# Many names of llama.cpp mean the same; one of each is here.
+# llama.cpp has several names for the same pre-tokenizer; this table has one of each.
 PRE_TOKENIZERS = {
     "gpt-2": PreTokenizer((GPT2,)),
     "smollm": PreTokenizer((r"\p{N}", GPT2)),
@@ -60,13 +63,13 @@ PRE_TOKENIZERS = {
 
 
 def match_pretokenizer(step: Mapping[str, Any] | None, ignore_merges: bool) -> str | None:
-    """The name of the way that reads as the pre-tokenizer of a tokenizer.json does."""
+    """Name of the llama.cpp pre-tokenizer that equals that of a tokenizer.json; None if there is none."""
     key = tuple(split_patterns(step)), ignore_merges
     return next((name for name, pre in PRE_TOKENIZERS.items() if (pre.patterns, pre.ignore_merges) == key), None)
 
 
 def split_patterns(step: Mapping[str, Any] | None) -> Iterator[str]:
-    """The expressions of a pre-tokenizer."""
+    """Regular expressions of a pre-tokenizer in a tokenizer.json."""
     match step:
         case {"type": "Sequence", "pretokenizers": steps}:
             for child in steps:

@@ -1,4 +1,4 @@
-"""How numbers stand in a GGUF file: the types that the gguf package can write, and how far each may stray."""
+"""Quantization types of GGUF files that the gguf package can write, and their maximum rounding errors."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ from torch import Tensor
 
 from tunekit.errors import UserError
 
-CHUNK_NUMEL = 2**22  # numbers that are turned into fp32 at once
+CHUNK_NUMEL = 2**22  # elements that are converted to fp32 at a time
 FLOAT_TYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class QuantType:
-    """What `--type` names: the types of matrices. Vectors and norms are fp32 always."""
+    """Value of `--type`: the types of matrices. Vectors and norms are always fp32."""
 
     file_type: LlamaFileType
     kind: Kind
-    head: Kind | None = None  # of what makes the logits: the head, or the embedding where it is both; None: as `kind`
-    embed: Kind | None = None  # of an embedding that is no head
+    head: Kind | None = None  # of the head or a tied embedding; None: as `kind`
+    embed: Kind | None = None  # of an untied embedding; None: as `kind`
     experts: Kind | None = None
-    drift: float = 0.0  # by how much it may move logits on average, in standard deviations
+    drift: float = 0.0  # maximum mean difference of logits, in standard deviations
 
 
-# llama-quantize gives the head of the smaller ones a K-quant, which gguf cannot write: the next larger one is Q8_0.
-# Drifts in the nano are 0.012 with Q8_0, 0.06 with Q5, 0.13 with Q4_0 and 0.74 with TQ2_0, which is for models that
-# were trained with it; unrelated logits are 1.1 apart.
+# llama-quantize uses a K-quant for the head of the smaller types. gguf cannot write it; the next larger type is Q8_0.
+# Measured in nano: 0.012 with Q8_0, 0.06 with Q5, 0.13 with Q4_0, 0.74 with TQ2_0, which is for models trained with it.
+# Unrelated logits differ by 1.1.
 QUANT_TYPES = {
     "f32": QuantType(LlamaFileType.ALL_F32, Kind.F32, drift=1e-4),
     "f16": QuantType(LlamaFileType.MOSTLY_F16, Kind.F16, drift=0.00625),
@@ -45,46 +45,46 @@ QUANT_TYPES = {
     "tq1_0": QuantType(LlamaFileType.MOSTLY_TQ1_0, Kind.TQ1_0, Kind.F16, Kind.F16, drift=0.6),
     "mxfp4_moe": QuantType(LlamaFileType.MOSTLY_MXFP4_MOE, Kind.Q8_0, experts=Kind.MXFP4, drift=0.6),
 }
-# How far a number may stray, as a share of the largest of its block or of the block's span.
+# Maximum error of a value, relative to the absolute maximum of its block, or to the range of the block.
 ERROR_PER_MAX = {Kind.Q8_0: 1 / 254, Kind.Q5_0: 1 / 16, Kind.Q4_0: 1 / 8, Kind.TQ2_0: 1 / 2, Kind.TQ1_0: 1 / 2}
 ERROR_PER_MAX |= {Kind.MXFP4: 1 / 2}
 ERROR_PER_RANGE = {Kind.Q5_1: 1 / 62, Kind.Q4_1: 1 / 30}
-FP16_ERROR = 2**-11  # rounding to fp16 by a share, and below by a step
+FP16_ERROR = 2**-11  # relative rounding error of fp16, and absolute one of subnormal numbers
 FP16_STEP = 2**-25
 
 
 def parse_quant_type(name: str) -> QuantType:
-    """What a word behind `--type` means."""
+    """Parse the value of `--type`. Raises UserError if it is unknown or not supported by the gguf package."""
     if name in QUANT_TYPES:
         return QUANT_TYPES[name]
-    supported = f"can be written: {', '.join(QUANT_TYPES)}"
+    supported = f"supported: {', '.join(QUANT_TYPES)}"
     if f"MOSTLY_{name.upper()}" in LlamaFileType.__members__ or name.lower().startswith(("q", "iq")):
         raise UserError(
-            f"--type {name}: the gguf package cannot write this type ({supported}); "
-            f"export bf16, then: llama-quantize model-bf16.gguf model-{name}.gguf {name}"
+            f"--type {name}: the gguf package cannot write this type ({supported}). "
+            f"Export bf16, then run: llama-quantize model-bf16.gguf model-{name}.gguf {name}"
         )
     matches = get_close_matches(name, QUANT_TYPES, 1)
     raise UserError(f"--type {name}: no such type{f', did you mean {matches[0]!r}?' if matches else ''} ({supported})")
 
 
 def type_name_of(dtype: torch.dtype) -> str:
-    """The word of the type that holds such numbers as they are."""
+    """Name of the type that stores a dtype without rounding."""
     return next((name for name, quant_type in QUANT_TYPES.items() if FLOAT_TYPES.get(quant_type.kind) == dtype), "f32")
 
 
 def fallback_type(kind: Kind, shape: tuple[int, ...]) -> Kind:
-    """The type itself, or fp16 where the rows are no whole blocks of it."""
+    """Return the type, or fp16 if the row length is not a multiple of its block size."""
     return Kind.F16 if shape[-1] % GGML_QUANT_SIZES[kind][0] else kind
 
 
 def tensor_bytes(kind: Kind, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor in a file."""
+    """Size of a tensor in a file, in bytes."""
     block, block_bytes = GGML_QUANT_SIZES[kind]
     return prod(shape) // block * block_bytes
 
 
 def encode_tensor(tensor: Tensor, kind: Kind) -> np.ndarray:
-    """The bytes of a tensor."""
+    """Encode a tensor to bytes."""
     if kind in FLOAT_TYPES:
         return tensor.to(FLOAT_TYPES[kind]).contiguous().view(torch.uint8).numpy()
     rows = tensor.reshape(-1, tensor.shape[-1])
@@ -95,7 +95,7 @@ def encode_tensor(tensor: Tensor, kind: Kind) -> np.ndarray:
 
 
 def decode_tensor(encoded: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor:
-    """A tensor from its bytes (N,): fp32, or as it is stored."""
+    """Decode a tensor from its bytes (N,), to fp32 or a stored float type."""
     if kind in FLOAT_TYPES:
         return encoded.view(FLOAT_TYPES[kind]).view(shape)
     rows = encoded.view(prod(shape[:-1]), -1).numpy()
@@ -106,13 +106,13 @@ def decode_tensor(encoded: Tensor, kind: Kind, shape: tuple[int, ...]) -> Tensor
 
 
 def chunk_slices(shape: tuple[int, ...]) -> Iterator[slice]:
-    """Rows that are worked on together."""
+    """Chunks of rows with at most `CHUNK_NUMEL` elements."""
     step = max(CHUNK_NUMEL // shape[-1], 1)
     return (slice(i, i + step) for i in range(0, shape[0], step))
 
 
 def max_rounding_error(source: Tensor, decoded: Tensor, kind: Kind) -> float:
-    """The largest error as a share of what the type allows: more than 1 is wrong, and so is what is no number."""
+    """Largest error relative to the allowed error of the type. Values above 1 are errors; NaN gives Inf."""
     block = GGML_QUANT_SIZES[kind][0]
     worst = 0.0
     for a, b in zip(blocks(source, block), blocks(decoded, block), strict=True):
@@ -124,13 +124,13 @@ def max_rounding_error(source: Tensor, decoded: Tensor, kind: Kind) -> float:
 
 
 def blocks(tensor: Tensor, block: int) -> Iterator[Tensor]:
-    """The numbers of a tensor in fp32, block by block (N, block), some at a time."""
+    """Iterate over the blocks of a tensor in fp32, in chunks (N, block)."""
     flat = tensor.reshape(-1, block)
     return (flat[chunk].float() for chunk in chunk_slices(tuple(flat.shape)))
 
 
 def allowed_error(x: Tensor, kind: Kind) -> Tensor:
-    """The error that a type may make in blocks of numbers (N, block); a thousandth is for the arithmetic."""
+    """Maximum error of a type for the values of blocks (N, block), with a margin of 0.001 for the arithmetic."""
     if kind == Kind.F32:
         return torch.zeros_like(x)
     if kind == Kind.BF16:

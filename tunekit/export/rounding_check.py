@@ -1,4 +1,4 @@
-"""A GGUF file read again: its fields, its tokenizer and every number against what they were made of."""
+"""Checks a written GGUF file: its spec, its tokenizer and every value, against the exported model."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from tunekit.export.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class RoundingError:
-    """Tensors of one type: how many there are, and the largest error as a share of what the type allows."""
+    """Number of tensors of one type, and their largest error relative to the allowed error."""
 
     count: int
     worst: float
@@ -24,17 +24,17 @@ class RoundingError:
 def check_rounding(
     file: GGUFCheckpoint, plan: TensorMap, vocabulary: Vocabulary, quiet: bool = False
 ) -> dict[str, RoundingError]:
-    """Errors by type. UserError for anything that is not as it should be; the file stays."""
+    """Rounding errors by type. Raises UserError if the file is wrong; it is not deleted."""
     check_spec_matches(plan.spec, file.spec, plan.arch.name, str(file.path))
     if Vocabulary.from_fields(file.config) != vocabulary:
-        raise UserError(f"{file.path}: the tokenizer in the file is not the one that was written")
+        raise UserError(f"{file.path}: the tokenizer in the file differs from the written one")
     errors: dict[str, RoundingError] = {}
     with TensorReader(file.gguf_tensors) as tensors:
         for entry, tensor in tqdm(plan.tensors(), "checking", len(plan.entries), disable=quiet or None, leave=False):
             error = max_rounding_error(tensor, tensors[entry.name], entry.kind)
             if error > 1:
-                problem = f"{error:.3g} times as far from the checkpoint as {entry.kind.name} may be"
-                raise UserError(f"{file.path}: {entry.name} is {problem}")
+                problem = f"the rounding error is {error:.3g} times the maximum of {entry.kind.name}"
+                raise UserError(f"{file.path}: {entry.name}: {problem}")
             previous = errors.get(entry.kind.name, RoundingError(0, 0.0))
             errors[entry.kind.name] = RoundingError(previous.count + 1, max(previous.worst, error))
     return errors

@@ -1,4 +1,4 @@
-"""llama.cpp's way from a text to pieces, which is SentencePiece's: of all neighbours, the best pair is joined first."""
+"""SentencePiece BPE as in llama.cpp: repeatedly merges the adjacent pair with the highest score."""
 
 import heapq
 import re
@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 from gguf import TokenType
 
 SPACE = "\u2581"
-SPECIAL_TYPES = {TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN}  # looked for in a text before it is cut
+SPECIAL_TYPES = {
+    TokenType.CONTROL,
+    TokenType.USER_DEFINED,
+    TokenType.UNKNOWN,
+}  # matched in the text before it is tokenized
 
 
 class SentencePieceBPE:
-    """A vocabulary of pieces. `space`: a space is put before the text and behind every mark."""
+    """SentencePiece vocabulary. `add_space` inserts a space before the text and after every special token."""
 
     def __init__(self, tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], add_space: bool) -> None:
         self.ids = {token: i for i, token in enumerate(tokens)}
@@ -19,7 +23,7 @@ class SentencePieceBPE:
         self.space = " " if add_space else ""
         self.special_tokens = {token for token, kind in zip(tokens, types, strict=True) if kind in SPECIAL_TYPES}
         self.special_pattern = re.compile(
-            "|".join(re.escape(mark) for mark in sorted(self.special_tokens, key=len, reverse=True)) or "(?!)"
+            "|".join(re.escape(special) for special in sorted(self.special_tokens, key=len, reverse=True)) or "(?!)"
         )
 
     def encode(self, text: str) -> list[int]:
@@ -30,7 +34,7 @@ class SentencePieceBPE:
         return ids + self.encode_plain(text[start:])
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of a text without marks; what is no token becomes bytes."""
+        """Ids of a text without special tokens. Unknown characters become byte tokens."""
         if not text:
             return []
         ids: list[int] = []
@@ -41,7 +45,7 @@ class SentencePieceBPE:
 
 
 def merge_pairs(tokens: list[str], scores: Mapping[str, float]) -> list[str]:
-    """Characters joined to tokens: the pair with the highest score first, and of equals the left one."""
+    """Merge characters to tokens: the pair with the highest score first, the leftmost one if scores are equal."""
     previous, following = list(range(-1, len(tokens) - 1)), list(range(1, len(tokens) + 1))
     heap: list[tuple[float, int, str]] = []
 
@@ -55,7 +59,7 @@ def merge_pairs(tokens: list[str], scores: Mapping[str, float]) -> list[str]:
         _, left, merged = heapq.heappop(heap)
         right = following[left]
         if not tokens[left] or right == len(tokens) or tokens[left] + tokens[right] != merged:
-            continue  # one of the two has been joined to another since
+            continue  # one of them was merged since
         tokens[left], tokens[right], following[left] = merged, "", following[right]
         if following[right] < len(tokens):
             previous[following[right]] = left

@@ -1,4 +1,4 @@
-"""What a GGUF file will hold: the tensors of a checkpoint under their names there, and what is done to each."""
+"""Plans a GGUF file: names, types and conversions of the tensors of a checkpoint."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -25,18 +25,18 @@ from tunekit.models.weight_map import Identity, KeyMatch, Shape, match_name
 
 @dataclass(frozen=True)
 class GGUFEntry:
-    """A tensor of the file."""
+    """Tensor of a GGUF file."""
 
-    ours: tuple[str, ...]
+    parameters: tuple[str, ...]
     name: str
     shape: Shape
     kind: Kind
     op: Identity = Identity()
-    offset: float = 0.0  # what the model adds to it, and llama.cpp does not
-    interleaved_head_dim: int | None = None  # width of the heads whose halves are written in turns
+    offset: float = 0.0  # added to the weight, because llama.cpp has no norm offset
+    interleaved_head_dim: int | None = None  # head_dim if RoPE channels must be interleaved
 
     def transform(self, tensors: list[Tensor]) -> Tensor:
-        """What stands in the file for our tensors."""
+        """Convert model parameters to the tensor in the file."""
         tensor = self.op.save(tensors)[0]
         if self.offset:
             tensor = tensor.float() + self.offset
@@ -47,16 +47,16 @@ class GGUFEntry:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """All that a file will hold but its tokenizer."""
+    """Contents of a GGUF file except for its tokenizer."""
 
     source: HFCheckpoint
     arch: Architecture
     spec: DecoderSpec
     quant_type: QuantType
     entries: tuple[GGUFEntry, ...]
-    shapes: Mapping[str, Shape]  # of our tensors
-    rope_factors: RopeFactors  # tensors that are no weights
-    notes: tuple[str, ...]  # what people should know
+    shapes: Mapping[str, Shape]  # of model parameters
+    rope_factors: RopeFactors  # tensors that are not weights
+    notes: tuple[str, ...]  # warnings for the user
 
     def fields(self) -> dict[str, Any]:
         general = {Keys.General.TYPE: "model", Keys.General.FILE_TYPE: int(self.quant_type.file_type)}
@@ -66,18 +66,18 @@ class TensorMap:
         return sum(tensor_bytes(entry.kind, entry.shape) for entry in self.entries)
 
     def tensors(self) -> Iterator[tuple[GGUFEntry, Tensor]]:
-        """The parts in turn, as they will be written, from the checkpoint's files."""
-        entries = {name: entry for entry in self.entries for name in entry.ours}
+        """Iterate over the converted tensors of the file."""
+        entries = {name: entry for entry in self.entries for name in entry.parameters}
         for name, values in self.rope_factors.items():
             yield entries[name], torch.tensor(values)
         pending: dict[str, Tensor] = {}
         for name, tensor in self.load_tensors():
             entry, pending[name] = entries[name], tensor
-            if pending.keys() >= set(entry.ours):
-                yield entry, entry.transform([pending.pop(one) for one in entry.ours])
+            if pending.keys() >= set(entry.parameters):
+                yield entry, entry.transform([pending.pop(part_name) for part_name in entry.parameters])
 
     def load_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Our tensors. A tied head that the checkpoint holds as well must be the embedding."""
+        """Iterate over the model parameters. A tied head in the checkpoint must equal the embedding."""
         with self.source.reader() as tensors:
             for mapping in self.source.key_mappings:
                 if TIED in mapping.ours and self.spec.tie_word_embeddings:
@@ -88,7 +88,7 @@ class TensorMap:
 
 
 def build_tensor_map(source: HFCheckpoint, quant_type: QuantType) -> TensorMap:
-    """Refuses what llama.cpp would run as another model."""
+    """Plan the export of a checkpoint. Raises UserError if llama.cpp would compute a different model."""
     where = str(source.path)
     arch = get_architecture(source.config, where)
     spec, notes = limit_context(source.spec, arch)
@@ -109,12 +109,12 @@ def build_tensor_map(source: HFCheckpoint, quant_type: QuantType) -> TensorMap:
     entries = [GGUFEntry((name,), name, (len(values),), Kind.F32) for name, values in rope_factors.items()]
     entries += [build_entry(match, model, arch, quant_type) for match in complete_matches(names, arch)]
     if any(not mapping.ours for mapping in source.all_key_mappings):
-        notes = (*notes, "only the text model is written, and nothing that belongs to images or further tokens")
+        notes = (*notes, "only the text model is exported, without vision and multi-token prediction modules")
     return TensorMap(source, arch, spec, quant_type, tuple(entries), model.shapes, rope_factors, notes)
 
 
 def limit_context(spec: DecoderSpec, arch: Architecture) -> tuple[DecoderSpec, tuple[str, ...]]:
-    """The model in the context where it needs no windows, if the architecture has none; and what to say of it."""
+    """Limit the context to the sliding window if the architecture has no windows. Returns the spec and warnings."""
     window = min(
         (mixer.window for mixer in map(attention_fields, spec.layers) if mixer.window is not None), default=None
     )
@@ -123,14 +123,13 @@ def limit_context(spec: DecoderSpec, arch: Architecture) -> tuple[DecoderSpec, t
     layers = tuple(replace(layer, mixer=replace(attention_fields(layer), window=None)) for layer in spec.layers)
     if window >= spec.context:
         return replace(spec, layers=layers), ()
-    note = (
-        f"llama.cpp's {arch.name} has no sliding window: the file is for up to {window:,} tokens, not {spec.context:,}"
-    )
+    limit = f"limited to {window:,} of {spec.context:,} tokens"
+    note = f"llama.cpp's {arch.name} has no sliding window: the context is {limit}"
     return replace(spec, layers=layers, context=window), (note,)
 
 
 def complete_matches(names: Iterable[str], arch: Architecture) -> Iterator[KeyMatch]:
-    """What becomes one tensor, each when the last of its parts has come."""
+    """Yield the match of each GGUF tensor when all parameters that it is made of have appeared."""
     missing: dict[tuple[str, ...], set[str]] = {}
     for name in names:
         match = match_name(name, arch.table)
@@ -141,14 +140,14 @@ def complete_matches(names: Iterable[str], arch: Architecture) -> Iterator[KeyMa
 
 
 def build_entry(match: KeyMatch, model: Decoder, arch: Architecture, quant_type: QuantType) -> GGUFEntry:
-    """What is done to one tensor."""
+    """Type and conversion of one tensor."""
     first, op = match.ours[0], match.rule.op
     owner = first.rpartition(".")[0]
     module = model.get_submodule(owner)
     shape = tuple(op.save([torch.empty(model.shapes[name], device="meta") for name in match.ours])[0].shape)
     if isinstance(module, RMSNorm):
         return GGUFEntry(match.ours, match.hub[0], shape, Kind.F32, op, offset=module.spec.offset)
-    if isinstance(module, Router) or 1 in (len(shape), shape[0]):  # what chooses experts, vectors, a single row
+    if isinstance(module, Router) or 1 in (len(shape), shape[0]):  # router, vectors, a single row
         kind = Kind.F32
     else:
         kind = matrix_type(first, shape, model.spec.tie_word_embeddings, quant_type)
@@ -158,7 +157,7 @@ def build_entry(match: KeyMatch, model: Decoder, arch: Architecture, quant_type:
 
 
 def matrix_type(name: str, shape: Shape, is_tied: bool, quant_type: QuantType) -> Kind:
-    """The type of a matrix."""
+    """Type of a matrix."""
     if name == TIED or (name == EMBED and is_tied):
         override = quant_type.head
     elif name == EMBED:

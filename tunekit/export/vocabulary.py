@@ -1,4 +1,4 @@
-"""A tokenizer as the fields of a GGUF file tell it, and what llama.cpp makes of them."""
+"""Tokenizer fields of a GGUF file, and tokenization as in llama.cpp."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,30 +12,30 @@ from tunekit.export.pretokenizer import PRE_TOKENIZERS
 from tunekit.export.sentencepiece_bpe import SPECIAL_TYPES, SentencePieceBPE
 
 KEYS = Keys.Tokenizer
-BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # what files call byte-level BPE, and SentencePiece's
+BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # GGUF names of the tokenizer models
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens by their ids, and how a text becomes some of them."""
+    """Tokens by id, with the data to tokenize text."""
 
     model: str
     tokens: list[str]
     types: list[int]
-    merges: list[str] | None = None  # of byte-level BPE, the first goes first
-    scores: list[float] | None = None  # of pieces
-    pre: str = "default"  # the name of a way to cut a text into words
-    space: bool = False  # before a text of pieces
-    extra_fields: Mapping[str, Any] = field(default_factory=dict)  # special ids, flags and templates, by their keys
+    merges: list[str] | None = None  # of byte-level BPE, in order of priority
+    scores: list[float] | None = None  # of SentencePiece
+    pre: str = "default"  # name of the pre-tokenizer
+    space: bool = False  # SentencePiece: add a space before the text
+    extra_fields: Mapping[str, Any] = field(default_factory=dict)  # special ids, flags and chat templates
 
     def to_fields(self) -> dict[str, Any]:
-        """The fields."""
+        """Fields of the GGUF file."""
         fields = dict(zip(FIELD_NAMES, (getattr(self, name) for name in FIELD_NAMES.values()), strict=True))
         return {key: value for key, value in (fields | dict(self.extra_fields)).items() if value is not None}
 
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> "Vocabulary":
-        """What the fields of a file tell."""
+        """Read the vocabulary from the fields of a GGUF file."""
         values = {name: fields[key] for key, name in FIELD_NAMES.items() if key in fields}
         extra_fields = {
             key: value for key, value in fields.items() if key.startswith("tokenizer.") and key not in FIELD_NAMES
@@ -43,7 +43,7 @@ class Vocabulary:
         return Vocabulary(**values, extra_fields=extra_fields)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids as llama.cpp makes them, with nothing put before or behind a text; marks in it are tokens."""
+        """Token ids as in llama.cpp, without BOS and EOS. Special tokens in the text are parsed."""
         if self.scores is not None:
             return [self.sentencepiece.encode(text) for text in texts]
         return [
@@ -57,7 +57,7 @@ class Vocabulary:
 
     @cached_property
     def byte_level_bpe(self) -> Tokenizer:
-        """Byte-level BPE."""
+        """Byte-level BPE tokenizer."""
         pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in self.merges or ())]
         ids = {token: i for i, token in enumerate(self.tokens)}
         pre = PRE_TOKENIZERS[self.pre]

@@ -1,4 +1,4 @@
-"""Answers of a model: many prompts at once, with a cache of keys and values."""
+"""Batched text generation with a KV cache."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -18,65 +18,66 @@ from tunekit.models.decoder import Decoder
 from tunekit.models.forward_context import KVCache, has_static_shapes
 from tunekit.models.weight_init import named_generator
 
-WORTH_SHRINKING = 8  # tokens that are still to come, at least, where finished rows are taken out of a batch
+MIN_TOKENS_TO_SHRINK = 8  # finished rows are removed from a batch if at least this many tokens remain
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the next token is chosen. What a row draws depends on the seed and its own number, not on the other rows."""
+    """Sampling options. The samples of a row depend on the seed and the index of the row, not on other rows."""
 
-    temperature: float = 0.0  # 0: the likeliest token
-    top_k: int | None = None  # draw from the likeliest k only
-    top_p: float = 1.0  # of these, draw from the likeliest that have this share of the probability
-    max_new_tokens: int = 256  # longest answer
+    temperature: float = 0.0  # Sampling temperature; 0: greedy decoding
+    top_k: int | None = None  # Sample from the k most likely tokens; null: all
+    top_p: float = 1.0  # Sample from the most likely tokens with this total probability (nucleus sampling)
+    max_new_tokens: int = 256  # Maximum length of an answer in tokens
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
-            raise FieldError("temperature", f"must not be below 0, not {self.temperature}")
+            raise FieldError("temperature", f"must be >= 0, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
-            raise FieldError("top_k", f"must be 1 or more, not {self.top_k}")
+            raise FieldError("top_k", f"must be >= 1, got {self.top_k}")
         if not 0 < self.top_p <= 1:
-            raise FieldError("top_p", f"a share above 0 and up to 1, not {self.top_p}")
+            raise FieldError("top_p", f"must be > 0 and <= 1, got {self.top_p}")
         if self.max_new_tokens < 1:
-            raise FieldError("max_new_tokens", f"must be 1 or more, not {self.max_new_tokens}")
+            raise FieldError("max_new_tokens", f"must be >= 1, got {self.max_new_tokens}")
 
-    def numbers(self, rows: int, first: int = 0) -> Tensor:
-        """One uniform number for each token of each row (rows, tokens); `first` is the number of the first row."""
+    def uniform_numbers(self, rows: int, first: int = 0) -> Tensor:
+        """Uniform random numbers (rows, max_new_tokens); `first` is the index of the first row."""
         names = (f"row {first + row}" for row in range(rows))
         return torch.stack(
             [torch.rand(self.max_new_tokens, generator=named_generator(self.seed, name)) for name in names]
         )
 
-    def choose(self, logits: Tensor, numbers: Tensor) -> Tensor:
+    def sample(self, logits: Tensor, numbers: Tensor) -> Tensor:
         """Next tokens (B,) from logits (B, vocab) and a uniform number for each row (B,)."""
         if self.temperature == 0:
             return logits.argmax(-1)
-        shares = (logits.float() / self.temperature).softmax(-1)
+        probabilities = (logits.float() / self.temperature).softmax(-1)
         if self.top_k is None and self.top_p == 1:
-            return draw(shares, numbers)
-        probabilities, tokens = self.order(shares)
-        before = probabilities.cumsum(-1) - probabilities  # what the likelier tokens have
-        kept = before < self.top_p * probabilities.sum(-1, keepdim=True)
-        return tokens.gather(-1, draw(probabilities * kept, numbers)[:, None]).squeeze(-1)
+            return sample_index(probabilities, numbers)
+        probabilities, tokens = self.sort_top_k(probabilities)
+        preceding = probabilities.cumsum(-1) - probabilities  # total probability of more likely tokens
+        nucleus = preceding < self.top_p * probabilities.sum(-1, keepdim=True)
+        return tokens.gather(-1, sample_index(probabilities * nucleus, numbers)[:, None]).squeeze(-1)
 
-    def order(self, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities and ids of the `top_k` likeliest tokens, or of all, likeliest first; of equals the first id."""
+    def sort_top_k(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities and ids (B, top_k) in descending order; ties are sorted by id."""
         if self.top_k is None:
-            return shares.sort(dim=-1, descending=True, stable=True)
-        # Bits of positive floats grow with them. With the id behind them no two keys are equal, so that devices agree.
-        last = shares.shape[-1] - 1
-        keys = (shares.view(torch.int32).long() << 32) + torch.arange(last, -1, -1, device=shares.device)
+            return probabilities.sort(dim=-1, descending=True, stable=True)
+        # The bits of positive floats are ordered like the floats. Appending the id makes all keys different, so that
+        # topk has the same result on all devices.
+        last = probabilities.shape[-1] - 1
+        keys = (probabilities.view(torch.int32).long() << 32) + torch.arange(last, -1, -1, device=probabilities.device)
         tokens = last - (keys.topk(min(self.top_k, last + 1), dim=-1).values & 0xFFFFFFFF)
-        return shares.gather(-1, tokens), tokens
+        return probabilities.gather(-1, tokens), tokens
 
 
-def draw(shares: Tensor, numbers: Tensor) -> Tensor:
-    """Index (B,) of the share (B, N) in which a uniform number (B,) falls; never one of a share of zero."""
-    sums = shares.cumsum(-1)
+def sample_index(weights: Tensor, numbers: Tensor) -> Tensor:
+    """Sample an index (B,) from weights (B, N) with uniform numbers (B,). Indices of zero weights are never sampled."""
+    sums = weights.cumsum(-1)
     total = sums[:, -1:]
-    place = torch.minimum(numbers.to(sums)[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(sums, place, right=True).squeeze(-1)
+    threshold = torch.minimum(numbers.to(sums)[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(sums, threshold, right=True).squeeze(-1)
 
 
 def generate_tokens(
@@ -86,11 +87,11 @@ def generate_tokens(
     first: int = 0,
     finished: Collection[int] = (),
 ) -> Iterator[list[int]]:
-    """The next token of every row, again and again, until the caller has enough or the rows are as long as asked.
+    """Yield the next token of each row, up to `max_new_tokens` times.
 
-    The caller may add rows to `finished` between two steps: their tokens mean nothing from then on, and cost little.
+    The caller may add row indices to `finished` between steps. Later tokens of these rows are meaningless and cheap.
     """
-    # Divided weights are gathered into memory that a later training step may want to write to.
+    # FSDP gathers weights into memory that later training steps write to, which inference tensors do not allow.
     mode = torch.no_grad() if isinstance(model, FSDPModule) else torch.inference_mode()
     return mode(decode_steps)(model, prompts, sampling, first, finished)
 
@@ -98,9 +99,9 @@ def generate_tokens(
 def decode_steps(
     model: Decoder, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, first: int, finished: Collection[int]
 ) -> Iterator[list[int]]:
-    """Prompts are padded on the right: a row's own tokens overwrite its padding in the cache as they come.
+    """Yield the next token of each row. Prompts are padded on the right; new tokens overwrite the padding in the cache.
 
-    A GPU works on a token while the host looks at the one before.
+    The GPU computes a token while the host processes the previous one.
     """
     model.eval()
     device = model.device
@@ -121,12 +122,12 @@ def decode_steps(
 def launch_steps(
     model: Decoder, rows: list[list[int]], sampling: SamplingConfig, first: int, finished: Collection[int]
 ) -> Iterator[DrawnTokens]:
-    """Start the work of each token. Rows are read back where positions turn otherwise beyond a length."""
+    """Launch the decoding steps. Recomputes the cache at the lengths where the RoPE frequencies change (LongRoPE)."""
     slots, edges = max(map(len, rows)) + sampling.max_new_tokens, model.rope_switch_lengths
     lengths = [len(row) for row in rows]
-    numbers = sampling.numbers(len(rows), first).to(model.device)
+    numbers = sampling.uniform_numbers(len(rows), first).to(model.device)
     logits, cache = prefill(model, rows, slots)
-    loop = DecodeLoop(model, cache, lengths, numbers, sampling.choose)
+    loop = DecodeLoop(model, cache, lengths, numbers, sampling.sample)
     drawn = loop.take(logits)
     for i in range(1, sampling.max_new_tokens):
         yield drawn
@@ -135,7 +136,7 @@ def launch_steps(
                 rows[row].append(token)
         if any(length + i - 1 in edges for length in lengths):
             logits, cache = prefill(model, rows, slots)
-            loop = DecodeLoop(model, cache, [len(row) for row in rows], numbers, sampling.choose, drawn=i)
+            loop = DecodeLoop(model, cache, [len(row) for row in rows], numbers, sampling.sample, drawn=i)
             drawn = loop.take(logits)
             continue
         left = sampling.max_new_tokens - i
@@ -146,19 +147,19 @@ def launch_steps(
 
 
 def select_remaining(rows: Sequence[int], finished: Collection[int], left: int) -> list[int] | None:
-    """The rows to go on with; None: all. Batches shrink to powers of two, of which each captures one graph."""
+    """Rows to continue with; None: all. Batch sizes shrink to powers of two, which limits the number of CUDA graphs."""
     unfinished = [row for row in rows if row not in finished]
     size = 1 << max(len(unfinished) - 1, 0).bit_length()
-    if left < WORTH_SHRINKING or 2 * size > len(rows):
+    if left < MIN_TOKENS_TO_SHRINK or 2 * size > len(rows):
         return None
-    others = [row for row in rows if row in finished]
-    return sorted([*unfinished, *others[: size - len(unfinished)]])
+    finished_rows = [row for row in rows if row in finished]
+    return sorted([*unfinished, *finished_rows[: size - len(unfinished)]])
 
 
 def prefill(model: Decoder, rows: Sequence[Sequence[int]], slots: int) -> tuple[Tensor, KVCache]:
-    """Logits (B, vocab) behind the last token of each row, and a cache of all that came before.
+    """Logits (B, vocab) after the last token of each row, and the KV cache of all tokens.
 
-    The logits of the other tokens are never made.
+    Logits of other tokens are not computed.
     """
     device = model.device
     lengths = torch.tensor([len(row) for row in rows], device=device)
@@ -173,7 +174,7 @@ def prefill(model: Decoder, rows: Sequence[Sequence[int]], slots: int) -> tuple[
 
 
 def never_stop(answer: Sequence[int]) -> bool:
-    """No answer ends by what it says."""
+    """Stop condition that is never met."""
     return False
 
 
@@ -181,20 +182,20 @@ def generate_batch(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
     sampling: SamplingConfig,
-    stops: frozenset[int],
+    stop_ids: frozenset[int],
     first: int = 0,
-    ended: Callable[[Sequence[int]], bool] = never_stop,
+    is_finished: Callable[[Sequence[int]], bool] = never_stop,
 ) -> list[list[int]]:
-    """The answer of each prompt as token ids, without the token that ended it; or up to where it has `ended`."""
+    """Token ids of the answer to each prompt, up to a stop token (excluded) or until `is_finished(answer)`."""
     answers: list[list[int]] = [[] for _ in prompts]
     finished: set[int] = set()
     for tokens in generate_tokens(model, prompts, sampling, first, finished):
         for row in set(range(len(prompts))) - finished:
-            if tokens[row] in stops:
+            if tokens[row] in stop_ids:
                 finished.add(row)
                 continue
             answers[row].append(tokens[row])
-            if ended(answers[row]):
+            if is_finished(answers[row]):
                 finished.add(row)
         if len(finished) == len(prompts):
             break
@@ -205,35 +206,43 @@ def generate_all(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
     sampling: SamplingConfig,
-    stops: frozenset[int],
-    batch: int,
+    stop_ids: frozenset[int],
+    batch_size: int,
     run: DistributedContext,
-    ended: Callable[[Sequence[int]], bool] = never_stop,
+    is_finished: Callable[[Sequence[int]], bool] = never_stop,
 ) -> list[list[int]]:
-    """The answers to all prompts in their order, `batch` at once. Copies of the model share them, with a bar."""
-    mine = range(run.coords.replicate * batch, len(prompts), run.dims.dp_replicate * batch)
+    """Answers to all prompts in order, in batches. Model replicas (dp_replicate) share the batches."""
+    starts = range(run.coords.replicate * batch_size, len(prompts), run.dims.dp_replicate * batch_size)
     quiet = None if run.is_main_process else True
-    found = {}
-    for first in tqdm(mine, "answering", unit="batch", disable=quiet, leave=False):
-        found[first] = generate_batch(model, prompts[first : first + batch], sampling, stops, first, ended)
+    local = {}
+    for first in tqdm(starts, "answering", unit="batch", disable=quiet, leave=False):
+        local[first] = generate_batch(
+            model, prompts[first : first + batch_size], sampling, stop_ids, first, is_finished
+        )
         run.heartbeat.beat(first, "answer")
-    parts = {first: made for one in run.all_gather_objects(found) for first, made in one.items()}
-    return [answer for first in sorted(parts) for answer in parts[first]]
+    batches = {
+        first: answers
+        for answers_by_start in run.all_gather_objects(local)
+        for first, answers in answers_by_start.items()
+    }
+    return [answer for first in sorted(batches) for answer in batches[first]]
 
 
 def stream_text(
     model: Decoder, tokenizer: Tokenizer, messages: Sequence[dict[str, str]], sampling: SamplingConfig
 ) -> Iterator[str]:
-    """The answer to a conversation, in pieces that can be printed."""
+    """Yield the answer to a conversation as printable text chunks."""
     prompt = tokenizer.encode_prompt(messages)
-    room = model.spec.context - len(prompt)
-    if room < 1:
-        raise UserError(f"the conversation has {len(prompt)} tokens, and the model was made for {model.spec.context}")
+    max_tokens = model.spec.context - len(prompt)
+    if max_tokens < 1:
+        raise UserError(
+            f"the conversation has {len(prompt)} tokens, but the context length of the model is {model.spec.context}"
+        )
     text = TextStreamer(tokenizer)
     for count, (token,) in enumerate(generate_tokens(model, [prompt], sampling), start=1):
         if token in tokenizer.stops:
             break
         yield text.add(token)
-        if count == room:
+        if count == max_tokens:
             break
     yield text.flush()

@@ -130,7 +130,7 @@ def explain_download_error(error: BaseException, name: str, revision: str | None
     hub, cause = constants.ENDPOINT, error.__cause__
     lines = {
         HFValidationError: f"'{name}' is neither a directory nor a name on the Hub (owner/model)",
-        GatedRepoError: f"{name}: gated model. Accept its terms at {hub}/{name}, then run `hf auth login` or set HF_TOKEN.",
+        GatedRepoError: f"{name}: gated model. Accept its terms at {hub}/{name}, then use `hf auth login` or HF_TOKEN.",
         RevisionNotFoundError: f"{name}: no revision '{revision}'. See {hub}/{name}/tree/main.",
         RepositoryNotFoundError: f"{name}: no accessible model at {hub}. Check the name; a private or gated model "
         "requires `hf auth login` or HF_TOKEN.",

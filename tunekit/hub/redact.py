@@ -1,4 +1,4 @@
-"""Redacts passwords, tokens and local paths from text that is published. Paths are shortened to their last component."""
+"""Redacts passwords, tokens and local paths from published text. Paths are shortened to their last component."""
 
 import os
 import re
@@ -48,7 +48,7 @@ def secrets() -> list[str]:
 
 
 def hub_token() -> str:
-    """Hub access token, or '' if there is none or the home directory is unreadable, as with `docker run --user 1234`."""
+    """Hub access token; '' if there is none or the home directory is unreadable, as with `docker run --user 1`."""
     try:
         return get_token() or ""
     except OSError:

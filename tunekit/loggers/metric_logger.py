@@ -3,8 +3,8 @@
 `metrics.jsonl` has one line per `log_every` steps. `loss`, `grad_norm` and `lr` are of this step. `num_tokens` and
 `num_target_tokens` are running totals since step 0, over all ranks. Tokens per second, `step_time` and `data_time` are
 means since the previous line; `step_time` excludes compilation, evaluation and saving. `data_time` and memory are the
-maximum over ranks. Non-finite values are written as `null`, because JSON has no NaN. Step 0 is the model before training;
-the last line describes the final checkpoint.
+maximum over ranks. Non-finite values are written as `null`, because JSON has no NaN. Step 0 is the model before
+training; the last line describes the final checkpoint.
 """
 
 import importlib
@@ -146,8 +146,8 @@ class PendingLine(NamedTuple):
 class MetricLogger:
     """Writes a metric line every `log_every` steps, on the main process. Must be called on all ranks.
 
-    On a GPU, a line is written one step later, so that the host does not wait for its values, or before anything else is
-    written or saved.
+    On a GPU, a line is written one step later, so that the host does not wait for its values, or before anything
+    else is written or saved.
     """
 
     def __init__(  # noqa: PLR0913
@@ -298,10 +298,10 @@ class MetricLogger:
             return
         line = encode_line(step, values)
         try:
-            written = self.file.write(line)
+            num_bytes = self.file.write(line)
         except OSError as error:
             raise UserError(f"{self.file.name}: write failed, {error.strerror}. Fix the disk and rerun.") from error
-        if written != len(line):
+        if num_bytes != len(line):
             raise UserError(f"{self.file.name}: write failed, the disk is full. Free disk space and rerun.")
         for tracker in self.trackers:
             tracker.log(step, values)

@@ -33,8 +33,8 @@ class Logger:
         self.sent = None
         logged = self.client.get_run(self.id).data.params  # immutable, but some differ when a run is resumed
         params = [Param(key, str(value)[:500]) for key, value in flatten(resolved) if key not in logged]
-        for first in range(0, len(params), PARAMS):
-            self.client.log_batch(self.id, params=params[first : first + PARAMS])
+        for offset in range(0, len(params), PARAMS):
+            self.client.log_batch(self.id, params=params[offset : offset + PARAMS])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass waits in the memory of the host, and is brought back in time."""
+"""Activation offloading: saved tensors are copied to host memory and prefetched for the backward pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,56 +10,58 @@ from torch.distributed.tensor import DTensor
 
 from tunekit.devices import is_pinned_on
 
-LEAST = 2**20  # bytes of a tensor that is worth the way
-AHEAD = 16  # tensors that are on their way back before they are asked for
+MIN_OFFLOAD_BYTES = 2**20  # smaller tensors stay on the device
+PREFETCH_COUNT = 16  # tensors that are copied back in advance
 
 
 class ActivationOffloader:
-    """Copies run on a stream of their own beside the work: torch's own hooks let every product wait for them."""
+    """Offloads saved tensors of layers. Copies overlap with compute on a separate stream.
+
+    torch.autograd.graph.save_on_cpu synchronizes each copy with the compute stream.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.stream, self.last = model, None, None
-        self.known: dict[
-            tuple, tuple[Tensor, OffloadedTensor]
-        ] = {}  # of this layer: many operations keep the same tensor
-        self.weights = Addresses(model)  # of the layer that runs
+        # Tensors of the current layer: many operations save the same tensor
+        self.offloaded: dict[tuple, tuple[Tensor, OffloadedTensor]] = {}
+        self.weights = Addresses(model)  # of the current layer
 
-    def around(self, through: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The same way to call a layer, with all that it keeps on the host."""
+    def wrap_layer_call(self, through: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Wrap a function that calls a layer, so that saved tensors are offloaded."""
 
         def run(layer: nn.Module, *inputs: Any) -> Tensor:
             self.weights = Addresses(layer)
             with saved_tensors_hooks(self.pack, self.unpack):
                 out = through(layer, *inputs)
-            self.known.clear()
+            self.offloaded.clear()
             return out
 
         return run
 
     def pack(self, x: Tensor) -> "Tensor | OffloadedTensor":
-        if x.nbytes < LEAST or self.is_weight(x):
+        if x.nbytes < MIN_OFFLOAD_BYTES or self.is_weight(x):
             return x
         key = x.data_ptr(), x._version, x.dtype, x.shape, x.stride()
-        if key not in self.known:
+        if key not in self.offloaded:
             self.stream = self.stream or torch.get_device_module(x.device).Stream()
             self.last = OffloadedTensor(x, self.stream, self.last)
-            self.known[key] = x, self.last  # with x alive, nothing else can get its address
-        return self.known[key][1]
+            self.offloaded[key] = x, self.last  # keeps x alive, so that its address is not reused
+        return self.offloaded[key][1]
 
-    def unpack(self, kept: "Tensor | OffloadedTensor") -> Tensor:
-        self.last = None  # the next forward pass begins a chain of its own
-        return kept if isinstance(kept, Tensor) else kept.back()
+    def unpack(self, saved: "Tensor | OffloadedTensor") -> Tensor:
+        self.last = None  # the next forward pass starts a new chain
+        return saved if isinstance(saved, Tensor) else saved.restore()
 
     def is_weight(self, x: Tensor) -> bool:
-        """Whether a tensor is a weight or a view of one. These stay on the device in any case."""
+        """Whether a tensor is a weight or a view of one. Weights are not offloaded."""
         return x in self.weights
 
 
 class Addresses:
     """Memory addresses of the parameters and buffers of a layer, while it runs.
 
-    FSDP gathers weights when the layer begins, at other addresses each time, and those of experts only when they are
-    called: as long as some are still sharded, the layer is searched again.
+    FSDP gathers weights at new addresses each time a layer starts, and expert weights only when they are called.
+    The layer is searched again as long as some weights are sharded.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -72,7 +74,7 @@ class Addresses:
         return address in self.known
 
     def search(self) -> None:
-        """Add the tensors that are not sharded at the moment."""
+        """Add the addresses of tensors that are currently not sharded."""
         tensors = [*self.layer.parameters(), *self.layer.buffers()]
         local = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
         self.known.update(tensor.untyped_storage().data_ptr() for tensor in local)
@@ -80,41 +82,42 @@ class Addresses:
 
 
 class OffloadedTensor:
-    """A tensor on the host. torch keeps pinned memory for the next one, so none is made anew after the first step."""
+    """Tensor in host memory. torch caches pinned memory, so nothing is allocated after the first step."""
 
-    def __init__(self, x: Tensor, stream: Any, before: "OffloadedTensor | None") -> None:
-        self.gpu, self.device, self.stream, self.before = torch.get_device_module(x.device), x.device, stream, before
-        self.here: Tensor | None = None
+    def __init__(self, x: Tensor, stream: Any, previous: "OffloadedTensor | None") -> None:
+        self.gpu, self.device, self.stream = torch.get_device_module(x.device), x.device, stream
+        self.previous = previous
+        self.on_device: Tensor | None = None
         self.ready: Any = None
         self.host = torch.empty_like(x, device="cpu", pin_memory=is_pinned_on(x.device))
         stream.wait_stream(self.gpu.current_stream())
         with self.gpu.stream(stream):
             self.host.copy_(x.detach(), non_blocking=True)
-        lend(x, stream)
+        record_stream(x, stream)
 
     def fetch(self) -> None:
-        """Set out for the way back."""
-        if self.here is None:
+        """Start copying the tensor to the device, unless the copy was started before."""
+        if self.on_device is None:
             with self.gpu.stream(self.stream):
-                self.here = torch.empty_like(self.host, device=self.device)
-                self.here.copy_(self.host, non_blocking=True)
+                self.on_device = torch.empty_like(self.host, device=self.device)
+                self.on_device.copy_(self.host, non_blocking=True)
                 self.ready = self.stream.record_event()
 
-    def back(self) -> Tensor:
-        """The tensor, and those that will be asked for next are on their way."""
-        one = self
-        for _ in range(AHEAD + 1):
-            if one is not None:
-                one.fetch()
-                one = one.before
+    def restore(self) -> Tensor:
+        """Tensor on the device. Also starts the copies of the tensors that the backward pass needs next."""
+        tensor = self
+        for _ in range(PREFETCH_COUNT + 1):
+            if tensor is not None:
+                tensor.fetch()
+                tensor = tensor.previous
         current = self.gpu.current_stream()
         current.wait_event(self.ready)
-        assert self.here is not None
-        lend(self.here, current)
-        return self.here
+        assert self.on_device is not None
+        record_stream(self.on_device, current)
+        return self.on_device
 
 
-def lend(x: Tensor, stream: Any) -> None:
-    """The memory of `x` is not given to others before the stream has done what it was told so far."""
-    if is_pinned_on(x.device):  # of another stream, then
+def record_stream(x: Tensor, stream: Any) -> None:
+    """Prevent reuse of the memory of `x` before the work queued on the stream has finished."""
+    if is_pinned_on(x.device):  # the stream is a different one
         x.record_stream(stream)

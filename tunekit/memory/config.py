@@ -43,7 +43,7 @@ class MemoryConfig:
         self.check(device)
         model.layer_call = self.through()
         if self.activation_offloading:
-            model.layer_call = ActivationOffloader(model).around(model.layer_call or call_layer)
+            model.layer_call = ActivationOffloader(model).wrap_layer_call(model.layer_call or call_layer)
 
     def through(self) -> Callable[..., Tensor] | None:
         """The function that calls a layer when gradients are required; None: call it directly."""

@@ -1,1 +1,1 @@
-"""The decoder that every family shares: as data (`spec`), as modules (`decoder`), as names on disk (`families`)."""
+"""Decoder of all families: spec (data), modules, weight maps and families (checkpoint names)."""

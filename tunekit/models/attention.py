@@ -1,27 +1,27 @@
-"""Softmax attention with grouped keys and values, and all that families do to it."""
+"""Softmax attention with grouped keys and values."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from tunekit.distributed.collectives import NO_PARALLEL, NoParallel
 from tunekit.kernels.attention import AttentionParams
 from tunekit.kernels.rope import apply_rope
 from tunekit.models.forward_context import ForwardContext, LayerKVCache
 from tunekit.models.linear import Linear, shared_input_linears
 from tunekit.models.norm import RMSNorm, make_norm
 from tunekit.models.spec import Attention, Norm
+from tunekit.models.tp_region import NO_PARALLEL, NoParallel
 from tunekit.models.weight_init import InitMixin
 
 
 class SelfAttention(InitMixin):
-    """Grouped-query attention, with or without a cache."""
+    """Grouped-query attention, with or without a KV cache."""
 
     sinks: nn.Parameter | None
-    tp_region: NoParallel = NO_PARALLEL  # of tokens into this layer and out of it, where ranks share its heads
-    supports_prefixes = True  # a document may go on from the first tokens of another
-    kv_head_slice = slice(None)  # of the heads of keys that are made here: those that the queries here ask
+    tp_region: NoParallel = NO_PARALLEL  # communication with ranks that hold other heads
+    supports_prefixes = True  # documents can share the keys and values of a prefix
+    kv_head_slice = slice(None)  # KV heads that the local query heads use
 
     def __init__(self, dim: int, spec: Attention) -> None:
         super().__init__()
@@ -29,9 +29,9 @@ class SelfAttention(InitMixin):
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         self.params = AttentionParams(scale, spec.window, spec.chunk, spec.softcap)
         self.rope_key = None if spec.rope is None else (spec.rope, spec.head_dim)
-        self.rope_index: int | None = None  # which of the pass's rotations is this layer's; the decoder sets it
-        self.layer_index = 0  # of the layer; the decoder sets it
-        self.shares_kv = False  # whether later layers take keys and values from here; the decoder sets it
+        self.rope_index: int | None = None  # into the context's rope_tables; set by the decoder
+        self.layer_index = 0  # set by the decoder
+        self.shares_kv = False  # later layers reuse these keys and values; set by the decoder
         q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.q_proj = Linear(dim, q * (2 if spec.output_gate else 1), bias=spec.bias)
         self.q_norm = make_head_norm(spec.heads, spec.head_dim, spec.qk_norm)
@@ -62,13 +62,13 @@ class SelfAttention(InitMixin):
 
     @property
     def input_layers(self) -> list[Linear]:
-        """The layers that read what comes in."""
+        """Layers that read the input of the module."""
         if self.spec.kv_shared_layer is not None:
             return [self.q_proj]
         return [self.q_proj, self.k_proj, *([] if self.spec.attention_k_eq_v else [self.v_proj])]
 
     def split_gate(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Queries (B, S, H, D), and the gate (B, S, H * D) of those that have one."""
+        """Queries (B, S, H, D), and the output gate (B, S, H * D) if the family has one."""
         q = q.unflatten(-1, (-1, self.spec.head_dim * (2 if self.spec.output_gate else 1)))
         if not self.spec.output_gate:
             return q, None
@@ -76,7 +76,7 @@ class SelfAttention(InitMixin):
         return q, gate.flatten(-2)
 
     def scale_queries(self, q: Tensor, context: ForwardContext) -> Tensor:
-        """Queries of families whose scores grow with the position."""
+        """Apply attention temperature tuning, which scales queries by their position."""
         tuning = self.spec.temperature_tuning
         if tuning is None:
             return q
@@ -84,21 +84,21 @@ class SelfAttention(InitMixin):
         return (q * (1 + tuning.beta * step.log1p())[..., None, None]).type_as(q)
 
     def split_kv(self, projections: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, S, H_kv, D) of these tokens."""
+        """Keys and values (B, S, H_kv, D) of the input tokens."""
         k, *v = (y.unflatten(-1, (-1, self.spec.head_dim))[:, :, self.kv_head_slice] for y in projections)
         return k, self.v_norm(k if self.spec.attention_k_eq_v else v[0])
 
     def cached_kv(
         self, k: Tensor, v: Tensor, context: ForwardContext, cache: LayerKVCache | None
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, K, H_kv, D): of these rows, or of all that the cache has seen."""
+        """Keys and values (B, K, H_kv, D): of the input rows, or of all tokens in the cache."""
         kv = (context.gather(k), context.gather(v)) if cache is None else cache.add(k, v, context)
         if self.shares_kv:
             context.shared_kv.add(self.layer_index, kv)
         return kv
 
     def apply_rope_and_norm(self, q: Tensor, k: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Norms and rotation of queries and keys, in the order of the family."""
+        """Apply RoPE and the QK norms in the order of the family."""
         if self.rope_index is None:
             return self.q_norm(q), self.k_norm(k)
         rotation = context.rope_tables[self.rope_index]
@@ -108,25 +108,25 @@ class SelfAttention(InitMixin):
         return self.q_norm(q), self.k_norm(k)
 
     def make_cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> LayerKVCache:
-        """Empty room for `slots` positions."""
+        """Empty cache for `slots` positions."""
         shape = (batch, slots if self.spec.kv_shared_layer is None else 0, self.kv_heads, self.spec.head_dim)
         return LayerKVCache(shape, shape, dtype, device)
 
     def init_weights(self, generator: torch.Generator, std: float) -> None:
-        """A fresh sink takes what a score of zero takes."""
+        """Zero the sinks: exp(0) in the softmax denominator."""
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
 
 class AllHeadNorm(RMSNorm):
-    """One norm over all heads of (B, S, H, D)."""
+    """One RMS norm over all heads of (B, S, H, D)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.flatten(-2)).view_as(x)
 
 
 def make_head_norm(heads: int, head_dim: int, spec: Norm | None) -> nn.Module:
-    """The norm of queries or keys: over each head, or over all of them."""
+    """QK norm over each head, or over all heads."""
     if spec is not None and spec.over_all_heads:
         return AllHeadNorm(heads * head_dim, spec)
     return make_norm(head_dim, spec)

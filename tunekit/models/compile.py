@@ -22,11 +22,10 @@ def check_compile(device: torch.device) -> None:
 
 
 def compile_layers(model: Decoder, log: Callable[[str], object]) -> None:
-    """Compile each kind of layer once, for any number of tokens and documents, at the first forward pass."""
-    # With duck shapes, a number of tokens that equals the number of channels would be fixed as the channels are.
+    """Compile each kind of layer once, at the first forward pass, for any number of tokens and documents."""
+    # With duck shapes, a token count that equals a channel count would be specialized like the channels.
     shape_config.use_duck_shape = False
-    # Scales and epsilons are constants. As symbols they are traced, found to be constants, and traced again, which no
-    # cache prevents.
+    # Scales and epsilons are constants. As symbols they are traced, specialized and traced again, without caching.
     torch._dynamo.config.specialize_float = True
     model.flatten_rows = True
     for layer in model.layers:

@@ -24,21 +24,21 @@ MIN_REPLAYS = 8  # a capture costs about as much as three eager steps
 
 
 class DrawnTokens(NamedTuple):
-    """Tokens of a step, one of each row."""
+    """Tokens of one step, one per row."""
 
-    rows: Sequence[int]  # numbers of the rows
+    rows: Sequence[int]  # row numbers
     tokens: HostCopy
 
     def read(self) -> dict[int, int]:
-        """The token of each row, by the number of the row. Waits for the copy."""
+        """Token of each row, by row number. Waits for the copy."""
         return dict(zip(self.rows, self.tokens.read(), strict=True))
 
 
 class DecodeLoop:
-    """Draws the tokens of some rows, one after the other, from a cache that a first pass has filled.
+    """Generate the tokens of some rows one by one, from a cache filled by a prefill pass.
 
-    A step reads nothing but tensors that stay where they are, and updates them in place: the last tokens, their
-    positions, and how many have been drawn. The host only counts.
+    A step only reads tensors with fixed addresses and updates them in place: the last tokens, their positions, and the
+    number of tokens drawn. The host only counts.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class DecodeLoop:
     ) -> None:
         device = numbers.device
         self.model, self.cache, self.choose, self.numbers = model, cache, choose, numbers
-        self.rows = list(range(len(lengths)))  # numbers of the rows that are in the batch
-        self.lengths = list(lengths)  # of all rows when the loop began, by number
+        self.rows = list(range(len(lengths)))  # numbers of the rows in the batch
+        self.lengths = list(lengths)  # initial length of each row, by number
         self.positions = torch.tensor(lengths, device=device)[:, None] - 1  # (B, 1) of the last tokens
         self.tokens = torch.zeros_like(self.positions)  # (B, 1) last tokens
         self.index = torch.full((1,), drawn, device=device)  # of the next uniform number
@@ -55,18 +55,18 @@ class DecodeLoop:
         model.begin_decoding(cache)
 
     def take(self, logits: Tensor) -> DrawnTokens:
-        """Draw from logits (B, vocab) of a first pass."""
+        """Draw tokens from the logits (B, vocab) of the prefill pass."""
         self.draw(logits)
         return DrawnTokens(self.rows, HostCopy(self.tokens[:, 0]))
 
     def advance(self, num_left: int) -> DrawnTokens:
-        """Add the last tokens to the cache and draw the next ones; `num_left` says how many steps may follow."""
+        """Add the last tokens to the cache and draw the next ones. `num_left` limits the number of further steps."""
         self.cache.cache_length += 1
         self.graph.run(self.cache.num_visible(self.tokens.device), num_left)
         return DrawnTokens(self.rows, HostCopy(self.tokens[:, 0]))
 
     def run_step(self) -> None:
-        """The work of a token, with no value that the host knows but `cache.num_visible`."""
+        """Compute one token per row. Depends on no host value except `cache.num_visible`."""
         self.draw(self.model(self.tokens, self.positions, cache=self.cache)[:, -1])
 
     def draw(self, logits: Tensor) -> None:
@@ -76,7 +76,7 @@ class DecodeLoop:
         self.index += 1
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch only, given by number."""
+        """Keep only these rows of the batch, given by number."""
         index = torch.tensor([self.rows.index(row) for row in rows], device=self.tokens.device)
         self.cache.cache_length -= max(self.lengths[row] for row in self.rows) - max(self.lengths[row] for row in rows)
         self.cache.select_rows(index)
@@ -87,7 +87,7 @@ class DecodeLoop:
 
 
 class StepGraph:
-    """Runs a step: eagerly at first, then as a captured graph for as long as its key stays the same."""
+    """Runs a step: eagerly at first, then as a captured graph while its key stays the same."""
 
     def __init__(self, step: Step, capture: Callable[[Step], Step] | None) -> None:
         self.step, self.capture = step, capture
@@ -95,7 +95,7 @@ class StepGraph:
         self.key, self.num_eager = -1, 0
 
     def run(self, key: int, num_left: int) -> None:
-        """Run the step once. `key` names its shapes, of which a graph knows one set."""
+        """Run the step once. `key` identifies its shapes; a graph is valid for one key."""
         if key != self.key:
             self.key, self.num_eager, self.replay = key, 0, None
         if self.replay is None and self.capture is not None and self.num_eager >= WARMUP_STEPS:
@@ -112,7 +112,7 @@ class StepGraph:
 
 
 def get_capture(model: Decoder) -> Callable[[Step], Step] | None:
-    """How steps of a model are captured; None where they run eagerly."""
+    """Function that captures steps of a model as a graph; None if they run eagerly."""
     if not capabilities(model.device).graphs:
         return None
     if isinstance(model, FSDPModule) or model.shards:
@@ -122,7 +122,7 @@ def get_capture(model: Decoder) -> Callable[[Step], Step] | None:
 
 
 def capture_cuda_graph(step: Step) -> Step:
-    """Record the kernels of a step, without running them; the result launches all of them at once."""
+    """Record the kernels of a step without running them. Returns a function that replays the graph."""
     graph = torch.cuda.CUDAGraph()
     # Other threads may allocate pinned memory at any time, which a global capture would forbid.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -131,7 +131,7 @@ def capture_cuda_graph(step: Step) -> Step:
 
 
 def run_detecting_waits(step: Step) -> bool:
-    """Run a step; whether it made the host wait for the device, which no graph can record."""
+    """Run a step. Returns whether it synchronized with the device, which cannot be captured."""
     if not torch.cuda.is_available():
         step()
         return False
@@ -151,7 +151,7 @@ def run_detecting_waits(step: Step) -> bool:
 
 
 def find_kind(message: str) -> str | None:
-    """Which of the warnings of the debug mode this is; None for all others."""
+    """Kind of a warning of the debug mode; None for other warnings."""
     return next((text for text in (WAIT, NOTICE) if text in message), None)
 
 

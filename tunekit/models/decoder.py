@@ -1,4 +1,4 @@
-"""One decoder for every family: reads a DecoderSpec, builds modules, runs them."""
+"""One decoder for all families: builds modules from a DecoderSpec and runs them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -6,9 +6,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tunekit.distributed.collectives import NO_PARALLEL, NoParallel, VocabShard
-from tunekit.distributed.sharding import Shard
 from tunekit.kernels import attention_gpu, shared_prefix
+from tunekit.kernels.cross_entropy import VocabShard
 from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
 from tunekit.models.attention import SelfAttention
 from tunekit.models.feed_forward import GatedMLP
@@ -39,10 +38,11 @@ from tunekit.models.spec import (
     MoE,
     Rope,
 )
+from tunekit.models.tp_region import NO_PARALLEL, NoParallel
 from tunekit.models.weight_init import InitMixin
 
-SLOT_MULTIPLE = 128  # slots of a cache on a GPU come in multiples of this, as kernels want masks aligned
-TIED = "head.weight"  # where the head is the embedding, this name stands for embed.weight
+SLOT_MULTIPLE = 128  # number of cache slots on a GPU is a multiple of this, because kernels expect aligned masks
+TIED = "head.weight"  # alias of embed.weight if the head is tied
 
 MIXERS: dict[type, Callable[..., Any]] = {
     Attention: SelfAttention,
@@ -53,7 +53,7 @@ FFNS: dict[type, Callable[..., Any]] = {MLP: GatedMLP, MoE: MixtureOfExperts, De
 
 
 class Block(InitMixin):
-    """A mixer and a feed-forward part, each between its norms and beside a residual."""
+    """A token mixer and a feed-forward layer, each with its norms and a residual connection."""
 
     layer_scalar: nn.Parameter | None
 
@@ -80,7 +80,7 @@ class Block(InitMixin):
         return x if self.layer_scalar is None else x * self.layer_scalar.to(x.dtype)
 
     def init_weights(self, generator: torch.Generator, std: float) -> None:
-        """A fresh block is not scaled."""
+        """Set the layer scalar to 1."""
         if self.layer_scalar is not None:
             nn.init.ones_(self.layer_scalar)
 
@@ -89,16 +89,14 @@ class Block(InitMixin):
 
 
 class Decoder(nn.Module):
-    """Tokens to logits. `through` and `compute` are set by the memory and precision choices."""
+    """Tokens to logits. The memory and precision configs set `layer_call` and `compute_dtype`."""
 
-    layer_call: Callable[..., Tensor] | None = None  # how a layer is called where gradients are wanted
-    flatten_rows = (
-        False  # show layers all rows as documents of one, whose input has a gradient: they are compiled but once
-    )
-    compute_dtype: torch.dtype | None = None  # dtype of activations and products; None: that of the embedding
-    tp_region: NoParallel = NO_PARALLEL  # of tokens between layers, where ranks share these
-    cp_sharding: SequenceSharding = UNSHARDED  # which tokens of long rows are for this rank
-    compute_device: torch.device | None = None  # where layers run, if weights wait on another device between passes
+    layer_call: Callable[..., Tensor] | None = None  # calls a layer when gradients are enabled
+    flatten_rows = False  # pass rows to layers as documents of one row that requires grad: compiles each layer once
+    compute_dtype: torch.dtype | None = None  # dtype of activations and matmuls; None: that of the embedding
+    tp_region: NoParallel = NO_PARALLEL  # tokens between layers, under sequence parallelism
+    cp_sharding: SequenceSharding = UNSHARDED  # tokens of each row on this rank
+    compute_device: torch.device | None = None  # where layers run, if weights are offloaded
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -106,22 +104,22 @@ class Decoder(nn.Module):
         self.embed = Embedding(spec.vocab, spec.dim)
         self.per_layer = None if spec.per_layer is None else PerLayerEmbedding(spec.per_layer, spec)
         blocks = nn.ModuleList(Block(layer, spec) for layer in spec.layers)
-        self.layers = cast("Iterable[Block]", blocks)  # a ModuleList does not tell what it holds
+        self.layers = cast("Iterable[Block]", blocks)  # a ModuleList is not generic
         self.norm = RMSNorm(spec.dim, spec.norm)
         self.head = Head(spec)
         self.tie()
         self.ropes = self.index_layers()
-        # What a checkpoint holds, whatever formats and adapters do to the modules later.
+        # Checkpoint shapes, before quantization and adapters change the modules.
         self.shapes = {name: tuple(p.shape) for name, p in self.named_parameters(remove_duplicate=False)}
-        self.shards: dict[str, tuple[Shard, ...]] = {}  # tensors of which this rank has a part, by name
+        self.shards: dict[str, tuple[Any, ...]] = {}  # of local TP and EP shards, by name
 
     def tie(self) -> None:
-        """Make a tied head the embedding, again after each move that gives every module tensors of its own."""
+        """Share the embedding's weight with a tied head. Call again after each operation that replaces parameters."""
         if self.spec.tie_word_embeddings:
             self.head.weight = self.embed.weight
 
     def index_layers(self) -> tuple[tuple[Rope, int], ...]:
-        """The distinct rotations of the model: their tables are made once a pass, for all layers."""
+        """Number the layers and return the distinct RoPE settings: each table is computed once per forward pass."""
         ropes: dict[tuple[Rope, int], int] = {}
         kv_sources = {layer.mixer.kv_shared_layer for layer in self.spec.layers if isinstance(layer.mixer, Attention)}
         for i, layer in enumerate(self.layers):
@@ -132,29 +130,28 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where tokens go, and caches are."""
+        """Device of input tokens and caches."""
         return self.embed.weight.device if self.compute_device is None else self.compute_device
 
     @property
     def chunk_sizes(self) -> frozenset[int]:
-        """Into how many positions the layers cut what a token sees; 0: not at all."""
+        """Attention chunk sizes of all layers; 0 for layers without chunks."""
         mixers = (layer.mixer for layer in self.spec.layers)
         return frozenset(mixer.chunk or 0 if isinstance(mixer, Attention) else 0 for mixer in mixers)
 
     @property
     def rope_switch_lengths(self) -> frozenset[int]:
-        """Lengths beyond which a row turns otherwise from its beginning (LongRoPE): its cache must be made anew."""
+        """Lengths above which LongRoPE uses other frequencies for the whole row: the cache must be recomputed."""
         scalings = (rope.scaling for rope, _ in self.ropes)
         return frozenset(scaling.context for scaling in scalings if isinstance(scaling, LongRopeScaling))
 
     def shares_prefixes(self, length: int) -> bool:
-        """Whether documents of up to so many tokens may go on from others' first ones: these do not know what follows,
-        and nothing but their keys and values is asked for."""
+        """Whether documents of up to `length` tokens can reuse the keys and values of a shared prefix."""
         return min(self.rope_switch_lengths, default=length) >= length and all(
             layer.attn.supports_prefixes for layer in self.layers
         )
 
-    def forward(  # noqa: PLR0913 (all that may be known of a pass)
+    def forward(  # noqa: PLR0913
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
@@ -166,11 +163,11 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits (B, S, vocab) of `tokens` (B, S), or scores (B, S, labels).
 
-        `positions` (B, S) count from 0 in each document and `layout` bounds packed documents. `read(hidden, head)`
-        replaces the last step, so that a loss need not hold all logits, and runs inside this call, where sharded
-        weights are whole. `lengths` (B,) says where padding begins, for the first pass of a cache. With `part`, hidden
-        states are those of the tokens that `rows` keeps: ranks that share rows work on the others. Of documents that
-        go on from the first tokens of another, as the layout says, positions begin behind these.
+        `positions` (B, S) start at 0 in each document, or after the shared prefix of its document; `layout` has the
+        bounds of packed documents. `head_fn(hidden, head)` replaces the head, so that a loss does not need all logits
+        at once; it runs inside this call, where sharded weights are gathered. `lengths` (B,) are the row lengths
+        without padding, for the prefill pass of a cache. With `sharded`, hidden states are those of the tokens of this
+        context parallel rank.
         """
         if cache is not None and cache.is_decoding:
             assert positions is not None and tokens.shape[1] == 1
@@ -178,7 +175,7 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         assert sharded or self.cp_sharding is UNSHARDED or not torch.is_grad_enabled(), (
-            "ranks that share rows would each count them"
+            "context parallel ranks would count each token several times"
         )
         sharding, length = self.cp_sharding if sharded else UNSHARDED, tokens.shape[1]
         shape = sharding.local_tokens(tokens).shape
@@ -214,7 +211,7 @@ class Decoder(nn.Module):
         head_fn: "Callable[[Tensor, Head], Tensor] | None",
         shape: torch.Size | None = None,
     ) -> Tensor:
-        """Run the layers, then the head or `read` on hidden states of `shape` (B, S)."""
+        """Run the layers, then the head or `head_fn` on hidden states of `shape` (B, S)."""
         shape = tokens.shape if shape is None else shape
         hidden = self.tp_region.enter(self.forward_layers(tokens, context, cache), tokens.shape).view(
             *shape, self.spec.dim
@@ -222,23 +219,23 @@ class Decoder(nn.Module):
         return self.head(hidden) if head_fn is None else head_fn(hidden, self.head)
 
     def begin_decoding(self, cache: KVCache) -> None:
-        """Prepare a cache that a first pass has filled for passes of one token."""
+        """Prepare a cache for single-token passes after the prefill pass."""
         slots = torch.arange(cache.num_slots, device=self.device)[:, None]
         cache.begin_decoding(tuple(rope_tables(rope, head_dim, slots) for rope, head_dim in self.ropes))
 
     def prefix_index(
         self, tokens: Tensor, layout: SequenceLayout | None, sharding: SequenceSharding
     ) -> shared_prefix.SharedPrefixKV | shared_prefix.PrefixIndex | None:
-        """What documents see before their own tokens, in the form in which attention asks for it."""
+        """Shared prefixes of documents, in the form that attention expects."""
         if layout is None or layout.prefixes is None:
             return None
-        assert self.shares_prefixes(0), "a state does not go on from another"
+        assert self.shares_prefixes(0), "this model cannot share prefixes"
         if sharding is UNSHARDED:
             return shared_prefix.prefix_keys(layout, tokens.device)
         return shared_prefix.PrefixIndex(*map(sharding.local_tokens, shared_prefix.token_prefix_index(layout, tokens)))
 
     def forward_layers(self, tokens: Tensor, context: ForwardContext, cache: KVCache | None) -> Tensor:
-        """Hidden states (B, S, dim) behind the last norm, of the tokens that are kept here between layers."""
+        """Hidden states (B, S, dim) after the final norm, of the tokens that this rank holds between layers."""
         x = self.embed(tokens)
         x = self.tp_region.leave(x if self.compute_dtype is None else x.to(self.compute_dtype))
         x = x if self.spec.embed_scale == 1 else x * torch.tensor(self.spec.embed_scale, dtype=x.dtype)
@@ -257,7 +254,7 @@ class Decoder(nn.Module):
         return self.norm(x)
 
     def make_cache(self, batch: int, slots: int) -> KVCache:
-        """Empty room for `slots` positions of `batch` rows."""
+        """Empty cache for `slots` positions of `batch` rows."""
         dtype, device = self.compute_dtype or self.embed.weight.dtype, self.device
         if has_static_shapes(device):
             slots = -(-slots // SLOT_MULTIPLE) * SLOT_MULTIPLE
@@ -267,13 +264,13 @@ class Decoder(nn.Module):
 def flatten_to_one_row(
     tokens: Tensor, positions: Tensor, layout: SequenceLayout | None
 ) -> tuple[Tensor, Tensor, SequenceLayout]:
-    """Rows (B, S) as one (1, B * S), and the bounds of the documents in it."""
+    """Rows (B, S) as one row (1, B * S), and the bounds of the documents in it."""
     layout = rows_layout(*tokens.shape) if layout is None else layout
     return tokens.reshape(1, -1), positions.reshape(1, -1), layout
 
 
 class Head(Linear):
-    """Hidden states to logits, scaled and capped where the family does so, or to scores."""
+    """Hidden states to logits, with the family's scaling and soft cap, or to scores."""
 
     vocab_shard: VocabShard | None = None  # ids whose logits are made here; others make the rest
 
@@ -283,7 +280,7 @@ class Head(Linear):
 
     @property
     def is_plain_linear(self) -> bool:
-        """Whether `raw(x)` is x W^T and nothing else."""
+        """Whether `raw_logits(x)` is x W^T and nothing else."""
         return self.update is None and self.bias is None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -291,10 +288,10 @@ class Head(Linear):
         return self.scale_logits(logits if self.vocab_shard is None else self.vocab_shard.all_gather(logits))
 
     def raw_logits(self, x: Tensor) -> Tensor:
-        """The product alone, which a loss scales and caps itself, of the ids that are here."""
+        """Logits of the local vocabulary shard, without scaling and soft cap."""
         return super().forward(x)
 
     def scale_logits(self, logits: Tensor) -> Tensor:
-        """What a product gave, scaled and capped."""
+        """Apply the scaling and soft cap of the family."""
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap

@@ -1,17 +1,17 @@
-"""The dense feed-forward part of a block."""
+"""Dense feed-forward layer."""
 
 from torch import Tensor, nn
 
-from tunekit.distributed.collectives import NO_PARALLEL, NoParallel
 from tunekit.kernels.glu import gated_activation
 from tunekit.models.linear import Linear, shared_input_linears
 from tunekit.models.spec import MLP
+from tunekit.models.tp_region import NO_PARALLEL, NoParallel
 
 
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x))."""
 
-    tp_region: NoParallel = NO_PARALLEL  # of tokens into this layer and out of it, where ranks share its width
+    tp_region: NoParallel = NO_PARALLEL  # communication with ranks that hold other hidden channels
 
     def __init__(self, dim: int, spec: MLP) -> None:
         super().__init__()

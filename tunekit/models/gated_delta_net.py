@@ -1,4 +1,4 @@
-"""The gated delta net: mixes tokens through a state of fixed size, in place of attention."""
+"""Gated delta net: linear attention with a state of fixed size."""
 
 from typing import NamedTuple
 
@@ -7,30 +7,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tunekit.distributed.collectives import NO_PARALLEL, NoParallel
-from tunekit.distributed.sharding import copy_to_shard
 from tunekit.kernels.gated_delta_rule import gated_delta_rule, short_convolution
 from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.models.forward_context import ForwardContext
 from tunekit.models.linear import Linear, shared_input_linears
 from tunekit.models.norm import RMSNorm
 from tunekit.models.spec import DeltaNet
+from tunekit.models.tp_region import NO_PARALLEL, NoParallel
 from tunekit.models.weight_init import InitMixin, normal_init
 
 
 class DeltaState:
-    """What generation keeps: the inputs (B, conv - 1, C) that the convolution still sees, and the states."""
+    """Generation state: the last conv - 1 inputs (B, conv - 1, C) of the convolution, and the recurrent states."""
 
     def __init__(self, tail: Tensor, states: Tensor) -> None:
         self.tail, self.states = tail, states
 
     def select_rows(self, rows: Tensor) -> None:
-        """Keep these rows only, in this order."""
+        """Keep only these rows, in this order."""
         self.tail, self.states = self.tail.index_select(0, rows), self.states.index_select(0, rows)
 
 
 class DeltaProjections(NamedTuple):
-    """Projections of (B, S) tokens: what goes through the convolution, the output's gate, write strength and decay."""
+    """Projections of (B, S) tokens: convolution input, output gate, write strength, and decay."""
 
     qkv: Tensor
     z: Tensor
@@ -39,13 +38,13 @@ class DeltaProjections(NamedTuple):
 
 
 class GatedDeltaNet(InitMixin):
-    """Projections, a short convolution, the gated delta rule, and a norm behind it under a gate (arXiv:2412.06464)."""
+    """Projections, short convolution, gated delta rule, and gated RMS norm (arXiv:2412.06464)."""
 
-    rope_key = None  # the order of tokens is in the rule
+    rope_key = None  # no position embeddings
     rope_index: int | None = None
-    layer_index, shares_kv = 0, False  # of the layer; it has no keys to lend
-    supports_prefixes = False  # a document has the state that it began with
-    tp_region: NoParallel = NO_PARALLEL  # of tokens into this layer and out of it, where ranks share others
+    layer_index, shares_kv = 0, False  # no keys and values to share
+    supports_prefixes = False  # states of a prefix cannot be shared
+    tp_region: NoParallel = NO_PARALLEL  # communication under tensor parallelism
 
     def __init__(self, dim: int, spec: DeltaNet) -> None:
         super().__init__()
@@ -64,7 +63,7 @@ class GatedDeltaNet(InitMixin):
         self.out_proj = Linear(v, dim, bias=False)
 
     def forward(self, x: Tensor, context: ForwardContext, cache: DeltaState | None = None) -> Tensor:
-        x = context.gather(self.tp_region.enter(x, context.positions.shape))  # a state wants all that came before
+        x = context.gather(self.tp_region.enter(x, context.positions.shape))  # the recurrence needs all earlier tokens
         projections = self.project_grouped(x) if self.spec.grouped else self.project(x)
         decay = -self.A_log.float().exp() * F.softplus(projections.a.float() + self.dt_bias.float())
         beta = projections.b.float().sigmoid()
@@ -72,7 +71,7 @@ class GatedDeltaNet(InitMixin):
             step = self.prefill if context.cache_positions is None else self.decode
             y = step(projections.qkv, decay, beta, context, cache)
         else:
-            # What the rule makes between its steps takes eight times the room of what goes in.
+            # Intermediate tensors of the rule need eight times the memory of its inputs.
             args = projections.qkv, decay, beta, context.layout
             y = checkpoint(self.mix, *args, use_reentrant=False, preserve_rng_state=False)
         y = self.norm(y).float() * F.silu(projections.z.float()).view_as(y)
@@ -84,7 +83,7 @@ class GatedDeltaNet(InitMixin):
         )
 
     def project_grouped(self, x: Tensor) -> DeltaProjections:
-        """From projections whose rows stand together by key heads: all that one of them needs, then the next."""
+        """Projections from fused layers whose outputs are grouped by key head."""
         s, repeat = self.spec, self.spec.v_heads // self.spec.k_heads
         sizes = [s.k_dim, s.k_dim, repeat * s.v_dim, repeat * s.v_dim]
         qkvz, ba = (
@@ -96,12 +95,12 @@ class GatedDeltaNet(InitMixin):
         )
 
     def mix(self, qkv: Tensor, decay: Tensor, beta: Tensor, layout: SequenceLayout | None) -> Tensor:
-        """Answers (B, S, H, V) to whole rows, or to the documents in them."""
+        """Outputs (B, S, H, V) for complete rows, or for the documents in them."""
         qkv = short_convolution(qkv, self.conv1d.weight.squeeze(1), layout)
         return gated_delta_rule(*self.split_heads(qkv), decay, beta, layout)[0]
 
     def prefill(self, qkv: Tensor, decay: Tensor, beta: Tensor, context: ForwardContext, cache: DeltaState) -> Tensor:
-        """The same for rows that go on. Padding neither fades a state nor writes to it, and is no tail."""
+        """Outputs of the first tokens; updates the cache. Padding neither decays a state nor writes to it."""
         inputs = torch.cat([cache.tail, qkv], dim=1)
         lengths = torch.full_like(qkv[:, 0, 0], qkv.shape[1], dtype=torch.long)
         lengths = lengths if context.lengths is None else context.lengths
@@ -115,7 +114,7 @@ class GatedDeltaNet(InitMixin):
         return y
 
     def decode(self, qkv: Tensor, decay: Tensor, beta: Tensor, context: ForwardContext, cache: DeltaState) -> Tensor:
-        """The same for one token of each row. States are updated in place: a captured graph knows their addresses."""
+        """Outputs of one token per row. Updates states in place, because a captured graph has fixed addresses."""
         mixed = short_convolution(qkv, self.conv1d.weight.squeeze(1), before=cache.tail)
         y, states = gated_delta_rule(*self.split_heads(mixed), decay, beta, state=cache.states)
         tail = torch.cat([cache.tail[:, 1:], qkv], dim=1)[:, : cache.tail.shape[1]]
@@ -130,23 +129,25 @@ class GatedDeltaNet(InitMixin):
         return q.unflatten(-1, (-1, s.k_dim)), k.unflatten(-1, (-1, s.k_dim)), v.unflatten(-1, (-1, s.v_dim))
 
     def make_cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
-        """Its size does not depend on `slots`."""
+        """Empty state. Its size does not depend on `slots`."""
         s = self.spec
         tail = torch.zeros(batch, s.conv - 1, sum(self.widths), dtype=dtype, device=device)
         return DeltaState(tail, torch.zeros(batch, s.v_heads, s.k_dim, s.v_dim, device=device))
 
     def init_weights(self, generator: torch.Generator, std: float) -> None:
-        """Decays that differ from head to head, as those of Mamba 2 do at first (arXiv:2405.21060)."""
-        copy_to_shard(self.A_log, torch.empty(self.A_log.shape).uniform_(0.01, 16, generator=generator).log())
+        """Draw decays that differ between heads, as in Mamba 2 (arXiv:2405.21060)."""
+        self.weight_storage.copy(
+            self.A_log, torch.empty(self.A_log.shape).uniform_(0.01, 16, generator=generator).log()
+        )
         nn.init.ones_(self.dt_bias)
 
 
 class CausalConv1d(InitMixin):
-    """Weights (C, 1, K) of a convolution over time of each channel alone."""
+    """Weights (C, 1, K) of a depthwise convolution over time."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(channels, 1, width))
 
     def init_weights(self, generator: torch.Generator, std: float) -> None:
-        copy_to_shard(self.weight, normal_init(self.weight.shape, std, generator))
+        self.weight_storage.copy(self.weight, normal_init(self.weight.shape, std, generator))

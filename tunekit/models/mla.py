@@ -1,32 +1,32 @@
-"""DeepSeek's latent attention: keys and values of all heads from one small vector a token."""
+"""Multi-head latent attention (MLA) of DeepSeek: keys and values are expanded from one latent per token."""
 
 import torch
 from torch import Tensor, nn
 
-from tunekit.distributed.collectives import NO_PARALLEL, NoParallel
 from tunekit.kernels.attention import AttentionParams
 from tunekit.kernels.rope import RopeTables, apply_rope
 from tunekit.models.forward_context import ForwardContext, LayerKVCache
 from tunekit.models.linear import Linear, shared_input_linears
 from tunekit.models.norm import RMSNorm
 from tunekit.models.spec import LatentAttention
+from tunekit.models.tp_region import NO_PARALLEL, NoParallel
 
 
 class MultiLatentAttention(nn.Module):
-    """Attention whose keys and values are made from a latent, beside one rotated key that all heads share."""
+    """Attention with keys and values from a latent vector, and one RoPE key shared by all heads (arXiv:2405.04434)."""
 
-    tp_region: NoParallel = NO_PARALLEL  # of tokens into this layer and out of it, where ranks share its heads
-    supports_prefixes = True  # a document may go on from the first tokens of another
+    tp_region: NoParallel = NO_PARALLEL  # communication with ranks that hold other heads
+    supports_prefixes = True  # documents can share the keys and values of a prefix
 
     def __init__(self, dim: int, spec: LatentAttention) -> None:
         super().__init__()
         self.spec, self.heads = spec, spec.heads
-        self.qk_dim = spec.nope_dim + spec.rope_dim  # of queries and keys
+        self.qk_dim = spec.nope_dim + spec.rope_dim
         self.params = AttentionParams(self.qk_dim**-0.5 if spec.scale is None else spec.scale)
         self.rope_key = spec.rope, spec.rope_dim
-        self.rope_index = 0  # which of the pass's rotations is this layer's; the decoder sets it
-        self.layer_index = 0  # of the layer; the decoder sets it
-        self.shares_kv = False  # no layer takes keys from here
+        self.rope_index = 0  # into the context's rope_tables; set by the decoder
+        self.layer_index = 0  # set by the decoder
+        self.shares_kv = False  # no layer reuses these keys
         if spec.q_rank is None:
             self.q_proj = Linear(dim, spec.heads * self.qk_dim, bias=False)
         else:
@@ -54,21 +54,21 @@ class MultiLatentAttention(nn.Module):
         )
 
     def project_queries(self, q: Tensor) -> Tensor:
-        """Queries (B, S, H, nope + rope), of which the last channels are still to be turned, or what they come from."""
+        """Queries (B, S, H, nope + rope) before RoPE. `q` is the output of q_proj or q_a_proj."""
         q = q if self.spec.q_rank is None else self.q_b_proj(self.q_a_norm(q))
         return q.unflatten(-1, (-1, self.qk_dim))
 
     def expand_kv(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys (B, S, H, nope + rope) and values (B, S, H, v) from the latent and the key that all heads share."""
+        """Keys (B, S, H, nope + rope) and values (B, S, H, v) from the latent and the shared RoPE key."""
         spec = self.spec
         kv = self.kv_b_proj(self.kv_a_norm(latent)).unflatten(-1, (self.heads, -1))
         k_nope, v = kv.split([spec.nope_dim, spec.v_dim], dim=-1)
         return torch.cat([k_nope, k_rope.expand(-1, -1, self.heads, -1)], dim=-1), v
 
     def make_cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> LayerKVCache:
-        """Empty room for `slots` positions.
+        """Empty cache for `slots` positions.
 
-        Keys and values as they are used, and not the latents: small ones would be made large again for every token.
+        Stores expanded keys and values instead of latents, which would have to be expanded again for each token.
         """
         heads = batch, slots, self.heads
         return LayerKVCache((*heads, self.qk_dim), (*heads, self.spec.v_dim), dtype, device)

@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router, experts as stacked weights, and what some families set beside them."""
+"""Mixture of experts (MoE): router, stacked expert weights, and shared or parallel dense layers."""
 
 from collections.abc import Callable
 
@@ -6,21 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tunekit.distributed.collectives import NO_PARALLEL, NoParallel
-from tunekit.distributed.sharding import copy_to_shard
 from tunekit.kernels.glu import gated_activation
 from tunekit.kernels.grouped_mm import copy_by_expert, invert, permute_rows
 from tunekit.models.feed_forward import GatedMLP
 from tunekit.models.linear import GroupedLinear, Linear, shared_input_linears
 from tunekit.models.norm import RMSNorm, make_norm
 from tunekit.models.spec import MLP, DenseMoE, MoE
+from tunekit.models.tp_region import NO_PARALLEL, NoParallel
 from tunekit.models.weight_init import InitMixin, normal_init
 
-ExpertFn = Callable[[Tensor, Tensor], Tensor]  # what experts make of rows (N, dim), of which each has `sizes` (E,)
+ExpertFn = Callable[[Tensor, Tensor], Tensor]  # outputs of rows (N, dim) with `sizes` (E,) rows per expert
 
 
 class Router(InitMixin):
-    """Which experts a token goes to. Its few weights decide much: no format packs them and no adapter is hung on it."""
+    """Selects the experts of each token. Its few weights are sensitive: never quantized and never adapted."""
 
     bias: nn.Parameter | None
     selection_bias: nn.Parameter | None
@@ -32,7 +31,7 @@ class Router(InitMixin):
         self.spec = spec
         self.weight = nn.Parameter(torch.zeros(spec.experts, dim))
         self.register_parameter("bias", nn.Parameter(torch.zeros(spec.experts)) if spec.router_bias else None)
-        # Training moves it by rules of its own, from how many tokens each expert had: fine-tuning leaves it alone.
+        # Pretraining updates it from expert loads, not by gradients; fine-tuning keeps it.
         bias = nn.Parameter(torch.zeros(spec.experts), requires_grad=False)
         self.register_parameter("selection_bias", bias if spec.selection_bias else None)
         self.norm = make_norm(dim, spec.router_norm)
@@ -41,7 +40,7 @@ class Router(InitMixin):
         self.register_parameter("per_expert_scale", nn.Parameter(torch.ones(spec.experts)) if scaled else None)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and numbers of the experts of every token (T, dim), both (T, top_k), the weights in fp32."""
+        """Weights in fp32 and indices of the experts of each token (T, dim), both (T, top_k)."""
         spec, logits = self.spec, self.logits(x)
         scores = {"softmax": lambda t: t.softmax(-1), "sigmoid": torch.sigmoid}.get(spec.scoring_func, lambda t: t)(
             logits
@@ -60,8 +59,8 @@ class Router(InitMixin):
         return weights * spec.scale, chosen
 
     def init_weights(self, generator: torch.Generator, std: float) -> None:
-        """Normal weights, no corrections."""
-        copy_to_shard(self.weight, normal_init(self.weight.shape, std, generator))
+        """Draw normal weights; zero biases and corrections; set scales to 1."""
+        self.weight_storage.copy(self.weight, normal_init(self.weight.shape, std, generator))
         for parameter in (self.bias, self.selection_bias):
             if parameter is not None:
                 nn.init.zeros_(parameter)
@@ -70,21 +69,21 @@ class Router(InitMixin):
                 nn.init.ones_(parameter)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Scores (T, E) in fp32, from a product in the dtype that the family makes it in."""
+        """Scores (T, E) in fp32, from a matmul in the dtype that the family uses."""
         if self.scale is not None:
             x = self.norm(x) * self.scale.to(x.dtype) * x.shape[-1] ** -0.5
         x = x.float() if self.spec.router_in_fp32 else x
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)).float()
 
     def selection_scores(self, scores: Tensor) -> Tensor:
-        """Scores (T, E) that decide. Of the experts of groups that fall out they are -inf."""
+        """Scores (T, E) for the top-k selection; -inf for experts of excluded groups."""
         spec, groups = self.spec, self.spec.groups
         if self.selection_bias is not None:
             scores = scores + self.selection_bias.float()
         if groups is None:
             return scores
         grouped = scores.unflatten(-1, (groups[0], -1))
-        # A group is as good as its best expert, or as its two best together where a correction takes part.
+        # Group score: its best expert, or the sum of its two best with a selection bias (as in DeepSeek V3).
         group_scores = grouped.topk(2 if spec.selection_bias else 1, dim=-1).values.sum(-1)
         selected_groups = group_scores.topk(groups[1], dim=-1).indices
         is_excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, selected_groups, False)
@@ -92,11 +91,9 @@ class Router(InitMixin):
 
 
 class Experts(nn.Module):
-    """The gated feed-forward layers of all experts."""
+    """Gated feed-forward layers of all experts."""
 
-    dispatcher: "Callable[[ExpertFn, Tensor, Tensor], Tensor] | None" = (
-        None  # of rows to the ranks that have their experts
-    )
+    dispatcher: "Callable[[ExpertFn, Tensor, Tensor], Tensor] | None" = None  # sends rows to the ranks of their experts
 
     def __init__(self, dim: int, spec: MoE) -> None:
         super().__init__()
@@ -106,24 +103,22 @@ class Experts(nn.Module):
         self.down_proj = GroupedLinear(spec.experts, spec.intermediate_size, dim, spec.bias)
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
-        """Rows (N, dim) sorted by expert, of which each has `sizes` (E,)."""
+        """Outputs of rows (N, dim) sorted by expert, with `sizes` (E,) rows per expert."""
         return (
             self.forward_local(x, sizes) if self.dispatcher is None else self.dispatcher(self.forward_local, x, sizes)
         )
 
     def forward_local(self, x: Tensor, sizes: Tensor) -> Tensor:
-        """What the experts that are here make of their rows."""
+        """Outputs of the experts on this rank."""
         return self.down_proj(
             gated_activation(self.act, *shared_input_linears((self.gate_proj, self.up_proj), x, sizes)), sizes
         )
 
 
 class MixtureOfExperts(nn.Module):
-    """Every token through the experts that the router chose for it, and through a shared one if there is."""
+    """Routed experts, plus a shared expert if the family has one."""
 
-    tp_region: NoParallel = (
-        NO_PARALLEL  # of tokens into this layer and out of it, where ranks share the width of experts
-    )
+    tp_region: NoParallel = NO_PARALLEL  # communication with ranks that hold other hidden channels
 
     def __init__(self, dim: int, spec: MoE) -> None:
         super().__init__()
@@ -135,7 +130,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = Linear(dim, 1, bias=False) if spec.shared_gate else None
 
     def forward(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
-        """The router looks at `seen` where that is not `x`."""
+        """Outputs (B, S, dim). `router_input` replaces `x` as the input of the router."""
         x, router_input = self.tp_region.enter(x), None if router_input is None else self.tp_region.enter(router_input)
         weights, chosen = self.router((x if router_input is None else router_input).flatten(0, -2))
         y = self.mix_experts(x.flatten(0, -2), weights, chosen).view_as(x)
@@ -145,7 +140,7 @@ class MixtureOfExperts(nn.Module):
         return self.tp_region.leave(y)
 
     def mix_experts(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Outputs of the chosen experts of `x` (T, dim), added up with their weights."""
+        """Weighted sum of the outputs of the chosen experts for `x` (T, dim)."""
         weights = weights if self.spec.router_in_fp32 else weights.type_as(x)
         expert, order = chosen.flatten().sort(stable=True)
         inverse = invert(order)
@@ -161,7 +156,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class DenseMoEFeedForward(nn.Module):
-    """A dense layer and experts side by side. The input comes without a norm: the router looks at it as it is."""
+    """Dense layer and experts in parallel. The input is not normalized, because the router reads it."""
 
     def __init__(self, dim: int, spec: DenseMoE) -> None:
         super().__init__()

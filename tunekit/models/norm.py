@@ -1,4 +1,4 @@
-"""The norm of every model."""
+"""RMS norm."""
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,11 @@ class RMSNorm(InitMixin):
         return rms_norm(x, self.weight, self.spec.eps, self.spec.offset, self.spec.scale_in_fp32)
 
     def init_weights(self, generator: torch.Generator, std: float) -> None:
-        """A fresh norm changes no scale."""
+        """Set the scale to 1."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 1 - self.spec.offset)
 
 
 def make_norm(dim: int, spec: Norm | None) -> nn.Module:
-    """A norm, or nothing that does nothing."""
+    """RMS norm, or the identity without a spec."""
     return nn.Identity() if spec is None else RMSNorm(dim, spec)

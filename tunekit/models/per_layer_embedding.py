@@ -1,4 +1,4 @@
-"""Gemma 4's second embedding: every layer sees a small vector of the token that it works on."""
+"""Per-layer embeddings of Gemma 4: each layer receives a small vector of the current token."""
 
 from torch import Tensor, nn
 
@@ -9,7 +9,7 @@ from tunekit.models.spec import DecoderSpec, PerLayerInput
 
 
 class PerLayerEmbedding(nn.Module):
-    """The vectors of all layers at once: an embedding of the token and a projection of the usual embedding."""
+    """Vectors of all layers: a second token embedding plus a projection of the first layer's input."""
 
     def __init__(self, spec: PerLayerInput, model: DecoderSpec) -> None:
         super().__init__()
@@ -19,14 +19,14 @@ class PerLayerEmbedding(nn.Module):
         self.norm = RMSNorm(spec.dim, model.norm)
 
     def forward(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        """One (B, S, dim) for each layer, from `tokens` (B, S) and the input of the first layer."""
+        """One (B, S, dim) per layer, from `tokens` (B, S) and the input of the first layer."""
         of_token = self.embed(tokens).to(x.dtype).unflatten(-1, self.shape) * self.shape[1] ** 0.5
         of_input = self.norm((self.proj(x) * x.shape[-1] ** -0.5).unflatten(-1, self.shape))
         return ((of_input + of_token) * 2**-0.5).unbind(2)
 
 
 class PerLayerGate(nn.Module):
-    """What a layer makes of its vector, added to the residual."""
+    """Adds the gated, projected vector of a layer to the residual stream."""
 
     def __init__(self, spec: PerLayerInput, model: DecoderSpec) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""In which dtype weights are kept and products are made."""
+"""dtypes of weights and matmuls."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Frozen weights as small as the checkpoint has them, trained ones in fp32, which small updates need."""
+    """Frozen weights as stored in the checkpoint, trained weights in fp32 (small updates are lost in bf16)."""
 
     # dtype of activations and matmuls; `auto`: bf16 where the hardware is faster with it
     compute_dtype: Literal["auto", "bf16", "fp32", "tf32"] = "auto"
@@ -24,21 +24,21 @@ class PrecisionConfig:
     frozen_dtype: Literal["checkpoint", "bf16", "fp32"] = "checkpoint"
 
     def check(self, device: torch.device) -> None:
-        """Raise UserError if a device cannot compute in this precision."""
+        """Raise UserError if a device does not support this precision."""
         if self.compute_dtype == "tf32":
             devices.check_tf32(device.type, devices.capabilities(device))
 
     def set_matmul_precision(self, device: torch.device) -> None:
-        """Let fp32 matmuls use TF32 for the rest of the run, of all models in this process."""
+        """Enable TF32 for fp32 matmuls of all models in this process, if configured."""
         self.check(device)
         if self.compute_dtype == "tf32":
             torch.set_float32_matmul_precision("high")
 
     def apply(self, model: Decoder, checkpoint_dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
-        """Set the dtypes of a model that holds no numbers yet; `stored` are those of the checkpoint, by our names."""
+        """Set the dtypes of a model on the meta device. `checkpoint_dtypes` are by parameter name."""
         best = torch.bfloat16 if devices.has_fast_bf16(device) else torch.float32
         model.compute_dtype = DTYPES.get(self.compute_dtype, best)
-        # They are small, decide much, and are often stored finer than all else.
+        # Routers are small and sensitive, and often stored in a wider dtype than other weights.
         routers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Router))
         for name, parameter in model.named_parameters():
             if not parameter.dtype.is_floating_point:

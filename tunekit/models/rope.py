@@ -1,4 +1,4 @@
-"""Rotary positions: a Rope spec to the cos and sin tables of a pass."""
+"""Rotary position embeddings: cos and sin tables of a forward pass from a Rope spec."""
 
 import math
 
@@ -13,14 +13,14 @@ from tunekit.models.spec import LinearScaling, Llama3Scaling, LongRopeScaling, R
 
 
 def inv_freq(rope: Rope, head_dim: int) -> Tensor:
-    """Inverse frequencies of the rotated channel pairs (dims / 2,), before what stretches positions."""
+    """Inverse frequencies of the rotated channel pairs (dims / 2,), before scaling."""
     dims = rope.dims or head_dim
     freq = 1.0 / rope.theta ** (torch.arange(0, dims, 2, dtype=torch.float32) / (head_dim if rope.pad else dims))
     return F.pad(freq, (0, (head_dim - dims) // 2)) if rope.pad else freq
 
 
 def scaled_inv_freq(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    """The frequencies as the family stretches them, and the factor on cos and sin."""
+    """Inverse frequencies with the family's scaling, and the factor on cos and sin."""
     freq = inv_freq(rope, head_dim)
     match rope.scaling:
         case None:
@@ -37,7 +37,8 @@ def scaled_inv_freq(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
 
 
 def yarn(s: YarnScaling, theta: float, dims: int, freq: Tensor) -> Tensor:
-    """Channels that turn more than `fast` times in the context keep their speed, those below `slow` are stretched."""
+    """YaRN interpolation: channels with more than `fast` turns in the context keep their frequency, those below `slow`
+    are divided by `factor`."""
     bounds = [dims * math.log(s.context / (n * 2 * math.pi)) / (2 * math.log(theta)) for n in (s.fast, s.slow)]
     low, high = (math.floor(bounds[0]), math.ceil(bounds[1])) if s.truncate else bounds
     low, high = max(low, 0), min(high, dims - 1)
@@ -46,7 +47,7 @@ def yarn(s: YarnScaling, theta: float, dims: int, freq: Tensor) -> Tensor:
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Stretched frequencies (pairs,), of LongRoPE (2, pairs): for short documents and for long ones."""
+    """Scaled inverse frequencies (pairs,); for LongRoPE (2, pairs): short and long documents."""
     return scaled_inv_freq(rope, head_dim)[0]
 
 
@@ -60,18 +61,19 @@ def rope_tables(
     layout: SequenceLayout | None = None,
     lengths: Tensor | None = None,
 ) -> RopeTables:
-    """Rotation of every position (B, S). `layout` bounds packed documents, `lengths` (B,) padded ones."""
+    """cos and sin of each position (B, S). `layout` has the bounds of packed documents, `lengths` (B,) those of padded
+    rows."""
     freq = FREQUENCIES(rope, head_dim, device=positions.device)
-    amplitude = rope.scaling.attention_factor if isinstance(rope.scaling, LongRopeScaling | YarnScaling) else 1.0
+    attention_factor = rope.scaling.attention_factor if isinstance(rope.scaling, LongRopeScaling | YarnScaling) else 1.0
     if isinstance(rope.scaling, LongRopeScaling):
         freq = freq[(document_lengths(positions, layout, lengths) > rope.scaling.context).long()]
     angle = positions[..., None].float() * freq
-    cos, sin = (fn(angle)[:, :, None] * amplitude for fn in (torch.cos, torch.sin))
+    cos, sin = (fn(angle)[:, :, None] * attention_factor for fn in (torch.cos, torch.sin))
     return RopeTables(cos, sin, rope.interleaved, rope.interleaved_output)
 
 
 def document_lengths(positions: Tensor, layout: SequenceLayout | None, lengths: Tensor | None) -> Tensor:
-    """How many tokens the document of each token has, (B, S) or (B, 1)."""
+    """Number of tokens in the document of each token, (B, S) or (B, 1)."""
     if layout is not None:
         return layout.token_lengths(positions.device).view(positions.shape)
     return positions.amax(-1, keepdim=True) + 1 if lengths is None else lengths[:, None]

@@ -1,4 +1,4 @@
-"""What a decoder is, as data. Nothing here imports torch; every value is frozen, hashes and prints."""
+"""Architecture of a decoder as data. Torch-free; all values are frozen and hashable."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -8,13 +8,13 @@ Act = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Root mean square norm over the last axis."""
+    """RMS norm over the last axis."""
 
     eps: float = 1e-6
     offset: float = 0.0  # Gemma and Qwen3.5 store weight - 1
-    weight: bool = True  # False: nothing is learnt
-    scale_in_fp32: bool = False  # the weight multiplies in fp32, before the cast to the dtype of the activations
-    over_all_heads: bool = False  # OLMo: one norm over all heads of q and of k, not one per head
+    weight: bool = True  # False: no trainable scale
+    scale_in_fp32: bool = False  # multiply by the weight in fp32, before the cast to the activation dtype
+    over_all_heads: bool = False  # OLMo: one QK norm over all heads instead of one per head
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,8 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1: long waves are stretched by `factor`, short ones kept, those between blended."""
+    """Llama 3.1: frequencies below `low` turns in the context are divided by `factor`, those above `high` are kept, and
+    those between are interpolated."""
 
     factor: float
     low: float
@@ -36,7 +37,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (arXiv:2309.00071): a ramp over the channels, and `amplitude` on cos and sin."""
+    """YaRN (arXiv:2309.00071): a ramp over the channels, and `attention_factor` on cos and sin."""
 
     factor: float
     context: int
@@ -48,7 +49,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """LongRoPE (arXiv:2402.13753): a divisor for each channel pair, others for rows beyond `context`."""
+    """LongRoPE (arXiv:2402.13753): a divisor per channel pair; `long` is used for rows longer than `context`."""
 
     short: tuple[float, ...]
     long: tuple[float, ...]
@@ -61,19 +62,19 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions, in the half-split layout of most of the Hub's checkpoints."""
+    """Rotary position embeddings, by default in the half-split layout of most Hub checkpoints."""
 
     theta: float = 10_000.0
-    dims: int | None = None  # rotated channels of a head; None: all
+    dims: int | None = None  # rotated channels per head; None: all
     scaling: Scaling | None = None
-    interleaved: bool = False  # rotate channels (0, 1), (2, 3) .. and not (0, d/2), (1, d/2 + 1) ..
-    interleaved_output: bool = True  # False: paired channels come out as halves, as DeepSeek writes them
-    pad: bool = False  # Gemma 4: frequencies of the whole head, zero beyond `dims`
+    interleaved: bool = False  # rotate channels (0, 1), (2, 3), ... instead of (0, d/2), (1, d/2 + 1), ...
+    interleaved_output: bool = True  # False: write rotated channels in the half-split layout (DeepSeek)
+    pad: bool = False  # Gemma 4: frequencies of the full head, zero beyond `dims`
 
 
 @dataclass(frozen=True, slots=True)
 class AttnTemperatureTuning:
-    """Llama 4 and Ministral 3: queries grow with the log of their position."""
+    """Llama 4 and Ministral 3: queries are scaled by the log of their position."""
 
     beta: float
     floor_scale: float
@@ -89,24 +90,24 @@ class Attention:
     head_dim: int
     bias: bool = False
     out_bias: bool = False
-    rope: Rope | None = None  # None: no positions in this layer
-    qk_norm: Norm | None = None  # on q and k, before rotation
+    rope: Rope | None = None  # None: no position embeddings in this layer
+    qk_norm: Norm | None = None  # on q and k, before RoPE
     norm_after_rope: bool = False
     v_norm: Norm | None = None
-    window: int | None = None  # a token sees itself and the window - 1 tokens before it
-    chunk: int | None = None  # a token sees only its own stretch of `chunk` positions
-    scale: float | None = None  # on the scores; None: head_dim ** -0.5
-    softcap: float | None = None  # scores are kept within this by tanh
-    sinks: bool = False  # a learnt score of each head that takes probability and gives nothing
-    output_gate: bool = False  # q_proj also makes a sigmoid gate on what comes out
+    window: int | None = None  # sliding window: attend to the token and window - 1 tokens before it
+    chunk: int | None = None  # attend within chunks of this many positions only
+    scale: float | None = None  # softmax scale; None: head_dim ** -0.5
+    softcap: float | None = None  # tanh soft cap of attention scores
+    sinks: bool = False  # one learned logit per head in the softmax denominator (attention sink)
+    output_gate: bool = False  # q_proj also computes a sigmoid gate on the output
     temperature_tuning: AttnTemperatureTuning | None = None
-    attention_k_eq_v: bool = False  # the values are the keys, before norm and rotation
-    kv_shared_layer: int | None = None  # the number of an earlier layer, whose keys and values are taken
+    attention_k_eq_v: bool = False  # values are the keys, before norm and RoPE
+    kv_shared_layer: int | None = None  # index of an earlier layer whose keys and values are reused
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """DeepSeek's latent attention: keys and values of all heads from one small vector a token (arXiv:2405.04434)."""
+    """Multi-head latent attention of DeepSeek (arXiv:2405.04434): keys and values are expanded from a latent."""
 
     heads: int
     q_rank: int | None
@@ -122,15 +123,15 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """Gated delta rule (arXiv:2412.06464): a state of fixed size in place of keys and values."""
+    """Gated delta rule (arXiv:2412.06464): a state of fixed size instead of keys and values."""
 
     k_heads: int
     v_heads: int
     k_dim: int
     v_dim: int
-    conv: int  # tokens that the convolution before it sees
+    conv: int  # kernel size of the short convolution
     norm: Norm = Norm()
-    grouped: bool = False  # two projections, with rows by key heads: all that one needs, then the next
+    grouped: bool = False  # two fused projections (qkvz, ba) with outputs grouped by key head
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,31 +145,32 @@ class MLP:
 
 @dataclass(frozen=True, slots=True)
 class MoE:
-    """Every token goes through `top_k` of `experts` gated feed-forward layers, and through a shared one if there is."""
+    """Mixture of experts: each token uses `top_k` of `experts` gated feed-forward layers, plus an optional shared
+    expert."""
 
     experts: int
     top_k: int
     intermediate_size: int
     act: Act = "silu"
     scoring_func: Literal["softmax", "sigmoid", "top_softmax", "top_sigmoid"] = (
-        "softmax"  # top_: of the chosen ones alone
+        "softmax"  # top_*: over the selected experts only
     )
-    norm_topk_prob: bool = True  # the weights of the chosen ones add up to 1
+    norm_topk_prob: bool = True  # weights of the selected experts sum to 1
     scale: float = 1.0
-    groups: tuple[int, int] | None = None  # experts stand in so many groups, of which so many may be chosen from
-    selection_bias: bool = False  # a correction that counts in the choice and not in the weights
+    groups: tuple[int, int] | None = None  # (number of groups, number of groups that experts are selected from)
+    selection_bias: bool = False  # bias used for selection only, not for the weights
     router_bias: bool = False
-    router_in_fp32: bool = False  # the router multiplies in fp32, and weights of experts stay in it
+    router_in_fp32: bool = False  # router matmul and expert weighting in fp32
     bias: bool = False
-    apply_router_weight_on_input: bool = False  # the weight multiplies what goes into an expert, not what comes out
-    shared_intermediate_size: int = 0  # hidden width of the shared expert; 0: none
+    apply_router_weight_on_input: bool = False  # weight the expert inputs instead of outputs
+    shared_intermediate_size: int = 0  # of the shared expert; 0: no shared expert
     shared_gate: bool = False
-    router_norm: Norm | None = None  # Gemma 4 norms and scales what the router sees
+    router_norm: Norm | None = None  # Gemma 4: norm and scale of the router input
 
 
 @dataclass(frozen=True, slots=True)
 class DenseMoE:
-    """Gemma 4: a dense layer and experts side by side, each with norms of its own."""
+    """Gemma 4: a dense layer and experts in parallel, each with its own norms."""
 
     dense: MLP
     sparse: MoE
@@ -177,7 +179,7 @@ class DenseMoE:
 
 @dataclass(frozen=True, slots=True)
 class PerLayerInput:
-    """Gemma 4: every layer also sees a small embedding of the token."""
+    """Gemma 4: each layer receives a small embedding of the token."""
 
     vocab: int
     dim: int
@@ -190,34 +192,36 @@ FeedForward = MLP | MoE | DenseMoE
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One block: a mixer of tokens, then a feed-forward part, each between norms and beside a residual."""
+    """Decoder layer: a token mixer and a feed-forward layer, each with norms and a residual connection."""
 
     mixer: Mixer
     ffn: FeedForward
     pre_norm: bool = True
     post_norm: bool = False
-    scaled: bool = False  # Gemma 4: a stored number multiplies what leaves the block
+    scaled: bool = False  # Gemma 4: multiply the layer output by a stored scalar
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreHead:
-    """A head that scores, in place of the vocabulary's: a document by its last token, or each token."""
+    """Classification head instead of the language model head: scores of a document (at its last token) or of each
+    token."""
 
     labels: int
-    per_token: bool = False  # every token is scored
+    per_token: bool = False  # scores for each token instead of each document
     bias: bool = False
-    pad_token_id: int | None = None  # the last token that is another one is what scores a document
+    pad_token_id: int | None = None  # documents are scored at the last token that is not padding
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """A whole decoder. `std` is the spread of a fresh weight, `context` the longest row it was trained for."""
+    """Complete decoder. `initializer_range` is the standard deviation of random weights, `context` the maximum trained
+    length."""
 
     vocab: int
     dim: int
     layers: tuple[Layer, ...]
     norm: Norm = Norm()
-    tie_word_embeddings: bool = False  # the head is the embedding
+    tie_word_embeddings: bool = False  # lm_head shares the embedding's weight
     initializer_range: float = 0.02
     context: int = 2048
     embed_scale: float = 1.0
@@ -229,9 +233,9 @@ class DecoderSpec:
 
     @property
     def outputs(self) -> int:
-        """What the head makes of a token: a logit for each id of the vocabulary, or its scores."""
+        """Number of outputs per token: vocabulary size, or number of scores."""
         return self.vocab if self.score is None else self.score.labels
 
     def with_score_head(self, score: ScoreHead) -> "DecoderSpec":
-        """The same decoder with a head that scores, of which nothing is scaled, capped or shared."""
+        """This decoder with a classification head, without logit scaling, soft cap and tied weights."""
         return replace(self, score=score, tied=False, logit_scale=1.0, logit_softcap=None)

@@ -1,4 +1,4 @@
-"""Fresh weights. Each module draws from its own generator, so a layout over devices changes no number."""
+"""Random initialization. Each module draws from its own generator: results do not depend on the parallel layout."""
 
 import math
 import random
@@ -7,32 +7,36 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:  # the decoder is built of modules that know this file
+from tunekit.models.weight_storage import WeightStorage
+
+if TYPE_CHECKING:  # decoder modules import this file
     from tunekit.models.decoder import Decoder
 
-RESIDUAL_OUTPUTS = ("o_proj", "out_proj", "down_proj")  # what writes into the residual stream
+RESIDUAL_OUTPUTS = ("o_proj", "out_proj", "down_proj")
 
 
 class InitMixin(nn.Module):
-    """A module that owns parameters and knows what they are in a model that has learnt nothing."""
+    """Module that can initialize its own parameters for training from scratch."""
+
+    weight_storage = WeightStorage()
 
     def init_weights(self, generator: torch.Generator, std: float) -> None:
-        """Fill the parameters of this very module; `std` is the spread of a weight here."""
+        """Initialize the direct parameters of this module. `std` is the standard deviation of normal weights."""
         raise NotImplementedError
 
 
 def named_generator(seed: int, name: str) -> torch.Generator:
-    """The generator of one module or row."""
+    """Random generator of a module or row, seeded by name."""
     return torch.Generator().manual_seed(random.Random(f"{seed} {name}").getrandbits(63))
 
 
 def normal_init(shape: tuple[int, ...], std: float, generator: torch.Generator) -> Tensor:
-    """Drawn on the CPU, so that every device gets the same."""
+    """Normal samples drawn on the CPU, so that all devices get the same values."""
     return torch.randn(shape, generator=generator) * std
 
 
 def init_weights(model: "Decoder", seed: int) -> None:
-    """Normal weights of the spec's spread; what writes into the residual stream is smaller in deeper models."""
+    """Initialize all weights. The std of residual outputs is divided by sqrt(2 * layers), as in GPT-2."""
     spec = model.spec
     residual = spec.initializer_range / math.sqrt(2 * len(spec.layers))
     for name, module in model.named_modules():

@@ -1,9 +1,9 @@
-"""Hub names and layouts to ours and back: one table a family, read in either direction.
+"""Name and layout mappings between Hub checkpoints and our modules: one table per family, read in both directions.
 
-A row pairs modules, not tensors, so weights, biases and adapters of a module follow it:
-`Row("layers.{}.attn", "model.layers.{}.self_attn")` also maps `...self_attn.q_proj.lora_A.weight`.
-`{}` is the number of a layer and `*`, there only, that of an expert. The first row that matches a name wins; a name
-without a row has no place here. Several rows may lead to one of ours: a checkpoint is written in the layout it had.
+A rule pairs modules, so that weights, biases and adapters of a module follow it: `KeyRule("layers.{}.attn",
+"model.layers.{}.self_attn")` also maps `...self_attn.q_proj.lora_A.weight`. `{}` is a layer index; `*`, in Hub names
+only, is an expert index. The first matching rule wins; a tensor without a rule is an error. Several rules may map to
+the same module: checkpoints are written in the layout in which they were read.
 """
 
 import re
@@ -19,11 +19,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Identity:
-    """The tensors are the same on both sides.
+    """Equal tensors on both sides.
 
-    An op is these two methods. `load` takes the tensors of the Hub, in the order of the row and of the experts, and
-    the shapes of ours; `save` takes ours. Views are welcome. Both must work on tensors of any device, meta too: the
-    shapes that a checkpoint must have are those that `save` makes.
+    An op has these two methods. `load` takes Hub tensors, in the order of the rule and of the experts, and the shapes
+    of ours; `save` takes our tensors. Both may return views and must work on all devices, including meta: expected
+    checkpoint shapes are the shapes that `save` returns.
     """
 
     def load(self, tensors: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
@@ -35,12 +35,12 @@ class Identity:
 
 @dataclass(frozen=True)
 class HubOnly(Identity):
-    """There only: never loaded, and copied as it is when the checkpoint is written back. `ours` is `()`."""
+    """Hub tensors that are never loaded, and copied unchanged when a checkpoint is written. `ours` is `()`."""
 
 
 @dataclass(frozen=True)
 class Stack(Identity):
-    """One tensor for each expert there; here one, with the experts along a new first axis."""
+    """One Hub tensor per expert; ours are stacked along a new first dimension."""
 
     def load(self, tensors: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
         return [torch.stack(tensors)]
@@ -51,9 +51,9 @@ class Stack(Identity):
 
 @dataclass(frozen=True)
 class Fused(Identity):
-    """One tensor there; here its parts along `dim`, one after the other or row by row in turns.
+    """One Hub tensor; ours are its shards along `dim`, contiguous or interleaved.
 
-    `transposed`: the last two axes are swapped there. `dim` is counted in our layout.
+    `transposed`: the last two dimensions are swapped in the Hub tensor. `dim` refers to our layout.
     """
 
     dim: int = 0
@@ -76,7 +76,7 @@ class Fused(Identity):
 
 @dataclass(frozen=True)
 class Transposed(Identity):
-    """The last two axes are swapped."""
+    """Hub tensors with the last two dimensions swapped."""
 
     def load(self, tensors: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
         return [tensor.mT for tensor in tensors]
@@ -87,7 +87,7 @@ class Transposed(Identity):
 
 @dataclass(frozen=True)
 class KeyRule:
-    """Modules or tensors here, those there, and what happens on the way. A name may stand for itself or in a tuple."""
+    """Our modules or tensors, those of the Hub, and the conversion between them. A single name needs no tuple."""
 
     ours: str | tuple[str, ...]
     hub: str | tuple[str, ...]
@@ -96,22 +96,22 @@ class KeyRule:
 
 @dataclass(frozen=True)
 class KeyMatch:
-    """The row that a name belongs to, and what the name says beyond it."""
+    """Rule that matches a name, and the variable parts of the name."""
 
     rule: KeyRule
-    index: tuple[str, ...]  # numbers of layers
+    index: tuple[str, ...]  # layer indices
     tail: str  # ".weight", ".lora_A.weight", or nothing for a module
-    position: int  # which of the row's names on its side it is
+    position: int  # index among the names of its side of the rule
     expert: int | None = None
 
     @property
     def ours(self) -> tuple[str, ...]:
-        """All our names of the row."""
+        """All our names of the rule."""
         return self.names(self.rule.ours)
 
     @property
     def hub(self) -> tuple[str, ...]:
-        """All the Hub's names of the row; `*` stands for the number of an expert."""
+        """All Hub names of the rule; `*` stands for an expert index."""
         return self.names(self.rule.hub)
 
     def names(self, side: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -120,18 +120,18 @@ class KeyMatch:
 
 @dataclass(frozen=True)
 class KeyMapping:
-    """Tensors that are read or written together. Moves are made one at a time, so that no second model is in memory."""
+    """Tensors that are loaded or saved together, one mapping at a time to limit memory."""
 
     ours: tuple[str, ...]
     hub: tuple[str, ...]
     op: Identity
 
     def load(self, tensors: list[Tensor], shapes: Mapping[str, Shape]) -> list[Tensor]:
-        """Our tensors from the Hub's. `shapes` are those of the model."""
+        """Convert Hub tensors to ours. `shapes` are the shapes of the model's parameters, by name."""
         return self.op.load(tensors, [shapes[name] for name in self.ours])
 
     def hub_shapes(self, shapes: Mapping[str, Shape]) -> list[Shape]:
-        """What the Hub's tensors look like when ours have these shapes."""
+        """Shapes of the Hub tensors if ours have `shapes`."""
         return [tuple(t.shape) for t in self.op.save([torch.empty(shapes[name], device="meta") for name in self.ours])]
 
 
@@ -157,29 +157,29 @@ def match_rule(name: str, rule: KeyRule, side: str | tuple[str, ...]) -> KeyMatc
 
 
 def match_hub_name(name: str, table: tuple[KeyRule, ...]) -> KeyMatch | None:
-    """The row of a tensor or module of the Hub.
+    """Rule of a Hub tensor or module; None if there is none.
 
-    Some rows speak of single tensors: ask for a module by the name of its weight.
+    Some rules match single tensors: look up a module by the name of its weight.
     """
     return next((match for row in table if (match := match_rule(name, row, row.hub))), None)
 
 
 def match_name(name: str, table: tuple[KeyRule, ...]) -> KeyMatch:
-    """The row of one of our tensors or modules. Each has one, for we named them."""
-    found = next((match for row in table if (match := match_rule(name, row, row.ours))), None)
-    assert found is not None, f"the table has no row for {name}"
-    return found
+    """Rule of one of our tensors or modules. Each has one."""
+    match = next((candidate for row in table if (candidate := match_rule(name, row, row.ours))), None)
+    assert match is not None, f"the table has no row for {name}"
+    return match
 
 
 def expand_experts(names: tuple[str, ...], experts: int) -> tuple[str, ...]:
-    """Names with every expert in place of `*`, one name after the other."""
+    """Replace `*` by each expert index, one name after the other."""
     return tuple(n.replace("*", str(e)) for n in names for e in range(experts if "*" in n else 1))
 
 
 def load_mappings(names: Iterable[str], table: tuple[KeyRule, ...]) -> tuple[list[KeyMapping], list[str]]:
-    """How the tensors of a checkpoint come in, and the names for which the table has no row.
+    """Mappings that load the tensors of a checkpoint, and the names without a rule.
 
-    A move asks for all tensors of its row, so where one is missing it names one that is not in `names`.
+    A mapping needs all tensors of its rule: if one is missing, the mapping contains a name that is not in `names`.
     """
     groups: dict[tuple[KeyRule, tuple[str, ...], str], list[KeyMatch]] = {}
     unknown = []
@@ -193,16 +193,16 @@ def load_mappings(names: Iterable[str], table: tuple[KeyRule, ...]) -> tuple[lis
 
 
 def join_mappings(group: list[KeyMatch]) -> KeyMapping:
-    """One move of tensors that differ in their expert or their place in the row.
+    """One mapping for matches that differ in their expert or position in the rule.
 
-    It has as many experts as there are different numbers: where one is left out, a smaller one is missing.
+    It has as many experts as there are distinct indices: if one is missing, so is a smaller index.
     """
     first, experts = group[0], len({match.expert for match in group})
     return KeyMapping(first.ours, expand_experts(first.hub, experts), first.rule.op)
 
 
 def save_mappings(shapes: Mapping[str, Shape], table: tuple[KeyRule, ...]) -> list[KeyMapping]:
-    """How our tensors go out where no checkpoint says it: by the first row of each."""
+    """Mappings that save our tensors without a source checkpoint: the first matching rule of each."""
     mappings: dict[KeyMapping, None] = {}
     for name, shape in shapes.items():
         match = match_name(name, table)
@@ -211,12 +211,12 @@ def save_mappings(shapes: Mapping[str, Shape], table: tuple[KeyRule, ...]) -> li
 
 
 def to_hub_name(name: str, table: tuple[KeyRule, ...]) -> str:
-    """The Hub's name of one of our tensors or modules: of what it is a part of, and `*` for all experts."""
+    """Hub name of one of our tensors or modules: of the fused tensor, and with `*` for all experts."""
     return match_name(name, table).hub[0]
 
 
 def with_prefix(prefix: str, table: tuple[KeyRule, ...]) -> tuple[KeyRule, ...]:
-    """A table whose `model.` is `prefix` instead: where the text model is a part of a larger one."""
+    """Table with `prefix` instead of `model.`, for text models inside multimodal ones."""
 
     def replace_prefix(name: str) -> str:
         return prefix + name.removeprefix("model.") if name.startswith("model.") else name

@@ -1,4 +1,4 @@
-"""Choices of an optimizer and of the schedule of its learning rate; optimizers.py has those that torch lacks."""
+"""Configs of optimizers and learning rate schedules. container.py implements the optimizers that torch lacks."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -15,57 +15,58 @@ from tunekit.distributed.sharding import shard_slice, to_local
 from tunekit.errors import FieldError
 from tunekit.optim.container import AdamW8bit, Muon, OptimizerContainer
 
-FEW = 4096  # numbers of a weight whose moments are not worth packing
+MIN_QUANTIZED_SIZE = 4096  # elements; the moments of smaller weights stay in fp32
 
-Trained = Iterable[tuple[list[nn.Parameter], float]]  # parameters, and the factor on their learning rate
+TrainedGroups = Iterable[tuple[list[nn.Parameter], float]]  # parameters, and their learning rate factor
 
 
 def param_groups(
-    trained: Trained, lr: float, decay: float, of: Callable[[nn.Parameter], bool] = lambda p: True
+    trained: TrainedGroups, lr: float, decay: float, is_selected: Callable[[nn.Parameter], bool] = lambda p: True
 ) -> list[dict[str, Any]]:
-    """Parameter groups of the weights that are `of` it. Vectors are never decayed: zero means nothing to them."""
-    found = []
+    """Parameter groups of the selected weights. Weight decay is not applied to vectors (norms and biases)."""
+    groups = []
     for parameters, factor in trained:
         for vectors in (False, True):
-            chosen = [p for p in parameters if (p.ndim < 2) == vectors and of(p)]
-            if chosen:
-                found.append({"params": chosen, "lr": lr * factor, "weight_decay": 0.0 if vectors else decay})
-    return found
+            selected = [p for p in parameters if (p.ndim < 2) == vectors and is_selected(p)]
+            if selected:
+                groups.append({"params": selected, "lr": lr * factor, "weight_decay": 0.0 if vectors else decay})
+    return groups
 
 
 def split_optimizer(
-    trained: Trained,
-    choice: "AdamWConfig | MuonConfig",
-    special: Callable[[nn.Parameter], bool],
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    trained: TrainedGroups,
+    cfg: "AdamWConfig | MuonConfig",
+    is_special: Callable[[nn.Parameter], bool],
+    make_special: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
 ) -> torch.optim.Optimizer:
-    """What `make` makes for special weights, and AdamW for the others, as one."""
+    """Optimizer that updates special weights with `make_special(groups)` and the others with AdamW."""
     trained = list(trained)
-    ours = param_groups(trained, choice.lr, choice.weight_decay, special)
-    rest = param_groups(trained, choice.lr, choice.weight_decay, lambda p: not special(p))
-    betas = (choice.betas[0], choice.betas[1])
-    plain = partial(torch.optim.AdamW, betas=betas, eps=choice.eps, fused=can_fuse(rest) or None)
-    return OptimizerContainer(*(build(found) for build, found in ((make, ours), (plain, rest)) if found))
+    special_groups = param_groups(trained, cfg.lr, cfg.weight_decay, is_special)
+    adamw_groups = param_groups(trained, cfg.lr, cfg.weight_decay, lambda p: not is_special(p))
+    betas = (cfg.betas[0], cfg.betas[1])
+    make_adamw = partial(torch.optim.AdamW, betas=betas, eps=cfg.eps, fused=can_fuse(adamw_groups) or None)
+    pairs = (make_special, special_groups), (make_adamw, adamw_groups)
+    return OptimizerContainer(*(make(groups) for make, groups in pairs if groups))
 
 
-def can_fuse(chosen: list[dict[str, Any]]) -> bool:
+def can_fuse(groups: list[dict[str, Any]]) -> bool:
     """Whether torch has a fused AdamW for the devices of all weights in these groups."""
-    return all(capabilities(p.device).fused_adamw for group in chosen for p in group["params"])
+    return all(capabilities(p.device).fused_adamw for group in groups for p in group["params"])
 
 
 def check_positive(name: str, value: float) -> None:
     if not value > 0:
-        raise FieldError(name, f"must be above 0, not {value}")
+        raise FieldError(name, f"must be > 0, got {value}")
 
 
 def check_betas(name: str, values: tuple[float, ...]) -> None:
     if len(values) != 2 or not all(0 <= value < 1 for value in values):
-        raise FieldError(name, f"two numbers from 0 to below 1, not {list(values)}")
+        raise FieldError(name, f"must be two numbers >= 0 and < 1, got {list(values)}")
 
 
 @dataclass(frozen=True)
 class AdamWConfig:
-    """Adam with decoupled weight decay (arXiv:1711.05101), in one fused step."""
+    """AdamW: Adam with decoupled weight decay (arXiv:1711.05101). Fused if torch supports it on the device."""
 
     kind: ClassVar[str] = "adamw"
     lr: float = 2e-4
@@ -77,58 +78,63 @@ class AdamWConfig:
         check_positive("lr", self.lr)
         check_betas("betas", self.betas)
 
-    def build(self, trained: Trained, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
-        """`inner`: the weights of the blocks, between the embedding and the head, for those who treat them apart."""
+    def build(self, trained: TrainedGroups, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
+        """Build the optimizer. `inner` are the weights of the decoder layers, which Muon treats differently."""
         betas = (self.betas[0], self.betas[1])
-        chosen = param_groups(trained, self.lr, self.weight_decay)
-        return torch.optim.AdamW(chosen, betas=betas, eps=self.eps, fused=can_fuse(chosen) or None)
+        groups = param_groups(trained, self.lr, self.weight_decay)
+        return torch.optim.AdamW(groups, betas=betas, eps=self.eps, fused=can_fuse(groups) or None)
 
 
 @dataclass(frozen=True)
 class AdamW8bitConfig(AdamWConfig):
-    """AdamW with two bytes of state a weight in place of eight (arXiv:2110.02861); small weights keep the eight."""
+    """AdamW with 2 instead of 8 bytes of state per weight (arXiv:2110.02861); small weights keep fp32 state."""
 
     kind: ClassVar[str] = "adamw8bit"
 
-    def build(self, trained: Trained, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
-        shared = {"betas": (self.betas[0], self.betas[1]), "eps": self.eps}
-        return split_optimizer(trained, self, is_worth_quantizing, lambda gs: AdamW8bit(gs, shared))
+    def build(self, trained: TrainedGroups, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
+        defaults = {"betas": (self.betas[0], self.betas[1]), "eps": self.eps}
+        return split_optimizer(trained, self, is_worth_quantizing, lambda groups: AdamW8bit(groups, defaults))
 
 
 def is_worth_quantizing(weight: nn.Parameter) -> bool:
-    """Whether it has rows and is large: the whole of it, wherever its parts are."""
-    return weight.ndim > 1 and math.prod(shard_slice(weight).shape) >= FEW and to_local(weight).is_contiguous()
+    """Whether the full, unsharded weight is a large matrix."""
+    return (
+        weight.ndim > 1
+        and math.prod(shard_slice(weight).shape) >= MIN_QUANTIZED_SIZE
+        and to_local(weight).is_contiguous()
+    )
 
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """Steps of matrices go equally far in all directions (arXiv:2502.16982), at half the state of AdamW.
+    """Muon (arXiv:2502.16982): orthogonalized momentum for matrices, with half the state of AdamW.
 
-    Embeddings, the head and vectors are left to AdamW. Learning rates are those of AdamW.
+    Embeddings, lm_head and vectors use AdamW. Updates are scaled so that learning rates of AdamW apply.
     """
 
     kind: ClassVar[str] = "muon"
     lr: float = 2e-4
     momentum: float = 0.95
     weight_decay: float = 0.0  # Decoupled weight decay; not applied to norms and biases
-    betas: tuple[float, ...] = (0.9, 0.95)  # of AdamW
-    eps: float = 1e-8  # of AdamW
+    betas: tuple[float, ...] = (0.9, 0.95)  # AdamW betas for the other weights
+    eps: float = 1e-8  # AdamW epsilon for the other weights
 
     def __post_init__(self) -> None:
         check_positive("lr", self.lr)
         check_betas("betas", self.betas)
         if not 0 <= self.momentum < 1:
-            raise FieldError("momentum", f"from 0 to below 1, not {self.momentum}")
+            raise FieldError("momentum", f"must be >= 0 and < 1, got {self.momentum}")
 
-    def build(self, trained: Trained, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
-        """Only matrices among the `inner` weights; a stack of them, as of experts, is many. Filters are no matrices."""
+    def build(self, trained: TrainedGroups, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
+        """Use Muon for the matrices among the `inner` weights, including stacked experts, but not for conv filters."""
         matrices = {p for p in inner if p.ndim > 1 and min(shard_slice(p).shape[-2:]) > 1}
-        return split_optimizer(trained, self, matrices.__contains__, lambda gs: Muon(gs, {"momentum": self.momentum}))
+        defaults = {"momentum": self.momentum}
+        return split_optimizer(trained, self, matrices.__contains__, lambda groups: Muon(groups, defaults))
 
 
 @dataclass(frozen=True)
 class SGDConfig:
-    """Stochastic gradient descent; without momentum it keeps no state."""
+    """Stochastic gradient descent; has no optimizer state unless momentum is used."""
 
     kind: ClassVar[str] = "sgd"
     lr: float = 1e-2
@@ -138,79 +144,79 @@ class SGDConfig:
     def __post_init__(self) -> None:
         check_positive("lr", self.lr)
 
-    def build(self, trained: Trained, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
+    def build(self, trained: TrainedGroups, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
         return torch.optim.SGD(param_groups(trained, self.lr, self.weight_decay), momentum=self.momentum)
 
 
 @dataclass(frozen=True)
 class LRSchedulerConfig:
-    """A rise over `warmup`, then what `shape` says."""
+    """Base class of schedules: linear warmup, then `decay_factor`."""
 
     warmup_steps: float = 0.0  # Warmup steps; a value below 1 is a fraction of all steps
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
-            raise FieldError("warmup_steps", f"must not be below 0, not {self.warmup_steps}")
+            raise FieldError("warmup_steps", f"must be >= 0, got {self.warmup_steps}")
 
     def build(self, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
         return LambdaLR(optimizer, self.factors(steps))
 
     def factors(self, steps: int) -> Callable[[int], float]:
-        """Step (from 0) to the factor on the learning rate."""
+        """Function from the step, starting at 0, to the factor on the learning rate."""
         warmup = resolve_steps(self.warmup_steps, steps)
 
         def factor(step: int) -> float:
             if step < warmup:
                 return (step + 1) / warmup
-            return self.shape((step - warmup) / max(1, steps - warmup))
+            return self.decay_factor((step - warmup) / max(1, steps - warmup))
 
         return factor
 
-    def shape(self, done: float) -> float:
-        """The factor when a share `done` of the steps behind the warm-up is over."""
+    def decay_factor(self, done: float) -> float:
+        """Factor on the learning rate after a fraction `done` of the steps after warmup."""
         raise NotImplementedError
 
 
 def resolve_steps(steps: float, total: int) -> int:
-    """A number of steps that may be given as a share of all."""
+    """Number of steps; a value below 1 is a fraction of all steps."""
     return round(steps * total) if steps < 1 else round(steps)
 
 
 @dataclass(frozen=True)
 class ConstantLRConfig(LRSchedulerConfig):
-    """The full learning rate to the end."""
+    """Constant learning rate after warmup."""
 
     kind: ClassVar[str] = "constant"
 
-    def shape(self, done: float) -> float:
+    def decay_factor(self, done: float) -> float:
         return 1.0
 
 
 @dataclass(frozen=True)
 class LinearLRConfig(LRSchedulerConfig):
-    """Down to `floor` in a straight line."""
+    """Linear decay to `min_lr_ratio` of the peak."""
 
     kind: ClassVar[str] = "linear"
     min_lr_ratio: float = 0.0  # Final learning rate as a fraction of the peak
 
-    def shape(self, done: float) -> float:
+    def decay_factor(self, done: float) -> float:
         return 1 - (1 - self.min_lr_ratio) * min(done, 1.0)
 
 
 @dataclass(frozen=True)
 class CosineLRConfig(LRSchedulerConfig):
-    """Down to `floor` along half a cosine."""
+    """Cosine decay to `min_lr_ratio` of the peak."""
 
     kind: ClassVar[str] = "cosine"
     min_lr_ratio: float = 0.0  # Final learning rate as a fraction of the peak
 
-    def shape(self, done: float) -> float:
+    def decay_factor(self, done: float) -> float:
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
 @dataclass(frozen=True)
 class WSDConfig(LRSchedulerConfig):
-    """Warm-up, stable, decay: full until the last `decay`, then down to `floor` in a straight line."""
+    """Warmup-stable-decay: constant, then linear decay to `min_lr_ratio` over the last `decay_ratio` of the steps."""
 
     kind: ClassVar[str] = "wsd"
     decay_ratio: float = 0.2  # Fraction of the steps after warmup that decay
@@ -219,8 +225,8 @@ class WSDConfig(LRSchedulerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.decay_ratio <= 1:
-            raise FieldError("decay_ratio", f"a share above 0 and up to 1, not {self.decay_ratio}")
+            raise FieldError("decay_ratio", f"must be > 0 and <= 1, got {self.decay_ratio}")
 
-    def shape(self, done: float) -> float:
-        left = min(1.0, (1 - min(done, 1.0)) / self.decay_ratio)
-        return self.min_lr_ratio + (1 - self.min_lr_ratio) * left
+    def decay_factor(self, done: float) -> float:
+        remaining = min(1.0, (1 - min(done, 1.0)) / self.decay_ratio)
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * remaining

@@ -183,8 +183,8 @@ def add_evaluation(run: Path, data: str, results: Sequence[Tree], num_questions:
 def update_evaluation(run: Path) -> None:
     """Replace the evaluation results between the markers in the card of a finished run."""
     file = run / FINAL / CARD
-    before, _, rest = file.read_text("utf-8").partition(EVALUATION_MARKERS[0])
-    _, end_marker, after = rest.partition(EVALUATION_MARKERS[1])
+    before, _, tail = file.read_text("utf-8").partition(EVALUATION_MARKERS[0])
+    _, end_marker, after = tail.partition(EVALUATION_MARKERS[1])
     if end_marker:
         atomic.write_text_atomic(file, before + redact.redact_text(evaluation_section(run)) + after)
 
@@ -243,8 +243,8 @@ def detect_prompt_format(info: ModelCardInfo) -> PromptFormat:
         return UNKNOWN_FORMAT
     ((_, document),) = loader.sample_documents(1)
     tokenizer, tokens = Tokenizer.open(info.source.tokenizer_path), document.tokens[:-1].tolist()
-    plain = tokenizer.encode_texts([tokenizer.decode(tokens)], True)[0][: len(tokens)]
-    return PromptFormat(plain != tokens, info.config["data"].get("step_separator", UNKNOWN_FORMAT.separator))
+    text_tokens = tokenizer.encode_texts([tokenizer.decode(tokens)], True)[0][: len(tokens)]
+    return PromptFormat(text_tokens != tokens, info.config["data"].get("step_separator", UNKNOWN_FORMAT.separator))
 
 
 def results_section(lines: Lines) -> str:
@@ -348,9 +348,9 @@ def data_section(info: ModelCardInfo) -> str:
             numbers = [
                 f"{number:,}" for number in (source_stats.rows, source_stats.tokens, source_stats.num_target_tokens)
             ]
-            numbers = ["a stream", "", ""] if loader.summary.is_streaming else numbers
+            numbers = ["a stream", "", ""] if loader.summary.is_streamed else numbers
             counts.append([key, f"`{redact.redact_path(source)}`", split, *numbers])
-            if loader.summary.is_streaming:  # not read completely
+            if loader.summary.is_streamed:  # not read completely
                 continue
             files = find_data_files(source, parse_split(split).name)
             hashes += [[key, f"`{file.name}`", f"`{sha256(file)}`"] for file in files or ()]

@@ -146,7 +146,7 @@ def push_result(config: PushToHubConfig | None, run: Path, final: Path) -> None:
 
 
 def push_dir(config: PushToHubConfig, folder: Path, message: str, description: str = "") -> upload.UploadResult:
-    """Upload a checkpoint directory in one commit, merged if `merge_adapter` is set. `description` adds a model card."""
+    """Upload a checkpoint directory in one commit, merged with `merge_adapter`. `description` adds a model card."""
     if description:
         model_card.write_minimal_card(folder, base_checkpoint(folder), about=description)
     if not config.merge_adapter or not (folder / peft_adapter.CONFIG).is_file():
@@ -160,11 +160,11 @@ def push_dir(config: PushToHubConfig, folder: Path, message: str, description: s
         return upload.upload_files(list_files(merged), config.target, message)
 
 
-def find_result_dir(word: str) -> tuple[Path, bool]:
+def find_result_dir(source: str) -> tuple[Path, bool]:
     """Directory to upload for a run, checkpoint or adapter, and whether a run has written it."""
-    path = assets.model_dir(word) or Path(word).expanduser()
+    path = assets.model_dir(source) or Path(source).expanduser()
     if not path.is_dir():
-        raise UserError(f"{word}: directory not found")
+        raise UserError(f"{source}: directory not found")
     folder = build.final_dir_of(path)
     if not any((folder / name).is_file() for name in ("config.json", peft_adapter.CONFIG)):
         raise UserError(f"{folder}: no config.json and no {peft_adapter.CONFIG}. Specify a run, checkpoint or adapter.")

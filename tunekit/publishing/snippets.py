@@ -131,7 +131,8 @@ class ScoreHeadInfo:
     def load_options(self) -> str:
         """Keyword arguments of `from_pretrained` for the base of an adapter with this head."""
         classes = f"id2label=dict(enumerate({json.dumps(list(self.names.values()))}))"
-        return f", {classes if self.has_custom_names else f'num_labels={self.score.labels}'}, pad_token_id={self.score.pad_token_id}"
+        labels = classes if self.has_custom_names else f"num_labels={self.score.labels}"
+        return f", {labels}, pad_token_id={self.score.pad_token_id}"
 
     @property
     def has_custom_names(self) -> bool:

@@ -1,4 +1,4 @@
-"""How frozen weights are stored: as the checkpoint has them, or in four or eight bits."""
+"""Storage formats of frozen weights: as in the checkpoint, or quantized to 4 or 8 bits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,63 +13,64 @@ from tunekit.kernels import float8, nf4
 from tunekit.models.linear import Gather, GroupedLinear, Linear, identity
 from tunekit.models.weight_map import Shape
 
-LAYER_PREFIX = "layers."  # embedding and head decide much, and a trained head could not be so stored
+LAYER_PREFIX = "layers."  # the embedding and lm_head are not quantized: they are sensitive, and may be trained
 
 
 @dataclass(frozen=True)
 class NoQuantization:
-    """Numbers as they come; `precision` says in which dtype."""
+    """Keep weights unquantized; see `precision` for their dtype."""
 
     kind: ClassVar[str] = "none"
-    keeps_prequantized: ClassVar[bool] = False  # whether numbers that were packed are wanted before they are rounded
-    trainable: ClassVar[bool] = True  # whether a step can change them
+    keeps_prequantized: ClassVar[bool] = False  # load values of quantized checkpoints before they are rounded
+    trainable: ClassVar[bool] = True  # an optimizer step can change the weights
 
     def apply(self, model: nn.Module) -> None:
-        """Every layer stays what it is."""
+        """Leave the model unchanged."""
 
     def warnings(self, model: nn.Module) -> list[str]:
-        """What a person should know of how this model is stored."""
+        """Warnings for the user about layers that are not quantized."""
         return []
 
 
 @dataclass(frozen=True)
 class Float8Config(NoQuantization):
-    """Linear layers of the blocks as floats of eight bits, with a scale for 64 of them: 8.5 bits a number in all."""
+    """8-bit floats with one scale per 64 values: 8.5 bits per weight. For the linear layers of the decoder layers."""
 
     keeps_prequantized: ClassVar[bool] = True
     trainable: ClassVar[bool] = False
     kind: ClassVar[str] = "float8"
-    values_per_byte: ClassVar[int] = 1  # numbers in a byte
+    values_per_byte: ClassVar[int] = 1
     codec: ClassVar[ModuleType] = float8
 
     @property
     def quantizes_scales(self) -> bool:
-        """Whether the scales are in few bits too."""
+        """Whether block scales are quantized as well (double quantization)."""
         return False
 
     def apply(self, model: nn.Module) -> None:
-        """Quantized as they are filled: the numbers of no more than one tensor are there at a time."""
+        """Replace linear layers by quantized ones. Weights are quantized one by one while they are loaded."""
         for name, layer in quantizable_layers(model).items():
-            owner, _, leaf = name.rpartition(".")
+            parent, _, attribute = name.rpartition(".")
             if can_quantize(layer):
-                made = (
+                quantized = (
                     QuantizedLinear(layer, self) if isinstance(layer, Linear) else QuantizedGroupedLinear(layer, self)
                 )
-                setattr(model.get_submodule(owner), leaf, made)
+                setattr(model.get_submodule(parent), attribute, quantized)
 
     def warnings(self, model: nn.Module) -> list[str]:
-        odd = [name for name, layer in quantizable_layers(model).items() if layer.in_features % nf4.BLOCK]
-        leaves = ", ".join(sorted({name.rpartition(".")[2] for name in odd}))
-        told = (
-            f"quantization: {len(odd)} layers stay plain, for {nf4.BLOCK} does not divide the size of their "
-            f"input: {leaves}"
+        layers = quantizable_layers(model)
+        unsupported = [name for name, layer in layers.items() if layer.in_features % nf4.BLOCK]
+        modules = ", ".join(sorted({name.rpartition(".")[2] for name in unsupported}))
+        message = (
+            f"quantization: {len(unsupported)} layers are not quantized, because their input size is not a multiple of "
+            f"{nf4.BLOCK}: {modules}"
         )
-        return [told] if odd else []
+        return [message] if unsupported else []
 
 
 @dataclass(frozen=True)
 class NF4Config(Float8Config):
-    """Linear layers of the blocks in four bits, as QLoRA has it (arXiv:2305.14314), byte for byte as bitsandbytes."""
+    """4-bit NormalFloat (QLoRA, arXiv:2305.14314), byte-compatible with bitsandbytes."""
 
     double_quant: bool = False  # Quantize the block scales to 8 bits: 4.13 instead of 4.5 bits per weight
     kind: ClassVar[str] = "nf4"
@@ -83,40 +84,40 @@ class NF4Config(Float8Config):
 
 @dataclass(frozen=True)
 class FP4Config(NF4Config):
-    """The same with the numbers of a float of four bits, which lose more: for what was made so."""
+    """4-bit E2M1 floats; less accurate than nf4, for checkpoints already stored as FP4."""
 
     kind: ClassVar[str] = "fp4"
 
 
 def quantizable_layers(model: nn.Module) -> dict[str, Linear | GroupedLinear]:
-    """The linear layers of the blocks, by name, without what adapters add."""
-    found = {
-        n: m for n, m in model.named_modules() if n.startswith(LAYER_PREFIX) and isinstance(m, Linear | GroupedLinear)
-    }
-    return {name: layer for name, layer in found.items() if ".lora_" not in name}
+    """Linear layers of the decoder layers by name, without adapter layers."""
+    modules = {n: m for n, m in model.named_modules() if n.startswith(LAYER_PREFIX) and ".lora_" not in n}
+    return {name: module for name, module in modules.items() if isinstance(module, Linear | GroupedLinear)}
 
 
 def can_quantize(layer: Linear | GroupedLinear) -> bool:
-    """Whether rows are whole blocks, so that they can be divided among devices, and there are some of them.
+    """Whether rows consist of complete blocks, so that they can be sharded, and the layer is large enough.
 
-    A layer of a few outputs, such as a gate, decides much and weighs nothing.
+    Layers with few outputs, such as gates, are sensitive and need little memory.
     """
     return layer.in_features % nf4.BLOCK == 0 and layer.out_features >= nf4.BLOCK
 
 
 class QuantizedWeightMixin(nn.Module):
-    """What the packed kinds of Linear and Stacked share. Bytes are parameters without a gradient: sharded with the
-    others, cast by nobody, and no part of the state of a run."""
+    """Storage of quantized weights for QuantizedLinear and QuantizedGroupedLinear.
 
-    quantized_weight: nn.Parameter  # (..., in), or (..., in / 2) with two numbers in each
-    scales: nn.Parameter  # (..., in / 16), the bytes of fp32; nested: (..., in / 64)
-    double_quant_state: nn.Parameter | None  # what decodes nested scales, (bytes,)
+    Bytes are uint8 parameters without a gradient: FSDP shards them, nothing casts them, and training states omit them.
+    """
+
+    quantized_weight: nn.Parameter  # (..., in / values_per_byte) uint8
+    scales: nn.Parameter  # block scales, uint8: (..., in / 16), bytes of fp32; with double quantization (..., in / 64)
+    double_quant_state: nn.Parameter | None  # (bytes,) uint8: fp32 scales and offset of the quantized block scales
     kind: str
-    codec: ModuleType  # what packs, unpacks and multiplies
-    values_per_byte: int  # numbers in a byte
+    codec: ModuleType  # kernel module that quantizes, dequantizes and multiplies
+    values_per_byte: int
 
     def allocate_storage(self, weight: Tensor, choice: Float8Config) -> None:
-        """Make room for a weight of this shape, there where it is."""
+        """Allocate uninitialized storage for a weight of this shape, on its device."""
         *rows, columns = weight.shape
         blocks = columns // nf4.BLOCK
         groups = -(-weight.numel() // (nf4.BLOCK * nf4.NESTED))
@@ -133,28 +134,28 @@ class QuantizedWeightMixin(nn.Module):
 
     @property
     def shape(self) -> Shape:
-        """That of the whole weight, whatever part of it is here."""
+        """Shape of the full, unsharded weight."""
         *rows, columns = shard_slice(self.quantized_weight).shape
         return *rows, columns * self.values_per_byte
 
     def dequantize(self, gather: Gather = identity) -> Tensor:
-        """The weight as numbers, in fp32."""
-        outer = None if self.double_quant_state is None else gather(self.double_quant_state)
-        return self.codec.dequantize(gather(self.quantized_weight), gather(self.scales), outer, self.kind)
+        """Weight in fp32."""
+        state = None if self.double_quant_state is None else gather(self.double_quant_state)
+        return self.codec.dequantize(gather(self.quantized_weight), gather(self.scales), state, self.kind)
 
     def load_weight(self, weight: Tensor) -> None:
-        """Take a weight as it stands in a checkpoint. One that was in four bits there comes out as it was."""
+        """Quantize a full weight from a checkpoint into this shard. 4-bit weights of a checkpoint keep their values."""
         packed, scales = self.codec.quantize(weight.to(self.quantized_weight.device), self.kind)
         if self.double_quant_state is not None:
-            scales, outer = nf4.double_quantize(scales)
-            copy_to_shard(self.double_quant_state, outer.view(torch.uint8))
+            scales, state = nf4.double_quantize(scales)
+            copy_to_shard(self.double_quant_state, state.view(torch.uint8))
         rows = weight.shape[:-1]
         copy_to_shard(self.quantized_weight, packed.view(*rows, -1))
         copy_to_shard(self.scales, scales.view(torch.uint8).view(*rows, -1))
 
 
 class QuantizedLinear(QuantizedWeightMixin, Linear):
-    """A linear layer whose weight is kept in few bits."""
+    """Linear layer with a quantized weight."""
 
     def __init__(self, layer: Linear, choice: Float8Config) -> None:
         nn.Module.__init__(self)
@@ -171,19 +172,19 @@ class QuantizedLinear(QuantizedWeightMixin, Linear):
         return True
 
     def matmul_backward(self, grad: Tensor, into: Tensor | None = None) -> Tensor:
-        if into is not None and grad.device.type != "cpu":  # one kernel less, and no (N, in) between
+        if into is not None and grad.device.type != "cpu":  # saves a kernel and a temporary (N, in) tensor
             return into.addmm_(grad, self.codec.dequantize(*self.quantized_tensors, self.kind, grad.dtype))
-        found = self.codec.product_back(grad, *self.quantized_tensors, self.kind)
-        return found if into is None else into.add_(found)
+        grad_input = self.codec.product_back(grad, *self.quantized_tensors, self.kind)
+        return grad_input if into is None else into.add_(grad_input)
 
     def iter_fp32_rows(self, num_rows: int) -> Iterator[Tensor]:
         scales = self.codec.unpacked_scales(self.scales, self.double_quant_state).view(torch.uint8)
-        parts = zip(self.quantized_weight.split(num_rows), scales.split(num_rows), strict=True)
-        return (self.codec.dequantize(packed, some, None, self.kind) for packed, some in parts)
+        chunks = zip(self.quantized_weight.split(num_rows), scales.split(num_rows), strict=True)
+        return (self.codec.dequantize(packed, chunk_scales, None, self.kind) for packed, chunk_scales in chunks)
 
 
 class QuantizedGroupedLinear(QuantizedWeightMixin, GroupedLinear):
-    """The linear layers of all experts, their weights kept in few bits."""
+    """Linear layers of all experts, with quantized weights."""
 
     def __init__(self, layer: GroupedLinear, choice: Float8Config) -> None:
         nn.Module.__init__(self)

@@ -79,7 +79,8 @@ class ChatTemplate:
             self.globals = dict(sandbox.globals)
             self.compiled = sandbox.from_string(StepCounter().visit(tree))
         except TemplateSyntaxError as error:
-            raise UserError(f"{name}:{error.lineno}: invalid Jinja in chat template: {error.message}") from None
+            where = f"line {error.lineno} of the chat template"  # which may be a string in a JSON file
+            raise UserError(f"{name}: invalid Jinja in {where}: {error.message}") from None
         except (RecursionError, MemoryError, SyntaxError):
             raise UserError(f"{name}: chat template is nested too deeply") from None
         self.name = name
@@ -99,7 +100,7 @@ class ChatTemplate:
             raise UserError(f"{self.name}: chat template violates the sandbox: {error}") from None
         except RENDER_ERRORS as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"{self.name}: chat template failed: {reason}") from None
+            raise UserError(f"{self.name}: chat template fails: {reason}") from None
 
     def render_with_spans(self, context: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]] | None]:
         """Render a conversation and return the character spans of its `{% generation %}` bodies.

@@ -248,7 +248,7 @@ class RenderedPrefixes:
                     yield tail
 
     def turn_headers(self, index: int, previous: int) -> Iterator[str]:
-        """Yield the text between the previous message and a plain assistant message in place of message `index`."""
+        """Yield the text between the previous message and message `index`, replaced by a plain assistant message."""
         answer = {"role": "assistant", "content": "a"}
         for following in (self.messages[index + 1 :], ()):
             sentinels = SentinelMessages(self.tokenizer, [*self.messages[:index], answer, *following], self.tools)

@@ -1,4 +1,4 @@
-"""What recipes step through, wherever its rows are."""
+"""Interface of the data loaders: micro-batches by step."""
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -12,10 +12,10 @@ from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 
 
 class DataLoader(ABC):
-    """`loader[step]`: the micro-batches of this rank.
+    """Maps a step to the micro-batches of this rank: `loader[step]`.
 
-    `parts` are the documents of each part of the mix (of a stream, those of its first block), and `order` says which
-    share a row: documents, or units of `mix.each` of them.
+    `datasets` are the documents of each dataset of the mixture; with streaming data, those of the first block. `order`
+    defines which of them share a row: documents, or groups of `mixture.docs_per_row` of them.
     """
 
     mixture: MixtureBase
@@ -27,58 +27,58 @@ class DataLoader(ABC):
     def __getitem__(self, step: int) -> list[Batch]: ...
 
     def add_mismatched(self) -> None:
-        """From now on, batches have `others`: answers that do not belong to their prompts."""
-        self.collator = replace(self.collator, crossed=self.mixture.max_length)
+        """Add `mismatched` to all further batches: prompts with the answers of other rows."""
+        self.collator = replace(self.collator, max_mismatched_length=self.mixture.max_length)
 
     def share_prefixes(self) -> bool:
-        """From now on, what documents of a unit begin with is written once in packed rows, which then hold more.
+        """Store the common prefix of the documents of a dataset row only once, so that packed rows hold more of them.
 
-        False where rows are not packed, or documents stand alone.
+        Return False, and change nothing, without packing or with one document per dataset row.
         """
         if self.mixture.docs_per_row == 1 or self.collator.capacity is None:
             return False
-        self.collator = replace(self.collator, shared=True)
+        self.collator = replace(self.collator, share_prefixes=True)
         self.replan()
         return True
 
     @abstractmethod
     def replan(self) -> None:
-        """Say anew which documents share a row, before the first step."""
+        """Plan the packed rows again, for shared prefixes. Must be called before the first step."""
 
     @abstractmethod
     def num_steps(self, epochs: int) -> int:
-        """How many steps so many epochs have."""
+        """Number of steps of `epochs` epochs."""
 
     @abstractmethod
-    def check_vocab(self, vocab: int) -> None:
-        """UserError if the model has no embedding for a token."""
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raise UserError if the model has no embedding for a token."""
 
     @abstractmethod
     def state_dict(self, step: int) -> dict[str, Any]:
-        """What to keep when `step` steps are done: plain values."""
+        """Plain values to resume after `step` steps."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there. UserError if these are not the rows that the run began with."""
+        """Resume from a state. Raise UserError if the dataset has changed since the run started."""
 
     @abstractmethod
     def sample_documents(self, count: int) -> list[tuple[str, Document]]:
-        """Some documents of the first step, and where they are from."""
+        """First documents of the first step, with their row locations."""
 
     @abstractmethod
     def row_locations(self, step: int) -> list[str]:
-        """Where the documents of a step are from, all ranks' of them. The step was made not long ago."""
+        """File and row of each document of a recent step, of all ranks."""
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Equal for equal rows."""
+        """Hash of the rows."""
 
     @property
     @abstractmethod
     def summary(self) -> DataSummary:
-        """What an epoch holds, or the first block of a stream."""
+        """Statistics of an epoch; with streaming data, of the first block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Nothing more is wanted: what is under way ends."""
+        """Stop background work."""

@@ -1,4 +1,4 @@
-"""One micro-batch, and how the rows of a step become those of a rank."""
+"""Micro-batches, and the collator that builds those of one rank from the rows of a step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,31 +18,33 @@ from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 IGNORE = -100
-# Rows are padded to a multiple of this many tokens: kernels are made and tuned anew for every other shape.
+# Rows are padded to a multiple of this many tokens: kernels are compiled and tuned for each new shape.
 LENGTH_MULTIPLE = 16
-TENSOR_FIELDS = ("tokens", "targets", "positions", "owner", "signs", "numbers", "values")
+TENSOR_FIELDS = ("tokens", "targets", "positions", "document_ids", "doc_flags", "document_indices", "labels")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B rows of S tokens; tensors but `offsets` are (B, S) int64. `targets`: the next token if learnt, else IGNORE.
+    """Micro-batch of B rows of S positions. Tensors are (B, S) int64 unless stated otherwise.
 
-    Of steps that are judged, they are the label at the last token of each. `positions` count from 0 in each document.
-    `offsets` (documents + 1,), int32 on the CPU, bounds the documents in the flattened B·S tokens (what pads a row is a
-    document too); None: each row is one document with padding at its end. `learnt` counts the targets that are not
-    IGNORE, `real` the tokens that are not padding.
+    - `targets`: the next token if it is a target token, else IGNORE; with step labels, the label at the last token of
+      each step
+    - `positions`: position in the document, from 0
+    - `cu_seqlens`: (documents + 1,) int32 on the CPU, bounds of the documents in the B * S flattened tokens. The padding
+      of a row counts as a document. None: each row is one document with padding at its end
+    - `num_target_tokens`: number of targets that are not IGNORE; `num_tokens`: number of tokens without padding
 
-    Where documents are judged or compared, `owner` says of which of the D documents each token is, -1 of padding. The
-    documents of a row follow each other: of pairs, 2i is chosen and 2i + 1 rejected. `signs` and `numbers` (D,) are
-    their `Sign` bits and which of the loader's they are, `values` (D,) fp32 what rows say of them, NaN if nothing.
-    `others` has a mismatched answer for each, if the loader makes them: its prompt with the answer of the step's next
-    row, under the same owner.
+    Batches of preference and reward data also have:
 
-    `num_full_targets` counts the targets of losses that are about prompts too: where an answer is good, all tokens of
-    its document but the first. The host knows it, so that nothing waits for a device to count them.
+    - `document_ids`: which of the D documents each token belongs to, -1 for padding. Documents of one dataset row are
+      adjacent: 2i is the chosen and 2i + 1 the rejected answer of a pair
+    - `doc_flags` (D,): bits of `DocFlags`; `document_indices` (D,): indices in the data loader
+    - `labels` (D,) fp32: label or margin of each document, NaN without one
+    - `mismatched`: the prompt of each document with the answer of the next row of the step, with the same document ids
+    - `num_full_targets`: number of `full_targets` that are not IGNORE, counted on the host to avoid a synchronization
 
-    `prefixes` (documents, 2), on the CPU, is there where packed documents go on from the first tokens of others: how
-    many these are, at which positions then begin, and where they are in the flattened rows. They are the others' own.
+    `shared_prefixes` (documents, 2), on the CPU, exists if packed documents continue a prefix that is stored in another
+    document: the length of the prefix, at which their positions start, and its start in the flattened tokens.
     """
 
     tokens: Tensor
@@ -61,38 +63,42 @@ class Batch:
 
     @cached_property
     def layout(self) -> SequenceLayout | None:
-        """Bounds and prefixes as a model takes them; what is derived of them is shared by all passes of this batch."""
+        """Document bounds and prefixes for the model. Cached: all passes over this batch share derived values."""
         return None if self.cu_seqlens is None else SequenceLayout(self.cu_seqlens, self.shared_prefixes)
 
     @property
     def margins(self) -> Tensor:
-        """By how much each pair's chosen answer is to be the better one (pairs,), fp32; 0 where rows do not say."""
+        """Target reward margin of each pair, (pairs,) fp32; 0 for rows without one."""
         assert self.labels is not None
         return self.labels[::2].nan_to_num()
 
     @property
     def full_targets(self) -> Tensor:
-        """Targets (B, S) of all tokens of good documents but the first of each, and of the others as ever."""
-        assert self.document_ids is not None and self.doc_flags is not None, "rows of documents that are compared"
-        good = (self.doc_flags & DocFlags.DESIRABLE) != 0
-        tokens, behind = (F.pad(x[:, 1:], (0, 1), value=IGNORE) for x in (self.tokens, self.document_ids))
-        chosen = torch.cat([good, good.new_zeros(1)])[self.document_ids]  # padding, -1, finds the last
-        return torch.where((behind == self.document_ids) & chosen, tokens, self.targets)
+        """Targets (B, S) that include the prompts of desirable documents: all of their tokens except the first."""
+        assert self.document_ids is not None and self.doc_flags is not None, "needs a batch with document ids"
+        is_desirable = (self.doc_flags & DocFlags.DESIRABLE) != 0
+        next_tokens, next_ids = (F.pad(x[:, 1:], (0, 1), value=IGNORE) for x in (self.tokens, self.document_ids))
+        # The id of padding, -1, selects the appended zero.
+        has_full_targets = torch.cat([is_desirable, is_desirable.new_zeros(1)])[self.document_ids]
+        return torch.where((next_ids == self.document_ids) & has_full_targets, next_tokens, self.targets)
 
     def to(self, device: torch.device | str) -> "Batch":
+        """Copy of the batch on a device."""
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
-        """In memory from which a GPU can copy while it computes."""
+        """Copy of the batch in pinned memory, from which a GPU can copy while it computes."""
         return self.map_tensors(Tensor.pin_memory)
 
-    def map_tensors(self, move: Callable[[Tensor], Tensor]) -> "Batch":
-        there = {name: move(value) for name in TENSOR_FIELDS if (value := vars(self)[name]) is not None}
-        return replace(self, **there, others=None if self.mismatched is None else self.mismatched.map_tensors(move))
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> "Batch":
+        """Copy of the batch with `fn` applied to its tensors, except those that stay on the CPU."""
+        tensors = {name: fn(value) for name in TENSOR_FIELDS if (value := vars(self)[name]) is not None}
+        mismatched = None if self.mismatched is None else self.mismatched.map_tensors(fn)
+        return replace(self, **tensors, mismatched=mismatched)
 
 
 class RowPlan(NamedTuple):
-    """Numbers of the documents of a row, and of those whose answers are put behind their prompts, if any are."""
+    """Indices of the documents of a row, and of the documents whose answers follow their prompts in mismatched rows."""
 
     documents: np.ndarray
     mismatched: np.ndarray | None = None
@@ -100,11 +106,13 @@ class RowPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class Collator:
-    """How the `batch` rows of a step lie: on which of `size` ranks, `micro_batch` rows at once, filled with `pad`.
+    """Splits the `global_batch_size` rows of a step over `dp_size` ranks and into padded micro-batches.
 
-    `capacity` is the tokens of a packed row; None: each document is a row of its own, and `each` of them that belong
-    together are counted as one. `owned`: batches tell documents apart. `crossed` is the most tokens of a mismatched
-    answer; 0: none are made. `shared`: tokens with which such documents of a packed row begin alike are written once.
+    - `capacity`: tokens of a packed row; None: no packing, each document is padded to the longest of its micro-batch
+    - `docs_per_row`: documents that count as one dataset row, 2 for pairs
+    - `with_document_ids`: add the fields of preference and reward data to batches
+    - `max_mismatched_length`: maximum tokens of a mismatched answer; 0: batches have none
+    - `share_prefixes`: store the common prefix of the documents of a packed dataset row only once
     """
 
     global_batch_size: int
@@ -121,92 +129,101 @@ class Collator:
     def micro_batches(
         self, documents: TokenizedDataset | ConcatDataset, rows: Sequence[np.ndarray], first: int = 0
     ) -> list[Batch]:
-        """The micro-batches of this rank. Every rank has equally many, so that all take part in all exchanges.
+        """Micro-batches of this rank. All ranks have the same number, so that all take part in all collectives.
 
-        The number of a document is `first` and its index.
+        `rows` are the document indices of each row of the step. `first` is added to the indices that batches report.
         """
-        sizes = [documents.lengths[row] for row in rows]
-        tokens = [int(size.sum() if self.capacity else size.max()) for size in sizes]
-        # Longest first: rows of like length share a micro-batch, and a step that does not fit in memory fails at once.
-        order = sorted(range(len(rows)), key=tokens.__getitem__, reverse=True)
-        told = self.plan_rows(rows)
-        mine = [told[row] for row in order[self.dp_rank :: self.dp_size]]
-        parts = [mine[start : start + self.micro_batch_size] for start in range(0, len(mine), self.micro_batch_size)]
-        made = [self.make_batch(documents, part, first) for part in parts]
-        missing = -(-len(rows[:: self.dp_size]) // self.micro_batch_size) - len(parts)
-        if not missing:
-            return made
-        # A rank with fewer rows goes through the motions with the others, on a row of which it learns nothing.
-        return made + [empty_batch(self.make_batch(documents, [told[order[-1]]], first))] * missing
+        lengths = [documents.lengths[row] for row in rows]
+        row_sizes = [int(length.sum() if self.capacity else length.max()) for length in lengths]
+        # Longest first: rows of similar length share a micro-batch, and a step that does not fit in memory fails early.
+        order = sorted(range(len(rows)), key=row_sizes.__getitem__, reverse=True)
+        plans = self.plan_rows(rows)
+        local = [plans[row] for row in order[self.dp_rank :: self.dp_size]]
+        groups = [local[start : start + self.micro_batch_size] for start in range(0, len(local), self.micro_batch_size)]
+        batches = [self.make_batch(documents, group, first) for group in groups]
+        num_missing = -(-len(rows[:: self.dp_size]) // self.micro_batch_size) - len(groups)
+        if not num_missing:
+            return batches
+        # A rank with fewer rows adds empty batches: the shortest row of the step without targets.
+        return batches + [empty_batch(self.make_batch(documents, [plans[order[-1]]], first))] * num_missing
 
     def plan_rows(self, rows: Sequence[np.ndarray]) -> list[RowPlan]:
-        """Rows of a step, each with the answers of the next one: of a pair's documents, the same side's."""
+        """Rows of a step, with the documents of the next row for mismatched answers (same side of a pair)."""
         if not self.max_mismatched_length:
             return [RowPlan(row) for row in rows]
-        nexts = np.roll(np.concatenate(rows), -self.docs_per_row)
-        return list(map(RowPlan, rows, np.split(nexts, np.cumsum([len(row) for row in rows])[:-1])))
+        mismatched = np.roll(np.concatenate(rows), -self.docs_per_row)
+        return list(map(RowPlan, rows, np.split(mismatched, np.cumsum([len(row) for row in rows])[:-1])))
 
-    def make_batch(self, documents: TokenizedDataset | ConcatDataset, rows: Sequence[RowPlan], first: int) -> Batch:
-        """The micro-batch of some rows."""
-        lines = [[documents[int(i)] for i in row.documents] for row in rows]
+    def make_batch(self, documents: TokenizedDataset | ConcatDataset, plans: Sequence[RowPlan], first: int) -> Batch:
+        """Build one micro-batch of planned rows."""
+        rows = [[documents[int(i)] for i in plan.documents] for plan in plans]
         if not self.capacity:
-            lines = [[document] for line in lines for document in line]
-        batch, written = self.collate_rows(lines)
+            rows = [[document] for row in rows for document in row]
+        batch, collated = self.collate_rows(rows)
         if not self.with_document_ids:
             return batch
-        all_of = [document for line in lines for document in line]
-        numbers = np.concatenate([row.documents for row in rows])
-        signs = torch.tensor([int(document.doc_flags) for document in all_of])
-        values = torch.tensor([document.value for document in all_of], dtype=torch.float32)
-        counted = np.split(np.arange(len(all_of)), np.cumsum([len(line) for line in lines])[:-1])
-        batch = replace(batch, owner=document_ids(written, counted, batch.tokens.shape[1]), signs=signs)
-        batch = replace(batch, numbers=torch.from_numpy(numbers + first), values=values)
+        row_documents = [document for row in rows for document in row]
+        indices = np.concatenate([plan.documents for plan in plans])
+        ids = np.split(np.arange(len(row_documents)), np.cumsum([len(row) for row in rows])[:-1])
+        batch = replace(
+            batch,
+            document_ids=document_ids(collated, ids, batch.tokens.shape[1]),
+            doc_flags=torch.tensor([int(document.doc_flags) for document in row_documents]),
+            document_indices=torch.from_numpy(indices + first),
+            labels=torch.tensor([document.value for document in row_documents], dtype=torch.float32),
+        )
         batch = replace(batch, num_full_targets=int((batch.full_targets != IGNORE).sum()))
         if not self.max_mismatched_length:
             return batch
-        nexts = [documents[int(i)] for row in rows if row.mismatched is not None for i in row.mismatched]
-        return replace(batch, others=self.collate_mismatched(list(map(self.make_mismatched, all_of, nexts)), batch))
+        next_documents = [documents[int(i)] for plan in plans if plan.mismatched is not None for i in plan.mismatched]
+        mismatched = list(map(self.make_mismatched, row_documents, next_documents))
+        return replace(batch, mismatched=self.collate_mismatched(mismatched, batch))
 
-    def make_mismatched(self, asked: Document, answered: Document) -> Document:
-        """The prompt of one document, up to its first learnt token, with what another has from there on."""
-        before, behind = first_target(asked), first_target(answered)
-        tokens = np.concatenate((asked.tokens[:before], answered.tokens[behind:]))[: self.max_mismatched_length]
-        learnt = np.concatenate((np.zeros(before, bool), answered.loss_mask[behind:]))[: self.max_mismatched_length]
-        return Document(tokens, learnt, len(tokens), asked.doc_flags)
+    def make_mismatched(self, prompt: Document, answer: Document) -> Document:
+        """Prompt of one document, up to its first target, followed by the answer of another document."""
+        prompt_length, answer_start = first_target(prompt), first_target(answer)
+        end = self.max_mismatched_length
+        tokens = np.concatenate((prompt.tokens[:prompt_length], answer.tokens[answer_start:]))[:end]
+        loss_mask = np.concatenate((np.zeros(prompt_length, bool), answer.loss_mask[answer_start:]))[:end]
+        return Document(tokens, loss_mask, len(tokens), prompt.doc_flags)
 
     def collate_mismatched(self, documents: list[Document], batch: Batch) -> Batch:
-        """Mismatched answers as a batch of their own: of other lengths, so where rows are packed, in rows of others."""
+        """Batch of the mismatched answers. Their lengths differ from the originals, so packed rows are planned again."""
         lengths = np.array([len(document.tokens) for document in documents])
         plan = pack_rows(lengths, self.capacity) if self.capacity else None
-        places = list(np.arange(len(documents))[:, None]) if plan is None else plan.rows(0, len(plan))
-        lines = [[documents[i] for i in place] for place in places]
-        made = self.collate(lines)
-        whose = document_ids(lines, places, made.tokens.shape[1])
-        return replace(made, owner=whose, signs=batch.doc_flags, numbers=batch.document_indices, values=batch.labels)
+        indices = list(np.arange(len(documents))[:, None]) if plan is None else plan.rows(0, len(plan))
+        rows = [[documents[i] for i in row] for row in indices]
+        mismatched = self.collate(rows)
+        return replace(
+            mismatched,
+            document_ids=document_ids(rows, indices, mismatched.tokens.shape[1]),
+            doc_flags=batch.doc_flags,
+            document_indices=batch.document_indices,
+            labels=batch.labels,
+        )
 
     def collate_rows(self, rows: Sequence[Sequence[Document]]) -> tuple[Batch, Sequence[Sequence[Document]]]:
-        """Rows of documents, and what of these is written."""
+        """Batch of rows of documents, and the documents as stored in it: without prefixes that another one stores."""
         if not self.share_prefixes:
             return self.collate(rows), rows
-        found = SharedPrefixRows.of(rows, self.docs_per_row)
-        batch = self.collate(found.rows)
-        prefixes = found.prefixes(batch.tokens.shape[1])
+        shared = SharedPrefixRows.from_rows(rows, self.docs_per_row)
+        batch = self.collate(shared.rows)
+        prefixes = shared.prefixes(batch.tokens.shape[1])
         if prefixes is None or batch.cu_seqlens is None:
             return batch, rows
-        before = prefixes[:, 0].long().repeat_interleave(batch.cu_seqlens.diff().long()).view_as(batch.positions)
-        return replace(batch, positions=batch.positions + before, prefixes=prefixes), found.rows
+        offsets = prefixes[:, 0].long().repeat_interleave(batch.cu_seqlens.diff().long()).view_as(batch.positions)
+        return replace(batch, positions=batch.positions + offsets, shared_prefixes=prefixes), shared.rows
 
     def collate(self, rows: Sequence[Sequence[Document]]) -> Batch:
-        """Rows of documents side by side, each filled up at its end."""
+        """Batch of rows of concatenated documents, padded at the end of each row."""
         sizes = [sum(len(document.tokens) for document in row) for row in rows]
         longest = max(sizes)
-        width = max(
-            longest, min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, self.capacity or longest + LENGTH_MULTIPLE)
-        )
+        padded = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        width = max(longest, min(padded, self.capacity or longest + LENGTH_MULTIPLE))
         tokens = np.full(len(rows) * width, self.pad_id, np.int64)
         targets = np.full_like(tokens, IGNORE)
         bounds = [0]
-        for end_of_row, row in enumerate(rows, 1):
+        for num_rows, row in enumerate(rows, 1):
             for document in row:
                 start, end = bounds[-1], bounds[-1] + len(document.tokens)
                 tokens[start:end] = document.tokens
@@ -215,9 +232,9 @@ class Collator:
                 else:
                     targets[start : end - 1] = np.where(document.loss_mask[1:], document.tokens[1:], IGNORE)
                 bounds.append(end)
-            if self.capacity and bounds[-1] < end_of_row * width:
-                bounds.append(end_of_row * width)  # what pads a packed row is a document of its own
-            bounds[-1] = end_of_row * width
+            if self.capacity and bounds[-1] < num_rows * width:
+                bounds.append(num_rows * width)  # the padding of a packed row is a document
+            bounds[-1] = num_rows * width
         positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], np.diff(bounds))
         return Batch(
             *(torch.from_numpy(flat).view(len(rows), width) for flat in (tokens, targets, positions)),
@@ -227,22 +244,27 @@ class Collator:
         )
 
 
-def document_ids(rows: Sequence[Sequence[Document]], places: Sequence[np.ndarray], width: int) -> Tensor:
-    """Which document each token (rows, width) is of, where those of the rows are called `places`; -1 for padding."""
-    found = np.full((len(rows), width), -1)
-    for line, row, named in zip(found, rows, places, strict=True):
+def document_ids(rows: Sequence[Sequence[Document]], row_ids: Sequence[np.ndarray], width: int) -> Tensor:
+    """Document id of each token, (B, width); -1 for padding. `row_ids` are the ids of the documents of each row."""
+    ids = np.full((len(rows), width), -1)
+    for id_row, row, documents in zip(ids, rows, row_ids, strict=True):
         sizes = [len(document.tokens) for document in row]
-        line[: sum(sizes)] = np.repeat(named, sizes)
-    return torch.from_numpy(found)
+        id_row[: sum(sizes)] = np.repeat(documents, sizes)
+    return torch.from_numpy(ids)
 
 
 def empty_batch(batch: Batch) -> Batch:
-    """The same of which nothing is learnt, and no token is anybody's."""
-    full = None if batch.num_full_targets is None else 0
-    found = replace(batch, targets=torch.full_like(batch.targets, IGNORE), learnt=0, real=0, num_full_targets=full)
+    """Same batch without targets, whose tokens belong to no document."""
+    num_full_targets = None if batch.num_full_targets is None else 0
+    targets = torch.full_like(batch.targets, IGNORE)
+    empty = replace(batch, targets=targets, num_target_tokens=0, num_tokens=0, num_full_targets=num_full_targets)
     if batch.document_ids is None or batch.doc_flags is None or batch.document_indices is None or batch.labels is None:
-        return found
-    others = None if batch.mismatched is None else empty_batch(batch.mismatched)
-    none = torch.full_like(batch.document_ids, -1)
-    signs, numbers, values = batch.doc_flags[:0], batch.document_indices[:0], batch.labels[:0]
-    return replace(found, owner=none, signs=signs, numbers=numbers, values=values, others=others)
+        return empty
+    return replace(
+        empty,
+        document_ids=torch.full_like(batch.document_ids, -1),
+        doc_flags=batch.doc_flags[:0],
+        document_indices=batch.document_indices[:0],
+        labels=batch.labels[:0],
+        mismatched=None if batch.mismatched is None else empty_batch(batch.mismatched),
+    )

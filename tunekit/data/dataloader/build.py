@@ -1,4 +1,4 @@
-"""From what a recipe's `data:` says to what it steps through."""
+"""Build the data loader of a config."""
 
 from pathlib import Path
 
@@ -12,65 +12,80 @@ from tunekit.data.datasets import DatasetConfig
 from tunekit.data.preprocess import preprocess
 from tunekit.data.preprocess.tokenized_dataset import BAD_ROWS, TokenizedDataset
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.distributed.context import DistributedContext
 
 
 def build_dataloader(
-    choice: DatasetConfig | MixtureBase,
+    config: DatasetConfig | MixtureBase,
     tokenizer: Tokenizer,
-    batch: int,
-    micro_batch: int,
-    run,
-    folder: Path | None = None,
-    fresh: bool = False,
+    global_batch_size: int,
+    micro_batch_size: int,
+    dist: DistributedContext,
+    run_dir: Path | None = None,
+    overwrite: bool = False,
 ) -> DataLoader:
-    """What a recipe's `data:` says, ready to be stepped through; UserError names the first row that is wrong.
+    """Data loader of a dataset or mixture. Raise UserError for the first invalid row. Rank 0 shows a progress bar.
 
-    `folder` is the run's, for the list of rows that were skipped; with `fresh`, the run does not go on, and no line of
-    an earlier one stays there. Rank 0 shows a bar.
+    Skipped rows are listed in `run_dir`. With `overwrite`, the list of an earlier run is deleted.
     """
-    mix = MixtureBase.from_config(choice)
-    listed = None if folder is None or not run.is_main else folder / BAD_ROWS
-    if listed is not None and (fresh or not is_streaming(mix)):
-        listed.unlink(missing_ok=True)
-    loader = make_dataloader(mix, tokenizer, (batch, micro_batch), run, listed)
+    mixture = MixtureBase.from_config(config)
+    bad_rows_file = None if run_dir is None or not dist.is_main_process else run_dir / BAD_ROWS
+    if bad_rows_file is not None and (overwrite or not is_streaming(mixture)):
+        bad_rows_file.unlink(missing_ok=True)
+    loader = make_dataloader(mixture, tokenizer, (global_batch_size, micro_batch_size), dist, bad_rows_file)
     if tokenizer.vocab is not None:
         loader.check_vocab(tokenizer.vocab)
     return loader
 
 
 def make_dataloader(
-    mix: MixtureBase, tokenizer: Tokenizer, sizes: tuple[int, int], run, listed: Path | None
+    mixture: MixtureBase,
+    tokenizer: Tokenizer,
+    batch_sizes: tuple[int, int],
+    dist: DistributedContext,
+    bad_rows_file: Path | None,
 ) -> DataLoader:
-    """`sizes`: rows of a step, and of a micro-batch."""
-    mix = mix.resolve()
-    pad, owned = mix.prepare_tokenizer(tokenizer).pad, any(rows.has_document_ids for rows in mix.dataset_configs)
-    layout = Collator(*sizes, run.reader, run.sizes.readers, pad, mix.capacity, mix.docs_per_row, owned)
-    if is_streaming(mix):
-        return StreamingDataLoader(
-            mix, BlockStream(mix, make_feeds(mix, tokenizer, run, listed), run.seed, layout.global_batch_size), layout
-        )
-    parts = tuple(preprocess.preprocess_dataset(rows, tokenizer, run) for rows in mix.dataset_configs)
-    for part in parts:
-        append_bad_rows(part, listed)
-    return MapDataLoader(mix, parts, layout, run.seed)
+    """Data loader of a mixture. `batch_sizes` are the rows of a step and of a micro-batch."""
+    mixture = mixture.resolve()
+    pad_id = mixture.prepare_tokenizer(tokenizer).pad
+    with_document_ids = any(config.has_document_ids for config in mixture.dataset_configs)
+    collator = Collator(
+        *batch_sizes,
+        dist.dp_rank,
+        dist.dims.dp_size,
+        pad_id,
+        mixture.capacity,
+        mixture.docs_per_row,
+        with_document_ids,
+    )
+    if is_streaming(mixture):
+        feeds = make_feeds(mixture, tokenizer, dist, bad_rows_file)
+        stream = BlockStream(mixture, feeds, dist.seed, collator.global_batch_size)
+        return StreamingDataLoader(mixture, stream, collator)
+    datasets = tuple(preprocess.preprocess_dataset(config, tokenizer, dist) for config in mixture.dataset_configs)
+    for dataset in datasets:
+        append_bad_rows(dataset, bad_rows_file)
+    return MapDataLoader(mixture, datasets, collator, dist.seed)
 
 
-def make_feeds(mix: MixtureBase, tokenizer: Tokenizer, run, listed: Path | None) -> list[DocumentFeed]:
-    """The sources of a mix of which some at least are streams."""
-    found: list[DocumentFeed] = []
-    for part, rows in enumerate(mix.dataset_configs):
-        if rows.streaming:
-            found.append(StreamFeed(rows, tokenizer, listed))
+def make_feeds(
+    mixture: MixtureBase, tokenizer: Tokenizer, dist: DistributedContext, bad_rows_file: Path | None
+) -> list[DocumentFeed]:
+    """Document feeds of a mixture with streaming data."""
+    feeds: list[DocumentFeed] = []
+    for i, config in enumerate(mixture.dataset_configs):
+        if config.streaming:
+            feeds.append(StreamFeed(config, tokenizer, bad_rows_file))
         else:
-            documents = preprocess.preprocess_dataset(rows, tokenizer, run)
-            append_bad_rows(documents, listed)
-            found.append(MapFeed(documents, rows.docs_per_row, run.seed + part, mix.shuffle))
-    return found
+            dataset = preprocess.preprocess_dataset(config, tokenizer, dist)
+            append_bad_rows(dataset, bad_rows_file)
+            feeds.append(MapFeed(dataset, config.docs_per_row, dist.seed + i, mixture.shuffle))
+    return feeds
 
 
-def append_bad_rows(documents: TokenizedDataset, file: Path | None) -> None:
-    """Add the rows that were skipped to a list."""
-    if file is not None and documents.prepared.bad_rows is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("ab") as lines:
-            lines.write(documents.prepared.bad_rows.read_bytes())
+def append_bad_rows(dataset: TokenizedDataset, path: Path | None) -> None:
+    """Append the skipped rows of a dataset to a JSON Lines file."""
+    if path is not None and dataset.summary.bad_rows is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            file.write(dataset.summary.bad_rows.read_bytes())

@@ -1,4 +1,4 @@
-"""Step number to micro-batches of rows that are prepared: the same rows whatever the ranks and the micro-batch."""
+"""Data loader of preprocessed rows. A step has the same rows for any number of ranks and any micro-batch size."""
 
 from typing import Any
 
@@ -15,112 +15,117 @@ from tunekit.errors import UserError
 
 
 class MapDataLoader(DataLoader):
-    """Steps go on over epochs; the last of an epoch may be smaller. There is no state: `[step]` is a pure function.
+    """Data loader without state: `loader[step]` is a pure function. The last step of an epoch may be smaller.
 
-    `rows` are the documents of all parts, numbered through; `mix.each` of them that follow each other are never torn.
+    `documents` are those of all datasets; `mixture.docs_per_row` adjacent ones are never separated.
     """
 
-    def __init__(self, mix: MixtureBase, parts: tuple[TokenizedDataset, ...], layout: Collator, seed: int) -> None:
-        assert layout.global_batch_size > 0 and layout.micro_batch_size > 0
-        self.mixture, self.datasets, self.collator = mix, parts, layout
-        self.rows: TokenizedDataset | ConcatDataset = parts[0] if len(parts) == 1 else ConcatDataset(parts)
-        for rows, part in zip(mix.dataset_configs, parts, strict=True):
-            if not len(part):
-                raise UserError(f"{rows.source}: {rows.split} holds no row to learn from")
-        self.sizes = sizes = [len(part) // mix.docs_per_row for part in parts]
-        self.counts = list(mix.rows_per_epoch(sizes))
-        draw = None if self.counts == sizes else EpochSampler(sizes, self.counts, seed, mix.shuffle)
-        self.order = RowOrder(unit_lengths(self.rows.lengths, mix.docs_per_row), seed, mix.shuffle, mix.capacity, draw)
-        self.place = StepIndex(self.order.rows, layout.global_batch_size)
+    def __init__(
+        self, mixture: MixtureBase, datasets: tuple[TokenizedDataset, ...], collator: Collator, seed: int
+    ) -> None:
+        assert collator.global_batch_size > 0 and collator.micro_batch_size > 0
+        self.mixture, self.datasets, self.collator = mixture, datasets, collator
+        self.documents: TokenizedDataset | ConcatDataset = (
+            datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
+        )
+        for config, dataset in zip(mixture.dataset_configs, datasets, strict=True):
+            if not len(dataset):
+                raise UserError(f"{config.source}: split {config.split} has no rows with target tokens")
+        self.num_rows = num_rows = [len(dataset) // mixture.docs_per_row for dataset in datasets]
+        self.rows_per_epoch = list(mixture.rows_per_epoch(num_rows))
+        uses_all = self.rows_per_epoch == num_rows
+        sampler = None if uses_all else EpochSampler(num_rows, self.rows_per_epoch, seed, mixture.shuffle)
+        lengths = unit_lengths(self.documents.lengths, mixture.docs_per_row)
+        self.order = RowOrder(lengths, seed, mixture.shuffle, mixture.capacity, sampler)
+        self.step_index = StepIndex(self.order.num_rows, collator.global_batch_size)
 
     def replan(self) -> None:
-        self.order = self.order.shortened(shared_prefix.shared_prefix_tokens(self.rows, self.mixture.docs_per_row))
-        self.place = StepIndex(self.order.rows, self.collator.global_batch_size)
+        saved = shared_prefix.shared_prefix_tokens(self.documents, self.mixture.docs_per_row)
+        self.order = self.order.subtract_lengths(saved)
+        self.step_index = StepIndex(self.order.num_rows, self.collator.global_batch_size)
 
     def num_steps(self, epochs: int) -> int:
-        """How many steps so many epochs have."""
-        return self.place.until(epochs)
+        return self.step_index.num_steps(epochs)
 
-    def check_vocab(self, vocab: int) -> None:
-        """UserError if the model has no embedding for a token."""
-        highest = max(self.collator.pad_id, *(int(part.tokens.max()) for part in self.datasets))
-        if highest >= vocab:
+    def check_vocab(self, vocab_size: int) -> None:
+        max_token = max(self.collator.pad_id, *(int(dataset.tokens.max()) for dataset in self.datasets))
+        if max_token >= vocab_size:
             raise UserError(
-                f"the rows hold token {highest}, the model knows {vocab}: this tokenizer is another model's"
+                f"data: token id {max_token} is outside the model's vocabulary of {vocab_size} tokens. "
+                "Use the tokenizer of this model."
             )
 
     @property
     def fingerprint(self) -> str:
-        """Of all that is prepared."""
-        return self.rows.fingerprint
+        return self.documents.fingerprint
 
     def sample_documents(self, count: int) -> list[tuple[str, Document]]:
-        """Some documents of the first step, and where they are from."""
-        numbers = [int(number) for row in self.numbers(0) for number in row][:count]
-        return [(self.rows.row_location(number), self.rows[number]) for number in numbers]
+        indices = [int(index) for row in self.document_indices(0) for index in row][:count]
+        return [(self.documents.row_location(index), self.documents[index]) for index in indices]
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """What the rows are, so that a run does not go on with others. Everything else follows from the step."""
-        return {"rows": self.rows.fingerprint}
+        """Fingerprint of the rows, to detect changed data. Everything else follows from the step."""
+        return {"rows": self.documents.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state != self.state_dict(0):
-            raise UserError("data: these are not the rows that the run began with: bring them back, or use --overwrite")
+            raise UserError(
+                "data: the dataset has changed since the run started. Restore the original data, or pass --overwrite."
+            )
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: there is no background work."""
 
     @property
     def summary(self) -> DataSummary:
-        """What an epoch holds."""
-        drawn = self.order.drawn(0)
-        part_of = np.repeat(np.arange(len(self.datasets)), self.sizes)[drawn]
-        tokens = np.bincount(part_of, self.order.lengths[drawn], len(self.datasets)).astype(int).tolist()
-        columns = zip(self.mixture.dataset_configs, self.datasets, self.sizes, self.counts, tokens, strict=True)
-        shares = [
+        items = self.order.items(0)
+        dataset_index = np.repeat(np.arange(len(self.datasets)), self.num_rows)[items]
+        tokens = np.bincount(dataset_index, self.order.lengths[items], len(self.datasets)).astype(int).tolist()
+        columns = zip(
+            self.mixture.dataset_configs, self.datasets, self.num_rows, self.rows_per_epoch, tokens, strict=True
+        )
+        summaries = [
             DatasetSummary(
-                name=rows.source,
-                description=describe_rows(part, count == size),
+                name=config.source,
+                description=describe_rows(dataset, count == total),
                 rows=count,
-                tokens=each,
-                num_target_tokens=num_target_tokens(part, count / size),
-                passes=count / size,
-                noun="document" if part.prepared.split else "row",
+                tokens=num_tokens,
+                num_target_tokens=num_target_tokens(dataset, count / total),
+                passes=count / total,
+                noun="document" if dataset.summary.split else "row",
             )
-            for rows, part, size, count, each in columns
+            for config, dataset, total, count, num_tokens in columns
         ]
-        packed = None if self.mixture.capacity is None else self.order.rows(0)
-        longest, truncated = int(self.rows.lengths.max()), sum(part.truncated for part in self.datasets)
-        return DataSummary(tuple(shares), longest, truncated, packed, self.mixture.capacity)
+        num_packed_rows = None if self.mixture.capacity is None else self.order.num_rows(0)
+        max_length = int(self.documents.lengths.max())
+        num_truncated = sum(dataset.num_truncated for dataset in self.datasets)
+        return DataSummary(tuple(summaries), max_length, num_truncated, num_packed_rows, self.mixture.capacity)
 
     def __getitem__(self, step: int) -> list[Batch]:
-        return self.collator.micro_batches(self.rows, self.numbers(step))
+        return self.collator.micro_batches(self.documents, self.document_indices(step))
 
-    def numbers(self, step: int) -> list[np.ndarray]:
-        """The documents of each row of a step."""
+    def document_indices(self, step: int) -> list[np.ndarray]:
+        """Document indices of each row of a step."""
         if step < 0:
             raise IndexError(step)
-        epoch, at = self.place.find(step)
-        first = at * self.collator.global_batch_size
-        return unit_documents(
-            self.order.plan(epoch).rows(first, first + self.collator.global_batch_size), self.mixture.docs_per_row
-        )
+        epoch, index = self.step_index.locate(step)
+        first = index * self.collator.global_batch_size
+        rows = self.order.plan(epoch).rows(first, first + self.collator.global_batch_size)
+        return unit_documents(rows, self.mixture.docs_per_row)
 
     def row_locations(self, step: int) -> list[str]:
-        return [self.rows.row_location(int(number)) for row in self.numbers(step) for number in row]
+        return [self.documents.row_location(int(index)) for row in self.document_indices(step) for index in row]
 
 
-def num_target_tokens(part: TokenizedDataset, passes: float) -> int:
-    """Tokens that so many passes teach."""
-    return round(part.targets * passes)
+def num_target_tokens(dataset: TokenizedDataset, passes: float) -> int:
+    """Number of target tokens in `passes` passes over a dataset."""
+    return round(dataset.num_target_tokens * passes)
 
 
-def describe_rows(part: TokenizedDataset, once: bool, skipped: str = "skipped") -> str:
-    """What the rows are; how many, and what became of those that are no documents, where that is not told beside it."""
-    found = part.prepared
-    told = once and found == PreprocessSummary(rows=found.rows, row_format=found.row_format)
-    return (
-        found.row_format
-        if told and found.row_format
-        else ", ".join(filter(None, (found.row_format, found.format(skipped))))
-    )
+def describe_rows(dataset: TokenizedDataset, once: bool, skipped: str = "skipped") -> str:
+    """Format of the rows, and their counts unless each row is used once and is one document."""
+    summary = dataset.summary
+    is_plain = once and summary == PreprocessSummary(rows=summary.rows, row_format=summary.row_format)
+    if is_plain and summary.row_format:
+        return summary.row_format
+    return ", ".join(filter(None, (summary.row_format, summary.format(skipped))))

@@ -1,4 +1,4 @@
-"""Several sources in one: which rows of each an epoch holds, by shares, passes and caps."""
+"""Mixtures of datasets: how many rows of each dataset an epoch contains, by weights, repeats, and limits."""
 
 import hashlib
 import math
@@ -15,132 +15,132 @@ from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 
-SHARED_KEYS = ("max_length", "packing", "shuffle")  # keys that the mix says for all of its parts
+SHARED_KEYS = ("max_length", "packing", "shuffle")  # keys that a mixture sets for all of its datasets
 
 
 @dataclass(frozen=True)
 class MixtureMemberBase:
-    """One source of a mix, and how much of it an epoch takes."""
+    """One dataset of a mixture, and how much of it an epoch contains."""
 
     dataset: DatasetConfig
-    weight: float | None = None  # share of the mix's rows, relative to the weights of the others
-    repeat: float = 1.0  # passes in an epoch of the mix; 0.5 takes half of the rows, the other half comes next
-    max_samples_per_epoch: int | None = None  # rows in an epoch of the mix at most, others in each epoch
+    weight: float | None = None  # Fraction of the rows, relative to the weights of the other datasets
+    repeat: float = 1.0  # Passes per epoch of the mixture; 0.5: half of the rows, the other half in the next epoch
+    max_samples_per_epoch: int | None = None  # Maximum rows per epoch; each epoch uses other rows
 
     def __post_init__(self) -> None:
         if self.weight is not None and not 0 < self.weight < math.inf:
-            raise FieldError("weight", f"must be above 0, not {self.weight}: take the part out")
+            raise FieldError("weight", f"must be > 0, got {self.weight}. Remove the dataset to leave it out")
         if not 0 < self.repeat < math.inf:
-            raise FieldError("repeat", f"must be above 0, not {self.repeat}")
+            raise FieldError("repeat", f"must be > 0, got {self.repeat}")
         if self.max_samples_per_epoch is not None and self.max_samples_per_epoch < 1:
-            raise FieldError("max_samples_per_epoch", f"must be 1 or more rows, not {self.max_samples_per_epoch}")
+            raise FieldError("max_samples_per_epoch", f"must be >= 1, got {self.max_samples_per_epoch}")
 
-    def max_rows_per_epoch(self, count: int) -> float:
-        """Rows that an epoch may take, where the part has `count`."""
-        return min(
-            max(1.0, self.repeat * count),
-            math.inf if self.max_samples_per_epoch is None else self.max_samples_per_epoch,
-        )
+    def max_rows_per_epoch(self, num_rows: int) -> float:
+        """Maximum number of rows in an epoch for a dataset of `num_rows`."""
+        limit = math.inf if self.max_samples_per_epoch is None else self.max_samples_per_epoch
+        return min(max(1.0, self.repeat * num_rows), limit)
 
 
 @dataclass(frozen=True)
 class MixtureBase(DataConfig):
-    """Rows of several sources, whatever they are."""
+    """Rows of several datasets."""
 
     datasets: tuple[MixtureMemberBase, ...]
-    temperature: float = 1.0  # 1: as many rows as there are; above: shares that are more even
+    temperature: float = 1.0  # 1: proportional to the number of rows; above 1: more even fractions
     max_length: int = 2048  # Maximum tokens per row
     packing: bool = False  # Pack whole documents into rows of `max_length` tokens, without cross-document attention
-    shuffle: bool = True  # false: one part after the other, each in its order
+    shuffle: bool = True  # Shuffle the rows of all datasets; false: one dataset after the other, in file order
 
     def __post_init__(self) -> None:
         if not self.datasets:
-            raise FieldError("datasets", "name at least one: [{dataset: {kind: chat, source: ...}}]")
+            raise FieldError("datasets", "must not be empty, as in [{dataset: {kind: chat, source: ...}}]")
         if self.max_length < 2:
-            raise FieldError("max_length", f"must be 2 or more tokens, not {self.max_length}")
+            raise FieldError("max_length", f"must be >= 2, got {self.max_length}")
         if not 1 <= self.temperature < math.inf:
-            raise FieldError("temperature", f"must be 1 (as many as there are) or above, not {self.temperature}")
+            raise FieldError("temperature", f"must be >= 1, got {self.temperature}")
         self.check_weights()
-        usual = {field.name: field.default for field in fields(DatasetConfig)}
-        for i, part in enumerate(self.datasets):
+        defaults = {field.name: field.default for field in fields(DatasetConfig)}
+        for i, member in enumerate(self.datasets):
             for name in SHARED_KEYS:
-                if vars(part.dataset)[name] not in (usual[name], vars(self)[name]):
+                if vars(member.dataset)[name] not in (defaults[name], vars(self)[name]):
                     raise FieldError(
                         f"datasets.{i}.dataset.{name}", "must be the same for all datasets. Set it next to `datasets`"
                     )
 
     def check_weights(self) -> None:
-        """All parts have a weight, or none."""
-        without = [i for i, part in enumerate(self.datasets) if part.weight is None]
-        if 0 < len(without) < len(self.datasets):
-            raise FieldError(f"datasets.{without[0]}", "has no weight, but others have: give one to each, or to none")
-        if not without and self.temperature != 1:
-            raise FieldError("temperature", "weights say the shares already: leave one of both out")
-        if len(self.datasets) > 1 and any(part.dataset.streaming for part in self.datasets):
-            if without:
-                raise FieldError("datasets", "one is a stream, so the mix has no epochs: give all parts a weight")
-            for i, part in enumerate(self.datasets):
-                if (part.repeat, part.max_samples_per_epoch) != (1, None):
-                    raise FieldError(f"datasets.{i}", "a mix with a stream has no epochs: epochs and caps say nothing")
+        """Raise FieldError unless all datasets have a weight or none, and the other keys agree with it."""
+        without_weight = [i for i, member in enumerate(self.datasets) if member.weight is None]
+        if 0 < len(without_weight) < len(self.datasets):
+            field = f"datasets.{without_weight[0]}"
+            raise FieldError(field, "has no weight, but other datasets have one. Set `weight` for all or for none")
+        if not without_weight and self.temperature != 1:
+            raise FieldError("temperature", "cannot be combined with weights. Remove one of them")
+        if len(self.datasets) > 1 and any(member.dataset.streaming for member in self.datasets):
+            if without_weight:
+                raise FieldError("datasets", "a mixture with streaming data needs a `weight` for each dataset")
+            for i, member in enumerate(self.datasets):
+                if (member.repeat, member.max_samples_per_epoch) != (1, None):
+                    problem = "a mixture with streaming data has no epochs. Remove `repeat` and `max_samples_per_epoch`"
+                    raise FieldError(f"datasets.{i}", problem)
 
     @staticmethod
-    def from_config(choice: "DatasetConfig | MixtureBase") -> "MixtureBase":
-        """A mix as it is, and rows as a mix of one part."""
-        if isinstance(choice, MixtureBase):
-            return choice
+    def from_config(config: "DatasetConfig | MixtureBase") -> "MixtureBase":
+        """The mixture itself, or a mixture of one dataset."""
+        if isinstance(config, MixtureBase):
+            return config
         return MixtureBase(
-            (MixtureMemberBase(choice),), max_length=choice.max_length, packing=choice.packing, shuffle=choice.shuffle
+            (MixtureMemberBase(config),), max_length=config.max_length, packing=config.packing, shuffle=config.shuffle
         )
 
     @property
     def docs_per_row(self) -> int:
-        """Documents that are never torn: of one, or of a pair."""
+        """Adjacent documents that count as one row: 2 for pairs, else 1."""
         return self.datasets[0].dataset.docs_per_row
 
     @property
     def capacity(self) -> int | None:
-        """Tokens of a packed row, in which a pair fits too; None: each document is a row of its own."""
+        """Tokens of a packed row, which has room for a full pair; None: no packing."""
         return self.docs_per_row * self.max_length if self.packing else None
 
     @property
     def dataset_configs(self) -> tuple[DatasetConfig, ...]:
-        """The choices of the parts, with what the mix says for all of them."""
+        """Configs of the datasets, with the keys that the mixture sets for all of them."""
         shared = {name: vars(self)[name] for name in SHARED_KEYS}
-        return tuple(replace(part.dataset, **shared) for part in self.datasets)
+        return tuple(replace(member.dataset, **shared) for member in self.datasets)
 
     def resolve(self) -> "MixtureBase":
-        """With every part as what its rows turn out to be. UserError if some are pairs and others are not."""
-        parts = tuple(replace(part, dataset=part.dataset.resolve()) for part in self.datasets)
-        if len({part.dataset.docs_per_row for part in parts}) > 1:
-            found = ", ".join(f"{part.dataset.source} gives {kind_name(type(part.dataset))} rows" for part in parts)
-            raise UserError(f"datasets: all give pairs, or all give single answers; here {found}")
-        return replace(self, datasets=parts)
+        """Replace `auto` datasets by what their rows are. Raise UserError if only some of them are pairs."""
+        members = tuple(replace(member, dataset=member.dataset.resolve()) for member in self.datasets)
+        if len({member.dataset.docs_per_row for member in members}) > 1:
+            kinds = ", ".join(f"{member.dataset.source} ({kind_name(type(member.dataset))})" for member in members)
+            raise UserError(f"datasets: must be all pairs or all single answers, got {kinds}")
+        return replace(self, datasets=members)
 
     def check_source(self) -> None:
-        """UserError if a source is not there, as far as can be told without reading it."""
-        for rows in self.dataset_configs:
-            rows.check_source()
+        """Raise UserError if a source does not exist. Reads no rows."""
+        for config in self.dataset_configs:
+            config.check_source()
 
     def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        """The tokenizer; UserError if the rows of a part cannot be written with it."""
-        for rows in self.dataset_configs:
-            rows.prepare_tokenizer(tokenizer)
+        """Return the tokenizer. Raise UserError if it cannot encode the rows of a dataset."""
+        for config in self.dataset_configs:
+            config.prepare_tokenizer(tokenizer)
         return tokenizer
 
-    def rows_per_epoch(self, rows: Sequence[int]) -> tuple[int, ...]:
-        """Rows of each part in an epoch, where the parts have so many."""
-        sizes = [part.max_rows_per_epoch(count) for part, count in zip(self.datasets, rows, strict=True)]
-        shares = [part.weight for part in self.datasets if part.weight is not None]
-        shares = shares or [size ** (1 / self.temperature) for size in sizes]
-        epoch = min(size / share for size, share in zip(sizes, shares, strict=True))
-        return tuple(max(1, round(epoch * share)) for share in shares)
+    def rows_per_epoch(self, num_rows: Sequence[int]) -> tuple[int, ...]:
+        """Rows of each dataset in an epoch, for datasets of `num_rows`."""
+        sizes = [member.max_rows_per_epoch(count) for member, count in zip(self.datasets, num_rows, strict=True)]
+        weights = [member.weight for member in self.datasets if member.weight is not None]
+        weights = weights or [size ** (1 / self.temperature) for size in sizes]
+        scale = min(size / weight for size, weight in zip(sizes, weights, strict=True))
+        return tuple(max(1, round(scale * weight)) for weight in weights)
 
 
 @dataclass(frozen=True)
 class MixtureMember(MixtureMemberBase):
-    """One source of a mix. An epoch of the mix passes it `epochs` times; where shares are given, at most so often.
+    """One dataset of a mixture. An epoch contains it `repeat` times; with weights, at most.
 
-    A mix with a stream has no epochs: its weights are the shares of each block.
+    Mixtures with streaming data have no epochs: weights are fractions of each block.
     """
 
     kind: ClassVar[str] = "part"
@@ -149,45 +149,48 @@ class MixtureMember(MixtureMemberBase):
 
 @dataclass(frozen=True)
 class Mixture(MixtureBase):
-    """Rows of several sources. Shares are counted in rows.
+    """Rows of several datasets. Fractions are counted in rows.
 
-    Without weights an epoch holds all that its parts give, each its `epochs` or its `cap`. Weights fix the shares, and
-    a temperature above 1 evens them out (rows to the power of 1 / temperature): the epoch then ends with the part that
-    has first given all it may. What an epoch leaves of a part comes in the next ones, before any of it comes again.
+    Without weights, an epoch contains all rows of all datasets, changed by `repeat` and `max_samples_per_epoch`. Weights
+    set the fractions. A temperature above 1 makes them more even (rows to the power of 1 / temperature). The epoch ends
+    with the first dataset that has no rows left. The unused rows of the other datasets are used in the next epochs,
+    before any row is repeated.
     """
 
     kind: ClassVar[str] = "mixture"
     datasets: tuple[MixtureMember, ...]
 
 
-SFTData = SFTDataset | Mixture  # what a recipe that learns from rows may read
+SFTData = SFTDataset | Mixture  # datasets of the recipes that train on target tokens
 
 
-def is_streaming(choice: DatasetConfig | MixtureBase) -> bool:
-    """Whether rows are read while they are trained on, so that nobody knows how many there are."""
-    return any(part.dataset.streaming for part in MixtureBase.from_config(choice).datasets)
+def is_streaming(config: DatasetConfig | MixtureBase) -> bool:
+    """Whether rows are read during training, so that their number is unknown."""
+    return any(member.dataset.streaming for member in MixtureBase.from_config(config).datasets)
 
 
 def check_finite(
-    data: DatasetConfig | MixtureBase, steps: int | None, validation: DatasetConfig | MixtureBase | None
+    data: DatasetConfig | MixtureBase, max_steps: int | None, eval_data: DatasetConfig | MixtureBase | None
 ) -> None:
-    """FieldError if nobody knows when a run on a stream, or a validation, is to end."""
-    if steps is None and is_streaming(data):
-        raise FieldError("max_steps", "is needed, as nobody knows how many steps a stream has")
-    if validation is not None and is_streaming(validation):
-        raise FieldError("eval_data", "is measured whole: it cannot be a stream; `max_samples` takes the first rows")
+    """Raise FieldError if training on a stream has no last step, or if the evaluation data is a stream."""
+    if max_steps is None and is_streaming(data):
+        raise FieldError("max_steps", "is required with streaming data")
+    if eval_data is not None and is_streaming(eval_data):
+        raise FieldError("eval_data", "cannot be streamed. Set streaming=false and limit its rows with `max_samples`")
 
 
-def dataset_title(choice: DatasetConfig | MixtureBase) -> str:
-    """The sources and their splits, for people."""
-    return ", ".join(f"{rows.source} ({rows.split})" for rows in MixtureBase.from_config(choice).dataset_configs)
+def dataset_title(config: DatasetConfig | MixtureBase) -> str:
+    """Sources and splits as text, such as `rows.jsonl (train)`."""
+    return ", ".join(
+        f"{dataset.source} ({dataset.split})" for dataset in MixtureBase.from_config(config).dataset_configs
+    )
 
 
 @dataclass(frozen=True)
 class EpochSampler:
-    """Which documents an epoch holds: of part i, which has `sizes[i]` of them, the next `counts[i]` of endless passes.
+    """Row indices of an epoch: the next `counts[i]` rows of endless passes over dataset i, which has `sizes[i]` rows.
 
-    Every pass over a part has an order of its own, drawn from (seed, part, pass). Documents are numbered through.
+    Each pass has its own order, drawn from (seed, dataset, pass). Indices run through all datasets.
     """
 
     sizes: Sequence[int]
@@ -196,55 +199,57 @@ class EpochSampler:
     shuffle: bool
 
     def __call__(self, epoch: int) -> np.ndarray:
-        first = np.concatenate(([0], np.cumsum(self.sizes)))
-        parts = [first[part] + self.some(part, epoch * count, count) for part, count in enumerate(self.counts)]
-        return np.concatenate(parts)
+        starts = np.concatenate(([0], np.cumsum(self.sizes)))
+        rows = [starts[i] + self.take(i, epoch * count, count) for i, count in enumerate(self.counts)]
+        return np.concatenate(rows)
 
-    def some(self, part: int, start: int, count: int) -> np.ndarray:
-        """`count` documents of a part, from the `start`-th on of all its passes."""
-        size, found = self.sizes[part], []
-        for number in range(start // size, -(-(start + count) // size)):
-            low, high = max(start - number * size, 0), min(start + count - number * size, size)
-            found.append(self.order(part, number)[low:high])
-        return np.concatenate(found)
+    def take(self, dataset: int, start: int, count: int) -> np.ndarray:
+        """`count` row indices of a dataset, from position `start` of its concatenated passes on."""
+        size, rows = self.sizes[dataset], []
+        for pass_index in range(start // size, -(-(start + count) // size)):
+            low, high = max(start - pass_index * size, 0), min(start + count - pass_index * size, size)
+            rows.append(self.order(dataset, pass_index)[low:high])
+        return np.concatenate(rows)
 
-    def order(self, part: int, number: int) -> np.ndarray:
-        """The documents of a part in the order of a pass."""
+    def order(self, dataset: int, pass_index: int) -> np.ndarray:
+        """Row indices of a dataset in the order of one pass."""
         if not self.shuffle:
-            return np.arange(self.sizes[part])
-        return np.random.default_rng([self.seed % 2**32, part, number]).permutation(self.sizes[part])
+            return np.arange(self.sizes[dataset])
+        return np.random.default_rng([self.seed % 2**32, dataset, pass_index]).permutation(self.sizes[dataset])
 
 
 class ConcatDataset:
-    """Documents of several parts, numbered through."""
+    """Documents of several datasets as one sequence."""
 
-    def __init__(self, parts: Sequence[TokenizedDataset]) -> None:
-        self.parts, self.firsts = parts, np.cumsum([0, *(len(part) for part in parts)]).tolist()
-        self.lengths = np.concatenate([part.lengths for part in parts])
+    def __init__(self, datasets: Sequence[TokenizedDataset]) -> None:
+        self.datasets = datasets
+        self.starts = np.cumsum([0, *(len(dataset) for dataset in datasets)]).tolist()
+        self.lengths = np.concatenate([dataset.lengths for dataset in datasets])
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal parts."""
-        return hashlib.sha256("".join(part.fingerprint for part in self.parts).encode()).hexdigest()
+        """Hash of the documents."""
+        return hashlib.sha256("".join(dataset.fingerprint for dataset in self.datasets).encode()).hexdigest()
 
     def locate(self, index: int) -> tuple[TokenizedDataset, int]:
-        """The part that a document is in, and its number there."""
-        part = bisect_right(self.firsts, index) - 1
-        if not 0 <= part < len(self.parts):
+        """Dataset of a document, and the index of the document in it."""
+        dataset = bisect_right(self.starts, index) - 1
+        if not 0 <= dataset < len(self.datasets):
             raise IndexError(index)
-        return self.parts[part], index - self.firsts[part]
+        return self.datasets[dataset], index - self.starts[dataset]
 
     def row_location(self, index: int) -> str:
-        part, number = self.locate(index)
-        return part.row_location(number)
+        """File and row of a document."""
+        dataset, i = self.locate(index)
+        return dataset.row_location(i)
 
     def __len__(self) -> int:
-        return self.firsts[-1]
+        return self.starts[-1]
 
     def __getitem__(self, index: int) -> Document:
-        part, number = self.locate(index)
-        return part[number]
+        dataset, i = self.locate(index)
+        return dataset[i]
 
     def __iter__(self) -> Iterator[Document]:
-        for part in self.parts:
-            yield from part
+        for dataset in self.datasets:
+            yield from dataset

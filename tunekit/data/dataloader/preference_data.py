@@ -1,4 +1,4 @@
-"""What the `data:` of a recipe that compares answers may be: pairs or marks, as written or recognised, or a mix."""
+"""Datasets of the preference recipe: pairs or unpaired answers, given as `kind` or detected, or a mixture."""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -12,56 +12,55 @@ from tunekit.data.datasets import (
     PreferenceDataset,
     UnpairedPreferenceDataset,
 )
-from tunekit.data.format_detection import PREFERENCE_RULES
+from tunekit.data.format_detection import PREFERENCE_RULES, FormatRule
 from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.readers.row_reader import Row
 from tunekit.errors import UserError
 
-MAX_PROBED_ROWS = 100  # rows that are asked what they are
+MAX_PROBED_ROWS = 100  # rows that are read to detect the format
 
 
 @dataclass(frozen=True)
 class FirstRowDetected(DetectedDataset):
-    """Rows that all are what the first is recognised as: of how many documents each is one decides for all."""
+    """Rows of one format, detected from the first row: all rows must have the same number of documents."""
 
-    docs_per_row: ClassVar = 2  # at most, as long as nobody has asked
+    docs_per_row: ClassVar[int] = 2  # upper bound until `resolve`
 
     def resolve(self) -> DatasetConfig:
-        """UserError if no row tells."""
-        fault = "holds no row"
-        for row in islice(
-            open_dataset(self.source, self.split, self.max_samples, self.streaming).rows, MAX_PROBED_ROWS
-        ):
+        """Config of the detected format. Raise UserError if no row can be read."""
+        problem = "has no rows"
+        reader = open_dataset(self.source, self.split, self.max_samples, self.streaming)
+        for row in islice(reader.rows, MAX_PROBED_ROWS):
             try:
-                fields = self.transform(row.fields) if isinstance(row, Row) else None
+                fields = self.apply_transforms(row.fields) if isinstance(row, Row) else None
                 if fields is not None:
                     return self.detect(fields)
             except UserError as error:
-                fault = str(error)
-        raise UserError(f"{self.source}: {fault}")
+                problem = str(error)
+        raise UserError(f"{self.source}: {problem}")
 
 
 @dataclass(frozen=True)
 class AutoPreferenceDataset(PreferenceBase, FirstRowDetected):
-    """Pairs or marks, which the columns of the first row tell. This is meant where no `kind` is written.
+    """Pairs or unpaired answers, detected from the columns of the first row. The default if `kind` is omitted.
 
-    `chosen` and `rejected` make pairs; `prompt`, `completion` and `label` marks.
+    Columns `chosen` and `rejected` are pairs; `prompt`, `completion` and `label` are unpaired answers.
     """
 
     kind: ClassVar[str] = "auto"
     usual: ClassVar = True
-    candidates: ClassVar = (PreferenceDataset, UnpairedPreferenceDataset)
-    expected_columns: ClassVar = (
-        "it wants columns chosen and rejected, or prompt, completion and label; `transforms` rename them"
+    candidates: ClassVar[tuple[type[DatasetConfig], ...]] = (PreferenceDataset, UnpairedPreferenceDataset)
+    expected_columns: ClassVar[str] = (
+        "Expected columns: chosen and rejected; or prompt, completion and label. Rename columns with `transforms`"
     )
-    rules: ClassVar = PREFERENCE_RULES
+    rules: ClassVar[tuple[FormatRule, ...]] = PREFERENCE_RULES
 
 
 @dataclass(frozen=True)
 class PreferenceMixtureMember(MixtureMemberBase):
-    """One source of a mix: an epoch of it passes the source `epochs` times; with shares, at most so often.
+    """One dataset of a mixture. An epoch contains it `repeat` times; with weights, at most.
 
-    A mix with a stream has no epochs: its weights are the shares of each block.
+    Mixtures with streaming data have no epochs: weights are fractions of each block.
     """
 
     kind: ClassVar[str] = "part"
@@ -70,16 +69,15 @@ class PreferenceMixtureMember(MixtureMemberBase):
 
 @dataclass(frozen=True)
 class PreferenceMixture(MixtureBase):
-    """Rows of several sources, all of them pairs or none. Shares are counted in rows.
+    """Rows of several datasets, all of them pairs or none. Fractions are counted in rows.
 
-    Without weights an epoch holds all that its parts give, each its `epochs` or its `cap`. Weights fix the shares, and
-    a temperature above 1 evens them out (rows to the power of 1 / temperature).
+    Without weights, an epoch contains all rows of all datasets, changed by `repeat` and `max_samples_per_epoch`. Weights
+    set the fractions. A temperature above 1 makes them more even (rows to the power of 1 / temperature).
     """
 
     kind: ClassVar[str] = "mixture"
     datasets: tuple[PreferenceMixtureMember, ...]
 
 
-PreferenceData = (
-    AutoPreferenceDataset | PreferenceDataset | UnpairedPreferenceDataset | PreferenceMixture
-)  # what a recipe that compares or judges answers may read
+# Datasets of the preference recipe.
+PreferenceData = AutoPreferenceDataset | PreferenceDataset | UnpairedPreferenceDataset | PreferenceMixture

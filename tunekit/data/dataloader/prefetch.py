@@ -1,4 +1,4 @@
-"""The micro-batches of the next step are made while this one trains."""
+"""Prefetcher: builds the micro-batches of the next step while the current step trains."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -14,12 +14,12 @@ DATA_WAIT = "tunekit::data"  # in profiler traces
 
 
 class BatchSource(Protocol):
-    """Micro-batches by step, and what must be kept to go on from a step."""
+    """Micro-batches by step, and the state to resume from a step."""
 
     def __getitem__(self, step: int) -> list[Batch]: ...
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """What to keep when `step` steps are done."""
+        """State after `step` steps."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -32,22 +32,22 @@ class BatchSource(Protocol):
 
 
 class Prefetcher:
-    """Hands out steps `start` to before `end` in turn, one of them made in advance by a thread.
+    """Returns the steps from `start` to before `end` in order. A thread builds one step in advance.
 
-    The thread lives inside the `with` alone. What goes wrong in it is raised where its step is asked for. On a GPU the
-    micro-batches lie in pinned memory, from which it copies while it computes.
+    The thread lives as long as the `with` block. Its exceptions are raised by the `next` that returns the step. On a
+    GPU, micro-batches are in pinned memory.
     """
 
     def __init__(self, data: BatchSource, device: torch.device) -> None:
-        self.data, self.pin = data, devices.is_pinned_on(device)
-        self.taken = self.end = 0
-        self.data_time = 0.0  # seconds that the step handed out last was waited for
+        self.data, self.pin_memory = data, devices.is_pinned_on(device)
+        self.step = self.end = 0
+        self.data_time = 0.0  # seconds that the last `next` waited
         self.thread: ThreadPoolExecutor | None = None
         self.future: Future[list[Batch]] | None = None
 
-    def start(self, start: int, end: int) -> "Prefetcher":
-        """From which step on, and to which."""
-        self.taken, self.end = start, end
+    def start(self, step: int, end: int) -> "Prefetcher":
+        """Set the first step, and the step to stop before."""
+        self.step, self.end = step, end
         return self
 
     def __enter__(self) -> "Prefetcher":
@@ -57,39 +57,40 @@ class Prefetcher:
 
     def __exit__(self, *error: object) -> None:
         assert self.thread is not None
-        self.data.close()  # what the thread is at ends early
+        self.data.close()  # interrupts the thread
         self.thread.shutdown(wait=True, cancel_futures=True)
         self.thread = self.future = None
 
     def resume(self) -> None:
-        """Have the next step made, if there is one."""
-        if self.thread is not None and self.taken < self.end:
-            self.future = self.thread.submit(self.made, self.taken)
+        """Start to build the next step, if there is one."""
+        if self.thread is not None and self.step < self.end:
+            self.future = self.thread.submit(self.load_step, self.step)
 
     def pause(self) -> None:
-        """Let go of what was made in advance, until `begin`: others may use the data meanwhile."""
+        """Discard the prefetched step, so that other code may use the data until `resume`."""
         if self.future is not None:
             wait([self.future])
         self.future = None
 
-    def made(self, step: int) -> list[Batch]:
+    def load_step(self, step: int) -> list[Batch]:
+        """Build the micro-batches of a step. Runs in the thread."""
         batches = self.data[step]
-        return [batch.pin_memory() for batch in batches] if self.pin else batches
+        return [batch.pin_memory() for batch in batches] if self.pin_memory else batches
 
     def next(self) -> list[Batch]:
-        """The micro-batches of the next step."""
+        """Return the micro-batches of the next step."""
         assert self.future is not None, "no step is left"
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         with record_function(DATA_WAIT):
             batches = self.future.result()
-        self.data_time = time.perf_counter() - began
-        self.taken += 1
+        self.data_time = time.perf_counter() - start_time
+        self.step += 1
         self.resume()
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the data behind the steps that were handed out, whatever the thread is at."""
-        return self.data.state_dict(self.taken)
+        """State of the data after the last returned step. The prefetched step does not count."""
+        return self.data.state_dict(self.step)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.data.load_state_dict(state)

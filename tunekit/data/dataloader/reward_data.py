@@ -1,31 +1,30 @@
-"""What the `data:` of a recipe for models that score may be: pairs, labels or judged steps, or a mix of pairs."""
+"""Datasets of the reward recipe: pairs, labeled texts, or answers with labeled steps, or a mixture of pairs."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from tunekit.data.dataloader.preference_data import FirstRowDetected, PreferenceMixture
-from tunekit.data.datasets import PreferenceDataset
-from tunekit.data.format_detection import REWARD_RULES
+from tunekit.data.datasets import DatasetConfig, PreferenceDataset
+from tunekit.data.format_detection import REWARD_RULES, FormatRule
 from tunekit.data.reward_datasets import LabeledBase, LabeledDataset, StepwiseDataset
 
 
 @dataclass(frozen=True)
 class AutoRewardDataset(LabeledBase, FirstRowDetected):
-    """What the columns of the first row tell. This is meant where no `kind` is written.
+    """Rows whose format is detected from the columns of the first row. The default if `kind` is omitted.
 
-    `chosen` and `rejected` make pairs; `prompt`, `completions` and `labels` steps that are judged; `text` or `messages`
-    and `label` texts with labels.
+    Columns `chosen` and `rejected` are pairs; `prompt`, `completions` and `labels` are answers with labeled steps;
+    `text` or `messages` and `label` are labeled texts.
     """
 
     kind: ClassVar[str] = "auto"
     usual: ClassVar = True
-    candidates: ClassVar = (PreferenceDataset, LabeledDataset, StepwiseDataset)
-    rules: ClassVar = REWARD_RULES
-    expected_columns: ClassVar = (
-        "it wants chosen and rejected; text or messages, and label; or prompt, completions and labels"
+    candidates: ClassVar[tuple[type[DatasetConfig], ...]] = (PreferenceDataset, LabeledDataset, StepwiseDataset)
+    rules: ClassVar[tuple[FormatRule, ...]] = REWARD_RULES
+    expected_columns: ClassVar[str] = (
+        "Expected columns: chosen and rejected; text or messages, and label; or prompt, completions and labels"
     )
 
 
-RewardData = (
-    AutoRewardDataset | PreferenceDataset | LabeledDataset | StepwiseDataset | PreferenceMixture
-)  # what a recipe for models that score may read
+# Datasets of the reward recipe.
+RewardData = AutoRewardDataset | PreferenceDataset | LabeledDataset | StepwiseDataset | PreferenceMixture

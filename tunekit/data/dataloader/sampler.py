@@ -1,4 +1,4 @@
-"""Which documents make up the rows of an epoch, and in which order: a pure function of (seed, epoch)."""
+"""Rows of an epoch and their order: a pure function of (seed, epoch)."""
 
 from bisect import bisect_right
 from collections.abc import Callable
@@ -8,82 +8,86 @@ import numpy as np
 
 from tunekit.data.dataloader.packing import PackingPlan, pack_rows
 
-Draw = Callable[[int], np.ndarray]
+Sampler = Callable[[int], np.ndarray]
 
 
 class RowOrder:
-    """Rows of all epochs, of documents or of units that several documents make up, which nothing tears here.
+    """Packed or single rows of all epochs.
 
-    `draw(epoch)` names those of an epoch, some perhaps twice; None: each once. `capacity` is the tokens of a packed
-    row; None: each is a row of its own.
+    Items are dataset rows: documents, or groups of documents that are never separated, such as pairs. `lengths` are
+    their tokens. `sampler(epoch)` returns the items of an epoch, possibly some of them twice; None: each item once.
+    `capacity` is the tokens of a packed row; None: each item is a row.
     """
 
     def __init__(
-        self, lengths: np.ndarray, seed: int, shuffle: bool, capacity: int | None, draw: Draw | None = None
+        self, lengths: np.ndarray, seed: int, shuffle: bool, capacity: int | None, sampler: Sampler | None = None
     ) -> None:
-        self.lengths, self.seed, self.shuffle, self.capacity, self.draw = lengths, seed, shuffle, capacity, draw
-        self.plan = lru_cache(maxsize=2)(self.planned)  # the next epoch's is made while this one still goes on
+        self.lengths, self.seed, self.shuffle, self.capacity, self.sampler = lengths, seed, shuffle, capacity, sampler
+        self.plan = lru_cache(maxsize=2)(self.plan_epoch)  # the next epoch is planned before the current one ends
 
-    def shortened(self, saved: np.ndarray) -> "RowOrder":
-        """The same of which so many tokens need no room."""
-        return RowOrder(self.lengths - saved, self.seed, self.shuffle, self.capacity, self.draw)
+    def subtract_lengths(self, saved: np.ndarray) -> "RowOrder":
+        """Same order for items that need `saved` fewer tokens each, because of shared prefixes."""
+        return RowOrder(self.lengths - saved, self.seed, self.shuffle, self.capacity, self.sampler)
 
-    def drawn(self, epoch: int) -> np.ndarray:
-        """What an epoch holds."""
-        return np.arange(len(self.lengths)) if self.draw is None else self.draw(epoch)
+    def items(self, epoch: int) -> np.ndarray:
+        """Items of an epoch, not shuffled."""
+        return np.arange(len(self.lengths)) if self.sampler is None else self.sampler(epoch)
 
-    def planned(self, epoch: int) -> PackingPlan:
-        return plan_rows(self.lengths, self.drawn(epoch), self.capacity, (self.seed, epoch) if self.shuffle else None)
+    def plan_epoch(self, epoch: int) -> PackingPlan:
+        """Rows of an epoch in their order."""
+        return plan_rows(self.lengths, self.items(epoch), self.capacity, (self.seed, epoch) if self.shuffle else None)
 
-    def rows(self, epoch: int) -> int:
-        """How many rows an epoch has. Where all hold the same documents, all have as many."""
-        return len(self.plan(0 if self.draw is None else epoch))
+    def num_rows(self, epoch: int) -> int:
+        """Number of rows of an epoch. The same for all epochs if all have the same items."""
+        return len(self.plan(0 if self.sampler is None else epoch))
 
 
 class StepIndex:
-    """Which epoch a step is in, where an epoch of `rows(epoch)` rows has a step for each `batch` of them."""
+    """Maps steps to epochs. An epoch of `num_rows(epoch)` rows has one step for each `batch_size` of them."""
 
-    def __init__(self, rows: Callable[[int], int], batch: int) -> None:
-        self.rows, self.batch = rows, batch
+    def __init__(self, num_rows: Callable[[int], int], batch_size: int) -> None:
+        self.num_rows, self.batch_size = num_rows, batch_size
         self.ends: list[int] = []
 
-    def until(self, epochs: int) -> int:
-        """Steps of the first so many epochs."""
+    def num_steps(self, epochs: int) -> int:
+        """Number of steps of the first `epochs` epochs."""
         while len(self.ends) < epochs:
-            steps = -(-self.rows(len(self.ends)) // self.batch)
+            steps = -(-self.num_rows(len(self.ends)) // self.batch_size)
             self.ends.append(steps + (self.ends[-1] if self.ends else 0))
         return self.ends[epochs - 1] if epochs else 0
 
-    def find(self, step: int) -> tuple[int, int]:
-        """The epoch of a step, and which of its steps this is."""
+    def locate(self, step: int) -> tuple[int, int]:
+        """Epoch of a step, and index of the step in it."""
         while not self.ends or self.ends[-1] <= step:
-            self.until(len(self.ends) + 1)
+            self.num_steps(len(self.ends) + 1)
         epoch = bisect_right(self.ends, step)
-        return epoch, step - self.until(epoch)
+        return epoch, step - self.num_steps(epoch)
 
 
 def plan_rows(
-    lengths: np.ndarray, drawn: np.ndarray, capacity: int | None, seed: tuple[int, ...] | None
+    lengths: np.ndarray, items: np.ndarray, capacity: int | None, seed: tuple[int, ...] | None
 ) -> PackingPlan:
-    """Rows of the documents `drawn`; in an order that the seed draws, else in that of each row's first document."""
-    random = None if seed is None else np.random.default_rng([number % 2**32 for number in seed])
-    drawn = drawn if random is None else random.permutation(drawn)
+    """Rows of `items`, in an order drawn from `seed`; without a seed, in the order of the first item of each row."""
+    rng = None if seed is None else np.random.default_rng([number % 2**32 for number in seed])
+    items = items if rng is None else rng.permutation(items)
     if capacity is None:
-        return PackingPlan(drawn, np.arange(len(drawn) + 1))
-    packed = pack_rows(lengths[drawn], capacity)
-    if random is None:
+        return PackingPlan(items, np.arange(len(items) + 1))
+    packed = pack_rows(lengths[items], capacity)
+    if rng is None:
         order = np.argsort(np.minimum.reduceat(packed.documents, packed.bounds[:-1]), kind="stable")
     else:
-        order = random.permutation(len(packed))
-    packed = packed.taken(order)
-    return PackingPlan(drawn[packed.documents], packed.bounds)
+        order = rng.permutation(len(packed))
+    packed = packed.reorder(order)
+    return PackingPlan(items[packed.documents], packed.bounds)
 
 
-def unit_lengths(lengths: np.ndarray, each: int) -> np.ndarray:
-    """Tokens of all units, where `each` documents that follow each other are one."""
-    return lengths if each == 1 else lengths.reshape(-1, each).sum(axis=1)
+def unit_lengths(lengths: np.ndarray, docs_per_row: int) -> np.ndarray:
+    """Tokens of each group of `docs_per_row` adjacent documents."""
+    return lengths if docs_per_row == 1 else lengths.reshape(-1, docs_per_row).sum(axis=1)
 
 
-def unit_documents(rows: list[np.ndarray], each: int) -> list[np.ndarray]:
-    """The documents of rows of units."""
-    return rows if each == 1 else [(row[:, None] * each + np.arange(each)).ravel() for row in rows]
+def unit_documents(rows: list[np.ndarray], docs_per_row: int) -> list[np.ndarray]:
+    """Document indices of rows of group indices."""
+    if docs_per_row == 1:
+        return rows
+    return [(row[:, None] * docs_per_row + np.arange(docs_per_row)).ravel() for row in rows]

@@ -1,6 +1,7 @@
-"""Documents of a unit that begin alike, as answers to one prompt do: what they share is written once in a packed row.
+"""Shared prefixes: documents of one dataset row that start with the same tokens, such as two answers to one prompt.
 
-A document is then written from its last shared token on, which is where its first own one is predicted.
+A packed row stores the prefix once, in the first document. The other documents are stored from the last prefix token
+on, at whose position their first own token is predicted.
 """
 
 from collections.abc import Sequence
@@ -14,50 +15,59 @@ from tunekit.data.dataloader.mixture import ConcatDataset
 from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset, first_target
 
 
-def shared(first: Document, other: Document) -> int:
-    """How many of the first tokens of `other` need not be written behind `first`.
+def shared_prefix_length(first: Document, other: Document) -> int:
+    """Number of leading tokens of `other` that need not be stored after `first`.
 
-    Those of which something is learnt are written, and the one that predicts the first of them.
+    Target tokens of `other` are stored, and so is the token that predicts the first of them.
     """
-    most = min(len(first.tokens), first_target(other) - 1)
-    differ = first.tokens[:most] != other.tokens[:most]
-    return int(differ.argmax()) if differ.any() else most
+    max_length = min(len(first.tokens), first_target(other) - 1)
+    differs = first.tokens[:max_length] != other.tokens[:max_length]
+    return int(differs.argmax()) if differs.any() else max_length
 
 
-def shared_prefix_tokens(documents: TokenizedDataset | ConcatDataset, each: int) -> np.ndarray:
-    """Tokens of each unit of `each` documents that need not be written (units,)."""
-    units = range(0, len(documents), each)
-    counts = ([shared(documents[at], documents[at + i]) for i in range(1, each)] for at in units)
-    return np.fromiter(map(sum, counts), np.int64, len(units))
+def shared_prefix_tokens(documents: TokenizedDataset | ConcatDataset, docs_per_row: int) -> np.ndarray:
+    """Number of tokens of each dataset row of `docs_per_row` documents that need not be stored, (rows,)."""
+    starts = range(0, len(documents), docs_per_row)
+    counts = (
+        [shared_prefix_length(documents[start], documents[start + i]) for i in range(1, docs_per_row)]
+        for start in starts
+    )
+    return np.fromiter(map(sum, counts), np.int64, len(starts))
 
 
 @dataclass(frozen=True)
 class SharedPrefixRows:
-    """Rows of documents as they are written, and how many tokens of the first of its unit each goes on from."""
+    """Packed rows of documents without their shared prefixes, and the length of each removed prefix."""
 
     rows: list[list[Document]]
-    counts: list[list[int]]
-    each: int
+    prefix_lengths: list[list[int]]
+    docs_per_row: int
 
     @staticmethod
-    def of(rows: Sequence[Sequence[Document]], each: int) -> "SharedPrefixRows":
-        counts = [[shared(row[i - i % each], row[i]) if i % each else 0 for i in range(len(row))] for row in rows]
-        cut = [[behind(*one) for one in zip(row, of, strict=True)] for row, of in zip(rows, counts, strict=True)]
-        return SharedPrefixRows(cut, counts, each)
+    def from_rows(rows: Sequence[Sequence[Document]], docs_per_row: int) -> "SharedPrefixRows":
+        """Remove from each document the prefix that it shares with the first of its dataset row."""
+        n = docs_per_row
+        lengths = [
+            [shared_prefix_length(row[i - i % n], row[i]) if i % n else 0 for i in range(len(row))] for row in rows
+        ]
+        suffixes = [list(map(without_prefix, row, counts)) for row, counts in zip(rows, lengths, strict=True)]
+        return SharedPrefixRows(suffixes, lengths, docs_per_row)
 
     def prefixes(self, width: int) -> Tensor | None:
-        """(documents, 2) int32, of what pads a row too: tokens that each goes on from, and where they are.
+        """Length and start in the flattened tokens of the prefix of each document, (documents, 2) int32.
 
-        None: each is whole.
+        The padding of a row counts as a document. None: no document has a prefix in another one.
         """
-        found: list[tuple[int, int]] = []
-        for number, (row, counts) in enumerate(zip(self.rows, self.counts, strict=True)):
-            ends = number * width + np.cumsum([0, *(len(document.tokens) for document in row)])
-            found += [(count, int(ends[i - i % self.each]) if count else 0) for i, count in enumerate(counts)]
-            found += [(0, 0)] * int(ends[-1] < (number + 1) * width)
-        return torch.tensor(found, dtype=torch.int32) if any(count for count, _ in found) else None
+        prefixes: list[tuple[int, int]] = []
+        for index, (row, lengths) in enumerate(zip(self.rows, self.prefix_lengths, strict=True)):
+            bounds = index * width + np.cumsum([0, *(len(document.tokens) for document in row)])
+            prefixes += [
+                (length, int(bounds[i - i % self.docs_per_row]) if length else 0) for i, length in enumerate(lengths)
+            ]
+            prefixes += [(0, 0)] * int(bounds[-1] < (index + 1) * width)
+        return torch.tensor(prefixes, dtype=torch.int32) if any(length for length, _ in prefixes) else None
 
 
-def behind(document: Document, count: int) -> Document:
-    """What is left of a document without its first tokens."""
-    return document._replace(tokens=document.tokens[count:], learnt=document.loss_mask[count:])
+def without_prefix(document: Document, length: int) -> Document:
+    """Document without its first `length` tokens."""
+    return document._replace(tokens=document.tokens[length:], loss_mask=document.loss_mask[length:])

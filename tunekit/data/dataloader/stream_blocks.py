@@ -1,6 +1,6 @@
-"""Rows that are read while they are trained on: blocks of documents, from sources that may have no end.
+"""Streaming data: blocks of documents from sources that may be endless.
 
-A block is a pure function of the seed, of its number and of where its sources stood, so that is all that must be kept.
+A block is a pure function of the seed, its index, and the positions of its sources, so only these are saved.
 """
 
 import json
@@ -31,35 +31,36 @@ from tunekit.data.readers.row_reader import BadRow, FileOffset, RowChunk
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
-DOCUMENTS, TOKENS = 8192, 2**25  # in a round; fewer where documents may be so long that these would be more tokens
-# A block of packed rows is so many rounds that it fills this many steps, none of them below such a share, or until it
-# holds as many tokens as a round may, or so many documents.
-STEPS, FULL, MANY = 8, 0.95, 2**17
-DENSE = 0.98  # of packed rows that is filled, at least and nearly always
-SURE = 5000  # rows from which on a share of bad ones says something
+# Limits of a round: fewer documents if they may be so long that there would be more tokens.
+ROUND_DOCUMENTS, ROUND_TOKENS = 8192, 2**25
+# A block of packed rows has as many rounds as fill BLOCK_STEPS steps, each to at least MIN_STEP_FILL, or as reach
+# ROUND_TOKENS tokens or BLOCK_DOCUMENTS documents.
+BLOCK_STEPS, MIN_STEP_FILL, BLOCK_DOCUMENTS = 8, 0.95, 2**17
+PACKED_FILL = 0.98  # fraction of packed rows that is almost always filled
+MIN_CHECKED_ROWS = 5000  # rows before the fraction of bad rows is checked
 
-Taken = list[tuple[Document, str]]  # with the place of its row
+LocatedDocuments = list[tuple[Document, str]]  # with the location of the row of each
 
 
 class StreamPosition(NamedTuple):
-    """Where a source stands: passes behind it, the chunk that is read, and documents of it that are taken."""
+    """Position in a source: completed passes, position of the current chunk, and documents of it that were used."""
 
-    passed: int = 0
-    place: tuple[int, ...] | None = None
-    taken: int = 0
+    num_passes: int = 0
+    chunk_position: tuple[int, ...] | None = None
+    num_documents: int = 0
 
 
 class DocumentFeed(Protocol):
-    """Documents without end; they are taken in units, which nothing tears."""
+    """Endless documents, read in dataset rows of one or more documents."""
 
-    mark: StreamPosition
-    about: str
+    position: StreamPosition
+    description: str
 
-    def seek(self, mark: StreamPosition) -> None: ...
+    def seek(self, position: StreamPosition) -> None: ...
 
-    def take(self, count: int) -> Taken: ...
+    def take(self, num_rows: int) -> LocatedDocuments: ...
 
-    def digest(self) -> str: ...
+    def fingerprint(self) -> str: ...
 
     def stop(self) -> None: ...
 
@@ -67,216 +68,222 @@ class DocumentFeed(Protocol):
 
 
 class StreamFeed:
-    """Documents of a source that is read again and again, as they are needed. `bad_rows` lists those that are none."""
+    """Documents of a source that is read repeatedly, as needed. Bad rows are listed in `bad_rows_file`."""
 
-    def __init__(self, rows: DatasetConfig, tokenizer: Tokenizer, bad_rows: Path | None) -> None:
-        self.rows, self.tokenizer, self.bad_rows = rows, rows.prepare_tokenizer(tokenizer), bad_rows
-        self.table = open_dataset(rows.source, rows.split, rows.max_samples, streaming=True)
-        self.about = f"{describe_format(rows, self.table)}, a stream".removeprefix(", ")
-        self.bad, self.listed = BadRowPolicy(rows, None), known(bad_rows)
-        self.closed = False
-        self.begin(StreamPosition())
+    def __init__(self, config: DatasetConfig, tokenizer: Tokenizer, bad_rows_file: Path | None) -> None:
+        self.config, self.tokenizer, self.bad_rows_file = config, config.prepare_tokenizer(tokenizer), bad_rows_file
+        self.reader = open_dataset(config.source, config.split, config.max_samples, streaming=True)
+        self.description = f"{describe_format(config, self.reader)}, a stream".removeprefix(", ")
+        self.bad_rows, self.listed_rows = BadRowPolicy(config, None), read_locations(bad_rows_file)
+        self.stopped = False
+        self.open(StreamPosition())
 
-    def seek(self, mark: StreamPosition) -> None:
+    def seek(self, position: StreamPosition) -> None:
+        """Continue from another position."""
         self.close()
-        self.begin(mark)
+        self.open(position)
 
-    def begin(self, mark: StreamPosition) -> None:
-        """Go on from there."""
-        self.mark = mark
-        self.passes: deque[int] = deque()  # of each chunk that was handed out
-        self.parts = tokenize_chunks(self.rows, self.tokenizer, self.chunks(mark), num_workers(self.rows, None))
+    def open(self, position: StreamPosition) -> None:
+        """Start to read from a position."""
+        self.position = position
+        self.pass_indices: deque[int] = deque()  # of the chunks that workers have received
+        workers = num_workers(self.config, None)
+        self.tokenized = tokenize_chunks(self.config, self.tokenizer, self.chunks(position), workers)
         self.documents = self.read()
 
-    def chunks(self, mark: StreamPosition) -> Iterator[RowChunk]:
-        """Pass after pass, the first from a mark on."""
-        place = None if mark.place is None else FileOffset(*mark.place)
-        for number in count(mark.passed):
-            found = place is not None
-            for chunk in self.table.chunks(place):
-                found = True
-                self.passes.append(number)
+    def chunks(self, position: StreamPosition) -> Iterator[RowChunk]:
+        """Chunks of all passes, from a position on."""
+        offset = None if position.chunk_position is None else FileOffset(*position.chunk_position)
+        for pass_index in count(position.num_passes):
+            has_rows = offset is not None
+            for chunk in self.reader.chunks(offset):
+                has_rows = True
+                self.pass_indices.append(pass_index)
                 yield chunk
-            if not found:
-                raise UserError(f"{self.rows.source}: {self.rows.split} holds no row")
-            place = None
+            if not has_rows:
+                raise UserError(f"{self.config.source}: split {self.config.split} has no rows")
+            offset = None
 
     def read(self) -> Iterator[tuple[StreamPosition, Document, str]]:
-        """Documents, each with the mark behind it."""
-        skip, last, some = self.mark.taken, self.mark.passed, self.mark.place is not None
-        for part in self.parts:
-            number = self.passes.popleft()
-            if number > last and not some:
-                told = f"nothing is left to learn from in any of its rows{self.bad.example}"
-                raise UserError(f"{self.rows.source}: {told}")
-            some, last = some and number == last, number
-            self.note(part)
-            documents = part.documents
-            for index in range(skip, len(documents)):
-                some = True
-                yield (
-                    StreamPosition(number, tuple(part.position), index + 1),
-                    documents[index],
-                    documents.row_location(index),
-                )
+        """Documents, each with the position after it and the location of its row."""
+        skip, last_pass = self.position.num_documents, self.position.num_passes
+        has_documents = self.position.chunk_position is not None
+        for chunk in self.tokenized:
+            pass_index = self.pass_indices.popleft()
+            if pass_index > last_pass and not has_documents:
+                raise UserError(f"{self.config.source}: no row has target tokens{self.bad_rows.example}")
+            has_documents, last_pass = has_documents and pass_index == last_pass, pass_index
+            self.record_bad_rows(chunk)
+            documents = chunk.documents
+            for i in range(skip, len(documents)):
+                has_documents = True
+                position = StreamPosition(pass_index, tuple(chunk.position), i + 1)
+                yield position, documents[i], documents.row_location(i)
             skip = 0
 
-    def note(self, part: TokenizedChunk) -> None:
-        """Count the rows of a part that are bad, and list them."""
-        if self.closed:
-            raise UserError("the reading of rows was ended")
-        self.bad.add(part.bad_rows, part.rows)
-        if self.bad.read >= SURE:
-            self.bad.check()
-        new = [fault for fault in part.bad_rows if fault.where not in self.listed]
-        if new and self.bad_rows is not None:
-            self.listed.update(fault.where for fault in new)
-            add(new, self.bad_rows)
+    def record_bad_rows(self, chunk: TokenizedChunk) -> None:
+        """Count the bad rows of a chunk and list the new ones."""
+        if self.stopped:
+            raise UserError("data: reading was stopped")
+        self.bad_rows.add(chunk.bad_rows, chunk.rows)
+        if self.bad_rows.num_rows >= MIN_CHECKED_ROWS:
+            self.bad_rows.check()
+        new = [bad_row for bad_row in chunk.bad_rows if bad_row.where not in self.listed_rows]
+        if new and self.bad_rows_file is not None:
+            self.listed_rows.update(bad_row.where for bad_row in new)
+            append_bad_rows(new, self.bad_rows_file)
 
-    def take(self, count: int) -> Taken:
-        """The documents of the next units."""
-        found: Taken = []
-        for _ in range(count * self.rows.docs_per_row):
-            self.mark, document, where = next(self.documents)
-            found.append((document, where))
-        return found
+    def take(self, num_rows: int) -> LocatedDocuments:
+        """Documents of the next dataset rows."""
+        documents: LocatedDocuments = []
+        for _ in range(num_rows * self.config.docs_per_row):
+            self.position, document, location = next(self.documents)
+            documents.append((document, location))
+        return documents
 
-    def digest(self) -> str:
-        return self.table.digest()
+    def fingerprint(self) -> str:
+        return self.reader.digest()
 
     def stop(self) -> None:
-        """Whoever is reading in another thread is to end soon."""
-        self.closed = True
+        """Make a thread that reads from this feed fail soon."""
+        self.stopped = True
 
     def close(self) -> None:
-        """Nobody reads any more: the processes that prepare rows end."""
-        self.parts.close()
+        """Stop the preprocessing workers."""
+        self.tokenized.close()
 
 
 class MapFeed:
-    """Documents that are prepared already, in passes of an order of their own each."""
+    """Documents of a preprocessed dataset, in passes that each have their own order."""
 
-    def __init__(self, found: TokenizedDataset, each: int, seed: int, shuffle: bool) -> None:
-        self.documents, self.each, self.mark, self.about = found, each, StreamPosition(), found.prepared.row_format
-        self.draw = EpochSampler([len(found) // each], [1], seed, shuffle)
+    def __init__(self, dataset: TokenizedDataset, docs_per_row: int, seed: int, shuffle: bool) -> None:
+        self.dataset, self.docs_per_row = dataset, docs_per_row
+        self.position, self.description = StreamPosition(), dataset.summary.row_format
+        self.sampler = EpochSampler([len(dataset) // docs_per_row], [1], seed, shuffle)
 
-    def seek(self, mark: StreamPosition) -> None:
-        self.mark = mark
+    def seek(self, position: StreamPosition) -> None:
+        self.position = position
 
-    def take(self, count: int) -> Taken:
-        """The documents of the next units."""
-        numbers = unit_documents([self.draw.some(0, self.mark.taken, count)], self.each)[0].tolist() if count else []
-        self.mark = StreamPosition(taken=self.mark.taken + count)
-        return [(self.documents[number], self.documents.row_location(number)) for number in numbers]
+    def take(self, num_rows: int) -> LocatedDocuments:
+        """Documents of the next dataset rows."""
+        indices: list[int] = []
+        if num_rows:
+            rows = self.sampler.take(0, self.position.num_documents, num_rows)
+            indices = unit_documents([rows], self.docs_per_row)[0].tolist()
+        self.position = StreamPosition(num_documents=self.position.num_documents + num_rows)
+        return [(self.dataset[i], self.dataset.row_location(i)) for i in indices]
 
-    def digest(self) -> str:
-        return self.documents.fingerprint
+    def fingerprint(self) -> str:
+        return self.dataset.fingerprint
 
     def stop(self) -> None:
-        """It is soon done."""
+        """Do nothing: reading does not block."""
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: there is no background work."""
 
 
 class ShuffleBlock(NamedTuple):
-    """Documents that are shuffled and packed within themselves, how many units of each source, and where these stood.
+    """Documents that are shuffled and packed together.
 
-    `number` is that of its first round, `first` that of its first document; the plan is one of units.
+    `round_index` is its first round, `first_document` the stream index of its first document. `start_positions` and
+    `end_positions` are those of its sources, `row_counts` the dataset rows of each source. `plan` packs dataset rows.
     """
 
-    number: int
-    rounds: int
-    first: int
-    before: list[StreamPosition]
-    behind: list[StreamPosition]
-    counts: list[int]
+    round_index: int
+    num_rounds: int
+    first_document: int
+    start_positions: list[StreamPosition]
+    end_positions: list[StreamPosition]
+    row_counts: list[int]
     documents: TokenizedDataset
     plan: PackingPlan
 
 
 class BlockStream:
-    """Blocks of a mix, one after the other, each of whole rounds; of each source as much as its share says."""
+    """Consecutive blocks of a mixture. Each has full rounds, with a fraction of each source that follows its weight."""
 
-    def __init__(self, mix: MixtureBase, feeds: Sequence[DocumentFeed], seed: int, batch: int) -> None:
-        self.mix, self.feeds, self.seed, self.batch, self.number = mix, feeds, seed, batch, 0
-        weights = np.array([1.0 if part.weight is None else part.weight for part in mix.datasets])
-        self.shares = weights / weights.sum()
-        most = max(1, min(DOCUMENTS, TOKENS // mix.max_length) // mix.docs_per_row)
-        self.size = -(-most // batch) * batch  # units in a round
-        self.shared = False  # whether documents of a unit that begin alike take less room
+    def __init__(self, mixture: MixtureBase, feeds: Sequence[DocumentFeed], seed: int, batch_size: int) -> None:
+        self.mixture, self.feeds, self.seed, self.batch_size, self.round_index = mixture, feeds, seed, batch_size, 0
+        weights = np.array([1.0 if member.weight is None else member.weight for member in mixture.datasets])
+        self.fractions = weights / weights.sum()
+        max_rows = max(1, min(ROUND_DOCUMENTS, ROUND_TOKENS // mixture.max_length) // mixture.docs_per_row)
+        self.round_size = -(-max_rows // batch_size) * batch_size  # dataset rows
+        self.share_prefixes = False  # whether common prefixes of a dataset row are stored once
 
-    def seek(self, number: int, marks: Sequence[StreamPosition]) -> None:
-        """The next block begins with this round."""
-        self.number = number
-        for feed, mark in zip(self.feeds, marks, strict=True):
-            feed.seek(mark)
+    def seek(self, round_index: int, positions: Sequence[StreamPosition]) -> None:
+        """Start the next block with this round."""
+        self.round_index = round_index
+        for feed, position in zip(self.feeds, positions, strict=True):
+            feed.seek(position)
 
     def next(self) -> ShuffleBlock:
-        number, before = self.number, [feed.mark for feed in self.feeds]
-        taken: list[Taken] = [[] for _ in self.feeds]
-        while not self.enough(taken):
-            for part, more in zip(taken, self.round(), strict=True):
-                part += more
-        every = [one for part in taken for one in part]
-        found = TokenizedDataset([document for document, _ in every], [where for _, where in every])
-        counts = [len(part) // self.mix.docs_per_row for part in taken]
-        behind = [feed.mark for feed in self.feeds]
+        """Read and plan the next block."""
+        round_index, start_positions = self.round_index, [feed.position for feed in self.feeds]
+        sources: list[LocatedDocuments] = [[] for _ in self.feeds]
+        while not self.is_full(sources):
+            for documents, new_documents in zip(sources, self.next_round(), strict=True):
+                documents += new_documents
+        located = [item for documents in sources for item in documents]
+        dataset = TokenizedDataset([document for document, _ in located], [location for _, location in located])
         return ShuffleBlock(
-            number=number,
-            rounds=self.number - number,
-            first=number * self.size * self.mix.docs_per_row,
-            before=before,
-            behind=behind,
-            counts=counts,
-            documents=found,
-            plan=self.plan(found, number),
+            round_index=round_index,
+            num_rounds=self.round_index - round_index,
+            first_document=round_index * self.round_size * self.mixture.docs_per_row,
+            start_positions=start_positions,
+            end_positions=[feed.position for feed in self.feeds],
+            row_counts=[len(documents) // self.mixture.docs_per_row for documents in sources],
+            documents=dataset,
+            plan=self.plan(dataset, round_index),
         )
 
-    def round(self) -> list[Taken]:
-        """Documents of each source. Shares of all rounds together are kept to a unit, however small one round is."""
-        bounds = [np.floor(self.shares * self.size * (self.number + more) + 1e-9).astype(int) for more in (0, 1)]
-        self.number += 1
-        return [feed.take(units) for feed, units in zip(self.feeds, (bounds[1] - bounds[0]).tolist(), strict=True)]
+    def next_round(self) -> list[LocatedDocuments]:
+        """Documents of each source for one round. The fractions of all rounds together are exact to one dataset row."""
+        bounds = [
+            np.floor(self.fractions * self.round_size * (self.round_index + i) + 1e-9).astype(int) for i in (0, 1)
+        ]
+        self.round_index += 1
+        counts = (bounds[1] - bounds[0]).tolist()
+        return [feed.take(num_rows) for feed, num_rows in zip(self.feeds, counts, strict=True)]
 
-    def enough(self, taken: Sequence[Taken]) -> bool:
-        """Whether steps are as full as they can be. Rows are counted by their tokens alone: a block must be the same
-        whether what documents share takes room or not."""
-        count = sum(map(len, taken))
-        if count == 0 or self.mix.capacity is None:
-            return count > 0
-        tokens = sum(len(document.tokens) for part in taken for document, _ in part)
-        steps = tokens / (DENSE * self.mix.capacity * self.batch)
+    def is_full(self, sources: Sequence[LocatedDocuments]) -> bool:
+        """Whether the rows of a block fill its steps. Ignores shared prefixes: a block has the same rows without them."""
+        num_documents = sum(map(len, sources))
+        if num_documents == 0 or self.mixture.capacity is None:
+            return num_documents > 0
+        tokens = sum(len(document.tokens) for documents in sources for document, _ in documents)
+        steps = tokens / (PACKED_FILL * self.mixture.capacity * self.batch_size)
         if steps < 1:
             return False
-        most = tokens >= TOKENS or count >= MANY
-        return most or (steps >= STEPS and steps >= FULL * math.ceil(steps))
+        reaches_limit = tokens >= ROUND_TOKENS or num_documents >= BLOCK_DOCUMENTS
+        return reaches_limit or (steps >= BLOCK_STEPS and steps >= MIN_STEP_FILL * math.ceil(steps))
 
-    def plan(self, found: TokenizedDataset, number: int) -> PackingPlan:
-        """Which of the documents of a block share a row."""
-        lengths, seed = (
-            unit_lengths(found.lengths, self.mix.docs_per_row),
-            (self.seed, number) if self.mix.shuffle else None,
-        )
-        lengths = lengths - shared_prefix.shared_prefix_tokens(found, self.mix.docs_per_row) if self.shared else lengths
-        return plan_rows(lengths, np.arange(len(lengths)), self.mix.capacity, seed)
+    def plan(self, dataset: TokenizedDataset, round_index: int) -> PackingPlan:
+        """Packed rows of a block."""
+        lengths = unit_lengths(dataset.lengths, self.mixture.docs_per_row)
+        if self.share_prefixes:
+            lengths = lengths - shared_prefix.shared_prefix_tokens(dataset, self.mixture.docs_per_row)
+        seed = (self.seed, round_index) if self.mixture.shuffle else None
+        return plan_rows(lengths, np.arange(len(lengths)), self.mixture.capacity, seed)
 
     def stop(self) -> None:
+        """Make a thread that reads a block fail soon."""
         for feed in self.feeds:
             feed.stop()
 
     def close(self) -> None:
+        """Stop the preprocessing workers of all feeds."""
         for feed in self.feeds:
             feed.close()
 
 
-def known(file: Path | None) -> set[str]:
-    """Places of rows that are listed already: a run that goes on, and every other pass, come by them again."""
-    return set() if file is None or not file.is_file() else {fault.where for fault in read_bad_rows(file)}
+def read_locations(path: Path | None) -> set[str]:
+    """Locations of the bad rows that a file lists: resumed runs and later passes read the same rows again."""
+    return set() if path is None or not path.is_file() else {bad_row.where for bad_row in read_bad_rows(path)}
 
 
-def add(faults: Sequence[BadRow], file: Path) -> None:
-    """Put rows that are skipped into a list."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(fault._asdict()) + "\n" for fault in faults)
+def append_bad_rows(bad_rows: Sequence[BadRow], path: Path) -> None:
+    """Append skipped rows to a JSON Lines file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(bad_row._asdict()) + "\n" for bad_row in bad_rows)

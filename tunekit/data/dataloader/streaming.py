@@ -1,4 +1,4 @@
-"""Step number to micro-batches of rows that are read while they are trained on, a block at a time."""
+"""Data loader of rows that are read during training, one block at a time."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -16,148 +16,166 @@ from tunekit.data.dataloader.summary import DatasetSummary, DataSummary
 from tunekit.data.preprocess.tokenized_dataset import Document, FlatDocuments
 from tunekit.errors import UserError
 
-PAST = 16  # blocks of which it is known where their documents are from: what a step does may be read late
+MAX_HISTORY = 16  # blocks whose row locations are kept, for metrics that are read some steps later
 
 
 class BlockHistory(NamedTuple):
-    """A block that is or was at hand: its first step, the one behind its last, and where documents are from."""
+    """A current or past block: its first step, the step after its last, and the locations of its documents."""
 
-    first: int
-    behind: int
+    first_step: int
+    end_step: int
     plan: PackingPlan
-    places: FlatDocuments
+    locations: FlatDocuments
 
 
 class StreamingDataLoader(DataLoader):
-    """`streamed[step]`: the micro-batches of this rank. Steps come in turn; `restore` says from which on.
+    """Data loader whose steps must be read in order, from 0 or from a loaded state.
 
-    The rows of a block are shared out evenly over its steps, so packed ones may have a few rows fewer than `batch`. The
-    next block is made by a thread while this one trains. Every rank reads and prepares all rows: none waits for others.
+    The rows of a block are split evenly over its steps, so steps of packed rows may have slightly fewer rows than the
+    batch size. A thread reads the next block while the current one is used. Each rank reads and tokenizes all rows, so
+    that ranks do not wait for each other.
     """
 
-    def __init__(self, mix: MixtureBase, blocks: BlockStream, layout: Collator) -> None:
-        self.mixture, self.blocks, self.collator = mix, blocks, layout
-        self.vocab: int | None = None
+    def __init__(self, mixture: MixtureBase, blocks: BlockStream, collator: Collator) -> None:
+        self.mixture, self.blocks, self.collator = mixture, blocks, collator
+        self.vocab_size: int | None = None
         self.thread = ThreadPoolExecutor(1, "tunekit-stream")
-        self.coming: Future[ShuffleBlock] | None = None
-        self.marks: dict[
-            int, tuple[int, list[StreamPosition]]
-        ] = {}  # first step of a block -> its number, where sources stood
-        self.first = self.behind = 0  # steps of the block at hand
-        self.block = self.opening = self.blocks.next()
-        self.past: tuple[BlockHistory, ...] = ()
+        self.next_block: Future[ShuffleBlock] | None = None
+        # First step of a block -> its round index and the positions of its sources.
+        self.block_starts: dict[int, tuple[int, list[StreamPosition]]] = {}
+        self.first_step = self.end_step = 0  # of the current block
+        self.block = self.first_block = self.blocks.next()
+        self.history: tuple[BlockHistory, ...] = ()
         self.datasets = (self.block.documents,)
-        self.order = RowOrder(
-            unit_lengths(self.block.documents.lengths, mix.docs_per_row), blocks.seed, mix.shuffle, mix.capacity
-        )
-        self.begin(self.block)
+        lengths = unit_lengths(self.block.documents.lengths, mixture.docs_per_row)
+        self.order = RowOrder(lengths, blocks.seed, mixture.shuffle, mixture.capacity)
+        self.start_block(self.block)
 
-    def begin(self, block: ShuffleBlock) -> None:
-        """The steps of a block come next; the one behind it is made meanwhile."""
-        highest = max(self.collator.pad_id, int(block.documents.tokens.max()))
-        if self.vocab is not None and highest >= self.vocab:
+    def start_block(self, block: ShuffleBlock) -> None:
+        """Make a block the current one. Raise UserError if the model has no embedding for one of its tokens."""
+        max_token = max(self.collator.pad_id, int(block.documents.tokens.max()))
+        if self.vocab_size is not None and max_token >= self.vocab_size:
             raise UserError(
-                f"the rows hold token {highest}, the model knows {self.vocab}: this tokenizer is another model's"
+                f"data: token id {max_token} is outside the model's vocabulary of {self.vocab_size} tokens. "
+                "Use the tokenizer of this model."
             )
-        self.block, self.first = block, self.behind
-        self.behind += -(-len(block.plan) // self.collator.global_batch_size)
-        known = self.marks | {
-            self.first: (block.number, block.before),
-            self.behind: (block.number + block.rounds, block.behind),
+        self.block, self.first_step = block, self.end_step
+        self.end_step += -(-len(block.plan) // self.collator.global_batch_size)
+        starts = self.block_starts | {
+            self.first_step: (block.round_index, block.start_positions),
+            self.end_step: (block.round_index + block.num_rounds, block.end_positions),
         }
-        # A step that is trained may be one behind the one that is made. Another thread may be reading what was known.
-        self.marks = {first: known[first] for first in sorted(known)[-3:]}
-        here = BlockHistory(self.first, self.behind, block.plan, block.documents.flat.without_tokens())
-        self.past = (*(past for past in self.past[1 - PAST :] if past.behind <= self.first), here)
+        # Keeps the block before: the trained step may precede the step that is built. The dict is replaced, not
+        # changed, because another thread may be reading it.
+        self.block_starts = {step: starts[step] for step in sorted(starts)[-3:]}
+        locations = block.documents.flat.without_tokens()
+        current = BlockHistory(self.first_step, self.end_step, block.plan, locations)
+        past = (block for block in self.history[1 - MAX_HISTORY :] if block.end_step <= self.first_step)
+        self.history = (*past, current)
 
     def __getitem__(self, step: int) -> list[Batch]:
-        assert step >= self.first, "a stream does not go back"
-        if self.coming is None:
-            self.coming = self.thread.submit(self.blocks.next)
-        while step >= self.behind:
-            self.begin(self.coming.result())
-            self.coming = self.thread.submit(self.blocks.next)
-        rows = self.numbers(self.past[-1], step)
-        return self.collator.micro_batches(self.block.documents, rows, self.block.first)
+        assert step >= self.first_step, "steps of a stream must be read in order"
+        if self.next_block is None:
+            self.next_block = self.thread.submit(self.blocks.next)
+        while step >= self.end_step:
+            self.start_block(self.next_block.result())
+            self.next_block = self.thread.submit(self.blocks.next)
+        rows = self.document_indices(self.history[-1], step)
+        return self.collator.micro_batches(self.block.documents, rows, self.block.first_document)
 
     def row_locations(self, step: int) -> list[str]:
-        """Where the rows of a step are from; nothing if that is no longer known."""
-        past = next((past for past in self.past if past.first <= step < past.behind), None)
-        if past is None:
+        """File and row of each document of a step; empty if its block is no longer in the history."""
+        block = next((block for block in self.history if block.first_step <= step < block.end_step), None)
+        if block is None:
             return []
-        return [past.places.row_location(int(number)) for row in self.numbers(past, step) for number in row]
+        return [block.locations.row_location(int(i)) for row in self.document_indices(block, step) for i in row]
 
-    def numbers(self, past: BlockHistory, step: int) -> list[np.ndarray]:
-        """The documents of each row of one of the steps that share a block."""
-        rows, at, steps = len(past.plan), step - past.first, past.behind - past.first
-        return unit_documents(past.plan.rows(rows * at // steps, rows * (at + 1) // steps), self.mixture.docs_per_row)
+    def document_indices(self, block: BlockHistory, step: int) -> list[np.ndarray]:
+        """Document indices of each row of a step, in the block that contains the step."""
+        num_rows, index, steps = len(block.plan), step - block.first_step, block.end_step - block.first_step
+        rows = block.plan.rows(num_rows * index // steps, num_rows * (index + 1) // steps)
+        return unit_documents(rows, self.mixture.docs_per_row)
 
     def replan(self) -> None:
-        self.blocks.shared, block = True, self.block
-        self.opening = block._replace(plan=self.blocks.plan(block.documents, block.number))
-        self.order = self.order.shortened(
-            shared_prefix.shared_prefix_tokens(block.documents, self.mixture.docs_per_row)
-        )
-        self.behind = self.first
-        self.begin(self.opening)
+        self.blocks.share_prefixes, block = True, self.block
+        self.first_block = block._replace(plan=self.blocks.plan(block.documents, block.round_index))
+        saved = shared_prefix.shared_prefix_tokens(block.documents, self.mixture.docs_per_row)
+        self.order = self.order.subtract_lengths(saved)
+        self.end_step = self.first_step
+        self.start_block(self.first_block)
 
-    def check_vocab(self, vocab: int) -> None:
-        """UserError, now or when such a block comes, if the model has no embedding for a token."""
-        self.vocab, self.behind = vocab, self.first
-        self.begin(self.block)
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raise UserError, now or when a later block is read, if the model has no embedding for a token."""
+        self.vocab_size, self.end_step = vocab_size, self.first_step
+        self.start_block(self.block)
 
     def num_steps(self, epochs: int) -> int:
-        raise UserError("data: nobody knows how many steps a stream has: set `max_steps`")
+        raise UserError("data: the number of steps of a stream is unknown. Set max_steps.")
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Where the sources stood when the block of a step began, and which of its steps comes next."""
-        first = max(mark for mark in self.marks if mark <= step)
-        number, marks = self.marks[first]
-        kept = [[mark.passed, None if mark.place is None else list(mark.place), mark.taken] for mark in marks]
-        return {"block": number, "first": first, "marks": kept, "rows": self.digests}
+        """Round index, source positions, and first step of the block that contains `step`."""
+        first_step = max(start for start in self.block_starts if start <= step)
+        round_index, positions = self.block_starts[first_step]
+        marks = [
+            [
+                position.num_passes,
+                None if position.chunk_position is None else list(position.chunk_position),
+                position.num_documents,
+            ]
+            for position in positions
+        ]
+        return {"block": round_index, "first": first_step, "marks": marks, "rows": self.source_fingerprints}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["rows"] != self.digests:
-            raise UserError("data: these are not the rows that the run began with: bring them back, or use --overwrite")
-        if self.coming is not None:
-            self.coming.result()
-        marks = [
-            StreamPosition(passed, None if place is None else tuple(place), taken)
-            for passed, place, taken in state["marks"]
+        if state["rows"] != self.source_fingerprints:
+            raise UserError(
+                "data: the dataset has changed since the run started. Restore the original data, or pass --overwrite."
+            )
+        if self.next_block is not None:
+            self.next_block.result()
+        positions = [
+            StreamPosition(num_passes, None if chunk is None else tuple(chunk), num_documents)
+            for num_passes, chunk, num_documents in state["marks"]
         ]
-        self.blocks.seek(state["block"], marks)
-        self.coming, self.marks, self.behind = None, {}, state["first"]
-        self.begin(self.blocks.next())
+        self.blocks.seek(state["block"], positions)
+        self.next_block, self.block_starts, self.end_step = None, {}, state["first"]
+        self.start_block(self.blocks.next())
 
     @property
     def fingerprint(self) -> str:
-        return " ".join(self.digests)
+        return " ".join(self.source_fingerprints)
 
     @property
-    def digests(self) -> list[str]:
-        """What the sources are."""
-        return [feed.digest() for feed in self.blocks.feeds]
+    def source_fingerprints(self) -> list[str]:
+        """Hashes of the sources."""
+        return [feed.fingerprint() for feed in self.blocks.feeds]
 
     def close(self) -> None:
-        """The thread and the processes that prepare rows end."""
+        """Stop the thread and the preprocessing workers."""
         self.blocks.stop()
         self.thread.shutdown(wait=True, cancel_futures=True)
         self.blocks.close()
 
     def sample_documents(self, count: int) -> list[tuple[str, Document]]:
-        """Some documents of the first step, and where they are from."""
-        numbers = unit_documents([self.opening.plan.documents], self.mixture.docs_per_row)[0][:count].tolist()
-        return [(self.opening.documents.row_location(number), self.opening.documents[number]) for number in numbers]
+        block = self.first_block
+        indices = unit_documents([block.plan.documents], self.mixture.docs_per_row)[0][:count].tolist()
+        return [(block.documents.row_location(i), block.documents[i]) for i in indices]
 
     @property
     def summary(self) -> DataSummary:
-        """What the first block holds."""
-        found, shares, first = self.opening.documents, [], 0
-        for rows, feed, count in zip(self.mixture.dataset_configs, self.blocks.feeds, self.opening.counts, strict=True):
-            part = slice(first, first := first + count)
-            begin, end = (found.bounds[at * self.mixture.docs_per_row] for at in (part.start, part.stop))
-            tokens, learnt = int(self.order.lengths[part].sum()), int(found.learnt[begin:end].sum())
-            shares.append(DatasetSummary(rows.source, feed.about, count, tokens, learnt, 0.0))
-        packed = None if self.mixture.capacity is None else len(self.opening.plan)
-        longest = int(found.lengths.max())
-        return DataSummary(tuple(shares), longest, found.truncated, packed, self.mixture.capacity, is_streaming=True)
+        documents, summaries, first = self.first_block.documents, [], 0
+        columns = zip(self.mixture.dataset_configs, self.blocks.feeds, self.first_block.row_counts, strict=True)
+        for config, feed, count in columns:
+            rows = slice(first, first := first + count)
+            start, end = (documents.bounds[row * self.mixture.docs_per_row] for row in (rows.start, rows.stop))
+            tokens, num_targets = int(self.order.lengths[rows].sum()), int(documents.loss_mask[start:end].sum())
+            summaries.append(DatasetSummary(config.source, feed.description, count, tokens, num_targets, 0.0))
+        num_packed_rows = None if self.mixture.capacity is None else len(self.first_block.plan)
+        return DataSummary(
+            tuple(summaries),
+            int(documents.lengths.max()),
+            documents.num_truncated,
+            num_packed_rows,
+            self.mixture.capacity,
+            is_streaming=True,
+        )

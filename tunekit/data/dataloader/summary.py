@@ -1,14 +1,14 @@
-"""What an epoch holds, in a line for the log; of a mix, a line for each part."""
+"""Summary of an epoch for the log: one line, and one more line for each dataset of a mixture."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 
 class DatasetSummary(NamedTuple):
-    """One source of an epoch: its rows, its tokens, those that are learnt, and how often it is passed.
+    """Statistics of one dataset in an epoch.
 
-    `about` says what was found in the source, and what became of that; `noun` is what its rows are called here: where
-    some are split, each part of one counts.
+    `description` is the row format and the result of preprocessing. `noun` is what `rows` counts: "row", or "document"
+    if rows are split.
     """
 
     name: str
@@ -21,64 +21,64 @@ class DatasetSummary(NamedTuple):
 
 
 def format_count(count: float, noun: str) -> str:
-    """`1 row`, `1,800 rows`."""
+    """Format a count with its noun: `1 row`, `1,800 rows`."""
     number = f"{count:.3g}" if isinstance(count, float) else f"{count:,}"
     return f"{number} {noun}{'' if number == '1' else 'es' if noun.endswith('s') else 's'}"
 
 
 @dataclass(frozen=True)
 class DataSummary:
-    """What an epoch holds. `longest` counts tokens, `truncated` documents; `packed` rows hold `capacity` tokens."""
+    """Statistics of an epoch, or of the first block of a stream.
+
+    `max_length` is in tokens. `num_truncated` counts documents. The `num_packed_rows` rows have `capacity` tokens each.
+    """
 
     datasets: tuple[DatasetSummary, ...]
     max_length: int
     num_truncated: int
     num_packed_rows: int | None
     capacity: int | None
-    is_streaming: bool = False  # it is about the first block of a stream
+    is_streaming: bool = False
 
     @property
     def rows(self) -> int:
-        return sum(share.rows for share in self.datasets)
+        return sum(dataset.rows for dataset in self.datasets)
 
     @property
     def tokens(self) -> int:
-        return sum(share.tokens for share in self.datasets)
+        return sum(dataset.tokens for dataset in self.datasets)
 
     @property
     def num_target_tokens(self) -> int:
-        return sum(share.num_target_tokens for share in self.datasets)
+        return sum(dataset.num_target_tokens for dataset in self.datasets)
 
     @property
     def fill_ratio(self) -> float | None:
-        """The used share of packed rows."""
-        return self.tokens / (self.num_packed_rows * self.capacity) if self.num_packed_rows and self.capacity else None
+        """Fraction of the tokens of packed rows that is used; None without packing."""
+        if not self.num_packed_rows or not self.capacity:
+            return None
+        return self.tokens / (self.num_packed_rows * self.capacity)
 
     def __str__(self) -> str:
-        parts = [
-            format_count(self.rows, "row" if all(share.noun == "row" for share in self.datasets) else "document"),
+        stats = [
+            format_count(self.rows, "row" if all(dataset.noun == "row" for dataset in self.datasets) else "document"),
             format_count(self.tokens, "token"),
-            f"{self.num_target_tokens:,} learnt ({self.num_target_tokens / self.tokens:.0%})",
+            f"{self.num_target_tokens:,} target tokens ({self.num_target_tokens / self.tokens:.0%})",
             f"longest {self.max_length:,}",
         ]
-        parts += [f"{self.num_truncated:,} truncated"] if self.num_truncated else []
-        parts += (
-            []
-            if self.num_packed_rows is None
-            else [f"packed into {format_count(self.num_packed_rows, 'row')}, {self.fill_ratio:.1%} filled"]
-        )
-        beginning = "a stream, whose first block has " if self.is_streaming else ""
-        line = beginning + ", ".join(parts)
+        if self.num_truncated:
+            stats.append(f"{self.num_truncated:,} truncated")
+        if self.num_packed_rows is not None:
+            stats.append(f"packed into {format_count(self.num_packed_rows, 'row')}, {self.fill_ratio:.1%} filled")
+        line = ("a stream, whose first block has " if self.is_streaming else "") + ", ".join(stats)
         if len(self.datasets) == 1:
             return f"{line} ({self.datasets[0].description})"
         return "\n".join([line, *map(self.format_dataset, self.datasets)])
 
-    def format_dataset(self, share: DatasetSummary) -> str:
-        """What one part of a mix is and gives."""
-        what = "the block" if self.is_streaming else "an epoch"
-        rows = f"{format_count(share.rows, share.noun)} ({share.rows / self.rows:.1%})"
-        return (
-            f"  {share.name}: {share.description}; {what} takes {rows}, "
-            f"{format_count(share.tokens, 'token')} ({share.tokens / self.tokens:.1%})"
-            + ("" if self.is_streaming else f", {format_count(share.passes, 'pass')}")
-        )
+    def format_dataset(self, dataset: DatasetSummary) -> str:
+        """Line of one dataset of a mixture."""
+        scope = "the block" if self.is_streaming else "an epoch"
+        rows = f"{format_count(dataset.rows, dataset.noun)} ({dataset.rows / self.rows:.1%})"
+        tokens = f"{format_count(dataset.tokens, 'token')} ({dataset.tokens / self.tokens:.1%})"
+        passes = "" if self.is_streaming else f", {format_count(dataset.passes, 'pass')}"
+        return f"  {dataset.name}: {dataset.description}; {scope} uses {rows}, {tokens}{passes}"

@@ -1,4 +1,4 @@
-"""The documents of a batch again, which know each other by what can be learnt from them."""
+"""Split batches back into documents, which are identified by a hash of their tokens and targets."""
 
 import hashlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from tunekit.data.preprocess.tokenized_dataset import Document
 
 @dataclass(frozen=True)
 class DocumentSpan:
-    """A document of which something is learnt, up to the last token that is: nobody sees what comes behind.
+    """A document with target tokens, up to the last one: later tokens do not affect its targets.
 
     Its row in the batch, its tokens and its targets, both (length,).
     """
@@ -23,29 +23,29 @@ class DocumentSpan:
 
     @property
     def num_target_tokens(self) -> int:
-        """Tokens that are to be expected."""
+        """Number of target tokens."""
         return int((self.targets != IGNORE).sum())
 
     @property
     def key(self) -> int:
-        """64 bits, the same wherever the document lies: beside others, in whatever step and on whatever rank."""
-        both = np.stack([self.tokens, self.targets]).astype(np.int64)
-        return int.from_bytes(hashlib.blake2b(both.tobytes(), digest_size=8).digest(), "little")
+        """64-bit hash, independent of the step, the rank, and the packed row that contain the document."""
+        values = np.stack([self.tokens, self.targets]).astype(np.int64)
+        return int.from_bytes(hashlib.blake2b(values.tobytes(), digest_size=8).digest(), "little")
 
     @property
     def document(self) -> Document:
-        """As the loader had it, without what comes behind the last learnt token."""
+        """Document of the data loader, without the tokens after the last target token."""
         tokens = np.append(self.tokens, self.targets[-1]).astype(np.int32)
         return Document(tokens, np.append(False, self.targets != IGNORE), len(tokens))
 
 
 def unpack_documents(batch: Batch) -> Iterator[DocumentSpan]:
-    """The documents of a batch, in their order. Where nothing is learnt, as in padding, is none."""
-    count, length = batch.tokens.shape
+    """Documents of a batch, in order. Documents without target tokens, such as padding, are left out."""
+    num_rows, width = batch.tokens.shape
     tokens, targets = (x.flatten().cpu().numpy() for x in (batch.tokens, batch.targets))
-    bounds = range(0, (count + 1) * length, length) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
+    bounds = range(0, (num_rows + 1) * width, width) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
-        some = np.flatnonzero(targets[start:end] != IGNORE)
-        if len(some):
-            end = start + int(some[-1]) + 1
-            yield DocumentSpan(start // length, tokens[start:end], targets[start:end])
+        target_indices = np.flatnonzero(targets[start:end] != IGNORE)
+        if len(target_indices):
+            end = start + int(target_indices[-1]) + 1
+            yield DocumentSpan(start // width, tokens[start:end], targets[start:end])

@@ -78,8 +78,8 @@ class ReadsRows(Protocol):
 def build_report(cfg: Any, rows: int | list[str], make_targets: MakeTargets) -> DataReport:
     """Tokenize the datasets of a config and run the data checks.
 
-    `rows` is the number of rows to show of each dataset, or a list of row numbers and locations. `make_targets` prepares
-    the input of the data checks, as in training.
+    `rows` is the number of rows to show of each dataset, or a list of row numbers and locations. `make_targets`
+    prepares the input of the data checks, as in training.
     """
     if not isinstance(cfg, ReadsRows):
         raise UserError("the recipe of this config does not train on data")
@@ -120,12 +120,11 @@ def skip_bad_rows(mixture: MixtureBase) -> MixtureBase:
 
 def find_bad_rows(mixtures: Mapping[str, MixtureBase], loaders: Mapping[str, DataLoader]) -> Iterator[Finding]:
     """Yield a finding for the bad rows of each dataset: an error, or a note if the config skips them."""
-    for part, mixture in mixtures.items():
-        for dataset, documents in zip(
-            mixture.dataset_configs, loaders[part].datasets, strict=False
-        ):  # a stream has one for all
-            count, rows = documents.prepared.skipped, documents.prepared.rows
-            for first in islice(iter_bad_rows(documents), 1):
+    for key, mixture in mixtures.items():
+        # A stream has one TokenizedDataset for all of its datasets.
+        for dataset, documents in zip(mixture.dataset_configs, loaders[key].datasets, strict=False):
+            count, rows = documents.summary.skipped, documents.summary.rows
+            for bad_row in islice(iter_bad_rows(documents), 1):
                 is_error = dataset.on_bad_row == "error" or count > dataset.max_bad_row_fraction * rows
                 hint = "fix or remove them" if is_error else "they are skipped (`on_bad_row: skip`)"
                 allowed = (
@@ -134,9 +133,9 @@ def find_bad_rows(mixtures: Mapping[str, MixtureBase], loaders: Mapping[str, Dat
                     else ""
                 )
                 summary = f"{count:,} of {rows:,} rows {'is' if count == 1 else 'are'} bad"
-                message = f"{summary} ({format_percent(count / rows)}{allowed}): {first.reason}"
+                message = f"{summary} ({format_percent(count / rows)}{allowed}): {bad_row.reason}"
                 severity = "wrong" if is_error else "note"
-                yield Finding(severity, "bad rows", part, message, hint, count, count / rows, (), (first.where,))
+                yield Finding(severity, "bad rows", key, message, hint, count, count / rows, (), (bad_row.where,))
 
 
 def first_bad_rows(loader: DataLoader) -> tuple[BadRow, ...]:
@@ -146,7 +145,7 @@ def first_bad_rows(loader: DataLoader) -> tuple[BadRow, ...]:
 
 
 def iter_bad_rows(documents: TokenizedDataset) -> Iterator[BadRow]:
-    file = documents.prepared.bad_rows
+    file = documents.summary.bad_rows
     if file is not None:
         yield from read_bad_rows(file)
 

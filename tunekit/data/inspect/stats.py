@@ -156,5 +156,5 @@ def compute_stats(
         None if summary.is_streaming else loader.num_steps(1),
         make_histogram(lengths),
         make_histogram(target.measured.targets),
-        sum(documents.prepared.skipped for documents in loader.datasets) - len(bad_rows),
+        sum(documents.summary.skipped for documents in loader.datasets) - len(bad_rows),
     )

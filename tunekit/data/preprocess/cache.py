@@ -1,7 +1,7 @@
-"""Where prepared rows are kept: a folder for each key, whole or not there, however many processes want it at once.
+"""Cache of preprocessed datasets: one directory per fingerprint, complete or absent, safe for concurrent processes.
 
-Who reads an entry holds a shared lock on it, who writes or removes one an exclusive lock. An entry is written beside
-its place, synced and renamed.
+Readers of an entry hold a shared lock, writers and removers an exclusive one. An entry is written to a temporary
+directory next to it, synced, and renamed.
 """
 
 import errno
@@ -27,63 +27,63 @@ from tunekit.system import format_bytes, free_bytes, fsync_path
 
 OFF = "off"
 LOCK, PARTIAL = ".lock", ".partial"
-Make = Callable[[Path], None]  # writes all files of an entry into a folder
-Tell = Callable[[str], None]
+BuildFn = Callable[[Path], None]  # writes all files of an entry into a directory
+LogFn = Callable[[str], None]
 
 
 def cache_dir() -> Path | None:
-    """Where entries lie; None if nothing is to be kept."""
+    """Directory of the entries; None if the cache is off."""
     return None if os.environ.get(store.HOME) == OFF else store.cache_root() / "data"
 
 
-def get_or_build(key: str | None, make: Make, tell: Tell) -> TokenizedDataset:
-    """The documents of a key: mapped if they are there, else made, by one process however many ask."""
-    place = cache_dir()
-    if key is None or place is None:
-        return temporary(make)
-    entry = place / key
+def get_or_build(key: str | None, build: BuildFn, log: LogFn) -> TokenizedDataset:
+    """Dataset of a key. Maps an existing entry, or builds it; of concurrent processes only one builds."""
+    directory = cache_dir()
+    if key is None or directory is None:
+        return build_temporary(build)
+    entry = directory / key
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         lock = CacheLock(entry)
     except OSError as error:
-        if is_complete(entry):  # what others have prepared, and nobody may write to
+        if is_complete(entry):  # an entry of another user, in a read-only cache
             return TokenizedDataset.open(entry)
         reason = os.strerror(error.errno or errno.EIO).lower()
-        tell(f"prepared rows are not kept: cannot write {place} ({reason}); {store.HOME} names another folder")
-        return temporary(make)
+        log(f"warning: preprocessed rows are not cached: cannot write {directory} ({reason}). Set {store.HOME}.")
+        return build_temporary(build)
     with ExitStack() as stack:
-        stack.callback(lock.free)  # a mistake that somebody catches would hold it
-        found = shared(entry, lock, make, tell)
+        stack.callback(lock.free)  # on an error: a caller that handles it must not keep the lock
+        dataset = open_or_build(entry, lock, build, log)
         stack.pop_all()
-        return found
+        return dataset
 
 
-def shared(entry: Path, lock: "CacheLock", make: Make, tell: Tell) -> TokenizedDataset:
-    """An entry that is read here, and that nobody removes as long as its documents are held."""
+def open_or_build(entry: Path, lock: "CacheLock", build: BuildFn, log: LogFn) -> TokenizedDataset:
+    """Dataset of an entry, with a shared lock that is held as long as the dataset exists."""
     while True:
-        if not lock.share(wait=False):
-            if not lock.near():
-                tell(f"waiting for another process that prepares the same rows ({entry})")
-            lock.share(wait=True)
+        if not lock.acquire_shared(wait=False):
+            if not lock.is_same_run():
+                log(f"waiting for another process that preprocesses the same rows ({entry})")
+            lock.acquire_shared(wait=True)
         if is_complete(entry):
             os.utime(entry / METADATA_FILE)
             return TokenizedDataset.open(entry, lock)
-        if lock.own():
+        if lock.acquire_exclusive():
             if not is_complete(entry):
-                publish(entry, make)
-        else:  # somebody else has begun, or looks just now
+                publish(entry, build)
+        else:  # another process has the lock
             time.sleep(0.05)
 
 
-def publish(entry: Path, make: Make) -> None:
-    """Make an entry, whole or not at all. What others left half done here goes first."""
-    for left in (entry, *entry.parent.glob(f"{entry.name}*{PARTIAL}")):
-        shutil.rmtree(left, ignore_errors=True)
+def publish(entry: Path, build: BuildFn) -> None:
+    """Build an entry atomically. Removes what interrupted processes have left of it."""
+    for path in (entry, *entry.parent.glob(f"{entry.name}*{PARTIAL}")):
+        shutil.rmtree(path, ignore_errors=True)
     partial = entry.with_name(f"{entry.name}-{secrets.token_hex(4)}{PARTIAL}")
     try:
         with raise_disk_full(entry):
             partial.mkdir()
-        make(partial)
+        build(partial)
         with raise_disk_full(entry):
             for file in (*partial.iterdir(), partial):
                 fsync_path(file)
@@ -92,80 +92,84 @@ def publish(entry: Path, make: Make) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def temporary(make: Make) -> TokenizedDataset:
-    """Documents in a folder that goes with them."""
+def build_temporary(build: BuildFn) -> TokenizedDataset:
+    """Dataset in a temporary directory that is removed with it."""
     with ExitStack() as stack:
-        place = Path(tempfile.mkdtemp(prefix="tunekit-rows-"))
-        stack.callback(shutil.rmtree, place, ignore_errors=True)
-        make(place)
-        documents = TokenizedDataset.open(place)
-        weakref.finalize(documents, stack.pop_all().close)
-    return documents
+        directory = Path(tempfile.mkdtemp(prefix="tunekit-rows-"))
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        build(directory)
+        dataset = TokenizedDataset.open(directory)
+        weakref.finalize(dataset, stack.pop_all().close)
+    return dataset
 
 
 @contextmanager
-def raise_disk_full(place: Path, wanted: Callable[[], float | None] = lambda: None) -> Iterator[None]:
-    """UserError if the disk does not take an entry; `wanted` tells what all of it would have needed, in bytes."""
+def raise_disk_full(entry: Path, required_bytes: Callable[[], float | None] = lambda: None) -> Iterator[None]:
+    """Turn OSError into UserError. `required_bytes` estimates the size of the full entry."""
     try:
         yield
     except OSError as error:
-        reason, size = os.strerror(error.errno or errno.EIO).lower(), wanted()
-        room = format_bytes(free_bytes(place)) + " free"
-        room += "" if size is None else f", about {format_bytes(size)} wanted"
+        reason, size = os.strerror(error.errno or errno.EIO).lower(), required_bytes()
+        space = "" if size is None else f"needs about {format_bytes(size)}, "
+        space += f"{format_bytes(free_bytes(entry))} free"
         raise UserError(
-            f"cannot write prepared rows to {place.parent}: {reason} ({room}); make room (`tune cache clear`), or "
-            f"name another folder as {store.HOME}"
+            f"{entry.parent}: cannot write preprocessed rows: {reason} ({space}). Free disk space "
+            f"(`tune cache clear`), or set {store.HOME} to another directory."
         ) from error
 
 
 class CacheLock:
-    """What processes agree by on who may do what with an entry. It ends with its process, or when it is let go."""
+    """File lock of a cache entry. Released by `free`, by garbage collection, or when the process ends."""
 
     def __init__(self, entry: Path) -> None:
         self.path = entry.with_name(entry.name + LOCK)
         self.file = self.path.open("a+")
-        self.share(wait=False)  # OSError here and now, where a file system has no locks
+        self.acquire_shared(wait=False)  # raises OSError on a file system without locks
 
-    def share(self, wait: bool) -> bool:
-        return self.take(fcntl.LOCK_SH if wait else fcntl.LOCK_SH | fcntl.LOCK_NB)
+    def acquire_shared(self, wait: bool) -> bool:
+        """Acquire a shared lock. Return False if another process has an exclusive one and `wait` is False."""
+        return self.acquire(fcntl.LOCK_SH if wait else fcntl.LOCK_SH | fcntl.LOCK_NB)
 
-    def own(self) -> bool:
-        """Alone, at once; if somebody else has a share, no lock is held any more."""
-        taken = self.take(fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if taken:
+    def acquire_exclusive(self) -> bool:
+        """Try to acquire the exclusive lock. On failure, no lock is held."""
+        acquired = self.acquire(fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if acquired:
             self.file.truncate(0)
             self.file.write(worker_env.rendezvous_id())
             self.file.flush()
-        return taken
+        return acquired
 
-    def near(self) -> bool:
-        """Whether the one who has it is of the same run: the others wait for that one in any case."""
-        return worker_env.is_worker() and self.said() == worker_env.rendezvous_id()
+    def is_same_run(self) -> bool:
+        """Whether the owner of the exclusive lock is a rank of the same run: waiting for it is expected."""
+        return worker_env.is_worker() and self.owner_run() == worker_env.rendezvous_id()
 
-    def said(self) -> str:
+    def owner_run(self) -> str:
+        """Rendezvous id of the last owner of the exclusive lock."""
         self.file.seek(0)
         return self.file.read()
 
-    def take(self, kind: int) -> bool:
+    def acquire(self, operation: int) -> bool:
+        """Call flock until it locks the current file of this path. Return False if it would block."""
         while True:
             try:
-                fcntl.flock(self.file, kind)
+                fcntl.flock(self.file, operation)
             except BlockingIOError:
                 return False
             if self.path.exists() and os.path.samestat(os.fstat(self.file.fileno()), self.path.stat()):
                 return True
-            self.file = self.path.open("a+")  # who had it has removed the file
+            self.file = self.path.open("a+")  # the previous owner has removed the file
 
     def free(self) -> None:
+        """Release the lock."""
         self.file.close()
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """Prepared rows that are kept: `size` in bytes, `used` and `made` in seconds since 1970."""
+    """A complete cache entry. `size` is in bytes, `used` the time of the last use in seconds since 1970."""
 
     path: Path
-    about: dict[str, Any]
+    metadata: dict[str, Any]
     size: int
     used: float
 
@@ -175,36 +179,38 @@ class CacheEntry:
 
 
 def list_entries() -> list[CacheEntry]:
-    """All that is kept, what was used last first."""
-    found = [entry(path) for path in inside() if path.suffix != PARTIAL and is_complete(path)]
-    return sorted(found, key=lambda entry: entry.used, reverse=True)
+    """All complete entries, most recently used first."""
+    entries = [read_entry(path) for path in entry_dirs() if path.suffix != PARTIAL and is_complete(path)]
+    return sorted(entries, key=lambda entry: entry.used, reverse=True)
 
 
-def entry(path: Path) -> CacheEntry:
-    about = json.loads((path / METADATA_FILE).read_text("utf-8"))
-    return CacheEntry(path, about, dir_bytes(path), (path / METADATA_FILE).stat().st_mtime)
+def read_entry(path: Path) -> CacheEntry:
+    """Read the metadata of an entry."""
+    metadata = json.loads((path / METADATA_FILE).read_text("utf-8"))
+    return CacheEntry(path, metadata, dir_bytes(path), (path / METADATA_FILE).stat().st_mtime)
 
 
-def inside() -> Iterator[Path]:
-    place = cache_dir()
-    return (path for path in sorted(place.iterdir()) if path.is_dir()) if place and place.is_dir() else iter(())
+def entry_dirs() -> Iterator[Path]:
+    """Directories in the cache, of complete and unfinished entries."""
+    root = cache_dir()
+    return (path for path in sorted(root.iterdir()) if path.is_dir()) if root and root.is_dir() else iter(())
 
 
 def dir_bytes(path: Path) -> int:
-    """Bytes of the files in a folder."""
+    """Bytes of the files in a directory."""
     return sum(file.stat().st_size for file in path.iterdir())
 
 
 def list_unfinished() -> list[Path]:
-    """What was never finished: by a process that was killed, or by one that is at it."""
-    return [path for path in inside() if path.suffix == PARTIAL or not is_complete(path)]
+    """Directories of entries that are incomplete: of interrupted or of running processes."""
+    return [path for path in entry_dirs() if path.suffix == PARTIAL or not is_complete(path)]
 
 
 def remove_entry(path: Path) -> bool:
-    """Delete an entry, or half of one, unless a process reads or writes it."""
+    """Delete a complete or unfinished entry. Return False if a process uses it."""
     lock = CacheLock(path.with_name(path.name.partition("-")[0]))
     try:
-        if not lock.own():
+        if not lock.acquire_exclusive():
             return False
         shutil.rmtree(path)
         lock.path.unlink()

@@ -1,4 +1,4 @@
-"""What prepared rows follow from: rows, choice, tokenizer and code. Two keys are equal where the documents are."""
+"""Cache key of a preprocessed dataset: hash of its rows, config, tokenizer, and code."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from tunekit.data.preprocess import user_modules
 from tunekit.data.readers.row_reader import RowReader
 from tunekit.data.tokenizer import Tokenizer
 
-# Modules and packages of tunekit.data that do not change what a row becomes. A new one does, until it is listed here.
+# Modules and packages of tunekit.data that do not affect the documents of a row. All others are part of the key.
 UNRELATED = (
     "dataloader/", "inspect/", "preprocess/cache.py", "preprocess/fingerprint.py", "preprocess/preprocess.py",
     "preprocess/worker_pool.py", "row_checks.py", "row_stats.py",
@@ -20,29 +20,30 @@ UNRELATED = (
 PACKAGES = ("tokenizers", "jinja2", "numpy")
 
 
-def fingerprint(rows: DatasetConfig, tokenizer: Tokenizer, table: RowReader) -> str | None:
-    """32 hexadecimal digits; None where code has no file whose text could be compared."""
-    modules = user_modules.user_modules(rows)
+def fingerprint(config: DatasetConfig, tokenizer: Tokenizer, reader: RowReader) -> str | None:
+    """32 hexadecimal digits; None if a class has no source file, as in a notebook."""
+    modules = user_modules.user_modules(config)
     if not all(module.file for module in modules):
         return None
-    parts = {
-        "rows": [rows.source, table.digest()],  # the source, because documents tell the file that they are from
-        "choice": [type(rows).__qualname__, {name: repr(value) for name, value in rows.fingerprint_keys().items()}],
-        "own": [(module.name, module.text) for module in modules],
+    content = {
+        "rows": [config.source, reader.digest()],  # the source, because documents store the names of their files
+        "choice": [type(config).__qualname__, {name: repr(value) for name, value in config.fingerprint_keys().items()}],
+        "own": [(module.name, module.text_hash) for module in modules],
         "tokenizer": tokenizer.digest,
-        "code": code(),
+        "code": code_hashes(),
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def code() -> dict[str, str]:
-    """The text of the modules that make rows documents, and the versions of what they use."""
-    here = Path(__file__).parent.parent
-    texts = {file.relative_to(here).as_posix(): user_modules.hash_file(file) for file in sources()}
-    return {**texts, "python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
+def code_hashes() -> dict[str, str]:
+    """Hashes of the modules that turn rows into documents, and versions of the packages that they use."""
+    root = Path(__file__).parent.parent
+    hashes = {path.relative_to(root).as_posix(): user_modules.hash_file(path) for path in code_files()}
+    return {**hashes, "python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
 
 
-def sources() -> Iterator[Path]:
-    here = Path(__file__).parent.parent
-    files = (file for file in sorted(here.rglob("*.py")) if file.name != "__init__.py")
-    return (file for file in files if not file.relative_to(here).as_posix().startswith(UNRELATED))
+def code_files() -> Iterator[Path]:
+    """Files of the modules that turn rows into documents."""
+    root = Path(__file__).parent.parent
+    paths = (path for path in sorted(root.rglob("*.py")) if path.name != "__init__.py")
+    return (path for path in paths if not path.relative_to(root).as_posix().startswith(UNRELATED))

@@ -1,4 +1,4 @@
-"""From rows to documents: what is kept from before, else all of it anew, by as many processes as there are cores."""
+"""Preprocessing: tokenize all rows of a dataset in worker processes, or open the cached result."""
 
 import json
 import re
@@ -18,138 +18,141 @@ from tunekit.data.preprocess.tokenized_dataset import TokenizedChunk, TokenizedD
 from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.readers.row_reader import CHUNK_ROWS, BadRow, Row, RowChunk, RowReader
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 
-FEW = 2_000  # rows that are done before processes have started
-FIRST = 100  # rows that are asked what they are
+MIN_POOL_ROWS = 2_000  # fewer rows are done before worker processes have started
+MAX_PROBED_ROWS = 100  # rows that are read to describe the format
 NUMBER = re.compile(r"\d[\d,.]*")
-REASONS = 1_000  # kinds of faults that are counted apart
+MAX_REASONS = 1_000  # kinds of errors that are counted separately
 
 
-def preprocess_dataset(rows: DatasetConfig, tokenizer: Tokenizer, run) -> TokenizedDataset:
-    """All rows as documents, mapped; UserError names the first that cannot be learnt from. Rank 0 shows a bar."""
-    tokenizer = rows.prepare_tokenizer(tokenizer)
-    table = open_dataset(rows.source, rows.split, rows.max_samples)
-    found = cache.get_or_build(
-        fingerprint(rows, tokenizer, table), PreprocessJob(rows, tokenizer, table, run), run.tell
-    )
-    if found.prepared.bad_rows is not None:  # it may have been prepared for who allowed more of them
-        bad = BadRowPolicy(rows, None)
-        bad.add(read_bad_rows(found.prepared.bad_rows), found.prepared.rows)
-        bad.check()
-    return found
+def preprocess_dataset(config: DatasetConfig, tokenizer: Tokenizer, dist: DistributedContext) -> TokenizedDataset:
+    """All rows as memory-mapped documents. Raise UserError for the first bad row. Rank 0 shows a progress bar."""
+    tokenizer = config.prepare_tokenizer(tokenizer)
+    reader = open_dataset(config.source, config.split, config.max_samples)
+    key = fingerprint(config, tokenizer, reader)
+    dataset = cache.get_or_build(key, PreprocessJob(config, tokenizer, reader, dist), dist.log)
+    if dataset.summary.bad_rows is not None:  # a cached dataset may have been built with a higher limit
+        bad_rows = BadRowPolicy(config, None)
+        bad_rows.add(read_bad_rows(dataset.summary.bad_rows), dataset.summary.rows)
+        bad_rows.check()
+    return dataset
 
 
 def tokenize_chunks(
-    rows: DatasetConfig, tokenizer: Tokenizer, chunks: Iterable[RowChunk], workers: int
+    config: DatasetConfig, tokenizer: Tokenizer, chunks: Iterable[RowChunk], workers: int
 ) -> Generator[TokenizedChunk, None, None]:
-    """What chunks become, in their order, by processes of their own or, with 0, in this one.
+    """Tokenize chunks in their order, in worker processes or, with `workers=0`, in this one.
 
-    `tokenizer` is what `rows.prepare` gave.
+    `tokenizer` is the result of `config.prepare_tokenizer`.
     """
     if workers == 0:
-        yield from (worker.tokenize_chunk(rows, tokenizer, chunk) for chunk in chunks)
+        yield from (worker.tokenize_chunk(config, tokenizer, chunk) for chunk in chunks)
         return
-    with worker_pool.WorkerPool(rows, tokenizer, chunks, workers) as answers:
-        yield from answers
+    with worker_pool.WorkerPool(config, tokenizer, chunks, workers) as results:
+        yield from results
 
 
-def num_workers(rows: DatasetConfig, count: int | None) -> int:
-    """Processes for `count` rows (None: nobody knows how many): a core each, none where starting them takes longer."""
-    if any(
-        module.name == "__main__" for module in user_modules.user_modules(rows)
-    ):  # a notebook's own classes are nowhere else
+def num_workers(config: DatasetConfig, num_rows: int | None) -> int:
+    """Worker processes for `num_rows` rows (None: unknown): one per core, or 0 if starting them takes longer."""
+    # Classes that are defined in a notebook cannot be imported by other processes.
+    if any(module.name == "__main__" for module in user_modules.user_modules(config)):
         return 0
-    if rows.num_proc is not None:
-        return rows.num_proc
-    found = min(worker_pool.num_cpus(), worker_pool.MOST)
-    if count is not None:
-        found = min(found, -(-count // CHUNK_ROWS)) if count >= FEW else 0
-    return 0 if found == 1 else found
+    if config.num_proc is not None:
+        return config.num_proc
+    workers = min(worker_pool.num_cpus(), worker_pool.MAX_WORKERS)
+    if num_rows is not None:
+        workers = min(workers, -(-num_rows // CHUNK_ROWS)) if num_rows >= MIN_POOL_ROWS else 0
+    return 0 if workers == 1 else workers
 
 
-def describe_format(rows: DatasetConfig, table: RowReader) -> str:
-    """What the rows are, in words, as the first that can be read says."""
-    for row in islice(table.rows, FIRST):
-        with suppress(UserError):  # which is told where rows are prepared
-            fields = rows.transform(row.fields) if isinstance(row, Row) else None
+def describe_format(config: DatasetConfig, reader: RowReader) -> str:
+    """Description of the format of the first row that can be read."""
+    for row in islice(reader.rows, MAX_PROBED_ROWS):
+        with suppress(UserError):  # reported when the rows are preprocessed
+            fields = config.apply_transforms(row.fields) if isinstance(row, Row) else None
             if fields is not None:
-                return rows.describe(fields)
+                return config.describe(fields)
     return ""
 
 
 class PreprocessJob:
-    """Writes the documents of a table into a folder."""
+    """Writes the documents of a dataset into a directory."""
 
-    def __init__(self, rows: DatasetConfig, tokenizer: Tokenizer, table: RowReader, run) -> None:
-        self.rows, self.tokenizer, self.table, self.run = rows, tokenizer, table, run
+    def __init__(
+        self, config: DatasetConfig, tokenizer: Tokenizer, reader: RowReader, dist: DistributedContext
+    ) -> None:
+        self.config, self.tokenizer, self.reader, self.dist = config, tokenizer, reader, dist
 
-    def __call__(self, folder: Path) -> None:
-        rows, total, began = self.rows, self.table.count, time.time()
-        bad = BadRowPolicy(rows, total)
-        bar = tqdm(total=total, desc="preparing", unit=" rows", disable=not self.run.is_main or None, leave=False)
-        with bar, TokenizedDatasetWriter(folder, describe_format(rows, self.table)) as writer:
-            for part in tokenize_chunks(rows, self.tokenizer, self.table.chunks(), num_workers(rows, total)):
-                bad.add(part.bad_rows, part.rows)
-                with cache.raise_disk_full(folder, lambda: wanted(writer, total)):
-                    writer.add(part)
-                bar.update(part.rows)
-            bad.check()
+    def __call__(self, directory: Path) -> None:
+        config, total, start_time = self.config, self.reader.count, time.time()
+        bad_rows = BadRowPolicy(config, total)
+        hide_bar = not self.dist.is_main_process or None
+        bar = tqdm(total=total, desc="preprocessing", unit=" rows", disable=hide_bar, leave=False)
+        with bar, TokenizedDatasetWriter(directory, describe_format(config, self.reader)) as writer:
+            for chunk in tokenize_chunks(config, self.tokenizer, self.reader.chunks(), num_workers(config, total)):
+                bad_rows.add(chunk.bad_rows, chunk.rows)
+                with cache.raise_disk_full(directory, lambda: estimate_size(writer, total)):
+                    writer.add(chunk)
+                bar.update(chunk.rows)
+            bad_rows.check()
             if not writer.counts["documents"]:
-                told = writer.prepared.format("bad")
-                raise UserError(f"{rows.source}: nothing is left to learn from: {told}{bad.example}")
-            with cache.raise_disk_full(folder):
-                writer.finish(source=rows.source, split=rows.split, made=began, seconds=time.time() - began)
+                counts = writer.summary.format("bad")
+                raise UserError(f"{config.source}: no row has target tokens: {counts}{bad_rows.example}")
+            with cache.raise_disk_full(directory):
+                seconds = time.time() - start_time
+                writer.finish(source=config.source, split=config.split, made=start_time, seconds=seconds)
 
 
-def wanted(writer: TokenizedDatasetWriter, total: int | None) -> float | None:
-    """Bytes that all rows would take, by those that are written."""
-    done = writer.prepared.rows
-    return None if total is None or not done else writer.size / done * total
+def estimate_size(writer: TokenizedDatasetWriter, total: int | None) -> float | None:
+    """Estimated bytes of all rows, from those that are written; None if unknown."""
+    num_written = writer.summary.rows
+    return None if total is None or not num_written else writer.size / num_written * total
 
 
-def read_bad_rows(file: Path) -> Iterator[BadRow]:
-    """The rows of a list of bad ones."""
-    with file.open(encoding="utf-8") as lines:
-        yield from (BadRow(**json.loads(line)) for line in lines)
+def read_bad_rows(path: Path) -> Iterator[BadRow]:
+    """Bad rows that a JSON Lines file lists."""
+    with path.open(encoding="utf-8") as file:
+        yield from (BadRow(**json.loads(line)) for line in file)
 
 
 class BadRowPolicy:
-    """Rows that cannot be learnt from: the first in the order of the rows is told, or all are counted up to a share."""
+    """Raises an error for the first bad row, or counts bad rows and checks the allowed fraction."""
 
-    def __init__(self, rows: DatasetConfig, total: int | None) -> None:
-        self.rows, self.total = rows, total
-        self.read = self.count = 0
+    def __init__(self, config: DatasetConfig, total: int | None) -> None:
+        self.config, self.total = config, total
+        self.num_rows = self.num_bad = 0
         self.first: BadRow | None = None
         self.reasons: Counter[str] = Counter()
 
-    def add(self, faults: Iterable[BadRow], rows: int) -> None:
-        """Some of these `rows`. UserError as soon as it is sure that there are too many."""
-        self.read += rows
-        for fault in faults:
-            if self.rows.on_bad_row == "error":
-                raise UserError(f"{fault.where}: {fault.reason}")
-            kind = NUMBER.sub("N", fault.reason)
-            self.reasons[kind if kind in self.reasons or len(self.reasons) < REASONS else "others"] += 1
-            self.count, self.first = self.count + 1, self.first or fault
-        if self.total is not None and self.count > self.rows.max_bad_row_fraction * self.total:
-            self.refuse()
+    def add(self, bad_rows: Iterable[BadRow], num_rows: int) -> None:
+        """Count the bad rows among `num_rows` more rows. Raise UserError as soon as there are too many."""
+        self.num_rows += num_rows
+        for bad_row in bad_rows:
+            if self.config.on_bad_row == "error":
+                raise UserError(f"{bad_row.where}: {bad_row.reason}")
+            reason = NUMBER.sub("N", bad_row.reason)
+            self.reasons[reason if reason in self.reasons or len(self.reasons) < MAX_REASONS else "others"] += 1
+            self.num_bad, self.first = self.num_bad + 1, self.first or bad_row
+        if self.total is not None and self.num_bad > self.config.max_bad_row_fraction * self.total:
+            self.raise_error()
 
     def check(self) -> None:
-        """UserError if they are more than the share that is allowed."""
-        if self.count > self.rows.max_bad_row_fraction * self.read:
-            self.refuse()
+        """Raise UserError if the fraction of bad rows is above the limit."""
+        if self.num_bad > self.config.max_bad_row_fraction * self.num_rows:
+            self.raise_error()
 
     @property
     def example(self) -> str:
-        """The first of them, at the end of a sentence."""
-        return "" if self.first is None else f"; the first is {self.first.where}: {self.first.reason}"
+        """First bad row, as the end of a sentence; empty if there is none."""
+        return "" if self.first is None else f"; first: {self.first.where}: {self.first.reason}"
 
-    def refuse(self) -> None:
-        common = "; ".join(f"{count:,} times: {reason}" for reason, count in self.reasons.most_common(3))
+    def raise_error(self) -> None:
+        """Raise UserError with the most common reasons."""
+        reasons = "; ".join(f"{count:,}x {reason}" for reason, count in self.reasons.most_common(3))
+        first = self.first.where if self.first else "unknown"
         raise UserError(
-            f"{self.rows.source}: {self.count:,} of {self.read:,} rows cannot be learnt from, and "
-            "`max_bad_row_fraction` allows "
-            f"{self.rows.max_bad_row_fraction:.2%}; {common} (the first is "
-            f"{self.first.where if self.first else 'unknown'})"
+            f"{self.config.source}: {self.num_bad:,} of {self.num_rows:,} rows are invalid or have no target tokens "
+            f"(max_bad_row_fraction={self.config.max_bad_row_fraction:g}): {reasons} (first: {first})"
         )

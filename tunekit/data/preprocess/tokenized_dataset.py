@@ -1,4 +1,4 @@
-"""Tokenised rows, held flat in memory or in mapped files: 5 bytes a token and 40 a document, however many there are."""
+"""Tokenized documents in flat arrays, in memory or memory-mapped: 5 bytes per token and 40 bytes per document."""
 
 import hashlib
 import json
@@ -15,27 +15,27 @@ from tunekit.data.readers.row_reader import BadRow
 
 COLUMNS = {
     "tokens": np.dtype(np.int32),  # (tokens,)
-    "learnt": np.dtype(np.bool_),
+    "loss_mask": np.dtype(np.bool_),
     "lengths": np.dtype(np.int32),  # (documents,)
-    "whole": np.dtype(np.int32),
-    "signs": np.dtype(np.int32),
-    "names": np.dtype(np.int32),  # which of the names of places, to which the number is put
-    "numbers": np.dtype(np.int64),
-    "valued": np.dtype(np.int32),  # how many of the values are a document's
+    "full_lengths": np.dtype(np.int32),
+    "doc_flags": np.dtype(np.int32),
+    "file_ids": np.dtype(np.int32),  # index of the file name in `FlatDocuments.file_names`
+    "row_numbers": np.dtype(np.int64),  # appended to the file name; 0: none
+    "num_values": np.dtype(np.int32),
     "values": np.dtype(np.float32),  # (values,)
 }
-TOKEN_COLUMNS = ("tokens", "learnt")
+TOKEN_COLUMNS = ("tokens", "loss_mask")
 NO_VALUES = np.empty(0, np.float32)
 BOUNDS = "bounds"  # (documents + 1,) int64
-METADATA_FILE = "about.json"  # written last: a folder without it is not whole
+METADATA_FILE = "about.json"  # written last: a directory without it is incomplete
 BAD_ROWS = "bad_rows.jsonl"
 TRAILING_NUMBER = re.compile(r"(.*?)([1-9]\d{0,17})?", re.DOTALL)  # file.jsonl:17, owner/name train row 17
 
 
 class Document(NamedTuple):
-    """Token ids (length,) int32, which of them are learnt (length,) bool, and how many there were before it was cut.
+    """Token ids (length,) int32, mask of target tokens (length,) bool, and length before truncation.
 
-    `values` (values,) float32: what a row says of it in numbers, its label or its margin, or a label for each step.
+    `values` (values,) float32: label or margin of the document, or one label for each step.
     """
 
     tokens: np.ndarray
@@ -46,42 +46,42 @@ class Document(NamedTuple):
 
     @property
     def value(self) -> float:
-        """What is said of all of it; NaN: nothing."""
+        """Label or margin of the document; NaN if it has none."""
         return float("nan") if not len(self.values) or self.doc_flags & DocFlags.STEPWISE else float(self.values[0])
 
     def prefix(self, length: int) -> "Document":
-        """Its first tokens, and what is said of these."""
-        learnt = self.loss_mask[:length]
-        values = self.values[: int(learnt.sum())] if self.doc_flags & DocFlags.STEPWISE else self.values
-        return self._replace(tokens=self.tokens[:length], learnt=learnt, values=values)
+        """First `length` tokens, with the labels of the steps that end in them."""
+        loss_mask = self.loss_mask[:length]
+        values = self.values[: int(loss_mask.sum())] if self.doc_flags & DocFlags.STEPWISE else self.values
+        return self._replace(tokens=self.tokens[:length], loss_mask=loss_mask, values=values)
 
 
 def first_target(document: Document) -> int:
-    """Where the answer begins, behind the end if there is none; a first token is never learnt."""
-    learnt = document.loss_mask[1:]
-    return 1 + (int(learnt.argmax()) if learnt.any() else len(learnt))
+    """Position of the first target token, or the length if there is none. The first token is never a target."""
+    loss_mask = document.loss_mask[1:]
+    return 1 + (int(loss_mask.argmax()) if loss_mask.any() else len(loss_mask))
 
 
 class FlatDocuments(NamedTuple):
-    """Documents one after the other, `COLUMNS` by name; `names[i]` begins the place of a document whose name is i."""
+    """Concatenated documents: the `COLUMNS` by name, and the file names that `file_ids` refers to."""
 
     columns: dict[str, np.ndarray]
     file_names: list[str]
 
     def row_location(self, index: int) -> str:
-        """File and row that a document is from."""
-        number = int(self.columns["numbers"][index])
-        return self.file_names[self.columns["names"][index]] + (str(number) if number else "")
+        """File and row of a document."""
+        number = int(self.columns["row_numbers"][index])
+        return self.file_names[self.columns["file_ids"][index]] + (str(number) if number else "")
 
     def without_tokens(self) -> "FlatDocuments":
-        """What `where` needs, and no tokens."""
-        return FlatDocuments({name: self.columns[name] for name in ("names", "numbers")}, self.file_names)
+        """Only the columns that `row_location` needs."""
+        return FlatDocuments({name: self.columns[name] for name in ("file_ids", "row_numbers")}, self.file_names)
 
 
 class TokenizedChunk(NamedTuple):
-    """What a chunk of rows became. `place`: where the chunk begins; `rows` that it holds, whatever became of them.
+    """Documents of a chunk of rows. `position` is the start of the chunk, `rows` the number of all its rows.
 
-    `left_out` rows by a transform, `dropped` as too long, `split` into several documents.
+    `filtered` rows were removed by a transform, `dropped` were too long, `split` became several documents.
     """
 
     position: Any
@@ -94,103 +94,108 @@ class TokenizedChunk(NamedTuple):
 
     @property
     def documents(self) -> "TokenizedDataset":
+        """Documents of the chunk as a dataset."""
         return TokenizedDataset.from_flat(self.flat)
 
 
 @dataclass(frozen=True)
 class PreprocessSummary:
-    """What became of the rows of a data set: how many there were, and of how many there is no document."""
+    """Number of rows of a dataset, and of those that did not become one document."""
 
     rows: int = 0
-    filtered: int = 0  # by a transform
-    skipped: int = 0  # nothing could be learnt from them; `bad_rows` lists them
+    filtered: int = 0  # removed by a transform
+    skipped: int = 0  # without target tokens or invalid; listed in `bad_rows`
     dropped: int = 0  # too long
     split: int = 0  # into several documents
-    row_format: str = ""  # what the rows are, in words
-    bad_rows: Path | None = field(default=None, compare=False)  # a JSON line each: where, reason
+    row_format: str = ""  # description of the format
+    bad_rows: Path | None = field(default=None, compare=False)  # JSON Lines file with where and reason
 
     def __str__(self) -> str:
         return self.format("skipped")
 
     def format(self, skipped: str) -> str:
-        """What became of the rows; `skipped`: what those are called from which nothing could be learnt."""
-        words = {"left_out": "left out by a transform", "skipped": skipped, "dropped": "dropped as too long"}
-        words |= {"split": "split into several"}
-        counts = [f"{vars(self)[name]:,} {word}" for name, word in words.items() if vars(self)[name]]
+        """Counts as text. `skipped` is the word for bad rows."""
+        labels = {"filtered": "removed by a transform", "skipped": skipped, "dropped": "dropped as too long"}
+        labels |= {"split": "split into several"}
+        counts = [f"{vars(self)[name]:,} {label}" for name, label in labels.items() if vars(self)[name]]
         return ", ".join([f"{self.rows:,} row{'' if self.rows == 1 else 's'}", *counts])
 
-    def add_chunk(self, part: TokenizedChunk) -> "PreprocessSummary":
-        """With the counts of another part."""
+    def add_chunk(self, chunk: TokenizedChunk) -> "PreprocessSummary":
+        """Summary with the counts of another chunk added."""
         return replace(
             self,
-            rows=self.rows + part.rows,
-            left_out=self.filtered + part.filtered,
-            skipped=self.skipped + len(part.bad_rows),
-            dropped=self.dropped + part.dropped,
-            split=self.split + part.split,
+            rows=self.rows + chunk.rows,
+            filtered=self.filtered + chunk.filtered,
+            skipped=self.skipped + len(chunk.bad_rows),
+            dropped=self.dropped + chunk.dropped,
+            split=self.split + chunk.split,
         )
 
 
 class TokenizedDataset:
-    """All documents of a data set, one after the other in flat arrays.
+    """All documents of a dataset, concatenated in flat arrays.
 
-    `lengths` (documents,) counts their tokens, `bounds` (documents + 1,) says where they begin, `whole` what they had
-    before they were cut. `truncated` counts those that were cut, `targets` the tokens to learn: a first one is none.
+    `lengths` (documents,) are their tokens, `bounds` (documents + 1,) their starts and ends, `full_lengths` their tokens
+    before truncation. `num_truncated` counts truncated documents, `num_target_tokens` target tokens, which the first
+    token of a document never is.
     """
 
-    def __init__(self, documents: Iterable[Document], wheres: Sequence[str] | None = None) -> None:
-        kept = list(documents)
-        self.set_columns(flatten_documents(kept, [""] * len(kept) if wheres is None else wheres))
+    def __init__(self, documents: Iterable[Document], row_locations: Sequence[str] | None = None) -> None:
+        documents = list(documents)
+        self.set_columns(
+            flatten_documents(documents, [""] * len(documents) if row_locations is None else row_locations)
+        )
 
     @staticmethod
-    def from_flat(flat: FlatDocuments, prepared: PreprocessSummary | None = None) -> "TokenizedDataset":
-        """Documents that are flat already."""
-        found = TokenizedDataset.__new__(TokenizedDataset)
-        found.set_columns(flat, prepared or PreprocessSummary())
-        return found
+    def from_flat(flat: FlatDocuments, summary: PreprocessSummary | None = None) -> "TokenizedDataset":
+        """Dataset of flat documents."""
+        dataset = TokenizedDataset.__new__(TokenizedDataset)
+        dataset.set_columns(flat, summary or PreprocessSummary())
+        return dataset
 
     @staticmethod
-    def open(folder: Path, guard: object = None) -> "TokenizedDataset":
-        """Documents that `Writer` left in a folder, mapped. `guard` lives as long as they do."""
-        about = json.loads((folder / METADATA_FILE).read_text("utf-8"))
-        kinds = {**COLUMNS, BOUNDS: np.dtype(np.int64)}
-        arrays = {name: map_file(folder / name, kind) for name, kind in kinds.items()}
-        listed = folder / BAD_ROWS
-        prepared = PreprocessSummary(**about["prepared"], bad_rows=listed if listed.is_file() else None)
-        found = TokenizedDataset.__new__(TokenizedDataset)
-        found.set_columns(FlatDocuments(arrays, about["names"]), prepared, about)
-        found.guard = guard
-        return found
+    def open(directory: Path, lock: object = None) -> "TokenizedDataset":
+        """Memory-map the files of a `TokenizedDatasetWriter`. The dataset keeps a reference to `lock`."""
+        metadata = json.loads((directory / METADATA_FILE).read_text("utf-8"))
+        dtypes = {**COLUMNS, BOUNDS: np.dtype(np.int64)}
+        columns = {name: map_file(directory / name, dtype) for name, dtype in dtypes.items()}
+        bad_rows = directory / BAD_ROWS
+        summary = PreprocessSummary(**metadata["prepared"], bad_rows=bad_rows if bad_rows.is_file() else None)
+        dataset = TokenizedDataset.__new__(TokenizedDataset)
+        dataset.set_columns(FlatDocuments(columns, metadata["names"]), summary, metadata)
+        dataset.lock = lock
+        return dataset
 
     def set_columns(
         self,
         flat: FlatDocuments,
-        prepared: PreprocessSummary = PreprocessSummary(),
-        about: dict[str, Any] | None = None,
+        summary: PreprocessSummary = PreprocessSummary(),
+        metadata: dict[str, Any] | None = None,
     ) -> None:
-        """`about` is what is known of columns that need not be read again."""
+        """Set the arrays. `metadata` has the values that are computed from them if it is None."""
         columns = flat.columns
-        self.tokens, self.learnt, self.lengths = columns["tokens"], columns["learnt"], columns["lengths"]
-        self.whole, self.signs, self.names, self.flat = columns["whole"], columns["signs"], flat.file_names, flat
-        self.values = columns["values"]
-        self.ends = np.cumsum(columns["valued"], dtype=np.int64) if len(self.values) else None  # of each one's values
+        self.tokens, self.loss_mask, self.lengths = columns["tokens"], columns["loss_mask"], columns["lengths"]
+        self.full_lengths, self.doc_flags = columns["full_lengths"], columns["doc_flags"]
+        self.file_names, self.flat, self.values = flat.file_names, flat, columns["values"]
+        # End of the values of each document.
+        self.value_ends = np.cumsum(columns["num_values"], dtype=np.int64) if len(self.values) else None
         self.bounds = columns[BOUNDS] if BOUNDS in columns else np.append(0, np.cumsum(self.lengths, dtype=np.int64))
-        counts = count_targets(columns) if about is None else about
-        self.truncated, self.targets = counts["truncated"], counts["targets"]
-        self.known: str | None = None if about is None else about["digest"]
-        self.prepared, self.guard = prepared, None
+        counts = count_targets(columns) if metadata is None else metadata
+        self.num_truncated, self.num_target_tokens = counts["truncated"], counts["targets"]
+        self.stored_fingerprint: str | None = None if metadata is None else metadata["digest"]
+        self.summary, self.lock = summary, None
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal tokens, of which the same are learnt, in the same documents of which the same is said."""
-        if self.known is not None:
-            return self.known
-        digest = FingerprintBuilder()
-        digest.add(self.flat.columns)
-        return digest.hex
+        """Hash of the tokens, loss masks, and labels of all documents."""
+        if self.stored_fingerprint is not None:
+            return self.stored_fingerprint
+        builder = FingerprintBuilder()
+        builder.add(self.flat.columns)
+        return builder.hex
 
     def row_location(self, index: int) -> str:
-        """File and row that a document is from."""
+        """File and row of a document."""
         return self.flat.row_location(index)
 
     def __len__(self) -> int:
@@ -199,135 +204,139 @@ class TokenizedDataset:
     def __getitem__(self, index: int) -> Document:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        part = slice(self.bounds[index], self.bounds[index + 1])
-        found = Document(self.tokens[part], self.learnt[part], int(self.whole[index]), DocFlags(int(self.signs[index])))
-        if self.ends is None:
-            return found
-        end, count = int(self.ends[index]), int(self.flat.columns["valued"][index])
-        return found._replace(values=self.values[end - count : end])
+        span = slice(self.bounds[index], self.bounds[index + 1])
+        flags = DocFlags(int(self.doc_flags[index]))
+        document = Document(self.tokens[span], self.loss_mask[span], int(self.full_lengths[index]), flags)
+        if self.value_ends is None:
+            return document
+        end, count = int(self.value_ends[index]), int(self.flat.columns["num_values"][index])
+        return document._replace(values=self.values[end - count : end])
 
     def __iter__(self) -> Iterator[Document]:
         return map(self.__getitem__, range(len(self)))
 
 
-def map_file(file: Path, kind: np.dtype) -> np.ndarray:
-    """What a file holds; nothing cannot be mapped."""
-    return np.asarray(np.memmap(file, kind, "r")) if file.stat().st_size else np.empty(0, kind)
+def map_file(path: Path, dtype: np.dtype) -> np.ndarray:
+    """Memory-map a file as an array. An empty file, which cannot be mapped, is an empty array."""
+    return np.asarray(np.memmap(path, dtype, "r")) if path.stat().st_size else np.empty(0, dtype)
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether a folder holds all that `Writer` wrote, and not what one of another version did."""
+def is_complete(directory: Path) -> bool:
+    """Whether a directory has all files of a `TokenizedDatasetWriter` of this version."""
     try:
-        about = json.loads((folder / METADATA_FILE).read_text("utf-8"))
+        metadata = json.loads((directory / METADATA_FILE).read_text("utf-8"))
     except (OSError, ValueError):
         return False
-    if about.get("columns") != list(COLUMNS):
+    if metadata.get("columns") != list(COLUMNS):
         return False
-    counts = dict.fromkeys(COLUMNS, about["documents"]) | dict.fromkeys(TOKEN_COLUMNS, about["tokens"])
-    counts["values"] = about["values"]
+    counts = dict.fromkeys(COLUMNS, metadata["documents"]) | dict.fromkeys(TOKEN_COLUMNS, metadata["tokens"])
+    counts["values"] = metadata["values"]
     sizes = {name: count * COLUMNS[name].itemsize for name, count in counts.items()}
-    sizes[BOUNDS] = 8 * (about["documents"] + 1)
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
+    sizes[BOUNDS] = 8 * (metadata["documents"] + 1)
+    paths = ((directory / name, size) for name, size in sizes.items())
+    return all(path.is_file() and path.stat().st_size == size for path, size in paths)
 
 
 class FingerprintBuilder:
-    """Of columns that come in parts."""
+    """Hash of columns that are added in chunks. Labels and flags only count if there are any."""
 
     def __init__(self) -> None:
-        self.sums = {name: hashlib.sha256() for name in ("tokens", "learnt", "lengths")}
-        self.said, self.judged = hashlib.sha256(), False
+        self.column_hashes = {name: hashlib.sha256() for name in ("tokens", "loss_mask", "lengths")}
+        self.label_hash, self.has_labels = hashlib.sha256(), False
 
     def add(self, columns: dict[str, np.ndarray]) -> None:
-        for name, digest in self.sums.items():
-            digest.update(np.ascontiguousarray(columns[name], COLUMNS[name]).data)
-        marks = columns["signs"] & int(DocFlags.DESIRABLE | DocFlags.UNDESIRABLE)
-        for part in (marks, columns["valued"], columns["values"]):
-            self.said.update(np.ascontiguousarray(part).data)
-            self.judged |= bool(part.any())
+        """Add the columns of a chunk."""
+        for name, column_hash in self.column_hashes.items():
+            column_hash.update(np.ascontiguousarray(columns[name], COLUMNS[name]).data)
+        preferences = columns["doc_flags"] & int(DocFlags.DESIRABLE | DocFlags.UNDESIRABLE)
+        for labels in (preferences, columns["num_values"], columns["values"]):
+            self.label_hash.update(np.ascontiguousarray(labels).data)
+            self.has_labels |= bool(labels.any())
 
     @property
     def hex(self) -> str:
-        sums = [*self.sums.values(), *([self.said] if self.judged else [])]
-        return hashlib.sha256("".join(digest.hexdigest() for digest in sums).encode()).hexdigest()
+        """Hexadecimal digits of the hash."""
+        hashes = [*self.column_hashes.values(), *([self.label_hash] if self.has_labels else [])]
+        return hashlib.sha256("".join(column_hash.hexdigest() for column_hash in hashes).encode()).hexdigest()
 
 
-def flatten_documents(documents: Sequence[Document], wheres: Sequence[str]) -> FlatDocuments:
-    """Documents and the places of their rows, one after the other."""
-    names: dict[str, int] = {}
-    places = [split_where(where) for where in wheres]
+def flatten_documents(documents: Sequence[Document], row_locations: Sequence[str]) -> FlatDocuments:
+    """Concatenate documents and the locations of their rows."""
+    file_ids: dict[str, int] = {}
+    locations = [split_location(location) for location in row_locations]
     values = {
         "tokens": np.concatenate([np.empty(0, np.int32), *(document.tokens for document in documents)]),
-        "learnt": np.concatenate([np.empty(0, np.bool_), *(document.loss_mask for document in documents)]),
+        "loss_mask": np.concatenate([np.empty(0, np.bool_), *(document.loss_mask for document in documents)]),
         "lengths": [len(document.tokens) for document in documents],
-        "whole": [document.full_length for document in documents],
-        "signs": [int(document.doc_flags) for document in documents],
-        "names": [names.setdefault(name, len(names)) for name, _ in places],
-        "numbers": [number for _, number in places],
-        "valued": [len(document.values) for document in documents],
+        "full_lengths": [document.full_length for document in documents],
+        "doc_flags": [int(document.doc_flags) for document in documents],
+        "file_ids": [file_ids.setdefault(name, len(file_ids)) for name, _ in locations],
+        "row_numbers": [number for _, number in locations],
+        "num_values": [len(document.values) for document in documents],
         "values": np.concatenate([NO_VALUES, *(document.values for document in documents)]),
     }
-    return FlatDocuments({name: np.asarray(values[name], kind) for name, kind in COLUMNS.items()}, list(names))
+    return FlatDocuments({name: np.asarray(values[name], dtype) for name, dtype in COLUMNS.items()}, list(file_ids))
 
 
-def split_where(where: str) -> tuple[str, int]:
-    """A place without the number at its end, and that number; 0 if there is none."""
-    match = TRAILING_NUMBER.fullmatch(where)
+def split_location(location: str) -> tuple[str, int]:
+    """Split a row location into the text before the number at its end, and the number; 0 if there is none."""
+    match = TRAILING_NUMBER.fullmatch(location)
     assert match is not None
     return match[1], int(match[2] or 0)
 
 
 def count_targets(columns: dict[str, np.ndarray]) -> dict[str, int]:
-    """Documents that were cut, and tokens to learn."""
-    lengths, learnt = columns["lengths"], columns["learnt"]
-    begins = (np.cumsum(lengths, dtype=np.int64) - lengths)[lengths > 0]
-    targets = np.count_nonzero(learnt) - np.count_nonzero(learnt[begins])
-    return {"truncated": int((lengths < columns["whole"]).sum()), "targets": int(targets)}
+    """Number of truncated documents and of target tokens."""
+    lengths, loss_mask = columns["lengths"], columns["loss_mask"]
+    starts = (np.cumsum(lengths, dtype=np.int64) - lengths)[lengths > 0]
+    num_targets = np.count_nonzero(loss_mask) - np.count_nonzero(loss_mask[starts])
+    return {"truncated": int((lengths < columns["full_lengths"]).sum()), "targets": int(num_targets)}
 
 
 class TokenizedDatasetWriter:
-    """Documents into the files of a folder as they come, for `Documents.open`."""
+    """Writes documents into the files of a directory, chunk by chunk, for `TokenizedDataset.open`."""
 
-    def __init__(self, folder: Path, form: str = "") -> None:
-        self.folder, self.names, self.digest = folder, {}, FingerprintBuilder()
-        self.files = {name: (folder / name).open("wb") for name in (*COLUMNS, BOUNDS)}
+    def __init__(self, directory: Path, row_format: str = "") -> None:
+        self.directory, self.file_ids, self.fingerprint = directory, {}, FingerprintBuilder()
+        self.files = {name: (directory / name).open("wb") for name in (*COLUMNS, BOUNDS)}
         self.files[BOUNDS].write(np.zeros(1, np.int64).data)
         self.counts = {"documents": 0, "tokens": 0, "values": 0, "targets": 0, "truncated": 0}
-        self.prepared = PreprocessSummary(row_format=form)
+        self.summary = PreprocessSummary(row_format=row_format)
 
     def __enter__(self) -> "TokenizedDatasetWriter":
         return self
 
     def __exit__(self, *error: object) -> None:
         for file in self.files.values():
-            file.raw.close()  # what is buffered is lost with a write that failed, and is flushed before by `finish`
+            file.raw.close()  # drops the buffer, which `finish` flushes: after a failed write it must not be written
 
-    def add(self, part: TokenizedChunk) -> None:
-        """Behind what is there already. Faults go into a list."""
-        columns = dict(part.flat.columns)
-        own = [self.names.setdefault(name, len(self.names)) for name in part.flat.file_names]
-        columns["names"] = np.array(own, np.int32)[columns["names"]]
+    def add(self, chunk: TokenizedChunk) -> None:
+        """Append the documents of a chunk, and its bad rows to their list."""
+        columns = dict(chunk.flat.columns)
+        file_ids = [self.file_ids.setdefault(name, len(self.file_ids)) for name in chunk.flat.file_names]
+        columns["file_ids"] = np.array(file_ids, np.int32)[columns["file_ids"]]
         columns[BOUNDS] = np.cumsum(columns["lengths"], dtype=np.int64) + self.counts["tokens"]
         for name, file in self.files.items():
             file.write(columns[name].data)
         sizes = {"documents": "lengths", "tokens": "tokens", "values": "values"}
-        found = {name: len(columns[column]) for name, column in sizes.items()} | count_targets(columns)
-        self.counts = {name: value + found[name] for name, value in self.counts.items()}
-        self.digest.add(columns)
-        self.prepared = self.prepared.add_chunk(part)
-        if part.bad_rows:
-            with (self.folder / BAD_ROWS).open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(fault._asdict(), ensure_ascii=True) + "\n" for fault in part.bad_rows)
+        added = {name: len(columns[column]) for name, column in sizes.items()} | count_targets(columns)
+        self.counts = {name: value + added[name] for name, value in self.counts.items()}
+        self.fingerprint.add(columns)
+        self.summary = self.summary.add_chunk(chunk)
+        if chunk.bad_rows:
+            with (self.directory / BAD_ROWS).open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(bad_row._asdict(), ensure_ascii=True) + "\n" for bad_row in chunk.bad_rows)
 
     @property
     def size(self) -> int:
         """Bytes written."""
         return sum(file.tell() for file in self.files.values())
 
-    def finish(self, **told: Any) -> None:
-        """All is there. `told` is kept beside it, for people."""
+    def finish(self, **metadata: Any) -> None:
+        """Flush all files and write the metadata file. `metadata` adds keys for `tune cache`."""
         for file in self.files.values():
             file.flush()
-        counts = {name: value for name, value in asdict(self.prepared).items() if name != "bad_rows"}
-        about = {**told, **self.counts, "digest": self.digest.hex, "prepared": counts, "names": list(self.names)}
-        about["columns"] = list(COLUMNS)
-        (self.folder / METADATA_FILE).write_text(json.dumps(about), "utf-8")
+        summary = {name: value for name, value in asdict(self.summary).items() if name != "bad_rows"}
+        content = {**metadata, **self.counts, "digest": self.fingerprint.hex, "prepared": summary}
+        content |= {"names": list(self.file_ids), "columns": list(COLUMNS)}
+        (self.directory / METADATA_FILE).write_text(json.dumps(content), "utf-8")

@@ -1,4 +1,4 @@
-"""A person's own modules behind a choice: what they say now, and how another process comes by them."""
+"""User modules that define the classes of a config: their source hashes, and how another process imports them."""
 
 import ast
 import hashlib
@@ -14,61 +14,62 @@ from tunekit.errors import UserError
 
 
 class UserModule(NamedTuple):
-    """A module, its file and the hash of its text; the two are empty for what was typed into a notebook."""
+    """A module, its file, and the hash of its text. File and hash are empty for code of a notebook."""
 
     name: str
     file: str
-    text: str
+    text_hash: str
 
     @property
-    def findable(self) -> bool:
-        """Whether `import` finds it by its name; files that came by `--import` and own recipes are not found."""
-        top = self.name.partition(".")[0]
-        return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
+    def is_importable(self) -> bool:
+        """Whether `import` finds the module by its name. Files given by `--import` and user recipes are not found."""
+        package = self.name.partition(".")[0]
+        return any(finder.find_spec(package, None) is not None for finder in sys.meta_path)
 
     def load(self) -> None:
-        """Have the module under its name, from the text that was meant."""
-        if hash_file(Path(self.file)) != self.text:
-            raise UserError(f"{self.file}: has changed since this command began; start it again")
+        """Import the file under the module's name. Raise UserError if it has changed."""
+        if hash_file(Path(self.file)) != self.text_hash:
+            raise UserError(f"{self.file}: the file has changed since this command started. Run the command again.")
         import_file(self.name, Path(self.file))
 
 
-def user_modules(choice: Any) -> list[UserModule]:
-    """The modules that a choice's classes are from, and those that these import or use something of."""
-    waiting = [sys.modules[cls.__module__] for kind in kinds(choice) for cls in kind.__mro__]
-    first = {module.__name__ for module in waiting if not known(module)}  # an installed package's too
-    found: dict[str, UserModule] = {}
-    while waiting:
-        module = waiting.pop()
-        if module.__name__ not in found and (module.__name__ in first or is_own(module)):
+def user_modules(config: Any) -> list[UserModule]:
+    """User modules that define the classes of a config, and user modules that these import."""
+    queue = [sys.modules[cls.__module__] for config_class in config_classes(config) for cls in config_class.__mro__]
+    defining = {module.__name__ for module in queue if not is_builtin(module)}  # includes installed packages
+    modules: dict[str, UserModule] = {}
+    while queue:
+        module = queue.pop()
+        if module.__name__ not in modules and (module.__name__ in defining or is_user_module(module)):
             file = vars(module).get("__file__") or ""
-            found[module.__name__] = UserModule(module.__name__, file, hash_file(Path(file)) if file else "")
-            waiting += used(module)
-    return sorted(found.values())
+            modules[module.__name__] = UserModule(module.__name__, file, hash_file(Path(file)) if file else "")
+            queue += used_modules(module)
+    return sorted(modules.values())
 
 
-def kinds(value: Any) -> Iterator[type]:
-    """The classes of a choice and of what stands in it."""
+def config_classes(value: Any) -> Iterator[type]:
+    """Dataclasses of a config and of its values."""
     if is_dataclass(value) and not isinstance(value, type):
         yield type(value)
         value = [vars(value)[field.name] for field in fields(value)]
     if isinstance(value, dict | list | tuple):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from kinds(inner)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from config_classes(item)
 
 
-def used(module: ModuleType) -> Iterator[ModuleType]:
+def used_modules(module: ModuleType) -> Iterator[ModuleType]:
+    """Modules in the namespace of a module, modules of its classes and functions, and imported modules."""
     for value in vars(module).values():
         if isinstance(value, ModuleType):
             yield value
         elif isinstance(value, type | FunctionType) and value.__module__ in sys.modules:
             yield sys.modules[value.__module__]
-    yield from imported(module)
+    yield from imported_modules(module)
 
 
-def imported(module: ModuleType) -> Iterator[ModuleType]:
-    """What a module's own text imports, wherever: a string or a number does not tell which module it is from."""
-    if not is_own(module) or not vars(module).get("__file__"):
+def imported_modules(module: ModuleType) -> Iterator[ModuleType]:
+    """Modules that the source of a module imports: the namespace does not show where constants come from."""
+    if not is_user_module(module) or not vars(module).get("__file__"):
         return
     package = vars(module).get("__package__") or ""
     for node in ast.walk(ast.parse(Path(vars(module)["__file__"]).read_bytes())):
@@ -76,28 +77,28 @@ def imported(module: ModuleType) -> Iterator[ModuleType]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            above = package.rsplit(".", node.level - 1)[0] if node.level else ""
-            base = ".".join(filter(None, (above, node.module)))
+            parent = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            base = ".".join(filter(None, (parent, node.module)))
             names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
         yield from (sys.modules[name] for name in names if name in sys.modules)
 
 
-def is_own(module: ModuleType) -> bool:
-    """Neither Python's, nor an installed package's, nor tunekit's. What is typed into a notebook is of `__main__`."""
+def is_user_module(module: ModuleType) -> bool:
+    """Whether a module belongs neither to Python, nor to an installed package, nor to tunekit. Notebooks: `__main__`."""
     if module.__name__ == "__main__":
         return True
-    if known(module):
+    if is_builtin(module):
         return False
-    parts = Path(vars(module).get("__file__") or "").parts
-    return not {"site-packages", "dist-packages"} & set(parts)
+    directories = Path(vars(module).get("__file__") or "").parts
+    return not {"site-packages", "dist-packages"} & set(directories)
 
 
-def known(module: ModuleType) -> bool:
-    """Python's or tunekit's."""
-    top = module.__name__.partition(".")[0]
-    return top == "tunekit" or (top in sys.stdlib_module_names and top != "__main__")
+def is_builtin(module: ModuleType) -> bool:
+    """Whether a module belongs to Python or to tunekit."""
+    package = module.__name__.partition(".")[0]
+    return package == "tunekit" or (package in sys.stdlib_module_names and package != "__main__")
 
 
-def hash_file(file: Path) -> str:
-    """The hash of a file."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,6 +1,6 @@
-"""Chunks of rows to documents: here, or as `python -m tunekit.data.preprocess.worker FD`, which `pool` starts and asks.
+"""Tokenize chunks of rows, in this process or as `python -m tunekit.data.preprocess.worker FD` of a `WorkerPool`.
 
-Such a process ends when the other end of its pipe is closed, by whatever.
+A worker process ends when the other end of its pipe is closed.
 """
 
 import os
@@ -15,56 +15,60 @@ from tunekit.data.readers.row_reader import BadRow, RowChunk
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
-Begin = Callable[[str], object] | None
+RowCallback = Callable[[str], object]
 
 
-def tokenize_chunk(rows: DatasetConfig, tokenizer: Tokenizer, chunk: RowChunk, begin: Begin = None) -> TokenizedChunk:
-    """What a chunk becomes. With `begin`, which is told where each row is from, row by row."""
-    read = list(chunk.rows())
-    if begin is None:
-        found = rows.encode_rows(tokenizer, read)
+def tokenize_chunk(
+    config: DatasetConfig, tokenizer: Tokenizer, chunk: RowChunk, on_row: RowCallback | None = None
+) -> TokenizedChunk:
+    """Tokenize a chunk. With `on_row`, row by row, after a call with the location of each row."""
+    rows = list(chunk.rows())
+    if on_row is None:
+        encoded = config.encode_rows(tokenizer, rows)
     else:
-        found = []
-        for row in read:
-            begin(row.where)
-            found += rows.encode_rows(tokenizer, [row])
-    faults = [result for result in found if isinstance(result, BadRow)]
-    kept = [(row.where, result) for row, result in zip(read, found, strict=True) if isinstance(result, list)]
-    documents: list[Document] = [document for _, result in kept for document in result]
-    flat = flatten_documents(documents, [where for where, result in kept for _ in result])
-    left_out = sum(result is None for result in found)
-    dropped, split = sum(not result for _, result in kept), sum(len(result) > rows.docs_per_row for _, result in kept)
-    return TokenizedChunk(chunk.position, len(read), left_out, dropped, split, faults, flat)
+        encoded = []
+        for row in rows:
+            on_row(row.where)
+            encoded += config.encode_rows(tokenizer, [row])
+    bad_rows = [result for result in encoded if isinstance(result, BadRow)]
+    valid = [(row.where, result) for row, result in zip(rows, encoded, strict=True) if isinstance(result, list)]
+    documents: list[Document] = [document for _, result in valid for document in result]
+    flat = flatten_documents(documents, [location for location, result in valid for _ in result])
+    filtered = sum(result is None for result in encoded)
+    dropped = sum(not result for _, result in valid)
+    split = sum(len(result) > config.docs_per_row for _, result in valid)
+    return TokenizedChunk(chunk.position, len(rows), filtered, dropped, split, bad_rows, flat)
 
 
 def serve(pipe: Connection) -> None:
-    """Learn what is wanted, then answer chunk by chunk until nobody asks."""
-    own, task = pipe.recv()
-    for module in own:
+    """Receive the config and tokenizer, then tokenize chunk by chunk."""
+    modules, task = pipe.recv()
+    for module in modules:
         module.load()
-    rows, tokenizer = pickle.loads(task)
-    tokenizer.hasten()
+    config, tokenizer = pickle.loads(task)
+    tokenizer.enable_cache()
     pipe.send(None)  # ready
     while True:
-        chunk, alone = pipe.recv()
-        pipe.send(answer(rows, tokenizer, chunk, pipe.send if alone else None))
+        chunk, row_by_row = pipe.recv()
+        pipe.send(process_chunk(config, tokenizer, chunk, pipe.send if row_by_row else None))
 
 
-def answer(
-    rows: DatasetConfig, tokenizer: Tokenizer, chunk: RowChunk, begin: Callable[[str], object] | None
+def process_chunk(
+    config: DatasetConfig, tokenizer: Tokenizer, chunk: RowChunk, on_row: RowCallback | None
 ) -> TokenizedChunk | UserError:
+    """Tokenize a chunk. Return a UserError instead of raising it."""
     try:
-        return tokenize_chunk(rows, tokenizer, chunk, begin)
+        return tokenize_chunk(config, tokenizer, chunk, on_row)
     except UserError as error:
         return UserError(str(error))
 
 
 def main() -> None:
     pipe = Connection(int(sys.argv[1]))
-    os.dup2(2, 1)  # what a person's own code prints is no part of what the command prints
+    os.dup2(2, 1)  # the output of user code must not mix with the output of the command
     try:
         serve(pipe)
-    except (EOFError, ConnectionError):  # nobody is there any more
+    except (EOFError, ConnectionError):  # the pool has closed the pipe
         pass
     except UserError as error:
         pipe.send(error)

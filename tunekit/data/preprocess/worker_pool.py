@@ -1,4 +1,4 @@
-"""Processes that make rows documents: they answer in order, are never far ahead, and do not outlive who asked them."""
+"""Pool of worker processes that tokenize chunks of rows. Results come in order; workers end with the pool."""
 
 import os
 import pickle
@@ -19,87 +19,96 @@ from tunekit.data.readers.row_reader import RowChunk
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
-AHEAD = 3  # chunks for each process that may be begun or done behind the one that is waited for
-PATIENCE = 120.0  # seconds for a chunk, which takes about one; then its rows are tried one by one
-ROW_PATIENCE = 60.0  # seconds for a row
-START = 60.0  # seconds until a process is ready
-ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
-CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container, where it has one
-MOST = 32  # processes: who hands out chunks and writes what comes back has no time for more
+MAX_CHUNKS_AHEAD = 3  # chunks per worker that may be started after the one whose result comes next
+CHUNK_TIMEOUT = 120.0  # seconds for a chunk, which takes about one; then its rows are tokenized one by one
+ROW_TIMEOUT = 60.0  # seconds for a row
+START_TIMEOUT = 60.0  # seconds until a worker is ready
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # CPU limit of a container
+MAX_WORKERS = 32  # the process that sends chunks and writes results cannot serve more
 
 Task = tuple[list[user_modules.UserModule], bytes]
 
 
 class WorkerProcess:
-    """One process, and the chunk that it is at."""
+    """A worker process, and the chunk that it tokenizes."""
 
     def __init__(self, task: Task) -> None:
-        self.pipe, other = connection.Pipe()
-        here = os.pathsep.join(part or str(Path.cwd()) for part in sys.path)
-        alone = {"PYTHONPATH": here, "TOKENIZERS_PARALLELISM": "false", **dict.fromkeys(ONE_THREAD, "1")}
-        line = [sys.executable, "-P", "-m", "tunekit.data.preprocess.worker", str(other.fileno())]
-        # A group of its own: Ctrl-C is for who waits. The end that others hold must not live on in this process.
-        with other:
+        self.pipe, child_pipe = connection.Pipe()
+        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+        env = {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", **dict.fromkeys(THREAD_VARIABLES, "1")}
+        command = [sys.executable, "-P", "-m", "tunekit.data.preprocess.worker", str(child_pipe.fileno())]
+        # In its own process group, so that Ctrl-C only reaches this process. The child's end of the pipe is closed
+        # here, so that a worker that has died is noticed.
+        with child_pipe:
             self.process = subprocess.Popen(
-                line, env=os.environ | alone, stdin=subprocess.DEVNULL, pass_fds=[other.fileno()], process_group=0
+                command,
+                env=os.environ | env,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[child_pipe.fileno()],
+                process_group=0,
             )
-        self.ready, self.number, self.since = False, -1, time.monotonic()
+        self.ready, self.chunk_index, self.start_time = False, -1, time.monotonic()
         self.chunk: RowChunk | None = None
-        self.say(task)
+        self.send(task)
 
-    def ask(self, number: int, chunk: RowChunk, alone: bool = False) -> None:
-        """Give it a chunk; `alone`: row by row, with a word before each."""
-        self.number, self.chunk, self.since = number, chunk, time.monotonic()
-        self.say((chunk, alone))
+    def submit(self, chunk_index: int, chunk: RowChunk, row_by_row: bool = False) -> None:
+        """Send a chunk. With `row_by_row`, the worker sends the location of each row before it tokenizes the row."""
+        self.chunk_index, self.chunk, self.start_time = chunk_index, chunk, time.monotonic()
+        self.send((chunk, row_by_row))
 
-    def say(self, words: Any) -> None:
+    def send(self, message: Any) -> None:
+        """Send a message. Raise UserError if the worker has died."""
         try:
-            self.pipe.send(words)
+            self.pipe.send(message)
         except ConnectionError:
-            raise UserError(self.death()) from None
+            raise UserError(self.describe_exit()) from None
 
-    def hear(self) -> Any:
-        """What it says: None when it is ready, then an answer to each chunk. UserError if it has died."""
+    def receive(self) -> Any:
+        """Receive None when the worker is ready, later the result of a chunk. Raise UserError if it has died."""
         try:
-            said = self.pipe.recv()
+            message = self.pipe.recv()
         except (EOFError, ConnectionError):
-            raise UserError(self.death()) from None
-        if not self.ready and isinstance(said, UserError):
-            raise said
+            raise UserError(self.describe_exit()) from None
+        if not self.ready and isinstance(message, UserError):
+            raise message
         self.ready = True
-        return said
+        return message
 
-    def death(self) -> str:
-        """What became of it, and at which rows."""
+    def describe_exit(self) -> str:
+        """Exit status of a dead worker, and its rows."""
         code = self.process.wait()
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        status = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         if self.chunk is None:
-            return f"a process that prepares rows {how} before it began; `num_proc: 0` does without"
+            return f"data.num_proc: a preprocessing worker {status} during startup. Set num_proc=0."
         rows = list(self.chunk.rows())
-        place = f"{rows[0].where} and the {len(rows) - 1:,} rows behind it" if rows else "no rows"
-        hint = "; if memory ran out, set `num_proc` to fewer" if code == -signal.SIGKILL else ""
-        return f"{place}: the process that prepared them {how}{hint}"
+        location = f"{rows[0].where} and the next {len(rows) - 1:,} rows" if rows else "no rows"
+        hint = ". If memory ran out, set a lower num_proc" if code == -signal.SIGKILL else ""
+        return f"{location}: the preprocessing worker {status}{hint}"
 
     def stop(self) -> None:
+        """Kill the worker."""
         self.pipe.close()
         self.process.kill()
         self.process.wait()
 
 
 class WorkerPool:
-    """What chunks become, by `count` processes, in the order of the chunks. The processes live inside the `with`."""
+    """Iterator over the tokenized chunks, in the order of `chunks`. The workers live as long as the `with` block."""
 
-    def __init__(self, rows: DatasetConfig, tokenizer: Tokenizer, chunks: Iterable[RowChunk], count: int) -> None:
-        modules = [module for module in user_modules.user_modules(rows) if not module.findable]
-        self.task: Task = modules, pickle.dumps((rows, tokenizer))
-        self.chunks, self.count, self.workers = iter(chunks), count, []
-        self.answers: dict[int, TokenizedChunk | UserError] = {}
-        self.given = self.told = 0
+    def __init__(
+        self, config: DatasetConfig, tokenizer: Tokenizer, chunks: Iterable[RowChunk], num_workers: int
+    ) -> None:
+        modules = [module for module in user_modules.user_modules(config) if not module.is_importable]
+        self.task: Task = modules, pickle.dumps((config, tokenizer))
+        self.chunks, self.num_workers, self.workers = iter(chunks), num_workers, []
+        self.results: dict[int, TokenizedChunk | UserError] = {}
+        self.num_submitted = self.num_returned = 0
 
     def __enter__(self) -> "WorkerPool":
         with ExitStack() as stack:
             stack.callback(self.__exit__)
-            for _ in range(self.count):
+            for _ in range(self.num_workers):
                 self.workers.append(WorkerProcess(self.task))
             stack.pop_all()
         return self
@@ -110,74 +119,77 @@ class WorkerPool:
 
     def __iter__(self) -> Iterator[TokenizedChunk]:
         while True:
-            self.hear()
-            self.give()
-            if self.told in self.answers:
-                answer = self.answers.pop(self.told)
-                self.told += 1
-                if isinstance(answer, UserError):
-                    raise answer
-                yield answer
-            elif self.told == self.given and all(worker.ready for worker in self.workers):
+            self.receive_results()
+            self.submit_chunks()
+            if self.num_returned in self.results:
+                result = self.results.pop(self.num_returned)
+                self.num_returned += 1
+                if isinstance(result, UserError):
+                    raise result
+                yield result
+            elif self.num_returned == self.num_submitted and all(worker.ready for worker in self.workers):
                 return
 
-    def give(self) -> None:
-        """A chunk to each that has none, as long as answers are taken."""
+    def submit_chunks(self) -> None:
+        """Send a chunk to each idle worker, unless too many results are waiting."""
         for worker in self.workers:
-            if worker.ready and worker.chunk is None and self.given - self.told < AHEAD * self.count:
-                chunk = self.next()
+            num_pending = self.num_submitted - self.num_returned
+            if worker.ready and worker.chunk is None and num_pending < MAX_CHUNKS_AHEAD * self.num_workers:
+                chunk = self.next_chunk()
                 if chunk is None:
                     return
-                worker.ask(self.given, chunk)
-                self.given += 1
+                worker.submit(self.num_submitted, chunk)
+                self.num_submitted += 1
 
-    def next(self) -> RowChunk | None:
-        """A mistake that is found while chunks are read is told in its turn, as those in rows are."""
+    def next_chunk(self) -> RowChunk | None:
+        """Read the next chunk. A UserError of the reader becomes a result, to be raised in its turn."""
         try:
             return next(self.chunks, None)
         except UserError as error:
-            self.answers[self.given] = error
-            self.given, self.chunks = self.given + 1, iter(())
+            self.results[self.num_submitted] = error
+            self.num_submitted, self.chunks = self.num_submitted + 1, iter(())
             return None
 
-    def hear(self) -> None:
-        """Take what has been answered; wait for something if nothing can be told otherwise."""
+    def receive_results(self) -> None:
+        """Receive available results. Wait for one if the next result to return is missing."""
         busy = {worker.pipe: worker for worker in self.workers if worker.chunk is not None or not worker.ready}
         if not busy:
             return
-        left = min(worker.since for worker in busy.values()) + PATIENCE - time.monotonic()
-        for pipe in connection.wait(list(busy), 0.0 if self.told in self.answers else max(left, 0.1)):
-            self.take(busy[pipe])
+        time_left = min(worker.start_time for worker in busy.values()) + CHUNK_TIMEOUT - time.monotonic()
+        timeout = 0.0 if self.num_returned in self.results else max(time_left, 0.1)
+        for pipe in connection.wait(list(busy), timeout):
+            self.receive_result(busy[pipe])
         for worker in busy.values():
-            if worker.chunk is not None and time.monotonic() - worker.since > PATIENCE:
-                self.answers[worker.number] = self.search(worker)
+            if worker.chunk is not None and time.monotonic() - worker.start_time > CHUNK_TIMEOUT:
+                self.results[worker.chunk_index] = self.retry_row_by_row(worker)
 
-    def take(self, worker: WorkerProcess) -> None:
-        said = worker.hear()
-        if said is not None:
-            self.answers[worker.number], worker.chunk = said, None
+    def receive_result(self, worker: WorkerProcess) -> None:
+        """Receive a message of a worker, and store it if it is a result."""
+        message = worker.receive()
+        if message is not None:
+            self.results[worker.chunk_index], worker.chunk = message, None
 
-    def search(self, slow: WorkerProcess) -> TokenizedChunk | UserError:
-        """The answer of a process that takes very long, row by row by another one; or which row it hangs at."""
+    def retry_row_by_row(self, slow: WorkerProcess) -> TokenizedChunk | UserError:
+        """Replace a worker that has timed out. Return the result of its chunk, or an error that names the slow row."""
         assert slow.chunk is not None
         slow.stop()
-        self.workers[self.workers.index(slow)] = other = WorkerProcess(self.task)
-        other.ask(slow.number, slow.chunk, alone=True)
-        where = "a row"
-        while other.pipe.poll(ROW_PATIENCE if other.ready else START):
-            said = other.hear()
-            if isinstance(said, str):
-                where = said
-            elif said is not None:
-                other.chunk = None
-                return said
-        other.stop()
-        self.workers.remove(other)
-        return UserError(f"{where}: it takes more than {ROW_PATIENCE:.0f} seconds to prepare; take the row out")
+        self.workers[self.workers.index(slow)] = worker = WorkerProcess(self.task)
+        worker.submit(slow.chunk_index, slow.chunk, row_by_row=True)
+        location = "a row"
+        while worker.pipe.poll(ROW_TIMEOUT if worker.ready else START_TIMEOUT):
+            message = worker.receive()
+            if isinstance(message, str):
+                location = message
+            elif message is not None:
+                worker.chunk = None
+                return message
+        worker.stop()
+        self.workers.remove(worker)
+        return UserError(f"{location}: preprocessing took more than {ROW_TIMEOUT:.0f} seconds. Remove the row.")
 
 
 def num_cpus() -> int:
-    """How many this process may use at a time."""
+    """Number of CPUs that this process may use."""
     count = len(os.sched_getaffinity(0))
-    words = CPU_LIMIT.read_text().split() if CPU_LIMIT.is_file() else ["max"]
-    return count if words[0] == "max" else max(1, min(count, int(words[0]) // int(words[1])))
+    quota, *period = CPU_LIMIT.read_text().split() if CPU_LIMIT.is_file() else ["max"]
+    return count if quota == "max" else max(1, min(count, int(quota) // int(period[0])))

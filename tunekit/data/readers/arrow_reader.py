@@ -118,8 +118,10 @@ def make_converter(arrow_type: pyarrow.DataType) -> Callable[[Any], Any]:
         converters = {name: convert for name, convert in converters.items() if convert is not identity}
         return partial(convert_struct, converters) if converters else identity
     if isinstance(arrow_type, pyarrow.ListType | pyarrow.LargeListType | pyarrow.FixedSizeListType):
-        part = make_converter(arrow_type.value_type)
-        return identity if part is identity else lambda value: None if value is None else [part(item) for item in value]
+        convert = make_converter(arrow_type.value_type)
+        if convert is identity:
+            return identity
+        return lambda value: None if value is None else [convert(item) for item in value]
     return identity
 
 

@@ -1,4 +1,4 @@
-"""Local and compressed files behind one interface."""
+"""Interface of data files, and its implementations for local and compressed files."""
 
 import gzip
 import hashlib

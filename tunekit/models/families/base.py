@@ -1,4 +1,4 @@
-"""What Llama is, which most families are with small changes: reading config.json, and the names of a checkpoint."""
+"""Llama architecture and readers of config.json, which most families use with small changes."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ LLAMA = (
     KeyRule("layers.{}.attn_norm", "model.layers.{}.input_layernorm"),
     KeyRule("layers.{}.mlp_norm", "model.layers.{}.post_attention_layernorm"),
 )
-# Norms before and behind, as in Gemma 2 and later.
+# Norms before and after each sublayer, as in Gemma 2 and later.
 SANDWICH = (
     KeyRule("layers.{}.attn_post_norm", "model.layers.{}.post_attention_layernorm"),
     KeyRule("layers.{}.mlp_norm", "model.layers.{}.pre_feedforward_layernorm"),
@@ -39,9 +39,9 @@ SANDWICH = (
 )
 FUSED_MLP = KeyRule(("layers.{}.mlp.gate_proj", "layers.{}.mlp.up_proj"), "model.layers.{}.mlp.gate_up_proj", Fused())
 
-SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers, in the words of config.json
+SLIDING, FULL = "sliding_attention", "full_attention"  # values of `layer_types` in config.json
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-# What a config.json may leave out, as the families' reference implementations fill it in.
+# Defaults of keys that config.json may omit, as in transformers.
 OPTIONAL = {
     "attention_bias": False,
     "hidden_act": "silu",
@@ -52,44 +52,44 @@ OPTIONAL = {
     "rope_theta": 10_000.0,
     "tie_word_embeddings": False,
 }
-# Null is a value of its own here; elsewhere it says as much as a key that is left out.
+# Null is a value for these keys; for all others it means that the key is missing.
 NULLABLE = {"num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank"}
-# "gelu_new" and "gelu_pytorch_tanh" are two names of one function.
+# "gelu_new" and "gelu_pytorch_tanh" are the same function.
 ACTS: dict[str, Act] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 def with_default_config(c: Config, **defaults: Any) -> dict[str, Any]:
-    """config.json with what it leaves out or sets to null filled in."""
+    """config.json with defaults for missing and null keys. Raises ValueError for invalid sizes."""
     c = OPTIONAL | defaults | {key: value for key, value in c.items() if value is not None or key in NULLABLE}
     for key in SIZES:
         if not isinstance(c[key], int) or c[key] < 1:
-            raise ValueError(f"{key} must be a whole number above 0, not {c[key]!r}")
+            raise ValueError(f"{key} must be an integer >= 1, got {c[key]!r}")
     for key, default in OPTIONAL.items():
         if type(default) is float and type(c[key]) not in (int, float):
-            raise ValueError(f"{key} must be a number, not {c[key]!r}")
+            raise ValueError(f"{key} must be a number, got {c[key]!r}")
     return c
 
 
 def reject_config_values(c: Config, expected: Config) -> None:
-    """Values that no published checkpoint changes, and that we would not heed."""
+    """Raise ValueError if a key has a value other than the one that is implemented."""
     for key, value in expected.items():
         if c.get(key, value) != value:
             raise ValueError(f"{key} {c[key]!r} is not supported, only {value!r}")
 
 
 def rope_from_config(c: Config) -> Rope:
-    """Rotation in either spelling: `rope_parameters` holds all, or `rope_theta` and `rope_scaling` stand apart."""
+    """RoPE settings from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
     p = {"rope_theta": c["rope_theta"]} | rope_scaling_config(c)
     rotary_fraction = p.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0
     dims, rope_scaling = int(head_dim(c) * rotary_fraction), scaling(p, c)
     if isinstance(rope_scaling, LongRopeScaling) and {len(rope_scaling.short), len(rope_scaling.long)} != {dims // 2}:
-        raise ValueError(f"short_factor and long_factor need {dims // 2} numbers each, one for every pair of channels")
+        raise ValueError(f"short_factor and long_factor must have {dims // 2} values each, one per channel pair")
     return Rope(float(p["rope_theta"]), None if rotary_fraction == 1.0 else dims, rope_scaling)
 
 
 def rope_scaling_config(c: Config) -> dict[str, Any]:
-    """What `rope_scaling` says, or else `rope_parameters`. Where both are, somebody wrote the first into a newer file,
-    in which the second holds what is not scaling too."""
+    """`rope_scaling`, or else `rope_parameters`. If a file has both, `rope_scaling` was added by hand and wins, but the
+    keys of `rope_parameters` that are not about scaling are kept."""
     parameters, legacy = c.get("rope_parameters") or {}, c.get("rope_scaling")
     return (
         {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters} | legacy
@@ -99,11 +99,10 @@ def rope_scaling_config(c: Config) -> dict[str, Any]:
 
 
 def rope_for_layer_type(c: Config, kind: str, **overrides: Any) -> Rope:
-    """The rotation of one kind of layers: from its entry in `rope_parameters`, or what config.json says of all layers
-    but for what this kind has `alone`."""
+    """RoPE settings of one layer type: its entry in `rope_parameters`, or those of all layers with `overrides`."""
     parameters = c.get("rope_parameters")
     if parameters and kind not in parameters:
-        raise ValueError(f"rope_parameters has no {kind!r}, but this model turns each kind of layers in its own way")
+        raise ValueError(f"rope_parameters: missing entry for layer type {kind!r}")
     return rope_from_config({**c, **overrides, "rope_parameters": parameters and parameters[kind]})
 
 
@@ -112,7 +111,7 @@ def scaling(p: Config, c: Config) -> Scaling | None:
     inner, outer = p.get("original_max_position_embeddings"), c.get("original_max_position_embeddings")
     context = outer or inner or c["max_position_embeddings"]
     match kind:
-        case "default" | "mrope":  # in a text, the three positions of a multimodal rotation are one
+        case "default" | "mrope":  # for text, the three positions of multimodal RoPE are equal
             return None
         case "linear":
             return LinearScaling(p["factor"])
@@ -122,7 +121,7 @@ def scaling(p: Config, c: Config) -> Scaling | None:
             return yarn(p, context, c["max_position_embeddings"])
         case "longrope":
             return longrope(p, context, c["max_position_embeddings"])
-    raise ValueError(f"rope type {kind!r} is not supported: default, linear, llama3, yarn and longrope are")
+    raise ValueError(f"rope type {kind!r} is not supported, only default, linear, llama3, yarn and longrope")
 
 
 def longrope(p: Config, context: int, max_positions: int) -> LongRopeScaling:
@@ -153,7 +152,7 @@ def yarn(p: Config, context: int, max_positions: int) -> YarnScaling:
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """YaRN's magnitude of attention for rows `factor` times as long."""
+    """Attention factor of YaRN for a context extension by `factor`."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -165,7 +164,7 @@ def attention_spec(c: Config, **changes: Any) -> Attention:
     heads = c["num_attention_heads"]
     kv_heads = c.get("num_key_value_heads") or heads
     if heads % kv_heads:
-        raise ValueError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     fields = {"bias": bool(c["attention_bias"]), "out_bias": bool(c["attention_bias"]), "rope": rope_from_config(c)}
     return Attention(heads, kv_heads, head_dim(c), **(fields | changes))
 
@@ -173,7 +172,7 @@ def attention_spec(c: Config, **changes: Any) -> Attention:
 def mlp_spec(c: Config) -> MLP:
     act = c["hidden_act"]
     if act not in ACTS:
-        raise ValueError(f"hidden_act {act!r} is not supported: {', '.join(ACTS)} are")
+        raise ValueError(f"hidden_act {act!r} is not supported, only {', '.join(ACTS)}")
     return MLP(c["intermediate_size"], ACTS[act], bool(c["mlp_bias"]))
 
 
@@ -191,45 +190,45 @@ def decoder_spec(c: Config, layers: Iterable[Layer], **changes: Any) -> DecoderS
 
 
 def sliding_windows(c: Config) -> list[int | None]:
-    """The sliding window of each layer, from `layer_types` or from the flags that older configs use."""
+    """Sliding window of each layer, from `layer_types` or the flags of older configs."""
     first = c["max_window_layers"] if c.get("use_sliding_window") else c["num_hidden_layers"]
     default = [SLIDING if i >= first else FULL for i in range(c["num_hidden_layers"])]
     return [c.get("sliding_window") if kind == SLIDING else None for kind in layer_types(c, default)]
 
 
 def alternate_layers(c: Config, n: int, sliding: Attention, full: Attention) -> list[Attention]:
-    """`near` where `layer_types` name a window. Where config.json leaves them out, every n-th layer is `far`."""
+    """`sliding` or `full` for each layer of `layer_types`; by default every n-th layer is `full`."""
     return [sliding if kind == SLIDING else full for kind in layer_types(c, all_but_every_nth(n, c))]
 
 
 def all_but_every_nth(n: int, c: Config, other: str = SLIDING) -> list[str]:
-    """The kinds of layers of which each n-th sees everything."""
+    """Layer types with full attention in every n-th layer and `other` elsewhere."""
     return [other if (i + 1) % n else FULL for i in range(c["num_hidden_layers"])]
 
 
 def layer_types(c: Config, default: list[str], other: str = SLIDING) -> list[str]:
-    """The kind of each layer, `near` or full attention: of `layer_types`, or `usual` where config.json has none."""
+    """`layer_types` of config.json, or `default`. Raises ValueError unless all are `other` or full attention."""
     types = c.get("layer_types") or default
     if len(types) != c["num_hidden_layers"]:
-        raise ValueError(f"layer_types speaks of {len(types)} layers, num_hidden_layers of {c['num_hidden_layers']}")
+        raise ValueError(f"layer_types has {len(types)} entries, but num_hidden_layers is {c['num_hidden_layers']}")
     if unsupported := [kind for kind in types if kind not in (other, FULL)]:
         raise ValueError(f"layer_types: {unsupported[0]!r} is not supported, only {other} and {FULL}")
     return types
 
 
 def layers_with_rope(c: Config) -> list[bool]:
-    """Which layers rotate: all but each n-th, or those that `no_rope_layers` gives a 1."""
+    """Whether each layer uses RoPE: all but every n-th, or as `no_rope_layers` says (1: RoPE)."""
     default = [kind == SLIDING for kind in all_but_every_nth(c["no_rope_layer_interval"], c)]
     flags, count = c.get("no_rope_layers") or default, c["num_hidden_layers"]
     if len(flags) < count:
-        raise ValueError(f"no_rope_layers speaks of {len(flags)} layers, num_hidden_layers of {count}")
+        raise ValueError(f"no_rope_layers has {len(flags)} entries, but num_hidden_layers is {count}")
     return [bool(flag) for flag in flags[:count]]
 
 
 def text_config(config: Config, default_type: str) -> Config:
-    """What the config.json of a vision-language model says of its text part, whose `model_type` is usually `usual`.
+    """Text model section of a vision-language config.json; `default_type` is its `model_type` if not stated.
 
-    Some of the first such models said it beside all else.
+    The first such models have these keys at the top level.
     """
     inner = config.get("text_config") or {key: value for key, value in config.items() if key != "model_type"}
     tied = config.get("tie_word_embeddings")
@@ -237,9 +236,9 @@ def text_config(config: Config, default_type: str) -> Config:
 
 
 def text_model_table(table: tuple[KeyRule, ...], *other_modules: str) -> tuple[KeyRule, ...]:
-    """Names of a text model that stands beside `others`, which are kept as they are.
+    """Names of a text model inside a multimodal checkpoint. Tensors of `other_modules` are copied unchanged.
 
-    First as transformers holds them since version 4.52, then as LLaVA wrote them, which most files of the Hub follow.
+    First the names of transformers >= 4.52, then those of LLaVA, which most Hub files use.
     """
     hub_only = (KeyRule((), name, HubOnly()) for other in other_modules for name in (f"model.{other}", other))
     legacy_head = KeyRule("head", "language_model.lm_head")

@@ -1,4 +1,4 @@
-"""Checkpoints whose head scores: what transformers calls their classes, and how config.json and their tensors tell."""
+"""Classification checkpoints: their class names in transformers, and how config.json and tensor names identify them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from tunekit.models.spec import ScoreHead
 from tunekit.models.weight_map import KeyRule
 
 DOCUMENTS, TOKENS = "ForSequenceClassification", "ForTokenClassification"
-# What stands before these words, by `model_type`.
+# Class name prefixes, by `model_type`.
 CLASS_PREFIXES = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
@@ -36,19 +36,19 @@ CLASS_PREFIXES = {
     "qwen3_next": "Qwen3Next",
     "smollm3": "SmolLM3",
 }
-# Of these there is no class for tokens.
+# Without a token classification class in transformers.
 DOCUMENTS_ONLY = {"deepseek_v2", "gemma3", "gemma3_text", "olmo2", "olmo3", "qwen3_5_text"}
-HEAD = "score"  # its name there
+HEAD = "score"  # its name in checkpoints
 
 
 def classifier_architecture(model_type: str, per_token: bool) -> str | None:
-    """The class of a `model_type` that scores documents, or each token; None: there is none."""
+    """transformers class of a `model_type` that scores documents or tokens; None if it does not exist."""
     prefix = None if per_token and model_type in DOCUMENTS_ONLY else CLASS_PREFIXES.get(model_type)
     return None if prefix is None else prefix + (TOKENS if per_token else DOCUMENTS)
 
 
 def score_head(config: Config) -> ScoreHead | None:
-    """The head of the class that config.json names; None: one over the vocabulary."""
+    """Head of the class in `architectures`; None for a language model head."""
     architectures = config.get("architectures") or [""]
     if not (isinstance(architectures, list) and str(architectures[0]).endswith((DOCUMENTS, TOKENS))):
         return None
@@ -61,20 +61,20 @@ def score_head(config: Config) -> ScoreHead | None:
 
 
 def pad_token_id(config: Config) -> int | None:
-    """The id of the token that pads, as the text model has it."""
+    """Padding token id of the text model."""
     return inner_text_config(config).get("pad_token_id")
 
 
 def inner_text_config(config: Config) -> Mapping[str, Any]:
-    """What config.json says of the text model: all of it, or a part."""
+    """Text model section of config.json, or all of it."""
     return config.get("text_config") or config
 
 
 def classifier_table(rows: tuple[KeyRule, ...]) -> tuple[KeyRule, ...]:
-    """The names of a checkpoint that scores, from those of the language model."""
+    """Names in a classification checkpoint, from those of the language model."""
     return tuple(KeyRule("head", HEAD) if row.ours == "head" else row for row in rows)
 
 
 def lm_head_names(rows: tuple[KeyRule, ...]) -> tuple[KeyRule, ...]:
-    """The heads over the vocabulary, which no such checkpoint has."""
+    """Rules of the language model head, which classification checkpoints do not have."""
     return tuple(row for row in rows if row.ours == "head")

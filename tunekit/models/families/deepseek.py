@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3 and what has their plan, as Kimi K2: latent attention, and experts beside a shared one."""
+"""DeepSeek V2 and V3, and models with the same architecture (Kimi K2): latent attention, MoE with a shared expert."""
 
 from dataclasses import replace
 from typing import Any
@@ -43,7 +43,7 @@ def v3(config: Config) -> DecoderSpec:
 
 
 def v2(config: Config) -> DecoderSpec:
-    """Scores are a softmax. The weights of the chosen ones are never made to add up to 1, whatever config.json says."""
+    """DeepSeek V2: softmax scores. Weights of the selected experts are never normalized, whatever config.json says."""
     c = with_default_config(config, **DEFAULTS2)
     reject_config_values(c, {"scoring_func": "softmax", "moe_layer_freq": 1})
     groups = expert_groups(c) if c.get("topk_method") == "group_limited_greedy" else None
@@ -56,7 +56,7 @@ def spec(c: Config, moe: MoE) -> DecoderSpec:
 
 
 def sigmoid_moe(c: Config) -> MoE:
-    """Experts chosen by sigmoids and a correction, which training moves so that all of them have work."""
+    """Experts selected by sigmoid scores and a load-balancing bias."""
     choice = {"scoring_func": "sigmoid", "selection_bias": True, "groups": expert_groups(c)}
     return moe_with_shared_expert(c, norm_topk_prob=bool(c["norm_topk_prob"]), **choice)
 

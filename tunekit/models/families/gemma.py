@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3, and the text part of Gemma 3 that also sees."""
+"""Gemma 1, 2 and 3, and the text model of multimodal Gemma 3."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -32,7 +32,7 @@ DEFAULTS2 = DEFAULTS | {
     "query_pre_attn_scalar": 256,
 }
 DEFAULTS2 |= {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-# The text part of a model that also sees names only what differs from these sizes.
+# Multimodal configs only contain differences from these sizes.
 DEFAULTS3 = DEFAULTS2 | {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
 DEFAULTS3 |= {"num_attention_heads": 8, "max_position_embeddings": 131_072, "sliding_window_pattern": 6}
 DEFAULTS3 |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
@@ -40,7 +40,7 @@ DEFAULTS3 |= {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 
 
 def gemma(config: Config) -> DecoderSpec:
-    """The first files call their activation gelu and mean its tanh approximation."""
+    """Gemma 1. The first config files say gelu and mean its tanh approximation."""
     c = with_default_config(config, **DEFAULTS1)
     act = "gelu_pytorch_tanh" if c["hidden_act"] == "gelu" else c["hidden_act"]
     layer = Layer(attention_spec(c), mlp_spec(c | {"hidden_act": act}))
@@ -48,7 +48,7 @@ def gemma(config: Config) -> DecoderSpec:
 
 
 def gemma2(config: Config) -> DecoderSpec:
-    """Windows in every second layer, norms on both sides, scores and logits capped."""
+    """Gemma 2: sliding windows in every second layer, sandwich norms, soft caps."""
     c = with_default_config(config, **DEFAULTS2)
     full = attention_spec(c, scale=c["query_pre_attn_scalar"] ** -0.5, softcap=c["attn_logit_softcapping"])
     sliding = replace(full, window=c["sliding_window"])
@@ -57,7 +57,7 @@ def gemma2(config: Config) -> DecoderSpec:
 
 
 def gemma3(config: Config) -> DecoderSpec:
-    """Five layers with windows to one without, each kind with a rotation of its own; norms on q and k."""
+    """Gemma 3: five sliding-window layers per full layer, each type with its own RoPE; QK norms."""
     c = with_default_config(config, **DEFAULTS3)
     reject_config_values(c, {"attn_logit_softcapping": None})
     scale, norm = c["query_pre_attn_scalar"] ** -0.5, Norm(c["rms_norm_eps"], offset=1.0)
@@ -73,7 +73,7 @@ def vision(config: Config) -> DecoderSpec:
 
 
 def gemma_spec(c: Config, layers: Iterable[Layer]) -> DecoderSpec:
-    """Norms store weight - 1; embeddings are multiplied by the root of their width."""
+    """Decoder whose norms store weight - 1 and whose embeddings are scaled by sqrt(dim)."""
     reject_config_values(c, {"use_bidirectional_attention": False})
     norm, cap = Norm(c["rms_norm_eps"], offset=1.0), c.get("final_logit_softcapping")
     return decoder_spec(c, layers, norm=norm, embed_scale=c["hidden_size"] ** 0.5, logit_softcap=cap)

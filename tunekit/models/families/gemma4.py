@@ -1,4 +1,4 @@
-"""Gemma 4, the text part: shared keys and values, per-layer inputs, experts beside the dense layer."""
+"""Gemma 4 text model: shared keys and values, per-layer embeddings, experts in parallel with the dense layer."""
 
 from dataclasses import replace
 from typing import Any
@@ -88,12 +88,12 @@ def spec(config: Config) -> DecoderSpec:
 
 
 def vision(config: Config) -> DecoderSpec:
-    """The text part of a model that also sees and hears."""
+    """Text model of a multimodal checkpoint."""
     return spec(text_config(config, "gemma4_text"))
 
 
 def with_layer_types(config: Config) -> dict[str, Any]:
-    """config.json with the kinds of all layers, of which the last always sees everything."""
+    """config.json with `layer_types`, in which the last layer always has full attention."""
     c = with_default_config(config, **DEFAULTS)
     return c | {
         "hidden_act": c["hidden_activation"],
@@ -102,11 +102,11 @@ def with_layer_types(config: Config) -> dict[str, Any]:
 
 
 def layer_types_with_kv(c: Config) -> list[str]:
-    """The kinds of those layers that have keys and values of their own: the others take those of the last of a kind."""
+    """Types of the layers with their own keys and values; later ones reuse those of the last layer of their type."""
     types = c["layer_types"][: c["num_hidden_layers"] - c["num_kv_shared_layers"]]
     if missing := set(c["layer_types"]) - set(types):
         raise ValueError(
-            f"num_kv_shared_layers {c['num_kv_shared_layers']} leaves no {missing.pop()} layer to take from"
+            f"num_kv_shared_layers {c['num_kv_shared_layers']}: no {missing.pop()} layer has its own keys and values"
         )
     return types
 
@@ -116,7 +116,7 @@ def mixer(c: Config, i: int, kind: str, **changes: Any) -> Attention:
     overrides = {"head_dim": c["global_head_dim"]} if full else {}
     if full and c["attention_k_eq_v"] and c.get("num_global_key_value_heads"):
         overrides["num_key_value_heads"] = c["num_global_key_value_heads"]
-    if "per_layer_config" in c:  # as transformers writes it since 5.10 or so, in place of the two values for all
+    if "per_layer_config" in c:  # written by transformers >= 5.10 instead of the two values above
         overrides = c["per_layer_config"].get(str(i), {})
     c, norm = {**c, **overrides}, Norm(c["rms_norm_eps"], scale_in_fp32=True)
     values = {"v_norm": Norm(c["rms_norm_eps"], weight=False), "attention_k_eq_v": full and c["attention_k_eq_v"]}
@@ -139,7 +139,7 @@ def experts(c: Config) -> Any:
 
 
 def config_table(config: Config) -> tuple[KeyRule, ...]:
-    """Names of experts, where there are some. Files may hold the keys of layers that take those of others."""
+    """Names of experts, if any. Files may contain unused k and v weights of layers that reuse those of others."""
     c = with_layer_types(config)
     names = ("k_proj", "v_proj", "k_norm", "v_norm")
     shared = range(len(layer_types_with_kv(c)), c["num_hidden_layers"])

@@ -1,4 +1,4 @@
-"""GLM-4: rotation of channel pairs in half of each head; its later version has norms on both sides."""
+"""GLM-4: interleaved RoPE in half of each head; the 0414 version has sandwich norms."""
 
 from dataclasses import replace
 
@@ -32,6 +32,6 @@ def glm(config: Config) -> DecoderSpec:
 
 
 def glm4(config: Config) -> DecoderSpec:
-    """As `glm`, and what leaves a part goes through a norm."""
+    """`glm` with norms after attention and MLP."""
     spec = glm(config)
     return replace(spec, layers=tuple(replace(layer, post_norm=True) for layer in spec.layers))

@@ -1,4 +1,4 @@
-"""GLM-4.5 and GLM-4.6: the plan of DeepSeek V3's experts under grouped attention."""
+"""GLM-4.5 and GLM-4.6: grouped-query attention with the MoE of DeepSeek V3."""
 
 from tunekit.models.families.base import LLAMA, Config, attention_spec, decoder_spec, mlp_spec, with_default_config
 from tunekit.models.families.deepseek import SHARED, sigmoid_moe

@@ -1,4 +1,4 @@
-"""gpt-oss: sliding and full attention in turns, a sink in every head, experts with biases."""
+"""gpt-oss: alternating sliding and full attention, attention sinks, experts with biases."""
 
 from dataclasses import replace
 

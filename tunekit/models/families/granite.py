@@ -1,4 +1,4 @@
-"""Granite, dense: Llama with a factor at every joint."""
+"""Granite, dense: Llama with multipliers on embeddings, residuals, attention scores and logits."""
 
 from tunekit.models.families.base import Config, attention_spec, decoder_spec, mlp_spec, with_default_config
 from tunekit.models.spec import DecoderSpec, Layer

@@ -1,4 +1,4 @@
-"""Granite with experts in place of its feed-forward layers."""
+"""Granite with experts instead of dense feed-forward layers."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ DEFAULTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 
 def spec(config: Config) -> DecoderSpec:
-    """A softmax over the chosen experts alone is one over all of them, made to add up to 1."""
+    """A softmax over the selected experts equals a softmax over all of them, normalized to sum to 1."""
     dense, c = granite.spec(config), with_default_config(config, **DEFAULTS)
     moe = moe_spec(c, c["intermediate_size"])
     return replace(dense, layers=tuple(replace(layer, ffn=moe) for layer in dense.layers))

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2 and 3.3, SmolLM2 and every other checkpoint of the same plan."""
+"""Llama 2 and 3.x, SmolLM2, and all checkpoints with the same architecture."""
 
 from tunekit.models.families.base import Config, attention_spec, decoder_spec, mlp_spec, with_default_config
 from tunekit.models.spec import DecoderSpec, Layer

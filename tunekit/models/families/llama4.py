@@ -1,4 +1,4 @@
-"""Llama 4, the text part: chunked layers with rotation, full ones without, experts in every n-th layer."""
+"""Llama 4 text model: chunked layers with RoPE, full layers without, experts in every n-th layer."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Mistral, Ministral and Ministral 3, and the text part of those that also see."""
+"""Mistral, Ministral and Ministral 3, and the text model of multimodal ones."""
 
 from tunekit.models.families.base import (
     LLAMA,
@@ -24,13 +24,13 @@ VISION = text_model_table(LLAMA, "vision_tower", "multi_modal_projector")
 
 
 def mistral(config: Config) -> DecoderSpec:
-    """Mistral's first version looks back over a window; later ones set it to null."""
+    """Mistral. The first version has a sliding window; later ones set it to null."""
     c = with_default_config(config, **DEFAULTS)
     return decoder_spec(c, [Layer(attention_spec(c, window=c["sliding_window"]), mlp_spec(c))] * c["num_hidden_layers"])
 
 
 def ministral(config: Config) -> DecoderSpec:
-    """Windows in some layers."""
+    """Ministral: sliding windows in some layers."""
     c = with_default_config(config, **DEFAULTS)
     sliding, full = (attention_spec(c, window=window) for window in (c["sliding_window"], None))
     default = [SLIDING] * c["num_hidden_layers"]
@@ -40,7 +40,7 @@ def ministral(config: Config) -> DecoderSpec:
 
 
 def ministral3(config: Config) -> DecoderSpec:
-    """Queries grow beyond the context of the first training."""
+    """Ministral 3: temperature tuning beyond the original context."""
     c = with_default_config(config, **DEFAULTS3)
     p = rope_scaling_config(c) or YARN
     tuning = AttnTemperatureTuning(p["llama_4_scaling_beta"], p["original_max_position_embeddings"])
@@ -51,10 +51,10 @@ def ministral3(config: Config) -> DecoderSpec:
 
 
 def vision(config: Config) -> DecoderSpec:
-    """Mistral Small 3.1 and later, Ministral 3: the text part is one of those above."""
+    """Mistral Small 3.1 and later, Ministral 3: the text model is one of the above."""
     c = text_config(config, "mistral")
     if c["model_type"] not in TEXT_MODELS:
-        raise ValueError(f"the text part is of the type {c['model_type']!r}, which is not supported")
+        raise ValueError(f"text_config: model_type {c['model_type']!r} is not supported")
     return TEXT_MODELS[c["model_type"]](c)
 
 

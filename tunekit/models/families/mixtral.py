@@ -5,7 +5,7 @@ from tunekit.models.families.moe import EXPERTS, OURS, ROUTER, expert_table, moe
 from tunekit.models.spec import DecoderSpec, Layer
 from tunekit.models.weight_map import KeyRule
 
-LEGACY_HUB = "model.layers.{}.block_sparse_moe"  # as all published checkpoints have it
+LEGACY_HUB = "model.layers.{}.block_sparse_moe"  # names in all published checkpoints
 TABLE = (
     KeyRule(f"{OURS}.router", f"{LEGACY_HUB}.gate"),
     *expert_table(f"{OURS}.experts", f"{LEGACY_HUB}.experts", ("w1", "w3", "w2")),

@@ -1,4 +1,4 @@
-"""What families with experts share: names of experts, routers and shared experts, and layers left out of a pass."""
+"""Shared by MoE families: names of experts and routers, the MoE spec, and layers that are not loaded."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ OURS, HUB = "layers.{}.mlp", "model.layers.{}.mlp"
 def expert_table(
     ours: str, hub: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> tuple[KeyRule, ...]:
-    """A tensor for each expert, as published with `names`, or stacked ones, as transformers 5 holds them."""
+    """Rules for one tensor per expert with the published `names`, and for stacked tensors of transformers 5."""
     leaves = ("gate_proj", "up_proj", "down_proj")
     single = (KeyRule(f"{ours}.{leaf}", f"{hub}.*.{name}", Stack()) for leaf, name in zip(leaves, names, strict=True))
     return (*single, *stacked_expert_table(ours, hub))
@@ -21,7 +21,7 @@ def expert_table(
 def stacked_expert_table(
     ours: str, hub: str, transposed: bool = False, interleaved: bool = False
 ) -> tuple[KeyRule, ...]:
-    """Tensors of all experts, with gate and up in one."""
+    """Rules for stacked expert tensors with fused gate and up projections."""
     gate_up = f"{ours}.gate_proj.weight", f"{ours}.up_proj.weight"
     down = Transposed() if transposed else Identity()
     return (
@@ -38,24 +38,24 @@ NUM_EXPERTS_KEYS = (
     "num_experts",
     "num_local_experts",
     "n_routed_experts",
-)  # one thing in the words of several families
+)  # names of the same key in several families
 
 
 def moe_spec(c: Config, hidden: int, **changes: Any) -> MoE:
-    """A mixture of experts of the width `hidden`."""
+    """MoE of experts with `hidden` channels."""
     count, top_k = next((c[key] for key in NUM_EXPERTS_KEYS if c.get(key)), None), c["num_experts_per_tok"]
     if count is None:
         raise ValueError(
-            f"the number of experts is missing: {', '.join(NUM_EXPERTS_KEYS[:-1])} or {NUM_EXPERTS_KEYS[-1]}"
+            f"number of experts is missing: set {', '.join(NUM_EXPERTS_KEYS[:-1])} or {NUM_EXPERTS_KEYS[-1]}"
         )
     if top_k > count:
-        raise ValueError(f"num_experts_per_tok {top_k} is more than the {count} experts")
+        raise ValueError(f"num_experts_per_tok {top_k} must be <= the number of experts, {count}")
     values: dict[str, Any] = {"act": mlp_spec(c).act} | changes
     return MoE(count, top_k, hidden, **values)
 
 
 def mtp_layers(c: Config) -> tuple[KeyRule, ...]:
-    """Layers behind the last one predict further tokens: other programs may want them, so they stay as they are."""
+    """Multi-token prediction layers after the last one. They are not loaded, but kept for other programs."""
     count = c.get("num_nextn_predict_layers") or c.get("num_mtp_layers") or 1
     first = c["num_hidden_layers"]
     return tuple(KeyRule((), f"model.layers.{i}", HubOnly()) for i in range(first, first + count))

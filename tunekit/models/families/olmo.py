@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind the parts and not before them, and over all heads of q and k together."""
+"""OLMo 2 and 3: norms after attention and MLP instead of before, and QK norms over all heads."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def olmo2(config: Config) -> DecoderSpec:
 
 
 def olmo3(config: Config) -> DecoderSpec:
-    """Windows in three of four layers; long rows are for the fourth alone."""
+    """OLMo 3: sliding windows in three of four layers; RoPE scaling only in full layers."""
     c = with_default_config(config, **DEFAULTS3)
     full = attention_spec(c, rope=rope_for_layer_type(c, FULL))
     sliding = replace(full, rope=rope_for_layer_type(c, SLIDING, rope_scaling=None), window=c["sliding_window"])

@@ -1,4 +1,4 @@
-"""OLMoE: experts everywhere, norms over all heads of q and k together."""
+"""OLMoE: experts in all layers, QK norms over all heads."""
 
 from tunekit.models.families.base import (
     LLAMA,

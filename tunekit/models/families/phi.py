@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5, Phi-4: Llama with fused projections, and LongRoPE for long rows."""
+"""Phi-3, Phi-3.5, Phi-4: Llama with fused projections, and LongRoPE."""
 
 from tunekit.models.families.base import (
     FUSED_MLP,
@@ -19,7 +19,7 @@ TABLE = (
     *LLAMA,
 )
 DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
-LONGROPE_ALIASES = {"su", "yarn"}  # what the first files call longrope
+LONGROPE_ALIASES = {"su", "yarn"}  # names of longrope in the first files
 
 
 def spec(config: Config) -> DecoderSpec:

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3, dense, and the text part of those that also see."""
+"""Qwen2, Qwen2.5 and Qwen3, dense, and the text model of multimodal ones."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tunekit.models.families.base import (
 )
 from tunekit.models.spec import DecoderSpec, Layer, Norm
 
-# Before transformers 4.52 the text part had the names of a model that only reads; files still have.
+# Before transformers 4.52, the text model had the names of a text-only model; many files still do.
 VISION = (*text_model_table(LLAMA, "visual"), *LLAMA)
 
 DEFAULTS = {
@@ -29,7 +29,7 @@ DEFAULTS3_VISION = {"max_position_embeddings": 128_000, "rope_theta": 5e5}
 
 
 def qwen2(config: Config, **overrides: Any) -> DecoderSpec:
-    """Biases on q, k and v, whatever config.json says."""
+    """Qwen2: biases on q, k and v, whatever config.json says."""
     c = with_default_config(config, **(DEFAULTS | overrides))
     return decoder_spec(
         c, (Layer(attention_spec(c, bias=True, out_bias=False, window=w), mlp_spec(c)) for w in sliding_windows(c))
@@ -37,14 +37,14 @@ def qwen2(config: Config, **overrides: Any) -> DecoderSpec:
 
 
 def qwen3(config: Config, **overrides: Any) -> DecoderSpec:
-    """A norm over each head of q and k."""
+    """Qwen3: norms over each head of q and k."""
     c = with_default_config(config, head_dim=128, **(DEFAULTS | overrides))
     norm = Norm(c["rms_norm_eps"])
     return decoder_spec(c, (Layer(attention_spec(c, qk_norm=norm, window=w), mlp_spec(c)) for w in sliding_windows(c)))
 
 
 def qwen2_vision(config: Config) -> DecoderSpec:
-    """Qwen2-VL and Qwen2.5-VL."""
+    """Text model of Qwen2-VL and Qwen2.5-VL."""
     return qwen2(text_config(config, "qwen2"), **DEFAULTS2_VISION)
 
 

@@ -1,10 +1,10 @@
-"""Qwen3.5, dense and with experts, and the text part of those that also see."""
+"""Qwen3.5, dense and MoE, and the text model of multimodal ones."""
 
 from tunekit.models.families.base import Config, mlp_spec, text_config, text_model_table, with_default_config
 from tunekit.models.families.qwen3_next import DEFAULTS, DENSE, EXPERTS, TABLE, experts, hybrid
 from tunekit.models.spec import DecoderSpec
 
-# A text model that transformers took out of a larger one keeps the names that it had there.
+# A text model that transformers extracted from a multimodal one keeps its names.
 TEXT, MOE_TEXT = (*DENSE, *text_model_table(DENSE, "visual")), (*TABLE, *text_model_table(TABLE, "visual"))
 VISION, MOE_VISION = text_model_table(DENSE, "visual"), text_model_table(TABLE, "visual")
 EXPERTS = EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8}
@@ -16,7 +16,7 @@ def dense(config: Config) -> DecoderSpec:
 
 
 def moe(config: Config) -> DecoderSpec:
-    """Experts in every layer, whose weights always add up to 1; so no width of a dense one is stated."""
+    """MoE in every layer, with normalized weights; config.json has no dense width."""
     width = config.get("moe_intermediate_size") or EXPERTS["moe_intermediate_size"]
     c = with_default_config(config, **DEFAULTS, **EXPERTS, intermediate_size=width)
     return hybrid(c, lambda _: experts(c))

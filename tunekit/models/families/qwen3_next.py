@@ -1,4 +1,4 @@
-"""Qwen3-Next: three gated delta nets to one gated attention, and experts in every layer."""
+"""Qwen3-Next: three gated delta nets per gated attention layer, and experts in every layer."""
 
 from collections.abc import Callable
 
@@ -19,11 +19,11 @@ from tunekit.models.families.qwen_moe import ffn
 from tunekit.models.spec import DecoderSpec, DeltaNet, FeedForward, Layer, MoE, Norm
 from tunekit.models.weight_map import HubOnly, KeyRule
 
-LINEAR = "linear_attention"  # what config.json calls a delta net
+LINEAR = "linear_attention"  # layer type of a delta net in config.json
 LEAVES = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba")
 LEAVES += ("conv1d", "A_log", "dt_bias", "norm", "out_proj")
 NET = tuple(KeyRule(f"layers.{{}}.attn.{leaf}", f"model.layers.{{}}.linear_attn.{leaf}") for leaf in LEAVES)
-MTP = (KeyRule((), "mtp", HubOnly()),)  # predicts further tokens: other programs may want it
+MTP = (KeyRule((), "mtp", HubOnly()),)  # multi-token prediction: not loaded, but kept for other programs
 TABLE = (*NET, *QWEN_MOE, *MTP)
 DENSE = (*NET, *LLAMA, *MTP)
 
@@ -40,7 +40,7 @@ def spec(config: Config) -> DecoderSpec:
 
 
 def hybrid(c: Config, make_ffn: Callable[[int], FeedForward], grouped: bool = False) -> DecoderSpec:
-    """Delta nets with an attention in every n-th layer; `feed` says what stands behind the mixer of a layer."""
+    """Delta nets with attention in every n-th layer. `make_ffn` returns the feed-forward spec of a layer."""
     reject_config_values(c, {"hidden_act": "silu", "attn_output_gate": True})
     norm = Norm(c["rms_norm_eps"], offset=1.0)
     net = DeltaNet(
@@ -53,7 +53,9 @@ def hybrid(c: Config, make_ffn: Callable[[int], FeedForward], grouped: bool = Fa
         grouped=grouped,
     )
     if net.v_heads % net.k_heads:
-        raise ValueError(f"linear_num_value_heads {net.v_heads} is no multiple of linear_num_key_heads {net.k_heads}")
+        raise ValueError(
+            f"linear_num_value_heads {net.v_heads} is not a multiple of linear_num_key_heads {net.k_heads}"
+        )
     mixers = {LINEAR: net, FULL: attention_spec(c, qk_norm=norm, output_gate=True)}
     types = layer_types(c, all_but_every_nth(c["full_attention_interval"], c, LINEAR), LINEAR)
     layers = (Layer(mixers[kind], make_ffn(i)) for i, kind in enumerate(types))
@@ -61,7 +63,7 @@ def hybrid(c: Config, make_ffn: Callable[[int], FeedForward], grouped: bool = Fa
 
 
 def experts(c: Config) -> MoE:
-    """Experts, and a shared one behind a gate."""
+    """Experts, and a shared expert with a gate."""
     shared = c["shared_expert_intermediate_size"]
     return moe_spec(
         c,

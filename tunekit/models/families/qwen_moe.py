@@ -33,7 +33,7 @@ DEFAULTS3 = DEFAULTS | {"num_key_value_heads": 4}
 
 
 def qwen2(config: Config) -> DecoderSpec:
-    """A shared expert behind a gate, beside the chosen ones."""
+    """Qwen2-MoE: a shared expert with a gate, in addition to the routed ones."""
     c = with_default_config(config, **DEFAULTS2)
     shared = {"shared_intermediate_size": c["shared_expert_intermediate_size"], "shared_gate": True}
     moe = moe_spec(c, c["moe_intermediate_size"], norm_topk_prob=c["norm_topk_prob"], **shared)
@@ -50,13 +50,13 @@ def qwen3(config: Config) -> DecoderSpec:
 
 
 def ffn(c: Config, i: int, moe: MoE) -> MLP | MoE:
-    """Experts in every n-th layer, less those that config.json names."""
+    """MoE in every n-th layer, except those in `mlp_only_layers`."""
     dense = i in (c.get("mlp_only_layers") or ()) or (i + 1) % c["decoder_sparse_step"]
     return mlp_spec(c) if dense else moe
 
 
 def sliding_windows(c: Config) -> list[int | None]:
-    """Qwen2-MoE slides in every second of the first layers, where Qwen2 does in all of the last."""
+    """Sliding window of each layer. Qwen2-MoE uses it in every second of the first layers, Qwen2 in all of the last."""
     window = c["sliding_window"] if c.get("use_sliding_window") else None
     default = [SLIDING if i < c["max_window_layers"] and i % 2 == 0 else FULL for i in range(c["num_hidden_layers"])]
     return [window if kind == SLIDING else None for kind in layer_types(c, default)]

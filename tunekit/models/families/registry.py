@@ -1,4 +1,4 @@
-"""Which family a checkpoint belongs to, by the `model_type` of its config.json."""
+"""Maps the `model_type` of a config.json to its family."""
 
 import difflib
 from collections.abc import Callable
@@ -36,22 +36,18 @@ from tunekit.models.weight_map import KeyRule
 
 @dataclass(frozen=True)
 class Family:
-    """A function of config.json and a table of names: all that is particular to an architecture."""
+    """Function from config.json to a DecoderSpec, and the weight map of an architecture."""
 
     spec: Callable[[Config], DecoderSpec]
     table: tuple[KeyRule, ...] = LLAMA
-    config_table: Callable[[Config], tuple[KeyRule, ...]] = (
-        lambda _: ()
-    )  # rows that config.json decides, before the others
-    module_table: tuple[
-        KeyRule, ...
-    ] = ()  # what transformers calls its modules, where the first rows for them are of older files
-    transposed_experts: bool = False  # experts are transposed there, and their module does not tell PEFT so
-    unused_heads: tuple[KeyRule, ...] = ()  # heads in whose place another stands
+    config_table: Callable[[Config], tuple[KeyRule, ...]] = lambda _: ()  # further rules, with priority
+    module_table: tuple[KeyRule, ...] = ()  # module names in transformers, if `table` starts with older names
+    transposed_experts: bool = False  # of transformers modules, which PEFT does not know
+    unused_heads: tuple[KeyRule, ...] = ()  # heads that a classification head replaces
 
     @property
     def modules(self) -> tuple[KeyRule, ...]:
-        """The table with the names first that an adapter's files go by."""
+        """Weight map for adapter files, whose names follow the modules of transformers."""
         return self.module_table + self.table
 
 
@@ -100,10 +96,10 @@ FAMILIES = {
 
 
 def find_family(config: Config, where: str) -> tuple[Family, DecoderSpec]:
-    """Family and spec of the config.json at `where`."""
+    """Family and spec of a config.json. `where` is its path. Raises UserError."""
     model_type = config.get("model_type")
     if model_type is None:
-        raise UserError(f"{where}: no 'model_type', so the architecture is not known")
+        raise UserError(f"{where}: 'model_type' is missing")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         suggestions = difflib.get_close_matches(str(model_type), FAMILIES, 1)
         hint = f", did you mean {suggestions[0]!r}?" if suggestions else ""
@@ -121,9 +117,9 @@ def find_family(config: Config, where: str) -> tuple[Family, DecoderSpec]:
 
 
 def with_score_head(family: Family) -> Family:
-    """The family's names with a head that scores."""
+    """The family with the names of a classification head."""
     rows = {
         "table": classifiers.classifier_table(family.table),
-        "live": classifiers.classifier_table(family.module_table),
+        "module_table": classifiers.classifier_table(family.module_table),
     }
-    return replace(family, **rows, unread=classifiers.lm_head_names(family.module_table + family.table))
+    return replace(family, **rows, unused_heads=classifiers.lm_head_names(family.module_table + family.table))

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama without positions in every fourth layer."""
+"""SmolLM3: Llama without RoPE in every fourth layer."""
 
 from dataclasses import replace
 
