@@ -79,7 +79,7 @@ def step(weight: Tensor, grad: Tensor, moments: "Moments", rule: "AdamWHyperpara
         moments.length,
         triton.cdiv(moments.length, 256),
         blocks,
-        rule.number,
+        rule.step,
         *rule.factors,
         BLOCKS=BLOCKS,
         enable_fp_fusion=False,

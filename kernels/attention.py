@@ -50,11 +50,11 @@ def attention(
     prefixes, `prefixes` are their keys, which they see too.
     """
     if prefixes is not None:
-        k, v = prefixes.take(k), prefixes.take(v)
+        k, v = prefixes.gather(k), prefixes.gather(v)
     if attention_gpu.is_supported(q, params.softcap is not None):
         return attention_gpu.attention_gpu(q, k, v, params.to_list(), layout, sinks)
     offsets = None if layout is None else layout.cu_seqlens
-    bounds = None if prefixes is None else prefixes.offsets
+    bounds = None if prefixes is None else prefixes.cu_seqlens
     if attention_cpu.is_supported(q):
         return attention_cpu.attention_cpu(q, k, v, params.to_list(), offsets, sinks, bounds)
     if offsets is None:

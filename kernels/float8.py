@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.kernels import grouped_mm
-from tunekit.kernels.nf4 import BLOCK, PIECE, SMALLEST
+from tunekit.kernels.nf4 import BLOCK, QUANTIZE_CHUNK, MIN_SCALE
 from tunekit.kernels.triton_support import uses_triton
 
 CODE_DTYPE, MAX_VALUE = torch.float8_e4m3fn, 448.0
@@ -26,11 +26,11 @@ def quantize(weight: Tensor, kind: str = "float8") -> tuple[Tensor, Tensor]:
     flat = weight.detach().reshape(-1)
     codes = torch.empty(flat.shape, dtype=torch.uint8, device=flat.device)
     scales = torch.empty(len(flat) // BLOCK, device=flat.device)
-    for start in range(0, len(flat), PIECE):  # a copy of all numbers in fp32 could exceed the memory
-        blocks = flat[start : start + PIECE].float().view(-1, BLOCK)
+    for start in range(0, len(flat), QUANTIZE_CHUNK):  # a copy of all numbers in fp32 could exceed the memory
+        blocks = flat[start : start + QUANTIZE_CHUNK].float().view(-1, BLOCK)
         absmax = blocks.abs().amax(1) / MAX_VALUE
-        rounded = (blocks / absmax.clamp_min(SMALLEST)[:, None]).clamp_(-MAX_VALUE, MAX_VALUE).to(CODE_DTYPE)
-        codes[start : start + PIECE] = rounded.view(torch.uint8).flatten()
+        rounded = (blocks / absmax.clamp_min(MIN_SCALE)[:, None]).clamp_(-MAX_VALUE, MAX_VALUE).to(CODE_DTYPE)
+        codes[start : start + QUANTIZE_CHUNK] = rounded.view(torch.uint8).flatten()
         scales[start // BLOCK : start // BLOCK + len(absmax)] = absmax
     return codes, scales
 

@@ -139,8 +139,8 @@ class FullTargets:
 
     def logits(self, rows: Tensor) -> Tensor:
         """Raw ones (n, ids), in memory that is used again for the next chunk."""
-        x = F.pad(self.hidden.index_select(0, rows), (0, 0, 0, -len(rows) % cross_entropy.MULTIPLE))
-        if self.layer is None or (isinstance(self.layer, LinearHeadChunks) and len(self.layer.room) < len(x)):
+        x = F.pad(self.hidden.index_select(0, rows), (0, 0, 0, -len(rows) % cross_entropy.TOKEN_MULTIPLE))
+        if self.layer is None or (isinstance(self.layer, LinearHeadChunks) and len(self.layer.buffer) < len(x)):
             self.layer = (LinearHeadChunks if self.head.is_plain_linear else AutogradHeadChunks)(self.head, x, len(x), [])
         return self.layer.logits(x, False)[: len(rows)]
 

@@ -199,16 +199,19 @@ def restore_damaged(case: Case, directory: Path, run: DistributedContext) -> lis
 def upload_checkpoint(case: Case, directory: Path, run: DistributedContext, patch: Any) -> list[str]:
     """Names of the files of a checkpoint that this rank uploads. All ranks write it."""
     file_names: list[str] = []
-    patch.aside = lambda choice, place, message, about: file_names.extend(sorted(file.name for file in place.iterdir()))
+    patch.push_checkpoint = lambda config, place, message, description: file_names.extend(
+        sorted(file.name for file in place.iterdir())
+    )
     model = case.model(run)
     uploader = patch.HubUploader(
         patch.PushToHubConfig("ann/model", push_every=2),
         directory,
-        lambda place: final_checkpoint.save_final(case.adapter, place, model, case.source, run),
         run,
     )
     for step in (1, 2):
-        uploader.step(step, 3)
+        uploader.push_if_due(
+            step, 3, lambda path: final_checkpoint.save_final(case.adapter, path, model, case.source, run)
+        )
     if uploader.thread is not None:
         uploader.thread.join()
     run.barrier()

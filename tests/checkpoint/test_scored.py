@@ -109,7 +109,7 @@ def test_peft_opens_trained_adapters(case: str, tmp_path: Path) -> None:
         relative_error(
             compute_scores(
                 assemble.load_for_inference(
-                    str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"), scores=True
+                    str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"), allow_score_head=True
                 )[0],
                 score,
             ),
@@ -140,7 +140,7 @@ def test_adapters_of_peft_are_read_and_merged(case: str, tmp_path: Path) -> None
     other.save_pretrained(tmp_path / "adapter")
     expected = other(make_rows()).logits
     model, _ = assemble.load_for_inference(
-        str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"), scores=True
+        str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"), allow_score_head=True
     )
     assert model.spec.score == score
     assert relative_error(compute_scores(model, score), expected) < 1e-5

@@ -88,7 +88,9 @@ def test_bundled_rows_are_packed_optimally() -> None:
     source = ChatDataset("tunekit/tools", max_length=256)
     lines = assets.dataset_dir("tunekit/tools").joinpath("train.jsonl").read_text("utf-8").splitlines()
     rows = [Row(f"row {number}", json.loads(line)) for number, line in enumerate(lines)]
-    lengths = np.array([len(document.tokens) for documents in source.encode_rows(tokenizer, rows) for document in documents])
+    lengths = np.array(
+        [len(document.tokens) for documents in source.encode_rows(tokenizer, rows) for document in documents]
+    )
     assert len(pack_rows(lengths, 256)) == -(-lengths.sum() // 256), "the minimum"
 
 

@@ -213,7 +213,9 @@ def test_tool_calls_are_targets_and_their_results_are_not(tools: Tokenizer) -> N
     assert document.signs == DocFlags(0)
 
 
-NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.integers(0, 9999).map(SENTINEL_NUMBER.__add__)
+NUMBERS = (
+    st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.integers(0, 9999).map(SENTINEL_NUMBER.__add__)
+)
 
 
 @given(st.lists(NUMBERS, min_size=1, max_size=4), st.text("ab", min_size=1))
@@ -552,7 +554,9 @@ BAD = [
 @pytest.mark.parametrize(("row", "values"), BAD)
 def test_bad_row_does_not_affect_other_rows(row: dict, values: list[str], tokenizer: Tokenizer) -> None:
     good = Row("a:1", {"messages": CONVERSATION})
-    results = ChatDataset("x", max_length=64).encode_rows(tokenizer, [good, Row("a:2", row), good, BadRow("a:4", "no JSON")])
+    results = ChatDataset("x", max_length=64).encode_rows(
+        tokenizer, [good, Row("a:2", row), good, BadRow("a:4", "no JSON")]
+    )
     bad = results[1]
     assert isinstance(bad, BadRow) and bad.where == "a:2" and all(value in bad.reason for value in values)
     assert "\n" not in bad.reason

@@ -192,7 +192,9 @@ def test_rows_equal_transformers_without_flags(name: str, tmp_path: Path) -> Non
     result = {"role": "tool", "tool_call_id": "abcdefghi", "name": "add", "content": "3"}
     rows: list[dict] = [{"messages": [QUESTION, ANSWER]}, {"messages": [QUESTION, ANSWER, FOLLOW_UP, ANSWER]}]
     rows += [{"messages": [QUESTION, *calls, result, ANSWER], "tools": tools}] if FAMILIES[name].calls else []
-    for row, documents in zip(rows, AutoDataset("x").encode_rows(tokenizer, [Row("x:1", row) for row in rows]), strict=True):
+    for row, documents in zip(
+        rows, AutoDataset("x").encode_rows(tokenizer, [Row("x:1", row) for row in rows]), strict=True
+    ):
         assert isinstance(documents, list), documents
         assert documents[0].doc_flags == (FLAGS_OF_TEMPLATE[name] if name in FLAGS_OF_TEMPLATE else DocFlags(0))
         if name != "deepseek_r1" or "tools" not in row:  # transformers removes the null that this template needs

@@ -35,7 +35,9 @@ def make_documents() -> TokenizedDataset:
 
 def build_loader(make_dist, rows: DatasetConfig, micro: int = BATCH) -> MapDataLoader:
     mix = MixtureBase.from_config(rows)
-    layout = Collator(BATCH, micro, make_dist.rank, make_dist.size, PAD, mix.capacity, mix.docs_per_row, with_document_ids=True)
+    layout = Collator(
+        BATCH, micro, make_dist.rank, make_dist.size, PAD, mix.capacity, mix.docs_per_row, with_document_ids=True
+    )
     return MapDataLoader(mix, (make_documents(),), layout, make_dist.seed)
 
 
@@ -245,7 +247,9 @@ def test_mixture_counts_pairs(pack: bool, tokenizer, make_dist, tmp_path) -> Non
     assert loader.summary.tokens == sum(batch.num_tokens for batch in batches)
     if pack:
         assert loader.summary.num_packed_rows == sum(len(batch.tokens) for batch in batches)
-        assert loader.summary.fill_ratio == pytest.approx(loader.summary.tokens / (loader.summary.num_packed_rows * 100))
+        assert loader.summary.fill_ratio == pytest.approx(
+            loader.summary.tokens / (loader.summary.num_packed_rows * 100)
+        )
 
 
 def test_format_is_detected_from_first_row(tokenizer, make_dist, tmp_path) -> None:

@@ -19,7 +19,7 @@ from tests.checkpoints import (
     save,
     shuffle_adapter,
 )
-from tests.test_formats import FAMILIES, BLOCK_SIZES
+from tests.test_formats import BLOCK_SIZES, FAMILIES
 from tunekit import build as assemble
 from tunekit.adapters.config import FrozenModel, LoRAConfig
 from tunekit.checkpoint import peft_adapter

@@ -308,7 +308,11 @@ def test_batches_shrink_when_rows_end(tmp_path: Path) -> None:
     handle = model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
     counts = {tuple(answer[:length]): length for answer, length in zip(full, ends.values(), strict=True)}
     answers = generate_batch(
-        model, PROMPTS, SamplingConfig(max_new_tokens=40), frozenset(), is_finished=lambda answer: tuple(answer) in counts
+        model,
+        PROMPTS,
+        SamplingConfig(max_new_tokens=40),
+        frozenset(),
+        is_finished=lambda answer: tuple(answer) in counts,
     )
     handle.remove()
     assert answers == [answer[: ends[row]] for row, answer in enumerate(full)]

@@ -64,7 +64,9 @@ def test_sharded_models_offload_activations_and_no_weight(
     monkeypatch.setattr(activation_offloading, "MIN_OFFLOAD_BYTES", 1)
     monkeypatch.setattr(activation_offloading, "OffloadedTensor", Counted)
     model.layer_call = MemoryConfig(activation_checkpointing=recompute).through()
-    model.layer_call = ActivationOffloader(model).wrap_layer_call(model.layer_call or (lambda layer, *inputs: layer(*inputs)))
+    model.layer_call = ActivationOffloader(model).wrap_layer_call(
+        model.layer_call or (lambda layer, *inputs: layer(*inputs))
+    )
     for _ in range(2):  # gathered weights have other addresses in each step
         assert all(map(torch.equal, plain, gradients(model)))
     assert len(sizes) >= 2 * len(model.spec.layers)

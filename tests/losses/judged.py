@@ -165,9 +165,9 @@ def trl_reference_free(kind: str, model_logits: Tensor, **changes: Any) -> Tenso
     trainer.odds_ratio_loss = lambda *args: ORPOTrainer.odds_ratio_loss(trainer, *args)
     trainer.concatenated_forward = lambda *args: trainer_class.concatenated_forward(trainer, *args)
     batch = {"chosen_labels": labels[:PAIRS]}
-    return trainer_class.get_batch_loss_metrics(
-        trainer, lambda *_, **__: SimpleNamespace(logits=model_logits), batch
-    )[0]
+    return trainer_class.get_batch_loss_metrics(trainer, lambda *_, **__: SimpleNamespace(logits=model_logits), batch)[
+        0
+    ]
 
 
 def answers_from_logits(model_logits: Tensor) -> SequenceLogps:

@@ -162,7 +162,9 @@ def context_parallel_results(directory: Path) -> list[tuple[float, dict[str, Ten
             source = with_score_head(HFCheckpoint.open(directory), loss.score_head(PAD))
             net = build.build_model(source, NoQuantization(), FULL, FP32, DEFAULT_MEMORY, run)
             total, gradients = loss_and_grads(loss, net, make_batches(loss, capacity=64))
-            results.append((total.item(), {name: run.grad_scale * full_tensor(grad) for name, grad in gradients.items()}))
+            results.append(
+                (total.item(), {name: run.grad_scale * full_tensor(grad) for name, grad in gradients.items()})
+            )
     return results
 
 

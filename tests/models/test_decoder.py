@@ -11,14 +11,14 @@ import transformers
 from tests.checkpoints import (
     SHAPES,
     auto_class,
-    make_batch,
     build,
-    relative_error,
-    make_checkpoint,
     load_model,
-    save,
     load_transformers_model,
+    make_batch,
+    make_checkpoint,
     random_tokens,
+    relative_error,
+    save,
 )
 from tests.shapes_dense import DENSE
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from tests.checkpoints import (
     FULL,
     build,
-    relative_error,
     load_model,
-    save,
     load_transformers_model,
     random_tokens,
+    relative_error,
+    save,
     train,
 )
 from tests.shapes_dense import GEMMA2, LLAMA, MISTRAL, PHI, QWEN2, QWEN3, YARN

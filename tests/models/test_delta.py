@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tests.checkpoints import (
+    DEFAULT_MEMORY,
     FP32,
     FULL,
-    DEFAULT_MEMORY,
     SHAPES,
-    relative_error,
-    make_checkpoint,
     load_model,
-    save,
+    make_checkpoint,
     random_tokens,
+    relative_error,
+    save,
 )
 from tunekit import build
 from tunekit.checkpoint import save_model

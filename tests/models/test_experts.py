@@ -11,13 +11,13 @@ from torch import Tensor
 from tests.checkpoints import (
     SHAPES,
     build,
-    relative_error,
-    make_checkpoint,
     load_model,
+    load_transformers_model,
+    make_checkpoint,
+    random_tokens,
+    relative_error,
     rewrite_config,
     save,
-    load_transformers_model,
-    random_tokens,
 )
 from tunekit.adapters.config import FrozenModel
 from tunekit.checkpoint import atomic

@@ -13,16 +13,16 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 from tests.checkpoints import (
+    DEFAULT_MEMORY,
     FP32,
     FULL,
-    DEFAULT_MEMORY,
     SHAPES,
-    relative_error,
-    make_checkpoint,
     load_model,
+    make_checkpoint,
+    random_tokens,
+    relative_error,
     rewrite_config,
     save,
-    random_tokens,
 )
 from tunekit import build
 from tunekit.checkpoint import save_model
@@ -188,7 +188,7 @@ def test_existing_head_must_match_its_use(tmp_path: Path) -> None:
         require_language_model(source)
     with pytest.raises(UserError, match="language model"):
         build.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"))
-    model, _ = build.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"), scores=True)
+    model, _ = build.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"), allow_score_head=True)
     assert model.spec.score == ScoreHead(3, pad_id=PAD)
     other = HFCheckpoint.open(make_checkpoint(tmp_path / "granite", "granite"), "granite")
     with pytest.raises(UserError, match="granite"):

@@ -23,10 +23,10 @@ def replace_once(source: str, old: str, new: str) -> str:
 
 
 @pytest.fixture
-def recipe(work) -> Path:
+def recipe(workspace) -> Path:
     """`my_sft.py` with a weight penalty, a metric, an average of the weights, and a key."""
-    assert work.tune("cp", "sft", "my_sft.py").code == 0
-    path = work.folder / "my_sft.py"
+    assert workspace.tune("cp", "sft", "my_sft.py").code == 0
+    path = workspace.folder / "my_sft.py"
     source = path.read_text("utf-8")
     first_line = "        loss = cfg.loss(model, batch.to(dist.device)) / num_targets\n"
     source = replace_once(source, first_line, block_with("1e-4 *"))
@@ -52,16 +52,16 @@ def read_metrics(directory: Path) -> list[dict]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_custom_recipe_changes_loss_metrics_and_result(work, recipe: Path) -> None:
-    assert work.tune("run", "sft", "sft.yaml", "output_dir=plain").code == 0
-    done = work.tune("run", "my_sft.py", "sft.yaml", "output_dir=custom", "ema_decay=0.5")
+def test_custom_recipe_changes_loss_metrics_and_result(workspace, recipe: Path) -> None:
+    assert workspace.tune("run", "sft", "sft.yaml", "output_dir=plain").code == 0
+    done = workspace.tune("run", "my_sft.py", "sft.yaml", "output_dir=custom", "ema_decay=0.5")
     assert done.code == 0, done.err
-    plain, custom = (read_metrics(work.folder / name) for name in ("plain", "custom"))
+    plain, custom = (read_metrics(workspace.folder / name) for name in ("plain", "custom"))
     steps = [line for line in custom if "loss" in line]
     assert all(line["num_batches"] >= 1 for line in steps)
     assert steps[0]["loss"] > next(line["loss"] for line in plain if "loss" in line), "the penalty is part of the loss"
-    final = load_file(work.folder / "custom/final/model.safetensors")
-    other = load_file(work.folder / "plain/final/model.safetensors")
+    final = load_file(workspace.folder / "custom/final/model.safetensors")
+    other = load_file(workspace.folder / "plain/final/model.safetensors")
     assert any(not torch.equal(final[name], other[name]) for name in final)
 
 
@@ -73,21 +73,21 @@ def stop_at(recipe: Path, step: int) -> str:
     return source
 
 
-def test_average_of_weights_survives_a_stop(work, recipe: Path) -> None:
-    assert work.tune("run", "my_sft.py", "sft.yaml", "output_dir=whole").code == 0
+def test_average_of_weights_survives_a_stop(workspace, recipe: Path) -> None:
+    assert workspace.tune("run", "my_sft.py", "sft.yaml", "output_dir=whole").code == 0
     for step in (2, 4):
         source = stop_at(recipe, step)
-        assert work.tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed").code != 0
+        assert workspace.tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed").code != 0
         recipe.write_text(source, "utf-8")
-    assert work.tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed").code == 0
-    whole, resumed = (load_file(work.folder / name / "final/model.safetensors") for name in ("whole", "resumed"))
+    assert workspace.tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed").code == 0
+    whole, resumed = (load_file(workspace.folder / name / "final/model.safetensors") for name in ("whole", "resumed"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_state_of_another_recipe_is_refused(work, recipe: Path) -> None:
+def test_state_of_another_recipe_is_refused(workspace, recipe: Path) -> None:
     source = stop_at(recipe, 2)
-    assert work.tune("run", "my_sft.py", "sft.yaml").code != 0
+    assert workspace.tune("run", "my_sft.py", "sft.yaml").code != 0
     recipe.write_text(replace_once(source, "throughput=throughput, ema=ema,", "throughput=throughput,"), "utf-8")
-    done = work.tune("run", "my_sft.py", "sft.yaml")
+    done = workspace.tune("run", "my_sft.py", "sft.yaml")
     assert done.code == 2
     assert "ema" in done.err and "--overwrite" in done.err

@@ -39,8 +39,10 @@ def scale_loss(monkeypatch, factor, *steps):
 
 def skip_rows(monkeypatch, start, offset):
     """From step `start` on, read the rows of `offset` steps later."""
-    numbers = MapDataLoader.numbers
-    monkeypatch.setattr(MapDataLoader, "numbers", lambda data, step: numbers(data, step + offset * (step >= start)))
+    numbers = MapDataLoader.document_indices
+    monkeypatch.setattr(
+        MapDataLoader, "document_indices", lambda data, step: numbers(data, step + offset * (step >= start))
+    )
 
 
 def saved_steps(workspace, out):
@@ -51,21 +53,24 @@ def saved_steps(workspace, out):
 def test_nan_stops_the_run_with_its_rows(workspace, monkeypatch, immediate):
     """With late reads, as on a GPU, later states are not saved either."""
     rows_by_step = {}
-    numbers = MapDataLoader.numbers
+    numbers = MapDataLoader.document_indices
 
     def record_rows(data, step):
         rows = numbers(data, step)
-        rows_by_step[step] = [data.rows.where(int(n)) for row in rows for n in row]
+        rows_by_step[step] = [data.rows.row_location(int(n)) for row in rows for n in row]
         return rows
 
-    monkeypatch.setattr(MapDataLoader, "numbers", record_rows)
+    monkeypatch.setattr(MapDataLoader, "document_indices", record_rows)
     assert workspace.tune(*RUN, "max_steps=6", "output_dir=good").code == 0
     scale_loss(monkeypatch, float("nan"), 6)
     if not immediate:
         create = StepGuard.__init__
-        monkeypatch.setattr(
-            StepGuard, "__init__", lambda guard, config, device: create(guard, config, torch.device("meta"))
-        )
+
+        def create_with_late_reads(guard, config, dist, prefetcher):
+            create(guard, config, dist, prefetcher)
+            guard.reads_now = False
+
+        monkeypatch.setattr(StepGuard, "__init__", create_with_late_reads)
     result = workspace.tune(*RUN, "log_every=4")
     assert result.code == 2
     (error,) = [line for line in result.err.splitlines() if line.startswith("error: ")]

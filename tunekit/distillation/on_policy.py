@@ -85,7 +85,7 @@ def answer_starts(documents: TokenizedDataset, start: int, stop: int) -> np.ndar
     """Positions of the last answers in documents start to stop, as `answer_start`; 0 without an answer."""
     bounds = np.asarray(documents.bounds[start : stop + 1])
     starts = bounds[:-1] - bounds[0]
-    mask, positions = np.asarray(documents.learnt[bounds[0] : bounds[-1]]), np.arange(bounds[-1] - bounds[0])
+    mask, positions = np.asarray(documents.loss_mask[bounds[0] : bounds[-1]]), np.arange(bounds[-1] - bounds[0])
     last = np.maximum.reduceat(np.where(mask, positions, -1), starts)
     document_of = np.repeat(np.arange(len(starts)), np.diff(bounds))
     # The first token of a document is never a target

@@ -117,7 +117,7 @@ def write_block(directory: Path, dp_rank: int, results: Sequence[tuple[Batch, To
         "keys": [span.key for span in spans],
         "counts": [span.num_target_tokens for span in spans],
         "ids": torch.cat([top.ids for _, top in results]).cpu().numpy(),
-        "logs": torch.cat([top.logs for _, top in results]).float().cpu().numpy(),
+        "logs": torch.cat([top.log_probs for _, top in results]).float().cpu().numpy(),
     }
     for name, column in columns.items():
         np.asarray(column, DTYPES[name]).tofile(directory / f"{dp_rank:05d}.{name}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tunekit.data.dataloader.batch import Batch
 from tunekit.errors import FieldError
-from tunekit.kernels.kl_divergence import FIGURES, KLMixture, TeacherTargets, linear_kl_divergence
+from tunekit.kernels.kl_divergence import METRICS, KLMixture, TeacherTargets, linear_kl_divergence
 from tunekit.losses.cross_entropy import local_targets
 from tunekit.models.decoder import Decoder, Head
 
@@ -44,7 +44,7 @@ class KLDivergenceLoss:
             return loss
 
         loss = model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
-        return loss, dict(zip(FIGURES, metrics[0].unbind(), strict=True))
+        return loss, dict(zip(METRICS, metrics[0].unbind(), strict=True))
 
     def mixture(self) -> KLMixture:
         return self.make_mixture(1.0)

@@ -90,8 +90,8 @@ class RewardLoss:
         """Raise UserError with the row of the first label that is not one of `labels` classes."""
         for dataset in datasets if self.labels_are_classes else ():
             invalid = is_invalid_label(values := torch.tensor(dataset.values), labels).nonzero().flatten()
-            if len(invalid) and dataset.ends is not None:
-                row = dataset.row_location(int(np.searchsorted(dataset.ends, int(invalid[0]), side="right")))
+            if len(invalid) and dataset.value_ends is not None:
+                row = dataset.row_location(int(np.searchsorted(dataset.value_ends, int(invalid[0]), side="right")))
                 raise UserError(f"{row}: {invalid_label_message(values[invalid], labels)}")
 
     def num_units(self, batch: Batch, labels: int) -> int:

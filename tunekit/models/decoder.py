@@ -182,7 +182,7 @@ class Decoder(nn.Module):
         prefix = self.prefix_index(tokens, layout, sharding)
         if self.flatten_rows and cache is None and sharding is UNSHARDED:
             tokens, positions, layout = flatten_to_one_row(tokens, positions, layout)
-        prepared = attention_gpu.prepare(layout, tokens.shape, self.chunk_sizes, tokens.device)
+        prepared = attention_gpu.prepare_layout(layout, tokens.shape, self.chunk_sizes, tokens.device)
         full_tables = (rope_tables(rope, head_dim, positions, layout, lengths) for rope, head_dim in self.ropes)
         tables = tuple(
             turn._replace(cos=sharding.local_tokens(turn.cos), sin=sharding.local_tokens(turn.sin))

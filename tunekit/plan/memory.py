@@ -13,7 +13,7 @@ import torch
 
 from tunekit.distributed.fsdp import MAX_UNREDUCED_FRACTION
 from tunekit.distributed.parallel_dims import ParallelDims
-from tunekit.kernels.cross_entropy import MULTIPLE, ROOM
+from tunekit.kernels.cross_entropy import CHUNK_BYTES, MULTIPLE
 from tunekit.plan import onednn_cache
 from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.layer_profile import LayerPass, MemoryInterval, ParamSize, StepProfile
@@ -156,7 +156,7 @@ class RankMemoryModel:
     def chunk(self) -> int:
         """Bytes of logits at most of a model that is asked."""
         every = self.task.tokens(self.sizes) * self.task.source.spec.vocab * self.task.compute.itemsize
-        return min(ROOM[self.task.device], every // self.sizes.tp)
+        return min(CHUNK_BYTES[self.task.device], every // self.sizes.tp)
 
     @property
     def flows(self) -> bool:
@@ -369,6 +369,6 @@ def larger(books: RankMemoryModel, machine: ClusterSpec) -> int:
     task, vocab = books.task, -(-books.task.source.spec.vocab // books.sizes.tp)
     learnt = any(weight.trained and weight.name.startswith(("embed", "head")) for weight in books.step.root)
     row, parts = vocab * task.compute.itemsize, -(-task.tokens(books.sizes) // MULTIPLE)
-    most = {device: (1 + learnt) * bytes // row // MULTIPLE or 1 for device, bytes in ROOM.items()}
+    most = {device: (1 + learnt) * bytes // row // MULTIPLE or 1 for device, bytes in CHUNK_BYTES.items()}
     sizes = {device: MULTIPLE * -(-parts // -(-parts // count)) * row for device, count in most.items()}
     return sizes["cuda"] - sizes["cpu"]

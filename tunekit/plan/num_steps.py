@@ -46,7 +46,7 @@ def count_steps(cfg: Any) -> StepCount | None:
     if mix.capacity is not None:
         shares = [n * sampled(table, mix.max_length) for n, table in zip(taken, filter(None, tables), strict=True)]
         rows = max(1, round(sum(shares) / mix.max_length))
-    steps = StepIndex(lambda _: rows, said["global_batch_size"]).until(said["epochs"])
+    steps = StepIndex(lambda _: rows, said["global_batch_size"]).num_steps(said["epochs"])
     return StepCount(steps, sum(taken), said["epochs"], mix.capacity is None)
 
 

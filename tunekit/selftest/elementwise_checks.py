@@ -30,12 +30,12 @@ RANK, SCALE = 8, 0.5
 def check_glu(context: Context) -> Result:
     comparison = Comparison(context, require_fast_version(context, glu))
     with require_triton_launches(context):
-        for act in sorted(glu.FAST):
+        for act in sorted(glu.FUSED_ACTIVATIONS):
             for shape in SHAPES:
                 for dtype, label in DTYPE_NAMES.items():
                     inputs = {"gate": torch.randn(shape).to(dtype), "up": torch.randn(shape).to(dtype)}
                     name = f"{act} {label} {list(shape)}"
-                    comparison.check_function(name, partial(glu.gated_activation, act), glu.GATED[act], inputs)
+                    comparison.check_function(name, partial(glu.gated_activation, act), glu.ACTIVATIONS[act], inputs)
     return comparison.result()
 
 

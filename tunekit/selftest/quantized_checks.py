@@ -96,7 +96,7 @@ def check_few(context: Context) -> Result:
     comparison = Comparison(context, require_fast_version(context, gemv))
     weight, bias = torch.randn(300, INNER).to(BF16), torch.randn(300).to(BF16)
     with torch.no_grad():
-        for rows in range(1, gemv.FEW + 1):
+        for rows in range(1, gemv.MAX_ROWS + 1):
             x = torch.randn(rows, INNER).to(BF16)
             expected = F.linear(x.to(FP32), weight.to(FP32), bias.to(FP32))
             comparison.check(f"{rows} rows", gemv.gemv(x, weight, bias), expected)

@@ -126,7 +126,7 @@ def compile_kernels(context: Context) -> Result:
     if errors and not cache_dir.is_writable(cache_dir.compile_cache_dir()):
         raise CheckSkippedError(
             f"cannot write to the cache directory {cache_dir.compile_cache_dir()}: torch operations are used, which "
-            f"are slower. Set {cache_dir.HOME} to another directory."
+            f"are slower. Set {cache_dir.CACHE_VARIABLE} to another directory."
         )
     if errors and all(isinstance(error, FileNotFoundError) for error in errors):
         raise CheckSkippedError(f"{errors[0]}: torch operations are used, which are slower")
@@ -138,7 +138,7 @@ def compile_kernels(context: Context) -> Result:
 def build_error(source: Path) -> Exception | None:
     """The error of the compiler for a file."""
     try:
-        cpp_extension.built(source)
+        cpp_extension.build_library(source)
     except FileNotFoundError as error:
         return error
     except (OSError, subprocess.SubprocessError) as error:

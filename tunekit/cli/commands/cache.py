@@ -19,7 +19,7 @@ def main(args: argparse.Namespace) -> None:
     """List what is kept, or remove some of it."""
     place = cache.cache_dir()
     if place is None:
-        raise UserError(f"{cache_dir.HOME}={cache.OFF}: prepared rows are not kept")
+        raise UserError(f"{cache_dir.CACHE_VARIABLE}={cache.OFF}: prepared rows are not kept")
     if args.action == "clear":
         print(clear(args, place))
     elif args.keys or args.older_than or args.all:
@@ -41,7 +41,7 @@ def show(entries: list[cache.CacheEntry], halves: list[Path], place: Path) -> st
 
 
 def line(entry: cache.CacheEntry) -> tuple[str, ...]:
-    about = entry.about
+    about = entry.metadata
     source = about["source"] if about["split"] == "train" else f"{about['source']} ({about['split']})"
     counts = f"{about['prepared']['rows']:,}", f"{about['tokens']:,}"
     return entry.key[:SHOWN], format_bytes(entry.size), *counts, ago(about["made"]), ago(entry.used), source

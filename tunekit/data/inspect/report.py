@@ -100,7 +100,7 @@ def build_report(cfg: Any, rows: int | list[str], make_targets: MakeTargets) -> 
     shown = first_examples(samplers, rows) if isinstance(rows, int) else find_examples(samplers, rows)
     stats = tuple(
         compute_stats(target, loaders[key], mixtures[key], first_bad_rows(loaders[key]))
-        for key, target in ((target.part, target) for target in targets)
+        for key, target in ((target.config_key, target) for target in targets)
     )
     findings = [*find_bad_rows(mixtures, loaders), *run_data_checks(*targets)]
     for loader in loaders.values():
@@ -170,7 +170,7 @@ def examples_of_findings(
     targets: list[CheckTarget], findings: list[Finding], shown: tuple[ExampleView, ...]
 ) -> Iterator[ExampleView]:
     """Yield the rows that findings refer to, except those that are shown already."""
-    targets_by_key = {target.part: target for target in targets}
+    targets_by_key = {target.config_key: target for target in targets}
     seen = {(example.config_key, example.where) for example in shown}
     for finding in findings:
         key = finding.config_key

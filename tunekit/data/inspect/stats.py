@@ -136,12 +136,12 @@ def compute_stats(
     """Compute the statistics of tokenized documents. `mixture` is the config's own, `bad_rows` are the first ones."""
     summary, lengths = loader.summary, target.lengths
     return DatasetStats(
-        target.part,
+        target.config_key,
         dataset_title(mixture),
         summarize_sources(mixture, loader),
         summary.is_streaming,
         bad_rows,
-        target.use.max_length,
+        target.context.max_length,
         loader.mixture.docs_per_row,
         summary.rows,
         summary.tokens,
@@ -149,12 +149,12 @@ def compute_stats(
         summary.max_length,
         int(np.median(lengths)),
         summary.num_truncated,
-        int((target.whole.astype(np.int64) - lengths).clip(0).sum()),
+        int((target.full_lengths.astype(np.int64) - lengths).clip(0).sum()),
         summary.num_packed_rows,
         summary.fill_ratio,
         loader.collator.global_batch_size,
         None if summary.is_streaming else loader.num_steps(1),
         make_histogram(lengths),
-        make_histogram(target.measured.targets),
+        make_histogram(target.stats.targets),
         sum(documents.summary.skipped for documents in loader.datasets) - len(bad_rows),
     )

@@ -33,7 +33,7 @@ LogFn = Callable[[str], None]
 
 def cache_dir() -> Path | None:
     """Directory of the entries; None if the cache is off."""
-    return None if os.environ.get(store.HOME) == OFF else store.cache_root() / "data"
+    return None if os.environ.get(store.CACHE_VARIABLE) == OFF else store.cache_root() / "data"
 
 
 def get_or_build(key: str | None, build: BuildFn, log: LogFn) -> TokenizedDataset:
@@ -49,7 +49,7 @@ def get_or_build(key: str | None, build: BuildFn, log: LogFn) -> TokenizedDatase
         if is_complete(entry):  # an entry of another user, in a read-only cache
             return TokenizedDataset.open(entry)
         reason = os.strerror(error.errno or errno.EIO).lower()
-        log(f"warning: preprocessed rows are not cached: cannot write {directory} ({reason}). Set {store.HOME}.")
+        log(f"warning: preprocessed rows are not cached: cannot write {directory} ({reason}). Set {store.CACHE_VARIABLE}.")
         return build_temporary(build)
     with ExitStack() as stack:
         stack.callback(lock.free)  # on an error: a caller that handles it must not keep the lock
@@ -114,7 +114,7 @@ def raise_disk_full(entry: Path, required_bytes: Callable[[], float | None] = la
         space += f"{format_bytes(free_bytes(entry))} free"
         raise UserError(
             f"{entry.parent}: cannot write preprocessed rows: {reason} ({space}). Free disk space "
-            f"(`tune cache clear`), or set {store.HOME} to another directory."
+            f"(`tune cache clear`), or set {store.CACHE_VARIABLE} to another directory."
         ) from error
 
 
