@@ -1,7 +1,7 @@
-"""Generated conversations, and tokenizers of a few kinds that write them: what contestants prepare.
+"""Generated conversations and tokenizers for the preprocessing benchmark.
 
-Words are made up and come as often as those of a language do: the second half as often as the first, and so on. The
-tokenizer is a byte-level BPE that learns from them, so that a word is one token or a few.
+Words are invented and follow Zipf's law. The tokenizer is a byte-level BPE that is trained on them, so a word has
+one or a few tokens.
 """
 
 import base64
@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tokenizers.pre_tokenizers import ByteLevel
 
 WORDS, SENTENCES, VOCAB = 40_000, 60_000, 32_000
-# How many sentences each of three to five questions and answers has.
+# number of sentences of each question and answer, of which there are three to five
 TURNS, QUESTION, ANSWER = (3, 6), (1, 4), (3, 12)
 SYLLABLES = [a + b for a in "bcdfghklmnprstvw" for b in ("a", "e", "i", "o", "u", "an", "er", "ing", "ou")]
 
@@ -47,12 +47,12 @@ def sentences() -> list[str]:
     often = 1 / np.arange(1, WORDS + 1)
     lengths = random.integers(5, 21, SENTENCES)
     drawn = iter(random.choice(WORDS, lengths.sum(), p=often / often.sum()).tolist())
-    found = []
+    texts = []
     for length in lengths.tolist():
-        said = [words[next(drawn)] for _ in range(length)]
-        said[length // 2] += "," if length % 3 else f" {length * 37}"
-        found.append(" ".join(said).capitalize() + ".")
-    return found
+        chosen = [words[next(drawn)] for _ in range(length)]
+        chosen[length // 2] += "," if length % 3 else f" {length * 37}"
+        texts.append(" ".join(chosen).capitalize() + ".")
+    return texts
 
 
 def chats(count: int, seed: int = 1) -> Iterator[dict]:
@@ -73,7 +73,7 @@ def write_rows(file: Path, count: int) -> None:
 
 
 def write_tokenizers(folder: Path, vocab: int = VOCAB) -> None:
-    """A folder for each template as checkpoints have it, and the same words as a file of tiktoken."""
+    """A tokenizer directory for each chat template, and the same vocabulary as a tiktoken file."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -86,21 +86,21 @@ def write_tokenizers(folder: Path, vocab: int = VOCAB) -> None:
     plain = tokenizer.to_str()
     for name, (template, special, end) in TEMPLATES.items():
         (folder / name).mkdir(exist_ok=True)
-        one = Tokenizer.from_str(plain)
-        one.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-        one.save(str(folder / name / "tokenizer.json"))
+        with_special = Tokenizer.from_str(plain)
+        with_special.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+        with_special.save(str(folder / name / "tokenizer.json"))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special[0], "eos_token": end}
         config |= {"pad_token": special[1], "chat_template": template}
         (folder / name / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def raw(token: str) -> bytes:
-    """The bytes that a byte-level token's characters stand for."""
+    """Bytes of a byte-level token."""
     return bytes(BYTES[char] for char in token)
 
 
 def byte_table() -> dict[str, int]:
-    """Printable bytes stand for themselves, the others for characters from 256 on, in their order."""
+    """Characters of bytes: printable bytes are themselves, others are the characters from 256 on."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Contestants that train the same, in turns: how each is started, what it has shown, and the words for a report."""
+"""Contestants that run the same training: how they are started, their results, and parts of a report."""
 
 import argparse
 import json
@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,32 +20,32 @@ from stage import Task, write
 
 from tunekit.env_info import package_versions
 
-HERE = Path(__file__).parent
+BENCHMARKS = Path(__file__).parent
 PACKAGES = ("torch", "tunekit", "transformers", "peft", "trl", "bitsandbytes", "torchtune", "torchao")
 
 
 @dataclass(frozen=True)
-class Given:
-    """Where things are, and how processes are started."""
+class RunSetup:
+    """Directories, Python interpreters, and a command prefix for all processes."""
 
     folder: Path
-    under: tuple[str, ...]  # a command that starts each process: numactl, a lock
+    command_prefix: tuple[str, ...]  # such as numactl, or a lock
     pythons: Mapping[str, str]
 
     @classmethod
-    def of(cls, args: argparse.Namespace, folder: str, **pythons: str) -> Self:
-        return cls(Path(folder), tuple(shlex.split(args.under)), pythons)
+    def from_args(cls, args: argparse.Namespace, folder: str, **pythons: str) -> Self:
+        return cls(Path(folder), tuple(shlex.split(args.command_prefix)), pythons)
 
 
 @dataclass
-class Found:
-    """What one contestant has shown at one work, over all rounds."""
+class ContestantResult:
+    """Measurements of one contestant in one task, over all rounds."""
 
     name: str
-    seconds: list[list[float]] = field(default_factory=list)  # of the kept steps, by round
+    seconds: list[list[float]] = field(default_factory=list)  # of the measured steps, by round
     losses: list[float] = field(default_factory=list)  # by step
     peaks: list[int] = field(default_factory=list)  # bytes at the last step, by round
-    whole: list[int] = field(default_factory=list)  # bytes, the whole process with its start and end
+    process_peaks: list[int] = field(default_factory=list)  # bytes, including startup and shutdown
     versions: dict[str, str] = field(default_factory=dict)
     threads: int = 0
     fault: str = ""
@@ -56,93 +57,102 @@ class Found:
     @property
     def memory(self) -> tuple[float, float]:
         """GiB at the last step, and of the whole process."""
-        return statistics.median(self.peaks) / 2**30, statistics.median(self.whole) / 2**30
+        return statistics.median(self.peaks) / 2**30, statistics.median(self.process_peaks) / 2**30
 
-    def take(self, told: dict, whole: int, drop: int) -> None:
-        self.seconds.append(told["seconds"][drop:])
-        self.losses = told["losses"]
-        self.peaks.append(told["peak"])
-        self.whole.append(whole)
-        self.versions, self.threads = told["versions"], told["threads"]
+    def add_run(self, measured: dict, process_bytes: int, drop: int) -> None:
+        self.seconds.append(measured["seconds"][drop:])
+        self.losses = measured["losses"]
+        self.peaks.append(measured["peak"])
+        self.process_peaks.append(process_bytes)
+        self.versions, self.threads = measured["versions"], measured["threads"]
 
 
-def options(parser: argparse.ArgumentParser, steps: int) -> None:
-    """What all of these benchmarks can be told."""
+def add_arguments(parser: argparse.ArgumentParser, steps: int) -> None:
+    """Arguments of all comparison benchmarks."""
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--drop", type=int, default=2, help="first steps that do not count")
     parser.add_argument("--layers", type=int, default=30, help="fewer, for a quick look")
     parser.add_argument(
         "--under", default="", metavar="COMMAND", help="what each process is started by, such as a lock"
     )
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--results", type=Path, default=BENCHMARKS / "results")
 
 
-def config(given: Given, work: Task, **own: Any) -> dict:
-    """Of tunekit: what every recipe is told, and what is one recipe's `own`."""
-    full = work.method == "full"
+def tunekit_config(setup: RunSetup, task: Task, **options: Any) -> dict:
+    """Config of tunekit, with `options` of one recipe."""
+    full = task.method == "full"
     return {
-        "model": str(given.folder / "model"),
-        "quantization": "nf4" if work.method == "qlora" else "plain",
-        "optimizer": {"kind": "adamw", "lr": work.lr, "betas": [0.9, 0.999]},
+        "model": str(setup.folder / "model"),
+        "quantization": "nf4" if task.method == "qlora" else "none",
+        "optimizer": {"kind": "adamw", "lr": task.lr, "betas": [0.9, 0.999]},
         "lr_scheduler": "constant",
-        "precision": {"compute": "bf16", "trained": "bf16" if full else "fp32", "frozen": "bf16"},
-        "global_batch_size": work.batch,
-        "micro_batch_size": work.batch,
-        "max_steps": work.steps,
+        "precision": {"compute_dtype": "bf16", "master_dtype": "bf16" if full else "fp32", "frozen_dtype": "bf16"},
+        "global_batch_size": task.batch,
+        "micro_batch_size": task.batch,
+        "max_steps": task.steps,
         "device": "cpu",
-    } | own
+    } | options
 
 
-def tune(given: Given, told: dict, folder: Path, more: tuple[str, ...] = ()) -> tuple[dict, int]:
-    """One `tune run` of a config; its numbers are those of its metrics.jsonl. Last, the bytes of the process."""
-    recipe, out = told["recipe"], folder / f"run{time.time_ns()}"
+def run_tunekit(setup: RunSetup, config: dict, folder: Path, overrides: tuple[str, ...] = ()) -> tuple[dict, int]:
+    """Run `tune run`. Measurements of its metrics.jsonl, and the peak bytes of the process."""
+    recipe, out = config["recipe"], folder / f"run{time.time_ns()}"
     file = folder / f"{recipe}.yaml"
-    write(file, told)  # JSON is YAML
+    write(file, config)  # JSON is YAML
     command = Path(sys.executable).with_name("tune")
-    whole = start(given, [str(command), "run", recipe, str(file), f"output_dir={out}", *more])
+    process_bytes = run_process(setup, [str(command), "run", recipe, str(file), f"output_dir={out}", *overrides])
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "seconds" in line]
-    names = {"seconds": "seconds", "losses": "loss", "learnt": "learnt"}
-    shown = {name: [step[key] for step in steps] for name, key in names.items()}
+    steps = [line for line in lines if "step_time" in line]
+    totals = [0, *(step["num_target_tokens"] for step in steps)]
+    measured = {
+        "seconds": [step["step_time"] for step in steps],
+        "losses": [step["loss"] for step in steps],
+        "target_tokens": [after - before for before, after in pairwise(totals)],
+    }
     shutil.rmtree(out)  # gigabytes a run
     peak, threads = steps[-1]["peak_memory"], torch.get_num_threads()
-    return shown | {"peak": peak, "versions": package_versions(), "threads": threads}, whole
+    return measured | {"peak": peak, "versions": package_versions(), "threads": threads}, process_bytes
 
 
-def other(given: Given, name: str, what: str, folder: Path) -> tuple[dict, int]:
-    """One run of a contestant that is a script beside this one; "trl, wrapped" is trl with `--wrapped`."""
+def run_contestant(setup: RunSetup, name: str, kind: str, folder: Path) -> tuple[dict, int]:
+    """Run the script of a contestant; "trl, wrapped" is trl with `--wrapped`."""
     script, *flags = name.split(", ")
-    out = folder / "told.json"
+    out = folder / "result.json"
     out.unlink(missing_ok=True)
-    line = [given.pythons[script], str(HERE / "contestants" / f"{script}_{what}.py"), str(given.folder), str(folder)]
-    whole = start(given, [*line, str(out), *(f"--{flag}" for flag in flags)])
-    return json.loads(out.read_text()), whole
+    command = [
+        setup.pythons[script],
+        str(BENCHMARKS / "contestants" / f"{script}_{kind}.py"),
+        str(setup.folder),
+        str(folder),
+    ]
+    process_bytes = run_process(setup, [*command, str(out), *(f"--{flag}" for flag in flags)])
+    return json.loads(out.read_text()), process_bytes
 
 
-def start(given: Given, line: list[str]) -> int:
-    """Run a command to its end; bytes that it had resident at most."""
-    log = given.folder / "txt"
+def run_process(setup: RunSetup, command: list[str]) -> int:
+    """Run a command; return its peak resident bytes."""
+    log = setup.folder / "txt"
     with log.open("w") as stream:
-        process = subprocess.Popen([*given.under, *line], stdout=stream, stderr=stream, cwd=given.folder)
+        process = subprocess.Popen([*setup.command_prefix, *command], stdout=stream, stderr=stream, cwd=setup.folder)
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        said = [text for text in log.read_text().splitlines() if text.strip()]
-        raise RuntimeError(f"exit {process.returncode}: {said[-1] if said else 'nothing said'}")
+        messages = [text for text in log.read_text().splitlines() if text.strip()]
+        raise RuntimeError(f"exit {process.returncode}: {messages[-1] if messages else 'nothing said'}")
     return used.ru_maxrss * 1024
 
 
-def packages(found: Iterable[Found]) -> str:
-    """Names and versions of all that took part."""
-    known = {name: version for one in found for name, version in one.versions.items()}
-    return ", ".join(f"{name} {known[name]}" for name in PACKAGES if name in known)
+def format_versions(results: Iterable[ContestantResult]) -> str:
+    """Names and versions of the packages of all contestants."""
+    versions = {name: version for result in results for name, version in result.versions.items()}
+    return ", ".join(f"{name} {versions[name]}" for name in PACKAGES if name in versions)
 
 
-def kept_steps(found: Sequence[Found]) -> str:
-    """Below a table: who failed, and all kept steps of the others."""
-    text = "".join(f"\n{f.name} failed: {f.fault}\n" for f in found if f.fault)
+def format_steps(results: Sequence[ContestantResult]) -> str:
+    """Text after a table: failures, and all measured steps."""
+    text = "".join(f"\n{f.name} failed: {f.fault}\n" for f in results if f.fault)
     text += "\nSeconds of all kept steps, by round:\n\n"
-    for f in found:
+    for f in results:
         if f.seconds:
             text += f"- {f.name}: " + "; ".join(" ".join(f"{s:.2f}" for s in round) for round in f.seconds) + "\n"
     return text

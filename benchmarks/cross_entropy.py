@@ -1,9 +1,9 @@
-"""Head and loss on the CPU or a GPU: milliseconds of a forward and backward pass, and the memory it wants.
+"""LM head and loss on the CPU or a GPU: time of a forward and backward pass, and memory.
 
-python benchmarks/cross_entropy.py [time] [memory] [--sizes 2048x49152x576 ...] [--rounds 7] [--device cpu]
+    python benchmarks/cross_entropy.py [time] [memory] [--sizes 2048x49152x576 ...] [--rounds 7] [--device cpu]
 
-Products are bf16, the head is frozen, or trained in fp32 where a line says so. Those that are compared run in turns;
-medians are told, and the least in brackets. Memory is what a process of its own grew by, weights not counted.
+Matmuls are bf16. The head is frozen, or trained in fp32 where a line says so. Implementations alternate; the table
+shows medians, with minima in brackets. Memory is the growth of a separate process, without weights.
 """
 
 import argparse
@@ -33,8 +33,8 @@ LEAN = ("tunekit", "tunekit, log-probabilities", "tunekit, no gradients", "tunek
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
-def works(tokens: int, vocab: int, dim: int, device: str) -> dict[str, Callable[[], object]]:
-    """What is compared, by name: first the products alone."""
+def make_workloads(tokens: int, vocab: int, dim: int, device: str) -> dict[str, Callable[[], object]]:
+    """Implementations by name; the first are only the matmuls."""
     torch.manual_seed(0)
     shape = DecoderSpec(vocab, dim, ())
     head, trained = Head(shape).to(device, BF16).requires_grad_(False), Head(shape).to(device)
@@ -43,37 +43,37 @@ def works(tokens: int, vocab: int, dim: int, device: str) -> dict[str, Callable[
     x = torch.randn(tokens, dim, device=device).to(BF16).requires_grad_()
     targets = torch.randint(0, vocab, (tokens,), device=device)
 
-    def back(loss: Tensor) -> None:
+    def backward(loss: Tensor) -> None:
         loss.backward()
         x.grad = trained.weight.grad = None
 
-    def quiet() -> None:
+    def without_gradient() -> None:
         with torch.no_grad():
             linear_cross_entropy(x, targets, head, CrossEntropyTerms())
 
     return {
-        "products alone": products(x.detach(), head.weight, False),
-        "tunekit": lambda: back(linear_cross_entropy(x, targets, head, CrossEntropyTerms())),
-        "tunekit, log-probabilities": lambda: back(token_logps(x, targets, head).mean()),
-        "tunekit, no gradients": quiet,
+        "products alone": matmuls_only(x.detach(), head.weight, False),
+        "tunekit": lambda: backward(linear_cross_entropy(x, targets, head, CrossEntropyTerms())),
+        "tunekit, log-probabilities": lambda: backward(token_logps(x, targets, head).mean()),
+        "tunekit, no gradients": without_gradient,
         "chunks in plain torch": lambda: plain_chunks(x.detach(), targets, head.weight),
-        "all logits, F.cross_entropy": lambda: back(F.cross_entropy(F.linear(x, head.weight).float(), targets)),
-        "products alone, trained head": products(x.detach(), head.weight, True),
-        "tunekit, trained head": lambda: back(linear_cross_entropy(x, targets, trained, CrossEntropyTerms())),
-        "all logits, F.cross_entropy, trained head": lambda: back(
+        "all logits, F.cross_entropy": lambda: backward(F.cross_entropy(F.linear(x, head.weight).float(), targets)),
+        "products alone, trained head": matmuls_only(x.detach(), head.weight, True),
+        "tunekit, trained head": lambda: backward(linear_cross_entropy(x, targets, trained, CrossEntropyTerms())),
+        "all logits, F.cross_entropy, trained head": lambda: backward(
             F.cross_entropy(F.linear(x, trained.weight.to(BF16)).float(), targets)
         ),
     }
 
 
-def products(x: Tensor, weight: Tensor, trained: bool) -> Callable[[], object]:
-    """The products that nobody can leave out, into memory that is there, in chunks of the size that tunekit takes."""
-    size = cross_entropy.chunk(len(x), len(weight), x, trained)
-    room, to_x, to_weight = x.new_zeros(size, len(weight)), torch.empty_like(x), torch.empty_like(weight)
+def matmuls_only(x: Tensor, weight: Tensor, trained: bool) -> Callable[[], object]:
+    """The required matmuls, into an existing buffer, in the chunk size of tunekit."""
+    size = cross_entropy.chunk_size(len(x), len(weight), x, trained)
+    buffer, to_x, to_weight = x.new_zeros(size, len(weight)), torch.empty_like(x), torch.empty_like(weight)
 
     def run() -> None:
         for part, back in zip(x.split(size), to_x.split(size), strict=True):
-            logits = torch.mm(part, weight.T, out=room[: len(part)])
+            logits = torch.mm(part, weight.T, out=buffer[: len(part)])
             torch.mm(logits, weight, out=back)
             if trained:
                 torch.mm(logits.T, part, out=to_weight)
@@ -82,7 +82,7 @@ def products(x: Tensor, weight: Tensor, trained: bool) -> Callable[[], object]:
 
 
 def plain_chunks(hidden: Tensor, targets: Tensor, weight: Tensor, size: int = 512) -> Tensor:
-    """The same by autograd, and no more than a chunk's logits at a time."""
+    """The same with autograd, one chunk of logits at a time."""
     grads = []
     for x, of in zip(hidden.split(size), targets.split(size), strict=True):
         x = x.detach().requires_grad_()
@@ -91,50 +91,50 @@ def plain_chunks(hidden: Tensor, targets: Tensor, weight: Tensor, size: int = 51
     return torch.cat(grads)
 
 
-def timed(size: str, rounds: int, device: str) -> None:
-    of = works(*map(int, size.split("x")), device)
-    found = turns(of, rounds, waited if device == "cuda" else time.perf_counter)
+def print_times(size: str, rounds: int, device: str) -> None:
+    of = make_workloads(*map(int, size.split("x")), device)
+    times = turns(of, rounds, synchronized_time if device == "cuda" else time.perf_counter)
     first = {name: "products alone" + ", trained head" * ("trained" in name) for name in of}
     print(f"\n| {size} | ms | times its products |\n|---|---|---|")
-    for name, taken in found.items():
-        middle = statistics.median(taken)
-        ratio = middle / statistics.median(found[first[name]])
-        print(f"| {name} | {1e3 * middle:.0f} ({1e3 * min(taken):.0f}) | {ratio:.2f} |", flush=True)
+    for name, values in times.items():
+        middle = statistics.median(values)
+        ratio = middle / statistics.median(times[first[name]])
+        print(f"| {name} | {1e3 * middle:.0f} ({1e3 * min(values):.0f}) | {ratio:.2f} |", flush=True)
 
 
-def waited() -> float:
-    """Seconds, when the GPU has done all it was told."""
+def synchronized_time() -> float:
+    """Time in seconds after the GPU has finished all queued work."""
     torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def resident(key: str) -> float:
-    """MiB that this process has (VmRSS), or had at most (VmHWM)."""
+def process_memory(key: str) -> float:
+    """MiB that this process has (VmRSS), or had at its peak (VmHWM)."""
     lines = STATUS.read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
 
 
-def grown(size: str, name: str, device: str) -> float:
-    """MiB that a forward and a backward pass want at most."""
-    work = works(*map(int, size.split("x")), device)[name]
+def memory_growth(size: str, name: str, device: str) -> float:
+    """Peak MiB of a forward and backward pass."""
+    work = make_workloads(*map(int, size.split("x")), device)[name]
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         work()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
-    CLEAR.write_text("5")  # the most is counted anew
-    before = resident("VmRSS")
+    CLEAR.write_text("5")  # reset VmHWM
+    before = process_memory("VmRSS")
     work()
-    return resident("VmHWM") - before
+    return process_memory("VmHWM") - before
 
 
-def memory(sizes: list[str], device: str) -> None:
+def print_memory(sizes: list[str], device: str) -> None:
     names = [*LEAN, "chunks in plain torch", "all logits, F.cross_entropy"]
     print(f"\n| MiB | {' | '.join(sizes)} |\n|---|{'---|' * len(sizes)}")
     for name in names:
         words = [sys.executable, __file__, "--device", device, "--grown", name, "--sizes"]
-        told = [subprocess.run([*words, size], check=True, capture_output=True, text=True).stdout for size in sizes]
-        print(f"| {name} | {' | '.join(one.strip() for one in told)} |", flush=True)
+        outputs = [subprocess.run([*words, size], check=True, capture_output=True, text=True).stdout for size in sizes]
+        print(f"| {name} | {' | '.join(output.strip() for output in outputs)} |", flush=True)
 
 
 def main() -> None:
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--grown", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.grown:
-        print(f"{grown(args.sizes[0], args.grown, args.device):.0f}")
+        print(f"{memory_growth(args.sizes[0], args.grown, args.device):.0f}")
         return
     print(
         f"{describe_hardware(torch.device(args.device))}, {torch.get_num_threads()} threads, "
@@ -154,9 +154,9 @@ def main() -> None:
         f"Python {platform.python_version()}; load {os.getloadavg()[0]:.1f}"
     )
     for size in args.sizes if "time" in args.what else []:
-        timed(size, args.rounds, args.device)
+        print_times(size, args.rounds, args.device)
     if "memory" in args.what:
-        memory(args.sizes, args.device)
+        print_memory(args.sizes, args.device)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Seconds of the gated delta rule, forward and backward, in turns: ours, ours token by token, transformers' torch path.
+"""Time of the gated delta rule, forward and backward: chunked, token by token, and the torch path of transformers.
 
 python benchmarks/delta.py [--threads 2] [--lengths 512 2048] [--rounds 3]
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from tunekit.kernels.gated_delta_rule import gated_delta_rule, recurrent, unit
+from tunekit.kernels.gated_delta_rule import gated_delta_rule, normalize, recurrent
 
 K_HEADS, V_HEADS, DIM = 16, 32, 128  # of Qwen3.5-9B
 
@@ -19,7 +19,7 @@ K_HEADS, V_HEADS, DIM = 16, 32, 128  # of Qwen3.5-9B
 def tokenwise(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
     state = v.new_zeros(1, K_HEADS, V_HEADS // K_HEADS, DIM, DIM)
     split = (x.unflatten(2, (K_HEADS, -1)) for x in (v, decay, beta))
-    return recurrent(unit(q) * DIM**-0.5, unit(k), *split, state)[0].flatten(2, 3)
+    return recurrent(normalize(q) * DIM**-0.5, normalize(k), *split, state)[0].flatten(2, 3)
 
 
 ROUTES: dict[str, Callable[..., Tensor]] = {
@@ -37,7 +37,7 @@ def inputs(length: int) -> list[Tensor]:
 
 
 def seconds(route: Callable[..., Tensor], tensors: list[Tensor]) -> float:
-    """Of all cores together: what else runs on the machine counts little."""
+    """CPU seconds of all cores, which other processes hardly affect."""
     start = time.process_time()
     torch.autograd.grad(route(*tensors).square().sum(), tensors)
     return time.process_time() - start

@@ -1,9 +1,9 @@
-"""Milliseconds of what stands between the products, forward and backward, on the CPU: ours, and plain torch.
+"""Time of element-wise operations, forward and backward, on the CPU: tunekit and plain torch.
 
-python benchmarks/element.py [norm] [rope] [glu] [token] [--threads 2] [--rounds 15] [--tokens 2048]
+    python benchmarks/element.py [norm] [rope] [glu] [token] [--threads 2] [--rounds 15] [--tokens 2048]
 
-Beside them the time in which memory could be copied that often: the bytes that must be read and written once, at the
-rate of a copy of as many. Those that are compared run in turns; medians are told, and the least in brackets.
+Also shows the time of a memory copy with the same number of bytes. Implementations alternate; the table shows
+medians, with minima in brackets.
 """
 
 import argparse
@@ -20,58 +20,64 @@ from tunekit.env_info import describe_hardware
 from tunekit.kernels import glu, rms_norm, rope
 
 BF16 = torch.bfloat16
-DIM, HIDDEN, HEADS, KV_HEADS, HEAD = 576, 1536, 9, 3, 64  # of a Llama of 135 million weights
+DIM, HIDDEN, HEADS, KV_HEADS, HEAD = 576, 1536, 9, 3, 64  # of a Llama with 135 million parameters
 
 
-def told(name: str, works: dict[str, Work], rounds: int) -> None:
-    """A line: the median of each, and the least in brackets."""
-    found = turns(works, rounds).values()
-    cells = (f"{statistics.median(s) * 1e3:.3f} ({min(s) * 1e3:.3f})" for s in found)
+def print_times(name: str, workloads: dict[str, Work], rounds: int) -> None:
+    """Print a line: median of each implementation, with minima in brackets."""
+    times = turns(workloads, rounds).values()
+    cells = (f"{statistics.median(s) * 1e3:.3f} ({min(s) * 1e3:.3f})" for s in times)
     print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
-def copy(numbers: int) -> Work:
-    """Reading and writing so many numbers of bf16 in all."""
-    source = torch.randn(max(numbers // 2, 1)).to(BF16)
-    room = torch.empty_like(source)
-    return lambda: room.copy_(source)
+def copy(numel: int) -> Work:
+    """Read and write `numel` bf16 values in total."""
+    source = torch.randn(max(numel // 2, 1)).to(BF16)
+    buffer = torch.empty_like(source)
+    return lambda: buffer.copy_(source)
 
 
-def both(
+def compare_forward_and_backward(
     name: str,
     ours: Callable[..., tuple[Tensor, ...]],
     plain: Callable[..., tuple[Tensor, ...]],
     leaves: tuple[Tensor, ...],
     rounds: int,
 ) -> None:
-    """A line for the way forward and one for the way back."""
+    """A line for the forward pass and one for the backward pass."""
     leaves = tuple(leaf.requires_grad_() for leaf in leaves)
-    made = {"ours": ours(*leaves), "plain": plain(*leaves)}
-    grads = tuple(torch.randn_like(y) for y in made["ours"])
-    read, written = sum(t.numel() for t in leaves), sum(t.numel() for t in made["ours"])
+    outputs = {"ours": ours(*leaves), "plain": plain(*leaves)}
+    grads = tuple(torch.randn_like(y) for y in outputs["ours"])
+    read, written = sum(t.numel() for t in leaves), sum(t.numel() for t in outputs["ours"])
     forward: dict[str, Work] = {"ours": lambda: ours(*leaves), "plain": lambda: plain(*leaves)}
-    told(f"{name}, forward", forward | {"copy": copy(read + written)}, rounds)
+    print_times(f"{name}, forward", forward | {"copy": copy(read + written)}, rounds)
     back: dict[str, Work] = {
-        way: lambda y=y: torch.autograd.grad(y, leaves, grads, retain_graph=True) for way, y in made.items()
+        name: lambda y=y: torch.autograd.grad(y, leaves, grads, retain_graph=True) for name, y in outputs.items()
     }
-    again = 0 if name.startswith("rope") else read  # a rotation needs nothing but the gradient
-    told(f"{name}, backward", back | {"copy": copy(again + written + read)}, rounds)
+    input_bytes = 0 if name.startswith("rope") else read  # the backward pass of RoPE reads only the gradient
+    print_times(f"{name}, backward", back | {"copy": copy(input_bytes + written + read)}, rounds)
 
 
 def norms(tokens: int, rounds: int) -> None:
     weight = torch.rand(DIM).to(BF16)
 
-    def one(work: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    def single_output(work: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
         return lambda x: (work(x, weight, 1e-5, 0.0, False),)
 
-    both(f"norm {tokens} x {DIM}", one(rms_norm.rms_norm), one(rms_norm.reference), (random(tokens, DIM),), rounds)
+    compare_forward_and_backward(
+        f"norm {tokens} x {DIM}",
+        single_output(rms_norm.rms_norm),
+        single_output(rms_norm.reference),
+        (random(tokens, DIM),),
+        rounds,
+    )
 
 
 def ropes(tokens: int, rounds: int) -> None:
     table = rotation(tokens)
     leaves = random(1, tokens, HEADS, HEAD), random(1, tokens, KV_HEADS, HEAD)
     plain = lambda q, k: (rope.reference(q, table), rope.reference(k, table))  # noqa: E731
-    both(
+    compare_forward_and_backward(
         f"rope {tokens} x {HEADS} + {KV_HEADS} x {HEAD}",
         lambda q, k: rope.apply_rope(q, k, table),
         plain,
@@ -84,11 +90,11 @@ def glus(tokens: int, rounds: int) -> None:
     for act in ("silu", "gelu_tanh", "clamped_swiglu"):
         leaves = random(tokens, HIDDEN), random(tokens, HIDDEN)
         ours, plain = (lambda g, u, f=f, act=act: (f(act, g, u),) for f in (glu.gated_activation, reference))
-        both(f"{act} {tokens} x {HIDDEN}", ours, plain, leaves, rounds)
+        compare_forward_and_backward(f"{act} {tokens} x {HIDDEN}", ours, plain, leaves, rounds)
 
 
 def token(_: int, rounds: int) -> None:
-    """One token, as in generation: here calls cost more than numbers."""
+    """One token, as in generation: the overhead of calls dominates."""
     x, weight, table = random(1, 1, DIM), torch.rand(DIM).to(BF16), rotation(1)
     q, k, gate = random(1, 1, HEADS, HEAD), random(1, 1, KV_HEADS, HEAD), random(1, 1, HIDDEN)
     works: dict[str, tuple[Work, Work]] = {
@@ -101,15 +107,15 @@ def token(_: int, rounds: int) -> None:
     }
     with torch.inference_mode():
         for name, (ours, plain) in works.items():
-            told(f"{name} of a token, 100 times", {"ours": often(ours), "plain": often(plain)}, rounds)
+            print_times(f"{name} of a token, 100 times", {"ours": repeated(ours), "plain": repeated(plain)}, rounds)
 
 
-def often(work: Work) -> Work:
+def repeated(work: Work) -> Work:
     return lambda: [work() for _ in range(100)]
 
 
 def reference(act: str, gate: Tensor, up: Tensor) -> Tensor:
-    return glu.GATED[act](gate, up)
+    return glu.ACTIVATIONS[act](gate, up)
 
 
 def random(*shape: int) -> Tensor:

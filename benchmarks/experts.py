@@ -1,4 +1,4 @@
-"""Seconds of a forward and backward pass of models with experts, ours and transformers' in turns on the same weights.
+"""Time of a forward and backward pass of mixture-of-experts models, tunekit and transformers with the same weights.
 
 python benchmarks/experts.py [--threads 2] [--dtype fp32] [--rounds 4]
 """
@@ -38,13 +38,13 @@ def seconds(model: nn.Module, logits: Callable[[Any], torch.Tensor], tokens: tor
     """One step, without the optimizer."""
     start = time.process_time()
     logits(model(tokens)).float().logsumexp(-1).mean().backward()
-    taken = time.process_time() - start
+    elapsed = time.process_time() - start
     model.zero_grad(set_to_none=True)
-    return taken
+    return elapsed
 
 
 def measure(shape: Mapping[str, Any], dtype: str, rounds: int) -> tuple[float, float]:
-    """The best of some rounds, ours and theirs."""
+    """Minimum over the rounds, of tunekit and transformers."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**{**SIZES, **shape})
     other = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
@@ -73,13 +73,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--rounds", type=int, default=4)
-    asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {asked.threads} threads, {asked.dtype}")
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {args.threads} threads, {args.dtype}")
     for name, shape in SHAPES.items():
         print(name)
-        ours, theirs = measure(shape, asked.dtype, asked.rounds)
+        ours, theirs = measure(shape, args.dtype, args.rounds)
         print(f"  best: ours {ours:.3f} s, transformers {theirs:.3f} s, {theirs / ours:.2f} times as fast")
 
 

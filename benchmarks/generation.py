@@ -1,10 +1,10 @@
-"""Tokens a second of generation on the CPU, beside transformers' `generate`, on the same random checkpoint.
+"""Tokens per second of generation on the CPU, compared with transformers' `generate`, with the same random
+checkpoint.
 
-python benchmarks/generation.py [--threads 2] [--rounds 3] [--tokens 128] [--batch 1 4]
+    python benchmarks/generation.py [--threads 2] [--rounds 3] [--tokens 128] [--batch 1 4]
 
-A Llama of 135 million weights in bf16 is written to a temporary folder; prompts have 64 tokens, and the likeliest token
-is taken. Those that are compared answer in turns; medians are told. The limit is that of memory: every weight is read
-for every token, as fast as a copy reads.
+A Llama with 135 million parameters in bf16; prompts have 64 tokens, and decoding is greedy. Implementations
+alternate; the table shows medians. The limit is the memory bandwidth: all weights are read once per token.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from tunekit.models.precision import PrecisionConfig
 from tunekit.quantization.config import NF4Config, NoQuantization
 
 PROMPT = 64
-NONE: frozenset[int] = frozenset()  # no token ends an answer
+NO_STOP_TOKENS: frozenset[int] = frozenset()  # no token ends an answer
 Answer = Callable[[list[list[int]]], list[list[int]]]
 
 
-def checkpoint(folder: Path) -> Path:
-    """Random weights in bf16, as transformers writes them."""
+def make_checkpoint(folder: Path) -> Path:
+    """Random bf16 weights in the format of transformers."""
     config = transformers.LlamaConfig(**{key: value for key, value in SMALL.items() if key != "architectures"})
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
@@ -45,7 +45,7 @@ def checkpoint(folder: Path) -> Path:
 
 
 def ours(model: Decoder, tokens: int) -> Answer:
-    return lambda rows: generate_batch(model, rows, SamplingConfig(max_new_tokens=tokens), NONE)
+    return lambda rows: generate_batch(model, rows, SamplingConfig(max_new_tokens=tokens), NO_STOP_TOKENS)
 
 
 def theirs(folder: Path, tokens: int) -> Answer:
@@ -55,41 +55,41 @@ def theirs(folder: Path, tokens: int) -> Answer:
     @torch.inference_mode()
     def answer(rows: list[list[int]]) -> list[list[int]]:
         prompts = torch.tensor(rows)
-        found = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
-        return found[:, PROMPT:].tolist()
+        output = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
+        return output[:, PROMPT:].tolist()
 
     return answer
 
 
-def read(model: torch.nn.Module) -> int:
-    """Bytes of weights that a token takes: all but the rows of the embedding, where the head is another tensor."""
-    held = {id(p): p.nbytes for p in model.parameters()}
-    return sum(held.values())
+def bytes_per_token(model: torch.nn.Module) -> int:
+    """Bytes of weights that are read per token: all except an untied embedding."""
+    sizes = {id(p): p.nbytes for p in model.parameters()}
+    return sum(sizes.values())
 
 
 def bandwidth() -> float:
-    """Bytes a second that are read while 512 MB are summed, which no cache holds."""
-    held, seconds = torch.ones(2**27), []
+    """Bytes per second while summing 512 MB, which no cache holds."""
+    tensor, seconds = torch.ones(2**27), []
     for _ in range(5):
-        began = time.perf_counter()
-        held.sum()
-        seconds.append(time.perf_counter() - began)
-    return held.nbytes / min(seconds)
+        start = time.perf_counter()
+        tensor.sum()
+        seconds.append(time.perf_counter() - start)
+    return tensor.nbytes / min(seconds)
 
 
 def compare(
-    answers: dict[str, Answer], batch: int, rounds: int, tokens: int, bytes_: dict[str, int], rate: float
+    implementations: dict[str, Answer], batch: int, rounds: int, tokens: int, bytes_: dict[str, int], rate: float
 ) -> None:
-    """Print a line for each: tokens a second, milliseconds a token, and the share of the limit."""
+    """Print a line per implementation: tokens per second, milliseconds per token, and the fraction of the limit."""
     rows = torch.randint(0, SMALL["vocab_size"], (batch, PROMPT), generator=torch.Generator().manual_seed(batch))
-    seconds: dict[str, list[float]] = {name: [] for name in answers}
+    seconds: dict[str, list[float]] = {name: [] for name in implementations}
     for i in range(rounds + 1):
-        for name, answer in answers.items():
-            began = time.perf_counter()
-            found = answer(rows.tolist())
-            assert [len(row) for row in found] == [tokens] * batch
+        for name, answer in implementations.items():
+            start = time.perf_counter()
+            output = answer(rows.tolist())
+            assert [len(row) for row in output] == [tokens] * batch
             if i:  # the first round warms up
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(time.perf_counter() - start)
     first = statistics.median(next(iter(seconds.values())))
     for name, times in seconds.items():
         middle = statistics.median(times)
@@ -112,7 +112,7 @@ def main() -> None:
           f"load {os.getloadavg()[0]:.1f}; memory is read at {rate / 1e9:.1f} GB/s\n")  # fmt: skip
     precision = PrecisionConfig("bf16", frozen_dtype="bf16")
     with tempfile.TemporaryDirectory() as place:
-        folder = checkpoint(Path(place))
+        folder = make_checkpoint(Path(place))
         kinds = {
             "tunekit": NoQuantization(),
             "tunekit, nf4": NF4Config(),
@@ -131,7 +131,7 @@ def main() -> None:
         }
         answers = {"transformers": theirs(folder, args.tokens)}
         answers |= {name: ours(model, args.tokens) for name, model in models.items()}
-    bytes_ = {name: read(model) for name, model in models.items()}
+    bytes_ = {name: bytes_per_token(model) for name, model in models.items()}
     bytes_["transformers"] = bytes_["tunekit"]
     print("| | rows | tokens/s | ms a token | times transformers | ms a token that reading takes |")
     print("|---|---|---|---|---|---|")

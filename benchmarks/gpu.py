@@ -1,9 +1,11 @@
-"""What tunekit reaches on a GPU, beside its limits and beside transformers + peft (+ bitsandbytes), in ten minutes.
+"""Speed and memory of tunekit on a GPU, compared with hardware limits and transformers + peft (+ bitsandbytes), in
+ten minutes.
 
-python benchmarks/gpu.py [limits dequantize lora qlora full memory vocabulary theirs kernels] [--small]
+    python benchmarks/gpu.py [limits dequantize lora qlora full memory vocabulary theirs kernels] [--small]
 
-Each section is a process of its own with a time of its own, so that one which fails or hangs loses no other; results
-are written after each. All weights are random. `--small` goes the same ways in small, on whatever device there is.
+Each section runs as a process with its own time limit, so that one that fails or hangs does not affect the others.
+Results are written after each section. All weights are random. `--small` runs the same code with small sizes on any
+device.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from limits import copying, multiplying, seconds
+from limits import copy_bandwidth, matmul_rates, seconds
 from torch import nn
 
 from tunekit import assets
@@ -44,7 +46,7 @@ from tunekit.models.spec import Attention
 from tunekit.optim.config import AdamWConfig
 from tunekit.quantization.config import NF4Config, NoQuantization
 
-HERE = Path(__file__).parent
+BENCHMARKS = Path(__file__).parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TINY = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "head_dim": 64}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -53,7 +55,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Size:
-    """How large everything is."""
+    """Sizes of all sections."""
 
     small: bool
 
@@ -65,26 +67,26 @@ class Size:
         return (2, 64) if self.small else (rows, length)
 
     def config(self, name: str) -> dict:
-        """The config.json of a preset, or a far smaller one."""
+        """config.json of a preset, or a much smaller one."""
         folder = assets.model_dir(name)
         assert folder is not None
         return read_json(folder / "config.json") | (TINY if self.small else {})
 
 
-def outcome(steps: Callable[[], object], size: Size) -> dict[str, float]:
-    """Median seconds of a step, all of them, and the most bytes that were allocated."""
-    found = []
+def measure_steps(steps: Callable[[], object], size: Size) -> dict[str, float]:
+    """Median step time, all step times, and peak allocated bytes."""
+    times = []
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for _ in range(size.steps):
-        began = time.perf_counter()
+        start = time.perf_counter()
         steps()
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0
-    held = torch.cuda.max_memory_reserved() if DEVICE.type == "cuda" else 0
-    return {"step": statistics.median(found[size.steps // 3 :]), "first": found[0], "peak": peak, "reserved": held}
+    reserved = torch.cuda.max_memory_reserved() if DEVICE.type == "cuda" else 0
+    return {"step": statistics.median(times[size.steps // 3 :]), "first": times[0], "peak": peak, "reserved": reserved}
 
 
 def model(
@@ -94,9 +96,9 @@ def model(
     memory: MemoryConfig,
     precision: PrecisionConfig,
 ) -> Decoder:
-    """As `build.build_model` builds it, with numbers drawn on the device: on the CPU 8 billion take minutes."""
-    found, spec = find_family(config, "config.json")
-    source = HFCheckpoint(Path(), "random", config, found, spec)
+    """Like `build.build_model`, but initialized on the device: on the CPU, 8B parameters take minutes."""
+    family, spec = find_family(config, "config.json")
+    source = HFCheckpoint(Path(), "random", config, family, spec)
     with torch.device("meta"):
         net = Decoder(source.spec)
     weights.apply(net)
@@ -119,16 +121,16 @@ def model(
 
 
 def batch(vocab: int, rows: int, length: int, packed: bool = True) -> Batch:
-    """Rows of one document each; packed: of documents of an eighth, three eighths and half of a row."""
+    """Rows with one document each; packed: with documents of 1/8, 3/8 and 1/2 of a row."""
     tokens = torch.randint(0, vocab, (rows, length), device=DEVICE)
     sizes = [length // 8, 3 * length // 8, length // 2] * rows if packed else [length] * rows
-    offsets = F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).int()  # on the host, as a loader has them
+    cu_seqlens = F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).int()  # on the host, as in a data loader
     positions = torch.cat([torch.arange(n) for n in sizes]).view(rows, length).to(DEVICE)
-    return Batch(tokens, tokens.roll(-1, 1), positions, offsets, rows * length, rows * length)
+    return Batch(tokens, tokens.roll(-1, 1), positions, cu_seqlens, rows * length, rows * length)
 
 
 def train(net: Decoder, adapter: NoAdapter | LoRAConfig, rows: Batch) -> Callable[[], None]:
-    """A whole step: forward, backward, AdamW."""
+    """A full step: forward, backward, AdamW."""
     optimizer, loss = AdamWConfig(lr=1e-5).build(adapter.param_groups(net)), CrossEntropy()
 
     def step() -> None:
@@ -140,7 +142,7 @@ def train(net: Decoder, adapter: NoAdapter | LoRAConfig, rows: Batch) -> Callabl
 
 
 def flops(net: Decoder, rows: Batch, factor: int) -> float:
-    """4 or 6 operations a weight and token, the head's among them, 6 for adapters, and attention within documents."""
+    """FLOPs of a step: 4 or 6 per weight and token, including the head; 6 for adapters; attention within documents."""
     linears = {name: m for name, m in net.named_modules() if isinstance(m, Linear)}
     sizes = {name: m.out_features * m.in_features * (6 if ".lora_" in name else factor) for name, m in linears.items()}
     assert rows.cu_seqlens is not None
@@ -150,34 +152,40 @@ def flops(net: Decoder, rows: Batch, factor: int) -> float:
     return sum(sizes.values()) * rows.tokens.numel() + 3 * 4 * heads * pairs
 
 
-def steps(size: Size, preset: str, weights: NoQuantization, adapter: NoAdapter | LoRAConfig, **how) -> dict[str, float]:
-    """Steps of tunekit on a preset; `how`: rows, length, recompute, factor, packed."""
-    config, memory = size.config(preset), MemoryConfig(activation_checkpointing=how.get("recompute", "none"))
+def steps(
+    size: Size, preset: str, weights: NoQuantization, adapter: NoAdapter | LoRAConfig, **options
+) -> dict[str, float]:
+    """Steps of tunekit with a preset; `options`: rows, length, recompute, factor, packed."""
+    config, memory = size.config(preset), MemoryConfig(activation_checkpointing=options.get("recompute", "none"))
     trained = "bf16" if type(adapter) is NoAdapter else "fp32"
     net = model(config, weights, adapter, memory, PrecisionConfig("bf16", master_dtype=trained, frozen_dtype="bf16"))
-    rows = batch(net.spec.vocab, *size.tokens(how["rows"], how["length"]), how.get("packed", True))
-    found = outcome(train(net, adapter, rows), size)
-    rate = max(multiplying(DEVICE, sides(size)).values())
-    return found | {"matmul share": flops(net, rows, how["factor"]) / found["step"] / rate}
+    rows = batch(net.spec.vocab, *size.tokens(options["rows"], options["length"]), options.get("packed", True))
+    results = measure_steps(train(net, adapter, rows), size)
+    rate = max(matmul_rates(DEVICE, matmul_sizes(size)).values())
+    return results | {"matmul share": flops(net, rows, options["factor"]) / results["step"] / rate}
 
 
-def sides(size: Size) -> tuple[int, ...]:
+def matmul_sizes(size: Size) -> tuple[int, ...]:
     return (128, 256) if size.small else (4096, 8192)
 
 
-# The sections, each to numbers by name
+# Sections: functions that return values by name
 
 
 def limits(size: Size) -> dict[str, float]:
-    """Copying into memory that is there, and square products of bf16."""
-    found = {f"matmul TFLOP/s, side {side}": rate / 1e12 for side, rate in multiplying(DEVICE, sides(size)).items()}
-    return found | {"copy GB/s, read and written": copying(DEVICE, 2**20 if size.small else 2**31) / 1e9}
+    """Copy bandwidth and square bf16 matmuls."""
+    rates = {
+        f"matmul TFLOP/s, side {side}": rate / 1e12 for side, rate in matmul_rates(DEVICE, matmul_sizes(size)).items()
+    }
+    return rates | {"copy GB/s, read and written": copy_bandwidth(DEVICE, 2**20 if size.small else 2**31) / 1e9}
 
 
 def dequantize(size: Size) -> dict[str, float]:
-    """Four-bit weights to bf16: the share of what a copy of as many bytes reaches. Many calls between two waits."""
+    """4-bit weights to bf16: fraction of the bandwidth of a copy with the same number of bytes. Many calls per
+    synchronization.
+    """
     out, inner = (256, 128) if size.small else (14336, 8192)
-    limit, found = copying(DEVICE, 2**20 if size.small else 2**31), {}
+    limit, results = copy_bandwidth(DEVICE, 2**20 if size.small else 2**31), {}
     for nested in (False, True):
         packed, scales = nf4.quantize(torch.randn(out, inner, device=DEVICE))
         codes, outer = nf4.double_quantize(scales) if nested else (scales.view(torch.uint8), None)
@@ -185,34 +193,36 @@ def dequantize(size: Size) -> dict[str, float]:
         spent = repeated(lambda parts=parts: nf4.dequantize(*parts, "nf4", BF16), size)
         moved = packed.numel() + codes.numel() + 2 * out * inner
         name = "nested" if nested else "plain"
-        found |= {f"{name} ms": spent * 1e3, f"{name} share of copy": moved / spent / limit}
-    if theirs := installed("bitsandbytes.functional"):
+        results |= {f"{name} ms": spent * 1e3, f"{name} share of copy": moved / spent / limit}
+    if theirs := try_import("bitsandbytes.functional"):
         coded, state = theirs.quantize_4bit(
             torch.randn(out, inner, device=DEVICE, dtype=BF16), quant_type="nf4", blocksize=64
         )
-        found["bitsandbytes ms"] = 1e3 * repeated(lambda: theirs.dequantize_4bit(coded, state), size)
-    return found
+        results["bitsandbytes ms"] = 1e3 * repeated(lambda: theirs.dequantize_4bit(coded, state), size)
+    return results
 
 
-def repeated(work: Callable[[], object], size: Size) -> float:
+def repeated(fn: Callable[[], object], size: Size) -> float:
     calls = 2 if size.small else 20
 
-    def many() -> None:
+    def run_many() -> None:
         for _ in range(calls):
-            work()
+            fn()
 
-    return seconds(many, 5, DEVICE) / calls
+    return seconds(run_many, 5, DEVICE) / calls
 
 
 def lora(size: Size) -> dict[str, float]:
-    """A step of an 8B Llama, bf16 weights, rank 16 on all linear layers, 4 rows of 2,048 tokens, as in `theirs`."""
+    """Step of an 8B Llama with bf16 weights and rank 16 on all linear layers, 4 rows of 2,048 tokens, as in
+    `theirs`.
+    """
     return steps(
         size, "tunekit/llama3_1_8b", NoQuantization(), LoRAConfig(16), rows=4, length=2048, factor=4, packed=False
     )
 
 
 def qlora(size: Size) -> dict[str, float]:
-    """The same with four-bit weights."""
+    """The same with NF4 weights."""
     return steps(size, "tunekit/llama3_1_8b", NF4Config(), LoRAConfig(16), rows=4, length=2048, factor=4, packed=False)
 
 
@@ -222,15 +232,15 @@ def full(size: Size) -> dict[str, float]:
 
 
 def memory(size: Size) -> dict[str, float]:
-    """8B QLoRA at 2 x 2,048 with nested scales and layers that run twice."""
-    how = {"rows": 2, "length": 2048, "recompute": "full", "factor": 4}
-    return steps(size, "tunekit/llama3_1_8b", NF4Config(True), LoRAConfig(16), **how)
+    """8B QLoRA at 2 x 2,048 with double quantization and full activation checkpointing."""
+    options = {"rows": 2, "length": 2048, "recompute": "full", "factor": 4}
+    return steps(size, "tunekit/llama3_1_8b", NF4Config(True), LoRAConfig(16), **options)
 
 
 def vocabulary(size: Size) -> dict[str, float]:
-    """Bytes that head and loss need beside the head, over the size of the vocabulary."""
+    """Memory of head and loss in addition to the head's weight, relative to the vocabulary size."""
     tokens, dim = (64, 64) if size.small else (8192, 4096)
-    found = {}
+    results = {}
     for vocab in (512, 1024) if size.small else (32768, 65536, 131072, 262144):
         config = size.config("tunekit/llama3_1_8b") | {"vocab_size": vocab, "hidden_size": dim}
         spec = replace(find_family(config, "config.json")[1], vocab=vocab, dim=dim)
@@ -238,12 +248,12 @@ def vocabulary(size: Size) -> dict[str, float]:
         hidden = torch.randn(tokens, dim, device=DEVICE, dtype=BF16, requires_grad=True)
         targets = torch.randint(0, vocab, (tokens,), device=DEVICE)
         before = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
-        found_here = outcome(lambda h=hidden, t=targets, head=head: loss(h, t, head), size)
-        found[f"GB at {vocab:,}"] = (found_here["peak"] - before) / 1e9
-        found[f"ms at {vocab:,}"] = found_here["step"] * 1e3
+        found_here = measure_steps(lambda h=hidden, t=targets, head=head: loss(h, t, head), size)
+        results[f"GB at {vocab:,}"] = (found_here["peak"] - before) / 1e9
+        results[f"ms at {vocab:,}"] = found_here["step"] * 1e3
         del head, hidden
         gc.collect()
-    return found
+    return results
 
 
 def loss(hidden: torch.Tensor, targets: torch.Tensor, head: Head) -> None:
@@ -251,22 +261,22 @@ def loss(hidden: torch.Tensor, targets: torch.Tensor, head: Head) -> None:
     linear_cross_entropy(hidden, targets, head, CrossEntropyTerms()).backward()
 
 
-def theirs(size: Size) -> dict[str, float]:
-    """transformers + peft at the same step: rows of one document each, for which SDPA needs no mask."""
-    found = their_steps(size, None, "lora")
+def transformers_steps(size: Size) -> dict[str, float]:
+    """transformers + peft in the same step: rows with one document each, for which SDPA needs no mask."""
+    results = run_transformers(size, None, "lora")
     gc.collect()
-    if installed("bitsandbytes"):
-        found |= their_steps(size, "nf4", "qlora")
-    return found
+    if try_import("bitsandbytes"):
+        results |= run_transformers(size, "nf4", "qlora")
+    return results
 
 
-def their_steps(size: Size, four: str | None, name: str) -> dict[str, float]:
+def run_transformers(size: Size, four: str | None, name: str) -> dict[str, float]:
     transformers, peft = (importlib.import_module(module) for module in ("transformers", "peft"))
     config = transformers.LlamaConfig(**size.config("tunekit/llama3_1_8b"))
     with torch.device(DEVICE):
         net = transformers.LlamaForCausalLM(config).to(BF16)
     if four:
-        four_bit(net)
+        quantize_bitsandbytes(net)
     lora_config = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     net = peft.get_peft_model(net, lora_config)
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-5, fused=True)
@@ -278,38 +288,38 @@ def their_steps(size: Size, four: str | None, name: str) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return {f"{name} {key}": value for key, value in outcome(step, size).items()}
+    return {f"{name} {key}": value for key, value in measure_steps(step, size).items()}
 
 
-def four_bit(net: nn.Module) -> None:
-    """The linear layers of the blocks as bitsandbytes keeps them."""
+def quantize_bitsandbytes(net: nn.Module) -> None:
+    """Replace the linear layers of the blocks by bitsandbytes 4-bit layers."""
     modules = importlib.import_module("bitsandbytes.nn")
     for name, layer in list(net.named_modules()):
         if isinstance(layer, nn.Linear) and ".layers." in name:
-            made = modules.Linear4bit(
+            quantized = modules.Linear4bit(
                 layer.in_features, layer.out_features, bias=False, compute_dtype=BF16, quant_type="nf4"
             )
-            made.weight = modules.Params4bit(layer.weight.data.cpu(), requires_grad=False, quant_type="nf4")
+            quantized.weight = modules.Params4bit(layer.weight.data.cpu(), requires_grad=False, quant_type="nf4")
             owner, _, leaf = name.rpartition(".")
-            setattr(net.get_submodule(owner), leaf, made.to(DEVICE))
+            setattr(net.get_submodule(owner), leaf, quantized.to(DEVICE))
 
 
 def kernels(size: Size) -> dict[str, float]:
     """All tests that need a GPU."""
-    wanted = ["-k", "nf4", "--collect-only"] if size.small else []
-    line = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/kernels", *wanted]
-    done = subprocess.run(line, cwd=HERE.parent, capture_output=True, text=True, check=False)
+    pytest_args = ["-k", "nf4", "--collect-only"] if size.small else []
+    line = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/kernels", *pytest_args]
+    done = subprocess.run(line, cwd=BENCHMARKS.parent, capture_output=True, text=True, check=False)
     print(done.stdout[-3000:], file=sys.stderr)
     last = [text for text in done.stdout.splitlines() if text.strip()][-1:]
     return {f"exit {done.returncode}: {' '.join(last)}": done.returncode}
 
 
-def installed(name: str) -> Any:
-    """A module, if its package is here."""
+def try_import(name: str) -> Any:
+    """Import a module if its package is installed, else None."""
     return importlib.import_module(name) if importlib.util.find_spec(name.partition(".")[0]) else None
 
 
-# Each with the seconds it may take: ten minutes together
+# Time limits in seconds: ten minutes in total
 SECTIONS: dict[Callable[[Size], dict[str, float]], int] = {
     limits: 40,
     dequantize: 40,
@@ -318,40 +328,40 @@ SECTIONS: dict[Callable[[Size], dict[str, float]], int] = {
     full: 60,
     memory: 80,
     vocabulary: 40,
-    theirs: 100,
+    transformers_steps: 100,
     kernels: 120,
 }
 
 
-def section(name: str, most: int, small: bool) -> dict[str, float | str]:
-    """A section in a process of its own; why there is no result, if there is none."""
+def run_section(name: str, timeout: int, small: bool) -> dict[str, float | str]:
+    """Run a section in its own process; the result contains the reason if it failed."""
     line = [sys.executable, __file__, name, "--inside", *(["--small"] if small else [])]
     try:
-        done = subprocess.run(line, capture_output=True, text=True, timeout=most, check=False)
+        done = subprocess.run(line, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
-        return {"fault": f"not done in {most} s"}
+        return {"fault": f"not done in {timeout} s"}
     lines = [text for text in done.stderr.splitlines() if text.strip()]
     if done.returncode:
         return {"fault": " / ".join(lines[-3:])[-500:]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def page(found: dict[str, dict[str, float | str]], spent: dict[str, float]) -> str:
-    """All results, as Markdown, and how they stand to the aims."""
+def format_page(results: dict[str, dict[str, float | str]], spent: dict[str, float]) -> str:
+    """All results as Markdown, compared with the targets."""
     text = f"# On {describe_hardware(DEVICE)}, {date.today()}\n\n"
     text += f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {platform.python_version()}. "
     text += "All weights are random.\n"
-    one, four = (found.get(name, {}).get("step") for name in ("lora", "qlora"))
-    if isinstance(one, float) and isinstance(four, float):
-        text += f"\nA step of QLoRA takes {four / one:.3f} x one of LoRA.\n"
-    for name, told in found.items():
+    lora_step, qlora_step = (results.get(name, {}).get("step") for name in ("lora", "qlora"))
+    if isinstance(lora_step, float) and isinstance(qlora_step, float):
+        text += f"\nA step of QLoRA takes {qlora_step / lora_step:.3f} x one of LoRA.\n"
+    for name, values in results.items():
         doc = next(s.__doc__ for s in SECTIONS if s.__name__ == name) or ""
         text += f"\n## {name}\n\n{doc} ({spent[name]:.0f} s in all)\n\n| | |\n|---|---|\n"
-        text += "".join(f"| {key} | {shown(key, value)} |\n" for key, value in told.items())
+        text += "".join(f"| {key} | {format_value(key, value)} |\n" for key, value in values.items())
     return text
 
 
-def shown(key: str, value: float | str) -> str:
+def format_value(key: str, value: float | str) -> str:
     if isinstance(value, str):
         return value
     if key.endswith(("peak", "reserved")):
@@ -364,7 +374,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", default=[*names])
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--results", type=Path, default=BENCHMARKS / "results")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if wrong := set(args.sections) - names.keys():
@@ -373,14 +383,14 @@ def main() -> None:
         print(json.dumps(names[args.sections[0]](Size(args.small))))
         return
     args.results.mkdir(parents=True, exist_ok=True)
-    found: dict[str, dict[str, float | str]] = {}
+    results: dict[str, dict[str, float | str]] = {}
     spent: dict[str, float] = {}
     for name in args.sections:
-        began = time.perf_counter()
-        found[name] = section(name, SECTIONS[names[name]], args.small)
-        spent[name] = time.perf_counter() - began
-        print(name, json.dumps(found[name]), flush=True)
-        (args.results / f"{date.today()}-gpu.md").write_text(page(found, spent))
+        start = time.perf_counter()
+        results[name] = run_section(name, SECTIONS[names[name]], args.small)
+        spent[name] = time.perf_counter() - start
+        print(name, json.dumps(results[name]), flush=True)
+        (args.results / f"{date.today()}-gpu.md").write_text(format_page(results, spent))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Speed and memory of fine-tuning, trick by trick: each on top of those before it, then each alone.
+"""Speed and memory of fine-tuning, one optimization at a time: cumulative, then each alone.
 
-python benchmarks/ladder.py [--batch 4] [--steps 4]
+    python benchmarks/ladder.py [--batch 4] [--steps 4]
 
-A rung is what one adds to the command line of `tune run sft`. The ladder begins as a first script would: all weights,
-all in fp32, documents of very different lengths in rows of their own that are padded to the longest.
+A rung is a set of overrides of `tune run sft`. The first rung is a simple script: all weights are trained in fp32,
+and documents of very different lengths are padded to the longest.
 """
 
 import argparse
@@ -14,13 +14,14 @@ from datetime import date
 
 import torch
 from compare import tunekit
-from contest import Given, options
+from contest import RunSetup, add_arguments
 from picture import steps
-from stage import Shape, Work, prepare, rows
+from stage import Shape, Work, prepare, write_rows
 
 from tunekit.env_info import describe_hardware
 
-SHARES = (40 / 512, 120 / 512, 352 / 512)  # of a row, its documents: padded, they take twice the room
+# lengths of the documents relative to a row; padded, they take twice the memory
+SHARES = (40 / 512, 120 / 512, 352 / 512)
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,19 @@ RUNGS = (
 )
 
 
-def climb(given: Given, base: Work, rung: Rung, words: tuple[str, ...], drop: int) -> tuple[float, int, str]:
-    """Seconds of a step, bytes at most, and a row of the table."""
-    told, _ = tunekit(given, base, given.folder / "rows", words)
-    step, peak = statistics.median(told["seconds"][drop:]), told["peak"]
-    text = f"| {rung.name} | {step:.2f} | {base.learnt / step:.0f} | {peak / 2**30:.2f} | {told['losses'][-1]:.4f} "
+def climb(setup: RunSetup, base: Work, rung: Rung, overrides: tuple[str, ...], drop: int) -> tuple[float, int, str]:
+    """Step time, peak bytes, and a table row."""
+    measured, _ = tunekit(setup, base, setup.folder / "rows", overrides)
+    step, peak = statistics.median(measured["seconds"][drop:]), measured["peak"]
+    text = f"| {rung.name} | {step:.2f} | {base.num_target_tokens / step:.0f} "
+    text += f"| {peak / 2**30:.2f} | {measured['losses'][-1]:.4f} "
     text += f"| `{' '.join(rung.words)}` |\n"
     print(text, end="", flush=True)
     return step, peak, text
 
 
 def padded(work: Work) -> tuple[str, ...]:
-    """As many documents in rows of their own."""
+    """Overrides for the same number of documents, padded."""
     documents = work.batch * len(work.documents)
     return "data.packing=false", f"global_batch_size={documents}", f"micro_batch_size={documents}"
 
@@ -69,30 +71,30 @@ def padded(work: Work) -> tuple[str, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=4, help="packed rows of 512 tokens a step")
-    options(parser, steps=4)
+    add_arguments(parser, steps=4)
     args = parser.parse_args()
     shape = replace(Shape(), layers=args.layers)
-    work = Work("full", batch=args.batch, steps=args.steps, shares=SHARES)
-    head = "\n| | s a step | learnt tokens/s | peak GiB | last loss | words |\n|---|---|---|---|---|---|\n"
+    work = Work("full", batch=args.batch, steps=args.steps, document_fractions=SHARES)
+    head = "\n| | s a step | target tokens/s | peak GiB | last loss | words |\n|---|---|---|---|---|---|\n"
     text = f"# Trick by trick, {date.today()}\n\n"
     text += f"{describe_hardware(torch.device('cpu'))}, torch {torch.__version__}. A Llama of "
     text += f"{shape.layers} layers, dim {shape.dim}, vocabulary {shape.vocab:,}; {work.tokens:,} tokens a step in "
     text += f"documents of {', '.join(map(str, work.documents))}.\n"
     file = args.results / f"{date.today()}-ladder"
-    found: dict[str, tuple[float, float]] = {}
+    results: dict[str, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        given = Given.of(args, folder)
+        given = RunSetup.from_args(args, folder)
         prepare(given.folder, shape, work)
-        rows(given.folder / "rows", shape, work)
+        write_rows(given.folder / "rows", shape, work)
         text += "\n## Each on top of those before it\n" + head
-        words, room = FIRST.words, padded(work)
+        words, extra_options = FIRST.words, padded(work)
         for rung in (FIRST, *RUNGS):
-            room = () if rung.name == PACKED else room
+            extra_options = () if rung.name == PACKED else extra_options
             words = (*(w for w in words if w.partition("=")[0] not in keys(rung)), *rung.words)
-            step, peak, row = climb(given, work, rung, (*words, *room), args.drop)
-            found[rung.name], text = (work.learnt / step, peak / 2**30), text + row
+            step, peak, row = climb(given, work, rung, (*words, *extra_options), args.drop)
+            results[rung.name], text = (work.num_target_tokens / step, peak / 2**30), text + row
             file.with_suffix(".md").write_text(text)
-        steps(file.with_suffix(".png"), found)
+        steps(file.with_suffix(".png"), results)
         text += "\n## Each alone\n" + head
         for rung in (DEFAULT, *(rung for rung in RUNGS[2:])):
             words = (*(w for w in DEFAULT.words if w.partition("=")[0] not in keys(rung)), *rung.words)
@@ -101,7 +103,7 @@ def main() -> None:
 
 
 def keys(rung: Rung) -> set[str]:
-    """What a rung says, with what hangs below it."""
+    """Keys that a rung sets, including their parents."""
     return {word.partition("=")[0] for word in rung.words}
 
 

@@ -1,4 +1,4 @@
-"""The limits of this machine, measured: copy bandwidth and products of bf16.
+"""Hardware limits of this machine: copy bandwidth and bf16 matmul rate.
 
 python benchmarks/limits.py
 """
@@ -11,42 +11,42 @@ from collections.abc import Callable
 import torch
 
 SIDES = (1024, 2048, 4096)
-COPIED = 2**28  # bytes: beyond every cache
+COPIED = 2**28  # bytes, larger than all caches
 
 
-def seconds(work: Callable[[], object], rounds: int, device: torch.device) -> float:
-    """The median of some rounds behind one that warms up."""
-    found = []
+def seconds(fn: Callable[[], object], rounds: int, device: torch.device) -> float:
+    """Median of some rounds after a warmup."""
+    times = []
     for _ in range(rounds + 1):
-        began = time.perf_counter()
-        work()
+        start = time.perf_counter()
+        fn()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found[1:])
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
 
 
-def copying(device: torch.device, size: int = COPIED) -> float:
-    """Bytes read and written a second, into memory that is there."""
-    one = torch.ones(size, dtype=torch.uint8, device=device)
-    two = torch.ones_like(one)
-    return 2 * size / seconds(lambda: two.copy_(one), 9, device)
+def copy_bandwidth(device: torch.device, size: int = COPIED) -> float:
+    """Bytes read and written per second, into existing memory."""
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    two = torch.ones_like(source)
+    return 2 * size / seconds(lambda: two.copy_(source), 9, device)
 
 
-def multiplying(device: torch.device, sides: tuple[int, ...] = SIDES) -> dict[int, float]:
-    """Operations a second of square products of bf16, by their side."""
-    found = {}
+def matmul_rates(device: torch.device, sides: tuple[int, ...] = SIDES) -> dict[int, float]:
+    """FLOPs per second of square bf16 matmuls, by size."""
+    rates = {}
     for side in sides:
         a, b = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
-        found[side] = 2 * side**3 / seconds(lambda a=a, b=b: a @ b, 7, device)
-    return found
+        rates[side] = 2 * side**3 / seconds(lambda a=a, b=b: a @ b, 7, device)
+    return rates
 
 
-def measured(device: torch.device) -> dict[str, float]:
-    products = multiplying(device)
+def measure_all(device: torch.device) -> dict[str, float]:
+    products = matmul_rates(device)
     side = max(products, key=lambda side: products[side])
-    return {"copy": copying(device), "matmul": products[side], "side": side}
+    return {"copy": copy_bandwidth(device), "matmul": products[side], "side": side}
 
 
 if __name__ == "__main__":
-    print(json.dumps(measured(torch.device("cpu"))))
+    print(json.dumps(measure_all(torch.device("cpu"))))

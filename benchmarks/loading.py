@@ -1,11 +1,10 @@
-"""Loading and saving random weights of Llama 3.2 1B in bf16, ours and transformers' in turns: time and memory.
+"""Loading and saving random weights of Llama 3.2 1B in bf16, tunekit and transformers: time and memory.
 
-python benchmarks/loading.py [folder] [--model tunekit/llama3_2_1b] [--rounds 5] [--threads 2]
+    python benchmarks/loading.py [folder] [--model tunekit/llama3_2_1b] [--rounds 5] [--threads 2]
 
-Each measurement is a process of its own, which touches so much memory first and gives it back: a virtual machine may
-have to ask its host for it, which took up to 3 s a GB. Every other round goes the other way round.
-The files are in the page cache, so it is not the disk that is measured.
-Memory is what a process had at most (VmHWM) above what it had just before; mapped pages of files count in it.
+Each measurement is a process that first touches and frees as much memory as it will need: a virtual machine may
+have to request it from its host, which took up to 3 s per GB. The order alternates. Files are in the page cache, so
+the disk is not measured. Memory is the peak (VmHWM) minus the value before, including mapped file pages.
 """
 
 import argparse
@@ -53,9 +52,9 @@ def make(folder: Path, name: str) -> None:
     source = HFCheckpoint.open(assets.PRESETS[name])
     with torch.device("meta"):
         model = Decoder(source.spec)
-    held = {n: s for n, s in model.shapes.items() if not (source.spec.tie_word_embeddings and n == TIED)}
+    shapes = {n: s for n, s in model.shapes.items() if not (source.spec.tie_word_embeddings and n == TIED)}
     entries = {
-        n: e for move in save_mappings(held, source.family.table) for n, e in tensor_entries(model, move, source)
+        n: e for move in save_mappings(shapes, source.family.table) for n, e in tensor_entries(model, move, source)
     }
     shards = plan_shards(entries, source, 600 * 10**6)
     for file, names in shards.items():
@@ -87,45 +86,45 @@ def theirs(folder: Path, kind: str) -> tuple[nn.Module, Callable[[Path], object]
     return model, model.save_pretrained
 
 
-def status(key: str) -> int:
-    """Bytes, as the kernel counts them."""
+def read_status(key: str) -> int:
+    """Value of a field of /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
-class Measured:
-    """Seconds, seconds of the processor, and memory of what happens inside."""
+class Measurement:
+    """Wall time, CPU time, and memory of a with block."""
 
-    def __enter__(self) -> "Measured":
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-        self.before, self.wall, self.cpu = status("VmRSS"), time.perf_counter(), time.process_time()
+    def __enter__(self) -> "Measurement":
+        Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
+        self.before, self.wall, self.cpu = read_status("VmRSS"), time.perf_counter(), time.process_time()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.wall, self.cpu = time.perf_counter() - self.wall, time.process_time() - self.cpu
-        self.peak, self.anonymous = status("VmHWM") - self.before, status("RssAnon")
+        self.peak, self.anonymous = read_status("VmHWM") - self.before, read_status("RssAnon")
 
 
 def child(folder: Path, kind: str, saving: bool) -> None:
     """One measurement, printed as JSON."""
     load = ours if kind.startswith("ours") else theirs
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     times = 3 if kind.endswith("fp32") else 1
     with mmap(-1, times * sum(file.stat().st_size for file in folder.glob("*.safetensors"))) as memory:
         for at in range(0, len(memory), PAGESIZE):
             memory[at] = 1
-    with Measured() as used:
+    with Measurement() as used:
         model, save = load(folder, kind)
-        found |= {"load": time.perf_counter() - used.wall, "load cpu": time.process_time() - used.cpu}
-        for p in model.parameters():  # transformers maps files: a weight is read when it is first used
+        result |= {"load": time.perf_counter() - used.wall, "load cpu": time.process_time() - used.cpu}
+        for p in model.parameters():  # transformers maps files: weights are read on first use
             p.detach().sum()
-    found |= {"used": used.wall, "used cpu": used.cpu, "peak": used.peak, "anonymous": used.anonymous}
-    found["model"] = sum(p.nbytes for p in model.parameters())
+    result |= {"used": used.wall, "used cpu": used.cpu, "peak": used.peak, "anonymous": used.anonymous}
+    result["model"] = sum(p.nbytes for p in model.parameters())
     if saving:
-        with tempfile.TemporaryDirectory(dir=folder.parent) as out, Measured() as used:
+        with tempfile.TemporaryDirectory(dir=folder.parent) as out, Measurement() as used:
             save(Path(out))
-        found |= {"save": used.wall, "save cpu": used.cpu, "save peak": used.peak}
-    print(json.dumps(found))
+        result |= {"save": used.wall, "save cpu": used.cpu, "save peak": used.peak}
+    print(json.dumps(result))
 
 
 def measure(kind: str, args: argparse.Namespace) -> dict[str, float]:
@@ -144,24 +143,24 @@ def spread(values: Iterable[float]) -> str:
     return f"{statistics.median(values):.2f} ({values[0]:.2f} to {values[-1]:.2f})"
 
 
-def table(found: dict[str, list[dict[str, float]]], saving: bool) -> str:
+def table(results: dict[str, list[dict[str, float]]], saving: bool) -> str:
     titles = ["", "seconds", "of the processor", "and used once", "of the processor", "memory"]
     titles += ["saving, s", "memory"] * saving
     lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
     for case, kinds in CASES.items():
         for kind in kinds:
-            runs = found[kind]
+            runs = results[kind]
             columns = [spread(run[key] for run in runs) for key in ("load", "load cpu", "used", "used cpu")]
             columns += [f"{statistics.median(run['peak'] / run['model'] for run in runs):.2f} x"]
             if saving:
                 columns += [spread(run["save"] for run in runs)]
                 columns += [f"{statistics.median(run['save peak'] for run in runs) / 1e6:.0f} MB"]
-            who = "tunekit" if kind.startswith("ours") else "transformers"
-            lines.append(f"| {who}, {case} | {' | '.join(columns)} |")
+            library = "tunekit" if kind.startswith("ours") else "transformers"
+            lines.append(f"| {library}, {case} | {' | '.join(columns)} |")
     return "\n".join(lines)
 
 
-def report(args: argparse.Namespace, size: int, found: dict[str, list[dict[str, float]]], loads: list[float]) -> str:
+def report(args: argparse.Namespace, size: int, results: dict[str, list[dict[str, float]]], loads: list[float]) -> str:
     cpu = env_info.processor()
     versions = f"tunekit {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
     return f"""# Loading and saving, {date.today().isoformat()}
@@ -171,7 +170,7 @@ def report(args: argparse.Namespace, size: int, found: dict[str, list[dict[str, 
 {cpu}, {os.cpu_count()} cores, {args.threads} threads; {args.rounds} rounds in turns, load average {min(loads):.1f} to
 {max(loads):.1f}. Medians, and least and most.
 
-{table(found, not args.no_saving)}
+{table(results, not args.no_saving)}
 
 "used once" ends when every weight was read once: transformers maps the files, and weights in their dtype are read only
 when they are used. Memory is VmHWM above what the process had before, for loading and using in sizes of the model; a
@@ -191,24 +190,24 @@ def main() -> None:
     if args.child:
         child(args.folder, args.child, not args.no_saving)
         return
-    made = not args.folder.is_dir()
-    if made:
+    is_new = not args.folder.is_dir()
+    if is_new:
         make(args.folder, args.model)
-    found: dict[str, list[dict[str, float]]] = {kind: [] for kinds in CASES.values() for kind in kinds}
+    results: dict[str, list[dict[str, float]]] = {kind: [] for kinds in CASES.values() for kind in kinds}
     loads = []
-    for file in args.folder.glob("*.safetensors"):  # into the page cache
+    for file in args.folder.glob("*.safetensors"):  # load into the page cache
         file.read_bytes()
     for number in range(args.rounds):
-        for kind, runs in [*found.items()][:: -1 if number % 2 else 1]:
-            one = measure(kind, args)
+        for kind, runs in [*results.items()][:: -1 if number % 2 else 1]:
+            result = measure(kind, args)
             loads.append(os.getloadavg()[0])
-            print(kind, {key: round(value, 2) for key, value in one.items() if value < 1e4}, file=sys.stderr)
-            runs.append(one)
-    text = report(args, sum(file.stat().st_size for file in args.folder.glob("*.safetensors")), found, loads)
+            print(kind, {key: round(value, 2) for key, value in result.items() if value < 1e4}, file=sys.stderr)
+            runs.append(result)
+    text = report(args, sum(file.stat().st_size for file in args.folder.glob("*.safetensors")), results, loads)
     print(text)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{date.today().isoformat()}-loading.md").write_text(text)
-    if made:
+    if is_new:
         shutil.rmtree(args.folder)
 
 

@@ -1,10 +1,10 @@
-"""Milliseconds of linear layers with low-rank updates on the CPU, ours beside the separate products of plain torch.
+"""Time of linear layers with LoRA on the CPU, compared with separate operations of plain torch.
 
-python benchmarks/lora.py [layers] [steps] [--threads 2] [--rounds 9]
+    python benchmarks/lora.py [layers] [steps] [--threads 2] [--rounds 9]
 
-Those that are compared run in turns; medians are told, the least in brackets, and the first over each. `separate` is
-the usual way: the base product, then dropout, A, B, the scale and a sum, each of them an operation of its own with
-what autograd keeps for it. Shapes are those of a Llama of 135 million weights and 2,048 tokens, at rank 16, in bf16.
+Implementations alternate; the table shows medians, with minima in brackets, and the ratio to the first. `separate`
+runs the base matmul, dropout, A, B, scale and sum as separate operations with their autograd state. Shapes are
+those of a Llama with 135 million parameters and 2,048 tokens, rank 16, bf16.
 """
 
 import argparse
@@ -42,17 +42,17 @@ GROUPS = {
 }
 
 
-def compare(works: dict[str, Work], rounds: int) -> None:
-    """Print a line for each, with how many times longer the first takes."""
-    seconds = turns(works, rounds)
+def compare(workloads: dict[str, Work], rounds: int) -> None:
+    """Print a line per workload, with the time of the first relative to it."""
+    seconds = turns(workloads, rounds)
     first = statistics.median(next(iter(seconds.values())))
-    for name, found in seconds.items():
-        middle = statistics.median(found)
-        print(f"| {name} | {middle * 1e3:.2f} ({min(found) * 1e3:.2f}) | {first / middle:.2f} |", flush=True)
+    for name, times in seconds.items():
+        middle = statistics.median(times)
+        print(f"| {name} | {middle * 1e3:.2f} ({min(times) * 1e3:.2f}) | {first / middle:.2f} |", flush=True)
 
 
-def separate(x: Tensor, updates: Sequence[lora.LoRAWeights], dropout: float = 0.0) -> tuple[Tensor, ...]:
-    """Each layer by itself, in plain torch."""
+def separate_operations(x: Tensor, updates: Sequence[lora.LoRAWeights], dropout: float = 0.0) -> tuple[Tensor, ...]:
+    """Each layer separately, in plain torch."""
     ys = []
     for update in updates:
         low = F.linear(F.dropout(x, dropout), update.a.to(x.dtype))
@@ -60,33 +60,33 @@ def separate(x: Tensor, updates: Sequence[lora.LoRAWeights], dropout: float = 0.
     return tuple(ys)
 
 
-def whole_lengths(update: lora.LoRAWeights) -> Tensor:
-    """Norms of the rows of a whole weight in fp32."""
+def full_row_norms(update: lora.LoRAWeights) -> Tensor:
+    """Norms of the rows of a full weight in fp32."""
     with torch.no_grad():
         weight = torch.cat([*update.base.iter_fp32_rows(2**40)])
         return (weight + update.scale * (update.b @ update.a)).norm(dim=1)
 
 
 @contextmanager
-def plainly() -> Iterator[None]:
-    """Everything as plain torch does it."""
-    own = adapters.lora_linear, adapters.lora_row_norms, linear.linear
-    adapters.lora_linear, adapters.lora_row_norms = separate, whole_lengths
+def use_plain_torch() -> Iterator[None]:
+    """Replace kernels by plain torch."""
+    originals = adapters.lora_linear, adapters.lora_row_norms, linear.linear
+    adapters.lora_linear, adapters.lora_row_norms = separate_operations, full_row_norms
     linear.linear = lambda x, w, b=None: F.linear(x, w.to(x.dtype), None if b is None else b.to(x.dtype))
     yield
-    adapters.lora_linear, adapters.lora_row_norms, linear.linear = own
+    adapters.lora_linear, adapters.lora_row_norms, linear.linear = originals
 
 
 def plain(work: Work) -> Work:
     def run() -> None:
-        with plainly():
+        with use_plain_torch():
             work()
 
     return run
 
 
 def layers(rounds: int) -> None:
-    """Forward and backward of the groups of layers that read one input."""
+    """Forward and backward pass of groups of layers with the same input."""
     for name, adapter in {
         "LoRA": LoRAConfig(16),
         "dropout 0.1": LoRAConfig(16, dropout=0.1),
@@ -100,8 +100,8 @@ def layers(rounds: int) -> None:
 
 
 def group_step(adapter: LoRAConfig | None, inner: int, outer: tuple[int, ...]) -> Work:
-    made = [Linear(inner, out, bias=False).to(BF16).requires_grad_(False) for out in outer]
-    for layer in made:
+    linears = [Linear(inner, out, bias=False).to(BF16).requires_grad_(False) for out in outer]
+    for layer in linears:
         layer.weight.normal_(std=inner**-0.5)
         if adapter is not None:
             adapter.wrap_layer(layer, 16, 32.0)
@@ -110,19 +110,19 @@ def group_step(adapter: LoRAConfig | None, inner: int, outer: tuple[int, ...]) -
                     torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.randn(parameter.shape) * 0.02))
     x = torch.randn(4, 512, inner, dtype=BF16, requires_grad=True)
     grads = [torch.randn(4, 512, out, dtype=BF16) for out in outer]
-    inputs = [x, *(p for layer in made for p in layer.parameters() if p.requires_grad)]
-    return lambda: torch.autograd.grad(shared_input_linears(made, x), inputs, grads)
+    inputs = [x, *(p for layer in linears for p in layer.parameters() if p.requires_grad)]
+    return lambda: torch.autograd.grad(shared_input_linears(linears, x), inputs, grads)
 
 
 def steps(rounds: int) -> None:
-    """Whole steps: forward, backward, AdamW; 4 packed rows of 512 tokens."""
+    """Full steps: forward, backward, AdamW; 4 packed rows of 512 tokens."""
     print("\n| step of 2,048 tokens, 135M | ms | times as fast as the first |\n|---|---|---|")
     for name, adapter in {"LoRA": LoRAConfig(16), "DoRA": DoRAConfig(16), "full": NoAdapter()}.items():
-        work = whole(adapter)
+        work = build_step(adapter)
         compare({f"{name}: plain torch": plain(work), f"{name}: ours": work}, rounds)
 
 
-def whole(adapter: NoAdapter | LoRAConfig) -> Work:
+def build_step(adapter: NoAdapter | LoRAConfig) -> Work:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(SMALL))
         return step(HFCheckpoint.open(Path(folder)), NoQuantization(), adapter)
@@ -137,7 +137,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    retain_freed_memory()  # as a run does
+    retain_freed_memory()  # as in a run
     print(f"{describe_hardware(torch.device('cpu'))}, {args.threads} threads, torch {torch.__version__}, "
           f"Python {platform.python_version()}; load {os.getloadavg()[0]:.1f}")  # fmt: skip
     for name in args.what:

@@ -1,9 +1,9 @@
-"""Memory and seconds of merging adapters into a model of a billion parameters in several files: ours, and peft's way.
+"""Memory and time of merging an adapter into a sharded model with a billion parameters, tunekit and peft.
 
-python benchmarks/merging.py [--shard 500] [--rounds 1] [--threads 2] > benchmarks/results/merging.md
+    python benchmarks/merging.py [--shard 500] [--rounds 1] [--threads 2] > benchmarks/results/merging.md
 
-Every merge runs in a process of its own. Memory is what it holds beyond what it held before the merge began: pages of
-its own (RssAnon) and mapped pages of files (RssFile), which the system may take back, apart.
+Each merge runs in its own process. Memory is the growth since the merge started, separately for private pages
+(RssAnon) and mapped file pages (RssFile), which the system can reclaim.
 """
 
 import argparse
@@ -42,7 +42,7 @@ MB = 1e6
 
 
 def make(folder: Path, shard: float) -> HFCheckpoint:
-    """A random checkpoint in files of at most `shard` bytes, or of one tensor that is larger."""
+    """Random checkpoint in files of at most `shard` bytes, or of one larger tensor."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(MODEL))
     source = HFCheckpoint.open(folder)
@@ -67,7 +67,7 @@ def make(folder: Path, shard: float) -> HFCheckpoint:
 
 
 def adapt(folder: Path, source: HFCheckpoint, adapter: LoRAConfig) -> None:
-    """Random numbers as an adapter's files."""
+    """Save a random adapter."""
     folder.mkdir()
     with torch.device("meta"):
         net = Decoder(source.spec)
@@ -81,56 +81,56 @@ def adapt(folder: Path, source: HFCheckpoint, adapter: LoRAConfig) -> None:
     peft_adapter.save_adapter(folder, net, adapter, source)
 
 
-class Watch:
-    """The most memory that this process holds while it is open, above what it held at the start."""
+class MemoryMonitor:
+    """Peak memory of a with block, minus the memory before it."""
 
-    def __enter__(self) -> "Watch":
-        self.before, self.most, self.over = held(), held(), False
-        self.thread = threading.Thread(target=self.look)
+    def __enter__(self) -> "MemoryMonitor":
+        self.before, self.peak, self.stopped = memory_usage(), memory_usage(), False
+        self.thread = threading.Thread(target=self.sample)
         self.thread.start()
         self.start = time.process_time()
         return self
 
-    def look(self) -> None:
-        while not self.over:
-            self.most = {key: max(value, held()[key]) for key, value in self.most.items()}
+    def sample(self) -> None:
+        while not self.stopped:
+            self.peak = {key: max(value, memory_usage()[key]) for key, value in self.peak.items()}
             time.sleep(0.002)
 
     def __exit__(self, *error: object) -> None:
-        self.seconds, self.over = time.process_time() - self.start, True
+        self.seconds, self.stopped = time.process_time() - self.start, True
         self.thread.join()
 
     @property
-    def found(self) -> dict[str, float]:
-        return {key: value - self.before[key] for key, value in self.most.items()} | {"seconds": self.seconds}
+    def growth(self) -> dict[str, float]:
+        return {key: value - self.before[key] for key, value in self.peak.items()} | {"seconds": self.seconds}
 
 
-def held() -> dict[str, float]:
+def memory_usage() -> dict[str, float]:
     lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
     return {line[0].rstrip(":"): 1024 * int(line[1]) for line in lines if line[0] in ("RssAnon:", "RssFile:")}
 
 
-def child(way: str, base: Path, adapter: Path, out: Path) -> dict[str, float]:
+def child(method: str, base: Path, adapter: Path, out: Path) -> dict[str, float]:
     """One merge in this process."""
-    if way == "peft":
+    if method == "peft":
         peft_module, transformers = __import__("peft"), __import__("transformers")
-        with Watch() as watch:
+        with MemoryMonitor() as watch:
             model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
             peft_module.PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(out)
-        return watch.found
+        return watch.growth
     source = HFCheckpoint.open(base)
     out.mkdir()
-    with Watch() as watch:
+    with MemoryMonitor() as watch:
         merge.merge_adapter(source, adapter, out, quiet=True)
-        if way == "tune merge":
+        if method == "tune merge":
             choice = peft_adapter.read_adapter_config(adapter, source)
             verify.verify_merge(out, source, replace(choice, adapter_path=str(adapter)), torch.device("cpu"))
-    return watch.found
+    return watch.growth
 
 
-def run(way: str, base: Path, adapter: Path, threads: int) -> dict[str, float]:
+def run(method: str, base: Path, adapter: Path, threads: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir=base.parent) as out:
-        words = [sys.executable, __file__, "--child", way, str(base), str(adapter), f"{out}/merged"]
+        words = [sys.executable, __file__, "--child", method, str(base), str(adapter), f"{out}/merged"]
         done = subprocess.run([*words, "--threads", str(threads)], capture_output=True, text=True, check=True)
         return json.loads(done.stdout.splitlines()[-1])
 
@@ -148,12 +148,12 @@ def report(args: argparse.Namespace) -> None:
         print("| adapter | way | own pages, MB | in files | mapped pages, MB | seconds |\n|---|---|---|---|---|---|")
         for i, (name, adapter) in enumerate(ADAPTERS.items()):
             adapt(Path(place, f"adapter{i}"), source, adapter)
-            for way in ("merge", "tune merge", "peft"):
-                rounds = [run(way, base, Path(place, f"adapter{i}"), args.threads) for _ in range(args.rounds)]
-                own, mapped = (max(one[key] for one in rounds) / MB for key in ("RssAnon", "RssFile"))
-                seconds = min(one["seconds"] for one in rounds)
-                figures = [f"{own:,.0f}", f"{own / max(sizes):.2f}", f"{mapped:,.0f}", f"{seconds:.0f}"]
-                print(f"| {' | '.join([name, way, *figures])} |", flush=True)
+            for method in ("merge", "tune merge", "peft"):
+                rounds = [run(method, base, Path(place, f"adapter{i}"), args.threads) for _ in range(args.rounds)]
+                private, mapped = (max(result[key] for result in rounds) / MB for key in ("RssAnon", "RssFile"))
+                seconds = min(result["seconds"] for result in rounds)
+                figures = [f"{private:,.0f}", f"{private / max(sizes):.2f}", f"{mapped:,.0f}", f"{seconds:.0f}"]
+                print(f"| {' | '.join([name, method, *figures])} |", flush=True)
 
 
 def main() -> None:
@@ -166,8 +166,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.child:
-        way, *paths = args.child
-        print(json.dumps(child(way, *map(Path, paths))))
+        method, *paths = args.child
+        print(json.dumps(child(method, *map(Path, paths))))
     else:
         report(args)
 

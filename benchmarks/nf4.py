@@ -1,9 +1,9 @@
-"""Milliseconds of four-bit weights on the CPU, beside what they stand for: decoding, products, and steps of training.
+"""Time of 4-bit weights on the CPU, compared with bf16 weights: decoding, matmuls, and training steps.
 
-python benchmarks/nf4.py [decode] [products] [steps] [gpu] [--threads 2] [--rounds 15]
+    python benchmarks/nf4.py [decode] [products] [steps] [gpu] [--threads 2] [--rounds 15]
 
-Those that are compared run in turns; medians are told, and the least in brackets. bitsandbytes takes part if it is
-installed. A report says how busy the machine was; `--cpu` counts processor time, which others take less of.
+Implementations alternate; the table shows medians, with minima in brackets. bitsandbytes is measured if it is
+installed. The report shows the load of the machine; `--cpu` measures CPU time, which other processes affect less.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from tunekit.optim.config import AdamWConfig
 from tunekit.quantization.config import NF4Config, NoQuantization
 
 BF16 = torch.bfloat16
-# Tokens, out, in: the layers of a model of 135 million weights, and of one of 8 billion.
+# tokens, out, in: layers of models with 135 million and 8 billion parameters
 SIZES = ((2048, 576, 576), (2048, 1536, 576), (2048, 576, 1536), (512, 4096, 4096))
 SIZES += tuple((rows, 4096, 4096) for rows in (1, 2, 4, 8)) + ((1, 576, 576), (4, 576, 576))
 SMALL = {
@@ -57,13 +57,13 @@ SMALL = {
 }
 
 
-def compare(works: dict[str, Work], rounds: int, clock: Callable[[], float]) -> None:
-    """Print a line for each, with how it compares to the first."""
-    seconds = turns(works, rounds, clock)
+def compare(workloads: dict[str, Work], rounds: int, clock: Callable[[], float]) -> None:
+    """Print a line per workload, with its time relative to the first."""
+    seconds = turns(workloads, rounds, clock)
     first = statistics.median(next(iter(seconds.values())))
-    for name, found in seconds.items():
-        middle = statistics.median(found)
-        print(f"| {name} | {middle * 1e3:.2f} ({min(found) * 1e3:.2f}) | {middle / first:.2f} |", flush=True)
+    for name, times in seconds.items():
+        middle = statistics.median(times)
+        print(f"| {name} | {middle * 1e3:.2f} ({min(times) * 1e3:.2f}) | {middle / first:.2f} |", flush=True)
 
 
 def decode(rounds: int, clock: Callable[[], float]) -> None:
@@ -75,20 +75,20 @@ def decode(rounds: int, clock: Callable[[], float]) -> None:
     parts = packed.view(4096, -1), scales.view(4096, -1)
     plain = nf4.NF4Weight(parts[0], parts[1].view(torch.uint8), None, "nf4")
     nested = nf4.NF4Weight(parts[0], codes.view(4096, -1), outer.view(torch.uint8), "nf4")
-    room, like = torch.empty(size, dtype=BF16), torch.empty(size, dtype=BF16)
+    output, bf16_copy = torch.empty(size, dtype=BF16), torch.empty(size, dtype=BF16)
     works: dict[str, Callable[[], object]] = {
-        "tunekit, into warm memory": lambda: nf4.decode(plain, room),
-        "tunekit, nested scales": lambda: nf4.decode(nested, room),
+        "tunekit, into warm memory": lambda: nf4.decode(plain, output),
+        "tunekit, nested scales": lambda: nf4.decode(nested, output),
         "tunekit, into new memory": lambda: nf4.dequantize(parts[0], parts[1].view(torch.uint8), None, "nf4", BF16),
         "tunekit, plain torch": lambda: nf4.dequantize_reference(*parts, "nf4").to(BF16),
-        "a copy of the bf16 numbers": lambda: room.copy_(like),
-        "zeros into the same memory": lambda: room.zero_(),
+        "a copy of the bf16 numbers": lambda: output.copy_(bf16_copy),
+        "zeros into the same memory": lambda: output.zero_(),
     }
     if importlib.util.find_spec("bitsandbytes"):
         functional = importlib.import_module("bitsandbytes.functional")
         theirs, state = functional.quantize_4bit(weight, quant_type="nf4", blocksize=64)
         works["bitsandbytes"] = lambda: functional.dequantize_4bit(theirs, state)
-        works["bitsandbytes' loop alone, into warm memory"] = loop(theirs, state.absmax, room)
+        works["bitsandbytes' loop alone, into warm memory"] = loop(theirs, state.absmax, output)
     print("\n| decode 4096 x 4096 | ms | times the first |\n|---|---|---|")
     compare(works, rounds, clock)
     print("\n| quantize 4096 x 4096 | ms | times the first |\n|---|---|---|")
@@ -98,15 +98,15 @@ def decode(rounds: int, clock: Callable[[], float]) -> None:
     compare(quantizers, 3, clock)
 
 
-def loop(packed: torch.Tensor, scales: torch.Tensor, room: torch.Tensor) -> Callable[[], object]:
-    """The compiled function of bitsandbytes, which its operator calls with memory of its own."""
+def loop(packed: torch.Tensor, scales: torch.Tensor, output: torch.Tensor) -> Callable[[], object]:
+    """The compiled function of bitsandbytes; its operator also allocates the output."""
     lib = importlib.import_module("bitsandbytes.cextension").lib
-    places = [ctypes.c_void_p(t.data_ptr()) for t in (packed, scales, room)]
-    return lambda: lib.cdequantize_blockwise_cpu_nf4_bf16(*places, *map(ctypes.c_longlong, (64, *room.shape)))
+    places = [ctypes.c_void_p(t.data_ptr()) for t in (packed, scales, output)]
+    return lambda: lib.cdequantize_blockwise_cpu_nf4_bf16(*places, *map(ctypes.c_longlong, (64, *output.shape)))
 
 
 def products(rounds: int, clock: Callable[[], float]) -> None:
-    """x W^T and its backward for the input, beside the same with a bf16 weight."""
+    """x W^T and its backward pass for the input, compared with a bf16 weight."""
     print("\n| tokens x out x in | ms | times the first |\n|---|---|---|")
     for sizes in SIZES:
         product(sizes, rounds, clock)
@@ -121,28 +121,28 @@ def product(sizes: tuple[int, int, int], rounds: int, clock: Callable[[], float]
     name = f"{tokens} x {out} x {inner}"
     forward: dict[str, Callable[[], object]] = {f"{name}, bf16": lambda: F.linear(x, weight)}
     back: dict[str, Callable[[], object]] = {f"{name}, back, bf16": lambda: grad @ weight}
-    forward[f"{name}, nf4"] = lambda: nf4.product(x, *parts, None)
-    back[f"{name}, back, nf4"] = lambda: nf4.product_back(grad, *parts)
-    if tokens <= nf4.FEW:
-        forward[f"{name}, nf4 decoded first"] = without(lambda: nf4.product(x, *parts, None))
+    forward[f"{name}, nf4"] = lambda: nf4.matmul(x, *parts, None)
+    back[f"{name}, back, nf4"] = lambda: nf4.matmul_backward(grad, *parts)
+    if tokens <= nf4.MAX_FUSED_ROWS:
+        forward[f"{name}, nf4 decoded first"] = without(lambda: nf4.matmul(x, *parts, None))
     with torch.no_grad():
         compare(forward, rounds, clock)
         compare(back, rounds, clock)
 
 
 def without(work: Callable[[], object]) -> Callable[[], object]:
-    """The same work without the kernel for few rows."""
+    """The same without the kernel for few rows."""
 
     def run() -> None:
-        own, nf4.FEW = nf4.FEW, 0
+        original, nf4.MAX_FUSED_ROWS = nf4.MAX_FUSED_ROWS, 0
         work()
-        nf4.FEW = own
+        nf4.MAX_FUSED_ROWS = original
 
     return run
 
 
 def gpu(rounds: int, clock: Callable[[], float]) -> None:
-    """Products of few rows on a GPU, looked up on the way or dequantized first: where FEW_ON_GPU should be."""
+    """Matmuls with few rows on a GPU, fused or dequantized first, to choose FEW_ON_GPU."""
     print("\n| rows x out x in | on the way, ms | dequantized first, ms | bf16, ms |\n|---|---|---|---|")
     for out, inner in ((4096, 4096), (14336, 4096), (4096, 14336)):
         weight = torch.randn(out, inner, dtype=BF16, device="cuda")
@@ -160,21 +160,21 @@ def gpu(rounds: int, clock: Callable[[], float]) -> None:
             print(f"| {rows} x {out} x {inner} | {times} |", flush=True)
 
 
-def launched(work: Callable[[], object], rounds: int, clock: Callable[[], float]) -> float:
-    """Milliseconds of one of a hundred launches."""
-    found = []
+def launched(fn: Callable[[], object], rounds: int, clock: Callable[[], float]) -> float:
+    """Milliseconds per launch, over a hundred launches."""
+    times = []
     for _ in range(rounds + 1):
         torch.cuda.synchronize()
-        began = clock()
+        start = clock()
         for _ in range(100):
-            work()
+            fn()
         torch.cuda.synchronize()
-        found.append((clock() - began) * 10)
-    return statistics.median(found[1:])
+        times.append((clock() - start) * 10)
+    return statistics.median(times[1:])
 
 
 def steps(rounds: int, clock: Callable[[], float]) -> None:
-    """A step of a Llama of 135 million weights: 4 packed rows of 512 tokens, rank 16 on all linear layers."""
+    """Step of a Llama with 135 million parameters: 4 packed rows of 512 tokens, rank 16 on all linear layers."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(SMALL))
         source = HFCheckpoint.open(Path(folder))
@@ -187,7 +187,7 @@ def steps(rounds: int, clock: Callable[[], float]) -> None:
 
 
 def step(source: HFCheckpoint, weights: NoQuantization, adapter: NoAdapter | LoRAConfig) -> Callable[[], object]:
-    """A whole step: forward, backward, AdamW; 4 packed rows of 512 tokens."""
+    """A full step: forward, backward, AdamW; 4 packed rows of 512 tokens."""
     model = build.build_model(
         source,
         weights,

@@ -1,4 +1,4 @@
-"""Pictures of results: bars by contestant, lines over tokens. Needs matplotlib."""
+"""Plots of results: bars by contestant, lines over tokens. Requires matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,22 +6,22 @@ from pathlib import Path
 import matplotlib as mpl
 
 mpl.use("Agg")
-from matplotlib import pyplot  # noqa: E402  (it must be told first that there is no screen)
+from matplotlib import pyplot  # the backend must be set first
 
 COLORS = ("#1f5fbf", "#e08a1e", "#5a9e4b", "#999999", "#b0413e")
 
 
 def bars(file: Path, panels: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
-    """A panel for each quantity, a group for each work, a bar for each contestant: quantity, work, contestant."""
+    """A panel per quantity, a group per task, a bar per contestant: quantity, task, contestant."""
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 4), squeeze=False)
     for axis, (quantity, works) in zip(axes[0], panels.items(), strict=True):
-        names = list(dict.fromkeys(name for found in works.values() for name in found))
+        names = list(dict.fromkeys(name for values in works.values() for name in values))
         width = 0.8 / max(len(names), 1)
         for i, name in enumerate(names):
             places = [
-                at + (i - (len(names) - 1) / 2) * width for at, found in enumerate(works.values()) if name in found
+                x + (i - (len(names) - 1) / 2) * width for x, values in enumerate(works.values()) if name in values
             ]
-            heights = [found[name] for found in works.values() if name in found]
+            heights = [values[name] for values in works.values() if name in values]
             drawn = axis.bar(places, heights, width * 0.92, label=name, color=COLORS[i % len(COLORS)])
             axis.bar_label(drawn, fmt="{:.3g}", fontsize=8)
         axis.set_xticks(range(len(works)), works, fontsize=8)
@@ -34,7 +34,7 @@ def bars(file: Path, panels: Mapping[str, Mapping[str, Mapping[str, float]]]) ->
 
 
 def line(file: Path, tokens: Sequence[float], panels: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-    """A panel for each quantity over tokens, both on logarithmic axes: quantity, name, values."""
+    """A panel per quantity over tokens, both axes logarithmic: quantity, name, values."""
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 4), squeeze=False)
     for axis, (quantity, lines) in zip(axes[0], panels.items(), strict=True):
         for i, (name, values) in enumerate(lines.items()):
@@ -52,9 +52,9 @@ def line(file: Path, tokens: Sequence[float], panels: Mapping[str, Mapping[str, 
 
 
 def steps(file: Path, rungs: Mapping[str, tuple[float, float]]) -> None:
-    """Speed and memory, rung below rung: tokens a second and GiB by name."""
+    """Speed and memory by rung: tokens per second and GiB by name."""
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 0.45 * len(rungs) + 1.2), sharey=True)
-    titles = ("learnt tokens a second", "peak resident memory, GiB")
+    titles = ("target tokens per second", "peak resident memory, GiB")
     for axis, title, values in zip(axes, titles, zip(*rungs.values(), strict=True), strict=True):
         drawn = axis.barh(list(rungs), values, color=COLORS[0] if axis is axes[0] else COLORS[1])
         axis.bar_label(drawn, fmt="{:.3g}", fontsize=8, padding=2)

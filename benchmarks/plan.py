@@ -1,12 +1,12 @@
-"""What `tune plan` tells beside what a step takes, for some ways to train and to share a model, on the CPU.
+"""Memory that `tune plan` predicts compared with that of real steps, for some methods and layouts on the CPU.
 
-python benchmarks/plan.py [--layers 6] [--only lora nf4]
+    python benchmarks/plan.py [--layers 6] [--only lora nf4]
 
-Each is a process of its own. Counted is memory of its own (RssAnon) at most, less that of the same process behind a
-step of the first layer of the model, when all code is loaded and products have their kernels. Freed memory goes back to
-the system there: `tune run` keeps it for speed, and then holds up to a third more than it uses. Of several ranks the
-one that took most is told. With experts as many kernels of products are there as are kept: in a run each step brings
-some, for the numbers of tokens that experts get in it, and a few hundred steps all of them.
+Each case is a process. Measured is the peak of private memory (RssAnon) minus that of the same process after a step
+of the first layer, when all code and matmul kernels are loaded. Freed memory is returned to the system; `tune run`
+keeps it for speed and then holds up to a third more than it uses. With several ranks, the maximum is shown. With
+experts, all matmul kernels that the cache can hold are created first: in a run each step adds some, for the token
+counts of its experts.
 """
 
 import argparse
@@ -49,10 +49,10 @@ from tunekit.plan.onednn_cache import own
 from tunekit.plan.workload import Workload, dtypes
 from tunekit.quantization.config import NF4Config, NoQuantization
 
-GIVEN_BACK = 2**16  # bytes from which freed memory goes back to the system at once
-HERE = Path(__file__).parent
+GIVEN_BACK = 2**16  # freed blocks of at least this many bytes are returned to the system immediately
+BENCHMARKS = Path(__file__).parent
 MODEL = "tunekit/smollm2_135m"
-WAYS: dict[str, dict[str, Any]] = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "full": {},
     "full, 2 passes a step": {"batch": 4},
     "full, recompute": {"memory": MemoryConfig(activation_checkpointing="full")},
@@ -76,42 +76,43 @@ WAYS: dict[str, dict[str, Any]] = {
     "tensor 2, expert 2": {"parallel": ParallelConfig(tp=2, ep=2)},
 }
 EXPERTS = MoE(8, 6, 384)
-FILLING = range(400, 400 + onednn_cache.KEPT // onednn_cache.EACH + 1)  # tokens of an expert in steps before
+# token counts of experts in earlier steps
+EXPERT_TOKEN_COUNTS = range(400, 400 + onednn_cache.KEPT // onednn_cache.EACH + 1)
 
 
-def task(way: str, layers: int) -> Workload:
-    """The model, shortened, with two rows of 512 tokens in a pass."""
+def make_task(name: str, layers: int) -> Workload:
+    """Model with fewer layers, and two rows of 512 tokens per micro-batch."""
     source = HFCheckpoint.open(assets.PRESETS[MODEL], MODEL)
     chosen = source.spec.layers[:layers]
-    if "expert" in way:
+    if "expert" in name:
         chosen = tuple(replace(layer, ffn=EXPERTS) for layer in chosen)
-    if "tensor" in way:  # which nine heads are not divided by
+    if "tensor" in name:  # nine heads cannot be divided by 2
         chosen = tuple(replace(layer, mixer=replace(layer.mixer, heads=8, kv_heads=4)) for layer in chosen)
     source = replace(source, spec=replace(source.spec, layers=chosen))
     precision = PrecisionConfig("bf16", frozen_dtype="bf16")
-    how = NoAdapter(), NoQuantization(), precision, MemoryConfig(), AdamWConfig(), CrossEntropy(), ParallelConfig()
-    plain = Workload(source, 512, 2, 2, *how, max_grad_norm=1.0, random=False)
-    return replace(plain, **WAYS[way])
+    options = NoAdapter(), NoQuantization(), precision, MemoryConfig(), AdamWConfig(), CrossEntropy(), ParallelConfig()
+    plain = Workload(source, 512, 2, 2, *options, max_grad_norm=1.0, random=False)
+    return replace(plain, **CONFIGS[name])
 
 
-def sparse(task: Workload) -> bool:
+def has_experts(task: Workload) -> bool:
     return any(layer.ffn == EXPERTS for layer in task.source.spec.layers)
 
 
-def ranks(way: str) -> int:
-    """Processes that a way takes."""
-    parallel: ParallelConfig | None = WAYS[way].get("parallel")
+def num_ranks(name: str) -> int:
+    """Number of processes of a config."""
+    parallel: ParallelConfig | None = CONFIGS[name].get("parallel")
     return 1 if parallel is None else parallel.tp * (1 if parallel.tp > 1 == parallel.ep else 2)
 
 
-def planned(task: Workload, count: int) -> int:
-    """Bytes of a step at most on each rank, without the process itself."""
+def planned_bytes(task: Workload, count: int) -> int:
+    """Predicted peak bytes of a step on each rank, without the process itself."""
     phases = estimate(task, ClusterSpec(count)).room.phases
     return max(phases[name].total for name in ("forward", "backward", "step")) - PROCESS
 
 
-def stepped(task: Workload, steps: int, run: DistributedContext) -> None:
-    """Steps of a model of random weights, in the order of assemble.model."""
+def run_steps(task: Workload, steps: int, run: DistributedContext) -> None:
+    """Steps of a model with random weights, set up as in assemble.build_model."""
     sizes = run.sizes
     net = build.build_meta_model(task.source, task.quantization, task.adapter)
     parallelize(net, run)
@@ -122,10 +123,10 @@ def stepped(task: Workload, steps: int, run: DistributedContext) -> None:
     net.tie()
     register_shards((*net.named_parameters(), *net.named_buffers()), net.shards)
     for parameter in net.parameters():
-        here = to_local(parameter.data)
-        here.normal_(std=0.02) if parameter.is_floating_point() else here.zero_()
+        local = to_local(parameter.data)
+        local.normal_(std=0.02) if parameter.is_floating_point() else local.zero_()
     optimizer = task.optimizer.build(
-        task.adapter.param_groups(net), [p for each in net.layers for p in each.parameters()]
+        task.adapter.param_groups(net), [p for layer in net.layers for p in layer.parameters()]
     )
     train_optimizer = task.memory.wrap_optimizer(optimizer, run)
     shape = ProbeStep(
@@ -147,73 +148,74 @@ def stepped(task: Workload, steps: int, run: DistributedContext) -> None:
         train_optimizer.zero_grad()
 
 
-def measured(task: Workload) -> int:
-    """Bytes of some steps at most, on any rank."""
-    one: DecoderSpec = replace(task.source.spec, layers=task.source.spec.layers[:1])
+def measured_bytes(task: Workload) -> int:
+    """Measured peak bytes of some steps, maximum over ranks."""
+    one_layer_spec: DecoderSpec = replace(task.source.spec, layers=task.source.spec.layers[:1])
     with DistributedContext(device="cpu", parallel=task.parallel) as run:
-        for threshold in (malloc.TRIM_THRESHOLD, malloc.MMAP_THRESHOLD):  # `DistributedContext` has set them for speed
+        for threshold in (malloc.TRIM_THRESHOLD, malloc.MMAP_THRESHOLD):  # DistributedContext has set them for speed
             ctypes.CDLL(None).mallopt(threshold, GIVEN_BACK)
-        stepped(replace(task, source=replace(task.source, spec=one)), 1, run)
-        return int(run.max_over_ranks(float(watched(task, run)))[0])
+        run_steps(replace(task, source=replace(task.source, spec=one_layer_spec)), 1, run)
+        return int(run.max_over_ranks(float(peak_growth(task, run)))[0])
 
 
-def watched(task: Workload, run: DistributedContext) -> int:
-    """Bytes of two steps at most, in this process."""
-    before, most, done = own(), [0], threading.Event()
+def peak_growth(task: Workload, run: DistributedContext) -> int:
+    """Peak bytes of two steps in this process."""
+    before, peak, done = own(), [0], threading.Event()
 
-    def watch() -> None:
+    def sample() -> None:
         while not done.wait(0.003):
-            most[0] = max(most[0], own())
+            peak[0] = max(peak[0], own())
 
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=sample)
     thread.start()
-    if sparse(task):
-        onednn_cache.make(FILLING)
-    stepped(task, 2, run)
+    if has_experts(task):
+        onednn_cache.make(EXPERT_TOKEN_COUNTS)
+    run_steps(task, 2, run)
     done.set()
     thread.join()
-    return most[0] - before
+    return peak[0] - before
 
 
-def child(way: str, layers: int, what: str) -> int:
-    """One number from a process of its own, or from the first of several."""
-    line = [sys.executable, str(HERE / "plan.py"), "--layers", str(layers), "--child", what, way]
-    count = ranks(way) if what == "measured" else 1
+def run_child(name: str, layers: int, quantity: str) -> int:
+    """One value from a child process, or from the first of several."""
+    line = [sys.executable, str(BENCHMARKS / "plan.py"), "--layers", str(layers), "--child", quantity, name]
+    count = num_ranks(name) if quantity == "measured" else 1
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     env = dict(os.environ)
     if count > 1:
         env |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    told = [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else env for rank in range(count)]
-    started = [subprocess.Popen(line, env=one, stdout=subprocess.PIPE, text=True) for one in told]
-    texts = [one.communicate()[0] for one in started]
-    if any(one.returncode for one in started):
-        raise SystemExit(f"{way}: a rank failed")
+    environments = [env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else env for rank in range(count)]
+    started = [subprocess.Popen(line, env=process, stdout=subprocess.PIPE, text=True) for process in environments]
+    texts = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        raise SystemExit(f"{name}: a rank failed")
     return json.loads(texts[0])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--only", nargs="*", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--only", nargs="*", default=list(CONFIGS), choices=list(CONFIGS))
     parser.add_argument("--child", nargs=2, metavar=("WHAT", "WAY"), help=argparse.SUPPRESS)
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--results", type=Path, default=BENCHMARKS / "results")
     args = parser.parse_args()
     if args.child:
-        what, way = args.child
-        chosen = task(way, args.layers)
-        print(planned(chosen, ranks(way)) if what == "planned" else measured(chosen))
+        quantity, name = args.child
+        chosen = make_task(name, args.layers)
+        print(planned_bytes(chosen, num_ranks(name)) if quantity == "planned" else measured_bytes(chosen))
         return
     text = f"# What was planned, and what was taken, {date.today()}\n\n"
     text += f"{describe_hardware(CPU)}, torch {torch.__version__}. "
     text += f"{MODEL} with {args.layers} layers, rows of 512 tokens, 2 in a pass.\n\n"
     text += "| | planned MiB | measured MiB | off by | seconds to plan |\n|---|---|---|---|---|\n"
     print(text, end="", flush=True)
-    for way in args.only:
-        began = time.perf_counter()
-        told = child(way, args.layers, "planned")
-        spent, taken = time.perf_counter() - began, child(way, args.layers, "measured")
-        line = f"| {way} | {told / 2**20:,.0f} | {taken / 2**20:,.0f} | {told / taken - 1:+.1%} | {spent:.0f} |\n"
+    for name in args.only:
+        start = time.perf_counter()
+        planned = run_child(name, args.layers, "planned")
+        elapsed, measured = time.perf_counter() - start, run_child(name, args.layers, "measured")
+        sizes = f"{planned / 2**20:,.0f} | {measured / 2**20:,.0f} | {planned / measured - 1:+.1%}"
+        line = f"| {name} | {sizes} | {elapsed:.0f} |\n"
         print(line, end="", flush=True)
         text += line
         (args.results / f"{date.today()}-plan.md").write_text(text)

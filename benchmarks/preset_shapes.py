@@ -32,7 +32,7 @@ def read_preset_shapes() -> PresetShapes:
         }
         names = "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"
         mlp_dims |= {config[name] for name in names if config.get(name)}
-        if rotated := config.get("qk_rope_head_dim"):  # latent attention: one key of which all channels turn
+        if rotated := config.get("qk_rope_head_dim"):  # latent attention: one key, all channels of which are rotated
             heads |= {(number, config["qk_nope_head_dim"] + rotated, rotated), (1, rotated, rotated)}
         else:
             rotated = int(channels * config.get("partial_rotary_factor", 1.0))

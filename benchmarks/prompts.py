@@ -1,8 +1,8 @@
-"""Pairs whose prompts are computed once, beside pairs that are written whole: time and memory of a pass, in turns.
+"""Preference pairs with shared prompts compared with repeated prompts: time and memory of a training pass.
 
-python benchmarks/prompts.py [--layers 6] [--pairs 4] [--prompt 256] [--answer 64] [--rounds 4] [--steps 4]
+    python benchmarks/prompts.py [--layers 6] [--pairs 4] [--prompt 256] [--answer 64] [--rounds 4] [--steps 4]
 
-The log-probabilities of both answers of each pair, what DPO makes of them, and its gradients. Each run is a process.
+Log-probabilities of both answers, the DPO loss, and gradients. Each run is a process; the variants alternate.
 """
 
 import argparse
@@ -40,20 +40,20 @@ FORMS, ADAPTERS = ("whole", "shared"), {"LoRA": LoRAConfig(16), "full": NoAdapte
 BETA = 0.1
 
 
-def pairs(args: argparse.Namespace, vocab: int) -> TokenizedDataset:
-    """Chosen and rejected in turn."""
-    random, found = np.random.default_rng(0), []
+def make_pairs(args: argparse.Namespace, vocab: int) -> TokenizedDataset:
+    """Chosen and rejected documents alternate."""
+    rng, documents = np.random.default_rng(0), []
     for _ in range(args.pairs):
-        prompt = random.integers(1, vocab, args.prompt)
-        for answer in random.integers(1, vocab, (2, args.answer)):
-            learnt = np.arange(args.prompt + args.answer) >= args.prompt
-            found.append(Document(np.concatenate([prompt, answer]).astype(np.int32), learnt, len(learnt)))
-    return TokenizedDataset(found)
+        prompt = rng.integers(1, vocab, args.prompt)
+        for answer in rng.integers(1, vocab, (2, args.answer)):
+            loss_mask = np.arange(args.prompt + args.answer) >= args.prompt
+            documents.append(Document(np.concatenate([prompt, answer]).astype(np.int32), loss_mask, len(loss_mask)))
+    return TokenizedDataset(documents)
 
 
-def batch(args: argparse.Namespace, vocab: int) -> Batch:
+def make_batch(args: argparse.Namespace, vocab: int) -> Batch:
     """All pairs in one packed row."""
-    documents = pairs(args, vocab)
+    documents = make_pairs(args, vocab)
     capacity = int(documents.lengths.sum())
     layout = Collator(1, 1, 0, 1, 0, capacity, 2, with_document_ids=True, share_prefixes=args.child == "shared")
     return layout.micro_batches(documents, [np.arange(len(documents))])[0]
@@ -64,15 +64,15 @@ def loss(model: Decoder, rows: Batch) -> Tensor:
     return -F.logsigmoid(BETA * (chosen.logps - rejected.logps)).sum()
 
 
-def resident(name: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most."""
-    found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
+def process_memory(name: str) -> int:
+    """Memory of this process in bytes: current (VmRSS) or peak (VmHWM)."""
+    match = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert match is not None
+    return 1024 * int(match[1])
 
 
 def child(args: argparse.Namespace) -> None:
-    """Passes of one form; their seconds, what they need beside the model, and the loss."""
+    """Passes of one variant: times, memory in addition to the model, and the loss."""
     torch.set_num_threads(args.threads)
     shape = Shape(layers=args.layers)
     (args.folder / "config.json").write_text(json.dumps(shape.config))
@@ -80,23 +80,23 @@ def child(args: argparse.Namespace) -> None:
         precision = PrecisionConfig("bf16", "fp32", "bf16")
         adapter, source = ADAPTERS[args.adapter], HFCheckpoint.open(args.folder)
         model = build.build_model(source, NoQuantization(), adapter, precision, MemoryConfig(), run, True)
-        rows, before, seconds = batch(args, shape.vocab), resident("VmRSS"), []
+        rows, before, seconds = make_batch(args, shape.vocab), process_memory("VmRSS"), []
         for _ in range(args.steps + 1):
-            began = time.perf_counter()
-            found = loss(model, rows)
-            found.backward()
-            seconds.append(time.perf_counter() - began)
+            start = time.perf_counter()
+            value = loss(model, rows)
+            value.backward()
+            seconds.append(time.perf_counter() - start)
             model.zero_grad()
-    told = {
+    result = {
         "seconds": seconds[1:],
         "tokens": rows.num_tokens,
-        "memory": resident("VmHWM") - before,
-        "loss": float(found),
+        "memory": process_memory("VmHWM") - before,
+        "loss": float(value),
     }
-    print(json.dumps(told))
+    print(json.dumps(result))
 
 
-def started(args: argparse.Namespace, form: str, adapter: str) -> dict:
+def run_child(args: argparse.Namespace, form: str, adapter: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         words = [
             f"--{name}={value}" for name, value in vars(args).items() if name not in ("child", "folder", "adapter")
@@ -114,33 +114,35 @@ def spread(values: list[float], form: str) -> str:
 
 
 def main(args: argparse.Namespace) -> None:
-    kept = ", ".join(f"{name} {version}" for name, version in package_versions().items())
+    versions = ", ".join(f"{name} {version}" for name, version in package_versions().items())
     print(f"# Prompts computed once, {date.today()}\n")
     print(
         f"{args.pairs} pairs a pass, each a prompt of {args.prompt} tokens and two answers of {args.answer}; a Llama of"
     )
     print(f"the 135M shape with {args.layers} layers, bf16 products, one packed row, forward and backward.")
-    print(f"{kept}.\n{describe_hardware(torch.device('cpu'))}, {args.threads} threads; {args.rounds} rounds in turns.")
-    print("Medians of all passes, and least and most. Memory is what a process had at most beside the model.\n")
+    print(
+        f"{versions}.\n{describe_hardware(torch.device('cpu'))}, {args.threads} threads; {args.rounds} rounds in turns."
+    )
+    print("Medians of all passes, and least and most. Memory is the peak in addition to the model.\n")
     print("| | tokens | seconds | memory, MB | loss |\n|---|---|---|---|---|")
     for adapter in ADAPTERS:
-        found: dict[str, list[dict]] = {form: [] for form in FORMS}
+        results: dict[str, list[dict]] = {form: [] for form in FORMS}
         for number in range(args.rounds):
             for form in FORMS if number % 2 == 0 else FORMS[::-1]:
-                found[form].append(started(args, form, adapter))
+                results[form].append(run_child(args, form, adapter))
         middle = {}
-        for form, runs in found.items():
+        for form, runs in results.items():
             times, memory = [second for run in runs for second in run["seconds"]], [run["memory"] / 1e6 for run in runs]
             middle[form] = statistics.median(times), statistics.median(memory)
-            told = spread(times, ".2f"), spread(memory, ".0f"), f"{runs[0]['loss']:.5f}"
-            print(f"| {adapter}, {form} | {runs[0]['tokens']:,} | {' | '.join(told)} |")
+            cells = spread(times, ".2f"), spread(memory, ".0f"), f"{runs[0]['loss']:.5f}"
+            print(f"| {adapter}, {form} | {runs[0]['tokens']:,} | {' | '.join(cells)} |")
         time_, memory_ = (b / a for a, b in zip(middle["whole"], middle["shared"], strict=True))
         print(f"| {adapter}, shared / whole | | {time_:.2f} | {memory_:.2f} | |", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    for name, usual in {
+    for name, default in {
         "layers": 6,
         "pairs": 4,
         "prompt": 256,
@@ -149,7 +151,7 @@ if __name__ == "__main__":
         "steps": 4,
         "threads": 2,
     }.items():
-        parser.add_argument(f"--{name}", type=int, default=usual)
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--child", choices=FORMS, help=argparse.SUPPRESS)
     parser.add_argument("--adapter", choices=ADAPTERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

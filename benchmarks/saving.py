@@ -1,12 +1,11 @@
-"""Saving a model that is divided over processes: time beside the disk's own, how long training pauses, and memory.
+"""Saving a sharded model: time compared with that of the disk, pauses of training, and memory.
 
-python -m benchmarks.saving [folder] [--model tunekit/llama3_2_1b] [--ranks 4] [--rounds 3] [--trained bf16]
+    python -m benchmarks.saving [folder] [--model tunekit/llama3_2_1b] [--ranks 4] [--rounds 3] [--trained bf16]
 
-Random weights are trained by AdamW, all of them (FSDP over all processes of this machine, on the CPU). In each round
-the same bytes as those of a state are written by one process and synced, as dd does; then the state is saved
-while training waits, then in the background, then the files for others are written. Rounds go in turns: the disk first
-in every other one.
-Memory is what a process had at most (VmHWM) above what it had just before.
+All weights of a random model are trained by AdamW with FSDP on the CPU. Each round first writes and syncs the same
+number of bytes as a training state from one process, like dd, then saves the state synchronously, then in the
+background, then the checkpoint. The order of disk and states alternates. Memory is the peak of a process (VmHWM)
+minus the value before.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from typing import Literal
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.parallel.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from tunekit import __version__, assets, build, env_info
 from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint import atomic, final_checkpoint
@@ -51,18 +50,18 @@ KINDS = {
 Round = dict[str, tuple[float, int]]  # seconds and bytes of memory
 
 
-def status(key: str) -> int:
-    """Bytes, as the kernel counts them."""
+def read_status(key: str) -> int:
+    """Value of a field of /proc/self/status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
-def timed(act: Callable[[], object]) -> tuple[float, int]:
-    """Seconds that it took, and memory."""
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-    before, start = status("VmRSS"), time.perf_counter()
-    act()
-    return time.perf_counter() - start, status("VmHWM") - before
+def measure(fn: Callable[[], object]) -> tuple[float, int]:
+    """Seconds and memory of a call."""
+    Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
+    before, start = read_status("VmRSS"), time.perf_counter()
+    fn()
+    return time.perf_counter() - start, read_status("VmHWM") - before
 
 
 def size(folder: Path) -> int:
@@ -73,8 +72,8 @@ def constant(step: int) -> float:
     return 1.0
 
 
-def disk(folder: Path, count: int) -> None:
-    """So many bytes on the disk, by one process."""
+def write_to_disk(folder: Path, count: int) -> None:
+    """Write `count` bytes to the disk from one process."""
     chunk = os.urandom(CHUNK)
     with (folder / "bytes").open("wb", buffering=0) as stream:
         for at in range(0, count, CHUNK):
@@ -82,8 +81,8 @@ def disk(folder: Path, count: int) -> None:
         os.fsync(stream.fileno())
 
 
-def measured(name: str, out: Path, rounds: int, trained: Literal["bf16", "fp32"]) -> tuple[int, int, list[Round]]:
-    """Bytes of a state, memory of this rank before, and all rounds."""
+def run_rounds(name: str, out: Path, rounds: int, trained: Literal["bf16", "fp32"]) -> tuple[int, int, list[Round]]:
+    """Bytes of a state, memory of this rank before saving, and all rounds."""
     with DistributedContext(0, "cpu") as run:
         source = HFCheckpoint.open(assets.PRESETS[name])
         model = build.build_model(
@@ -99,42 +98,42 @@ def measured(name: str, out: Path, rounds: int, trained: Literal["bf16", "fp32"]
             Checkpointer(out / n, model, optimizer, schedule, 1, run, background=n == "back") for n in ("wait", "back")
         ]
         states[0].save(1)
-        states[1].save(1)  # makes the buffers
+        states[1].save(1)  # allocates buffers
         states[1].wait()
-        total, held = size(out / "wait"), status("VmRSS")
-        found = [one_round(out, number, total, states, run) for number in range(rounds)]
-        found = [one | final(model, source, out, run) for one in found]
-        return total, held, found
+        total, rss_before = size(out / "wait"), read_status("VmRSS")
+        rounds_done = [one_round(out, index, total, states, run) for index in range(rounds)]
+        rounds_done = [round_done | save_final_checkpoint(model, source, out, run) for round_done in rounds_done]
+        return total, rss_before, rounds_done
 
 
-def one_round(out: Path, number: int, total: int, states: list[Checkpointer], run: DistributedContext) -> Round:
-    """The disk, then both kinds of saving, or the other way round."""
+def one_round(out: Path, index: int, total: int, states: list[Checkpointer], run: DistributedContext) -> Round:
+    """Measure the disk and both kinds of saving, in alternating order."""
 
-    def alone() -> Round:
+    def disk_only() -> Round:
         run.barrier()
-        spent = timed(lambda: disk(out, total)) if run.is_main_process else (0.0, 0)
+        spent = measure(lambda: write_to_disk(out, total)) if run.is_main_process else (0.0, 0)
         run.barrier()
         return {"disk": spent}
 
-    def saved() -> Round:
+    def save_states() -> Round:
         run.barrier()
-        waiting = timed(lambda: states[0].save(number + 2))
+        waiting = measure(lambda: states[0].save(index + 2))
         run.barrier()
         start = time.perf_counter()
-        pause = timed(lambda: states[1].save(number + 2))
+        pause = measure(lambda: states[1].save(index + 2))
         states[1].wait()
         return {"waiting": waiting, "pause": pause, "background": (time.perf_counter() - start, 0)}
 
-    return alone() | saved() if number % 2 else saved() | alone()
+    return disk_only() | save_states() if index % 2 else save_states() | disk_only()
 
 
-def final(model: torch.nn.Module, source: HFCheckpoint, out: Path, run: DistributedContext) -> Round:
-    def write() -> None:
+def save_final_checkpoint(model: torch.nn.Module, source: HFCheckpoint, out: Path, run: DistributedContext) -> Round:
+    def save() -> None:
         with atomic.SharedAtomicDir(out / "final", run) as folder:
             final_checkpoint.save_final(NoAdapter(), folder, model, source, run)  # type: ignore[arg-type]
 
     run.barrier()
-    return {"final": timed(write)}
+    return {"final": measure(save)}
 
 
 def spread(values: list[float]) -> str:
@@ -144,21 +143,21 @@ def spread(values: list[float]) -> str:
 
 def report(args: argparse.Namespace, ranks: list[tuple[int, int, list[Round]]], load: float) -> str:
     cpu = env_info.processor()
-    total, held = ranks[0][0], max(one[1] for one in ranks)
+    total, rss_before = ranks[0][0], max(rank[1] for rank in ranks)
     lines = ["| | seconds | GB/s | memory of a process, MB |", "| --- " * 4 + "|"]
-    for kind, told in KINDS.items():
+    for kind, label in KINDS.items():
         rounds = range(args.rounds)
-        seconds = [max(one[2][number][kind][0] for one in ranks) for number in rounds]
-        memory = max(one[2][number][kind][1] for one in ranks for number in rounds)
+        seconds = [max(rank[2][index][kind][0] for rank in ranks) for index in rounds]
+        memory = max(rank[2][index][kind][1] for rank in ranks for index in rounds)
         speed = f"{total / 1e9 / statistics.median(seconds):.2f}" if kind in ("disk", "waiting", "background") else ""
-        lines.append(f"| {told} | {spread(seconds)} | {speed} | {memory / 1e6:.0f} |")
+        lines.append(f"| {label} | {spread(seconds)} | {speed} | {memory / 1e6:.0f} |")
     return f"""# Saving from {args.ranks} processes, {date.today().isoformat()}
 
 {args.model}, random weights in {args.trained} with AdamW, FSDP over {args.ranks} processes.
 A state has {total / 1e9:.2f} GB.
 tunekit {__version__}, torch {torch.__version__}, Python {platform.python_version()}, Linux {platform.release()}.
 {cpu}, {os.cpu_count()} cores; {args.rounds} rounds, load average {load:.1f} at the end.
-Medians, and least and most; of processes, the slowest and the largest. A process had {held / 1e9:.2f} GB before.
+Medians, and least and most; of processes, the slowest and the largest. A process had {rss_before / 1e9:.2f} GB before.
 
 {chr(10).join(lines)}
 
@@ -177,7 +176,7 @@ def main() -> None:
     parser.add_argument("--no-results", action="store_true", help="print, and leave nothing")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    work = importlib.import_module("benchmarks.saving").measured  # by a name that every rank can import
+    work = importlib.import_module("benchmarks.saving").measured  # importable by all ranks
     ranks = run_ranks(args.ranks, work, args.model, args.folder, args.rounds, args.trained, limit=LIMIT)
     text = report(args, ranks, os.getloadavg()[0])
     print(text, file=sys.stdout)

@@ -1,7 +1,7 @@
-"""What contestants are given: a checkpoint of random weights, packed rows and an adapter to start from, in a folder.
+"""Inputs of the contestants: a random checkpoint, packed rows and an initial adapter, in one directory.
 
-The tokens follow a law by which common ones come often, so that a few steps already learn something. A tokenizer of
-whole words makes the text exactly these tokens.
+Tokens follow Zipf's law, so that the loss decreases within a few steps. A word-level tokenizer maps the text to
+exactly these tokens.
 """
 
 import json
@@ -22,7 +22,7 @@ END, PREFIX = 0, "base_model.model."
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama with a tied head. Its rotation is Llama 3.2's, which is the only one that all contestants build."""
+    """A Llama with a tied head and the RoPE of Llama 3.2, the only one that all contestants support."""
 
     layers: int = 30
     dim: int = 576
@@ -33,7 +33,7 @@ class Shape:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of the linear layers of a block, by the Hub's names."""
+        """(out, in) of the linear layers of a block, by Hub name."""
         kv = self.kv_heads * self.dim // self.heads
         return {
             "self_attn.q_proj": (self.dim, self.dim),
@@ -71,7 +71,7 @@ class Shape:
         }
 
     def tensors(self, random: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-        """Weights as a fresh model has them, by the Hub's names, in bf16."""
+        """Initial weights in bf16, by Hub name."""
 
         def draw(*size: int) -> Tensor:
             return (torch.randn(size, generator=random) * 0.02).bfloat16()
@@ -88,10 +88,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Task:
-    """What everybody is told, whatever the rows are."""
+    """Training options of all contestants."""
 
     method: str = "lora"  # lora, qlora, full
-    batch: int = 4  # of a step
+    batch: int = 4  # rows per step
     steps: int = 6
     rank: int = 16
     alpha: int = 32
@@ -100,17 +100,17 @@ class Task:
 
 @dataclass(frozen=True)
 class Work(Task):
-    """`batch` packed rows of `length` tokens a step, each of documents that fill it."""
+    """`batch` packed rows of `length` tokens per step, filled with documents."""
 
     length: int = 512
-    shares: tuple[float, ...] = (200 / 512, 312 / 512)  # of a span, the documents in it
-    span: int | None = None  # tokens after which documents come again; None: a row
+    document_fractions: tuple[float, ...] = (200 / 512, 312 / 512)  # lengths of the documents relative to a span
+    span: int | None = None  # tokens after which the documents repeat; None: a row
 
     @property
     def documents(self) -> list[int]:
-        """Tokens of the documents of a row."""
+        """Lengths of the documents of a row."""
         span = self.span or self.length
-        ends = [round(span * sum(self.shares[: i + 1])) for i in range(len(self.shares))]
+        ends = [round(span * sum(self.document_fractions[: i + 1])) for i in range(len(self.document_fractions))]
         sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         assert sum(sizes) == span and self.length % span == 0
         return sizes * (self.length // span)
@@ -120,35 +120,35 @@ class Work(Task):
         return self.batch * self.length
 
     @property
-    def learnt(self) -> int:
-        """The first token of a document is never one."""
+    def num_target_tokens(self) -> int:
+        """The first token of a document is not a target."""
         return self.batch * (self.length - len(self.documents))
 
     def flops(self, shape: Shape) -> float:
-        """Products of a step: 4 or 6 a weight and token, the head, and attention (causal, within documents)."""
+        """FLOPs of a step: 4 or 6 per weight and token, the head, and causal attention within documents."""
         weights = shape.layers * sum(out * inner for out, inner in shape.linears.values())
         lora = shape.layers * self.rank * sum(out + inner for out, inner in shape.linears.values())
         full = self.method == "full"
-        head = (6 if full else 4) * shape.vocab * shape.dim * self.learnt
+        head = (6 if full else 4) * shape.vocab * shape.dim * self.num_target_tokens
         pairs = self.batch * sum(n * (n + 1) / 2 for n in self.documents)
         attention = 3 * 4 * shape.layers * shape.dim * pairs
         return (6 if full else 4) * weights * self.tokens + (0 if full else 6 * lora * self.tokens) + head + attention
 
 
 def prepare(folder: Path, shape: Shape, work: Task) -> None:
-    """Write all that is needed, once."""
+    """Write all inputs, once."""
     model, adapter = folder / "model", folder / "adapter"
     model.mkdir(parents=True)
     adapter.mkdir()
     random = torch.Generator().manual_seed(0)
     save_file(dict(shape.tensors(random)), model / "model.safetensors", metadata={"format": "pt"})
     write(model / "config.json", shape.config)
-    tokenizer(model, shape.vocab)
-    initial(adapter, model, shape, work, random)
+    write_tokenizer(model, shape.vocab)
+    write_initial_adapter(adapter, model, shape, work, random)
 
 
-def tokenizer(model: Path, vocab: int) -> None:
-    """One word for each token."""
+def write_tokenizer(model: Path, vocab: int) -> None:
+    """Word-level tokenizer."""
     words = {"<end>": END} | {f"w{i}": i for i in range(1, vocab)}
     end = {"id": END, "content": "<end>", "special": True}
     end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -165,8 +165,8 @@ def tokenizer(model: Path, vocab: int) -> None:
     write(model / "tokenizer_config.json", kind | {"eos_token": "<end>", "pad_token": "<end>", "unk_token": "<end>"})
 
 
-def initial(adapter: Path, model: Path, shape: Shape, work: Task, random: torch.Generator) -> None:
-    """The adapter all start from, as PEFT writes it: A as for a linear layer, B = 0."""
+def write_initial_adapter(adapter: Path, model: Path, shape: Shape, work: Task, random: torch.Generator) -> None:
+    """Initial adapter in PEFT format: A as for a linear layer, B = 0."""
     tensors = {}
     for i in range(shape.layers):
         for name, (out, inner) in shape.linears.items():
@@ -189,8 +189,8 @@ def initial(adapter: Path, model: Path, shape: Shape, work: Task, random: torch.
     )
 
 
-def rows(folder: Path, shape: Shape, work: Work) -> None:
-    """Texts for tunekit, and the same tokens as rows, in the order in which tunekit packs them, for the others."""
+def write_rows(folder: Path, shape: Shape, work: Work) -> None:
+    """Texts for tunekit, and the same tokens as rows, in the packing order of tunekit, for the others."""
     folder.mkdir(exist_ok=True)
     random = np.random.default_rng(1)
     sizes = work.documents * (work.batch * work.steps)
@@ -200,7 +200,7 @@ def rows(folder: Path, shape: Shape, work: Work) -> None:
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     packed = plan_rows(np.array(sizes), np.arange(len(sizes)), work.length, None)
     write(folder / "rows.json", [[documents[i] for i in row] for row in packed.rows(0, len(packed))])
-    write(folder / "work.json", asdict(work) | {"learnt": work.learnt} | asdict(shape))
+    write(folder / "work.json", asdict(work) | {"num_target_tokens": work.num_target_tokens} | asdict(shape))
 
 
 def write(file: Path, value: Any) -> None:

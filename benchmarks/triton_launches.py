@@ -145,7 +145,7 @@ def launch_nf4_gemv(
 ) -> None:
     tables = empty_meta(16, dtype=FP32), empty_meta(256, dtype=FP32)
     x, b = empty_meta(rows, width, dtype=dtype), empty_meta(out, dtype=dtype) if bias else None
-    nf4_triton.few(x, empty_nf4_weight(out, width, nested), *tables, b)
+    nf4_triton.matmul_fused(x, empty_nf4_weight(out, width, nested), *tables, b)
 
 
 def launch_nf4_quantize(count: int, dtype: torch.dtype = BF16) -> None:

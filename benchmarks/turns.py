@@ -1,4 +1,4 @@
-"""Works that are compared run in turns, so that what else the machine does falls on all of them alike."""
+"""Alternating measurements of several workloads, so that other load on the machine affects all of them equally."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -8,12 +8,12 @@ Clock = Callable[[], float]
 
 
 def turns(works: Mapping[str, Work], rounds: int, clock: Clock = time.perf_counter) -> dict[str, list[float]]:
-    """Seconds of each work, by round."""
+    """Seconds of each workload, by round."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for i in range(rounds + 1):
         for name, work in works.items():
-            began = clock()
+            start = clock()
             work()
             if i:  # the first round warms up
-                seconds[name].append(clock() - began)
+                seconds[name].append(clock() - start)
     return seconds

@@ -1,1 +1,1 @@
-"""One file per operation: a plain torch reference, and a fast version where one was measured to be faster."""
+"""One file per operation: a torch reference, and a fast version (Triton, C++) where it was measured to be faster."""

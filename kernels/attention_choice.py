@@ -16,7 +16,7 @@ MAX_FLEX_HEAD_BYTES = 512  # a wider head does not fit into shared memory next t
 
 
 class AttentionBackend(Enum):
-    """A kernel, or the way to reach it."""
+    """Attention kernel, or the operator that selects it."""
 
     CPU = "scaled_dot_product_attention on the CPU"
     FLASH_VARLEN = "FlashAttention over packed documents"
@@ -30,7 +30,7 @@ class AttentionBackend(Enum):
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Properties of an attention call that a kernel may accept or refuse."""
+    """Properties of an attention call that determine which kernels support it."""
 
     device_type: str
     dtype: torch.dtype
@@ -73,7 +73,7 @@ def choose_attention_backend(call: AttentionCall) -> AttentionBackend:
     if call.device_type != "cuda":
         return AttentionBackend.CPU
     if call.has_softcap:
-        return AttentionBackend.MATH  # blockwise, see `attention.capped`
+        return AttentionBackend.MATH  # blockwise, see `attention.softcapped_attention`
     if call.has_flash and not call.has_mask:
         return AttentionBackend.SDPA_FLASH
     return AttentionBackend.SDPA_EFFICIENT if call.has_efficient else AttentionBackend.MATH
@@ -89,13 +89,13 @@ def needs_expanded_kv(call: AttentionCall) -> bool:
 
 
 def device_type(x: Tensor) -> str:
-    """Return the kind of device. ROCm reports "cuda"; the shape-only runs of a plan report what they stand for."""
+    """Return the device type. ROCm reports "cuda"; in fake mode it is the simulated device type."""
     return fake_mode.device_type(x)
 
 
 @assume_constant_result
 def get_capabilities(device: torch.device) -> Capabilities:
-    """Return what a CUDA device can do. A device that a plan stands for counts as an Ampere GPU."""
+    """Return the capabilities of a CUDA device; those of an Ampere GPU in fake mode."""
     return devices.capabilities(device) if device.type == "cuda" else devices.AMPERE
 
 

@@ -1,7 +1,7 @@
-"""Attention on a CPU that multiplies bf16: C++ that works through tiles in the cache (arXiv:2205.14135, 2307.08691).
+"""FlashAttention in C++ for CPUs (arXiv:2205.14135, arXiv:2307.08691), by tiles that fit into the cache.
 
-The forward pass keeps the log-sum-exp of each query; the backward pass makes the shares anew. Bits do not depend on
-the number of threads.
+The forward pass saves the log-sum-exp of each query, from which the backward pass recomputes the probabilities.
+Results do not depend on the number of threads.
 """
 
 import ctypes
@@ -22,11 +22,11 @@ DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 TENSORS = "q", "k", "v", "y", "lse", "sinks", "grad", "dq", "dk", "dv", "delta", "offsets", "key_offsets"
 SIZES = "documents", "tokens", "heads", "kv_heads", "dim", "v_dim", "window", "chunk"
 STRIDES = "q_token", "q_head", "k_token", "k_head", "v_token", "v_head"
-UNLIMITED = 2**40  # a window or a chunk that nothing leaves
+UNLIMITED = 2**40  # window or chunk size without effect
 
 
 class NativeCall(ctypes.Structure):
-    """What attention.cpp calls so."""
+    """Arguments of the functions in attention.cpp; mirrors its struct of the same fields."""
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in TENSORS],
@@ -44,7 +44,7 @@ def compiled() -> ctypes.CDLL | None:
 
 @assume_constant_result
 def is_available() -> bool:
-    """Whether there is a compiler, and a processor that it can be used for."""
+    """Whether the C++ library can be built and the CPU supports it."""
     return fake_mode.is_fake() or compiled() is not None
 
 
@@ -57,37 +57,37 @@ def attention_cpu(
     k: Tensor,
     v: Tensor,
     params: list[float],
-    offsets: Tensor | None,
+    cu_seqlens: Tensor | None,
     sinks: Tensor | None,
-    key_offsets: Tensor | None = None,
+    key_cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention (B, S, H, D_v). `rule`: scale, window, chunk and softcap; 0 says that there is none.
+    """Causal attention (B, S, H, D_v). `params`: scale, window, chunk and softcap; 0: none.
 
-    `key_offsets` bound the keys of documents that have more of them than queries, which are those of the last keys.
+    `key_cu_seqlens` bounds the keys if documents have more keys than queries; the queries belong to the last keys.
     """
     rows, length = q.shape[:2]
-    if offsets is None:
-        offsets = torch.arange(rows + 1) * length
-    # An operator loads the compiler when it is first called, which is long for who only asks for an answer.
-    operator = torch.is_grad_enabled() or torch.compiler.is_compiling() or fake_mode.is_fake()
-    work = attention if operator else forward
-    return work(q, k, v, offsets, sinks, params, key_offsets)[0]
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(rows + 1) * length
+    # The first call of a custom operator loads the compiler of torch, which is slow, so inference avoids the operator.
+    needs_operator = torch.is_grad_enabled() or torch.compiler.is_compiling() or fake_mode.is_fake()
+    kernel = attention if needs_operator else forward
+    return kernel(q, k, v, cu_seqlens, sinks, params, key_cu_seqlens)[0]
 
 
 def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets: Tensor,
+    cu_seqlens: Tensor,
     sinks: Tensor | None,
     params: list[float],
-    key_offsets: Tensor | None = None,
+    key_cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention (B, S, H, D_v), and the log-sum-exp (H, B * S) of the scores in fp32, to the base 2."""
+    """Causal attention (B, S, H, D_v), and base-2 log-sum-exp (H, B * S) of the scores in fp32."""
     y = q.new_empty(*q.shape[:3], v.shape[3])
     lse = torch.empty(q.shape[2], q.shape[0] * q.shape[1])
     sinks = None if sinks is None else sinks.float().contiguous()
-    bounds = to_int64_bounds(offsets, offsets if key_offsets is None else key_offsets)
+    bounds = to_int64_bounds(cu_seqlens, cu_seqlens if key_cu_seqlens is None else key_cu_seqlens)
     call_native(
         "forward",
         params,
@@ -107,54 +107,54 @@ attention = torch.library.custom_op("tunekit::attention", forward, mutates_args=
 
 @torch.library.custom_op("tunekit::attention_back", mutates_args=())
 def attention_back(grad: Tensor, saved: list[Tensor], params: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys, values and sinks; `saved` is what `keep` keeps."""
-    q, k, v, offsets, key_offsets, y, lse, *sinks = saved
-    # Keys that no query sees have a gradient too, and there are such only beside others without a query.
-    made = torch.empty_like if k.shape[:2] == q.shape[:2] else torch.zeros_like
-    dq, dk, dv = (made(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    """Gradients of q, k, v and sinks. `saved` are the tensors that `setup_context` saves."""
+    q, k, v, cu_seqlens, key_cu_seqlens, y, lse, *sinks = saved
+    # Keys that no query attends to need zero gradients; they exist only if there are more keys than queries.
+    allocate = torch.empty_like if k.shape[:2] == q.shape[:2] else torch.zeros_like
+    dq, dk, dv = (allocate(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     delta = torch.empty_like(lse)
-    given = {
+    tensors = {
         "q": flatten_tokens(q),
         "k": flatten_tokens(k),
         "v": flatten_tokens(v),
         "y": y,
         "lse": lse,
-        **to_int64_bounds(offsets, key_offsets),
+        **to_int64_bounds(cu_seqlens, key_cu_seqlens),
     }
-    call_native("backward", params, **given, grad=grad.contiguous(), dq=dq, dk=dk, dv=dv, delta=delta)
+    call_native("backward", params, **tensors, grad=grad.contiguous(), dq=dq, dk=dk, dv=dv, delta=delta)
     if not sinks:
         return dq, dk, dv, q.new_empty(0)
-    # The share of a sink is what the others lack to 1, and its value is nothing.
-    to_sinks = -((sinks[0].float()[:, None] * math.log2(math.e) - lse).exp2() * delta).sum(1)
-    return dq, dk, dv, to_sinks.type_as(sinks[0])
+    # The probability of a sink is 1 minus that of all keys, and its value is zero.
+    sink_grad = -((sinks[0].float()[:, None] * math.log2(math.e) - lse).exp2() * delta).sum(1)
+    return dq, dk, dv, sink_grad.type_as(sinks[0])
 
 
-def to_int64_bounds(offsets: Tensor, key_offsets: Tensor) -> dict[str, Tensor]:
-    return {"offsets": offsets.long(), "key_offsets": key_offsets.long()}
+def to_int64_bounds(cu_seqlens: Tensor, key_cu_seqlens: Tensor) -> dict[str, Tensor]:
+    return {"offsets": cu_seqlens.long(), "key_offsets": key_cu_seqlens.long()}
 
 
 def flatten_tokens(x: Tensor) -> Tensor:
-    """(B, S, H, D) to (T, H, D), the numbers of a head without gaps."""
+    """Flatten (B, S, H, D) to (T, H, D) with contiguous heads."""
     x = x.flatten(0, 1)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def call_native(name: str, params: list[float], **tensors: Tensor | None) -> None:
-    """Call a function of attention.cpp on flat tensors."""
+    """Call a function of attention.cpp on flattened tensors."""
     lib, call = compiled(), NativeCall()
     q, k, v, *bounds = (tensors[name] for name in ("q", "k", "v", "offsets", "key_offsets"))
-    offsets, keys = bounds
+    cu_seqlens, key_cu_seqlens = bounds
     assert lib is not None and q is not None and k is not None and v is not None
-    assert offsets is not None and keys is not None and len(offsets) == len(keys)
-    assert offsets[0] == keys[0] == 0, "documents do not fill the rows"
-    assert offsets[-1] == len(q) and keys[-1] == len(k) == len(v), "documents do not fill the rows"
+    assert cu_seqlens is not None and key_cu_seqlens is not None and len(cu_seqlens) == len(key_cu_seqlens)
+    assert cu_seqlens[0] == key_cu_seqlens[0] == 0, "documents do not fill the rows"
+    assert cu_seqlens[-1] == len(q) and key_cu_seqlens[-1] == len(k) == len(v), "documents do not fill the rows"
     assert q.dtype == k.dtype == v.dtype
     scale, window, chunk, softcap = params
     limits = [int(x) or UNLIMITED for x in (window, chunk)]
-    sizes = [len(offsets) - 1, *q.shape[:2], k.shape[1], q.shape[2], v.shape[2], *limits]
+    sizes = [len(cu_seqlens) - 1, *q.shape[:2], k.shape[1], q.shape[2], v.shape[2], *limits]
     sizes += [step for x in (q, k, v) for step in x.stride()[:2]]
-    places = {key: None if tensor is None else tensor.data_ptr() for key, tensor in tensors.items()}
-    for key, value in (places | dict(zip((*SIZES, *STRIDES), sizes, strict=True))).items():
+    pointers = {key: None if tensor is None else tensor.data_ptr() for key, tensor in tensors.items()}
+    for key, value in (pointers | dict(zip((*SIZES, *STRIDES), sizes, strict=True))).items():
         setattr(call, key, value)
     call.scale, call.softcap, call.threads = scale, softcap, torch.get_num_threads()
     getattr(lib, f"{name}_{DTYPES[q.dtype]}")(ctypes.byref(call))
@@ -165,10 +165,10 @@ def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets: Tensor,
+    cu_seqlens: Tensor,
     sinks: Tensor | None,
-    rule: list[float],
-    key_offsets: Tensor | None = None,
+    params: list[float],
+    key_cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     rows, length, heads, _ = q.shape
     return q.new_empty(rows, length, heads, v.shape[3]), q.new_empty(heads, rows * length, dtype=torch.float32)
@@ -182,16 +182,16 @@ def _(grad: Tensor, saved: list[Tensor], params: list[float]) -> tuple[Tensor, T
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, offsets, sinks, ctx.rule, key_offsets = inputs
-    bounds = offsets, offsets if key_offsets is None else key_offsets
+    q, k, v, cu_seqlens, sinks, ctx.params, key_cu_seqlens = inputs
+    bounds = cu_seqlens, cu_seqlens if key_cu_seqlens is None else key_cu_seqlens
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *bounds, *output, *([] if sinks is None else [sinks]))
-    ctx.sunk = sinks is not None
+    ctx.has_sinks = sinks is not None
 
 
 def attention_backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    dq, dk, dv, to_sinks = attention_back(grad, list(ctx.saved_tensors), ctx.rule)
-    return dq, dk, dv, None, to_sinks if ctx.sunk else None, None, None
+    dq, dk, dv, sink_grad = attention_back(grad, list(ctx.saved_tensors), ctx.params)
+    return dq, dk, dv, None, sink_grad if ctx.has_sinks else None, None, None
 
 
 attention.register_autograd(attention_backward, setup_context=setup_context)

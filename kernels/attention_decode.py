@@ -1,4 +1,4 @@
-"""Attention of one query per row on a key/value cache of fixed size: constant shapes, and no wait for the device."""
+"""Attention of one query per row on a KV cache of fixed size, with constant shapes and no host synchronization."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from tunekit.kernels.torch_compile import disable_compile
 
 
 class CachePositions:
-    """Where the current token of each row is in the cache. Layers with the same rule share what is derived from it."""
+    """Position of the current token of each row in the cache. Layers with equal windows and chunks share masks."""
 
     def __init__(self, positions: Tensor, num_slots: int, num_visible: int) -> None:
         self.positions = positions  # (B, 1) of the current tokens; a slot has the index of its position
@@ -23,7 +23,7 @@ class CachePositions:
         self.ranges: dict[tuple[int | None, int | None], tuple[Tensor, Tensor]] = {}
 
     def get_mask(self, params: AttentionParams) -> Tensor:
-        """Slots that each query sees, (B, 1, 1, num_visible)."""
+        """Mask (B, 1, 1, num_visible) of the slots that each query attends to."""
         key = params.window, params.chunk
         if key not in self.masks:
             self.masks[key] = find_visible_slots(self.positions, self.num_visible, params)
@@ -32,7 +32,7 @@ class CachePositions:
     def get_ranges(self, params: AttentionParams) -> tuple[Tensor, Tensor]:
         """First visible slot of each row in the flattened cache, (B + 1,), and the number of visible ones, (B,).
 
-        A window or a chunk is a later start, so one kernel call without mask or window serves every rule.
+        A window or a chunk is a later start, so one kernel call without mask or window supports both.
         """
         key = params.window, params.chunk
         if key not in self.ranges:
@@ -42,42 +42,51 @@ class CachePositions:
                 first = (last - (params.window - 1)).clamp(min=0)
             if params.chunk is not None:
                 first = torch.maximum(first, last - last % params.chunk)
-            # The kernel reads the end of a row only where it is given no lengths.
+            # The kernel reads the ends of rows only if it gets no lengths.
             starts = torch.cat([self.row_starts[:-1] + first, self.row_starts[-1:]])
             self.ranges[key] = starts, last - first + 1
         return self.ranges[key]
 
 
-@disable_compile  # layers share what is derived from positions
+@disable_compile  # layers share tensors that are derived from the positions
 def attend_decode(
-    q: Tensor, k: Tensor, v: Tensor, at: CachePositions, params: AttentionParams, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_positions: CachePositions,
+    params: AttentionParams,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of (B, 1, H, D) queries on caches (B, slots, H_kv, width) of keys and values: (B, 1, H, width).
 
     Caches may be wider than the heads; the additional channels are zero.
     """
-    more = k.shape[-1] - q.shape[-1]
-    q = F.pad(q, (0, more)) if more else q
+    padding = k.shape[-1] - q.shape[-1]
+    q = F.pad(q, (0, padding)) if padding else q
     has_softcap = params.softcap is not None
     call = describe_call(q, k, v, has_mask=True, has_softcap=has_softcap, is_decoding=True)
     backend = choose_attention_backend(call)
     if backend is AttentionBackend.FLASH_DECODE:
-        return decode_flash(q, k, v, at, params, sinks)
-    k, v, mask = k[:, : at.num_visible], v[:, : at.num_visible], at.get_mask(params)
+        return decode_flash(q, k, v, cache_positions, params, sinks)
+    k, v, mask = (
+        k[:, : cache_positions.num_visible],
+        v[:, : cache_positions.num_visible],
+        cache_positions.get_mask(params),
+    )
     if sinks is not None and backend is AttentionBackend.SDPA_EFFICIENT:
         return decode_efficient(q, k, v, mask, params.scale, sinks)
     return attend_slots(q, k, v, mask, params, sinks)
 
 
 def decode_flash(
-    q: Tensor, k: Tensor, v: Tensor, at: CachePositions, params: AttentionParams, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, cache_positions: CachePositions, params: AttentionParams, sinks: Tensor | None
 ) -> Tensor:
     """FlashAttention over the flattened cache: time grows with the visible slots, shapes never change.
 
-    Grouped heads become queries of one key head, and the keys are split among processors (flash decoding).
+    Grouped heads become queries of one key head, and keys are split among multiprocessors (flash decoding).
     """
-    starts, lengths = at.get_ranges(params)
-    bounds = at.row_numbers, starts, 1, at.num_visible
+    starts, lengths = cache_positions.get_ranges(params)
+    bounds = cache_positions.row_numbers, starts, 1, cache_positions.num_visible
     y, lse, *_ = torch.ops.aten._flash_attention_forward(
         q[:, 0], k.flatten(0, 1), v.flatten(0, 1), *bounds, 0.0, False, False, scale=params.scale, seqused_k=lengths
     )
@@ -85,7 +94,7 @@ def decode_flash(
 
 
 def decode_efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, sinks: Tensor) -> Tensor:
-    """The memory-efficient kernel with a mask. Sinks enter by the log-sum-exp, and no cache is copied."""
+    """Memory-efficient kernel with a mask. Sinks are applied through the log-sum-exp, without copying the cache."""
     rows = q[:, 0].unflatten(1, (k.shape[2], -1))  # grouped heads as queries of one key head: (B, H_kv, H / H_kv, D)
     bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
     bias = bias.expand(len(q), k.shape[2], rows.shape[2], -1)
@@ -95,10 +104,10 @@ def decode_efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 
 def run_efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Output (B, H, S, D) and log-sum-exp (B, H, S) of torch's kernel, which rounds S up."""
-    y, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)
-    return y, lse[..., : q.shape[2]]
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)
+    return output, lse[..., : q.shape[2]]
 
 
 def apply_sinks(y: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """Scale outputs (B, H, D) by the probability that sinks (H,) leave; `lse` (B, H) is that of the other scores."""
+    """Scale outputs (B, H, D) by σ(lse - sinks), the probability that sinks (H,) leave. `lse` (B, H) excludes sinks."""
     return y if sinks is None else (y * (lse - sinks.float()).sigmoid()[..., None]).type_as(y)

@@ -1,8 +1,8 @@
-"""Attention of queries that are some ranges of each row, on keys of whole rows, as packed documents.
+"""Attention of queries from ranges of each row on the keys of full rows, by kernels for packed documents.
 
-The ranks of context parallelism each have two ranges of queries. Queries in one range of one document become a
-document of their own, whose keys are gathered: those of the document up to the last query. Kernels for packed documents
-with more keys than queries then need no masks, which would have as many entries as there are pairs of tokens.
+Each context parallel rank has two ranges of queries. The queries of a document in a range become a document of their
+own, with the gathered keys of the original document up to the last query. Kernels for packed documents with more keys
+than queries then need no mask, which would have an entry per pair of tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from tunekit.kernels.sequence_layout import SequenceLayout
 
 
 class Segments(NamedTuple):
-    """Documents made of ranges of queries; the last keys of each belong to its queries."""
+    """Documents formed from ranges of queries; the last keys of a document belong to its queries."""
 
     layout: SequenceLayout  # bounds in the flattened queries, and in the gathered keys
     keys: Tensor  # indices of the gathered keys in the flattened rows, on the device
@@ -25,10 +25,10 @@ class Segments(NamedTuple):
 def find_segments(
     cu_seqlens: Tensor, shape: tuple[int, int], ranges: Sequence[range], window: int, device: torch.device
 ) -> Segments:
-    """Segments of the queries `ranges` of each row. `cu_seqlens` bounds documents in rows of this shape (B, length).
+    """Segments of the queries in `ranges` of each row. `cu_seqlens` bounds documents in rows of this shape (B, length).
 
-    Queries after the end of a row are padding that nothing reads: they attend to as many keys of the row. With a
-    `window` (0: none), keys that no query of a segment sees are left out.
+    Queries after the end of a row are padding and attend to arbitrary keys of the row. With a `window` (0: none), keys
+    that no query of a segment attends to are omitted.
     """
     rows, length = shape
     bounds = cu_seqlens.tolist()
@@ -52,7 +52,7 @@ def find_segments(
 
 
 def documents_in_range(bounds: Sequence[int], first: int, last: int) -> list[tuple[int, int]]:
-    """Bounds of the documents that have tokens from `first` to before `last`."""
+    """Bounds of the documents that have tokens in [first, last)."""
     documents = zip(bounds[:-1], bounds[1:], strict=True)
     return [(begin, end) for begin, end in documents if begin < end and begin < last and end > first]
 

@@ -1,4 +1,4 @@
-"""Where is kept what can be made again, and among it compiled code: a folder for each kind of processor."""
+"""Cache directories, with one directory of compiled code per processor type."""
 
 import atexit
 import hashlib
@@ -12,55 +12,55 @@ from tempfile import TemporaryDirectory, mkdtemp
 from tunekit import system
 
 CACHE_VARIABLE = "TUNEKIT_CACHE"
-# Lines that tell what a processor is and what instructions it has, on x86 and on Arm; others change by the minute.
+# Lines of /proc/cpuinfo with the model and instruction sets, on x86 and Arm. Other lines change over time.
 CPU_FIELDS = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU ")
 
 
 def compile_cache_dir() -> Path:
-    """A home may be shared by machines of which one cannot run what is made for the other."""
+    """Directory of compiled code for this processor. Home directories may be shared by different machines."""
     machine = platform.machine()
-    told = hashlib.sha256(f"{machine}\n{describe_cpu()}".encode()).hexdigest()
-    return cache_root() / f"{machine}-{told[:8]}"
+    digest = hashlib.sha256(f"{machine}\n{describe_cpu()}".encode()).hexdigest()
+    return cache_root() / f"{machine}-{digest[:8]}"
 
 
 def cache_root() -> Path:
-    """The folder that TUNEKIT_CACHE names, else one among the user's caches. `off` there is for prepared rows only."""
-    told = os.environ.get(CACHE_VARIABLE, "off")
-    if told not in ("", "off"):
-        return Path(told).expanduser().absolute()
+    """Directory in TUNEKIT_CACHE, else ~/.cache/tunekit. The value `off` only disables the cache of tokenized rows."""
+    value = os.environ.get(CACHE_VARIABLE, "off")
+    if value not in ("", "off"):
+        return Path(value).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or user_home() / ".cache") / "tunekit"
 
 
 def user_home() -> Path:
-    """The home directory. Without one, as in containers with `--user 1234`, a path that cannot be written."""
+    """Home directory, or a path that is not writable if there is none, as in containers with `--user 1234`."""
     try:
         return Path.home()
     except RuntimeError:
         return Path(os.devnull)
 
 
-def is_writable(folder: Path) -> bool:
-    """Whether it can be made: a home may be for reading only, as on nodes of some clusters.
+def is_writable(directory: Path) -> bool:
+    """Whether a directory can be created. Home directories are read-only on the nodes of some clusters.
 
-    Some file systems, such as /proc, say that root may write and then make nothing, so it is tried.
+    Tries to write, because some file systems, such as /proc, report write permission but reject new files.
     """
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
     try:
-        with TemporaryDirectory(dir=there, prefix=".tunekit-"):
+        with TemporaryDirectory(dir=existing, prefix=".tunekit-"):
             return True
     except OSError:
         return False
 
 
 def describe_cpu() -> str:
-    """Model and instructions of the first core. The model counts because an old kernel lists no new instructions."""
+    """Model and instruction sets of the CPU. The model matters because old kernels do not list new instructions."""
     return "".join(line for line in system.read_cpu_info() if line.startswith(CPU_FIELDS))
 
 
 def set_compiler_cache_directories() -> None:
     """Give Triton and Inductor a cache directory if they have none and the home directory is not writable.
 
-    Triton would write below `~/.triton`, and fails where it cannot. What users have set stays.
+    Triton writes to `~/.triton` by default and fails if it cannot. Variables that users have set are not changed.
     """
     if "TRITON_CACHE_DIR" in os.environ or can_write_triton_home():
         return
@@ -75,7 +75,7 @@ def can_write_triton_home() -> bool:
 
 @cache
 def get_compiler_cache_directory() -> Path:
-    """The cache directory of tunekit, or a temporary one: a fixed name in `/tmp` could be another user's."""
+    """Cache directory of tunekit, or a temporary one. A fixed name in `/tmp` could belong to another user."""
     if is_writable(directory := compile_cache_dir()):
         return directory
     temporary = Path(mkdtemp(prefix="tunekit-"))

@@ -1,7 +1,7 @@
-"""C++ for the CPU: one file, compiled when it is first needed and kept. No compiler, no harm: torch does the work.
+"""Build and load C++ kernels for the CPU. A file is compiled when it is first needed, and cached.
 
-torch's own loader wants ninja, the headers of Python and half a minute. A few loops over pointers want a compiler and
-two seconds.
+torch.utils.cpp_extension needs ninja, Python headers and 30 s. These kernels only need a compiler and 2 s. Without a
+compiler, torch operations replace them.
 """
 
 import ctypes
@@ -26,67 +26,67 @@ from tunekit.kernels.cache_dir import compile_cache_dir
 from tunekit.kernels.triton_support import uses_triton
 
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-ffp-contract=off")
-# Plain loops are made for the processor at hand: AVX2, AVX-512 or NEON, whatever it has.
+# Loops are vectorized for the current processor: AVX2, AVX-512 or NEON.
 NATIVE_FLAGS = {"x86_64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
-# The compiler of macOS does without; torch brings the library that elsewhere answers to this.
+# The compiler of macOS does not know this flag; torch ships the OpenMP library.
 OPENMP_FLAGS = () if sys.platform == "darwin" else ("-fopenmp",)
 INCLUDE_PATTERN = re.compile(r'^#include "(.+)"', re.MULTILINE)
-BUILD_TIMEOUT = 120  # a build that takes longer is given up
+BUILD_TIMEOUT = 120  # seconds
 
 
 @cache
 def load_library(source: Path) -> ctypes.CDLL | None:
-    """The functions of a file; None, and a line that says so, where they cannot be had."""
+    """Load the library of a C++ file; None, with a warning, if it cannot be built."""
     try:
         return ctypes.CDLL(str(build_library(source)))
     except (OSError, subprocess.SubprocessError) as error:
-        last = str(error).strip().splitlines()[-1]
-        warn_unavailable(last)
+        reason = str(error).strip().splitlines()[-1]
+        warn_unavailable(reason)
         return None
 
 
 @cache
 def warn_unavailable(reason: str) -> None:
-    """One line for each reason, not for each file: without a compiler none can be built."""
-    print(f"warning: C++ cannot be built ({reason}): torch does its work, more slowly", file=sys.stderr)
+    """Print a warning once per reason, not per file."""
+    print(f"warning: C++ kernels cannot be built ({reason}). Slower torch operations are used.", file=sys.stderr)
 
 
 def build_library(source: Path) -> Path:
-    """The compiled file, from an earlier time if there was one. Processes that build at once do not disturb another."""
-    native = filter(None, [NATIVE_FLAGS.get(platform.machine())])
-    words = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *OPENMP_FLAGS, *native]
-    if shutil.which(words[0]) is None:
-        raise FileNotFoundError(f"there is no compiler {words[0]!r}")
-    told = "\n".join([*words, *platform.libc_ver(), *source_texts(source)])
-    home = compile_cache_dir()
-    made = home / f"{source.stem}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.so"
-    if not made.is_file():
-        home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=home) as place:
-            part = Path(place) / made.name
-            run_compiler([*words, str(source), "-o", str(part)])
-            part.replace(made)
-    return made
+    """Path of the compiled library, built if it is not cached. Safe if several processes build at the same time."""
+    native_flags = filter(None, [NATIVE_FLAGS.get(platform.machine())])
+    command = [*shlex.split(os.environ.get("CXX", "c++")), *FLAGS, *OPENMP_FLAGS, *native_flags]
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(f"compiler {command[0]!r} not found")
+    key = "\n".join([*command, *platform.libc_ver(), *source_texts(source)])
+    directory = compile_cache_dir()
+    library = directory / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if not library.is_file():
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as temporary:
+            output = Path(temporary) / library.name
+            run_compiler([*command, str(source), "-o", str(output)])
+            output.replace(library)
+    return library
 
 
 def source_texts(source: Path) -> list[str]:
-    """A file and the headers beside it that it includes."""
+    """Text of a file, and of the headers in its directory that it includes."""
     text = source.read_text("utf-8")
     return [text, *(source.with_name(name).read_text("utf-8") for name in INCLUDE_PATTERN.findall(text))]
 
 
-def run_compiler(words: list[str]) -> None:
-    """Run the compiler; what it prints goes into the error, not to the screen."""
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=BUILD_TIMEOUT)
-    if done.returncode != 0:
-        errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
+def run_compiler(command: list[str]) -> None:
+    """Run the compiler. Raises OSError with its first error line."""
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=BUILD_TIMEOUT)
+    if result.returncode != 0:
+        errors = [line for line in result.stderr.splitlines() if "error" in line] or [f"exit code {result.returncode}"]
         raise OSError(errors[0])
 
 
 def use_torch_fallback(x: Tensor, lib: Callable[[], ctypes.CDLL | None], min_size: int = 0) -> bool:
-    """Whether plain torch does the work: what is compiled it fuses itself, and not every CPU has the C++ of `lib`.
+    """Whether to use torch operations: under torch.compile, which fuses them, or if no kernel is available for `x`.
 
-    With fewer than `least` numbers torch is done on a CPU before that has begun.
+    On a CPU, also for fewer than `min_size` elements, where the call overhead of a kernel is too large.
     """
     if torch.compiler.is_compiling():
         return True
@@ -98,6 +98,6 @@ def use_torch_fallback(x: Tensor, lib: Callable[[], ctypes.CDLL | None], min_siz
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """Rows (N, dim) whose numbers stand one behind the other: no copy where rows have one distance from each other."""
+    """View or copy as rows (N, dim) with contiguous elements. Copies only if the rows have no common stride."""
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()

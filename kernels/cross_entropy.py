@@ -1,7 +1,7 @@
-"""Head and loss together, a chunk of tokens at a time: the logits of a step never exist as a whole.
+"""Linear head and cross-entropy, fused in chunks of tokens: the logits of all tokens are never materialized.
 
-The loss of a token depends on its own hidden state alone, so gradients are taken chunk by chunk in the forward pass,
-while the logits are at hand: they are written over them, and nothing is computed twice.
+The loss of a token depends only on its own hidden state, so the forward pass computes the gradients of each chunk and
+writes them over its logits. Nothing is computed twice.
 """
 
 import ctypes
@@ -24,31 +24,31 @@ from tunekit.kernels.cpp_extension import load_library
 from tunekit.kernels.torch_compile import disable_compile
 from tunekit.kernels.triton_support import uses_triton
 
-LogitsLoss = Callable[[Tensor, Tensor], Tensor]  # fp32 logits (n, vocab) and targets (n,) to a sum
+LogitsLoss = Callable[[Tensor, Tensor], Tensor]  # fp32 logits (n, vocab) and targets (n,) to a scalar sum
 
-# Bytes of the logits of one chunk. 2,048 tokens x 49,152 x 576 took 0.39 s with 64 MB, 0.40 with 32, 0.42 with 256, and
-# 0.70 with 8, where products are of too few tokens. A GPU wants larger ones.
+# Bytes of the logits of a chunk. 2,048 tokens x 49,152 x 576 took 0.39 s with 64 MB, 0.40 s with 32 MB, 0.42 s with
+# 256 MB and 0.70 s with 8 MB, where matmuls have too few rows. GPUs need larger chunks.
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
-TOKEN_MULTIPLE = 64  # tokens: every step has another number of them, and kernels are made anew for every other shape
-GRAD_SLICE_SIZE = {"cpu": 2**22, "cuda": 2**26}  # numbers of a weight whose gradient is added at once
-# Bytes between rows of logits on CUDA are a multiple of this. Tensor cores and the vector loads of Triton kernels need
-# rows that start at multiples of 16 bytes and 16 elements, which no odd vocabulary (Granite: 49,155) has by itself.
+TOKEN_MULTIPLE = 64  # chunk sizes are a multiple of this, because kernels are built for each shape
+GRAD_SLICE_SIZE = {"cpu": 2**22, "cuda": 2**26}  # elements of a weight gradient that are accumulated at a time
+# Row stride of logits on CUDA in bytes. Tensor cores and vector loads of Triton kernels need rows that start at
+# multiples of 16 bytes and 16 elements, which an odd vocabulary size (Granite: 49,155) does not provide.
 ROW_ALIGNMENT = 128
 SOURCE = Path(__file__).with_name("cross_entropy.cpp")
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 class VocabShard(Protocol):
-    """Ids of the vocabulary, of which this rank has the logits of some. What it asks of others, all of them ask."""
+    """Shard of the vocabulary on this rank. The methods are collectives over the ranks that share the vocabulary."""
 
     @property
-    def start(self) -> int: ...  # the first id that is here
+    def start(self) -> int: ...  # first local id
 
     @property
     def total(self) -> int: ...
 
     @property
-    def max_size(self) -> int: ...  # of the rank that has most
+    def max_size(self) -> int: ...  # size of the largest shard
 
     def all_reduce_sum(self, x: Tensor) -> Tensor: ...  # sum over the ranks, in place
 
@@ -58,7 +58,7 @@ class VocabShard(Protocol):
 
 
 class LMHead(Protocol):
-    """The last layer of a model, and what its family does to logits."""
+    """Output layer of a model, with the logit scale and softcap of its family."""
 
     @property
     def weight(self) -> Tensor: ...  # (vocab, dim)
@@ -70,15 +70,15 @@ class LMHead(Protocol):
     def softcap(self) -> float | None: ...
 
     @property
-    def vocab_shard(self) -> VocabShard | None: ...  # ids that `raw` makes logits for; None: all
+    def vocab_shard(self) -> VocabShard | None: ...  # ids of `raw_logits`; None: all
 
     @property
     def is_plain_linear(self) -> bool:
-        """Whether `raw(x)` is x W^T and nothing else."""
+        """Whether `raw_logits(x)` is x W^T, without bias or adapter."""
         ...
 
     def raw_logits(self, x: Tensor) -> Tensor:
-        """The product alone, (n, dim) to (n, vocab)."""
+        """Logits (n, vocab) for states (n, dim), without scale and softcap."""
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
@@ -87,10 +87,11 @@ class LMHead(Protocol):
 def compute_token_losses(
     logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool
 ) -> Tensor:
-    """Losses (n,) of logits (n, vocab) as a product gave them, in fp32; a target below 0 counts for nothing.
+    """Cross-entropy (n,) in fp32 of raw logits (n, vocab); 0 for targets below 0.
 
-    `terms` are scale, softcap (0: none), smoothing and weight of the squared log-normalizer. With `gradient`, the
-    logits become the gradient of the losses, each times its weight (n,).
+    With x = softcap(scale * logits): (1 - smoothing) (lse(x) - x[target]) + smoothing (lse(x) - mean(x)) +
+    z_loss lse(x)^2. `terms` are scale, softcap (0: none), smoothing and z_loss. With `gradient`, the gradient of the
+    losses, each times its weight (n,), is written over the logits.
     """
     if uses_triton(logits):
         return gpu().token_losses(logits, targets, weights, terms, gradient)
@@ -99,11 +100,11 @@ def compute_token_losses(
         return token_losses_reference(logits, targets, weights, terms, gradient)
     out, targets = torch.empty(len(logits)), targets.long().contiguous()
     weights = None if weights is None else weights.float().contiguous()
-    places = (None if t is None else t.data_ptr() for t in (logits, targets, weights, out))
+    pointers = (None if t is None else t.data_ptr() for t in (logits, targets, weights, out))
     sizes = *logits.shape, logits.stride(0), gradient, torch.get_num_threads()
-    wrong = getattr(lib, f"losses_{DTYPES[logits.dtype]}")(*places, (ctypes.c_float * 4)(*terms), *sizes)
-    if wrong:
-        raise IndexError(f"{wrong} targets lie beyond the {logits.shape[1]} tokens of the vocabulary")
+    num_invalid = getattr(lib, f"losses_{DTYPES[logits.dtype]}")(*pointers, (ctypes.c_float * 4)(*terms), *sizes)
+    if num_invalid:
+        raise IndexError(f"{num_invalid} targets are >= the vocabulary size {logits.shape[1]}")
     return out
 
 
@@ -118,41 +119,53 @@ def _(logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float
 def token_losses_reference(
     logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool
 ) -> Tensor:
-    """The same in plain torch."""
+    """Torch reference of `compute_token_losses`."""
     scale, softcap, smoothing, z_loss = terms
-    real, at = targets >= 0, targets.clamp(min=0)[:, None]
+    is_target, index = targets >= 0, targets.clamp(min=0)[:, None]
     x = logits.float() * scale
     x = softcap * (x / softcap).tanh() if softcap else x
-    logs, normal = x.log_softmax(-1), x.logsumexp(-1)
-    losses = z_loss * normal.square() - (1 - smoothing) * logs.gather(1, at).squeeze(1)
-    losses = losses - smoothing * logs.mean(-1) if smoothing else losses
+    log_probs, log_normalizer = x.log_softmax(-1), x.logsumexp(-1)
+    losses = z_loss * log_normalizer.square() - (1 - smoothing) * log_probs.gather(1, index).squeeze(1)
+    losses = losses - smoothing * log_probs.mean(-1) if smoothing else losses
     if gradient:
-        grad = logs.exp_().mul_(1 + 2 * z_loss * normal[:, None]).sub_(smoothing / logits.shape[1])
-        grad.scatter_add_(1, at, torch.full_like(x[:, :1], smoothing - 1))
+        grad = log_probs.exp_().mul_(1 + 2 * z_loss * log_normalizer[:, None]).sub_(smoothing / logits.shape[1])
+        grad.scatter_add_(1, index, torch.full_like(x[:, :1], smoothing - 1))
         grad = grad * (1 - (x / softcap).square()) if softcap else grad
         grad = grad.mul_(scale if weights is None else scale * weights[:, None])
-        logits.copy_(grad.masked_fill_(~real[:, None], 0))
-    return losses.masked_fill(~real, 0)
+        logits.copy_(grad.masked_fill_(~is_target[:, None], 0))
+    return losses.masked_fill(~is_target, 0)
 
 
 def sharded_token_losses(  # noqa: PLR0913 (as above)
-    logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool, share: VocabShard
+    logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool, vocab_shard: VocabShard
 ) -> Tensor:
-    """The same of logits (n, some) of the ids that are here. Three numbers a token are asked of the other ranks."""
+    """As `compute_token_losses`, for the logits (n, size) of a vocabulary shard. Communicates four values per token."""
     scale, softcap, smoothing, z_loss = terms
     x = logits.float() * scale
     x = softcap * (x / softcap).tanh() if softcap else x
-    at = targets - share.start
-    here = (at >= 0) & (at < x.shape[1]) & (targets >= 0)
-    at = at.where(here, 0)[:, None]
-    most = share.all_reduce_max(x.amax(-1))
-    wanted = x.gather(1, at).squeeze(1).where(here, 0)
-    sums, wanted, every = share.all_reduce_sum(torch.stack([(x - most[:, None]).exp().sum(-1), wanted, x.sum(-1)]))
-    normal = most + sums.log()
-    losses = normal + z_loss * normal.square() - (1 - smoothing) * wanted - smoothing * every / share.total
+    index = targets - vocab_shard.start
+    is_local = (index >= 0) & (index < x.shape[1]) & (targets >= 0)
+    index = index.where(is_local, 0)[:, None]
+    maximum = vocab_shard.all_reduce_max(x.amax(-1))
+    target_logits = x.gather(1, index).squeeze(1).where(is_local, 0)
+    sums, target_logits, logit_sums = vocab_shard.all_reduce_sum(
+        torch.stack([(x - maximum[:, None]).exp().sum(-1), target_logits, x.sum(-1)])
+    )
+    log_normalizer = maximum + sums.log()
+    losses = (
+        log_normalizer
+        + z_loss * log_normalizer.square()
+        - (1 - smoothing) * target_logits
+        - smoothing * logit_sums / vocab_shard.total
+    )
     if gradient:
-        grad = (x - normal[:, None]).exp_().mul_(1 + 2 * z_loss * normal[:, None]).sub_(smoothing / share.total)
-        grad.scatter_add_(1, at, torch.where(here, smoothing - 1, 0.0)[:, None])
+        grad = (
+            (x - log_normalizer[:, None])
+            .exp_()
+            .mul_(1 + 2 * z_loss * log_normalizer[:, None])
+            .sub_(smoothing / vocab_shard.total)
+        )
+        grad.scatter_add_(1, index, torch.where(is_local, smoothing - 1, 0.0)[:, None])
         grad = grad * (1 - (x / softcap).square()) if softcap else grad
         grad = grad.mul_(scale if weights is None else scale * weights[:, None])
         logits.copy_(grad.masked_fill_(targets[:, None] < 0, 0))
@@ -160,7 +173,7 @@ def sharded_token_losses(  # noqa: PLR0913 (as above)
 
 
 def token_entropies(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Entropies (n,) in nats, in fp32, of what logits (n, vocab) expect, as a product gave them."""
+    """Entropies (n,) of softmax(softcap(scale * logits)) in nats, fp32, for raw logits (n, vocab)."""
     terms = [scale, softcap or 0.0, 0.0, 0.0]
     if fake_mode.is_fake():
         return logits.new_empty(len(logits), dtype=torch.float32)
@@ -178,30 +191,30 @@ def token_entropies(logits: Tensor, scale: float, softcap: float | None) -> Tens
 
 
 def token_entropies_reference(logits: Tensor, terms: list[float]) -> Tensor:
-    """The same in plain torch."""
+    """Torch reference of `token_entropies`."""
     scale, softcap, *_ = terms
     x = logits.float() * scale
-    logs = (softcap * (x / softcap).tanh() if softcap else x).log_softmax(-1)
-    shares = logs.exp()
-    return -(shares * logs.masked_fill(shares == 0, 0)).sum(-1)
+    log_probs = (softcap * (x / softcap).tanh() if softcap else x).log_softmax(-1)
+    probabilities = log_probs.exp()
+    return -(probabilities * log_probs.masked_fill(probabilities == 0, 0)).sum(-1)
 
 
 @cache
 def compiled() -> ctypes.CDLL | None:
     lib = load_library(SOURCE)
     if lib is not None:
-        place, size = ctypes.c_void_p, ctypes.c_int64
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
         for kind in DTYPES.values():
             losses, entropies = getattr(lib, f"losses_{kind}"), getattr(lib, f"entropies_{kind}")
-            losses.argtypes, losses.restype = [*[place] * 5, *[size] * 3, ctypes.c_int, ctypes.c_int], size
-            entropies.argtypes, entropies.restype = [*[place] * 3, *[size] * 3, ctypes.c_int], None
+            losses.argtypes, losses.restype = [*[pointer] * 5, *[size] * 3, ctypes.c_int, ctypes.c_int], size
+            entropies.argtypes, entropies.restype = [*[pointer] * 3, *[size] * 3, ctypes.c_int], None
     return lib
 
 
 def native_library(logits: Tensor) -> ctypes.CDLL | None:
-    """The compiled functions, if there are some for these logits."""
-    fits = logits.device.type == "cpu" and logits.dtype in DTYPES and logits.stride(1) == 1
-    return compiled() if fits else None
+    """The compiled library if it supports these logits, else None."""
+    is_supported = logits.device.type == "cpu" and logits.dtype in DTYPES and logits.stride(1) == 1
+    return compiled() if is_supported else None
 
 
 @cache
@@ -210,14 +223,14 @@ def gpu() -> Any:
 
 
 class ChunkLoss(Protocol):
-    """Losses (n,) or their sum (1,), of logits (n, vocab) which become the gradient, each loss times its weight."""
+    """Losses (n,) or their sum (1,) of raw logits (n, vocab); writes the gradient over the logits."""
 
     def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class CrossEntropyTerms:
-    """Cross-entropy with label smoothing and z-loss, of logits that are scaled and capped first."""
+    """Cross-entropy with label smoothing and z-loss, of scaled and softcapped logits."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -234,7 +247,7 @@ class CrossEntropyTerms:
 
 @dataclass(frozen=True)
 class CustomChunkLoss:
-    """A sum over tokens that autograd can follow, of fp32 logits as `finish` leaves them."""
+    """Differentiable sum over tokens, a function of scaled fp32 logits and targets."""
 
     loss_fn: LogitsLoss
     scale_logits: Callable[[Tensor], Tensor]
@@ -252,13 +265,13 @@ class CustomChunkLoss:
         return loss.detach().float().view(1)
 
 
-# Logits of a chunk, and back
+# Logits of a chunk, and their backward pass
 
 
 class LinearHeadChunks:
-    """Of a head that is one product, into the same memory for every chunk. Its gradient adds up in fp32.
+    """Logits x W^T of a head without bias and adapter. Chunks share one buffer; the weight gradient is fp32.
 
-    The first chunk's is written and not added: zeros would be written, read and touch memory for the first time.
+    The first chunk writes the gradient instead of adding to zeros, which saves a pass over memory.
     """
 
     def __init__(self, head: LMHead, like: Tensor, size: int, trained: list[Tensor]) -> None:
@@ -279,7 +292,7 @@ class LinearHeadChunks:
 
 
 class AutogradHeadChunks:
-    """Of a head that may be anything, by autograd."""
+    """Logits of any head, with gradients by autograd."""
 
     def __init__(self, head: LMHead, like: Tensor, size: int, trained: list[Tensor]) -> None:
         self.head, self.trained, self.grads = head, trained, zero_gradients(trained)
@@ -291,10 +304,10 @@ class AutogradHeadChunks:
         return self.raw_logits.detach()
 
     def backward(self, x: Tensor, grad: Tensor) -> Tensor:
-        first, *others = torch.autograd.grad(self.raw_logits, (self.x, *self.trained), grad)
-        for total, other in zip(self.grads, others, strict=True):
-            total += other
-        return first
+        grad_input, *param_grads = torch.autograd.grad(self.raw_logits, (self.x, *self.trained), grad)
+        for total, param_grad in zip(self.grads, param_grads, strict=True):
+            total += param_grad
+        return grad_input
 
 
 def logits_buffer(like: Tensor, rows: int, vocab: int) -> Tensor:
@@ -310,37 +323,37 @@ def zero_gradients(like: list[Tensor]) -> list[Tensor]:
 
 
 def add_product(total: Tensor, grad: Tensor, x: Tensor, first: bool) -> None:
-    """total (vocab, dim) += grad^T x, of which no more than a slice is ever rounded to the dtype of `x`.
+    """total (vocab, dim) += grad^T x, by slices that are computed in the dtype of `x`; total = grad^T x if `first`.
 
-    At `first` it is put there. On CUDA it is one product that accumulates in fp32: one launch instead of two for each
-    slice, and 8 bytes of traffic per number instead of 12, besides the operands.
+    On CUDA it is one matmul that accumulates in fp32: one launch instead of two per slice, and 8 instead of 12 bytes of
+    memory traffic per element, in addition to the operands.
     """
     beta = 0 if first else 1
     if total.dtype == x.dtype:
         total.addmm_(grad.T, x, beta=beta)
         return
     if can_accumulate(total, x):
-        if not fake_mode.is_fake():  # torch has no shape function for it
+        if not fake_mode.is_fake():  # torch has no meta implementation
             torch.addmm(total, grad.T, x, out_dtype=total.dtype, beta=beta, out=total)
         return
-    step = max(1, GRAD_SLICE_SIZE.get(x.device.type, GRAD_SLICE_SIZE["cpu"]) // x.shape[1])
-    room = x.new_empty(step, x.shape[1])
-    if fake_mode.is_fake():  # the other slices need no more
-        total, grad = total[:step], grad[:, :step]
-    for part, of in zip(total.split(step), grad.T.split(step), strict=True):
-        made = torch.mm(of, x, out=room[: len(part)])
-        part.copy_(made) if first else part.add_(made)
+    slice_rows = max(1, GRAD_SLICE_SIZE.get(x.device.type, GRAD_SLICE_SIZE["cpu"]) // x.shape[1])
+    buffer = x.new_empty(slice_rows, x.shape[1])
+    if fake_mode.is_fake():  # the other slices have the same cost
+        total, grad = total[:slice_rows], grad[:, :slice_rows]
+    for total_rows, grad_rows in zip(total.split(slice_rows), grad.T.split(slice_rows), strict=True):
+        product = torch.mm(grad_rows, x, out=buffer[: len(total_rows)])
+        total_rows.copy_(product) if first else total_rows.add_(product)
 
 
 def can_accumulate(total: Tensor, x: Tensor) -> bool:
-    """Whether products of `x` can be added to `total` without rounding in between: with cuBLAS, but not with ROCm."""
+    """Whether matmuls of `x` can accumulate in `total` without intermediate rounding: cuBLAS, but not ROCm."""
     dtypes = total.dtype == torch.float32 and x.dtype in HALF_DTYPES
     return dtypes and fake_mode.device_type(x) == "cuda" and torch.version.hip is None
 
 
 @dataclass(frozen=True)
 class TokenChunks:
-    """Learnt tokens, a chunk at a time: `rows` (N,) of the hidden states, and what is to follow on them (N,)."""
+    """Target tokens, processed in chunks: `rows` (N,) of the hidden states, and their targets (N,)."""
 
     head: LMHead
     step: ChunkLoss
@@ -353,62 +366,68 @@ class TokenChunks:
         trained: list[Tensor],
         gradient: bool,
         weights: Tensor | None = None,
-        look: Callable[[Tensor], object] | None = None,
+        on_logits: Callable[[Tensor], object] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Losses and, with `gradient`, those of the hidden states (all, dim) and of what the head trains.
+        """Losses and, with `gradient`, gradients of the hidden states (all, dim) and of the trained parameters.
 
-        `look` sees the logits of each chunk before they become a gradient.
+        `on_logits` is called with the logits of each chunk before the gradient is written over them.
         """
-        way = LinearHeadChunks if self.head.is_plain_linear else AutogradHeadChunks
-        ids = len(self.head.weight) if self.head.vocab_shard is None else self.head.vocab_shard.max_size  # all ranks take equal chunks
-        size = chunk_size(len(self.rows), ids, hidden, way is LinearHeadChunks and gradient and bool(trained))
-        layer = way(self.head, hidden, size, trained if gradient else [])
-        losses, to_hidden = [], torch.zeros_like(hidden) if gradient else hidden
-        for at in range(0, len(self.rows), size):
-            part = slice(at, at + size)
-            rows = self.rows[part]
+        chunks_type = LinearHeadChunks if self.head.is_plain_linear else AutogradHeadChunks
+        num_ids = (
+            len(self.head.weight) if self.head.vocab_shard is None else self.head.vocab_shard.max_size
+        )  # all ranks take equal chunks
+        size = chunk_size(
+            len(self.rows), num_ids, hidden, chunks_type is LinearHeadChunks and gradient and bool(trained)
+        )
+        layer = chunks_type(self.head, hidden, size, trained if gradient else [])
+        losses, hidden_grad = [], torch.zeros_like(hidden) if gradient else hidden
+        for start in range(0, len(self.rows), size):
+            span = slice(start, start + size)
+            rows = self.rows[span]
             x = F.pad(hidden.index_select(0, rows), (0, 0, 0, -len(rows) % TOKEN_MULTIPLE))
             logits = layer.logits(x, gradient)
-            of = None if weights is None else weights[part]
-            if look is not None:
-                look(logits[: len(rows)])
-            losses.append(self.step(logits[: len(rows)], self.targets[part], of, gradient))
+            span_weights = None if weights is None else weights[span]
+            if on_logits is not None:
+                on_logits(logits[: len(rows)])
+            losses.append(self.step(logits[: len(rows)], self.targets[span], span_weights, gradient))
             if gradient:
                 logits[len(rows) :] = 0
-                to_hidden.index_copy_(0, rows, layer.backward(x, logits)[: len(rows)])
-        found = torch.cat(losses) if losses else hidden.new_zeros(0, dtype=torch.float32)
-        return found, [to_hidden, *(layer.grads or zero_gradients(trained))] if gradient else []
+                hidden_grad.index_copy_(0, rows, layer.backward(x, logits)[: len(rows)])
+        all_losses = torch.cat(losses) if losses else hidden.new_zeros(0, dtype=torch.float32)
+        return all_losses, [hidden_grad, *(layer.grads or zero_gradients(trained))] if gradient else []
 
 
 def chunk_size(count: int, vocab: int, like: Tensor, wide: bool = False) -> int:
-    """Tokens of a chunk, a multiple of MULTIPLE: all chunks have about the same number.
+    """Tokens per chunk, a multiple of TOKEN_MULTIPLE, about equal for all chunks.
 
-    `wide`: each chunk adds to the gradient of the whole head, which is larger than its logits: half as many are made.
+    `wide` doubles the size, if each chunk adds to the gradient of the head, which is larger than the logits.
     """
-    most = (1 + wide) * CHUNK_BYTES.get(like.device.type, CHUNK_BYTES["cpu"]) // (vocab * like.itemsize) // TOKEN_MULTIPLE or 1
-    parts = -(-count // TOKEN_MULTIPLE) or 1
-    return TOKEN_MULTIPLE * -(-parts // -(-parts // most))
+    max_tokens = (1 + wide) * CHUNK_BYTES.get(like.device.type, CHUNK_BYTES["cpu"]) // (
+        vocab * like.itemsize
+    ) // TOKEN_MULTIPLE or 1
+    num_blocks = -(-count // TOKEN_MULTIPLE) or 1
+    return TOKEN_MULTIPLE * -(-num_blocks // -(-num_blocks // max_tokens))
 
 
-# Sums over tokens, and each token's
+# Sums over tokens, and values per token
 
 
-@disable_compile  # the number of learnt tokens differs from batch to batch, and each would compile anew
+@disable_compile  # the number of target tokens differs from batch to batch, and each would cause a recompilation
 def linear_cross_entropy(
     hidden: Tensor, targets: Tensor, head: LMHead, step: ChunkLoss, rows: Tensor | None = None
 ) -> Tensor:
-    """Sum over tokens: `hidden` (N, dim), `targets` (N,), of which only `rows` count, if they are given.
+    """Sum of the chunk loss over tokens, for `hidden` (N, dim) and `targets` (N,). `rows` restricts it to these tokens.
 
-    The head may be anything: plain, adapted, tied. A frozen one costs no gradient of its own.
+    The head may be quantized, adapted or tied. Gradients of frozen heads are not computed.
     """
     return ChunkedSum.apply(*prepare_chunks(hidden, targets, head, step, rows))
 
 
 @disable_compile  # as above
 def token_logps(hidden: Tensor, targets: Tensor, head: LMHead, rows: Tensor | None = None) -> Tensor:
-    """Log-probability of each target, fp32 (N,), or of those in `rows` alone, with the memory of one chunk's logits.
+    """Log-probability of each target, fp32 (N,), or of those in `rows`, with the logits of one chunk in memory.
 
-    A head that is trained has its logits computed again in the backward pass, where the weights of tokens are known.
+    If the head is trained, the backward pass recomputes its logits, because gradients per token are not known before.
     """
     return -ChunkedPerToken.apply(None, *prepare_chunks(hidden, targets, head, default_terms(head), rows))
 
@@ -417,22 +436,22 @@ def token_logps(hidden: Tensor, targets: Tensor, head: LMHead, rows: Tensor | No
 def token_logps_and_entropies(
     hidden: Tensor, targets: Tensor, head: LMHead, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities as above, and the entropies in nats of what was expected there, fp32 (N,), without gradients.
+    """Log-probabilities as in `token_logps`, and entropies of the predictions in nats, fp32 (N,), without gradients.
 
-    The memory is the same, and the logits are read once more.
+    Uses the same memory, and reads the logits once more.
     """
-    found: list[Tensor] = []
+    entropies: list[Tensor] = []
 
-    def look(logits: Tensor) -> None:
-        whole = logits if head.vocab_shard is None else head.vocab_shard.all_gather(logits)
-        found.append(token_entropies(whole, head.scale, head.softcap))
+    def on_logits(logits: Tensor) -> None:
+        all_logits = logits if head.vocab_shard is None else head.vocab_shard.all_gather(logits)
+        entropies.append(token_entropies(all_logits, head.scale, head.softcap))
 
-    losses = ChunkedPerToken.apply(look, *prepare_chunks(hidden, targets, head, default_terms(head), rows))
-    return -losses, torch.cat(found) if found else torch.zeros_like(losses)
+    losses = ChunkedPerToken.apply(on_logits, *prepare_chunks(hidden, targets, head, default_terms(head), rows))
+    return -losses, torch.cat(entropies) if entropies else torch.zeros_like(losses)
 
 
 def default_terms(head: LMHead) -> CrossEntropyTerms:
-    """Cross-entropy and nothing else."""
+    """Cross-entropy without label smoothing and z-loss."""
     return CrossEntropyTerms(head.scale, head.softcap, share=head.vocab_shard)
 
 
@@ -441,7 +460,7 @@ def prepare_chunks(
 ) -> tuple[Any, ...]:
     rows = torch.arange(len(hidden), device=hidden.device) if rows is None else rows
     trained = trained_params(head)
-    if not torch.is_grad_enabled():  # a function is told of gradients that nobody will ask for
+    if not torch.is_grad_enabled():  # ctx.needs_input_grad ignores torch.no_grad
         hidden, trained = hidden.detach(), []
     return TokenChunks(head, step, rows, targets.index_select(0, rows)), hidden, *trained
 
@@ -467,31 +486,31 @@ class ChunkedSum(torch.autograd.Function):
 class ChunkedPerToken(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, look: Callable[[Tensor], object] | None, chunks: TokenChunks, hidden: Tensor, *trained: Tensor
+        ctx: Any, on_logits: Callable[[Tensor], object] | None, chunks: TokenChunks, hidden: Tensor, *trained: Tensor
     ) -> Tensor:
-        ctx.chunks, ctx.again = chunks, bool(trained)
+        ctx.chunks, ctx.recompute = chunks, bool(trained)
         ctx.random, ctx.devices = torch.get_rng_state(), get_device_states(hidden)
-        losses, grads = chunks.run(hidden, [], not trained and any(ctx.needs_input_grad), look=look)
+        losses, grads = chunks.run(hidden, [], not trained and any(ctx.needs_input_grad), on_logits=on_logits)
         ctx.save_for_backward(*grads or [hidden])
         return losses
 
     @staticmethod
     def backward(ctx: Any, *weights: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = ctx.saved_tensors
-        if not ctx.again:
-            each = weights[0].new_zeros(len(kept)).index_copy_(0, ctx.chunks.rows, weights[0])
-            return None, None, scale_gradient(kept, each[:, None])
+        (saved,) = ctx.saved_tensors
+        if not ctx.recompute:
+            scale = weights[0].new_zeros(len(saved)).index_copy_(0, ctx.chunks.rows, weights[0])
+            return None, None, scale_gradient(saved, scale[:, None])
         trained = trained_params(ctx.chunks.head)
-        with torch.random.fork_rng(devices=ctx.devices[0]):  # dropout falls on the same numbers again
+        with torch.random.fork_rng(devices=ctx.devices[0]):  # reproduces the dropout masks
             torch.set_rng_state(ctx.random)
             set_device_states(*ctx.devices)
-            _, grads = ctx.chunks.run(kept, trained, True, weights[0])
-        return None, None, *(grad.to(t.dtype) for grad, t in zip(grads, (kept, *trained), strict=True))
+            _, grads = ctx.chunks.run(saved, trained, True, weights[0])
+        return None, None, *(grad.to(t.dtype) for grad, t in zip(grads, (saved, *trained), strict=True))
 
 
 def scale_gradient(grad: Tensor, scale: Tensor) -> Tensor:
-    """`grad` times `scale` in place. The scale stays fp32: rounded to bf16, it would be off alike for every token."""
-    pieces = scale.split(4096) if scale.dim() else repeat(scale)
-    for part, by in zip(grad.split(4096), pieces, strict=False):
-        part.copy_(part.float().mul_(by))
+    """Multiply `grad` by `scale` in place. The scale stays fp32, because rounding it to bf16 would bias all tokens."""
+    scales = scale.split(4096) if scale.dim() else repeat(scale)
+    for chunk, chunk_scale in zip(grad.split(4096), scales, strict=False):
+        chunk.copy_(chunk.float().mul_(chunk_scale))
     return grad

@@ -1,4 +1,4 @@
-"""Copies from the host that nothing waits for, and constants that are copied once per device."""
+"""Asynchronous copies from the host, and constants that are copied once per device."""
 
 from collections.abc import Callable, Hashable
 
@@ -9,21 +9,21 @@ from tunekit.kernels import fake_mode
 
 
 def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy of a CPU tensor. For a GPU it goes through pinned memory: a pageable copy waits for all queued work."""
+    """Copy a CPU tensor. Uses pinned memory for a GPU: copies of pageable memory wait for all queued work."""
     if device.type == "cuda" and not fake_mode.is_fake():
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
 
 
 class DeviceConstants:
-    """Small tensors that follow from hashable values, one copy per device, created when first requested."""
+    """Small tensors that are functions of hashable values, created once per device when first requested."""
 
     def __init__(self, build: Callable[..., Tensor]) -> None:
         self.build = build
         self.tensors: dict[Hashable, Tensor] = {}
 
     def __call__(self, *key: Hashable, device: torch.device) -> Tensor:
-        if fake_mode.is_fake():  # tensors without numbers must not outlive the plan that needed them
+        if fake_mode.is_fake():  # fake tensors must not outlive the plan that created them
             return self.build_on(key, device)
         if (key, device) not in self.tensors:
             self.tensors[key, device] = self.build_on(key, device)

@@ -1,4 +1,4 @@
-"""Copies of device tensors for the host, without a wait in the step that computes them."""
+"""Asynchronous copies of device tensors to the host."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from tunekit.devices import is_pinned_on
 
 
 class HostCopy:
-    """A copy of a tensor that is queued after the work that computes it, and read later.
+    """Copy of a tensor that is queued on the device and read later.
 
-    On a GPU it goes to pinned memory: reading it waits for the work up to the copy, not for work that was queued since.
-    The tensor may change as soon as it is copied.
+    Uses pinned memory on a GPU: reading waits for the work up to the copy, not for work queued afterwards. The tensor
+    may be modified once this object exists.
     """
 
     def __init__(self, numbers: Tensor) -> None:

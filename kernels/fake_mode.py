@@ -1,6 +1,6 @@
-"""Whether only shapes are asked for, as a plan does: tensors hold no numbers, and no compiled function may be called.
+"""Fake mode, used by `tune plan`: tensors have shapes but no data, and kernels only return outputs of the right shape.
 
-What is made of them is what the fast versions make, whether they can be had on this machine or not.
+The fast versions are simulated, whether this machine supports them or not.
 """
 
 from collections.abc import Iterator
@@ -11,33 +11,33 @@ from torch import Tensor
 
 from tunekit.kernels.torch_compile import assume_constant_result
 
-FAKE_DEVICE: ContextVar[str] = ContextVar("kind of device that only shapes are asked for", default="")
+FAKE_DEVICE: ContextVar[str] = ContextVar("simulated device type", default="")
 
 
-@assume_constant_result  # Dynamo cannot trace a ContextVar: graphs would end here. Fake models are never compiled.
+@assume_constant_result  # Dynamo cannot trace a ContextVar, which would break graphs. Fake models are never compiled.
 def fake_device() -> str:
     """Device type of the fake tensors, empty outside fake mode."""
     return FAKE_DEVICE.get()
 
 
 def is_fake() -> bool:
-    """Whether there is nothing but shapes."""
+    """Whether fake mode is active."""
     return bool(fake_device())
 
 
 def device_type(x: Tensor) -> str:
-    """The kind of device on which a tensor is, or is thought to be."""
+    """Device type of a tensor; the simulated one in fake mode."""
     return fake_device() or x.device.type
 
 
 def count_true(mask: Tensor) -> int:
-    """How many are true; all of them, where nobody can tell."""
+    """Number of true elements; all of them in fake mode."""
     return mask.numel() if is_fake() else int(mask.sum())
 
 
 @contextmanager
 def fake_mode(device: str = "cpu") -> Iterator[None]:
-    """Until the end there is nothing but shapes, as they would be on this kind of device."""
+    """Context in which tensors are fake and simulate this device type."""
     token = FAKE_DEVICE.set(device)
     try:
         yield

@@ -1,24 +1,24 @@
-"""Dequantize float8 weights on a GPU in one launch. float8.py loads this where there is one."""
+"""Triton kernel that dequantizes float8 weights in one launch. Loaded by float8.py on GPUs."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
-# There is no Triton on macOS and Windows, nor a GPU that would load this file.
+# Triton is not available on macOS and Windows.
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = tl.constexpr(64)  # numbers with one scale
-BLOCKS = 32  # blocks of one program: 16 bytes per thread, one load instruction
+BLOCK = tl.constexpr(64)  # values per scale
+BLOCKS = 32  # blocks per program: 16 bytes per thread, one load instruction
 
 
 @triton.jit
 def dequantize_kernel(codes, scales, out, count, BLOCKS: tl.constexpr):
-    """Numbers of `count` blocks.
+    """Dequantize `count` blocks: code * scale in fp32, rounded to the dtype of `out`.
 
     Codes are decoded with integer operations: Triton converts float8_e4m3fn only on sm_89 and later. A code is
-    s eeee mmm; shifted by 20 bits, its exponent and mantissa are those of an fp32 number that is 2^120 times smaller.
-    Offsets are int64: a stack of experts may have more than 2^31 numbers.
+    s eeee mmm; shifted by 20 bits, its exponent and mantissa are those of an fp32 value that is 2^120 times smaller.
+    Offsets are int64: a stack of experts may have more than 2^31 values.
     """
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     index = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]

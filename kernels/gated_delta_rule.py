@@ -1,4 +1,4 @@
-"""The gated delta rule, a state of fixed size in place of keys and values, and the short convolution before it."""
+"""Gated delta rule (linear attention with a state of fixed size), and the short convolution before it."""
 
 import importlib
 import importlib.util
@@ -17,20 +17,20 @@ from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.kernels.torch_compile import disable_compile
 from tunekit.kernels.triton_support import uses_triton
 
-CHUNK = 64  # tokens that are solved for together, at most
+CHUNK = 64  # maximum tokens per chunk
 
 
 class Bounds(NamedTuple):
-    """Packed documents on the device, as the convolution and the rule read them."""
+    """Document bounds on the device, for the convolution and the delta rule."""
 
     offsets: Tensor  # (documents + 1,), int32
-    starts: Tensor  # (documents - 1,) first tokens of all documents but the first
-    gather_index: Tensor  # (T,) of each token among tokens with `width` zeros in front of each document
-    before: Tensor  # (T,) the same less `width`
+    starts: Tensor  # (documents - 1,) first tokens of all documents except the first one
+    gather_index: Tensor  # (T,) index of each token if `width` zeros precede each document
+    before: Tensor  # (T,) gather_index - width
 
 
 def get_bounds(layout: SequenceLayout, width: int, device: torch.device) -> Bounds:
-    """Bounds of the documents of a layout on a device. The host does not wait for it, and copies once per pass."""
+    """Bounds of the documents of a layout on a device, copied once per pass without synchronization."""
 
     def build() -> Bounds:
         offsets = layout.cu_seqlens
@@ -42,7 +42,7 @@ def get_bounds(layout: SequenceLayout, width: int, device: torch.device) -> Boun
     return layout.derive(("bounds of the delta rule", width, device), build)
 
 
-@disable_compile  # the number of chunks differs from batch to batch, and each would compile anew
+@disable_compile  # the number of chunks differs from batch to batch, and each would cause a recompilation
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -52,13 +52,12 @@ def gated_delta_rule(
     layout: SequenceLayout | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """States that learn what values belong to keys (arXiv:2412.06464): answers (B, S, H, V) and the last states.
+    """Gated delta rule (arXiv:2412.06464): outputs (B, S, H, V) and final states (B, H, K, V) in fp32.
 
-    At every token the state (K, V) of a head fades by exp(decay), then what it says to the key moves towards the value
-    by the share `beta`, and what it says to the query is the answer. Queries and keys (B, S, H_k, K) are brought to
-    length 1 and serve H / H_k neighbouring heads each; decay and beta are (B, S, H). States (B, H, K, V) are fp32, and
-    zero at first or `state`. `layout` bounds documents in the flattened (B * S) tokens, each of which begins with a
-    state of zeros; the last state is then that of the last document.
+    S_t = exp(decay_t) S_{t-1} + k_t (beta_t (v_t - exp(decay_t) S_{t-1}^T k_t))^T and o_t = S_t^T q_t / sqrt(K), for a
+    state S (K, V) per head. Queries and keys (B, S, H_k, K) are L2-normalized and shared by H / H_k neighboring heads;
+    values are (B, S, H, V), decay and beta (B, S, H). The initial state is `state` or zero. `layout` bounds documents
+    in the flattened (B * S) tokens; each starts with a zero state, and the final state is that of the last document.
     """
     if (fla := find_fla()) is not None and is_supported_by_fla(v):
         return run_fla(fla, (q, k, v, decay, beta), layout, state)
@@ -67,44 +66,44 @@ def gated_delta_rule(
         assert state is None
         q, k, v, decay, beta = (x.flatten(0, 1)[None] for x in (q, k, v, decay, beta))
         starts = get_bounds(layout, 0, decay.device).starts
-        decay = decay.float().index_fill(1, starts, float("-inf"))  # what was before is forgotten
+        decay = decay.float().index_fill(1, starts, float("-inf"))  # resets the state at document starts
     q, k = normalize(q) * q.shape[-1] ** -0.5, normalize(k)
     values, decay, beta = (x.float().unflatten(2, groups) for x in (v, decay, beta))
     if state is None:
         state = values.new_zeros(len(values), v.shape[2], k.shape[-1], v.shape[-1])
-    rule = recurrent if v.shape[1] == 1 else chunked if fake_mode.device_type(v) == "cpu" else batched
-    y, state = rule(q, k, values, decay, beta, state.unflatten(1, groups))
+    solve = recurrent if v.shape[1] == 1 else chunked if fake_mode.device_type(v) == "cpu" else batched
+    y, state = solve(q, k, values, decay, beta, state.unflatten(1, groups))
     return y.reshape(*rows, *v.shape[2:]).type_as(v), state.flatten(1, 2)
 
 
 @cache
 def find_fla() -> Callable[..., Any] | None:
-    """The rule of flash-linear-attention, if it is installed."""
+    """The kernel of flash-linear-attention, if it is installed."""
     if importlib.util.find_spec("fla") is None:
         return None
     try:
         return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    except (ImportError, AttributeError, RuntimeError):  # for another version of one of its own dependencies
+    except (ImportError, AttributeError, RuntimeError):  # its dependencies have incompatible versions
         return None
 
 
 def is_supported_by_fla(v: Tensor) -> bool:
-    """Whether its kernels take these values. They are Triton's, refuse fp32, and single tokens are a recurrence."""
+    """Whether flash-linear-attention supports these values. It requires Triton, half precision and several tokens."""
     return v.dtype in HALF_DTYPES and v.shape[1] > 1 and uses_triton(v)
 
 
 def run_fla(
-    rule: Callable[..., Any], inputs: tuple[Tensor, ...], layout: SequenceLayout | None, state: Tensor | None
+    kernel: Callable[..., Any], inputs: tuple[Tensor, ...], layout: SequenceLayout | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """gated_delta_rule by flash-linear-attention. Each of its documents has a state; the last one is returned."""
+    """`gated_delta_rule` by flash-linear-attention, which computes a state per document. Returns the last state."""
     v = inputs[2]
     if layout is not None:
         assert state is None
         inputs = tuple(x.flatten(0, 1)[None] for x in inputs)
     q, k, values, decay, beta = inputs
-    # Versions up to 0.2 know no heads that share a key.
+    # Versions up to 0.2 do not support heads that share a key.
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
-    y, last = rule(
+    y, last = kernel(
         q,
         k,
         values,
@@ -119,54 +118,56 @@ def run_fla(
 
 
 def normalize(x: Tensor) -> Tensor:
-    """Vectors of length 1 in fp32."""
+    """L2-normalize the last axis, in fp32."""
     x = x.float()
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 def recurrent(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Token by token: the reference, and the way of generation.
+    """Recurrent form, one token at a time: the reference, used for generation.
 
     Values are (B, S, H_k, R, V) for R heads to a key, decay and beta (B, S, H_k, R), states (B, H_k, R, K, V).
     """
-    answers = []
-    for qt, kt, vt, fade, share in zip(*(x.unbind(1) for x in (q, k, v, decay.exp(), beta)), strict=True):
-        state = state * fade[..., None, None]
-        known = torch.einsum("bhk,bhrkv->bhrv", kt, state)
-        state = state + torch.einsum("bhk,bhrv->bhrkv", kt, (vt - known) * share[..., None])
-        answers.append(torch.einsum("bhk,bhrkv->bhrv", qt, state))
-    return torch.stack(answers, dim=1), state
+    outputs = []
+    for qt, kt, vt, decay_t, beta_t in zip(*(x.unbind(1) for x in (q, k, v, decay.exp(), beta)), strict=True):
+        state = state * decay_t[..., None, None]
+        prediction = torch.einsum("bhk,bhrkv->bhrv", kt, state)
+        state = state + torch.einsum("bhk,bhrv->bhrkv", kt, (vt - prediction) * beta_t[..., None])
+        outputs.append(torch.einsum("bhk,bhrkv->bhrv", qt, state))
+    return torch.stack(outputs, dim=1), state
 
 
 class Chunks(NamedTuple):
-    """Chunks (B, N, H_k, R, C, ...) and the solution of each, before a state is known."""
+    """Chunks (B, N, H_k, R, C, ...) and the parts of their solution that do not depend on the state."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    remaining: Tensor  # (..., C, 1) of the state before the chunk, at each token
-    to_end: Tensor  # (..., C, 1) of each token, after the chunk
-    solution: Tensor  # (..., C, C)
+    remaining: Tensor  # (..., C, 1) decay of the state from the start of the chunk to each token
+    to_end: Tensor  # (..., C, 1) decay from each token to the end of the chunk
+    solution: Tensor  # (..., C, C) inverse of the triangular system
     inside: Tensor  # (..., C, C) scores of queries for earlier keys of the chunk
 
 
 def solve_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Chunks:
-    """The part of the chunked form (arXiv:2406.06484) that is the same for every state."""
+    """State-independent part of the chunked form (arXiv:2406.06484)."""
     # Token i adds k_i u_i' to the state, and u_i = b_i (v_i - f_i S'k_i - sum over j < i of f_i / f_j (k_i . k_j) u_j),
-    # where f_i is what fading has left of S, the state before the chunk: a triangular system for all u of it.
+    # where S is the state before the chunk and f_i its decay up to token i: a triangular system for all u of the chunk.
     q, k, v, decay, beta = (split_chunks(x) for x in (q[:, :, :, None], k[:, :, :, None], v, decay, beta))
-    # What is left at token i of what came at j. Sums from j to i, for a difference of two sums from the start knows no
-    # -inf, and loses what is small behind what is large.
-    past = torch.ones(v.shape[-2], v.shape[-2], dtype=torch.bool, device=v.device).tril(-1)
-    left = decay[..., None].where(past, 0).cumsum(-2).exp().tril()
-    solution = unit_lower_inverse(k @ k.mT * left * beta[..., None]) * beta[..., None, :]
-    remaining, to_end = decay.cumsum(-1).exp()[..., None], left[..., -1, :, None]
-    return Chunks(q, k, v, remaining, to_end, solution, q @ k.mT * left)
+    # Decay from token j to token i, summed from j to i: the difference of two cumulative sums would be NaN for -inf and
+    # inaccurate for small values after large ones.
+    is_past = torch.ones(v.shape[-2], v.shape[-2], dtype=torch.bool, device=v.device).tril(-1)
+    remaining_from = decay[..., None].where(is_past, 0).cumsum(-2).exp().tril()
+    solution = unit_lower_inverse(k @ k.mT * remaining_from * beta[..., None]) * beta[..., None, :]
+    remaining, to_end = decay.cumsum(-1).exp()[..., None], remaining_from[..., -1, :, None]
+    return Chunks(q, k, v, remaining, to_end, solution, q @ k.mT * remaining_from)
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The same a chunk at a time. With gradients, 2048 tokens of 32 heads took a core 0.85 s, and 512 took 0.3 s;
-    token by token 4.2 s; transformers' torch path 3.3 s and 0.35 s (benchmarks/delta.py).
+    """Chunked form, one chunk at a time.
+
+    On one core with gradients, 2,048 tokens of 32 heads took 0.85 s and 512 tokens 0.3 s; the recurrent form took
+    4.2 s, the torch path of transformers 3.3 s and 0.35 s (benchmarks/delta.py).
     """
     parts = (x.unbind(1) for x in solve_chunks(q, k, v, decay, beta))
     answers = []
@@ -178,32 +179,32 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state:
 
 
 def batched(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for all chunks at once: one kernel for each chunk and direction instead of some twenty.
+    """Chunked form, all chunks at once: one kernel per chunk and direction instead of about twenty.
 
-    A CPU is slower with it: 2.4 s instead of 1.3 s for 2048 tokens of 32 heads, whose matrices leave the cache.
+    Slower on a CPU, where the matrices do not fit into the cache: 2.4 s instead of 1.3 s for 2,048 tokens of 32 heads.
     """
-    # The WY form: u is linear in the state before the chunk, u = U - W S, and so is the state after it, M S + N.
+    # WY form: u = U - W S is linear in the state S before the chunk, and so is the state M S + N after it.
     length, (q, k, v, remaining, to_end, solution, inside) = v.shape[1], solve_chunks(q, k, v, decay, beta)
     u, w, keys = solution @ v, solution @ (remaining * k), (to_end * k).mT
     identity = torch.eye(k.shape[-1], device=k.device, dtype=k.dtype)
     states = ChunkStates.apply(remaining[..., -1:, :] * identity - keys @ w, keys @ u, state)
-    before = states[:, :-1]
-    answers = torch.addcmul(inside @ (u - w @ before), remaining, q @ before)
-    return join_chunks(answers, length), states[:, -1].clone()  # a view would keep the states of all chunks
+    states_before = states[:, :-1]
+    outputs = torch.addcmul(inside @ (u - w @ states_before), remaining, q @ states_before)
+    return join_chunks(outputs, length), states[:, -1].clone()  # a view would keep the states of all chunks
 
 
 class ChunkStates(torch.autograd.Function):
-    """States (B, N + 1, ..., K, V) before each chunk and after the last: S' = M S + N, one product for each chunk.
+    """States (B, N + 1, ..., K, V) before each chunk and after the last one: S' = M S + N, one matmul per chunk.
 
-    `transition` M is (B, N, ..., K, K), `added` N is (B, N, ..., K, V), the first state (B, ..., K, V).
+    `transition` M is (B, N, ..., K, K), `addend` N is (B, N, ..., K, V), `initial` is the first state (B, ..., K, V).
     """
 
     @staticmethod
-    def forward(ctx: Any, transition: Tensor, added: Tensor, first: Tensor) -> Tensor:
-        count, shape = transition.shape[1], first.shape
-        states = added.new_empty(count + 1, *shape)
-        states[0] = first
-        steps = zip(unbind_chunks(transition), unbind_chunks(added), strict=True)
+    def forward(ctx: Any, transition: Tensor, addend: Tensor, initial: Tensor) -> Tensor:
+        count, shape = transition.shape[1], initial.shape
+        states = addend.new_empty(count + 1, *shape)
+        states[0] = initial
+        steps = zip(unbind_chunks(transition), unbind_chunks(addend), strict=True)
         for i, (m, n) in enumerate(steps):
             torch.baddbmm(n, m, states[i].flatten(0, -3), out=states[i + 1].flatten(0, -3))
         states = states.movedim(0, 1)
@@ -213,61 +214,62 @@ class ChunkStates(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         transition, states = ctx.saved_tensors
-        direct = grads[0].movedim(1, 0).contiguous()
-        to_states = torch.empty_like(direct)
-        to_states[-1] = direct[-1]
+        grad_states = grads[0].movedim(1, 0).contiguous()
+        total_grad = torch.empty_like(grad_states)
+        total_grad[-1] = grad_states[-1]
         for i, m in reversed([*enumerate(unbind_chunks(transition))]):
-            later, earlier = to_states[i + 1].flatten(0, -3), to_states[i].flatten(0, -3)
-            torch.baddbmm(direct[i].flatten(0, -3), m.mT, later, out=earlier)
-        to_added = to_states[1:].movedim(0, 1)
-        return to_added @ states[:, :-1].mT, to_added, to_states[0]
+            later, earlier = total_grad[i + 1].flatten(0, -3), total_grad[i].flatten(0, -3)
+            torch.baddbmm(grad_states[i].flatten(0, -3), m.mT, later, out=earlier)
+        grad_addend = total_grad[1:].movedim(0, 1)
+        return grad_addend @ states[:, :-1].mT, grad_addend, total_grad[0]
 
 
 def unbind_chunks(x: Tensor) -> list[Tensor]:
-    """Matrices (batch, rows, columns) of each chunk of (B, N, ..., rows, columns)."""
+    """Split (B, N, ..., rows, columns) into matrices (batch, rows, columns), one per chunk."""
     return [part.flatten(0, -3) for part in x.unbind(1)]
 
 
 def split_chunks(x: Tensor) -> Tensor:
-    """Chunks (B, N, H_k, R, C, ...) of (B, S, H_k, R, ...), of one size: zeros stand behind the last token."""
-    count = -(-x.shape[1] // CHUNK)
-    padded = F.pad(x, (0, 0) * (x.ndim - 2) + (0, -x.shape[1] % count))
-    return padded.unflatten(1, (count, -1)).movedim(2, 4)
+    """Split (B, S, H_k, R, ...) into chunks (B, N, H_k, R, C, ...) of equal size, padded with zeros at the end."""
+    num_chunks = -(-x.shape[1] // CHUNK)
+    padded = F.pad(x, (0, 0) * (x.ndim - 2) + (0, -x.shape[1] % num_chunks))
+    return padded.unflatten(1, (num_chunks, -1)).movedim(2, 4)
 
 
 def join_chunks(x: Tensor, length: int) -> Tensor:
-    """(B, S, H_k, R, V) of chunks (B, N, H_k, R, C, V), without what fills the last one."""
+    """Join chunks (B, N, H_k, R, C, V) to (B, S, H_k, R, V), without padding."""
     return x.movedim(4, 2).flatten(1, 2)[:, :length]
 
 
 def unit_lower_inverse(x: Tensor) -> Tensor:
-    """The inverse of 1 + x, of which what lies below the diagonal counts."""
-    one = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    return torch.linalg.solve_triangular(x, one, upper=False, unitriangular=True)
+    """Inverse of I + tril(x, -1)."""
+    identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    return torch.linalg.solve_triangular(x, identity, upper=False, unitriangular=True)
 
 
 def short_convolution(
-    x: Tensor, weight: Tensor, layout: SequenceLayout | None = None, before: Tensor | None = None
+    x: Tensor, weight: Tensor, layout: SequenceLayout | None = None, previous: Tensor | None = None
 ) -> Tensor:
-    """silu of each channel's sum over this and the last tokens: x (B, S, C), weight (C, K), nearest last.
+    """SiLU of a causal depthwise convolution: x (B, S, C), weight (C, K) with the tap of the current token last.
 
-    `before` (B, K - 1, C) came before the rows; no document that `layout` bounds sees another.
+    `previous` (B, K - 1, C) are the tokens before the rows, by default zeros. The convolution does not cross the
+    documents of `layout`.
     """
     width = weight.shape[-1] - 1
     if layout is None:
-        padded = F.pad(x, (0, 0, width, 0)) if before is None else torch.cat([before, x], dim=1)
+        padded = F.pad(x, (0, 0, width, 0)) if previous is None else torch.cat([previous, x], dim=1)
         return F.silu(convolve(padded, weight)).type_as(x)
-    bounds = get_bounds(layout, width, x.device)  # zeros stand before every document
+    bounds = get_bounds(layout, width, x.device)  # with `width` zeros before each document
     padded = x.new_zeros(1, x.shape[0] * x.shape[1] + width * (len(layout.cu_seqlens) - 1), x.shape[-1])
     padded = padded.index_copy(1, bounds.gather_index, x.flatten(0, 1)[None])
     return F.silu(convolve(padded, weight).index_select(1, bounds.before)).view_as(x).type_as(x)
 
 
 def convolve(x: Tensor, weight: Tensor) -> Tensor:
-    """Sums (B, S, C) over the windows of `x` (B, S + K - 1, C), in fp32."""
-    first, *others = weight.float().unbind(-1)
-    length = x.shape[1] - len(others)
-    y = x[:, :length] * first
-    for i, part in enumerate(others, start=1):
-        y = torch.addcmul(y, x[:, i : i + length], part)
+    """Depthwise convolution (B, S, C) of `x` (B, S + K - 1, C) without padding, in fp32."""
+    first_tap, *other_taps = weight.float().unbind(-1)
+    length = x.shape[1] - len(other_taps)
+    y = x[:, :length] * first_tap
+    for i, tap in enumerate(other_taps, start=1):
+        y = torch.addcmul(y, x[:, i : i + length], tap)
     return y

@@ -1,4 +1,4 @@
-"""Products of a few rows with a matrix, as in generation: on a CPU in bf16, as fast as the matrix is read."""
+"""Matmul of few rows, as in generation: bf16 on a CPU, limited by memory bandwidth."""
 
 import ctypes
 from functools import cache
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tunekit.kernels.cpp_extension import load_library
 
-MAX_ROWS = 8  # rows
+MAX_ROWS = 8
 SOURCE = Path(__file__).with_name("few.cpp")
 
 
@@ -22,13 +22,13 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     x = x.contiguous()
     rows, width = weight.shape
     y = x.new_empty(*x.shape[:-1], rows)
-    places = x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
-    lib.few(*places, x.numel() // width, rows, width, weight.stride(0), torch.get_num_threads())
+    pointers = x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
+    lib.few(*pointers, x.numel() // width, rows, width, weight.stride(0), torch.get_num_threads())
     return y
 
 
 def is_supported(x: Tensor, weight: Tensor) -> bool:
-    """Few rows of bf16 on the CPU of which nobody wants a gradient."""
+    """Whether the inputs are bf16 on the CPU with few rows, and no gradient is needed."""
     return (
         x.dtype == weight.dtype == torch.bfloat16
         and 0 < x.numel() <= MAX_ROWS * weight.shape[1]
@@ -41,7 +41,7 @@ def is_supported(x: Tensor, weight: Tensor) -> bool:
 
 @cache
 def compiled() -> ctypes.CDLL | None:
-    """The compiled function, where it can be had and the processor multiplies pairs of bf16."""
+    """Compiled library, if it is available and the CPU has bf16 dot products."""
     lib = load_library(SOURCE)
     if lib is None:
         return None

@@ -1,4 +1,4 @@
-"""Gated activations of feed-forward layers."""
+"""Gated activations of MLPs (SwiGLU and variants)."""
 
 import ctypes
 import importlib
@@ -16,12 +16,12 @@ from tunekit.kernels.recompute import mark_recomputable
 
 SOURCE = Path(__file__).with_name("glu.cpp")
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-# Numbers below which torch's two operators, 4 us for a token, are done before one of ours has begun.
+# Below this number of elements, the two torch operators (4 us for a token) are faster than a call of ours.
 MIN_SIZE = 2**14
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """(up + 1) * gate * sigmoid(1.702 gate), with both kept within 7: gpt-oss."""
+    """Activation of gpt-oss: (up + 1) * gate * sigmoid(1.702 gate), with gate <= 7 and |up| <= 7."""
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return (up + 1) * (gate * (gate * 1.702).sigmoid())
 
@@ -32,11 +32,11 @@ ACTIVATIONS = {
     "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "clamped_swiglu": clamped_swiglu,
 }
-FUSED_ACTIVATIONS = frozenset(ACTIVATIONS) - {"gelu"}  # those that are x sigmoid(...); no model that is still used has another
+FUSED_ACTIVATIONS = frozenset(ACTIVATIONS) - {"gelu"}  # of the form x * sigmoid(...)
 
 
 def gated_activation(act: str, gate: Tensor, up: Tensor) -> Tensor:
-    """act(gate) * up, or what the act makes of both."""
+    """ACTIVATIONS[act](gate, up), usually act(gate) * up, for tensors of equal shape."""
     if needs_reference(act, gate, up):
         y = ACTIVATIONS[act](gate, up)
     else:
@@ -45,12 +45,12 @@ def gated_activation(act: str, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def needs_reference(act: str, gate: Tensor, up: Tensor) -> bool:
-    alike = gate.shape == up.shape and gate.dtype == up.dtype and gate.dtype in DTYPES
-    return act not in FUSED_ACTIVATIONS or not alike or use_torch_fallback(gate, compiled, MIN_SIZE)
+    is_compatible = gate.shape == up.shape and gate.dtype == up.dtype and gate.dtype in DTYPES
+    return act not in FUSED_ACTIVATIONS or not is_compatible or use_torch_fallback(gate, compiled, MIN_SIZE)
 
 
 class GluSizes(ctypes.Structure):
-    """What glu.cpp asks about the numbers at its pointers."""
+    """Sizes of a call; mirrors the struct in glu.cpp."""
 
     _fields_ = (
         ("rows", ctypes.c_int64),
@@ -74,7 +74,7 @@ def compiled() -> ctypes.CDLL | None:
 
 @cache
 def native_function(kind: str, act: str, dtype: torch.dtype) -> Any:
-    """The compiled function of an act."""
+    """Compiled function of an activation."""
     return getattr(compiled(), f"{kind}_{act}_{DTYPES[dtype]}")
 
 
@@ -84,7 +84,7 @@ def gpu() -> Any:
 
 
 def as_rows(*tensors: Tensor) -> list[Tensor]:
-    """Tensors of one shape as rows, or each as one long row if nothing stands between theirs."""
+    """Tensors of equal shape as rows (N, dim), or as one long row each if all of them are contiguous."""
     if all(t.is_contiguous() for t in tensors):
         return [t.view(1, -1) for t in tensors]
     return [contiguous_rows(t) for t in tensors]
@@ -105,14 +105,14 @@ gated_op = torch.library.custom_op("tunekit::gated", forward, mutates_args=())
 
 @torch.library.custom_op("tunekit::gated_back", mutates_args=())
 def gated_backward_op(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    """Gradients to gate and up, from what came in alone: the activation is made again."""
-    (d, g, u), to_gate, to_up = as_rows(grad, gate, up), gate.new_empty(gate.shape), up.new_empty(up.shape)
+    """Gradients of gate and up. The activation is recomputed from the inputs."""
+    (d, g, u), grad_gate, grad_up = as_rows(grad, gate, up), gate.new_empty(gate.shape), up.new_empty(up.shape)
     if gate.device.type == "cuda":
-        gpu().backward(d, g, u, to_gate, to_up, act)
+        gpu().backward(d, g, u, grad_gate, grad_up, act)
     else:
         sizes = GluSizes(*g.shape, g.stride(0), u.stride(0), d.stride(0), torch.get_num_threads())
-        native_function("backward", act, gate.dtype)(*(t.data_ptr() for t in (d, g, u, to_gate, to_up)), sizes)
-    return to_gate, to_up
+        native_function("backward", act, gate.dtype)(*(t.data_ptr() for t in (d, g, u, grad_gate, grad_up)), sizes)
+    return grad_gate, grad_up
 
 
 @gated_op.register_fake

@@ -1,21 +1,21 @@
-"""Gated activations on a GPU, in one pass each way. glu.py loads this where there is one."""
+"""Triton kernels of gated activations, forward and backward. Loaded by glu.py on GPUs."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
 # pyright: reportGeneralTypeIssues=false
-# There is no Triton on macOS and Windows, nor a GPU that would load this file.
+# Triton is not available on macOS and Windows.
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-SIZE = 1024  # numbers of one program
+SIZE = 1024  # elements per program
 
 
 @triton.jit
 def place(dim, SIZE: tl.constexpr):
-    """The row of a program, and its columns. One long row may have more parts than a grid has in its second axis."""
-    program, many = tl.program_id(0).to(tl.int64), (dim - 1) // SIZE + 1  # `dim + SIZE` may not fit an int32
-    return program // many, program % many * SIZE + tl.arange(0, SIZE)
+    """Row of a program, and its columns. The grid is 1D: one long row may exceed the limit of its second axis."""
+    program, per_row = tl.program_id(0).to(tl.int64), (dim - 1) // SIZE + 1  # `dim + SIZE` may overflow int32
+    return program // per_row, program % per_row * SIZE + tl.arange(0, SIZE)
 
 
 @triton.jit
@@ -25,9 +25,9 @@ def sigmoid(x):
 
 @triton.jit
 def rate(x, ACT: tl.constexpr):
-    """s(x) of x sigmoid(s(x)), and its derivative.
+    """s(x) of the activation x sigmoid(s(x)), and its derivative.
 
-    A compiled function has one `return`, and tensors in it: floats of branches would be constants of different types.
+    Has one `return`, with tensors: Python floats in branches would be constants of different types.
     """
     if ACT == "gelu_tanh":
         s = 1.5957691216 * (x + 0.044715 * x * x * x)
@@ -42,22 +42,22 @@ def rate(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
+def forward_kernel(  # noqa: PLR0913 (kernels take scalars as separate arguments)
     gate, up, y, gate_stride, up_stride, dim, ACT: tl.constexpr, SIZE: tl.constexpr
 ):
     row, at = place(dim, SIZE)
     real = at < dim
-    kind = y.dtype.element_ty  # not in a tuple: the compiler asks the type of each of its elements
+    kind = y.dtype.element_ty  # not in a tuple assignment: Triton would query the type of each element
     g = tl.load(gate + row * gate_stride + at, real, 0).to(tl.float32)
     u = tl.load(up + row * up_stride + at, real, 0).to(tl.float32)
-    if ACT == "clamped_swiglu":  # rounded where its reference rounds
+    if ACT == "clamped_swiglu":  # rounds like its reference
         g, u = tl.minimum(g, 7.0), tl.maximum(tl.minimum(u, 7.0), -7.0)
         share = sigmoid((g * 1.702).to(kind).to(tl.float32)).to(kind).to(tl.float32)
-        found = (u + 1).to(kind).to(tl.float32) * (g * share).to(kind).to(tl.float32)
+        result = (u + 1).to(kind).to(tl.float32) * (g * share).to(kind).to(tl.float32)
     else:
         s, _ = rate(g, ACT)
-        found = (g * sigmoid(s)).to(kind).to(tl.float32) * u
-    tl.store(y + row * dim + at, found.to(kind), real)
+        result = (g * sigmoid(s)).to(kind).to(tl.float32) * u
+    tl.store(y + row * dim + at, result.to(kind), real)
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def backward_kernel(  # noqa: PLR0913
     g = tl.load(gate + row * gate_stride + at, real, 0).to(tl.float32)
     u = tl.load(up + row * up_stride + at, real, 0).to(tl.float32)
     to_g, to_u = d, d
-    if ACT == "clamped_swiglu":  # no gradient flows where a number was brought within the bounds
+    if ACT == "clamped_swiglu":  # clamped values have no gradient
         to_g, to_u = tl.where(g <= 7.0, d, 0.0), tl.where(tl.abs(u) <= 7.0, d, 0.0)
         g, u = tl.minimum(g, 7.0), tl.maximum(tl.minimum(u, 7.0), -7.0) + 1
     s, slope = rate(g, ACT)
@@ -81,7 +81,7 @@ def backward_kernel(  # noqa: PLR0913
 
 
 def forward(gate: Tensor, up: Tensor, y: Tensor, act: str) -> None:
-    """Fill `y` from rows (N, dim) of both."""
+    """Write act(gate) * up to `y`, for rows (N, dim)."""
     rows, dim = gate.shape
     if gate.numel():
         grid = (rows * triton.cdiv(dim, SIZE),)
@@ -89,7 +89,7 @@ def forward(gate: Tensor, up: Tensor, y: Tensor, act: str) -> None:
 
 
 def backward(grad: Tensor, gate: Tensor, up: Tensor, to_gate: Tensor, to_up: Tensor, act: str) -> None:
-    """Fill the gradients of both."""
+    """Write the gradients of gate and up, for rows (N, dim)."""
     rows, dim = gate.shape
     if gate.numel():
         grid = (rows * triton.cdiv(dim, SIZE),)

@@ -1,4 +1,4 @@
-"""Products of rows with the weight of the expert that each row belongs to."""
+"""Grouped matmul: each row is multiplied by the weight of its expert."""
 
 import importlib
 from functools import cache
@@ -12,57 +12,57 @@ from tunekit.kernels import fake_mode
 from tunekit.kernels.torch_compile import assume_constant_result, disable_compile
 from tunekit.kernels.triton_support import uses_triton
 
-ALIGNMENT = 16  # bytes: torch's grouped product wants rows of a multiple of these
+ALIGNMENT = 16  # bytes; torch's grouped_mm needs rows of a multiple of this size
 
-# Where experts without rows get zeros: on Blackwell their gradients are what was in memory before (pytorch 172439).
+# Device types that write zeros for experts without rows. On Blackwell gradients are uninitialized (pytorch 172439).
 ZERO_FILLED = {"cpu"}
 
-# Generations of GPUs for which torch has a kernel. On others it is a loop over experts that waits for their sizes.
+# Major compute capabilities for which torch has a kernel. On others, a loop over experts synchronizes to read sizes.
 FUSED = {9, 10}
-BF16_TENSOR_CORES = 8  # the first generation that has them: before, Triton would multiply number by number
+BF16_TENSOR_CORES = 8  # first major compute capability with bf16 tensor cores
 
 
 def grouped_mm(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W[e]^T + b[e] for `x` (N, in) sorted by expert: (N, out).
+    """x W[e]^T + b[e] (N, out) for rows `x` (N, in) sorted by expert e.
 
-    `weight` (E, out, in) and `bias` (E, out) may be of another dtype than `x`; `sizes` (E,) are the rows of each expert
-    and add up to N.
+    `sizes` (E,) are the numbers of rows per expert and add up to N. `weight` (E, out, in) and `bias` (E, out) may have
+    another dtype than `x`.
     """
     if is_supported(x, weight):
         return GroupedMM.apply(x, weight, sizes, None if bias is None else bias.to(x.dtype))
     return reference(x, weight, sizes, bias)
 
 
-@disable_compile  # how many rows each expert has differs in every batch
+@disable_compile  # the number of rows per expert differs from batch to batch
 def reference(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = None) -> Tensor:
-    """One product for each expert that has rows, and casts of the weights of just those."""
-    parts, counts = [], even_split(len(x), len(sizes)) if fake_mode.is_fake() else sizes.tolist()
+    """Torch reference: one matmul per expert with rows; only weights of these experts are cast."""
+    outputs, counts = [], even_split(len(x), len(sizes)) if fake_mode.is_fake() else sizes.tolist()
     biases = [None] * len(counts) if bias is None else bias.unbind()
-    for part, w, b in zip(x.split(counts), weight.unbind(), biases, strict=True):
-        if len(part):
-            parts.append(F.linear(part, w.to(x.dtype), None if b is None else b.to(x.dtype)))
-    return torch.cat(parts)
+    for rows, w, b in zip(x.split(counts), weight.unbind(), biases, strict=True):
+        if len(rows):
+            outputs.append(F.linear(rows, w.to(x.dtype), None if b is None else b.to(x.dtype)))
+    return torch.cat(outputs)
 
 
 def even_split(rows: int, experts: int) -> list[int]:
-    """Rows of each expert where all have about as many."""
+    """Numbers of rows per expert, as equal as possible."""
     return [rows * (i + 1) // experts - rows * i // experts for i in range(experts)]
 
 
 def is_supported(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product takes these. A cast of all experts for a few rows would cost more than it saves.
+    """Whether torch's grouped_mm is used. Casting all experts for few rows would cost more than it saves.
 
-    On the CPU it is a loop as well, without the autograd graph of one: 5 to 20 % faster, and gradients of the weights
-    are written in place, where the loop's are stacked from parts.
+    On a CPU it is a loop as well, but without its autograd graph: 5 to 20% faster, and weight gradients are written in
+    place instead of being stacked.
     """
-    kinds = {torch.bfloat16}
-    if fake_mode.device_type(x) == "cpu" and not torch.compiler.is_compiling():  # the compiler knows of no other dtype
-        kinds = {weight.dtype} - {torch.float64}
-    return x.dtype in kinds and not any(size * x.element_size() % ALIGNMENT for size in weight.shape[1:])
+    dtypes = {torch.bfloat16}
+    if fake_mode.device_type(x) == "cpu" and not torch.compiler.is_compiling():  # torch.compile only supports bf16
+        dtypes = {weight.dtype} - {torch.float64}
+    return x.dtype in dtypes and not any(size * x.element_size() % ALIGNMENT for size in weight.shape[1:])
 
 
 class GroupedMM(torch.autograd.Function):
-    """Nothing here waits for the device: `sizes` are never read by the host."""
+    """Autograd function of `grouped_mm`. Does not synchronize: `sizes` stay on the device."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None) -> Tensor:
@@ -74,19 +74,19 @@ class GroupedMM(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, sizes = ctx.saved_tensors
         grad = grads[0].contiguous()
-        back = of_weight = of_bias = None
+        grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            back = multiply_groups(grad, weight.to(x.dtype), group_ends(sizes))
+            grad_x = multiply_groups(grad, weight.to(x.dtype), group_ends(sizes))
         if ctx.needs_input_grad[1]:
-            of_weight = grouped_outer(grad, x, sizes).to(weight.dtype)
+            grad_weight = grouped_outer(grad, x, sizes).to(weight.dtype)
         if ctx.needs_input_grad[3]:
-            # A product with ones adds rows up in fp32, and always in the same order.
-            of_bias = grouped_outer(grad, x.new_ones(len(x), ALIGNMENT // x.element_size()), sizes)[..., 0]
-        return back, of_weight, None, of_bias
+            # A matmul with ones sums rows in fp32 and in a deterministic order.
+            grad_bias = grouped_outer(grad, x.new_ones(len(x), ALIGNMENT // x.element_size()), sizes)[..., 0]
+        return grad_x, grad_weight, None, grad_bias
 
 
 def grouped_outer(a: Tensor, b: Tensor, sizes: Tensor) -> Tensor:
-    """The sum of the outer products of the rows of each expert: (N, p) and (N, q) to (E, p, q)."""
+    """a[e]^T b[e] (E, p, q) over the rows of each expert e, for (N, p) and (N, q)."""
     if needs_triton(a):
         return gpu().grouped_outer(a, b, group_ends(sizes))
     y = F.grouped_mm(a.mT, b, offs=group_ends(sizes))
@@ -94,17 +94,17 @@ def grouped_outer(a: Tensor, b: Tensor, sizes: Tensor) -> Tensor:
 
 
 def multiply_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x W[e] of rows (N, in) up to each of `ends` (E,) and `weight` (E, in, out)."""
+    """x W[e] (N, out) for rows (N, in) sorted by expert. `ends` (E,) are cumulative sizes, `weight` is (E, in, out)."""
     return gpu().grouped_product(x, weight, ends) if needs_triton(x) else F.grouped_mm(x, weight, offs=ends)
 
 
 def needs_triton(x: Tensor) -> bool:
-    """Whether torch's grouped product is a loop that waits for the device, and Triton's can replace it."""
+    """Whether torch's grouped_mm would synchronize in a loop, and the Triton kernel can replace it."""
     return not torch.compiler.is_compiling() and uses_triton(x) and prefers_triton(generation(x.device))
 
 
 def prefers_triton(generation: int) -> bool:
-    """Whether Triton's grouped product is better than torch's on GPUs of a generation."""
+    """Whether the Triton kernel is faster than torch's grouped_mm for this major compute capability."""
     return generation >= BF16_TENSOR_CORES and generation not in FUSED
 
 
@@ -123,11 +123,11 @@ def group_ends(sizes: Tensor) -> Tensor:
 
 
 class PermuteRows(torch.autograd.Function):
-    """Rows in another order. Its gradient is a gather too: an addition at places is slow, and on a GPU random."""
+    """Permutation of rows. Its gradient is a gather: index_add is slow, and not deterministic on a GPU."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
         return x.index_select(0, order)
 
     @staticmethod
@@ -135,17 +135,17 @@ class PermuteRows(torch.autograd.Function):
         return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
 
 
-def permute_rows(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    """Rows of `x` (N, ...) in `order` (N,), a permutation, which `back` undoes."""
-    return PermuteRows.apply(x, order, back)
+def permute_rows(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Permute the rows of `x` (N, ...) by `order` (N,); `inverse` is the inverse permutation."""
+    return PermuteRows.apply(x, order, inverse)
 
 
 class GatherCopies(torch.autograd.Function):
-    """Copies of rows in an order, with one gather; the gradient is a gather and a sum over the copies."""
+    """Permuted copies of rows by one gather. The gradient is a gather and a sum over the copies."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(back)
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(inverse)
         ctx.shape = len(x), copies
         return x.index_select(0, order // copies)
 
@@ -155,11 +155,11 @@ class GatherCopies(torch.autograd.Function):
         return rows.unflatten(0, ctx.shape).sum(1), None, None, None
 
 
-def copy_by_expert(x: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
-    """Rows of `x` (T, ...), each repeated `copies` times, in `order` (T * copies,), which `back` undoes."""
-    return GatherCopies.apply(x, order, back, copies)
+def copy_by_expert(x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
+    """Repeat each row of `x` (T, ...) `copies` times and permute by `order` (T * copies,), the inverse of `inverse`."""
+    return GatherCopies.apply(x, order, inverse, copies)
 
 
 def invert(order: Tensor) -> Tensor:
-    """The permutation that undoes another one, without a second sort."""
+    """Inverse of a permutation, without a second sort."""
     return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))

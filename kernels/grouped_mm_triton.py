@@ -1,13 +1,13 @@
-"""Grouped matrix products on GPUs for which torch has only a loop that waits for the host. experts.py loads this.
+"""Triton kernels of grouped matmuls, for GPUs on which torch's grouped_mm synchronizes. Loaded by grouped_mm.py.
 
-Rows are sorted by expert and `ends` (E,), int32 on the device, bounds them: programs find their expert themselves, so
-the host never learns how many rows an expert has. Sums are in fp32. The grid has a program for each tile that could
-exist; those beyond the last tile end at once.
+Rows are sorted by expert, and `ends` (E,), int32 on the device, are the cumulative sizes. Programs search for their
+expert, so the host does not need the sizes. Accumulates in fp32. The grid has a program for each possible tile; those
+beyond the last tile return immediately.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
 # pyright: reportGeneralTypeIssues=false
-# There is no Triton on macOS and Windows, nor a GPU that would load this file.
+# Triton is not available on macOS and Windows.
 
 import triton
 import triton.language as tl
@@ -24,7 +24,7 @@ def add(a, b):
 
 @triton.jit
 def find_tile(ends, tile, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """The expert of a tile of rows, and its first and last row; an expert of E for tiles beyond the last."""
+    """Expert of a tile of rows, its first row, and the end of its rows. The expert is E beyond the last tile."""
     at = tl.arange(0, EXPERTS)
     end = tl.load(ends + at, at < experts, 0)
     start = tl.load(ends + at - 1, (at < experts) & (at > 0), 0)
@@ -37,11 +37,11 @@ def find_tile(ends, tile, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def product_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
+def product_kernel(  # noqa: PLR0913 (kernels take scalars as separate arguments)
     x, weight, y, ends, experts, columns, inner, expert_stride, column_stride, inner_stride,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """y[i] = W[e] x[i] for `x` (N, inner) and `weight` (E, columns, inner) of any strides."""
+    """y[i] = W[e] x[i] for `x` (N, inner) and `weight` (E, columns, inner) with any strides, where e is the expert of row i."""
     expert, first, end = find_tile(ends, tl.program_id(0), experts, EXPERTS, ROWS)
     if expert >= experts:
         return
@@ -67,7 +67,7 @@ def outer_kernel(  # noqa: PLR0913
     left, right, y, ends, width, columns,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """y[e] = sum of the outer products of the rows of `left` (N, width) and `right` (N, columns) of an expert."""
+    """y[e] = left[e]^T right[e] over the rows of expert e, for `left` (N, width) and `right` (N, columns)."""
     expert = tl.program_id(2)
     end = tl.load(ends + expert)
     start = tl.load(ends + expert - 1, expert > 0, 0)
@@ -87,7 +87,7 @@ def outer_kernel(  # noqa: PLR0913
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x[i] W[e] of `x` (N, inner) and `weight` (E, inner, columns) of any strides: (N, columns)."""
+    """x[i] W[e] (N, columns) for `x` (N, inner) and `weight` (E, inner, columns) with any strides."""
     x, (experts, inner, columns) = x.contiguous(), weight.shape
     y = x.new_empty(len(x), columns)
     if y.numel():
@@ -100,7 +100,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """Sums of outer products of the rows of each expert: (N, p) and (N, q) to (E, p, q), zeros for no rows."""
+    """left[e]^T right[e] (E, p, q) for (N, p) and (N, q); zeros for experts without rows."""
     left, right = left.contiguous(), right.contiguous()
     width, columns = left.shape[1], right.shape[1]
     y = left.new_empty(len(ends), width, columns)

@@ -1,27 +1,28 @@
-"""Divergences of two sets of logits on a GPU; the gradient is written over the student's logits.
+"""Triton kernel of KL divergences between two sets of logits; writes the gradient over the student's logits.
 
-divergence.py loads this where there is a GPU. It replaces about 14 fp32 tensors of (n, vocab) by none.
+Loaded by kl_divergence.py on GPUs. The torch reference needs about 14 temporary fp32 tensors (n, vocab), this kernel
+none.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
 # pyright: reportGeneralTypeIssues=false
-# There is no Triton on macOS and Windows, nor a GPU that would load this file.
-# ruff: noqa: PLR0913 (a kernel gets each number as an argument of its own)
+# Triton is not available on macOS and Windows.
+# ruff: noqa: PLR0913 (kernels take scalars as separate arguments)
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-FLOOR, TINY = tl.constexpr(-1e4), tl.constexpr(1e-37)  # as in divergence.py
-# Logits of each model that a program holds at once, 8 for each thread. On sm_90 the kernel takes 64 to 100 registers,
-# so that 2 to 4 programs run on an SM, which loads 16 to 32 KB at a time. 16 warps for 4096 logits fit only once.
+FLOOR, TINY = tl.constexpr(-1e4), tl.constexpr(1e-37)  # MIN_LOG_PROB and MIN_PROB of kl_divergence.py
+# Logits of each model that a program loads at once, 8 per thread. On sm_90 the kernel takes 64 to 100 registers, so
+# that 2 to 4 programs run on an SM, which loads 16 to 32 KB at a time. 16 warps for 4,096 logits fit only once.
 SIZE, PER_WARP = 2048, 256
 ABSENT, PLAIN, SKEWED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # variants of each term of a mixture
 COLUMNS = 5  # divergence, KL, both entropies, agreement
 
 
-# Triton's own `max` and `sum` do not run under the interpreter if it was turned on after they were imported.
+# tl.max and tl.sum do not work in the interpreter if it was enabled after they were imported.
 @triton.jit
 def larger(a, b):
     return tl.where(a > b, a, b)
@@ -34,13 +35,13 @@ def add(a, b):
 
 @triton.jit
 def at_least(x, limit):
-    """The maximum of both, but NaN stays NaN."""
+    """max(x, limit), which propagates NaN."""
     return tl.where(x < limit, limit, x)
 
 
 @triton.jit
 def tanh(x):
-    """Hyperbolic tangent with an error of 9e-9 where it is a polynomial: the other formula cancels near zero."""
+    """Hyperbolic tangent. Uses a polynomial near zero (error 9e-9), where the other formula cancels."""
     z = x * x
     p = -0.3333328068256378 + z * (
         0.13331441581249237 + z * (-0.05373971536755562 + z * (0.0206390842795372 - z * 0.00570498313754797))
@@ -52,7 +53,7 @@ def tanh(x):
 
 @triton.jit
 def load_logits(row, index, count, scale, softcap, rate, CAP: tl.constexpr):
-    """Scaled and capped logits over the temperature, -inf beyond `count`. `rate` is 1 / temperature."""
+    """softcap(scale * logits) / temperature in fp32, -inf beyond `count`. `rate` is 1 / temperature."""
     x = tl.load(row + index, index < count, 0).to(tl.float32) * scale
     if CAP:
         x = softcap * tanh(x / softcap)
@@ -61,7 +62,7 @@ def load_logits(row, index, count, scale, softcap, rate, CAP: tl.constexpr):
 
 @triton.jit
 def accumulate(x, lane_max, lane_sum):
-    """Online log-sum-exp of each lane: its maximum, and the sum of exponentials of numbers less the maximum."""
+    """Online log-sum-exp of each lane: its maximum m, and the sum of exp(x - m)."""
     gap = x - lane_max
     decay = tl.exp(-tl.abs(gap))
     return tl.where(gap > 0, x, lane_max), tl.where(gap > 0, lane_sum * decay + 1, lane_sum + decay)
@@ -69,14 +70,14 @@ def accumulate(x, lane_max, lane_sum):
 
 @triton.jit
 def combine(lane_max, lane_sum):
-    """Maximum of all lanes, and the logarithm of the sum of exponentials of numbers less the maximum."""
+    """Maximum m over all lanes, and log of the sum of exp(x - m)."""
     top = tl.reduce(lane_max, 0, larger)
     return top, tl.log(tl.reduce(lane_sum * tl.exp(lane_max - top), 0, add))
 
 
 @triton.jit
 def terms_of(lp, lq, forward, forward_skew, reverse, reverse_skew, FORWARD: tl.constexpr, REVERSE: tl.constexpr):
-    """Each id's part of the divergence, and the derivative of that with respect to p, times p."""
+    """Summand of each id in the divergence, and its derivative with respect to p, times p."""
     p = tl.exp(lp)
     q = tl.exp(lq)
     loss = tl.full(lp.shape, 0.0, tl.float32)
@@ -116,7 +117,7 @@ def normalizers(
     student, teacher, count, student_scale, student_cap, teacher_scale, teacher_cap, rate,
     STUDENT_CAP: tl.constexpr, TEACHER_CAP: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit of each model, and the logarithm of the sum of exponentials of logits less the largest."""
+    """Maximum logit m of each model, and log of the sum of exp(x - m)."""
     x_max = tl.full((SIZE,), -3e38, tl.float32)
     y_max = tl.full((SIZE,), -3e38, tl.float32)
     x_sum = tl.full((SIZE,), 0.0, tl.float32)
@@ -137,7 +138,7 @@ def normalizers(
 def store_gradient(
     student, index, count, vocab, x, lp, pull, pull_sum, slope, ratio, CAP: tl.constexpr
 ):  # fmt: skip
-    """Write the gradient over raw logits; it is zero for ids that the teacher lacks. `ratio`: temperature / softcap."""
+    """Write the gradient over raw logits; it is zero for ids without teacher. `ratio`: temperature / softcap."""
     grad = (pull - tl.exp(lp) * pull_sum) * slope
     if CAP:
         grad *= 1 - (x * ratio) * (x * ratio)
@@ -152,7 +153,7 @@ def sum_figures(
     FORWARD: tl.constexpr, REVERSE: tl.constexpr, STUDENT_CAP: tl.constexpr, TEACHER_CAP: tl.constexpr,
     WRITE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Store the figures of a row, and return the sum of `pull`. WRITE: it is -forward, so write the gradient too."""
+    """Store the metrics of a row, return the sum of `pull`. WRITE: the sum is -forward, so write the gradient too."""
     losses = tl.full((SIZE,), 0.0, tl.float32)
     kls, x_entropies, y_entropies, pulls, agree = losses, losses, losses, losses, losses
     for start in range(0, vocab if WRITE else count, SIZE):
@@ -176,7 +177,7 @@ def sum_figures(
     tl.store(out + 1, tl.reduce(kls, 0, add))
     tl.store(out + 2, tl.reduce(x_entropies, 0, add))
     tl.store(out + 3, tl.reduce(y_entropies, 0, add))
-    finite = (x_log == x_log) & (y_log == y_log)  # with a NaN there is no largest logit
+    finite = (x_log == x_log) & (y_log == y_log)  # NaN logits have no maximum
     tl.store(out + 4, tl.where(finite, tl.reduce(agree, 0, larger), 0.0))
     return tl.reduce(pulls, 0, add)
 
@@ -189,9 +190,9 @@ def divergence_kernel(
     FORWARD: tl.constexpr, REVERSE: tl.constexpr, STUDENT_CAP: tl.constexpr, TEACHER_CAP: tl.constexpr,
     GRADIENT: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One row per program: a pass over the logits for normalizers, one for figures, and one for the gradient.
+    """One row per program, with three passes over the logits: normalizers, metrics, gradient.
 
-    The plain forward KL divergence saves the third pass: there, the sum that the gradient needs is a constant.
+    For plain forward KL, the sum that the gradient needs is a constant, so the second pass writes the gradient.
     """
     row = tl.program_id(0).to(tl.int64)
     student += row * student_stride
@@ -221,21 +222,21 @@ def divergence_kernel(
 
 
 def variant(weight: float, skew: float) -> int:
-    """How the kernel computes a term of a mixture."""
+    """Variant of a term of the mixture."""
     return ((SKEWED if skew else PLAIN) if weight else ABSENT).value
 
 
-def divergences(student: Tensor, teacher: Tensor, numbers: list[float], count: int, gradient: bool) -> Tensor:
-    """Figures (n, 5) of raw logits (n, vocab) and (n, count). `gradient`: it is written over the first logits.
+def divergences(student: Tensor, teacher: Tensor, values: list[float], count: int, gradient: bool) -> Tensor:
+    """Metrics (n, 5) of raw logits (n, vocab) and (n, count). `gradient`: write it over the student's logits.
 
-    `numbers` are those of `Terms` in divergence.py.
+    `values` are `KLTerms.values` of kl_divergence.py.
     """
     rows, vocab = student.shape
     out = torch.empty(rows, COLUMNS, device=student.device)
     if rows == 0:
         return out
-    student_scale, student_cap, teacher_scale, teacher_cap, temperature = numbers[:5]
-    forward, forward_skew, reverse, reverse_skew, weight = numbers[5:]
+    student_scale, student_cap, teacher_scale, teacher_cap, temperature = values[:5]
+    forward, forward_skew, reverse, reverse_skew, weight = values[5:]
     assert student.stride(1) == teacher.stride(1) == 1
     size = min(triton.next_power_of_2(vocab), SIZE)
     ratio = temperature / student_cap if student_cap else 0.0
@@ -252,6 +253,6 @@ def divergences(student: Tensor, teacher: Tensor, numbers: list[float], count: i
         GRADIENT=gradient,
         SIZE=size,
         num_warps=max(1, size // PER_WARP),
-        enable_fp_fusion=False,  # the same figures with and without gradient
+        enable_fp_fusion=False,  # metrics are bit-identical with and without gradient
     )
     return out

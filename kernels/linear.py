@@ -1,4 +1,4 @@
-"""Products with weights of another dtype than what comes in: trained ones are fp32 where products are bf16."""
+"""Linear layers whose weight has another dtype than the input: fp32 master weights with bf16 matmuls."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class CastLinear(torch.autograd.Function):
-    """The weight is cast again in the backward pass: kept, the casts would be a second copy of all weights."""
+    """Casts the weight again in the backward pass: saving the casts would be a second copy of all weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -30,11 +30,11 @@ class CastLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), grad = ctx.saved_tensors, grads[0]
-        rows, back, of_weight, of_bias = grad.flatten(0, -2), None, None, None
+        rows, grad_x, grad_weight, grad_bias = grad.flatten(0, -2), None, None, None
         if ctx.needs_input_grad[0]:
-            back = grad @ weight.to(grad.dtype)
+            grad_x = grad @ weight.to(grad.dtype)
         if ctx.needs_input_grad[1]:
-            of_weight = (rows.T @ x.flatten(0, -2)).to(weight.dtype)
+            grad_weight = (rows.T @ x.flatten(0, -2)).to(weight.dtype)
         if ctx.needs_input_grad[2]:
-            of_bias = rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32))
-        return back, of_weight, of_bias
+            grad_bias = rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32))
+        return grad_x, grad_weight, grad_bias

@@ -1,9 +1,9 @@
-"""Linear layers with low-rank updates, x W^T + b + s (x A^T) B^T: the base product and the update in one place.
+"""Linear layers with LoRA: y = x W^T + b + s (x A^T) B^T, with one autograd function for base layer and update.
 
-Layers that read the same `x` are taken together: their A is one product of `x`, and so is its gradient. An update is
-added in place to what the base product made, and its gradient to what the base gave back. Kept for the backward pass
-is `x`, or what it is cheaply made of, and with dropout a byte for each number of it; what has the rank for a size is
-made again.
+Layers with the same input `x` share one matmul for all A, in the forward and the backward pass. Updates are added in
+place to the outputs of the base layers, and their gradients to those of the base layers. The backward pass needs `x`,
+or the tensors from which `x` can be recomputed cheaply, and with dropout a mask of one byte per element; tensors of
+size rank are recomputed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,13 +18,13 @@ from torch import Tensor
 from tunekit.kernels.recompute import RecomputeSource, recompute_source
 from tunekit.kernels.torch_compile import disable_compile
 
-CPU_CHUNK_SIZE, GPU_CHUNK_SIZE = 2**19, 2**25  # numbers of a weight in fp32 at once: as many as a cache holds, or a GPU does not notice
+CPU_CHUNK_SIZE, GPU_CHUNK_SIZE = 2**19, 2**25  # fp32 values of a weight at a time; the CPU chunk fits into the cache
 
-CASTS_PRODUCTS = torch.version.hip is None  # whether mm takes `out_dtype`: cuBLAS writes sums of bf16 products as fp32
+CASTS_PRODUCTS = torch.version.hip is None  # torch.mm supports `out_dtype`: cuBLAS writes bf16 products as fp32
 
 
 class BaseLinear(Protocol):
-    """A layer whose weight (out, in) is frozen, however it is kept. `frozen` says whether it really is."""
+    """Linear layer with a weight (out, in) in any storage format, which is usually frozen."""
 
     @property
     def effective_bias(self) -> Any:
@@ -35,21 +35,21 @@ class BaseLinear(Protocol):
     def is_frozen(self) -> bool: ...
 
     def matmul(self, x: Tensor) -> Tensor:
-        """x W^T + b, in memory of its own."""
+        """x W^T + b, in newly allocated memory."""
         ...
 
     def matmul_backward(self, grad: Tensor, into: Tensor | None) -> Tensor:
-        """grad W of `grad` (N, out), added to `into` (N, in) if that is there."""
+        """grad W for `grad` (N, out), added in place to `into` (N, in) if given."""
         ...
 
     def iter_fp32_rows(self, num_rows: int) -> Iterable[Tensor]:
-        """W in fp32, so many rows at a time."""
+        """W in fp32, `num_rows` rows at a time."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class LoRAWeights:
-    """s B A of a layer, less s B0 A0 if it did not begin at zero."""
+    """Update s B A of a layer, or s (B A - B0 A0) with initial factors A0 and B0 (PiSSA)."""
 
     base: BaseLinear
     scale: float
@@ -64,46 +64,46 @@ class LoRAWeights:
 
 
 def lora_linear(x: Tensor, updates: Sequence[LoRAWeights], dropout: float = 0.0) -> tuple[Tensor, ...]:
-    """What each layer makes of `x` (..., in); `dropout` is the share of `x` that an update does not see."""
-    if dropout and len(updates) > 1:  # each draws a mask of its own, so that there is no product to share
+    """Outputs x W^T + b + s (dropout(x) A^T) B^T (..., out) of adapted layers that share the input `x` (..., in)."""
+    if dropout and len(updates) > 1:  # each layer has its own mask, so that there is no shared matmul
         return tuple(y for update in updates for y in lora_linear(x, (update,), dropout))
     if torch.compiler.is_compiling() or not all(update.base.is_frozen for update in updates):
         return lora_linear_reference(x, updates, dropout)
     tensors = (tensor for update in updates for tensor in update.tensors)
-    scales = tuple(u.scale / (1 - dropout) for u in updates)  # what dropout leaves grows, and here by the way
+    scales = tuple(u.scale / (1 - dropout) for u in updates)  # includes the rescaling of dropout
     return LoRALinearFunction.apply(tuple(u.base for u in updates), scales, dropout, recompute_source(x), x, *tensors)
 
 
 def lora_linear_reference(x: Tensor, updates: Sequence[LoRAWeights], dropout: float = 0.0) -> tuple[Tensor, ...]:
-    """The same in plain torch: for the compiler, which finds out by itself what to keep, and for trained weights."""
-    a, bs, places = stack_factors([u.tensors for u in updates], [u.scale for u in updates], x.dtype)
+    """Torch reference of `lora_linear`; used under torch.compile, which decides what to save, and if W is trained."""
+    a, bs, columns = stack_factors([u.tensors for u in updates], [u.scale for u in updates], x.dtype)
     low = F.linear(F.dropout(x, dropout), a)
-    parts = zip(updates, bs, places, strict=True)
-    return tuple(update.base.matmul(x) + F.linear(low[..., place], b) for update, b, place in parts)
+    parts = zip(updates, bs, columns, strict=True)
+    return tuple(update.base.matmul(x) + F.linear(low[..., layer_columns], b) for update, b, layer_columns in parts)
 
 
 def stack_factors(
     updates: Sequence[Sequence[Any]], scales: Iterable[float], dtype: torch.dtype
 ) -> tuple[Tensor, list[Tensor], list[slice]]:
-    """All A in one (R, in); for each layer s B, rounded once, and which columns of x A^T (N, R) are for it."""
+    """Stack the A of all layers to (R, in). Also returns s B of each layer, rounded once, and its columns of x A^T."""
     stacked, bs = [], []
     for (a, b, a0, b0, _), scale in zip(updates, scales, strict=True):
         if b0 is not None:
             b = torch.cat([b, -b0], dim=1)
-        stacked += [part for part in (a, a0) if part is not None]
+        stacked += [factor for factor in (a, a0) if factor is not None]
         bs.append((b * scale).to(dtype))
-    whole = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
-    return whole.to(dtype), bs, consecutive_slices([b.shape[1] for b in bs])
+    stacked_a = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
+    return stacked_a.to(dtype), bs, consecutive_slices([b.shape[1] for b in bs])
 
 
 def consecutive_slices(sizes: Iterable[int]) -> list[slice]:
-    """Slices of these sizes, one after the other from 0."""
-    ends = list(accumulate(sizes, initial=0))
-    return [slice(start, end) for start, end in pairwise(ends)]
+    """Consecutive slices of the given sizes, starting at 0."""
+    bounds = list(accumulate(sizes, initial=0))
+    return [slice(start, end) for start, end in pairwise(bounds)]
 
 
 class Factors(NamedTuple):
-    """A and B of layers with the same input, in the dtype of the products."""
+    """A and B of layers with the same input, in the dtype of the matmuls."""
 
     a: Tensor  # (R, in): the A of all layers, stacked
     b: list[Tensor]  # (out, rank) by layer, without the scale
@@ -114,24 +114,24 @@ def cast_factors(updates: Sequence[Sequence[Any]], dtype: torch.dtype) -> Factor
     """Stack and cast the factors of all layers with one operator, which is a single kernel on a GPU."""
     stacked = [a for first, _, start, *_ in updates for a in (first, start) if a is not None]
     b = [b if start is None else torch.cat([b, -start], dim=1) for _, b, _, start, _ in updates]
-    columns = consecutive_slices(part.shape[1] for part in b)
-    if all(part.dtype == dtype for part in (*stacked, *b)):
+    columns = consecutive_slices(factor.shape[1] for factor in b)
+    if all(factor.dtype == dtype for factor in (*stacked, *b)):
         return Factors(stacked[0] if len(stacked) == 1 else torch.cat(stacked), b, columns)
     a = stacked[0].new_empty(columns[-1].stop, stacked[0].shape[1], dtype=dtype)
-    cast_b = [torch.empty_like(part, dtype=dtype) for part in b]
-    targets = [*a.split([len(part) for part in stacked]), *cast_b]
+    cast_b = [torch.empty_like(factor, dtype=dtype) for factor in b]
+    targets = [*a.split([len(factor) for factor in stacked]), *cast_b]
     torch._foreach_copy_(targets, [*stacked, *b])  # pyright: ignore[reportPrivateImportUsage]
     return Factors(a, cast_b, columns)
 
 
 class LoRALinearFunction(torch.autograd.Function):
-    """`tensors` are five for each layer, as Update.tensors has them.
+    """Autograd function of `lora_linear`. `tensors` are the five `LoRAWeights.tensors` of each layer.
 
-    The scale is a factor of products and never a kernel of its own.
+    The scale is an argument of matmuls, so that it needs no kernel.
     """
 
     @staticmethod
-    def forward(  # noqa: PLR0913 (a function of autograd takes what it is applied to, one by one)
+    def forward(  # noqa: PLR0913 (autograd functions take tensors as separate arguments)
         ctx: Any,
         bases: Sequence[BaseLinear],
         scales: Sequence[float],
@@ -150,7 +150,7 @@ class LoRALinearFunction(torch.autograd.Function):
         low, outputs = dropped @ factors.a.T, []
         for base, scale, b, columns in zip(bases, scales, *factors[1:], strict=True):
             y = base.matmul(rows).addmm_(low[:, columns], b.T, alpha=scale)
-            # What is a view when it leaves a function may not be changed in place any more.
+            # Views that an autograd function returns cannot be modified in place.
             outputs.append(torch.ops.aten._unsafe_view(y, [*x.shape[:-1], len(b)]))
         ctx.bases, ctx.scales, ctx.make = bases, scales, origin.make
         ctx.save_for_backward(mask, *(t for update in updates for t in (*update[:4], None)), *origin.inputs)
@@ -166,23 +166,23 @@ class LoRALinearFunction(torch.autograd.Function):
         noise = None if mask is None else mask.to(x.dtype)
         dropped = x.flatten(0, -2) if noise is None else x.flatten(0, -2) * noise
         low, low_grad = scaled_low(dropped, factors, ctx.scales), dropped.new_empty(len(dropped), len(factors.a))
-        found: list[Tensor | None] = []
-        exact = torch.promote_types(x.dtype, torch.float32)
+        gradients: list[Tensor | None] = []
+        sum_dtype = torch.promote_types(x.dtype, torch.float32)
         for i, (grad, b, columns) in enumerate(zip(rows, *factors[1:], strict=True)):
             low_grad[:, columns].addmm_(grad, b, beta=0, alpha=ctx.scales[i])
-            trained = updates[i][1]
-            of_b = transposed_product(grad, low[:, columns][:, : trained.shape[1]], trained.dtype)
-            bias = grad.sum(0, dtype=exact) if ctx.needs_input_grad[5 + 5 * i + 4] else None
-            found += [None, of_b, None, None, bias]
-        of_a = transposed_product(low_grad, dropped, updates[0][0].dtype)
-        for i, (columns, (first, *_)) in enumerate(zip(factors.columns, updates, strict=True)):
-            found[5 * i] = of_a[columns][: len(first)].to(first.dtype)
-        back = input_gradient(ctx.bases, rows, low_grad, factors.a, noise) if ctx.needs_input_grad[4] else None
-        return None, None, None, None, None if back is None else back.view_as(x), *found
+            b_param = updates[i][1]
+            grad_b = transposed_product(grad, low[:, columns][:, : b_param.shape[1]], b_param.dtype)
+            bias = grad.sum(0, dtype=sum_dtype) if ctx.needs_input_grad[5 + 5 * i + 4] else None
+            gradients += [None, grad_b, None, None, bias]
+        grad_a = transposed_product(low_grad, dropped, updates[0][0].dtype)
+        for i, (columns, (a_param, *_)) in enumerate(zip(factors.columns, updates, strict=True)):
+            gradients[5 * i] = grad_a[columns][: len(a_param)].to(a_param.dtype)
+        grad_input = input_gradient(ctx.bases, rows, low_grad, factors.a, noise) if ctx.needs_input_grad[4] else None
+        return None, None, None, None, None if grad_input is None else grad_input.view_as(x), *gradients
 
 
 def scaled_low(x: Tensor, factors: Factors, scales: Sequence[float]) -> Tensor:
-    """s x A^T (N, R), with the scale of each layer."""
+    """s x A^T (N, R), with the scale of each layer applied to its columns."""
     first, *others = scales
     low = x.new_empty(len(x), len(factors.a)).addmm_(x, factors.a.T, beta=0, alpha=first)
     for scale, columns in zip(others, factors.columns[1:], strict=True):
@@ -192,36 +192,36 @@ def scaled_low(x: Tensor, factors: Factors, scales: Sequence[float]) -> Tensor:
 
 
 def transposed_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left^T right of (N, p) and (N, q): (p, q) in `dtype`, contiguous as a gradient must be."""
+    """left^T right (p, q) for (N, p) and (N, q), contiguous, in `dtype`."""
     if dtype == torch.float32 != left.dtype and left.device.type == "cuda" and CASTS_PRODUCTS and len(left):
         return torch.mm(left.T, right, out_dtype=dtype)
     if left.shape[1] < right.shape[1] or left.device.type == "cuda":
         return (left.T @ right).to(dtype)
-    # Long rows first: on a CPU the other order takes half as long again.
+    # On a CPU, the other order takes 1.5 times as long if `left` is wider.
     return (right.T @ left).T.to(dtype).contiguous()
 
 
 def input_gradient(
     bases: Sequence[BaseLinear], rows: Sequence[Tensor], low_grad: Tensor, a: Tensor, noise: Tensor | None
 ) -> Tensor:
-    """The gradient of `x`: all layers add to the same memory."""
-    back = None
+    """Gradient of `x`, accumulated over all layers in the same memory."""
+    grad_input = None
     for base, grad in zip(bases, rows, strict=True):
-        back = base.matmul_backward(grad, back)
-    assert back is not None
-    return back.addmm_(low_grad, a) if noise is None else back.addcmul_(low_grad @ a, noise)
+        grad_input = base.matmul_backward(grad, grad_input)
+    assert grad_input is not None
+    return grad_input.addmm_(low_grad, a) if noise is None else grad_input.addcmul_(low_grad @ a, noise)
 
 
 def group_by_layer(tensors: Sequence[Any]) -> list[Sequence[Any]]:
-    """Those of each layer."""
+    """Split a flat list into five tensors per layer."""
     return [tensors[i : i + 5] for i in range(0, len(tensors), 5)]
 
 
-@disable_compile  # decoding is no operator, and nothing here is learnt
+@disable_compile  # dequantizing chunks cannot be traced, and no gradient is needed
 @torch.no_grad()
 def lora_row_norms(update: LoRAWeights) -> Tensor:
-    """Norms (out,) of the rows of a weight with its update in fp32, of which no more than some are there at a time."""
+    """Row norms (out,) of W + s B A in fp32, computed for chunks of rows."""
     a, (b,), _ = stack_factors([update.tensors], [update.scale], torch.float32)
     rows = max(1, (CPU_CHUNK_SIZE if a.device.type == "cpu" else GPU_CHUNK_SIZE) // a.shape[1])
-    parts = zip(update.base.iter_fp32_rows(rows), b.split(rows), strict=True)
-    return torch.cat([torch.addmm(part, some, a).norm(dim=1) for part, some in parts])
+    chunks = zip(update.base.iter_fp32_rows(rows), b.split(rows), strict=True)
+    return torch.cat([torch.addmm(rows_of_w, b_rows, a).norm(dim=1) for rows_of_w, b_rows in chunks])

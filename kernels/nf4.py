@@ -1,8 +1,8 @@
-"""Weights in four bits, laid out as bitsandbytes does (arXiv:2305.14314): blocks of 64 numbers and a scale for each.
+"""4-bit weights (NF4 and FP4) in the layout of bitsandbytes (arXiv:2305.14314): one scale per block of 64 values.
 
-A weight (..., in) becomes bytes (..., in / 2), two numbers in each, the first in the upper half, and fp32 scales
-(..., in / 64), the largest number of each block. Scales may be packed themselves, in 8 bits (see `nest`). All are kept
-as bytes: whatever casts a model's numbers leaves them alone.
+A weight (..., in) becomes bytes (..., in / 2) with two codes each, the first one in the upper half, and fp32 scales
+(..., in / 64), the maximum magnitude of each block. Scales may be quantized to 8 bits as well (`double_quantize`). All
+tensors are stored as uint8, so that casting a model does not change them.
 """
 
 import ctypes
@@ -24,12 +24,12 @@ from tunekit.kernels import fake_mode, grouped_mm
 from tunekit.kernels.cpp_extension import load_library
 from tunekit.kernels.triton_support import uses_triton
 
-BLOCK, DOUBLE_QUANT_BLOCK = 64, 256  # numbers with one scale; scales with one scale of their own
-# Numbers that are quantized at a time in plain torch, which takes 13 bytes of temporary memory for each: 218 MB instead
-# of 20 bytes for each number of the whole weight. A multiple of BLOCK and NESTED, so that pieces do not change results.
+BLOCK, DOUBLE_QUANT_BLOCK = 64, 256  # weights per scale; scales per scale of the second level
+# Values that the torch reference quantizes at a time. It needs 13 bytes of temporary memory per value: 218 MB instead
+# of 20 bytes per value of the full weight. A multiple of both block sizes, so that chunks do not change results.
 QUANTIZE_CHUNK = 2**24
-MIN_SCALE = 1e-38  # of a block of zeros one can still be divided by this
-TABLES = {  # what the sixteen codes stand for
+MIN_SCALE = 1e-38  # avoids division by zero in blocks of zeros
+TABLES = {  # values of the 16 codes
     "nf4": (
         -1.0,
         -0.6961928009986877,
@@ -50,36 +50,36 @@ TABLES = {  # what the sixteen codes stand for
     ),
     "fp4": tuple(sign * x / 192 for sign in (1, -1) for x in (0, 1, 128, 192, 64, 96, 32, 48)),
 }
-# Numbers that are decoded at once, and then multiplied while they are in the cache. Whole weights of 4096 x 4096 were
-# no faster and want four times the room; tiles of a quarter of this cost products 10 % (benchmarks/results).
+# Values that are dequantized at a time, and multiplied while they are in the cache. Dequantizing full weights of
+# 4096 x 4096 was no faster and needs 4 times the memory; tiles of a quarter were 10% slower (benchmarks/results).
 TILE_SIZE = 2**22
-# Rows of a product, at most as many as nf4.cpp takes, that are multiplied while codes are looked up: the weight is
-# written nowhere. 1 to 4 rows took 0.35 to 0.9 of the time of a bf16 product, 8 rows as long, and 12 rows longer than
-# decoding first (benchmarks/results).
+# Maximum number of rows for the fused kernel of nf4.cpp, which does not write the dequantized weight to memory. 1 to 4
+# rows took 0.35 to 0.9 of the time of a bf16 matmul, 8 rows the same time, and 12 rows longer than dequantizing first
+# (benchmarks/results).
 MAX_FUSED_ROWS = 8
-# The same on a GPU: dequantizing writes and reads four bytes for each half that a product of few rows reads. Where the
-# two meet differs among GPUs: `benchmarks/nf4.py gpu` prints a table.
+# The same limit on a GPU, where dequantizing writes and reads 4 bytes for each half byte that the fused kernel reads.
+# The break-even point differs between GPUs: `benchmarks/nf4.py gpu` prints a table.
 MAX_FUSED_ROWS_GPU = 8
 SOURCE = Path(__file__).with_name("nf4.cpp")
-DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # of which there is compiled code
+DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # supported by nf4.cpp
 
 
 @cache
 def code_values(kind: str, device: torch.device) -> Tensor:
-    """The numbers of the codes of four bits (16,)."""
+    """Values (16,) of the 4-bit codes, fp32."""
     return torch.tensor(TABLES[kind], device=device)
 
 
 @cache
 def sorted_codes(kind: str) -> tuple[Tensor, Tensor]:
-    """Bounds (15,) halfway between neighbouring numbers, and the code of each of the sixteen, smallest first."""
+    """Midpoints (15,) between neighboring values, and the codes (16,) sorted by value."""
     numbers, codes = code_values(kind, torch.device("cpu")).sort(stable=True)
     return (numbers[:-1] + numbers[1:]) / 2, codes.to(torch.uint8)
 
 
 @cache
 def dynamic_map(device: torch.device) -> Tensor:
-    """256 numbers from -1 to 1, the denser the nearer to zero (arXiv:1511.04561): the codes of 8 bits."""
+    """Dynamic 8-bit map (arXiv:1511.04561): 256 sorted values in [-1, 1], denser near zero. fp32 (256,)."""
     numbers = [0.0, 1.0]
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2**i + 1)
@@ -90,15 +90,15 @@ def dynamic_map(device: torch.device) -> Tensor:
 
 @cache
 def bounds_and_codes(kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`order` on a device."""
+    """`sorted_codes` on a device."""
     bounds, codes = sorted_codes(kind)
     return bounds.to(device), codes.to(device)
 
 
 def quantize(weight: Tensor, kind: str = "nf4") -> tuple[Tensor, Tensor]:
-    """Bytes (n / 2,) and scales (n / 64,) of the n numbers of a weight; a last half byte is zero.
+    """Quantize a weight of n values to bytes (n / 2,) and fp32 scales (n / 64,). For odd n, the last half byte is zero.
 
-    Temporary memory is bounded: none on CUDA, and a piece of the weight elsewhere.
+    Temporary memory is bounded: none on CUDA, that of a chunk elsewhere.
     """
     flat = weight.detach().reshape(-1)
     if uses_triton(flat):
@@ -106,15 +106,15 @@ def quantize(weight: Tensor, kind: str = "nf4") -> tuple[Tensor, Tensor]:
     packed = torch.empty(-(-len(flat) // 2), dtype=torch.uint8, device=flat.device)
     scales = torch.empty(-(-len(flat) // BLOCK), device=flat.device)
     for start in range(0, len(flat), QUANTIZE_CHUNK):
-        piece = flat[start : start + QUANTIZE_CHUNK].float()
-        bytes_, absmax = quantize_chunk(piece, kind)
+        chunk = flat[start : start + QUANTIZE_CHUNK].float()
+        bytes_, absmax = quantize_chunk(chunk, kind)
         packed[start // 2 : start // 2 + len(bytes_)] = bytes_
         scales[start // BLOCK : start // BLOCK + len(absmax)] = absmax
     return packed, scales
 
 
 def quantize_chunk(flat: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Bytes and scales of contiguous fp32 numbers (n,)."""
+    """Quantize contiguous fp32 values (n,) to bytes and scales."""
     lib = native_library(flat)
     if lib is None or flat.numel() % BLOCK:
         return quantize_reference(flat, kind)
@@ -127,80 +127,85 @@ def quantize_chunk(flat: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def quantize_reference(flat: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """`quantize_piece` in plain torch, with about 13 bytes of temporary memory per number."""
+    """Torch reference of `quantize_chunk`, with about 13 bytes of temporary memory per value."""
     bounds, codes = bounds_and_codes(kind, flat.device)
-    shares, scales = normalize_blocks(flat, BLOCK)
-    shares = F.pad(shares, (0, 1)) if len(shares) % 2 else shares
-    codes = codes[torch.bucketize(shares, bounds, out_int32=True)]
+    ratios, scales = normalize_blocks(flat, BLOCK)
+    ratios = F.pad(ratios, (0, 1)) if len(ratios) % 2 else ratios
+    codes = codes[torch.bucketize(ratios, bounds, out_int32=True)]
     return codes[::2] << 4 | codes[1::2], scales
 
 
 def normalize_blocks(flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Numbers (n,) as shares of the largest of their block, and these. A last block that is shorter is divided, not
-    multiplied, and its largest number never below SMALLEST, as bitsandbytes has it."""
-    whole, rest = flat[: len(flat) // block * block].view(-1, block), flat[len(flat) // block * block :]
-    largest = whole.abs().amax(1)
-    shares = (whole * (1.0 / largest.clamp(min=MIN_SCALE))[:, None]).clamp_(-1, 1).view(-1)
-    if not len(rest):
-        return shares, largest
-    last = rest.abs().max().clamp(min=MIN_SCALE)
-    return torch.cat([shares, (rest / last).clamp(-1, 1)]), torch.cat([largest, last[None]])
+    """Values (n,) divided by the maximum magnitude of their block, and these maxima.
+
+    As in bitsandbytes, a shorter last block is divided instead of multiplied, and its maximum is at least MIN_SCALE.
+    """
+    full_blocks, tail = flat[: len(flat) // block * block].view(-1, block), flat[len(flat) // block * block :]
+    largest = full_blocks.abs().amax(1)
+    ratios = (full_blocks * (1.0 / largest.clamp(min=MIN_SCALE))[:, None]).clamp_(-1, 1).view(-1)
+    if not len(tail):
+        return ratios, largest
+    last = tail.abs().max().clamp(min=MIN_SCALE)
+    return torch.cat([ratios, (tail / last).clamp(-1, 1)]), torch.cat([largest, last[None]])
 
 
 def double_quantize(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of 8 bits (n,) for scales, and in fp32 what decodes them: a scale for each 256 of them, then their mean."""
+    """Quantize fp32 scales (n,) to codes (n,) uint8. The second result (n / 256 + 1,) has their scales and the mean."""
     mean, numbers = scales.mean(), dynamic_map(scales.device)
     bounds = (numbers[:-1] + numbers[1:]) / 2
-    codes, outer = torch.empty_like(scales, dtype=torch.uint8), scales.new_empty(-(-len(scales) // DOUBLE_QUANT_BLOCK) + 1)
+    codes, state = (
+        torch.empty_like(scales, dtype=torch.uint8),
+        scales.new_empty(-(-len(scales) // DOUBLE_QUANT_BLOCK) + 1),
+    )
     for start in range(0, len(scales), QUANTIZE_CHUNK):
-        shares, largest = normalize_blocks(scales[start : start + QUANTIZE_CHUNK] - mean, DOUBLE_QUANT_BLOCK)
-        codes[start : start + QUANTIZE_CHUNK] = torch.bucketize(shares, bounds, out_int32=True)
-        outer[start // DOUBLE_QUANT_BLOCK : start // DOUBLE_QUANT_BLOCK + len(largest)] = largest
-    outer[-1] = mean
-    return codes, outer
+        ratios, largest = normalize_blocks(scales[start : start + QUANTIZE_CHUNK] - mean, DOUBLE_QUANT_BLOCK)
+        codes[start : start + QUANTIZE_CHUNK] = torch.bucketize(ratios, bounds, out_int32=True)
+        state[start // DOUBLE_QUANT_BLOCK : start // DOUBLE_QUANT_BLOCK + len(largest)] = largest
+    state[-1] = mean
+    return codes, state
 
 
-def decode_scales(codes: Tensor, outer: Tensor, first: int = 0) -> Tensor:
-    """The fp32 scales of codes (..., n), which may be a part of larger rows; `first` is the place of the first."""
-    where = torch.full((), first, device=codes.device)
+def decode_scales(codes: Tensor, state: Tensor, first: int = 0) -> Tensor:
+    """Decode codes (..., n) to fp32 scales. Codes may be a view of larger rows; `first` is the index of its start."""
+    index = torch.full((), first, device=codes.device)
     for size, stride in zip(codes.shape, codes.stride(), strict=True):
-        where = where[..., None] + stride * torch.arange(size, device=codes.device)
-    return dynamic_map(codes.device)[codes.int()] * outer[where // DOUBLE_QUANT_BLOCK] + outer[-1]
+        index = index[..., None] + stride * torch.arange(size, device=codes.device)
+    return dynamic_map(codes.device)[codes.int()] * state[index // DOUBLE_QUANT_BLOCK] + state[-1]
 
 
-def unpacked_scales(scales: Tensor, outer: Tensor | None, first: int = 0) -> Tensor:
-    """fp32 scales (..., in / 64) of the bytes that are kept."""
-    return scales.view(torch.float32) if outer is None else decode_scales(scales, outer.view(torch.float32), first)
+def unpacked_scales(scales: Tensor, state: Tensor | None, first: int = 0) -> Tensor:
+    """fp32 scales (..., in / 64) from their stored bytes."""
+    return scales.view(torch.float32) if state is None else decode_scales(scales, state.view(torch.float32), first)
 
 
 class NF4Weight(NamedTuple):
-    """A matrix in four bits as it is kept, or a part of one."""
+    """Quantized matrix, or a submatrix of one."""
 
-    packed: Tensor  # (out, in / 2)
-    scales: Tensor  # (out, in / 16), the bytes of fp32; nested: (out, in / 64)
-    outer: Tensor | None  # what decodes nested scales, as bytes
+    packed: Tensor  # (out, in / 2) uint8
+    scales: Tensor  # (out, in / 16), bytes of fp32; with double quantization (out, in / 64)
+    outer: Tensor | None  # bytes of the second-level scales and the mean
     kind: str
-    first: int = 0  # place of the first of these blocks among those that `outer` counts
+    first: int = 0  # index of the first block among the blocks of the full weight
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.packed.shape[0], 2 * self.packed.shape[1]
 
     def submatrix(self, row: int, column: int, rows: int, columns: int) -> "NF4Weight":
-        """So many rows and columns from a place on; columns are whole blocks."""
-        bytes_ = 4 if self.outer is None else 1
-        start, stop = (at // BLOCK * bytes_ for at in (column, column + columns))
+        """Submatrix that starts at (row, column); columns must be multiples of the block size."""
+        bytes_per_scale = 4 if self.outer is None else 1
+        start, stop = (index // BLOCK * bytes_per_scale for index in (column, column + columns))
         packed = self.packed[row : row + rows, column // 2 : (column + columns) // 2]
-        first = self.first + row * (self.scales.stride(0) // bytes_) + column // BLOCK
+        first = self.first + row * (self.scales.stride(0) // bytes_per_scale) + column // BLOCK
         return NF4Weight(packed, self.scales[row : row + rows, start:stop], self.outer, self.kind, first)
 
     def dequantize_fp32(self) -> Tensor:
-        """The same in plain torch, in fp32."""
+        """Torch reference: dequantized matrix in fp32."""
         scales = unpacked_scales(self.scales, self.outer, self.first)
         return dequantize_reference(self.packed, scales, self.kind)
 
     def native_args(self) -> tuple[int | None, ...]:
-        """What the compiled functions want to know of bytes and scales."""
+        """Pointers and sizes of this matrix, as the functions of nf4.cpp take them."""
         if self.outer is None:
             return self.packed.data_ptr(), self.scales.data_ptr(), None, None, 0, 0, self.scales.stride(0) // 4
         tables = self.outer.data_ptr(), dynamic_map(self.packed.device).data_ptr(), self.outer.numel() // 4 - 1
@@ -208,91 +213,91 @@ class NF4Weight(NamedTuple):
 
 
 def dequantize(
-    packed: Tensor, scales: Tensor, outer: Tensor | None = None, kind: str = "nf4", dtype: torch.dtype = torch.float32
+    packed: Tensor, scales: Tensor, state: Tensor | None = None, kind: str = "nf4", dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The numbers (..., in) of bytes (..., in / 2), each rounded once, to `dtype`."""
+    """Dequantize bytes (..., in / 2) to a weight (..., in), rounded once to `dtype`."""
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
     if uses_triton(packed):
         tables = code_values(kind, packed.device), dynamic_map(packed.device)
-        return gpu().dequantize(packed, scales, outer, *tables, dtype).view(shape)
-    made = torch.empty(math.prod(shape[:-1]), shape[-1], dtype=dtype, device=packed.device)
-    weight = NF4Weight(packed.flatten(0, -2).contiguous(), scales.flatten(0, -2).contiguous(), outer, kind)
-    return decode(weight, made).view(shape)
+        return gpu().dequantize(packed, scales, state, *tables, dtype).view(shape)
+    output = torch.empty(math.prod(shape[:-1]), shape[-1], dtype=dtype, device=packed.device)
+    weight = NF4Weight(packed.flatten(0, -2).contiguous(), scales.flatten(0, -2).contiguous(), state, kind)
+    return decode(weight, output).view(shape)
 
 
-def decode(weight: NF4Weight, into: Tensor) -> Tensor:
-    """Fill `into` (rows, columns) with the numbers of a matrix."""
+def decode(weight: NF4Weight, out: Tensor) -> Tensor:
+    """Dequantize a matrix into `out` (rows, columns)."""
     lib = native_library(weight.packed)
-    if lib is None or into.dtype not in DTYPES or weight.packed.stride(1) != 1 or weight.scales.stride(1) != 1:
-        return into.copy_(weight.dequantize_fp32())
-    tables = code_values(weight.kind, into.device).data_ptr(), into.data_ptr()
+    if lib is None or out.dtype not in DTYPES or weight.packed.stride(1) != 1 or weight.scales.stride(1) != 1:
+        return out.copy_(weight.dequantize_fp32())
+    tables = code_values(weight.kind, out.device).data_ptr(), out.data_ptr()
     rows, columns = weight.shape
     sizes = rows, columns // BLOCK, weight.packed.stride(0), torch.get_num_threads()
-    getattr(lib, f"decode_{DTYPES[into.dtype]}")(*weight.native_args(), *tables, *sizes)
-    return into
+    getattr(lib, f"decode_{DTYPES[out.dtype]}")(*weight.native_args(), *tables, *sizes)
+    return out
 
 
 def dequantize_reference(packed: Tensor, scales: Tensor, kind: str) -> Tensor:
-    """Numbers of bytes and fp32 scales in plain torch, in fp32."""
+    """Torch reference of `dequantize` with fp32 scales; returns fp32."""
     codes = torch.stack([packed >> 4, packed & 15], dim=-1).flatten(-2)
     numbers = code_values(kind, packed.device)[codes.int()]
     return (numbers.unflatten(-1, (-1, BLOCK)) * scales[..., None]).flatten(-2)
 
 
-def native_library(tensor: Tensor) -> ctypes.CDLL | None:
-    """The compiled functions, for tensors on the CPU, where they can be had."""
-    return compiled() if tensor.device.type == "cpu" and not fake_mode.is_fake() else None
+def native_library(x: Tensor) -> ctypes.CDLL | None:
+    """The compiled library if it is available and the tensor is on the CPU, else None."""
+    return compiled() if x.device.type == "cpu" and not fake_mode.is_fake() else None
 
 
 @cache
 def compiled() -> ctypes.CDLL | None:
     lib = load_library(SOURCE)
     if lib is not None:
-        place, size = ctypes.c_void_p, ctypes.c_int64
-        weight = [*[place] * 4, *[size] * 3]
-        lib.encode.argtypes = [*[place] * 5, size, ctypes.c_int]
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        weight = [*[pointer] * 4, *[size] * 3]
+        lib.encode.argtypes = [*[pointer] * 5, size, ctypes.c_int]
         for name in DTYPES.values():
-            getattr(lib, f"decode_{name}").argtypes = [*weight, *[place] * 2, *[size] * 3, ctypes.c_int]
-            getattr(lib, f"few_{name}").argtypes = [place, *weight, *[place] * 3, *[size] * 4, ctypes.c_int]
+            getattr(lib, f"decode_{name}").argtypes = [*weight, *[pointer] * 2, *[size] * 3, ctypes.c_int]
+            getattr(lib, f"few_{name}").argtypes = [pointer, *weight, *[pointer] * 3, *[size] * 4, ctypes.c_int]
             getattr(lib, f"few_{name}_able").restype = ctypes.c_bool
     return lib
 
 
 @cache
 def gpu() -> ModuleType:
-    """What runs on a GPU, which is loaded only where there is one."""
+    """Triton kernels, which can only be imported if Triton is installed."""
     return importlib.import_module("tunekit.kernels.nf4_triton")
 
 
 class ScratchBuffer(threading.local):
-    """Room for a tile, kept: in memory that is new to the process decoding would wait for its pages."""
+    """Reusable memory for a tile of each dtype: new memory would cost page faults in each call."""
 
     def __init__(self) -> None:
-        self.room: dict[torch.dtype, Tensor] = {}
+        self.buffers: dict[torch.dtype, Tensor] = {}
 
     def take(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        if dtype not in self.room or self.room[dtype].numel() < rows * columns:
-            self.room[dtype] = torch.empty(rows * columns, dtype=dtype)
-        return self.room[dtype][: rows * columns].view(rows, columns)
+        if dtype not in self.buffers or self.buffers[dtype].numel() < rows * columns:
+            self.buffers[dtype] = torch.empty(rows * columns, dtype=dtype)
+        return self.buffers[dtype][: rows * columns].view(rows, columns)
 
 
 SCRATCH = ScratchBuffer()
 
 
 def max_fused_rows(x: Tensor) -> int:
-    """How many such rows are multiplied while codes are looked up: none where the processor cannot."""
+    """Maximum number of rows of the fused matmul for this dtype; 0 if the CPU does not support it."""
     lib = native_library(x) if x.dtype in DTYPES else None
     return MAX_FUSED_ROWS if lib is not None and getattr(lib, f"few_{DTYPES[x.dtype]}_able")() else 0
 
 
 def matmul_tiled(x: Tensor, weight: NF4Weight, y: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Put x W^T + b (N, out) of x (N, in) on the CPU into `y`, some rows of W at a time."""
+    """Write x W^T + b (N, out) to `y` for x (N, in) on the CPU, a tile of rows of W at a time."""
     if len(x) <= max_fused_rows(x):
         return matmul_fused(x.contiguous(), weight, y, bias)
     rows, columns = weight.shape
-    step = max(1, TILE_SIZE // columns)
-    for start in range(0, rows, step):
-        count = min(step, rows - start)
+    tile_rows = max(1, TILE_SIZE // columns)
+    for start in range(0, rows, tile_rows):
+        count = min(tile_rows, rows - start)
         numbers = decode(weight.submatrix(start, 0, count, columns), SCRATCH.take(count, columns, x.dtype)).T
         into = y[:, start : start + count]
         if bias is None:
@@ -303,29 +308,36 @@ def matmul_tiled(x: Tensor, weight: NF4Weight, y: Tensor, bias: Tensor | None = 
 
 
 def matmul_fused(x: Tensor, weight: NF4Weight, y: Tensor, bias: Tensor | None) -> Tensor:
-    """The same for a few rows, such as those of generation: what is read is four bits a number."""
-    run = getattr(compiled(), f"few_{DTYPES[x.dtype]}")
-    told = *weight.native_args(), code_values(weight.kind, x.device).data_ptr(), None if bias is None else bias.data_ptr()
+    """As `matmul_tiled` for few rows (generation), without writing the dequantized weight to memory."""
+    kernel = getattr(compiled(), f"few_{DTYPES[x.dtype]}")
+    args = (
+        *weight.native_args(),
+        code_values(weight.kind, x.device).data_ptr(),
+        None if bias is None else bias.data_ptr(),
+    )
     rows, columns = weight.shape
     sizes = rows, columns // BLOCK, weight.packed.stride(0), torch.get_num_threads()
-    run(x.data_ptr(), *told, y.data_ptr(), x.numel() // columns, *sizes)
+    kernel(x.data_ptr(), *args, y.data_ptr(), x.numel() // columns, *sizes)
     return y
 
 
 def matmul_backward_tiled(grad: Tensor, weight: NF4Weight, x: Tensor) -> Tensor:
-    """Put grad W (N, in) of grad (N, out) on the CPU into `x`, some columns of W at a time."""
+    """Write grad W (N, in) to `x` for grad (N, out) on the CPU, a tile of columns of W at a time."""
     rows, columns = weight.shape
-    step = max(1, TILE_SIZE // (rows * BLOCK)) * BLOCK
-    for start in range(0, columns, step):
-        count = min(step, columns - start)
+    tile_columns = max(1, TILE_SIZE // (rows * BLOCK)) * BLOCK
+    for start in range(0, columns, tile_columns):
+        count = min(tile_columns, columns - start)
         numbers = decode(weight.submatrix(0, start, rows, count), SCRATCH.take(rows, count, grad.dtype))
         torch.mm(grad, numbers, out=x[:, start : start + count])
     return x
 
 
 def register_operator(name: str, schema: str) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """An operator that torch.compile sees whole. Gradients are those of autograd functions, at a third of the cost of
-    `torch.library.custom_op` with `register_autograd`: 13 microseconds a call, and 39."""
+    """Decorator that registers an operator, which torch.compile does not trace into.
+
+    Gradients come from autograd functions: 13 us per call, and 39 us with `torch.library.custom_op` and
+    `register_autograd`.
+    """
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         torch.library.define(f"tunekit::{name}", schema)
@@ -335,7 +347,9 @@ def register_operator(name: str, schema: str) -> Callable[[Callable[..., Tensor]
     return register
 
 
-@register_operator("nf4_product", "(Tensor x, Tensor packed, Tensor scales, Tensor? outer, str kind, Tensor? bias) -> Tensor")
+@register_operator(
+    "nf4_product", "(Tensor x, Tensor packed, Tensor scales, Tensor? outer, str kind, Tensor? bias) -> Tensor"
+)
 def forward(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None) -> Tensor:
     if 0 < x.numel() <= MAX_FUSED_ROWS_GPU * x.shape[-1] and uses_triton(x):
         tables = code_values(kind, x.device), dynamic_map(x.device)
@@ -368,10 +382,10 @@ def _(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: 
 
 
 class NF4Matmul(torch.autograd.Function):
-    """No dense weight is kept for the backward pass, nor is `x`.
+    """x W^T + b with a quantized weight. Saves neither the dequantized weight nor `x` for the backward pass.
 
-    Arguments have names: where no input needs a gradient, the compiler of torch compares the number of arguments with
-    that of parameters, counts `*more` as one, and leaves out `ctx`.
+    Arguments are named instead of `*args`: if no input needs a gradient, torch.compile compares the number of arguments
+    with the number of parameters without `ctx`, and counts `*args` as one.
     """
 
     @staticmethod
@@ -397,13 +411,15 @@ def matmul(
         return NF4Matmul.apply(x, packed, scales, outer, kind, bias)
     if torch.compiler.is_compiling() or not 0 < x.numel() <= max_fused_rows(x) * x.shape[-1]:
         return forward(x, packed, scales, outer, kind, bias)
-    # Generation comes here for every layer and token, where an operator of torch takes as long as the work itself.
+    # Generation calls this for each layer and token, where the overhead of an operator is as large as the computation.
     return matmul_fused(
         x.contiguous(), NF4Weight(packed, scales, outer, kind), x.new_empty(*x.shape[:-1], len(packed)), bias
     )
 
 
-@register_operator("nf4_grouped", "(Tensor x, Tensor packed, Tensor scales, Tensor? outer, Tensor sizes, str kind) -> Tensor")
+@register_operator(
+    "nf4_grouped", "(Tensor x, Tensor packed, Tensor scales, Tensor? outer, Tensor sizes, str kind) -> Tensor"
+)
 def forward_grouped(
     x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str
 ) -> Tensor:
@@ -420,19 +436,21 @@ def grouped_matmul_backward(
 ) -> Tensor:
     if grad.device.type != "cpu":
         return grouped_mm.grouped_mm(grad, dequantize(packed, scales, outer, kind, grad.dtype).mT, sizes)
-    return for_each_expert(matmul_backward_tiled, grad, NF4Weight(packed, scales, outer, kind), sizes, 2 * packed.shape[2])
+    return for_each_expert(
+        matmul_backward_tiled, grad, NF4Weight(packed, scales, outer, kind), sizes, 2 * packed.shape[2]
+    )
 
 
-def for_each_expert(step: Callable[..., Tensor], x: Tensor, weights: NF4Weight, sizes: Tensor, width: int) -> Tensor:
-    """`step` for each expert that has rows; no more than a tile of one expert is decoded at a time."""
-    made, at = x.new_empty(len(x), width), 0
+def for_each_expert(matmul: Callable[..., Tensor], x: Tensor, weights: NF4Weight, sizes: Tensor, width: int) -> Tensor:
+    """Call `matmul` for each expert that has rows. At most one tile of one expert is dequantized at a time."""
+    output, start = x.new_empty(len(x), width), 0
     blocks = weights.packed.shape[1] * weights.packed.shape[2] * 2 // BLOCK
     for expert, count in enumerate(sizes.tolist()):
         if count:
-            of = NF4Weight(weights.packed[expert], weights.scales[expert], *weights[2:4], expert * blocks)
-            step(x[at : at + count], of, made[at : at + count])
-            at += count
-    return made
+            weight = NF4Weight(weights.packed[expert], weights.scales[expert], *weights[2:4], expert * blocks)
+            matmul(x[start : start + count], weight, output[start : start + count])
+            start += count
+    return output
 
 
 @torch.library.register_fake("tunekit::nf4_grouped")
@@ -446,7 +464,7 @@ def _(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes:
 
 
 class NF4GroupedMM(torch.autograd.Function):
-    """The same for rows that are sorted by expert. Arguments have names as in `NF4Matmul`."""
+    """Grouped matmul for rows sorted by expert. Arguments are named as in `NF4Matmul`."""
 
     @staticmethod
     def forward(
@@ -462,6 +480,6 @@ class NF4GroupedMM(torch.autograd.Function):
 
 
 def grouped_matmul(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str) -> Tensor:
-    """x W[e]^T of rows (N, in) sorted by expert, of which each has `sizes` (E,): (N, out)."""
+    """x W[e]^T (N, out) for rows x (N, in) sorted by expert e; expert e has `sizes[e]` rows."""
     run = NF4GroupedMM.apply if torch.is_grad_enabled() else forward_grouped
     return run(x, packed, scales, outer, sizes, kind)

@@ -1,27 +1,27 @@
-"""Four-bit weights on a GPU: to numbers in one launch; products of few rows. nf4.py loads this where there is one."""
+"""Triton kernels that dequantize, quantize and multiply 4-bit weights. Loaded by nf4.py on GPUs."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
 # pyright: reportGeneralTypeIssues=false
-# There is no Triton on macOS and Windows, nor a GPU that would load this file.
+# Triton is not available on macOS and Windows.
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-SIZE = 1024  # bytes of one program, two numbers in each
-BLOCK, NESTED = tl.constexpr(64), tl.constexpr(256)  # numbers with one scale; scales with one of their own
-BYTES = tl.constexpr(32)  # of numbers with one scale
-BLOCKS = 16  # blocks that one program quantizes: 40 registers on sm_90 with bf16 weights; 32 blocks take 224
-SMALLEST = 1e-38  # divisor of a block of zeros, as in nf4.py. Subnormal: as a literal, Triton would make it fp64
+SIZE = 1024  # bytes per program, with two values each
+BLOCK, NESTED = tl.constexpr(64), tl.constexpr(256)  # values per scale; scales per second-level scale
+BYTES = tl.constexpr(32)  # bytes per block
+BLOCKS = 16  # blocks that a program quantizes: 40 registers on sm_90 with bf16 weights; 32 blocks take 224
+SMALLEST = 1e-38  # MIN_SCALE of nf4.py. An argument, because a subnormal literal would be fp64 in Triton
 
 
-# The number of groups only places one load: weights of different sizes share one compiled kernel.
+# `groups` is only the offset of one load: not specializing it lets weights of different sizes share a compiled kernel.
 @triton.jit(do_not_specialize=["groups"])
-def dequantize_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
+def dequantize_kernel(  # noqa: PLR0913 (kernels take scalars as separate arguments)
     packed, scales, outer, table, fine, out, count, numbers, groups, SIZE: tl.constexpr, NEST: tl.constexpr
 ):
-    # A row for each block: its scale is loaded once, and not for each of its bytes.
+    # One row per block, so that a scale is loaded once and not per byte.
     block = tl.program_id(0).to(tl.int64) * (SIZE // BYTES) + tl.arange(0, SIZE // BYTES)
     at = block[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
     byte = tl.load(packed + at, at < count, 0)
@@ -39,21 +39,21 @@ def dequantize_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
 
 @triton.jit
 def larger_or_nan(a, b):
-    """The larger number, or NaN if one of them is NaN, as torch.amax defines it."""
+    """Maximum that propagates NaN, like torch.amax."""
     return tl.where((a > b) | (a != a), a, b)
 
 
 @triton.jit
-def quantize_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
+def quantize_kernel(  # noqa: PLR0913 (kernels take scalars as separate arguments)
     weight, bounds, codes, packed, scales, count, smallest, BLOCKS: tl.constexpr, TAIL: tl.constexpr
 ):
-    """Bytes and scales of BLOCKS blocks. TAIL: the last block of the weight is shorter than the others.
+    """Quantize BLOCKS blocks to bytes and scales. TAIL: the last block of the weight is shorter than the others.
 
-    Offsets are int64, and nothing is computed from `count` in int32: weights may have more than 2^31 numbers.
+    Offsets are int64, and `count` is not used in int32 arithmetic: weights may have more than 2^31 values.
     """
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     index = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    full = block * BLOCK < count  # the same for a whole block, so that loads and stores can be vectors
+    full = block * BLOCK < count  # constant within a block, so that loads and stores can be vectorized
     real = index < count if TAIL else full[:, None]
     x = tl.load(weight + index, real, 0).to(tl.float32)
     absmax = tl.reduce(tl.abs(x), 1, larger_or_nan)
@@ -64,7 +64,7 @@ def quantize_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
         ratio = tl.where(short[:, None], tl.math.div_rn(x, tl.broadcast_to(divisor[:, None], (BLOCKS, BLOCK))), ratio)
         ratio = tl.where(real, ratio, 0.0)
         absmax = tl.where(short, divisor, absmax)
-    rank = tl.full((BLOCKS, BLOCK), 0, tl.int32)  # bounds below the number; all 15 for NaN, as torch.bucketize counts
+    rank = tl.full((BLOCKS, BLOCK), 0, tl.int32)  # number of bounds below x; 15 for NaN, like torch.bucketize
     for i in tl.static_range(15):
         rank += tl.where(ratio <= tl.load(bounds + i), 0, 1)
     first, second = tl.split(tl.reshape(tl.load(codes + rank), (BLOCKS, BLOCK // 2, 2)))
@@ -83,10 +83,10 @@ def few_kernel(  # noqa: PLR0913
     x, packed, scales, outer, table, fine, bias, y, rows, out, width, groups,
     ROWS: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, NEST: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """`width` are the bytes of a row of the weight."""
+    """y = x W^T + b for up to ROWS rows. `width` is the number of bytes per row of W; sums are fp32."""
     to = tl.program_id(0) * OUT + tl.arange(0, OUT)
     row = tl.arange(0, ROWS)
-    found = tl.full((OUT, ROWS), 0.0, tl.float32)
+    total = tl.full((OUT, ROWS), 0.0, tl.float32)
     for start in range(0, width, WIDTH):
         at = start + tl.arange(0, WIDTH)
         place = to[:, None].to(tl.int64) * width + at[None, :]
@@ -99,26 +99,26 @@ def few_kernel(  # noqa: PLR0913
             scale = tl.load(fine + scale.to(tl.int32)) * largest + tl.load(outer + groups)
         first = tl.load(table + (byte >> 4).to(tl.int32)) * scale
         second = tl.load(table + (byte & 15).to(tl.int32)) * scale
-        first = first.to(x.dtype.element_ty).to(tl.float32)  # the numbers are those of `dequantize`
+        first = first.to(x.dtype.element_ty).to(tl.float32)  # rounded as in `dequantize`
         second = second.to(x.dtype.element_ty).to(tl.float32)
-        there = (row < rows)[:, None] & (at < width)[None, :]
+        x_mask = (row < rows)[:, None] & (at < width)[None, :]
         pair = x + row[:, None] * 2 * width + 2 * at[None, :]
-        even, odd = tl.load(pair, there, 0).to(tl.float32), tl.load(pair + 1, there, 0).to(tl.float32)
+        even, odd = tl.load(pair, x_mask, 0).to(tl.float32), tl.load(pair + 1, x_mask, 0).to(tl.float32)
         both = first[:, None, :] * even[None, :, :] + second[:, None, :] * odd[None, :, :]
-        found += tl.reduce(both, 2, add)
+        total += tl.reduce(both, 2, add)
     if BIAS:
-        found += tl.load(bias + to, to < out, 0).to(tl.float32)[:, None]
-    there = (to < out)[:, None] & (row < rows)[None, :]
-    tl.store(y + row[None, :] * out + to[:, None], found.to(y.dtype.element_ty), there)
+        total += tl.load(bias + to, to < out, 0).to(tl.float32)[:, None]
+    y_mask = (to < out)[:, None] & (row < rows)[None, :]
+    tl.store(y + row[None, :] * out + to[:, None], total.to(y.dtype.element_ty), y_mask)
 
 
 def tile_shape(rows: int) -> tuple[int, int]:
-    """Outputs of one program of `few_kernel`, and bytes of each of their weight rows that it looks up at a time.
+    """Outputs per program of `few_kernel`, and bytes per weight row and iteration.
 
-    Decoding waits for memory, so the bytes that an SM requests at once decide. A projection of 4096 x 4096 has 512
-    programs of 8 outputs, 3.9 for each SM of an H200: with tiles of 8 x 128 bytes, 4 KB are in flight, and 25 KB are
-    needed for 4.8 TB/s at a latency of 0.7 us. Tiles of 4 x 512 bytes make it 15.5 KB (48 registers, 10 programs fit).
-    More rows need the registers for their sums: with 8 of them, wider tiles would take as many bytes and more loads.
+    Decoding is limited by memory latency, so the bytes in flight per SM matter. A 4096 x 4096 projection has 512
+    programs of 8 outputs, 3.9 per SM of an H200: tiles of 8 x 128 bytes have 4 KB in flight, and 4.8 TB/s at a latency
+    of 0.7 us need 25 KB. Tiles of 4 x 512 bytes have 15.5 KB in flight (48 registers, 10 programs fit). More rows need
+    registers for their sums: with 8 rows, wider tiles would have as many bytes in flight, and more loads.
     """
     return (4, 512) if rows <= 2 else (8, 128)
 
@@ -126,7 +126,7 @@ def tile_shape(rows: int) -> tuple[int, int]:
 def matmul_fused(
     x: Tensor, weight: tuple[Tensor, Tensor, Tensor | None], table: Tensor, fine: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """x W^T + b of few rows (N, in), without the numbers of W in memory: (N, out)."""
+    """x W^T + b (N, out) for few rows x (N, in), without writing the dequantized weight to memory."""
     packed, scales, outer = weight
     (out, width), rows = packed.shape, len(x)
     y = x.new_empty(rows, out)
@@ -158,32 +158,32 @@ def matmul_fused(
 def dequantize(
     packed: Tensor, scales: Tensor, outer: Tensor | None, table: Tensor, fine: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Numbers (n,) of bytes (n / 2,). `scales` and `outer` are bytes too, as nf4.py keeps them."""
+    """Dequantize bytes (n / 2,) to values (n,). `scales` and `outer` are bytes too, as in nf4.py."""
     count = packed.numel()
     out = torch.empty(2 * count, dtype=dtype, device=packed.device)
     groups = triton.cdiv(2 * count, BLOCK.value * NESTED.value)
-    kept = scales.view(torch.float32) if outer is None else scales
+    scale_values = scales.view(torch.float32) if outer is None else scales
     outer = table if outer is None else outer.view(torch.float32)
-    # A product and a sum in one would round once, where the reference rounds twice.
+    # Without fused multiply-add, whose single rounding would differ from the reference.
     dequantize_kernel[(triton.cdiv(count, SIZE),)](
         packed,
-        kept,
+        scale_values,
         outer,
         table,
         fine,
         out,
         count,
-        out.numel(),  # not twice `count` in the kernel: it is an int32 there, and the product may not fit
+        out.numel(),  # not computed as 2 * count in the kernel, which may overflow int32
         groups,
         SIZE=SIZE,
-        NEST=kept is scales,
+        NEST=scale_values is scales,
         enable_fp_fusion=False,
     )
     return out
 
 
 def quantize(weight: Tensor, bounds: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes (n / 2,) and fp32 scales (n / 64,) of numbers (n,), in one launch and without temporary memory."""
+    """Quantize values (n,) to bytes (n / 2,) and fp32 scales (n / 64,), in one launch without temporary memory."""
     count, size = weight.numel(), BLOCK.value
     packed = torch.empty(triton.cdiv(count, 2), dtype=torch.uint8, device=weight.device)
     scales = torch.empty(triton.cdiv(count, size), dtype=torch.float32, device=weight.device)

@@ -1,7 +1,7 @@
-"""The smallest Triton kernel, launched once to find out whether Triton works on a machine."""
+"""A trivial Triton kernel, launched once to check that Triton works on this machine."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false
-# There is no Triton on macOS and Windows.
+# Triton is not available on macOS and Windows.
 
 import triton
 import triton.language as tl

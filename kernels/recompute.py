@@ -1,4 +1,4 @@
-"""Results that are made again in the backward pass and not kept: they cost little beside what is done with them."""
+"""Recomputation of cheap intermediate results in the backward pass, instead of saving them."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,24 +9,24 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class RecomputeSource(NamedTuple):
-    """`make(*inputs)` is a result. The inputs are kept in any case, by what made it first."""
+    """Function and inputs from which a tensor can be recomputed. The inputs are saved for another operator anyway."""
 
     make: Callable[..., Tensor]
     inputs: tuple[Tensor | None, ...]
 
 
-SOURCES = WeakIdKeyDictionary()  # of results, as long as they live
+SOURCES = WeakIdKeyDictionary()  # by tensor, as long as it exists
 
 
 def mark_recomputable(y: Tensor, make: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
-    """`y`, of which it is now known that make(*inputs) gives the same bits once more."""
+    """Record that make(*inputs) recomputes `y` bit for bit; returns `y`."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         SOURCES[y] = RecomputeSource(make, inputs)
     return y
 
 
 def recompute_source(x: Tensor) -> RecomputeSource:
-    """What to keep in place of `x` for a backward pass: `x` itself if nothing is known of it."""
+    """Source to save instead of `x` for the backward pass; `x` itself if it was not marked."""
     return SOURCES.get(x) or RecomputeSource(identity, (x,))
 
 

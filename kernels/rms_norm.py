@@ -1,4 +1,4 @@
-"""Root mean square norm."""
+"""RMSNorm."""
 
 import ctypes
 import importlib
@@ -15,24 +15,24 @@ from tunekit.kernels.cpp_extension import contiguous_rows, load_library, use_tor
 from tunekit.kernels.recompute import mark_recomputable
 
 SOURCE = Path(__file__).with_name("norm.cpp")
-ROWS_PER_SUM = 64  # whose gradients to the weight are added up together; norm.cpp knows it too
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}  # of rows and of weights, in any pair
+ROWS_PER_SUM = 64  # rows whose weight gradients are summed together, as in norm.cpp
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}  # of inputs and weights, in any combination
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, late: bool = False) -> Tensor:
     """x / rms(x) * (weight + offset) over the last axis, in fp32, returned in the dtype of `x`.
 
-    The weight multiplies after the cast, as Llama's reference does, or in fp32 before it (`late`), as those of Gemma
-    and OLMo do, so that bf16 results equal theirs too.
+    The result is cast before it is multiplied by the weight, as in Llama, or after it (`late`), as in Gemma and OLMo.
+    This makes bf16 results equal to those of their reference implementations.
     """
-    again = partial(rms_norm, eps=eps, offset=offset, late=late)
+    recompute = partial(rms_norm, eps=eps, offset=offset, late=late)
     if needs_reference(x):
-        return mark_recomputable(reference(x, weight, eps, offset, late), again, x, weight)
+        return mark_recomputable(reference(x, weight, eps, offset, late), recompute, x, weight)
     if weight is not None and weight.dtype not in DTYPES:
         weight = weight.float()
-    # A token's norm takes less time than a way to its gradient.
-    work = rms_norm_op if torch.is_grad_enabled() or fake_mode.is_fake() else forward
-    return mark_recomputable(work(x, weight, eps, offset, late or offset != 0)[0], again, x, weight)
+    # For single tokens, the overhead of a custom operator exceeds the time of the norm.
+    kernel = rms_norm_op if torch.is_grad_enabled() or fake_mode.is_fake() else forward
+    return mark_recomputable(kernel(x, weight, eps, offset, late or offset != 0)[0], recompute, x, weight)
 
 
 def needs_reference(x: Tensor) -> bool:
@@ -49,7 +49,7 @@ def reference(x: Tensor, weight: Tensor | None, eps: float, offset: float, late:
 
 
 class NormSizes(ctypes.Structure):
-    """What norm.cpp asks about the numbers at its pointers."""
+    """Sizes and options of a call; mirrors the struct in norm.cpp."""
 
     _fields_ = (
         ("rows", ctypes.c_int64),
@@ -67,16 +67,16 @@ class NormSizes(ctypes.Structure):
 def compiled() -> ctypes.CDLL | None:
     lib = load_library(SOURCE)
     if lib is not None:
-        place = ctypes.c_void_p
+        pointer = ctypes.c_void_p
         for name in (f"{a}_{b}" for a in DTYPES.values() for b in DTYPES.values()):
-            getattr(lib, f"forward_{name}").argtypes = [*[place] * 4, ctypes.POINTER(NormSizes)]
-            getattr(lib, f"backward_{name}").argtypes = [*[place] * 6, ctypes.POINTER(NormSizes)]
+            getattr(lib, f"forward_{name}").argtypes = [*[pointer] * 4, ctypes.POINTER(NormSizes)]
+            getattr(lib, f"backward_{name}").argtypes = [*[pointer] * 6, ctypes.POINTER(NormSizes)]
     return lib
 
 
 @cache
 def native_function(kind: str, x: torch.dtype, weight: torch.dtype) -> Any:
-    """The compiled function for these dtypes."""
+    """Compiled function for these dtypes."""
     return getattr(compiled(), f"{kind}_{DTYPES[x]}_{DTYPES[weight]}")
 
 
@@ -86,15 +86,15 @@ def gpu() -> Any:
 
 
 def forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, late: bool) -> tuple[Tensor, Tensor]:
-    """The norm of (..., dim), and 1 / rms of every row in fp32 (...), from which the backward pass makes the rest."""
+    """Norm of x (..., dim), and 1 / rms of each row (...) in fp32 for the backward pass."""
     rows, y, rstd = contiguous_rows(x), x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
     weight = None if weight is None else weight.contiguous()
     if x.device.type == "cuda":
         gpu().forward(rows, weight, y, rstd, eps, offset, late)
     else:
         sizes = NormSizes(*rows.shape, rows.stride(0), 0, eps, offset, late, torch.get_num_threads())
-        run = native_function("forward", x.dtype, x.dtype if weight is None else weight.dtype)
-        run(rows.data_ptr(), 0 if weight is None else weight.data_ptr(), y.data_ptr(), rstd.data_ptr(), sizes)
+        kernel = native_function("forward", x.dtype, x.dtype if weight is None else weight.dtype)
+        kernel(rows.data_ptr(), 0 if weight is None else weight.data_ptr(), y.data_ptr(), rstd.data_ptr(), sizes)
     return y, rstd
 
 
@@ -103,21 +103,21 @@ rms_norm_op = torch.library.custom_op("tunekit::rms_norm", forward, mutates_args
 
 @torch.library.custom_op("tunekit::rms_norm_back", mutates_args=())
 def rms_norm_backward_op(
-    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, late: bool, learnt: bool
+    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, late: bool, needs_weight_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients to `x` and, if it is `learnt`, to the weight (dim,), in fp32."""
-    rows, grads, to_x = contiguous_rows(x), contiguous_rows(grad), x.new_empty(x.shape)
-    count = -(-len(rows) // ROWS_PER_SUM) if learnt else 0
-    parts = x.new_empty(count, x.shape[-1], dtype=torch.float32)
+    """Gradients of `x` and, if `needs_weight_grad`, of the weight (dim,) in fp32."""
+    rows, grads, grad_x = contiguous_rows(x), contiguous_rows(grad), x.new_empty(x.shape)
+    count = -(-len(rows) // ROWS_PER_SUM) if needs_weight_grad else 0
+    partial_sums = x.new_empty(count, x.shape[-1], dtype=torch.float32)
     weight = None if weight is None else weight.contiguous()
     if x.device.type == "cuda":
-        gpu().backward(grads, rows, weight, rstd, to_x, parts, offset, late)
+        gpu().backward(grads, rows, weight, rstd, grad_x, partial_sums, offset, late)
     else:
         sizes = NormSizes(*rows.shape, rows.stride(0), grads.stride(0), 0, offset, late, torch.get_num_threads())
-        ins = grads, rows, weight, rstd, to_x, parts if learnt else None
-        run = native_function("backward", x.dtype, x.dtype if weight is None else weight.dtype)
-        run(*(0 if t is None else t.data_ptr() for t in ins), sizes)
-    return to_x, parts.sum(0)
+        inputs = grads, rows, weight, rstd, grad_x, partial_sums if needs_weight_grad else None
+        kernel = native_function("backward", x.dtype, x.dtype if weight is None else weight.dtype)
+        kernel(*(0 if t is None else t.data_ptr() for t in inputs), sizes)
+    return grad_x, partial_sums.sum(0)
 
 
 @rms_norm_op.register_fake
@@ -127,7 +127,7 @@ def _(x: Tensor, weight: Tensor | None, eps: float, offset: float, late: bool) -
 
 @rms_norm_backward_op.register_fake
 def _(
-    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, late: bool, learnt: bool
+    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, late: bool, needs_weight_grad: bool
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[-1], dtype=torch.float32)
 
@@ -142,9 +142,9 @@ def rms_norm_backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[
     if grad is None:
         return None, None, None, None, None
     x, weight, rstd = ctx.saved_tensors
-    learnt = ctx.needs_input_grad[1]
-    to_x, to_weight = rms_norm_backward_op(grad, x, weight, rstd, ctx.offset, ctx.late, learnt)
-    return to_x, to_weight.to(weight.dtype) if learnt else None, None, None, None
+    needs_weight_grad = ctx.needs_input_grad[1]
+    grad_x, grad_weight = rms_norm_backward_op(grad, x, weight, rstd, ctx.offset, ctx.late, needs_weight_grad)
+    return grad_x, grad_weight.to(weight.dtype) if needs_weight_grad else None, None, None, None
 
 
 rms_norm_op.register_autograd(rms_norm_backward, setup_context=setup_context)

@@ -1,7 +1,7 @@
-"""The norm of rows on a GPU: a row to a program, forward and backward. norm.py loads this where there is one."""
+"""Triton kernels of RMSNorm, forward and backward. Loaded by rms_norm.py on GPUs."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
-# There is no Triton on macOS and Windows, nor a GPU that would load this file.
+# Triton is not available on macOS and Windows.
 
 import triton
 import triton.language as tl
@@ -14,31 +14,31 @@ def plus(a, b):
 
 
 @triton.jit
-def forward_kernel(  # noqa: PLR0913 (a launch has no other way to pass them)
+def forward_kernel(  # noqa: PLR0913 (kernels take scalars as separate arguments)
     x, weight, y, rstd, stride, dim, eps, offset, SIZE: tl.constexpr, WEIGHT: tl.constexpr, LATE: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, SIZE)
     real = at < dim
     wide = tl.load(x + row * stride + at, real, 0).to(tl.float32)
-    by = 1 / tl.sqrt(tl.reduce(wide * wide, 0, plus) / dim + eps)
-    tl.store(rstd + row, by)
+    inverse_rms = 1 / tl.sqrt(tl.reduce(wide * wide, 0, plus) / dim + eps)
+    tl.store(rstd + row, inverse_rms)
     kind = y.dtype.element_ty
-    found = wide * by
+    result = wide * inverse_rms
     if WEIGHT:
         factor = tl.load(weight + at, real, 0)
         if LATE:
-            found = found * (factor.to(tl.float32) + offset)
+            result = result * (factor.to(tl.float32) + offset)
         else:
-            found = found.to(kind).to(tl.float32) * factor.to(kind).to(tl.float32)
-    tl.store(y + row * dim + at, found.to(kind), real)
+            result = result.to(kind).to(tl.float32) * factor.to(kind).to(tl.float32)
+    tl.store(y + row * dim + at, result.to(kind), real)
 
 
-# Row counts differ from batch to batch: none may be part of what is compiled.
+# Row counts differ from batch to batch, so kernels are not specialized on them.
 @triton.jit(do_not_specialize=["rows", "rows_per_program"])
 def backward_kernel(  # noqa: PLR0913
     grad, x, weight, rstd, to_x, parts, grad_stride, x_stride, rows, rows_per_program, dim, offset,
-    SIZE: tl.constexpr, WEIGHT: tl.constexpr, LATE: tl.constexpr, LEARNT: tl.constexpr,
+    SIZE: tl.constexpr, WEIGHT: tl.constexpr, LATE: tl.constexpr, WEIGHT_GRAD: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, SIZE)
@@ -52,14 +52,14 @@ def backward_kernel(  # noqa: PLR0913
     sums = tl.full((SIZE,), 0.0, tl.float32)
     first_row = block * rows_per_program
     for row in range(first_row, tl.minimum(first_row + rows_per_program, rows)):
-        by = tl.load(rstd + row)
-        unit = tl.load(x + row * x_stride + at, real, 0).to(tl.float32) * by
-        came = tl.load(grad + row * grad_stride + at, real, 0).to(tl.float32)
-        sums += came * unit
-        scaled = came * factor
-        found = (scaled - unit * (tl.reduce(scaled * unit, 0, plus) / dim)) * by
-        tl.store(to_x + row * dim + at, found.to(to_x.dtype.element_ty), real)
-    if LEARNT:
+        inverse_rms = tl.load(rstd + row)
+        unit = tl.load(x + row * x_stride + at, real, 0).to(tl.float32) * inverse_rms
+        grad_y = tl.load(grad + row * grad_stride + at, real, 0).to(tl.float32)
+        sums += grad_y * unit
+        scaled = grad_y * factor
+        grad_x = (scaled - unit * (tl.reduce(scaled * unit, 0, plus) / dim)) * inverse_rms
+        tl.store(to_x + row * dim + at, grad_x.to(to_x.dtype.element_ty), real)
+    if WEIGHT_GRAD:
         tl.store(parts + block * dim + at, sums, real)
 
 
@@ -68,7 +68,7 @@ def warps(size: int) -> int:
 
 
 def forward(x: Tensor, weight: Tensor | None, y: Tensor, rstd: Tensor, eps: float, offset: float, late: bool) -> None:
-    """Fill `y` and `rstd` from rows (N, dim)."""
+    """Write the norm of rows (N, dim) to `y`, and 1 / rms to `rstd` (N,)."""
     rows, dim = x.shape
     size = triton.next_power_of_2(dim)
     if rows:
@@ -81,13 +81,13 @@ def forward(x: Tensor, weight: Tensor | None, y: Tensor, rstd: Tensor, eps: floa
 def backward(  # noqa: PLR0913
     grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, to_x: Tensor, parts: Tensor, offset: float, late: bool
 ) -> None:
-    """Fill `to_x`, and the sums of some rows' gradients to the weight (blocks, dim) if there is room for any."""
+    """Write the gradient of `x` to `to_x`, and partial sums of the weight gradient to `parts` (blocks, dim), if any."""
     rows, dim = x.shape
-    # Without sums to make, a program for every four rows keeps the device busy; with them, as norm.py has counted.
-    each = -(-rows // len(parts)) if len(parts) else 4
+    # Without partial sums, four rows per program use the device well; with them, as many as rms_norm.py allocated.
+    rows_per_program = -(-rows // len(parts)) if len(parts) else 4
     size = triton.next_power_of_2(dim)
     if rows:
-        backward_kernel[(triton.cdiv(rows, each),)](
-            grad, x, x if weight is None else weight, rstd, to_x, parts, grad.stride(0), x.stride(0), rows, each, dim,
-            offset, SIZE=size, WEIGHT=weight is not None, LATE=late, LEARNT=len(parts) > 0, num_warps=warps(size),
+        backward_kernel[(triton.cdiv(rows, rows_per_program),)](
+            grad, x, x if weight is None else weight, rstd, to_x, parts, grad.stride(0), x.stride(0), rows, rows_per_program, dim,
+            offset, SIZE=size, WEIGHT=weight is not None, LATE=late, WEIGHT_GRAD=len(parts) > 0, num_warps=warps(size),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rotation of queries and keys by the angles of their positions."""
+"""Rotary position embedding (RoPE, arXiv:2104.09864)."""
 
 import ctypes
 import importlib
@@ -17,7 +17,7 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 class RopeTables(NamedTuple):
-    """Tables of one pass, both (B, S, 1, pairs), fp32, and where the two channels of a pair are."""
+    """Tables (B, S, 1, pairs) in fp32, and the channel layout of the pairs."""
 
     cos: Tensor
     sin: Tensor
@@ -26,34 +26,37 @@ class RopeTables(NamedTuple):
     last: bool = False  # the last channels of a head turn, and not the first
 
 
-def apply_rope(q: Tensor, k: Tensor, rotation: RopeTables) -> tuple[Tensor, Tensor]:
-    """Queries (B, S, H, D) and keys, turned in fp32. Channels of which the tables do not tell pass."""
+def apply_rope(q: Tensor, k: Tensor, tables: RopeTables) -> tuple[Tensor, Tensor]:
+    """Rotate queries (B, S, H, D) and keys in fp32: (a cos - b sin, b cos + a sin) for each pair (a, b) of channels.
+
+    Channels beyond 2 * pairs are copied.
+    """
     if needs_reference(q, k):
-        return reference(q, rotation), reference(k, rotation)
-    cos, sin, paired, keep_paired, last = rotation
-    work = rotate_op if torch.is_grad_enabled() or fake_mode.is_fake() else rotate
-    return work(q, k, cos, sin, paired, paired and keep_paired, last, False)
+        return reference(q, tables), reference(k, tables)
+    cos, sin, paired, keep_paired, last = tables
+    kernel = rotate_op if torch.is_grad_enabled() or fake_mode.is_fake() else rotate
+    return kernel(q, k, cos, sin, paired, paired and keep_paired, last, False)
 
 
 def needs_reference(q: Tensor, k: Tensor) -> bool:
     return q.dtype not in DTYPES or q.dtype != k.dtype or use_torch_fallback(q, compiled)
 
 
-def reference(x: Tensor, rotation: RopeTables) -> Tensor:
-    cos, sin, paired, keep_paired, last = rotation
-    still = x.shape[-1] - 2 * cos.shape[-1]
+def reference(x: Tensor, tables: RopeTables) -> Tensor:
+    cos, sin, paired, keep_paired, last = tables
+    num_unrotated = x.shape[-1] - 2 * cos.shape[-1]
     # torch 2.11 cannot multiply a symbolic size by a bool.
-    ahead, after = (still, 0) if last else (0, still)
-    before, turning, behind = x.split([ahead, 2 * cos.shape[-1], after], dim=-1)
-    wide = turning.float()
-    a, b = (wide[..., ::2], wide[..., 1::2]) if paired else wide.chunk(2, dim=-1)
+    num_before, num_after = (num_unrotated, 0) if last else (0, num_unrotated)
+    leading, rotated, trailing = x.split([num_before, 2 * cos.shape[-1], num_after], dim=-1)
+    x32 = rotated.float()
+    a, b = (x32[..., ::2], x32[..., 1::2]) if paired else x32.chunk(2, dim=-1)
     halves = a * cos - b * sin, b * cos + a * sin
     y = torch.stack(halves, dim=-1).flatten(-2) if paired and keep_paired else torch.cat(halves, dim=-1)
-    return torch.cat([before, y.type_as(x), behind], dim=-1) if still else y.type_as(x)
+    return torch.cat([leading, y.type_as(x), trailing], dim=-1) if num_unrotated else y.type_as(x)
 
 
 class RopeSizes(ctypes.Structure):
-    """What rope.cpp asks about the numbers at its pointers."""
+    """Sizes and options of a call; mirrors the struct in rope.cpp."""
 
     _fields_ = (
         *(
@@ -84,10 +87,10 @@ def gpu() -> Any:
 def rotate(  # noqa: PLR0913 (an operator takes no named tuples)
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, paired_in: bool, paired_out: bool, last: bool, back: bool
 ) -> tuple[Tensor, Tensor]:
-    """Both by their angles or, on the way `back`, by the negative ones."""
+    """Rotate queries and keys, by the negative angles if `back`."""
     tables = [t.expand(*q.shape[:2], 1, -1).reshape(-1, t.shape[-1]).contiguous() for t in (cos, sin)]
-    made = q.new_empty(q.shape), k.new_empty(k.shape)
-    for x, y in zip((q, k), made, strict=True):
+    outputs = q.new_empty(q.shape), k.new_empty(k.shape)
+    for x, y in zip((q, k), outputs, strict=True):
         heads = x.reshape(-1, *x.shape[2:]) if x.numel() else x.new_empty(0, *x.shape[2:])
         heads = heads if heads.stride(2) == 1 else heads.contiguous()
         half = tables[0].shape[1]
@@ -97,9 +100,9 @@ def rotate(  # noqa: PLR0913 (an operator takes no named tuples)
             continue
         sizes = RopeSizes(*heads.shape, half, start, *heads.stride()[:2], -1.0 if back else 1.0, paired_in, paired_out)
         sizes.threads = torch.get_num_threads()
-        places = (t.data_ptr() for t in (heads, y, *tables))
-        getattr(compiled(), f"rotate_{DTYPES[x.dtype]}")(*places, sizes)
-    return made
+        pointers = (t.data_ptr() for t in (heads, y, *tables))
+        getattr(compiled(), f"rotate_{DTYPES[x.dtype]}")(*pointers, sizes)
+    return outputs
 
 
 rotate_op = torch.library.custom_op("tunekit::rotate", rotate, mutates_args=())
@@ -117,9 +120,9 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     ctx.save_for_backward(*tables)
 
 
-def rotate_backward(ctx: Any, to_q: Tensor, to_k: Tensor) -> tuple[Tensor | None, ...]:
-    turns = rotate_op(to_q, to_k, *ctx.saved_tensors, ctx.paired_out, ctx.paired_in, ctx.last, not ctx.back)
-    return *turns, None, None, None, None, None, None
+def rotate_backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = rotate_op(grad_q, grad_k, *ctx.saved_tensors, ctx.paired_out, ctx.paired_in, ctx.last, not ctx.back)
+    return *gradients, None, None, None, None, None, None
 
 
 rotate_op.register_autograd(rotate_backward, setup_context=setup_context)

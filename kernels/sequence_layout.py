@@ -1,4 +1,4 @@
-"""Bounds of packed documents: known to the host, copied to a device once, and shared by all layers of a pass."""
+"""Bounds of packed documents, on the host and copied to a device once, shared by all layers of a pass."""
 
 from collections.abc import Callable, Hashable
 from functools import lru_cache
@@ -17,14 +17,14 @@ T = TypeVar("T")
 class SequenceLayout:
     """Which tokens of a batch belong to one document, and which documents continue from the first tokens of another.
 
-    `cu_seqlens` (documents + 1,) bounds the documents in the flattened (B * S) tokens. `prefixes` (documents, 2) says
-    for each document how many tokens of an earlier one precede it, and where these are in the flattened tokens. Both
-    are on the CPU and stay there: kernels need sizes on the host.
+    `cu_seqlens` (documents + 1,) bounds the documents in the flattened (B * S) tokens. `prefixes` (documents, 2)
+    contains the number of tokens of an earlier document that precede each document, and the index of the first of these
+    in the flattened tokens. Both stay on the CPU, because kernels need sizes on the host.
 
-    This is a plain class on purpose. FSDP moves tensors to its device that it finds among the arguments of a model or
-    in tuples, lists and dicts, and copies dataclasses; it does not look into other objects.
+    This is not a dataclass on purpose. FSDP moves tensors to its device that are arguments of a model or inside of
+    tuples, lists and dicts, and it copies dataclasses; it does not inspect other objects.
 
-    Derived tensors are created once. A recomputed layer and the backward pass find them here again.
+    Derived tensors are created once, and reused by recomputed layers and the backward pass.
     """
 
     __slots__ = ("_derived", "cu_seqlens", "key_cu_seqlens", "prefixes", "varlen_bounds")
@@ -33,11 +33,11 @@ class SequenceLayout:
         self, cu_seqlens: Tensor, prefixes: Tensor | None = None, key_cu_seqlens: Tensor | None = None
     ) -> None:
         self.cu_seqlens, self.prefixes = cu_seqlens, prefixes
-        # Bounds of the keys that documents see: by default their own tokens, after their prefixes.
+        # Bounds of the keys that documents attend to: by default their prefixes and their own tokens.
         if key_cu_seqlens is None:
             key_cu_seqlens = cu_seqlens if prefixes is None else add_prefix_lengths(cu_seqlens, prefixes)
         self.key_cu_seqlens = key_cu_seqlens
-        # By size of chunk and device: what FlashAttention takes. Filled before the layers run, because a compiled layer
+        # Arguments of FlashAttention by chunk size and device. Filled before the layers run, because compiled layers
         # may only read it.
         self.varlen_bounds: dict[tuple[int, torch.device], tuple[Tensor, int, Tensor, int]] = {}
         self._derived: dict[Hashable, object] = {}
@@ -50,7 +50,7 @@ class SequenceLayout:
         return self._derived[key]  # pyright: ignore[reportReturnType]
 
     def on_device(self, name: str, device: torch.device, build: Callable[[], Tensor]) -> Tensor:
-        """A tensor that `build` makes on the CPU, copied to the device once and without waiting for it."""
+        """CPU tensor from `build`, copied to the device once and without synchronization."""
         return self.derive((name, device), lambda: copy_to_device(build(), device))
 
     def token_lengths(self, device: torch.device) -> Tensor:
@@ -67,8 +67,8 @@ def add_prefix_lengths(cu_seqlens: Tensor, prefixes: Tensor) -> Tensor:
 
 
 def rows_layout(rows: int, length: int) -> SequenceLayout:
-    """Each row is a document. Cached, with all that is derived of it."""
-    # Tensors without numbers must not outlive the plan that needed them.
+    """Layout in which each row is a document. Cached, with all derived tensors."""
+    # Fake tensors must not outlive the plan that created them.
     return build_rows_layout(rows, length) if fake_mode.is_fake() else cached_rows_layout(rows, length)
 
 

@@ -1,6 +1,6 @@
-"""What torch.compile is told of functions, without loading it.
+"""Decorators of `torch.compiler` that do not import the compiler.
 
-The decorators of `torch.compiler` load the compiler at once, which takes longer than all else that a recipe imports.
+The original ones import it at once, which takes longer than all other imports of a recipe.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def disable_compile(function: F) -> F:
-    """Run as it is under a compiler, as torch.compiler.disable says. torch's own functions are marked so too."""
+    """Exclude a function from compilation, like torch.compiler.disable. torch uses this decorator internally."""
     return cast(F, _disable_dynamo(function))
 
 
 def assume_constant_result(function: F) -> F:
-    """Asked once, when a graph is made, as torch.compiler.assume_constant_result says: it sets the same mark."""
+    """Evaluate a function once per graph, like torch.compiler.assume_constant_result, which sets the same attribute."""
     vars(function)["_dynamo_marked_constant"] = True
     return function

@@ -1,8 +1,8 @@
-"""Whether Triton kernels can run. All launchers ask here; the answer is found once, by launching a kernel.
+"""Check whether Triton kernels can run, by launching one once.
 
 Triton builds a small C extension when a kernel is first launched. It needs a C compiler, `Python.h` and a writable
-directory. Slim container images lack the first two, some clusters the last. PyTorch operations work there, so that they
-replace the kernels, with a warning.
+directory. Slim container images lack the first two, some clusters the last. Torch operations replace the kernels there,
+with a warning.
 """
 
 import importlib
@@ -19,14 +19,14 @@ from tunekit.kernels import cache_dir
 
 
 def uses_triton(x: Tensor) -> bool:
-    """Whether Triton kernels take a tensor: they exist for its kind of device, and Triton works."""
+    """Whether Triton supports the device of a tensor, and works."""
     return capabilities(x.device).triton and can_launch()
 
 
 @cache
 def can_launch() -> bool:
     """Whether a trivial kernel compiles and launches on the current GPU. If not, print one warning."""
-    buffer = torch.empty(1, device="cuda")  # not in the probe: a GPU without free memory is no fault of Triton
+    buffer = torch.empty(1, device="cuda")  # not in the probe: lack of GPU memory is not a failure of Triton
     failure = find_failure(lambda: launch_probe(buffer))
     if failure:
         print(
@@ -44,7 +44,7 @@ def launch_probe(buffer: Tensor) -> None:
 
 
 def find_failure(launch: Callable[[], None]) -> str:
-    """Why a launch fails, in one line; nothing if it works.
+    """Reason why a launch fails, in one line; empty if it works.
 
     Triton reports a missing compiler as RuntimeError, one that fails as CalledProcessError, a missing libcuda.so as
     AssertionError, and directories that cannot be written as OSError.

@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 
-from tests.checkpoints import (
+from tests.helpers.random_checkpoints import (
     load_model,
     load_transformers_model,
     make_checkpoint,
@@ -162,7 +162,7 @@ MLP = {f"layers.{i}.mlp.{x}_proj" for i in range(3) for x in ("gate", "up", "dow
      {"layers.0.mlp.up_proj"} | {n for n in ATTN if n[-6] in "kv"}),
 ])  # fmt: skip
 def test_target_modules_select_layers(targets: str | tuple[str, ...], expected: set[str], folder: Path) -> None:
-    assert LoRAConfig(target_modules=targets).layers(load_model(folder)).keys() == expected
+    assert LoRAConfig(target_modules=targets).target_layers(load_model(folder)).keys() == expected
     adapter = LoRAConfig(4, target_modules=targets)
     model = load_model(folder, adapter)
     assert adapter.target_layers(model).keys() == expected
@@ -221,7 +221,7 @@ def test_rank_and_alpha_patterns_use_the_first_match(folder: Path) -> None:
         rank_pattern={r"layers\.0\..*": 9},
         alpha_pattern={r"layers\.1\..*": 3.0},
     )
-    scales = [layer.lora_scale for layer in rslora.layers(load_model(folder, rslora)).values()]
+    scales = [layer.lora_scale for layer in rslora.target_layers(load_model(folder, rslora)).values()]
     assert scales == pytest.approx([8 / 3, 3 / 2, 8 / 2])
 
 

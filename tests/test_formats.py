@@ -16,7 +16,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.checkpoints import (
+from tests.helpers.random_checkpoints import (
     DEFAULT_MEMORY,
     FP32,
     SHAPES,
@@ -298,7 +298,7 @@ def test_bitsandbytes_checkpoint_is_loaded_bit_exactly(weights: NF4Config, neste
         outer = torch.cat([tensors[f"{name}.nested_absmax"], torch.zeros(1)])
         state = json.loads(bytes(tensors[f"{name}.quant_state.bitsandbytes__{weights.kind}"].tolist()))
         outer[-1] = state["nested_offset"]
-        scales = nf4.unnest(scales, outer)
+        scales = nf4.decode_scales(scales, outer)
     assert torch.equal(layer.scales.view(torch.float32).flatten(), scales)
     assert torch.equal(
         layer.dequantize(), nf4.dequantize_reference(tensors[name].view(64, -1), scales.view(64, -1), weights.kind)

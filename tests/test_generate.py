@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tests.checkpoints import load_model, make_checkpoint, random_tokens
+from tests.helpers.random_checkpoints import load_model, make_checkpoint, random_tokens
 from tunekit.errors import FieldError
 from tunekit.generation.generate import SamplingConfig, generate_batch
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parallel.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError
 from tunekit.memory.config import MemoryConfig

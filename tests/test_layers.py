@@ -1,4 +1,4 @@
-"""Imports point to lower layers, are at the top of the file, and never include the libraries that tests compare with."""
+"""Imports point to lower layers, are at the top of the file, and never include the libraries that tests compare to."""
 
 import ast
 from collections.abc import Iterator

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import load_model, make_checkpoint
+from tests.helpers.random_checkpoints import load_model, make_checkpoint
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.batch import Batch, Collator
 from tunekit.data.dataloader.build import build_dataloader
@@ -46,7 +46,7 @@ POSITION_DEPENDENT = {"llama4", "ministral3"}  # attention of the other families
 
 
 def drop_cu_seqlens(batch: Batch) -> Batch:
-    return replace(batch, offsets=None)
+    return replace(batch, cu_seqlens=None)
 
 
 def continue_positions(batch: Batch) -> Batch:
@@ -136,7 +136,7 @@ def test_unpacked_data_is_not_checked(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def drop_shared_prefixes(batch: Batch) -> Batch:
     assert batch.shared_prefixes is not None
-    return replace(batch, prefixes=None)
+    return replace(batch, shared_prefixes=None)
 
 
 @pytest.mark.parametrize("name", ["llama3.2", "gemma2", "llama4", "deepseek-v3"])

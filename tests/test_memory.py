@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
-from tests.checkpoints import FP32, load_model, make_batch, make_checkpoint, random_tokens
 from tests.helpers.optimizer_step import step_optimizer
+from tests.helpers.random_checkpoints import FP32, load_model, make_batch, make_checkpoint, random_tokens
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.datasets import TextDataset
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
-from tunekit.kernels.attention_cpu import able
+from tunekit.kernels.attention_cpu import is_available
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.memory import activation_offloading
 from tunekit.memory.activation_offloading import ActivationOffloader
@@ -151,7 +151,7 @@ def packed_batch(rows: int, length: int, *documents: int) -> Batch:
     if not documents:
         return micro_batch
     positions = torch.cat([torch.arange(n) for n in documents]).view(rows, length)
-    return replace(micro_batch, positions=positions, offsets=F.pad(torch.tensor(documents).cumsum(0), (1, 0)).int())
+    return replace(micro_batch, positions=positions, cu_seqlens=F.pad(torch.tensor(documents).cumsum(0), (1, 0)).int())
 
 
 BATCHES = [
@@ -181,7 +181,7 @@ def test_new_lengths_do_not_recompile(name, adapter, recompute, precision: Preci
     folder, tolerance = make_checkpoint(tmp_path, name), 1e-5 if precision is FP32 else 3e-2
     plain, model = (load_model(folder, adapter, precision, MemoryConfig(recompute), compile=on) for on in (False, True))
     for layer in model.layers:
-        layer.compile(dynamic=True, backend="aot_eager")  # what comes behind the graphs takes long, and makes none
+        layer.compile(dynamic=True, backend="aot_eager")  # code generation takes long and adds no graphs
 
     def count_graphs(batches: list[Batch]) -> int:
         for micro_batch in batches:
@@ -198,7 +198,7 @@ def test_new_lengths_do_not_recompile(name, adapter, recompute, precision: Preci
     counters.clear()
     first = count_graphs(BATCHES[:1])
     # Loops in Python over documents or experts split the graph in two.
-    if name in NUM_LAYER_TYPES and able():
+    if name in NUM_LAYER_TYPES and is_available():
         assert first == 2 * NUM_LAYER_TYPES[name]
     assert count_graphs(BATCHES) == count_graphs(BATCHES[::-1]) == first
     torch.compiler.reset()

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.waiting import wait_until
+from tests.helpers.wait import wait_until
 from tunekit.errors import UserError
 from tunekit.loggers import metric_logger
 from tunekit.loggers.metric_logger import FILE, MetricLogger, ThroughputCounter, memory_stats, write_final_metrics
@@ -412,7 +412,7 @@ def test_gpu_values_are_read_one_step_later(tmp_path):
             log_step(logger, step, float(step), num_tokens=step)
             if step == 2:
                 logger.log(2, validation=3.0)
-    names = "step", "loss", "grad_norm", "lr", "tokens", "learnt", "wait", "validation"
+    names = "step", "loss", "grad_norm", "lr", "num_tokens", "num_target_tokens", "data_time", "validation"
     meta, cpu = (
         [[line.get(name) for name in names] for line in read_lines(tmp_path / device)] for device in ("far", "near")
     )

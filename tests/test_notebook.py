@@ -9,7 +9,7 @@ import pytest
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from tests.waiting import TIMEOUT_SECONDS
+from tests.helpers.wait import TIMEOUT_SECONDS
 
 NOTEBOOK = Path(__file__).parent.parent / "notebooks" / "first_finetune.ipynb"
 STEPS, QUESTIONS = 16, 16

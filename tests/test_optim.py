@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.checkpoints import load_model, make_checkpoint
+from tests.helpers.random_checkpoints import load_model, make_checkpoint
 from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
 from tunekit.errors import FieldError
 from tunekit.optim.config import (

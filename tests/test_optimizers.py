@@ -50,9 +50,7 @@ def test_adamw8bit_state_is_two_bytes_per_parameter() -> None:
     optimizer.step()
     size = {p: sum(t.nbytes for t in optimizer.state[p].values()) for p in model.parameters()}
     assert size[model.weight] / model.weight.numel() == pytest.approx(2 + 8 / 256, abs=1e-3)
-    assert size[model.bias] / 512 == pytest.approx(8, abs=0.1), (
-        f"states below {MIN_QUANTIZED_SIZE} values are not quantized"
-    )
+    assert size[model.bias] / 512 == pytest.approx(8, abs=0.1), f"below {MIN_QUANTIZED_SIZE} values: not quantized"
 
 
 @pytest.mark.parametrize("shape", [(48, 64), (64, 48), (3, 48, 64), (2, 64, 8), (16, 16)])

@@ -5,7 +5,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from tests.checkpoints import make_checkpoint
+from tests.helpers.random_checkpoints import make_checkpoint
 from tunekit import assets
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.publishing.base_model import read_base_model, read_front_matter

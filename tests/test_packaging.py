@@ -11,7 +11,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from tests.waiting import TIMEOUT_SECONDS
+from tests.helpers.wait import TIMEOUT_SECONDS
 from tunekit.cli import registry
 
 ROOT = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import (
+from tests.helpers.random_checkpoints import (
     FULL,
     SHAPES,
     build,

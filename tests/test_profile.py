@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from tests.parallel.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from tunekit.config.errors import FieldErrors
 from tunekit.data.dataloader.prefetch import DATA_WAIT
 from tunekit.distributed.context import DistributedContext

@@ -29,7 +29,7 @@ def test_missing_run_directory_is_not_looked_up_on_the_hub(
     assert not downloads
     (tmp_path / "runs/nano-tools").mkdir(parents=True)
     assert cli.main(["validate", "nano/distill"]) == 2
-    assert "no such folder" not in capsys.readouterr().err
+    assert "directory not found" not in capsys.readouterr().err
     assert cli.main(["validate", "nano/distill", "teacher.model=owner/teacher"]) == 2
     assert downloads == ["owner/teacher"]
 
@@ -80,9 +80,7 @@ def test_complete_logits_of_an_earlier_commit_are_reused(tmp_path: Path, capsys:
     paths = write_logit_sets(tmp_path, COMMIT_A, COMMIT_A)
     assert resume_logits(paths, COMMIT_B) == teacher_logits.TopKLogits(4, 1.0, 9, 9)
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and all(
-        text in err for text in (*COMMIT_A.values(), *COMMIT_B.values(), "going on with them")
-    )
+    assert err.count("\n") == 1 and all(text in err for text in (*COMMIT_A.values(), *COMMIT_B.values()))
     for fingerprint in (COMMIT_A, {}):
         assert resume_logits(paths, fingerprint) and not capsys.readouterr().err
     with pytest.raises(UserError, match=r"a{5}.*teacher\.logits_dir"):

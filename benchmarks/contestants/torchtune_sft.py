@@ -1,7 +1,7 @@
 """torchtune 0.6.1: python torchtune_sft.py GIVEN ROWS OUT, in an environment that has it.
 
-Its own recipes for one device run as they are, but begin with the adapter that is given and save nothing. What the
-config cannot say otherwise (rows that are tokens already, a clock) comes in as components of this file.
+Runs its single-device recipes unmodified, except that they start with a given adapter and save nothing. This file
+contains components that the config cannot express: tokenized rows and timing.
 """
 
 import importlib.util
@@ -36,55 +36,55 @@ RECIPES = {
 IGNORED = -100
 
 
-class Watch:
-    """A metric logger: what a step took, and its loss."""
+class TimingLogger:
+    """Metric logger that records the time and loss of each step."""
 
-    seen: list["Watch"] = []
+    seen: list["TimingLogger"] = []
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.peak, self.last = 0, time.perf_counter()
-        Watch.seen.append(self)
+        TimingLogger.seen.append(self)
 
     def log_config(self, config) -> None:
-        """Nothing is kept."""
+        """Required by torchtune."""
 
     def log_dict(self, payload, step) -> None:
         now = time.perf_counter()
         self.seconds.append(now - self.last)
         self.losses.append(float(payload["loss"]))
-        self.last, self.peak = now, peak()
+        self.last, self.peak = now, peak_rss()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Required by torchtune."""
 
 
-def peak() -> int:
-    """Bytes this process had resident at most."""
+def peak_rss() -> int:
+    """Peak resident bytes of this process."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
-def words():
-    """A tokenizer as far as the recipe asks: rows are tokens already."""
+def make_tokenizer():
+    """Minimal tokenizer: rows are tokenized already."""
     return SimpleNamespace(pad_id=0)
 
 
 def rows(tokenizer, file: str, length: int, packed: bool) -> PackedDataset:
-    """Documents in the order of the rows, which its greedy packing restores."""
+    """Documents in row order, which greedy packing restores."""
     documents = [document for row in json.loads(Path(file).read_text()) for document in row]
     samples = [{"tokens": d, "labels": [IGNORED, *d[1:]]} for d in documents]
     return PackedDataset(samples, max_seq_len=length)
 
 
 def constant(optimizer, num_training_steps: int, last_epoch: int):
-    """The full learning rate to the end."""
+    """Constant learning rate."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0, last_epoch)
 
 
 def model(work: dict) -> dict:
-    """Llama 3.2's builder with other sizes."""
+    """Builder of Llama 3.2 with other sizes."""
     sizes = {
         "vocab_size": work["vocab"],
         "num_layers": work["layers"],
@@ -136,7 +136,7 @@ def config(given: Path, folder: Path, work: dict):
             "optimizer_in_bwd": False,
             "clip_grad_norm": 1.0,
             "compile": False,
-            "metric_logger": {"_component_": "__main__.Watch"},
+            "metric_logger": {"_component_": "__main__.TimingLogger"},
             "log_every_n_steps": 1,
             "device": "cpu",
             "dtype": "bf16",
@@ -146,14 +146,14 @@ def config(given: Path, folder: Path, work: dict):
 
 
 def adapter(given: Path) -> dict[str, torch.Tensor]:
-    """The adapter by torchtune's names. Its heads are turned another way, which only B would feel, and B is zero."""
-    found = {}
+    """Adapter with torchtune's names. torchtune permutes heads for RoPE, which only affects B, and B is zero."""
+    tensors = {}
     for name, tensor in load_file(given / "adapter" / "adapter_model.safetensors").items():
         ours = name.removeprefix("base_model.model.")
-        for theirs, own in NAMES.items():
-            ours = ours.replace(theirs, own)
-        found[ours] = tensor
-    return found
+        for theirs, our_name in NAMES.items():
+            ours = ours.replace(theirs, our_name)
+        tensors[ours] = tensor
+    return tensors
 
 
 def main() -> None:
@@ -172,12 +172,16 @@ def main() -> None:
         wrong = recipe._model.load_state_dict(adapter(given), strict=False).unexpected_keys
         assert not wrong, wrong
     recipe.save_checkpoint = lambda epoch: None
-    watch = Watch.seen[0]
+    watch = TimingLogger.seen[0]
     watch.last = time.perf_counter()
     recipe.train()
-    found = {"seconds": watch.seconds, "losses": watch.losses, "peak": watch.peak, "threads": torch.get_num_threads()}
-    found["versions"] = {"torch": torch.__version__, "torchtune": torchtune.__version__, "torchao": torchao.__version__}
-    out.write_text(json.dumps(found))
+    result = {"seconds": watch.seconds, "losses": watch.losses, "peak": watch.peak, "threads": torch.get_num_threads()}
+    result["versions"] = {
+        "torch": torch.__version__,
+        "torchtune": torchtune.__version__,
+        "torchao": torchao.__version__,
+    }
+    out.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """trl: python trl_preparation.py ROWS TOKENIZER OUT, in an environment that has it.
 
-What SFTTrainer does with a file of conversations before it trains on the assistant's turns, with two processes.
+Preprocessing of conversations by SFTTrainer for training on assistant messages, with two processes.
 """
 
 import json
@@ -16,13 +16,13 @@ from trl import SFTConfig, SFTTrainer
 
 
 class Timed(SFTTrainer):
-    """Keeps how long the preparation takes."""
+    """Records the time of the preprocessing."""
 
-    def _prepare_dataset(self, *args, **more):
-        began = time.perf_counter()
-        found = super()._prepare_dataset(*args, **more)
-        self.prepared = time.perf_counter() - began
-        return found
+    def _prepare_dataset(self, *args, **options):
+        start = time.perf_counter()
+        dataset = super()._prepare_dataset(*args, **options)
+        self.prepared = time.perf_counter() - start
+        return dataset
 
 
 def main() -> None:
@@ -40,18 +40,23 @@ def main() -> None:
         report_to="none",
         disable_tqdm=True,
     )
-    began = time.perf_counter()
+    start = time.perf_counter()
     table = datasets.load_dataset("json", data_files=str(rows), split="train")
-    loaded = time.perf_counter() - began
+    loaded = time.perf_counter() - start
     trainer = Timed(LlamaForCausalLM(small), args=args, train_dataset=table, processing_class=tokenizer)
-    found = trainer.train_dataset
-    learnt = tokens = 0
-    for batch in found.with_format("arrow").iter(1000):
+    dataset = trainer.train_dataset
+    num_target_tokens = tokens = 0
+    for batch in dataset.with_format("arrow").iter(1000):
         labels = batch["labels"].combine_chunks().flatten().to_numpy()
-        tokens, learnt = tokens + len(labels), learnt + int((labels != -100).sum())
-    told = {"seconds": loaded + trainer.prepared, "rows": len(found), "tokens": tokens, "learnt": learnt}
+        tokens, num_target_tokens = tokens + len(labels), num_target_tokens + int((labels != -100).sum())
+    result = {
+        "seconds": loaded + trainer.prepared,
+        "rows": len(dataset),
+        "tokens": tokens,
+        "target_tokens": num_target_tokens,
+    }
     packages = (trl, transformers, datasets)
-    out.write_text(json.dumps({**told, "versions": {package.__name__: package.__version__ for package in packages}}))
+    out.write_text(json.dumps({**result, "versions": {package.__name__: package.__version__ for package in packages}}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What runs of trl have in common: the model, the arguments, and what is told of the steps.
+"""Common parts of trl runs: model, arguments and timing.
 
-As an experienced user sets it up on a CPU: SDPA, no recomputing, autocast to bf16, fused AdamW.
+As an experienced user would set it up on a CPU: SDPA, no activation checkpointing, bf16 autocast, fused AdamW.
 """
 
 import json
@@ -18,12 +18,12 @@ from peft import PeftModel
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainerCallback
 
-BEGAN = time.perf_counter()
-LAST = 85.0  # seconds after which no further step begins: a slow machine gives fewer steps, and not none
+START = time.perf_counter()
+MAX_SECONDS = 85.0  # no step starts later: a slow machine runs fewer steps instead of none
 
 
-class Watch(TrainerCallback):
-    """Seconds of whole steps, and losses."""
+class TimingCallback(TrainerCallback):
+    """Records the time and loss of each step."""
 
     def __init__(self) -> None:
         self.last = time.perf_counter()
@@ -37,8 +37,8 @@ class Watch(TrainerCallback):
     def on_step_end(self, args, state, control, **more) -> None:
         now = time.perf_counter()
         self.seconds.append(now - self.last)
-        self.last, self.peak = now, peak()
-        control.should_training_stop |= now - BEGAN > LAST
+        self.last, self.peak = now, peak_rss()
+        control.should_training_stop |= now - START > MAX_SECONDS
 
     def on_log(self, args, state, control, logs=None, **more) -> None:
         if logs and "loss" in logs:
@@ -46,26 +46,26 @@ class Watch(TrainerCallback):
 
 
 class Ordered(Trainer):
-    """The rows as they come."""
+    """Reads rows in order."""
 
     def _get_train_sampler(self, train_dataset=None):
         return SequentialSampler(train_dataset or self.train_dataset)
 
 
-def peak() -> int:
-    """Bytes this process had resident at most."""
+def peak_rss() -> int:
+    """Peak resident bytes of this process."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
-def given() -> tuple[Path, Path, Path, dict]:
-    """What the command line names: the folders of the checkpoint and of the rows, the file to write, and the work."""
+def parse_arguments() -> tuple[Path, Path, Path, dict]:
+    """Command-line arguments: directories of the checkpoint and the rows, the output file, and the task."""
     folder, rows, out = map(Path, sys.argv[1:4])
     return folder, rows, out, json.loads((rows / "work.json").read_text())
 
 
 def load(folder: Path, work: dict):
-    """The model, with the adapter that is given unless all of it is trained."""
+    """Model, with the given adapter unless all weights are trained."""
     four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     more = {"quantization_config": four, "device_map": {"": "cpu"}} if work["method"] == "qlora" else {}
     model = AutoModelForCausalLM.from_pretrained(
@@ -77,7 +77,7 @@ def load(folder: Path, work: dict):
 
 
 def arguments(out: Path, work: dict) -> dict[str, Any]:
-    """Of a trainer's config."""
+    """Arguments of the trainer's config."""
     return {
         "output_dir": str(out.parent),
         "use_cpu": True,
@@ -99,10 +99,10 @@ def arguments(out: Path, work: dict) -> dict[str, Any]:
     }
 
 
-def train(trainer: Trainer, watch: Watch, out: Path) -> None:
-    """All steps, and a file of what they took."""
+def train(trainer: Trainer, watch: TimingCallback, out: Path) -> None:
+    """Run all steps and write the result file."""
     trainer.train()
     packages = (torch, transformers, peft, trl, bitsandbytes)
-    found = {"seconds": watch.seconds, "losses": watch.losses, "peak": watch.peak, "threads": torch.get_num_threads()}
-    found["versions"] = {package.__name__: package.__version__ for package in packages}
-    out.write_text(json.dumps(found))
+    result = {"seconds": watch.seconds, "losses": watch.losses, "peak": watch.peak, "threads": torch.get_num_threads()}
+    result["versions"] = {package.__name__: package.__version__ for package in packages}
+    out.write_text(json.dumps(result))

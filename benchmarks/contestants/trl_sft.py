@@ -1,7 +1,7 @@
 """transformers + peft + trl (+ bitsandbytes): python trl_sft.py GIVEN ROWS OUT, in an environment that has them.
 
-Rows are flattened as trl does it for packed rows (`padding_free`). `--wrapped` trains on the rows as one document each:
-the mask falls away, which is cheaper, but documents see each other.
+Rows are flattened as trl does for packed rows (`padding_free`). `--wrapped` trains on each row as one document:
+this needs no mask and is cheaper, but documents attend to each other.
 """
 
 import json
@@ -11,11 +11,11 @@ from pathlib import Path
 from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
-from trl_run import Ordered, Watch, arguments, given, load, train
+from trl_run import Ordered, TimingCallback, arguments, load, parse_arguments, train
 
 
 class Trainer(Ordered, SFTTrainer):
-    """On rows that are tokens already."""
+    """Trains on tokenized rows."""
 
 
 def data(folder: Path, wrapped: bool) -> Dataset:
@@ -25,7 +25,7 @@ def data(folder: Path, wrapped: bool) -> Dataset:
 
 
 def main() -> None:
-    (folder, rows, out, work), watch = given(), Watch()
+    (folder, rows, out, work), watch = parse_arguments(), TimingCallback()
     wrapped = "--wrapped" in sys.argv
     more = {"padding_free": not wrapped, "dataset_kwargs": {"skip_prepare_dataset": True}}
     trainer = Trainer(

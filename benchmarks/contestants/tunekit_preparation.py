@@ -1,4 +1,4 @@
-"""tunekit: python tunekit_preparation.py ROWS TOKENIZER OUT. Rows are kept in the folder that TUNEKIT_CACHE names."""
+"""tunekit: python tunekit_preparation.py ROWS TOKENIZER OUT. TUNEKIT_CACHE sets the cache directory."""
 
 import json
 import sys
@@ -11,22 +11,24 @@ from tunekit.data.preprocess import preprocess
 from tunekit.data.tokenizer import Tokenizer
 
 
-class Alone:
-    """The only process."""
+class SingleProcess:
+    """Minimal context of a single process."""
 
-    is_main = True
+    is_main_process = True
 
-    def tell(self, text: str) -> None:
+    def log(self, text: str) -> None:
         print(text, file=sys.stderr)
 
 
 def main() -> None:
     rows, folder, out = map(Path, sys.argv[1:4])
     tokenizer = Tokenizer.open(folder)
-    began = time.perf_counter()
-    found = preprocess.preprocess_dataset(ChatDataset(source=str(rows), max_length=2048), tokenizer, Alone())
-    told = {"seconds": time.perf_counter() - began, "rows": len(found), "tokens": len(found.tokens)}
-    out.write_text(json.dumps({**told, "learnt": found.targets, "versions": {"tunekit": __version__}}))
+    start = time.perf_counter()
+    dataset = preprocess.preprocess_dataset(ChatDataset(source=str(rows), max_length=2048), tokenizer, SingleProcess())
+    result = {"seconds": time.perf_counter() - start, "rows": len(dataset), "tokens": len(dataset.tokens)}
+    out.write_text(
+        json.dumps({**result, "target_tokens": dataset.num_target_tokens, "versions": {"tunekit": __version__}})
+    )
 
 
 if __name__ == "__main__":

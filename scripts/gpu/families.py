@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.checkpoints import SHAPES, make_checkpoint
+from tests.helpers.random_checkpoints import SHAPES, make_checkpoint
 from tunekit import build as assemble
 from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint

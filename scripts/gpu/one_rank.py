@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tests.checkpoints import make_checkpoint
+from tests.helpers.random_checkpoints import make_checkpoint
 from tunekit import build
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import relative_error
+from tests.helpers.random_checkpoints import relative_error
 from tunekit.checkpoint.lora_weights import LoRADelta, LoRATarget
 from tunekit.models.weight_map import Fused, Identity, Stack, Transposed
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoint.ranks import measure_memory
-from tests.parallel.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.safetensors_io import SafetensorsWriter
 from tunekit.checkpoint.save_model import plan_shards, tensor_entries, write_index

@@ -27,7 +27,7 @@ from tests.checkpoint.test_quantized import (
     quantize_experts,
     quantize_fp8,
 )
-from tests.checkpoints import (
+from tests.helpers.random_checkpoints import (
     SHAPES,
     build,
     load_inference_model,

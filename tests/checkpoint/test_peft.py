@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import (
+from tests.helpers.random_checkpoints import (
     SHAPES,
     load_inference_model,
     load_model,

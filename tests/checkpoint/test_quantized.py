@@ -13,7 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from tests.checkpoints import FULL, build, load_model, load_transformers_model, random_tokens, rewrite_config, save
+from tests.helpers.random_checkpoints import (
+    FULL,
+    build,
+    load_model,
+    load_transformers_model,
+    random_tokens,
+    rewrite_config,
+    save,
+)
 from tunekit.checkpoint.dequantize import Bnb4bitTensor, Bnb8bitTensor, FP8BlockTensor, MXFP4Tensor
 from tunekit.checkpoint.hf_checkpoint import WEIGHTS, HFCheckpoint
 from tunekit.checkpoint.save_model import save_model

@@ -20,7 +20,7 @@ from tests.checkpoint.ranks import (
     save_result,
     write_checkpoint,
 )
-from tests.parallel.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from tunekit.checkpoint import atomic
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.parallel_dims import ParallelConfig

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.checkpoints import (
+from tests.helpers.random_checkpoints import (
     DEFAULT_MEMORY,
     FP32,
     load_model,
@@ -108,9 +108,9 @@ def test_peft_opens_trained_adapters(case: str, tmp_path: Path) -> None:
     assert (
         relative_error(
             compute_scores(
-                assemble.load_for_inference(
-                    str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"), allow_score_head=True
-                )[0],
+                assemble.load_for_inference(str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"), allow_score_head=True)[
+                    0
+                ],
                 score,
             ),
             expected,
@@ -139,9 +139,7 @@ def test_adapters_of_peft_are_read_and_merged(case: str, tmp_path: Path) -> None
     change_trained_parameters(other)
     other.save_pretrained(tmp_path / "adapter")
     expected = other(make_rows()).logits
-    model, _ = assemble.load_for_inference(
-        str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"), allow_score_head=True
-    )
+    model, _ = assemble.load_for_inference(str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"), allow_score_head=True)
     assert model.spec.score == score
     assert relative_error(compute_scores(model, score), expected) < 1e-5
     source, merged_adapter, _ = assemble.resolve_model(str(tmp_path / "adapter"))
@@ -184,7 +182,7 @@ def test_errors_of_score_heads(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"score\.weight"):
         load_model(tmp_path / "base", replace(adapter, adapter_path=str(tmp_path / "adapter")))
     two = with_score_head(HFCheckpoint.open(tmp_path / "base"), replace(score, labels=2))
-    with pytest.raises(UserError, match=r"score.weight is \[1, 48\].*\[2, 48\]"):
+    with pytest.raises(UserError, match=r"score.weight has shape \[1, 48\].*\[2, 48\]"):
         assemble.build_meta_model(two, NoQuantization(), replace(adapter, adapter_path=str(tmp_path / "adapter")))
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"task_type": "CAUSAL_LM"}))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import FP32, SHAPES, build, load_model, make_checkpoint, save, shuffle_adapter
+from tests.helpers.random_checkpoints import FP32, SHAPES, build, load_model, make_checkpoint, save, shuffle_adapter
 from tunekit.adapters.config import DoRAConfig, FrozenModel, LoRAConfig
 from tunekit.checkpoint import layerwise_forward, merge, peft_adapter, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint

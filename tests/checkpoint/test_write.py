@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tests.checkpoints import (
+from tests.helpers.random_checkpoints import (
     FULL,
     SHAPES,
     build,
@@ -53,7 +53,7 @@ SOURCE_DTYPES = PrecisionConfig("fp32", "fp32", "checkpoint")
 @pytest.mark.parametrize("shard", [None, "20KB"])
 @pytest.mark.parametrize("name", ["llama3.2", "qwen3-biases"])
 def test_dtypes_and_shards_are_kept(name: str, shard: str | None, dtype: torch.dtype, tmp_path: Path) -> None:
-    """tests/parity.py compares the saved files of every family."""
+    """tests/helpers/transformers_parity.py compares the saved files of every family."""
     options = {} if shard is None else {"max_shard_size": shard}
     source = save(build(SHAPES[name]).to(dtype), tmp_path / "source", **options)
     assert (source / INDEX).is_file() == (shard is not None)

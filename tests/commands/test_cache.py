@@ -38,7 +38,7 @@ def make_entry(key: str, tokens: int, days_ago: float = 0, split: str = "train")
             writer.finish(source="rows.jsonl", split=split, made=time.time() - days_ago * DAY - 1, seconds=1.0)
 
     dataset = cache.get_or_build(key, write_dataset, pytest.fail)
-    info_file = cache.cache_dir() / key / ABOUT
+    info_file = cache.cache_dir() / key / METADATA_FILE
     os.utime(info_file, (time.time() - days_ago * DAY - 1,) * 2)
     return dataset
 

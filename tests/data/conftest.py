@@ -198,23 +198,23 @@ class FakeDist:
     """Fake distributed context of one rank."""
 
     rank: int = 0
-    size: int = 1
+    world_size: int = 1
     seed: int = 0
 
     @property
-    def is_main(self) -> bool:
+    def is_main_process(self) -> bool:
         return self.rank == 0
 
     @property
-    def reader(self) -> int:
+    def dp_rank(self) -> int:
         return self.rank
 
     @property
-    def sizes(self) -> ParallelDims:
-        return ParallelDims(dp_shard=self.size)
+    def dims(self) -> ParallelDims:
+        return ParallelDims(dp_shard=self.world_size)
 
-    def tell(self, text: str) -> None:
-        print(text, file=sys.stderr)
+    def log(self, message: str) -> None:
+        print(message, file=sys.stderr)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.waiting import TIMEOUT_SECONDS, wait_until
+from tests.helpers.wait import TIMEOUT_SECONDS, wait_until
 from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.errors import UserError
 
@@ -29,10 +29,10 @@ class Steps:
         self.prepared.append((step, threading.current_thread().name))
         return [step]
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state_dict(self, step: int) -> dict[str, Any]:
         return {"step": step}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.restored = state
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.waiting import TIMEOUT_SECONDS, wait_until
+from tests.helpers.wait import TIMEOUT_SECONDS, wait_until
 from tunekit.data.preprocess import cache
 from tunekit.data.preprocess.tokenized_dataset import (
     METADATA_FILE,
@@ -44,7 +44,7 @@ def build(directory):
     test_cache.write_entry(directory, float(sys.argv[2]))
 
 entry = test_cache.cache.get_or_build("key", build, log)
-print(entry.digest, len(entry), flush=True)
+print(entry.fingerprint, len(entry), flush=True)
 """
 
 
@@ -192,7 +192,11 @@ def test_list_entries_describes_contents_and_last_use(cache_dir: Path) -> None:
     os.utime(cache_dir / "old" / METADATA_FILE, (1000, 1000))
     new, old = cache.list_entries()
     assert (new.key, old.key, old.used) == ("new", "old", 1000)
-    assert (old.about["documents"], old.about["tokens"], old.about["source"]) == (COUNT, 9 * COUNT, "rows.jsonl")
+    assert (old.metadata["documents"], old.metadata["tokens"], old.metadata["source"]) == (
+        COUNT,
+        9 * COUNT,
+        "rows.jsonl",
+    )
     assert old.size == sum(file.stat().st_size for file in (cache_dir / "old").iterdir())
     cache.get_or_build("old", fail_on_build, pytest.fail)
     assert cache.list_entries()[0].key == "old", "used last"

@@ -67,8 +67,8 @@ def test_documents_round_trip(sizes: list, size: int, tmp_path_factory: pytest.T
         assert [dataset.row_location(i) for i in range(len(dataset))] == locations
         assert dataset.lengths.tolist() == [len(expected.tokens) for expected in documents]
         assert dataset.bounds.tolist() == [0, *np.cumsum(dataset.lengths).tolist()]
-        assert dataset.truncated == sum(cut > 0 for _, cut, _ in sizes)
-        assert dataset.targets == sum(int(expected.loss_mask[1:].sum()) for expected in documents)
+        assert dataset.num_truncated == sum(cut > 0 for _, cut, _ in sizes)
+        assert dataset.num_target_tokens == sum(int(expected.loss_mask[1:].sum()) for expected in documents)
     assert written.fingerprint == in_memory.fingerprint
     with pytest.raises(IndexError):
         written[len(documents)]
@@ -83,7 +83,7 @@ def test_digest_depends_on_tokens_masks_and_bounds_only() -> None:
     joined = Document(np.append(first.tokens, second.tokens), np.append(first.loss_mask, second.loss_mask), 9)
     digests |= {
         TokenizedDataset([joined]).fingerprint,
-        TokenizedDataset([first._replace(learnt=~first.loss_mask), second]).fingerprint,
+        TokenizedDataset([first._replace(loss_mask=~first.loss_mask), second]).fingerprint,
     }
     assert len(digests) == 6
     assert (
@@ -96,14 +96,14 @@ def test_bad_rows_are_listed_and_counted(tmp_path: Path) -> None:
     with TokenizedDatasetWriter(tmp_path) as writer:
         writer.add(make_chunk([make_document(3, 0)], ["rows.jsonl:1"], bad_rows))
         writer.finish()
-    prepared = TokenizedDataset.open(tmp_path).prepared
+    prepared = TokenizedDataset.open(tmp_path).summary
     assert (prepared.rows, prepared.skipped) == (3, 2)
     assert str(prepared) == "3 rows, 2 skipped" and prepared.format("bad") == "3 rows, 2 bad"
     assert prepared.bad_rows is not None
     assert len(prepared.bad_rows.read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("name", ["tokens", "learnt", "lengths", "numbers", "bounds", METADATA_FILE])
+@pytest.mark.parametrize("name", ["tokens", "loss_mask", "lengths", "row_numbers", "bounds", METADATA_FILE])
 def test_truncated_file_is_incomplete(tmp_path: Path, name: str) -> None:
     write_documents(tmp_path, [make_document(5, 0), make_document(6, 1)], ["a:1", "a:2"], 1)
     assert is_complete(tmp_path)

@@ -104,7 +104,7 @@ def test_steps_have_the_tokens_of_a_continued_answer_in_transformers(name: str, 
         expected = theirs(text, add_special_tokens=False, return_offsets_mapping=True)
         assert document.tokens.tolist() == expected["input_ids"]
         ends = [text.index("4.\nOr") + 3, len(text)]
-        assert [expected["offset_mapping"][place][1] for place in document.learnt.nonzero()[0]] == ends
+        assert [expected["offset_mapping"][place][1] for place in document.loss_mask.nonzero()[0]] == ends
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *AMBIGUOUS])

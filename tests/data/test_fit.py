@@ -61,7 +61,7 @@ def test_document_without_targets_is_an_error(pattern: str) -> None:
 
 
 def test_truncation_that_drops_all_targets_is_an_error() -> None:
-    with pytest.raises(UserError, match="3 tokens.* 5 of 6"):
+    with pytest.raises(UserError, match="3 of 6 tokens.* 5"):
         fit_documents(make_document("....xx"), 3, "truncate", 1)
 
 

@@ -194,14 +194,14 @@ def test_tunekit_code_changes_fingerprint(
     rows: ChatDataset, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = compute_fingerprint(rows, tokenizer)
-    code_hashes = keys.code()
+    code_hashes = keys.code_hashes()
     stems = {Path(name).stem for name in code_hashes}
     assert {"datasets", "loss_mask", "template", "tokenizer", "messages", "row_reader"} <= stems
     assert not {"build", "packing", "cache", "fingerprint", "report", "row_stats"} & stems
-    assert len(code_hashes) == len(list(keys.sources())) + len(keys.PACKAGES) + 1, "files with one name are distinct"
+    assert len(code_hashes) == len(list(keys.code_files())) + len(keys.PACKAGES) + 1, "files with one name are distinct"
     for name in ("chat_template/loss_mask.py", "tokenizers"):
         with monkeypatch.context() as patch:
-            patch.setattr(keys, "code", lambda name=name: code_hashes | {name: "other"})
+            patch.setattr(keys, "code_hashes", lambda name=name: code_hashes | {name: "other"})
             assert compute_fingerprint(rows, tokenizer) != before
 
 
@@ -214,7 +214,7 @@ from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.tokenizer import Tokenizer
 
 rows = ChatDataset(source=sys.argv[1])
-print(fingerprint(rows, rows.prepare(Tokenizer.open(Path(sys.argv[2]))), open_dataset(rows.source, rows.split)))
+print(fingerprint(rows, rows.prepare_tokenizer(Tokenizer.open(Path(sys.argv[2]))), open_dataset(rows.source, rows.split)))
 """
 
 

@@ -97,14 +97,14 @@ def test_rows_stay_in_order_without_shuffling(make_dist) -> None:
 def test_resuming_with_other_rows_is_an_error(make_dist) -> None:
     data, other_data = make_loader(make_dist()), make_loader(make_dist())
     other_data.load_state_dict(data.state_dict(0))
-    other_data.rows.learnt[-1] ^= True
+    other_data.documents.loss_mask[-1] ^= True
     with pytest.raises(UserError, match="data"):
         other_data.load_state_dict(data.state_dict(0))
 
 
 def test_token_beyond_vocabulary_is_an_error(make_dist) -> None:
     data = make_loader(make_dist())
-    highest = int(data.rows.tokens.max())
+    highest = int(data.documents.tokens.max())
     data.check_vocab(highest + 1)
     with pytest.raises(UserError, match=f"token {highest}.* {highest}"):
         data.check_vocab(highest)
@@ -116,7 +116,7 @@ def test_targets_are_masked_next_tokens_of_the_same_document(make_dist, packed: 
     for step in range(data.num_steps(1)):
         batches = data[step]
         for tokens, targets, positions in documents_of(batches):
-            document = data.rows[tokens[0] - 1000]
+            document = data.documents[tokens[0] - 1000]
             next_tokens = zip(document.tokens[1:].tolist(), document.loss_mask[1:].tolist(), strict=True)
             expected = [token if is_target else IGNORE for token, is_target in next_tokens]
             assert list(tokens) == document.tokens.tolist()
@@ -125,7 +125,7 @@ def test_targets_are_masked_next_tokens_of_the_same_document(make_dist, packed: 
         for batch in batches:
             assert batch.num_target_tokens == int((batch.targets != IGNORE).sum())
             assert batch.tokens.dtype == batch.targets.dtype == batch.positions.dtype == torch.int64
-        lengths = [len(data.rows[row].tokens) for row in row_numbers(batches)]
+        lengths = [len(data.documents[row].tokens) for row in row_numbers(batches)]
         assert sum(batch.num_tokens for batch in batches) == sum(lengths)
         if not packed:
             assert lengths == sorted(lengths, reverse=True)
@@ -165,7 +165,7 @@ def test_report_counts_equal_those_of_the_batches(make_dist) -> None:
         data = make_loader(make_dist(), 3, packed)
         batches = [batch for step in range(data.num_steps(1)) for batch in data[step]]
         report = data.summary
-        assert (report.rows, report.max_length) == (ROWS, max(data.rows.lengths))
+        assert (report.rows, report.max_length) == (ROWS, max(data.documents.lengths))
         assert report.tokens == sum(batch.num_tokens for batch in batches)
         assert report.num_target_tokens == sum(batch.num_target_tokens for batch in batches)
         if packed:

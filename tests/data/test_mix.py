@@ -176,7 +176,7 @@ def test_split_rows_are_counted_as_documents(tokenizer, make_dist, tmp_path: Pat
     assert (first_share.rows, second_share.rows) == (2 * len(loader.datasets[0]), 17) and len(loader.datasets[0]) > 11
     head, first_line, _ = str(loader.summary).splitlines()
     assert head.startswith(f"{first_share.rows + 17} documents, ")
-    assert all(f"{count} " in first_line for count in (11, loader.datasets[0].prepared.split, first_share.rows))
+    assert all(f"{count} " in first_line for count in (11, loader.datasets[0].summary.split, first_share.rows))
 
 
 def test_resuming_with_other_rows_is_an_error(tokenizer, make_dist, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Model
 
-from tunekit.data.token_cache import LONGEST, MOST, TRIED, TokenCache
+from tunekit.data.token_cache import MAX_PIECE_CHARS, MAX_PIECES, NUM_VERIFIED, TokenCache
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
@@ -69,9 +69,9 @@ def caches(tokenizer_dirs: dict[str, Path]) -> list[TokenCache]:
 
 def trusted_cache(model: Model) -> TokenCache:
     """Build a cache that no longer compares its results with the tokenizer."""
-    cache = TokenCache.of(model)
+    cache = TokenCache.from_model(model)
     assert cache is not None
-    cache.tried = TRIED
+    cache.tried = NUM_VERIFIED
     return cache
 
 
@@ -99,49 +99,49 @@ def test_cached_start_of_text_is_not_used_after_a_space(caches: list[TokenCache]
     for cache in caches:
         cache.encode(earlier)
         expected = cache.model.encode_batch(later, add_special_tokens=False)
-        assert [result.ids.tolist() for result in map(cache.pieced, later)] == [encoding.ids for encoding in expected]
+        assert [result.ids.tolist() for result in map(cache.encode_pieces, later)] == [encoding.ids for encoding in expected]
 
 
 @pytest.mark.parametrize("name", ["turns", "brackets"])
 def test_tokenizer_without_word_boundaries_has_no_cache(tokenizer_dirs: dict[str, Path], name: str) -> None:
-    assert TokenCache.of(open_model(tokenizer_dirs[name])) is None
+    assert TokenCache.from_model(open_model(tokenizer_dirs[name])) is None
 
 
 def test_tokenizer_with_context_across_words_has_no_cache(tokenizer_dirs: dict[str, Path]) -> None:
     directory = tokenizer_dirs["chatml"]
-    assert TokenCache.of(open_model(directory)) is not None
-    assert TokenCache.of(open_model(directory, WORDS_WITH_SPACES)) is None, "words over spaces"
-    assert TokenCache.of(open_model(directory, r"(?<=\n)a|\s+|\S+")) is None, "lookbehind"
+    assert TokenCache.from_model(open_model(directory)) is not None
+    assert TokenCache.from_model(open_model(directory, WORDS_WITH_SPACES)) is None, "words over spaces"
+    assert TokenCache.from_model(open_model(directory, r"(?<=\n)a|\s+|\S+")) is None, "lookbehind"
     changed = open_model(directory)
     changed.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    assert TokenCache.of(changed) is None, "a space before each text"
+    assert TokenCache.from_model(changed) is None, "a space before each text"
     for token in (AddedToken("<x>", rstrip=True), AddedToken("<x>", lstrip=True), AddedToken("a b"), AddedToken("  ")):
         changed = open_model(directory)
         changed.add_tokens([token])
-        assert TokenCache.of(changed) is None, token
+        assert TokenCache.from_model(changed) is None, token
     changed = open_model(directory)
     changed.normalizer = normalizers.Lowercase()
-    assert TokenCache.of(changed) is None, "texts change first"
-    assert TokenCache.of(Tokenizer.open(tokenizer_dirs["closed"]).model) is None, (
+    assert TokenCache.from_model(changed) is None, "texts change first"
+    assert TokenCache.from_model(Tokenizer.open(tokenizer_dirs["closed"]).model) is None, (
         "an end token that strips the line break"
     )
 
 
 def test_cache_is_disabled_after_a_difference(tokenizer_dirs: dict[str, Path]) -> None:
-    cache = TokenCache.of(open_model(tokenizer_dirs["chatml"]))
+    cache = TokenCache.from_model(open_model(tokenizer_dirs["chatml"]))
     assert cache is not None
     cache.model = open_model(tokenizer_dirs["chatml"], WORDS_WITH_SPACES)  # not detected when the cache was built
     for _ in range(2):
         (result,) = cache.encode(["hello there, hello there hello"])
         assert list(result.ids) == cache.model.encode("hello there, hello there hello").ids
-    assert not cache.same
+    assert not cache.is_valid
 
 
 def test_later_difference_is_an_error(tokenizer_dirs: dict[str, Path]) -> None:
     cache = trusted_cache(open_model(tokenizer_dirs["chatml"]))
     cache.encode(["hello there " * 20])
     cache.model = open_model(tokenizer_dirs["chatml"], WORDS_WITH_SPACES)  # not detected when the cache was built
-    cache.words.clear()
+    cache.middle_pieces.clear()
     with pytest.raises(UserError, match="num_proc"):
         for _ in range(1000):
             cache.encode(["hello there, hello there hello"] * 2)
@@ -153,7 +153,7 @@ def test_offsets_of_long_pieces_are_not_cached(tokenizer_dirs: dict[str, Path]) 
         text = chr(0x4E00 + number) * 10_000  # one piece
         (result,) = cache.encode([text])
         assert result.char_to_token(0) == 0
-        assert sum(map(len, cache.asked)) <= MOST + len(text)
+        assert sum(map(len, cache.encodings)) <= MAX_PIECES + len(text)
 
 
 def token_bytes(cache: TokenCache, text: str) -> bytes:
@@ -162,13 +162,13 @@ def token_bytes(cache: TokenCache, text: str) -> bytes:
 
 def test_cache_size_is_limited(tokenizer_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     cache = trusted_cache(open_model(tokenizer_dirs["chatml"]))
-    cache.encode(["x" * (LONGEST + 1) + " a b", "c"])
-    assert cache.alone == {"c": token_bytes(cache, "c")}
-    assert (cache.heads, cache.words) == ({}, {"a": token_bytes(cache, " a")})
-    assert cache.tails == {"b": token_bytes(cache, " b")}
-    monkeypatch.setattr("tunekit.data.token_cache.MOST", 100)
+    cache.encode(["x" * (MAX_PIECE_CHARS + 1) + " a b", "c"])
+    assert cache.single_pieces == {"c": token_bytes(cache, "c")}
+    assert (cache.first_pieces, cache.middle_pieces) == ({}, {"a": token_bytes(cache, " a")})
+    assert cache.last_pieces == {"b": token_bytes(cache, " b")}
+    monkeypatch.setattr("tunekit.data.token_cache.MAX_PIECES", 100)
     for number in range(30):
         cache.encode([" ".join("abcdefghij"[int(digit)] * 3 + "xyz"[number % 3] for digit in f"{number * 7919:08d}")])
         cache.encode([f"a b{chr(97 + number % 26)}{chr(97 + number // 26)} " + " ".join(map(chr, range(97, 117)))])
         assert sum(map(len, cache.tables)) <= 100
-    assert MOST > 100
+    assert MAX_PIECES > 100

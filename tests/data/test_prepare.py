@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.waiting import TIMEOUT_SECONDS, wait_until
+from tests.helpers.wait import TIMEOUT_SECONDS, wait_until
 from tunekit.config.user_code import load_user_choices
 from tunekit.data.datasets import ChatDataset, PreferenceDataset, TextDataset
 from tunekit.data.preprocess import preprocess, worker_pool
@@ -88,7 +88,7 @@ def preprocess_columns(rows: ChatDataset | TextDataset, tokenizer: Tokenizer, wo
     columns = {
         name: np.concatenate([dataset.flat.columns[name] for dataset in datasets])
         for name in COLUMNS
-        if name != "names"
+        if name != "file_ids"
     }
     return columns | {"where": np.array([dataset.row_location(i) for dataset in datasets for i in range(len(dataset))])}
 
@@ -98,7 +98,7 @@ def test_number_of_processes_does_not_change_documents(tmp_path: Path, tokenizer
     rows = ChatDataset(source=str(write_rows(tmp_path / "rows.jsonl", chat_rows(1800))), max_length=40)
     expected, columns = preprocess_columns(rows, tokenizer, 0), preprocess_columns(rows, tokenizer, workers)
     assert expected["where"][-1] == f"{rows.source}:1800"
-    assert expected["learnt"].any()
+    assert expected["loss_mask"].any()
     for name, column in expected.items():
         assert np.array_equal(column, columns[name]), name
 
@@ -108,7 +108,7 @@ def test_documents_are_memory_mapped_and_counted(tmp_path: Path, tokenizer: Toke
     source = write_rows(tmp_path / "rows.jsonl", [*chat_rows(5), {"messages": []}, "{", *chat_rows(600)[5:]])
     rows = ChatDataset(source=str(source), on_bad_row="skip", max_length=60, excess_length_strategy="drop")
     dataset = preprocess.preprocess_dataset(rows, tokenizer, make_dist())
-    prepared = dataset.prepared
+    prepared = dataset.summary
     assert (prepared.rows, prepared.skipped) == (602, 2)
     assert prepared.dropped > 0
     assert len(dataset) == 600 - prepared.dropped
@@ -123,13 +123,13 @@ def test_documents_are_memory_mapped_and_counted(tmp_path: Path, tokenizer: Toke
 def test_dropped_and_split_rows_are_counted(tmp_path: Path, tokenizer: Tokenizer, make_dist, odd) -> None:
     source = write_rows(tmp_path / "rows.jsonl", text_rows(40, row3={"leave": True}, row9={"text": "long " * 40}))
     rows = TextDataset(source=str(source), max_length=30, transforms=(odd(),))
-    prepared = preprocess.preprocess_dataset(rows, tokenizer, make_dist()).prepared
+    prepared = preprocess.preprocess_dataset(rows, tokenizer, make_dist()).summary
     assert (prepared.rows, prepared.filtered, prepared.split) == (40, 1, 1)
     pairs = [{"prompt": "Hi. ", "chosen": "Hello.", "rejected": "No."}] * 3
     pairs_dataset = preprocess.preprocess_dataset(
         PreferenceDataset(source=str(write_rows(tmp_path / "pairs.jsonl", [*pairs]))), tokenizer, make_dist()
     )
-    assert (len(pairs_dataset), pairs_dataset.prepared.split) == (6, 0)
+    assert (len(pairs_dataset), pairs_dataset.summary.split) == (6, 0)
     with pytest.raises(UserError, match=re.escape("1 row, 1 ")):
         preprocess.preprocess_dataset(
             TextDataset(source=str(write_rows(source, text_rows(1, row0={"leave": True}))), transforms=(odd(),)),
@@ -193,7 +193,7 @@ def test_max_bad_row_fraction_is_enforced(tmp_path: Path, tokenizer: Tokenizer, 
     dataset = preprocess.preprocess_dataset(
         TextDataset(source=source, on_bad_row="skip", max_bad_row_fraction=0.11), tokenizer, make_dist()
     )
-    assert (len(dataset), dataset.prepared.skipped) == (89, 11)
+    assert (len(dataset), dataset.summary.skipped) == (89, 11)
     with pytest.raises(UserError, match=f"{source}:1: text: "):  # although the cache has an entry that skips it
         preprocess.preprocess_dataset(TextDataset(source=source), tokenizer, make_dist())
     with pytest.raises(UserError, match="11 of 100 rows"):
@@ -207,7 +207,7 @@ def test_user_transforms_run_in_other_processes(tmp_path: Path, tokenizer: Token
     expected, columns = preprocess_columns(rows, tokenizer, 0), preprocess_columns(rows, tokenizer, 2)
     assert all(np.array_equal(column, columns[name]) for name, column in expected.items())
     first = TokenizedDataset(
-        [Document(columns["tokens"][: columns["lengths"][0]], columns["learnt"][: columns["lengths"][0]], 1)]
+        [Document(columns["tokens"][: columns["lengths"][0]], columns["loss_mask"][: columns["lengths"][0]], 1)]
     )
     assert tokenizer.decode(first.tokens.tolist()).endswith("!")
     capfd.readouterr()
@@ -242,8 +242,8 @@ def test_row_that_takes_too_long_is_named(tmp_path: Path, tokenizer: Tokenizer, 
     """Poll in ten parts: if the whole machine is stalled, only one of them ends early."""
     poll = Connection.poll
     monkeypatch.setattr(Connection, "poll", lambda pipe, timeout: any(poll(pipe, timeout / 10) for _ in range(10)))
-    monkeypatch.setattr(worker_pool, "PATIENCE", 1.0)
-    monkeypatch.setattr(worker_pool, "ROW_PATIENCE", 3.0)
+    monkeypatch.setattr(worker_pool, "CHUNK_TIMEOUT", 1.0)
+    monkeypatch.setattr(worker_pool, "ROW_TIMEOUT", 3.0)
     source = write_rows(tmp_path / "rows.jsonl", text_rows(1100, row700={"sleep": 600}))
     with pytest.raises(UserError, match=f"{source}:701: .*3 seconds"):
         preprocess_columns(TextDataset(source=str(source), transforms=(odd(),)), tokenizer, 2)
@@ -253,7 +253,7 @@ def test_slow_rows_do_not_time_out(tmp_path: Path, tokenizer: Tokenizer, odd, mo
     source = write_rows(tmp_path / "rows.jsonl", text_rows(520, **{f"row{i}": {"sleep": 0.25} for i in range(6)}))
     rows = TextDataset(source=str(source), transforms=(odd(),))
     expected = preprocess_columns(rows, tokenizer, 0)
-    monkeypatch.setattr(worker_pool, "PATIENCE", 1.0)
+    monkeypatch.setattr(worker_pool, "CHUNK_TIMEOUT", 1.0)
     columns = preprocess_columns(rows, tokenizer, 1)
     assert all(np.array_equal(column, columns[name]) for name, column in expected.items())
 
@@ -352,9 +352,9 @@ from tunekit.data.datasets import ChatDataset
 from tunekit.data.tokenizer import Tokenizer
 
 class FakeDist:
-    is_main = True
-    def tell(self, text):
-        print(text)
+    is_main_process = True
+    def log(self, message):
+        print(message)
 
 def peak_mib():
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))

@@ -74,7 +74,7 @@ def encode_documents(dataset: DatasetConfig, tokenizer: Tokenizer, *fields: dict
 def target_texts(dataset: DatasetConfig, tokenizer: Tokenizer, *fields: dict) -> list[str]:
     """Target text of each document. The first token is never a target."""
     return [
-        tokenizer.decode(document.tokens[1:][document.learnt[1:]].tolist(), special=True)
+        tokenizer.decode(document.tokens[1:][document.loss_mask[1:]].tolist(), special=True)
         for document in encode_documents(dataset, tokenizer, *fields)
     ]
 
@@ -209,8 +209,8 @@ def test_tool_calls_are_targets_and_their_results_are_not(tools: Tokenizer) -> N
         "<|im_start|>assistant\nIt is 4.<|im_end|>\n"
     )
     targets = f"{json.dumps(CALL)}<|im_end|>It is 4.<|im_end|>"
-    assert tools.decode(document.tokens[document.learnt].tolist(), special=True) == targets
-    assert document.signs == DocFlags(0)
+    assert tools.decode(document.tokens[document.loss_mask].tolist(), special=True) == targets
+    assert document.doc_flags == DocFlags(0)
 
 
 NUMBERS = (
@@ -332,7 +332,7 @@ def test_completion_is_target_and_its_prompt_is_not(tokenizer_dirs: dict[str, Pa
         "<|begin|>Question: 2 + 2?\nAnswer: It is 4.<|end_of_text|>"
     ]
     (document,) = encode_documents(CompletionDataset("x"), headers, row)
-    assert headers.decode(document.tokens[document.learnt].tolist(), special=True) == " It is 4.<|end_of_text|>"
+    assert headers.decode(document.tokens[document.loss_mask].tolist(), special=True) == " It is 4.<|end_of_text|>"
     assert document.tokens[1:-1].tolist() == headers.encode(row["prompt"] + row["completion"]), "tokenized as one text"
     assert target_texts(CompletionDataset("x", train_on="all"), headers, row) == [
         row["prompt"] + " It is 4.<|end_of_text|>"
@@ -370,7 +370,7 @@ def test_every_token_of_a_long_text_is_target_once(length: int, tokenizer: Token
     rows = {"text": "Hello there. Thanks"}, {"text": "Hello"}
     for dataset_class in (TextDataset, AutoDataset):
         windows = [*encode_documents(dataset_class("x", max_length=length), tokenizer, *rows)]
-        assert all(len(document.tokens) <= length and document.whole == len(document.tokens) for document in windows)
+        assert all(len(document.tokens) <= length and document.full_length == len(document.tokens) for document in windows)
         targets = [token for document in windows for token in document.tokens[1:].tolist()]
         texts = [tokenizer.encode(row["text"]) + [tokenizer.eos] for row in rows]
         assert targets == [token for text in texts for token in text[1:]]
@@ -378,16 +378,16 @@ def test_every_token_of_a_long_text_is_target_once(length: int, tokenizer: Token
         *encode_documents(TextDataset("x", max_length=length, excess_length_strategy="truncate"), tokenizer, *rows)
     ]
     assert [part.tokens.tolist() for part in truncated] == [text[:length] for text in texts]
-    assert [part.whole for part in truncated] == [len(text) for text in texts]
+    assert [part.full_length for part in truncated] == [len(text) for text in texts]
 
 
 def test_truncated_row_does_not_end_with_eos(tokenizer: Tokenizer) -> None:
     token_ids = tokenizer.encode(tokenizer.render(CONVERSATION))
     rows = ChatDataset("x", max_length=len(token_ids) - 4)
     truncated, complete = encode_documents(rows, tokenizer, {"messages": CONVERSATION}, {"messages": CONVERSATION[:2]})
-    assert truncated.tokens.tolist() == token_ids[:-4] and truncated.whole == len(token_ids)
-    assert truncated.learnt[-1] and truncated.tokens[-1] != tokenizer.eos
-    assert complete.whole == len(complete.tokens)
+    assert truncated.tokens.tolist() == token_ids[:-4] and truncated.full_length == len(token_ids)
+    assert truncated.loss_mask[-1] and truncated.tokens[-1] != tokenizer.eos
+    assert complete.full_length == len(complete.tokens)
 
 
 def test_long_rows_are_dropped_or_split(tokenizer: Tokenizer) -> None:
@@ -413,7 +413,7 @@ def test_long_rows_are_dropped_or_split(tokenizer: Tokenizer) -> None:
         )
     ]
     assert len(windows) > 1
-    targets = [token for window in windows for token in window.tokens[1:][window.learnt[1:]].tolist()]
+    targets = [token for window in windows for token in window.tokens[1:][window.loss_mask[1:]].tolist()]
     assert tokenizer.decode(targets, special=True) == BOTH
 
 
@@ -535,7 +535,7 @@ def test_label_of_unpaired_row_sets_flag(tokenizer: Tokenizer) -> None:
         {"prompt": "2 + 2 =", "completion": " four", "label": False},
     ]
     assert target_texts(UnpairedPreferenceDataset("x"), tokenizer, *rows) == ["It is 4.<|im_end|>", " four<|im_end|>"]
-    assert [document.signs for document in encode_documents(UnpairedPreferenceDataset("x"), tokenizer, *rows)] == [
+    assert [document.doc_flags for document in encode_documents(UnpairedPreferenceDataset("x"), tokenizer, *rows)] == [
         DocFlags.DESIRABLE,
         DocFlags.UNDESIRABLE,
     ]

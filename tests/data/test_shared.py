@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pairs import PAIRS, make_batches, make_documents
+from tests.helpers.preference_pairs import PAIRS, make_batches, make_documents
 from tunekit.data.dataloader import shared_prefix, stream_blocks
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.batch import IGNORE, Batch
@@ -87,7 +87,7 @@ def test_every_document_is_complete(micro_batch: int) -> None:
 def test_shared_prefix_length() -> None:
     """The common prefix, except for the token that predicts the first target."""
     pairs = list(make_documents())
-    lengths = [shared_prefix.shared(*pairs[i : i + 2]) for i in range(0, len(pairs), 2)]
+    lengths = [shared_prefix.shared_prefix_length(*pairs[i : i + 2]) for i in range(0, len(pairs), 2)]
     assert lengths == [*(prompt - 1 for prompt, *_ in PAIRS.values()), 0, 12]
     assert shared_prefix.shared_prefix_tokens(make_documents(), 2).tolist() == lengths
 
@@ -108,7 +108,10 @@ def test_counts_equal_computed_tokens() -> None:
 def test_documents_without_targets_share_all_but_the_last_token() -> None:
     tokens = np.arange(5, 11, dtype=np.int32)
     first, other = (Document(tokens[:n], np.zeros(n, bool), n) for n in (6, 4))
-    assert (shared_prefix.shared(first, other), shared_prefix.shared(other, first)) == (3, 4)
+    assert (shared_prefix.shared_prefix_length(first, other), shared_prefix.shared_prefix_length(other, first)) == (
+        3,
+        4,
+    )
 
 
 def step_contents(loaders: list[DataLoader], count: int) -> list[dict[int, list[tuple[int, int, int]]]]:
@@ -145,7 +148,7 @@ def test_rows_have_more_pairs_and_the_same_contents(source: str, tokenizer: Toke
 def test_steps_are_the_same_on_any_layout(
     streamed: bool, size: int, source: str, tokenizer: Tokenizer, make_dist, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_blocks, "DOCUMENTS", 40)
+    monkeypatch.setattr(stream_blocks, "ROUND_DOCUMENTS", 40)
     options = {"streaming": True, "num_proc": 0} if streamed else {}
     single = build_loader(source, tokenizer, make_dist(), **options)
     ranks = [build_loader(source, tokenizer, make_dist(rank, size), micro=1, **options) for rank in range(size)]

@@ -38,9 +38,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit blocks to 20 rows, or 40 packed ones."""
-    monkeypatch.setattr(stream_blocks, "DOCUMENTS", 20)
-    monkeypatch.setattr(stream_blocks, "STEPS", 1)
-    monkeypatch.setattr(stream_blocks, "FULL", 0)
+    monkeypatch.setattr(stream_blocks, "ROUND_DOCUMENTS", 20)
+    monkeypatch.setattr(stream_blocks, "BLOCK_STEPS", 1)
+    monkeypatch.setattr(stream_blocks, "MIN_STEP_FILL", 0)
 
 
 def build_stream(source: Path, tokenizer: Tokenizer, make_dist, micro: int = 4, **options) -> DataLoader:
@@ -93,7 +93,7 @@ def test_packed_steps_have_nearly_the_batch_size(
     batch: int, length: int, source, tokenizer, make_dist, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(stream_blocks, "DOCUMENTS", 50)  # one row of 400 holds nearly as many
+    monkeypatch.setattr(stream_blocks, "ROUND_DOCUMENTS", 50)  # one row of 400 holds nearly as many
     rows = TextDataset(str(source), max_length=length, streaming=True, num_proc=0, packing=True)
     loader = build_dataloader(rows, tokenizer, batch, batch, make_dist())
     first = loader.summary.num_packed_rows

@@ -92,7 +92,7 @@ def test_pairs_stay_together_on_any_layout(make_dist, packed: bool, size: int, m
                 assert batch.tokens.shape[1] <= 2 * LENGTH
         documents = sorted(document for batch in batches for document in documents_of(batch))
         assert documents == sorted(document for batch in single[step] for document in documents_of(batch))
-        assert documents == [expected_document(single.rows, number) for number, *_ in documents]
+        assert documents == [expected_document(single.documents, number) for number, *_ in documents]
     numbers = [
         number for step in range(single.num_steps(1)) for batch in single[step] for number, *_ in documents_of(batch)
     ]
@@ -109,7 +109,7 @@ def test_sums_by_owner_equal_those_of_each_document(make_dist, packed: bool) -> 
             sums = torch.zeros(len(batch.document_indices) + 1, dtype=torch.double)
             sums.index_add_(0, batch.document_ids.flatten() + 1, values.flatten())
             for number, total in zip(batch.document_indices.tolist(), sums[1:].tolist(), strict=True):
-                document = loader.rows[number]
+                document = loader.documents[number]
                 expected = np.sin(document.tokens[:-1].astype(float))[document.loss_mask[1:]].sum()
                 assert total == pytest.approx(expected)
 
@@ -137,7 +137,7 @@ def test_mismatched_answer_is_that_of_the_next_row(make_dist, rows: DatasetConfi
         for rank in ranks:
             rank.add_mismatched()
         for step in range(ranks[0].num_steps(1)):
-            order = np.concatenate(ranks[0].numbers(step))
+            order = np.concatenate(ranks[0].document_indices(step))
             next_numbers = dict(zip(order.tolist(), np.roll(order, -dataset.docs_per_row).tolist(), strict=True))
             batches = [batch for rank in ranks for batch in rank[step]]
             documents = [document for batch in batches for document in documents_of(batch.mismatched)]
@@ -146,7 +146,7 @@ def test_mismatched_answer_is_that_of_the_next_row(make_dist, rows: DatasetConfi
                 batch.doc_flags.tolist() for batch in batches
             ]
             for number, tokens, targets in documents:
-                own_document, next_document = ranks[0].rows[number], ranks[0].rows[next_numbers[number]]
+                own_document, next_document = ranks[0].documents[number], ranks[0].documents[next_numbers[number]]
                 prompt_length, answer_start = len(own_document.tokens) // 2, len(next_document.tokens) // 2
                 answer = next_document.tokens[answer_start:].tolist()
                 assert tokens == [*own_document.tokens[:prompt_length].tolist(), *answer][:LENGTH]
@@ -159,7 +159,7 @@ def test_mismatched_answer_of_a_single_row_is_its_own(make_dist) -> None:
     loader = build_loader(make_dist(), UnpairedPreferenceDataset("rows", max_length=LENGTH))
     loader.collator = Collator(1, 1, 0, 1, PAD, None, with_document_ids=True)
     loader.add_mismatched()
-    (batch,) = loader.collator.micro_batches(loader.rows, [np.array([5])])
+    (batch,) = loader.collator.micro_batches(loader.documents, [np.array([5])])
     assert documents_of(batch.mismatched) == documents_of(batch)
 
 
@@ -195,7 +195,7 @@ def pair_texts(batches: list[Batch], tokenizer: Tokenizer) -> list[tuple[str, st
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("size", [1, 3])
 def test_streamed_pairs_stay_together(pack, size, tokenizer, make_dist, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(stream_blocks, "DOCUMENTS", 20)
+    monkeypatch.setattr(stream_blocks, "ROUND_DOCUMENTS", 20)
     source = write_rows(tmp_path, "rows", [make_pair(number) for number in range(31)])
     rows = PreferenceDataset(source, max_length=50, packing=pack, streaming=True, num_proc=0)
     single = build_dataloader(rows, tokenizer, 4, 4, make_dist())

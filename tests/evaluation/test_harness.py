@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from tests.evaluation import own
+from tests.evaluation import harness_tasks
 from tunekit import assets, build
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
@@ -33,7 +33,7 @@ NANO = assets.MODELS["tunekit/nano"]
 
 @pytest.fixture(scope="module")
 def task_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return own.write(tmp_path_factory.mktemp("tasks"))
+    return harness_tasks.write(tmp_path_factory.mktemp("tasks"))
 
 
 @pytest.fixture(autouse=True)
@@ -86,9 +86,9 @@ def test_metrics_match_transformers(
         "num_fewshot": 2 if chat else None,
     }
     expected: Any = evaluator.simple_evaluate(
-        hf_model, tasks=[*own.TASKS], task_manager=tasks, bootstrap_iters=0, **options
+        hf_model, tasks=[*harness_tasks.TASKS], task_manager=tasks, bootstrap_iters=0, **options
     )
-    actual = evaluate(adapter_model, task_dir, *own.TASKS, num_fewshot=options["num_fewshot"], chat=chat)
+    actual = evaluate(adapter_model, task_dir, *harness_tasks.TASKS, num_fewshot=options["num_fewshot"], chat=chat)
     results = expected["results"]
     for task, names in {"sums": ("acc", "acc_norm"), "said": ("exact_match",)}.items():
         for name in names:
@@ -113,7 +113,7 @@ def test_likelihoods_and_answers_match_transformers(
 ) -> None:
     monkeypatch.setattr(adapter_model, "max_length", 64)
     monkeypatch.setattr(hf_model, "_max_length", 64)
-    tasks = lm_eval_adapter.load_tasks([*own.TASKS], 3, str(task_dir))["tasks"]
+    tasks = lm_eval_adapter.load_tasks([*harness_tasks.TASKS], 3, str(task_dir))["tasks"]
     for task in tasks.values():
         task.build_all_requests(rank=0, world_size=1)
         kind = task.instances[0].request_type
@@ -204,7 +204,7 @@ def test_bundled_rows_are_identified_by_location(adapter_model: lm_eval_adapter.
         adapter_model.model, adapter_model.text_tokenizer, SamplingConfig(max_new_tokens=4), 4, adapter_model.run
     )
     rows = bundled_tasks.task_documents("nano/facts", adapter_model.text_tokenizer, 3)
-    no_targets = rows[1][1]._replace(learnt=np.zeros_like(rows[1][1].loss_mask))
+    no_targets = rows[1][1]._replace(loss_mask=np.zeros_like(rows[1][1].loss_mask))
     complete, with_gap = evaluator("facts", rows)[1], evaluator("facts", [rows[0], ("nothing", no_targets), rows[2]])[1]
     for actual, expected in ((complete, [1, 2, 3]), (with_gap, [1, 3])):
         assert list(actual["loss"].rows) == [f"nano/facts row {n}" for n in expected]

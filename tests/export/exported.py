@@ -6,10 +6,10 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from tests import checkpoints
-from tests.checkpoints import SHAPES
-from tests.shapes_dense import GEMMA2, GEMMA3, GEMMA3_ROPE
-from tests.shapes_experts import QWEN2
+from tests.helpers import random_checkpoints as checkpoints
+from tests.helpers.dense_shapes import GEMMA2, GEMMA3, GEMMA3_ROPE
+from tests.helpers.moe_shapes import QWEN2
+from tests.helpers.random_checkpoints import SHAPES
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.export.gguf_reader import GGUFCheckpoint
 from tunekit.export.gguf_writer import write_gguf

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import FP32, random_tokens
 from tests.export.exported import (
     SUPPORTED,
     TEXT,
@@ -18,6 +17,7 @@ from tests.export.exported import (
     write_byte_level_bpe,
     write_sentencepiece,
 )
+from tests.helpers.random_checkpoints import FP32, random_tokens
 from tunekit import assets, build
 from tunekit.adapters.config import FrozenModel
 from tunekit.checkpoint import layerwise_forward, verify

@@ -7,15 +7,6 @@ import pytest
 import torch
 import transformers
 
-from tests.checkpoints import (
-    FP32,
-    SHAPES,
-    load_model,
-    load_transformers_model,
-    random_tokens,
-    relative_error,
-    shuffle_adapter,
-)
 from tests.export.exported import (
     NAMES,
     SUPPORTED,
@@ -24,7 +15,16 @@ from tests.export.exported import (
     regex_pre_tokenizer,
     write_byte_level_bpe,
 )
-from tests.shapes_dense import LLAMA
+from tests.helpers.dense_shapes import LLAMA
+from tests.helpers.random_checkpoints import (
+    FP32,
+    SHAPES,
+    load_model,
+    load_transformers_model,
+    random_tokens,
+    relative_error,
+    shuffle_adapter,
+)
 from tunekit.adapters.config import DoRAConfig, FrozenModel, LoRAConfig
 from tunekit.checkpoint import layerwise_forward, merge, peft_adapter, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint

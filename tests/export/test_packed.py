@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoints import (
+from tests.helpers.random_checkpoints import (
     DEFAULT_MEMORY,
     FP32,
     SHAPES,

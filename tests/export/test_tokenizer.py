@@ -9,7 +9,6 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
-from tests.checkpoints import make_checkpoint as word_level_checkpoint
 from tests.export.exported import (
     SPECIAL_TOKENS,
     SUPPORTED,
@@ -20,6 +19,7 @@ from tests.export.exported import (
     write_byte_level_bpe,
     write_sentencepiece,
 )
+from tests.helpers.random_checkpoints import make_checkpoint as word_level_checkpoint
 from tunekit.adapters.config import FrozenModel
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.tokenizer import Tokenizer

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.checkpoints import SHAPES, rewrite_config
 from tests.export.exported import export_checkpoint, make_checkpoint
+from tests.helpers.random_checkpoints import SHAPES, rewrite_config
 from tunekit.checkpoint import atomic
 from tunekit.errors import UserError
 from tunekit.export.gguf_writer import atomic_file

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.checkpoints import SHAPES
+from tests.helpers.random_checkpoints import SHAPES
 from tunekit.kernels import fake_mode, glu, rms_norm, rope
 from tunekit.models.decoder import Decoder
 from tunekit.models.families.registry import find_family

@@ -1,7 +1,7 @@
-"""The meta device in place of a GPU: what a GPU refuses, or waits for, is an error on a machine without one.
+"""The meta device as a GPU: operations that a GPU refuses or waits for are errors on a machine without one.
 
-torch checks devices of meta tensors as it does those of CUDA. Reading a meta tensor fails too, but its message names no
-line of ours, and a copy of pageable memory that a GPU makes the host wait for passes: both are checked below.
+torch checks devices of meta tensors like those of CUDA. Reading a meta tensor fails too, but the message names no
+line of ours, and blocking copies of pageable memory pass: both are checked here.
 """
 
 import traceback

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.checkpoints import SHAPES
 from tests.gpu.device_rules import META
 from tests.helpers.optimizer_step import step_optimizer
+from tests.helpers.random_checkpoints import SHAPES
 from tunekit import build
 from tunekit.adapters.config import FrozenModel, LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -69,9 +69,8 @@ def read_spec(name: str, score: ScoreHead | None = None, layers: int | None = No
 def representative_spec(name: str) -> DecoderSpec:
     """The spec of a family, with one layer of each kind, and experts of the sizes that fused products take."""
     spec = read_spec(name)
-    shares_kv = any(
-        isinstance(layer.mixer, Attention) and layer.mixer.kv_shared_layer is not None for layer in spec.layers
-    )
+    mixers = [layer.mixer for layer in spec.layers]
+    shares_kv = any(isinstance(mixer, Attention) and mixer.kv_shared_layer is not None for mixer in mixers)
     layers = spec.layers if shares_kv else tuple(dict.fromkeys(spec.layers))
     return replace(spec, layers=tuple(replace(layer, ffn=aligned(layer.ffn)) for layer in layers))
 
@@ -80,9 +79,9 @@ def aligned(ffn: Any) -> Any:
     """Experts of other sizes are multiplied one by one, for which the host waits for the number of their rows."""
     if isinstance(ffn, DenseMoE):
         return replace(ffn, sparse=aligned(ffn.sparse))
-    return (
-        replace(ffn, intermediate_size=-(-ffn.intermediate_size // ALIGNED) * ALIGNED) if isinstance(ffn, MoE) else ffn
-    )
+    if not isinstance(ffn, MoE):
+        return ffn
+    return replace(ffn, intermediate_size=-(-ffn.intermediate_size // ALIGNED) * ALIGNED)
 
 
 def build_model(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests.checkpoints import relative_error
+from tests.helpers.random_checkpoints import relative_error
 from tests.kernels.test_attention import make_inputs, naive_attention, visible_mask
 from tunekit.devices import CPU, Capabilities, Device, find_row
 from tunekit.kernels import attention, attention_choice, attention_cpu
@@ -99,7 +99,7 @@ class SdpaCalls(TorchFunctionMode):
 @pytest.fixture
 def old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors take the way of a T4: no FlashAttention, no C++."""
-    monkeypatch.setattr(attention_cpu, "able", lambda: False)
+    monkeypatch.setattr(attention_cpu, "is_available", lambda: False)
     for module in (attention, attention_choice):
         monkeypatch.setattr(module, "device_type", lambda x: "cuda")
     monkeypatch.setattr(attention_choice, "get_capabilities", lambda device: T4)
@@ -144,10 +144,8 @@ def test_cached_keys_without_flash_use_the_memory_efficient_kernel(rule: Attenti
     positions, q = torch.tensor([[0], [9], [14]]), torch.randn(3, 1, 6, 12)
     with SdpaCalls() as sdpa, torch.no_grad():
         y = attend_decode(q, k, v, CachePositions(positions, 17, 15), rule)
-    assert (
-        relative_error(y.double(), naive_attention(q, k, v, rule, visible_mask(positions, torch.arange(17), rule)))
-        < 1e-6
-    )
+    mask = visible_mask(positions, torch.arange(17), rule)
+    assert relative_error(y.double(), naive_attention(q, k, v, rule, mask)) < 1e-6
     assert len(sdpa.calls) == 1
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from tunekit.distributed.collectives import MeshDim
 from tunekit.distributed.context_parallel import ContextParallelSharding
 from tunekit.kernels import attention_gpu
-from tunekit.kernels.attention import AttentionParams, attention_sharded, chunked, packed
+from tunekit.kernels.attention import AttentionParams, attention_per_chunk, attention_per_document, attention_sharded
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 RULES = [
@@ -34,7 +34,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         assert (key_at.diff() >= at.diff()).all() and (at.diff() > 0).all()
         scale, window, chunk, softcap = rule
         parsed = AttentionParams(scale, int(window) or None, int(chunk) or None, softcap or None)
-        return packed(q, k, v, parsed, at, sinks, key_at)
+        return attention_per_document(q, k, v, parsed, at, sinks, key_at)
 
     monkeypatch.setattr(attention_gpu, "is_supported", lambda q, capped: True)
     monkeypatch.setattr(attention_gpu, "attention_gpu", fused)
@@ -44,7 +44,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def reference(
     q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams, offsets: Tensor | None, sinks: Tensor | None
 ) -> Tensor:
-    return chunked(q, k, v, rule, sinks) if offsets is None else packed(q, k, v, rule, offsets, sinks)
+    if offsets is None:
+        return attention_per_chunk(q, k, v, rule, sinks)
+    return attention_per_document(q, k, v, rule, offsets, sinks)
 
 
 @pytest.mark.parametrize("sunk", [False, True])
@@ -76,7 +78,7 @@ def test_ranges_of_queries_equal_all_queries(
     assert len(calls) == len(ranks), "one call for each rank"
     real = torch.ones(2, 23, 1, 1)
     for y, rank in zip(outputs, ranks, strict=True):
-        torch.testing.assert_close(y * rank.keep(real), rank.keep(expected), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(y * rank.local_tokens(real), rank.local_tokens(expected), atol=1e-6, rtol=1e-6)
     weight = torch.randn(expected.shape, generator=draw, dtype=torch.float64)
     theirs = torch.autograd.grad((expected * weight).sum(), inputs)
     total = torch.stack([(y * r.local_tokens(weight)).sum() for y, r in zip(outputs, ranks, strict=True)]).sum()

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import load_model, make_checkpoint, random_tokens, relative_error
 from tests.gpu.decode_ops import DecodeOps, Op, build_config, build_model, gpu_shapes
 from tests.gpu.flash_on_cpu import cpu_flash
 from tests.gpu.recorded_step import record_step
+from tests.helpers.random_checkpoints import load_model, make_checkpoint, random_tokens, relative_error
 from tests.kernels.test_attention import make_sinks, naive_attention, visible_mask
 from tunekit.generation import generate
 from tunekit.generation.generate import SamplingConfig, generate_batch
@@ -178,7 +178,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch, hopper: None) -> list[Any]:
     for module in (forward_context, decoder, generate):
         monkeypatch.setattr(module, "has_static_shapes", lambda device: True)
     monkeypatch.setattr(decode, "get_capture", lambda model: record)
-    monkeypatch.setattr(attention_cpu, "able", lambda: False)  # C++ is no operator
+    monkeypatch.setattr(attention_cpu, "is_available", lambda: False)  # C++ is no operator
     for module in (rope, rms_norm, glu):
         monkeypatch.setattr(module, "use_torch_fallback", lambda *args: True)
     return captures
@@ -307,13 +307,8 @@ def test_batches_shrink_when_rows_end(tmp_path: Path) -> None:
     sizes: list[int] = []
     handle = model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
     counts = {tuple(answer[:length]): length for answer, length in zip(full, ends.values(), strict=True)}
-    answers = generate_batch(
-        model,
-        PROMPTS,
-        SamplingConfig(max_new_tokens=40),
-        frozenset(),
-        is_finished=lambda answer: tuple(answer) in counts,
-    )
+    sampling = SamplingConfig(max_new_tokens=40)
+    answers = generate_batch(model, PROMPTS, sampling, frozenset(), is_finished=lambda answer: tuple(answer) in counts)
     handle.remove()
     assert answers == [answer[: ends[row]] for row, answer in enumerate(full)]
     assert sizes == [4] * 5 + [2] * 15 + [1] * 20

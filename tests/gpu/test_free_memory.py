@@ -59,7 +59,7 @@ def test_the_driver_of_this_process_is_not_counted_twice() -> None:
 
 
 def test_memory_of_this_process_is_not_blamed_on_others() -> None:
-    """As in a notebook that has trained before."""
+    """For example in a notebook that has trained before."""
     gpu = Free("GPU 0", gib(5), gib(24), allocated=gib(16))
     assert gpu.used_by_others == gib(24) - gib(5) - gib(16) - DRIVER
     line = compare(gpu, Need(gib(18), gib(4)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.interpreter import requires_interpreter_loops
+from tests.helpers.triton_interpreter import requires_interpreter_loops
 from tunekit.kernels import fake_mode, kl_divergence
 from tunekit.kernels.kl_divergence import KLMixture, KLTerms
 
@@ -19,7 +19,7 @@ MIXTURES = {
     "reverse": KLMixture(0.0, reverse=1.0, temperature=2.5),
     "symmetric": KLMixture(1.0, reverse=0.5),
     "skewed": KLMixture(forward_skew=0.1),
-    "skewed reverse": KLMixture(0.0, reverse=1.0, reverse_skew=0.1, truth=0.25),
+    "skewed reverse": KLMixture(0.0, reverse=1.0, reverse_skew=0.1, ce_weight=0.25),
     "jensen-shannon": KLMixture(0.3, 0.3, 0.7, 0.7, temperature=1.7),
 }
 CAPPED = {"skewed", "symmetric", "jensen-shannon"}
@@ -39,7 +39,7 @@ def compute() -> Callable[[Tensor, Tensor, KLTerms, bool], Tensor]:
         spec.loader.exec_module(module)
     module.SIZE = SIZE
     return lambda student, teacher, terms, gradient: module.divergences(
-        student, teacher, terms.numbers, terms.count, gradient
+        student, teacher, terms.values, terms.count, gradient
     )
 
 
@@ -70,11 +70,11 @@ def draw_logits(name: str, dtype: torch.dtype = FP32) -> tuple[Tensor, Tensor, K
 @pytest.mark.parametrize("name", MIXTURES)
 def test_figures_and_gradient_equal_the_definition(name: str, compute) -> None:
     student, teacher, terms = draw_logits(name)
-    by, raw = terms.by, student.double().requires_grad_()
+    by, raw = terms.mixture, student.double().requires_grad_()
     lp = log_probabilities(raw[:, : terms.count], *terms.student, by.temperature)
     lq = log_probabilities(teacher.double(), *terms.teacher, by.temperature)
     losses, p, q = define(lp, lq, by), lp.exp(), lq.exp()
-    (expected,) = torch.autograd.grad((1 - by.truth) * losses.sum(), raw)
+    (expected,) = torch.autograd.grad((1 - by.ce_weight) * losses.sum(), raw)
     figures = [losses, (q * (lq - lp)).sum(-1), -(p * lp).sum(-1), -(q * lq).sum(-1)]
     figures.append((lp.argmax(-1) == lq.argmax(-1)).double())
 
@@ -94,7 +94,7 @@ def test_figures_and_gradient_equal_the_definition(name: str, compute) -> None:
 def test_bf16_logits(name: str, compute) -> None:
     student, teacher, terms = draw_logits(name, BF16)
     expected = student.float()
-    figures = kl_divergence.torch_divergences(expected, teacher, terms, True)
+    figures = kl_divergence.divergences_reference(expected, teacher, terms, True)
     torch.testing.assert_close(compute(student, teacher, terms, True), figures, rtol=3e-6, atol=3e-6)
     # The interpreter truncates to bf16, a GPU rounds
     torch.testing.assert_close(student.float(), expected, rtol=2**-7, atol=1e-6)
@@ -114,7 +114,7 @@ def test_extreme_logits_give_the_numbers_of_torch(name: str, compute) -> None:
     teacher = student[[1, 0, 4, 2, 5, 3, 0]]
     terms = KLTerms(MIXTURES[name], (1.0, None), (1.0, None), 20, None)
     gradient = student.clone()
-    expected = kl_divergence.torch_divergences(gradient, teacher, terms, True)
+    expected = kl_divergence.divergences_reference(gradient, teacher, terms, True)
     torch.testing.assert_close(compute(student, teacher, terms, True), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
     # Logarithms are as large as 1e4, where numbers of fp32 are 1e-3 apart
     torch.testing.assert_close(student, gradient, rtol=1e-5, atol=1e-3, equal_nan=True)
@@ -130,7 +130,8 @@ def test_logits_on_a_gpu_take_the_fused_kernel() -> None:
     """It allocates nothing but its result, also in a memory plan."""
     student, teacher = torch.empty(8, 100, device="meta"), torch.empty(8, 90, device="meta")
     with fake_mode.fake_mode("cuda"):
-        kernel = kl_divergence.kernel_for(student, teacher, None)
-        assert kernel is kl_divergence.gpu_divergences
+        kernel = kl_divergence.choose_kernel(student, teacher, None)
+        assert kernel is kl_divergence.divergences_gpu
         assert kernel(student, teacher, KLTerms(KLMixture(), (1.0, None), (1.0, None), 90, None), True).shape == (8, 5)
-    assert kl_divergence.kernel_for(torch.zeros(8, 100), torch.zeros(8, 90), None) is not kl_divergence.gpu_divergences
+    kernel = kl_divergence.choose_kernel(torch.zeros(8, 100), torch.zeros(8, 90), None)
+    assert kernel is not kl_divergence.divergences_gpu

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.checkpoints import make_batch, make_checkpoint, random_tokens
+from tests.helpers.random_checkpoints import make_batch, make_checkpoint, random_tokens
 from tunekit import assets, build
 from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint

@@ -54,7 +54,7 @@ class CudaProducts(TorchDispatchMode):
 @pytest.fixture
 def as_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_mode, "device_type", lambda x: "cuda")
-    monkeypatch.setattr(cross_entropy, "SLICE", {"cpu": 30 * DIM})
+    monkeypatch.setattr(cross_entropy, "GRAD_SLICE_SIZE", {"cpu": 30 * DIM})
 
 
 def run_head(dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -69,8 +69,8 @@ def run_head(dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 @pytest.fixture
 def chunks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "MULTIPLE", 4)
-    monkeypatch.setattr(cross_entropy, "ROOM", {"cpu": 1})
+    monkeypatch.setattr(cross_entropy, "TOKEN_MULTIPLE", 4)
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 1})
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16], ids=str)

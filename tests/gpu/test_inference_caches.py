@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import load_model, make_batch, make_checkpoint, random_tokens
+from tests.helpers.random_checkpoints import load_model, make_batch, make_checkpoint, random_tokens
 from tests.kernels.test_attention_gpu import flash_backward, flash_forward
 from tunekit.generation.generate import SamplingConfig, generate_batch
 from tunekit.kernels import attention_gpu, sequence_layout

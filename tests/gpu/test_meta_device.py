@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import SHAPES
 from tests.gpu.device_rules import HostWaitError, MixedDevicesError, device_rules
 from tests.gpu.meta_steps import (
     build_model,
@@ -20,6 +19,7 @@ from tests.gpu.meta_steps import (
     run_on_meta,
     sft_step,
 )
+from tests.helpers.random_checkpoints import SHAPES
 from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
 from tunekit.data.dataloader.batch import IGNORE, empty_batch
 from tunekit.data.doc_flags import DocFlags
@@ -118,7 +118,7 @@ def test_preference_losses(loss: type[PreferenceLoss]) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("terms", [(KTO(),), (ORPO(),), (KTO(), ORPO())], ids=["kto", "orpo", "both"])
 def test_mismatched_answers_and_prompts(terms: tuple[PreferenceLoss, ...], packed: bool) -> None:
-    """The host knows how many tokens are learnt of mismatched answers, and of prompts; also on a rank without rows."""
+    """The host knows the number of target tokens of mismatched answers and of prompts; also on a rank without rows."""
     run, adapter, crossed = run_on_meta(), LoRAConfig(4), 40 if terms[0].others else 0
     model = build_model(read_spec("llama3.2", layers=1), adapter=adapter)
     batches = make_batches(packed, model.spec.vocab, DocFlags.DESIRABLE, crossed)

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.checkpoints import FP32, make_batch, make_checkpoint, random_tokens
 from tests.gpu.device_rules import META
 from tests.gpu.process_groups import timeouts
 from tests.helpers.optimizer_step import step_optimizer
-from tests.parallel.ranks import run_ranks
+from tests.helpers.random_checkpoints import FP32, make_batch, make_checkpoint, random_tokens
+from tests.helpers.ranks import run_ranks
 from tunekit import build
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint

@@ -9,8 +9,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental import _config as shapes
 
-from tests.checkpoints import relative_error
 from tests.gpu.meta_steps import Documents, build_model, read_spec, representative_spec
+from tests.helpers.random_checkpoints import relative_error
 from tests.kernels.test_attention_gpu import flash_backward, flash_forward
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.data.dataloader.batch import Batch, Collator
@@ -91,16 +91,16 @@ def test_a_layer_with_experts_is_one_graph(adapter: NoAdapter | LoRAConfig) -> N
     """In bf16, which torch's grouped product takes inside of graphs. Routing differs in every batch."""
     backend, spec, draw = CompileCounterWithBackend("aot_eager"), representative_spec("qwen3-moe"), random.Random(0)
     plain, model = (build_model(spec, adapter=adapter, device=CPU) for _ in range(2))
-    for one in (plain, model):
-        init_weights(one, 0)
-        one.compute = torch.bfloat16
+    for net in (plain, model):
+        init_weights(net, 0)
+        net.compute = torch.bfloat16
     model.flat = True
     for layer in model.layers:
         layer.compile(backend=backend, dynamic=True, fullgraph=True)
     for number in range(4):
         batch = packed_batch(draw, spec.vocab)
-        found, wanted = (gradients(one, batch) for one in (model, plain))
-        assert (found - wanted).norm() < 3e-2 * wanted.norm()
+        actual, expected = (gradients(net, batch) for net in (model, plain))
+        assert (actual - expected).norm() < 3e-2 * expected.norm()
         if number == 1:
             first = backend.frame_count
     assert backend.frame_count == first
@@ -120,8 +120,8 @@ def test_prompts_compile_nothing_new(name: str, monkeypatch: pytest.MonkeyPatch)
         shape = draw.randint(2, 6), draw.randint(2, 40)
         tokens, lengths = torch.randint(0, model.spec.vocab, shape), torch.full(shape[:1], shape[1])
         with torch.inference_mode():
-            found, wanted = (m(tokens, cache=m.cache(shape[0], 48), lengths=lengths) for m in (model, plain))
-        assert relative_error(found, wanted) < 1e-5
+            actual, expected = (m(tokens, cache=m.cache(shape[0], 48), lengths=lengths) for m in (model, plain))
+        assert relative_error(actual, expected) < 1e-5
         if number == 1:
             first = backend.frame_count
     assert backend.frame_count == first
@@ -132,8 +132,8 @@ def test_flex_attention_fails_above_its_limit(monkeypatch: pytest.MonkeyPatch) -
     create, limit = torch.compile, 9
     monkeypatch.setattr(attention_gpu, "FLEX_VARIANTS", limit)
     monkeypatch.setattr(torch, "compile", lambda f, **options: create(f, backend="eager", **options))
-    flex = attention_gpu.compiled.__wrapped__()
-    monkeypatch.setattr(attention_gpu, "compiled", lambda: flex)
+    flex = attention_gpu.compiled_flex_attention.__wrapped__()
+    monkeypatch.setattr(attention_gpu, "compiled_flex_attention", lambda: flex)
     q, k, v = (torch.randn(1, 256, heads, 16) for heads in (2, 1, 1))
     layout, done = SequenceLayout(torch.tensor([0, 100, 256])), 0
     with torch.no_grad(), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):

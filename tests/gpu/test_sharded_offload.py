@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.checkpoints import FP32, make_batch, make_checkpoint, random_tokens
+from tests.helpers.random_checkpoints import FP32, make_batch, make_checkpoint, random_tokens
 from tunekit import build
 from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -64,9 +64,8 @@ def test_sharded_models_offload_activations_and_no_weight(
     monkeypatch.setattr(activation_offloading, "MIN_OFFLOAD_BYTES", 1)
     monkeypatch.setattr(activation_offloading, "OffloadedTensor", Counted)
     model.layer_call = MemoryConfig(activation_checkpointing=recompute).through()
-    model.layer_call = ActivationOffloader(model).wrap_layer_call(
-        model.layer_call or (lambda layer, *inputs: layer(*inputs))
-    )
+    inner_call = model.layer_call or (lambda layer, *inputs: layer(*inputs))
+    model.layer_call = ActivationOffloader(model).wrap_layer_call(inner_call)
     for _ in range(2):  # gathered weights have other addresses in each step
         assert all(map(torch.equal, plain, gradients(model)))
     assert len(sizes) >= 2 * len(model.spec.layers)

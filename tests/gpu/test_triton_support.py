@@ -70,7 +70,8 @@ def test_working_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A home directory without any settings."""
-    for name in ("TRITON_CACHE_DIR", "TRITON_HOME", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", cache_dir.HOME):
+    names = "TRITON_CACHE_DIR", "TRITON_HOME", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", cache_dir.CACHE_VARIABLE
+    for name in names:
         monkeypatch.setenv(name, "")  # so that it is restored, whatever is set meanwhile
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -93,7 +94,7 @@ def test_writable_home_is_left_to_triton(home: Path) -> None:
 
 def test_unwritable_home_moves_caches_to_the_tunekit_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_unwritable(home, monkeypatch)
-    monkeypatch.setenv(cache_dir.HOME, str(home / "cache"))
+    monkeypatch.setenv(cache_dir.CACHE_VARIABLE, str(home / "cache"))
     cache_dir.set_compiler_cache_directories()
     assert os.environ["TRITON_CACHE_DIR"] == str(cache_dir.compile_cache_dir() / "triton")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache_dir.compile_cache_dir() / "inductor")

@@ -11,9 +11,9 @@ from typing import IO
 
 import pytest
 
+from tests.helpers.command_result import CommandResult
+from tests.helpers.wait import TIMEOUT_SECONDS
 from tests.hub.server import Hub, User
-from tests.outcome import CommandResult
-from tests.waiting import TIMEOUT_SECONDS
 
 TOKEN, BOB_TOKEN, READ_TOKEN = "hf_annsOwnSecretToken", "hf_bobsToken", "hf_annsTokenThatOnlyReads"
 USERS = {TOKEN: User("ann", orgs=("acme",)), BOB_TOKEN: User("bob"), READ_TOKEN: User("ann", writes=False)}

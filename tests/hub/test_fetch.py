@@ -9,10 +9,10 @@ from threading import Event
 
 import pytest
 
+from tests.helpers.command_result import CommandResult
+from tests.helpers.wait import TIMEOUT_SECONDS, wait_until
 from tests.hub.conftest import BOB_TOKEN, TOKEN, Sandbox
 from tests.hub.wire import Fault
-from tests.outcome import CommandResult
-from tests.waiting import TIMEOUT_SECONDS, wait_until
 from tunekit import assets
 from tunekit.errors import UserError
 from tunekit.hub import download

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from tests.helpers.command_result import CommandResult
+from tests.helpers.wait import wait_until
 from tests.hub.conftest import READ_TOKEN, TOKEN, Sandbox
 from tests.hub.repos import card_problems
 from tests.hub.wire import Fault
-from tests.outcome import CommandResult
-from tests.waiting import wait_until
 from tunekit import assets
 from tunekit.publishing.publish import list_files
 

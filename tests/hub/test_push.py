@@ -12,11 +12,11 @@ from threading import Event
 
 import pytest
 
+from tests.helpers.wait import wait_until
 from tests.hub.conftest import BOB_TOKEN, READ_TOKEN, TOKEN, Sandbox
 from tests.hub.repos import card_problems
 from tests.hub.server import STALE, Hub
 from tests.hub.wire import Fault
-from tests.waiting import wait_until
 from tunekit import assets
 from tunekit.checkpoint import atomic
 

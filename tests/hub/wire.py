@@ -14,7 +14,7 @@ from threading import Event
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tests.waiting import TIMEOUT_SECONDS
+from tests.helpers.wait import TIMEOUT_SECONDS
 
 
 @dataclass

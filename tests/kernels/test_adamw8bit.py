@@ -32,25 +32,25 @@ def random_magnitudes(*shape: int) -> Tensor:
 
 def test_codes_round_trip_and_are_unique():
     codes = torch.arange(256, dtype=torch.uint8)[None]
-    first, second = adamw8bit.decoded_first(codes), adamw8bit.decoded_second(codes)
+    first, second = adamw8bit.decode_first(codes), adamw8bit.decode_second(codes)
     assert len(first.unique()) == 255, "zero has two signs"
     assert len(second.unique()) == 256
     assert first.abs().max() == 1.875 and second.max() == 1.9375
-    assert torch.equal(adamw8bit.encoded_first(first)[0], codes)
-    assert torch.equal(adamw8bit.encoded_second(second, torch.zeros(256, dtype=torch.int32))[0], codes)
+    assert torch.equal(adamw8bit.encode_first(first)[0], codes)
+    assert torch.equal(adamw8bit.encode_second(second, torch.zeros(256, dtype=torch.int32))[0], codes)
 
 
 def test_rounding_error_is_bounded():
     x = random_magnitudes(40, BLOCK)
-    codes, scales = adamw8bit.encoded_first(x)
-    decoded = adamw8bit.decoded_first(codes) * scales[:, None]
+    codes, scales = adamw8bit.encode_first(x)
+    decoded = adamw8bit.decode_first(codes) * scales[:, None]
     lowest = scales[:, None] * 2.0**-15
     assert ((decoded - x).abs() <= x.abs() / 16 * 1.0001 + lowest).all()
     torch.testing.assert_close(decoded.abs().amax(1), x.abs().amax(1), rtol=1e-6, atol=0)  # the maximum of a block
     root = x.abs()
     for number in (1, 2, 77):
-        codes, scales = adamw8bit.encoded_second(root, adamw8bit.dither(number, x.device))
-        decoded = adamw8bit.decoded_second(codes) * scales[:, None]
+        codes, scales = adamw8bit.encode_second(root, adamw8bit.dither(number, x.device))
+        decoded = adamw8bit.decode_second(codes) * scales[:, None]
         is_large = root > scales[:, None] * 2.0**-15 * 1.07
         assert ((decoded - root).abs()[is_large] <= root[is_large] / 16 * 1.0001).all()
         assert (decoded > 0).all(), "an optimizer step divides by it"
@@ -61,8 +61,8 @@ def test_stochastic_rounding_is_unbiased():
     root = random_magnitudes(1, BLOCK).abs()
     mean = torch.zeros_like(root, dtype=torch.float64)
     for number in range(2000):
-        codes, scales = adamw8bit.encoded_second(root, adamw8bit.dither(number, root.device))
-        mean += adamw8bit.decoded_second(codes) * scales[:, None] / 2000
+        codes, scales = adamw8bit.encode_second(root, adamw8bit.dither(number, root.device))
+        mean += adamw8bit.decode_second(codes) * scales[:, None] / 2000
     is_large = root > scales * 2.0**-14
     assert ((mean / root)[is_large] - 1).abs().max() < 2e-3
 
@@ -75,7 +75,7 @@ def test_slow_second_moment_needs_stochastic_rounding():
         rule = AdamWHyperparams(0.0, 0.0, (0.9, 0.999), 1e-8, number)
         adamw8bit.adamw8bit_step(weight, grad, moments, rule)
         exact = 0.999 * exact + 0.001 * grad.double().square()
-    decoded = adamw8bit.decoded_second(moments.second[None]) * moments.scales[1]
+    decoded = adamw8bit.decode_second(moments.second[None]) * moments.scales[1]
     ratio = (decoded.double() / exact.sqrt()).log()
     assert ratio.mean().abs() < 0.02
     assert ratio.std() < 0.15
@@ -90,7 +90,7 @@ def test_first_step_equals_torch(count: int, dtype) -> None:
     grad = random_magnitudes(count).to(dtype)
     adamw8bit.adamw8bit_step(weight, grad, empty_moments(count), RULE)
     expected.grad = grad.float()
-    torch.optim.AdamW([expected], RULE.rate, RULE.betas, RULE.eps, RULE.decay).step()
+    torch.optim.AdamW([expected], RULE.lr, RULE.betas, RULE.eps, RULE.weight_decay).step()
     torch.testing.assert_close(weight, expected.detach().to(dtype))
 
 
@@ -182,7 +182,7 @@ ROWS = [(7, 64), (5, 300), (3, 4097), (2, 512), (4, 1)]
 @pytest.mark.parametrize(("rows", "row"), ROWS)
 def test_rows_are_quantized_independently(rows: int, row: int, interpreted: ModuleType, monkeypatch) -> None:
     """Codes and weights do not depend on how rows are sharded, in any implementation."""
-    monkeypatch.setattr(adamw8bit, "PART", 4)
+    monkeypatch.setattr(adamw8bit, "REFERENCE_BLOCKS", 4)
     count, blocks_per_row = rows * row, -(-row // BLOCK)
     start = torch.randn(count)
     codes = (torch.zeros(count, dtype=torch.uint8) for _ in range(2))

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.checkpoints import load_model, make_batch, make_checkpoint, random_tokens, shuffle_adapter
+from tests.helpers.random_checkpoints import load_model, make_batch, make_checkpoint, random_tokens, shuffle_adapter
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.kernels import glu, rms_norm
-from tunekit.kernels.recompute import ORIGINS, mark_recomputable, recompute_source
+from tunekit.kernels.recompute import SOURCES, mark_recomputable, recompute_source
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
@@ -23,12 +23,12 @@ def test_source_lives_as_long_as_its_result() -> None:
     assert torch.equal(make(*inputs), y) and inputs[0] is x
     assert recompute_source(x).inputs == (x,) and recompute_source(x).make(x) is x, "an unmarked tensor"
     gc.collect()  # garbage of earlier tests would be collected at an arbitrary time
-    before = len(ORIGINS)
+    before = len(SOURCES)
     del y
-    assert len(ORIGINS) == before - 1
+    assert len(SOURCES) == before - 1
     with torch.no_grad():
         mark_recomputable(x * 2, lambda x: x * 2, x)
-    assert len(ORIGINS) == before - 1, "nothing is recorded without gradients"
+    assert len(SOURCES) == before - 1, "nothing is recorded without gradients"
 
 
 def saved_bytes_and_grads(model: Decoder) -> tuple[int, list[torch.Tensor]]:

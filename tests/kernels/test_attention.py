@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.checkpoints import relative_error
+from tests.helpers.random_checkpoints import relative_error
 from tunekit.kernels import attention, attention_cpu
 from tunekit.kernels.attention import AttentionParams
 from tunekit.kernels.attention_decode import CachePositions, attend_decode
@@ -30,8 +30,8 @@ BOUNDS = [
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run each test with the C++ kernel and with the torch fallback."""
     if request.param == "torch":
-        monkeypatch.setattr(attention_cpu, "able", lambda: False)
-    elif not attention_cpu.able():
+        monkeypatch.setattr(attention_cpu, "is_available", lambda: False)
+    elif not attention_cpu.is_available():
         pytest.skip("no compiler, or a CPU without bf16 matmul")
     return request.param
 

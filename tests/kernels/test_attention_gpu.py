@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from tests.checkpoints import relative_error
+from tests.helpers.random_checkpoints import relative_error
 from tests.kernels.test_attention import make_sinks, visible_mask
 from tests.kernels.test_attention_native import BOUNDS, RULES, gradients, make_inputs, reference_attention
 from tunekit.devices import CDNA
@@ -32,7 +32,9 @@ def test_blocks_are_those_with_visible_pairs(name: str, bounds: str) -> None:
     """Blocks that are marked as full have no masked pair."""
     rule, size = RULES[name], attention_gpu.BLOCK
     offsets = torch.tensor(BOUNDS[bounds])
-    mask = attention_gpu.blocks(*attention_gpu.cut(offsets, offsets, rule.chunk or 0), rule.window or 0, CPU)
+    mask = attention_gpu.build_block_mask(
+        *attention_gpu.split_chunks(offsets, offsets, rule.chunk or 0), rule.window or 0, CPU
+    )
     pairs = pair_mask(rule, BOUNDS[bounds])
     count = -(-len(pairs) // size)
     tiles = torch.nn.functional.pad(pairs, (0, count * size - len(pairs)) * 2).view(count, size, count, size)
@@ -50,10 +52,10 @@ def test_blocks_are_those_with_visible_pairs(name: str, bounds: str) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_flex_attention_equals_reference(name: str, with_sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention has a CPU forward pass."""
-    monkeypatch.setattr(attention_gpu, "compiled", lambda: flex_attention)
+    monkeypatch.setattr(attention_gpu, "compiled_flex_attention", lambda: flex_attention)
     rule, bounds, sinks = RULES[name], BOUNDS["many"], make_sinks(6).detach() if with_sinks else None
     inputs = [x.detach() for x in make_inputs(torch.float32, 6, 2, 24, 24)]
-    y = attention_gpu.attention_gpu(*inputs, rule.numbers(), SequenceLayout(torch.tensor(bounds)), sinks)
+    y = attention_gpu.attention_gpu(*inputs, rule.to_list(), SequenceLayout(torch.tensor(bounds)), sinks)
     assert relative_error(y.double(), reference_attention(inputs, rule, bounds, sinks)) < 1e-6
 
 
@@ -111,7 +113,7 @@ def test_flash_attention_equals_reference(name: str, with_sinks: bool, dims: tup
     rule, bounds, sinks = RULES[name], BOUNDS["many"], make_sinks(6) if with_sinks else None
     inputs = make_inputs(torch.float32, 6, 2, *dims)
     expected = reference_attention(inputs, rule, bounds, sinks)
-    y = attention_gpu.attention_gpu(*inputs, rule.numbers(), SequenceLayout(torch.tensor(bounds)), sinks)
+    y = attention_gpu.attention_gpu(*inputs, rule.to_list(), SequenceLayout(torch.tensor(bounds)), sinks)
     assert relative_error(y.double(), expected) < 1e-6
     leaves = [*inputs, *([] if sinks is None else [sinks])]
     for grad, expected_grad in zip(gradients(y, leaves), gradients(expected, leaves), strict=True):
@@ -122,18 +124,18 @@ def test_flash_attention_equals_reference(name: str, with_sinks: bool, dims: tup
 def test_sinks_without_log_sum_exp_use_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other layouts of the log-sum-exp, as on ROCm, use FlexAttention."""
     monkeypatch.setattr(attention_gpu, "get_capabilities", lambda device: CDNA)
-    monkeypatch.setattr(attention_gpu, "compiled", lambda: flex_attention)
+    monkeypatch.setattr(attention_gpu, "compiled_flex_attention", lambda: flex_attention)
     monkeypatch.setattr(attention_gpu, "forward", None)
     rule, bounds, sinks = AttentionParams(0.2), BOUNDS["many"], make_sinks(6).detach()
     inputs = [x.detach() for x in make_inputs(torch.float32, 6, 2, 24, 24)]
-    y = attention_gpu.attention_gpu(*inputs, rule.numbers(), SequenceLayout(torch.tensor(bounds)), sinks)
+    y = attention_gpu.attention_gpu(*inputs, rule.to_list(), SequenceLayout(torch.tensor(bounds)), sinks)
     assert relative_error(y.double(), reference_attention(inputs, rule, bounds, sinks)) < 1e-6
 
 
 @pytest.mark.usefixtures("kernel")
 def test_rows_are_documents_by_default() -> None:
     inputs = make_inputs(torch.float32, 6, 2, 16, 16)
-    y = attention_gpu.attention_gpu(*inputs, AttentionParams(0.2).numbers(), None, None)
+    y = attention_gpu.attention_gpu(*inputs, AttentionParams(0.2).to_list(), None, None)
     assert relative_error(y.double(), reference_attention(inputs, AttentionParams(0.2), [0, 300, 600])) < 1e-6
 
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
-from tests.checkpoints import relative_error
+from tests.helpers.random_checkpoints import relative_error
 from tests.kernels.test_attention import make_sinks, naive_attention, visible_mask
 from tunekit.kernels import attention_cpu
-from tunekit.kernels.attention import AttentionParams, attention, packed
+from tunekit.kernels.attention import AttentionParams, attention, attention_per_document
 from tunekit.kernels.sequence_layout import SequenceLayout
 
-pytestmark = pytest.mark.skipif(not attention_cpu.able(), reason="no compiler, or a CPU without bf16 matmul")
+pytestmark = pytest.mark.skipif(not attention_cpu.is_available(), reason="no compiler, or a CPU without bf16 matmul")
 
 RULES = {
     "causal": AttentionParams(0.2),
@@ -79,7 +79,10 @@ def test_fp32_equals_reference(name: str, bounds: str, heads: tuple[int, int]) -
 def test_bf16_is_as_accurate_as_torch(name: str, dims: tuple[int, int]) -> None:
     inputs, rule, bounds = make_inputs(torch.bfloat16, 4, 2, *dims), RULES[name], BOUNDS["many"]
     expected, offsets = reference_attention(inputs, rule, bounds), torch.tensor(bounds, dtype=torch.int32)
-    actual, torch_result = attention(*inputs, rule, SequenceLayout(offsets)), packed(*inputs, rule, offsets, None)
+    actual, torch_result = (
+        attention(*inputs, rule, SequenceLayout(offsets)),
+        attention_per_document(*inputs, rule, offsets, None),
+    )
     # For values wider than keys, torch has no kernel and computes in fp32 throughout.
     limits = (3e-3, 6e-3) if dims[1] > dims[0] else (0.0, 0.0)
     assert actual.dtype == torch.bfloat16 and relative_norm_error(actual, expected) < max(
@@ -191,7 +194,7 @@ def test_operator_is_registered_consistently() -> None:
     """Fake tensors, gradients and schema are consistent, with and without sinks."""
     inputs = make_inputs(torch.float32, 4, 2, 8, 8, 20)
     for sinks in (None, make_sinks(4)):
-        args = *inputs, torch.tensor([0, 7, 20]), sinks, AttentionParams(0.3).numbers()
+        args = *inputs, torch.tensor([0, 7, 20]), sinks, AttentionParams(0.3).to_list()
         torch.library.opcheck(attention_cpu.attention, args)
 
 

@@ -14,8 +14,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.checkpoints import load_model, make_batch, make_checkpoint, random_tokens, relative_error, shuffle_adapter
-from tests.interpreter import requires_interpreter_loops
+from tests.helpers.random_checkpoints import (
+    load_model,
+    make_batch,
+    make_checkpoint,
+    random_tokens,
+    relative_error,
+    shuffle_adapter,
+)
+from tests.helpers.triton_interpreter import requires_interpreter_loops
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.data.dataloader.batch import IGNORE, Batch
 from tunekit.kernels import cross_entropy
@@ -46,9 +53,9 @@ TERMS = [
 
 @pytest.fixture
 def chunks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "MULTIPLE", 4)
-    monkeypatch.setattr(cross_entropy, "ROOM", {"cpu": 1})
-    monkeypatch.setattr(cross_entropy, "SLICE", {"cpu": 30})  # three rows of a weight with 10 columns
+    monkeypatch.setattr(cross_entropy, "TOKEN_MULTIPLE", 4)
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 1})
+    monkeypatch.setattr(cross_entropy, "GRAD_SLICE_SIZE", {"cpu": 30})  # three rows of a weight with 10 columns
 
 
 def make_head(dim: int, vocab: int, terms: CrossEntropyTerms = PLAIN, dtype: torch.dtype = FP32) -> Head:
@@ -193,7 +200,7 @@ def test_number_of_threads_does_not_change_bits() -> None:
 def test_interpreted_kernel_equals_definition(
     block_size: int, terms: CrossEntropyTerms, dtype, interpreted: ModuleType, monkeypatch
 ) -> None:
-    monkeypatch.setattr(interpreted, "MOST", block_size)
+    monkeypatch.setattr(interpreted, "MAX_SIZE", block_size)
     torch.manual_seed(block_size)
     logits, targets = (torch.randn(5, 90) * 4 + 1).to(dtype)[:, :77], torch.tensor([3, 76, IGNORE, 0, 16])
     check_losses(interpreted.token_losses, terms, logits.clone(), targets, None)
@@ -202,7 +209,7 @@ def test_interpreted_kernel_equals_definition(
 
 @requires_interpreter_loops
 def test_interpreted_kernel_with_extreme_logits(interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interpreted, "MOST", 16)
+    monkeypatch.setattr(interpreted, "MAX_SIZE", 16)
     ordinary, targets = torch.randn(2, 50), torch.tensor([4, 40, 7, 8, 9, 10])
     for terms in (PLAIN, CrossEntropyTerms(smoothing=0.1), CrossEntropyTerms(softcap=30.0)):
         check_losses(
@@ -471,7 +478,7 @@ def test_memory_does_not_grow_with_the_vocabulary(vocab: int, fn: Callable[..., 
     head, hidden = make_head(4, vocab, dtype=BF16).requires_grad_(False), torch.randn(1100, 4).to(BF16).requires_grad_()
     with LargestTensor() as largest:
         fn(hidden, torch.arange(1100), head, *(() if fn is token_logps else (PLAIN,))).sum().backward()
-    assert hidden.grad.any() and 2 * largest.numbers <= cross_entropy.ROOM["cpu"] < 2 * 1100 * vocab
+    assert hidden.grad.any() and 2 * largest.numbers <= cross_entropy.CHUNK_BYTES["cpu"] < 2 * 1100 * vocab
 
 
 @dataclass(frozen=True)
@@ -512,18 +519,18 @@ def full_loss(model: Decoder, micro_batch: Batch, loss: CrossEntropy) -> Tensor:
 def test_gradient_scale_is_not_rounded_to_bf16() -> None:
     grad, scale = torch.randn(5000, 3).bfloat16(), torch.tensor(1 / 300)
     assert scale.bfloat16().float() != scale
-    assert torch.equal(cross_entropy.scaled(grad.clone(), scale), (grad.double() / 300).bfloat16())
+    assert torch.equal(cross_entropy.scale_gradient(grad.clone(), scale), (grad.double() / 300).bfloat16())
     rows = torch.rand(5000, 1)
-    assert torch.equal(cross_entropy.scaled(grad.clone(), rows), (grad.float() * rows).bfloat16())
+    assert torch.equal(cross_entropy.scale_gradient(grad.clone(), rows), (grad.float() * rows).bfloat16())
 
 
 @pytest.mark.parametrize(("count", "vocab"), [(0, 50), (1, 50), (64, 50), (2048, 49152), (2049, 49152), (500, 2**40)])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_chunks_have_equal_size_within_the_limit(count: int, vocab: int, dtype: torch.dtype) -> None:
     like = torch.empty(0, dtype=dtype)
-    size, multiple = cross_entropy.chunk(count, vocab, like), cross_entropy.MULTIPLE
+    size, multiple = cross_entropy.chunk_size(count, vocab, like), cross_entropy.TOKEN_MULTIPLE
     assert size % multiple == 0
-    assert size <= multiple or size * vocab * like.itemsize <= cross_entropy.ROOM["cpu"]
+    assert size <= multiple or size * vocab * like.itemsize <= cross_entropy.CHUNK_BYTES["cpu"]
     assert 0 < size < max(count, 1) + multiple
     assert -(-count // size) * (size - multiple) < max(count, 1), "smaller chunks would not do"
 
@@ -544,8 +551,8 @@ class CountingSharding:
 
 
 def test_ranks_with_different_shards_use_the_same_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = 48 * 4 * 2 * cross_entropy.MULTIPLE  # twice as many tokens with 48 ids as with 49
-    monkeypatch.setitem(cross_entropy.ROOM, "cpu", limit)
+    limit = 48 * 4 * 2 * cross_entropy.TOKEN_MULTIPLE  # twice as many tokens with 48 ids as with 49
+    monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", limit)
     hidden, targets, shardings = torch.randn(128, 8), torch.randint(97, (128,)), []
     for ids in (49, 48):
         head, sharding = make_head(8, ids).requires_grad_(False), CountingSharding()

@@ -8,16 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as theirs
 
-from tests.checkpoints import relative_error
+from tests.helpers.random_checkpoints import relative_error
 from tunekit.kernels import gated_delta_rule as delta
 from tunekit.kernels.gated_delta_rule import (
     CHUNK,
     batched,
     chunked,
     gated_delta_rule,
+    normalize,
     recurrent,
     short_convolution,
-    unit,
 )
 from tunekit.kernels.sequence_layout import SequenceLayout
 
@@ -137,7 +137,7 @@ def test_chunked_rules_equal_recurrence(rule: Callable, length: int) -> None:
     q, k, v, decay, beta = (x.detach().double() for x in make_inputs(2, length))
     decay[:, ::50] = float("-inf")  # the start of a document
     state = torch.randn(2, 2, 3, 8, 10, dtype=torch.float64)
-    inputs = unit(q).double(), unit(k).double(), *(x.unflatten(2, (2, 3)) for x in (v, decay, beta)), state
+    inputs = normalize(q).double(), normalize(k).double(), *(x.unflatten(2, (2, 3)) for x in (v, decay, beta)), state
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     actual, expected = rule(*inputs), recurrent(*inputs)
     weights = [torch.randn_like(x) for x in expected]
@@ -153,7 +153,12 @@ def test_batched_chunks_survive_extreme_decays(decay: float) -> None:
         decays[:, ::7] = decay
         decays[..., 0] = decay
         k[:, 70:90] = k[:, 70:71].clone()
-    inputs = unit(q), unit(k), *(x.unflatten(2, (2, 3)) for x in (v, decays, beta)), torch.randn(1, 2, 3, 8, 10)
+    inputs = (
+        normalize(q),
+        normalize(k),
+        *(x.unflatten(2, (2, 3)) for x in (v, decays, beta)),
+        torch.randn(1, 2, 3, 8, 10),
+    )
     inputs = [x.detach().requires_grad_() for x in inputs]
     actual, expected = batched(*inputs), recurrent(*(x.double() for x in inputs))
     grads = [torch.autograd.grad(outputs[0].sum(), inputs) for outputs in (actual, expected)]

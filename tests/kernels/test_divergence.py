@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.checkpoints import relative_error
+from tests.helpers.random_checkpoints import relative_error
 from tunekit.kernels import cross_entropy
 from tunekit.kernels import kl_divergence as kernel
 from tunekit.kernels.kl_divergence import (
-    FIGURES,
+    METRICS,
     FullTargets,
     KLMixture,
     KLTerms,
@@ -107,8 +107,8 @@ def make_head(dim: int, vocab: int, finish: tuple[float, float | None] = PLAIN, 
 
 @pytest.fixture
 def chunks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "MULTIPLE", 4)
-    monkeypatch.setattr(cross_entropy, "ROOM", {"cpu": 1})
+    monkeypatch.setattr(cross_entropy, "TOKEN_MULTIPLE", 4)
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 1})
 
 
 # Logits of a chunk
@@ -122,7 +122,7 @@ def test_stats_and_in_place_gradients(
 ) -> None:
     torch.manual_seed(sum(sizes))
     (vocab, count), mixture = sizes, KINDS[name]
-    kernel_fn = kernel.fast_divergences if backend == "fast" else kernel.torch_divergences
+    kernel_fn = kernel.divergences_cpu if backend == "fast" else kernel.divergences_reference
     for finish in (PLAIN, CAPPED):
         student, teacher = (3 * torch.randn(6, vocab)).to(dtypes[0]), (3 * torch.randn(6, count)).to(dtypes[1])
         raw = student.double().requires_grad_()
@@ -152,7 +152,7 @@ def test_stats_and_in_place_gradients(
 @pytest.mark.parametrize("name", KINDS)
 def test_extreme_and_impossible_logits(name: str, backend: str) -> None:
     """Impossible and certain tokens give finite values, and NaN propagates."""
-    kernel_fn = kernel.fast_divergences if backend == "fast" else kernel.torch_divergences
+    kernel_fn = kernel.divergences_cpu if backend == "fast" else kernel.divergences_reference
     rows, terms = extreme_rows(slice(None, None, 2)), KLTerms(KINDS[name], PLAIN, PLAIN, 40, None)
     for teacher in rows:
         targets = teacher.expand(6, 40).contiguous()
@@ -169,7 +169,7 @@ def test_extreme_and_impossible_logits(name: str, backend: str) -> None:
 @pytest.mark.parametrize("ids", [(30, 30), (30, 41), (41, 30)], ids=str)
 def test_chunks_equal_definition(ids: tuple[int, int], name: str, truth: float, trained: bool) -> None:
     torch.manual_seed(1)
-    mixture = KLMixture(**{**vars(KINDS[name]), "truth": truth})
+    mixture = KLMixture(**{**vars(KINDS[name]), "ce_weight": truth})
     student, teacher = make_head(10, ids[0], CAPPED, trained), make_head(7, ids[1], (1.3, None), False)
     hidden, seen, rows = torch.randn(13, 10, requires_grad=True), torch.randn(13, 7), torch.tensor([0, 2, 3, 5, 8, 12])
     targets = torch.randint(0, 30, (13,))
@@ -190,7 +190,7 @@ def test_chunks_equal_definition(ids: tuple[int, int], name: str, truth: float, 
             (p.argmax(-1) == q.argmax(-1)).sum(),
         ]
     )
-    assert len(expected_stats) == len(FIGURES) and relative_error(stats.double(), expected_stats) < 1e-6
+    assert len(expected_stats) == len(METRICS) and relative_error(stats.double(), expected_stats) < 1e-6
     leaves = [hidden, *([student.weight] if trained else [])]
     pairs = zip(torch.autograd.grad(2 * loss, leaves), torch.autograd.grad(2 * expected, leaves), strict=True)
     assert all(relative_error(a, b) < 2e-6 for a, b in pairs)
@@ -252,7 +252,11 @@ def test_full_logits_are_never_created(truth: float) -> None:
     hidden = torch.randn(200, 4, requires_grad=True)
     with LargestTensor() as largest:
         linear_kl_divergence(
-            hidden, torch.ones(200).long(), student, FullTargets(torch.randn(200, 4), teacher), KLMixture(truth=truth)
+            hidden,
+            torch.ones(200).long(),
+            student,
+            FullTargets(torch.randn(200, 4), teacher),
+            KLMixture(ce_weight=truth),
         )
         top_k_targets(hidden.detach(), teacher, torch.arange(200), 5, 1.0, 300)
     assert largest.numel <= 300 * 4, "chunks have four tokens"
@@ -295,7 +299,7 @@ def test_top_k_equals_definition(
     finish: tuple[float, float | None], count: int, name: str, truth: float, backend: str
 ) -> None:
     torch.manual_seed(3)
-    mixture = KLMixture(**{**vars(KINDS[name]), "truth": truth})
+    mixture = KLMixture(**{**vars(KINDS[name]), "ce_weight": truth})
     student, teacher = make_head(10, 30, finish), make_head(7, 36, finish, False)
     hidden, seen, targets = torch.randn(9, 10, requires_grad=True), torch.randn(9, 7), torch.randint(0, 30, (9,))
     top = top_k_targets(seen, teacher, torch.arange(9), count, mixture.temperature, 30)
@@ -329,7 +333,9 @@ def test_top_k_in_place_gradients(sizes: tuple[int, int, int], name: str, dtype:
     torch.manual_seed(sum(sizes))
     (vocab, count, k), mixture = sizes, KINDS[name]
     kernel_fn, expected = (
-        (kernel.fast_top, kernel.fast_expected) if backend == "fast" else (kernel.torch_top, kernel.torch_expected)
+        (kernel.top_k_divergences_cpu, kernel.top_k_log_probs_cpu)
+        if backend == "fast"
+        else (kernel.top_k_divergences_reference, kernel.top_k_log_probs_reference)
     )
     student, teacher = (3 * torch.randn(6, vocab)).to(dtype), (3 * torch.randn(6, count)).to(dtype)
     raw, finish = student.double().requires_grad_(), (0.7, None)
@@ -356,11 +362,13 @@ def test_top_k_in_place_gradients(sizes: tuple[int, int, int], name: str, dtype:
 @pytest.mark.parametrize("name", KINDS)
 def test_top_k_with_extreme_and_impossible_logits(name: str, backend: str) -> None:
     """The remaining probability may underflow to zero, and still has a finite gradient."""
-    kernel_fn = kernel.fast_top if backend == "fast" else kernel.torch_top
+    kernel_fn = kernel.top_k_divergences_cpu if backend == "fast" else kernel.top_k_divergences_reference
     rows, terms = extreme_rows(slice(4, None)), KLTerms(KINDS[name], PLAIN, PLAIN, 40, None)
     for teacher in rows:
         ids = teacher.topk(4).indices.int().expand(6, 4).contiguous()
-        logs = kernel.torch_expected(teacher[None].clone(), ids[:1], PLAIN, KINDS[name].temperature).expand(6, 5)
+        logs = kernel.top_k_log_probs_reference(teacher[None].clone(), ids[:1], PLAIN, KINDS[name].temperature).expand(
+            6, 5
+        )
         check_extreme(lambda student, top=(ids, logs): kernel_fn(student, *top, terms, True), rows, teacher)
 
 
@@ -371,7 +379,7 @@ def test_top_k_of_all_tokens_equals_full_logits(name: str, backend: str) -> None
     student, teacher, mixture = make_head(10, 30), make_head(7, 30, trained=False), KINDS[name]
     hidden, seen, targets = torch.randn(9, 10, requires_grad=True), torch.randn(9, 7), torch.randint(0, 30, (9,))
     top = top_k_targets(seen, teacher, torch.arange(9), 30, mixture.temperature, 30)
-    assert (top.logs[:, -1] == -torch.inf).all()
+    assert (top.log_probs[:, -1] == -torch.inf).all()
     actual, expected = (
         linear_kl_divergence(hidden, targets, student, teacher_targets, mixture)
         for teacher_targets in (top, FullTargets(seen, teacher))
@@ -391,7 +399,7 @@ def test_no_targets_give_zero() -> None:
     assert isinstance(top, TopKTargets) and top.ids.shape == (0, 5)
     for teacher_targets in (
         FullTargets(torch.randn(9, 7), teacher),
-        TopKTargets(top.ids.new_zeros(9, 5), top.logs.new_zeros(9, 6), torch.arange(9), 30),
+        TopKTargets(top.ids.new_zeros(9, 5), top.log_probs.new_zeros(9, 6), torch.arange(9), 30),
     ):
         loss, figures = linear_kl_divergence(
             hidden, torch.zeros(9).long(), student, teacher_targets, KLMixture(), no_rows

@@ -5,8 +5,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.checkpoints import relative_error
-from tests.interpreter import requires_interpreter_loops
+from tests.helpers.random_checkpoints import relative_error
+from tests.helpers.triton_interpreter import requires_interpreter_loops
 from tunekit.kernels import cross_entropy
 from tunekit.kernels.cross_entropy import token_entropies, token_logps, token_logps_and_entropies
 from tunekit.models.decoder import Head
@@ -55,7 +55,7 @@ def test_entropies_equal_definition(vocab: int, dtype: torch.dtype, scale: float
 def test_interpreted_kernel_equals_definition(
     vocab: int, scale: float, softcap: float | None, interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interpreted, "MOST", 32)  # several blocks; the interpreter adds numbers one by one
+    monkeypatch.setattr(interpreted, "MAX_SIZE", 32)  # several blocks; the interpreter adds numbers one by one
     for dtype in (torch.float32, torch.bfloat16):
         logits = logit_rows(vocab, dtype)[:, : vocab - 1]
         actual = interpreted.token_entropies(logits, [scale, softcap or 0.0, 0.0, 0.0])
@@ -83,8 +83,8 @@ def test_entropies_do_not_change_log_probabilities(
     trained: bool, rows: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Log-probabilities and their gradients are unchanged. Chunks have four tokens."""
-    monkeypatch.setattr(cross_entropy, "MULTIPLE", 4)
-    monkeypatch.setattr(cross_entropy, "ROOM", {"cpu": 1})
+    monkeypatch.setattr(cross_entropy, "TOKEN_MULTIPLE", 4)
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 1})
     torch.manual_seed(0)
     head = Head(DecoderSpec(30, 10, (), logit_scale=0.7, logit_softcap=4.0))
     head.weight.data.normal_()

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.checkpoints import relative_error
-from tests.interpreter import requires_interpreter_loops
+from tests.helpers.random_checkpoints import relative_error
+from tests.helpers.triton_interpreter import requires_interpreter_loops
 from tunekit.kernels import grouped_mm as experts
-from tunekit.kernels.grouped_mm import copy_by_expert, fits, grouped_mm, invert, permute_rows, reference
+from tunekit.kernels.grouped_mm import copy_by_expert, grouped_mm, invert, is_supported, permute_rows, reference
 
 ROWS = {"some": [3, 1, 5, 2], "gaps": [0, 4, 0, 7], "one": [0, 0, 11, 0], "first": [11, 0, 0, 0], "last": [0, 0, 0, 11]}
 FITTING, ODD = (16, 24), (7, 5)  # row widths that torch's grouped_mm supports, and others
@@ -45,7 +45,7 @@ def test_products_and_gradients_equal_float64(
     product, x_dtype, weight_dtype, widths: tuple[int, int], rows: list[int]
 ) -> None:
     x, weight, bias, sizes = make_inputs(rows, widths, x_dtype, weight_dtype)
-    assert fits(x, weight) == (widths == FITTING and x_dtype == weight_dtype)
+    assert is_supported(x, weight) == (widths == FITTING and x_dtype == weight_dtype)
     exact = [t.detach().double().requires_grad_() for t in (x, weight.to(x_dtype), bias.to(x_dtype))]
     expected = results(row_by_row, *exact, sizes)
     actual = results(product, x, weight, bias, sizes)
@@ -66,7 +66,7 @@ def test_gradients_of_empty_experts_are_zero(rows: list[int], monkeypatch: pytes
         return y if y.ndim == 2 else y.masked_fill((sizes == 0)[:, None, None], float("nan"))
 
     monkeypatch.setattr(experts.F, "grouped_mm", uninitialized_grouped_mm)
-    monkeypatch.setattr(experts, "CLEAN", set())
+    monkeypatch.setattr(experts, "ZERO_FILLED", set())
     for a, b in zip(results(grouped_mm, x, weight, bias, sizes), expected, strict=True):
         assert torch.equal(a, b)
 
@@ -105,7 +105,7 @@ def test_copied_rows_equal_repeated_and_permuted_rows(copies: int) -> None:
 @pytest.mark.parametrize("widths", [(16, 24), (136, 72)], ids=str)
 def test_interpreted_kernels_equal_products(rows: list[int], widths: tuple[int, int], interpreted) -> None:
     x, weight, _, sizes = (t.detach() for t in make_inputs(rows, widths, FP32, FP32))
-    ends = experts.ends(sizes)
+    ends = experts.group_ends(sizes)
     expected = row_by_row(x, weight, sizes, torch.zeros(weight.shape[:2]))
     assert relative_error(interpreted.grouped_product(x, weight.mT, ends), expected) < 1e-6
     expected_grad = torch.cat([part @ w for part, w in zip(expected.split(rows), weight, strict=True)])
@@ -120,7 +120,7 @@ def test_interpreted_kernels_equal_products(rows: list[int], widths: tuple[int, 
 def test_gpu_equals_reference_without_synchronization(rows: list[int]) -> None:
     x, weight, bias, sizes = (t.detach().cuda() for t in make_inputs(rows, FITTING, BF16, BF16))
     inputs = [t.requires_grad_() for t in (x, weight, bias)]
-    assert fits(x, weight)
+    assert is_supported(x, weight)
     torch.cuda.set_sync_debug_mode("error")
     y = grouped_mm(x, weight, sizes, bias)
     grads = torch.autograd.grad(y, inputs, torch.ones_like(y))

@@ -21,7 +21,7 @@ def test_rounding_error_is_bounded(shape: tuple[int, ...]) -> None:
     weight, codes, scales = quantize_random(*shape)
     dequantized = float8.dequantize(codes, scales)
     blocks = weight.view(-1, BLOCK)
-    finest = blocks.abs().amax(1, keepdim=True) / float8.LARGEST * 2**-10  # half of the smallest float8 number
+    finest = blocks.abs().amax(1, keepdim=True) / float8.MAX_VALUE * 2**-10  # half of the smallest float8 number
     error = (dequantized.view(-1, BLOCK) - blocks).abs()
     assert (error <= torch.maximum(blocks.abs() * ROUNDING, finest) * 1.001).all()
     largest = blocks.abs().argmax(1, keepdim=True)
@@ -47,7 +47,7 @@ def test_zero_block_stays_zero() -> None:
 def test_large_weights_are_dequantized_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     _, codes, scales = quantize_random(80, 128)
     expected = float8.dequantize(codes, scales)
-    monkeypatch.setattr(float8, "TILE", {"cpu": 7 * 128})
+    monkeypatch.setattr(float8, "TILE_SIZE", {"cpu": 7 * 128})
     assert torch.equal(float8.dequantize(codes, scales), expected)
 
 
@@ -57,18 +57,18 @@ def test_matmul_equals_that_of_the_dequantized_weight(dtype: torch.dtype) -> Non
     dense = float8.dequantize(codes, scales).to(dtype)
     x, grad = torch.randn(2, 5, 128, dtype=dtype, requires_grad=True), torch.randn(2, 5, 80, dtype=dtype)
     bias = torch.randn(80, dtype=dtype)
-    y = float8.product(x, codes, scales, None, "float8", bias)
+    y = float8.matmul(x, codes, scales, None, "float8", bias)
     assert torch.equal(y, torch.nn.functional.linear(x, dense) + bias)
     (grad_x,) = torch.autograd.grad(y, x, grad)
     torch.testing.assert_close(grad_x, grad @ dense)
-    torch.testing.assert_close(float8.product_back(grad, codes, scales, None, "float8"), grad @ dense)
+    torch.testing.assert_close(float8.matmul_backward(grad, codes, scales, None, "float8"), grad @ dense)
 
 
 def test_matmuls_of_experts() -> None:
     _, codes, scales = quantize_random(3, 64, 128)
     dense, sizes = float8.dequantize(codes, scales), torch.tensor([4, 0, 5])
     x = torch.randn(9, 128, requires_grad=True)
-    y = float8.grouped(x, codes, scales, None, sizes, "float8")
+    y = float8.grouped_matmul(x, codes, scales, None, sizes, "float8")
     expected = torch.cat([rows @ w.T for rows, w in zip(x.split(sizes.tolist()), dense, strict=True)])
     torch.testing.assert_close(y, expected)
     grad = torch.randn_like(y)

@@ -8,19 +8,19 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
-from tests.checkpoints import relative_error
+from tests.helpers.random_checkpoints import relative_error
 from tunekit.kernels import glu
-from tunekit.kernels.glu import GATED, gated_activation
+from tunekit.kernels.glu import ACTIVATIONS, gated_activation
 
 KERNEL = glu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-FAST = sorted(glu.FAST)
+FAST = sorted(glu.FUSED_ACTIVATIONS)
 
 
 @pytest.fixture(autouse=True)
 def without_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the compiled kernel for small tensors too."""
-    monkeypatch.setattr(glu, "FEW", 0)
+    monkeypatch.setattr(glu, "MIN_SIZE", 0)
 
 
 def outputs_and_grads(y: Tensor, *leaves: Tensor) -> list[Tensor]:
@@ -30,7 +30,7 @@ def outputs_and_grads(y: Tensor, *leaves: Tensor) -> list[Tensor]:
 
 def float64_results(act: str, *leaves: Tensor) -> list[Tensor]:
     float64_leaves = [t.detach().double().requires_grad_() for t in leaves]
-    return outputs_and_grads(GATED[act](*float64_leaves), *float64_leaves)
+    return outputs_and_grads(ACTIVATIONS[act](*float64_leaves), *float64_leaves)
 
 
 @pytest.mark.parametrize(("act", "name"), [("silu", "silu"), ("gelu", "gelu"), ("gelu_tanh", "gelu_pytorch_tanh"),
@@ -40,7 +40,7 @@ def test_activations_equal_transformers(act: str, name: str, backend: str) -> No
     assert relative_error(gated_activation(act, gate, up), ACT2FN[name](gate) * up) < 1e-6
 
 
-@pytest.mark.parametrize("act", GATED)
+@pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("shape", [(7, 9, 64), (3, 1, 5), (20, 900), (1, 9000), (0, 4)], ids=str)
 def test_values_and_gradients_equal_float64(shape: tuple[int, ...], dtype, act: str, backend: str) -> None:
@@ -59,8 +59,8 @@ def test_all_bf16_numbers(act: str) -> None:
     up = torch.ones_like(numbers)
     actual, torch_result, expected = (
         gated_activation(act, numbers, up),
-        GATED[act](numbers, up),
-        GATED[act](numbers.double(), up.double()),
+        ACTIVATIONS[act](numbers, up),
+        ACTIVATIONS[act](numbers.double(), up.double()),
     )
     is_large = numbers > -80  # below that, results are smaller than 1e-33
     if act == "silu":
@@ -74,7 +74,7 @@ def test_all_bf16_numbers(act: str) -> None:
 def test_extreme_fp32_numbers(act: str, backend: str) -> None:
     gate = torch.tensor([0.0, -0.0, 1e-30, 20.0, 90.0, 1e30, -20.0, -90.0, -1e5, 3e38, float("nan")])
     actual = gated_activation(act, gate, torch.ones_like(gate))
-    expected = GATED[act](gate.double(), torch.ones_like(gate).double())
+    expected = ACTIVATIONS[act](gate.double(), torch.ones_like(gate).double())
     assert actual[:-1].isfinite().all() and actual[-1].isnan()
     assert torch.allclose(actual[:-1].double(), expected[:-1], rtol=1e-6, atol=1e-12)
 
@@ -126,7 +126,7 @@ def test_checkpointed_compiled_and_traced(backend: str) -> None:
             assert relative_error(a, b) < 1e-6
     if backend == "fast":
         checks = "test_schema", "test_faketensor", "test_autograd_registration"
-        torch.library.opcheck(glu.product, (gate, up, "silu"), test_utils=checks)
+        torch.library.opcheck(glu.gated_op, (gate, up, "silu"), test_utils=checks)
 
 
 def test_unsupported_dtypes_use_torch(backend: str) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import relative_error
+from tests.helpers.random_checkpoints import relative_error
 from tunekit.kernels.linear import linear, reference
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from tests.checkpoints import relative_error
+from tests.helpers.random_checkpoints import relative_error
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.distributed.fsdp import shard_module
 from tunekit.kernels import lora
@@ -114,7 +114,7 @@ def test_fused_operation_equals_reference(adapter: LoRAConfig) -> None:
     layers = make_layers(adapter, NoQuantization(), FP32, 3)
     x, updates = torch.randn(2, 5, INNER, requires_grad=True), [adapter.lora_weights(layer) for layer in layers]
     results = []
-    for run in (lora.lora_linear, lora.reference):
+    for run in (lora.lora_linear, lora.lora_linear_reference):
         ys = run(x, updates)
         inputs = [x, *(p for p in trained_parameters(layers) if p.ndim == 2)]
         results.append([*ys, *torch.autograd.grad(sum(y.square().sum() for y in ys), inputs)])
@@ -222,7 +222,7 @@ def test_layers_with_other_adapters_run_one_by_one() -> None:
 def test_row_norms_equal_those_of_the_full_weight(
     weights: NoQuantization, cached_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lora, "CACHED", cached_bytes)
+    monkeypatch.setattr(lora, "CPU_CHUNK_SIZE", cached_bytes)
     for adapter in (ADAPTERS["dora"], ADAPTERS["dora, pissa, dropout"]):
         for layer in make_layers(adapter, weights, BF16, 3):
             full_weight = layer.dequantize().detach().double() + adapter.delta(layer).detach().double()

@@ -18,7 +18,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "twice.cpp"
     file.write_text(PROGRAM)
     load_library.cache_clear()
-    cpp_extension.warn.cache_clear()
+    cpp_extension.warn_unavailable.cache_clear()
     return file
 
 
@@ -30,7 +30,7 @@ def test_library_is_built_once(
         pytest.skip("no compiler")
     assert lib.twice(21) == 42 and capfd.readouterr() == ("", "")
     load_library.cache_clear()
-    monkeypatch.setattr(cpp_extension, "compiled", pytest.fail)
+    monkeypatch.setattr(cpp_extension, "run_compiler", pytest.fail)
     assert load_library(source).twice(4) == 8
     libraries = [path for path in (source.parent / "cache").rglob("*") if path.is_file()]
     assert len(libraries) == 1
@@ -64,7 +64,7 @@ def test_hanging_build_times_out(source: Path, monkeypatch: pytest.MonkeyPatch, 
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
     monkeypatch.setenv("CXX", str(slow))
-    monkeypatch.setattr(cpp_extension, "SECONDS", 0.2)
+    monkeypatch.setattr(cpp_extension, "BUILD_TIMEOUT", 0.2)
     assert load_library(source) is None
     assert "timed out" in capfd.readouterr().err
 
@@ -78,7 +78,7 @@ def test_unwritable_cache_is_a_warning(source: Path, monkeypatch: pytest.MonkeyP
 def test_library_of_another_machine_is_a_warning(source: Path, capfd) -> None:
     if shutil.which("c++") is None:
         pytest.skip("no compiler")
-    cpp_extension.built(source).write_bytes(b"of another machine")
+    cpp_extension.build_library(source).write_bytes(b"of another machine")
     assert load_library(source) is None
     assert "warning: " in capfd.readouterr().err
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import relative_error
-from tests.interpreter import requires_interpreter_loops
+from tests.helpers.random_checkpoints import relative_error
+from tests.helpers.triton_interpreter import requires_interpreter_loops
 from tunekit.kernels import nf4
 
 KERNEL = nf4
@@ -27,7 +27,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def code_boundaries(kind: str) -> Tensor:
     """Boundaries between codes and the adjacent floats on both sides, in blocks whose scale is 1."""
-    bounds = nf4.order(kind)[0]
+    bounds = nf4.sorted_codes(kind)[0]
     near = torch.stack([bounds, bounds.nextafter(torch.tensor(2.0)), bounds.nextafter(torch.tensor(-2.0))]).flatten()
     return torch.cat([near, torch.ones(64 - len(near))]).repeat(2, 1)
 
@@ -141,7 +141,7 @@ def test_nested_scales_equal_bitsandbytes(make_weight, bnb: ModuleType) -> None:
     codes, outer = nf4.double_quantize(scales)
     assert torch.equal(codes, expected) and torch.equal(outer, torch.cat([largest, scales.mean()[None]]))
     state = bnb.QuantState(absmax=largest, code=table, blocksize=256, dtype=FP32)
-    assert torch.equal(nf4.unnest(codes, outer), bnb.dequantize_blockwise(codes, state) + scales.mean())
+    assert torch.equal(nf4.decode_scales(codes, outer), bnb.dequantize_blockwise(codes, state) + scales.mean())
 
 
 # float64
@@ -185,13 +185,13 @@ SIZES = [(1, 1, 64), (7, 33, 64), (5, 64, 576), (130, 96, 192)]  # tokens, out, 
 def test_products_and_gradients(
     sizes, dtype, tolerance: float, nested: bool, tile: int, backend: str, monkeypatch
 ) -> None:
-    monkeypatch.setattr(nf4, "TILE", tile)
+    monkeypatch.setattr(nf4, "TILE_SIZE", tile)
     tokens, out, inner = sizes
     tensors = quantize(random(out, inner), nested)
     x, bias, grad = (random(*shape, seed=out).to(dtype) for shape in ((2, tokens, inner), (out,), (2, tokens, out)))
     weight = dequantize_reference(tensors)
     for b in (None, bias.requires_grad_()):
-        y = nf4.product(x.requires_grad_(), *tensors, "nf4", b)
+        y = nf4.matmul(x.requires_grad_(), *tensors, "nf4", b)
         (grad_back,) = torch.autograd.grad(y, x, grad, retain_graph=True)
         expected = x.detach().double() @ weight.T + (0 if b is None else b.detach().double())
         assert y.dtype == grad_back.dtype == dtype
@@ -207,7 +207,7 @@ def test_products_and_gradients(
 def test_products_of_experts(dtype, tolerance: float, nested: bool, rows: list[int], backend: str) -> None:
     tensors, sizes = quantize(random(3, 96, 128), nested), torch.tensor(rows)
     x, grad = random(sum(rows), 128, seed=1).to(dtype).requires_grad_(), random(sum(rows), 96, seed=2).to(dtype)
-    y = nf4.grouped(x, *tensors, sizes, "nf4")
+    y = nf4.grouped_matmul(x, *tensors, sizes, "nf4")
     y.backward(grad)
     weight = dequantize_reference(tensors)[torch.arange(3).repeat_interleave(sizes)]
     assert y.shape == grad.shape and x.grad.shape == x.shape and y.dtype == x.grad.dtype == dtype
@@ -219,7 +219,7 @@ def test_products_of_experts(dtype, tolerance: float, nested: bool, rows: list[i
 def test_backward_saves_only_codes() -> None:
     x, tensors, saved = random(3, 64).requires_grad_(), quantize(random(32, 64)), []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
-        nf4.product(x, *tensors, "nf4", None)
+        nf4.matmul(x, *tensors, "nf4", None)
     assert {t.dtype for t in saved} == {torch.uint8}
 
 
@@ -235,7 +235,7 @@ def test_operators_are_registered_consistently() -> None:
 
 def test_compiled_without_graph_break() -> None:
     x, tensors = random(3, 64).requires_grad_(), quantize(random(32, 64))
-    run = torch.compile(lambda x: nf4.product(x * 2, *tensors, "nf4", None).sum(), fullgraph=True, backend="aot_eager")
+    run = torch.compile(lambda x: nf4.matmul(x * 2, *tensors, "nf4", None).sum(), fullgraph=True, backend="aot_eager")
     run(x).backward()
     expected = 2 * dequantize_reference(tensors).sum(0).expand(3, -1)
     assert relative_error(x.grad.double(), expected) < 1e-5
@@ -251,7 +251,7 @@ def test_compiled_for_inputs_without_gradients() -> None:
     )
 
     def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return nf4.product(x, *tensors, "nf4", None), nf4.grouped(x, *stacked, sizes, "nf4")
+        return nf4.matmul(x, *tensors, "nf4", None), nf4.grouped_matmul(x, *stacked, sizes, "nf4")
 
     for actual, expected in zip(torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x), strict=True):
         assert torch.equal(actual, expected)
@@ -314,9 +314,9 @@ def test_gpu_gives_the_same_bits_without_synchronization(nested: bool) -> None:
     tensors = quantize(random(300, 576), nested)
     on_gpu = [None if tensor is None else tensor.cuda() for tensor in tensors]
     x = random(70, 576).to(BF16).cuda().requires_grad_()
-    nf4.product(x, *on_gpu, "nf4", None)  # compiles
+    nf4.matmul(x, *on_gpu, "nf4", None)  # compiles
     torch.cuda.set_sync_debug_mode("error")
-    y = nf4.product(x, *on_gpu, "nf4", None)
+    y = nf4.matmul(x, *on_gpu, "nf4", None)
     (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
     torch.cuda.set_sync_debug_mode("default")
     for dtype in (BF16, FP32):
@@ -324,6 +324,6 @@ def test_gpu_gives_the_same_bits_without_synchronization(nested: bool) -> None:
     weight = dequantize_reference(tensors)
     for few_rows in (x.detach()[:1], x.detach()[:8].view(2, 4, 576)):
         expected = few_rows.cpu().double() @ weight.T
-        assert relative_error(nf4.product(few_rows, *on_gpu, "nf4").cpu().double(), expected) < 1e-2
+        assert relative_error(nf4.matmul(few_rows, *on_gpu, "nf4").cpu().double(), expected) < 1e-2
     assert relative_error(y.detach().cpu().double(), x.detach().cpu().double() @ weight.T) < 1e-2
     assert relative_error(grad.cpu().double(), weight.sum(0).expand(70, -1)) < 1e-2

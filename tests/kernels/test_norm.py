@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tests.checkpoints import relative_error
-from tests.interpreter import requires_interpreter_loops
+from tests.helpers.random_checkpoints import relative_error
+from tests.helpers.triton_interpreter import requires_interpreter_loops
 from tunekit.kernels import rms_norm as norm
 from tunekit.kernels.rms_norm import rms_norm
 
@@ -136,7 +136,7 @@ def test_operator_is_registered_consistently() -> None:
         pytest.skip("no compiler")
     args = torch.randn(6, 16, requires_grad=True), torch.rand(16, requires_grad=True), 1e-5, 0.0, False
     torch.library.opcheck(
-        norm.normed, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+        norm.rms_norm_op, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
     )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 
-from tests.checkpoints import relative_error
+from tests.helpers.random_checkpoints import relative_error
 from tests.kernels.test_attention import make_sinks
 from tests.kernels.test_attention_gpu import CPU, flash_backward, flash_forward, pair_mask
 from tests.kernels.test_attention_native import RULES, gradients, make_inputs, reference_attention, relative_norm_error
@@ -27,7 +27,9 @@ CASES = {
 }
 ALL_CASES = [(name, "pairs") for name in RULES]
 ALL_CASES += [(name, case) for name in ("causal", "window and chunk") for case in list(CASES)[1:3]]
-needs_cpp_kernel = pytest.mark.skipif(not attention_cpu.able(), reason="no compiler, or a CPU without bf16 matmul")
+needs_cpp_kernel = pytest.mark.skipif(
+    not attention_cpu.is_available(), reason="no compiler, or a CPU without bf16 matmul"
+)
 
 
 def prefix_layout(case: str) -> tuple[Tensor, Tensor]:
@@ -70,15 +72,15 @@ def assert_same(y: Tensor, expected: Tensor, inputs: list[Tensor], limit: float 
 def test_keys_of_each_document(case: str) -> None:
     keys = shared_prefix.prefix_keys(SequenceLayout(*prefix_layout(case)), CPU)
     bounds, token_positions, _ = full_documents(case)
-    assert keys.offsets.dtype == torch.int32 and keys.offsets.tolist() == bounds
-    assert keys.places.tolist() == [position for document in token_positions for position in document]
+    assert keys.cu_seqlens.dtype == torch.int32 and keys.cu_seqlens.tolist() == bounds
+    assert keys.token_index.tolist() == [position for document in token_positions for position in document]
 
 
 @pytest.mark.parametrize("backend", [pytest.param("compiled", marks=needs_cpp_kernel), "torch"])
 @pytest.mark.parametrize(("name", "case"), ALL_CASES)
 def test_attention_equals_full_documents(name: str, case: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend == "torch":
-        monkeypatch.setattr(attention_cpu, "able", lambda: False)
+        monkeypatch.setattr(attention_cpu, "is_available", lambda: False)
     layout = SequenceLayout(*prefix_layout(case))
     inputs = make_inputs(torch.float32, 6, 2, 24, 20)
     y = attention.attention(*inputs, RULES[name], layout, None, shared_prefix.prefix_keys(layout, CPU))
@@ -89,7 +91,7 @@ def test_attention_equals_full_documents(name: str, case: str, backend: str, mon
 @pytest.mark.parametrize("name", ["causal", "window and chunk"])
 def test_sinks_equal_full_documents(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend == "torch":
-        monkeypatch.setattr(attention_cpu, "able", lambda: False)
+        monkeypatch.setattr(attention_cpu, "is_available", lambda: False)
     layout = SequenceLayout(*prefix_layout("pairs"))
     inputs, sinks = make_inputs(torch.float32, 6, 2, 16, 16), make_sinks(6)
     y = attention.attention(*inputs, RULES[name], layout, sinks, shared_prefix.prefix_keys(layout, CPU))
@@ -182,8 +184,8 @@ def visible_pairs(rule: AttentionParams, case: str) -> Tensor:
 def test_blocks_include_all_visible_pairs(name: str, case: str) -> None:
     """There can be extra blocks, for example of a prefix before a window."""
     rule, size, layout = RULES[name], attention_gpu.BLOCK, SequenceLayout(*prefix_layout(case))
-    at = attention_gpu.cut(layout.cu_seqlens, layout.key_cu_seqlens, rule.chunk or 0)
-    mask, expected = attention_gpu.blocks(*at, rule.window or 0, CPU), visible_pairs(rule, case)
+    at = attention_gpu.split_chunks(layout.cu_seqlens, layout.key_cu_seqlens, rule.chunk or 0)
+    mask, expected = attention_gpu.build_block_mask(*at, rule.window or 0, CPU), visible_pairs(rule, case)
     rows, columns = (-(-n // size) for n in expected.shape)
     padding = (0, columns * size - expected.shape[1], 0, rows * size - expected.shape[0])
     tiles = torch.nn.functional.pad(expected, padding).view(rows, size, columns, size)
@@ -198,12 +200,12 @@ def test_blocks_include_all_visible_pairs(name: str, case: str) -> None:
 @pytest.mark.parametrize(("name", "with_sinks"), [*((name, False) for name in RULES), ("window", True)])
 def test_flex_attention_equals_full_documents(name: str, with_sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention has a CPU forward pass."""
-    monkeypatch.setattr(attention_gpu, "compiled", lambda: flex_attention)
+    monkeypatch.setattr(attention_gpu, "compiled_flex_attention", lambda: flex_attention)
     layout, sinks = SequenceLayout(*prefix_layout("pairs")), make_sinks(6).detach() if with_sinks else None
     q, k, v = inputs = [x.detach() for x in make_inputs(torch.float32, 6, 2, 24, 24)]
     keys = shared_prefix.prefix_keys(layout, CPU)
-    rule = RULES[name].numbers()
-    y = attention_gpu.attention_gpu(q, keys.take(k), keys.take(v), rule, layout, sinks)
+    rule = RULES[name].to_list()
+    y = attention_gpu.attention_gpu(q, keys.gather(k), keys.gather(v), rule, layout, sinks)
     assert relative_error(y.double(), expected_attention(inputs, RULES[name], "pairs", sinks)) < 1e-6
 
 
@@ -219,8 +221,8 @@ def test_flash_attention_equals_full_documents(
     layout, sinks = SequenceLayout(*prefix_layout(case)), make_sinks(6) if with_sinks else None
     q, k, v = inputs = make_inputs(torch.float32, 6, 2, 16, 16)
     keys = shared_prefix.prefix_keys(layout, CPU)
-    rule = RULES[name].numbers()
-    y = attention_gpu.attention_gpu(q, keys.take(k), keys.take(v), rule, layout, sinks)
+    rule = RULES[name].to_list()
+    y = attention_gpu.attention_gpu(q, keys.gather(k), keys.gather(v), rule, layout, sinks)
     assert_same(
         y, expected_attention(inputs, RULES[name], case, sinks), [*inputs, *([] if sinks is None else [sinks])], 5e-6
     )

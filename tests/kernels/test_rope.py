@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import relative_error
+from tests.helpers.random_checkpoints import relative_error
 from tunekit.kernels import rope
 from tunekit.kernels.rope import RopeTables, apply_rope, reference
 
@@ -99,7 +99,7 @@ def test_compiled_and_traced() -> None:
     assert all(torch.equal(a, b) for a, b in zip(compiled(), apply_rope(q, k, r), strict=True))
     args = q, k, r.cos, r.sin, False, False, False, False
     torch.library.opcheck(
-        rope.turned, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+        rope.rotate_op, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
     )
 
 
@@ -114,7 +114,7 @@ def test_unsupported_dtypes_use_torch() -> None:
 def test_interpreted_kernel_equals_compiled(heads, paired_in, paired_out, last, interpreted: ModuleType) -> None:
     x, r = torch.randn(1, 5, 2 * heads, 40)[:, :, ::2], make_tables(1, 5)
     for is_backward in (False, True):
-        expected, _ = rope.turn(x, x[:, :, :0], r.cos, r.sin, paired_in, paired_out, last, is_backward)
+        expected, _ = rope.rotate(x, x[:, :, :0], r.cos, r.sin, paired_in, paired_out, last, is_backward)
         y, start = torch.empty(5, heads, 40), 40 - 2 * PAIRS if last else 0
         tables = r.cos.view(5, PAIRS), r.sin.view(5, PAIRS)
         interpreted.rotate(x[0], y, *tables, start, -1.0 if is_backward else 1.0, paired_in, paired_out)

@@ -56,10 +56,10 @@ def test_missing_cpuinfo_uses_a_default_directory(tmp_path: Path, monkeypatch: p
 
 def test_kernels_and_inductor_use_the_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "true")
-    monkeypatch.setattr(cpp_extension, "compiled", lambda args: Path(args[-1]).touch())
+    monkeypatch.setattr(cpp_extension, "run_compiler", lambda args: Path(args[-1]).touch())
     source = tmp_path / "twice.cpp"
     source.touch()
-    assert cpp_extension.built(source).parent == cache_dir.compile_cache_dir()
+    assert cpp_extension.build_library(source).parent == cache_dir.compile_cache_dir()
     cli.set_torch_env()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache_dir.compile_cache_dir() / "inductor")
 
@@ -73,7 +73,7 @@ def test_unwritable_cache_keeps_the_default_of_torch(tmp_path: Path, monkeypatch
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a read-only file system that reports to be writable")
 def test_failing_mkdir_keeps_the_default_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cache_dir.HOME, "/proc/x")
+    monkeypatch.setenv(cache_dir.CACHE_VARIABLE, "/proc/x")
     cli.set_torch_env()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
 
@@ -89,7 +89,7 @@ def test_user_without_home_directory_has_no_cache(monkeypatch: pytest.MonkeyPatc
     def unknown(uid: int) -> NoReturn:
         raise KeyError(uid)
 
-    for name in ("HOME", "XDG_CACHE_HOME", cache_dir.HOME):
+    for name in ("HOME", "XDG_CACHE_HOME", cache_dir.CACHE_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     assert not cache_dir.is_writable(cache_dir.compile_cache_dir()) and not cache_dir.can_write_triton_home()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.checkpoints import relative_error
+from tests.helpers.random_checkpoints import relative_error
 from tunekit.distributed.collectives import MeshDim
 from tunekit.distributed.context_parallel import ContextParallelSharding
 from tunekit.kernels import attention
@@ -42,7 +42,7 @@ def test_attention_of_a_context_shard_matches_full_attention(
     ]
     mask = torch.ones(2, 23, 1, 1)
     for output, rank in zip(outputs, ranks, strict=True):
-        assert relative_error(output * rank.keep(mask), rank.keep(expected)) < 1e-6
+        assert relative_error(output * rank.local_tokens(mask), rank.local_tokens(expected)) < 1e-6
     weight = torch.randn(expected.shape, generator=generator)
     expected_grads = torch.autograd.grad((expected * weight).sum(), inputs)
     grads = torch.autograd.grad(

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.checkpoints import build, save
-from tests.layout.compared import DENSE, PROPORTIONAL, relative_differences
-from tests.layout.distilling import DistillCase, run_distillation_cases
-from tests.parallel.ranks import run_ranks
+from tests.helpers.random_checkpoints import build, save
+from tests.helpers.ranks import run_ranks
+from tests.layout.compare_layouts import DENSE, PROPORTIONAL, relative_differences
+from tests.layout.distillation_steps import DistillCase, run_distillation_cases
 from tunekit.adapters.config import LoRAConfig
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.losses.kl_divergence import ForwardKL, ReverseKL, SkewedKL

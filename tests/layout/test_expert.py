@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.layout.compared import make_checkpoint_dir
+from tests.layout.compare_layouts import make_checkpoint_dir
 from tunekit import build
 from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint

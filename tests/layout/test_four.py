@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.layout.compared import PROPORTIONAL, compare, make_checkpoint_dir
-from tests.layout.steps import Case
+from tests.layout.compare_layouts import PROPORTIONAL, compare, make_checkpoint_dir
+from tests.layout.training_steps import Case
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.quantization.config import NF4Config

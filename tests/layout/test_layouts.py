@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import build, save
-from tests.layout.steps import Case, Outcome, train_cases
-from tests.parallel.ranks import run_ranks
+from tests.helpers.random_checkpoints import build, save
+from tests.helpers.ranks import run_ranks
+from tests.layout.training_steps import Case, Outcome, train_cases
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.optim.config import AdamWConfig

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.layout.compared import PROPORTIONAL, make_checkpoint_dir
-from tests.layout.steps import Case, train_cases
+from tests.helpers.ranks import run_ranks
+from tests.layout.compare_layouts import PROPORTIONAL, make_checkpoint_dir
 from tests.layout.test_layouts import relative_differences
-from tests.parallel.ranks import run_ranks
+from tests.layout.training_steps import Case, train_cases
 from tunekit.adapters.config import LoRAConfig
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.memory.config import MemoryConfig

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.checkpoints import FP32, build, save
+from tests.helpers.random_checkpoints import FP32, build, save
+from tests.helpers.ranks import run_ranks
 from tests.layout.test_layouts import DENSE
-from tests.parallel.ranks import run_ranks
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.data.datasets import PreferenceDataset as Pairs
 from tunekit.data.datasets import UnpairedPreferenceDataset

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import FP32, build, save
+from tests.helpers.random_checkpoints import FP32, build, save
+from tests.helpers.ranks import run_ranks
 from tests.layout.test_layouts import DENSE
 from tests.layout.test_preference import RunResult
-from tests.parallel.ranks import run_ranks
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.data.reward_datasets import LabeledDataset, StepwiseDataset
 from tunekit.distributed.parallel_dims import ParallelConfig

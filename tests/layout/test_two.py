@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import relative_error
-from tests.layout.compared import PROPORTIONAL, compare, make_checkpoint_dir
-from tests.layout.steps import Case, generate_answers
+from tests.helpers.random_checkpoints import relative_error
+from tests.layout.compare_layouts import PROPORTIONAL, compare, make_checkpoint_dir
+from tests.layout.training_steps import Case, generate_answers
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.memory.config import MemoryConfig

@@ -56,7 +56,7 @@ def test_missing_package_names_the_extra(tmp_path, monkeypatch, kind):
     if kind is TensorBoardConfig:
         monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
-    expected = rf"report_to: {package} is not installed: pip install 'tunekit\[{MODULES[kind]}\]'"
+    expected = rf"report_to: .*{package}.*'tunekit\[{MODULES[kind]}\]'"
     with pytest.raises(UserError, match=expected):
         MetricLogger(tmp_path / "run", MAIN, num_steps=1, report_to=(kind(),))
     assert not (tmp_path / "run").exists()

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.checkpoints import load_model, make_checkpoint, random_tokens, relative_error
+from tests.helpers.random_checkpoints import load_model, make_checkpoint, random_tokens, relative_error
 from tunekit.data.dataloader.batch import IGNORE, Batch
 from tunekit.data.dataloader.build import build_dataloader
 from tunekit.data.datasets import TextDataset

@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.checkpoints import DEFAULT_MEMORY, FP32, FULL, make_checkpoint, relative_error
-from tests.parallel.ranks import run_ranks
+from tests.helpers.random_checkpoints import DEFAULT_MEMORY, FP32, FULL, make_checkpoint, relative_error
+from tests.helpers.ranks import run_ranks
 from tunekit import build
 from tunekit.checkpoint import save_model
 from tunekit.checkpoint.classification_head import with_score_head
@@ -180,7 +180,7 @@ def test_context_parallel_ranks_equal_one_process(tmp_path: Path) -> None:
 
 
 def test_invalid_labels_are_rejected(tmp_path: Path) -> None:
-    for kind, message in (("classes", "2 classes"), ("steps", "2 classes")):
+    for kind, message in (("classes", "label 2 "), ("steps", "label 2 ")):
         loss = replace(LOSSES[kind], num_labels=2)
         with pytest.raises(UserError, match=message):
             [loss.num_units(micro_batch, 2) for micro_batch in make_batches(loss)]
@@ -213,4 +213,4 @@ def test_dataset_that_fits_no_loss_names_no_loss() -> None:
     with pytest.raises(UserError) as caught:
         Regression().check_datasets(MixtureBase.from_config(TextDataset("prose.txt")), "data")
     message = str(caught.value)
-    assert "prose.txt" in message and "data.kind=labeled" in message and "loss=" not in message
+    assert "prose.txt" in message and "data.kind=labeled" in message and "Set loss=" not in message

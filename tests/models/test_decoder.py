@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from tests.checkpoints import (
+from tests.helpers.dense_shapes import DENSE
+from tests.helpers.random_checkpoints import (
     SHAPES,
     auto_class,
     build,
@@ -20,7 +21,6 @@ from tests.checkpoints import (
     relative_error,
     save,
 )
-from tests.shapes_dense import DENSE
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.save_model import full_weight
 from tunekit.data.dataloader.batch import IGNORE

@@ -8,7 +8,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.checkpoints import (
+from tests.helpers.dense_shapes import GEMMA2, LLAMA, MISTRAL, PHI, QWEN2, QWEN3, YARN
+from tests.helpers.random_checkpoints import (
     FULL,
     build,
     load_model,
@@ -18,7 +19,6 @@ from tests.checkpoints import (
     save,
     train,
 )
-from tests.shapes_dense import GEMMA2, LLAMA, MISTRAL, PHI, QWEN2, QWEN3, YARN
 from tunekit.checkpoint import save_model
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.kernels.sequence_layout import SequenceLayout

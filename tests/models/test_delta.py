@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.checkpoints import (
+from tests.helpers.random_checkpoints import (
     DEFAULT_MEMORY,
     FP32,
     FULL,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.checkpoints import (
+from tests.helpers.random_checkpoints import (
     SHAPES,
     build,
     load_model,
@@ -91,7 +91,7 @@ def reference_routing(router: Router, row: Tensor) -> tuple[list[float], list[in
     """Weights and indices of the experts of one token, computed with lists and sorting."""
     spec = router.spec
     logits = router.weight.double() @ row + (0 if router.bias is None else router.bias.double())
-    scores = {"softmax": logits.softmax(0), "sigmoid": logits.sigmoid()}.get(spec.score, logits).tolist()
+    scores = {"softmax": logits.softmax(0), "sigmoid": logits.sigmoid()}.get(spec.scoring_func, logits).tolist()
     shift = [0.0] * len(scores) if router.selection_bias is None else router.selection_bias.tolist()
     ranking = [score + add for score, add in zip(scores, shift, strict=True)]
     candidates = set(range(len(scores)))
@@ -105,7 +105,7 @@ def reference_routing(router: Router, row: Tensor) -> tuple[list[float], list[in
         candidates = {expert for group in best_groups[: spec.groups[1]] for expert in group}
     chosen = sorted(candidates, key=lambda expert: -ranking[expert])[: spec.top_k]
     weights = torch.tensor([scores[e] for e in chosen], dtype=torch.float64)
-    weights = {"top_softmax": weights.softmax(0), "top_sigmoid": weights.sigmoid()}.get(spec.score, weights)
+    weights = {"top_softmax": weights.softmax(0), "top_sigmoid": weights.sigmoid()}.get(spec.scoring_func, weights)
     weights = weights / weights.sum() if spec.norm_topk_prob else weights
     return (weights * spec.scale).tolist(), chosen
 
@@ -206,7 +206,7 @@ def test_router_dtype(in_fp32: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_traced_mixture_matches_eager(dtype: torch.dtype) -> None:
     """Compilation without the code generator."""
-    layer = make_mixture(MoE(8, 3, 16, share_prefixes=8)).to(dtype)
+    layer = make_mixture(MoE(8, 3, 16, shared_intermediate_size=8)).to(dtype)
     traced = torch.compile(layer, backend="aot_eager")
     for x in (torch.randn(2, 5, 16).to(dtype), torch.randn(1, 8, 16).to(dtype)):
         results = []
@@ -226,7 +226,7 @@ def test_activation_checkpointing_is_bit_exact(name: str, tmp_path: Path) -> Non
     grads = []
     for recompute in ("none", "full"):
         model = load_model(folder, memory=MemoryConfig(activation_checkpointing=recompute))
-        model(random_tokens(), read=lambda hidden, head: head(hidden)).float().square().mean().backward()
+        model(random_tokens(), head_fn=lambda hidden, head: head(hidden)).float().square().mean().backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
     assert all(torch.equal(grads[1][name], grad) for name, grad in grads[0].items())
 

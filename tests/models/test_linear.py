@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.checkpoints import relative_error
+from tests.helpers.random_checkpoints import relative_error
 from tunekit.models.linear import Linear
 
 

@@ -8,9 +8,9 @@ import pytest
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from tests.checkpoints import SHAPES
-from tests.parity import measure_parity
-from tests.shapes_dense import DENSE
+from tests.helpers.dense_shapes import DENSE
+from tests.helpers.random_checkpoints import SHAPES
+from tests.helpers.transformers_parity import measure_parity
 from tunekit.errors import UserError
 from tunekit.models.families.registry import find_family
 from tunekit.models.spec import DecoderSpec

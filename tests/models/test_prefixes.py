@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import FP32, load_model, make_checkpoint, relative_error
-from tests.pairs import answer_logps, make_batches
+from tests.helpers.preference_pairs import answer_logps, make_batches
+from tests.helpers.random_checkpoints import FP32, load_model, make_checkpoint, relative_error
 from tunekit import build
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -55,7 +55,7 @@ def test_shared_prompts_match_repeated_prompts(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["gemma2", "llama4", "gpt-oss", "deepseek-v3"])
 def test_shared_prompts_without_native_kernels(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_cpu, "able", lambda: False)
+    monkeypatch.setattr(attention_cpu, "is_available", lambda: False)
     model = load_model(make_checkpoint(tmp_path, name))
     check_equal(model, model, micro_batch=3)
 
@@ -73,7 +73,7 @@ def test_shared_prompts_with_compiled_layers(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "gemma2")
     model = load_model(folder)
     model.flat = True
-    fullgraph = attention_cpu.able()  # torch's operations process documents one by one, outside of the graph
+    fullgraph = attention_cpu.is_available()  # torch's operations process documents one by one, outside of the graph
     for layer in model.layers:
         layer.compile(backend="aot_eager", dynamic=True, fullgraph=fullgraph)
     check_equal(model, load_model(folder), micro_batch=2)

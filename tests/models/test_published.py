@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from tests.checkpoints import auto_class
-from tests.published import PUBLISHED
+from tests.helpers.published_configs import PUBLISHED
+from tests.helpers.random_checkpoints import auto_class
 from tunekit import assets
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.models.families.registry import find_family

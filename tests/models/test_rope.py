@@ -8,7 +8,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_po
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as apply_to_pairs
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from tests.checkpoints import relative_error
+from tests.helpers.random_checkpoints import relative_error
 from tunekit.kernels.rope import RopeTables
 from tunekit.kernels.rope import apply_rope as rotate_both
 from tunekit.kernels.sequence_layout import SequenceLayout

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
-from tests.checkpoints import (
+from tests.helpers.random_checkpoints import (
     DEFAULT_MEMORY,
     FP32,
     FULL,
@@ -138,28 +138,28 @@ def test_classifier_architectures_are_those_of_transformers() -> None:
 @pytest.mark.parametrize("name", SEQUENCE_CLASSIFIERS)
 def test_sequence_classification(name: str, tmp_path: Path) -> None:
     check_load_and_save(name, 3, False, tmp_path)
-    check_loads_in_transformers(name, ScoreHead(1, pad_id=PAD), tmp_path)
+    check_loads_in_transformers(name, ScoreHead(1, pad_token_id=PAD), tmp_path)
 
 
 @pytest.mark.parametrize("name", TOKEN_CLASSIFIERS)
 def test_token_classification(name: str, tmp_path: Path) -> None:
     check_load_and_save(name, 2, True, tmp_path)
-    check_loads_in_transformers(name, ScoreHead(4, docs_per_row=True, bias=True, pad_id=PAD), tmp_path)
+    check_loads_in_transformers(name, ScoreHead(4, per_token=True, bias=True, pad_token_id=PAD), tmp_path)
 
 
 def test_token_classification_without_bias(tmp_path: Path) -> None:
     """transformers has an option for it."""
-    check_loads_in_transformers("llama3.1", ScoreHead(2, docs_per_row=True, pad_id=PAD), tmp_path)
+    check_loads_in_transformers("llama3.1", ScoreHead(2, per_token=True, pad_token_id=PAD), tmp_path)
 
 
 def test_new_head_is_initialized_as_in_transformers(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "base", "smollm2")
-    weights = [build_with_new_head(folder, ScoreHead(64, pad_id=PAD), seed=seed)[1].head.weight for seed in (0, 0, 1)]
+    weights = [build_with_new_head(folder, ScoreHead(64, pad_token_id=PAD), seed=seed)[1].head.weight for seed in (0, 0, 1)]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
     std = json.loads((folder / "config.json").read_text())["initializer_range"]
     assert abs(weights[0].std() / std - 1) < 0.05
     biased = build_with_new_head(
-        make_checkpoint(tmp_path / "other", "llama3.1"), ScoreHead(3, docs_per_row=True, bias=True, pad_id=PAD)
+        make_checkpoint(tmp_path / "other", "llama3.1"), ScoreHead(3, per_token=True, bias=True, pad_token_id=PAD)
     )[1].head
     assert biased.bias is not None and not biased.bias.any()
 
@@ -167,14 +167,14 @@ def test_new_head_is_initialized_as_in_transformers(tmp_path: Path) -> None:
 def test_label_names_are_saved(tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base", "llama3.2")
     source, decoder = build_with_new_head(
-        base, ScoreHead(2, pad_id=PAD), names=("bad", "good"), problem="single_label_classification"
+        base, ScoreHead(2, pad_token_id=PAD), names=("bad", "good"), problem="single_label_classification"
     )
     (tmp_path / "ours").mkdir()
     save_model.save_model(tmp_path / "ours", decoder, source, quiet=True)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "ours")
     assert config.id2label == {0: "bad", 1: "good"} and config.label2id == {"bad": 0, "good": 1}
     assert config.problem_type == "single_label_classification"
-    reloaded, _ = build_with_new_head(tmp_path / "ours", ScoreHead(2, pad_id=PAD))
+    reloaded, _ = build_with_new_head(tmp_path / "ours", ScoreHead(2, pad_token_id=PAD))
     assert reloaded.config["id2label"] == {"0": "bad", "1": "good"} and reloaded.new_head is None
 
 
@@ -183,16 +183,16 @@ def test_existing_head_must_match_its_use(tmp_path: Path) -> None:
     folder = save(build_classifier(SHAPES["llama3.2"], 3, False), tmp_path / "there")
     source = HFCheckpoint.open(folder, "there")
     with pytest.raises(UserError, match="there: "):
-        with_score_head(source, ScoreHead(1, pad_id=PAD))
+        with_score_head(source, ScoreHead(1, pad_token_id=PAD))
     with pytest.raises(UserError, match="there: "):
         require_language_model(source)
     with pytest.raises(UserError, match="language model"):
         build.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"))
     model, _ = build.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"), allow_score_head=True)
-    assert model.spec.score == ScoreHead(3, pad_id=PAD)
+    assert model.spec.score == ScoreHead(3, pad_token_id=PAD)
     other = HFCheckpoint.open(make_checkpoint(tmp_path / "granite", "granite"), "granite")
     with pytest.raises(UserError, match="granite"):
-        with_score_head(other, ScoreHead(1, pad_id=PAD))
+        with_score_head(other, ScoreHead(1, pad_token_id=PAD))
     rewrite_config(folder, lambda c: c | {"architectures": ["LlamaForCausalLM"]})
     with pytest.raises(UserError, match=r"score\.weight"):
         load_model(folder)

@@ -2,8 +2,8 @@
 
 import transformers
 
-from tests.checkpoints import SHAPES
-from tests.parity import measure_adapter_parity, measure_parity
+from tests.helpers.random_checkpoints import SHAPES
+from tests.helpers.transformers_parity import measure_adapter_parity, measure_parity
 from tunekit.adapters.config import LoRAConfig
 from tunekit.models.families.registry import FAMILIES
 

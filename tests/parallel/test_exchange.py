@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.parallel.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from tunekit.distributed.collectives import (
     MeshDim,
     ReplicatedRegion,
@@ -65,7 +65,7 @@ def check_reduce_scatter(mesh_dim: MeshDim) -> None:
 
 def check_column_gather(mesh_dim: MeshDim) -> None:
     """Gather of columns of uneven sizes."""
-    vocab_shard = VocabShard(mesh_dim, mesh_dim.even(7))
+    vocab_shard = VocabShard(mesh_dim, mesh_dim.split_sizes(7))
     assert vocab_shard.sizes == (3, 2, 2) and vocab_shard.total == 7 and vocab_shard.start == [0, 3, 5][mesh_dim.index]
     full_tensor, weight = random_tensor(1, 5, 7), random_tensor(2, 5, 7)
     local_slice = slice(vocab_shard.start, vocab_shard.start + vocab_shard.sizes[mesh_dim.index])
@@ -94,12 +94,12 @@ def check_sequence_parallel(mesh_dim: MeshDim) -> None:
     """Eleven tokens on three ranks: four each, padded, and all of them inside a layer."""
     tokens = random_tensor(1, 1, 11, 4)
     for region in (SequenceParallelRegion(mesh_dim), ReplicatedRegion(mesh_dim)):
-        local = region.keep(tokens)
+        local = region.local_tokens(tokens)
         assert_close(local[0], F.pad(tokens[0], (0, 0, 0, 1))[4 * mesh_dim.index : 4 * mesh_dim.index + 4])
         assert_close(region.enter(local, torch.Size((1, 11))), tokens)
         assert region.enter(local).shape == (1, 12, 4)
-    assert_close(SequenceParallelRegion(mesh_dim).leave(tokens * (mesh_dim.index + 1)), region.keep(tokens) * 6)
-    assert_close(ReplicatedRegion(mesh_dim).leave(tokens), region.keep(tokens))
+    assert_close(SequenceParallelRegion(mesh_dim).leave(tokens * (mesh_dim.index + 1)), region.local_tokens(tokens) * 6)
+    assert_close(ReplicatedRegion(mesh_dim).leave(tokens), region.local_tokens(tokens))
 
 
 def check_all() -> None:

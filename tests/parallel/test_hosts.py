@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.outcome import CommandResult
-from tests.parallel.beads import ToyLauncher, has_exited
-from tests.waiting import wait_until
+from tests.helpers.command_result import CommandResult
+from tests.helpers.toy_launcher import ToyLauncher, has_exited
+from tests.helpers.wait import wait_until
 from tunekit.distributed.rendezvous import Seat, Wire, disagreement
 
 pytestmark = pytest.mark.multi

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.parallel.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.multi
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.beads import ToyLauncher
+from tests.helpers.toy_launcher import ToyLauncher
 from tunekit.distributed.slurm import SlurmJob
 from tunekit.errors import UserError
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.beads import ToyLauncher, has_exited
-from tests.waiting import wait_until
+from tests.helpers.toy_launcher import ToyLauncher, has_exited
+from tests.helpers.wait import wait_until
 
 pytestmark = pytest.mark.multi
 MANY_STEPS = "steps=1000"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.beads import ToyLauncher, has_exited
+from tests.helpers.toy_launcher import ToyLauncher, has_exited
+from tests.helpers.wait import wait_until
 from tests.parallel.test_cut import ALL_REDUCE_RECIPE
-from tests.waiting import wait_until
 from tunekit.distributed import heartbeat, worker_env
 from tunekit.distributed.heartbeat import (
     Heartbeat,

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.parallel.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from tunekit.cli import recipe_loader
 from tunekit.config import load
 from tunekit.data.dataloader import prefetch

@@ -273,8 +273,8 @@ def test_step_count_matches_a_run(tmp_path: Path) -> None:
     file.write_text("".join(f'{{"text": "{"word " * 20}"}}\n' for _ in range(90)))
 
     class Config:
-        def __init__(self, **said: object) -> None:
-            vars(self).update({"global_batch_size": 4, "epochs": 2, "max_steps": None, **said})
+        def __init__(self, **options: object) -> None:
+            vars(self).update({"global_batch_size": 4, "epochs": 2, "max_steps": None, **options})
 
     mixture = Mixture(
         (MixtureMember(TextDataset(str(file))), MixtureMember(TextDataset(str(file)), max_samples_per_epoch=10))

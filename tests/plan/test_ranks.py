@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tests.helpers.optimizer_step import step_optimizer
-from tests.parallel.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.plan.workloads import build_workload, make_checkpoint
 from tunekit import build
 from tunekit.distributed.context import DistributedContext

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.outcome import CommandResult
+from tests.helpers.command_result import CommandResult
 from tunekit import assets
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.evaluation import own
-from tests.parallel.ranks import run_ranks
-from tests.recipes.asks import evaluate_and_generate
+from tests.evaluation import harness_tasks
+from tests.helpers.ranks import run_ranks
 from tests.recipes.conftest import addition_rows
+from tests.recipes.inference_runs import evaluate_and_generate
 from tunekit.data.datasets import ChatDataset
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.generation.generate import SamplingConfig
@@ -31,7 +31,11 @@ def test_two_ranks_give_the_answers_of_one(memorized_run: Path, tmp_path: Path) 
     prompts = tuple(f"What is {n} plus {n * n}?" for n in range(1, 8))
     data = ChatDataset(str(rows), max_length=64)
     options = {"sampling": sampling, "precision": precision, "batch_size": 2, "device": "cpu"}
-    task_options = {"tasks": ("nano/facts", *own.TASKS), "include_path": str(own.write(tmp_path)), "limit": 7}
+    task_options = {
+        "tasks": ("nano/facts", *harness_tasks.TASKS),
+        "include_path": str(harness_tasks.write(tmp_path)),
+        "limit": 7,
+    }
     evaluate_cfg = evaluate.EvaluateConfig(model=str(memorized_run), data=data, **task_options, **options)
     generate_cfg = generate.GenerateConfig(model=str(memorized_run), prompts=prompts, **options)
     single_path, multi_path = tmp_path / "one", tmp_path / "two"

@@ -25,7 +25,7 @@ def replace_once(source: str, old: str, new: str) -> str:
 @pytest.fixture
 def recipe(workspace) -> Path:
     """`my_sft.py` with a weight penalty, a metric, an average of the weights, and a key."""
-    assert workspace.tune("cp", "sft", "my_sft.py").code == 0
+    assert workspace.run_tune("cp", "sft", "my_sft.py").code == 0
     path = workspace.folder / "my_sft.py"
     source = path.read_text("utf-8")
     first_line = "        loss = cfg.loss(model, batch.to(dist.device)) / num_targets\n"
@@ -53,8 +53,8 @@ def read_metrics(directory: Path) -> list[dict]:
 
 
 def test_custom_recipe_changes_loss_metrics_and_result(workspace, recipe: Path) -> None:
-    assert workspace.tune("run", "sft", "sft.yaml", "output_dir=plain").code == 0
-    done = workspace.tune("run", "my_sft.py", "sft.yaml", "output_dir=custom", "ema_decay=0.5")
+    assert workspace.run_tune("run", "sft", "sft.yaml", "output_dir=plain").code == 0
+    done = workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=custom", "ema_decay=0.5")
     assert done.code == 0, done.err
     plain, custom = (read_metrics(workspace.folder / name) for name in ("plain", "custom"))
     steps = [line for line in custom if "loss" in line]
@@ -74,20 +74,20 @@ def stop_at(recipe: Path, step: int) -> str:
 
 
 def test_average_of_weights_survives_a_stop(workspace, recipe: Path) -> None:
-    assert workspace.tune("run", "my_sft.py", "sft.yaml", "output_dir=whole").code == 0
+    assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=whole").code == 0
     for step in (2, 4):
         source = stop_at(recipe, step)
-        assert workspace.tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed").code != 0
+        assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed").code != 0
         recipe.write_text(source, "utf-8")
-    assert workspace.tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed").code == 0
+    assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed").code == 0
     whole, resumed = (load_file(workspace.folder / name / "final/model.safetensors") for name in ("whole", "resumed"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_state_of_another_recipe_is_refused(workspace, recipe: Path) -> None:
     source = stop_at(recipe, 2)
-    assert workspace.tune("run", "my_sft.py", "sft.yaml").code != 0
+    assert workspace.run_tune("run", "my_sft.py", "sft.yaml").code != 0
     recipe.write_text(replace_once(source, "throughput=throughput, ema=ema,", "throughput=throughput,"), "utf-8")
-    done = workspace.tune("run", "my_sft.py", "sft.yaml")
+    done = workspace.run_tune("run", "my_sft.py", "sft.yaml")
     assert done.code == 2
     assert "ema" in done.err and "--overwrite" in done.err

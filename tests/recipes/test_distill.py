@@ -174,7 +174,7 @@ def test_invalid_configs_are_one_line_errors(distill_workspace) -> None:
         (Path("begun") / name).touch()
     for args, message in {
         ("teacher.model=other",): "has another vocabulary than the student",
-        ("teacher.model=nowhere/else/here",): "teacher.model: no such folder",
+        ("teacher.model=nowhere/else/here",): "teacher.model: nowhere/else/here: ",
         ("teacher.model=begun",): "teacher.model: begun: this run has not ended",
         (*STORED, *ON_POLICY): "on_policy.lmbda",
         (*STORED, "data.streaming=true"): "teacher: rows of a stream",

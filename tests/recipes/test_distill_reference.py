@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-from tests.checkpoints import (
+from tests.helpers.random_checkpoints import (
     FP32,
     load_inference_model,
     load_transformers_model,
@@ -20,7 +20,7 @@ from tests.checkpoints import (
     random_tokens,
     relative_error,
 )
-from tests.recipes.stepwise import (
+from tests.recipes.trl_comparison import (
     BATCH,
     PROPORTIONAL_ADAMW,
     SHARED_OPTIONS,

@@ -41,7 +41,7 @@ def run_evaluate(workspace, memorized_run, rows):
     (workspace.folder / "evaluate.yaml").write_text("\n".join(lines))
 
     def call(*args):
-        result = workspace.tune("run", "evaluate", "evaluate.yaml", *args)
+        result = workspace.run_tune("run", "evaluate", "evaluate.yaml", *args)
         assert result.code == 0, result.err
         assert result.err == "", "no progress bar without a terminal"
         report = json.loads((workspace.folder / "found/figures.json").read_text())
@@ -123,7 +123,7 @@ def test_adapter_is_evaluated_on_its_base(run_evaluate, workspace):
         "max_steps=4",
         "output_dir=lora",
     )
-    assert workspace.tune("run", "sft", "sft.yaml", *args).code == 0
+    assert workspace.run_tune("run", "sft", "sft.yaml", *args).code == 0
     before, after = run_evaluate("model=lora")[1]
     assert after["loss"] < before["loss"]
     assert run_evaluate("model=lora/final")[1][1]["loss"] == after["loss"]
@@ -149,7 +149,7 @@ def test_config_errors_are_reported_before_weights_are_read(
     run_evaluate, workspace, memorized_run, make_model, tmp_path, monkeypatch
 ):
     def tune(*args):
-        result = workspace.tune("run", "evaluate", "evaluate.yaml", *args)
+        result = workspace.run_tune("run", "evaluate", "evaluate.yaml", *args)
         assert result.code == 2
         return result.err
 

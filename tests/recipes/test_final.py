@@ -27,14 +27,14 @@ def corrupt_saved_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("args", [RUN, LORA], ids=["full", "lora"])
 def test_result_is_verified_and_has_a_card(workspace, args):
-    result = workspace.tune(*args)
+    result = workspace.run_tune(*args)
     assert result.code == 0
     assert "verified: " in result.err
     final = workspace.folder / "out/final"
     assert {"README.md", "curves.png", "verification.json", "tokenizer.json"} <= {path.name for path in final.iterdir()}
     verification = json.loads((final / "verification.json").read_text())
     assert verification["passed"] is True
-    last = workspace.numbers("out")[-1]
+    last = workspace.deterministic_metrics("out")[-1]
     assert last == {
         "step": 6,
         "verify/max_logit_diff": verification["largest"],
@@ -46,7 +46,7 @@ def test_result_is_verified_and_has_a_card(workspace, args):
 @pytest.mark.parametrize("args", [RUN, LORA], ids=["full", "lora"])
 def test_failed_verification_is_an_error_and_keeps_the_files(workspace, args, monkeypatch):
     corrupt_saved_weights(monkeypatch)
-    result = workspace.tune(*args)
+    result = workspace.run_tune(*args)
     final = workspace.folder / "out/final"
     assert result.code == 2
     line = result.err.splitlines()[-1]
@@ -56,22 +56,22 @@ def test_failed_verification_is_an_error_and_keeps_the_files(workspace, args, mo
     assert (final / "complete").is_file(), "files are kept for inspection"
     assert json.loads((final / "verification.json").read_text())["passed"] is False
     assert "**failed**" in (final / "README.md").read_text()
-    assert workspace.numbers("out")[-1]["verify/max_logit_diff"] > 0
-    second = workspace.tune(*args)
+    assert workspace.deterministic_metrics("out")[-1]["verify/max_logit_diff"] > 0
+    second = workspace.run_tune(*args)
     assert second.code == 2, "the error is repeated"
     assert second.err.splitlines()[-1] == line
 
 
 def test_run_interrupted_after_its_last_step_completes(workspace, monkeypatch):
-    assert workspace.tune(*RUN, "output_dir=whole").code == 0
+    assert workspace.run_tune(*RUN, "output_dir=whole").code == 0
 
     def cut(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr("tunekit.publishing.model_card.write_model_card", cut)
-        assert workspace.tune(*RUN).code == 130
+        assert workspace.run_tune(*RUN).code == 130
     assert not (workspace.folder / "out/final").exists()
-    assert "verify/mean_logit_diff" in workspace.numbers("out")[-1]
-    assert workspace.tune(*RUN).code == 0
-    assert workspace.same("whole", "out")
+    assert "verify/mean_logit_diff" in workspace.deterministic_metrics("out")[-1]
+    assert workspace.run_tune(*RUN).code == 0
+    assert workspace.is_same_run("whole", "out")

@@ -20,7 +20,7 @@ def run_generate(workspace, memorized_run):
     (workspace.folder / "generate.yaml").write_text("\n".join(lines))
 
     def call(*args):
-        result = workspace.tune("run", "generate", "generate.yaml", "output_path=new/answers.jsonl", *args)
+        result = workspace.run_tune("run", "generate", "generate.yaml", "output_path=new/answers.jsonl", *args)
         assert result.code == 0, result.err
         assert result.err == "", "no progress bar without a terminal"
         rows = [json.loads(line) for line in (workspace.folder / "new/answers.jsonl").read_text().splitlines()]
@@ -68,7 +68,7 @@ def test_prompts_are_read_from_a_file(run_generate, workspace):
 
 def test_answers_are_printed_without_an_output_path(workspace, run_generate):
     run_generate()
-    result = workspace.tune("run", "generate", "generate.yaml", f"prompts={json.dumps(PROMPTS[:1])}")
+    result = workspace.run_tune("run", "generate", "generate.yaml", f"prompts={json.dumps(PROMPTS[:1])}")
     assert result.out == "> What is 1 plus 1?\nIt is 2!\n\n"
 
 

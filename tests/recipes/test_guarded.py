@@ -61,7 +61,7 @@ def test_nan_stops_the_run_with_its_rows(workspace, monkeypatch, immediate):
         return rows
 
     monkeypatch.setattr(MapDataLoader, "document_indices", record_rows)
-    assert workspace.tune(*RUN, "max_steps=6", "output_dir=good").code == 0
+    assert workspace.run_tune(*RUN, "max_steps=6", "output_dir=good").code == 0
     scale_loss(monkeypatch, float("nan"), 6)
     if not immediate:
         create = StepGuard.__init__
@@ -71,7 +71,7 @@ def test_nan_stops_the_run_with_its_rows(workspace, monkeypatch, immediate):
             guard.reads_now = False
 
         monkeypatch.setattr(StepGuard, "__init__", create_with_late_reads)
-    result = workspace.tune(*RUN, "log_every=4")
+    result = workspace.run_tune(*RUN, "log_every=4")
     assert result.code == 2
     (error,) = [line for line in result.err.splitlines() if line.startswith("error: ")]
     assert "step 7: the loss is nan" in error
@@ -86,7 +86,7 @@ def test_nan_stops_the_run_with_its_rows(workspace, monkeypatch, immediate):
     }
     assert atomic.find_corrupt_file(state) is None
     # The user resumes with another setting.
-    result = workspace.tune(*RUN, "log_every=4", "step_guard.on_nan=skip")
+    result = workspace.run_tune(*RUN, "log_every=4", "step_guard.on_nan=skip")
     assert result.code == 0, result.err
     assert "step 7: the loss is nan" in result.err
     assert "it moves no weight" in result.err
@@ -94,11 +94,11 @@ def test_nan_stops_the_run_with_its_rows(workspace, monkeypatch, immediate):
 
 def test_skipped_step_does_not_change_weights(workspace, monkeypatch):
     scale_loss(monkeypatch, float("inf"), 5)
-    result = workspace.tune(*RUN, "max_steps=6", "step_guard.on_nan=skip", "lr_scheduler=constant")
+    result = workspace.run_tune(*RUN, "max_steps=6", "step_guard.on_nan=skip", "lr_scheduler=constant")
     assert result.code == 0, result.err
-    line = next(line for line in workspace.numbers("out") if line["step"] == 6)
+    line = next(line for line in workspace.deterministic_metrics("out") if line["step"] == 6)
     assert (line["loss"], line["grad_norm"]) == (None, None)
-    assert workspace.tune(*RUN, "max_steps=5", "lr_scheduler=constant", "output_dir=five").code == 0
+    assert workspace.run_tune(*RUN, "max_steps=5", "lr_scheduler=constant", "output_dir=five").code == 0
     a, b = workspace.tensors("out"), workspace.tensors("five")
     assert a
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -121,20 +121,20 @@ def test_skipped_rows_are_not_repeated_or_replaced(workspace, monkeypatch, optio
     )
     args = (*RUN, data, "max_steps=null", "epochs=7", "global_batch_size=3", "save_every=1", *options)
     monkeypatch.setattr(sft, "forward_backward", record)
-    assert workspace.tune(*args, "output_dir=good").code == 0
+    assert workspace.run_tune(*args, "output_dir=good").code == 0
     expected, steps[:] = [*steps], []
     assert len(expected) == 14 and [len(rows) for rows in expected] == [3, 1] * 7
     if options:
         scale_loss(monkeypatch, float("inf"), 5, 6)
-    result = workspace.tune(*args)
+    result = workspace.run_tune(*args)
     assert result.code == 0 and result.err.count("it moves no weight") == 2 * len(options), result.err
     unbroken, steps[:] = [*steps], []
     for step in (6, 7):
         with monkeypatch.context() as stops:
             stop_after(stops, step)
-            assert workspace.tune(*args, f"output_dir=broken{step}").code == 143
-        assert workspace.tune(*args, f"output_dir=broken{step}").code == 0
-        assert workspace.same(f"broken{step}", "out")
+            assert workspace.run_tune(*args, f"output_dir=broken{step}").code == 143
+        assert workspace.run_tune(*args, f"output_dir=broken{step}").code == 0
+        assert workspace.is_same_run(f"broken{step}", "out")
     assert steps == [*unbroken, *unbroken]
     marked = [number for number, (a, b) in enumerate(zip(unbroken, expected, strict=True)) if a != b]
     assert marked == [5, 6] * len(options)  # whose first token is a mark
@@ -145,23 +145,23 @@ def test_rollback_skips_the_rows_of_a_spike(workspace, monkeypatch):
     """The result is that of a run without these rows, also if it is stopped and resumed."""
     with pytest.MonkeyPatch.context() as patch:
         skip_rows(patch, 9, 2)
-        assert workspace.tune(*RUN, "output_dir=without").code == 0
+        assert workspace.run_tune(*RUN, "output_dir=without").code == 0
     scale_loss(monkeypatch, 1000.0, 10)
-    result = workspace.tune(*RUN, *ROLLBACK)
+    result = workspace.run_tune(*RUN, *ROLLBACK)
     assert result.code == 0, result.err
     assert "times the median of the last 8 steps" in result.err
     assert "back to step 9" in result.err
-    assert workspace.same("out", "without")
+    assert workspace.is_same_run("out", "without")
     stop_after(monkeypatch, 12)
-    assert workspace.tune(*RUN, *ROLLBACK, "output_dir=broken").code == 143
-    assert workspace.tune(*RUN, *ROLLBACK, "output_dir=broken").code == 0
-    assert workspace.same("broken", "without")
+    assert workspace.run_tune(*RUN, *ROLLBACK, "output_dir=broken").code == 143
+    assert workspace.run_tune(*RUN, *ROLLBACK, "output_dir=broken").code == 0
+    assert workspace.is_same_run("broken", "without")
 
 
 def test_rollbacks_are_limited(workspace, monkeypatch):
     """Without a saved state the run rolls back to step 0. It stops after max_interventions."""
     scale_loss(monkeypatch, 1000.0, 8, 17, 26)
-    result = workspace.tune(*RUN, *ROLLBACK, "save_every=20", "step_guard.max_interventions=2")
+    result = workspace.run_tune(*RUN, *ROLLBACK, "save_every=20", "step_guard.max_interventions=2")
     assert result.code == 2
     assert result.err.count("back to step 0") == 2
     assert "2 rollbacks" in result.err
@@ -169,10 +169,10 @@ def test_rollbacks_are_limited(workspace, monkeypatch):
 
 def test_incompatible_options_are_refused(workspace):
     in_bwd = ("memory.optimizer_in_bwd=true", "max_grad_norm=0", "micro_batch_size=4")
-    result = workspace.tune(*RUN, *in_bwd, "step_guard.on_nan=skip")
+    result = workspace.run_tune(*RUN, *in_bwd, "step_guard.on_nan=skip")
     assert result.code == 2
     assert "memory.optimizer_in_bwd" in result.err
-    assert workspace.tune(*RUN, *in_bwd, "max_steps=2").code == 0
-    assert workspace.tune(*RUN, "step_guard.on_nan=ignore", "max_steps=1", "output_dir=off").code == 0
+    assert workspace.run_tune(*RUN, *in_bwd, "max_steps=2").code == 0
+    assert workspace.run_tune(*RUN, "step_guard.on_nan=ignore", "max_steps=1", "output_dir=off").code == 0
     for override in ("step_guard.spike_factor=1", "step_guard.spike_window=2", "step_guard.max_interventions=0"):
-        assert workspace.tune(*RUN, override).code == 2
+        assert workspace.run_tune(*RUN, override).code == 2

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.checkpoints import load_model, make_batch, make_checkpoint, random_tokens
 from tests.helpers.optimizer_step import step_optimizer
+from tests.helpers.random_checkpoints import load_model, make_batch, make_checkpoint, random_tokens
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.data.datasets import TextDataset
 from tunekit.distributed.context import DistributedContext

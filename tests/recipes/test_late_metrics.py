@@ -33,11 +33,11 @@ def read_late(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["validation", "every second step", "patience", "forgetting"],
 )
 def test_metric_lines_are_the_same(workspace, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...]) -> None:
-    assert workspace.tune(*RUN, *args, "output_dir=near").code == 0
+    assert workspace.run_tune(*RUN, *args, "output_dir=near").code == 0
     read_late(monkeypatch)
-    result = workspace.tune(*RUN, *args, "output_dir=far")
+    result = workspace.run_tune(*RUN, *args, "output_dir=far")
     assert result.code == 0, result.err
-    assert workspace.same("far", "near")
+    assert workspace.is_same_run("far", "near")
 
 
 @pytest.mark.parametrize("log_every", [1, 2, 5])
@@ -46,27 +46,29 @@ def test_nan_stops_at_the_same_step(workspace, monkeypatch: pytest.MonkeyPatch, 
     """Steps count from 0; the last step is included."""
     args = (*RUN, "eval_data=null", f"log_every={log_every}", "save_every=2")
     scale_loss(monkeypatch, float("nan"), bad)
-    on_time = workspace.tune(*args, "output_dir=near")
+    on_time = workspace.run_tune(*args, "output_dir=near")
     read_late(monkeypatch)
-    late = workspace.tune(*args, "output_dir=far")
+    late = workspace.run_tune(*args, "output_dir=far")
     assert on_time.code == late.code == 2
     for result in (on_time, late):
         assert f"step {bad + 1}: the loss is nan" in result.err
-    assert workspace.numbers("far") == workspace.numbers("near")
-    assert [line["step"] for line in workspace.numbers("far")] == list(range(log_every, bad + 1, log_every))
+    assert workspace.deterministic_metrics("far") == workspace.deterministic_metrics("near")
+    assert [line["step"] for line in workspace.deterministic_metrics("far")] == list(
+        range(log_every, bad + 1, log_every)
+    )
     states = [{path.name for path in (workspace.folder / out / "state").iterdir()} for out in ("far", "near")]
     assert states[0] == states[1]
 
 
 def test_stopped_run_resumes(workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert workspace.tune(*RUN, "output_dir=near").code == 0
+    assert workspace.run_tune(*RUN, "output_dir=near").code == 0
     read_late(monkeypatch)
     with monkeypatch.context() as stops:
         stop_after(stops, 3)
-        assert workspace.tune(*RUN, "output_dir=far").code == 143
-    assert [line["step"] for line in workspace.numbers("far") if "loss" in line] == [1, 2, 3]
-    assert workspace.tune(*RUN, "output_dir=far").code == 0
-    assert workspace.same("far", "near")
+        assert workspace.run_tune(*RUN, "output_dir=far").code == 143
+    assert [line["step"] for line in workspace.deterministic_metrics("far") if "loss" in line] == [1, 2, 3]
+    assert workspace.run_tune(*RUN, "output_dir=far").code == 0
+    assert workspace.is_same_run("far", "near")
 
 
 def test_rollback_leaves_the_same_lines(workspace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +81,7 @@ def test_rollback_leaves_the_same_lines(workspace, monkeypatch: pytest.MonkeyPat
         "step_guard.on_spike=rollback",
     )
     scale_loss(monkeypatch, 1000.0, 10)
-    assert workspace.tune(*args, "output_dir=near").code == 0
+    assert workspace.run_tune(*args, "output_dir=near").code == 0
     read_late(monkeypatch)
-    assert workspace.tune(*args, "output_dir=far").code == 0
-    assert workspace.same("far", "near")
+    assert workspace.run_tune(*args, "output_dir=far").code == 0
+    assert workspace.is_same_run("far", "near")

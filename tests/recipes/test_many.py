@@ -9,8 +9,15 @@ import time
 
 import pytest
 
-from tests.recipes.kills import KILLS_VARIABLE, SEED_VARIABLE, SIZE_VARIABLE, int_from_env, kill_repeatedly, worker_pids
-from tests.waiting import TIMEOUT_SECONDS, wait_until
+from tests.helpers.wait import TIMEOUT_SECONDS, wait_until
+from tests.recipes.kill_ranks import (
+    KILLS_VARIABLE,
+    SEED_VARIABLE,
+    SIZE_VARIABLE,
+    int_from_env,
+    kill_repeatedly,
+    worker_pids,
+)
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 RUN = ("run", "sft", "sft.yaml", "adapter={kind: lora, rank: 4, dropout: 0.3}", "max_steps=8", "eval_every=4")
@@ -54,7 +61,7 @@ def test_ranks_killed_at_random_moments_do_not_change_the_result(workspace):
         code, err = finish(process, TIMEOUT_SECONDS + count)
         assert code == 0, err
         assert err.count("was killed by SIGKILL") == err.count("starting again") == kills, err
-        assert workspace.same("unbroken", out)
+        assert workspace.is_same_run("unbroken", out)
         left, runs = left - kills, runs + 1
         print(f"{count - left} kills in {runs} runs, seed {seed}")
 

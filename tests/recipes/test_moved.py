@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.parallel.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.recipes.conftest import addition_rows
-from tests.recipes.moved import RunSegment, run_segments
+from tests.recipes.run_segments import RunSegment, run_segments
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.loggers.metric_logger import read_metrics
 

@@ -16,14 +16,14 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.kto_config import KTOConfig
 from trl.trainer.kto_trainer import KTOTrainer
 
-from tests.checkpoints import (
+from tests.helpers.random_checkpoints import (
     load_inference_model,
     load_transformers_model,
     make_checkpoint,
     random_tokens,
     relative_error,
 )
-from tests.recipes.stepwise import (
+from tests.recipes.trl_comparison import (
     BATCH,
     PROPORTIONAL_ADAMW,
     SHARED_OPTIONS,

@@ -26,7 +26,7 @@ def preset(workspace, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_training_from_scratch_saves_model_and_tokenizer(workspace, preset: Path) -> None:
-    result = workspace.tune(*RUN, NANO_TOKENIZER, "init=random", "output_dir=one")
+    result = workspace.run_tune(*RUN, NANO_TOKENIZER, "init=random", "output_dir=one")
     assert result.code == 0, result.err
     final, nano = workspace.folder / "one/final", assets.MODELS["tunekit/nano"]
     assert (final / WEIGHTS).is_file()
@@ -42,10 +42,10 @@ def test_training_from_scratch_saves_model_and_tokenizer(workspace, preset: Path
 
 def test_adapter_is_saved_with_its_tokenizer(workspace, preset: Path) -> None:
     adapter = "adapter={kind: lora, rank: 2, alpha: 4}"
-    result = workspace.tune(*RUN, NANO_TOKENIZER, "init=random", "output_dir=two", adapter)
+    result = workspace.run_tune(*RUN, NANO_TOKENIZER, "init=random", "output_dir=two", adapter)
     assert result.code == 2
     assert "init: random" in result.err
-    result = workspace.tune(*RUN, NANO_TOKENIZER, f"model={workspace.model}", "output_dir=two", adapter)
+    result = workspace.run_tune(*RUN, NANO_TOKENIZER, f"model={workspace.model}", "output_dir=two", adapter)
     assert result.code == 0, result.err
     names = {file.name for file in (workspace.folder / "two/final").iterdir()}
     assert {"adapter_config.json", "tokenizer.json", "chat_template.jinja"} <= names
@@ -61,7 +61,7 @@ def test_adapter_is_saved_with_its_tokenizer(workspace, preset: Path) -> None:
 def test_missing_weights_and_tokenizers_are_one_line_errors(
     args: tuple[str, ...], expected: str, workspace, preset: Path
 ) -> None:
-    result = workspace.tune(*RUN, *args, "output_dir=three")
+    result = workspace.run_tune(*RUN, *args, "output_dir=three")
     assert result.code == 2
     assert expected in result.err
     assert len(result.err.strip().splitlines()) <= 2, result.err
@@ -70,6 +70,6 @@ def test_missing_weights_and_tokenizers_are_one_line_errors(
 def test_tokenizer_larger_than_the_model_is_an_error(workspace, preset: Path) -> None:
     config = preset / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 20}))
-    result = workspace.tune(*RUN, NANO_TOKENIZER, "init=random", "output_dir=three")
+    result = workspace.run_tune(*RUN, NANO_TOKENIZER, "init=random", "output_dir=three")
     assert result.code == 2
     assert "tokenizer" in result.err

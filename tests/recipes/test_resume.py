@@ -66,10 +66,10 @@ def test_sigkill_at_any_moment_does_not_change_the_result(workspace, method):
         if start_and_kill(workspace, out, (*args, f"output_dir={out}"), MOMENTS[kills], seconds, rng):
             kills += 1
         else:
-            assert workspace.same("out", out)
+            assert workspace.is_same_run("out", out)
             runs += 1
     run_and_time(workspace, *args, f"output_dir={out}")
-    assert workspace.same("out", out)
+    assert workspace.is_same_run("out", out)
 
 
 def stop_after(monkeypatch, step):
@@ -100,79 +100,79 @@ OPTIMIZERS = {
 )
 def test_stopped_run_resumes_bit_exactly_with_each_optimizer(workspace, monkeypatch, optimizer, adapter):
     args = (*RUN, f"adapter={adapter}", *OPTIMIZERS[optimizer])
-    assert workspace.tune(*args).code == 0
-    first, *_, last = [line["loss"] for line in workspace.numbers("out") if "loss" in line]
+    assert workspace.run_tune(*args).code == 0
+    first, *_, last = [line["loss"] for line in workspace.deterministic_metrics("out") if "loss" in line]
     assert last < first
     stop_after(monkeypatch, 3)
-    assert workspace.tune(*args, "output_dir=broken").code == 143
-    assert workspace.tune(*args, "output_dir=broken").code == 0
-    assert workspace.same("out", "broken")
+    assert workspace.run_tune(*args, "output_dir=broken").code == 143
+    assert workspace.run_tune(*args, "output_dir=broken").code == 0
+    assert workspace.is_same_run("out", "broken")
 
 
 def test_optimizer_in_bwd_gives_the_same_result(workspace):
     args = ("optimizer={kind: adamw, lr: 1e-2}", *IN_BACKWARD[:2])
-    assert workspace.tune(*RUN, *args).code == 0
-    assert workspace.tune(*RUN, *args, IN_BACKWARD[2], "output_dir=early").code == 0
-    assert workspace.same("out", "early")
+    assert workspace.run_tune(*RUN, *args).code == 0
+    assert workspace.run_tune(*RUN, *args, IN_BACKWARD[2], "output_dir=early").code == 0
+    assert workspace.is_same_run("out", "early")
 
 
 def test_patience_is_restored(workspace, monkeypatch):
     """The run is stopped between the two evaluations without improvement that end it."""
     args = (*RUN, "optimizer.lr=0.5", "max_steps=20", "eval_every=1", "early_stopping_patience=2")
-    assert workspace.tune(*args).code == 0
-    last_step = workspace.numbers("out")[-1]["step"]
+    assert workspace.run_tune(*args).code == 0
+    last_step = workspace.deterministic_metrics("out")[-1]["step"]
     assert 2 < last_step < 20
     stop_after(monkeypatch, last_step - 1)
-    assert workspace.tune(*args, "output_dir=broken").code == 143
-    assert workspace.tune(*args, "output_dir=broken").code == 0
-    assert workspace.same("out", "broken")
-    assert workspace.tune(*args, "output_dir=broken").code == 0, "a run that was stopped early is finished"
-    assert workspace.same("out", "broken")
+    assert workspace.run_tune(*args, "output_dir=broken").code == 143
+    assert workspace.run_tune(*args, "output_dir=broken").code == 0
+    assert workspace.is_same_run("out", "broken")
+    assert workspace.run_tune(*args, "output_dir=broken").code == 0, "a run that was stopped early is finished"
+    assert workspace.is_same_run("out", "broken")
 
 
 def test_finished_run_does_nothing(workspace, monkeypatch):
-    assert workspace.tune(*RUN).code == 0
+    assert workspace.run_tune(*RUN).code == 0
     files = {path: path.stat().st_mtime_ns for path in (workspace.folder / "out").rglob("*.safetensors")}
-    numbers = workspace.numbers("out")
+    numbers = workspace.deterministic_metrics("out")
     monkeypatch.setattr(MetricLogger, "log_step", None)
-    second = workspace.tune(*RUN)
+    second = workspace.run_tune(*RUN)
     assert second.code == 0
     assert "nothing is left to do" in second.err
     assert files == {path: path.stat().st_mtime_ns for path in (workspace.folder / "out").rglob("*.safetensors")}
-    assert numbers == workspace.numbers("out")
+    assert numbers == workspace.deterministic_metrics("out")
 
 
 def test_overwrite_starts_over(workspace):
-    assert workspace.tune(*RUN, "seed=1").code == 0
-    assert workspace.tune(*RUN, "output_dir=other").code == 0
-    assert not workspace.same("out", "other")
+    assert workspace.run_tune(*RUN, "seed=1").code == 0
+    assert workspace.run_tune(*RUN, "output_dir=other").code == 0
+    assert not workspace.is_same_run("out", "other")
     notes = workspace.folder / "out" / "notes.txt"
     notes.write_text("mine")
-    assert workspace.tune(*RUN, "--overwrite").code == 0
-    assert workspace.same("out", "other")
+    assert workspace.run_tune(*RUN, "--overwrite").code == 0
+    assert workspace.is_same_run("out", "other")
     assert notes.read_text() == "mine"
 
 
 def test_overwrite_erases_nothing_before_inputs_are_checked(workspace):
-    assert workspace.tune(*RUN).code == 0
+    assert workspace.run_tune(*RUN).code == 0
     files = (path for path in (workspace.folder / "out").rglob("*") if path.is_file() and path.name != ".lock")
     before = {path: path.read_bytes() for path in files}
     (workspace.folder / "bad.jsonl").write_text('{"messages": 3}\n')
-    refused = workspace.tune(*RUN, "--overwrite", "data.source=bad.jsonl")
+    refused = workspace.run_tune(*RUN, "--overwrite", "data.source=bad.jsonl")
     assert refused.code == 2 and "bad.jsonl" in refused.err
     assert {path: path.read_bytes() for path in before} == before
-    assert workspace.tune(*RUN).code == 0
+    assert workspace.run_tune(*RUN).code == 0
 
 
 def test_different_config_is_refused_with_the_key(workspace, monkeypatch):
     stop_after(monkeypatch, 2)
-    assert workspace.tune(*RUN).code == 143
+    assert workspace.run_tune(*RUN).code == 143
     for override, key in [
         ("seed=5", "seed: 0"),
         ("optimizer.lr=0.5", "optimizer.lr"),
         ("max_steps=9", "max_steps"),
     ]:
-        refused = workspace.tune(*RUN, override)
+        refused = workspace.run_tune(*RUN, override)
         assert refused.code == 2
         assert key in refused.err
         assert "--overwrite" in refused.err
@@ -181,45 +181,47 @@ def test_different_config_is_refused_with_the_key(workspace, monkeypatch):
 
 
 @pytest.mark.parametrize(("args", "hint"), [
-    ((), "model=out/final and another output_dir="),
-    (("adapter=lora", "optimizer.lr=1e-2"), "adapter.adapter_path=out/final and another output_dir="),
-    (("init=random",), "model=out/final init=pretrained and another output_dir="),
+    ((), "model=out/final and another output_dir"),
+    (("adapter=lora", "optimizer.lr=1e-2"), "adapter.adapter_path=out/final and another output_dir"),
+    (("init=random",), "model=out/final init=pretrained and another output_dir"),
 ])  # fmt: skip
 def test_more_steps_of_a_finished_run_require_a_new_run(workspace, args, hint):
-    assert workspace.tune(*RUN, *args).code == 0
-    refused = workspace.tune(*RUN, *args, "max_steps=9")
+    assert workspace.run_tune(*RUN, *args).code == 0
+    refused = workspace.run_tune(*RUN, *args, "max_steps=9")
     assert refused.code == 2 and refused.err.count("\n") == 1
     assert refused.err.startswith("error: out") and hint in refused.err
-    keys = hint.removesuffix(" and another output_dir=").split()
-    assert workspace.tune(*RUN, *args, *keys, "max_steps=1", "output_dir=more").code == 0
-    before, after = ([x["eval/loss"] for x in workspace.numbers(out) if "eval/loss" in x] for out in ("out", "more"))
+    keys = hint.removesuffix(" and another output_dir").split()
+    assert workspace.run_tune(*RUN, *args, *keys, "max_steps=1", "output_dir=more").code == 0
+    before, after = (
+        [x["eval/loss"] for x in workspace.deterministic_metrics(out) if "eval/loss" in x] for out in ("out", "more")
+    )
     assert after[0] == pytest.approx(before[-1], rel=1e-4) and before[0] != pytest.approx(before[-1], rel=1e-3)
 
 
 def test_finished_pissa_run_must_be_merged_first(workspace):
     args = "adapter=lora", "adapter.init=pissa"
-    assert workspace.tune(*RUN, *args).code == 0
-    refused = workspace.tune(*RUN, *args, "max_steps=9")
-    assert f"`tune merge {workspace.model} out/final OUT`, then model=OUT and another output_dir=" in refused.err
-    assert workspace.tune("merge", str(workspace.model), "out/final", "merged").code == 0
-    assert workspace.tune(*RUN, *args, "model=merged", "output_dir=more").code == 0
+    assert workspace.run_tune(*RUN, *args).code == 0
+    refused = workspace.run_tune(*RUN, *args, "max_steps=9")
+    assert f"`tune merge {workspace.model} out/final OUT`, then model=OUT and another output_dir" in refused.err
+    assert workspace.run_tune("merge", str(workspace.model), "out/final", "merged").code == 0
+    assert workspace.run_tune(*RUN, *args, "model=merged", "output_dir=more").code == 0
 
 
 def test_options_without_effect_on_the_result_may_change(workspace, monkeypatch):
-    assert workspace.tune(*RUN, "output_dir=unbroken").code == 0
+    assert workspace.run_tune(*RUN, "output_dir=unbroken").code == 0
     stop_after(monkeypatch, 2)
-    assert workspace.tune(*RUN).code == 143
+    assert workspace.run_tune(*RUN).code == 143
     (workspace.folder / "out").rename(workspace.folder / "moved")
-    assert workspace.tune(*RUN, "output_dir=moved", "save_every=100", "save_total_limit=3", "log_every=1").code == 0
-    assert workspace.same("unbroken", "moved")
+    assert workspace.run_tune(*RUN, "output_dir=moved", "save_every=100", "save_total_limit=3", "log_every=1").code == 0
+    assert workspace.is_same_run("unbroken", "moved")
 
 
 def test_evaluation_does_not_change_training(workspace):
     """Neither evaluating nor saving uses random numbers or changes weights."""
     lora = (*RUN, "adapter={kind: lora, dropout: 0.3}")
-    assert workspace.tune(*lora).code == 0
-    assert workspace.tune(*lora, "eval_data=null", "save_every=100", "output_dir=plain").code == 0
-    without_eval, with_eval = workspace.numbers("plain"), workspace.numbers("out")
+    assert workspace.run_tune(*lora).code == 0
+    assert workspace.run_tune(*lora, "eval_data=null", "save_every=100", "output_dir=plain").code == 0
+    without_eval, with_eval = workspace.deterministic_metrics("plain"), workspace.deterministic_metrics("out")
     assert [line for line in without_eval if "loss" in line] == [line for line in with_eval if "loss" in line]
     assert [line["step"] for line in with_eval if "eval/loss" in line] == [0, 3, 6], "before the first step too"
     assert not [line for line in without_eval if "eval/loss" in line]

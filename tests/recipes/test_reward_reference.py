@@ -13,8 +13,8 @@ import transformers
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
 
-from tests.checkpoints import make_checkpoint, relative_error
-from tests.recipes.stepwise import (
+from tests.helpers.random_checkpoints import make_checkpoint, relative_error
+from tests.recipes.trl_comparison import (
     BATCH,
     SHARED_OPTIONS,
     STEPS,

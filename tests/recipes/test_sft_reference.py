@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from tests.checkpoints import (
+from tests.helpers.random_checkpoints import (
     FP32,
     load_inference_model,
     load_model,
@@ -18,7 +18,7 @@ from tests.checkpoints import (
     random_tokens,
     relative_error,
 )
-from tests.recipes.stepwise import make_text_generator, open_full_steps, step_metrics, write_rows
+from tests.recipes.trl_comparison import make_text_generator, open_full_steps, step_metrics, write_rows
 from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
 from tunekit.checkpoint import atomic, final_checkpoint
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.waiting import TIMEOUT_SECONDS, wait_until
+from tests.helpers.wait import TIMEOUT_SECONDS, wait_until
 
 RUN = ("run", "sft", "sft.yaml")
 LONG = (*RUN, "max_steps=60", "save_every=100", "eval_every=100")
@@ -40,14 +40,16 @@ def test_signal_saves_and_the_same_command_resumes(workspace, number):
     assert process.exitcode == 128 + number
     last = workspace.log.splitlines()[-1]
     states = [path.name for path in (workspace.folder / "out/state").iterdir()]
-    assert states == [f"{workspace.numbers('out')[-1]['step']:08d}"], "the state of the last step is saved"
+    assert states == [f"{workspace.deterministic_metrics('out')[-1]['step']:08d}"], (
+        "the state of the last step is saved"
+    )
     assert last.startswith(f"stopped by {number.name} after step {int(states[0])} of 60")
     assert "same command" in last
     assert "Traceback" not in workspace.log
     assert not (workspace.folder / "out/final").exists()
-    assert workspace.tune(*LONG).code == 0
-    assert workspace.tune(*LONG, "output_dir=unbroken").code == 0
-    assert workspace.same("out", "unbroken")
+    assert workspace.run_tune(*LONG).code == 0
+    assert workspace.run_tune(*LONG, "output_dir=unbroken").code == 0
+    assert workspace.is_same_run("out", "unbroken")
 
 
 def test_second_signal_ends_immediately(workspace):

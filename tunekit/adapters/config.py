@@ -14,7 +14,7 @@ from tunekit.devices import fork_rng
 from tunekit.distributed.sharding import copy_to_shard, shard_slice, unsharded
 from tunekit.errors import FieldError, UserError
 from tunekit.kernels.grouped_mm import grouped_mm
-from tunekit.kernels.lora import CACHED, LoRAWeights, lora_linear, lora_row_norms
+from tunekit.kernels.lora import CPU_CHUNK_SIZE, LoRAWeights, lora_linear, lora_row_norms
 from tunekit.models.decoder import Decoder
 from tunekit.models.linear import Embedding, GroupedLinear, Linear
 from tunekit.models.weight_init import named_generator
@@ -372,7 +372,7 @@ def adapter_tensors(layer: Layer) -> dict[str, Tensor]:
 @torch.no_grad()
 def row_norms(layer: Linear, shapes: Mapping[str, Shape]) -> Tensor:
     """Norms (out,) of the rows of a weight, in fp32, of which no more than some are there at a time."""
-    found = torch.cat([rows.norm(dim=1) for rows in layer.iter_fp32_rows(max(1, CACHED // layer.in_features))])
+    found = torch.cat([rows.norm(dim=1) for rows in layer.iter_fp32_rows(max(1, CPU_CHUNK_SIZE // layer.in_features))])
     return gather_row_shards(layer, combine_column_shards(layer, found), shapes)
 
 

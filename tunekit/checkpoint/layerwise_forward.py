@@ -139,7 +139,7 @@ def hidden_states(model: Decoder, rows: Sequence[Sequence[int]], device: torch.d
     lengths = torch.tensor([len(row) for row in rows], device=device)
     is_token = torch.arange(longest, device=device) < lengths[:, None]
     with eval_mode(model):
-        return model(tokens, read=lambda states, _: states[is_token])
+        return model(tokens, head_fn=lambda states, _: states[is_token])
 
 
 @torch.no_grad()

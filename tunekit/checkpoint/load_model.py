@@ -116,7 +116,7 @@ def count_non_finite(tensor: Tensor) -> int:
 def warn_non_finite(counts: Mapping[tuple[str, Offset], int], source: HFCheckpoint) -> None:
     """Warn about non-finite weights in a checkpoint."""
     name, *other_names = sorted({name for name, _ in counts}, key=[*source.tensors].index)
-    location = f"{name}{f' and {len(other_names)} other_names tensors' if other_names else ''}"
+    location = f"{name}{f' and {len(other_names)} more tensors' if other_names else ''}"
     message = f"warning: {source.tensors[name].file}: {sum(counts.values())} weights are NaN or Inf, in {location}"
     tqdm.write(message, file=sys.stderr)
 

@@ -86,13 +86,13 @@ class ChoiceRegistry:
         return [cls for cls in self.own if issubclass(cls, bases)]
 
     def default_kind(self, slot: FieldSlot) -> str | None:
-        """The kind that is meant when none is named: the slot's default, an only one, or what says `usual`."""
+        """The kind that is meant when none is named: the slot's default, an only one, or the one with `is_default`."""
         kinds = self.kinds(slot)
         for kind, cls in kinds.items():
             if type(slot.default) is cls:
                 return kind
         known = _known(slot)
-        usual = known if len(known) == 1 else [cls for cls in known if vars(cls).get("usual")]
+        usual = known if len(known) == 1 else [cls for cls in known if vars(cls).get("is_default")]
         return kind_name(usual[0]) if usual else None
 
     def single(self, slot: FieldSlot) -> FieldSlot | None:
@@ -111,10 +111,10 @@ class ChoiceRegistry:
         return node.value
 
     def kept(self, slot: FieldSlot, old: Any, new: Any) -> set[str]:
-        """The keys that stay where another kind is named: none, or all that it knows in place of a kind that is `open`,
-        which leaves it to others to tell which it is."""
+        """Keys that are kept if an override names another kind: none, or those that the new kind has if the old kind has
+        `accepts_any_key`."""
         cls = self.kinds(slot).get(old)
-        found = cls is not None and any(vars(base).get("open") for base in cls.__mro__)
+        found = cls is not None and any(vars(base).get("accepts_any_key") for base in cls.__mro__)
         return set(self.inside(slot, new)) if found else set()
 
     def inside(self, slot: FieldSlot, kind: Any) -> dict[str, FieldSlot]:

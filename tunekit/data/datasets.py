@@ -129,7 +129,7 @@ class DatasetConfig(DataConfig):
         raise NotImplementedError
 
     def encode_rows(self, tokenizer: Tokenizer, rows: Sequence[Row | BadRow]) -> list[EncodedRow]:
-        """Result of each row: documents, [] if it is dropped as too long, a BadRow, or None if a transform removes it."""
+        """Result of each row: documents, [] if dropped as too long, a BadRow, or None if a transform removes it."""
         rendered = [self.render_row(tokenizer, row) for row in rows]
         texts = [text for result in rendered if isinstance(result, list) for text in result]
         documents = iter(tokenize.tokenize_texts(tokenizer, texts))
@@ -170,7 +170,7 @@ class DatasetConfig(DataConfig):
             limited = [self.limit_length(text, document) for text, document in zip(texts, documents, strict=True)]
         except UserError as error:
             return BadRow(row.where, str(error))
-        return [document for parts in limited for document in parts] if all(limited) else []
+        return [document for windows in limited for document in windows] if all(limited) else []
 
     def limit_length(self, text: MaskedText, document: Document) -> list[Document]:
         """Truncate, drop, or split a document. Windows of plain text overlap by one token, others by half."""
@@ -341,7 +341,7 @@ class TextDataset(EosTokenMixin):
 class DetectedDataset(TextOrChatMixin):
     """Rows whose format is detected from their columns."""
 
-    open: ClassVar = True  # another kind keeps the keys that are set here
+    accepts_any_key: ClassVar[bool] = True  # another kind keeps the keys that are set here
     candidates: ClassVar[tuple[type[DatasetConfig], ...]]  # supported formats
     expected_columns: ClassVar[str]  # remedy for rows of other formats
     rules: ClassVar[tuple[FormatRule, ...]] = ()  # tried before the common rules
@@ -383,7 +383,7 @@ class AutoDataset(DetectedDataset):
     """
 
     kind: ClassVar[str] = "auto"
-    usual: ClassVar = True
+    is_default: ClassVar[bool] = True
     candidates: ClassVar[tuple[type[DatasetConfig], ...]] = (
         ChatDataset,
         ShareGPTDataset,
@@ -492,6 +492,6 @@ def get_answer(fields: Fields, name: str, option: str) -> Any:
 def to_number(value: Any, name: str) -> float:
     """Number of a column; true is 1 and false is 0. Raise UserError for other types, NaN, and Inf."""
     if not isinstance(value, int | float) or not math.isfinite(value):
-        shown = repr(value) if isinstance(value, float) else json_type(value)
-        raise UserError(f"{name}: must be a number, got {shown}")
+        received = repr(value) if isinstance(value, float) else json_type(value)
+        raise UserError(f"{name}: must be a number, got {received}")
     return float(value)

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def format_user_code_error(error: Exception, *configs: object) -> str | None:
-    """Format an exception with the line of user code that raised it; None if the code is not of a class of `configs`."""
+    """Exception with the line of user code that raised it; None if no class of `configs` is from that code."""
     modules = {cls.__module__ for config in configs for cls in type(config).__mro__}
     user_modules = {name for name in modules if name != "builtins" and not name.startswith("tunekit.")}
     frames = traceback.walk_tb(error.__traceback__)

@@ -1,9 +1,9 @@
-"""Texts as tokens, by pieces that come again and again: words, mostly. Many times as fast as the tokenizer alone.
+"""Fast tokenization with a cache of the token ids of text pieces, mostly words. Many times faster than the tokenizer.
 
-A piece ends only where the tokenizer itself ends one, whatever stands around: at a special token, before a space
-between two visible characters, and behind a line break between a visible character and an ASCII letter. That a
-tokenizer does so is not taken on trust: `Pieces.of` tries it with characters of every kind on both sides, and texts are
-compared, the first ones all and later ones now and then.
+Pieces end only where the tokenizer itself splits text, regardless of context: at a special token, before a space
+between two visible characters, and after a line break between a visible character and an ASCII letter. This is
+verified: `TokenCache.from_model` tests the split points with characters of all kinds on both sides, and the results are
+compared with those of the tokenizer, for all of the first texts and for a sample of the later ones.
 """
 
 import json
@@ -18,22 +18,22 @@ import tokenizers
 
 from tunekit.errors import UserError
 
-TRIED = 64  # texts that are also encoded whole, and compared
-SELDOM = 100  # one character in so many is also encoded whole later: some 5 % of the time
-MOST, LONGEST = 2**17, 64  # pieces that are remembered, and the characters of one
-# The space before a word, the line break before a line: what stands around is looked at only where there is one.
+NUM_VERIFIED = 64  # first texts that are also encoded by the tokenizer, and compared
+VERIFY_INTERVAL = 100  # later, one in this many characters is verified: about 5 % of the time
+MAX_PIECES, MAX_PIECE_CHARS = 2**17, 64  # cached pieces; characters of a cached piece
+# The space before a word, the line break before a line. The context is in lookarounds, which only run on a match.
 WORD = re.compile(r" (?<=[!-~\w] )(?=[!-~\w])")
 LINE = re.compile(r"\n(?<=[!-~\w]\n)(?=[A-Za-z])")
-# Characters of every kind that tokenizers tell apart: what is visible in ASCII, and of other scripts.
+# Characters of all kinds that tokenizers distinguish: visible ASCII, and other scripts.
 ASCII = "".join(map(chr, range(0x21, 0x7F)))
 LETTERS = "éßØǅªʰжЖαΩאعहกあカー中한𝒜𐐀𠀀ﬁ٣९²½Ⅷ"
-KINDS = "aZsé\u0301中😀7٣.'-(_> \n\r\t\u3000\u200b।€"
-FEW = "a.\n"
+CHAR_KINDS = "aZsé\u0301中😀7٣.'-(_> \n\r\t\u3000\u200b।€"
+COMMON_CHARS = "a.\n"
 LEFT, RIGHT, LINED = "aZs7.'-(_>é中", ("a", "Z", "é", "7", ".", "'s", "re"), ("a", "Z", "s", "t", "re")
 
 
 class TokenizerEncoding(Protocol):
-    """What is asked of a text that has become tokens, as the tokenizers library calls it."""
+    """Tokens of a text, with the interface of `tokenizers.Encoding`."""
 
     @property
     def ids(self) -> Sequence[int] | np.ndarray: ...
@@ -46,185 +46,196 @@ class TokenizerEncoding(Protocol):
 
 
 class TextPiece(NamedTuple):
-    """A piece of `size` tokens, and how many characters and tokens of its text stand before it."""
+    """A piece of `size` tokens, and its start in the text in characters and in tokens."""
 
     text: str
     size: int
-    chars: int
-    tokens: int
+    char_start: int
+    token_start: int
 
 
 class PiecewiseEncoding:
-    """A text in parts, whose pieces are encoded one by one. Where characters lie is found where it is asked."""
+    """Encoding of a text in segments (lines and special tokens) of pieces. Offsets are only computed when needed."""
 
-    def __init__(self, pieces: "TokenCache", parts: list[str], ids: list[bytes]) -> None:
-        self.pieces, self.parts = pieces, parts
+    def __init__(self, cache: "TokenCache", segments: list[str], ids: list[bytes]) -> None:
+        self.cache, self.segments = cache, segments
         self.ids = np.frombuffer(b"".join(ids), np.int32)
-        self.starts = [0, *accumulate(map(len, parts))]
-        self.firsts = [size // self.ids.itemsize for size in accumulate(map(len, ids), initial=0)]
+        self.char_starts = [0, *accumulate(map(len, segments))]
+        self.token_starts = [size // self.ids.itemsize for size in accumulate(map(len, ids), initial=0)]
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def char_to_token(self, char_pos: int) -> int | None:
-        if char_pos >= self.starts[-1]:
+        """Token of a character."""
+        if char_pos >= self.char_starts[-1]:
             return None
-        part = bisect_right(self.starts, char_pos) - 1
-        if self.single(part):
-            return self.firsts[part]
-        piece = next(piece for piece in self.walk(part) if char_pos < piece.chars + len(piece.text))
-        found = self.pieces.whole(piece.text).char_to_token(char_pos - piece.chars)
-        return None if found is None else found + piece.tokens
+        segment = bisect_right(self.char_starts, char_pos) - 1
+        if self.is_single_token(segment):
+            return self.token_starts[segment]
+        piece = next(p for p in self.iter_pieces(segment) if char_pos < p.char_start + len(p.text))
+        token = self.cache.encode_piece(piece.text).char_to_token(char_pos - piece.char_start)
+        return None if token is None else token + piece.token_start
 
     def token_to_chars(self, token_index: int) -> tuple[int, int] | None:
-        part = bisect_right(self.firsts, token_index) - 1
-        if self.single(part):
-            return self.starts[part], self.starts[part + 1]
-        piece = next(piece for piece in self.walk(part) if token_index < piece.tokens + piece.size)
-        found = self.pieces.whole(piece.text).token_to_chars(token_index - piece.tokens)
-        return None if found is None else (found[0] + piece.chars, found[1] + piece.chars)
+        """Start and end characters of a token."""
+        segment = bisect_right(self.token_starts, token_index) - 1
+        if self.is_single_token(segment):
+            return self.char_starts[segment], self.char_starts[segment + 1]
+        piece = next(p for p in self.iter_pieces(segment) if token_index < p.token_start + p.size)
+        chars = self.cache.encode_piece(piece.text).token_to_chars(token_index - piece.token_start)
+        return None if chars is None else (chars[0] + piece.char_start, chars[1] + piece.char_start)
 
-    def single(self, part: int) -> bool:
-        """Whether a part is one token, as special ones are; beyond ASCII, some of its characters may be none's."""
-        return self.firsts[part + 1] - self.firsts[part] == 1 and self.parts[part].isascii()
+    def is_single_token(self, segment: int) -> bool:
+        """Whether a segment is one ASCII token, such as a special token. Others may have characters of no token."""
+        return self.token_starts[segment + 1] - self.token_starts[segment] == 1 and self.segments[segment].isascii()
 
-    def walk(self, part: int) -> Iterator[TextPiece]:
-        """The pieces of a part, from its first on: what is asked lies at one of its ends, mostly at this one."""
-        text, begin, tokens = self.parts[part], 0, self.firsts[part]
+    def iter_pieces(self, segment: int) -> Iterator[TextPiece]:
+        """Pieces of a segment. Queries are mostly for its first ones."""
+        text, start, token_start = self.segments[segment], 0, self.token_starts[segment]
         for end in chain((space.start() for space in WORD.finditer(text)), [len(text)]):
-            piece = text[begin:end]
-            yield TextPiece(piece, size := self.pieces.size(piece), self.starts[part] + begin, tokens)
-            begin, tokens = end, tokens + size
+            piece = text[start:end]
+            yield TextPiece(piece, size := self.cache.num_tokens(piece), self.char_starts[segment] + start, token_start)
+            start, token_start = end, token_start + size
 
 
 class TokenCache:
-    """Encodes texts by pieces; whole, once that has given something else.
+    """Encodes texts by pieces, or with the tokenizer after a comparison of both has failed.
 
-    What is known are the ids of parts that are one piece, and else of the heads that begin a part, of the tails that
-    end one and of the words between; the last two without their space. They have come about at ends of pieces, so a
-    part that falls at its spaces into these has such ends there.
+    There are four tables of token ids: of segments that are one piece, of first pieces of a segment, of middle pieces,
+    and of last pieces; middle and last pieces are stored without their leading space. All of them were split at valid
+    split points, so a segment whose parts between spaces are in the tables has these split points.
     """
 
     def __init__(self, model: tokenizers.Tokenizer, special: Sequence[str]) -> None:
-        longest = sorted(special, key=len, reverse=True)
-        self.model, self.special = model, re.compile(f"({'|'.join(map(re.escape, longest)) or '(?!)'})")
+        longest_first = sorted(special, key=len, reverse=True)
+        self.model, self.special = model, re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self.tables: tuple[dict[str, bytes], ...] = ({}, {}, {}, {})
-        self.alone, self.heads, self.words, self.tails = self.tables
-        self.asked: dict[str, tokenizers.Encoding] = {}
-        self.asked_size = 0  # characters
-        self.tried, self.same = 0, True
-        self.calls = self.since = 0  # characters that were not compared
+        self.single_pieces, self.first_pieces, self.middle_pieces, self.last_pieces = self.tables
+        self.encodings: dict[str, tokenizers.Encoding] = {}
+        self.encoding_chars = 0
+        self.num_verified, self.is_valid = 0, True
+        self.num_calls = self.unverified_chars = 0
 
     @staticmethod
-    def of(model: tokenizers.Tokenizer) -> "TokenCache | None":
-        """None for a tokenizer that looks over the ends of pieces, or may do so."""
-        told = json.loads(model.to_str())
-        added = told["added_tokens"]
+    def from_model(model: tokenizers.Tokenizer) -> "TokenCache | None":
+        """Cache for a tokenizer; None if the tokenizer may split text differently depending on context."""
+        config = json.loads(model.to_str())
+        added = config["added_tokens"]
         strips = any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added)
-        spaced = any(not token["content"] or any(map(str.isspace, token["content"])) for token in added)
-        normal = told["normalizer"] is None or told["normalizer"]["type"] == "NFC"
-        words = told["model"].get("type") == "BPE" and not told["model"].get("dropout")
-        if strips or spaced or not normal or not words or model.pre_tokenizer is None or not divides(model):
+        has_space = any(not token["content"] or any(map(str.isspace, token["content"])) for token in added)
+        keeps_text = config["normalizer"] is None or config["normalizer"]["type"] == "NFC"
+        is_bpe = config["model"].get("type") == "BPE" and not config["model"].get("dropout")
+        if strips or has_space or not keeps_text or not is_bpe or model.pre_tokenizer is None:
+            return None
+        if not splits_at_pieces(model):
             return None
         return TokenCache(model, [token["content"] for token in added if not token["normalized"]])
 
     def encode(self, texts: Sequence[str]) -> Sequence[TokenizerEncoding]:
         """Tokens of each text."""
-        if not self.same:
+        if not self.is_valid:
             return self.model.encode_batch(list(texts), add_special_tokens=False)
-        found = [self.pieced(text) for text in texts]
-        if self.tried < TRIED:
-            self.tried += len(texts)
-            whole = self.model.encode_batch(list(texts), add_special_tokens=False)
-            self.same = all(one.ids.tolist() == other.ids for one, other in zip(found, whole, strict=True))
-            return whole
-        self.watch(texts, found)
-        return found
+        encodings = [self.encode_pieces(text) for text in texts]
+        if self.num_verified < NUM_VERIFIED:
+            self.num_verified += len(texts)
+            expected = self.model.encode_batch(list(texts), add_special_tokens=False)
+            self.is_valid = all(a.ids.tolist() == b.ids for a, b in zip(encodings, expected, strict=True))
+            return expected
+        self.verify_sample(texts, encodings)
+        return encodings
 
-    def watch(self, texts: Sequence[str], found: Sequence[PiecewiseEncoding]) -> None:
-        """Compare a text now and then. What was given before cannot be taken back, so a difference is an error."""
-        self.calls, self.since = self.calls + 1, self.since + sum(map(len, texts))
+    def verify_sample(self, texts: Sequence[str], encodings: Sequence[PiecewiseEncoding]) -> None:
+        """Compare a text from time to time. Earlier results cannot be changed, so a difference is an error."""
+        self.num_calls, self.unverified_chars = self.num_calls + 1, self.unverified_chars + sum(map(len, texts))
         if not texts:
             return
-        at = self.calls % len(texts)
-        if self.since < SELDOM * len(texts[at]):
+        i = self.num_calls % len(texts)
+        if self.unverified_chars < VERIFY_INTERVAL * len(texts[i]):
             return
-        self.since = 0
-        if self.model.encode(texts[at], add_special_tokens=False).ids != found[at].ids.tolist():
+        self.unverified_chars = 0
+        if self.model.encode(texts[i], add_special_tokens=False).ids != encodings[i].ids.tolist():
             raise UserError(
-                f"the tokenizer reads words of a text that begins with {texts[at][:40]!r} otherwise alone than in it; "
-                "set `num_proc: 0`, which encodes each row whole"
+                f"the tokenizer splits words depending on context, in the text that begins with {texts[i][:40]!r}. "
+                "Set `num_proc: 0`, which disables the token cache"
             )
 
-    def pieced(self, text: str) -> PiecewiseEncoding:
-        parts = [line for part in self.special.split(text) if part for line in lines(part)]
-        alone = self.alone.get
-        return PiecewiseEncoding(self, parts, [alone(part) or self.known(part) or self.learnt(part) for part in parts])
+    def encode_pieces(self, text: str) -> PiecewiseEncoding:
+        """Encode a text by segments and pieces."""
+        segments = [line for part in self.special.split(text) if part for line in split_lines(part)]
+        single = self.single_pieces.get
+        ids = [single(segment) or self.cached_ids(segment) or self.add_segment(segment) for segment in segments]
+        return PiecewiseEncoding(self, segments, ids)
 
-    def known(self, part: str) -> bytes | None:
-        """The ids of a part of several pieces. None if one is not known, or if a space in it is no end of a piece."""
-        head, *words = part.split(" ")
+    def cached_ids(self, segment: str) -> bytes | None:
+        """Ids of a segment of several pieces; None if one is not cached, or if a space in it is no split point."""
+        first, *words = segment.split(" ")
         try:
-            return b"".join([self.heads[head], *map(self.words.__getitem__, words[:-1]), self.tails[words[-1]]])
+            middle = map(self.middle_pieces.__getitem__, words[:-1])
+            return b"".join([self.first_pieces[first], *middle, self.last_pieces[words[-1]]])
         except LookupError:
             return None
 
-    def learnt(self, part: str) -> bytes:
-        """The ids of a part, of which all pieces are known from then on."""
-        names = WORD.split(part)
-        texts = [names[0], *(f" {name}" for name in names[1:])]
-        tables = [self.heads, *[self.words] * (len(names) - 2), self.tails] if len(names) > 1 else [self.alone]
-        ids = [table.get(name) for table, name in zip(tables, names, strict=True)]
-        new = [at for at, found in enumerate(ids) if found is None]
-        encodings = self.model.encode_batch([texts[at] for at in new], add_special_tokens=False) if new else []
-        for at, encoding in zip(new, encodings, strict=True):
-            ids[at] = found = np.array(encoding.ids, np.int32).tobytes()
-            if len(names[at]) <= LONGEST:
-                tables[at][names[at]] = found
-        if sum(map(len, self.tables)) > MOST:
+    def add_segment(self, segment: str) -> bytes:
+        """Encode a segment, and add its pieces to the cache."""
+        keys = WORD.split(segment)
+        texts = [keys[0], *(f" {key}" for key in keys[1:])]
+        tables = [self.single_pieces]
+        if len(keys) > 1:
+            tables = [self.first_pieces, *[self.middle_pieces] * (len(keys) - 2), self.last_pieces]
+        ids = [table.get(key) for table, key in zip(tables, keys, strict=True)]
+        missing = [i for i, piece_ids in enumerate(ids) if piece_ids is None]
+        encodings = self.model.encode_batch([texts[i] for i in missing], add_special_tokens=False) if missing else []
+        for i, encoding in zip(missing, encodings, strict=True):
+            ids[i] = piece_ids = np.array(encoding.ids, np.int32).tobytes()
+            if len(keys[i]) <= MAX_PIECE_CHARS:
+                tables[i][keys[i]] = piece_ids
+        if sum(map(len, self.tables)) > MAX_PIECES:
             for table in self.tables:
                 table.clear()
         return b"".join(filter(None, ids))
 
-    def size(self, piece: str) -> int:
-        """How many tokens a piece is."""
-        known = self.words.get(piece[1:]) if piece[0] == " " else self.heads.get(piece)
-        return len(self.whole(piece)) if known is None else len(known) // 4
+    def num_tokens(self, piece: str) -> int:
+        """Number of tokens of a piece."""
+        ids = self.middle_pieces.get(piece[1:]) if piece[0] == " " else self.first_pieces.get(piece)
+        return len(self.encode_piece(piece)) if ids is None else len(ids) // 4
 
-    def whole(self, piece: str) -> tokenizers.Encoding:
-        """A piece with its characters."""
-        if piece not in self.asked:
-            # Bounded by their characters: in Chinese a whole message is one piece, of some 100 bytes a token.
-            if self.asked_size > MOST:
-                self.asked.clear()
-                self.asked_size = 0
-            self.asked_size += len(piece)
-            self.asked[piece] = self.model.encode(piece, add_special_tokens=False)
-        return self.asked[piece]
-
-
-def lines(part: str) -> list[str]:
-    """A part as its lines, if it is long."""
-    if len(part) <= LONGEST:
-        return [part]
-    *found, last = LINE.split(part)
-    return [*(f"{line}\n" for line in found), last]
+    def encode_piece(self, piece: str) -> tokenizers.Encoding:
+        """Encoding of a piece, with character offsets. Cached."""
+        if piece not in self.encodings:
+            # Limited by characters: in Chinese, a full message is one piece, with some 100 bytes per token.
+            if self.encoding_chars > MAX_PIECES:
+                self.encodings.clear()
+                self.encoding_chars = 0
+            self.encoding_chars += len(piece)
+            self.encodings[piece] = self.model.encode(piece, add_special_tokens=False)
+        return self.encodings[piece]
 
 
-def divides(model: tokenizers.Tokenizer) -> bool:
-    """Whether words are found on both sides of an end of a piece as if there were no other side."""
+def split_lines(text: str) -> list[str]:
+    """Split a long text into lines."""
+    if len(text) <= MAX_PIECE_CHARS:
+        return [text]
+    *lines, last = LINE.split(text)
+    return [*(f"{line}\n" for line in lines), last]
+
+
+def splits_at_pieces(model: tokenizers.Tokenizer) -> bool:
+    """Whether the pre-tokenizer splits both sides of a split point as if the other side did not exist."""
     assert model.pre_tokenizer is not None
-    words = model.pre_tokenizer.pre_tokenize_str
-    alone = {text: [word for word, _ in words(text)] for pair in sides() for text in pair}
-    return all([word for word, _ in words(left + right)] == alone[left] + alone[right] for left, right in sides())
+    split = model.pre_tokenizer.pre_tokenize_str
+    alone = {text: [word for word, _ in split(text)] for pair in split_point_samples() for text in pair}
+    return all(
+        [word for word, _ in split(left + right)] == alone[left] + alone[right] for left, right in split_point_samples()
+    )
 
 
-def sides() -> Iterator[tuple[str, str]]:
-    """Characters of every kind before and behind an end of a piece."""
+def split_point_samples() -> Iterator[tuple[str, str]]:
+    """Texts before and after a split point, with characters of all kinds."""
     for left, right in chain(product(ASCII, ASCII), product(LETTERS, RIGHT), product(LEFT, LETTERS)):
         yield left, f" {right}"
-    for before, behind in chain(product(KINDS, FEW), product(FEW, KINDS)):
+    for before, after in chain(product(CHAR_KINDS, COMMON_CHARS), product(COMMON_CHARS, CHAR_KINDS)):
         for left, right in product(LEFT, RIGHT):
-            yield before + left, f" {right}{behind}"
+            yield before + left, f" {right}{after}"
         for left, right in product(LEFT, LINED):
-            yield f"{before}{left}\n", right + behind
+            yield f"{before}{left}\n", right + after

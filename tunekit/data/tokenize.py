@@ -23,8 +23,8 @@ TrainOn = Literal["assistant", "last", "all", "per_message"] | tuple[Role, ...]
 class MaskedText(NamedTuple):
     """Text and the character spans of its target tokens.
 
-    `end_token` is the EOS token of plain text, to which the tokenizer's BOS token is added as well; None for text that a
-    chat template has rendered. `values` are the label or margin, or one label for each span (stepwise, without EOS).
+    `end_token` is the EOS token of plain text, which also gets the tokenizer's BOS token; None for text that a chat
+    template has rendered. `values` are the label or margin, or one label for each span (stepwise, without EOS).
     """
 
     text: str

@@ -105,7 +105,7 @@ class OnlineTeacherConfig(TeacherConfig):
     """Teacher model in memory, which runs in each step. Its logits are computed in chunks. The default kind."""
 
     kind: ClassVar[str] = "online"
-    usual: ClassVar = True
+    is_default: ClassVar[bool] = True
 
     top_k: int | None = None  # Teacher tokens kept per position; null: the full distribution
 
@@ -151,7 +151,7 @@ class OnlineTeacher(Teacher):
             return hidden[:0]
 
         with torch.no_grad():
-            self.model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
+            self.model(batch.tokens, batch.positions, batch.layout, head_fn=read, sharded=True)
         return results[0]
 
 
@@ -263,7 +263,7 @@ def check_top_k(top_k: int | None, num_ids: int | None = None, alternative: str 
 
 def num_ids_of_both(student: Tokenizer, vocab: int) -> int:
     """Number of token ids that a student with this tokenizer and a teacher with `vocab` ids both embed."""
-    return vocab if student.vocab is None else min(student.vocab, vocab)
+    return vocab if student.vocab_size is None else min(student.vocab_size, vocab)
 
 
 def num_common_ids(student: Decoder, teacher: Decoder) -> int:

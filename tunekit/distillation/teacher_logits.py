@@ -49,7 +49,7 @@ class TopKLogits:
             results.append(top_k_targets(hidden.flatten(0, 1), head, rows, self.top, self.temperature, self.ids))
             return hidden[:0]
 
-        model(batch.tokens, batch.positions, batch.layout, read=read)
+        model(batch.tokens, batch.positions, batch.layout, head_fn=read)
         return results[0]
 
 

@@ -80,7 +80,7 @@ def score_batch(
     model.eval()
     # FSDP gathers weights into buffers that a later training step may write to, which inference tensors do not allow.
     with torch.no_grad() if isinstance(model, FSDPModule) else torch.inference_mode():
-        logprobs, is_greedy = model(tokens, lengths=lengths, read=score_hidden).cpu()
+        logprobs, is_greedy = model(tokens, lengths=lengths, head_fn=score_hidden).cpu()
     scores = zip(logprobs.split(counts), is_greedy.split(counts), strict=True)
     return [LogLikelihood(float(logprob.sum()), bool(greedy.all())) for logprob, greedy in scores]
 

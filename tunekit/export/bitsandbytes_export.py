@@ -130,7 +130,7 @@ def packed_entries(name: str, shape: tuple[int, ...], dtype: torch.dtype, quanti
         f"{name}.quant_state.bitsandbytes__{quantization.kind}": ((STATE_BYTES,), torch.uint8),
     }
     if quantization.double_quant:
-        entries[f"{name}.nested_absmax"] = (-(-blocks // nf4.NESTED),), torch.float32
+        entries[f"{name}.nested_absmax"] = (-(-blocks // nf4.DOUBLE_QUANT_BLOCK),), torch.float32
         entries[f"{name}.nested_quant_map"] = (256,), torch.float32
     return entries
 
@@ -144,7 +144,7 @@ def quantize_weight(
     state |= {"dtype": str(dtype).removeprefix("torch."), "shape": list(weight.shape)}
     if quantization.double_quant:
         scales, outer = nf4.double_quantize(scales)
-        state |= {"nested_blocksize": nf4.NESTED, "nested_dtype": "float32", "nested_offset": outer[-1].item()}
+        state |= {"nested_blocksize": nf4.DOUBLE_QUANT_BLOCK, "nested_dtype": "float32", "nested_offset": outer[-1].item()}
         yield f"{name}.nested_absmax", outer[:-1]
         yield f"{name}.nested_quant_map", nf4.dynamic_map(weight.device)
     text = json.dumps(state).encode().ljust(STATE_BYTES)

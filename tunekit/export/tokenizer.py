@@ -10,7 +10,7 @@ from typing import Any
 
 from gguf import Keys, TokenType
 
-from tunekit.data.tokenizer import UNFINISHED, Tokenizer
+from tunekit.data.tokenizer import INCOMPLETE_CHAR, Tokenizer
 from tunekit.errors import UserError
 from tunekit.export.pretokenizer import PRE_TOKENIZERS, match_pretokenizer
 from tunekit.export.sentencepiece_bpe import SPACE, SPECIAL_TYPES
@@ -145,7 +145,7 @@ def build_test_texts(tokenizer: Tokenizer) -> list[str]:
     ids = [[i] for i in range(tokenizer.size)]
     token_texts = tokenizer.model.decode_batch(ids, skip_special_tokens=True)
     rows = ("".join(row) for row in product(SAMPLES, repeat=3))
-    return [*TEXTS, *rows, *(text for text in token_texts if text and UNFINISHED not in text)]
+    return [*TEXTS, *rows, *(text for text in token_texts if text and INCOMPLETE_CHAR not in text)]
 
 
 def special_token_texts(tokens: Sequence[str]) -> list[str]:

@@ -170,7 +170,7 @@ def prefill(model: Decoder, rows: Sequence[Sequence[int]], slots: int) -> tuple[
     def last(hidden: Tensor, head: nn.Module) -> Tensor:
         return head(hidden[torch.arange(len(rows), device=device), lengths - 1])
 
-    return model(tokens, cache=cache, read=last, lengths=lengths), cache
+    return model(tokens, cache=cache, head_fn=last, lengths=lengths), cache
 
 
 def never_stop(answer: Sequence[int]) -> bool:

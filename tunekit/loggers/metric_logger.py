@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from tunekit import devices
 from tunekit.data.dataloader.batch import Batch
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.kernels.device_to_host import HostCopy, read_lag
 
@@ -153,7 +154,7 @@ class MetricLogger:
     def __init__(  # noqa: PLR0913
         self,
         folder: Path,
-        run,
+        run: DistributedContext,
         num_steps: int,
         start: int = 0,
         resolved: Mapping | None = None,
@@ -164,10 +165,12 @@ class MetricLogger:
         self.log_every, self.run, self.total, self.start = log_every, run, num_steps, start
         self.counter = counter or ThroughputCounter(start)
         self.trackers = (
-            [open_tracker(tracker, folder, start, resolved or {}) for tracker in report_to] if run.is_main else []
+            [open_tracker(tracker, folder, start, resolved or {}) for tracker in report_to]
+            if run.is_main_process
+            else []
         )
-        self.file = open_metrics_file(folder / FILE, start) if run.is_main else None
-        self.terminal = TerminalLogger(num_steps, start, run.is_main)
+        self.file = open_metrics_file(folder / FILE, start) if run.is_main_process else None
+        self.terminal = TerminalLogger(num_steps, start, run.is_main_process)
         self.clock, self.compiled = time.perf_counter(), compile_seconds()
         self.mean_step_time = 0.0  # seconds per step, smoothed
         self.lag = read_lag(run.device)
@@ -215,7 +218,7 @@ class MetricLogger:
         stats = self.throughput(step)
         num_steps = max(1, step - self.counter.last_step)
         local = {"data_time": self.counter.data_time / num_steps} | memory_stats(self.run.device)
-        stats |= dict(zip(local, self.run.most(*local.values()), strict=True))
+        stats |= dict(zip(local, self.run.max_over_ranks(*local.values()), strict=True))
         return PendingLine(step, dict(metrics), copy, stats, self.mean_step_time * (self.total - step))
 
     def flush(self, last: float = math.inf) -> None:

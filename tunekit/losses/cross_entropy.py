@@ -38,7 +38,7 @@ class CrossEntropy:
         def read(hidden: Tensor, head: Head) -> Tensor:
             return linear_cross_entropy(hidden.flatten(0, 1), targets, head, self.chunk_loss(head), target_rows)
 
-        return model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
+        return model(batch.tokens, batch.positions, batch.layout, head_fn=read, sharded=True)
 
     def chunk_loss(self, head: Head) -> ChunkLoss:
         """Loss of a chunk of logits."""

@@ -43,7 +43,7 @@ class KLDivergenceLoss:
             metrics.append(sums)
             return loss
 
-        loss = model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
+        loss = model(batch.tokens, batch.positions, batch.layout, head_fn=read, sharded=True)
         return loss, dict(zip(METRICS, metrics[0].unbind(), strict=True))
 
     def mixture(self) -> KLMixture:
@@ -51,7 +51,7 @@ class KLDivergenceLoss:
 
     def make_mixture(self, *weights: float) -> KLMixture:
         """Mixture with the given weight and skew of KL(q || p), then weight and skew of KL(p || q)."""
-        return KLMixture(*weights, temperature=self.temperature, truth=1.0 - self.kd_ratio)
+        return KLMixture(*weights, temperature=self.temperature, ce_weight=1.0 - self.kd_ratio)
 
 
 @dataclass(frozen=True)

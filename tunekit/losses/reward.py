@@ -235,7 +235,7 @@ class ProcessReward(RewardLoss):
         def read(hidden: Tensor, head: Head) -> Tensor:
             return head(hidden.flatten(0, 1)[target_rows].float())
 
-        logits = model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
+        logits = model(batch.tokens, batch.positions, batch.layout, head_fn=read, sharded=True)
         num_correct = (logits.argmax(1) == labels).float().sum()
         loss = F.cross_entropy(logits, labels, reduction="sum")
         # CP ranks may hold different steps of these documents. All of them return the same sums.
@@ -260,7 +260,7 @@ def document_scores(model: Decoder, batch: Batch) -> Tensor:
         scores = head(hidden.flatten(0, 1)[rows].float())  # fp32 costs little for one token per document
         return scores.new_zeros(count, score.labels).index_add(0, doc_ids[rows], scores)
 
-    scores = model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
+    scores = model(batch.tokens, batch.positions, batch.layout, head_fn=read, sharded=True)
     return model.cp_sharding.all_reduce_sum(scores)
 
 

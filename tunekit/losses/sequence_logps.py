@@ -87,7 +87,7 @@ def sequence_logps(
         return values.new_zeros(3, len(desirable)).index_add(1, doc_ids[rows], values)
 
     inputs = batch.tokens, batch.positions, batch.layout
-    sums = model.cp_sharding.all_reduce_sum(model(*inputs, read=read, part=True))
+    sums = model.cp_sharding.all_reduce_sum(model(*inputs, head_fn=read, sharded=True))
     full_counts = sum_per_document(batch, (batch.full_targets != IGNORE).float()) if full else counts
     return SequenceLogps(sums[0], counts, sums[1].detach(), sums[2], full_counts, desirable, torch.zeros_like(counts))
 

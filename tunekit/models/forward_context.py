@@ -11,7 +11,7 @@ from torch import Tensor
 from tunekit.kernels import attention_gpu
 from tunekit.kernels.attention import AttentionParams, attention, attention_sharded
 from tunekit.kernels.attention_decode import CachePositions, attend_decode
-from tunekit.kernels.attention_gpu import ALIGNED, NARROWEST
+from tunekit.kernels.attention_gpu import HEAD_DIM_MULTIPLE, MIN_HEAD_DIM
 from tunekit.kernels.rope import RopeTables
 from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.kernels.shared_prefix import PrefixIndex, SharedPrefixKV
@@ -34,7 +34,7 @@ class LayerKVCache:
     def __init__(self, k: tuple[int, ...], v: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         width = max(k[-1], v[-1])
         if has_static_shapes(device):
-            width = max(NARROWEST, -(-width // ALIGNED) * ALIGNED)
+            width = max(MIN_HEAD_DIM, -(-width // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE)
         self.k = torch.zeros(*k[:-1], width, dtype=dtype, device=device)
         self.v = torch.zeros(*v[:-1], width, dtype=dtype, device=device)
 

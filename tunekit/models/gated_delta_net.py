@@ -105,7 +105,7 @@ class GatedDeltaNet(InitMixin):
         lengths = torch.full_like(qkv[:, 0, 0], qkv.shape[1], dtype=torch.long)
         lengths = lengths if context.lengths is None else context.lengths
         is_token = (torch.arange(qkv.shape[1], device=qkv.device) < lengths[:, None])[..., None]
-        mixed = short_convolution(qkv, self.conv1d.weight.squeeze(1), before=cache.tail)
+        mixed = short_convolution(qkv, self.conv1d.weight.squeeze(1), previous=cache.tail)
         y, cache.states = gated_delta_rule(
             *self.split_heads(mixed), decay * is_token, beta * is_token, state=cache.states
         )
@@ -115,7 +115,7 @@ class GatedDeltaNet(InitMixin):
 
     def decode(self, qkv: Tensor, decay: Tensor, beta: Tensor, context: ForwardContext, cache: DeltaState) -> Tensor:
         """Outputs of one token per row. Updates states in place, because a captured graph has fixed addresses."""
-        mixed = short_convolution(qkv, self.conv1d.weight.squeeze(1), before=cache.tail)
+        mixed = short_convolution(qkv, self.conv1d.weight.squeeze(1), previous=cache.tail)
         y, states = gated_delta_rule(*self.split_heads(mixed), decay, beta, state=cache.states)
         tail = torch.cat([cache.tail[:, 1:], qkv], dim=1)[:, : cache.tail.shape[1]]
         cache.states.copy_(states)

@@ -166,4 +166,4 @@ class DenseMoEFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         dense = self.dense_post_norm(self.dense(self.dense_norm(x)))
-        return dense + self.sparse_post_norm(self.sparse(self.sparse_norm(x), seen=x))
+        return dense + self.sparse_post_norm(self.sparse(self.sparse_norm(x), router_input=x))

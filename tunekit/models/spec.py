@@ -238,4 +238,4 @@ class DecoderSpec:
 
     def with_score_head(self, score: ScoreHead) -> "DecoderSpec":
         """This decoder with a classification head, without logit scaling, soft cap and tied weights."""
-        return replace(self, score=score, tied=False, logit_scale=1.0, logit_softcap=None)
+        return replace(self, score=score, tie_word_embeddings=False, logit_scale=1.0, logit_softcap=None)

@@ -127,7 +127,7 @@ def inference_memory(net: Decoder, step: ProbeStep) -> int:
         with MemoryTracker() as live:
             live.see([*net.parameters(), *net.buffers()])
             before = live.bytes
-            net(batch.tokens, batch.positions, batch.layout, read=lambda hidden, _: hidden[:0], part=True)
+            net(batch.tokens, batch.positions, batch.layout, head_fn=lambda hidden, _: hidden[:0], sharded=True)
             return live.most - before
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tunekit.distributed.fsdp import MAX_UNREDUCED_FRACTION
 from tunekit.distributed.parallel_dims import ParallelDims
-from tunekit.kernels.cross_entropy import CHUNK_BYTES, MULTIPLE
+from tunekit.kernels.cross_entropy import CHUNK_BYTES, TOKEN_MULTIPLE
 from tunekit.plan import onednn_cache
 from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.layer_profile import LayerPass, MemoryInterval, ParamSize, StepProfile
@@ -368,7 +368,7 @@ def larger(books: RankMemoryModel, machine: ClusterSpec) -> int:
         return 0
     task, vocab = books.task, -(-books.task.source.spec.vocab // books.sizes.tp)
     learnt = any(weight.trained and weight.name.startswith(("embed", "head")) for weight in books.step.root)
-    row, parts = vocab * task.compute.itemsize, -(-task.tokens(books.sizes) // MULTIPLE)
-    most = {device: (1 + learnt) * bytes // row // MULTIPLE or 1 for device, bytes in CHUNK_BYTES.items()}
-    sizes = {device: MULTIPLE * -(-parts // -(-parts // count)) * row for device, count in most.items()}
+    row, parts = vocab * task.compute.itemsize, -(-task.tokens(books.sizes) // TOKEN_MULTIPLE)
+    most = {device: (1 + learnt) * bytes // row // TOKEN_MULTIPLE or 1 for device, bytes in CHUNK_BYTES.items()}
+    sizes = {device: TOKEN_MULTIPLE * -(-parts // -(-parts // count)) * row for device, count in most.items()}
     return sizes["cuda"] - sizes["cpu"]

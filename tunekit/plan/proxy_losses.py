@@ -28,7 +28,7 @@ class ProxyPreferenceLoss:
         def read(hidden: Tensor, head: Head) -> Tensor:
             return -token_logps_and_entropies(hidden.flatten(0, 1), targets, head, rows)[0].sum()
 
-        return model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
+        return model(batch.tokens, batch.positions, batch.layout, head_fn=read, sharded=True)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ProxyRewardLoss:
         def read(hidden: Tensor, head: Head) -> Tensor:
             return head(hidden).float().sum()
 
-        return model(batch.tokens, batch.positions, batch.layout, read=read, part=True)
+        return model(batch.tokens, batch.positions, batch.layout, head_fn=read, sharded=True)
 
 
 @dataclass(frozen=True)

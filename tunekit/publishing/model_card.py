@@ -348,9 +348,9 @@ def data_section(info: ModelCardInfo) -> str:
             numbers = [
                 f"{number:,}" for number in (source_stats.rows, source_stats.tokens, source_stats.num_target_tokens)
             ]
-            numbers = ["a stream", "", ""] if loader.summary.is_streamed else numbers
+            numbers = ["a stream", "", ""] if loader.summary.is_streaming else numbers
             counts.append([key, f"`{redact.redact_path(source)}`", split, *numbers])
-            if loader.summary.is_streamed:  # not read completely
+            if loader.summary.is_streaming:  # not read completely
                 continue
             files = find_data_files(source, parse_split(split).name)
             hashes += [[key, f"`{file.name}`", f"`{sha256(file)}`"] for file in files or ()]

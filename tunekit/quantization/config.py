@@ -120,7 +120,7 @@ class QuantizedWeightMixin(nn.Module):
         """Allocate uninitialized storage for a weight of this shape, on its device."""
         *rows, columns = weight.shape
         blocks = columns // nf4.BLOCK
-        groups = -(-weight.numel() // (nf4.BLOCK * nf4.NESTED))
+        groups = -(-weight.numel() // (nf4.BLOCK * nf4.DOUBLE_QUANT_BLOCK))
         self.kind, self.codec, self.values_per_byte = choice.kind, choice.codec, choice.values_per_byte
         self.quantized_weight = empty_uint8_param(*rows, columns // choice.values_per_byte, device=weight.device)
         self.scales = empty_uint8_param(*rows, blocks if choice.quantizes_scales else 4 * blocks, device=weight.device)
@@ -165,7 +165,7 @@ class QuantizedLinear(QuantizedWeightMixin, Linear):
 
     def matmul(self, x: Tensor) -> Tensor:
         bias = None if self.effective_bias is None else self.effective_bias.to(x.dtype)
-        return self.codec.product(x, *self.quantized_tensors, self.kind, bias)
+        return self.codec.matmul(x, *self.quantized_tensors, self.kind, bias)
 
     @property
     def is_frozen(self) -> bool:
@@ -174,7 +174,7 @@ class QuantizedLinear(QuantizedWeightMixin, Linear):
     def matmul_backward(self, grad: Tensor, into: Tensor | None = None) -> Tensor:
         if into is not None and grad.device.type != "cpu":  # saves a kernel and a temporary (N, in) tensor
             return into.addmm_(grad, self.codec.dequantize(*self.quantized_tensors, self.kind, grad.dtype))
-        grad_input = self.codec.product_back(grad, *self.quantized_tensors, self.kind)
+        grad_input = self.codec.matmul_backward(grad, *self.quantized_tensors, self.kind)
         return grad_input if into is None else into.add_(grad_input)
 
     def iter_fp32_rows(self, num_rows: int) -> Iterator[Tensor]:
@@ -193,7 +193,7 @@ class QuantizedGroupedLinear(QuantizedWeightMixin, GroupedLinear):
         self.allocate_storage(layer.weight, choice)
 
     def matmul(self, x: Tensor, sizes: Tensor) -> Tensor:
-        y = self.codec.grouped(x, *self.quantized_tensors, sizes, self.kind)
+        y = self.codec.grouped_matmul(x, *self.quantized_tensors, sizes, self.kind)
         if self.effective_bias is None:
             return y
         return y + self.effective_bias.to(x.dtype).repeat_interleave(sizes, dim=0, output_size=len(x))

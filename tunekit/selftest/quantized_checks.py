@@ -77,7 +77,7 @@ def check_float8(context: Context) -> Result:
     comparison = Comparison(context, "Triton" if context.device.type == "cuda" else "torch")
     weight = torch.randn(OUT, INNER)
     blocks = weight.view(-1, nf4.BLOCK)
-    scales = blocks.abs().amax(1) / float8.LARGEST
+    scales = blocks.abs().amax(1) / float8.MAX_VALUE
     codes = (blocks / scales[:, None]).to(torch.float8_e4m3fn)
     packed, actual_scales = float8.quantize(weight.to(context.device))
     comparison.check_equal("quantized codes", packed, codes.view(torch.uint8).flatten(), max_fraction=1e-4)

@@ -11,7 +11,7 @@ from itertools import chain
 from os.path import commonprefix
 from typing import Any
 
-from tunekit.data.tokenizer import PLAIN, REASONING, Tokenizer
+from tunekit.data.tokenizer import REASONING_KEYS, SIMPLE_KEYS, Tokenizer
 from tunekit.errors import UserError
 
 Span = tuple[int, int]
@@ -51,7 +51,7 @@ class SentinelMessages:
 
     def hide_names(self, message: Message) -> Message:
         """Replace names and call ids too: templates may write them with another message."""
-        if message.keys() == PLAIN:
+        if message.keys() == SIMPLE_KEYS:
             return message
         fields = dict(message)
         for key in {"name", "tool_call_id"} & fields.keys():
@@ -74,10 +74,10 @@ class SentinelMessages:
         return self.name_sentinels[text]
 
     def hide_message(self, message: Message) -> Message:
-        if message.keys() == PLAIN and isinstance(message["content"], str):
+        if message.keys() == SIMPLE_KEYS and isinstance(message["content"], str):
             return {**message, "content": self.hide_text(message["content"])}
         fields = dict(message)
-        for key in ("content", *REASONING):
+        for key in ("content", *REASONING_KEYS):
             # An empty text is replaced only if the message has nothing else: with tool calls, a template may skip it.
             if key in fields and (fields[key] != "" or len(fields) == 2):
                 fields[key] = self.hide_content(fields[key])

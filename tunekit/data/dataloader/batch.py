@@ -30,7 +30,7 @@ class Batch:
     - `targets`: the next token if it is a target token, else IGNORE; with step labels, the label at the last token of
       each step
     - `positions`: position in the document, from 0
-    - `cu_seqlens`: (documents + 1,) int32 on the CPU, bounds of the documents in the B * S flattened tokens. The padding
+    - `cu_seqlens`: (documents + 1,) int32 on the CPU, bounds of the documents in the B * S flattened tokens; padding
       of a row counts as a document. None: each row is one document with padding at its end
     - `num_target_tokens`: number of targets that are not IGNORE; `num_tokens`: number of tokens without padding
 
@@ -188,7 +188,7 @@ class Collator:
         return Document(tokens, loss_mask, len(tokens), prompt.doc_flags)
 
     def collate_mismatched(self, documents: list[Document], batch: Batch) -> Batch:
-        """Batch of the mismatched answers. Their lengths differ from the originals, so packed rows are planned again."""
+        """Batch of mismatched answers. Their lengths differ from the originals, so packed rows are planned again."""
         lengths = np.array([len(document.tokens) for document in documents])
         plan = pack_rows(lengths, self.capacity) if self.capacity else None
         indices = list(np.arange(len(documents))[:, None]) if plan is None else plan.rows(0, len(plan))

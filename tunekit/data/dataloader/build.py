@@ -33,8 +33,8 @@ def build_dataloader(
     if bad_rows_file is not None and (overwrite or not is_streaming(mixture)):
         bad_rows_file.unlink(missing_ok=True)
     loader = make_dataloader(mixture, tokenizer, (global_batch_size, micro_batch_size), dist, bad_rows_file)
-    if tokenizer.vocab is not None:
-        loader.check_vocab(tokenizer.vocab)
+    if tokenizer.vocab_size is not None:
+        loader.check_vocab(tokenizer.vocab_size)
     return loader
 
 

@@ -105,8 +105,8 @@ class MixtureBase(DataConfig):
     @property
     def dataset_configs(self) -> tuple[DatasetConfig, ...]:
         """Configs of the datasets, with the keys that the mixture sets for all of them."""
-        shared = {name: vars(self)[name] for name in SHARED_KEYS}
-        return tuple(replace(member.dataset, **shared) for member in self.datasets)
+        shared_values = {name: vars(self)[name] for name in SHARED_KEYS}
+        return tuple(replace(member.dataset, **shared_values) for member in self.datasets)
 
     def resolve(self) -> "MixtureBase":
         """Replace `auto` datasets by what their rows are. Raise UserError if only some of them are pairs."""
@@ -151,10 +151,10 @@ class MixtureMember(MixtureMemberBase):
 class Mixture(MixtureBase):
     """Rows of several datasets. Fractions are counted in rows.
 
-    Without weights, an epoch contains all rows of all datasets, changed by `repeat` and `max_samples_per_epoch`. Weights
-    set the fractions. A temperature above 1 makes them more even (rows to the power of 1 / temperature). The epoch ends
-    with the first dataset that has no rows left. The unused rows of the other datasets are used in the next epochs,
-    before any row is repeated.
+    Without weights, an epoch contains all rows of all datasets, subject to `repeat` and `max_samples_per_epoch`.
+    Weights set the fractions. A temperature above 1 makes them more even (rows to the power of 1 / temperature). The
+    epoch ends with the first dataset that has no rows left. The unused rows of the other datasets are used in the
+    next epochs, before any row is repeated.
     """
 
     kind: ClassVar[str] = "mixture"

@@ -48,7 +48,7 @@ class AutoPreferenceDataset(PreferenceBase, FirstRowDetected):
     """
 
     kind: ClassVar[str] = "auto"
-    usual: ClassVar = True
+    is_default: ClassVar[bool] = True
     candidates: ClassVar[tuple[type[DatasetConfig], ...]] = (PreferenceDataset, UnpairedPreferenceDataset)
     expected_columns: ClassVar[str] = (
         "Expected columns: chosen and rejected; or prompt, completion and label. Rename columns with `transforms`"
@@ -71,8 +71,8 @@ class PreferenceMixtureMember(MixtureMemberBase):
 class PreferenceMixture(MixtureBase):
     """Rows of several datasets, all of them pairs or none. Fractions are counted in rows.
 
-    Without weights, an epoch contains all rows of all datasets, changed by `repeat` and `max_samples_per_epoch`. Weights
-    set the fractions. A temperature above 1 makes them more even (rows to the power of 1 / temperature).
+    Without weights, an epoch contains all rows of all datasets, subject to `repeat` and `max_samples_per_epoch`.
+    Weights set the fractions. A temperature above 1 makes them more even (rows to the power of 1 / temperature).
     """
 
     kind: ClassVar[str] = "mixture"

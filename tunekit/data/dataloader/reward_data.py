@@ -18,7 +18,7 @@ class AutoRewardDataset(LabeledBase, FirstRowDetected):
     """
 
     kind: ClassVar[str] = "auto"
-    usual: ClassVar = True
+    is_default: ClassVar[bool] = True
     candidates: ClassVar[tuple[type[DatasetConfig], ...]] = (PreferenceDataset, LabeledDataset, StepwiseDataset)
     rules: ClassVar[tuple[FormatRule, ...]] = REWARD_RULES
     expected_columns: ClassVar[str] = (

@@ -247,7 +247,7 @@ class BlockStream:
         return [feed.take(num_rows) for feed, num_rows in zip(self.feeds, counts, strict=True)]
 
     def is_full(self, sources: Sequence[LocatedDocuments]) -> bool:
-        """Whether the rows of a block fill its steps. Ignores shared prefixes: a block has the same rows without them."""
+        """Whether the rows of a block fill its steps. Ignores shared prefixes: they must not change a block."""
         num_documents = sum(map(len, sources))
         if num_documents == 0 or self.mixture.capacity is None:
             return num_documents > 0

@@ -75,8 +75,8 @@ def format_finding(finding: Finding) -> str:
     key, severity = finding.config_key, finding.severity
     links = (f'<a href="#{anchor(key, location)}">{escape(location)}</a>' for location in finding.row_locations)
     return (
-        f'<div class="finding {severity}"><strong>{severity}</strong> {escape(key)}: {escape(finding.message)}; '
-        f'{escape(finding.hint)}<br><span class="faint">{", ".join(links)}</span></div>\n'
+        f'<div class="finding {severity}"><strong>{severity}</strong> {escape(key)}: {escape(finding.message)}. '
+        f'{escape(finding.hint)}.<br><span class="faint">{", ".join(links)}</span></div>\n'
     )
 
 

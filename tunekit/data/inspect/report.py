@@ -126,14 +126,15 @@ def find_bad_rows(mixtures: Mapping[str, MixtureBase], loaders: Mapping[str, Dat
             count, rows = documents.summary.skipped, documents.summary.rows
             for bad_row in islice(iter_bad_rows(documents), 1):
                 is_error = dataset.on_bad_row == "error" or count > dataset.max_bad_row_fraction * rows
-                hint = "fix or remove them" if is_error else "they are skipped (`on_bad_row: skip`)"
+                hint = "Fix or remove them" if is_error else "They are skipped (`on_bad_row: skip`)"
                 allowed = (
                     f", `max_bad_row_fraction` allows {format_percent(dataset.max_bad_row_fraction)}"
                     if dataset.on_bad_row == "skip"
                     else ""
                 )
                 summary = f"{count:,} of {rows:,} rows {'is' if count == 1 else 'are'} bad"
-                message = f"{summary} ({format_percent(count / rows)}{allowed}): {bad_row.reason}"
+                reason = bad_row.reason.removesuffix(".")  # findings add the period
+                message = f"{summary} ({format_percent(count / rows)}{allowed}): {reason}"
                 severity = "wrong" if is_error else "note"
                 yield Finding(severity, "bad rows", key, message, hint, count, count / rows, (), (bad_row.where,))
 

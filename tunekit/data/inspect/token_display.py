@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from tunekit.data.tokenizer import UNFINISHED, Tokenizer
+from tunekit.data.tokenizer import INCOMPLETE_CHAR, Tokenizer
 
 MAX_TOKENS_PER_CHARACTER = 6
 JOINERS = "\u200c\u200d"  # invisible, but part of the spelling
@@ -54,7 +54,7 @@ def decode_groups(tokenizer: Tokenizer, tokens: Sequence[int]) -> Iterator[tuple
             continue
         pending.append(token)
         text = decode_pending(tokenizer, previous, pending)
-        if (text and not text.endswith(UNFINISHED)) or len(pending) == MAX_TOKENS_PER_CHARACTER:
+        if (text and not text.endswith(INCOMPLETE_CHAR)) or len(pending) == MAX_TOKENS_PER_CHARACTER:
             yield tuple(pending), text, False
             pending, previous = [], pending
     if pending:

@@ -49,7 +49,7 @@ def get_or_build(key: str | None, build: BuildFn, log: LogFn) -> TokenizedDatase
         if is_complete(entry):  # an entry of another user, in a read-only cache
             return TokenizedDataset.open(entry)
         reason = os.strerror(error.errno or errno.EIO).lower()
-        log(f"warning: preprocessed rows are not cached: cannot write {directory} ({reason}). Set {store.CACHE_VARIABLE}.")
+        log(f"warning: {directory}: cannot cache preprocessed rows: {reason}. Set {store.CACHE_VARIABLE}.")
         return build_temporary(build)
     with ExitStack() as stack:
         stack.callback(lock.free)  # on an error: a caller that handles it must not keep the lock

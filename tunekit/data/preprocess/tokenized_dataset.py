@@ -135,9 +135,9 @@ class PreprocessSummary:
 class TokenizedDataset:
     """All documents of a dataset, concatenated in flat arrays.
 
-    `lengths` (documents,) are their tokens, `bounds` (documents + 1,) their starts and ends, `full_lengths` their tokens
-    before truncation. `num_truncated` counts truncated documents, `num_target_tokens` target tokens, which the first
-    token of a document never is.
+    `lengths` (documents,) are their tokens, `bounds` (documents + 1,) their starts and ends, `full_lengths` their
+    tokens before truncation. `num_truncated` counts truncated documents, `num_target_tokens` target tokens, which the
+    first token of a document never is.
     """
 
     def __init__(self, documents: Iterable[Document], row_locations: Sequence[str] | None = None) -> None:

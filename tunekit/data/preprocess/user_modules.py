@@ -84,7 +84,7 @@ def imported_modules(module: ModuleType) -> Iterator[ModuleType]:
 
 
 def is_user_module(module: ModuleType) -> bool:
-    """Whether a module belongs neither to Python, nor to an installed package, nor to tunekit. Notebooks: `__main__`."""
+    """Whether a module is user code: not of Python, an installed package, or tunekit. Notebooks are `__main__`."""
     if module.__name__ == "__main__":
         return True
     if is_builtin(module):

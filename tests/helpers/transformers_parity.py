@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 
-from tests.checkpoints import (
+from tests.helpers.random_checkpoints import (
     gradients,
     load_inference_model,
     load_model,

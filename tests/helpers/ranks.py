@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.waiting import TIMEOUT_SECONDS
+from tests.helpers.wait import TIMEOUT_SECONDS
 
 ROOT = Path(__file__).parent.parent.parent
 GRACE_SECONDS = 3.0  # time for other ranks to report their errors after one has failed
@@ -61,7 +61,7 @@ def worker_environment(rank: int, count: int, port: int) -> dict[str, str]:
 
 def start_worker(rank: int, count: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
     with (folder / f"log{rank}").open("wb") as log:
-        command = [sys.executable, "-m", "tests.parallel.ranks", str(folder)]
+        command = [sys.executable, "-m", "tests.helpers.ranks", str(folder)]
         env = worker_environment(rank, count, port)
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests import pairs
+from tests.helpers import preference_pairs
 from tests.helpers.optimizer_step import step_optimizer
 from tunekit import build
 from tunekit.adapters.config import NoAdapter
@@ -61,7 +61,7 @@ class Outcome:
 def make_micro_batches(case: Case, step: int, run: DistributedContext) -> list[Batch]:
     """Micro-batches of this rank for a step. Each row has a different number of target tokens."""
     if case.pairs:
-        return pairs.make_batches(case.pairs == "shared", run.dp_rank, run.dims.dp_size, case.micro_batch)
+        return preference_pairs.make_batches(case.pairs == "shared", run.dp_rank, run.dims.dp_size, case.micro_batch)
     generator = torch.Generator().manual_seed(100 + step)
     rows = torch.randint(0, case.vocab, (ROWS, case.length), generator=generator)
     is_target = torch.rand(rows.shape, generator=generator) < torch.tensor([0.2, 0.9, 0.5, 0.7])[:, None]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import SequentialSampler
 
-from tests.checkpoints import FP32
+from tests.helpers.random_checkpoints import FP32
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.build import build_dataloader
 from tunekit.data.tokenizer import Tokenizer

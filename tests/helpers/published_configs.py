@@ -5,7 +5,7 @@ Most published models are presets; these have features that no preset has.
 
 from typing import Any
 
-from tests import published_experts
+from tests.helpers import published_moe_configs
 
 FACTORS = {"type": "longrope", "short_factor": [1.0 + i / 50 for i in range(48)]}
 FACTORS |= {"long_factor": [1.0 + i for i in range(48)]}  # real length, made-up values
@@ -31,9 +31,7 @@ QWEN_VISION = {
 }
 
 
-def config_of_sizes(
-    model_type: str, sizes: tuple[int, int, int, int, int | None, int], **options: Any
-) -> dict[str, Any]:
+def config(model_type: str, sizes: tuple[int, int, int, int, int | None, int], **options: Any) -> dict[str, Any]:
     """Hidden size, intermediate size, layers, heads, key-value heads, vocabulary size."""
     keys = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
     return {"model_type": model_type} | dict(zip((*keys, "vocab_size"), sizes, strict=True)) | options
@@ -42,18 +40,18 @@ def config_of_sizes(
 # With parameter counts; for multimodal models, of the text model.
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "mistralai/Mistral-7B-v0.1": (
-        config_of_sizes("mistral", (4096, 14336, 32, 32, 8, 32000), rms_norm_eps=1e-5, max_position_embeddings=32768)
+        config("mistral", (4096, 14336, 32, 32, 8, 32000), rms_norm_eps=1e-5, max_position_embeddings=32768)
         | {"sliding_window": 4096, "rope_theta": 10000.0, "tie_word_embeddings": False},
         7_241_732_096,
     ),
     "mistralai/Mistral-Small-3.1-24B-Base-2503": (
         {"model_type": "mistral3", "vision_config": PIXTRAL, "spatial_merge_size": 2, "vision_feature_layer": -1}
-        | {"text_config": config_of_sizes("mistral", (5120, 32768, 40, 32, 8, 131072), head_dim=128, sliding_window=None)
+        | {"text_config": config("mistral", (5120, 32768, 40, 32, 8, 131072), head_dim=128, sliding_window=None)
            | {"rms_norm_eps": 1e-5, "rope_theta": 1000000000.0, "max_position_embeddings": 131072}},
         23_572_403_200,
     ),
     "Qwen/Qwen2.5-VL-7B-Instruct": (
-        config_of_sizes("qwen2_5_vl", (3584, 18944, 28, 28, 4, 152064), rms_norm_eps=1e-6, max_position_embeddings=128000)
+        config("qwen2_5_vl", (3584, 18944, 28, 28, 4, 152064), rms_norm_eps=1e-6, max_position_embeddings=128000)
         | {"tie_word_embeddings": False, "rope_theta": 1000000.0, "sliding_window": 32768, "max_window_layers": 28}
         | {"use_sliding_window": False, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
         | {"vision_config": {"depth": 32, "hidden_size": 1280, "out_hidden_size": 3584, "intermediate_size": 3420}},
@@ -61,21 +59,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "Qwen/Qwen3-VL-4B-Instruct": (
         {"model_type": "qwen3_vl", "tie_word_embeddings": True}
-        | {"text_config": config_of_sizes("qwen3_vl_text", (2560, 9728, 36, 32, 8, 151936), head_dim=128, rope_theta=5000000)
+        | {"text_config": config("qwen3_vl_text", (2560, 9728, 36, 32, 8, 151936), head_dim=128, rope_theta=5000000)
            | {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}}
            | {"max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}}
         | {"vision_config": {"model_type": "qwen3_vl", "depth": 24, "hidden_size": 1024, "out_hidden_size": 2560}},
         4_022_468_096,
     ),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (
-        config_of_sizes("qwen3_next", (2048, 5120, 48, 16, 2, 151936), tie_word_embeddings=False, rope_theta=10000000)
+        config("qwen3_next", (2048, 5120, 48, 16, 2, 151936), tie_word_embeddings=False, rope_theta=10000000)
         | DELTA | EXPERTS | {"num_experts": 512, "num_experts_per_tok": 10, "decoder_sparse_step": 1}
         | {"mlp_only_layers": [], "norm_topk_prob": True, "partial_rotary_factor": 0.25, "rope_scaling": None},
         79_674_391_296,
     ),
     "Qwen/Qwen3.5-27B": (
         {"model_type": "qwen3_5", "tie_word_embeddings": False, "vision_config": QWEN_VISION | {"out_hidden_size": 5120}}
-        | {"text_config": config_of_sizes("qwen3_5_text", (5120, 17408, 64, 24, 4, 248320))
+        | {"text_config": config("qwen3_5_text", (5120, 17408, 64, 24, 4, 248320))
            | QWEN3_5 | {"linear_num_value_heads": 48, "tie_word_embeddings": False}},
         26_895_998_464,
     ),
@@ -87,7 +85,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         34_660_610_688,
     ),
     "google/gemma-2b": (
-        config_of_sizes("gemma", (2048, 16384, 18, 8, 1, 256000), head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=8192)
+        config("gemma", (2048, 16384, 18, 8, 1, 256000), head_dim=256, rms_norm_eps=1e-6, max_position_embeddings=8192)
         | {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh", "rope_theta": 10000.0, "rope_scaling": None},
         2_506_172_416,
     ),
@@ -105,20 +103,20 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         27_009_346_304,
     ),
     "microsoft/Phi-3.5-mini-instruct": (
-        config_of_sizes("phi3", (3072, 8192, 32, 32, 32, 32064), rms_norm_eps=1e-5, max_position_embeddings=131072)
+        config("phi3", (3072, 8192, 32, 32, 32, 32064), rms_norm_eps=1e-5, max_position_embeddings=131072)
         | {"original_max_position_embeddings": 4096, "rope_scaling": FACTORS, "rope_theta": 10000.0}
         | {"sliding_window": 262144, "attention_bias": False, "tie_word_embeddings": False},
         3_821_079_552,
     ),
     "microsoft/Phi-4-mini-instruct": (
-        config_of_sizes("phi3", (3072, 8192, 32, 24, 8, 200064), rms_norm_eps=1e-5, max_position_embeddings=131072)
+        config("phi3", (3072, 8192, 32, 24, 8, 200064), rms_norm_eps=1e-5, max_position_embeddings=131072)
         | {"original_max_position_embeddings": 4096, "rope_scaling": FACTORS, "rope_theta": 10000.0}
         | {"partial_rotary_factor": 0.75, "sliding_window": 262144, "tie_word_embeddings": True, "lm_head_bias": False},
         3_836_021_760,
     ),
     "zai-org/glm-4-9b-chat-hf": (
-        config_of_sizes("glm", (4096, 13696, 40, 32, 2, 151552), rms_norm_eps=1.5625e-07, max_position_embeddings=131072)
+        config("glm", (4096, 13696, 40, 32, 2, 151552), rms_norm_eps=1.5625e-07, max_position_embeddings=131072)
         | {"head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 10000.0},
         9_399_951_360,
     ),
-} | published_experts.PUBLISHED  # fmt: skip
+} | published_moe_configs.PUBLISHED  # fmt: skip

@@ -10,8 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.outcome import CommandResult
-from tests.waiting import TIMEOUT_SECONDS
+from tests.helpers.command_result import CommandResult
+from tests.helpers.wait import TIMEOUT_SECONDS
 
 RECIPE = '''"""Ranks that count steps together."""
 
@@ -153,7 +153,7 @@ sys.exit(cli.main())
 
 @dataclass(frozen=True)
 class StartedWorker:
-    """A started rank, as recorded by itself."""
+    """A started rank, as it has recorded."""
 
     rank: int
     size: int

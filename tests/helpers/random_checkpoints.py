@@ -15,9 +15,9 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.shapes_delta import DELTA
-from tests.shapes_dense import DENSE
-from tests.shapes_experts import EXPERTS
+from tests.helpers.delta_net_shapes import DELTA
+from tests.helpers.dense_shapes import DENSE
+from tests.helpers.moe_shapes import EXPERTS
 from tunekit import build as assemble
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from tests.checkpoints import SHAPES, build, save
-from tests.layout.steps import Case, Outcome, train_and_generate, train_cases
-from tests.parallel.ranks import run_ranks
+from tests.helpers.random_checkpoints import SHAPES, build, save
+from tests.helpers.ranks import run_ranks
+from tests.layout.training_steps import Case, Outcome, train_and_generate, train_cases
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.optim.config import SGDConfig
 

@@ -7,7 +7,7 @@ import tokenizers
 import torch
 
 from tests.helpers.optimizer_step import step_optimizer
-from tests.layout.steps import FP32, Case, Outcome, make_micro_batches
+from tests.layout.training_steps import FP32, Case, Outcome, make_micro_batches
 from tunekit import build
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.dataloader.batch import Collator

@@ -1,4 +1,4 @@
-"""Kill ranks of a run at random moments. `python -m tests.recipes.kills 100 --size 2` does so a hundred times."""
+"""Kill ranks of a run at random moments. `python -m tests.recipes.kill_ranks 100 --size 2` does so a hundred times."""
 
 import argparse
 import os
