@@ -201,7 +201,7 @@ class MetricLogger:
 
         `batches` are the micro-batches of this rank; `data_time` the seconds that it waited for them.
         """
-        num_tokens, num_target_tokens = self.run.totals(
+        num_tokens, num_target_tokens = self.run.sum_each_count(
             sum(batch.num_tokens for batch in batches), sum(batch.num_target_tokens for batch in batches)
         )
         self.counter.add_tokens(num_tokens, num_target_tokens)

@@ -63,7 +63,7 @@ def check_rope(context: Context) -> Result:
                 tables = rope.RopeTables(angles.cos(), angles.sin(), **options)
                 moved = tables._replace(cos=tables.cos.to(context.device), sin=tables.sin.to(context.device))
                 inputs = {"q": torch.randn(2, 57, 6, 48).to(dtype), "k": torch.randn(2, 57, 3, 48).to(dtype)}
-                fast, reference = partial(rope.apply_rope, rotation=moved), partial(rotate_reference, tables)
+                fast, reference = partial(rope.apply_rope, tables=moved), partial(rotate_reference, tables)
                 comparison.check_function(f"{layout} {label}", fast, reference, inputs)
     return comparison.result()
 
