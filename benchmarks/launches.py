@@ -36,7 +36,6 @@ from tunekit.models.precision import PrecisionConfig
 from tunekit.optim.config import AdamWConfig
 from tunekit.quantization.config import NF4Config, NoQuantization
 from tunekit.recipes import sft
-from tunekit.training.step_guard import StepGuard, StepGuardConfig
 
 LENGTH, RANK, BF16 = 2048, 16, torch.bfloat16
 SHAPE = {
@@ -73,20 +72,20 @@ def tunekit_step(method: str, num_layers: int) -> Step:
     PrecisionConfig("bf16", frozen_dtype="bf16").apply(model, {}, CUDA)
     MemoryConfig().apply(model, CUDA)
     optimizer = AdamWConfig().build(adapter.param_groups(model))
-    update = MemoryConfig().update(optimizer, 1.0, run, StepGuard(StepGuardConfig(on_nan="ignore"), CUDA).allows)
+    train_optimizer = MemoryConfig().wrap_optimizer(optimizer, run)
     config = SimpleNamespace(loss=CrossEntropy())
     tokens, positions = torch.zeros(1, LENGTH, dtype=torch.long), torch.arange(LENGTH)[None]
     offsets = torch.tensor([0, 700, 1500, LENGTH], dtype=torch.int32)
     batch = Batch(tokens, tokens, positions, offsets, LENGTH, LENGTH)
 
     def step(counter: LaunchCounter) -> None:
-        def update_in_phase(loss: Tensor) -> Tensor:
-            counter.phase = "optimizer"
-            return update(loss)
-
         counter.phase = "forward"
         with backward_phase(counter):
-            sft.forward_backward(model, [batch], config, update_in_phase, run)
+            sft.forward_backward(model, [batch], config, run)
+        counter.phase = "optimizer"
+        train_optimizer.clip_grad_norm(1.0)
+        train_optimizer.step()
+        train_optimizer.zero_grad()
 
     return step
 

@@ -128,7 +128,7 @@ def run_steps(task: Workload, steps: int, run: DistributedContext) -> None:
     optimizer = task.optimizer.build(
         task.adapter.param_groups(net), [p for layer in net.layers for p in layer.parameters()]
     )
-    update = task.memory.update(optimizer, task.max_grad_norm, run)
+    train_optimizer = task.memory.wrap_optimizer(optimizer, run)
     shape = ProbeStep(
         task.adapter, task.memory, task.optimizer, task.loss, task.max_grad_norm, task.micro(sizes), task.max_length, 1
     )
@@ -143,7 +143,9 @@ def run_steps(task: Workload, steps: int, run: DistributedContext) -> None:
         for i in range(1, passes + 1):
             run.set_gradient_sync(net, enabled=i == passes)
             (task.loss(net, batch) / batch.num_target_tokens).backward()
-        update()
+        train_optimizer.clip_grad_norm(task.max_grad_norm)
+        train_optimizer.step()
+        train_optimizer.zero_grad()
 
 
 def measured_bytes(task: Workload) -> int:

@@ -91,11 +91,14 @@ def child(args: argparse.Namespace) -> None:
         model = build.build_model(source, NoQuantization(), NoAdapter(), fp32, MemoryConfig(), run, True)
         sizes = {name: p.numel() * 4 for name, p in model.named_parameters()}
         cfg = sft.SFTConfig(model="m", data=TextDataset("t"), output_dir="o")
-        update = MemoryConfig().update(AdamWConfig().build(NoAdapter().param_groups(model)), 1.0, run)
+        optimizer = MemoryConfig().wrap_optimizer(AdamWConfig().build(NoAdapter().param_groups(model)), run)
 
         def step(number: int) -> float:
             start = time.perf_counter()
-            sft.forward_backward(model, [make_batch(args.model, number, run)], cfg, update, run)
+            sft.forward_backward(model, [make_batch(args.model, number, run)], cfg, run)
+            optimizer.clip_grad_norm(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
             run.barrier()
             return time.perf_counter() - start
 

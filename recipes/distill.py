@@ -1,4 +1,4 @@
-"""Distillation: a student learns to expect what a teacher expects, from a live teacher, from files, or on its own rows.
+"""Distillation: train a student to match the token distribution of a teacher, on given or on its own answers.
 
 tune run distill nano/distill
 tune run distill qwen3/0_6b_distill teacher.quantization=nf4
@@ -7,101 +7,168 @@ tune run distill llama3_2/1b_distill on_policy.lmbda=0.5 loss=jensen_shannon
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from tunekit.build import open_checkpoint, open_tokenizer
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import SFTData, is_streaming
-from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.distillation.on_policy import OnPolicyConfig, StudentSampler, warn_short_room
-from tunekit.distillation.teacher import BaseTeacher, OfflineTeacherConfig, OnlineTeacherConfig, token_means
+from tunekit.distillation.teacher import OfflineTeacherConfig, OnlineTeacherConfig, BaseTeacher, token_means
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError
+from tunekit.loggers.metric_logger import ThroughputCounter
 from tunekit.losses.kl_divergence import ForwardKL, JensenShannon, ReverseKL, SkewedKL, SkewedReverseKL, SymmetricKL
 from tunekit.losses.metric_sums import MetricSums
-from tunekit.memory.config import TrainOptimizer
 from tunekit.models.decoder import Decoder
-from tunekit.training import config as training
-from tunekit.training.config import Job, Method, Taken, TrainConfig
+from tunekit.training.config import TrainConfig, check_training
+from tunekit.training.data_checks import check_data
+from tunekit.training.early_stopping import EarlyStopping
+from tunekit.training.export import export_final
+from tunekit.training.forgetting import ForgettingMonitor
+from tunekit.training.packing_check import check_packing
+from tunekit.training.run_context import RunContext
+from tunekit.training.setup import build_optimizer, load_model, open_dataloader
+from tunekit.training.step_guard import StepGuard
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(TrainConfig):
-    """Everything this recipe can be told: what every training can, who teaches, and what is compared."""
+    """The keys of this recipe."""
 
-    data: SFTData  # what to learn
-    eval_data: SFTData | None = None  # held-out rows
-    teacher: OnlineTeacherConfig | OfflineTeacherConfig  # a model in memory, or files that one has written
+    data: SFTData  # Training rows
+    eval_data: SFTData | None = None  # Held-out rows for evaluation during training
+    teacher: OnlineTeacherConfig | OfflineTeacherConfig  # BaseTeacher in memory, or precomputed teacher logits on disk
     loss: ForwardKL | ReverseKL | SymmetricKL | SkewedKL | SkewedReverseKL | JensenShannon = ForwardKL()
-    on_policy: OnPolicyConfig = OnPolicyConfig()  # rows whose answers the student writes itself
+    on_policy: OnPolicyConfig = OnPolicyConfig()  # Rows whose answers the student generates
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.teacher, OfflineTeacherConfig) and self.on_policy.lmbda:
-            raise FieldError("on_policy.lmbda", "what the student writes is stored nowhere: `teacher: {kind: online}`")
+            raise FieldError("on_policy.lmbda", "not available with an offline teacher. Set teacher.kind=online.")
         if isinstance(self.teacher, OfflineTeacherConfig) and is_streaming(self.data):
-            raise FieldError("teacher", "rows of a stream are not there to be asked about beforehand: kind: online")
+            raise FieldError("teacher", "an offline teacher cannot read streamed rows. Set teacher.kind=online.")
         self.on_policy.check(self.data.max_length, self.loss.kd_ratio)
 
 
-RECIPE = DistillConfig
-
-
-def words(cfg: DistillConfig) -> Tokenizer:
-    """The tokenizer that rows are written with."""
-    return training.get_tokenizer(cfg)
+CONFIG = DistillConfig
 
 
 def check(cfg: DistillConfig) -> None:
-    """What can be known without reading weights."""
-    training.check_training(cfg)
-    cfg.teacher.check(words(cfg))
+    """Raise UserError for everything that can be found without reading weights."""
+    check_training(cfg)
+    cfg.teacher.check(cfg.open_tokenizer())
 
 
 def main(cfg: DistillConfig, overwrite: bool = False) -> None:
-    """Train until the last step, a signal, or the end of patience, and leave a checkpoint for others."""
-    training.run(cfg, Method("distill", forward_backward, evaluate, beside), overwrite)
+    """Train, or resume training, and write the result to `final/` in the run directory."""
+    with RunContext(cfg, "distill", overwrite) as run:
+        if not run.is_complete:
+            train(cfg, run)
+        run.push_result()
 
 
-def beside(job: Job) -> dict[str, BaseTeacher | StudentSampler]:
-    """The teacher, and who puts answers into rows."""
-    tokenizer, loaders = training.open_tokenizer(job.source), [job.data, *filter(None, [job.held])]
-    job.cfg.teacher.check(tokenizer)
-    if (told := warn_short_room(job.cfg.on_policy, job.data.datasets, job.data.mixture.max_length)) is not None:
-        job.run.log(told)
-    writer = StudentSampler(job.cfg.on_policy, job.data.collator, job.data.mixture.max_length, tokenizer.stops)
-    teacher = job.cfg.teacher.open(job.cfg.loss, job.model, tokenizer, loaders, job.run)
-    return {"teacher": teacher, "writer": writer}
+def train(cfg: DistillConfig, run: RunContext) -> None:
+    """Everything between an open run directory and the exported result."""
+    dist = run.dist  # collectives; the identity on one process
+    checkpoint = open_checkpoint(cfg)  # config.json and tensor names; weights are read by load_model
+    tokenizer = open_tokenizer(checkpoint, run.start_date)
+    train_data = open_dataloader(cfg.data, tokenizer, cfg, run)
+    eval_data = cfg.eval_data and open_dataloader(cfg.eval_data, tokenizer, cfg, run, "eval")
+    forgetting = ForgettingMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
+    loaders = {"data": train_data, "eval_data": eval_data}
+    check_data(cfg, loaders, tokenizer, dist)
+    model = load_model(checkpoint, cfg, dist)
+    cfg.teacher.check(tokenizer)
+    teacher = cfg.teacher.open(cfg.loss, model, tokenizer, [train_data, *filter(None, [eval_data])], dist)
+    sampler = StudentSampler(cfg.on_policy, train_data.collator, train_data.mixture.max_length, tokenizer.stops)
+    if (warning := warn_short_room(cfg.on_policy, train_data.datasets, train_data.mixture.max_length)) is not None:
+        dist.log(warning)
+    run.begin()
+
+    optimizer = build_optimizer(cfg, model, dist)
+    num_steps = cfg.max_steps or train_data.num_steps(cfg.epochs)
+    lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
+    prefetcher = Prefetcher(train_data, dist.device)
+    guard = StepGuard(cfg.step_guard, dist, prefetcher)
+    early_stopping = EarlyStopping(cfg.early_stopping_patience)
+    throughput = ThroughputCounter()
+    checkpointer = run.open_checkpointer(
+        model, optimizer, lr_scheduler, data=prefetcher, guard=guard, early_stopping=early_stopping,
+        forgetting=forgetting, throughput=throughput,
+    )  # fmt: skip
+    step = checkpointer.restore()  # 0 in a new run
+    if step == 0:
+        check_packing(model, train_data, dist)
+    logger = run.open_logger(num_steps, step, throughput)
+
+    with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
+        if step == 0 and eval_data:
+            run.begin_eval(0)
+            logger.log_eval(0, evaluate(model, eval_data, cfg, teacher, dist))
+        forgetting.begin(model, step, logger)
+        if step == 0 and guard.may_roll_back:
+            checkpointer.save(0)
+        run.handle_signals()
+        while step < num_steps and not early_stopping.triggered:
+            run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
+            batches = prefetcher.next()  # the micro-batches of this rank
+            batches = sampler(model, batches, dist)  # replaces answers by the student's own, if on_policy asks for it
+            loss, metrics = forward_backward(model, batches, cfg, teacher, dist)
+            grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
+            if not guard.accepts(step, loss, grad_norm):  # NaN, Inf or a spike
+                optimizer.zero_grad()  # without gradients, `step` changes no weight
+            optimizer.step()
+            optimizer.zero_grad()
+            lr = lr_scheduler.get_last_lr()[0]
+            lr_scheduler.step()
+            if guard.needs_rollback(logger):
+                step = guard.roll_back(checkpointer, logger)  # to the last training state; skips the data since then
+                continue
+            step += 1
+            logger.log_step(step, batches, prefetcher.data_time, loss=loss, grad_norm=grad_norm, lr=lr, **metrics)
+
+            due = run.due_after(step, num_steps)
+            with logger.pause():  # not part of the step time
+                if due.any:
+                    guard.check_all(logger)  # raises if a step was not finite, before its weights are used
+                if due.push:
+                    run.push_checkpoint(step, num_steps, model, checkpoint)
+                if due.eval and eval_data:
+                    run.begin_eval(step)
+                    early_stopping.update(logger.log_eval(step, evaluate(model, eval_data, cfg, teacher, dist)))
+                if due.forgetting:
+                    forgetting.evaluate(model, step, logger)
+                if due.save or early_stopping.triggered or forgetting.exceeded:
+                    checkpointer.save(step)
+                    run.exit_if_stop_requested(step, num_steps)
+                    forgetting.raise_if_exceeded(step)
+                checkpointer.poll()  # raises if a save in the background has failed
+        run.log_early_stop(step, num_steps)
+    export_final(run, model, checkpoint, loaders, step)
 
 
 def forward_backward(
-    model: Decoder,
-    batches: list[Batch],
-    cfg: DistillConfig,
-    update: TrainOptimizer,
-    run: DistributedContext,
-    teacher: BaseTeacher,
-    writer: StudentSampler,
-) -> Taken:
-    """One optimizer step. A learnt token weighs the same in every micro-batch, on every rank, whoever wrote it."""
-    batches = writer(model, batches, run)
-    own, tally = sum(batch.num_target_tokens for batch in batches), MetricSums()
-    tokens = run.sum_counts(own)
+    model: Decoder, batches: list[Batch], cfg: DistillConfig, teacher: BaseTeacher, dist: DistributedContext
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the gradients of one optimizer step. Returns its loss and its other metrics, over all ranks.
+
+    Every target token has the same weight, in every micro-batch and on every rank, whoever wrote it.
+    """
+    num_local_targets, sums = sum(batch.num_target_tokens for batch in batches), MetricSums()
+    num_targets = dist.sum_counts(num_local_targets)
     for i, batch in enumerate(batches, start=1):
-        run.set_gradient_sync(model, enabled=i == len(batches))
-        loss, figures = teacher.compute_loss(cfg.loss, model, batch.to(run.device))
-        (loss / tokens * run.grad_scale).backward()
-        tally.add({"loss": loss, **figures})
-    figures = token_means(tally, run, own)
-    loss = figures.pop("loss")
-    return Taken(loss, update(loss), figures, batches)
+        dist.set_gradient_sync(model, enabled=i == len(batches))  # reduce gradients in the last micro-batch only
+        loss, metrics = teacher.compute_loss(cfg.loss, model, batch.to(dist.device))
+        (loss / num_targets * dist.grad_scale).backward()  # FSDP averages gradients over ranks; this makes it a sum
+        sums.add({"loss": loss, **metrics})
+    metrics = token_means(sums, dist, num_local_targets)
+    return metrics.pop("loss"), metrics
 
 
 def evaluate(
-    model: Decoder,
-    held: DataLoader,
-    cfg: DistillConfig,
-    run: DistributedContext,
-    teacher: BaseTeacher,
-    writer: StudentSampler,
+    model: Decoder, eval_data: DataLoader, cfg: DistillConfig, teacher: BaseTeacher, dist: DistributedContext
 ) -> dict[str, float]:
-    """The loss and other figures of a learnt token of held-out rows, as they are."""
-    return teacher.evaluate(cfg.loss, model, held, run)
+    """The loss and other metrics of the held-out rows, means over target tokens."""
+    return teacher.evaluate(cfg.loss, model, eval_data, dist)

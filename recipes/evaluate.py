@@ -1,4 +1,4 @@
-"""How good a model is: loss and answers on held-out rows, tasks by name, and whether it differs from another model.
+"""Evaluation: loss and answers on held-out rows, tasks by name, and the significance of differences to a baseline.
 
 tune run evaluate nano/tools
 tune run evaluate nano/tools model=runs/nano-tools baseline=tunekit/nano data.split=test num_completions_to_print=10
@@ -36,51 +36,50 @@ from tunekit.training import data_checks
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Which model is asked what. With a baseline, both are, and stand side by side."""
+    """The keys of this recipe."""
 
-    model: str  # folder of a checkpoint, an adapter or a run; a Hub name; tunekit/nano
-    data: SFTData | None = None  # held-out rows; the last learnt turn of each is the answer to match
-    tasks: tuple[str, ...] = ()  # nano, nano/facts, ...; or tasks of lm-evaluation-harness: [arc_easy, hellaswag]
+    model: str  # Directory of a checkpoint, adapter or run; a Hub name; tunekit/nano
+    data: SFTData | None = None  # Held-out rows; the last target message of each is the expected answer
+    tasks: tuple[
+        str, ...
+    ] = ()  # `nano`, `nano/facts`, ...; or lm-evaluation-harness tasks such as `[arc_easy, hellaswag]`
     num_fewshot: int | None = None  # Few-shot examples per question; null: as the task defines
     include_path: str | None = None  # Directory with your own lm-evaluation-harness tasks; their code is executed
     apply_chat_template: bool = False  # Format harness questions with the chat template
     limit: int | None = None  # First N rows of `data` and of each task
-    baseline: str | None = None  # a second model, such as the one before training
+    baseline: str | None = None  # A second model to compare with, such as the one before training
     sampling: SamplingConfig = SamplingConfig()
-    quantization: NoQuantization | NF4Config | FP4Config | Float8Config = (
-        NoQuantization()
-    )  # how the weights of both are stored
+    quantization: NoQuantization | NF4Config | FP4Config | Float8Config = NoQuantization()  # Of both models
     precision: PrecisionConfig = PrecisionConfig()
-    batch_size: int = 32  # rows in one forward pass
-    num_completions_to_print: int = 3  # answers to print
-    output_path: str | None = None  # JSON file (evaluate), JSONL file (generate)
-    parallel: ParallelConfig = REPLICATED  # how several devices share the rows, or the weights
-    device: DeviceChoice = "auto"  # auto: the first of cuda, xpu, mps that torch finds, else cpu
+    batch_size: int = 32  # Rows per forward pass
+    num_completions_to_print: int = 3  # Number of answers to print
+    output_path: str | None = None  # JSON file for the results
+    parallel: ParallelConfig = REPLICATED  # How several devices share the rows or the weights
+    device: DeviceChoice = "auto"  # `auto`: the first of cuda, xpu and mps that torch finds, else cpu
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
-            raise FieldError("batch_size", f"must be 1 or more, not {self.batch_size}")
+            raise FieldError("batch_size", f"must be >= 1, got {self.batch_size}")
         if self.data is None and not self.tasks:
-            raise FieldError("data", "nothing to ask: give rows, or tasks by name")
+            raise FieldError("data", "nothing to evaluate. Set data or tasks.")
         if self.data is not None and is_streaming(self.data):
-            raise FieldError("data", "all rows are asked: it cannot be a stream; `limit` takes the first rows")
+            raise FieldError("data", "cannot be streamed. Set streaming=false; limit sets the number of rows.")
         assert self.named is not None  # its own checks
 
     @property
     def named(self) -> TaskSelection:
         return TaskSelection(self.tasks, self.num_fewshot, self.include_path, self.limit, self.apply_chat_template)
 
+    def open_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the rows. Reads no weights."""
+        return build.resolve_model(self.model, download.SMALL)[2]
 
-RECIPE = EvaluateConfig
 
-
-def words(cfg: EvaluateConfig) -> Tokenizer:
-    """The tokenizer that rows are written with; no weight is read for it."""
-    return build.resolve_model(cfg.model, download.SMALL)[2]
+CONFIG = EvaluateConfig
 
 
 def check(cfg: EvaluateConfig) -> None:
-    """Whether the models, the rows and the tasks are there."""
+    """Raise UserError if a model, the rows or a task do not exist."""
     for name in filter(None, (cfg.model, cfg.baseline)):
         source, adapter, tokenizer = build.resolve_model(name, download.SMALL)
         require_language_model(source, name)
@@ -93,7 +92,7 @@ def check(cfg: EvaluateConfig) -> None:
 
 
 def main(cfg: EvaluateConfig) -> list[ModelResult]:
-    """Measure each model and print what was found."""
+    """Evaluate each model and print the results."""
     with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as run:
         cfg.parallel.check_inference(run.world_size)
         if cfg.output_path is not None:
@@ -107,23 +106,23 @@ def main(cfg: EvaluateConfig) -> list[ModelResult]:
 
 
 def evaluate_model(name: str, cfg: EvaluateConfig, run: DistributedContext) -> tuple[list[Question], ModelResult]:
-    """Questions of the rows, and all figures of one model, which is in memory only in here."""
-    tasks = cfg.named.load()  # before weights are read: some rows are far away
+    """Questions of the rows, and the results of one model, which is freed afterwards."""
+    tasks = cfg.named.load()  # before weights are read: some tasks are downloaded
     model, tokenizer = build.load_for_inference(name, cfg.precision, run, cfg.quantization)
-    asker = GenerationEvaluator(model, tokenizer, cfg.sampling, cfg.batch_size, run)
-    questions, found = [], []
+    evaluator = GenerationEvaluator(model, tokenizer, cfg.sampling, cfg.batch_size, run)
+    questions, results = [], []
     if cfg.data is not None:
         data = build_dataloader(cfg.data, tokenizer, cfg.batch_size, cfg.batch_size, run)
         data.check_vocab(model.spec.vocab)
         if name == cfg.model:
             data_checks.warn_data(cfg, data, tokenizer, run)
-        questions, made = asker(dataset_title(cfg.data), islice(with_source(data.datasets), cfg.limit))
-        found.append(made)
-    return questions, ModelResult(name, (*found, *cfg.named.evaluate(asker, name, tasks)))
+        questions, result = evaluator(dataset_title(cfg.data), islice(with_source(data.datasets), cfg.limit))
+        results.append(result)
+    return questions, ModelResult(name, (*results, *cfg.named.evaluate(evaluator, name, tasks)))
 
 
 def report(cfg: EvaluateConfig, questions: list[Question], results: list[ModelResult]) -> None:
-    """Print what was found, and put it into a file and onto the model's card."""
+    """Print the results, and write them to `output_path` and the model card."""
     changed = paired_differences(results[0], results[-1], cfg.sampling.seed) if cfg.baseline is not None else []
     print_completions(questions, results, cfg.num_completions_to_print)
     print(results_table(results, changed))
@@ -132,15 +131,15 @@ def report(cfg: EvaluateConfig, questions: list[Question], results: list[ModelRe
         content = {"models": models, "changes": [asdict(change) for change in changed]}
         write_text_atomic(Path(cfg.output_path), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     if cfg.data is not None:
-        figures = [
+        metrics = [
             {"model": result.model, "loss": result.loss, "perplexity": result.perplexity, "correct": result.num_correct}
             for result in results
         ]
-        model_card.add_evaluation(Path(cfg.model), dataset_title(cfg.data), figures, len(questions))
+        model_card.add_evaluation(Path(cfg.model), dataset_title(cfg.data), metrics, len(questions))
 
 
 def print_completions(questions: list[Question], results: list[ModelResult], examples: int) -> None:
-    """A few answers."""
+    """Print the answers to the first questions."""
     width = max(len(name) for name in ("question", *(result.model for result in results)))
     for i, question in enumerate(questions[:examples]):
         lines = {"question": question.text, "expected": question.expected}

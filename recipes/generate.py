@@ -1,4 +1,4 @@
-"""Answers to prompts, many at once: from the command line or from a file.
+"""Batched generation for prompts from the command line or from a file.
 
 tune run generate nano/generate 'prompts=["What is 3 plus 4?"]'
 tune run generate nano/generate source=questions.jsonl output_path=answers.jsonl sampling.temperature=0.7
@@ -30,34 +30,34 @@ from tunekit.quantization.config import Float8Config, FP4Config, NF4Config, NoQu
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """Which model is asked what, and how it chooses its words."""
+    """The keys of this recipe."""
 
-    model: str  # folder of a checkpoint, an adapter or a run; a Hub name; tunekit/nano
-    prompts: tuple[str, ...] = ()  # what a user says
-    source: str | None = None  # rows with `messages` (up to what is to be answered) or `prompt`
-    split: str = "train"  # of the source
-    system_prompt: str | None = None  # what the system message says
-    apply_chat_template: bool = True  # Format harness questions with the chat template
+    model: str  # Directory of a checkpoint, adapter or run; a Hub name; tunekit/nano
+    prompts: tuple[str, ...] = ()  # User messages
+    source: str | None = None  # Dataset with `messages` (up to the answer) or `prompt` columns
+    split: str = "train"  # Split of `source`
+    system_prompt: str | None = None  # System message
+    apply_chat_template: bool = True  # Format prompts with the chat template; false: continue the text
     sampling: SamplingConfig = SamplingConfig()
-    quantization: NoQuantization | NF4Config | FP4Config | Float8Config = NoQuantization()  # how its weights are stored
+    quantization: NoQuantization | NF4Config | FP4Config | Float8Config = NoQuantization()  # How the weights are stored
     precision: PrecisionConfig = PrecisionConfig()
-    batch_size: int = 16  # prompts that are answered at once
-    output_path: str | None = None  # JSON file (evaluate), JSONL file (generate)
-    parallel: ParallelConfig = REPLICATED  # how several devices share the prompts, or the weights
-    device: DeviceChoice = "auto"  # auto: the first of cuda, xpu, mps that torch finds, else cpu
+    batch_size: int = 16  # Prompts per forward pass
+    output_path: str | None = None  # JSONL file for prompts and answers; null: print them
+    parallel: ParallelConfig = REPLICATED  # How several devices share the prompts or the weights
+    device: DeviceChoice = "auto"  # `auto`: the first of cuda, xpu and mps that torch finds, else cpu
 
     def __post_init__(self) -> None:
         if not self.prompts and self.source is None:
-            raise FieldError("prompts", "nothing to answer: give prompts, or a source with rows of them")
+            raise FieldError("prompts", "no prompts. Set prompts or source.")
         if self.batch_size < 1:
-            raise FieldError("batch_size", f"must be 1 or more, not {self.batch_size}")
+            raise FieldError("batch_size", f"must be >= 1, got {self.batch_size}")
 
 
-RECIPE = GenerateConfig
+CONFIG = GenerateConfig
 
 
 def check(cfg: GenerateConfig) -> None:
-    """Whether the model and the rows are there."""
+    """Raise UserError if the model or the rows do not exist."""
     source, adapter, _ = build.resolve_model(cfg.model, download.SMALL)
     build.check_parallelizable(source, cfg.quantization, adapter, cfg.parallel)
     if cfg.source is not None:
@@ -65,30 +65,30 @@ def check(cfg: GenerateConfig) -> None:
 
 
 def main(cfg: GenerateConfig) -> None:
-    """Answer all prompts, in their order."""
+    """Generate the answers to all prompts, in their order."""
     with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as run:
         cfg.parallel.check_inference(run.world_size)
         model, tokenizer = build.load_for_inference(cfg.model, cfg.precision, run, cfg.quantization)
         texts = list(read_prompts(cfg))
         prompts = [encode_prompt(text, tokenizer, cfg) for text in texts]
-        found = generate_all(model, prompts, cfg.sampling, tokenizer.stops, cfg.batch_size, run)
-        pairs = zip(texts, found, strict=True)
+        outputs = generate_all(model, prompts, cfg.sampling, tokenizer.stops, cfg.batch_size, run)
+        pairs = zip(texts, outputs, strict=True)
         lines = [{"prompt": text, "answer": tokenizer.decode(answer)} for text, answer in pairs]
         run.run_on_main(partial(write_answers, cfg, lines))
 
 
 def read_prompts(cfg: GenerateConfig) -> Iterator[str | list]:
-    """Prompts as text, or as conversations."""
+    """Prompts as text, or as lists of messages."""
     yield from cfg.prompts
     for row in map(require_row, open_dataset(cfg.source, cfg.split, None).rows) if cfg.source is not None else ():
-        found = row.fields.get("messages", row.fields.get("prompt"))
-        if not isinstance(found, str | list) or not found:
-            raise UserError(f"{row.where}: neither 'messages' nor 'prompt' to answer")
-        yield found if isinstance(found, str) else with_row_location(row, parse_messages, found, "messages")
+        prompt = row.fields.get("messages", row.fields.get("prompt"))
+        if not isinstance(prompt, str | list) or not prompt:
+            raise UserError(f"{row.where}: has no 'messages' or 'prompt'")
+        yield prompt if isinstance(prompt, str) else with_row_location(row, parse_messages, prompt, "messages")
 
 
 def encode_prompt(prompt: str | list, tokenizer: Tokenizer, cfg: GenerateConfig) -> list[int]:
-    """The tokens to go on from."""
+    """Token ids of a prompt, up to the start of the answer."""
     if isinstance(prompt, str) and not cfg.apply_chat_template:
         return tokenizer.encode(prompt, special=True)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -1,4 +1,4 @@
-"""Learning from preferences, full or with adapters: DPO and its kin, SimPO, ORPO, KTO, and sums of them.
+"""Preference optimization, full or with adapters: DPO and its variants, SimPO, ORPO, KTO, and weighted sums of losses.
 
 tune run preference nano/dpo
 tune run preference llama3_2/1b_dpo_lora loss.beta=0.05
@@ -7,19 +7,21 @@ tune run preference qwen3/1_7b_orpo_lora data.source=mine.jsonl
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
+from tunekit.build import open_checkpoint, open_tokenizer
 from tunekit.config.choices import kind_name
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.preference_data import PreferenceData
-from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
+from tunekit.loggers.metric_logger import ThroughputCounter
 from tunekit.losses.dpo import (
     AOT,
     DPO,
@@ -42,10 +44,13 @@ from tunekit.losses.preference_base import PreferenceLoss
 from tunekit.losses.preference_objective import PreferenceObjective
 from tunekit.losses.reference_free import CPO, ORPO, AlphaPO, SFTTerm, SimPO
 from tunekit.losses.unpaired import BCO, KTO, APOZeroUnpaired
-from tunekit.memory.config import TrainOptimizer
 from tunekit.models.decoder import Decoder
-from tunekit.training import config as training
-from tunekit.training.config import Job, Method, Taken, TrainConfig
+from tunekit.training.config import TrainConfig, check_training
+from tunekit.training.data_checks import check_data
+from tunekit.training.early_stopping import EarlyStopping
+from tunekit.training.export import export_final
+from tunekit.training.forgetting import ForgettingMonitor
+from tunekit.training.packing_check import check_packing
 from tunekit.training.reference_model import (
     AutoReference,
     CopiedReference,
@@ -53,21 +58,24 @@ from tunekit.training.reference_model import (
     PrecomputedReference,
     RunningMean,
 )
+from tunekit.training.run_context import RunContext
+from tunekit.training.setup import build_optimizer, load_model, open_dataloader
+from tunekit.training.step_guard import StepGuard
 
-OfPairs = (
+PairLoss = (
     DPO | Sigmoid | SigmoidNorm | Hinge | IPO | Robust | EXOPair | NCAPair | BCOPair | SPPOHard | AOT
     | AOTUnpaired | APOZero | APODown | DiscoPOP | SFTTerm | CPO | SimPO | AlphaPO | ORPO
 )  # fmt: skip
-OfMarks = KTO | BCO | APOZeroUnpaired
+UnpairedLoss = KTO | BCO | APOZeroUnpaired
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceConfig(TrainConfig):
-    """Everything this recipe can be told: what every training can, what is minimised, and against which reference."""
+    """The keys of this recipe."""
 
-    data: PreferenceData  # pairs of answers, or answers with marks
-    eval_data: PreferenceData | None = None  # held-out rows
-    loss: tuple[OfPairs | OfMarks, ...] = (DPO(),)  # what is minimised: one term, or several that are added up
+    data: PreferenceData  # Training rows: preference pairs, or single answers with labels
+    eval_data: PreferenceData | None = None  # Held-out rows for evaluation during training
+    loss: tuple[PairLoss | UnpairedLoss, ...] = (DPO(),)  # One loss, or several that are added
     # Reference model; `auto`: the cheapest that works
     reference: AutoReference | DisableAdapterReference | CopiedReference | PrecomputedReference = AutoReference()
     ld_alpha: float = 1.0  # LD-DPO: weight of the tokens beyond the shorter answer (arXiv:2409.06411)
@@ -75,106 +83,194 @@ class PreferenceConfig(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.loss:
-            raise FieldError("loss", "name at least one term")
+            raise FieldError("loss", "must have at least one loss, got none")
         if not 0 <= self.ld_alpha <= 1:
-            raise FieldError("ld_alpha", f"a weight from 0 to 1, not {self.ld_alpha}")
-        others = [kind_of(term) for term in self.loss if term.docs_per_item == 1 or not term.needs_reference]
-        if self.ld_alpha < 1 and others:
+            raise FieldError("ld_alpha", f"must be in [0, 1], got {self.ld_alpha}")
+        unsupported = [kind_of(loss) for loss in self.loss if loss.docs_per_item == 1 or not loss.needs_reference]
+        if self.ld_alpha < 1 and unsupported:
             raise FieldError(
-                "ld_alpha", f"is for pairs that are compared with a reference, and {others[0]} does not do so"
+                "ld_alpha", f"needs losses of pairs with a reference, got {unsupported[0]}. Set ld_alpha=1."
             )
         self.reference.check(self, PreferenceObjective(self.loss, self.ld_alpha))
 
 
-RECIPE = PreferenceConfig
+CONFIG = PreferenceConfig
 
 
-def kind_of(term: PreferenceLoss) -> str:
+def kind_of(loss: PreferenceLoss) -> str:
     """The `kind` of a loss."""
-    return kind_name(type(term))
-
-
-def words(cfg: PreferenceConfig) -> Tokenizer:
-    """The tokenizer that rows are written with."""
-    return training.get_tokenizer(cfg)
+    return kind_name(type(loss))
 
 
 def check(cfg: PreferenceConfig) -> None:
-    """What can be known without reading weights."""
-    training.check_training(cfg)
-    held = None if cfg.eval_data is None else MixtureBase.from_config(cfg.eval_data).resolve()
-    check_terms(cfg.loss, MixtureBase.from_config(cfg.data).resolve(), held)
+    """Raise UserError for everything that can be found without reading weights."""
+    check_training(cfg)
+    eval_data = None if cfg.eval_data is None else MixtureBase.from_config(cfg.eval_data).resolve()
+    check_terms(cfg.loss, MixtureBase.from_config(cfg.data).resolve(), eval_data)
 
 
-def check_terms(loss: Sequence[PreferenceLoss], data: MixtureBase, held: MixtureBase | None) -> None:
-    """UserError if the terms, or the figures, compare pairs and rows are single answers."""
-    if data.docs_per_row == 1 and (paired := [kind_of(term) for term in loss if term.docs_per_item == 2]):
-        raise UserError(f"loss: {paired[0]} compares pairs, and these rows are single answers: use kto, bco or pairs")
-    if held is not None and held.docs_per_row < data.docs_per_row:
-        raise UserError("eval_data: these rows are single answers, and those of `data` are pairs: make both alike")
+def check_terms(losses: Sequence[PreferenceLoss], data: MixtureBase, eval_data: MixtureBase | None) -> None:
+    """Raise UserError if a loss needs pairs and the rows are single answers."""
+    if data.docs_per_row == 1 and (paired := [kind_of(loss) for loss in losses if loss.docs_per_item == 2]):
+        raise UserError(
+            f"loss: {paired[0]} needs preference pairs, but data has unpaired rows. Set loss=kto or loss=bco, or use a "
+            "dataset with chosen and rejected."
+        )
+    if eval_data is not None and eval_data.docs_per_row < data.docs_per_row:
+        raise UserError("eval_data: has unpaired rows, but data has preference pairs. Use the same format for both.")
 
 
 def main(cfg: PreferenceConfig, overwrite: bool = False) -> None:
-    """Train until the last step, a signal, or the end of patience, and leave a checkpoint for others."""
-    training.run(cfg, Method("preference", forward_backward, evaluate, beside), overwrite)
+    """Train, or resume training, and write the result to `final/` in the run directory."""
+    with RunContext(cfg, "preference", overwrite) as run:
+        if not run.is_complete:
+            train(cfg, run)
+        run.push_result()
 
 
-def beside(job: Job) -> dict[str, Any]:
-    """The objective for these rows, its reference, and what BCO remembers."""
-    goal = PreferenceObjective(job.cfg.loss, job.cfg.ld_alpha, job.data.mixture.docs_per_row == 2)
-    check_terms(goal.terms, job.data.mixture, job.held and job.held.mixture)
-    for data in filter(None, (job.data, job.held)):
-        if any(term.needs_mismatched for term in goal.terms):
+def train(cfg: PreferenceConfig, run: RunContext) -> None:
+    """Everything between an open run directory and the exported result."""
+    dist = run.dist  # collectives; the identity on one process
+    checkpoint = open_checkpoint(cfg)  # config.json and tensor names; weights are read by load_model
+    tokenizer = open_tokenizer(checkpoint, run.start_date)
+    train_data = open_dataloader(cfg.data, tokenizer, cfg, run)
+    eval_data = cfg.eval_data and open_dataloader(cfg.eval_data, tokenizer, cfg, run, "eval")
+    forgetting = ForgettingMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
+    loaders = {"data": train_data, "eval_data": eval_data}
+    check_data(cfg, loaders, tokenizer, dist)
+    model = load_model(checkpoint, cfg, dist)
+    objective = prepare_objective(cfg, model, train_data, eval_data, dist)
+    objective = replace(objective, judges=cfg.reference.open(run, checkpoint, model, loaders, objective))
+    running_mean = RunningMean()  # of log-ratios, for BCO
+    run.begin()
+
+    optimizer = build_optimizer(cfg, model, dist)
+    num_steps = cfg.max_steps or train_data.num_steps(cfg.epochs)
+    lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
+    prefetcher = Prefetcher(train_data, dist.device)
+    guard = StepGuard(cfg.step_guard, dist, prefetcher)
+    early_stopping = EarlyStopping(cfg.early_stopping_patience)
+    throughput = ThroughputCounter()
+    checkpointer = run.open_checkpointer(
+        model, optimizer, lr_scheduler, data=prefetcher, guard=guard, early_stopping=early_stopping,
+        forgetting=forgetting, throughput=throughput, running_mean=running_mean,
+    )  # fmt: skip
+    step = checkpointer.restore()  # 0 in a new run
+    if step == 0:
+        check_packing(model, train_data, dist)
+    logger = run.open_logger(num_steps, step, throughput)
+
+    with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
+        if step == 0 and eval_data:
+            run.begin_eval(0)
+            logger.log_eval(0, evaluate(model, eval_data, objective, running_mean, dist))
+        forgetting.begin(model, step, logger)
+        if step == 0 and guard.may_roll_back:
+            checkpointer.save(0)
+        run.handle_signals()
+        while step < num_steps and not early_stopping.triggered:
+            run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
+            batches = prefetcher.next()  # the micro-batches of this rank
+            loss, metrics = forward_backward(model, batches, objective, running_mean, dist)
+            grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
+            if not guard.accepts(step, loss, grad_norm):  # NaN, Inf or a spike
+                optimizer.zero_grad()  # without gradients, `step` changes no weight
+            optimizer.step()
+            optimizer.zero_grad()
+            lr = lr_scheduler.get_last_lr()[0]
+            lr_scheduler.step()
+            if guard.needs_rollback(logger):
+                step = guard.roll_back(checkpointer, logger)  # to the last training state; skips the data since then
+                continue
+            step += 1
+            logger.log_step(step, batches, prefetcher.data_time, loss=loss, grad_norm=grad_norm, lr=lr, **metrics)
+
+            due = run.due_after(step, num_steps)
+            with logger.pause():  # not part of the step time
+                if due.any:
+                    guard.check_all(logger)  # raises if a step was not finite, before its weights are used
+                if due.push:
+                    run.push_checkpoint(step, num_steps, model, checkpoint)
+                if due.eval and eval_data:
+                    run.begin_eval(step)
+                    eval_metrics = evaluate(model, eval_data, objective, running_mean, dist)
+                    early_stopping.update(logger.log_eval(step, eval_metrics))
+                if due.forgetting:
+                    forgetting.evaluate(model, step, logger)
+                if due.save or early_stopping.triggered or forgetting.exceeded:
+                    checkpointer.save(step)
+                    run.exit_if_stop_requested(step, num_steps)
+                    forgetting.raise_if_exceeded(step)
+                checkpointer.poll()  # raises if a save in the background has failed
+        run.log_early_stop(step, num_steps)
+    export_final(run, model, checkpoint, loaders, step)
+
+
+def prepare_objective(
+    cfg: PreferenceConfig,
+    model: Decoder,
+    train_data: DataLoader,
+    eval_data: DataLoader | None,
+    dist: DistributedContext,
+) -> PreferenceObjective:
+    """The objective for the format of the rows, without its reference. Prepares the loaders for its losses."""
+    objective = PreferenceObjective(cfg.loss, cfg.ld_alpha, train_data.mixture.docs_per_row == 2)
+    check_terms(objective.terms, train_data.mixture, eval_data and eval_data.mixture)
+    for data in filter(None, (train_data, eval_data)):
+        if any(loss.needs_mismatched for loss in objective.terms):
             data.add_mismatched()
-        if job.model.shares_prefixes(data.mixture.max_length) and data.share_prefixes() and data is job.data:
-            found = data.summary
-            job.run.log(f"data: prompts are computed once: {found.tokens:,} tokens, packed into {found.num_packed_rows:,} rows")
-    return {"goal": replace(goal, judges=job.cfg.reference.open(job, goal)), "shift": RunningMean()}
+        if model.shares_prefixes(data.mixture.max_length) and data.share_prefixes() and data is train_data:
+            summary = data.summary
+            dist.log(
+                f"data: shared prompts are computed once: {summary.tokens:,} tokens in {summary.num_packed_rows:,} rows"
+            )
+    return objective
 
 
 def forward_backward(
     model: Decoder,
     batches: list[Batch],
-    cfg: PreferenceConfig,
-    update: TrainOptimizer,
-    run: DistributedContext,
-    goal: PreferenceObjective,
-    shift: RunningMean,
-) -> Taken:
-    """One optimizer step. Chosen and rejected answers go through the model side by side."""
-    tally, judge = MetricSums(), goal.reference.train
-    parts = goal.prepare_batches(batches, judge, run)
-    step = goal.step_totals(model, parts, judge, run, shift.take)
-    for i, part in enumerate(parts, start=1):
-        run.set_gradient_sync(model, enabled=i == len(parts))
-        found = goal.compute_logps(model, part)
-        loss = goal.loss(found, step)
-        (loss * run.grad_scale).backward()  # sharding averages gradients over the ranks
-        tally.add(goal.metric_sums(found, loss, step))
-        step = step.after(found)
-    figures = goal.to_metrics(tally.means(run, 1))
-    loss = figures.pop("loss")
-    return Taken(loss, update(loss), figures)
+    objective: PreferenceObjective,
+    running_mean: RunningMean,
+    dist: DistributedContext,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the gradients of one optimizer step. Returns its loss and its other metrics, over all ranks.
+
+    Chosen and rejected answers are in the same forward pass.
+    """
+    sums, reference = MetricSums(), objective.reference.train
+    micro_batches = objective.prepare_batches(batches, reference, dist)
+    state = objective.step_totals(model, micro_batches, reference, dist, running_mean.take)
+    for i, micro_batch in enumerate(micro_batches, start=1):
+        dist.set_gradient_sync(model, enabled=i == len(micro_batches))  # reduce gradients in the last micro-batch only
+        logps = objective.compute_logps(model, micro_batch)
+        loss = objective.loss(logps, state)
+        (loss * dist.grad_scale).backward()  # FSDP averages gradients over ranks; this makes it a sum
+        sums.add(objective.metric_sums(logps, loss, state))
+        state = state.after(logps)
+    metrics = objective.to_metrics(sums.means(dist, 1))
+    return metrics.pop("loss"), metrics
 
 
 @torch.no_grad()
 def evaluate(
     model: Decoder,
-    held: DataLoader,
-    cfg: PreferenceConfig,
-    run: DistributedContext,
-    goal: PreferenceObjective,
-    shift: RunningMean,
+    eval_data: DataLoader,
+    objective: PreferenceObjective,
+    running_mean: RunningMean,
+    dist: DistributedContext,
 ) -> dict[str, float]:
-    """The loss and all figures of held-out rows."""
-    training, tally, judge = model.training, MetricSums(), goal.reference.eval
+    """The loss and all other metrics of the held-out rows."""
+    was_training, sums, reference = model.training, MetricSums(), objective.reference.eval
     model.eval()
-    for number in tqdm(range(held.num_steps(1)), "validating", disable=not run.is_main_process or None, leave=False):
-        parts = goal.prepare_batches(held[number], judge, run)
-        step = goal.step_totals(model, parts, judge, run, shift.mean)
-        for part in parts:
-            found = goal.compute_logps(model, part)
-            tally.add(goal.metric_sums(found, goal.loss(found, step), step))
-            step = step.after(found)
-    model.train(training)
-    return {name: float(value) for name, value in goal.to_metrics(tally.means(run, 1)).items()}
+    for step in tqdm(
+        range(eval_data.num_steps(1)), "evaluating", disable=not dist.is_main_process or None, leave=False
+    ):
+        micro_batches = objective.prepare_batches(eval_data[step], reference, dist)
+        state = objective.step_totals(model, micro_batches, reference, dist, running_mean.mean)
+        for micro_batch in micro_batches:
+            logps = objective.compute_logps(model, micro_batch)
+            sums.add(objective.metric_sums(logps, objective.loss(logps, state), state))
+            state = state.after(logps)
+    model.train(was_training)
+    return {name: float(value) for name, value in objective.to_metrics(sums.means(dist, 1)).items()}

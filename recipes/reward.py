@@ -1,125 +1,221 @@
-"""Models that score: rewards from pairs, classes or values of documents, and whether each step of an answer is right.
+"""Models with a score head: rewards from pairs, classes or values of texts, and step-wise correctness of answers.
 
 tune run reward nano/reward
 tune run reward llama3_2/1b_reward data.max_length=1024 loss.center_rewards_coefficient=0.01
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
+from tunekit.build import open_checkpoint, open_tokenizer
 from tunekit.checkpoint.classification_head import with_score_head
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import MixtureBase
+from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.data.dataloader.reward_data import RewardData
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.reward_datasets import LabeledDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError
+from tunekit.loggers.metric_logger import ThroughputCounter
 from tunekit.losses.reward import BradleyTerry, Classification, ProcessReward, Regression, RewardMetrics
-from tunekit.memory.config import TrainOptimizer
 from tunekit.models.decoder import Decoder
-from tunekit.training import config as training
-from tunekit.training.config import Job, Method, Taken, TrainConfig
+from tunekit.training.config import TrainConfig, check_training
+from tunekit.training.data_checks import check_data
+from tunekit.training.early_stopping import EarlyStopping
+from tunekit.training.export import export_final
+from tunekit.training.forgetting import ForgettingMonitor
+from tunekit.training.packing_check import check_packing
+from tunekit.training.run_context import RunContext
+from tunekit.training.setup import build_optimizer, load_model, open_dataloader
+from tunekit.training.step_guard import StepGuard
 
 
-def class_names(rows: DatasetConfig | MixtureBase) -> tuple[str, ...]:
-    """The names that rows have for classes."""
-    return next((rows.class_names for rows in MixtureBase.from_config(rows).dataset_configs if isinstance(rows, LabeledDataset)), ())
+def class_names(data: DatasetConfig | MixtureBase) -> tuple[str, ...]:
+    """The class names of labeled rows."""
+    return next(
+        (
+            rows.class_names
+            for rows in MixtureBase.from_config(data).dataset_configs
+            if isinstance(rows, LabeledDataset)
+        ),
+        (),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(TrainConfig):
-    """Everything this recipe can be told: what every training can, and what scores are to say."""
+    """The keys of this recipe."""
 
-    data: RewardData  # pairs, texts with labels, or answers whose steps have labels
-    eval_data: RewardData | None = None  # held-out rows
-    loss: BradleyTerry | Classification | Regression | ProcessReward = BradleyTerry()  # what scores are to say
+    data: RewardData  # Training rows: preference pairs, labeled texts, or answers with labeled steps
+    eval_data: RewardData | None = None  # Held-out rows for evaluation during training
+    loss: BradleyTerry | Classification | Regression | ProcessReward = BradleyTerry()  # Meaning of the scores
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.parallel.tp > 1:
-            raise FieldError("parallel.tp", "a head that scores is too small to be divided: use parallel.dp_shard")
+            raise FieldError("parallel.tp", "a score head cannot be split over devices. Use parallel.dp_shard.")
         self.loss.check_datasets(MixtureBase.from_config(self.data), "data")
-        self.loss.score_head(0, len(self.names))
+        self.loss.score_head(0, len(self.class_names))
         if self.eval_data is not None:
             self.loss.check_datasets(MixtureBase.from_config(self.eval_data), "eval_data")
-            if (held := class_names(self.eval_data)) and held != self.names:
-                raise FieldError("eval_data.class_names", "are not those of `data`, in their order")
+            if (names := class_names(self.eval_data)) and names != self.class_names:
+                raise FieldError("eval_data.class_names", "must be the same as data.class_names, in the same order")
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """What rows call their classes."""
+    def class_names(self) -> tuple[str, ...]:
+        """The class names of the training rows; empty without labels."""
         return class_names(self.data)
 
-    def headed(self, source: HFCheckpoint) -> HFCheckpoint:
-        """The checkpoint with a head for the scores of the loss, a fresh one on a language model."""
-        score = self.loss.score_head(Tokenizer.open(source.tokenizer_path).pad, len(self.names))
-        return with_score_head(source, score, self.seed, self.names, self.loss.problem_type)
+    def with_head(self, checkpoint: HFCheckpoint) -> HFCheckpoint:
+        """The checkpoint with a score head for the loss: a new one on a language model."""
+        score = self.loss.score_head(Tokenizer.open(checkpoint.tokenizer_path).pad, len(self.class_names))
+        return with_score_head(checkpoint, score, self.seed, self.class_names, self.loss.problem_type)
 
 
-RECIPE = RewardConfig
-
-
-def words(cfg: RewardConfig) -> Tokenizer:
-    """The tokenizer of the checkpoint."""
-    return training.get_tokenizer(cfg)
+CONFIG = RewardConfig
 
 
 def check(cfg: RewardConfig) -> None:
-    """Whether checkpoint, rows and adapter are there and fit each other."""
-    training.check_training(cfg)
-    for key, rows in (("data", cfg.data), ("eval_data", cfg.eval_data)):
-        if rows is not None:
-            cfg.loss.check_datasets(MixtureBase.from_config(rows).resolve(), key)
+    """Raise UserError for everything that can be found without reading weights."""
+    check_training(cfg)
+    for key, data in (("data", cfg.data), ("eval_data", cfg.eval_data)):
+        if data is not None:
+            cfg.loss.check_datasets(MixtureBase.from_config(data).resolve(), key)
 
 
 def main(cfg: RewardConfig, overwrite: bool = False) -> None:
-    """Train, and leave what transformers opens as a model for sequence or token classification."""
-    training.run(cfg, Method("reward", forward_backward, evaluate, beside), overwrite)
+    """Train, or resume training, and write a model for sequence or token classification to `final/`."""
+    with RunContext(cfg, "reward", overwrite) as run:
+        if not run.is_complete:
+            train(cfg, run)
+        run.push_result()
 
 
-def beside(job: Job) -> dict[str, object]:
-    """Nothing; people are told of a head that knows nothing yet."""
-    for key, data in (("data", job.data), ("eval_data", job.held)):
+def train(cfg: RewardConfig, run: RunContext) -> None:
+    """Everything between an open run directory and the exported result."""
+    dist = run.dist  # collectives; the identity on one process
+    checkpoint = open_checkpoint(cfg)  # config.json and tensor names; weights are read by load_model
+    tokenizer = open_tokenizer(checkpoint, run.start_date)
+    train_data = open_dataloader(cfg.data, tokenizer, cfg, run)
+    eval_data = cfg.eval_data and open_dataloader(cfg.eval_data, tokenizer, cfg, run, "eval")
+    forgetting = ForgettingMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
+    loaders = {"data": train_data, "eval_data": eval_data}
+    check_data(cfg, loaders, tokenizer, dist)
+    model = load_model(checkpoint, cfg, dist)
+    prepare_data(cfg, model, loaders)
+    if checkpoint.new_head is not None or cfg.init == "random":
+        dist.log("head: {} x {} new weights instead of the lm_head".format(*model.shapes["head.weight"]))
+    run.begin()
+
+    optimizer = build_optimizer(cfg, model, dist)
+    num_steps = cfg.max_steps or train_data.num_steps(cfg.epochs)
+    lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
+    prefetcher = Prefetcher(train_data, dist.device)
+    guard = StepGuard(cfg.step_guard, dist, prefetcher)
+    early_stopping = EarlyStopping(cfg.early_stopping_patience)
+    throughput = ThroughputCounter()
+    checkpointer = run.open_checkpointer(
+        model, optimizer, lr_scheduler, data=prefetcher, guard=guard, early_stopping=early_stopping,
+        forgetting=forgetting, throughput=throughput,
+    )  # fmt: skip
+    step = checkpointer.restore()  # 0 in a new run
+    if step == 0:
+        check_packing(model, train_data, dist)
+    logger = run.open_logger(num_steps, step, throughput)
+
+    with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
+        if step == 0 and eval_data:
+            run.begin_eval(0)
+            logger.log_eval(0, evaluate(model, eval_data, cfg, dist))
+        forgetting.begin(model, step, logger)
+        if step == 0 and guard.may_roll_back:
+            checkpointer.save(0)
+        run.handle_signals()
+        while step < num_steps and not early_stopping.triggered:
+            run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
+            batches = prefetcher.next()  # the micro-batches of this rank
+            loss, metrics = forward_backward(model, batches, cfg, dist)
+            grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
+            if not guard.accepts(step, loss, grad_norm):  # NaN, Inf or a spike
+                optimizer.zero_grad()  # without gradients, `step` changes no weight
+            optimizer.step()
+            optimizer.zero_grad()
+            lr = lr_scheduler.get_last_lr()[0]
+            lr_scheduler.step()
+            if guard.needs_rollback(logger):
+                step = guard.roll_back(checkpointer, logger)  # to the last training state; skips the data since then
+                continue
+            step += 1
+            logger.log_step(step, batches, prefetcher.data_time, loss=loss, grad_norm=grad_norm, lr=lr, **metrics)
+
+            due = run.due_after(step, num_steps)
+            with logger.pause():  # not part of the step time
+                if due.any:
+                    guard.check_all(logger)  # raises if a step was not finite, before its weights are used
+                if due.push:
+                    run.push_checkpoint(step, num_steps, model, checkpoint)
+                if due.eval and eval_data:
+                    run.begin_eval(step)
+                    early_stopping.update(logger.log_eval(step, evaluate(model, eval_data, cfg, dist)))
+                if due.forgetting:
+                    forgetting.evaluate(model, step, logger)
+                if due.save or early_stopping.triggered or forgetting.exceeded:
+                    checkpointer.save(step)
+                    run.exit_if_stop_requested(step, num_steps)
+                    forgetting.raise_if_exceeded(step)
+                checkpointer.poll()  # raises if a save in the background has failed
+        run.log_early_stop(step, num_steps)
+    export_final(run, model, checkpoint, loaders, step)
+
+
+def prepare_data(cfg: RewardConfig, model: Decoder, loaders: Mapping[str, DataLoader | None]) -> None:
+    """Check that the labels fit the head, and share prompts in packed rows where the model can."""
+    for key, data in loaders.items():
         if data is not None:
-            job.cfg.loss.check(data.mixture, key)
-            job.cfg.loss.check_labels(data.datasets, job.model.spec.outputs)
-            if job.model.shares_prefixes(data.mixture.max_length):
+            cfg.loss.check_datasets(data.mixture, key)
+            cfg.loss.check_labels(data.datasets, model.spec.outputs)
+            if model.shares_prefixes(data.mixture.max_length):
                 data.share_prefixes()
-    if job.source.new_head is not None or job.cfg.init == "random":
-        shape = "{} x {}".format(*job.model.shapes["head.weight"])
-        job.run.log(f"head: {shape} fresh weights, in place of the vocabulary's")
-    return {}
 
 
 def forward_backward(
-    model: Decoder, batches: list[Batch], cfg: RewardConfig, update: TrainOptimizer, run: DistributedContext
-) -> Taken:
-    """One optimizer step. A pair, a document or a step of one weighs the same, wherever it lies."""
-    count, seen = run.sum_counts(sum(cfg.loss.num_units(batch, model.spec.outputs) for batch in batches)), RewardMetrics()
-    for number, batch in enumerate(batches, start=1):
-        run.set_gradient_sync(model, enabled=number == len(batches))
-        found = cfg.loss(model, batch.to(run.device))
-        (found.loss / count * run.grad_scale).backward()
-        seen.add(found)
-    figures = seen.means(run, count)
-    loss = figures.pop("loss")
-    return Taken(loss, update(loss), figures)
+    model: Decoder, batches: list[Batch], cfg: RewardConfig, dist: DistributedContext
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the gradients of one optimizer step. Returns its loss and its other metrics, over all ranks.
+
+    Every pair, document or step of an answer has the same weight, in every micro-batch and on every rank.
+    """
+    num_units = dist.sum_counts(sum(cfg.loss.num_units(batch, model.spec.outputs) for batch in batches))
+    sums = RewardMetrics()
+    for i, batch in enumerate(batches, start=1):
+        dist.set_gradient_sync(model, enabled=i == len(batches))  # reduce gradients in the last micro-batch only
+        output = cfg.loss(model, batch.to(dist.device))
+        (
+            output.loss / num_units * dist.grad_scale
+        ).backward()  # FSDP averages gradients over ranks; this makes it a sum
+        sums.add(output)
+    metrics = sums.means(dist, num_units)
+    return metrics.pop("loss"), metrics
 
 
 @torch.no_grad()
-def evaluate(model: Decoder, held: DataLoader, cfg: RewardConfig, run: DistributedContext) -> dict[str, float]:
-    """The same figures of held-out rows."""
-    training, seen, count = model.training, RewardMetrics(), 0
+def evaluate(model: Decoder, eval_data: DataLoader, cfg: RewardConfig, dist: DistributedContext) -> dict[str, float]:
+    """The loss and other metrics of the held-out rows."""
+    was_training, sums, num_units = model.training, RewardMetrics(), 0
     model.eval()
-    for step in tqdm(range(held.num_steps(1)), "validating", disable=not run.is_main_process or None, leave=False):
-        for batch in held[step]:
-            count += cfg.loss.num_units(batch, model.spec.outputs)
-            seen.add(cfg.loss(model, batch.to(run.device)))
-    model.train(training)
-    return {name: float(value) for name, value in seen.means(run, run.sum_counts(count)).items()}
+    for step in tqdm(
+        range(eval_data.num_steps(1)), "evaluating", disable=not dist.is_main_process or None, leave=False
+    ):
+        for batch in eval_data[step]:
+            num_units += cfg.loss.num_units(batch, model.spec.outputs)
+            sums.add(cfg.loss(model, batch.to(dist.device)))
+    model.train(was_training)
+    return {name: float(value) for name, value in sums.means(dist, dist.sum_counts(num_units)).items()}

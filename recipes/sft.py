@@ -8,62 +8,142 @@ tune run sft llama3_2/1b_full --nproc-per-node 8
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from tunekit.build import open_checkpoint, open_tokenizer
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import SFTData
-from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.distributed.context import DistributedContext
-from tunekit.losses import cross_entropy
-from tunekit.losses.cross_entropy import CrossEntropy
-from tunekit.memory.config import TrainOptimizer
+from tunekit.loggers.metric_logger import ThroughputCounter
+from tunekit.losses.cross_entropy import CrossEntropy, eval_loss
 from tunekit.models.decoder import Decoder
-from tunekit.training import config as training
-from tunekit.training.config import Method, Taken, TrainConfig
+from tunekit.training.config import TrainConfig, check_training
+from tunekit.training.data_checks import check_data
+from tunekit.training.early_stopping import EarlyStopping
+from tunekit.training.export import export_final
+from tunekit.training.forgetting import ForgettingMonitor
+from tunekit.training.packing_check import check_packing
+from tunekit.training.run_context import RunContext
+from tunekit.training.setup import build_optimizer, load_model, open_dataloader
+from tunekit.training.step_guard import StepGuard
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(TrainConfig):
-    """Everything this recipe can be told: what every training can, and what is minimised."""
+    """The keys of this recipe."""
 
-    data: SFTData  # what to learn
-    eval_data: SFTData | None = None  # held-out rows
+    data: SFTData  # Training rows
+    eval_data: SFTData | None = None  # Held-out rows for evaluation during training
     loss: CrossEntropy = CrossEntropy()
 
 
-RECIPE = SFTConfig
-
-
-def words(cfg: SFTConfig) -> Tokenizer:
-    """The tokenizer that rows are written with."""
-    return training.get_tokenizer(cfg)
+CONFIG = SFTConfig
 
 
 def check(cfg: SFTConfig) -> None:
-    """What can be known without reading weights."""
-    training.check_training(cfg)
+    """Raise UserError for everything that can be found without reading weights."""
+    check_training(cfg)
 
 
 def main(cfg: SFTConfig, overwrite: bool = False) -> None:
-    """Train until the last step, a signal, or the end of patience, and leave a checkpoint for others."""
-    training.run(cfg, Method("sft", forward_backward, evaluate), overwrite)
+    """Train, or resume training, and write the result to `final/` in the run directory."""
+    with RunContext(cfg, "sft", overwrite) as run:
+        if not run.is_complete:
+            train(cfg, run)
+        run.push_result()
 
 
-def forward_backward(
-    model: Decoder, batches: list[Batch], cfg: SFTConfig, update: TrainOptimizer, run: DistributedContext
-) -> Taken:
-    """One optimizer step. A learnt token weighs the same in every micro-batch and on every rank."""
-    tokens = run.sum_counts(sum(batch.num_target_tokens for batch in batches))
-    total = torch.zeros((), device=run.device)
+def train(cfg: SFTConfig, run: RunContext) -> None:
+    """Everything between an open run directory and the exported result."""
+    dist = run.dist  # collectives; the identity on one process
+    checkpoint = open_checkpoint(cfg)  # config.json and tensor names; weights are read by load_model
+    tokenizer = open_tokenizer(checkpoint, run.start_date)
+    train_data = open_dataloader(cfg.data, tokenizer, cfg, run)
+    eval_data = cfg.eval_data and open_dataloader(cfg.eval_data, tokenizer, cfg, run, "eval")
+    forgetting = ForgettingMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
+    loaders = {"data": train_data, "eval_data": eval_data}
+    check_data(cfg, loaders, tokenizer, dist)
+    model = load_model(checkpoint, cfg, dist)
+    run.begin()
+
+    optimizer = build_optimizer(cfg, model, dist)
+    num_steps = cfg.max_steps or train_data.num_steps(cfg.epochs)
+    lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
+    prefetcher = Prefetcher(train_data, dist.device)
+    guard = StepGuard(cfg.step_guard, dist, prefetcher)
+    early_stopping = EarlyStopping(cfg.early_stopping_patience)
+    throughput = ThroughputCounter()
+    checkpointer = run.open_checkpointer(
+        model, optimizer, lr_scheduler, data=prefetcher, guard=guard, early_stopping=early_stopping,
+        forgetting=forgetting, throughput=throughput,
+    )  # fmt: skip
+    step = checkpointer.restore()  # 0 in a new run
+    if step == 0:
+        check_packing(model, train_data, dist)
+    logger = run.open_logger(num_steps, step, throughput)
+
+    with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
+        if step == 0 and eval_data:
+            run.begin_eval(0)
+            logger.log_eval(0, evaluate(model, eval_data, cfg, dist))
+        forgetting.begin(model, step, logger)
+        if step == 0 and guard.may_roll_back:
+            checkpointer.save(0)
+        run.handle_signals()
+        while step < num_steps and not early_stopping.triggered:
+            run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
+            batches = prefetcher.next()  # the micro-batches of this rank
+            loss = forward_backward(model, batches, cfg, dist)
+            grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
+            if not guard.accepts(step, loss, grad_norm):  # NaN, Inf or a spike
+                optimizer.zero_grad()  # without gradients, `step` changes no weight
+            optimizer.step()
+            optimizer.zero_grad()
+            lr = lr_scheduler.get_last_lr()[0]
+            lr_scheduler.step()
+            if guard.needs_rollback(logger):
+                step = guard.roll_back(checkpointer, logger)  # to the last training state; skips the data since then
+                continue
+            step += 1
+            logger.log_step(step, batches, prefetcher.data_time, loss=loss, grad_norm=grad_norm, lr=lr)
+
+            due = run.due_after(step, num_steps)
+            with logger.pause():  # not part of the step time
+                if due.any:
+                    guard.check_all(logger)  # raises if a step was not finite, before its weights are used
+                if due.push:
+                    run.push_checkpoint(step, num_steps, model, checkpoint)
+                if due.eval and eval_data:
+                    run.begin_eval(step)
+                    early_stopping.update(logger.log_eval(step, evaluate(model, eval_data, cfg, dist)))
+                if due.forgetting:
+                    forgetting.evaluate(model, step, logger)
+                if due.save or early_stopping.triggered or forgetting.exceeded:
+                    checkpointer.save(step)
+                    run.exit_if_stop_requested(step, num_steps)
+                    forgetting.raise_if_exceeded(step)
+                checkpointer.poll()  # raises if a save in the background has failed
+        run.log_early_stop(step, num_steps)
+    export_final(run, model, checkpoint, loaders, step)
+
+
+def forward_backward(model: Decoder, batches: list[Batch], cfg: SFTConfig, dist: DistributedContext) -> Tensor:
+    """Compute the gradients of one optimizer step. Returns the mean loss of its target tokens, over all ranks.
+
+    Every target token has the same weight, in every micro-batch and on every rank.
+    """
+    num_targets = dist.sum_counts(sum(batch.num_target_tokens for batch in batches))
+    total = torch.zeros((), device=dist.device)
     for i, batch in enumerate(batches, start=1):
-        run.set_gradient_sync(model, enabled=i == len(batches))
-        loss = cfg.loss(model, batch.to(run.device)) / tokens
-        (loss * run.grad_scale).backward()  # sharding averages gradients over the ranks
+        dist.set_gradient_sync(model, enabled=i == len(batches))  # reduce gradients in the last micro-batch only
+        loss = cfg.loss(model, batch.to(dist.device)) / num_targets
+        (loss * dist.grad_scale).backward()  # FSDP averages gradients over ranks; this makes it a sum
         total += loss.detach()
-    loss = run.all_reduce_sum(total)
-    return Taken(loss, update(loss))
+    return dist.all_reduce_sum(total)
 
 
-def evaluate(model: Decoder, held: DataLoader, cfg: SFTConfig, run: DistributedContext) -> dict[str, float]:
-    """The loss of a learnt token of held-out rows."""
-    return {"loss": cross_entropy.eval_loss(cfg.loss, model, held, run)}
+def evaluate(model: Decoder, eval_data: DataLoader, cfg: SFTConfig, dist: DistributedContext) -> dict[str, float]:
+    """Metrics of the held-out rows: the mean loss of their target tokens."""
+    return {"loss": eval_loss(cfg.loss, model, eval_data, dist)}

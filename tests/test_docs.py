@@ -117,7 +117,7 @@ def check_command(command: list[str]) -> None:
         recipe = args.recipe or registry.recipe_of_config(path)
         assert recipe is not None, f"{config} names no recipe"
         assert recipe.endswith(".py") or recipe == registry.recipe_of_config(path)
-        load_config(recipe_loader.load_recipe(recipe).RECIPE, path, overrides, [Path(file) for file in args.imports])
+        load_config(recipe_loader.load_recipe(recipe).CONFIG, path, overrides, [Path(file) for file in args.imports])
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -164,7 +164,7 @@ def known_keys() -> frozenset[str]:
     slots = (
         slot
         for name in registry.list_recipes()
-        for slot in iter_slots(recipe_loader.load_recipe(name).RECIPE, ChoiceRegistry())
+        for slot in iter_slots(recipe_loader.load_recipe(name).CONFIG, ChoiceRegistry())
     )
     return frozenset(".".join(path) for path, _ in slots)
 
@@ -194,7 +194,7 @@ def test_links_have_targets(page: str) -> None:
 def test_option_pages_are_current() -> None:
     assert set(OPTIONS) == set(registry.list_recipes())
     for name, path in OPTIONS.items():
-        expected = schema.options_markdown(recipe_loader.load_recipe(name).RECIPE) + "\n"
+        expected = schema.options_markdown(recipe_loader.load_recipe(name).CONFIG) + "\n"
         assert path.read_text() == expected, f"tune options {name} > docs/options/{name}.md"
 
 

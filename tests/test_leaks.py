@@ -36,7 +36,7 @@ def make_loader(folder: Path, **options: Any) -> DataLoader:
 
 
 def check(model: Decoder, data: DataLoader) -> None:
-    packing_check.check(model, data, DistributedContext(0, "cpu"))
+    packing_check.check_packing(model, data, DistributedContext(0, "cpu"))
 
 
 # Full attention, sliding windows, chunks, latent attention, delta nets, experts, shared keys, and scaling by position.

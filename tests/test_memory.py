@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
+from tests.helpers.optimizer_step import step_optimizer
 from tests.helpers.random_checkpoints import FP32, load_model, make_batch, make_checkpoint, random_tokens
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.data.dataloader.batch import Batch
@@ -225,11 +226,11 @@ def train_steps(
     model, norms = load_model(folder, adapter, memory=memory), []
     inner = (p for layer in model.layers for p in layer.parameters())
     optimizer = optimizer_config.build(adapter.param_groups(model), inner)
-    update = memory.update(optimizer, 0.0, DistributedContext())
+    train_optimizer = memory.wrap_optimizer(optimizer, DistributedContext())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     for step in range(4):
         CrossEntropy()(model, make_batch(random_tokens(seed=step))).backward()
-        norms.append(float(update()))
+        norms.append(float(step_optimizer(train_optimizer, 0.0)))
         schedule.step()
         assert all(p.grad is None for p in model.parameters())
     return model, optimizer, norms
@@ -262,7 +263,7 @@ def test_optimizer_in_bwd_frees_each_gradient(tmp_path: Path) -> None:
     """At most one gradient exists when the next one is computed."""
     model = load_model(make_checkpoint(tmp_path, "llama3.2"))
     optimizer, num_gradients = AdamWConfig().build(NoAdapter().param_groups(model)), []
-    MemoryConfig(optimizer_in_bwd=True).update(optimizer, 0.0, DistributedContext())
+    MemoryConfig(optimizer_in_bwd=True).wrap_optimizer(optimizer, DistributedContext())
     for p in model.parameters():
         p.register_hook(lambda grad: num_gradients.append(sum(q.grad is not None for q in model.parameters())))
     CrossEntropy()(model, make_batch(random_tokens())).backward()
@@ -271,12 +272,12 @@ def test_optimizer_in_bwd_frees_each_gradient(tmp_path: Path) -> None:
 
 def test_optimizer_in_bwd_refuses_clipping_and_accumulation() -> None:
     options = {"max_grad_norm": 1.0, "global_batch_size": 4, "micro_batch_size": 4}
-    assert sft.SFTConfig(model="m", data=TextDataset("t"), output_dir="o", **options).memory.refusal(1.0) is None
+    sft.SFTConfig(model="m", data=TextDataset("t"), output_dir="o", **options).memory.check_clipping(1.0)
     memory = MemoryConfig(optimizer_in_bwd=True)
     with pytest.raises(FieldError, match="max_grad_norm=0") as caught:
         sft.SFTConfig(model="m", data=TextDataset("t"), output_dir="o", memory=memory, **options)
     assert caught.value.field == "memory.optimizer_in_bwd"
-    memory.check_passes(4, 4)
-    MemoryConfig().check_passes(4, 2)
-    with pytest.raises(UserError, match="micro_batch_size to 4"):
-        memory.check_passes(4, 2)
+    memory.check_num_micro_batches(4, 4)
+    MemoryConfig().check_num_micro_batches(4, 2)
+    with pytest.raises(UserError, match="micro_batch_size=4"):
+        memory.check_num_micro_batches(4, 2)

@@ -29,8 +29,8 @@ def identity(*values):
     return [*values]
 
 
-MAIN = SimpleNamespace(is_main_process=True, device=CPU, rank=0, max_over_ranks=identity)
-OTHER = SimpleNamespace(is_main_process=False, device=CPU, rank=1, max_over_ranks=identity)
+MAIN = SimpleNamespace(is_main_process=True, device=CPU, rank=0, max_over_ranks=identity, sum_each_count=identity)
+OTHER = SimpleNamespace(is_main_process=False, device=CPU, rank=1, max_over_ranks=identity, sum_each_count=identity)
 
 
 def read_lines(folder):
@@ -40,7 +40,11 @@ def read_lines(folder):
 def log_step(logger, step, loss=1.0, **values):
     metrics = {"loss": loss, "grad_norm": 2.0, "lr": 1e-4}
     metrics |= {name: values.pop(name) for name in list(values) if name in metrics}
-    logger.log_step(step, metrics, **{"num_tokens": 10, "num_target_tokens": 4, "data_time": 0.5} | values)
+    batch = SimpleNamespace(
+        num_tokens=values.pop("num_tokens", 10), num_target_tokens=values.pop("num_target_tokens", 4)
+    )
+    logger.log_step(step, [batch], values.pop("data_time", 0.5), **metrics)
+    assert not values
 
 
 class CountingTensor(torch.Tensor):
@@ -84,7 +88,7 @@ def test_lines_contain_sums_since_the_last_line(tmp_path):
     with MetricLogger(tmp_path, MAIN, num_steps=6, log_every=4) as logger:
         for step in range(1, 7):
             time.sleep(0.01)
-            log_step(logger, step, num_tokens=step, num_target_tokens=torch.tensor(2 * step), data_time=0.25)
+            log_step(logger, step, num_tokens=step, num_target_tokens=2 * step, data_time=0.25)
     first, last = read_lines(tmp_path)
     assert (first["num_tokens"], first["num_target_tokens"], first["data_time"]) == (10, 20, 0.25)
     assert (last["num_tokens"], last["num_target_tokens"], last["data_time"]) == (21, 42, 0.25)

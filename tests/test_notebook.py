@@ -1,4 +1,4 @@
-"""The notebook runs from the first to the last cell in its own kernel, and shows the results that its text describes."""
+"""The notebook runs from the first to the last cell in its own kernel and shows the results that it describes."""
 
 import base64
 import json

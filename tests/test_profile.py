@@ -5,28 +5,38 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import record_function
 
 from tests.helpers.ranks import run_ranks
 from tunekit.config.errors import FieldErrors
+from tunekit.data.dataloader.prefetch import DATA_WAIT
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
 from tunekit.loggers import metric_logger
 from tunekit.training import profiler as profile
 from tunekit.training.profiler import (
-    FOLDER,
+    DIRECTORY,
     TABLE,
     Profiler,
     ProfilerConfig,
     RankProfile,
-    record_data_wait,
-    table,
-    verdict,
+    find_bottleneck,
+    format_table,
 )
-from tunekit.training.trace_analysis import StepTimeBreakdown, both, length, minus, outermost, step_breakdown, union
+from tunekit.training.trace_analysis import (
+    StepTimeBreakdown,
+    intersect,
+    outermost,
+    step_breakdown,
+    subtract,
+    total_length,
+    union,
+)
 
 
 def make_event(name: str, start: float, end: float, cat: str = "cpu_op", tid: int = 1, **args: Any) -> dict[str, Any]:
@@ -53,11 +63,11 @@ def test_span_operations_are_set_operations() -> None:
         moment_sets = [{m for start, end in spans_of_pair for m in range(start, end)} for spans_of_pair in pairs]
         for spans, moments in (
             (a, moment_sets[0]),
-            (both(a, b), moment_sets[0] & moment_sets[1]),
-            (minus(a, b), moment_sets[0] - moment_sets[1]),
+            (intersect(a, b), moment_sets[0] & moment_sets[1]),
+            (subtract(a, b), moment_sets[0] - moment_sets[1]),
         ):
             assert {m for start, end in spans for m in range(int(start), int(end))} == moments
-            assert length(spans) == len(moments)
+            assert total_length(spans) == len(moments)
             assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:], strict=False))
 
 
@@ -89,11 +99,11 @@ def test_breakdown_of_a_cpu_step() -> None:
     assert breakdown.steps == 1
     assert breakdown.total == pytest.approx(0.1)
     assert milliseconds(breakdown) == [21, 20, 15 + 6, 9, 29, 5]
-    gather, reduce = breakdown.exchanges
+    gather, reduce = breakdown.collectives
     assert (gather.kind, gather.calls, gather.bytes) == ("all-gather", 1, 64 * 4)
     assert gather.seconds == pytest.approx(0.02)
     assert (reduce.kind, reduce.calls, reduce.bytes) == ("reduce-scatter", 1, 8 * 2)
-    assert [(op.name, op.calls) for op in breakdown.operations[:2]] == [("aten::linear", 1), ("aten::_fused_adamw_", 1)]
+    assert [(op.name, op.calls) for op in breakdown.ops[:2]] == [("aten::linear", 1), ("aten::_fused_adamw_", 1)]
 
 
 def test_breakdown_of_two_gpu_steps() -> None:
@@ -132,7 +142,7 @@ def test_breakdown_of_two_gpu_steps() -> None:
     )
     assert breakdown.steps == 2
     assert milliseconds(breakdown) == [25 + 5, 8, 10 + 10 + 1, 5, 36, 10]
-    assert {(e.kind, e.calls, e.bytes) for e in breakdown.exchanges} == {
+    assert {(e.kind, e.calls, e.bytes) for e in breakdown.collectives} == {
         ("all-gather", 1, 200),
         ("all-reduce", 2, 40 + 24),
         ("send", 1, 0),
@@ -144,8 +154,8 @@ def test_trace_without_steps_is_zero() -> None:
         breakdown = step_breakdown(events)
         assert breakdown.total == 0
         assert not any(milliseconds(breakdown))
-        assert table([RankProfile(breakdown, 0)], 1) == "# No step was profiled\n"
-    assert "the time between operations, 100%" in table([RankProfile(step_breakdown([make_step(1, 0, 1)]), 0)], 1)
+        assert format_table([RankProfile(breakdown, 0)], 1) == "# No step was profiled\n"
+    assert "time between operators, 100%" in format_table([RankProfile(step_breakdown([make_step(1, 0, 1)]), 0)], 1)
 
 
 def test_only_outermost_events_count() -> None:
@@ -161,8 +171,8 @@ def test_only_outermost_events_count() -> None:
 
 def make_breakdown(**seconds: float) -> StepTimeBreakdown:
     zero = dict.fromkeys(("compute", "optimizer", "exposed", "data", "other", "hidden"), 0.0)
-    exchanges = step_breakdown(cpu_trace()).exchanges
-    return StepTimeBreakdown(1, sum(seconds.values()), **zero | seconds, exchanges=exchanges, operations=())
+    collectives = step_breakdown(cpu_trace()).collectives
+    return StepTimeBreakdown(1, sum(seconds.values()), **zero | seconds, collectives=collectives, ops=())
 
 
 @pytest.mark.parametrize(
@@ -170,16 +180,16 @@ def make_breakdown(**seconds: float) -> StepTimeBreakdown:
     [
         ({"compute": 9, "other": 1}, "compute, 90%"),
         ({"compute": 5, "data": 4, "exposed": 1}, "data, 40%"),
-        ({"compute": 5, "exposed": 5}, "exposed exchanges, 50% of a step. Weights come late"),
-        ({"compute": 5, "other": 5}, "the time between operations, 50%"),
+        ({"compute": 5, "exposed": 5}, "exposed communication, 50% of the step. Use a larger"),
+        ({"compute": 5, "other": 5}, "time between operators, 50%"),
     ],
 )
 def test_bottleneck_is_named(seconds: dict[str, float], expected: str) -> None:
-    assert f"Bottleneck: {expected}" in verdict([make_breakdown(**seconds)])
+    assert f"Bottleneck: {expected}" in find_bottleneck([make_breakdown(**seconds)])
 
 
 def test_slow_rank_is_named() -> None:
-    assert "The others wait for rank 1" in verdict(
+    assert "The other ranks wait for rank 1" in find_bottleneck(
         [make_breakdown(compute=2, exposed=8), make_breakdown(compute=9, exposed=1)]
     )
 
@@ -189,8 +199,8 @@ def run_profiled(folder: Path, config: ProfilerConfig | bool, steps: int, fail_a
     x = torch.rand(64, 64)
     with DistributedContext(0, "cpu") as run, Profiler(config, folder, run) as profiler:
         for step in range(steps):
-            profiler.at(step)
-            with record_data_wait():
+            profiler.begin_step(step)
+            with record_function(DATA_WAIT):
                 y = x + step
             if step == fail_at:
                 raise KeyError
@@ -204,12 +214,12 @@ def test_configured_steps_are_profiled(
 ) -> None:
     """Also if the run ends before all configured steps are profiled."""
     run_profiled(tmp_path, ProfilerConfig(skip_first=3, active=2), steps)
-    with gzip.open(tmp_path / FOLDER / "rank-0.json.gz", "rt") as lines:
+    with gzip.open(tmp_path / DIRECTORY / "rank-0.json.gz", "rt") as lines:
         events = json.load(lines)["traceEvents"]
     breakdown = step_breakdown(events)
     assert breakdown.steps == count
     assert 0 < breakdown.compute + breakdown.data <= breakdown.total
-    text = (tmp_path / FOLDER / TABLE).read_text()
+    text = (tmp_path / DIRECTORY / TABLE).read_text()
     title = f"# Steps {first + 1} to {first + count}" if count > 1 else f"# Step {first + 1}"
     assert text.startswith(title + "\n")
     assert "`aten::matmul`" in text
@@ -222,24 +232,26 @@ def test_run_shorter_than_skip_first_writes_a_message_only(tmp_path: Path, capsy
         expected = f"no step was profiled: profiler.skip_first=3 steps are skipped, and this start had {steps}\n"
         assert capsys.readouterr().err.endswith(expected)
     run_profiled(tmp_path, False, 9)
-    assert not (tmp_path / FOLDER).exists()
+    assert not (tmp_path / DIRECTORY).exists()
     run_profiled(tmp_path, True, 4)
     assert "no step was profiled" not in capsys.readouterr().err
 
 
 def test_skip_first_beyond_max_steps_is_refused() -> None:
     """Skipped steps count from the first step of this process."""
-    assert ProfilerConfig(skip_first=3).refusal(4) is None and ProfilerConfig(skip_first=3).refusal(None) is None
-    assert "`max_steps` is 3" in (ProfilerConfig(skip_first=3).refusal(3) or "")
+    ProfilerConfig(skip_first=3).check_num_steps(4)
+    ProfilerConfig(skip_first=3).check_num_steps(None)
+    with pytest.raises(FieldError, match="max_steps=3"):
+        ProfilerConfig(skip_first=3).check_num_steps(3)
 
 
 @pytest.mark.parametrize("fail_at", [2, 3, 4])
 def test_exception_closes_the_profiler(tmp_path: Path, fail_at: int) -> None:
     with pytest.raises(KeyError):
         run_profiled(tmp_path, ProfilerConfig(skip_first=3, active=3), 9, fail_at)
-    assert not (tmp_path / FOLDER / TABLE).exists()
+    assert not (tmp_path / DIRECTORY / TABLE).exists()
     run_profiled(tmp_path, ProfilerConfig(skip_first=1, active=1), 3)  # another profiler can start
-    assert (tmp_path / FOLDER / TABLE).exists()
+    assert (tmp_path / DIRECTORY / TABLE).exists()
 
 
 def test_invalid_values_and_unwritable_paths_are_refused(tmp_path: Path) -> None:
@@ -251,7 +263,7 @@ def test_invalid_values_and_unwritable_paths_are_refused(tmp_path: Path) -> None
     assert [error.field for error in caught.value.errors] == ["skip_first", "active"]
     with pytest.raises(UserError, match="profiler.profile_memory"):
         Profiler(ProfilerConfig(profile_memory=True), tmp_path, DistributedContext(0, "cpu"))
-    (tmp_path / FOLDER).write_text("in the way")
+    (tmp_path / DIRECTORY).write_text("in the way")
     with pytest.raises(UserError, match="cannot write"):
         run_profiled(tmp_path, ProfilerConfig(skip_first=1, active=1), 3)
 
@@ -263,13 +275,8 @@ def run_worker(folder: str) -> list[float]:
     with DistributedContext(0, "cpu") as run:
         maxima = run.max_over_ranks(run.rank, -run.rank, math.pi)
         with metric_logger.MetricLogger(Path(folder), run, num_steps=1) as meter:
-            meter.log_step(
-                1,
-                {"loss": 1.0, "grad_norm": 1.0, "lr": 1.0},
-                num_tokens=7,
-                num_target_tokens=5,
-                data_time=0.25 + run.rank,
-            )
+            batch: Any = SimpleNamespace(num_tokens=7, num_target_tokens=5)
+            meter.log_step(1, [batch], 0.25 + run.rank, loss=1.0, grad_norm=1.0, lr=1.0)
     return maxima
 
 
@@ -278,13 +285,13 @@ def run_worker(folder: str) -> list[float]:
 def test_profile_of_two_ranks(tmp_path: Path) -> None:
     assert run_ranks(2, run_worker, str(tmp_path)) == [[1, 0, math.pi]] * 2
     for rank in range(2):
-        with gzip.open(tmp_path / FOLDER / f"rank-{rank}.json.gz", "rt") as lines:
+        with gzip.open(tmp_path / DIRECTORY / f"rank-{rank}.json.gz", "rt") as lines:
             breakdown = step_breakdown(json.load(lines)["traceEvents"])
-        (all_reduce,) = breakdown.exchanges
+        (all_reduce,) = breakdown.collectives
         assert (breakdown.steps, all_reduce.kind, all_reduce.calls) == (2, "all-reduce", 4)
         assert all_reduce.bytes == 2 * (64 * 64 * 4 + 3 * 8)
         assert breakdown.exposed > 0
-    text = (tmp_path / FOLDER / TABLE).read_text()
+    text = (tmp_path / DIRECTORY / TABLE).read_text()
     assert len(re.findall(r"^\| [01] \|", text, re.MULTILINE)) == 2
     assert "| all-reduce | 2 |" in text
     (line,) = metric_logger.read_metrics(tmp_path)
@@ -297,9 +304,9 @@ def test_optimizer_range_of_torch_is_recognized(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW([weight])
     with DistributedContext(0, "cpu") as run, Profiler(ProfilerConfig(1, 1), tmp_path, run) as profiler:
         for step in range(3):
-            profiler.at(step)
+            profiler.begin_step(step)
             weight.sum().backward()
             optimizer.step()
-    with gzip.open(tmp_path / FOLDER / "rank-0.json.gz", "rt") as lines:
+    with gzip.open(tmp_path / DIRECTORY / "rank-0.json.gz", "rt") as lines:
         assert step_breakdown(json.load(lines)["traceEvents"]).optimizer > 0
     assert profile.peak(torch.device("cpu")) > 2**20

@@ -1,7 +1,9 @@
-"""From a checkpoint and choices to a model ready to train or to answer. The one place that fixes the order."""
+"""Construction of models for training and inference. The only place that fixes the order of its steps."""
 
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
+from typing import Literal, Protocol
 
 import torch
 
@@ -9,7 +11,7 @@ from tunekit.adapters.config import FrozenModel, LoRAConfig, NoAdapter
 from tunekit.checkpoint import atomic, peft_adapter
 from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
-from tunekit.checkpoint.load_model import load_weights
+from tunekit.checkpoint.load_model import check_tensors, load_weights
 from tunekit.checkpoint.run_dir import CONFIG, FINAL, METRICS, STATE
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
@@ -26,104 +28,164 @@ from tunekit.models.precision import PrecisionConfig
 from tunekit.models.weight_init import init_weights
 from tunekit.quantization.config import NoQuantization
 
-PLAIN = NoQuantization()
+UNQUANTIZED = NoQuantization()
+
+
+class ModelChoices(Protocol):
+    """The config keys of a training recipe that decide which model is built."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def tokenizer(self) -> str | None: ...
+    @property
+    def init(self) -> Literal["pretrained", "random"]: ...
+    @property
+    def quantization(self) -> NoQuantization: ...
+    @property
+    def adapter(self) -> NoAdapter | LoRAConfig: ...
+    @property
+    def precision(self) -> PrecisionConfig: ...
+    @property
+    def memory(self) -> MemoryConfig: ...
+    @property
+    def compile(self) -> bool: ...
+
+    def with_head(self, checkpoint: HFCheckpoint) -> HFCheckpoint:
+        """The checkpoint with the head that the recipe trains. Raises UserError if that is not possible."""
+        ...
+
+
+def open_checkpoint(cfg: ModelChoices) -> HFCheckpoint:
+    """The checkpoint to train and its tokenizer, downloaded if necessary. Reads config.json and tensor names.
+
+    Raises UserError if a tensor of the model is missing or has another shape.
+    """
+    checkpoint = read_checkpoint(cfg, download.READ)
+    if cfg.init == "pretrained":
+        check_tensors(checkpoint, build_meta_model(checkpoint, cfg.quantization, cfg.adapter).shapes)
+    return checkpoint
+
+
+def read_checkpoint(cfg: ModelChoices, files: download.Files = download.SMALL) -> HFCheckpoint:
+    """The checkpoint to train, from its small files: nothing is known about its tensors."""
+    checkpoint = HFCheckpoint.open(download.resolve_model_dir(cfg.model, files), cfg.model)
+    if cfg.tokenizer is not None:
+        checkpoint = replace(checkpoint, words=download.resolve_model_dir(cfg.tokenizer, download.SMALL))
+    return cfg.with_head(checkpoint)
+
+
+def open_tokenizer(checkpoint: HFCheckpoint, today: date | None = None) -> Tokenizer:
+    """The tokenizer of a checkpoint. Chat templates that print the date print `today`."""
+    tokenizer = Tokenizer.open(checkpoint.tokenizer_path).with_vocab_size(
+        checkpoint.spec.vocab, checkpoint.tokenizer_path
+    )
+    return tokenizer if today is None else tokenizer.with_date(today)
 
 
 def build_model(  # noqa: PLR0913
-    source: HFCheckpoint,
-    weights: NoQuantization,
+    checkpoint: HFCheckpoint,
+    quantization: NoQuantization,
     adapter: NoAdapter | LoRAConfig,
     precision: PrecisionConfig,
     memory: MemoryConfig,
-    run: DistributedContext,
-    fresh: bool = False,
+    dist: DistributedContext,
+    from_scratch: bool = False,
     compile: bool = False,
 ) -> Decoder:
-    """Build on no device, then fill in place. With `fresh`, weights are drawn and not read."""
-    net = build_meta_model(source, weights, adapter)
-    for line in weights.warnings(net):
-        run.log(line)
-    parallelize(net, run)  # layers, rows and experts that ranks share
-    precision.set_matmul_precision(run.device)
-    precision.apply(net, {} if fresh else source.dtypes, run.device)  # how exact it is
-    memory.apply(net, run.device)  # what is kept
+    """Build the model on the meta device, allocate this rank's shards, and load or initialize the weights."""
+    model = build_meta_model(checkpoint, quantization, adapter)
+    for warning in quantization.warnings(model):
+        dist.log(warning)
+    parallelize(model, dist)  # tensor, context and expert parallel
+    precision.set_matmul_precision(dist.device)
+    precision.apply(model, {} if from_scratch else checkpoint.dtypes, dist.device)
+    memory.apply(model, dist.device)
     if compile:
-        check_compile(run.device)
-        compile_layers(net, run.log)
-    apply_fsdp(net, run)  # where it is
-    allocate(net, run)
-    net.tie()
-    register_shards((*net.named_parameters(), *net.named_buffers()), net.shards)
-    if fresh:
-        init_weights(net, run.seed)
+        check_compile(dist.device)
+        compile_layers(model, dist.log)
+    apply_fsdp(model, dist)
+    allocate(model, dist)
+    model.tie()
+    register_shards((*model.named_parameters(), *model.named_buffers()), model.shards)
+    if from_scratch:
+        init_weights(model, dist.seed)
     else:
-        load_weights(replace(source, keeps_prequantized=True) if weights.keeps_prequantized else source, net, run=run)
-    adapter.init_weights(net, run.seed)
+        load_weights(
+            replace(checkpoint, exact=True) if quantization.keeps_prequantized else checkpoint, model, run=dist
+        )
+    adapter.init_weights(model, dist.seed)
     if adapter.adapter_path is not None:
-        peft_adapter.load_adapter(Path(adapter.adapter_path), net, adapter, source)
-    return net
+        peft_adapter.load_adapter(Path(adapter.adapter_path), model, adapter, checkpoint)
+    return model
 
 
-def build_meta_model(source: HFCheckpoint, weights: NoQuantization, adapter: NoAdapter | LoRAConfig) -> Decoder:
-    """The model before it holds a number. An adapter to start from must fit it."""
+def build_meta_model(
+    checkpoint: HFCheckpoint, quantization: NoQuantization, adapter: NoAdapter | LoRAConfig
+) -> Decoder:
+    """The quantized model with its adapter on the meta device. Raises UserError if an existing adapter does not fit."""
     with torch.device("meta"):
-        net = Decoder(source.spec)
-    weights.apply(net)  # what a weight is
-    adapter.apply(net)  # what is trained
+        model = Decoder(checkpoint.spec)
+    quantization.apply(model)
+    adapter.apply(model)
     if adapter.adapter_path is not None:
-        peft_adapter.check_adapter_fits(Path(adapter.adapter_path), net, adapter, source)
-    return net
+        peft_adapter.check_adapter_fits(Path(adapter.adapter_path), model, adapter, checkpoint)
+    return model
 
 
 def check_parallelizable(
-    source: HFCheckpoint, weights: NoQuantization, adapter: NoAdapter | LoRAConfig, parallel: ParallelConfig
+    checkpoint: HFCheckpoint,
+    quantization: NoQuantization,
+    adapter: NoAdapter | LoRAConfig,
+    parallel: ParallelConfig,
 ) -> None:
-    """UserError where devices cannot share the model so, however many there are."""
+    """Raise UserError if the model cannot be split as `parallel` asks, on any number of devices."""
     if parallel.minimal_dims != ParallelDims():
-        parallelize_fake(build_meta_model(source, weights, adapter), parallel.minimal_dims)
+        parallelize_fake(build_meta_model(checkpoint, quantization, adapter), parallel.minimal_dims)
 
 
 def load_for_inference(
     name: str,
     precision: PrecisionConfig,
-    run: DistributedContext,
-    weights: NoQuantization = PLAIN,
-    scores: bool = False,
+    dist: DistributedContext,
+    quantization: NoQuantization = UNQUANTIZED,
+    allow_score_head: bool = False,
 ) -> tuple[Decoder, Tokenizer]:
-    """A model to ask, and its tokenizer: one that writes, or with `scores` any."""
-    source, adapter, tokenizer = resolve_model(name)
-    if not scores:
-        require_language_model(source, name)
-    return build_model(source, weights, adapter, precision, MemoryConfig(), run), tokenizer
+    """The model of a checkpoint, adapter or run, and its tokenizer. Raises UserError without a language model head,
+    unless `allow_score_head`."""
+    checkpoint, adapter, tokenizer = resolve_model(name)
+    if not allow_score_head:
+        require_language_model(checkpoint, name)
+    return build_model(checkpoint, quantization, adapter, precision, MemoryConfig(), dist), tokenizer
 
 
 def resolve_model(
     name: str, files: download.Files = download.READ
 ) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig, Tokenizer]:
-    """What a name stands for: a checkpoint, an adapter on its base, or what a finished run has left."""
+    """Checkpoint, adapter and tokenizer of a directory, Hub name or finished run. An adapter comes with its base."""
     path = final_dir_of(download.resolve_model_dir(name, files=files))
     if not (path / peft_adapter.CONFIG).is_file():
-        source = HFCheckpoint.open(path, name)
-        return source, FrozenModel(), Tokenizer.open(path).with_vocab_size(source.spec.vocab, path)
+        checkpoint = HFCheckpoint.open(path, name)
+        return checkpoint, FrozenModel(), Tokenizer.open(path).with_vocab_size(checkpoint.spec.vocab, path)
     base = peft_adapter.base_model_name(path)
-    source = peft_adapter.with_adapter_score_head(
+    checkpoint = peft_adapter.with_adapter_score_head(
         path, HFCheckpoint.open(download.resolve_model_dir(base, files=files), base)
     )
-    adapter = replace(peft_adapter.read_adapter_config(path, source), adapter_path=str(path))
-    own = path if (path / "tokenizer.json").is_file() else source.path
-    return source, adapter, Tokenizer.open(own).with_vocab_size(source.spec.vocab, own)
+    adapter = replace(peft_adapter.read_adapter_config(path, checkpoint), adapter_path=str(path))
+    tokenizer_dir = path if (path / "tokenizer.json").is_file() else checkpoint.path
+    return checkpoint, adapter, Tokenizer.open(tokenizer_dir).with_vocab_size(checkpoint.spec.vocab, tokenizer_dir)
 
 
 def final_dir_of(path: Path) -> Path:
-    """The checkpoint of a run's folder; any other folder is one itself."""
+    """`final/` of a run directory; any other directory as it is. Raises UserError for an unfinished run."""
     if not (path / STATE).is_dir() and not (path / FINAL).is_dir() and not is_unsaved_run(path):
         return path
     final = atomic.find_complete_dir(path / FINAL)
     if final is None:
-        raise UserError(f"{path}: this run has not ended, so there is no result yet: start it again to go on")
+        raise UserError(f"{path}: this run is not complete and has no result. Resume it with the same command.")
     return final
 
 
 def is_unsaved_run(path: Path) -> bool:
-    """Whether this is the folder of a run that has saved nothing yet."""
+    """Whether this is a run directory without any training state."""
     return all((path / name).is_file() for name in (CONFIG, METRICS)) and not (path / "config.json").is_file()

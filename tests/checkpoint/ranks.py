@@ -206,11 +206,12 @@ def upload_checkpoint(case: Case, directory: Path, run: DistributedContext, patc
     uploader = patch.HubUploader(
         patch.PushToHubConfig("ann/model", push_every=2),
         directory,
-        lambda folder: final_checkpoint.save_final(case.adapter, folder, model, case.source, run),
         run,
     )
     for step in (1, 2):
-        uploader.push_if_due(step, 3)
+        uploader.push_if_due(
+            step, 3, lambda path: final_checkpoint.save_final(case.adapter, path, model, case.source, run)
+        )
     if uploader.thread is not None:
         uploader.thread.join()
     run.barrier()

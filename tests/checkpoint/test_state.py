@@ -340,7 +340,7 @@ def test_state_of_another_version_is_rejected(tmp_path):
     train(make_state(tmp_path), 0, 1, save_every=1)
     state = make_state(tmp_path)
     before = copy.deepcopy(state.model.state_dict())
-    state.extra = (state.schedule,)
+    state.stateful = {"extra": state.schedule}
     with pytest.raises(UserError, match=r"00000001.*--overwrite"):
         state.restore()
     assert_same(dict(state.model.state_dict()), dict(before))

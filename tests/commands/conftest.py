@@ -20,7 +20,7 @@ class Count:
     output_dir: str = "counted"
 
 
-RECIPE = Count
+CONFIG = Count
 
 
 def check(cfg):

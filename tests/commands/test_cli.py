@@ -195,7 +195,7 @@ def test_config_of_another_recipe_is_an_error(count: Path, capsys: pytest.Captur
     (count / "other.yaml").write_text("recipe: dpo\nword: sheep\n")
     assert "written for the recipe 'dpo'" in run_with_error(capsys, "run", "sft", "other")
     assert "names no recipe" in run_with_error(capsys, "validate", "count")
-    (count / "half.py").write_text('"""Half a recipe."""\n\nRECIPE = int\n')
+    (count / "half.py").write_text('"""Half a recipe."""\n\nCONFIG = int\n')
     assert "lacks check, main" in run_with_error(capsys, "run", "half.py", "count")
 
 

@@ -26,7 +26,7 @@ def without_one_key(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
 def try_load(name: str, tree: dict[str, Any]) -> Any:
     """Config, or None if the recipe refuses it."""
     try:
-        return load_config(recipe_loader.load_recipe(name).RECIPE, tree)
+        return load_config(recipe_loader.load_recipe(name).CONFIG, tree)
     except ConfigError:
         return None
 
@@ -35,7 +35,7 @@ def try_load(name: str, tree: dict[str, Any]) -> Any:
 def test_bundled_configs_contain_no_defaults(name: str) -> None:
     tree = yaml.safe_load(CONFIGS[name].read_text())
     recipe = tree["recipe"]
-    full = load_config(recipe_loader.load_recipe(recipe).RECIPE, CONFIGS[name])
+    full = load_config(recipe_loader.load_recipe(recipe).CONFIG, CONFIGS[name])
     redundant = [key for key, reduced in without_one_key(tree) if try_load(recipe, reduced) == full]
     assert not redundant, f"{name} repeats defaults: {', '.join(redundant)}"
 

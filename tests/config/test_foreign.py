@@ -33,7 +33,7 @@ REQUIRED_OPTIONS = {  # options that a recipe requires
 
 
 def recipe_keys(recipe: str) -> set[str]:
-    paths = (path for path, _ in iter_slots(recipe_loader.load_recipe(recipe).RECIPE, ChoiceRegistry()))
+    paths = (path for path, _ in iter_slots(recipe_loader.load_recipe(recipe).CONFIG, ChoiceRegistry()))
     return {".".join(part for part in path if part != "0") for path in paths}
 
 
@@ -62,7 +62,7 @@ def config_errors(recipe: str, *overrides: str) -> list[str]:
         overrides = (*overrides, "data.source=s")  # another kind starts without the keys of the old one
     try:
         load_config(
-            recipe_loader.load_recipe(recipe).RECIPE, REQUIRED_OPTIONS.get(recipe, REQUIRED_OPTIONS["sft"]), overrides
+            recipe_loader.load_recipe(recipe).CONFIG, REQUIRED_OPTIONS.get(recipe, REQUIRED_OPTIONS["sft"]), overrides
         )
     except ConfigError as error:
         return [*error.lines]
@@ -115,7 +115,7 @@ def test_hint_examples_are_parsed() -> None:
 
 def test_config_keys_have_no_foreign_hint() -> None:
     for recipe in TRAINING_RECIPES:
-        config_keys = set(field_slots(recipe_loader.load_recipe(recipe).RECIPE))
+        config_keys = set(field_slots(recipe_loader.load_recipe(recipe).CONFIG))
         assert not config_keys & {name for row in TABLE for name in row.names.split()}, recipe
 
 
@@ -170,7 +170,7 @@ def single_error(config: str, override: str) -> str:
     recipe = registry.recipe_of_config(path)
     assert recipe is not None
     with pytest.raises(ConfigError) as caught:
-        load_config(recipe_loader.load_recipe(recipe).RECIPE, path, [override])
+        load_config(recipe_loader.load_recipe(recipe).CONFIG, path, [override])
     (line,) = caught.value.lines
     return line
 
@@ -212,7 +212,7 @@ def test_value_that_is_no_kind_gets_a_hint(config: str, override: str, expected:
 )
 def test_explicit_unknown_kind_gets_no_other_hint(recipe: str, text: str, overrides, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(recipe_loader.load_recipe(recipe).RECIPE, f"model: m\noutput_dir: o\n{text}", overrides)
+        load_config(recipe_loader.load_recipe(recipe).CONFIG, f"model: m\noutput_dir: o\n{text}", overrides)
     (line,) = caught.value.lines
     assert expected in line and "write" not in line
 
@@ -220,21 +220,21 @@ def test_explicit_unknown_kind_gets_no_other_hint(recipe: str, text: str, overri
 def test_key_of_a_list_element_is_found() -> None:
     text = REQUIRED_OPTIONS["sft"] + "loss: [sft, {kind: dpo, weight: 0.5}]\n"
     with pytest.raises(ConfigError) as caught:
-        load_config(recipe_loader.load_recipe("preference").RECIPE, text, ["label_smoothing=0.1"])
+        load_config(recipe_loader.load_recipe("preference").CONFIG, text, ["label_smoothing=0.1"])
     assert "'label_smoothing' is a key of loss" in caught.value.lines[0]
-    load_config(recipe_loader.load_recipe("preference").RECIPE, text, ["loss.1.label_smoothing=0.1"])
+    load_config(recipe_loader.load_recipe("preference").CONFIG, text, ["loss.1.label_smoothing=0.1"])
 
 
 def test_hint_for_a_file_is_yaml() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(
-            recipe_loader.load_recipe("distill").RECIPE,
+            recipe_loader.load_recipe("distill").CONFIG,
             "model: m\ndata: {source: s}\noutput_dir: o\nteacher: g/teacher\n",
         )
     assert caught.value.lines[0].endswith("; for the model 'g/teacher', write teacher: {model: g/teacher}")
     with pytest.raises(ConfigError) as caught:
         load_config(
-            recipe_loader.load_recipe("distill").RECIPE, "model: m\ndata: {source: s}\noutput_dir: o\nteacher: onlin\n"
+            recipe_loader.load_recipe("distill").CONFIG, "model: m\ndata: {source: s}\noutput_dir: o\nteacher: onlin\n"
         )
     assert caught.value.lines[0].endswith("did you mean 'online'? there is online or offline")
 
@@ -242,7 +242,7 @@ def test_hint_for_a_file_is_yaml() -> None:
 def test_suggested_losses_exist() -> None:
     slot = next(
         slot
-        for path, slot in iter_slots(recipe_loader.load_recipe("preference").RECIPE, ChoiceRegistry())
+        for path, slot in iter_slots(recipe_loader.load_recipe("preference").CONFIG, ChoiceRegistry())
         if path == ("loss", "0")
     )
     assert set(RECIPES[0][0].split()) <= set(ChoiceRegistry().kinds(slot))
@@ -280,7 +280,7 @@ def test_suggested_configs_exist() -> None:
     for recipe, config, overrides in (command for group in commands for command in group):
         path = registry.find_config(config)
         assert registry.recipe_of_config(path) == recipe
-        load_config(recipe_loader.load_recipe(recipe).RECIPE, path, overrides.split())
+        load_config(recipe_loader.load_recipe(recipe).CONFIG, path, overrides.split())
 
 
 @pytest.mark.parametrize(

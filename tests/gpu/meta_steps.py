@@ -1,15 +1,18 @@
 """Training steps of the recipes on the meta device: a model, batches, losses and optimizers that hold no numbers."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tests.gpu.device_rules import META
+from tests.helpers.optimizer_step import step_optimizer
 from tests.helpers.random_checkpoints import SHAPES
 from tunekit import build
 from tunekit.adapters.config import FrozenModel, LoRAConfig, NoAdapter
@@ -17,7 +20,6 @@ from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.dataloader.batch import Batch, Collator
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import Document
-from tunekit.distillation.on_policy import OnPolicyConfig, StudentSampler
 from tunekit.distillation.teacher import OnlineTeacher
 from tunekit.distributed.context import DistributedContext
 from tunekit.losses.kl_divergence import KLDivergenceLoss
@@ -25,15 +27,15 @@ from tunekit.losses.preference_base import PreferenceLoss
 from tunekit.losses.preference_objective import PreferenceObjective, ReferenceLogps
 from tunekit.losses.reward import RewardLoss
 from tunekit.losses.sequence_logps import frozen_logps
-from tunekit.memory.config import MemoryConfig, TrainOptimizer
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
 from tunekit.models.families.registry import find_family
 from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import Attention, DecoderSpec, DenseMoE, MoE, ScoreHead
 from tunekit.optim.config import SGDConfig
+from tunekit.optim.train_optimizer import OptimizerInBackward, TrainOptimizer
 from tunekit.quantization.config import NoQuantization
 from tunekit.recipes import distill, preference, reward, sft
-from tunekit.training.config import Taken
 from tunekit.training.reference_model import RunningMean
 
 BF16 = PrecisionConfig("bf16", "fp32", "bf16")
@@ -131,45 +133,67 @@ def make_batches(packed: bool, vocab: int, sign: DocFlags | None = None, crossed
     return layout.micro_batches(documents, rows)
 
 
-def build_update(
+class StepResult(NamedTuple):
+    """Loss, gradient norm and other metrics of one training step."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    metrics: Mapping[str, Tensor]
+
+
+def build_optimizer(
     model: Decoder,
     adapter: NoAdapter | LoRAConfig,
-    run: DistributedContext,
+    dist: DistributedContext,
     memory: MemoryConfig | None = None,
     optimizer: Any = None,
 ) -> TrainOptimizer:
-    """With SGD: torch has no fused AdamW for meta."""
-    blocks = (p for layer in model.layers for p in layer.parameters())
-    built = (optimizer or SGDConfig()).build(adapter.param_groups(model), blocks)
-    return (memory or MemoryConfig()).update(built, 0.0 if memory and memory.optimizer_in_bwd else 1.0, run)
+    """With SGD by default: torch has no fused AdamW for meta."""
+    layer_params = (p for layer in model.layers for p in layer.parameters())
+    inner = (optimizer or SGDConfig()).build(adapter.param_groups(model), layer_params)
+    return (memory or MemoryConfig()).wrap_optimizer(inner, dist)
 
 
-def sft_step(model: Decoder, loss: Any, batches: list[Batch], update: Any, run: DistributedContext) -> Taken:
-    return sft.forward_backward(model, batches, SimpleNamespace(loss=loss), update, run)
+def finish_step(optimizer: TrainOptimizer, loss: Tensor, metrics: Mapping[str, Tensor] | None = None) -> StepResult:
+    max_grad_norm = 0.0 if isinstance(optimizer, OptimizerInBackward) else 1.0
+    return StepResult(loss, step_optimizer(optimizer, max_grad_norm), metrics or {})
+
+
+def sft_step(
+    model: Decoder, loss: Any, batches: list[Batch], optimizer: TrainOptimizer, dist: DistributedContext
+) -> StepResult:
+    cfg: Any = SimpleNamespace(loss=loss)
+    return finish_step(optimizer, sft.forward_backward(model, batches, cfg, dist))
 
 
 def preference_step(
-    model: Decoder, terms: tuple[PreferenceLoss, ...], batches: list[Batch], update: Any, run: DistributedContext
-) -> Taken:
-    paired = all(term.docs_per_item == 2 for term in terms)
-    judge = partial(frozen_logps, model)
-    goal = PreferenceObjective(terms, is_paired=paired, reference=ReferenceLogps(judge, judge))
-    return preference.forward_backward(model, batches, SimpleNamespace(), update, run, goal, RunningMean())
+    model: Decoder,
+    losses: tuple[PreferenceLoss, ...],
+    batches: list[Batch],
+    optimizer: TrainOptimizer,
+    dist: DistributedContext,
+) -> StepResult:
+    paired = all(loss.docs_per_item == 2 for loss in losses)
+    reference = partial(frozen_logps, model)
+    objective = PreferenceObjective(losses, paired=paired, reference=ReferenceLogps(reference, reference))
+    return finish_step(optimizer, *preference.forward_backward(model, batches, objective, RunningMean(), dist))
 
 
-def reward_step(model: Decoder, loss: RewardLoss, batches: list[Batch], update: Any, run: DistributedContext) -> Taken:
-    return reward.forward_backward(model, batches, SimpleNamespace(loss=loss), update, run)
+def reward_step(
+    model: Decoder, loss: RewardLoss, batches: list[Batch], optimizer: TrainOptimizer, dist: DistributedContext
+) -> StepResult:
+    cfg: Any = SimpleNamespace(loss=loss)
+    return finish_step(optimizer, *reward.forward_backward(model, batches, cfg, dist))
 
 
 def distill_step(
     model: Decoder,
     loss: KLDivergenceLoss,
     batches: list[Batch],
-    update: Any,
-    run: DistributedContext,
-    top: int | None = None,
-) -> Taken:
-    teacher = OnlineTeacher(build_model(model.spec, adapter=FrozenModel()), top, model.spec.vocab)
-    layout = Collator(2, 1, 0, 1, 0, 128)
-    writer = StudentSampler(OnPolicyConfig(), layout, 128, frozenset())
-    return distill.forward_backward(model, batches, SimpleNamespace(loss=loss), update, run, teacher, writer)
+    optimizer: TrainOptimizer,
+    dist: DistributedContext,
+    top_k: int | None = None,
+) -> StepResult:
+    teacher = OnlineTeacher(build_model(model.spec, adapter=FrozenModel()), top_k, model.spec.vocab)
+    cfg: Any = SimpleNamespace(loss=loss)
+    return finish_step(optimizer, *distill.forward_backward(model, batches, cfg, teacher, dist))

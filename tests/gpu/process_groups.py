@@ -16,7 +16,7 @@ def timeouts(parallel: ParallelConfig) -> tuple[set[timedelta], set[timedelta], 
         warnings.simplefilter("always")
         run = DistributedContext(0, "cpu", parallel)
         run.__enter__()
-    meshes = [mesh for mesh in (run.mesh, run.sums, run.rows, run.experts) if mesh is not None]
+    meshes = [mesh for mesh in (run.mesh, run.grad_mesh, run.cp_mesh, run.ep_mesh) if mesh is not None]
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]
     result = timeouts_of(dist.group.WORLD, *groups), timeouts_of(run.host_group)
     run.__exit__(None)

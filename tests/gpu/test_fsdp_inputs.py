@@ -14,7 +14,7 @@ from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 from tests.gpu.device_rules import META
 from tests.gpu.meta_steps import (
     build_model,
-    build_update,
+    build_optimizer,
     distill_step,
     make_batches,
     preference_step,
@@ -65,7 +65,7 @@ def test_bounds_stay_on_the_host(method: str) -> None:
         return args, kwargs
 
     model.register_forward_pre_hook(move, with_kwargs=True)
-    step(model, loss, batches, build_update(model, NoAdapter(), run), run)
+    step(model, loss, batches, build_optimizer(model, NoAdapter(), run), run)
     assert layouts and all(x.cu_seqlens.device.type == "cpu" for x in layouts)
     assert method not in ("dpo", "reward") or all(x.prefixes is not None for x in layouts)
 
@@ -76,5 +76,5 @@ def test_packed_rows_of_families_that_read_bounds(name: str) -> None:
     run, model = run_on_meta(), build_model(representative_spec(name))
     model.register_forward_pre_hook(as_fsdp_moves, with_kwargs=True)
     batches = make_batches(True, model.spec.vocab)[:1]
-    result = sft_step(model, CrossEntropy(), batches, build_update(model, NoAdapter(), run), run)
+    result = sft_step(model, CrossEntropy(), batches, build_optimizer(model, NoAdapter(), run), run)
     assert result.loss.is_meta

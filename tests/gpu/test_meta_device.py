@@ -9,7 +9,7 @@ import torch
 from tests.gpu.device_rules import HostWaitError, MixedDevicesError, device_rules
 from tests.gpu.meta_steps import (
     build_model,
-    build_update,
+    build_optimizer,
     distill_step,
     make_batches,
     preference_step,
@@ -109,9 +109,9 @@ def test_preference_losses(loss: type[PreferenceLoss]) -> None:
     run, adapter, packed = run_on_meta(), LoRAConfig(4), loss not in (DPO, ORPO, KTO)
     model = build_model(read_spec("llama3.2", layers=1), adapter=adapter)
     batches = make_batches(packed, model.spec.vocab, DocFlags.DESIRABLE, crossed=40 if loss in UNPAIRED else 0)
-    update = build_update(model, adapter, run)
+    train_optimizer = build_optimizer(model, adapter, run)
     with device_rules() as rules:
-        result = preference_step(model, (loss(),), batches, update, run)
+        result = preference_step(model, (loss(),), batches, train_optimizer, run)
     assert result.loss.is_meta and not rules.blocking_copies
 
 
@@ -126,10 +126,10 @@ def test_mismatched_answers_and_prompts(terms: tuple[PreferenceLoss, ...], packe
         assert batch.num_full_targets == int((batch.full_targets != IGNORE).sum()) > batch.num_target_tokens
         if batch.mismatched is not None:
             assert batch.mismatched.num_target_tokens == int((batch.mismatched.targets != IGNORE).sum()) > 0
-    update = build_update(model, adapter, run)
+    train_optimizer = build_optimizer(model, adapter, run)
     with device_rules() as rules:
-        preference_step(model, terms, batches, update, run)
-        preference_step(model, terms, [batches[0], empty_batch(batches[1])], update, run)
+        preference_step(model, terms, batches, train_optimizer, run)
+        preference_step(model, terms, [batches[0], empty_batch(batches[1])], train_optimizer, run)
     assert not rules.blocking_copies
 
 
@@ -142,9 +142,9 @@ def test_reward_losses(loss: RewardLoss) -> None:
     batches = make_batches(
         True, model.spec.vocab, DocFlags.STEPWISE if isinstance(loss, ProcessReward) else DocFlags.DESIRABLE
     )
-    update = build_update(model, NoAdapter(), run)
+    train_optimizer = build_optimizer(model, NoAdapter(), run)
     with device_rules() as rules:
-        result = reward_step(model, loss, batches, update, run)
+        result = reward_step(model, loss, batches, train_optimizer, run)
     assert result.loss.is_meta and not rules.blocking_copies
 
 
@@ -157,19 +157,19 @@ def test_reward_losses(loss: RewardLoss) -> None:
 def test_distillation_losses(loss: Any, top: int | None) -> None:
     run = run_on_meta()
     model = build_model(read_spec("llama3.2", layers=1))
-    batches, update = make_batches(top is None, model.spec.vocab), build_update(model, NoAdapter(), run)
+    batches, train_optimizer = make_batches(top is None, model.spec.vocab), build_optimizer(model, NoAdapter(), run)
     with device_rules() as rules:
-        result = distill_step(model, loss, batches, update, run, top)
+        result = distill_step(model, loss, batches, train_optimizer, run, top)
     assert result.loss.is_meta and not rules.blocking_copies
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_families(name: str) -> None:
     run, model = run_on_meta(), build_model(representative_spec(name))
-    update = build_update(model, NoAdapter(), run)
+    train_optimizer = build_optimizer(model, NoAdapter(), run)
     with device_rules() as rules:
         for packed in (True, False):
-            sft_step(model, CrossEntropy(), make_batches(packed, model.spec.vocab)[:1], update, run)
+            sft_step(model, CrossEntropy(), make_batches(packed, model.spec.vocab)[:1], train_optimizer, run)
     assert not rules.blocking_copies
 
 
@@ -179,8 +179,8 @@ def test_adapters_formats_and_memory(choice: str) -> None:
     run = run_on_meta()
     spec = replace(read_spec("llama-biases", layers=1), dim=64)
     model = build_model(spec, weights, adapter, memory)
-    update = build_update(model, adapter, run, memory, optimizer)
+    train_optimizer = build_optimizer(model, adapter, run, memory, optimizer)
     loss = CrossEntropy(label_smoothing=0.1, z_loss=1e-4)
     with device_rules() as rules:
-        sft_step(model, loss, make_batches(True, model.spec.vocab)[:1], update, run)
+        sft_step(model, loss, make_batches(True, model.spec.vocab)[:1], train_optimizer, run)
     assert not rules.blocking_copies

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.gpu.device_rules import META
 from tests.gpu.process_groups import timeouts
+from tests.helpers.optimizer_step import step_optimizer
 from tests.helpers.random_checkpoints import FP32, make_batch, make_checkpoint, random_tokens
 from tests.helpers.ranks import run_ranks
 from tunekit import build
@@ -113,10 +114,10 @@ def test_offload_changes_no_number(one_rank: DistributedContext, tmp_path: Path)
     for parallel in (ParallelConfig(), ParallelConfig(cpu_offload=True)):
         one_rank.parallel = parallel
         model = built(tmp_path, one_rank)
-        update = MemoryConfig().update(AdamWConfig().build([([*model.parameters()], 1.0)]), 1.0, one_rank)
+        train_optimizer = MemoryConfig().wrap_optimizer(AdamWConfig().build([([*model.parameters()], 1.0)]), one_rank)
         for _ in range(2):
             loss = CrossEntropy()(model, make_batch(random_tokens()))
             loss.backward()
-            results.append((loss.detach(), update()))
+            results.append((loss.detach(), step_optimizer(train_optimizer, 1.0)))
     for plain, offloaded in zip(results[:2], results[2:], strict=True):
         assert all(map(torch.equal, plain, offloaded))

@@ -22,7 +22,7 @@ QWEN3_5 = DELTA | {"layer_types": (["linear_attention"] * 3 + ["full_attention"]
 QWEN3_5 |= {"mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
 QWEN3_5 |= {"rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default"}
             | {"rope_theta": 10000000, "partial_rotary_factor": 0.25}}  # fmt: skip
-QWEN_VISION = {
+VISION = {
     "depth": 27,
     "hidden_size": 1152,
     "intermediate_size": 4304,
@@ -72,13 +72,13 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         79_674_391_296,
     ),
     "Qwen/Qwen3.5-27B": (
-        {"model_type": "qwen3_5", "tie_word_embeddings": False, "vision_config": QWEN_VISION | {"out_hidden_size": 5120}}
+        {"model_type": "qwen3_5", "tie_word_embeddings": False, "vision_config": VISION | {"out_hidden_size": 5120}}
         | {"text_config": config("qwen3_5_text", (5120, 17408, 64, 24, 4, 248320))
            | QWEN3_5 | {"linear_num_value_heads": 48, "tie_word_embeddings": False}},
         26_895_998_464,
     ),
     "Qwen/Qwen3.5-35B-A3B": (
-        {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "vision_config": QWEN_VISION | {"out_hidden_size": 2048}}
+        {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "vision_config": VISION | {"out_hidden_size": 2048}}
         | {"text_config": {"model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40}
            | {"num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 248320, "num_experts": 256}
            | QWEN3_5 | EXPERTS | {"num_experts_per_tok": 8, "layer_types": QWEN3_5["layer_types"][:40]}},

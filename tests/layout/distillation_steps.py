@@ -1,11 +1,12 @@
 """Distillation steps on any layout, and their results. Has few imports because each rank loads it."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tokenizers
 import torch
 
+from tests.helpers.optimizer_step import step_optimizer
 from tests.layout.training_steps import FP32, Case, Outcome, make_micro_batches
 from tunekit import build
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -49,23 +50,19 @@ def run_distillation(case: DistillCase) -> Outcome:
             max_grad_norm=case.clip,
         )
         collator = Collator(4, case.micro_batch, run.dp_rank, run.dims.dp_size, 0, case.length if case.packed else None)
-        modules = {
-            "teacher": teacher.open(case.loss, model, TOKENIZER, [], run),
-            "writer": StudentSampler(
-                OnPolicyConfig(case.share, max_new_tokens=6, batch_size=2), collator, case.length, frozenset({3, 4, 5})
-            ),
-        }
+        online_teacher = teacher.open(case.loss, model, TOKENIZER, [], run)
+        on_policy = OnPolicyConfig(case.share, max_new_tokens=6, batch_size=2)
+        sampler = StudentSampler(on_policy, collator, case.length, frozenset({3, 4, 5}))
         optimizer = case.optimizer.build(case.adapter.param_groups(model))
-        update = case.memory.update(optimizer, case.clip, run)
+        train_optimizer = case.memory.wrap_optimizer(optimizer, run)
         metrics = {}
         for step in range(case.steps):
             run.begin_step(step)
-            output = distill.forward_backward(
-                model, make_micro_batches(case, step, run), replace(cfg), update, run, **modules
-            )
-            outcome.losses.append(float(output.loss))
-            outcome.norms.append(float(output.norm))
-            metrics = {name: float(value) for name, value in output.figures.items()}
+            batches = sampler(model, make_micro_batches(case, step, run), run)
+            loss, step_metrics = distill.forward_backward(model, batches, cfg, online_teacher, run)
+            outcome.losses.append(float(loss))
+            outcome.norms.append(float(step_optimizer(train_optimizer, case.clip)))
+            metrics = {name: float(value) for name, value in step_metrics.items()}
         outcome.losses += [metrics[name] for name in sorted(metrics)]
         parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         outcome.tensors = {name: full_tensor(p).clone() for name, p in parameters}

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers import preference_pairs
+from tests.helpers.optimizer_step import step_optimizer
 from tunekit import build
 from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -94,12 +95,12 @@ def train_case(case: Case) -> Outcome:
         )
         cfg = replace(cfg, optimizer=case.optimizer)
         optimizer = case.optimizer.build(case.adapter.param_groups(model))
-        update = case.memory.update(optimizer, case.clip, run)
+        train_optimizer = case.memory.wrap_optimizer(optimizer, run)
         for step in range(case.steps):
             run.seed_step(step)
-            output = sft.forward_backward(model, make_micro_batches(case, step, run), cfg, update, run)
-            outcome.losses.append(float(output.loss))
-            outcome.norms.append(float(output.norm))
+            loss = sft.forward_backward(model, make_micro_batches(case, step, run), cfg, run)
+            outcome.losses.append(float(loss))
+            outcome.norms.append(float(step_optimizer(train_optimizer, case.clip)))
         parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         outcome.tensors = {name: full_tensor(p).clone() for name, p in parameters}
     return outcome

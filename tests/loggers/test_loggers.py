@@ -38,13 +38,8 @@ PACKAGES = {
 def train(folder, service, first, last, resolved=RESOLVED):
     with MetricLogger(folder, MAIN, num_steps=4, report_to=(service,), start=first, resolved=resolved) as logger:
         for step in range(first + 1, last + 1):
-            logger.log_step(
-                step,
-                {"loss": 1 / step, "grad_norm": 2.0, "lr": 1e-4},
-                num_tokens=10,
-                num_target_tokens=4,
-                data_time=0.0,
-            )
+            batch = SimpleNamespace(num_tokens=10, num_target_tokens=4)
+            logger.log_step(step, [batch], 0.0, loss=1 / step, grad_norm=2.0, lr=1e-4)
         logger.log(last, validation_loss=0.5)
 
 

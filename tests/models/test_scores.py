@@ -154,7 +154,9 @@ def test_token_classification_without_bias(tmp_path: Path) -> None:
 
 def test_new_head_is_initialized_as_in_transformers(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "base", "smollm2")
-    weights = [build_with_new_head(folder, ScoreHead(64, pad_token_id=PAD), seed=seed)[1].head.weight for seed in (0, 0, 1)]
+    weights = [
+        build_with_new_head(folder, ScoreHead(64, pad_token_id=PAD), seed=seed)[1].head.weight for seed in (0, 0, 1)
+    ]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
     std = json.loads((folder / "config.json").read_text())["initializer_range"]
     assert abs(weights[0].std() / std - 1) < 0.05
@@ -188,7 +190,7 @@ def test_existing_head_must_match_its_use(tmp_path: Path) -> None:
         require_language_model(source)
     with pytest.raises(UserError, match="language model"):
         build.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"))
-    model, _ = build.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"), scores=True)
+    model, _ = build.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"), allow_score_head=True)
     assert model.spec.score == ScoreHead(3, pad_token_id=PAD)
     other = HFCheckpoint.open(make_checkpoint(tmp_path / "granite", "granite"), "granite")
     with pytest.raises(UserError, match="granite"):

@@ -35,7 +35,7 @@ class Ring:
     device: str = "cpu"
 
 
-RECIPE = Ring
+CONFIG = Ring
 
 
 def check(cfg):

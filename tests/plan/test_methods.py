@@ -21,6 +21,7 @@ from tunekit.config import load
 from tunekit.data.dataloader import prefetch
 from tunekit.distillation.teacher import OnlineTeacherConfig as Teacher
 from tunekit.models.spec import Attention, DecoderSpec
+from tunekit.optim.train_optimizer import TrainOptimizer
 from tunekit.plan import estimate
 from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.memory_tracker import MemoryTracker
@@ -75,7 +76,7 @@ def make_config(folder: Path, name: str) -> tuple[Any, Any]:
         CONFIG.format(folder=folder, kind=kind, length=LENGTH, batch=batch, adapter=adapter) + extra
     )
     module = recipe_loader.load_recipe(recipe)
-    return module, load.load_config(module.RECIPE, folder / "a.yaml", [], [])
+    return module, load.load_config(module.CONFIG, folder / "a.yaml", [], [])
 
 
 def record_peak(step: Callable[..., Any], peaks: list[int]) -> Callable[..., Any]:
@@ -118,13 +119,14 @@ def planned_and_measured(folder: Path) -> list[tuple[int, int]]:
         directory.mkdir()
         module, cfg = make_config(directory, name)
         plan, peaks = plan_config(cfg), []
-        step = module.forward_backward
-        module.forward_backward = record_peak(step, peaks)
+        forward_backward, step = module.forward_backward, TrainOptimizer.step
+        module.forward_backward = record_peak(forward_backward, peaks)
+        TrainOptimizer.step = record_peak(step, peaks)
         training.check_training(cfg)
         module.main(cfg)
-        module.forward_backward = step
+        module.forward_backward, TrainOptimizer.step = forward_backward, step
         moments = (plan.room.phases[phase] for phase in ("forward", "backward", "step"))
-        results.append((max(moment.total - moment.parts["process"] for moment in moments), peaks[-1]))
+        results.append((max(moment.total - moment.parts["process"] for moment in moments), max(peaks[-2:])))
     return results
 
 

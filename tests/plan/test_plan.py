@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.optimizer_step import step_optimizer
 from tests.plan.workloads import build_workload, make_checkpoint
 from tunekit import assets
 from tunekit.adapters.config import LoRAConfig
@@ -50,7 +51,7 @@ def measured_peak_bytes(task: Workload) -> int:
     optimizer = task.optimizer.build(
         task.adapter.param_groups(decoder), [p for layer in decoder.layers for p in layer.parameters()]
     )
-    update = task.memory.update(optimizer, task.max_grad_norm, run)
+    train_optimizer = task.memory.wrap_optimizer(optimizer, run)
     sizes = ParallelDims()
     step = random_batch(task, sizes)
     with MemoryTracker() as tracker:
@@ -59,7 +60,7 @@ def measured_peak_bytes(task: Workload) -> int:
             tracker.mark()
             for _ in range(task.parts(sizes)):
                 task.loss(decoder, step).backward()
-            update()
+            step_optimizer(train_optimizer, task.max_grad_norm)
     return tracker.most
 
 

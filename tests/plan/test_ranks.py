@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tests.helpers.optimizer_step import step_optimizer
 from tests.helpers.ranks import run_ranks
 from tests.plan.workloads import build_workload, make_checkpoint
 from tunekit import build
@@ -61,13 +62,13 @@ def run_two_steps(task: Workload, run: DistributedContext) -> None:
     optimizer = task.optimizer.build(
         task.adapter.param_groups(decoder), [p for layer in decoder.layers for p in layer.parameters()]
     )
-    update = task.memory.update(optimizer, task.max_grad_norm, run)
+    train_optimizer = task.memory.wrap_optimizer(optimizer, run)
     batch = rows(probe_step(task, run.dims))
     tokens = torch.randint(0, task.source.spec.vocab, batch.tokens.shape)
     batch = replace(batch, tokens=tokens, targets=tokens, positions=torch.arange(task.max_length).expand_as(tokens))
     for _ in range(2):
         (task.loss(decoder, batch) / batch.num_target_tokens).backward()
-        update()
+        step_optimizer(train_optimizer, task.max_grad_norm)
 
 
 @pytest.mark.multi

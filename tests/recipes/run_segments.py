@@ -1,54 +1,49 @@
 """Training that stops and resumes on other devices. Has few imports because each rank loads it."""
 
+import itertools
 import signal
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from tunekit.config import load
 from tunekit.data.dataloader.batch import Batch
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.errors import RunStopped
-from tunekit.memory.config import TrainOptimizer
 from tunekit.models.decoder import Decoder
 from tunekit.recipes import sft
-from tunekit.training import config as training
-from tunekit.training.config import Method, Taken
 
 # config, layout, and the number of steps after which the run is stopped
 RunSegment = tuple[str, ParallelConfig, int | None]
-
-
-def step_and_stop(
-    steps: int | None,
-    model: Decoder,
-    batches: list[Batch],
-    cfg: sft.SFTConfig,
-    update: TrainOptimizer,
-    run: DistributedContext,
-) -> Taken:
-    """Train one step. After `steps` steps, send SIGTERM as a scheduler does."""
-    output = sft.forward_backward(model, batches, cfg, update, run)
-    STEPS_DONE.append(1)
-    if steps is not None and len(STEPS_DONE) == steps and run.is_main_process:
-        signal.raise_signal(signal.SIGTERM)
-    return output
-
-
-STEPS_DONE: list[int] = []
+FORWARD_BACKWARD = sft.forward_backward
 
 
 def run_segments(segments: list[RunSegment]) -> None:
     """Run the segments in order; each resumes from the last state."""
     torch.set_num_threads(1)
-    for text, parallel, steps in segments:
-        STEPS_DONE.clear()
-        step: Callable = partial(step_and_stop, steps)
+    for text, parallel, num_steps in segments:
         cfg = replace(load.load_config(sft.SFTConfig, text), parallel=parallel)
+        sft.forward_backward = partial(forward_backward_and_stop, num_steps, itertools.count(1))
         try:
-            training.run(cfg, Method("sft", step, sft.evaluate), overwrite=False)
+            sft.main(cfg)
         except RunStopped:
-            assert steps is not None
+            assert num_steps is not None
+
+
+def forward_backward_and_stop(
+    num_steps: int | None,
+    steps: Iterator[int],
+    model: Decoder,
+    batches: list[Batch],
+    cfg: sft.SFTConfig,
+    dist: DistributedContext,
+) -> Tensor:
+    """Gradients of one step. In step `num_steps`, send SIGTERM as a scheduler does."""
+    loss = FORWARD_BACKWARD(model, batches, cfg, dist)
+    if next(steps) == num_steps and dist.is_main_process:
+        signal.raise_signal(signal.SIGTERM)
+    return loss

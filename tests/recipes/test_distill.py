@@ -264,7 +264,9 @@ def test_unpacked_documents_are_those_of_the_batch(capacity: int | None) -> None
     spans = list(unpack_documents(batch))
     assert [span.row for span in spans] == ([0, 0, 1, 1] if capacity else [0, 1, 2, 3])
     for span, row in zip(spans, rows, strict=True):
-        assert np.array_equal(span.document.tokens, row.tokens) and np.array_equal(span.document.loss_mask, row.loss_mask)
+        assert np.array_equal(span.document.tokens, row.tokens) and np.array_equal(
+            span.document.loss_mask, row.loss_mask
+        )
         assert span.num_target_tokens == row.loss_mask[1:].sum()
         assert span.key == next(unpack_documents(collator.collate([[row]]))).key
     assert len({span.key for span in spans}) == 4

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.ranks import run_ranks
 from tests.recipes.conftest import addition_rows
 from tests.recipes.forgetting_run import train_and_report
-from tunekit import assets
+from tunekit import assets, build
 from tunekit.adapters.config import LoRAConfig
 from tunekit.config.load import load_config
 from tunekit.data.datasets import ChatDataset
@@ -116,9 +116,9 @@ def test_invalid_values_name_their_field():
 
 def test_reward_model_is_refused(memorized_run):
     cfg = sft.SFTConfig(model=str(memorized_run / "final"), data=ChatDataset("rows.jsonl"), output_dir="out")
-    spec = sft.training.open_checkpoint(cfg).spec.with_score_head(ScoreHead(1))
+    spec = build.read_checkpoint(cfg).spec.with_score_head(ScoreHead(1))
     with pytest.raises(UserError, match="forgetting"):
-        ForgettingConfig(ChatDataset("rows.jsonl")).check(spec, sft.words(cfg))
+        ForgettingConfig(ChatDataset("rows.jsonl")).check(spec, cfg.open_tokenizer())
 
 
 @pytest.mark.multi

@@ -65,9 +65,12 @@ def test_nan_stops_the_run_with_its_rows(workspace, monkeypatch, immediate):
     scale_loss(monkeypatch, float("nan"), 6)
     if not immediate:
         create = StepGuard.__init__
-        monkeypatch.setattr(
-            StepGuard, "__init__", lambda guard, config, device: create(guard, config, torch.device("meta"))
-        )
+
+        def create_with_late_reads(guard, config, dist, prefetcher):
+            create(guard, config, dist, prefetcher)
+            guard.reads_now = False
+
+        monkeypatch.setattr(StepGuard, "__init__", create_with_late_reads)
     result = workspace.run_tune(*RUN, "log_every=4")
     assert result.code == 2
     (error,) = [line for line in result.err.splitlines() if line.startswith("error: ")]

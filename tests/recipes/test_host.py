@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.optimizer_step import step_optimizer
 from tests.helpers.random_checkpoints import load_model, make_batch, make_checkpoint, random_tokens
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.data.datasets import TextDataset
@@ -60,9 +61,10 @@ def test_training_step_does_not_synchronize(optimizer, adapter, memory: MemoryCo
     cfg = sft.SFTConfig(model="m", data=TextDataset("t"), output_dir="o", optimizer=optimizer, memory=memory, **sizes)
     model, run = load_model(make_checkpoint(tmp_path, "llama3.2"), adapter, memory=memory), DistributedContext(0, "cpu")
     inner = (p for layer in model.layers for p in layer.parameters())
-    update = memory.update(optimizer.build(adapter.param_groups(model), inner), cfg.max_grad_norm, run)
+    train_optimizer = memory.wrap_optimizer(optimizer.build(adapter.param_groups(model), inner), run)
     steps = [[make_batch(random_tokens(seed=step))] * (1 if in_bwd else 2) for step in range(2)]
     with SyncRecorder() as recorder:
         for batches in steps:
-            sft.forward_backward(model, batches, cfg, update, run)
+            sft.forward_backward(model, batches, cfg, run)
+            step_optimizer(train_optimizer, cfg.max_grad_norm)
     assert not recorder.names

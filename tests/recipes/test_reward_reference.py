@@ -34,7 +34,6 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.losses.reward import BradleyTerry, Classification, ProcessReward, Regression, RewardLoss
 from tunekit.optim.config import SGDConfig
 from tunekit.recipes import reward
-from tunekit.training import config as training
 
 # Padding token of these checkpoints.
 PAD = 1
@@ -68,7 +67,7 @@ def make_config(folder: Path, shape: str = "llama3.2", **changes: Any) -> reward
 
 def save_initial_model(cfg: reward.RewardConfig, folder: Path) -> transformers.PreTrainedModel:
     """The initial model of a run, loaded by transformers."""
-    source = training.open_checkpoint(cfg)
+    source = build.read_checkpoint(cfg)
     model = build.build_model(
         source, cfg.quantization, NoAdapter(), cfg.precision, cfg.memory, DistributedContext(cfg.seed, "cpu")
     )

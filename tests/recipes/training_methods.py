@@ -85,7 +85,7 @@ def run_all_cases(folder: Path, model: Path, out: str) -> list[dict[str, list[fl
 
 def step_metrics(case: Case, folder: Path, model: Path, out: Path) -> dict[str, list[float]]:
     recipe = importlib.import_module(f"tunekit.recipes.{METHODS[case.method][0]}")
-    recipe.main(load.load_config(recipe.RECIPE, make_config(case, folder, model, out)))
+    recipe.main(load.load_config(recipe.CONFIG, make_config(case, folder, model, out)))
     lines = [line for line in metric_logger.read_metrics(out) if "loss" in line]
     return {name: [line[name] for line in lines] for name in lines[0] if is_deterministic(name)}
 

@@ -20,7 +20,7 @@ from io import BytesIO
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy
 import torch
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim.lr_scheduler import LRScheduler
 
 from tunekit import devices, env_info
 from tunekit.checkpoint import atomic, dcp_planner
@@ -41,6 +42,18 @@ from tunekit.optim.container import BLOCK
 PROGRESS = "progress.pt"
 MAX_HOST_MEMORY_FRACTION = 0.9  # of the available host memory, for copies of a state
 WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+
+
+class Stateful(Protocol):
+    """An object whose state belongs to a run, as in torch.distributed.checkpoint.
+
+    `state_dict` returns plain values and tensors, the tensors by reference: restoring fills them in place and passes
+    the complete state to `load_state_dict`.
+    """
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Any, /) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -78,16 +91,16 @@ class Checkpointer:
         self,
         folder: Path,
         model: nn.Module,
-        optimizer,
-        schedule,
+        optimizer: torch.optim.Optimizer,
+        schedule: LRScheduler,
         keep: int,
         run: DistributedContext,
-        *extra,
         background: bool = False,
+        **stateful: Stateful,
     ) -> None:
-        """`extra` are more objects with a state_dict() of plain values."""
+        """`stateful`: everything else that changes during a run, by its name in the state."""
         assert keep > 0
-        self.extra, self.background = extra, background
+        self.stateful, self.background = stateful, background
         self.folder, self.model, self.optimizer, self.schedule = folder, model, optimizer, schedule
         self.keep, self.run, self.writer_dist = keep, run, with_own_process_group(run) if background else run
         self.write_plan: WritePlan | None = None
@@ -109,6 +122,7 @@ class Checkpointer:
     def save(self, step: int) -> None:
         """Write the state after `step` steps, after waiting for a previous save. Old states are deleted when this one
         is complete."""
+        self.run.heartbeat.beat(step, "save")
         self.wait()
         job = self.snapshot(step)
         if self.background and self.has_memory(job):
@@ -134,10 +148,11 @@ class Checkpointer:
     def snapshot(self, step: int) -> PendingSave:
         """Collect the tensors and plan which rank writes what. Tensors are references, not copies."""
         reshard(self.model)
-        shards = self.trained_tensors() | (self.optimizer_tensors() if self.optimizer.state else {})
+        optimizer_tensors = self.optimizer_tensors() if self.optimizer.state else {}
+        shards = self.trained_tensors() | optimizer_tensors | self.stateful_tensors()
         self.write_plan = dcp_planner.plan_writes(shards, self.run, self.write_plan)
         progress = {"step": step, "schedule": self.schedule.state_dict(), "groups": self.param_groups()}
-        progress["extra"] = [item.state_dict() for item in self.extra]
+        progress["stateful"] = {name: plain_values(item.state_dict()) for name, item in self.stateful.items()}
         files = {PROGRESS: progress} if self.run.is_main_process else {}
         files |= {rng_file(self.run): rng_states(self.run.device)}
         return PendingSave(
@@ -220,17 +235,21 @@ class Checkpointer:
     def load(self, state: LoadedState) -> int:
         """Load a state in place and return its step. Everything is validated before any tensor changes."""
         reshard(self.model)
-        if len(state.progress["extra"]) != len(self.extra):
+        names = state.progress.get("stateful", {}).keys()
+        if names != self.stateful.keys():
+            difference = ", ".join(sorted(names ^ self.stateful.keys()))
             raise UserError(
-                f"{state.folder}: saved by an incompatible version of tunekit. Pass --overwrite to restart."
+                f"{state.folder}: saved by another recipe or version of tunekit (differs in: {difference}). Pass "
+                "--overwrite to restart."
             )
         shards = self.matching_tensors(state.metadata.state_dict_metadata, state.progress["groups"], state.folder)
         dcp_planner.load_shards(state.folder, shards, state.metadata)
         for group, values in zip(self.optimizer.param_groups, state.progress["groups"], strict=True):
             restore_group(group, values)
         self.schedule.load_state_dict(state.progress["schedule"])
-        for item, values in zip(self.extra, state.progress["extra"], strict=True):
-            item.load_state_dict(values)
+        for name, item in self.stateful.items():
+            tensors = {key: shards[f"{name}.{key}"].tensor for key in tensor_values(item.state_dict())}
+            item.load_state_dict(state.progress["stateful"][name] | tensors)
         restore_rng_states(state.rng_states, self.run.device)
         return state.progress["step"]
 
@@ -249,11 +268,19 @@ class Checkpointer:
         """Optimizer state tensors by name, as references. Allocates them before the first step."""
         if not self.optimizer.state:
             get_optimizer_state_dict(self.model, self.optimizer)
-        names = {parameter: strip_wrappers(name) for name, parameter in self.model.named_parameters()}
+        names: dict[Tensor, str] = {p: strip_wrappers(name) for name, p in self.model.named_parameters()}
         return {
             f"optimizer.{names[parameter]}.{key}": LocalShard(to_local(value), optimizer_state_slice(parameter, value))
             for parameter, values in self.optimizer.state.items()
             for key, value in values.items()
+        }
+
+    def stateful_tensors(self) -> dict[str, LocalShard]:
+        """Tensors in the states of `stateful` by name, as references that loading fills in place."""
+        return {
+            f"{name}.{key}": LocalShard(to_local(value), shard_slice(value))
+            for name, item in self.stateful.items()
+            for key, value in tensor_values(item.state_dict()).items()
         }
 
     def param_groups(self) -> list[dict]:
@@ -275,7 +302,7 @@ class Checkpointer:
         for name, parameter in self.model.named_parameters():
             if f"optimizer.{strip_wrappers(name)}" not in saved_parents:
                 self.optimizer.state.pop(parameter, None)
-        shards = self.trained_tensors() | optimizer_shards
+        shards = self.trained_tensors() | optimizer_shards | self.stateful_tensors()
         expected = {name: shard.location.shape for name, shard in shards.items()}
         actual = {n: tuple(meta.size) if isinstance(meta, TensorStorageMetadata) else None for n, meta in saved.items()}
         differing = sorted(n for n in expected.keys() | actual.keys() if expected.get(n) != actual.get(n))
@@ -288,6 +315,14 @@ class Checkpointer:
                 f"{folder}: state of a different model or optimizer ({difference}). Pass --overwrite to restart."
             )
         return shards
+
+
+def tensor_values(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {key: value.detach() for key, value in state.items() if isinstance(value, Tensor)}
+
+
+def plain_values(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
 
 
 class AsyncSave(Thread):

@@ -11,11 +11,11 @@ from tunekit.config import load
 from tunekit.config.user_code import import_file
 from tunekit.errors import UserError
 
-PARTS = ("RECIPE", "check", "main")
+PARTS = ("CONFIG", "check", "main")
 
 
 def load_recipe(word: str) -> ModuleType:
-    """The module of a recipe: `RECIPE` is the class of its config, `check` looks at one closely, `main` runs it."""
+    """The module of a recipe: `CONFIG` is the class of its config, `check` looks at one closely, `main` runs it."""
     path = registry.find_recipe(word)
     shipped = path == registry.list_recipes().get(path.stem)
     module = importlib.import_module(f"tunekit.recipes.{path.stem}") if shipped else _own(path)
@@ -41,7 +41,7 @@ def load_recipe_config(module: ModuleType, word: str, overrides: Sequence[str], 
     for override in overrides:
         if "=" not in override:
             raise UserError(f"'{override}' is no override: write key=value, such as seed=1")
-    return load.load_config(module.RECIPE, path, overrides, [_file(item) for item in imports])
+    return load.load_config(module.CONFIG, path, overrides, [_file(item) for item in imports])
 
 
 def _own(path: Path) -> ModuleType:

@@ -4,14 +4,11 @@ import os
 import random
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,17 +21,15 @@ from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
 from tunekit import devices
-from tunekit.distributed import flight_recorder, worker_env
+from tunekit.distributed import flight_recorder
 from tunekit.distributed.attention_setup import configure_attention
 from tunekit.distributed.heartbeat import HeartbeatWriter
 from tunekit.distributed.mesh import build_mesh
 from tunekit.distributed.parallel_dims import ParallelConfig, ParallelDims
 from tunekit.distributed.rendezvous_store import get_store
-from tunekit.distributed.signals import stop_reason
 from tunekit.errors import RunStopped, UserError
 from tunekit.kernels.malloc import retain_freed_memory
 
-Handler = Callable[[int, FrameType | None], Any] | int | None  # of a signal, as returned by Python
 T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -78,8 +73,6 @@ class DistributedContext:
         self.heartbeat = HeartbeatWriter.open()  # read by the launcher
         self.requested_signal: signal.Signals | None = None  # received by this process
         self.agreed_signal: signal.Signals | None = None  # known to all ranks
-        self.previous_handlers: dict[int, Handler] = {}
-        self.stop_file: Path | None = None  # requests a stop as well
         self.mesh: DeviceMesh | None = None  # replicate x shard x tensor; shard includes context
         self.cp_mesh: DeviceMesh | None = None  # dp x context x tensor
         self.ep_mesh: DeviceMesh | None = None  # replicate x shard x expert x tensor; shard excludes expert
@@ -144,37 +137,11 @@ class DistributedContext:
             self.ep_mesh = make_mesh(ep_sizes, ("replicate", "shard", "expert", "other"))
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        for number, handler in self.previous_handlers.items():
-            signal.signal(number, handler)
         devices.set_numerics(self.numerics)
         # After an error, other ranks may be inside a collective, and a barrier would hang.
         if kind in (None, RunStopped) and self.has_process_group:
             dist.barrier(self.host_group)
             dist.destroy_process_group()
-
-    # Signals
-
-    def listen(self, file: Path | None = None) -> None:
-        """Handle SIGINT and SIGTERM from now on: they set `stopping`, which is read between two steps.
-
-        A second signal has its original effect. Python delivers signals to the main thread only. If the stop file
-        exists, SIGTERM is reported as a stop request by this file.
-        """
-        self.stop_file = file
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number in SIGNALS:
-            self.previous_handlers[number] = signal.signal(number, self.stop)
-
-    def stop(self, number: int, frame: FrameType | None) -> None:
-        is_repeated, self.requested_signal = self.requested_signal is not None, signal.Signals(number)
-        # The launcher handles the second signal of its workers; schedulers send it to all processes.
-        if not worker_env.is_tune_worker():
-            signal.signal(number, self.previous_handlers[number])
-        if self.is_main_process and not is_repeated:  # to the file descriptor: print is not reentrant
-            reason = stop_reason(self.requested_signal, self.stop_file)
-            repeat = "again" if reason == self.requested_signal.name else self.requested_signal.name
-            os.write(2, f"\n{reason}: ending this step and saving; {repeat} leaves at once\n".encode())
 
     @property
     def is_single(self) -> bool:
@@ -185,13 +152,6 @@ class DistributedContext:
     def stopping(self) -> signal.Signals | None:
         """Signal that requests a stop, once all ranks know of it: they agree in the collective of each step."""
         return self.requested_signal if self.is_single else self.agreed_signal
-
-    def leave(self, done: int, steps: int) -> None:
-        """Raise RunStopped if a stop was requested and steps remain. The state is saved already."""
-        if self.stopping is not None and done < steps:
-            reason = stop_reason(self.stopping, self.stop_file)
-            message = f"stopped by {reason} after step {done} of {steps}; rerun the same command to resume"
-            raise RunStopped(message, 128 + self.stopping)
 
     # Collectives
 

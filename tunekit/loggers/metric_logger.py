@@ -15,7 +15,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tunekit import devices
+from tunekit.data.dataloader.batch import Batch
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.kernels.device_to_host import HostCopy, read_lag
@@ -40,7 +41,7 @@ class TensorBoardConfig:
     """Event files for `tensorboard --logdir`, in `log_dir` or in the run directory."""
 
     kind: ClassVar[str] = "tensorboard"
-    log_dir: str | None = None
+    log_dir: str | None = None  # Directory of the event files; null: in the run directory
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,11 @@ class WandBConfig:
     """Weights & Biases. The API key is from `wandb login` or WANDB_API_KEY; `offline` writes to the run directory."""
 
     kind: ClassVar[str] = "wandb"
-    project: str = "tunekit"
-    name: str | None = None
-    group: str | None = None
-    entity: str | None = None
-    offline: bool = False
+    project: str = "tunekit"  # Project name
+    name: str | None = None  # Run name; null: name of the run directory
+    group: str | None = None  # Group of runs
+    entity: str | None = None  # User or team; null: default of the API key
+    offline: bool = False  # Write to the run directory, for a later `wandb sync`
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,9 @@ class MLflowConfig:
     """MLflow, at `tracking_uri`, else at MLFLOW_TRACKING_URI, else in the run directory."""
 
     kind: ClassVar[str] = "mlflow"
-    experiment_name: str = "tunekit"
-    run_name: str | None = None
-    tracking_uri: str | None = None
+    experiment_name: str = "tunekit"  # Experiment name
+    run_name: str | None = None  # Run name; null: name of the run directory
+    tracking_uri: str | None = None  # Tracking server; null: MLFLOW_TRACKING_URI, or the run directory
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,10 @@ class TrackioConfig:
     """Trackio, in its local data directory (TRACKIO_DIR) or in the Hugging Face Space `space_id`."""
 
     kind: ClassVar[str] = "trackio"
-    project: str = "tunekit"
-    name: str | None = None
-    group: str | None = None
-    space_id: str | None = None
+    project: str = "tunekit"  # Project name
+    name: str | None = None  # Run name; null: name of the run directory
+    group: str | None = None  # Group of runs
+    space_id: str | None = None  # Hugging Face Space; null: local data directory
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,10 @@ class CometConfig:
     """Comet. The API key is from `comet login` or COMET_API_KEY; `offline` writes to the run directory."""
 
     kind: ClassVar[str] = "comet"
-    project: str = "tunekit"
-    name: str | None = None
-    workspace: str | None = None
-    offline: bool = False
+    project: str = "tunekit"  # Project name
+    name: str | None = None  # Run name; null: name of the run directory
+    workspace: str | None = None  # Workspace; null: default of the API key
+    offline: bool = False  # Write to the run directory, for a later upload
 
 
 Tracker = TensorBoardConfig | WandBConfig | MLflowConfig | TrackioConfig | CometConfig
@@ -195,18 +196,16 @@ class MetricLogger:
         if self.file is not None:
             self.file.close()
 
-    def log_step(
-        self,
-        step: int,
-        metrics: Mapping[str, Tensor | float],
-        *,
-        num_tokens: int,
-        num_target_tokens: int,
-        data_time: float,
-    ) -> None:
-        """Log a finished step: metrics such as loss, grad_norm and lr, token counts, and `data_time` in seconds."""
-        self.counter.add_tokens(int(num_tokens), int(num_target_tokens))
-        self.counter.data_time += float(data_time)
+    def log_step(self, step: int, batches: Sequence[Batch], data_time: float, **metrics: Tensor | float) -> None:
+        """Count the tokens of a step, over all ranks, and log its metrics if a line is due.
+
+        `batches` are the micro-batches of this rank; `data_time` the seconds that it waited for them.
+        """
+        num_tokens, num_target_tokens = self.run.sum_each_count(
+            sum(batch.num_tokens for batch in batches), sum(batch.num_target_tokens for batch in batches)
+        )
+        self.counter.add_tokens(num_tokens, num_target_tokens)
+        self.counter.data_time += data_time
         if self.is_due(step):
             self.pending.append(self.begin_line(step, metrics))
             self.counter.reset(step)
@@ -252,6 +251,12 @@ class MetricLogger:
         numbers = PendingLine(step, values, copy_to_host(values.values()), {}, 0.0).values
         self.write(step, numbers)
         self.terminal.print_line(f"step {step}: " + ", ".join(f"{name} {value:.6g}" for name, value in numbers.items()))
+
+    def log_eval(self, step: int, metrics: Mapping[str, float]) -> float:
+        """Log the metrics of an evaluation as `eval/<name>`, and return its loss."""
+        other_metrics = {f"eval/{name}": value for name, value in metrics.items() if name != "loss"}
+        self.log(step, **{"eval/loss": metrics["loss"]}, **other_metrics)
+        return metrics["loss"]
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -230,26 +230,3 @@ class WSDConfig(LRSchedulerConfig):
     def decay_factor(self, done: float) -> float:
         remaining = min(1.0, (1 - min(done, 1.0)) / self.decay_ratio)
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * remaining
-
-
-class EarlyStopping:
-    """Triggers when the evaluation loss has not improved for `limit` evaluations; None: never."""
-
-    def __init__(self, limit: int | None) -> None:
-        self.limit, self.best, self.worse = limit, math.inf, 0
-
-    def update(self, loss: float) -> float:
-        """Record an evaluation loss and return it."""
-        self.worse = 0 if loss < self.best else self.worse + 1
-        self.best = min(self.best, loss)
-        return loss
-
-    @property
-    def triggered(self) -> bool:
-        return self.limit is not None and self.worse >= self.limit
-
-    def state_dict(self) -> dict[str, float]:
-        return {"best": self.best, "worse": self.worse}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.best, self.worse = state["best"], int(state["worse"])

@@ -72,7 +72,7 @@ def resolve_dims(task: Workload, machine: ClusterSpec) -> ParallelDims:
     """How ranks share; UserError where they cannot."""
     sizes = task.parallel.resolve_dims(machine.devices)
     task.parallel.check("cpu" if machine.kind is None else "cuda", machine.devices)
-    task.memory.check_passes(task.rows(sizes), task.micro_batch_size)
+    task.memory.check_num_micro_batches(task.rows(sizes), task.micro_batch_size)
     return sizes
 
 

@@ -6,6 +6,7 @@ So whatever the layers, an adapter, a format, recompute or an optimizer keep is 
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -16,9 +17,10 @@ from tunekit.adapters.config import NoAdapter
 from tunekit.data.dataloader.batch import Batch
 from tunekit.distributed.context import DistributedContext
 from tunekit.kernels import fake_mode
-from tunekit.memory.config import MemoryConfig, TrainOptimizer
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Block, Decoder
 from tunekit.models.moe import Experts
+from tunekit.optim.train_optimizer import TrainOptimizer
 from tunekit.plan.memory_tracker import MemoryTracker
 from tunekit.plan.operations import Operations
 
@@ -100,8 +102,12 @@ def profile_step(net: Decoder, step: ProbeStep) -> StepProfile:
         net.layers = cast("Iterable[Block]", nn.ModuleList([every[i] for i in chosen]))
         embody(net)
         step.memory.apply(net, CPU)
-        optimizer = step.optimizer.build(step.adapter.param_groups(net), (p for m in net.layers for p in m.parameters()))
-        update = step.memory.update(optimizer, step.clip, DistributedContext.single_process())
+        optimizer = step.optimizer.build(
+            step.adapter.param_groups(net), (p for m in net.layers for p in m.parameters())
+        )
+        update = partial(
+            take_step, step.memory.wrap_optimizer(optimizer, DistributedContext.single_process()), step.clip
+        )
         with MemoryTracker(step.flash) as live:
             live.see([*net.parameters(), *net.buffers()])
             first, later, moved = taken(ForwardWalk(net, live), step, update)
@@ -125,7 +131,16 @@ def inference_memory(net: Decoder, step: ProbeStep) -> int:
             return live.most - before
 
 
-def taken(walk: "ForwardWalk", step: ProbeStep, update: TrainOptimizer) -> tuple[LayerPass, LayerPass, MemoryInterval]:
+def take_step(optimizer: TrainOptimizer, max_grad_norm: float) -> None:
+    """The optimizer's part of a training step, as in the recipes."""
+    optimizer.clip_grad_norm(max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def taken(
+    walk: "ForwardWalk", step: ProbeStep, update: Callable[[], None]
+) -> tuple[LayerPass, LayerPass, MemoryInterval]:
     """A step whose optimizer has its state: micro-batches without and with gradients, and the update."""
     walk.run(step._replace(rows=1, length=min(step.length, SHORT)))
     update()

@@ -13,7 +13,7 @@ import torch
 
 from tunekit.distributed.fsdp import MAX_UNREDUCED_FRACTION
 from tunekit.distributed.parallel_dims import ParallelDims
-from tunekit.kernels.cross_entropy import TOKEN_MULTIPLE, CHUNK_BYTES
+from tunekit.kernels.cross_entropy import CHUNK_BYTES, TOKEN_MULTIPLE
 from tunekit.plan import onednn_cache
 from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.layer_profile import LayerPass, MemoryInterval, ParamSize, StepProfile

@@ -64,20 +64,13 @@ class HubUploader:
     """Uploads checkpoints in a background thread during training, and the result at its end. No-op without a config.
 
     publish.check_push(cfg.push_to_hub)                            # before training: fails early if the upload would
-    uploader = HubUploader(cfg.push_to_hub, run_dir.folder, write_checkpoint, run)
-    uploader.push_if_due(step, num_steps)                          # after each step
-    uploader.finish(run_dir.final)                                 # when `final/` is complete and verified
+    uploader = HubUploader(cfg.push_to_hub, run_dir, dist)
+    uploader.push_if_due(step, num_steps, save)                    # after each step; `save` writes a checkpoint
+    uploader.finish(final_dir)                                     # when `final/` is complete and verified
     """
 
-    def __init__(
-        self,
-        config: PushToHubConfig | None,
-        folder: Path,
-        write_checkpoint: Callable[[Path], object],
-        run: DistributedContext,
-    ) -> None:
-        """`write_checkpoint` saves the model into a directory, on all ranks. The main process uploads."""
-        self.config, self.folder, self.write_checkpoint, self.run = config, folder, write_checkpoint, run
+    def __init__(self, config: PushToHubConfig | None, folder: Path, run: DistributedContext) -> None:
+        self.config, self.folder, self.run = config, folder, run
         self.thread: Thread | None = None
         if run.is_main_process:
             atomic.remove_dir(folder / UPLOAD)
@@ -87,8 +80,8 @@ class HubUploader:
         interval = None if self.config is None else self.config.push_every
         return interval is not None and step % interval == 0 and step != num_steps
 
-    def push_if_due(self, step: int, num_steps: int) -> None:
-        """Save a checkpoint every `push_every` steps and upload it in the background."""
+    def push_if_due(self, step: int, num_steps: int, save: Callable[[Path], object]) -> None:
+        """Every `push_every` steps, write a checkpoint with `save` on all ranks and upload it in the background."""
         if self.config is None or not self.is_due(step, num_steps):
             return
         if self.run.run_on_main(self.is_busy):
@@ -98,7 +91,7 @@ class HubUploader:
             return
         folder = self.folder / UPLOAD / f"{step:08d}"
         with atomic.SharedAtomicDir(folder, self.run) as partial_dir:
-            self.write_checkpoint(partial_dir)
+            save(partial_dir)
         description = f"This is step {step:,} of {num_steps:,} of an unfinished run."
         if self.run.is_main_process:
             self.thread = Thread(

@@ -18,7 +18,7 @@ from tunekit.models.decoder import Decoder
 from tunekit.selftest import nano
 from tunekit.selftest.context import CheckFunction, Context
 from tunekit.selftest.result import CheckFailedError, Result
-from tunekit.training.packing_check import LIMITS, PackingProbe, logit_differences, spans
+from tunekit.training.packing_check import LIMITS, PackingProbe, document_spans, logit_differences
 
 LENGTHS = (90, 33, 61, 80, 47, 64)  # of documents, three in each row
 PROMPTS = (5, 17, 30)  # lengths
@@ -40,7 +40,7 @@ def check_packing(context: Context) -> Result:
             documents = nano.random_documents(model.spec.vocab, LENGTHS)
             rows = [documents[: len(documents) // 2], documents[len(documents) // 2 :]]
             batch, layout = nano.packing(256).collate_rows(rows)
-            trial = PackingProbe(batch.to(run.device), documents, spans(batch, layout))
+            trial = PackingProbe(batch.to(run.device), documents, document_spans(batch, layout))
             with torch.no_grad():
                 errors = logit_differences(model, trial, run)
         worst[compute], limit = max(errors), LIMITS[model.compute_dtype or torch.float32]

@@ -1,1 +1,1 @@
-"""What training recipes share."""
+"""Config, run context, step guard, data and packing checks, and export of training recipes."""

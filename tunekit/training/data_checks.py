@@ -1,7 +1,7 @@
-"""The checks of a run's rows: at the start of every training, and for `tune data`."""
+"""Checks of the rows of a config: before every training run, and for `tune data`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -12,51 +12,72 @@ from tunekit.errors import UserError
 from tunekit.losses.reward import RewardLoss
 from tunekit.optim.config import LRSchedulerConfig, resolve_steps
 
-MOST = 8  # lines in the log
+MAX_LINES = 8  # in the log
+
+
+@runtime_checkable
+class HasLoss(Protocol):
+    """A config with a loss. Evaluation has none."""
+
+    @property
+    def loss(self) -> Any: ...
+
+
+@runtime_checkable
+class TrainsInSteps(Protocol):
+    """The keys of a training config that decide the number of steps."""
+
+    @property
+    def max_steps(self) -> int | None: ...
+    @property
+    def epochs(self) -> int: ...
+    @property
+    def lr_scheduler(self) -> LRSchedulerConfig: ...
 
 
 def check_targets(cfg: Any, loaders: Mapping[str, DataLoader | None], tokenizer: Tokenizer) -> list[CheckTarget]:
-    """The parts of a config, measured: what is learnt first."""
+    """The datasets of a config with what the checks need to know about them. `loaders`: by config key."""
     return [
-        CheckTarget(part, loader.datasets, tokenizer, check_context(cfg, part, loader, tokenizer.vocab_size))
-        for part, loader in loaders.items()
+        CheckTarget(key, loader.datasets, tokenizer, check_context(cfg, key, loader, tokenizer.vocab_size))
+        for key, loader in loaders.items()
         if loader is not None
     ]
 
 
-def check_context(cfg: Any, part: str, loader: DataLoader, vocab: int | None) -> CheckContext:
-    """What the config does with rows. Not every recipe has a schedule."""
-    told, limit = vars(cfg), vars(cfg)[part].max_length
+def check_context(cfg: Any, key: str, loader: DataLoader, vocab: int | None) -> CheckContext:
+    """How the config uses the rows of one key: limits, packing, steps and warmup, labels."""
+    max_length = loader.mixture.max_length
     packed = None if loader.order.capacity is None else np.diff(loader.order.plan(0).bounds)
-    loss = told.get("loss")
-    scored = loss.target if isinstance(loss, RewardLoss) else None
-    if part != "data" or not isinstance(told.get("lr_scheduler"), LRSchedulerConfig):
-        return CheckContext(limit, vocab, packed, reward_target=scored)
-    steps = told["max_steps"] or loader.num_steps(
-        told["epochs"]
-    )  # a stream has no epochs: a config without steps is refused
-    return CheckContext(limit, vocab, packed, steps, resolve_steps(told["lr_scheduler"].warmup_steps, steps), scored)
+    scored = cfg.loss.target if isinstance(cfg, HasLoss) and isinstance(cfg.loss, RewardLoss) else None
+    if key != "data" or not isinstance(cfg, TrainsInSteps):
+        return CheckContext(max_length, vocab, packed, reward_target=scored)
+    num_steps = cfg.max_steps or loader.num_steps(cfg.epochs)  # a streamed dataset needs max_steps
+    warmup_steps = resolve_steps(cfg.lr_scheduler.warmup_steps, num_steps)
+    return CheckContext(max_length, vocab, packed, num_steps, warmup_steps, scored)
 
 
 def check_data(cfg: Any, loaders: Mapping[str, DataLoader | None], tokenizer: Tokenizer, run) -> None:
-    """Print the findings. Raise UserError if the data is unusable, unless `data_checks: warn`."""
-    found = run_data_checks(*check_targets(cfg, loaders, tokenizer))
-    wrong = [finding for finding in found if finding.severity == "wrong" and cfg.data_checks == "error"]
-    print_findings([finding for finding in found if finding not in wrong], run)
-    if wrong:
-        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise UserError(f"{wrong[0]}{more}; `tune data` shows it, `data_checks: warn` goes on all the same")
+    """Log a summary and the findings. Raise UserError if the data is unusable, unless `data_checks: warn`."""
+    training_data = loaders["data"]
+    assert training_data is not None
+    run.tell(f"data: {training_data.summary}")
+    findings = run_data_checks(*check_targets(cfg, loaders, tokenizer))
+    errors = [finding for finding in findings if finding.severity == "wrong" and cfg.data_checks == "error"]
+    log_findings([finding for finding in findings if finding not in errors], run)
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise UserError(f"{errors[0]}{more}. Inspect the rows with `tune data`, or set data_checks=warn.")
 
 
 def warn_data(cfg: Any, data: DataLoader, tokenizer: Tokenizer, run) -> None:
-    """Tell what rows show that only answers are measured on."""
-    print_findings(run_data_checks(*check_targets(cfg, {"data": data}, tokenizer)), run)
+    """Log the findings about the rows of an evaluation."""
+    log_findings(run_data_checks(*check_targets(cfg, {"data": data}, tokenizer)), run)
 
 
-def print_findings(found: list[Finding], run) -> None:
-    """A line for each finding that is no mere note."""
-    worth = [finding for finding in found if finding.severity != "note"]
-    for finding in worth[:MOST]:
+def log_findings(findings: list[Finding], run) -> None:
+    """Log warnings and errors, not notes."""
+    important = [finding for finding in findings if finding.severity != "note"]
+    for finding in important[:MAX_LINES]:
         run.tell(f"{finding.severity}: {finding}")
-    if len(worth) > MOST:
-        run.tell(f"{len(worth) - MOST} more: `tune data` tells them all")
+    if len(important) > MAX_LINES:
+        run.tell(f"{len(important) - MAX_LINES} more. `tune data` shows all of them.")

@@ -1,10 +1,9 @@
-"""Whether training spoils what the model could do before: the loss on rows of an earlier skill, watched on the way."""
+"""Catastrophic forgetting: the loss on held-out rows of an earlier skill, measured during training."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from tunekit.checkpoint.run_dir import STATE
 from tunekit.data.dataloader.build import DataLoader, build_dataloader
@@ -12,117 +11,131 @@ from tunekit.data.dataloader.mixture import SFTData, dataset_title, is_streaming
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
+from tunekit.loggers.metric_logger import MetricLogger
 from tunekit.losses import cross_entropy
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.models.decoder import Decoder
 from tunekit.models.spec import DecoderSpec
 
-AGAIN = "start over (--overwrite) with a lower optimizer.lr or with such rows in data"
-ON = "the same command with forgetting.on_exceed=warn, or a higher forgetting.max_loss_increase, goes on"
+HINT = (
+    "Start over with --overwrite and a lower optimizer.lr, or with such rows in data. To continue anyway, set "
+    "forgetting.on_exceed=warn or raise forgetting.max_loss_increase."
+)
 
 
 @dataclass(frozen=True)
 class ForgettingConfig:
-    """Held-out rows of a skill that is to stay. Their loss is measured before the first step and every so often."""
+    """Held-out rows whose loss may not rise much. It is measured before the first step and during training."""
 
-    data: SFTData  # what the model could do before
+    data: SFTData  # Held-out rows of a skill that the model has before training
     eval_every: int = 100  # Steps between two evaluations; one more after the last step
     max_loss_increase: float = 0.1  # Allowed increase over the loss before training, in nats per token
-    on_exceed: Literal["stop", "warn"] = "stop"  # to a loss that rose by more: save and end, or a line
+    # Action on a larger increase; `stop`: save and end the run
+    on_exceed: Literal["stop", "warn"] = "stop"
 
     def __post_init__(self) -> None:
         if self.eval_every < 1:
-            raise FieldError("eval_every", f"must be 1 or more steps, not {self.eval_every}")
+            raise FieldError("eval_every", f"must be >= 1, got {self.eval_every}")
         if not self.max_loss_increase > 0:
-            raise FieldError("max_loss_increase", f"must be above 0 nats, not {self.max_loss_increase}")
+            raise FieldError("max_loss_increase", f"must be > 0, got {self.max_loss_increase}")
         if is_streaming(self.data):
-            raise FieldError("data", "is measured whole: it cannot be a stream; `max_samples` takes the first rows")
+            raise FieldError("data", "cannot be streamed. Set streaming=false; max_samples limits the rows.")
 
     def check(self, spec: DecoderSpec, tokenizer: Tokenizer) -> None:
-        """UserError if its rows are not there, or mean nothing to the model."""
+        """Raise UserError if the rows do not exist or the model has no language model head. Reads no rows."""
         if spec.score is not None:
-            raise UserError("forgetting: a model that scores writes nothing whose likelihood could be watched")
+            raise UserError("forgetting: needs a language model, and this model has a score head. Remove forgetting.")
         self.data.check_source()
         self.data.prepare_tokenizer(tokenizer)
 
 
+class ForgettingOptions(Protocol):
+    """The config keys that `ForgettingMonitor` reads."""
+
+    @property
+    def forgetting(self) -> ForgettingConfig | None: ...
+    @property
+    def global_batch_size(self) -> int: ...
+    @property
+    def micro_batch_size(self) -> int: ...
+
+
 class ForgettingMonitor:
-    """What the model could do before, and how well it still can. Without a rule nothing is measured."""
+    """Loss on the rows of `forgetting.data`, before training and now. Without a config it does nothing."""
 
-    def __init__(self, rule: ForgettingConfig | None, rows: DataLoader | None, folder: Path) -> None:
-        self.rule, self.rows, self.folder = rule, rows, folder
-        self.digest: str | None = None if rows is None else rows.fingerprint
-        self.first: float | None = None  # loss before the first step
-        self.last: float | None = None
+    def __init__(
+        self, cfg: ForgettingOptions, tokenizer: Tokenizer, dist: DistributedContext, run_dir: Path, overwrite: bool
+    ) -> None:
+        self.config, self.dist, self.run_dir = cfg.forgetting, dist, run_dir
+        self.rows: DataLoader | None = None
+        self.digest: str | None = None
+        if self.config is not None:
+            sizes = cfg.global_batch_size, cfg.micro_batch_size
+            data_dir = run_dir / "forgetting"
+            self.rows = build_dataloader(self.config.data, tokenizer, *sizes, dist, data_dir, overwrite)
+            self.digest = self.rows.fingerprint
+        self.first_loss: float | None = None  # before the first step
+        self.last_loss: float | None = None
 
-    @staticmethod
-    def open(
-        rule: ForgettingConfig | None,
-        tokenizer: Tokenizer,
-        sizes: tuple[int, int],
-        run: DistributedContext,
-        folder: Path,
-        fresh: bool,
-    ) -> "ForgettingMonitor":
-        """With its rows. `sizes` are rows of a step, and of a micro-batch; `folder` is that of the run."""
-        if rule is None:
-            return ForgettingMonitor(None, None, folder)
-        return ForgettingMonitor(
-            rule, build_dataloader(rule.data, tokenizer, *sizes, run, folder / "forgetting", fresh), folder
+    def begin(self, model: Decoder, step: int, logger: MetricLogger) -> None:
+        """Measure the loss before training. Raises UserError if a resumed run exceeds the limit already."""
+        if self.first_loss is None:
+            self.evaluate(model, step, logger)
+        self.raise_if_exceeded(step)
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        return self.config is not None and (step == num_steps or step % self.config.eval_every == 0)
+
+    def evaluate(self, model: Decoder, step: int, logger: MetricLogger) -> None:
+        """Measure and log the loss on all rows, and warn if it exceeds the limit."""
+        if self.config is None or self.rows is None:
+            return
+        self.dist.heartbeat.beat(step, "validate")
+        start = time.perf_counter()
+        self.last_loss = cross_entropy.eval_loss(CrossEntropy(), model, self.rows, self.dist)
+        metrics = {"forgetting/loss": self.last_loss}
+        if self.first_loss is None:
+            self.first_loss = self.last_loss
+        else:
+            metrics["forgetting/loss_increase"] = self.last_loss - self.first_loss
+        logger.log(step, **metrics, **{"forgetting/eval_time": round(time.perf_counter() - start, 3)})
+        if self.is_above_limit and self.config.on_exceed == "warn":
+            self.dist.log(f"warning: {self.message(step)}.")
+
+    @property
+    def is_above_limit(self) -> bool:
+        """Whether the loss has risen by more than the limit, or is not finite."""
+        if self.config is None or self.first_loss is None or self.last_loss is None:
+            return False
+        return not self.last_loss - self.first_loss <= self.config.max_loss_increase
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether the run must end."""
+        return self.config is not None and self.is_above_limit and self.config.on_exceed == "stop"
+
+    def raise_if_exceeded(self, step: int) -> None:
+        """Raise UserError if the run must end. The training state has been saved."""
+        if self.exceeded:
+            raise UserError(f"{self.message(step)}. The training state is saved in {self.run_dir / STATE}. {HINT}")
+
+    def message(self, step: int) -> str:
+        assert self.config is not None and self.first_loss is not None and self.last_loss is not None
+        return (
+            f"forgetting.max_loss_increase: at step {step}, the loss on {dataset_title(self.config.data)} rose from "
+            f"{self.first_loss:.4f} to {self.last_loss:.4f} nats per token (limit: "
+            f"{self.config.max_loss_increase:g} more)"
         )
 
-    def begin(self, model: Decoder, run: DistributedContext, note: Callable[..., None], step: int) -> None:
-        """Measure what there is to lose. A run that was ended for what it had lost does not go on unasked."""
-        if self.rule is not None and self.first is None:
-            self.measure(model, run, note, step)
-        self.insist(step)
-
-    def due(self, step: int, last: bool) -> bool:
-        return self.rule is not None and (last or step % self.rule.eval_every == 0)
-
-    def measure(self, model: Decoder, run: DistributedContext, note: Callable[..., None], step: int) -> None:
-        """Read all rows, and tell."""
-        assert self.rule is not None and self.rows is not None
-        run.heartbeat.beat(step, "validate")
-        start = time.perf_counter()
-        self.last = cross_entropy.eval_loss(CrossEntropy(), model, self.rows, run)
-        taken = {"forgetting/eval_time": round(time.perf_counter() - start, 3)}
-        if self.first is None:
-            self.first = self.last
-            note(step, **{"forgetting/loss": self.last, **taken})
-            return
-        note(step, **{"forgetting/loss": self.last, "forgetting/loss_increase": self.last - self.first, **taken})
-        if self.lost and self.rule.on_exceed == "warn":
-            run.log(self.told(step))
-
-    @property
-    def lost(self) -> bool:
-        """Whether the loss has risen by more than it may, or is no number."""
-        if self.rule is None or self.first is None or self.last is None:
-            return False
-        return not self.last - self.first <= self.rule.max_loss_increase
-
-    @property
-    def ends(self) -> bool:
-        """Whether the run is to end for it."""
-        return self.rule is not None and self.lost and self.rule.on_exceed == "stop"
-
-    def insist(self, step: int) -> None:
-        """UserError if the run is to end. Its state is saved."""
-        if self.ends:
-            raise UserError(f"{self.told(step)}; its state is in {self.folder / STATE}: {AGAIN}; {ON}")
-
-    def told(self, step: int) -> str:
-        assert self.rule is not None and self.first is not None and self.last is not None
-        rise = f"from {self.first:.4f} to {self.last:.4f} nats per token, by more than {self.rule.max_loss_increase:g}"
-        return f"step {step}: the loss on {dataset_title(self.rule.data)} rose {rise} (forgetting.max_loss_increase)"
-
     def state_dict(self) -> dict[str, Any]:
-        return {"digest": self.digest, "first": self.first, "last": self.last}
+        return {"digest": self.digest, "first_loss": self.first_loss, "last_loss": self.last_loss}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A run that went on without a rule, or begins to have one, has nothing to compare with yet."""
-        if self.rule is not None and state["first"] is not None and state["digest"] != self.digest:
-            raise UserError("forgetting.data: these are not the rows that the run began with: bring them back")
-        self.digest = self.digest or state["digest"]
-        self.first, self.last = state["first"], state["last"]
+        """Raise UserError if the rows are not those of the loss in the state."""
+        if self.config is not None and state["first_loss"] is not None and state["digest"] != self.digest:
+            raise UserError(
+                "forgetting.data: the rows have changed since the run started. Restore the original rows, or pass "
+                "--overwrite."
+            )
+        self.digest = self.digest or state["digest"]  # a resumed run without forgetting keeps the baseline
+        self.first_loss, self.last_loss = state["first_loss"], state["last_loss"]

@@ -1,7 +1,7 @@
-"""Whether packed documents see each other: asked of the model and the rows at hand, before the first step.
+"""A check that packed documents do not attend to each other, with the run's own model and rows, before the first step.
 
-A few documents of the first step are read twice, together as training packs them and each alone. Whatever of
-positions, masks, states or kernels takes one for part of another shows in the logits.
+A few documents of the first step are run twice: packed as in training, and each alone. Any leak through positions,
+masks, states or kernels changes the logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,142 +19,131 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder, Head
 
-ROWS, EACH, TOKENS = 2, 3, 96  # two packed rows of three documents or pairs, none longer than this
-FIRST = 8  # tokens of a document that know least of their own, and show most what they see of others
-# Root of the mean squared difference of a token's logits, in their standard deviations. Rounding makes 1e-6 in fp32
-# and 0.01 to 0.04 in bf16, where products of other sizes add up in another order; a leak makes 0.1 to 1.
+NUM_ROWS, DOCS_PER_ROW, MAX_TOKENS = 2, 3, 96  # of the probe; a unit of a preference pair counts as one document
+NUM_FIRST = 8  # first tokens of a document: they have the least context of their own, so a leak shows most there
+# Limits of the RMS difference of a token's logits, in their standard deviations. Rounding causes 1e-6 in fp32 and 0.01
+# to 0.04 in bf16, where matmuls of other shapes sum in another order; a leak causes 0.1 to 1.
 LIMITS = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 class PackingProbe(NamedTuple):
-    """A batch of rows, the documents in them, and where what is written of each is in the flattened rows."""
+    """A batch of packed rows, the documents in it, and the span of each in the flattened rows."""
 
     batch: Batch
     documents: list[Document]
     spans: list[slice]
 
 
-def check_packing(model: Decoder, data: DataLoader, run: DistributedContext, start: int, steps: int) -> None:
-    """Check what begins; of what goes on, tell from where: it was checked then."""
-    if start:
-        run.log(f"goes on from step {start} of {steps}")
-    else:
-        check(model, data, run)
-
-
 @torch.no_grad()
-def check(model: Decoder, data: DataLoader, run: DistributedContext) -> None:
-    """UserError if documents are not the same together and alone; a line for the log if they are."""
-    each = EACH * data.mixture.docs_per_row
-    sample = data.sample_documents(ROWS * each)
+def check_packing(model: Decoder, data: DataLoader, dist: DistributedContext) -> None:
+    """Raise UserError if the logits of a document change when it is packed; log the largest difference if not."""
+    docs_per_row = DOCS_PER_ROW * data.mixture.docs_per_row
+    sample = data.sample_documents(NUM_ROWS * docs_per_row)
     if data.collator.capacity is None or len(sample) < 2:
         return
-    cut = [
-        truncate_document(document, TOKENS - 7 * i) for i, (_, document) in enumerate(sample)
-    ]  # bounds where no block ends
-    batch, written = data.collator.collate_rows([cut[first : first + each] for first in range(0, len(cut), each)])
-    trial = PackingProbe(batch.to(run.device), cut, spans(batch, written))
+    # Different lengths, so that document boundaries are not at multiples of a kernel's block size.
+    documents = [document.prefix(MAX_TOKENS - 7 * i) for i, (_, document) in enumerate(sample)]
+    rows = [documents[first : first + docs_per_row] for first in range(0, len(documents), docs_per_row)]
+    batch, packed_rows = data.collator.collate_rows(rows)
+    probe = PackingProbe(batch.to(dist.device), documents, document_spans(batch, packed_rows))
     dtype = model.compute_dtype or model.embed.weight.dtype
+    limit, dtype_name = LIMITS[dtype], str(dtype).removeprefix("torch.")
     with evaluating(model):
-        found = logit_differences(model, trial, run)
-        worst = int(np.argmax(found))  # of what is no number, the first
-        if not found[worst] <= LIMITS[dtype]:  # what is no number is no agreement
-            layer = first_leaking_layer(model, trial, worst, LIMITS[dtype] / 4, run)
+        differences = logit_differences(model, probe, dist)
+        worst = int(np.argmax(differences))  # the first NaN, if there is one
+        if not differences[worst] <= limit:
+            layer = first_leaking_layer(model, probe, worst, limit / 4, dist)
             raise UserError(
-                f"packing: {sample[worst][0]} is not the same beside other documents as alone: its logits differ by "
-                f"{found[worst]:.2g} of their spread, and rounding by less than {LIMITS[dtype]:g}{layer}; "
-                "set `data.packing: false` and report it"
+                f"packing: logits of {sample[worst][0]} change by {differences[worst]:.2g} standard deviations when it "
+                f"is packed (limit {limit:g}): cross-document attention leak{layer}. Set data.packing=false and report "
+                "a bug."
             )
-    kind = str(dtype).removeprefix("torch.")
-    run.log(
-        f"packing: {len(cut)} documents together are what each is alone, to {found[worst]:.1g} of the spread of their "
-        f"logits ({LIMITS[dtype]:g} is the limit in {kind})"
+    dist.log(
+        f"packing: logits of {len(documents)} packed documents differ by {differences[worst]:.1g} standard deviations "
+        f"from those of each alone (limit {limit:g} in {dtype_name})"
     )
-
-
-def truncate_document(document: Document, most: int) -> Document:
-    """The beginning of a document, which does not depend on what follows."""
-    return document.prefix(most)
 
 
 @contextmanager
 def evaluating(model: Decoder) -> Iterator[None]:
-    """Without dropout."""
-    training = model.training
+    """Evaluation mode, without dropout."""
+    was_training = model.training
     model.eval()
     yield
-    model.train(training)
+    model.train(was_training)
 
 
-def spans(batch: Batch, rows: Sequence[Sequence[Document]]) -> list[slice]:
-    """Where what is written of each document is in the flattened rows."""
-    width, found = batch.tokens.shape[1], []
+def document_spans(batch: Batch, rows: Sequence[Sequence[Document]]) -> list[slice]:
+    """The span of each document in the flattened rows."""
+    row_length, spans = batch.tokens.shape[1], []
     for number, row in enumerate(rows):
-        start = number * width
+        start = number * row_length
         for document in row:
-            found.append(slice(start, start := start + len(document.tokens)))
-    return found
+            spans.append(slice(start, start := start + len(document.tokens)))
+    return spans
 
 
-def logit_differences(model: Decoder, trial: PackingProbe, run: DistributedContext) -> list[float]:
-    """How far each document's logits are from those alone. Scores are too few to have a spread: there it is what they
-    are made of."""
-    alone = [model(to_batch(document, run), head_fn=hidden_states).flatten(0, 1) for document in trial.documents]
-    found: list[float] = []
+def logit_differences(model: Decoder, probe: PackingProbe, dist: DistributedContext) -> list[float]:
+    """For each document, the RMS difference between packed and single logits, in their standard deviations.
 
-    def read(hidden: Tensor, head: Head) -> Tensor:  # in here the head is whole where weights are sharded
-        for span, other in zip(trial.spans, alone, strict=True):
-            made = hidden.flatten(0, 1)[span], own_tokens(other, span)
-            together, apart = (x.float() if model.spec.score is not None else head(x).float() for x in made)
-            each = (together - apart).square().mean(-1).sqrt() / apart.std(-1)
-            found.append(float(torch.stack([each.mean(), each[:FIRST].mean()]).max()))
+    Of models with a score head, the hidden states are compared: a few scores have no meaningful deviation.
+    """
+    single = [model(to_batch(document, dist), read=hidden_states).flatten(0, 1) for document in probe.documents]
+    differences: list[float] = []
+
+    def compare(hidden: Tensor, head: Head) -> Tensor:  # called inside the model, where a sharded head is gathered
+        for span, single_hidden in zip(probe.spans, single, strict=True):
+            pair = hidden.flatten(0, 1)[span], own_tokens(single_hidden, span)
+            packed, alone = (x.float() if model.spec.score is not None else head(x).float() for x in pair)
+            per_token = (packed - alone).square().mean(-1).sqrt() / alone.std(-1)
+            differences.append(float(torch.stack([per_token.mean(), per_token[:NUM_FIRST].mean()]).max()))
         return hidden
 
-    forward_packed(model, trial.batch, read)
-    return found
+    forward_packed(model, probe.batch, compare)
+    return differences
 
 
-def forward_packed(model: Decoder, batch: Batch, read: Callable[[Tensor, Head], Tensor]) -> None:
-    model(batch.tokens, batch.positions, batch.layout, head_fn=read)
+def forward_packed(model: Decoder, batch: Batch, head_fn: Callable[[Tensor, Head], Tensor]) -> None:
+    model(batch.tokens, batch.positions, batch.layout, read=head_fn)
 
 
-def to_batch(document: Document, run: DistributedContext) -> Tensor:
-    """The tokens (1, S) of a document."""
-    return torch.tensor(document.tokens, dtype=torch.long, device=run.device)[None]  # a copy: rows are mapped
+def to_batch(document: Document, dist: DistributedContext) -> Tensor:
+    """The tokens of a document, (1, S) int64."""
+    return torch.tensor(document.tokens, dtype=torch.long, device=dist.device)[None]  # a copy: documents are mapped
 
 
-def own_tokens(whole: Tensor, span: slice) -> Tensor:
-    """Of the tokens (S, ...) of a document those that are written: the last ones."""
-    return whole[len(whole) - (span.stop - span.start) :]
+def own_tokens(values: Tensor, span: slice) -> Tensor:
+    """The last values of a document (S, ...): those after the prefix that it shares with the document before."""
+    return values[len(values) - (span.stop - span.start) :]
 
 
 def hidden_states(hidden: Tensor, head: Head) -> Tensor:
     return hidden
 
 
-def first_leaking_layer(model: Decoder, trial: PackingProbe, number: int, limit: float, run: DistributedContext) -> str:
-    """The first layer behind which a document is another one, in words; nothing if that is none."""
+def first_leaking_layer(model: Decoder, probe: PackingProbe, index: int, limit: float, dist: DistributedContext) -> str:
+    """` in layer N (class)` of the first layer whose output changes for a document; empty if there is none."""
     with record_layer_outputs(model) as outputs:
-        model(to_batch(trial.documents[number], run), head_fn=hidden_states)
-        forward_packed(model, trial.batch, hidden_states)
-    half, span = len(outputs) // 2, trial.spans[number]
-    for layer, (alone, together) in enumerate(zip(outputs[:half], outputs[half:], strict=True)):
-        right = own_tokens(alone.flatten(0, 1), span).float()
-        apart = together.flatten(0, 1)[span].float() - right
-        if not apart.norm() <= limit * right.norm():
-            return f" (from layer {layer} on, {type(model.spec.layers[layer].mixer).__name__})"
+        model(to_batch(probe.documents[index], dist), read=hidden_states)
+        forward_packed(model, probe.batch, hidden_states)
+    num_layers, span = len(outputs) // 2, probe.spans[index]
+    for layer, (alone, packed) in enumerate(zip(outputs[:num_layers], outputs[num_layers:], strict=True)):
+        expected = own_tokens(alone.flatten(0, 1), span).float()
+        difference = packed.flatten(0, 1)[span].float() - expected
+        if not difference.norm() <= limit * expected.norm():
+            return f" in layer {layer} ({type(model.spec.layers[layer].mixer).__name__})"
     return ""
 
 
 @contextmanager
 def record_layer_outputs(model: Decoder) -> Iterator[list[Tensor]]:
-    """What the layers give, in the order in which they run."""
+    """The outputs of all layers, in the order of execution."""
     outputs: list[Tensor] = []
 
-    def keep(layer: nn.Module, inputs: object, output: Tensor) -> None:
+    def record(layer: nn.Module, inputs: object, output: Tensor) -> None:
         outputs.append(output)
 
-    hooks = [layer.register_forward_hook(keep) for layer in model.layers]
+    hooks = [layer.register_forward_hook(record) for layer in model.layers]
     yield outputs
     for hook in hooks:
         hook.remove()

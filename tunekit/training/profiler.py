@@ -1,4 +1,4 @@
-"""Some steps of a run under torch.profiler: a trace of every rank, and a table that says where their time went."""
+"""Profiling of some steps of a run: a torch.profiler trace per rank, and a table of the step time."""
 
 import gzip
 import json
@@ -11,33 +11,30 @@ from types import TracebackType
 from typing import ClassVar, NamedTuple
 
 import torch
-from torch.profiler import profile, record_function, schedule
+from torch.profiler import profile, schedule
 
 from tunekit import devices
 from tunekit.config.errors import FieldErrors
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
-from tunekit.training.trace_analysis import DATA, StepTimeBreakdown, step_breakdown
+from tunekit.training.trace_analysis import StepTimeBreakdown, step_breakdown
 
-FOLDER, TABLE = "profile", "table.md"
-EVENTS = 200_000  # allocations of a GPU that a snapshot tells of
-MUCH = 0.15  # of a step: from there on it is worth a change
+DIRECTORY, TABLE = "profile", "table.md"
+MAX_EVENTS = 200_000  # allocations in a CUDA memory snapshot
+MIN_SHARE = 0.15  # of the step time: a smaller share is not worth a change
 ADVICE = {
-    "all-gather": "weights come late: as far as memory goes, take more rows at once (`micro_batch_size`) or keep "
-    "what was "
-    "gathered (`parallel.reshard_after_forward=false`); else try `parallel.prefetch_layers=2`",
-    "reduce-scatter": "gradients are slow to add up: take more rows at once (`micro_batch_size`), so that a step "
-    "has fewer "
-    "passes",
-    "all-to-all": "tokens travel to their experts: lower `parallel.ep`, or keep its ranks on one machine",
-    "all-reduce": "sums are waited for: lower `parallel.tp` or keep its ranks on one machine; with copies, take "
-    "more rows at once (`micro_batch_size`)",
+    "all-gather": "Use a larger `micro_batch_size` or `parallel.reshard_after_forward=false` if memory allows, else "
+    "try `parallel.prefetch_layers=2`",
+    "reduce-scatter": "Use a larger `micro_batch_size`, so that a step has fewer micro-batches",
+    "all-to-all": "Use a smaller `parallel.ep`, or keep its ranks on one node",
+    "all-reduce": "Use a smaller `parallel.tp`, or keep its ranks on one node; with DDP, use a larger "
+    "`micro_batch_size`",
 }
 
 
 @dataclass(frozen=True)
 class ProfilerConfig:
-    """Which steps are looked at. Everything goes into the folder of the run, under `profile`."""
+    """Profile some steps with torch.profiler. Traces and a table are written to `profile/` in the run directory."""
 
     kind: ClassVar[str] = "profiler"
     skip_first: int = 3  # Steps before profiling starts
@@ -45,60 +42,53 @@ class ProfilerConfig:
     profile_memory: bool = False  # Also record a CUDA memory snapshot
 
     def __post_init__(self) -> None:
-        low = [name for name in ("skip_first", "active") if vars(self)[name] < 1]
-        if low:
-            raise FieldErrors([FieldError(name, f"must be 1 or more, not {vars(self)[name]}") for name in low])
+        values = {"skip_first": self.skip_first, "active": self.active}
+        errors = [FieldError(name, f"must be >= 1, got {value}") for name, value in values.items() if value < 1]
+        if errors:
+            raise FieldErrors(errors)
 
-    def refusal(self, steps: int | None) -> str | None:
-        """Why a run of so many steps has none to look at, if that is known."""
-        if steps is None or self.skip_first < steps:
-            return None
-        return (
-            f"the first {self.skip_first} go by, and `max_steps` is {steps}, so none is left to look at: "
-            "lower profiler.skip_first"
-        )
+    def check_num_steps(self, max_steps: int | None) -> None:
+        """Raise FieldError if a run of `max_steps` steps ends before profiling starts."""
+        if max_steps is not None and self.skip_first >= max_steps:
+            raise FieldError(
+                "profiler.skip_first",
+                f"must be < max_steps, got {self.skip_first} with max_steps={max_steps}: no step would be profiled",
+            )
 
     def check(self, device: torch.device) -> None:
-        """Whether the device has what is asked for."""
+        """Raise UserError if the device does not support an option."""
         if self.profile_memory and device.type != "cuda":
-            raise UserError(
-                f"profiler.profile_memory: torch records the memory of CUDA devices only, got {device.type}"
-            )
+            raise UserError(f"profiler.profile_memory: requires a CUDA device, got {device.type}")
 
 
 def resolve_profiler(choice: ProfilerConfig | bool) -> ProfilerConfig | None:
-    """What `profile` comes to."""
+    """The config of `profiler`: `true` means the defaults, `false` none."""
     return ProfilerConfig() if choice is True else choice or None
 
 
 class RankProfile(NamedTuple):
-    """What came of it on one rank."""
+    """The profile of one rank."""
 
-    figures: StepTimeBreakdown
-    memory: int  # bytes at most
-
-
-def record_data_wait() -> record_function:
-    """Around what waits for rows: `with waiting(): batches = ahead.take()`."""
-    return record_function(DATA)
+    breakdown: StepTimeBreakdown
+    peak_memory: int  # bytes
 
 
 class Profiler:
-    """Looks at the steps that were chosen, if any were. All ranks call `at` at the same steps.
+    """Profiles the configured steps, if any. All ranks call `begin_step` at the same steps.
 
-    with Profiler(choice, folder, run) as profiler:
+    with Profiler(cfg.profiler, run_dir, dist) as profiler:
         for step in ...:
-            profiler.at(step)
+            profiler.begin_step(step)
     """
 
-    def __init__(self, choice: ProfilerConfig | bool, folder: Path, run: DistributedContext) -> None:
-        self.choice = resolve_profiler(choice)
-        self.folder, self.run = folder / FOLDER, run
-        self.begun, self.first = 0, 0
+    def __init__(self, choice: ProfilerConfig | bool, run_dir: Path, dist: DistributedContext) -> None:
+        self.config = resolve_profiler(choice)
+        self.directory, self.dist = run_dir / DIRECTORY, dist
+        self.num_steps, self.first_step = 0, 0  # steps of this process so far; the first one in the trace
         self.trace: profile | None = None
-        self.written = False
-        if self.choice is not None:
-            self.choice.check(run.device)
+        self.is_written = False
+        if self.config is not None:
+            self.config.check(dist.device)
 
     def __enter__(self) -> "Profiler":
         return self
@@ -107,164 +97,163 @@ class Profiler:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is None:
-            self.end()
-            if self.choice is not None and not self.written:
-                self.run.log(
-                    f"profiler: no step was profiled: profiler.skip_first={self.choice.skip_first} steps are skipped, "
-                    f"and this start had {self.begun}"
+            self.finish()
+            if self.config is not None and not self.is_written:
+                self.dist.log(
+                    f"profiler: no step was profiled: profiler.skip_first={self.config.skip_first}, and this process "
+                    f"ran {self.num_steps} steps"
                 )
-        elif self.trace is not None:  # others may be in the middle of an exchange: what was seen is not put together
+        elif self.trace is not None:  # other ranks may be inside a collective, so the profiles cannot be gathered
             trace, self.trace = self.trace, None
             trace.stop()
 
-    def at(self, step: int) -> None:
-        """A step begins."""
-        if self.choice is None:
+    def begin_step(self, step: int) -> None:
+        """Start, continue or stop profiling at the beginning of a step."""
+        if self.config is None:
             return
-        if self.begun == self.choice.skip_first - 1:
-            self.begin()
+        if self.num_steps == self.config.skip_first - 1:
+            self.start()
         elif self.trace is not None:
             self.trace.step()
-        if self.begun == self.choice.skip_first:
-            self.first = step + 1
-        self.begun += 1
-        if self.begun > self.choice.skip_first + self.choice.active:
-            self.end()
+        if self.num_steps == self.config.skip_first:
+            self.first_step = step + 1
+        self.num_steps += 1
+        if self.num_steps > self.config.skip_first + self.config.active:
+            self.finish()
 
-    def begin(self) -> None:
-        """One step before those that count: what looks warms up too."""
-        assert self.choice is not None
-        if self.choice.profile_memory:
-            torch.cuda.memory._record_memory_history(max_entries=EVENTS)
-        how = schedule(wait=0, warmup=1, active=self.choice.active, repeat=1)
-        self.trace = profile(schedule=how, on_trace_ready=self.write, record_shapes=True)
+    def start(self) -> None:
+        """Start one step early: the profiler needs a warmup step."""
+        assert self.config is not None
+        if self.config.profile_memory:
+            torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS)
+        steps = schedule(wait=0, warmup=1, active=self.config.active, repeat=1)
+        self.trace = profile(schedule=steps, on_trace_ready=self.write, record_shapes=True)
         self.trace.start()
 
     def write(self, trace: profile) -> None:
-        """The trace of this rank."""
-        assert self.choice is not None
+        """Write the trace of this rank."""
+        assert self.config is not None
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(str(self.file))
-            if self.choice.profile_memory:
-                torch.cuda.memory._dump_snapshot(str(self.folder / f"memory-{self.run.rank}.pickle"))
+            if self.config.profile_memory:
+                torch.cuda.memory._dump_snapshot(str(self.directory / f"memory-{self.dist.rank}.pickle"))
                 torch.cuda.memory._record_memory_history(enabled=None)
         except OSError as error:
-            raise UserError(
-                f"cannot write {self.folder}: {error.strerror}: make room, or leave `profiler` out"
-            ) from error
-        self.written = True
+            raise UserError(f"{self.directory}: {error.strerror}. Free disk space, or set profiler=false.") from error
+        self.is_written = True
 
     @property
     def file(self) -> Path:
-        return self.folder / f"rank-{self.run.rank}.json.gz"
+        return self.directory / f"rank-{self.dist.rank}.json.gz"
 
-    def end(self) -> None:
-        """Put together what all ranks have seen."""
+    def finish(self) -> None:
+        """Gather the profiles of all ranks, and write and log the table."""
         trace, self.trace = self.trace, None
         if trace is None:
             return
         trace.stop()
-        seen = self.run.all_gather_objects(self.seen())
-        if self.run.is_main_process and self.written:
-            text = table(seen, self.first)
-            (self.folder / TABLE).write_text(text, "utf-8")
-            self.run.log(f"{text}\ntraces for ui.perfetto.dev: {self.folder}")
+        profiles = self.dist.all_gather_objects(self.read_profile())
+        if self.dist.is_main_process and self.is_written:
+            text = format_table(profiles, self.first_step)
+            (self.directory / TABLE).write_text(text, "utf-8")
+            self.dist.log(f"{text}\ntraces for ui.perfetto.dev: {self.directory}")
 
-    def seen(self) -> RankProfile:
-        """What the trace of this rank says."""
-        if not self.written:
+    def read_profile(self) -> RankProfile:
+        """The profile of this rank, from its trace file."""
+        if not self.is_written:
             return RankProfile(step_breakdown([]), 0)
         with gzip.open(self.file, "rt", encoding="utf-8") as lines:
-            return RankProfile(step_breakdown(json.load(lines)["traceEvents"]), peak(self.run.device))
+            return RankProfile(step_breakdown(json.load(lines)["traceEvents"]), peak_memory(self.dist.device))
 
 
-def peak(device: torch.device) -> int:
-    """Bytes that this process had at most: in tensors on a GPU, resident on a CPU."""
-    if (bytes := devices.peak_memory(device)) is not None:
-        return bytes
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes of this process: allocated tensors on a GPU, resident memory on a CPU."""
+    if (peak := devices.peak_memory(device)) is not None:
+        return peak
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-# What is said of it
+# The table
 
 
-def table(seen: Sequence[RankProfile], first: int) -> str:
-    """For people: where the time went on each rank, what was sent, what took longest, and what to change."""
-    steps = min(one.figures.steps for one in seen)
-    if not steps:
+def format_table(profiles: Sequence[RankProfile], first_step: int) -> str:
+    """Markdown: step time of each rank, collectives and operators of the slowest rank, and the bottleneck."""
+    num_steps = min(rank.breakdown.steps for rank in profiles)
+    if not num_steps:
         return "# No step was profiled\n"
-    behind = f"steps {first} to {first + steps - 1}" if steps > 1 else f"step {first}"
-    slowest = max((one.figures for one in seen), key=lambda one: one.compute + one.optimizer + one.data)
-    parts = [f"# {behind.capitalize()}\n", verdict([one.figures for one in seen]), ""]
-    parts += ["Seconds a step, and the share of it:", "", *ranks(seen), ""]
-    return "\n".join([*parts, *exchanges(slowest), *operations(slowest)])
+    last_step = first_step + num_steps - 1
+    title = f"# Steps {first_step} to {last_step}\n" if num_steps > 1 else f"# Step {first_step}\n"
+    breakdowns = [rank.breakdown for rank in profiles]
+    slowest = max(breakdowns, key=lambda rank: rank.compute + rank.optimizer + rank.data)
+    lines = [title, find_bottleneck(breakdowns), "", "Seconds per step, and the share of the step:", ""]
+    lines += [*format_ranks(profiles), ""]
+    return "\n".join([*lines, *format_collectives(slowest), *format_ops(slowest)])
 
 
-def ranks(seen: Sequence[RankProfile]) -> list[str]:
-    """A line for each."""
-    names = ("compute", "optimizer", "exposed", "data", "other")
-    rows = ["| rank | step | compute | optimizer | exposed exchanges | data | other | hidden exchanges | memory |"]
+def format_ranks(profiles: Sequence[RankProfile]) -> list[str]:
+    """One row per rank."""
+    rows = ["| rank | step | compute | optimizer | exposed comm | data | other | hidden comm | memory |"]
     rows.append("|---" * 9 + "|")
-    for rank, (one, memory) in enumerate(seen):
-        cells = [f"{vars(one)[name] / one.steps:.3f} ({vars(one)[name] / one.total:.0%})" for name in names]
-        cells += [f"{one.hidden / one.steps:.3f}", f"{memory / 2**30:.2f} GiB"]
-        rows.append(f"| {rank} | {one.total / one.steps:.3f} | " + " | ".join(cells) + " |")
+    for number, (rank, memory) in enumerate(profiles):
+        times = (rank.compute, rank.optimizer, rank.exposed, rank.data, rank.other)
+        cells = [f"{seconds / rank.steps:.3f} ({seconds / rank.total:.0%})" for seconds in times]
+        cells += [f"{rank.hidden / rank.steps:.3f}", f"{memory / 2**30:.2f} GiB"]
+        rows.append(f"| {number} | {rank.total / rank.steps:.3f} | " + " | ".join(cells) + " |")
     return rows
 
 
-def exchanges(one: StepTimeBreakdown) -> list[str]:
-    """What one rank took part in, in a step."""
-    if not one.exchanges:
+def format_collectives(rank: StepTimeBreakdown) -> list[str]:
+    """The collectives of one rank, per step."""
+    if not rank.collectives:
         return []
-    rows = ["| exchange | calls a step | MB a step | seconds a step |", "|---|---|---|---|"]
-    for each in one.exchanges:
-        size, seconds = each.bytes / 1e6 / one.steps, each.seconds / one.steps
-        rows.append(f"| {each.kind} | {each.calls / one.steps:.4g} | {size:.4g} | {seconds:.4f} |")
+    rows = ["| collective | calls per step | MB per step | seconds per step |", "|---|---|---|---|"]
+    for stats in rank.collectives:
+        size, seconds = stats.bytes / 1e6 / rank.steps, stats.seconds / rank.steps
+        rows.append(f"| {stats.kind} | {stats.calls / rank.steps:.4g} | {size:.4g} | {seconds:.4f} |")
     return [*rows, ""]
 
 
-def operations(one: StepTimeBreakdown) -> list[str]:
-    """The largest of one rank, in a step."""
-    rows = ["| operation | calls a step | seconds a step | share |", "|---|---|---|---|"]
-    for each in one.operations:
-        name, share = each.name.replace("|", "/")[:80], each.seconds / one.total
-        rows.append(f"| `{name}` | {each.calls / one.steps:.4g} | {each.seconds / one.steps:.4f} | {share:.1%} |")
+def format_ops(rank: StepTimeBreakdown) -> list[str]:
+    """The slowest operators of one rank, per step."""
+    rows = ["| operator | calls per step | seconds per step | share |", "|---|---|---|---|"]
+    for stats in rank.ops:
+        name, share = stats.name.replace("|", "/")[:80], stats.seconds / rank.total
+        rows.append(f"| `{name}` | {stats.calls / rank.steps:.4g} | {stats.seconds / rank.steps:.4f} | {share:.1%} |")
     return [*rows, ""]
 
 
-def verdict(seen: Sequence[StepTimeBreakdown]) -> str:
-    """What the steps wait for most, on all ranks together, and what to change."""
-    total = sum(one.total for one in seen)
-    shares = {name: sum(vars(one)[name] for one in seen) / total for name in ("data", "exposed", "other")}
+def find_bottleneck(ranks: Sequence[StepTimeBreakdown]) -> str:
+    """The largest part of the step time that is not compute, over all ranks, and how to reduce it."""
+    total = sum(rank.total for rank in ranks)
+    shares = {
+        "data": sum(rank.data for rank in ranks) / total,
+        "exposed": sum(rank.exposed for rank in ranks) / total,
+        "other": sum(rank.other for rank in ranks) / total,
+    }
     worst = max(shares, key=lambda name: shares[name])
-    share = f"{shares[worst]:.0%} of a step"
-    if shares[worst] < MUCH:
-        busy = 1 - sum(shares.values())
-        return (
-            f"Bottleneck: compute, {busy:.0%} of a step. Little is lost; see docs/memory.md for what makes it cheaper."
-        )
+    share = f"{shares[worst]:.0%} of the step"
+    if shares[worst] < MIN_SHARE:
+        return f"Bottleneck: compute, {1 - sum(shares.values()):.0%} of the step. docs/memory.md has faster settings."
     if worst == "data":
-        return (
-            f"Bottleneck: data, {share}. Rows are made too slowly: prepare them (`data.streaming=false`), or pack them."
-        )
+        return f"Bottleneck: data loading, {share}. Preprocess the rows (`data.streaming=false`), or pack them."
     if worst == "exposed":
-        return f"Bottleneck: exposed exchanges, {share}. {advice(seen)}."
+        return f"Bottleneck: exposed communication, {share}. {suggest_comm_settings(ranks)}."
     return (
-        f"Bottleneck: the time between operations, {share}. They are too small for the device: take more rows at once "
-        "(`micro_batch_size`), or try `compile=true`."
+        f"Bottleneck: time between operators, {share}. They are too small for the device: use a larger "
+        "`micro_batch_size`, or try `compile=true`."
     )
 
 
-def advice(seen: Sequence[StepTimeBreakdown]) -> str:
-    """About the kind of exchange that took longest; where ranks compute unlike long, about that."""
-    busy = [one.compute + one.optimizer + one.data for one in seen]
-    if max(busy) - min(busy) > 0.5 * max(one.exposed for one in seen):
+def suggest_comm_settings(ranks: Sequence[StepTimeBreakdown]) -> str:
+    """Advice on the slowest kind of collective, or on ranks that compute for different times."""
+    busy = [rank.compute + rank.optimizer + rank.data for rank in ranks]
+    if max(busy) - min(busy) > 0.5 * max(rank.exposed for rank in ranks):
         slow = busy.index(max(busy))
-        return f"The others wait for rank {slow}: rows of unlike length, or a slower device; try `data.packing=true`"
-    kinds = [each.kind for one in seen for each in one.exchanges if each.kind in ADVICE]
-    if not kinds:
-        return "Let more be computed between two of them"
-    sums = {kind: sum(e.seconds for one in seen for e in one.exchanges if e.kind == kind) for kind in kinds}
-    words = ADVICE[max(sums, key=lambda kind: sums[kind])]
-    return words[0].upper() + words[1:]
+        return f"The other ranks wait for rank {slow}, whose rows are longer or device slower: try `data.packing=true`"
+    seconds: dict[str, float] = {}
+    for stats in (stats for rank in ranks for stats in rank.collectives if stats.kind in ADVICE):
+        seconds[stats.kind] = seconds.get(stats.kind, 0.0) + stats.seconds
+    if not seconds:
+        return "Use a larger `micro_batch_size`, so that there is more compute between two collectives"
+    return ADVICE[max(seconds, key=lambda kind: seconds[kind])]

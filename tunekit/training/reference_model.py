@@ -1,13 +1,13 @@
-"""The model that preference is measured against: the one that training began with."""
+"""The reference model of preference losses: the model before training."""
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from tunekit import build
 from tunekit.adapters.config import FrozenModel, LoRAConfig, NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.config.choices import kind_name
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
@@ -23,17 +24,19 @@ from tunekit.data.dataloader.mixture import is_streaming
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
 from tunekit.losses.preference_base import PreferenceLoss
-from tunekit.losses.preference_objective import RefLogpsFn, PreferenceObjective, ReferenceLogps
+from tunekit.losses.preference_objective import PreferenceObjective, ReferenceLogps, RefLogpsFn
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
-from tunekit.training.config import Job, Stateful, TrainConfig
+from tunekit.training.config import TrainConfig
+from tunekit.training.run_context import RunContext
 
 FILE = "reference.npz"
+Loaders = Mapping[str, DataLoader | None]  # by config key: `data` and `eval_data`
 
 
 @dataclass(frozen=True)
 class DisableAdapterReference:
-    """The same model with its updates off: no memory, and one more pass forward."""
+    """The same model with its adapter disabled: no memory, and one more forward pass."""
 
     kind: ClassVar[str] = "disable_adapter"
 
@@ -42,27 +45,35 @@ class DisableAdapterReference:
         return False
 
     def asks(self, loss: Sequence[PreferenceLoss]) -> bool:
-        """Whether each step has a pass for it."""
+        """Whether each step has a forward pass of the reference."""
         return True
 
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
         check_reference_is_used("disable_adapter", terms)
         if (reason := disable_adapter_problem(cfg.adapter)) is not None:
-            raise FieldError("reference", f"{reason}: `copy` or `precomputed` keeps what training began with")
+            raise FieldError("reference", f"{reason}. Set reference=copy or reference=precomputed.")
 
-    def open(self, job: Job, terms: PreferenceObjective) -> ReferenceLogps:
-        judge = terms.logps_fn(job.model)
+    def open(
+        self,
+        run: RunContext,
+        checkpoint: HFCheckpoint,
+        model: Decoder,
+        loaders: Loaders,
+        objective: PreferenceObjective,
+    ) -> ReferenceLogps:
+        adapter, compute_logps = run.cfg.adapter, objective.logps_fn(model)
+        assert isinstance(adapter, LoRAConfig)
 
-        def asked(batch: Batch) -> Tensor:
-            with job.cfg.adapter.disabled(job.model):
-                return judge(batch)
+        def compute_reference_logps(batch: Batch) -> Tensor:
+            with adapter.disabled(model):
+                return compute_logps(batch)
 
-        return ReferenceLogps(asked, asked)
+        return ReferenceLogps(compute_reference_logps, compute_reference_logps)
 
 
 @dataclass(frozen=True)
 class CopiedReference:
-    """A second model, frozen, stored and shared as the first one: what there is where all weights are trained."""
+    """A second, frozen model, quantized and sharded like the first one; the only choice if all weights are trained."""
 
     kind: ClassVar[str] = "copy"
 
@@ -75,19 +86,27 @@ class CopiedReference:
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
         check_reference_is_used("copy", terms)
 
-    def open(self, job: Job, terms: PreferenceObjective) -> ReferenceLogps:
-        cfg = job.cfg
+    def open(
+        self,
+        run: RunContext,
+        checkpoint: HFCheckpoint,
+        model: Decoder,
+        loaders: Loaders,
+        objective: PreferenceObjective,
+    ) -> ReferenceLogps:
+        cfg = run.cfg
         adapter = FrozenModel() if isinstance(cfg.adapter, NoAdapter) else cfg.adapter
+        from_scratch = cfg.init == "random"
         copy = build.build_model(
-            job.source, cfg.quantization, adapter, cfg.precision, MemoryConfig(), job.run, cfg.init == "random"
+            checkpoint, cfg.quantization, adapter, cfg.precision, MemoryConfig(), run.dist, from_scratch
         )
-        judge = terms.logps_fn(copy.requires_grad_(False).eval())
-        return ReferenceLogps(judge, judge)
+        compute_logps = objective.logps_fn(copy.requires_grad_(False).eval())
+        return ReferenceLogps(compute_logps, compute_logps)
 
 
 @dataclass(frozen=True)
 class PrecomputedReference:
-    """Log-probabilities that are computed once, before the first step, and kept in the run's folder."""
+    """Log-probabilities that are computed once, before the first step, and stored in the run directory."""
 
     kind: ClassVar[str] = "precomputed"
 
@@ -100,32 +119,49 @@ class PrecomputedReference:
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
         check_reference_is_used("precomputed", terms)
         if is_streaming(cfg.data):
-            raise FieldError(
-                "reference", "precomputed: nobody knows all rows of a stream before: use disable_adapter or copy"
-            )
+            raise FieldError("reference", "precomputed: not available for streamed rows. Use disable_adapter or copy.")
         if any(term.needs_mismatched for term in terms.terms):
             raise FieldError(
-                "reference", "precomputed: kto asks for other answers in each step: use disable_adapter or copy"
+                "reference",
+                "precomputed: kto needs other mismatched answers in each step. Use disable_adapter or copy.",
             )
 
-    def open(self, job: Job, terms: PreferenceObjective) -> ReferenceLogps:
-        """The model is still the one that training begins with, whatever state comes next."""
-        whole = [(job.data, job.space.folder, num_precompute_epochs(job))]
-        whole += [(job.held, job.space.folder / "eval", 1)] if job.held else []
-        return ReferenceLogps(*(ReferenceLogpTable.of(job, terms, *one).judge for one in whole))
+    def open(
+        self,
+        run: RunContext,
+        checkpoint: HFCheckpoint,
+        model: Decoder,
+        loaders: Loaders,
+        objective: PreferenceObjective,
+    ) -> ReferenceLogps:
+        train_data, eval_data = loaders["data"], loaders["eval_data"]
+        assert train_data is not None
+        jobs = [(train_data, run.dir, num_precompute_epochs(run.cfg, train_data))]
+        jobs += [(eval_data, run.dir / "eval", 1)] if eval_data else []
+        # No training state is restored yet: the model is the one that training starts from.
+        tables = [ReferenceLogpTable.load(run, checkpoint, model, objective, PrecomputeJob(*job)) for job in jobs]
+        return ReferenceLogps(*(table.look_up for table in tables))
 
 
-def num_precompute_epochs(job: Job) -> int:
-    """Epochs of which the run may see rows: those that it begins, and those that ways back lead on to."""
-    cfg, data = job.cfg, job.data
-    steps = cfg.max_steps or data.num_steps(cfg.epochs)
-    passed = cfg.step_guard.max_interventions * min(cfg.save_every, steps) if cfg.step_guard.returns else 0
-    return next(n for n in count(1) if data.num_steps(n) >= steps + passed)
+class PrecomputeJob(NamedTuple):
+    """Rows whose reference log-probabilities are computed, the directory of the cache file, and how many epochs."""
+
+    data: DataLoader
+    directory: Path
+    epochs: int
+
+
+def num_precompute_epochs(cfg: TrainConfig, data: DataLoader) -> int:
+    """Number of epochs that the run may read, including the data that rollbacks skip."""
+    num_steps = cfg.max_steps or data.num_steps(cfg.epochs)
+    max_rollbacks = cfg.step_guard.max_interventions if cfg.step_guard.may_roll_back else 0
+    max_skipped = max_rollbacks * min(cfg.save_every, num_steps)
+    return next(n for n in count(1) if data.num_steps(n) >= num_steps + max_skipped)
 
 
 @dataclass(frozen=True)
 class AutoReference:
-    """What training began with as it costs least: updates off where the model is that without them; else a copy."""
+    """`disable_adapter` where the model without its adapter is the one before training, else `copy`."""
 
     kind: ClassVar[str] = "auto"
 
@@ -136,34 +172,42 @@ class AutoReference:
         return any(term.needs_reference for term in loss)
 
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
-        """One of both always can."""
+        """No requirements."""
 
-    def open(self, job: Job, terms: PreferenceObjective) -> ReferenceLogps:
-        if not any(term.needs_reference for term in terms.terms):
+    def open(
+        self,
+        run: RunContext,
+        checkpoint: HFCheckpoint,
+        model: Decoder,
+        loaders: Loaders,
+        objective: PreferenceObjective,
+    ) -> ReferenceLogps:
+        if not any(term.needs_reference for term in objective.terms):
             return ReferenceLogps()
-        return (
-            DisableAdapterReference() if disable_adapter_problem(job.cfg.adapter) is None else CopiedReference()
-        ).open(job, terms)
+        can_disable = disable_adapter_problem(run.cfg.adapter) is None
+        reference = DisableAdapterReference() if can_disable else CopiedReference()
+        return reference.open(run, checkpoint, model, loaders, objective)
 
 
 Reference = AutoReference | DisableAdapterReference | CopiedReference | PrecomputedReference
 
 
-class RunningMean(Stateful):
-    """The mean of all log-ratios so far, around which BCO tells good from bad."""
+class RunningMean:
+    """Mean of all log-ratios so far: the reward shift of BCO (arXiv:2404.04656)."""
 
     def __init__(self) -> None:
         self.total, self.count = torch.zeros(2, dtype=torch.float64)
 
     def take(self, ratios: Tensor) -> Tensor:
-        """The mean with those of one more step, if all of them are numbers."""
+        """The mean after adding the log-ratios (D,) of one step, which are ignored if one is not finite."""
         total, count = (x.to(ratios.device, non_blocking=True) for x in (self.total, self.count))
-        more = ratios.double().sum()
-        self.total = torch.where(more.isfinite(), total + more, total)
-        self.count = torch.where(more.isfinite(), count + len(ratios), count)
+        step_total = ratios.double().sum()
+        self.total = torch.where(step_total.isfinite(), total + step_total, total)
+        self.count = torch.where(step_total.isfinite(), count + len(ratios), count)
         return self.mean(ratios)
 
     def mean(self, ratios: Tensor) -> Tensor:
+        """The mean so far, in the dtype and on the device of `ratios`."""
         return (self.total / self.count.clamp(min=1)).to(ratios)
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,91 +218,100 @@ class RunningMean(Stateful):
 
 
 def check_reference_is_used(kind: str, terms: PreferenceObjective) -> None:
-    """FieldError if there is nothing that a reference is asked for."""
+    """Raise FieldError if no loss needs a reference."""
     if not any(term.needs_reference for term in terms.terms):
         losses = " and ".join(kind_name(type(term)) for term in terms.terms)
-        raise FieldError("reference", f"{kind}: nothing is compared with a reference by {losses}: leave it out")
+        raise FieldError("reference", f"{kind}: {losses} needs no reference. Remove the key.")
 
 
 def disable_adapter_problem(adapter: NoAdapter | LoRAConfig) -> str | None:
-    """Why a model without its updates is not the one that training began with; None, if it is."""
+    """Why the model without its adapter is not the model before training; None if it is."""
     if not isinstance(adapter, LoRAConfig):
-        return "disable_adapter: all weights are trained, so there is nothing to turn off"
+        return "disable_adapter: needs an adapter, and all weights are trained"
     if adapter.adapter_path is not None:
-        return "disable_adapter: training begins with an adapter, and without it the model is another"
+        return "disable_adapter: training starts from an adapter (adapter.adapter_path)"
     if adapter.modules_to_save or adapter.bias != "none":
-        return "disable_adapter: some weights are trained whole, and cannot be turned off"
+        return "disable_adapter: adapter.modules_to_save and adapter.bias train weights outside the adapter"
     return None
 
 
 @dataclass(frozen=True)
 class ReferenceLogpTable:
-    """Log-probabilities by the number of a document; NaN of those that were never asked for."""
+    """Reference log-probabilities by document index; NaN for documents that the run does not read."""
 
     logps: Tensor  # (documents,) fp32, on the device
 
-    def judge(self, batch: Batch) -> Tensor:
+    def look_up(self, batch: Batch) -> Tensor:
+        """The log-probabilities of the documents of a batch, (D,)."""
         assert batch.document_indices is not None
         return self.logps[batch.document_indices]
 
     @staticmethod
-    def of(job: Job, terms: PreferenceObjective, data: DataLoader, folder: Path, epochs: int) -> "ReferenceLogpTable":
-        """As a file has it, or computed now and put there: always so where a run starts over."""
-        key, run = reference_fingerprint(job, terms, data), job.run
-        # Epochs of a mix may each hold some documents only: what is not whole is good for as many epochs of that mix.
-        portions = [(part.weight, part.repeat, part.max_samples_per_epoch) for part in data.mixture.datasets]
-        some = f"{key} {portions} {data.mixture.temperature} {data.mixture.shuffle}"
-        found = None if job.space.overwrite else run.run_on_main(partial(read_cached_logps, folder / FILE, key, some, epochs))
-        if found is None:
-            found = compute_reference_logps(job.model, terms.logps_fn(job.model), data, epochs, run)
-            run.run_on_main(
-                partial(write_cached_logps, folder / FILE, some if np.isnan(found).any() else key, epochs, found)
-            )
-        return ReferenceLogpTable(torch.from_numpy(found).to(run.device))
+    def load(
+        run: RunContext, checkpoint: HFCheckpoint, model: Decoder, objective: PreferenceObjective, job: PrecomputeJob
+    ) -> "ReferenceLogpTable":
+        """Read the table from the run directory, or compute and write it. With --overwrite it is always computed."""
+        data, file, dist = job.data, job.directory / FILE, run.dist
+        key = reference_fingerprint(run.cfg, checkpoint, objective, data)
+        # The epochs of a mixture may each contain some of the documents only: an incomplete table is valid for that
+        # many epochs of the same mixture.
+        members = [(member.weight, member.repeat, member.max_samples_per_epoch) for member in data.mixture.datasets]
+        incomplete_key = f"{key} {members} {data.mixture.temperature} {data.mixture.shuffle}"
+        cached = None
+        if not run.overwrite:
+            cached = dist.run_on_main(partial(read_cached_logps, file, key, incomplete_key, job.epochs))
+        logps = cached
+        if logps is None:
+            logps = compute_reference_logps(objective.logps_fn(model), data, job.epochs, dist)
+            new_key = incomplete_key if np.isnan(logps).any() else key
+            dist.run_on_main(partial(write_cached_logps, file, new_key, job.epochs, logps))
+        return ReferenceLogpTable(torch.from_numpy(logps).to(dist.device))
 
 
-def reference_fingerprint(job: Job, terms: PreferenceObjective, data: DataLoader) -> str:
-    """Of all that log-probabilities depend on."""
-    cfg = job.cfg
-    folders = [job.source.path, *(Path(start) for start in [cfg.adapter.adapter_path] if start is not None)]
-    paths = [path for folder in folders for path in sorted(folder.iterdir())]
+def reference_fingerprint(
+    cfg: TrainConfig, checkpoint: HFCheckpoint, objective: PreferenceObjective, data: DataLoader
+) -> str:
+    """Hash of everything that the reference log-probabilities depend on."""
+    adapter_path = cfg.adapter.adapter_path
+    directories = [checkpoint.path, *([Path(adapter_path)] if adapter_path is not None else [])]
+    paths = [path for directory in directories for path in sorted(directory.iterdir())]
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     choices = [asdict(choice) for choice in (cfg.adapter, cfg.quantization, cfg.precision)]
-    told = [data.fingerprint, str(job.source.path), files, choices, terms.ld_alpha, cfg.init, cfg.seed]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    content = [data.fingerprint, str(checkpoint.path), files, choices, objective.ld_alpha, cfg.init, cfg.seed]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def compute_reference_logps(
-    model: Decoder, judge: RefLogpsFn, data: DataLoader, epochs: int, run: DistributedContext
+    compute_logps: RefLogpsFn, data: DataLoader, epochs: int, dist: DistributedContext
 ) -> np.ndarray:
-    """What a model makes of all documents that some epochs bring, (documents,)."""
-    found = np.full(sum(len(part) for part in data.datasets), np.nan, np.float32)
+    """Log-probabilities of all documents of the given epochs, (documents,) fp32; NaN for those that do not occur."""
+    logps = np.full(sum(len(documents) for documents in data.datasets), np.nan, np.float32)
     for epoch in range(epochs):
         steps = range(data.num_steps(epoch), data.num_steps(epoch + 1))
-        for step in tqdm(steps, "asking the reference", disable=not run.is_main_process or None, leave=False):
-            run.heartbeat.beat(0, "prepare")
+        for step in tqdm(steps, "reference log-probabilities", disable=not dist.is_main_process or None, leave=False):
+            dist.heartbeat.beat(0, "prepare")
             for batch in data[step]:
                 assert batch.document_indices is not None
-                found[batch.document_indices.numpy()] = judge(batch.to(run.device)).float().cpu().numpy()
-        for other in run.all_gather_objects(found):
-            found = np.where(np.isnan(found), other, found)
-        if not np.isnan(found).any():
+                logps[batch.document_indices.numpy()] = compute_logps(batch.to(dist.device)).float().cpu().numpy()
+        for rank_logps in dist.all_gather_objects(logps):
+            logps = np.where(np.isnan(logps), rank_logps, logps)
+        if not np.isnan(logps).any():
             break
-    return found
+    return logps
 
 
-def read_cached_logps(file: Path, whole: str, some: str, epochs: int) -> np.ndarray | None:
-    """What a file has of all documents, or of those of at least so many epochs."""
+def read_cached_logps(file: Path, key: str, incomplete_key: str, epochs: int) -> np.ndarray | None:
+    """The table in a file, if it has all documents, or those of at least `epochs` epochs."""
     try:
-        with np.load(file) as stored:
-            enough = stored["key"] == whole or (stored["key"] == some and stored["epochs"] >= epochs)
-            return stored["logps"] if enough else None
+        with np.load(file) as cache:
+            is_valid = cache["key"] == key or (cache["key"] == incomplete_key and cache["epochs"] >= epochs)
+            return cache["logps"] if is_valid else None
     except (OSError, ValueError, KeyError):
         return None
 
 
 def write_cached_logps(file: Path, key: str, epochs: int, logps: np.ndarray) -> None:
-    """The file appears whole or not at all."""
+    """Write the file atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial_file = file.with_name(f".{file.name}")
     try:

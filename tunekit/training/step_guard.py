@@ -1,11 +1,11 @@
-"""Whether a step may move the weights: its loss and its gradient are numbers, and far above none that came before.
+"""Detection of steps with a NaN, Inf or spike in the loss or the gradient norm, before they change the weights.
 
-All ranks see the same two numbers, which are sums over them, and so decide alike without a word.
+Loss and gradient norm are sums over all ranks, so every rank takes the same decision without communication.
 """
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import median
@@ -14,172 +14,223 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tunekit.errors import FieldError
+from tunekit.checkpoint.training_state import Checkpointer
+from tunekit.data.dataloader.prefetch import Prefetcher
+from tunekit.distributed.context import DistributedContext
+from tunekit.errors import FieldError, UserError
 from tunekit.kernels.device_to_host import HostCopy
+from tunekit.loggers.metric_logger import MetricLogger
 
-FEW = 8  # steps of which a median says little
-SHOWN = 16  # rows that a message names
+MIN_WINDOW = 8  # steps; the median of fewer is too noisy to define a spike
+MAX_ROWS_SHOWN = 16  # in a message
+STOP_HINT = (
+    "Saved training states are unchanged. Inspect these rows, lower optimizer.lr, or set step_guard.on_nan=skip or "
+    "step_guard.on_spike=skip."
+)
 
 
 @dataclass(frozen=True)
 class StepGuardConfig:
-    """What becomes of a step that would spoil the weights."""
+    """Actions on steps that would damage the weights."""
 
     kind: ClassVar[str] = "step_guard"
-    # NaN or Inf in loss or gradient norm
-    on_nan: Literal["stop", "skip", "ignore"] = (
-        "stop"  # a loss or gradient that is no number: end, pass the step over, go on
-    )
-    # A step is a spike above this multiple of the running median; null: off
-    spike_factor: float | None = (
-        None  # a step is a spike from so many times the median of the last ones on; none: never
-    )
-    # Metric that is checked for spikes
-    spike_metric: Literal["grad_norm", "loss"] = (
-        "grad_norm"  # what is watched for spikes: the length of the gradient, or the loss
-    )
+    # Action on NaN or Inf in loss or gradient norm: end the run, skip the step, or ignore it
+    on_nan: Literal["stop", "skip", "ignore"] = "stop"
+    spike_factor: float | None = None  # A step is a spike above this multiple of the running median; null: off
+    spike_metric: Literal["grad_norm", "loss"] = "grad_norm"  # Metric that is checked for spikes
     spike_window: int = 50  # Steps in the running median
-    # `rollback`: restore the last training state and skip the data since then
-    on_spike: Literal["stop", "skip", "rollback"] = (
-        "skip"  # to a spike; back: to the last state, past the rows since then
-    )
+    # Action on a spike; `rollback`: restore the last training state and skip the data since then
+    on_spike: Literal["stop", "skip", "rollback"] = "skip"
     max_interventions: int = 3  # Consecutive skipped steps, or rollbacks per run, before the run stops
 
     def __post_init__(self) -> None:
         if self.spike_factor is not None and not 1 < self.spike_factor < math.inf:
-            raise FieldError(
-                "spike_factor", f"must be above 1, not {self.spike_factor}: it is so many times the median"
-            )
-        if self.spike_window < FEW:
-            raise FieldError("spike_window", f"must be {FEW} steps or more, not {self.spike_window}")
+            raise FieldError("spike_factor", f"must be > 1 and finite, got {self.spike_factor}")
+        if self.spike_window < MIN_WINDOW:
+            raise FieldError("spike_window", f"must be >= {MIN_WINDOW} steps, got {self.spike_window}")
         if self.max_interventions < 1:
-            raise FieldError("max_interventions", f"must be 1 or more, not {self.max_interventions}")
+            raise FieldError("max_interventions", f"must be >= 1, got {self.max_interventions}")
 
     @property
-    def holds(self) -> bool:
-        """Whether there is more to decide than the end of the run."""
+    def can_drop_steps(self) -> bool:
+        """Whether a step may be dropped while the run continues: loss and norm are then read before the update."""
         return self.on_nan == "skip" or self.spike_factor is not None
 
     @property
-    def returns(self) -> bool:
-        """Whether a run may go back to a state, for which there must be one from the start on."""
+    def may_roll_back(self) -> bool:
+        """Whether a run may restore a training state, which must then exist from step 0 on."""
         return self.spike_factor is not None and self.on_spike == "rollback"
 
-    def refusal(self, early: bool) -> str | None:
-        """Why nothing can be held where weights move inside a backward pass, and how to mend it."""
-        if early and self.holds:
-            what = "on_nan: skip" if self.on_nan == "skip" else "spike_factor"
-            return f"{what} comes too late with memory.optimizer_in_bwd, which moves weights at once: leave one out"
-        return None
+    def check_optimizer(self, optimizer_in_bwd: bool) -> None:
+        """Raise FieldError if steps are to be dropped, but weights are updated in the backward pass."""
+        if optimizer_in_bwd and self.can_drop_steps:
+            key = "on_nan: skip" if self.on_nan == "skip" else "spike_factor"
+            raise FieldError(
+                "step_guard", f"{key} is not compatible with memory.optimizer_in_bwd. Remove one of the two."
+            )
 
 
 class Anomaly(NamedTuple):
-    """What is wrong with a step, and what is done about it."""
+    """A step with a non-finite value or a spike, and the action on it."""
 
-    step: int  # counted from 0
-    what: str
-    answer: str
+    step: int  # 0-based
+    problem: str
+    action: str  # stop, skip, rollback
 
-    def told(self, rows: Sequence[str], mend: str) -> str:
-        return f"step {self.step + 1}: {self.what}; its rows: {format_rows(rows) or 'no longer known'}; {mend}"
+    def message(self, rows: Sequence[str], action: str) -> str:
+        return f"step {self.step + 1}: {self.problem} (rows: {format_rows(rows) or 'unknown'}). {action}"
 
 
 class StepGuard:
-    """Sees every step, and says which comes next. All that it knows is in a state."""
+    """Checks every step, and skips, rolls back or ends the run. A training state contains all that it knows.
 
-    def __init__(self, rule: StepGuardConfig, device: torch.device) -> None:
-        # What only ends a run can be read late: until then nothing leaves the process, so what has moved is lost with
-        # it, and a GPU is never waited for. What a step may do to a run that goes on must be known before it moves.
-        self.rule, self.early = rule, rule.holds or device.type == "cpu"
-        self.fault: Anomaly | None = None
-        self.step = self.next = 0
+    with ...:
+        if not guard.accepts(step, loss, grad_norm):
+            optimizer.zero_grad()                       # a step without gradients changes no weight
+        ...
+        if guard.needs_rollback(logger):                # logs skipped steps; raises UserError to stop the run
+            step = guard.roll_back(checkpointer, logger)
+            continue
+        ...
+        guard.check_all(logger)                         # before anything is saved or evaluated
+    """
+
+    def __init__(self, config: StepGuardConfig, dist: DistributedContext, prefetcher: Prefetcher | None = None) -> None:
+        # An action that only ends the run can be late by a step: no weights leave the process before `check_all`, so
+        # a GPU is never waited for. Skipping a step needs its values before the update.
+        self.config, self.dist, self.prefetcher = config, dist, prefetcher
+        self.reads_now = config.can_drop_steps or dist.device.type == "cpu"
+        self.anomaly: Anomaly | None = None
+        self.last_step = 0
         self.unread: list[tuple[int, HostCopy]] = []
-        self.passed = 0  # steps whose rows ways back have left behind
-        self.times = 0  # ways back
-        self.row = 0  # steps passed over in a row
-        self.last: deque[float] = deque(maxlen=rule.spike_window)
+        self.skipped_data = 0  # steps of data that rollbacks have skipped
+        self.num_rollbacks = 0
+        self.num_consecutive_skips = 0
+        self.values: deque[float] = deque(maxlen=config.spike_window)
 
-    def over(self, start: int, end: int) -> Iterator[int]:
-        """The steps of a run, some of them again after a way back."""
-        self.next = start
-        while self.next < end:
-            self.step, self.next = self.next, self.next + 1
-            yield self.step
+    @property
+    def may_roll_back(self) -> bool:
+        return self.config.may_roll_back
 
-    def data(self, step: int) -> int:
-        """Which rows a step reads: those of the step that it would be without ways back."""
-        return step + self.passed
+    def data_step(self, step: int) -> int:
+        """The step of the data loader that training step `step` reads. It is larger after a rollback."""
+        return step + self.skipped_data
 
-    def allows(self, loss: Tensor | None, norm: Tensor) -> bool:
-        """Whether the weights may move, asked when all gradients are there."""
-        if self.rule.on_nan == "ignore" and self.rule.spike_factor is None:
+    def accepts(self, step: int, loss: Tensor, grad_norm: Tensor) -> bool:
+        """Whether the optimizer may use the gradients of this step. True if the values are checked later."""
+        self.last_step = step
+        if self.config.on_nan == "ignore" and self.config.spike_factor is None:
             return True
-        self.unread.append((self.step, HostCopy(torch.stack([norm if loss is None else loss.to(norm), norm]))))
-        if self.early:
-            self.look()
-        return self.fault is None
+        self.unread.append((step, HostCopy(torch.stack([loss.to(grad_norm), grad_norm]))))
+        if self.reads_now:
+            self.read()
+        return self.anomaly is None
 
-    def look(self, lag: int = 0) -> None:
-        """Read what was not read yet, but for that many of the last steps, on which the device may still be at work.
+    def needs_rollback(self, logger: MetricLogger) -> bool:
+        """Act on the values that are available. Raises UserError if the run must stop.
 
-        All of it must be read before anything that is made of the weights is kept.
+        The device is read only for steps whose metric line is due.
         """
+        if logger.pending or (logger.is_due(self.last_step + 1) and not logger.lag):
+            self.read(logger.lag)
+        return self.handle_anomaly(logger)
+
+    def check_all(self, logger: MetricLogger) -> None:
+        """Read all values and write pending metric lines. Raises UserError if the run must stop."""
+        self.read()
+        rolls_back = self.handle_anomaly(logger)
+        assert not rolls_back, "values that can cause a rollback are read before the update"
+        logger.flush()
+
+    def read(self, lag: int = 0) -> None:
+        """Check the values of all steps except the last `lag`, which the device may not have finished."""
         count = max(0, len(self.unread) - lag)
         unread, self.unread = self.unread[:count], self.unread[count:]
         for step, copy in unread:
-            loss, norm = copy.read()
-            self.fault = self.fault or self.judged(step, loss, norm)
+            loss, grad_norm = copy.read()
+            self.anomaly = self.anomaly or self.find_anomaly(step, loss, grad_norm)
 
-    def judged(self, step: int, loss: float, norm: float) -> Anomaly | None:
-        value = loss if self.rule.spike_metric == "loss" else norm
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            what = f"the loss is {loss}" if not math.isfinite(loss) else f"the length of the gradient is {norm}"
-            return None if self.rule.on_nan == "ignore" else self.bad(step, what, self.rule.on_nan)
-        if (
-            self.rule.spike_factor is not None
-            and len(self.last) >= FEW
-            and value > self.rule.spike_factor * median(self.last)
-        ):
-            times, word = value / median(self.last), {"loss": "loss", "grad_norm": "grad_norm"}[self.rule.spike_metric]
-            what = f"the {word} is {value:.4g}, {times:.3g} times the median of the last {len(self.last)} steps"
-            return self.bad(step, what, self.rule.on_spike)
-        self.last.append(value)
-        self.row = 0
+    def find_anomaly(self, step: int, loss: float, grad_norm: float) -> Anomaly | None:
+        config = self.config
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            problem = f"loss is {loss}" if not math.isfinite(loss) else f"grad_norm is {grad_norm}"
+            return None if config.on_nan == "ignore" else self.limit_action(step, problem, config.on_nan)
+        value = loss if config.spike_metric == "loss" else grad_norm
+        if config.spike_factor is not None and len(self.values) >= MIN_WINDOW:
+            typical = median(self.values)
+            if value > config.spike_factor * typical:
+                ratio = f"{value / typical:.3g} times the median of the last {len(self.values)} steps"
+                return self.limit_action(step, f"{config.spike_metric} is {value:.4g}, {ratio}", config.on_spike)
+        self.values.append(value)
+        self.num_consecutive_skips = 0
         return None
 
-    def bad(self, step: int, what: str, answer: str) -> Anomaly:
-        """With the answer to it, as long as it did not come too often."""
-        self.row += answer == "skip"
-        often = {"skip": self.row, "rollback": self.times + 1}.get(answer, 0)
-        if often > self.rule.max_interventions:
-            what, answer = f"{what}, behind {self.rule.max_interventions} {WAYS[answer]}", "stop"
-        return Anomaly(step, what, answer)
+    def limit_action(self, step: int, problem: str, action: str) -> Anomaly:
+        """An anomaly with its action, or with `stop` after too many of them."""
+        self.num_consecutive_skips += action == "skip"
+        count = {"skip": self.num_consecutive_skips, "rollback": self.num_rollbacks + 1}.get(action, 0)
+        if count > self.config.max_interventions:
+            noun = {"skip": "consecutive skipped steps", "rollback": "rollbacks"}[action]
+            problem, action = f"{problem}, after {self.config.max_interventions} {noun}", "stop"
+        return Anomaly(step, problem, action)
 
-    def go_back(self, restore: Callable[[], int]) -> int:
-        """`restore` brings back the last state, whose step comes again, with the rows that follow the bad ones."""
-        assert self.fault is not None
-        behind, times = self.data(self.fault.step) + 1, self.times + 1
-        self.next = restore()
-        self.passed, self.times, self.fault = behind - self.next, times, None
-        return self.next
+    def handle_anomaly(self, logger: MetricLogger) -> bool:
+        """Log a skipped step; raise UserError to stop; True: roll back."""
+        if self.anomaly is None:
+            return False
+        anomaly, prefetcher = self.anomaly, self.prefetcher
+        assert prefetcher is not None
+        prefetcher.pause()
+        if anomaly.action == "stop":
+            logger.discard_after(step=anomaly.step)
+            raise UserError(anomaly.message(self.row_locations(), STOP_HINT))
+        if anomaly.action == "rollback":
+            return True
+        self.dist.log(anomaly.message(self.row_locations(), "The step is skipped."))
+        self.anomaly = None
+        prefetcher.resume()
+        return False
+
+    def row_locations(self) -> list[str]:
+        """Files and lines of the rows of the anomaly's step."""
+        assert self.anomaly is not None and self.prefetcher is not None
+        return self.prefetcher.data.row_locations(self.data_step(self.anomaly.step))
+
+    def roll_back(self, checkpointer: Checkpointer, logger: MetricLogger) -> int:
+        """Restore the last training state, skip the data up to the anomaly, and return the step to continue from."""
+        anomaly, prefetcher, rows = self.anomaly, self.prefetcher, self.row_locations()
+        assert anomaly is not None and prefetcher is not None
+        next_data_step, num_rollbacks = self.data_step(anomaly.step) + 1, self.num_rollbacks + 1
+        step = checkpointer.restore()  # also restores this guard
+        self.skipped_data, self.num_rollbacks, self.anomaly = next_data_step - step, num_rollbacks, None
+        self.dist.log(
+            anomaly.message(rows, f"Rolled back to step {step}; these rows and those since then are skipped.")
+        )
+        prefetcher.start(self.data_step(step), self.data_step(logger.total))
+        logger.rewind(step)
+        prefetcher.resume()
+        return step
 
     def state_dict(self) -> dict[str, Any]:
-        return {"passed": self.passed, "times": self.times, "row": self.row, "last": list(self.last)}
+        return {
+            "skipped_data": self.skipped_data,
+            "num_rollbacks": self.num_rollbacks,
+            "num_consecutive_skips": self.num_consecutive_skips,
+            "values": list(self.values),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.passed, self.times, self.row = state["passed"], state["times"], state["row"]
-        self.last = deque(state["last"], self.rule.spike_window)
-
-
-WAYS = {"skip": "that were passed over in a row", "rollback": "rollbacks"}
+        self.skipped_data, self.num_rollbacks = state["skipped_data"], state["num_rollbacks"]
+        self.num_consecutive_skips = state["num_consecutive_skips"]
+        self.values = deque(state["values"], self.config.spike_window)
 
 
 def format_rows(rows: Sequence[str]) -> str:
-    """Rows by their files: `chats.jsonl:3, 17, 40 and 12 more`."""
-    found = []
-    split = [(where.rstrip("0123456789"), where) for where in rows[:SHOWN]]
-    for name, group in groupby(split, key=lambda pair: pair[0]):
-        numbers = [where.removeprefix(name) for _, where in group]
-        found.append(name + ", ".join(filter(None, numbers)))
-    more = f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
-    return ", ".join(found) + more
+    """Row locations grouped by file: `chats.jsonl:3, 17, 40 and 12 more`."""
+    split = [(location.rstrip("0123456789"), location) for location in rows[:MAX_ROWS_SHOWN]]
+    groups = []
+    for prefix, group in groupby(split, key=lambda pair: pair[0]):
+        numbers = [location.removeprefix(prefix) for _, location in group]
+        groups.append(prefix + ", ".join(filter(None, numbers)))
+    more = f" and {len(rows) - MAX_ROWS_SHOWN} more" if len(rows) > MAX_ROWS_SHOWN else ""
+    return ", ".join(groups) + more

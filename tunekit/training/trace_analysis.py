@@ -1,7 +1,7 @@
-"""Where the time of steps went, from the events of a trace as torch.profiler writes them. Nothing but arithmetic.
+"""Step time breakdown from the events of a torch.profiler trace.
 
-Times are spans from a beginning to an end. On a GPU its kernels are what counts, on a CPU the operations of torch;
-exchanges are kernels of NCCL, and there and on a CPU what gloo's own threads do.
+Times are spans (start, end) in microseconds. Compute is kernels on a GPU and operators on a CPU. Communication is NCCL
+kernels, the work of gloo's own threads, and on a CPU the collective calls.
 """
 
 import math
@@ -11,13 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tunekit.data.dataloader.prefetch import DATA_WAIT
+
 Event = dict[str, Any]
 Span = tuple[float, float]
 Spans = list[Span]
 
-STEP, DATA, MOVE = "ProfilerStep#", "tunekit::data", "Optimizer.step#"
-ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
-NO_WORK = {"c10d", "autograd", "profiler", "record_param_comms"}  # namespaces of what calls, waits or wraps
+STEP, OPTIMIZER = "ProfilerStep#", "Optimizer.step#"
+GPU_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
+NO_COMPUTE = {"c10d", "autograd", "profiler", "record_param_comms"}  # namespaces of calls that wait or wrap others
 COMPILED = ("Torch-Compiled Region", "CompiledFunction")
 KINDS = {
     "all-gather": r"all_?gather",
@@ -28,14 +30,14 @@ KINDS = {
     "send": r"send|recv",
     "barrier": r"barrier",
 }
-SIZES = {"double": 8, "long int": 8, "long": 8, "float": 4, "int": 4, "bfloat16": 2, "half": 2}  # others: one byte
-MICRO = 1e-6
-SHOWN = 10
+SIZES = {"double": 8, "long int": 8, "long": 8, "float": 4, "int": 4, "bfloat16": 2, "half": 2}  # else 1
+SECONDS_PER_US = 1e-6
+MAX_OPS = 10
 
 
 @dataclass(frozen=True)
 class CommStats:
-    """One kind of exchange: `bytes` of whole tensors, the seconds they were on their way."""
+    """One kind of collective: number of calls, bytes of the full tensors, seconds."""
 
     kind: str
     calls: int
@@ -52,55 +54,55 @@ class OpStats:
 
 @dataclass(frozen=True)
 class StepTimeBreakdown:
-    """Seconds of all steps of a trace. Those from `compute` to `other` add up to `total`."""
+    """Seconds over all steps of a trace. `compute`, `optimizer`, `exposed`, `data` and `other` add up to `total`."""
 
     steps: int
     total: float
     compute: float  # without the optimizer
     optimizer: float
-    exposed: float  # exchanges while nothing is computed
-    data: float  # waiting for rows while nothing is computed
-    other: float  # neither: on a GPU mostly Python that comes too late, on a CPU what is between operations
-    hidden: float  # exchanges behind compute
-    exchanges: tuple[CommStats, ...]
-    operations: tuple[OpStats, ...]
+    exposed: float  # communication without concurrent compute
+    data: float  # waiting for the data loader without concurrent compute
+    other: float  # on a GPU mostly late launches by Python, on a CPU the time between operators
+    hidden: float  # communication that overlaps with compute
+    collectives: tuple[CommStats, ...]
+    ops: tuple[OpStats, ...]
 
 
 # Spans
 
 
 def union(spans: Iterable[Span]) -> Spans:
-    """The same time in spans that are in order and do not touch."""
-    found: Spans = []
+    """The union of spans: sorted and disjoint."""
+    merged: Spans = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
         elif end > start:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
-def both(a: Spans, b: Spans) -> Spans:
-    """The time that is in both of two unions."""
-    found, i, j = [], 0, 0
+def intersect(a: Spans, b: Spans) -> Spans:
+    """The intersection of two unions."""
+    result, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
         if end > start:
-            found.append((start, end))
+            result.append((start, end))
         if a[i][1] < b[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return result
 
 
-def minus(a: Spans, b: Spans) -> Spans:
-    """The time of one union that is not in another."""
+def subtract(a: Spans, b: Spans) -> Spans:
+    """The part of union `a` that is not in union `b`."""
     bounds = [-math.inf, *(bound for span in b for bound in span), math.inf]
-    return both(a, list(zip(bounds[::2], bounds[1::2], strict=True)))
+    return intersect(a, list(zip(bounds[::2], bounds[1::2], strict=True)))
 
 
-def length(spans: Spans) -> float:
+def total_length(spans: Spans) -> float:
     return sum(end - start for start, end in spans)
 
 
@@ -108,28 +110,27 @@ def length(spans: Spans) -> float:
 
 
 def step_breakdown(events: Iterable[Event]) -> StepTimeBreakdown:
-    """Of the steps that a trace holds whole; all zero if there is none."""
+    """The breakdown of the complete steps of a trace; all zero if there are none."""
     events = [event for event in events if event.get("ph") == "X"]
     steps = [e for e in events if e["name"].startswith(STEP) and e["cat"] != "gpu_user_annotation" and e["dur"]]
     within = union(map(span, steps))
-    events = [event for event in events if both([span(event)], within)]
-    work = working(events)
-    travel = exchanging(events)
-    ops, sent = both(union(map(span, work)), within), both(union(map(span, travel)), within)
-    exposed, moving = minus(sent, ops), both(moves(events, ops), within)
-    compute, optimizer = minus(ops, moving), minus(moving, exposed)
-    waits = both(union(span(e) for e in events if e["name"] == DATA and e["cat"] != "gpu_user_annotation"), within)
-    data = minus(waits, union([*compute, *optimizer, *exposed]))
-    shares = [length(part) * MICRO for part in (compute, optimizer, exposed, data)]
-    total = length(within) * MICRO
+    events = [event for event in events if intersect([span(event)], within)]
+    compute_list = compute_events(events)
+    busy, comm = (intersect(union(map(span, part)), within) for part in (compute_list, comm_events(events)))
+    exposed, updates = subtract(comm, busy), intersect(optimizer_spans(events, busy), within)
+    compute, optimizer = subtract(busy, updates), subtract(updates, exposed)
+    waits = union(span(e) for e in events if e["name"] == DATA_WAIT and e["cat"] != "gpu_user_annotation")
+    data = subtract(intersect(waits, within), union([*compute, *optimizer, *exposed]))
+    seconds = [total_length(spans) * SECONDS_PER_US for spans in (compute, optimizer, exposed, data)]
+    total = total_length(within) * SECONDS_PER_US
     return StepTimeBreakdown(
         len(steps),
         total,
-        *shares,
-        other=max(total - sum(shares), 0.0),
-        hidden=length(both(sent, ops)) * MICRO,
-        exchanges=tuple(exchanges(events)),
-        operations=tuple(largest(work)),
+        *seconds,
+        other=max(total - sum(seconds), 0.0),
+        hidden=total_length(intersect(comm, busy)) * SECONDS_PER_US,
+        collectives=tuple(comm_stats(events)),
+        ops=tuple(slowest_ops(compute_list)),
     )
 
 
@@ -138,7 +139,7 @@ def span(event: Event) -> Span:
 
 
 def on_gpu(events: Iterable[Event]) -> bool:
-    return any(event["cat"] in ON_GPU for event in events)
+    return any(event["cat"] in GPU_CATEGORIES for event in events)
 
 
 def is_nccl(event: Event) -> bool:
@@ -149,22 +150,24 @@ def is_gloo(event: Event) -> bool:
     return event["name"].startswith("gloo:") and event["cat"] != "gpu_user_annotation"
 
 
-def working(events: Sequence[Event]) -> list[Event]:
-    """What computes: kernels, or the operations that no other contains."""
+def compute_events(events: Sequence[Event]) -> list[Event]:
+    """Compute events: GPU kernels, or the outermost operators on a CPU."""
     if on_gpu(events):
-        return [event for event in events if event["cat"] in ON_GPU and not is_nccl(event)]
+        return [event for event in events if event["cat"] in GPU_CATEGORIES and not is_nccl(event)]
     senders = {event["tid"] for event in events if is_gloo(event)}
-    return list(outermost(e for e in events if e["cat"] == "cpu_op" and e["tid"] not in senders and is_work(e["name"])))
+    return list(
+        outermost(e for e in events if e["cat"] == "cpu_op" and e["tid"] not in senders and is_compute(e["name"]))
+    )
 
 
-def is_work(name: str) -> bool:
-    """Whether a name of a CPU's trace is an operation. Others wrap, and may wait for an exchange inside."""
+def is_compute(name: str) -> bool:
+    """Whether a CPU event is an operator. Others are wrappers, which may wait for communication inside."""
     space, colons, _ = name.partition("::")
-    return name.startswith(COMPILED) or bool(colons) and space not in NO_WORK
+    return name.startswith(COMPILED) or bool(colons) and space not in NO_COMPUTE
 
 
 def outermost(events: Iterable[Event]) -> Iterator[Event]:
-    """Those that lie in no other of the same thread."""
+    """Events that are inside no other event of the same thread."""
     ends: dict[Any, float] = defaultdict(lambda: -math.inf)
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         start, end = span(event)
@@ -173,81 +176,84 @@ def outermost(events: Iterable[Event]) -> Iterator[Event]:
             yield event
 
 
-def exchanging(events: Sequence[Event]) -> list[Event]:
-    """What sends and receives. On a CPU the call itself may be the exchange; on a GPU it only puts it into a queue."""
+def comm_events(events: Sequence[Event]) -> list[Event]:
+    """Communication events. On a CPU the call may do the communication itself; on a GPU it only enqueues it."""
     calls = [] if on_gpu(events) else [event for event in events if event["name"].startswith("c10d::")]
     return calls + [event for event in events if is_nccl(event) or is_gloo(event)]
 
 
-def moves(events: Sequence[Event], ops: Spans) -> Spans:
-    """When the optimizer is at work."""
+def optimizer_spans(events: Sequence[Event], ops: Spans) -> Spans:
+    """Spans of optimizer steps."""
     kind = "gpu_user_annotation" if on_gpu(events) else "user_annotation"
-    named = union(span(event) for event in events if event["cat"] == kind and event["name"].startswith(MOVE))
-    return both(named, ops) if on_gpu(events) else named
+    named = union(span(event) for event in events if event["cat"] == kind and event["name"].startswith(OPTIMIZER))
+    return intersect(named, ops) if on_gpu(events) else named
 
 
-def largest(work: Iterable[Event]) -> list[OpStats]:
-    """The operations that took most time in all."""
-    found = defaultdict(list)
-    for event in work:
-        found[event["name"]].append(event["dur"] * MICRO)
-    sums = [OpStats(name, len(each), sum(each)) for name, each in found.items()]
-    return sorted(sums, key=lambda one: -one.seconds)[:SHOWN]
+def slowest_ops(events: Iterable[Event]) -> list[OpStats]:
+    """The operators with the largest total time."""
+    seconds = defaultdict(list)
+    for event in events:
+        seconds[event["name"]].append(event["dur"] * SECONDS_PER_US)
+    stats = [OpStats(name, len(values), sum(values)) for name, values in seconds.items()]
+    return sorted(stats, key=lambda op: -op.seconds)[:MAX_OPS]
 
 
-# Exchanges
+# Communication
 
 
-def exchanges(events: Sequence[Event]) -> list[CommStats]:
-    """Each kind with its sums, the longest first."""
-    found: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for kind, size, seconds in (*of_nccl(events), *of_gloo(events)):
-        found[kind].append((size, seconds))
-    sums = [CommStats(k, len(one), sum(s for s, _ in one), sum(t for _, t in one)) for k, one in found.items()]
-    return sorted(sums, key=lambda one: -one.seconds)
+def comm_stats(events: Sequence[Event]) -> list[CommStats]:
+    """Statistics by kind of collective, the longest first."""
+    by_kind: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for kind, size, seconds in (*nccl_ops(events), *gloo_ops(events)):
+        by_kind[kind].append((size, seconds))
+    stats = [
+        CommStats(kind, len(calls), sum(size for size, _ in calls), sum(seconds for _, seconds in calls))
+        for kind, calls in by_kind.items()
+    ]
+    return sorted(stats, key=lambda collective: -collective.seconds)
 
 
-def of_nccl(events: Iterable[Event]) -> Iterator[tuple[str, int, float]]:
-    """Kind, bytes and seconds of each kernel."""
+def nccl_ops(events: Iterable[Event]) -> Iterator[tuple[str, int, float]]:
+    """Kind, bytes and seconds of each NCCL kernel."""
     for event in filter(is_nccl, events):
         args = event.get("args", {})
         counts = [int(args[name]) for name in ("In msg nelems", "Out msg nelems") if name in args]
         name = args.get("Collective name", event["name"])
-        yield kind_of(name), max(counts, default=0) * size_of(args.get("dtype", "")), event["dur"] * MICRO
+        yield kind_of(name), max(counts, default=0) * size_of(args.get("dtype", "")), event["dur"] * SECONDS_PER_US
 
 
-def of_gloo(events: Iterable[Event]) -> Iterator[tuple[str, int, float]]:
-    """The same of what gloo did, which knows less of it than the call: it makes a reduce-scatter of an all-reduce."""
+def gloo_ops(events: Iterable[Event]) -> Iterator[tuple[str, int, float]]:
+    """Kind, bytes and seconds of each gloo operation. Its call names the kind: gloo implements a reduce-scatter by an
+    all-reduce."""
     calls = sorted((event for event in events if event["name"].startswith("c10d::")), key=span)
     for event in sorted(filter(is_gloo, events), key=span):
-        sizes = numels(event)
-        call = next((c for c in calls if c["ts"] <= event["ts"] and set(sizes) <= set(numels(c))), None)
+        sizes = tensor_sizes(event)
+        call = next((c for c in calls if c["ts"] <= event["ts"] and set(sizes) <= set(tensor_sizes(c))), None)
         if call is not None:
             calls.remove(call)
-        numbers = max([0, *sizes, *(numels(call) if call else ())])
+        numbers = max([0, *sizes, *(tensor_sizes(call) if call else ())])
         size = size_of(*event.get("args", {}).get("Input type", ["byte"])[:1])
-        yield kind_of((call or event)["name"]), numbers * size, event["dur"] * MICRO
+        yield kind_of((call or event)["name"]), numbers * size, event["dur"] * SECONDS_PER_US
 
 
-def numels(event: Event) -> list[int]:
-    """How many numbers each tensor of a call has."""
+def tensor_sizes(event: Event) -> list[int]:
+    """Number of elements of each tensor argument of a call."""
     return [math.prod(shape) for shape in shapes(event.get("args", {}).get("Input Dims", []))]
 
 
 def shapes(dims: list[Any]) -> Iterator[list[int]]:
-    """Shapes in lists of lists of them; what is no tensor has an empty one."""
-    for one in dims:
-        if one and isinstance(one[0], list):
-            yield from shapes(one)
-        elif one:
-            yield one
+    """All tensor shapes in nested lists; other arguments have an empty list."""
+    for entry in dims:
+        if entry and isinstance(entry[0], list):
+            yield from shapes(entry)
+        elif entry:
+            yield entry
 
 
 def kind_of(name: str) -> str:
-    found = (kind for kind, pattern in KINDS.items() if re.search(pattern, name.lower()))
-    return next(found, name)
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name.lower())), name)
 
 
 def size_of(dtype: str) -> int:
-    """Bytes of a number, as a trace names its type."""
+    """Bytes per element of a dtype name in a trace."""
     return SIZES.get(dtype.lower().removeprefix("c10::"), 1)

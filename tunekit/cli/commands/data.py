@@ -23,7 +23,7 @@ def main(args: argparse.Namespace) -> None:
     """Show the data; UserError if nothing useful can come of training on it."""
     usual = FEW if args.html is None else MORE
     rows = args.row or (usual if args.num_rows is None else args.num_rows)
-    view = build_report(*config(args), rows, check_targets)
+    view = build_report(read_config(args), rows, check_targets)
     if args.json:
         print(json.dumps(view.to_dict(), indent=2, ensure_ascii=False))
     else:
@@ -35,14 +35,14 @@ def main(args: argparse.Namespace) -> None:
         raise UserError(f"this data cannot be trained on: {wrong[0]}")
 
 
-def config(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The recipe that a config is for, and the config. Of the model only words are wanted: no more of it is checked."""
+def read_config(args: argparse.Namespace) -> Any:
+    """The config, without the checks that need the model: only its tokenizer is used."""
     path = registry.find_config(args.config)
     name = args.recipe or registry.recipe_of_config(path)
     if name is None:
         raise UserError(f"{path} names no recipe: add a line such as 'recipe: sft', or say --recipe sft")
     recipe = recipe_loader.load_recipe(name)
-    return recipe, load_config(recipe.RECIPE, path, args.overrides, [Path(file) for file in args.imports])
+    return load_config(recipe.CONFIG, path, args.overrides, [Path(file) for file in args.imports])
 
 
 def screen(plain: bool) -> terminal.TerminalSize:

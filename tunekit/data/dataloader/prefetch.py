@@ -5,9 +5,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 import torch
+from torch.profiler import record_function
 
 from tunekit import devices
 from tunekit.data.dataloader.batch import Batch
+
+DATA_WAIT = "tunekit::data"  # in profiler traces
 
 
 class BatchSource(Protocol):
@@ -20,6 +23,10 @@ class BatchSource(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def row_locations(self, step: int) -> list[str]:
+        """Files and lines of the rows of a step, on all ranks. The step was read not long ago."""
+        ...
 
     def close(self) -> None: ...
 
@@ -74,7 +81,8 @@ class Prefetcher:
         """Return the micro-batches of the next step."""
         assert self.future is not None, "no step is left"
         start_time = time.perf_counter()
-        batches = self.future.result()
+        with record_function(DATA_WAIT):
+            batches = self.future.result()
         self.data_time = time.perf_counter() - start_time
         self.step += 1
         self.resume()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.build import build_dataloader
@@ -66,15 +66,24 @@ def rename_keys(value: Any) -> Any:
     return [rename_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def build_report(recipe: Any, cfg: Any, rows: int | list[str], make_targets: MakeTargets) -> DataReport:
+@runtime_checkable
+class ReadsRows(Protocol):
+    """A config of a recipe that reads rows."""
+
+    def open_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the rows. Reads no weights."""
+        ...
+
+
+def build_report(cfg: Any, rows: int | list[str], make_targets: MakeTargets) -> DataReport:
     """Tokenize the datasets of a config and run the data checks.
 
     `rows` is the number of rows to show of each dataset, or a list of row numbers and locations. `make_targets`
     prepares the input of the data checks, as in training.
     """
-    if "words" not in vars(recipe):
+    if not isinstance(cfg, ReadsRows):
         raise UserError("the recipe of this config does not train on data")
-    tokenizer, fields = recipe.words(cfg), vars(cfg)
+    tokenizer, fields = cfg.open_tokenizer(), vars(cfg)
     mixtures = {key: MixtureBase.from_config(fields[key]) for key in CONFIG_KEYS if fields.get(key) is not None}
     dist = DistributedContext(fields.get("seed", 0), "cpu")
     batch_size = fields["global_batch_size" if "global_batch_size" in fields else "batch_size"]

@@ -1,0 +1,146 @@
+"""Check names and prose against the words of vocabulary.txt.
+
+python scripts/check_vocabulary.py [PATH ...]     # default: the whole repository
+
+Checks names that are defined, string literals, docstrings, comments and Markdown. Text between
+`<!-- vocabulary: off -->` and `<!-- vocabulary: on -->`, and lines with `vocabulary: ignore`, are skipped. Exit code 1
+if a word is found.
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+SKIPPED_DIRS = {".git", ".venv", "build", "dist", "runs", "results", "__pycache__", "node_modules"}
+SKIPPED_FILES = {"CHANGELOG.md", "check_vocabulary.py"}
+CORPUS_DIRS = {"nano"}  # string literals are training text of the bundled model
+COMMENT = {".cpp": r"//(.*)", ".h": r"//(.*)", ".yaml": r"(?:^|\s)#(.*)"}
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+OFF, ON, IGNORE = "<!-- vocabulary: off -->", "<!-- vocabulary: on -->", "vocabulary: ignore"
+
+Patterns = list[tuple[re.Pattern[str], str]]
+
+
+class Hit(NamedTuple):
+    """A word at a place, and what to write instead."""
+
+    path: Path
+    line: int
+    word: str
+    replacement: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.word} -> {self.replacement}"
+
+
+class Vocabulary:
+    """The lists of vocabulary.txt, compiled."""
+
+    def __init__(self, path: Path) -> None:
+        sections: dict[str, dict[str, str]] = defaultdict(dict)
+        section = ""
+        for line in path.read_text("utf-8").splitlines():
+            if line.startswith("["):
+                section = line.strip("[]")
+            elif line.strip() and not line.startswith("#"):
+                words, _, replacement = line.partition(" -> ")
+                sections[section] |= {word.strip(): replacement.strip() for word in words.split(" / ")}
+        self.names, self.name_parts = sections["name"], sections["name-part"]
+        self.spelling = compile_patterns(sections["spelling"], r"\b(?:{})\b", re.IGNORECASE)
+        self.prose = [*compile_patterns(sections["prose"], r"\b(?:{})\b", re.IGNORECASE), *self.spelling]
+        self.docstring_start = compile_patterns(sections["docstring-start"], r"^(?:{})\b", re.NOFLAG)
+
+    def find_name(self, name: str) -> str | None:
+        """The replacement of an identifier; None if it is fine."""
+        words = [word.lower() for word in WORD.findall(name)]
+        candidates = [self.names.get(name.strip("_").lower()), *map(self.name_parts.get, words)]
+        candidates += [new for pattern, new in self.spelling for word in words if pattern.fullmatch(word)]
+        return next((candidate for candidate in candidates if candidate is not None), None)
+
+
+def compile_patterns(entries: dict[str, str], form: str, flags: re.RegexFlag) -> Patterns:
+    return [(re.compile(form.format(pattern), flags), replacement) for pattern, replacement in entries.items()]
+
+
+def find_hits(root: Path, vocabulary: Vocabulary) -> Iterator[Hit]:
+    """All hits in the files below `root`."""
+    for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
+        is_source = path.suffix in {".py", ".md", *COMMENT} and path.name not in SKIPPED_FILES
+        if is_source and path.is_file() and not SKIPPED_DIRS.intersection(path.parts):
+            text = path.read_text("utf-8")
+            ignored = {number for number, line in enumerate(text.splitlines(), 1) if IGNORE in line}
+            check = check_python if path.suffix == ".py" else check_text
+            yield from (hit for hit in check(text, path, vocabulary) if hit.line not in ignored)
+
+
+def check_python(text: str, path: Path, vocabulary: Vocabulary) -> Iterator[Hit]:
+    tree = ast.parse(text)
+    docstrings = {id(node) for node in docstring_nodes(tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if id(node) in docstrings:
+                yield from find_words(vocabulary.docstring_start, node.value.strip(), node.lineno, path)
+            if id(node) in docstrings or not CORPUS_DIRS.intersection(path.parts):
+                yield from find_words(vocabulary.prose, node.value, node.lineno, path)
+        for name in defined_names(node):
+            if (replacement := vocabulary.find_name(name)) is not None:
+                yield Hit(path, getattr(node, "lineno", 1), name, replacement)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield from find_words(vocabulary.prose, token.string, token.start[0], path)
+
+
+def docstring_nodes(tree: ast.AST) -> Iterator[ast.Constant]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                yield first.value
+
+
+def defined_names(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.ClassDef():
+            yield node.name
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            if not (node.name == "tell" and len(node.args.args) == 1):  # of io.RawIOBase
+                yield node.name
+        case ast.arg():
+            yield node.arg
+        case ast.Name(ctx=ast.Store()):
+            yield node.id
+        case ast.Attribute(ctx=ast.Store()):
+            yield node.attr
+
+
+def check_text(text: str, path: Path, vocabulary: Vocabulary) -> Iterator[Hit]:
+    """Markdown, and the comments of C++ and YAML files."""
+    active, comment = True, COMMENT.get(path.suffix)
+    for number, line in enumerate(text.splitlines(), 1):
+        active = (active or ON in line) and OFF not in line
+        for prose in ([line] if comment is None else re.findall(comment, line)) if active else ():
+            yield from find_words(vocabulary.prose, prose, number, path)
+
+
+def find_words(patterns: Patterns, text: str, line: int, path: Path) -> Iterator[Hit]:
+    for pattern, replacement in patterns:
+        for match in pattern.finditer(text):
+            yield Hit(path, line + text.count("\n", 0, match.start()), " ".join(match[0].split()), replacement)
+
+
+def main(paths: list[str]) -> int:
+    vocabulary = Vocabulary(Path(__file__).with_name("vocabulary.txt"))
+    hits = [hit for path in paths or [str(ROOT)] for hit in find_hits(Path(path), vocabulary)]
+    print(*hits, f"{len(hits)} words to replace", sep="\n")
+    return 1 if hits else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""A copy of recipes/sft.py with the changes that docs/recipes.md describes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text("utf-8"), re.DOTALL)
+
+
+def block_with(text: str) -> str:
+    (block,) = [block for block in BLOCKS if text in block]
+    return block
+
+
+def replace_once(source: str, old: str, new: str) -> str:
+    assert source.count(old) == 1, old
+    return source.replace(old, new)
+
+
+@pytest.fixture
+def recipe(workspace) -> Path:
+    """`my_sft.py` with a weight penalty, a metric, an average of the weights, and a key."""
+    assert workspace.run_tune("cp", "sft", "my_sft.py").code == 0
+    path = workspace.folder / "my_sft.py"
+    source = path.read_text("utf-8")
+    first_line = "        loss = cfg.loss(model, batch.to(dist.device)) / num_targets\n"
+    source = replace_once(source, first_line, block_with("1e-4 *"))
+    log_step = re.search(r" *logger\.log_step\(.*\n", source)
+    assert log_step
+    source = replace_once(source, log_step[0], block_with("num_batches="))
+    source = replace_once(source, "\n\n@dataclass(", f"\n\n{block_with('class EMA')}\n\n@dataclass(")
+    checkpointer = re.search(r"    checkpointer = run\.open_checkpointer\(.*?\n    \).*?\n", source, re.DOTALL)
+    assert checkpointer
+    source = replace_once(source, checkpointer[0], block_with("ema=ema"))
+    source = replace_once(source, "            optimizer.step()\n", block_with("ema.update"))
+    source = replace_once(
+        source, "    export_final(run, model, checkpoint, loaders, step)\n", block_with("ema.copy_to")
+    )
+    loss_field = "    loss: CrossEntropy = CrossEntropy()\n"
+    source = replace_once(source, loss_field, loss_field + block_with("ema_decay: float"))
+    source = replace_once(source, "ema = EMA(model)", "ema = EMA(model, cfg.ema_decay)")
+    path.write_text(source, "utf-8")
+    return path
+
+
+def read_metrics(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_custom_recipe_changes_loss_metrics_and_result(workspace, recipe: Path) -> None:
+    assert workspace.run_tune("run", "sft", "sft.yaml", "output_dir=plain").code == 0
+    done = workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=custom", "ema_decay=0.5")
+    assert done.code == 0, done.err
+    plain, custom = (read_metrics(workspace.folder / name) for name in ("plain", "custom"))
+    steps = [line for line in custom if "loss" in line]
+    assert all(line["num_batches"] >= 1 for line in steps)
+    assert steps[0]["loss"] > next(line["loss"] for line in plain if "loss" in line), "the penalty is part of the loss"
+    final = load_file(workspace.folder / "custom/final/model.safetensors")
+    other = load_file(workspace.folder / "plain/final/model.safetensors")
+    assert any(not torch.equal(final[name], other[name]) for name in final)
+
+
+def stop_at(recipe: Path, step: int) -> str:
+    """Make the recipe fail at the beginning of a step. Returns its source from before."""
+    source = recipe.read_text("utf-8")
+    stop = f"            if step == {step}:\n                raise KeyboardInterrupt\n            run.begin_step"
+    recipe.write_text(replace_once(source, "            run.begin_step", stop), "utf-8")
+    return source
+
+
+def test_average_of_weights_survives_a_stop(workspace, recipe: Path) -> None:
+    assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=whole").code == 0
+    for step in (2, 4):
+        source = stop_at(recipe, step)
+        assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed").code != 0
+        recipe.write_text(source, "utf-8")
+    assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed").code == 0
+    whole, resumed = (load_file(workspace.folder / name / "final/model.safetensors") for name in ("whole", "resumed"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_state_of_another_recipe_is_refused(workspace, recipe: Path) -> None:
+    source = stop_at(recipe, 2)
+    assert workspace.run_tune("run", "my_sft.py", "sft.yaml").code != 0
+    recipe.write_text(replace_once(source, "throughput=throughput, ema=ema,", "throughput=throughput,"), "utf-8")
+    done = workspace.run_tune("run", "my_sft.py", "sft.yaml")
+    assert done.code == 2
+    assert "ema" in done.err and "--overwrite" in done.err

@@ -1,0 +1,49 @@
+"""The result of a run: a checkpoint or adapter in `final/`, read back, compared with the model, and described."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from tunekit import devices
+from tunekit.checkpoint import atomic, final_checkpoint, verify
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.config.dump import to_plain_config
+from tunekit.data.dataloader.build import DataLoader
+from tunekit.loggers import metric_logger
+from tunekit.models.decoder import Decoder
+from tunekit.publishing import model_card
+from tunekit.training.run_context import RunContext
+
+
+def export_final(
+    run: RunContext,
+    model: Decoder,
+    checkpoint: HFCheckpoint,
+    loaders: Mapping[str, DataLoader | None],
+    step: int,
+) -> None:
+    """Write `final/` atomically, verify its logits against the model, and write the model card.
+
+    `loaders` are the data by config key, for the card. Raises UserError if the verification fails.
+    """
+    cfg, dist, final_dir = run.cfg, run.dist, run.final_dir
+    dist.heartbeat.beat(step, "finish")
+    source = verify.ModelSource(checkpoint, cfg.quantization, cfg.adapter, cfg.precision)
+    with atomic.SharedAtomicDir(final_dir, dist) as directory:
+        final_checkpoint.save_final(cfg.adapter, directory, model, checkpoint, dist)
+        with devices.full_fp32_matmuls():
+            result = verify.verify_saved(directory, model, source, dist)
+        config = to_plain_config(cfg, run.recipe)
+        info = model_card.ModelCardInfo(run.recipe, config, run.dir, checkpoint, model, loaders, dist.device)
+        dist.run_on_main(partial(write_model_card, directory, run.dir, info, step, result))
+    dist.log(f"finished: {final_dir}\n{result}")
+    verify.raise_if_failed(final_dir)
+
+
+def write_model_card(
+    directory: Path, run_dir: Path, info: model_card.ModelCardInfo, step: int, result: verify.VerificationResult
+) -> None:
+    """Write the verification into the metrics, and README.md with plots into the checkpoint."""
+    with atomic.wrap_write_errors(directory):
+        metric_logger.write_final_metrics(run_dir, step, **result.metrics)
+        model_card.write_model_card(directory, info)

@@ -1,0 +1,217 @@
+"""The surroundings of a training run: processes, run directory, signals, intervals, profiler, uploads."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import date
+from functools import partial
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from tunekit.adapters.config import NoAdapter
+from tunekit.checkpoint import atomic, final_checkpoint, run_dir, verify
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.training_state import Checkpointer, Stateful
+from tunekit.config.dump import dump_yaml, to_plain_config
+from tunekit.distributed import flight_recorder, worker_env
+from tunekit.distributed.context import SIGNALS, DistributedContext
+from tunekit.distributed.launcher import LOGS
+from tunekit.distributed.signals import stop_reason
+from tunekit.errors import RunStopped
+from tunekit.loggers.metric_logger import MetricLogger, ThroughputCounter
+from tunekit.models.decoder import Decoder
+from tunekit.optim.train_optimizer import TrainOptimizer
+from tunekit.plan import oom_report
+from tunekit.publishing import publish
+from tunekit.publishing.publish import HubUploader
+from tunekit.training.config import LIVE_KEYS, TrainConfig
+from tunekit.training.profiler import Profiler
+
+SignalHandler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class Due(NamedTuple):
+    """Actions that are due after a step."""
+
+    push: bool
+    eval: bool
+    forgetting: bool
+    save: bool  # also after the last step, and if a signal or the stop file asked to end the run
+
+    @property
+    def any(self) -> bool:
+        return self.push or self.eval or self.forgetting or self.save
+
+
+class RunContext:
+    """One run of a training recipe on this process, for as long as the `with` block lasts.
+
+    dist: device, rank and collectives. dir: the run directory, locked against other runs. is_complete: whether an
+    earlier start has written `final/` already.
+    """
+
+    def __init__(self, cfg: TrainConfig, recipe: str, overwrite: bool) -> None:
+        self.cfg, self.recipe, self.overwrite = cfg, recipe, overwrite
+        self.dist = DistributedContext(cfg.seed, cfg.device, cfg.parallel, cfg.deterministic)
+        self.dir = Path(cfg.output_dir)
+        self.stack = ExitStack()
+        self.handlers: dict[int, SignalHandler] = {}  # replaced by `handle_signals`
+
+    def __enter__(self) -> "RunContext":
+        cfg, dist = self.cfg, self.dist
+        flight_recorder.record_into(self.dir / LOGS)
+        with ExitStack() as stack:
+            stack.enter_context(dist)
+            stack.enter_context(oom_report.report_oom(cfg, dist.device, dist.world_size, dist.num_nodes))
+            resolved, hint = dump_yaml(cfg, self.recipe), continue_training_hint(cfg)
+            self.files = stack.enter_context(
+                run_dir.open_run_dir(self.dir, resolved, LIVE_KEYS, self.overwrite, dist, hint)
+            )
+            dist.run_on_main(partial(publish.check_push, cfg.push_to_hub))
+            cfg.memory.check_num_micro_batches(-(-cfg.global_batch_size // dist.dims.dp_size), cfg.micro_batch_size)
+            self.is_complete = not self.overwrite and dist.run_on_main(partial(atomic.is_complete, self.final_dir))
+            if self.is_complete:
+                verify.raise_if_failed(self.final_dir)
+                dist.log(f"{self.final_dir}: this run is complete. Pass --overwrite to train again.")
+            self.profiler = Profiler(cfg.profiler, self.dir, dist)
+            self.uploader = HubUploader(cfg.push_to_hub, self.dir, dist)
+            dist.heartbeat.beat(0, "prepare")
+            self.stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        return self.stack.__exit__(kind, error, traceback)
+
+    @property
+    def state_dir(self) -> Path:
+        return self.files.state
+
+    @property
+    def final_dir(self) -> Path:
+        return self.files.final
+
+    @property
+    def start_date(self) -> date:
+        """The day on which the run started: chat templates may print it, and a resumed run must print the same."""
+        return self.files.started_on
+
+    def begin(self) -> None:
+        """Everything is loaded and checked. Write config.yaml; with --overwrite, first erase the previous results."""
+        self.files.start()
+
+    def open_checkpointer(
+        self, model: Decoder, optimizer: TrainOptimizer, lr_scheduler: LRScheduler, **stateful: Stateful
+    ) -> Checkpointer:
+        """The training states of this run. `stateful`: everything else that changes during a run, by name."""
+        cfg = self.cfg
+        background = self.dist.device.type != "cpu" if cfg.async_save == "auto" else cfg.async_save
+        keep = cfg.save_total_limit
+        inner = optimizer.inner
+        return Checkpointer(self.state_dir, model, inner, lr_scheduler, keep, self.dist, background, **stateful)
+
+    def open_logger(self, num_steps: int, step: int, throughput: ThroughputCounter) -> MetricLogger:
+        """The metric logger of a run that starts or resumes at `step`."""
+        if step:
+            self.dist.log(f"resuming from step {step} of {num_steps}")
+        config = to_plain_config(self.cfg, self.recipe)
+        return MetricLogger(
+            self.dir, self.dist, num_steps, step, config, throughput, self.cfg.log_every, self.cfg.report_to
+        )
+
+    # In the training loop
+
+    def begin_step(self, step: int, logger: MetricLogger) -> None:
+        """Send a heartbeat, start or stop the profiler, and seed the random numbers of this step."""
+        with logger.pause():
+            self.profiler.begin_step(step)
+        self.dist.begin_step(step)
+
+    def begin_eval(self, step: int) -> None:
+        """Send a heartbeat."""
+        self.dist.heartbeat.beat(step, "validate")
+
+    def due_after(self, step: int, num_steps: int) -> Due:
+        """Actions that are due after `step` steps. All ranks get the same answer."""
+        cfg, is_last = self.cfg, step == num_steps
+        return Due(
+            push=self.uploader.is_due(step, num_steps),
+            eval=cfg.eval_data is not None and (is_last or step % cfg.eval_every == 0),
+            forgetting=cfg.forgetting is not None and (is_last or step % cfg.forgetting.eval_every == 0),
+            save=is_last or step % cfg.save_every == 0 or self.stop_requested is not None,
+        )
+
+    def log_early_stop(self, step: int, num_steps: int) -> None:
+        """Log that the loop has ended before the last step, if it has."""
+        if step < num_steps:
+            patience = self.cfg.early_stopping_patience
+            self.dist.log(f"early stopping after step {step}: no lower eval/loss in {patience} evaluations")
+
+    def push_checkpoint(self, step: int, num_steps: int, model: Decoder, checkpoint: HFCheckpoint) -> None:
+        """Write a checkpoint of the model and upload it in the background."""
+
+        def save(directory: Path) -> None:
+            final_checkpoint.save_final(self.cfg.adapter, directory, model, checkpoint, self.dist)
+
+        self.uploader.push_if_due(step, num_steps, save)
+
+    def push_result(self) -> None:
+        """Upload `final/` if `push_to_hub` is set. If that fails, the error says how to repeat it."""
+        self.uploader.finish(self.final_dir)
+
+    # Signals
+
+    def handle_signals(self) -> None:
+        """From now on, SIGINT and SIGTERM end the run after the current step, with a saved training state.
+
+        A second signal ends it at once. The stop file is reported as SIGTERM by the process that watches for it.
+        """
+        if threading.current_thread() is threading.main_thread():  # Python delivers signals to no other thread
+            for number in SIGNALS:
+                self.handlers[number] = signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        is_first = self.dist.requested_signal is None
+        self.dist.requested_signal = signal.Signals(number)
+        if (
+            not worker_env.is_tune_worker()
+        ):  # `tune` ends its workers at the second signal, which schedulers send to all
+            signal.signal(number, self.handlers[number])
+        if self.dist.is_main_process and is_first:  # not through print: the signal may have interrupted one
+            name = stop_reason(self.dist.requested_signal, self.stop_file)
+            repeat = "a second signal" if name == self.dist.requested_signal.name else self.dist.requested_signal.name
+            os.write(2, f"\n{name}: saving after this step; {repeat} ends the run at once\n".encode())
+
+    @property
+    def stop_file(self) -> Path:
+        return self.dir / run_dir.STOP
+
+    @property
+    def stop_requested(self) -> signal.Signals | None:
+        """The signal that asked to end the run, once all ranks know of it."""
+        return self.dist.stopping
+
+    def exit_if_stop_requested(self, step: int, num_steps: int) -> None:
+        """Raise RunStopped if a signal asked to end the run and steps are left. The training state has been saved."""
+        if self.stop_requested is not None and step < num_steps:
+            reason = stop_reason(self.stop_requested, self.stop_file)
+            text = f"stopped by {reason} after step {step} of {num_steps}. Run the same command to resume."
+            raise RunStopped(text, 128 + self.stop_requested)
+
+
+def continue_training_hint(cfg: TrainConfig) -> str:
+    """Overrides for a new run that starts from the result of this one."""
+    final = Path(cfg.output_dir) / run_dir.FINAL
+    if isinstance(cfg.adapter, NoAdapter):
+        return f"model={final}" + (" init=pretrained" if cfg.init == "random" else "")
+    if cfg.adapter.init == "default":
+        return f"adapter.adapter_path={final}"
+    return f"`tune merge {cfg.model} {final} OUT`, then model=OUT"  # a PiSSA adapter is saved with twice the rank
