@@ -15,7 +15,7 @@ from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import SFTData, is_streaming
 from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.distillation.on_policy import OnPolicyConfig, StudentSampler, warn_short_room
-from tunekit.distillation.teacher import OfflineTeacherConfig, OnlineTeacherConfig, BaseTeacher, token_means
+from tunekit.distillation.teacher import BaseTeacher, OfflineTeacherConfig, OnlineTeacherConfig, token_means
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError
 from tunekit.loggers.metric_logger import ThroughputCounter

@@ -13,7 +13,7 @@ from tunekit.errors import FieldError
 from tunekit.memory.config import MemoryConfig
 from tunekit.training.step_guard import StepGuard, StepGuardConfig, format_rows
 
-ONE = torch.tensor(1.0)
+FINITE = torch.tensor(1.0)
 
 
 def make_guard(config: StepGuardConfig, device: str = "cpu") -> StepGuard:
@@ -35,7 +35,7 @@ def run_guard(guard: StepGuard, losses: list[float], norms: list[float] | None =
 @pytest.mark.parametrize("metric", ["loss", "norm"])
 def test_non_finite_value_is_an_anomaly(bad: float, metric: str) -> None:
     guard = make_guard(StepGuardConfig())
-    values = {"loss": ONE, "norm": ONE} | {metric: torch.tensor(bad)}
+    values = {"loss": FINITE, "norm": FINITE} | {metric: torch.tensor(bad)}
     assert not guard.accepts(6, values["loss"], values["norm"])
     assert guard.anomaly is not None
     assert (guard.anomaly.step, guard.anomaly.action) == (6, "stop")
@@ -59,7 +59,7 @@ def test_device_is_read_only_when_polled() -> None:
     guard = make_guard(StepGuardConfig(), "meta")
     for step in range(5):
         loss = torch.tensor(math.nan if step >= 2 else 1.0).as_subclass(CountingTensor)
-        assert guard.accepts(step, loss, ONE)
+        assert guard.accepts(step, loss, FINITE)
     assert CountingTensor.reads == 0
     guard.read(lag=3)
     assert CountingTensor.reads == 2 and guard.anomaly is None, "the last 3 steps are not read yet"
@@ -68,7 +68,7 @@ def test_device_is_read_only_when_polled() -> None:
     assert guard.anomaly is not None
     assert guard.anomaly.step == 2, "the first anomaly is reported"
     for config in (StepGuardConfig("skip"), StepGuardConfig(spike_factor=3.0)):
-        assert not make_guard(config, "meta").accepts(0, torch.tensor(math.nan), ONE)
+        assert not make_guard(config, "meta").accepts(0, torch.tensor(math.nan), FINITE)
 
 
 def test_spike_is_relative_to_the_median_of_accepted_steps() -> None:
@@ -92,7 +92,7 @@ def test_spike_is_relative_to_the_median_of_accepted_steps() -> None:
 def test_guard_stops_after_max_interventions() -> None:
     guard, actions = make_guard(StepGuardConfig("skip", max_interventions=2)), []
     for step in range(9):
-        guard.accepts(step, torch.tensor(1.0 if step in (0, 2) else math.nan), ONE)
+        guard.accepts(step, torch.tensor(1.0 if step in (0, 2) else math.nan), FINITE)
         actions.append(guard.anomaly and guard.anomaly.action)
         guard.anomaly = None
     assert actions == [None, "skip", None, "skip", "skip", *["stop"] * 4]
@@ -130,7 +130,7 @@ def test_rollback_skips_data_and_is_saved_in_the_state() -> None:
         steps.append((step, guard.data_step(step)))
         if step == 8 and not guard.skipped_data:
             fake.step, fake.state = 8, guard.state_dict()
-        if not guard.accepts(step, ONE, torch.tensor(9.0 if guard.data_step(step) in (9, 11) else 1.0)):
+        if not guard.accepts(step, FINITE, torch.tensor(9.0 if guard.data_step(step) in (9, 11) else 1.0)):
             step = guard.roll_back(fake, fake)
             assert step == 8
             continue

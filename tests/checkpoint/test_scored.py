@@ -108,9 +108,9 @@ def test_peft_opens_trained_adapters(case: str, tmp_path: Path) -> None:
     assert (
         relative_error(
             compute_scores(
-                assemble.load_for_inference(str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"), allow_score_head=True)[
-                    0
-                ],
+                assemble.load_for_inference(
+                    str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"), allow_score_head=True
+                )[0],
                 score,
             ),
             expected,
@@ -139,7 +139,9 @@ def test_adapters_of_peft_are_read_and_merged(case: str, tmp_path: Path) -> None
     change_trained_parameters(other)
     other.save_pretrained(tmp_path / "adapter")
     expected = other(make_rows()).logits
-    model, _ = assemble.load_for_inference(str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"), allow_score_head=True)
+    model, _ = assemble.load_for_inference(
+        str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"), allow_score_head=True
+    )
     assert model.spec.score == score
     assert relative_error(compute_scores(model, score), expected) < 1e-5
     source, merged_adapter, _ = assemble.resolve_model(str(tmp_path / "adapter"))

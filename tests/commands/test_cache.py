@@ -12,6 +12,7 @@ import pytest
 from tunekit.cli import main as cli
 from tunekit.data.preprocess import cache
 from tunekit.data.preprocess.tokenized_dataset import (
+    METADATA_FILE,
     Document,
     TokenizedChunk,
     TokenizedDataset,

@@ -42,7 +42,7 @@ class ToyConfig:
     device: str = "cpu"
 
 
-RECIPE = ToyConfig
+CONFIG = ToyConfig
 
 
 def check(cfg):

@@ -23,7 +23,11 @@ from tunekit.loggers.metric_logger import (
 )
 
 MAIN = SimpleNamespace(
-    is_main_process=True, device=torch.device("cpu"), rank=0, max_over_ranks=lambda *values: [*values]
+    is_main_process=True,
+    device=torch.device("cpu"),
+    rank=0,
+    max_over_ranks=lambda *values: [*values],
+    sum_each_count=lambda *counts: [*counts],
 )
 RESOLVED = {"seed": 1, "optimizer": {"kind": "adamw", "lr": 1e-4}}
 PACKAGES = {

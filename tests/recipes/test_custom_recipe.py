@@ -80,8 +80,10 @@ def test_average_of_weights_survives_a_stop(workspace, recipe: Path) -> None:
         assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed").code != 0
         recipe.write_text(source, "utf-8")
     assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed").code == 0
-    whole, resumed = (load_file(workspace.folder / name / "final/model.safetensors") for name in ("whole", "resumed"))
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    unbroken, resumed = (
+        load_file(workspace.folder / name / "final/model.safetensors") for name in ("whole", "resumed")
+    )
+    assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
 
 
 def test_state_of_another_recipe_is_refused(workspace, recipe: Path) -> None:

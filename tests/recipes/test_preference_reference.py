@@ -58,7 +58,7 @@ def write_preference_rows(folder: Path) -> str:
 
 
 def make_config(
-    folder: Path, data: Pairs | UnpairedPreferenceDataset, loss: preference.OfPairs | preference.OfMarks
+    folder: Path, data: Pairs | UnpairedPreferenceDataset, loss: preference.PairLoss | preference.UnpairedLoss
 ) -> preference.PreferenceConfig:
     return preference.PreferenceConfig(
         model=str(make_checkpoint(folder / "model", "llama3.2")),

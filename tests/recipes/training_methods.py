@@ -3,13 +3,12 @@
 import importlib
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tunekit.config import load
 from tunekit.loggers import metric_logger
-from tunekit.training import config as training
 
 # Recipe and data section of each method.
 CHATS = "data: {{kind: chat, source: {folder}/chats.jsonl, max_length: 64, packing: {pack}}}"
@@ -79,12 +78,12 @@ def make_config(case: Case, folder: Path, model: Path, out: Path) -> str:
 def run_all_cases(folder: Path, model: Path, out: str) -> list[dict[str, list[float]]]:
     """Metrics of all steps of each case, by name. Nothing is saved or verified."""
     torch.set_num_threads(1)
-    training.export_final = lambda job, steps: None  # type: ignore[assignment]
     return [step_metrics(case, folder, model, folder / out / str(number)) for number, case in enumerate(CASES)]
 
 
 def step_metrics(case: Case, folder: Path, model: Path, out: Path) -> dict[str, list[float]]:
-    recipe = importlib.import_module(f"tunekit.recipes.{METHODS[case.method][0]}")
+    recipe: Any = importlib.import_module(f"tunekit.recipes.{METHODS[case.method][0]}")
+    recipe.export_final = lambda *_: None
     recipe.main(load.load_config(recipe.CONFIG, make_config(case, folder, model, out)))
     lines = [line for line in metric_logger.read_metrics(out) if "loss" in line]
     return {name: [line[name] for line in lines] for name in lines[0] if is_deterministic(name)}

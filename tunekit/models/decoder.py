@@ -229,7 +229,7 @@ class Decoder(nn.Module):
         """Shared prefixes of documents, in the form that attention expects."""
         if layout is None or layout.prefixes is None:
             return None
-        assert self.shares_prefixes(0), "this model cannot share prefixes"
+        assert self.shares_prefixes(0), "recurrent states of prefixes cannot be shared"
         if sharding is UNSHARDED:
             return shared_prefix.prefix_keys(layout, tokens.device)
         return shared_prefix.PrefixIndex(*map(sharding.local_tokens, shared_prefix.token_prefix_index(layout, tokens)))

@@ -54,7 +54,11 @@ def check_norm(context: Context) -> Result:
 
 def check_rope(context: Context) -> Result:
     comparison = Comparison(context, require_fast_version(context, rope))
-    layouts = {"halves": {}, "pairs": {"interleaved": True}, "pairs to halves": {"interleaved": True, "interleaved_output": False}}
+    layouts = {
+        "halves": {},
+        "pairs": {"interleaved": True},
+        "pairs to halves": {"interleaved": True, "interleaved_output": False},
+    }
     layouts |= {"last channels": {"last": True}}
     with require_triton_launches(context):
         for layout, options in layouts.items():
