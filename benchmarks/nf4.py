@@ -195,7 +195,7 @@ def step(source: HFCheckpoint, weights: NoQuantization, adapter: NoAdapter | LoR
         PrecisionConfig("bf16", frozen_dtype="bf16"),
         MemoryConfig(),
         DistributedContext(0, "cpu"),
-        fresh=True,
+        from_scratch=True,
     )
     optimizer, loss = AdamWConfig(lr=1e-4).build(adapter.param_groups(model)), CrossEntropy()
     rows = torch.randint(0, 49152, (4, 512))

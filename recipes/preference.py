@@ -140,7 +140,7 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
     check_data(cfg, loaders, tokenizer, dist)
     model = load_model(checkpoint, cfg, dist)
     objective = prepare_objective(cfg, model, train_data, eval_data, dist)
-    objective = replace(objective, judges=cfg.reference.open(run, checkpoint, model, loaders, objective))
+    objective = replace(objective, reference=cfg.reference.open(run, checkpoint, model, loaders, objective))
     running_mean = RunningMean()  # of log-ratios, for BCO
     run.begin()
 

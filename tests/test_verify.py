@@ -215,11 +215,11 @@ def verify_merged(out: Path, source: HFCheckpoint, adapter: LoRAConfig, adapter_
 
 def test_verification_does_not_change_the_model(tmp_path: Path) -> None:
     model, source = make_trained_model(tmp_path, "llama3.2", torch.bfloat16)
-    model.compute = torch.bfloat16
+    model.compute_dtype = torch.bfloat16
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     verify_saved(save_checkpoint(tmp_path, model, source), model, source)
     assert model.training
-    assert model.compute is torch.bfloat16
+    assert model.compute_dtype is torch.bfloat16
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 

@@ -106,7 +106,7 @@ def test_token_beyond_vocabulary_is_an_error(make_dist) -> None:
     data = make_loader(make_dist())
     highest = int(data.documents.tokens.max())
     data.check_vocab(highest + 1)
-    with pytest.raises(UserError, match=f"token {highest}.* {highest}"):
+    with pytest.raises(UserError, match=f"{highest}.* {highest}"):
         data.check_vocab(highest)
 
 

@@ -175,7 +175,7 @@ def preference_step(
 ) -> StepResult:
     paired = all(loss.docs_per_item == 2 for loss in losses)
     reference = partial(frozen_logps, model)
-    objective = PreferenceObjective(losses, paired=paired, reference=ReferenceLogps(reference, reference))
+    objective = PreferenceObjective(losses, is_paired=paired, reference=ReferenceLogps(reference, reference))
     return finish_step(optimizer, *preference.forward_backward(model, batches, objective, RunningMean(), dist))
 
 

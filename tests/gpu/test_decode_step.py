@@ -54,12 +54,12 @@ SAMPLINGS = {
 def step_ops(name: str, sampling: SamplingConfig, *used: int, rows: int = 4) -> tuple[Decoder, list[DecodeOps]]:
     """The operators of steps with these numbers of slots in use."""
     model = build_model(build_config(name, **WIDE[name]))
-    cache = model.cache(rows, 4000)
+    cache = model.make_cache(rows, 4000)
     numbers = torch.empty(rows, sampling.max_new_tokens, device="meta")
     loop = DecodeLoop(model, cache, [used[0]] * rows, numbers, sampling.sample)
     recorded = []
     for count in used:
-        cache.used = count
+        cache.cache_length = count
         with DecodeOps() as ops, ops.watch_layers(model):
             loop.run_step()
         recorded.append(ops)

@@ -119,7 +119,7 @@ def test_preference_losses(loss: type[PreferenceLoss]) -> None:
 @pytest.mark.parametrize("terms", [(KTO(),), (ORPO(),), (KTO(), ORPO())], ids=["kto", "orpo", "both"])
 def test_mismatched_answers_and_prompts(terms: tuple[PreferenceLoss, ...], packed: bool) -> None:
     """The host knows the number of target tokens of mismatched answers and of prompts; also on a rank without rows."""
-    run, adapter, crossed = run_on_meta(), LoRAConfig(4), 40 if terms[0].others else 0
+    run, adapter, crossed = run_on_meta(), LoRAConfig(4), 40 if terms[0].needs_mismatched else 0
     model = build_model(read_spec("llama3.2", layers=1), adapter=adapter)
     batches = make_batches(packed, model.spec.vocab, DocFlags.DESIRABLE, crossed)
     for batch in batches:
@@ -137,7 +137,7 @@ def test_mismatched_answers_and_prompts(terms: tuple[PreferenceLoss, ...], packe
     "loss", [BradleyTerry(center_rewards_coefficient=0.1), Classification(), Regression(), ProcessReward()], ids=str
 )
 def test_reward_losses(loss: RewardLoss) -> None:
-    run, score = run_on_meta(), loss.score(0)
+    run, score = run_on_meta(), loss.score_head(0)
     model = build_model(read_spec("llama3.2", score, layers=1))
     batches = make_batches(
         True, model.spec.vocab, DocFlags.STEPWISE if isinstance(loss, ProcessReward) else DocFlags.DESIRABLE

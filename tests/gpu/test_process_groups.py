@@ -94,7 +94,7 @@ def test_generation_from_offloaded_weights_is_on_the_device_of_the_run(
     one_rank.device = META  # stands for a GPU
     allocate(model, one_rank)
     assert model.embed.weight.device.type == "cpu"
-    cache = model.cache(2, 8)
+    cache = model.make_cache(2, 8)
     model.begin_decoding(cache)
     given = [x for layer in cache.layers for x in vars(layer).values()] + [table.cos for table in cache.tables]
 

@@ -111,7 +111,7 @@ def test_temporary_memory_does_not_grow_with_the_weight(quantize, dtype: torch.d
     weight, piece = draw(2**16).to(FP32 if quantize is nest else dtype), 2**12
     expected = quantize(weight, "nf4")
     for module in (nf4, float8):
-        monkeypatch.setattr(module, "PIECE", piece)
+        monkeypatch.setattr(module, "QUANTIZE_CHUNK", piece)
     with MemoryTracker() as memory:
         results = quantize(weight, "nf4")
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))

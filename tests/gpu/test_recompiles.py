@@ -56,7 +56,7 @@ def compiled_model(name: str, memory: MemoryConfig, backend: CompileCounterWithB
     """Layers as `compile` compiles them, run as torch traced them."""
     model = build_model(read_spec(name, layers=2), memory=memory, device=CPU)
     init_weights(model, 0)
-    model.compute, model.flat = torch.float32, True
+    model.compute_dtype, model.flatten_rows = torch.float32, True
     for layer in model.layers:
         layer.compile(backend=backend, dynamic=True, fullgraph=fullgraph)
     return model
@@ -93,8 +93,8 @@ def test_a_layer_with_experts_is_one_graph(adapter: NoAdapter | LoRAConfig) -> N
     plain, model = (build_model(spec, adapter=adapter, device=CPU) for _ in range(2))
     for net in (plain, model):
         init_weights(net, 0)
-        net.compute = torch.bfloat16
-    model.flat = True
+        net.compute_dtype = torch.bfloat16
+    model.flatten_rows = True
     for layer in model.layers:
         layer.compile(backend=backend, dynamic=True, fullgraph=True)
     for number in range(4):
@@ -120,7 +120,7 @@ def test_prompts_compile_nothing_new(name: str, monkeypatch: pytest.MonkeyPatch)
         shape = draw.randint(2, 6), draw.randint(2, 40)
         tokens, lengths = torch.randint(0, model.spec.vocab, shape), torch.full(shape[:1], shape[1])
         with torch.inference_mode():
-            actual, expected = (m(tokens, cache=m.cache(shape[0], 48), lengths=lengths) for m in (model, plain))
+            actual, expected = (m(tokens, cache=m.make_cache(shape[0], 48), lengths=lengths) for m in (model, plain))
         assert relative_error(actual, expected) < 1e-5
         if number == 1:
             first = backend.frame_count

@@ -90,11 +90,13 @@ def compare_generation(model: Decoder, reference: TransformersModel) -> str:
         pad_token_id=0,
         # transformers 5.17 clears the cache when a row exceeds the short context, and then attends to the last token
         # only
-        use_cache=not model.edges,
+        use_cache=not model.rope_switch_lengths,
     )[0, len(prompt) :].tolist()
     problems = [f"{route}: {tokens}, together: {answer}" for route, tokens in routes.items() if tokens != answer]
     for prompt, answer in zip(PROMPTS, together, strict=True):
-        if (uncached := greedy_tokens_without_cache(reference, prompt, answer, bool(model.edges))) != answer:
+        if (
+            uncached := greedy_tokens_without_cache(reference, prompt, answer, bool(model.rope_switch_lengths))
+        ) != answer:
             problems.append(f"without a cache: {uncached}, with one: {answer}")
     return "; ".join(problems)
 

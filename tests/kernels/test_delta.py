@@ -244,4 +244,4 @@ def test_convolution_equals_torch(bounds: list[int] | None, width: int) -> None:
 def test_convolution_continues_from_previous_tokens() -> None:
     x, weight = torch.randn(2, 9, 5), torch.randn(5, 4)
     expected = short_convolution(x, weight)
-    assert relative_error(short_convolution(x[:, 6:], weight, start_positions=x[:, 3:6]), expected[:, 6:]) < 1e-6
+    assert relative_error(short_convolution(x[:, 6:], weight, previous=x[:, 3:6]), expected[:, 6:]) < 1e-6

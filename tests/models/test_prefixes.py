@@ -72,7 +72,7 @@ def test_shared_prompts_with_compiled_layers(tmp_path: Path) -> None:
     """Traced without code generation; rows are flattened, with any number of tokens and documents."""
     folder = make_checkpoint(tmp_path, "gemma2")
     model = load_model(folder)
-    model.flat = True
+    model.flatten_rows = True
     fullgraph = attention_cpu.is_available()  # torch's operations process documents one by one, outside of the graph
     for layer in model.layers:
         layer.compile(backend="aot_eager", dynamic=True, fullgraph=fullgraph)

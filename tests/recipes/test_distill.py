@@ -159,35 +159,27 @@ def test_stored_logits_are_bound_to_a_vocabulary(distill_workspace) -> None:
     assert distill_workspace.run_tune(*RUN, *STORED, "max_steps=1").code == 0
     model = copy_with_swapped_tokens(distill_workspace.model, "student")
     result = distill_workspace.run_tune(*RUN, *STORED, "output_dir=two", f"model={model}")
-    assert result.code == 2 and "another vocabulary" in result.err
+    assert result.code == 2 and "teacher.model: the vocabulary of" in result.err
 
 
 def test_invalid_configs_are_one_line_errors(distill_workspace) -> None:
     copy_with_swapped_tokens(Path("teacher"), "other")
     vocab = json.loads(Path("teacher/config.json").read_text())["vocab_size"]
-    too_many, top_k_error = (
-        f"teacher.top_k={vocab + 1}",
-        f"teacher.top_k: {vocab + 1:,} tokens are more than the {vocab:,} of the ",
-    )
+    too_many, top_k_error = f"teacher.top_k={vocab + 1}", f"teacher.top_k: must be <= {vocab:,}, "
     Path("begun").mkdir()
     for name in ("config.yaml", "metrics.jsonl"):
         (Path("begun") / name).touch()
     for args, message in {
-        ("teacher.model=other",): "has another vocabulary than the student",
+        ("teacher.model=other",): "teacher.model: the vocabulary of other differs",
         ("teacher.model=nowhere/else/here",): "teacher.model: nowhere/else/here: ",
         ("teacher.model=begun",): "teacher.model: begun: this run has not ended",
         (*STORED, *ON_POLICY): "on_policy.lmbda",
         (*STORED, "data.streaming=true"): "teacher: rows of a stream",
-        ("teacher.top_k=0",): "top_k: must be 1 or more",
-        (
-            too_many,
-        ): f"{top_k_error}vocabulary that student and teacher share: say {vocab} at most, or null, for each token",
+        ("teacher.top_k=0",): "top_k: must be >= 1, got 0",
+        (too_many,): f"got {vocab + 1:,}, or null for the full distribution",
         (*STORED, too_many): top_k_error,
-        (
-            "on_policy={lmbda: 1, max_new_tokens: 64}",
-        ): "on_policy.max_new_tokens: answers of 64 tokens leave no room for a prompt in "
-        "rows of data.max_length=64: lower it, or raise data.max_length",
-        ("on_policy.lmbda=0.1",): "on_policy.max_new_tokens: answers of 256 tokens leave no room",
+        ("on_policy={lmbda: 1, max_new_tokens: 64}",): "on_policy.max_new_tokens: must be less than data.max_length=64",
+        ("on_policy.lmbda=0.1",): "on_policy.max_new_tokens: must be less than data.max_length=64",
         (
             "on_policy={lmbda: 0.5, max_new_tokens: 8}",
             "loss.kd_ratio=0.9",
@@ -207,7 +199,7 @@ def test_vocabulary_is_known_without_the_teacher(distill_workspace) -> None:
     vocab = json.loads(Path("teacher/config.json").read_text())["vocab_size"]
     Path("teacher").rename("away")
     for top, message in (
-        (vocab + 1, f"teacher.top_k: {vocab + 1:,} tokens are more than the {vocab:,} of"),
+        (vocab + 1, f"teacher.top_k: must be <= {vocab:,}, "),
         (vocab, None),
     ):
         result = distill_workspace.run_tune("validate", *RUN[2:], *STORED, f"teacher.top_k={top}")

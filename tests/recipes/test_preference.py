@@ -191,19 +191,19 @@ def test_precomputed_reference_covers_rows_after_a_rollback(
         "data={kind: mixture, max_length: 64, datasets: [{dataset: {kind: preference, source: pairs.jsonl}, "
         "max_samples_per_epoch: 4}]}"
     )
-    original = StepGuard.judged
+    original = StepGuard.find_anomaly
 
-    def detect_spike(guard: StepGuard, step: int, loss: float, norm: float) -> Anomaly | None:
-        anomaly = original(guard, step, loss, norm)
-        return guard.bad(step, "a spike", "rollback") if guard.data(step) == 1 else anomaly
+    def detect_spike(guard: StepGuard, step: int, loss: float, grad_norm: float) -> Anomaly | None:
+        anomaly = original(guard, step, loss, grad_norm)
+        return guard.limit_action(step, "spike", "rollback") if guard.data_step(step) == 1 else anomaly
 
-    monkeypatch.setattr(StepGuard, "judged", detect_spike)
+    monkeypatch.setattr(StepGuard, "find_anomaly", detect_spike)
     options = ("step_guard.spike_factor=20", "step_guard.on_spike=rollback", "save_every=9", "max_steps=2")
     for reference in ("disable_adapter", "precomputed"):
         result = preference_workspace.run_tune(
             *RUN, data, "eval_data=null", *options, f"reference={reference}", f"output_dir={reference}"
         )
-        assert result.code == 0 and "back to step 0" in result.err, result.err
+        assert result.code == 0 and "step 0" in result.err, result.err
     online, cached = (read_losses(name) for name in ("disable_adapter", "precomputed"))
     assert cached == pytest.approx(online, abs=1e-6) and len(online) == 2
 

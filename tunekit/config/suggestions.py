@@ -33,7 +33,7 @@ def unknown_kind_message(kind: str, kinds: Mapping[str, type]) -> str:
     meant = f", did you mean '{nearest}'?" if nearest else ";"
     groups: dict[str, list[str]] = {}
     for name, cls in kinds.items() if len(kinds) > _SHOWN else ():
-        about = next((vars(base)["about"] for base in cls.__mro__ if "about" in vars(base)), "others")
+        about = next((vars(base)["description"] for base in cls.__mro__ if "description" in vars(base)), "others")
         groups.setdefault(about, []).append(name)
     told = [f"{about}: {', '.join(names)}" for about, names in groups.items()]
     return (

@@ -60,7 +60,7 @@ def check_data(cfg: Any, loaders: Mapping[str, DataLoader | None], tokenizer: To
     """Log a summary and the findings. Raise UserError if the data is unusable, unless `data_checks: warn`."""
     training_data = loaders["data"]
     assert training_data is not None
-    run.tell(f"data: {training_data.summary}")
+    run.log(f"data: {training_data.summary}")
     findings = run_data_checks(*check_targets(cfg, loaders, tokenizer))
     errors = [finding for finding in findings if finding.severity == "wrong" and cfg.data_checks == "error"]
     log_findings([finding for finding in findings if finding not in errors], run)
@@ -78,6 +78,6 @@ def log_findings(findings: list[Finding], run) -> None:
     """Log warnings and errors, not notes."""
     important = [finding for finding in findings if finding.severity != "note"]
     for finding in important[:MAX_LINES]:
-        run.tell(f"{finding.severity}: {finding}")
+        run.log(f"{finding.severity}: {finding}")
     if len(important) > MAX_LINES:
-        run.tell(f"{len(important) - MAX_LINES} more. `tune data` shows all of them.")
+        run.log(f"{len(important) - MAX_LINES} more. `tune data` shows all of them.")

@@ -206,7 +206,7 @@ class StepGuard:
         self.dist.log(
             anomaly.message(rows, f"Rolled back to step {step}; these rows and those since then are skipped.")
         )
-        prefetcher.start(self.data_step(step), self.data_step(logger.total))
+        prefetcher.start(self.data_step(step), self.data_step(logger.num_steps))
         logger.rewind(step)
         prefetcher.resume()
         return step

@@ -73,7 +73,7 @@ def run_summary(args: argparse.Namespace) -> dict[str, Any]:
     folder, shares = run_dir_of(recipe, cfg), vars(cfg).get("parallel")
     count = asked.count * asked.nodes
     if shares is not None:
-        shares.sizes(count)
+        shares.resolve_dims(count)
     elif count > 1:
         raise UserError(
             f"--nproc-per-node {asked.count}: '{args.recipe}' runs in one process: its config has no `parallel`"

@@ -22,12 +22,12 @@ class TokenSpan:
     """Tokens of a document, the TokenRole of each, and its labels (chosen or rejected, margin, label, steps)."""
 
     tokens: list[int]
-    states: list[int]
+    roles: list[int]
     annotation: str = ""
 
     @property
     def num_target_tokens(self) -> int:
-        return self.states.count(TokenRole.TARGET)
+        return self.roles.count(TokenRole.TARGET)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ExampleView:
     """A row and its documents. `remark` is the reason if some tokens, or all, are not used."""
 
     config_key: str  # `data` or `eval_data`
-    where: str
+    location: str
     spans: tuple[TokenSpan, ...]
     remark: str = ""
     number: int | None = None  # from 1

@@ -87,7 +87,7 @@ def anchor(config_key: str, location: str) -> str:
 
 def format_row(example: ExampleView, tokenizer: Tokenizer) -> str:
     """Format a row and its tokens."""
-    head = escape(example.where)
+    head = escape(example.location)
     if example.spans:
         head += f" · {example.num_tokens:,} tokens, {example.num_target_tokens:,} target tokens"
     remark = f'<p class="doubtful"><strong>{escape(example.remark)}</strong></p>' if example.remark else ""
@@ -96,7 +96,7 @@ def format_row(example: ExampleView, tokenizer: Tokenizer) -> str:
         for span in example.spans
     )
     return (
-        f'<section class="card row" id="{anchor(example.config_key, example.where)}"><h3>{example.name}</h3>'
+        f'<section class="card row" id="{anchor(example.config_key, example.location)}"><h3>{example.name}</h3>'
         f'<div class="faint">{head}</div>{remark}{texts}</section>\n'
     )
 
@@ -106,7 +106,7 @@ def format_annotation(span: TokenSpan) -> str:
 
 
 def format_tokens(span: TokenSpan, tokenizer: Tokenizer) -> Iterator[str]:
-    tokens = display_tokens(tokenizer, span.tokens, span.states)
+    tokens = display_tokens(tokenizer, span.tokens, span.roles)
     for token, text in zip(tokens, visible_text(tokens), strict=True):
         ids, position = " ".join(map(str, token.ids)), token.index + 1
         yield f'<i{class_attribute(token)} n="{ids}" p="{position}">{escape(text, quote=False)}</i>'

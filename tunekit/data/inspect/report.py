@@ -19,20 +19,6 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 
 CONFIG_KEYS = ("data", "eval_data")
-# Keys of the JSON output that differ from the names of the fields.
-JSON_KEYS = {
-    "annotation": "told",  # vocabulary: ignore
-    "config_key": "part",
-    "description": "about",
-    "docs_per_item": "each",
-    "documents": "rows",
-    "fraction": "share",
-    "hint": "mend",  # vocabulary: ignore
-    "message": "says",
-    "num_target_tokens": "learnt",  # vocabulary: ignore
-    "row_locations": "where",
-    "spans": "stretches",
-}
 MAX_BAD_ROWS = 5  # bad rows that are listed with their reasons
 MakeTargets = Callable[[Any, Mapping[str, DataLoader], Tokenizer], list[CheckTarget]]
 
@@ -50,20 +36,12 @@ class DataReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of `tune data --json`."""
-        report = {
+        return {
             "model": self.model,
-            "parts": [stats.to_dict() for stats in self.stats],
+            "datasets": [stats.to_dict() for stats in self.stats],
             "findings": [asdict(finding) for finding in self.findings],
             "rows": [asdict(example) for example in self.rows],
         }
-        return rename_keys(report)
-
-
-def rename_keys(value: Any) -> Any:
-    """Replace field names by the keys of the JSON output."""
-    if isinstance(value, dict):
-        return {JSON_KEYS.get(key, key): rename_keys(item) for key, item in value.items()}
-    return [rename_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @runtime_checkable
@@ -172,7 +150,7 @@ def examples_of_findings(
 ) -> Iterator[ExampleView]:
     """Yield the rows that findings refer to, except those that are shown already."""
     targets_by_key = {target.config_key: target for target in targets}
-    seen = {(example.config_key, example.where) for example in shown}
+    seen = {(example.config_key, example.location) for example in shown}
     for finding in findings:
         key = finding.config_key
         for row, where in zip(finding.documents, finding.row_locations, strict=False):

@@ -37,7 +37,7 @@ class TerminalSize:
 
 def format_row(example: ExampleView, tokenizer: Tokenizer, terminal: TerminalSize, full: bool = True) -> Iterator[str]:
     """Format a row as lines. Unless `full`, the middle of long groups of tokens of one role is hidden."""
-    summary = example.where
+    summary = example.location
     if example.spans:
         summary += f"  {example.num_tokens:,} tokens, {example.num_target_tokens:,} target tokens"
     yield terminal.paint(BOLD, example.name) + f"  {summary}"
@@ -54,7 +54,7 @@ def styled_tokens(
     span: TokenSpan, tokenizer: Tokenizer, terminal: TerminalSize, full: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield the style and text of each visible token, with brackets if there are no colors."""
-    tokens = display_tokens(tokenizer, span.tokens, span.states)
+    tokens = display_tokens(tokenizer, span.tokens, span.roles)
     for group in group_by_role(tokens):
         opening, closing = ("", "") if terminal.has_color else BRACKETS[group[0].role]
         texts, tail_start = visible_text(group), len(group) - EDGE_TOKENS
