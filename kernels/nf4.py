@@ -353,7 +353,7 @@ def register_operator(name: str, schema: str) -> Callable[[Callable[..., Tensor]
 def forward(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None) -> Tensor:
     if 0 < x.numel() <= MAX_FUSED_ROWS_GPU * x.shape[-1] and uses_triton(x):
         tables = code_values(kind, x.device), dynamic_map(x.device)
-        return gpu().few(x.flatten(0, -2), (packed, scales, outer), *tables, bias).view(*x.shape[:-1], -1)
+        return gpu().matmul_fused(x.flatten(0, -2), (packed, scales, outer), *tables, bias).view(*x.shape[:-1], -1)
     if x.device.type != "cpu":
         return F.linear(x, dequantize(packed, scales, outer, kind, x.dtype), bias)
     y = x.new_empty(*x.shape[:-1], len(packed))

@@ -205,7 +205,7 @@ def test_adapters_train_like_on_dequantized_weights(kind: str, family_checkpoint
     try:
         model = build_model(family_checkpoint, NF4Config(), adapter)
     except UserError as error:
-        assert kind == "experts" and "no layer is called 'experts'" in str(error)
+        assert kind == "experts" and "adapter.target_modules: " in str(error)
         return
     checkpointed, plain = (
         build_model(family_checkpoint, NF4Config(), adapter, memory=MemoryConfig(activation_checkpointing="full")),

@@ -102,7 +102,7 @@ def test_incomplete_logits_are_completed(distill_workspace, monkeypatch: pytest.
     assert unchanged == {file for file in modified if removed not in file.parents}
     Path("teacher/model.safetensors").touch()
     refused = distill_workspace.run_tune(*args, "output_dir=three")
-    assert refused.code == 2 and "another teacher wrote these files" in refused.err
+    assert refused.code == 2 and "written by a different version of teacher" in refused.err
 
 
 @pytest.mark.parametrize("words", [(), ON_POLICY, ("adapter={kind: dora, rank: 4, dropout: 0.3}", *ON_POLICY)], ids=len)

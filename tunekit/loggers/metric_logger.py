@@ -162,7 +162,7 @@ class MetricLogger:
         log_every: int = 1,
         report_to: Iterable[Tracker] = (),
     ) -> None:
-        self.log_every, self.run, self.total, self.start = log_every, run, num_steps, start
+        self.log_every, self.run, self.num_steps, self.start = log_every, run, num_steps, start
         self.counter = counter or ThroughputCounter(start)
         self.trackers = (
             [open_tracker(tracker, folder, start, resolved or {}) for tracker in report_to]
@@ -219,7 +219,7 @@ class MetricLogger:
         num_steps = max(1, step - self.counter.last_step)
         local = {"data_time": self.counter.data_time / num_steps} | memory_stats(self.run.device)
         stats |= dict(zip(local, self.run.max_over_ranks(*local.values()), strict=True))
-        return PendingLine(step, dict(metrics), copy, stats, self.mean_step_time * (self.total - step))
+        return PendingLine(step, dict(metrics), copy, stats, self.mean_step_time * (self.num_steps - step))
 
     def flush(self, last: float = math.inf) -> None:
         """Write pending lines of steps up to `last`."""
@@ -235,7 +235,7 @@ class MetricLogger:
 
     def is_due(self, step: int) -> bool:
         """Whether a metric line is written for a step."""
-        return step % self.log_every == 0 or step == self.total
+        return step % self.log_every == 0 or step == self.num_steps
 
     def rewind(self, step: int) -> None:
         """Delete the lines after `step`, when the run rolls back to it. The counter was restored with the state."""
@@ -314,7 +314,7 @@ class TerminalLogger:
     """Progress bar; without a terminal, a line every `PRINT_INTERVAL` seconds."""
 
     def __init__(self, num_steps: int, start: int, is_main: bool) -> None:
-        self.total, self.is_main = num_steps, is_main
+        self.num_steps, self.is_main = num_steps, is_main
         self.is_plain = not sys.stderr.isatty()
         self.pending_line, self.last_print, self.step = "", -math.inf, start
         bar_format = "{n_fmt}/{total_fmt} |{bar}| {desc}"
@@ -348,7 +348,7 @@ class TerminalLogger:
         self.bar.set_description_str(text, refresh=False)
         self.advance(max(step, self.step))
         now = time.monotonic()
-        self.pending_line = f"step {step}/{self.total}: {text}"
+        self.pending_line = f"step {step}/{self.num_steps}: {text}"
         if self.is_plain and now - self.last_print >= PRINT_INTERVAL:
             self.last_print = now
             self.print_pending()

@@ -68,10 +68,10 @@ def file(args: argparse.Namespace, out: Path) -> None:
     require_language_model(source, args.model)
     name = Path(args.model.partition("@")[0]).name or out.stem
     result = tools.export(source, adapter, tokenizer, out, args.type, name)
-    print_line(f"{result.word}, {format_bytes(out.stat().st_size)}")
-    for kind, stray in result.strays.items():
-        exact = "exact" if stray.worst == 0 else f"the largest error is {stray.worst:.0%} of what the type allows"
-        print_line(f"{stray.count} tensors in {kind}: {exact}")
+    print_line(f"{result.quant_type}, {format_bytes(out.stat().st_size)}")
+    for kind, error in result.rounding_errors.items():
+        exact = "exact" if error.worst == 0 else f"largest error {error.worst:.0%} of the limit of the type"
+        print_line(f"{error.count} tensors in {kind}: {exact}")
     for note in result.notes:
         print_line(f"note: {note}")
     found = verify.verify_export(source, adapter, result.file, result.drift, DistributedContext().device)
