@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: every package under tunekit/, and three folders beside it that ship inside it."""
+"""Package list: all packages below tunekit/, plus three top-level directories that are installed inside it."""
 
 from setuptools import find_packages, setup
 

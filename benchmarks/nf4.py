@@ -152,7 +152,7 @@ def gpu(rounds: int, clock: Callable[[], float]) -> None:
         for rows in (1, 2, 4, 8, 16, 32):
             x = torch.randn(rows, inner, dtype=BF16, device="cuda")
             works = (
-                lambda x=x, parts=parts, tables=tables: nf4.gpu().few(x, parts, *tables, None),
+                lambda x=x, parts=parts, tables=tables: nf4.gpu().matmul_fused(x, parts, *tables, None),
                 lambda x=x, parts=parts: F.linear(x, nf4.dequantize(*parts, dtype=BF16)),
                 lambda x=x, weight=weight: F.linear(x, weight),
             )

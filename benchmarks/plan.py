@@ -45,7 +45,7 @@ from tunekit.plan.estimate import estimate
 from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.layer_profile import CPU, ProbeStep, rows
 from tunekit.plan.memory import PROCESS
-from tunekit.plan.onednn_cache import own
+from tunekit.plan.onednn_cache import process_bytes
 from tunekit.plan.workload import Workload, dtypes
 from tunekit.quantization.config import NF4Config, NoQuantization
 
@@ -77,7 +77,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 EXPERTS = MoE(8, 6, 384)
 # token counts of experts in earlier steps
-EXPERT_TOKEN_COUNTS = range(400, 400 + onednn_cache.KEPT // onednn_cache.EACH + 1)
+EXPERT_TOKEN_COUNTS = range(400, 400 + onednn_cache.CACHE_CAPACITY // onednn_cache.KERNELS_PER_SIZE + 1)
 
 
 def make_task(name: str, layers: int) -> Workload:
@@ -107,7 +107,7 @@ def num_ranks(name: str) -> int:
 
 def planned_bytes(task: Workload, count: int) -> int:
     """Predicted peak bytes of a step on each rank, without the process itself."""
-    phases = estimate(task, ClusterSpec(count)).room.phases
+    phases = estimate(task, ClusterSpec(count)).memory.phases
     return max(phases[name].total for name in ("forward", "backward", "step")) - PROCESS
 
 
@@ -138,7 +138,7 @@ def run_steps(task: Workload, steps: int, run: DistributedContext) -> None:
     targets[:, 0] = -100
     places = torch.arange(task.max_length).expand_as(tokens)
     batch = replace(batch, tokens=tokens, targets=targets, positions=places)
-    passes = task.parts(sizes)
+    passes = task.num_micro_batches(sizes)
     for _ in range(steps):
         for i in range(1, passes + 1):
             run.set_gradient_sync(net, enabled=i == passes)
@@ -160,16 +160,16 @@ def measured_bytes(task: Workload) -> int:
 
 def peak_growth(task: Workload, run: DistributedContext) -> int:
     """Peak bytes of two steps in this process."""
-    before, peak, done = own(), [0], threading.Event()
+    before, peak, done = process_bytes(), [0], threading.Event()
 
     def sample() -> None:
         while not done.wait(0.003):
-            peak[0] = max(peak[0], own())
+            peak[0] = max(peak[0], process_bytes())
 
     thread = threading.Thread(target=sample)
     thread.start()
     if has_experts(task):
-        onednn_cache.make(EXPERT_TOKEN_COUNTS)
+        onednn_cache.create_kernels(EXPERT_TOKEN_COUNTS)
     run_steps(task, 2, run)
     done.set()
     thread.join()

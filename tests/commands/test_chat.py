@@ -27,7 +27,7 @@ def run_chat(
     lines: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], system: str | None = None
 ) -> list[str]:
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    chat.talk(fake_answer, system)
+    chat.chat_loop(fake_answer, system)
     return capsys.readouterr().out.splitlines()
 
 

@@ -143,7 +143,7 @@ def test_labels_of_documents_are_shown(
     [
         (["sft.yaml", "--row", "99"], "--row 99: "),
         (["sft.yaml", "--row", "rows.jsonl:99"], "--row rows.jsonl:99: "),
-        (["sft.yaml", "--html", "page.txt"], "name a file that ends in .html"),
+        (["sft.yaml", "--html", "page.txt"], "must end in .html"),
         (["sft.yaml", "--html", "no/such/folder.html"], "cannot be written"),
         (["sft.yaml", "data.lenght=3"], "did you mean 'max_length'"),
         (["sft.yaml", "data.source=no.jsonl"], "no.jsonl"),

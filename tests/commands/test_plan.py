@@ -31,9 +31,9 @@ def test_plan_needs_no_weights_rows_or_gpu(config_path: str, capsys: pytest.Capt
 def test_assumed_gpu_is_reported(config_path: str, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["plan", config_path, "max_steps=10"]
     assumed_gpu = (
-        "no --gpu-type is named: H100 with 79 GiB is taken; --gpu-type names another kind, --gpu-memory another size\n"
+        "no --gpu-type given: assuming H100 with 79 GiB; set --gpu-type or --gpu-memory for another GPU\n"
     )
-    assumed_speed = "no --gpu-type is named: the speed of RTX 4090 is taken; --gpu-type names another kind\n"
+    assumed_speed = "no --gpu-type given: assuming the speed of RTX 4090; set --gpu-type for another GPU\n"
     for extra_args, expected in (
         (["--nproc-per-node", "2"], assumed_gpu),
         (["--nproc-per-node", "2", "--gpu-memory", "24G"], assumed_speed),
@@ -50,7 +50,7 @@ def test_assumed_gpu_is_reported(config_path: str, capsys: pytest.CaptureFixture
     ):
         assert cli.main([*args, *extra_args]) == 0
         out, err = capsys.readouterr()
-        assert "is taken" not in out + err
+        assert "assuming" not in out + err
 
 
 def test_json_output_and_config_that_fits(config_path: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +70,8 @@ def test_config_that_does_not_fit_exits_with_2(config_path: str, capsys: pytest.
     assert cli.main([*args, "2G"]) == 2
     out, err = capsys.readouterr()
     assert "does not fit: " in out and "to need less" in out
-    assert err == "error: a.yaml does not fit 1 x RTX 4090 (2 GiB): --auto looks for the fastest way that does\n"
+    assert err.startswith("error: a.yaml: does not fit 1 x RTX 4090 (2 GiB).") and "--auto" in err
+    assert err.count("\n") == 1
     assert cli.main([*args, "2G", "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["fits"] is False
     assert cli.main([*args, "80G"]) == 0
@@ -83,7 +84,7 @@ def test_config_that_does_not_fit_exits_with_2(config_path: str, capsys: pytest.
 
 def test_written_config_of_a_preset_has_a_warning(config_path: str, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["plan", config_path, "--gpu-memory", "80G", "--output", "b.yaml"]
-    warning = "tunekit/llama3_2_1b has no weights: before it runs, name a checkpoint with model=, or say init=random"
+    warning = "tunekit/llama3_2_1b has no weights: set model= to a checkpoint or init=random before running it"
     for extra_args, expected in (
         ([], f"written: b.yaml; {warning}\n"),
         (["init=random"], "written: b.yaml\n"),

@@ -71,14 +71,14 @@ def config_errors(recipe: str, *overrides: str) -> list[str]:
 
 def hint_examples(row: KeyHint) -> list[str]:
     """Texts `key=value` in the hint, and values it gives for its own key."""
-    texts = re.findall(r"(?<![\w.])[a-z_.]+=(?:'[^']+'|[\w\[\]]+)", row.how)
-    texts += [f"{row.key}={value}" for value in re.findall(r"^(?:\{.*\}|\[.*\])$|\[\w+\]", row.how)]
+    texts = re.findall(r"(?<![\w.])[a-z_.]+=(?:'[^']+'|[\w\[\]]+)", row.note)
+    texts += [f"{row.key}={value}" for value in re.findall(r"^(?:\{.*\}|\[.*\])$|\[\w+\]", row.note)]
     return [text.replace("'", "").replace("=N", "=2") for text in texts]
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.names.split()[0]}-{row.key}-{row.where}")
 def test_hints_are_valid_in_all_recipes_that_show_them(row: KeyHint) -> None:
-    recipes = re.findall(rf"recipe ({'|'.join(KEYS)})\b", row.how)
+    recipes = re.findall(rf"recipe ({'|'.join(KEYS)})\b", row.note)
     for recipe in recipes_with_hint(row):
         target_recipe = recipes[0] if recipes else recipe
         assert not (errors := config_errors(target_recipe, *hint_examples(row))), (target_recipe, errors)
@@ -90,11 +90,11 @@ def test_hints_are_valid_in_all_recipes_that_show_them(row: KeyHint) -> None:
             ]
             assert not unknown, (recipe, unknown)
         key_parts = {part for key in KEYS[target_recipe] for part in key.split(".")}
-        assert {word for word in re.findall(r"`(\w+)`", row.how) if word != "all"} <= key_parts, recipe
-        dotted = re.findall(r"(?<![\w.])([a-z_]+\.(?!kind\b)[a-z_]+)\b", row.how)
+        assert {word for word in re.findall(r"`(\w+)`", row.note) if word != "all"} <= key_parts, recipe
+        dotted = re.findall(r"(?<![\w.])([a-z_]+\.(?!kind\b)[a-z_]+)\b", row.note)
         assert set(dotted) <= KEYS[target_recipe], recipe
         for name in {row.names.split()[0]} & {*NAMES_WITH_VALUE_LISTS}:
-            values = [word for word in re.split(r",? or |, ", row.how.rpartition(": ")[2]) if word.isalnum()]
+            values = [word for word in re.split(r",? or |, ", row.note.rpartition(": ")[2]) if word.isalnum()]
             for value in values:
                 overrides = (f"{row.key}={value}", *(["adapter=lora"] if value == "disable_adapter" else []))
                 assert not (errors := config_errors(recipe, *overrides)), (recipe, name, errors)
@@ -103,7 +103,7 @@ def test_hints_are_valid_in_all_recipes_that_show_them(row: KeyHint) -> None:
 def test_hint_examples_are_parsed() -> None:
     """Without examples, the test above would always pass."""
     (optim,) = (row for row in TABLE if row.names == "optim")
-    assert config_errors("sft", "optimizer=adam") and optim.how == "adamw, adamw8bit, muon or sgd"
+    assert config_errors("sft", "optimizer=adam") and optim.note == "adamw, adamw8bit, muon or sgd"
     texts = {example for row in TABLE for example in hint_examples(row)}
     assert {
         "reference=precomputed",
@@ -122,40 +122,40 @@ def test_config_keys_have_no_foreign_hint() -> None:
 @pytest.mark.parametrize(
     ("config", "key", "expected"),
     [
-        ("nano/dpo", "learning_rate", "here it is optimizer.lr"),
+        ("nano/dpo", "learning_rate", "use optimizer.lr"),
         (
             "nano/dpo",
             "per_device_train_batch_size",
-            "here it is micro_batch_size: `global_batch_size` is the number of rows",
+            "use micro_batch_size: `global_batch_size` is the number of rows",
         ),
-        ("nano/dpo", "gradient_accumulation_steps", "here it is global_batch_size: "),
-        ("nano/dpo", "num_train_epochs", "here it is epochs"),
-        ("nano/dpo", "precompute_ref_log_probs", "here it is reference: set reference=precomputed"),
+        ("nano/dpo", "gradient_accumulation_steps", "use global_batch_size: "),
+        ("nano/dpo", "num_train_epochs", "use epochs"),
+        ("nano/dpo", "precompute_ref_log_probs", "use reference: set reference=precomputed"),
         ("nano/dpo", "max_length", "'max_length' is a key of data"),
-        ("nano/dpo", "ref_model", "here it is reference: always the initial policy"),
-        ("nano/dpo", "loss_type", "here it is loss: set loss=ipo"),
+        ("nano/dpo", "ref_model", "use reference: always the initial policy"),
+        ("nano/dpo", "loss_type", "use loss: set loss=ipo"),
         ("nano/dpo", "reward_weights", "reward functions belong to GRPO, which is not supported"),
         ("nano/dpo", "beta", "'beta' is a key of loss.0"),
-        ("nano/dpo", "loss.0.smoothing", "here it is loss.0.label_smoothing"),
+        ("nano/dpo", "loss.0.smoothing", "use loss.0.label_smoothing"),
         ("nano/dpo", "label_smoothing", "'label_smoothing' is a key of loss.0"),
         (
             "nano/dpo",
             "label_smoothing_factor",
             "which this recipe does not use; recipe sft has loss.label_smoothing",
         ),
-        ("nano/tools_lora", "label_smoothing_factor", "here it is loss.label_smoothing: of cross-entropy"),
-        ("nano/generate", "load_in_4bit", "here it is quantization: set quantization=nf4"),
-        ("nano/known", "max_completion_length", "here it is sampling.max_new_tokens"),
-        ("nano/dpo", "optimizer.learning_rate", "here it is optimizer.lr"),
+        ("nano/tools_lora", "label_smoothing_factor", "use loss.label_smoothing: of cross-entropy"),
+        ("nano/generate", "load_in_4bit", "use quantization: set quantization=nf4"),
+        ("nano/known", "max_completion_length", "use sampling.max_new_tokens"),
+        ("nano/dpo", "optimizer.learning_rate", "use optimizer.lr"),
         ("nano/distill", "lmbda", "'lmbda' is a key of on_policy"),
-        ("nano/distill", "temperature", "here it is loss.temperature"),
-        ("nano/distill", "beta", "here it is loss.beta: requires loss=jensen_shannon"),
-        ("nano/distill", "max_completion_length", "here it is on_policy.max_new_tokens"),
-        ("nano/dpo", "max_completion_length", "here it is data.max_length"),
-        ("nano/reward", "batch", "here it is global_batch_size"),
-        ("nano/reward", "loss.center", "here it is loss.center_rewards_coefficient"),
-        ("nano/reward", "data.too_long", "here it is data.excess_length_strategy"),
-        ("nano/dpo", "data.length", "here it is data.max_length"),
+        ("nano/distill", "temperature", "use loss.temperature"),
+        ("nano/distill", "beta", "use loss.beta: requires loss=jensen_shannon"),
+        ("nano/distill", "max_completion_length", "use on_policy.max_new_tokens"),
+        ("nano/dpo", "max_completion_length", "use data.max_length"),
+        ("nano/reward", "batch", "use global_batch_size"),
+        ("nano/reward", "loss.center", "use loss.center_rewards_coefficient"),
+        ("nano/reward", "data.too_long", "use data.excess_length_strategy"),
+        ("nano/dpo", "data.length", "use data.max_length"),
         ("nano/tools_lora", "num_labels", "only recipe reward has classes"),
     ],
 )
@@ -181,10 +181,10 @@ def single_error(config: str, override: str) -> str:
         (
             "nano/distill",
             "teacher=g/teacher",
-            "there is online or offline; for the model 'g/teacher', write teacher.model=g/",
+            "Available: online or offline; for the model 'g/teacher', write teacher.model=g/",
         ),
         ("nano/dpo", "data=my.jsonl", "; for the source 'my.jsonl', write data.source=my.jsonl"),
-        ("nano/dpo", "loss=dop", "did you mean 'dpo'? there is, for pairs, compared with a reference: dpo, sigmoid"),
+        ("nano/dpo", "loss=dop", "did you mean 'dpo'? Available: for pairs, compared with a reference: dpo, sigmoid"),
         (
             "nano/dpo",
             "loss=dop",
@@ -236,7 +236,7 @@ def test_hint_for_a_file_is_yaml() -> None:
         load_config(
             recipe_loader.load_recipe("distill").CONFIG, "model: m\ndata: {source: s}\noutput_dir: o\nteacher: onlin\n"
         )
-    assert caught.value.lines[0].endswith("did you mean 'online'? there is online or offline")
+    assert caught.value.lines[0].endswith("did you mean 'online'? Available: online or offline")
 
 
 def test_suggested_losses_exist() -> None:

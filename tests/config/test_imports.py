@@ -80,10 +80,10 @@ class Recipe:
 
 def test_class_that_is_not_imported_is_unknown(tmp_path, errors):
     write_file(tmp_path, USER_CLASS.format(base="LoRA"))
-    assert errors("adapter: mine") == ["line 4: adapter: unknown kind 'mine'; there is full, lora or dora"]
+    assert errors("adapter: mine") == ["line 4: adapter: unknown kind 'mine'. Available: full, lora or dora"]
     file = write_file(tmp_path, USER_CLASS.format(base="LoRA"))
     assert errors("adapter: unrelated", imports=[file]) == [
-        "line 4: adapter: unknown kind 'unrelated'; there is mine, full, lora or dora"
+        "line 4: adapter: unknown kind 'unrelated'. Available: mine, full, lora or dora"
     ]
 
 

@@ -18,7 +18,7 @@ def test_values_are_parsed_by_field_type(sft):
 def test_value_without_brackets_is_text(sft, errors, value):
     if "${" in value:
         assert errors("", f"model={value}") == [
-            "command line: model: '${x' is refused: a config is data, it can only refer to keys, such as ${out}"
+            "command line: model: '${x' is not allowed: references can only name keys, such as ${output_dir}"
         ]
     else:
         assert sft("", f"model={value}").model == value
@@ -84,7 +84,7 @@ def test_kind_that_replaces_an_open_one_keeps_common_keys() -> None:
 
 def test_override_for_the_old_kind_is_an_error(errors):
     assert errors("adapter: lora", "adapter.rank=4", "adapter=full") == [
-        "command line: adapter.rank: unknown key: 'rank' belongs to lora, dora; the kind here is full: name another"
+        "command line: adapter.rank: unknown key: 'rank' belongs to kind lora or dora, and the kind is full"
     ]
 
 

@@ -62,7 +62,7 @@ def test_kinds_are_plausible() -> None:
 def test_rates_of_each_precision(name: str, compute: str, rate: float) -> None:
     assert KINDS[name].rate(compute) == rate
     plan = estimate.estimate(described(small(), precision=PrecisionConfig(compute)), on(KINDS[name]))  # pyright: ignore
-    assert plan.pace.computing == pytest.approx(plan.pace.flops / (rate * 1e12 * 0.45))
+    assert plan.step_time.compute == pytest.approx(plan.step_time.flops / (rate * 1e12 * 0.45))
 
 
 def test_a_gpu_without_a_name_keeps_the_proportions() -> None:
@@ -134,19 +134,19 @@ def test_views_and_allocations_are_no_launches() -> None:
 
 def test_launches_grow_with_layers_passes_and_adapters() -> None:
     h100 = on(KINDS["h100"])
-    plain, twice = (estimate.estimate(described(small(layers=n)), h100).pace for n in (4, 8))
+    plain, twice = (estimate.estimate(described(small(layers=n)), h100).step_time for n in (4, 8))
     assert 1.4 * plain.launches < twice.launches < 2 * plain.launches
-    passes = estimate.estimate(described(small(), micro_batch_size=1), h100).pace
+    passes = estimate.estimate(described(small(), micro_batch_size=1), h100).step_time
     assert 1.3 * plain.launches < passes.launches < 2 * plain.launches
     for changes in ({"adapter": LoRAConfig()}, {"memory": MemoryConfig(activation_checkpointing="full")}):
-        assert estimate.estimate(described(small(), **changes), h100).pace.launches > plain.launches, changes
+        assert estimate.estimate(described(small(), **changes), h100).step_time.launches > plain.launches, changes
     lora, qlora = (
-        estimate.estimate(described(small(), adapter=LoRAConfig(), quantization=w), h100).pace
+        estimate.estimate(described(small(), adapter=LoRAConfig(), quantization=w), h100).step_time
         for w in (NoQuantization(), NF4Config())
     )
-    assert qlora.launching > lora.launching
-    compiled = estimate.estimate(described(small(), adapter=LoRAConfig(), compile=True), h100).pace
-    assert compiled.launching < lora.launching
+    assert qlora.launch > lora.launch
+    compiled = estimate.estimate(described(small(), adapter=LoRAConfig(), compile=True), h100).step_time
+    assert compiled.launch < lora.launch
 
 
 def delta_rule_launches(device: str, chunks: int) -> int:
@@ -166,15 +166,15 @@ def test_the_delta_rule_is_planned_as_the_device_computes_it() -> None:
 
 def test_a_small_model_is_limited_by_the_host() -> None:
     plan = estimate.estimate(described(small()), on(KINDS["h200"]))
-    step = plan.pace
-    assert step.computing is not None and step.seconds == step.launching > 10 * step.computing
+    step = plan.step_time
+    assert step.compute is not None and step.seconds == step.launch > 10 * step.compute
     assert (
         "limited by the host" in report.format_report(plan, [])
         and report.report_json(plan, [], None)["launches"] == step.launches
     )
-    large = estimate.estimate(described(small(), max_length=2**17), on(KINDS["h200"])).pace
-    assert large.seconds is not None and large.seconds > large.launching
-    assert estimate.estimate(described(small(), device="cpu", flash=False), ClusterSpec()).pace.seconds is None
+    large = estimate.estimate(described(small(), max_length=2**17), on(KINDS["h200"])).step_time
+    assert large.seconds is not None and large.seconds > large.launch
+    assert estimate.estimate(described(small(), device="cpu", flash=False), ClusterSpec()).step_time.seconds is None
 
 
 # Buffers inside FlashAttention
@@ -206,7 +206,7 @@ def test_buffers_of_attention_are_in_the_backward_pass_of_a_gpu() -> None:
     with_flash, without = (
         estimate.estimate(
             described(source, max_length=1024, adapter=LoRAConfig(), flash=flash), on(KINDS["a100"])
-        ).room.phases
+        ).memory.phases
         for flash in (True, False)
     )
     tokens = 2 * 1024

@@ -27,12 +27,12 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 def offline_args(model: str) -> tuple[str, ...]:
-    return *ARGS, f"teacher={{kind: offline, model: {model}, logits_dir: offline_args, top_k: 4}}"
+    return *ARGS, f"teacher={{kind: offline, model: {model}, logits_dir: logits, top_k: 4}}"
 
 
 def file_times(sandbox: Sandbox) -> dict[str, int]:
     """Modification time of each stored file."""
-    return {str(file): file.stat().st_mtime_ns for file in sandbox.directory.glob("kept/*/*/*")}
+    return {str(file): file.stat().st_mtime_ns for file in sandbox.directory.glob("logits/*/*/*")}
 
 
 def add_commit(sandbox: Sandbox) -> str:
@@ -44,10 +44,10 @@ def test_stopped_run_resumes_with_the_first_commit(sandbox: Sandbox) -> None:
     commit = sandbox.hub.put("owner/teacher", NANO).refs["main"]
     command = [sys.executable, "-c", STOP_SCRIPT, *offline_args("owner/teacher")]
     stopped = subprocess.run(command, env=sandbox.env(), cwd=sandbox.directory, capture_output=True, text=True)
-    assert stopped.returncode == 143 and "asking owner/teacher" in stopped.stderr, stopped.stderr
+    assert stopped.returncode == 143 and "computing them with owner/teacher" in stopped.stderr, stopped.stderr
     files, new_commit = file_times(sandbox), add_commit(sandbox)
     done = sandbox.tune(*offline_args("owner/teacher"))
-    assert done.code == 0 and "asking" not in done.err, done.err
+    assert done.code == 0 and "computing them" not in done.err, done.err
     lines = [line for line in done.err.splitlines() if new_commit in line]
     assert len(lines) == 1 and "owner/teacher" in lines[0] and commit in lines[0]
     assert file_times(sandbox) == files
@@ -59,7 +59,7 @@ def test_logits_of_two_commits_are_not_mixed(sandbox: Sandbox) -> None:
     files, new_commit = file_times(sandbox), add_commit(sandbox)
     overwrite_error = sandbox.tune(*offline_args(f"owner/teacher@{new_commit}"), "--overwrite").error
     assert all(text in overwrite_error for text in (f"owner/teacher@{new_commit}", commit, "teacher.logits_dir"))
-    deleted = next(sandbox.directory.glob("kept/*/00000"))
+    deleted = next(sandbox.directory.glob("logits/*/00000"))
     shutil.rmtree(deleted)
     incomplete_error = sandbox.tune(*offline_args("owner/teacher"), "--overwrite").error
     assert all(
@@ -67,7 +67,7 @@ def test_logits_of_two_commits_are_not_mixed(sandbox: Sandbox) -> None:
         for text in ("owner/teacher", new_commit, "teacher.logits_dir", f"teacher.model=owner/teacher@{commit}")
     )
     pinned = sandbox.tune(*offline_args(f"owner/teacher@{commit}"), "--overwrite")
-    assert pinned.code == 0 and "asking" in pinned.err, pinned.err
+    assert pinned.code == 0 and "computing them" in pinned.err, pinned.err
     new_times = file_times(sandbox)
     changed = {file for file in files if new_times[file] != files[file]}
     assert changed == {file for file in files if file.startswith(f"{deleted}/")}
@@ -80,4 +80,4 @@ def test_stored_logits_are_used_without_the_hub(sandbox: Sandbox) -> None:
     for cache in ("home", "other"):
         offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(sandbox.directory / cache)}
         done = sandbox.tune(*offline_args("owner/teacher"), "--overwrite", **offline)
-        assert done.code == 0 and "asking" not in done.err, done.err
+        assert done.code == 0 and "computing them" not in done.err, done.err

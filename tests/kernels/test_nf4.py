@@ -302,7 +302,7 @@ def test_interpreted_product_of_few_rows(
     expected = x.double() @ dequantize_reference(tensors).T
     tolerance = 3e-2 if dtype == BF16 else 1e-5  # the interpreter truncates where a GPU rounds
     for b in (None, bias.to(dtype)):
-        actual = interpreted.few(x, tuple(tensors), *tables, b)
+        actual = interpreted.matmul_fused(x, tuple(tensors), *tables, b)
         exact = expected if b is None else expected + b.double()
         assert actual.dtype == dtype and relative_error(actual.double(), exact) < tolerance
 

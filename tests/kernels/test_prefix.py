@@ -107,7 +107,9 @@ def test_bf16_is_as_accurate_as_full_documents(name: str) -> None:
     actual = attention.attention(*inputs, RULES[name], layout, None, shared_prefix.prefix_keys(layout, CPU))
     positions = torch.tensor([position for positions in token_positions for position in positions])
     copies = [x.flatten(0, 1)[positions][None] for x in inputs]
-    full_result = attention.attention(*copies, RULES[name], torch.tensor(bounds))[0][stored_indices].view_as(actual)
+    full_result = attention.attention(*copies, RULES[name], SequenceLayout(torch.tensor(bounds)))[0][
+        stored_indices
+    ].view_as(actual)
     assert relative_norm_error(actual, expected) <= 1.05 * relative_norm_error(full_result, expected)
     for a, b, c in zip(
         gradients(actual, inputs), gradients(full_result, inputs), gradients(expected, inputs), strict=True
@@ -134,7 +136,7 @@ def test_number_of_threads_does_not_change_bits() -> None:
 def test_compiled_once_for_all_documents() -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
-    compiled = torch.compile(attention, backend=counter, fullgraph=True, dynamic=True)
+    compiled = torch.compile(attention.attention, backend=counter, fullgraph=True, dynamic=True)
     inputs, counts = make_inputs(torch.float32, 6, 2, 16, 16), []
     for case in ("pairs", "full prefix and one more token", "shared by many"):
         layout = SequenceLayout(*prefix_layout(case))
@@ -145,7 +147,7 @@ def test_compiled_once_for_all_documents() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "case", "with_sinks"), [*((*pair, False) for pair in ALL_CASES), ("chunk", "many of case_", True)]
+    ("name", "case", "with_sinks"), [*((*pair, False) for pair in ALL_CASES), ("chunk", "shared by many", True)]
 )
 def test_context_parallel_ranks_equal_full_rows(
     name: str, case: str, with_sinks: bool, monkeypatch: pytest.MonkeyPatch

@@ -85,7 +85,7 @@ def record_peak(step: Callable[..., Any], peaks: list[int]) -> Callable[..., Any
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         with MemoryTracker() as tracker:
             gc.collect()
-            tracker.see(live_cpu_tensors())
+            tracker.record(live_cpu_tensors())
             tracker.mark()
             result = step(*args, **kwargs)
             peaks.append(tracker.mark())
@@ -125,7 +125,7 @@ def planned_and_measured(folder: Path) -> list[tuple[int, int]]:
         training.check_training(cfg)
         module.main(cfg)
         module.forward_backward, TrainOptimizer.step = forward_backward, step
-        moments = (plan.room.phases[phase] for phase in ("forward", "backward", "step"))
+        moments = (plan.memory.phases[phase] for phase in ("forward", "backward", "step"))
         results.append((max(moment.total - moment.parts["process"] for moment in moments), max(peaks[-2:])))
     return results
 
@@ -143,7 +143,7 @@ def test_adapter_of_a_teacher_is_counted_with_its_base(tmp_path: Path) -> None:
     tensors = write_adapter(tmp_path / "adapter", without_adapter.task.source.spec, rank=4)
     with_adapter = plan_config(replace(cfg, teacher=Teacher(model=str(tmp_path / "adapter"))))
     num_added = sum(x.numel() for x in tensors.values())
-    assert with_adapter.peak.parts["beside"] - without_adapter.peak.parts["beside"] == 4 * num_added > 0  # fp32
+    assert with_adapter.peak.parts["auxiliary"] - without_adapter.peak.parts["auxiliary"] == 4 * num_added > 0  # fp32
 
 
 def write_adapter(folder: Path, spec: DecoderSpec, rank: int) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ def write_adapter(folder: Path, spec: DecoderSpec, rank: int) -> dict[str, Tenso
 
 def test_extra_forward_passes_take_time(tmp_path: Path) -> None:
     """Each extra forward pass, of a copy, a teacher or the model, takes two FLOPs per parameter and token."""
-    flops = {name: plan_config(make_config(tmp_path, name)[1]).pace.flops for name in CASES}
+    flops = {name: plan_config(make_config(tmp_path, name)[1]).step_time.flops for name in CASES}
     forward = flops["dpo"] - flops["dpo, cached"]
     assert forward == pytest.approx(flops["dpo, cached"] / 3, rel=0.05)
     assert flops["distill"] - flops["dpo, cached"] == pytest.approx(forward, rel=0.05)
@@ -173,7 +173,7 @@ def test_extra_forward_passes_take_time(tmp_path: Path) -> None:
 
 def test_weights_of_a_reference_copy_are_gathered(tmp_path: Path) -> None:
     plan = plan_config(make_config(tmp_path, "dpo")[1], 2)
-    sent = {flow.what: flow.bytes for flow in plan.pace.flows}
+    sent = {flow.tensors: flow.bytes for flow in plan.step_time.flows}
     assert sent["weights of the other model"] == pytest.approx(sent["weights, forward"] / 2, rel=0.01)  # in 16 bits
 
 

@@ -55,13 +55,13 @@ def measured_peak_bytes(task: Workload) -> int:
     sizes = ParallelDims()
     step = random_batch(task, sizes)
     with MemoryTracker() as tracker:
-        tracker.see([*decoder.parameters(), *decoder.buffers()])
+        tracker.record([*decoder.parameters(), *decoder.buffers()])
         for _ in range(2):
             tracker.mark()
-            for _ in range(task.parts(sizes)):
+            for _ in range(task.num_micro_batches(sizes)):
                 task.loss(decoder, step).backward()
             step_optimizer(train_optimizer, task.max_grad_norm)
-    return tracker.most
+    return tracker.peak
 
 
 def random_model(task: Workload) -> Decoder:
@@ -114,7 +114,7 @@ def test_estimated_memory_matches_a_real_step(name: str) -> None:
     source, changes = CASES[name]
     workload = build_workload(source, **changes)
     plan = estimate.estimate(workload, ClusterSpec())
-    moments = (plan.room.phases[phase] for phase in ("forward", "backward", "step"))
+    moments = (plan.memory.phases[phase] for phase in ("forward", "backward", "step"))
     planned = max(moment.total - moment.parts["process"] for moment in moments)
     assert planned == pytest.approx(measured_peak_bytes(workload), rel=0.03)
 
@@ -123,21 +123,21 @@ def test_sharding_divides_memory_by_the_number_of_ranks() -> None:
     workload = llama_workload("llama3_1_8b")
     single, sharded = (estimate.estimate(workload, replace(H100, devices=n, memory=None)) for n in (1, 8))
     for name in ("weights", "gradients", "optimizer"):
-        full, shard = (plan.room.phases["step"].parts[name] for plan in (single, sharded))
+        full, shard = (plan.memory.phases["step"].parts[name] for plan in (single, sharded))
         assert shard == pytest.approx(full / 8, rel=1e-3)
-    assert sharded.room.phases["backward"].parts["gathered"] > 0
+    assert sharded.memory.phases["backward"].parts["gathered"] > 0
 
 
 def test_communication_volume_matches_theory() -> None:
     workload = llama_workload("llama3_1_8b", global_batch_size=8)
     plan = estimate.estimate(workload, H100)
     weights = 8_030_261_248 * 4
-    sent = {flow.what: flow.bytes for flow in plan.pace.flows}
+    sent = {flow.tensors: flow.bytes for flow in plan.step_time.flows}
     assert sent["weights, forward"] == pytest.approx(weights * 7 / 8, rel=1e-3)
     assert sent["gradients"] == pytest.approx(weights * 7 / 8, rel=1e-3)
     root = 2 * 128256 * 4096 * 4
     assert sent["weights, backward"] == pytest.approx((weights - root) * 7 / 8, rel=1e-3)
-    assert plan.pace.flops == pytest.approx(6 * (8.03e9 - 128256 * 4096) * 4096, rel=0.1)
+    assert plan.step_time.flops == pytest.approx(6 * (8.03e9 - 128256 * 4096) * 4096, rel=0.1)
 
 
 def test_context_parallel_does_not_change_flops() -> None:
@@ -146,7 +146,7 @@ def test_context_parallel_does_not_change_flops() -> None:
         flops.append(
             estimate.estimate(
                 build_workload(make_checkpoint(DENSE), max_length=4096, parallel=parallel), two
-            ).pace.flops
+            ).step_time.flops
         )
     assert flops[0] == pytest.approx(flops[1])
 
@@ -158,7 +158,7 @@ def test_expert_parallel_does_not_change_flops() -> None:
         flops.append(
             estimate.estimate(
                 build_workload(make_checkpoint(layer), parallel=ParallelConfig(ep=expert)), two
-            ).pace.flops
+            ).step_time.flops
         )
     assert flops[0] == pytest.approx(flops[1])
 
@@ -167,7 +167,7 @@ def test_replicas_all_reduce_over_nodes() -> None:
     plan = estimate.estimate(
         llama_workload("llama3_1_8b", parallel=ParallelConfig(dp_replicate=2)), replace(H100, devices=16, hosts=2)
     )
-    (flow,) = (flow for flow in plan.pace.flows if flow.kind == "all-reduce")
+    (flow,) = (flow for flow in plan.step_time.flows if flow.kind == "all-reduce")
     assert flow.ranks == 2 and flow.stride == 8
     assert plan.machine.bandwidth(flow.ranks, flow.stride) == KINDS["h100"].far * 1e9
 
@@ -244,14 +244,15 @@ def test_cpu_offload_is_suggested_only_if_needed() -> None:
     smallest_peak = min(
         estimate.estimate(replace(workload, parallel=ParallelConfig(tp=2)), machine).peak.total, result.plan.peak.total
     )
-    assert offloaded.room.host > 0 and offloaded.peak.total < smallest_peak
+    assert offloaded.memory.host > 0 and offloaded.peak.total < smallest_peak
     with pytest.raises(UserError, match="parallel.cpu_offload: device cpu"):
         estimate.estimate(replace(workload, parallel=ParallelConfig(cpu_offload=True)), ClusterSpec(2))
 
 
 def test_report_is_complete_and_at_most_120_columns_wide() -> None:
     plan = replace(
-        estimate.estimate(llama_workload("llama3_2_1b"), replace(H100, price=2.0)), extent=StepCount(10_000, 160_000)
+        estimate.estimate(llama_workload("llama3_2_1b"), replace(H100, price=2.0)),
+        step_count=StepCount(10_000, 160_000),
     )
     text = report.format_report(plan, suggestions.suggest_changes(plan))
     assert max(map(len, text.splitlines())) <= 120
@@ -265,7 +266,7 @@ def test_report_is_complete_and_at_most_120_columns_wide() -> None:
     ):
         assert word in text
     data = report.report_json(plan, [], None)
-    assert data["peak"] == plan.peak.total and data["seconds"] == plan.pace.seconds
+    assert data["peak"] == plan.peak.total and data["seconds"] == plan.step_time.seconds
 
 
 def test_step_count_matches_a_run(tmp_path: Path) -> None:

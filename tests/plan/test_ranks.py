@@ -73,7 +73,7 @@ def run_two_steps(task: Workload, run: DistributedContext) -> None:
 
 @pytest.mark.multi
 def test_estimated_memory_of_tp_and_ep_matches_real_steps() -> None:
-    phases = estimate.estimate(make_workload(), ClusterSpec(4)).room.phases
+    phases = estimate.estimate(make_workload(), ClusterSpec(4)).memory.phases
     estimated = max(phases[name].total - phases[name].parts["process"] for name in ("forward", "backward", "step"))
     # Allocations are equal on all ranks. Freed memory that is missed adds up to a tenth; use the rank that misses
     # least.
@@ -82,9 +82,9 @@ def test_estimated_memory_of_tp_and_ep_matches_real_steps() -> None:
 
 def kernel_bytes() -> tuple[int, int]:
     """Estimated bytes of a kernel, and the measured mean of further kernels."""
-    estimated, trimmed_before = onednn_cache.onednn_kernel_bytes(), onednn_cache.trimmed()
-    onednn_cache.make(range(500, 520))
-    return estimated, (onednn_cache.trimmed() - trimmed_before) // (20 * onednn_cache.EACH)
+    estimated, trimmed_before = onednn_cache.onednn_kernel_bytes(), onednn_cache.trimmed_process_bytes()
+    onednn_cache.create_kernels(range(500, 520))
+    return estimated, (onednn_cache.trimmed_process_bytes() - trimmed_before) // (20 * onednn_cache.KERNELS_PER_SIZE)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="asks Linux")

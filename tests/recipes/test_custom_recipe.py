@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text("utf-8"), re.DOTALL)
+BLOCKS = re.findall(r"```py\n(.*?)```", (ROOT / "docs/recipes.md").read_text("utf-8"), re.DOTALL)
 
 
 def block_with(text: str) -> str:

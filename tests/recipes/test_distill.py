@@ -172,7 +172,7 @@ def test_invalid_configs_are_one_line_errors(distill_workspace) -> None:
     for args, message in {
         ("teacher.model=other",): "teacher.model: the vocabulary of other differs",
         ("teacher.model=nowhere/else/here",): "teacher.model: nowhere/else/here: ",
-        ("teacher.model=begun",): "teacher.model: begun: this run has not ended",
+        ("teacher.model=begun",): "teacher.model: begun: ",
         (*STORED, *ON_POLICY): "on_policy.lmbda",
         (*STORED, "data.streaming=true"): "teacher: rows of a stream",
         ("teacher.top_k=0",): "top_k: must be >= 1, got 0",

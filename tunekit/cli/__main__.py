@@ -1,4 +1,4 @@
-"""`python -m tunekit.cli`, for launchers that start modules."""
+"""`python -m tunekit.cli`, for launchers that run modules."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""From two words of the command line to a recipe and a checked config."""
+"""Load a recipe and its validated config from command-line arguments."""
 
 import importlib
 from collections.abc import Sequence
@@ -11,41 +11,41 @@ from tunekit.config import load
 from tunekit.config.user_code import import_file
 from tunekit.errors import UserError
 
-PARTS = ("CONFIG", "check", "main")
+REQUIRED_NAMES = ("CONFIG", "check", "main")
 
 
 def load_recipe(word: str) -> ModuleType:
-    """The module of a recipe: `CONFIG` is the class of its config, `check` looks at one closely, `main` runs it."""
+    """Import a recipe: `CONFIG` is its config class, `check` validates a config, and `main` runs it."""
     path = registry.find_recipe(word)
     shipped = path == registry.list_recipes().get(path.stem)
-    module = importlib.import_module(f"tunekit.recipes.{path.stem}") if shipped else _own(path)
-    lacks = [part for part in PARTS if part not in vars(module)]
-    if lacks:
-        raise UserError(f"{path} is no recipe: it lacks {', '.join(lacks)}; start from `tune cp sft my_sft.py`")
+    module = importlib.import_module(f"tunekit.recipes.{path.stem}") if shipped else _import_user_recipe(path)
+    missing = [name for name in REQUIRED_NAMES if name not in vars(module)]
+    if missing:
+        raise UserError(f"{path}: a recipe must define {', '.join(missing)}. Start from `tune cp sft my_sft.py`")
     return module
 
 
 def load_checked_config(module: ModuleType, word: str, overrides: Sequence[str], imports: Sequence[str]) -> Any:
-    """The recipe's config, with everything checked that can be checked before weights are read."""
+    """Load the recipe's config and run all checks that need no weights."""
     choice = load_recipe_config(module, word, overrides, imports)
     module.check(choice)
     return choice
 
 
 def load_recipe_config(module: ModuleType, word: str, overrides: Sequence[str], imports: Sequence[str]) -> Any:
-    """The recipe's config: its words make sense, what they name was not looked at."""
+    """Load the recipe's config. Keys and values are validated; models and data are not accessed."""
     path = registry.find_config(word)
-    wanted, name = registry.recipe_of_config(path), module.__name__.rpartition(".")[2]
-    if wanted and wanted != name and module.__name__.startswith("tunekit."):
-        raise UserError(f"{path} is written for the recipe '{wanted}', not '{name}': tune run {wanted} {word}")
+    required, name = registry.recipe_of_config(path), module.__name__.rpartition(".")[2]
+    if required and required != name and module.__name__.startswith("tunekit."):
+        raise UserError(f"{path}: written for the recipe '{required}', not '{name}'. Use `tune run {required} {word}`")
     for override in overrides:
         if "=" not in override:
-            raise UserError(f"'{override}' is no override: write key=value, such as seed=1")
+            raise UserError(f"'{override}': overrides must be key=value, such as seed=1")
     return load.load_config(module.CONFIG, path, overrides, [_file(item) for item in imports])
 
 
-def _own(path: Path) -> ModuleType:
-    """Run a recipe of the user, who typed its name and so trusts it."""
+def _import_user_recipe(path: Path) -> ModuleType:
+    """Import a recipe file of the user. Naming it on the command line means that the user trusts it."""
     return import_file(f"own_{path.stem}", path)
 
 

@@ -1,6 +1,6 @@
-"""The recipes and configs that ship with the package, and which of them a word of the command line means.
+"""Recipes and configs of the package, and lookup of files by command-line names.
 
-It reads names and first lines only, and imports nothing heavy: listing is instant.
+Reads only file names and first lines and imports nothing slow, so that listing is instant.
 """
 
 import ast
@@ -18,40 +18,40 @@ CONFIGS = RECIPES.parent / "configs"
 
 
 def list_recipes() -> dict[str, Path]:
-    """The shipped recipes by name."""
+    """Recipes of the package by name."""
     return {path.stem: path for path in sorted(RECIPES.glob("*.py")) if not path.stem.startswith("_")}
 
 
 def list_configs() -> dict[str, Path]:
-    """The shipped configs by the name people type, such as `qwen3/8b_lora`."""
+    """Configs of the package by name, such as `qwen3/8b_lora`."""
     return {path.relative_to(CONFIGS).with_suffix("").as_posix(): path for path in sorted(CONFIGS.rglob("*.yaml"))}
 
 
 def find_recipe(word: str) -> Path:
-    """The file of a recipe: a path to one's own, or a shipped name."""
+    """Find the file of a recipe: a local Python file, or the name of a recipe of the package."""
     if word.endswith(".py") and Path(word).is_file():
         return Path(word)
-    return _named("recipe", word, list_recipes())
+    return _find_by_name("recipe", word, list_recipes())
 
 
 def find_config(word: str) -> Path:
-    """The file of a config: a local one if there is one, else a shipped one. `.yaml` may be left out."""
+    """Find the file of a config: a local file if it exists, otherwise one of the package. `.yaml` is optional."""
     local = [path for path in (Path(word), Path(f"{word}.yaml")) if path.is_file()]
-    return local[0] if local else _named("config", word, list_configs())
+    return local[0] if local else _find_by_name("config", word, list_configs())
 
 
 def find_recipe_or_config(word: str) -> Path:
-    """The file of a recipe or a config."""
+    """Find the file of a recipe or a config."""
     if word.removesuffix(".py") in list_recipes() or word.endswith(".py"):
         return find_recipe(word)
     names = list_configs()
     if Path(word).is_file() or Path(f"{word}.yaml").is_file() or word.removesuffix(".yaml") in names:
         return find_config(word)
-    return _named("recipe or config", word, list_recipes() | names)
+    return _find_by_name("recipe or config", word, list_recipes() | names)
 
 
 def summary_line(path: Path) -> str:
-    """What a recipe (its docstring) or a config (its first comment) says of itself in one line."""
+    """First line of a recipe's docstring or of a config's comment."""
     text = path.read_text("utf-8")
     if path.suffix == ".py":
         return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
@@ -60,22 +60,22 @@ def summary_line(path: Path) -> str:
 
 
 def recipe_of_config(path: Path) -> str | None:
-    """The recipe that a config names in its `recipe:` line, found without a YAML parser, which takes long to load."""
+    """Recipe in the `recipe:` line of a config. Uses no YAML parser, because importing one is slow."""
     line = re.search(r"^recipe:[ \t]*['\"]?([\w-]+)", path.read_text("utf-8"), re.MULTILINE)
     return line.group(1) if line else None
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the nearest of the names, or nothing."""
+    """`; did you mean 'x'?` for the most similar name; empty if there is none."""
     names = list(names)
-    meant = closest_match(word, names) or next((name for name in names if word and word in name), None)
-    return f"; did you mean '{meant}'?" if meant else ""
+    suggestion = closest_match(word, names) or next((name for name in names if word and word in name), None)
+    return f"; did you mean '{suggestion}'?" if suggestion else ""
 
 
-def _named(kind: str, word: str, known: dict[str, Path]) -> Path:
+def _find_by_name(kind: str, word: str, known: dict[str, Path]) -> Path:
     name = word.removesuffix(".py").removesuffix(".yaml")
     if name not in known:
-        if kind == "recipe" and (meant := suggest_recipe(name)):
-            raise UserError(f"no recipe '{word}': {meant}")
-        raise UserError(f"no {kind} '{word}'{did_you_mean(name, known) or ';'} `tune ls` shows what there is")
+        if kind == "recipe" and (hint := suggest_recipe(name)):
+            raise UserError(f"no recipe '{word}': {hint}")
+        raise UserError(f"no {kind} '{word}'{did_you_mean(name, known) or '.'} Run `tune ls` for a list")
     return known[name]

@@ -1,1 +1,1 @@
-"""Strict configs: YAML and `key=value` become nested frozen dataclasses, or every mistake is named at once."""
+"""Strict configs: YAML and `key=value` become nested frozen dataclasses. All errors are reported together."""

@@ -1,4 +1,4 @@
-"""The tree of nodes becomes dataclasses, and every mistake in it is told."""
+"""Build dataclasses from a tree of YAML nodes and collect all errors."""
 
 from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin
@@ -15,16 +15,19 @@ from tunekit.config.choices import (
 )
 from tunekit.config.errors import ErrorCollector, FieldErrors, Path
 from tunekit.config.node import COMMAND, FAILED, YamlNode
-from tunekit.config.scalar import WORDS, parse_number
+from tunekit.config.scalar import TYPE_LABELS, parse_number
 from tunekit.config.suggestions import join_with_or, key_for_value, unknown_key_message, unknown_kind_message
 from tunekit.config.yaml_parser import format_value
 from tunekit.errors import FieldError, UserError
 
-VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}  # variables that select one of several GPUs
+DEVICE_VARIABLES = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+}  # variables that select one of several GPUs
 
 
 class ConfigBuilder:
-    """Builds an instance of `root` or `FAILED`, in which case `problems` says why."""
+    """Builds instances of the dataclasses below `root`. Returns `FAILED` after an error, which is in `problems`."""
 
     def __init__(self, root: type, choices: ChoiceRegistry, problems: ErrorCollector) -> None:
         self.root, self.choices, self.problems = root, choices, problems
@@ -32,16 +35,16 @@ class ConfigBuilder:
     def value(self, slot: FieldSlot, node: YamlNode, path: Path) -> Any:
         if node.value is FAILED:
             return FAILED
-        found, value = _scalar(union_members(slot.hint), node)
-        if found:
+        matches, value = _scalar(union_members(slot.hint), node)
+        if matches:
             return value
         arguments = generic_args(slot.hint, tuple)
         if isinstance(node.value, list) and arguments:
             return self.items(arguments, node, path)
         single = self.choices.single(slot)
         if single and isinstance(node.value, str | dict):
-            only = self.value(single, node, path)
-            return FAILED if only is FAILED else (only,)
+            item = self.value(single, node, path)
+            return FAILED if item is FAILED else (item,)
         kinds, table = self.choices.kinds(slot), generic_args(slot.hint, dict)
         if isinstance(node.value, dict) and table and not ("kind" in node.value and kinds):
             return self.table(table[1], node, path)
@@ -49,27 +52,27 @@ class ConfigBuilder:
             return self.choice(slot, node.value, node, path)
         if isinstance(node.value, str) and (len(kinds) > 1 or node.value in kinds):
             return self.choice(slot, {"kind": replace(node, bare=True)}, node, path)
-        return self.wrong(slot, node, path)
+        return self.add_type_error(slot, node, path)
 
-    def wrong(self, slot: FieldSlot, node: YamlNode, path: Path) -> Any:
+    def add_type_error(self, slot: FieldSlot, node: YamlNode, path: Path) -> Any:
         got = f", got {format_value(node.value)}"
-        self.problems.add(node.at, path, f"expected {self.expected(slot)}{got}{_hint(slot, node)}")
+        self.problems.add(node.at, path, f"expected {self.expected(slot)}{got}{_type_hint(slot, node)}")
         return FAILED
 
     def expected(self, slot: FieldSlot) -> str:
-        """What may stand in a slot, in words."""
+        """Description of the values that a slot accepts."""
         kinds = self.choices.kinds(slot)
-        words = [join_with_or(kinds)] if len(kinds) > 1 else [f"keys of {kind}" for kind in kinds]
+        descriptions = [join_with_or(kinds)] if len(kinds) > 1 else [f"keys of {kind}" for kind in kinds]
         for option in union_members(slot.hint):
             if get_origin(option) is Literal:
-                words.append("one of " + ", ".join(format_value(value) for value in get_args(option)))
+                descriptions.append("one of " + ", ".join(format_value(value) for value in get_args(option)))
             elif get_origin(option) is tuple:
-                words.append(f"a list of {self.expected(FieldSlot(get_args(option)[0]))}")
+                descriptions.append(f"a list of {self.expected(FieldSlot(get_args(option)[0]))}")
             elif get_origin(option) is dict:
-                words.append("a mapping")
-            elif option in WORDS:
-                words.append(f"a {WORDS[option]}" if option in (int, float) else WORDS[option])
-        return " or ".join(words)
+                descriptions.append("a mapping")
+            elif option in TYPE_LABELS:
+                descriptions.append({int: "an integer", float: "a number"}.get(option, TYPE_LABELS[option]))
+        return " or ".join(descriptions)
 
     def items(self, arguments: tuple[Any, ...], node: YamlNode, path: Path) -> Any:
         if arguments[-1] is not Ellipsis and len(arguments) != len(node.value):
@@ -86,74 +89,82 @@ class ConfigBuilder:
         return FAILED if any(child is FAILED for child in built.values()) else built
 
     def choice(self, slot: FieldSlot, entries: dict[str, YamlNode], node: YamlNode, path: Path) -> Any:
-        """The member of a union that is named by `kind`, or the default one."""
-        kinds, named = self.choices.kinds(slot), entries.get("kind")
-        kind = self.choices.default_kind(slot) if named is None else named.value
+        """Build the member of a union that `kind` names, or the default member."""
+        kinds, kind_node = self.choices.kinds(slot), entries.get("kind")
+        kind = self.choices.default_kind(slot) if kind_node is None else kind_node.value
         if kind is FAILED:
             return FAILED
-        if kind is None and named is None:
-            self.problems.add(node.at, path, f"no kind is given; write `kind:` with one of {', '.join(kinds)}")
+        if kind is None and kind_node is None:
+            self.problems.add(node.at, path, f"missing kind; write `kind:` with one of {', '.join(kinds)}")
             return FAILED
         if not isinstance(kind, str) or kind not in kinds:
-            at = path if named and named.bare else (*path, "kind")
-            word = kind if isinstance(kind, str) else format_value(kind)
-            hint = self.word_hint(slot, kind, named, path) if named and named.bare and isinstance(kind, str) else ""
-            self.problems.add(named.at if named else node.at, at, unknown_kind_message(word, kinds) + hint)
+            error_path = path if kind_node and kind_node.bare else (*path, "kind")
+            kind_text = kind if isinstance(kind, str) else format_value(kind)
+            hint = (
+                self.value_hint(slot, kind, kind_node, path)
+                if kind_node and kind_node.bare and isinstance(kind, str)
+                else ""
+            )
+            self.problems.add(
+                kind_node.at if kind_node else node.at, error_path, unknown_kind_message(kind_text, kinds) + hint
+            )
             return FAILED
         keys = {key: child for key, child in entries.items() if key != "kind"}
         cls = kinds[kind]
         base = slot.default if type(slot.default) is cls else None
         return self.make(cls, base, kinds, (YamlNode(keys, node.at), path))
 
-    def word_hint(self, slot: FieldSlot, word: str, node: YamlNode, path: Path) -> str:
-        """How to write a word that names no kind, but may be what the usual one is to be told."""
+    def value_hint(self, slot: FieldSlot, word: str, node: YamlNode, path: Path) -> str:
+        """Suggestion for a word that is not a kind but may be the value of the required key of the default kind."""
         key = key_for_value(word, self.choices.default_kind(slot), self.choices.kinds(slot))
         if key is None:
             return ""
-        meant = f"{'.'.join((*path, key))}={word}" if node.at == COMMAND else f"{path[-1]}: {{{key}: {word}}}"
-        return f"; for the {key} '{word}', write {meant}"
+        replacement = f"{'.'.join((*path, key))}={word}" if node.at == COMMAND else f"{path[-1]}: {{{key}: {word}}}"
+        return f"; for the {key} '{word}', write {replacement}"
 
-    def make(self, cls: type, base: Any, kinds: dict[str, type], written: tuple[YamlNode, Path]) -> Any:
-        """An instance of `cls` from what is written; `base` has the values of the keys that are not."""
-        node, path = written
-        places, values = field_slots(cls, base), {}
+    def make(self, cls: type, base: Any, kinds: dict[str, type], location: tuple[YamlNode, Path]) -> Any:
+        """Build `cls` from the keys in the config; `base` has the values of the other keys."""
+        node, path = location
+        slots, values = field_slots(cls, base), {}
         for key, child in node.value.items():
-            if key in places:
-                values[key] = self.value(places[key], child, (*path, key))
+            if key in slots:
+                values[key] = self.value(slots[key], child, (*path, key))
             else:
                 message = unknown_key_message(self.root, (*path, key), cls, kinds, self.choices, node)
                 self.problems.add(child.at, (*path, key), message)
                 values[key] = FAILED
-        for name, slot in places.items():
+        for name, slot in slots.items():
             if name not in node.value and slot.default is REQUIRED:
                 self.problems.add(node.at, (*path, name), "is required, but missing")
                 values[name] = FAILED
             elif name not in node.value and base is not None:
                 values[name] = slot.default
-        return FAILED if any(value is FAILED for value in values.values()) else self.called(cls, values, node, path)
+        return (
+            FAILED if any(value is FAILED for value in values.values()) else self.instantiate(cls, values, node, path)
+        )
 
-    def called(self, cls: type, values: dict[str, Any], node: YamlNode, path: Path) -> Any:
-        """The class may refuse values that have the right type."""
+    def instantiate(self, cls: type, values: dict[str, Any], node: YamlNode, path: Path) -> Any:
+        """Call `cls`. Its `__post_init__` may reject values that have the right type."""
         try:
             return cls(**values)
         except FieldError as error:
-            for one in error.errors if isinstance(error, FieldErrors) else (error,):
-                inner = tuple(one.field.split("."))
-                self.problems.add(node.find(inner).at, (*path, *inner), one.message)
+            for field_error in error.errors if isinstance(error, FieldErrors) else (error,):
+                field_path = tuple(field_error.field.split("."))
+                self.problems.add(node.find(field_path).at, (*path, *field_path), field_error.message)
         except (ValueError, UserError) as error:
-            self.problems.add(node.at, path, str(error) or f"{kind_name(cls)} refuses these values")
+            self.problems.add(node.at, path, str(error) or f"invalid values for {kind_name(cls)}")
         return FAILED
 
 
 def _scalar(options: tuple[Any, ...], node: YamlNode) -> tuple[bool, Any]:
-    """Whether one of the options takes the scalar, and as what. A type that fits exactly comes first."""
+    """Convert a scalar to one of the types: (success, value). An exact match takes precedence over a conversion."""
     value = node.value
-    if (value == "None" and node.text and type(None) in options) or too_large(value):
+    if (value == "None" and node.text and type(None) in options) or exceeds_int64(value):
         return False, None
     literals = [item for option in options if get_origin(option) is Literal for item in get_args(option)]
     if type(value) in options or any(type(value) is type(item) and value == item for item in literals):
         return True, value
-    typed = parse_number(value) if isinstance(value, str) else value  # other YAML readers take 2e-4 for text
+    typed = parse_number(value) if isinstance(value, str) else value  # other YAML parsers read 2e-4 as text
     if float in options and type(typed) in (int, float):
         return True, float(typed)
     if node.at == COMMAND:
@@ -166,27 +177,27 @@ def _scalar(options: tuple[Any, ...], node: YamlNode) -> tuple[bool, Any]:
     return False, None
 
 
-def too_large(value: Any) -> bool:
-    """Whether a whole number does not fit into the 64 bits that it has everywhere else."""
+def exceeds_int64(value: Any) -> bool:
+    """Whether an integer does not fit into 64 bits."""
     return type(value) is int and not -(2**63) <= value < 2**63
 
 
 def _device_hint(options: tuple[Any, ...], value: str) -> str:
-    """How to select one of several GPUs, for `device: cuda:1`: by the environment, before the process starts."""
+    """Hint for `device: cuda:1`: select a GPU with an environment variable, before the process starts."""
     kind, _, index = value.partition(":")
     choices = [item for option in options if get_origin(option) is Literal for item in get_args(option)]
-    if kind not in VISIBLE or kind not in choices or not index.isdecimal():
+    if kind not in DEVICE_VARIABLES or kind not in choices or not index.isdecimal():
         return ""
-    return f"; write {kind}, and select the device with the environment variable {VISIBLE[kind]}={index}"
+    return f"; write {kind}, and select the device with the environment variable {DEVICE_VARIABLES[kind]}={index}"
 
 
-def _hint(slot: FieldSlot, node: YamlNode) -> str:
+def _type_hint(slot: FieldSlot, node: YamlNode) -> str:
     value = node.value
-    if too_large(value):
-        return "; the largest is 9223372036854775807"
+    if exceeds_int64(value):
+        return "; the maximum is 9223372036854775807"
     options = union_members(slot.hint)
     if value == "None" and type(None) in options:
-        return "; write null for nothing"
+        return "; write null"
     if isinstance(value, list) or (generic_args(slot.hint, tuple) and not isinstance(value, dict)):
         return "" if isinstance(value, list) else f"; a list is written [{value}]"
     if str in options and node.text:

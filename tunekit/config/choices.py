@@ -1,4 +1,4 @@
-"""The schema is the dataclasses: which keys a choice has, and which choices a field has."""
+"""Schema of configs, derived from dataclasses: the keys of each kind and the kinds of each field."""
 
 from abc import ABC
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ from typing import Any, Generic, Protocol, Union, get_args, get_origin, get_type
 
 from tunekit.config.node import YamlNode
 
-REQUIRED: Any = object()  # stands for the default of a key that has none
-_NO_BASE = {object, ABC, Generic, Protocol}  # everybody's bases say nothing about what a class is for
+REQUIRED: Any = object()  # marks a key without a default
+_NO_BASE = {object, ABC, Generic, Protocol}  # bases of unrelated classes
 
 
 @dataclass(frozen=True)
 class FieldSlot:
-    """A place for a value: what may stand there, and what stands there if nothing is written."""
+    """Type and default of a config value."""
 
     hint: Any
     default: Any = REQUIRED
@@ -28,17 +28,17 @@ def kind_name(cls: type) -> str:
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:
-    """The options of a union; of anything else, itself."""
+    """Members of a union, or a tuple of the type itself."""
     return get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,)
 
 
 def generic_args(hint: Any, origin: type) -> tuple[Any, ...] | None:
-    """The arguments of the first option that is a `tuple[...]` or `dict[...]`."""
+    """Arguments of the first member that is a `tuple[...]` or `dict[...]`."""
     return next((get_args(option) for option in union_members(hint) if get_origin(option) is origin), None)
 
 
 def element_type(arguments: tuple[Any, ...], index: int) -> Any:
-    """The type of an element of `tuple[X, ...]` or `tuple[X, Y]`."""
+    """Type of an element of `tuple[X, ...]` or `tuple[X, Y]`."""
     return arguments[0] if arguments[-1] is Ellipsis else arguments[min(index, len(arguments) - 1)]
 
 
@@ -54,71 +54,71 @@ def _default(field: Field) -> Any:
 
 
 def field_slots(cls: type, instance: Any = None) -> dict[str, FieldSlot]:
-    """The keys of a choice. With an instance, its values are the defaults."""
-    found = {}
+    """Keys of a dataclass. If an instance is passed, its values are the defaults."""
+    slots = {}
     for field in fields(cls):
         if field.init:
             default = _default(field) if instance is None else getattr(instance, field.name)
-            found[field.name] = FieldSlot(_hints(cls)[field.name], default)
-    return found
+            slots[field.name] = FieldSlot(_hints(cls)[field.name], default)
+    return slots
 
 
-def _known(slot: FieldSlot) -> list[type]:
+def _dataclass_options(slot: FieldSlot) -> list[type]:
     return [option for option in union_members(slot.hint) if isinstance(option, type) and is_dataclass(option)]
 
 
 class ChoiceRegistry:
-    """Which classes may stand in a slot: those in its type, and the person's own classes that fit there."""
+    """Classes that each slot accepts: those in its type, and matching classes of the user."""
 
-    def __init__(self, own: tuple[type, ...] = ()) -> None:
-        self.own = own
+    def __init__(self, user_classes: tuple[type, ...] = ()) -> None:
+        self.user_classes = user_classes
 
     def kinds(self, slot: FieldSlot) -> dict[str, type]:
-        known = _known(slot)
-        return {kind_name(cls): cls for cls in (*self.fitting(known), *known)}
+        options = _dataclass_options(slot)
+        return {kind_name(cls): cls for cls in (*self.matching_user_classes(options), *options)}
 
-    def fitting(self, known: list[type]) -> list[type]:
-        """The person's classes that derive from a known one, or from what all of several known ones derive from."""
-        bases = tuple(known)
-        if len(known) > 1:
-            shared = set.intersection(*(set(cls.__mro__) for cls in known)) - _NO_BASE
+    def matching_user_classes(self, options: list[type]) -> list[type]:
+        """Classes of the user that derive from one of `options`, or from a base that all of `options` share."""
+        bases = tuple(options)
+        if len(options) > 1:
+            shared = set.intersection(*(set(cls.__mro__) for cls in options)) - _NO_BASE
             bases += tuple(shared)
-        return [cls for cls in self.own if issubclass(cls, bases)]
+        return [cls for cls in self.user_classes if issubclass(cls, bases)]
 
     def default_kind(self, slot: FieldSlot) -> str | None:
-        """The kind that is meant when none is named: the slot's default, an only one, or the one with `is_default`."""
+        """Kind if the config has none: the kind of the slot's default, the only kind, or the one with `is_default`."""
         kinds = self.kinds(slot)
         for kind, cls in kinds.items():
             if type(slot.default) is cls:
                 return kind
-        known = _known(slot)
-        usual = known if len(known) == 1 else [cls for cls in known if vars(cls).get("is_default")]
-        return kind_name(usual[0]) if usual else None
+        options = _dataclass_options(slot)
+        defaults = options if len(options) == 1 else [cls for cls in options if vars(cls).get("is_default")]
+        return kind_name(defaults[0]) if defaults else None
 
     def single(self, slot: FieldSlot) -> FieldSlot | None:
-        """The slot of a choice that stands for a list of it, where lists of choices are wanted."""
+        """Slot of one element, if the slot is a list of dataclasses, which also accepts a single one."""
         arguments = generic_args(slot.hint, tuple)
         if not arguments or arguments[-1] is not Ellipsis or self.kinds(slot):
             return None
-        only = isinstance(slot.default, tuple) and len(slot.default) == 1
-        element = FieldSlot(arguments[0], slot.default[0] if only else REQUIRED)
+        has_one_default = isinstance(slot.default, tuple) and len(slot.default) == 1
+        element = FieldSlot(arguments[0], slot.default[0] if has_one_default else REQUIRED)
         return element if self.kinds(element) else None
 
-    def kind_in(self, slot: FieldSlot, node: YamlNode) -> Any:
-        """The kind that `node` names, as a bare word or under `kind`; else the default one."""
+    def kind_of_node(self, slot: FieldSlot, node: YamlNode) -> Any:
+        """Kind that `node` names, as a bare word or under `kind`; otherwise the default kind."""
         if isinstance(node.value, dict):
             return node.value["kind"].value if "kind" in node.value else self.default_kind(slot)
         return node.value
 
-    def kept(self, slot: FieldSlot, old: Any, new: Any) -> set[str]:
-        """Keys that are kept if an override names another kind: none, or those that the new kind has if the old kind has
-        `accepts_any_key`."""
+    def keys_to_keep(self, slot: FieldSlot, old: Any, new: Any) -> set[str]:
+        """Keys to keep if an override changes the kind: all keys of the new kind if the old kind has `accepts_any_key`,
+        otherwise none."""
         cls = self.kinds(slot).get(old)
-        found = cls is not None and any(vars(base).get("accepts_any_key") for base in cls.__mro__)
-        return set(self.inside(slot, new)) if found else set()
+        accepts_any_key = cls is not None and any(vars(base).get("accepts_any_key") for base in cls.__mro__)
+        return set(self.kind_slots(slot, new)) if accepts_any_key else set()
 
-    def inside(self, slot: FieldSlot, kind: Any) -> dict[str, FieldSlot]:
-        """The keys of a kind in this slot; none if there is no such kind."""
+    def kind_slots(self, slot: FieldSlot, kind: Any) -> dict[str, FieldSlot]:
+        """Keys of a kind in this slot; empty if the kind does not exist."""
         cls = self.kinds(slot).get(kind) if isinstance(kind, str) else None
         if cls is None:
             return {}
@@ -126,7 +126,7 @@ class ChoiceRegistry:
 
 
 def iter_slots(cls: type, choices: ChoiceRegistry, depth: int = 4) -> Iterator[tuple[tuple[str, ...], FieldSlot]]:
-    """The slots of a class and of what stands in them, nearest first, with their paths; `0` is a list's element."""
+    """Paths and slots of a class and its nested classes, breadth-first; `0` in a path is an element of a list."""
     level: list[tuple[tuple[str, ...], FieldSlot]] = [((name,), slot) for name, slot in field_slots(cls).items()]
     for _ in range(depth):
         elements = [

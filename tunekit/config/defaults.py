@@ -1,4 +1,4 @@
-"""A reference may be to a key that is not written: its default is meant."""
+"""Defaults of keys that are referenced but not set in the config."""
 
 from tunekit.config.choices import REQUIRED, FieldSlot
 from tunekit.config.dump import to_plain_value
@@ -9,7 +9,7 @@ from tunekit.config.overrides import Overrides
 
 
 def with_defaults(root: YamlNode, cls: type, overrides: Overrides) -> YamlNode:
-    """The tree with the defaults that are referred to."""
+    """Add the defaults of all referenced keys to the tree."""
     for path in dict.fromkeys(referenced_keys(root)):
         default = _default(root, FieldSlot(cls), path, overrides)
         if default is not REQUIRED:
@@ -18,7 +18,7 @@ def with_defaults(root: YamlNode, cls: type, overrides: Overrides) -> YamlNode:
 
 
 def _default(root: YamlNode, slot: FieldSlot | None, path: Path, overrides: Overrides) -> object:
-    """The default of a key that exists and is not written, as plain data."""
+    """Default of a key that exists and is not set, as plain data; otherwise `REQUIRED`."""
     node: YamlNode | None = root
     for part in path:
         slot = overrides.slot_of(slot, node or YamlNode({}), part)

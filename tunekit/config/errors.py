@@ -1,4 +1,4 @@
-"""Mistakes are collected, so that a person sees all of them at once."""
+"""Collection of config errors, so that all of them are reported together."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ Path = tuple[str, ...]  # the keys from the top of the config down to a value
 
 
 class FieldErrors(FieldError):
-    """Several values that a choice refuses, raised in its `__post_init__` so that all of them are told."""
+    """Errors of several fields, raised by `__post_init__` of a config dataclass. All of them are reported."""
 
     def __init__(self, errors: Sequence[FieldError]) -> None:
         super().__init__(errors[0].field, errors[0].message)
@@ -16,7 +16,7 @@ class FieldErrors(FieldError):
 
 
 class ConfigError(UserError):
-    """All mistakes of a config, one line each: where it is written, which key, what is wrong."""
+    """All errors of a config, one line each: file and line, key, message."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__("\n".join(lines))
@@ -24,16 +24,16 @@ class ConfigError(UserError):
 
 
 class ErrorCollector:
-    """The mistakes found so far. `at` is a place such as `c.yaml:12` or `command line`; empty parts are left out."""
+    """Collects errors. `at` is the location, such as `c.yaml:12` or `command line`; empty parts are omitted."""
 
     def __init__(self) -> None:
-        self.lines: dict[str, None] = {}  # in order, and once each: an alias brings the same mistake in twice
+        self.lines: dict[str, None] = {}  # ordered and unique: an alias repeats the error of its anchor
 
     def add(self, at: str, path: Path, message: str) -> None:
         parts = (at, ".".join(path), " ".join(message.split()))
         self.lines[" ".join(": ".join(part for part in parts if part).splitlines())] = None
 
     def check(self) -> None:
-        """Raise if anything is wrong."""
+        """Raise ConfigError if there are errors."""
         if self.lines:
             raise ConfigError(tuple(self.lines))

@@ -1,4 +1,4 @@
-"""What the fields of a dataclass mean: the comments beside or just above them, which readers of the source see too."""
+"""Documentation of dataclass fields, read from the comments after or directly above them in the source."""
 
 import ast
 import inspect
@@ -8,29 +8,29 @@ import tokenize
 from dataclasses import is_dataclass
 from functools import cache
 
-_FOR_TOOLS = ("noqa", "type:", "pyright:", "fmt:", "ruff:")
+_TOOL_COMMENTS = ("noqa", "type:", "pyright:", "fmt:", "ruff:")
 
 
 @cache
 def field_comments(cls: type) -> dict[str, str]:
-    """The comment of every field that has one, inherited fields too."""
-    found: dict[str, str] = {}
+    """Comments of the fields that have one, including inherited fields."""
+    comments: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if is_dataclass(base):
-            found |= _own(base)
-    return found
+            comments |= _class_field_comments(base)
+    return comments
 
 
 def class_comment(cls: type) -> str:
-    """The docstring on one line; empty if there is none but the one that dataclasses make up."""
+    """Docstring on one line; empty if there is none or only the one that `dataclass` generates."""
     text = " ".join((cls.__doc__ or "").split())
     return "" if text.startswith(f"{cls.__name__}(") else text
 
 
-def _own(cls: type) -> dict[str, str]:
+def _class_field_comments(cls: type) -> dict[str, str]:
     try:
         source = textwrap.dedent(inspect.getsource(cls))
-    except (OSError, TypeError):  # a class made in a notebook or in C has no file
+    except (OSError, TypeError):  # a class defined in a notebook or in C has no file
         return {}
     lines = source.splitlines()
     comments = {
@@ -38,14 +38,18 @@ def _own(cls: type) -> dict[str, str]:
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
-    alone = {line: text for line, text in comments.items() if lines[line - 1].lstrip().startswith("#")}
-    found = {}
+    comment_lines = {line: text for line, text in comments.items() if lines[line - 1].lstrip().startswith("#")}
+    field_texts = {}
     for node in _body(source):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            beside = comments.get(node.end_lineno or node.lineno, "")
-            text = beside if beside and not beside.startswith(_FOR_TOOLS) else _above(alone, node.lineno)
-            found |= {node.target.id: text} if text else {}
-    return found
+            trailing = comments.get(node.end_lineno or node.lineno, "")
+            text = (
+                trailing
+                if trailing and not trailing.startswith(_TOOL_COMMENTS)
+                else _comment_above(comment_lines, node.lineno)
+            )
+            field_texts |= {node.target.id: text} if text else {}
+    return field_texts
 
 
 def _body(source: str) -> list[ast.stmt]:
@@ -53,9 +57,9 @@ def _body(source: str) -> list[ast.stmt]:
     return tree.body if isinstance(tree, ast.ClassDef) else []
 
 
-def _above(alone: dict[int, str], line: int) -> str:
-    """The comment lines that end just above `line`."""
+def _comment_above(comment_lines: dict[int, str], line: int) -> str:
+    """Comment lines directly above `line`."""
     first = line
-    while first - 1 in alone:
+    while first - 1 in comment_lines:
         first -= 1
-    return " ".join(alone[i] for i in range(first, line) if not alone[i].startswith(_FOR_TOOLS))
+    return " ".join(comment_lines[i] for i in range(first, line) if not comment_lines[i].startswith(_TOOL_COMMENTS))

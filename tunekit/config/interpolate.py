@@ -1,7 +1,7 @@
 """Interpolation of `${key}` in configs by OmegaConf, such as `${output_dir}` and `${data.max_length}`.
 
-OmegaConf's grammar can also call resolvers (`${oc.env:TOKEN}` reads the environment): everything that is not the plain
-name of a key is refused before OmegaConf is asked, and so is what refers to itself or grows without bound.
+OmegaConf can also call resolvers (`${oc.env:TOKEN}` reads the environment). A check before OmegaConf rejects references
+that are not plain key names, cycles, and references that expand without bound.
 """
 
 import re
@@ -15,49 +15,51 @@ from tunekit.config.node import FAILED, YamlNode, to_node, to_plain
 
 _OPEN = re.compile(r"(\\*)\$\{([^}]*)(\}?)")
 _KEY = re.compile(r"\s*[\w-]+(?:\.[\w-]+|\[\d+\])*\s*")
-_LARGEST = 100_000  # values and characters that a reference may stand for
-_HOPS = 8  # references to references
+_MAX_WEIGHT = 100_000  # values and characters of an expanded reference
+_MAX_HOPS = 8  # length of a chain of references
 
 
 def escape_references(text: str) -> str:
-    """The text such that it is read back as it is, even if it holds `${`."""
-    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", text)
+    """Escape `${`, so that loading returns the same text."""
+    return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", text)
 
 
 def resolve_references(root: YamlNode, problems: ErrorCollector) -> YamlNode:
-    """The tree with all references replaced. After a mistake they are `FAILED`: no more is said of them."""
-    if not _refers(root):
+    """Replace all references in the tree. After an error they are `FAILED`, which suppresses further errors."""
+    if not _has_reference(root):
         return root
     if not ReferenceCheck(root, problems).passed():
-        return _graft(root, FAILED)
+        return _replace_references(root, FAILED)
     try:
-        return _graft(root, OmegaConf.to_container(OmegaConf.create(to_plain(root)), resolve=True))
+        return _replace_references(root, OmegaConf.to_container(OmegaConf.create(to_plain(root)), resolve=True))
     except OmegaConfBaseException as error:
         problems.add(root.at, (), f"a reference cannot be resolved: {str(error).splitlines()[0]}")
-        return _graft(root, FAILED)
+        return _replace_references(root, FAILED)
 
 
-def _refers(node: YamlNode) -> bool:
+def _has_reference(node: YamlNode) -> bool:
     if isinstance(node.value, str):
         return "${" in node.value
-    return any(_refers(child) for child in node.children())
+    return any(_has_reference(child) for child in node.children())
 
 
-def _graft(node: YamlNode, value: object) -> YamlNode:
-    """Only strings that hold a reference are replaced: the others keep their place and what was typed."""
+def _replace_references(node: YamlNode, value: object) -> YamlNode:
+    """Replace strings that contain references. Other nodes keep their location and original text."""
     if isinstance(node.value, str) and "${" in node.value:
         return YamlNode(FAILED, node.at) if value is FAILED else to_node(value, node.at, ErrorCollector())
     if isinstance(node.value, dict):
-        given = value if isinstance(value, dict) else dict.fromkeys(node.value, FAILED)
-        return YamlNode({key: _graft(child, given[key]) for key, child in node.value.items()}, node.at)
+        values = value if isinstance(value, dict) else dict.fromkeys(node.value, FAILED)
+        return YamlNode({key: _replace_references(child, values[key]) for key, child in node.value.items()}, node.at)
     if isinstance(node.value, list):
         items = value if isinstance(value, list) else [FAILED] * len(node.value)
-        return YamlNode([_graft(child, item) for child, item in zip(node.value, items, strict=True)], node.at)
+        return YamlNode(
+            [_replace_references(child, item) for child, item in zip(node.value, items, strict=True)], node.at
+        )
     return node
 
 
 class ReferenceCheck:
-    """Follows every reference once. The weight of a value is what it would hold with its references written out."""
+    """Checks every reference once. The weight of a value is its size with all references expanded."""
 
     def __init__(self, root: YamlNode, problems: ErrorCollector) -> None:
         self.root, self.problems = root, problems
@@ -73,11 +75,11 @@ class ReferenceCheck:
         if path not in self.weights:
             self.open.add(path)
             if isinstance(node.value, str):
-                own = len(node.value) + self.references(node, path, hops)
+                weight = len(node.value) + self.references(node, path, hops)
             else:
-                own = 1 + sum(self.weight(child, (*path, key), hops) for key, child in _items(node))
+                weight = 1 + sum(self.weight(child, (*path, key), hops) for key, child in _items(node))
             self.open.discard(path)
-            self.weights[path] = own
+            self.weights[path] = weight
         return self.weights[path]
 
     def references(self, node: YamlNode, path: Path, hops: int) -> int:
@@ -88,38 +90,38 @@ class ReferenceCheck:
             if _KEY.fullmatch(key) and end:
                 total += self.follow(node, path, key.strip(), hops + 1)
             else:
-                said = f"'${{{key}{end}' is refused: a config is data, it can only refer to keys, such as ${{out}}"
-                self.problems.add(node.at, path, said)
-        if total > _LARGEST:
-            self.problems.add(node.at, path, f"the references stand for more than {_LARGEST} values")
+                message = f"'${{{key}{end}' is not allowed: references can only name keys, such as ${{output_dir}}"
+                self.problems.add(node.at, path, message)
+        if total > _MAX_WEIGHT:
+            self.problems.add(node.at, path, f"references expand to more than {_MAX_WEIGHT} values")
             return 0
         return total
 
     def follow(self, node: YamlNode, path: Path, key: str, hops: int) -> int:
-        target = parts_of(key)
-        found = self.root
+        target = split_key(key)
+        current = self.root
         for part in target:
-            inner = get_child(found, part)
-            if inner is None:
+            child = get_child(current, part)
+            if child is None:
                 self.problems.add(node.at, path, f"${{{key}}} refers to a key that does not exist")
                 return 0
-            found = inner
+            current = child
         if target in self.open:
             self.problems.add(node.at, path, f"${{{key}}} refers to itself")
             return 0
-        if hops > _HOPS:
-            self.problems.add(node.at, path, f"${{{key}}} is a reference through more than {_HOPS} others")
+        if hops > _MAX_HOPS:
+            self.problems.add(node.at, path, f"${{{key}}} is a chain of more than {_MAX_HOPS} references")
             return 0
-        return self.weight(found, target, hops)
+        return self.weight(current, target, hops)
 
 
-def parts_of(key: str) -> Path:
-    """`a.b[0]` as a path."""
+def split_key(key: str) -> Path:
+    """Split `a.b[0]` into a path."""
     return tuple(part for part in re.split(r"[.\[\]]", key.strip()) if part)
 
 
 def get_child(node: YamlNode, part: str) -> YamlNode | None:
-    """The value under a key, or an element of a list."""
+    """Value of a key of a mapping, or element of a list; None if it does not exist."""
     if isinstance(node.value, dict):
         return node.value.get(part)
     if isinstance(node.value, list) and part.isdecimal() and int(part) < len(node.value):
@@ -128,9 +130,9 @@ def get_child(node: YamlNode, part: str) -> YamlNode | None:
 
 
 def referenced_keys(node: YamlNode) -> Iterator[Path]:
-    """The keys that are referred to anywhere below."""
+    """Keys that are referenced in `node` or below it."""
     if isinstance(node.value, str) and "${" in node.value:
-        yield from (parts_of(key) for _, key, _ in _OPEN.findall(node.value) if _KEY.fullmatch(key))
+        yield from (split_key(key) for _, key, _ in _OPEN.findall(node.value) if _KEY.fullmatch(key))
     for child in node.children():
         yield from referenced_keys(child)
 

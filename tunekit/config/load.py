@@ -1,4 +1,4 @@
-"""From a YAML file and `key=value` to frozen dataclasses, or to one error that names every mistake."""
+"""Load frozen dataclasses from a YAML file and `key=value` overrides, or raise one error with all problems."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 def load_config(cls: type[T], source: Source, overrides: Sequence[str] = (), imports: Sequence[Path] = ()) -> T:
-    """An instance of `cls` from a YAML file (a Path), plain data or YAML text (a str), changed by `key=value`.
+    """Load `cls` from a YAML file (a Path), plain data or YAML text (a str), with `key=value` overrides.
 
-    `imports` are Python files whose classes become further choices. All mistakes come in one ConfigError.
+    `imports` are Python files whose dataclasses become additional kinds. Raises one ConfigError with all errors.
     """
     choices = load_user_choices(cls, imports)
     problems = ErrorCollector()
@@ -36,7 +36,7 @@ def load_config(cls: type[T], source: Source, overrides: Sequence[str] = (), imp
 
 
 def mapping(source: Source) -> dict[str, Any]:
-    """A config as plain data with its references resolved, as `dump.differences` compares it; nothing is checked."""
+    """Load a config as plain data with references resolved, for `diff_configs`. Keys and values are not validated."""
     problems = ErrorCollector()
     root = read_config(source, problems)
     problems.check()
@@ -46,7 +46,7 @@ def mapping(source: Source) -> dict[str, Any]:
 
 
 def _without_recipe(root: YamlNode, cls: type, problems: ErrorCollector) -> YamlNode:
-    """The name of the recipe belongs to the file, not to the command line: there it is an unknown key."""
+    """Remove the top-level key `recipe`. It is valid only in files; as an override it is an unknown key."""
     node = root.value.get("recipe")
     if node is None or node.at == COMMAND or "recipe" in field_slots(cls):
         return root

@@ -1,24 +1,23 @@
-"""Keys and recipes of other trainers (TRL, PEFT, torchtune, axolotl, LLaMA-Factory) and of tunekit 0.1, and what
-replaces them.
+"""Replacements for keys and recipes of other trainers (TRL, PEFT, torchtune, axolotl, LLaMA-Factory) and tunekit 0.1.
 
-Names that are identical need no entry: they work, or the error names the section that has the key.
+Identical names need no entry: they work, or the error names the section that has the key.
 """
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-Key = str  # a key with its sections, as in a command-line override
+Key = str  # a dotted key, as in an override
 
 
 class KeyHint(NamedTuple):
-    """One row of the table. Of several rows for a name, the first that applies to the recipe is used.
+    """A row of `TABLE`. If several rows have the same name, the first that applies to the recipe is used.
 
-    A row applies if the recipe has `key` and `where`; a row without a key applies to every recipe.
+    A row applies if the recipe has the keys `key` and `where`; a row with an empty `key` applies to every recipe.
     """
 
     names: str  # separated by spaces; `section.key` matches in this section only
     key: Key
-    how: str = ""  # difference in meaning or usage
+    note: str = ""  # difference in meaning or usage
     where: Key | None = None
 
 
@@ -49,13 +48,13 @@ TABLE = (
     KeyHint("hub_model_id", "push_to_hub.repo_id"),
     KeyHint("model_name_or_path base_model pretrained_model_name_or_path", "model"),
     KeyHint("model_max_length max_seq_len max_seq_length sequence_len cutoff_len", "data.max_length", "in tokens"),
-    KeyHint("max_prompt_length", "data.max_length", "limits prompt and answer together; prompts have no own limit"),
+    KeyHint("max_prompt_length", "data.max_length", "limits prompt plus answer; prompts have no separate limit"),
     KeyHint("max_completion_length", "on_policy.max_new_tokens", "limits the answers that the student generates"),
     KeyHint("max_completion_length max_target_length", "sampling.max_new_tokens", "limits generated answers"),
     KeyHint(
         "max_completion_length max_target_length",
         "data.max_length",
-        "limits prompt and answer together; answers have no own limit",
+        "limits prompt plus answer; answers have no separate limit",
     ),
     KeyHint("dataset datasets dataset_name dataset_path train_file", "data.source"),
     KeyHint("eval_dataset dataset_val val_set_size", "eval_data", "rows as in `data`, with another `split`"),
@@ -357,7 +356,7 @@ DATA_SECTIONS = frozenset({"eval_data", "dataset"})
 
 
 def find_hint(path: Sequence[str], keys: Collection[Key]) -> KeyHint | None:
-    """The row for an unknown key, given by its path, in a recipe with these keys; None if no row applies."""
+    """Row for the unknown key at `path` in a recipe with these keys; None if no row applies."""
     names = [*(name for name in path[:-1] if not name.isdecimal()), path[-1]]
     section = "data" if names[:-1] and names[-2] in DATA_SECTIONS else ".".join(names[-2:-1])
     qualified = f"{section}.{names[-1]}" if section else names[-1]
@@ -369,6 +368,6 @@ def find_hint(path: Sequence[str], keys: Collection[Key]) -> KeyHint | None:
 
 
 def suggest_recipe(name: str) -> str | None:
-    """The replacement for a recipe of another trainer; None if it is unknown."""
-    hints = (how for names, how in RECIPES if name.lower() in names.split())
+    """Replacement for a recipe of another trainer; None if it is unknown."""
+    hints = (hint for names, hint in RECIPES if name.lower() in names.split())
     return next((how.format(name=name.lower()) for how in hints), None)

@@ -1,4 +1,4 @@
-"""Config values that remember where they were written."""
+"""Config values with their source locations."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from typing import Any
 from tunekit.config.errors import ErrorCollector, Path
 
 COMMAND = "command line"
-FAILED: Any = object()  # stands for a value whose mistake has been told already
-DEPTH = 32  # levels of nesting that a config may have
+FAILED: Any = object()  # value whose error has already been reported
+DEPTH = 32  # maximum levels of nesting
 
 
 @dataclass(frozen=True, slots=True)
 class YamlNode:
-    """A scalar, a dict of nodes or a list of nodes. Never changed in place: aliases share them."""
+    """A scalar, a dict of nodes or a list of nodes. Immutable, because aliases share nodes."""
 
     value: Any
     at: str = ""
-    text: str | None = None  # an unquoted scalar as it was typed
-    bare: bool = False  # a word that names a kind without `kind:`
+    text: str | None = None  # original text of an unquoted scalar
+    bare: bool = False  # whether the value is a kind without `kind:`
 
     def children(self) -> Iterator["YamlNode"]:
         if isinstance(self.value, dict):
@@ -27,14 +27,14 @@ class YamlNode:
             yield from self.value
 
     def find(self, path: Path) -> "YamlNode":
-        """The node at `path`, or its nearest ancestor that is written."""
+        """Node at `path`, or its nearest ancestor in the config."""
         if not path or not isinstance(self.value, dict) or path[0] not in self.value:
             return self
         return self.value[path[0]].find(path[1:])
 
 
 def to_plain(node: YamlNode) -> Any:
-    """The data without the places."""
+    """Convert nodes to plain data without locations."""
     if isinstance(node.value, dict):
         return {key: to_plain(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
@@ -43,7 +43,7 @@ def to_plain(node: YamlNode) -> Any:
 
 
 def to_node(value: Any, at: str, problems: ErrorCollector, path: Path = ()) -> YamlNode:
-    """Plain data as nodes that were all written at `at`."""
+    """Convert plain data to nodes with the location `at`."""
     if len(path) > DEPTH:
         problems.add(at, path[:4], f"nested deeper than {DEPTH} levels")
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""`key=value` from the command line, written into the tree before anything is built."""
+"""Apply `key=value` overrides from the command line to the tree of YAML nodes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,22 +10,22 @@ from tunekit.config.node import COMMAND, DEPTH, FAILED, YamlNode, to_node
 from tunekit.config.scalar import parse_scalar
 from tunekit.config.yaml_parser import parse_yaml
 
-_QUOTED = ("[", "{", '"', "'")  # a value that begins so is YAML; all else is one word, whatever is in it
+_QUOTED = ("[", "{", '"', "'")  # values that start with these are parsed as YAML, all others are scalars
 
 
 class Overrides:
-    """Writes overrides into a tree. The schema tells which kind a change starts from."""
+    """Writes overrides into a tree. The schema determines the current kind of each section."""
 
     def __init__(self, choices: ChoiceRegistry, problems: ErrorCollector) -> None:
         self.choices, self.problems = choices, problems
 
     def apply(self, root: YamlNode, cls: type, items: Sequence[str]) -> YamlNode:
-        """The tree with the items written into it, the last one winning."""
+        """Apply `items` in order; later items take precedence."""
         for item in items:
             key, equals, text = item.partition("=")
             path = tuple(part.strip() for part in key.split("."))
             if item.startswith("-"):
-                self.problems.add(COMMAND, (), f"'{item}' is no option here; values are set by key=value")
+                self.problems.add(COMMAND, (), f"'{item}' is not an option; set values with key=value")
             elif not equals:
                 self.problems.add(COMMAND, (), f"'{item}' has no '='; write key=value")
             elif not all(path):
@@ -39,29 +39,33 @@ class Overrides:
     def value(self, text: str, path: Path) -> YamlNode:
         if not text.startswith(_QUOTED):
             return YamlNode(parse_scalar(text), COMMAND, text)
-        found = ErrorCollector()
-        node = parse_yaml(text, lambda line: COMMAND, found)
-        for line in found.lines:
-            said = line.partition(": ")[2]
-            self.problems.add(COMMAND, path, f"{said} in {text!r}; put text that is no YAML in quotes")
+        yaml_problems = ErrorCollector()
+        node = parse_yaml(text, lambda line: COMMAND, yaml_problems)
+        for line in yaml_problems.lines:
+            message = line.partition(": ")[2]
+            self.problems.add(COMMAND, path, f"{message} in {text!r}; quote text that is not YAML")
         return node
 
-    def put(self, node: YamlNode | None, rest: Path, done: Path, new: YamlNode, slot: FieldSlot | None) -> YamlNode:
-        """`node` with `new` written at `rest`. Without a slot (an unknown key) the tree is followed all the same."""
+    def put(
+        self, node: YamlNode | None, rest: Path, parents: Path, new_node: YamlNode, slot: FieldSlot | None
+    ) -> YamlNode:
+        """Return `node` with `new_node` at the path `rest` below it. Unknown keys (without a slot) are added too."""
         if not rest:
-            return self.assigned(node, new, slot)
+            return self.assign(node, new_node, slot)
         key, rest = rest[0], rest[1:]
-        node, slot = self.lone(node, slot, key)
-        node = self.opened(node, slot)
+        node, slot = self.enter_single(node, slot, key)
+        node = self.as_container(node, slot)
         if isinstance(node.value, list):
-            return self.put_item(node, (key, *rest), done, new, slot)
+            return self.put_item(node, (key, *rest), parents, new_node, slot)
         if key == "kind" and not rest and slot and self.choices.kinds(slot):
-            return self.rekinded(node, new, slot)
-        child = self.put(node.value.get(key), rest, (*done, key), new, self.slot_of(slot, node, key))
+            return self.replace_kind(node, new_node, slot)
+        child = self.put(node.value.get(key), rest, (*parents, key), new_node, self.slot_of(slot, node, key))
         return replace(node, value={**node.value, key: child})
 
-    def lone(self, node: YamlNode | None, slot: FieldSlot | None, key: str) -> tuple[YamlNode | None, FieldSlot | None]:
-        """A key that is no place in a list of one choice is one of that choice."""
+    def enter_single(
+        self, node: YamlNode | None, slot: FieldSlot | None, key: str
+    ) -> tuple[YamlNode | None, FieldSlot | None]:
+        """Enter the only element of a list if `key` is not an index: a key of a single element needs no index."""
         single = self.choices.single(slot) if slot and not key.isdecimal() else None
         if single is None:
             return node, slot
@@ -71,36 +75,38 @@ class Overrides:
             return (node.value[0], single) if len(node.value) == 1 else (node, slot)
         return node, single
 
-    def put_item(self, node: YamlNode, rest: Path, done: Path, new: YamlNode, slot: FieldSlot | None) -> YamlNode:
+    def put_item(self, node: YamlNode, rest: Path, parents: Path, new: YamlNode, slot: FieldSlot | None) -> YamlNode:
         key, items = rest[0], node.value
         if not key.isdecimal() or int(key) > len(items):
-            said = f"is a list of {len(items)}; write {'.'.join((*done, '0'))}=... for its first element"
-            self.problems.add(COMMAND, (*done, key), f"{'.'.join(done)} {said}")
+            message = f"is a list of {len(items)}; write {'.'.join((*parents, '0'))}=... for its first element"
+            self.problems.add(COMMAND, (*parents, key), f"{'.'.join(parents)} {message}")
             return node
         index = int(key)
         arguments = generic_args(slot.hint, tuple) if slot else None
         element = FieldSlot(element_type(arguments, index)) if arguments else None
         old = items[index] if index < len(items) else None
-        item = self.put(old, rest[1:], (*done, key), new, element)
+        item = self.put(old, rest[1:], (*parents, key), new, element)
         return replace(node, value=[*items[:index], item, *items[index + 1 :]])
 
-    def assigned(self, node: YamlNode | None, new: YamlNode, slot: FieldSlot | None) -> YamlNode:
-        """A bare word names a kind: what is written for the same kind stays."""
+    def assign(self, node: YamlNode | None, new: YamlNode, slot: FieldSlot | None) -> YamlNode:
+        """Replace `node`. A bare kind keeps the keys of `node` if it has the same kind."""
         slot = (self.choices.single(slot) or slot) if slot else None
         bare = isinstance(new.value, str) and slot and str not in union_members(slot.hint) and self.choices.kinds(slot)
         if bare and slot and node and isinstance(node.value, dict):
-            return self.rekinded(node, replace(new, bare=True), slot)
+            return self.replace_kind(node, replace(new, bare=True), slot)
         return new
 
-    def rekinded(self, node: YamlNode, kind: YamlNode, slot: FieldSlot) -> YamlNode:
-        """Another kind drops the keys of the old one; those from the command line stay, to be used or complained of."""
-        old = self.choices.kind_in(slot, node)
-        same, known = old == kind.value, self.choices.kept(slot, old, kind.value)
-        kept = {key: child for key, child in node.value.items() if same or key in known or child.at == COMMAND}
-        return replace(node, value={**kept, "kind": kind})
+    def replace_kind(self, node: YamlNode, kind: YamlNode, slot: FieldSlot) -> YamlNode:
+        """Change the kind and drop the keys of the old kind. Overrides are kept, and are validated later."""
+        old = self.choices.kind_of_node(slot, node)
+        is_same_kind, shared_keys = old == kind.value, self.choices.keys_to_keep(slot, old, kind.value)
+        entries = {
+            key: child for key, child in node.value.items() if is_same_kind or key in shared_keys or child.at == COMMAND
+        }
+        return replace(node, value={**entries, "kind": kind})
 
-    def opened(self, node: YamlNode | None, slot: FieldSlot | None) -> YamlNode:
-        """A mapping or a list to write into: a bare word becomes its kind; a default list is written out."""
+    def as_container(self, node: YamlNode | None, slot: FieldSlot | None) -> YamlNode:
+        """Convert `node` to a mapping or list. A bare word becomes `kind`; a missing list becomes its default."""
         if node and (isinstance(node.value, dict | list) or node.value is FAILED):
             return node if node.value is not FAILED else YamlNode({}, COMMAND)
         if slot is None:
@@ -117,6 +123,6 @@ class Overrides:
         if slot is None:
             return None
         if self.choices.kinds(slot):
-            return self.choices.inside(slot, self.choices.kind_in(slot, node)).get(key)
+            return self.choices.kind_slots(slot, self.choices.kind_of_node(slot, node)).get(key)
         arguments = generic_args(slot.hint, dict)
         return FieldSlot(arguments[1]) if arguments else None

@@ -1,4 +1,4 @@
-"""What an unquoted word means: YAML 1.2, in which `on`, `no`, `012` and `1:30` are text and `2e-4` is a number."""
+"""Unquoted YAML 1.2 scalars. `on`, `no`, `012` and `1:30` are text, and `2e-4` is a number."""
 
 import re
 
@@ -10,12 +10,12 @@ FLOAT = re.compile(
     rf"[-+]?(?:(?:{_DIGITS}\.(?:{_DIGITS})?|\.{_DIGITS})(?:[eE][-+]?[0-9]+)?|{_DIGITS}[eE][-+]?[0-9]+)"
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 )
-WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false", type(None): "null"}
-_LONGEST = 300  # more digits than a float holds are no number that anybody means
+TYPE_LABELS = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
+_MAX_DIGITS = 300  # longer text is not a number: no float has this many digits
 
 
 def parse_scalar(text: str) -> str | int | float | bool | None:
-    """The value of an unquoted word."""
+    """Parse an unquoted scalar."""
     if NULL.fullmatch(text):
         return None
     if BOOL.fullmatch(text):
@@ -24,8 +24,8 @@ def parse_scalar(text: str) -> str | int | float | bool | None:
 
 
 def parse_number(text: str) -> str | int | float:
-    """A number if `text` is one, else the text itself."""
-    if len(text) > _LONGEST:
+    """Parse a number; returns `text` if it is not one."""
+    if len(text) > _MAX_DIGITS:
         return text
     if INT.fullmatch(text):
         return int(text)

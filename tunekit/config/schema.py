@@ -1,4 +1,4 @@
-"""The dataclasses of a recipe as JSON Schema for editors and as a reference for people."""
+"""JSON Schema for editors and a Markdown reference, generated from the config dataclasses of a recipe."""
 
 import json
 from typing import Any, Literal, get_args, get_origin
@@ -14,15 +14,15 @@ from tunekit.config.choices import (
 )
 from tunekit.config.dump import to_plain_value
 from tunekit.config.field_comments import class_comment, field_comments
-from tunekit.config.scalar import WORDS
+from tunekit.config.scalar import TYPE_LABELS
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
-_REFERENCE = {"type": "string", "pattern": r"\$\{"}  # ${out} may stand for anything
-_RECIPE = {"type": "string", "description": "the recipe that this config is written for"}
+_REFERENCE = {"type": "string", "pattern": r"\$\{"}  # a reference such as ${output_dir} is valid for any type
+_RECIPE = {"type": "string", "description": "recipe of this config"}
 
 
 def json_schema(cls: type) -> dict[str, Any]:
-    """JSON Schema 2020-12 of a recipe's config."""
+    """Generate the JSON Schema (2020-12) of a recipe's config."""
     schema = _Schema()
     top = schema.object(cls)
     top["properties"] = {"recipe": _RECIPE, **top["properties"]}
@@ -32,18 +32,18 @@ def json_schema(cls: type) -> dict[str, Any]:
 
 
 class _Schema:
-    """Every choice is written once, under `$defs`; what it requires depends on where it is used."""
+    """Defines each dataclass once, under `$defs`. Required keys depend on the slot, so they are added to each use."""
 
     def __init__(self) -> None:
         self.definitions: dict[type, dict[str, Any]] = {}
         self.names: dict[type, str] = {}
 
     def object(self, cls: type) -> dict[str, Any]:
-        meanings, properties = field_comments(cls), {}
+        comments, properties = field_comments(cls), {}
         for name, slot in field_slots(cls).items():
             default = {} if slot.default is REQUIRED else {"default": to_plain_value(slot.default, slot.hint)}
-            meaning = {"description": meanings[name]} if name in meanings else {}
-            properties[name] = {**self.value(slot), **default, **meaning}
+            description = {"description": comments[name]} if name in comments else {}
+            properties[name] = {**self.value(slot), **default, **description}
         doc = {"description": class_comment(cls)} if class_comment(cls) else {}
         return {"title": cls.__name__, **doc, "type": "object", "properties": properties, "additionalProperties": False}
 
@@ -66,23 +66,25 @@ class _Schema:
     def array(self, items: tuple[Any, ...]) -> dict[str, Any]:
         if items[-1] is Ellipsis:
             return {"type": "array", "items": self.value(FieldSlot(items[0]))}
-        each = [self.value(FieldSlot(item)) for item in items]
-        return {"type": "array", "prefixItems": each, "items": False, "minItems": len(each)}
+        item_schemas = [self.value(FieldSlot(item)) for item in items]
+        return {"type": "array", "prefixItems": item_schemas, "items": False, "minItems": len(item_schemas)}
 
     def kinds(self, slot: FieldSlot) -> list[dict[str, Any]]:
-        """The choices of a slot: as a mapping, and as a bare word where nothing else is required."""
+        """Schemas of the kinds of a slot: as a mapping, and as a bare word if the kind has no required keys."""
         choices = ChoiceRegistry()
-        usual, words, found = choices.default_kind(slot), [], []
+        default_kind, bare_kinds, refs = choices.default_kind(slot), [], []
         for kind, cls in choices.kinds(slot).items():
-            required = _required(choices.inside(slot, kind))
-            words += [] if required else [kind]
-            found.append({"$ref": self.define(cls), "required": [*([] if kind == usual else ["kind"]), *required]})
-        return [*found, {"enum": words}] if words else found
+            required = _required(choices.kind_slots(slot, kind))
+            bare_kinds += [] if required else [kind]
+            refs.append(
+                {"$ref": self.define(cls), "required": [*([] if kind == default_kind else ["kind"]), *required]}
+            )
+        return [*refs, {"enum": bare_kinds}] if bare_kinds else refs
 
     def define(self, cls: type) -> str:
         if cls not in self.names:
-            taken = cls.__name__ in self.names.values()
-            self.names[cls] = f"{cls.__module__}.{cls.__name__}" if taken else cls.__name__
+            name_exists = cls.__name__ in self.names.values()
+            self.names[cls] = f"{cls.__module__}.{cls.__name__}" if name_exists else cls.__name__
             text = self.object(cls)
             kind = {"const": kind_name(cls)}
             self.definitions[cls] = {**text, "properties": {"kind": kind, **text["properties"]}}
@@ -94,46 +96,46 @@ def _required(keys: dict[str, FieldSlot]) -> list[str]:
 
 
 def options_markdown(cls: type) -> str:
-    """All options of a recipe in Markdown: a table for the recipe and one for each choice."""
-    used: dict[type, list[str]] = {}
+    """Generate Markdown with all options of a recipe: one table for the recipe and one for each kind."""
+    uses: dict[type, list[str]] = {}
     for path, slot in iter_slots(cls, ChoiceRegistry()):
         kinds = ChoiceRegistry().kinds(slot)
-        place = ".".join(part for part in path if part != "0")
+        key = ".".join(part for part in path if part != "0")
         for kind, choice in kinds.items():
-            used.setdefault(choice, []).append(f"`{place}: {kind}`" if len(kinds) > 1 else f"`{place}`")
-    parts = [_section(f"# {cls.__name__}", cls)]
-    parts += [_section(f"## {', '.join(dict.fromkeys(places))}", choice) for choice, places in used.items()]
-    return "\n".join(parts)
+            uses.setdefault(choice, []).append(f"`{key}: {kind}`" if len(kinds) > 1 else f"`{key}`")
+    sections = [_section(f"# {cls.__name__}", cls)]
+    sections += [_section(f"## {', '.join(dict.fromkeys(places))}", choice) for choice, places in uses.items()]
+    return "\n".join(sections)
 
 
 def _section(title: str, cls: type) -> str:
-    meanings, doc = field_comments(cls), class_comment(cls)
+    comments, doc = field_comments(cls), class_comment(cls)
     lines = [title, "", *([doc, ""] if doc else [])]
     rows = [
-        (f"`{name}`", _words(slot.hint), _default(slot), meanings.get(name, ""))
+        (f"`{name}`", _type_label(slot.hint), _default(slot), comments.get(name, ""))
         for name, slot in field_slots(cls).items()
     ]
     if not rows:
         return "\n".join([*lines, "No options.", ""])
-    table = [("key", "type", "default", "what it means"), ("---",) * 4, *rows]
+    table = [("key", "type", "default", "meaning"), ("---",) * 4, *rows]
     cells = [[cell.replace("|", "&#124;") for cell in row] for row in table]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells), ""])
 
 
-def _words(hint: Any) -> str:
-    """A type in the words of a config."""
-    words = [f"`{kind}`" for kind in ChoiceRegistry().kinds(FieldSlot(hint))]
+def _type_label(hint: Any) -> str:
+    """Label of a type for users."""
+    labels = [f"`{kind}`" for kind in ChoiceRegistry().kinds(FieldSlot(hint))]
     for member in union_members(hint):
         if get_origin(member) is Literal:
-            words += [f"`{json.dumps(value)}`" for value in get_args(member)]
+            labels += [f"`{json.dumps(value)}`" for value in get_args(member)]
         elif get_origin(member) is tuple:
-            inner = [_words(item) for item in get_args(member) if item is not Ellipsis]
-            words.append(f"list of {', '.join(inner)}")
+            items = [_type_label(item) for item in get_args(member) if item is not Ellipsis]
+            labels.append(f"list of {', '.join(items)}")
         elif get_origin(member) is dict:
-            words.append(f"mapping to {_words(get_args(member)[1])}")
-        elif member in WORDS:
-            words.append(WORDS[member])
-    return " or ".join(words)
+            labels.append(f"mapping to {_type_label(get_args(member)[1])}")
+        elif member in TYPE_LABELS:
+            labels.append(TYPE_LABELS[member])
+    return " or ".join(labels)
 
 
 def _default(slot: FieldSlot) -> str:
@@ -143,10 +145,10 @@ def _default(slot: FieldSlot) -> str:
     if type(slot.default) not in kinds:
         return f"`{json.dumps(to_plain_value(slot.default, slot.hint), ensure_ascii=False)}`"
     cls = type(slot.default)
-    usual, here = field_slots(cls), field_slots(cls, slot.default)
-    own = [
-        f"{name}={json.dumps(to_plain_value(here[name].default, here[name].hint))}"
-        for name in here
-        if here[name].default != usual[name].default
+    defaults, slots = field_slots(cls), field_slots(cls, slot.default)
+    changes = [
+        f"{name}={json.dumps(to_plain_value(slots[name].default, slots[name].hint))}"
+        for name in slots
+        if slots[name].default != defaults[name].default
     ]
-    return f"`{kinds[cls]}`" + (f" with `{', '.join(own)}`" if own else "")
+    return f"`{kinds[cls]}`" + (f" with `{', '.join(changes)}`" if changes else "")

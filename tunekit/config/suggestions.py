@@ -1,4 +1,4 @@
-"""What a person may have meant by a key or a kind that does not exist."""
+"""Suggestions for unknown keys and kinds."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -16,33 +16,32 @@ from tunekit.config.errors import Path
 from tunekit.config.migration_hints import RENAMED_KINDS, find_hint
 from tunekit.config.node import YamlNode
 
-_SHOWN = 12  # names that still help when they are listed
+_MAX_NAMES = 12  # maximum number of names in a message
 
 
 def closest_match(word: str, words: Iterable[str]) -> str | None:
-    """The most similar of `words`, whatever its case."""
-    known = {other.lower(): other for other in words}
-    found = difflib.get_close_matches(word.lower(), known, 1)
-    return known[found[0]] if found else None
+    """Most similar of `words`, ignoring case."""
+    by_lower_case = {other.lower(): other for other in words}
+    matches = difflib.get_close_matches(word.lower(), by_lower_case, 1)
+    return by_lower_case[matches[0]] if matches else None
 
 
 def unknown_kind_message(kind: str, kinds: Mapping[str, type]) -> str:
-    """All kinds are told, by what they say they are `about` where there are many."""
+    """Error message with all kinds, grouped by their `description` if there are many."""
     renamed = RENAMED_KINDS.get(kind)
     nearest = renamed if renamed in kinds else closest_match(kind, kinds)
-    meant = f", did you mean '{nearest}'?" if nearest else ";"
+    suggestion = f", did you mean '{nearest}'?" if nearest else "."
     groups: dict[str, list[str]] = {}
-    for name, cls in kinds.items() if len(kinds) > _SHOWN else ():
-        about = next((vars(base)["description"] for base in cls.__mro__ if "description" in vars(base)), "others")
-        groups.setdefault(about, []).append(name)
-    told = [f"{about}: {', '.join(names)}" for about, names in groups.items()]
-    return (
-        f"unknown kind '{kind}'{meant} there is{', ' + '; '.join(told) if len(told) > 1 else f' {join_with_or(kinds)}'}"
-    )
+    for name, cls in kinds.items() if len(kinds) > _MAX_NAMES else ():
+        description = next((vars(base)["description"] for base in cls.__mro__ if "description" in vars(base)), "others")
+        groups.setdefault(description, []).append(name)
+    group_texts = [f"{description}: {', '.join(members)}" for description, members in groups.items()]
+    names = "; ".join(group_texts) if len(group_texts) > 1 else join_with_or(kinds)
+    return f"unknown kind '{kind}'{suggestion} Available: {names}"
 
 
 def key_for_value(word: str, kind: str | None, kinds: Mapping[str, type]) -> str | None:
-    """The only key that the usual kind must be told, if a text may stand there that is no kind."""
+    """Only required key of the default kind, if it accepts text and `word` does not resemble a kind."""
     if kind is None or closest_match(word, kinds):
         return None
     needed = [(name, slot) for name, slot in field_slots(kinds[kind]).items() if slot.default is REQUIRED]
@@ -52,59 +51,63 @@ def key_for_value(word: str, kind: str | None, kinds: Mapping[str, type]) -> str
 def unknown_key_message(
     root: type, path: Path, kind: type, kinds: dict[str, type], choices: ChoiceRegistry, node: YamlNode
 ) -> str:
-    """Why the last key of `path` is unknown in the choice `kind`, one of `kinds`, and where it may belong.
+    """Error message for the last key of `path`, unknown in `kind` (one of `kinds`), with a suggestion.
 
-    `node` is what is written beside it.
+    `node` is the mapping that contains the key.
     """
-    key, here = path[-1], field_slots(kind)
+    key, slots = path[-1], field_slots(kind)
     if "." in key:
         head, _, tail = key.partition(".")
         return f"unknown key: in YAML, write `{head}:` and below it, indented, `{tail}:`"
     owners = [name for name, cls in kinds.items() if key in field_slots(cls)]
     if owners:
-        own = next(name for name, cls in kinds.items() if cls is kind)
-        return f"unknown key: '{key}' belongs to {', '.join(owners)}; the kind here is {own}: name another"
+        kind_text = next(name for name, cls in kinds.items() if cls is kind)
+        return f"unknown key: '{key}' belongs to kind {join_with_or(owners)}, and the kind is {kind_text}"
     below = [(*path[:-1], *rest) for rest, _ in iter_slots(kind, choices, 2) if rest[-1] == key]
-    whole = [place for place, _ in iter_slots(root, choices)]
-    keys = {".".join(part for part in place if part != "0") for place in whole}
-    if (len(path) == 1 or not below) and (meant := find_hint(path, keys)):
-        if not meant.key:
-            return f"unknown key; {meant.how}"
-        return f"unknown key; here it is {placed(meant.key, path, root, choices, node)}{meant.how and ': '}{meant.how}"
-    places = below or [place for place in whole if place[-1] == key]
-    places = list(dict.fromkeys(places))[:3]
-    if places:
-        owners = [".".join(place[:-1]) or "the top level" for place in places]
-        return f"unknown key: '{key}' is a key of {join_with_or(owners, 'and')}: write {'.'.join(places[0])}"
-    if nearest := closest_match(key, here):
+    all_paths = [place for place, _ in iter_slots(root, choices)]
+    keys = {".".join(part for part in place if part != "0") for place in all_paths}
+    if (len(path) == 1 or not below) and (row := find_hint(path, keys)):
+        if not row.key:
+            return f"unknown key; {row.note}"
+        return f"unknown key; use {qualified_key(row.key, path, root, choices, node)}{row.note and ': '}{row.note}"
+    paths = below or [place for place in all_paths if place[-1] == key]
+    paths = list(dict.fromkeys(paths))[:3]
+    if paths:
+        owners = [".".join(place[:-1]) or "the top level" for place in paths]
+        return f"unknown key: '{key}' is a key of {join_with_or(owners, 'and')}: write {'.'.join(paths[0])}"
+    if nearest := closest_match(key, slots):
         return f"unknown key, did you mean '{nearest}'?"
-    deeper: dict[str, str] = {}
-    for rest, _ in iter_slots(kind, choices, 2):  # the nearest comes first
-        deeper.setdefault(rest[-1], ".".join((*path[:-1], *rest)))
-    if nearest := closest_match(key, deeper):
-        return f"unknown key, did you mean '{deeper[nearest]}'?"
-    return (
-        f"unknown key; the keys here are {join_with_or(here, 'and')}" if here else "unknown key; there are no keys here"
-    )
+    nested_keys: dict[str, str] = {}
+    for rest, _ in iter_slots(kind, choices, 2):  # breadth-first
+        nested_keys.setdefault(rest[-1], ".".join((*path[:-1], *rest)))
+    if nearest := closest_match(key, nested_keys):
+        return f"unknown key, did you mean '{nested_keys[nearest]}'?"
+    return f"unknown key; available keys: {join_with_or(slots, 'and') if slots else 'none'}"
 
 
-def placed(key: str, path: Path, root: type, choices: ChoiceRegistry, node: YamlNode) -> str:
-    """A key from the top, with the element of a list that is meant: that of `path`, or the first that has the key."""
-    parts, above = key.split("."), [part for part in path[:-1] if not part.isdecimal()]
-    if above:
-        inside = len(above) < len(parts) and above == parts[: len(above)]
-        return ".".join((*path[:-1], *parts[len(above) :])) if inside else key
-    held, arguments = node.value.get(parts[0]), generic_args(field_slots(root)[parts[0]].hint, tuple)
-    if len(parts) == 1 or not arguments or held is None or not isinstance(held.value, list) or len(held.value) < 2:
+def qualified_key(key: str, path: Path, root: type, choices: ChoiceRegistry, node: YamlNode) -> str:
+    """Full key including the index of a list element: that of `path`, or the first element that has the key."""
+    parts, parents = key.split("."), [part for part in path[:-1] if not part.isdecimal()]
+    if parents:
+        inside = len(parents) < len(parts) and parents == parts[: len(parents)]
+        return ".".join((*path[:-1], *parts[len(parents) :])) if inside else key
+    list_node, arguments = node.value.get(parts[0]), generic_args(field_slots(root)[parts[0]].hint, tuple)
+    if (
+        len(parts) == 1
+        or not arguments
+        or list_node is None
+        or not isinstance(list_node.value, list)
+        or len(list_node.value) < 2
+    ):
         return key
     element = FieldSlot(arguments[0])
-    has = [parts[1] in choices.inside(element, choices.kind_in(element, item)) for item in held.value]
+    has = [parts[1] in choices.kind_slots(element, choices.kind_of_node(element, item)) for item in list_node.value]
     return ".".join((parts[0], str(has.index(True) if any(has) else 0), *parts[1:]))
 
 
 def join_with_or(words: Iterable[str], last: str = "or") -> str:
-    """`a, b or c`."""
+    """Join names as in `a, b or c`."""
     words = list(words)
-    if len(words) > _SHOWN:
-        words = [*words[:_SHOWN], f"{len(words) - _SHOWN} more"]
+    if len(words) > _MAX_NAMES:
+        words = [*words[:_MAX_NAMES], f"{len(words) - _MAX_NAMES} more"]
     return f" {last} ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)

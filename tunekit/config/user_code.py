@@ -1,4 +1,4 @@
-"""A person's own Python files, named on the command line, bring further choices. No config can do this."""
+"""Additional kinds from Python files of the user (`--import`). Configs cannot import code."""
 
 import hashlib
 import importlib.util
@@ -14,22 +14,22 @@ from tunekit.config.errors import ConfigError, ErrorCollector
 
 
 def load_user_choices(root: type, files: Sequence[Path]) -> ChoiceRegistry:
-    """The choices of a recipe with those that the files define."""
+    """Import the files and register their dataclasses as kinds of the recipe's config."""
     problems = ErrorCollector()
-    found: dict[type, Path] = {}
+    classes: dict[type, Path] = {}
     for file in files:
         try:
-            found |= dict.fromkeys(_classes(_module(file)), file)
+            classes |= dict.fromkeys(_classes(_import_once(file)), file)
         except ConfigError as error:
             problems.lines |= dict.fromkeys(error.lines)
     problems.check()
-    _check(root, found, problems)
+    _check_classes(root, classes, problems)
     problems.check()
-    return ChoiceRegistry(tuple(found))
+    return ChoiceRegistry(tuple(classes))
 
 
-def _module(file: Path) -> ModuleType:
-    """The file as a module of its own. Equal text in the same place is run once: its classes stay the same classes."""
+def _import_once(file: Path) -> ModuleType:
+    """Import a file. The same content at the same path is imported only once, so that its classes stay identical."""
     try:
         text = file.read_bytes()
     except OSError as error:
@@ -45,7 +45,7 @@ def _module(file: Path) -> ModuleType:
 
 
 def import_file(name: str, file: Path) -> ModuleType:
-    """Run a Python file of the user as the module `name`."""
+    """Import a Python file of the user as the module `name`."""
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
@@ -55,7 +55,7 @@ def import_file(name: str, file: Path) -> ModuleType:
 
 
 class UserCodeErrors:
-    """Whatever a person's file raises becomes one line with the file and its line."""
+    """Context manager that converts exceptions of a user's file to a ConfigError with file and line."""
 
     def __init__(self, file: Path, name: str) -> None:
         self.file, self.name = file, name
@@ -68,8 +68,8 @@ class UserCodeErrors:
             return
         sys.modules.pop(self.name, None)
         if isinstance(error, Exception | SystemExit):
-            said = " ".join(traceback.format_exception_only(error)[-1].split())
-            raise ConfigError([f"{self.file}:{self.line(error)}: cannot be imported: {said}"]) from error
+            message = " ".join(traceback.format_exception_only(error)[-1].split())
+            raise ConfigError([f"{self.file}:{self.line(error)}: cannot be imported: {message}"]) from error
 
     def line(self, error: BaseException) -> int:
         if (
@@ -84,20 +84,22 @@ class UserCodeErrors:
 
 
 def _classes(module: ModuleType) -> list[type]:
-    """The dataclasses that the file itself defines."""
-    own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
-    return [cls for cls in dict.fromkeys(own) if is_dataclass(cls)]
+    """Dataclasses defined in the module, without imported ones."""
+    classes = [
+        value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+    return [cls for cls in dict.fromkeys(classes) if is_dataclass(cls)]
 
 
-def _check(root: type, files: dict[type, Path], problems: ErrorCollector) -> None:
-    """A kind names one class in each union, and what can be chosen is a frozen dataclass."""
+def _check_classes(root: type, files: dict[type, Path], problems: ErrorCollector) -> None:
+    """Check that kinds are unique in each union and that their classes are frozen dataclasses."""
     for path, slot in iter_slots(root, ChoiceRegistry(tuple(files))):
-        taken = ChoiceRegistry().kinds(slot)
-        for cls in ChoiceRegistry(tuple(files)).fitting([*taken.values()]):
+        kinds = ChoiceRegistry().kinds(slot)
+        for cls in ChoiceRegistry(tuple(files)).matching_user_classes([*kinds.values()]):
             kind, at = kind_name(cls), str(files[cls])
-            if kind in taken:
-                said = f"the kind '{kind}' of {'.'.join(path)} exists already; give the class another name"
-                problems.add(at, (), f"class {cls.__name__}: {said}")
+            if kind in kinds:
+                message = f"the kind '{kind}' of {'.'.join(path)} exists already; give the class another name"
+                problems.add(at, (), f"class {cls.__name__}: {message}")
             elif "__dataclass_fields__" not in vars(cls) or not cls.__dataclass_params__.frozen:
                 problems.add(at, (), f"class {cls.__name__} is a choice; write @dataclass(frozen=True) above it")
-            taken[kind] = cls
+            kinds[kind] = cls

@@ -1,5 +1,7 @@
-"""YAML text to nodes that know their line. Built from the parser's events: no tag can make an object, and depth,
-aliases and repeated keys are in our hands."""
+"""Parse YAML text to nodes with line numbers.
+
+Uses the events of the YAML parser: tags cannot create objects, and depth, aliases and duplicate keys are checked.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path as File
@@ -23,15 +25,15 @@ from tunekit.config.node import DEPTH, FAILED, YamlNode, to_node
 from tunekit.config.scalar import parse_scalar
 
 Source = File | Mapping[str, Any] | str | None
-_LARGEST = 100_000  # values in a config with its aliases written out
+_MAX_VALUES = 100_000  # values in a config with aliases expanded
 
 
 class ParseAborted(Exception):
-    """The rest of the text cannot be read; the mistake has been told."""
+    """The rest of the text cannot be parsed. The error has already been reported."""
 
 
 def read_config(source: Source, problems: ErrorCollector) -> YamlNode:
-    """The mapping at the top of a file, of YAML text (a str) or of plain data; an empty one if `source` is None."""
+    """Read the top-level mapping of a file, of YAML text (a str) or of plain data; empty if `source` is None."""
     if source is None or isinstance(source, Mapping):
         return to_node(source or {}, "", problems)
     text, name = (source, "") if isinstance(source, str) else (_text(source, problems), str(source))
@@ -41,9 +43,9 @@ def read_config(source: Source, problems: ErrorCollector) -> YamlNode:
     if root.value is FAILED:
         return root
     if root.value is None:
-        problems.add(name, (), "is empty; write `key: value` lines, or {} to take every default")
+        problems.add(name, (), "is empty; write `key: value` lines, or {} to use all defaults")
     elif not isinstance(root.value, dict):
-        hint = " (a file is given as a Path)" if isinstance(source, str) else ""
+        hint = " (pass a file as a Path)" if isinstance(source, str) else ""
         problems.add(root.at, (), f"expected `key: value` lines at the top, got {format_value(root.value)}{hint}")
     else:
         return YamlNode(root.value, name)
@@ -51,7 +53,7 @@ def read_config(source: Source, problems: ErrorCollector) -> YamlNode:
 
 
 def format_value(value: Any) -> str:
-    """A value as a person would know it again: at most 60 characters."""
+    """Format a value for a message, with at most 60 characters."""
     if isinstance(value, dict | list):
         return "a mapping" if isinstance(value, dict) else "a list"
     if value is None or isinstance(value, bool):
@@ -61,7 +63,7 @@ def format_value(value: Any) -> str:
 
 
 def parse_yaml(text: str, place: Callable[[int], str], problems: ErrorCollector) -> YamlNode:
-    """The one YAML document in `text`. `place` words a line number (from 1)."""
+    """Parse the only YAML document in `text`. `place` formats a line number, counted from 1."""
     try:
         return _Parser(text, place, problems).document()
     except ParseAborted:
@@ -70,16 +72,16 @@ def parse_yaml(text: str, place: Callable[[int], str], problems: ErrorCollector)
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line, mark.column) if mark else (0, 0)
         message = error.problem or error.context or "cannot be read"
-        _malformed(text, place, (line, column), message, problems)
+        _add_syntax_error(text, place, (line, column), message, problems)
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
-        where = before.count("\n"), len(before) - before.rfind("\n") - 1
-        _malformed(text, place, where, f"the character {text[error.position]!r} is not allowed", problems)
+        position = before.count("\n"), len(before) - before.rfind("\n") - 1
+        _add_syntax_error(text, place, position, f"the character {text[error.position]!r} is not allowed", problems)
     return YamlNode(FAILED, place(1))
 
 
 def _text(file: File, problems: ErrorCollector) -> str | None:
-    """The text of a file, if it can be had."""
+    """Read the text of a file; None after an error."""
     try:
         return file.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
@@ -92,24 +94,24 @@ def _text(file: File, problems: ErrorCollector) -> str | None:
     return None
 
 
-def _malformed(
-    text: str, place: Callable[[int], str], where: tuple[int, int], message: str, problems: ErrorCollector
+def _add_syntax_error(
+    text: str, place: Callable[[int], str], position: tuple[int, int], message: str, problems: ErrorCollector
 ) -> None:
-    line, column = where
+    line, column = position
     lines = text.splitlines()
-    written = lines[line] if line < len(lines) else ""
+    line_text = lines[line] if line < len(lines) else ""
     hint = ""
-    if "\t" in written[: column + 1]:
+    if "\t" in line_text[: column + 1]:
         hint = " (there is a tab: indent with spaces)"
-    elif "${" in written:
+    elif "${" in line_text:
         hint = ' (inside [ ] and { }, write "${...}" with quotes)'
     problems.add(f"{place(line + 1)}:{column + 1}", (), f"malformed YAML: {message}{hint}")
 
 
-def _measure(node: YamlNode) -> tuple[int, int]:
-    """How many values, and how many levels. The cost is the size, which is what an alias is charged."""
-    below = [_measure(child) for child in node.children()]
-    return 1 + sum(size for size, _ in below), 1 + max((depth for _, depth in below), default=0)
+def _size_and_depth(node: YamlNode) -> tuple[int, int]:
+    """Number of values and of levels. Runs once per alias, in time proportional to the size that the alias adds."""
+    children = [_size_and_depth(child) for child in node.children()]
+    return 1 + sum(size for size, _ in children), 1 + max((depth for _, depth in children), default=0)
 
 
 class _Parser:
@@ -128,7 +130,7 @@ class _Parser:
         next(self.events)
         event = next(self.events)
         if isinstance(event, DocumentStartEvent):
-            self.stop(event, (), "a second document begins here; a config is one document")
+            self.stop(event, (), "second YAML document; a config must be one document")
         return root
 
     def stop(self, event: Event, path: Path, message: str) -> NoReturn:
@@ -158,16 +160,16 @@ class _Parser:
 
     def grow(self, event: Event, path: Path, size: int, depth: int) -> None:
         self.size += size
-        if self.size > _LARGEST:
-            self.stop(event, path, f"the config has more than {_LARGEST} values with its aliases written out")
+        if self.size > _MAX_VALUES:
+            self.stop(event, path, f"the config has more than {_MAX_VALUES} values with aliases expanded")
         if len(path) + depth > DEPTH:
             self.stop(event, path, f"nested deeper than {DEPTH} levels")
 
     def alias(self, event: AliasEvent, path: Path) -> YamlNode:
-        if event.anchor not in self.anchors:  # an anchor is known once its value is complete: no value holds itself
+        if event.anchor not in self.anchors:  # anchors are added after their value, so no value contains itself
             self.stop(event, path, f"the alias *{event.anchor} has no anchor &{event.anchor} before it")
         node = self.anchors[event.anchor]
-        self.grow(event, path, *_measure(node))
+        self.grow(event, path, *_size_and_depth(node))
         return node
 
     def scalar(self, event: ScalarEvent) -> YamlNode:
@@ -202,17 +204,17 @@ class _Parser:
 
     def key(self, event: Event, path: Path) -> tuple[str, bool]:
         if not isinstance(event, ScalarEvent):
-            self.stop(event, path, "a key is a word; quote it if it is meant to hold brackets or an alias")
+            self.stop(event, path, "keys must be plain text; quote a key that contains brackets or starts with *")
         node = self.node(event, path)
         if not isinstance(node.value, str) and node.value is not FAILED:
-            said = f"keys are text; quote it: {event.value!r}"
-            self.problems.add(node.at, (*path, event.value), said)
+            message = f"keys are text; quote it: {event.value!r}"
+            self.problems.add(node.at, (*path, event.value), message)
         return event.value, bool(event.style)
 
     def merged(self, value: YamlNode, path: Path) -> list[YamlNode]:
-        """The mappings of `<<: *base` or `<<: [*a, *b]`, the weakest last."""
+        """Mappings of `<<: *base` or `<<: [*a, *b]`, in order of precedence."""
         bases = value.value if isinstance(value.value, list) else [value]
-        wrong = [base for base in bases if not isinstance(base.value, dict)]
-        for base in wrong:
+        invalid = [base for base in bases if not isinstance(base.value, dict)]
+        for base in invalid:
             self.problems.add(base.at, (*path, "<<"), f"expected a mapping to merge, got {format_value(base.value)}")
-        return [base for base in bases if base not in wrong]
+        return [base for base in bases if base not in invalid]

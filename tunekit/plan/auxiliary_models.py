@@ -27,7 +27,7 @@ class AuxiliaryModelMemory(NamedTuple):
     passing: int
 
 
-HELD: dict[
+MODEL_MEMORY: dict[
     tuple[Any, str], AuxiliaryModelMemory
 ] = {}  # by all that it depends on: other divisions of the student ask again
 
@@ -41,17 +41,17 @@ class AuxiliaryModel:
     quantization: NoQuantization
     precision: PrecisionConfig
     adapter: NoAdapter | LoRAConfig = FrozenModel()
-    around: bool = False  # whether the model that is trained runs inside its pass
+    encloses_student: bool = False  # whether the model that is trained runs inside its pass
 
-    def held(self, sizes: ParallelDims, step: ProbeStep) -> AuxiliaryModelMemory:
+    def get_memory(self, sizes: ParallelDims, step: ProbeStep) -> AuxiliaryModelMemory:
         """As a rank has it, which asks about the rows of a step."""
-        how = sizes.tp, sizes.ep, sizes.cp, step.rows, step.length, step.device
-        key = self.source.spec, repr((str(self.source.path), self.quantization, self.precision, self.adapter, how))
-        if key not in HELD:
-            HELD[key] = self.looked_at(sizes, step)
-        return HELD[key]
+        options = sizes.tp, sizes.ep, sizes.cp, step.rows, step.length, step.device
+        key = self.source.spec, repr((str(self.source.path), self.quantization, self.precision, self.adapter, options))
+        if key not in MODEL_MEMORY:
+            MODEL_MEMORY[key] = self.measure_memory(sizes, step)
+        return MODEL_MEMORY[key]
 
-    def looked_at(self, sizes: ParallelDims, step: ProbeStep) -> AuxiliaryModelMemory:
+    def measure_memory(self, sizes: ParallelDims, step: ProbeStep) -> AuxiliaryModelMemory:
         net = build.build_meta_model(self.source, self.quantization, self.adapter)
         parallelize_fake(net, sizes)
         stored = self.source.dtypes if self.source.has_weights else dict.fromkeys(net.shapes, self.source.default_dtype)
@@ -61,26 +61,28 @@ class AuxiliaryModel:
         return AuxiliaryModelMemory(list(param_sizes(net, {}, inner)), layers, inference_memory(net, step))
 
 
-def num_reference_passes(said: dict[str, Any], models: tuple[AuxiliaryModel, ...]) -> int:
+def num_reference_passes(options: dict[str, Any], models: tuple[AuxiliaryModel, ...]) -> int:
     """Forward passes of the model itself that tell what it would expect without its updates."""
-    reference = said.get("reference")
-    return int(reference is not None and not models and reference.asks(said["loss"]))
+    reference = options.get("reference")
+    return int(reference is not None and not models and reference.asks(options["loss"]))
 
 
 def auxiliary_models(
-    said: dict[str, Any], source: HFCheckpoint, precision: PrecisionConfig
+    options: dict[str, Any], source: HFCheckpoint, precision: PrecisionConfig
 ) -> Iterator[AuxiliaryModel]:
     """What a recipe's choices keep: a copy of what training begins with, a teacher that is asked in each step."""
-    reference, teacher = said.get("reference"), said.get("teacher")
-    if reference is not None and reference.copies(said["adapter"], said["loss"]):
-        adapter = said["adapter"] if isinstance(said["adapter"], LoRAConfig) else FrozenModel()
-        yield AuxiliaryModel("the copy", source, said["quantization"], precision, without_initial_adapter(adapter))
+    reference, teacher = options.get("reference"), options.get("teacher")
+    if reference is not None and reference.copies(options["adapter"], options["loss"]):
+        adapter = options["adapter"] if isinstance(options["adapter"], LoRAConfig) else FrozenModel()
+        yield AuxiliaryModel("the copy", source, options["quantization"], precision, without_initial_adapter(adapter))
     if teacher is not None and "logits_dir" not in vars(teacher):
-        own, adapter = described(teacher.model)
-        yield AuxiliaryModel("the teacher", own, teacher.quantization, teacher.precision, adapter, around=True)
+        teacher_source, adapter = open_model(teacher.model)
+        yield AuxiliaryModel(
+            "the teacher", teacher_source, teacher.quantization, teacher.precision, adapter, encloses_student=True
+        )
 
 
-def described(name: str) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig]:
+def open_model(name: str) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig]:
     """A checkpoint, an adapter on its base, or what a run has left; no tokenizer is asked for."""
     path = build.final_dir_of(download.resolve_model_dir(name, CONFIG))
     if not (path / peft_adapter.CONFIG).is_file():
@@ -97,13 +99,13 @@ def without_initial_adapter(adapter: NoAdapter | LoRAConfig) -> NoAdapter | LoRA
     return adapter if adapter.adapter_path is None else replace(adapter, adapter_path=None)  # pyright: ignore
 
 
-def list_omissions(said: dict[str, Any]) -> Iterator[str]:
+def list_omissions(options: dict[str, Any]) -> Iterator[str]:
     """What a plan leaves out, for people."""
-    if (policy := said.get("on_policy")) is not None and policy.lmbda:
+    if (policy := options.get("on_policy")) is not None and policy.lmbda:
         yield "not planned: the student's own answers, the time they take and the keys and values that they need"
-    if said.get("reference") is not None:
+    if options.get("reference") is not None:
         yield "planned as if no prompt were shared: those that are computed once save memory and time"
-    if (teacher := said.get("teacher")) is not None and "logits_dir" in vars(teacher):
+    if (teacher := options.get("teacher")) is not None and "logits_dir" in vars(teacher):
         yield "not planned: the teacher, which is in memory only while it writes what it expects, once"
-    if said.get("forgetting") is not None:
+    if options.get("forgetting") is not None:
         yield "not planned: the time of looking for what is forgotten"

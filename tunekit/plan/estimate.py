@@ -11,7 +11,7 @@ from tunekit.plan.num_steps import StepCount
 from tunekit.plan.step_time import StepTime, estimate_step_time
 from tunekit.plan.workload import Workload, build_rank_model
 
-NETS: dict[tuple[DecoderSpec, str], Decoder] = {}
+META_MODELS: dict[tuple[DecoderSpec, str], Decoder] = {}
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class Estimate:
     task: Workload
     machine: ClusterSpec
     sizes: ParallelDims
-    books: RankMemoryModel
-    room: MemoryEstimate
-    pace: StepTime
-    extent: StepCount | None = None
+    memory_model: RankMemoryModel
+    memory: MemoryEstimate
+    step_time: StepTime
+    step_count: StepCount | None = None
 
     @property
     def peak(self) -> MemoryPeak:
-        return self.room.peak
+        return self.memory.peak
 
     @property
     def fits(self) -> bool | None:
@@ -38,33 +38,33 @@ class Estimate:
     @property
     def tokens(self) -> int:
         """Of a step, over all ranks."""
-        return self.task.global_batch_size * self.task.each * self.task.max_length
+        return self.task.global_batch_size * self.task.docs_per_row * self.task.max_length
 
     @property
     def hours(self) -> float | None:
-        seconds = self.pace.seconds
-        return None if seconds is None or self.extent is None else seconds * self.extent.steps / 3600
+        seconds = self.step_time.seconds
+        return None if seconds is None or self.step_count is None else seconds * self.step_count.steps / 3600
 
     @property
     def cost(self) -> float | None:
         """Of all steps, or of a step where nobody knows how many there are."""
-        if self.pace.seconds is None or self.machine.price is None:
+        if self.step_time.seconds is None or self.machine.price is None:
             return None
-        hours = self.pace.seconds / 3600 if self.hours is None else self.hours
+        hours = self.step_time.seconds / 3600 if self.hours is None else self.hours
         return hours * self.machine.devices * self.machine.price
 
 
 def estimate(task: Workload, machine: ClusterSpec) -> Estimate:
     """Reads no weight, computes nothing."""
     sizes = resolve_dims(task, machine)
-    books = build_memory_model(task, sizes)
+    memory_model = build_memory_model(task, sizes)
     return Estimate(
         task,
         machine,
         sizes,
-        books,
-        estimate_memory(books, machine),
-        estimate_step_time(books, meta_model(task, sizes), machine),
+        memory_model,
+        estimate_memory(memory_model, machine),
+        estimate_step_time(memory_model, meta_model(task, sizes), machine),
     )
 
 
@@ -78,8 +78,8 @@ def resolve_dims(task: Workload, machine: ClusterSpec) -> ParallelDims:
 
 def meta_model(task: Workload, sizes: ParallelDims) -> Decoder:
     """The model of a rank, made once."""
-    how = sizes.tp, sizes.ep, sizes.cp, task.adapter, task.quantization, task.precision
-    key = task.source.spec, repr((str(task.source.path), *how))
-    if key not in NETS:
-        NETS[key] = build_rank_model(task, sizes)
-    return NETS[key]
+    options = sizes.tp, sizes.ep, sizes.cp, task.adapter, task.quantization, task.precision
+    key = task.source.spec, repr((str(task.source.path), *options))
+    if key not in META_MODELS:
+        META_MODELS[key] = build_rank_model(task, sizes)
+    return META_MODELS[key]

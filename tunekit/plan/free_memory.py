@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tunekit import devices
-from tunekit.config.build import VISIBLE
+from tunekit.config.build import DEVICE_VARIABLES
 from tunekit.distributed.context import DistributedContext
 from tunekit.env_info import available_memory
 from tunekit.errors import UserError
@@ -29,7 +29,7 @@ class Free(NamedTuple):
     free: int
     total: int
     allocated: int = 0  # by this process already, which may have trained before, as in a notebook
-    variable: str = VISIBLE["cuda"]  # that selects the GPU
+    variable: str = DEVICE_VARIABLES["cuda"]  # that selects the GPU
 
     @property
     def used_by_others(self) -> int:
@@ -46,7 +46,7 @@ class Need(NamedTuple):
 
 def needed(plan: Estimate) -> Need:
     """The memory of one rank."""
-    return Need(plan.peak.total - DRIVER, plan.room.phases["load"].parts["weights"])
+    return Need(plan.peak.total - DRIVER, plan.memory.phases["load"].parts["weights"])
 
 
 def compare(gpu: Free, need: Need | None) -> str:
@@ -88,7 +88,7 @@ def read_free_memory(run: DistributedContext) -> Free | None:
     if devices.shares_host_memory(run.device):
         free = count_reclaimable(free, total, available_memory())
     allocated = (devices.memory_stats(run.device) or {}).get("reserved_bytes.all.current", 0)
-    variable = VISIBLE[run.device.type]
+    variable = DEVICE_VARIABLES[run.device.type]
     return Free(name_gpu(run.device, run, variable), free, total, allocated, variable)
 
 

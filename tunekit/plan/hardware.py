@@ -76,13 +76,13 @@ KINDS = {
     "v100": GPUSpec("V100 32 GB", 31.7, 125, 900, 150, 12, 15.7, None, VOLTA),
     "v100-16g": GPUSpec("V100 16 GB", 15.8, 125, 900, 150, 12, 15.7, None, VOLTA),
 }
-USUAL = "h100"
-HOST = 25.0  # GB/s between a GPU and the memory of its host
-NEAR = 0.08  # by which memory may differ from that of a kind of GPU that is taken for it
+DEFAULT_KIND = "h100"
+HOST_BANDWIDTH = 25.0  # GB/s between a GPU and the memory of its host
+MEMORY_TOLERANCE = 0.08  # by which memory may differ from that of a kind of GPU that is taken for it
 # Seconds of the host, assumed and not yet measured on a machine with a GPU: to launch a kernel from eager PyTorch, with
 # its share of autograd, and more for an operation of tunekit, which runs Python (13 to 39 microseconds on a CPU).
-LAUNCH, CALL = 6e-6, 25e-6
-REACHED = 0.45  # of what the maker tells, in products of large models
+LAUNCH_SECONDS, CALL_SECONDS = 6e-6, 25e-6
+DEFAULT_MFU = 0.45  # of what the maker tells, in products of large models
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class ClusterSpec:
     hosts: int = 1
     kind: GPUSpec | None = None  # None: the CPU
     memory: int | None = None  # bytes of a device; None: nobody said
-    taken: bool = False  # whether the kind is a guess
+    is_assumed: bool = False  # whether the kind is a guess
     price: float | None = None  # of a device, an hour
-    reached: float = REACHED
+    mfu: float = DEFAULT_MFU
 
     @property
     def per_host(self) -> int:
@@ -117,25 +117,25 @@ class ClusterSpec:
         return 1e9 * (self.kind.near if ranks * stride <= self.per_host else self.kind.far)
 
 
-def parse_memory_size(word: str) -> int:
+def parse_memory_size(text: str) -> int:
     """Bytes of `80G`, `80GiB` or `24000M`: of the powers of two that makers of memory mean."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GMT])(?:i?B)?", word.strip(), re.IGNORECASE)
-    if found is None or not float(found[1]):
-        raise UserError(f"--gpu-memory {word}: write a number and G, such as 80G")
-    return int(float(found[1]) * {"M": 2**20, "G": GIB, "T": 2**40}[found[2].upper()])
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GMT])(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None or not float(match[1]):
+        raise UserError(f"--gpu-memory {text}: write a number and G, such as 80G")
+    return int(float(match[1]) * {"M": 2**20, "G": GIB, "T": 2**40}[match[2].upper()])
 
 
-def gpu_by_name(word: str) -> GPUSpec:
+def gpu_by_name(text: str) -> GPUSpec:
     """A kind of GPU by name."""
-    name = word.lower().replace(" ", "").replace("_", "-")
+    name = text.lower().replace(" ", "").replace("_", "-")
     if name not in KINDS:
-        near = difflib.get_close_matches(name, KINDS, 1)
-        meant = f"did you mean {near[0]}?" if near else f"known are {', '.join(KINDS)}."
-        raise UserError(f"--gpu-type {word}: {meant} For others say --gpu-memory and --gpu-tflops")
+        matches = difflib.get_close_matches(name, KINDS, 1)
+        suggestion = f"did you mean {matches[0]}?" if matches else f"known are {', '.join(KINDS)}."
+        raise UserError(f"--gpu-type {text}: {suggestion} For others say --gpu-memory and --gpu-tflops")
     return KINDS[name]
 
 
 def gpu_by_memory(memory: int) -> GPUSpec:
     """The kind of GPU that is taken where only its memory is told: the fastest with about as much."""
-    near = [kind for kind in KINDS.values() if abs(kind.gib * GIB / memory - 1) < NEAR]
-    return max(near, key=lambda kind: kind.tflops, default=KINDS[USUAL])
+    kinds = [kind for kind in KINDS.values() if abs(kind.gib * GIB / memory - 1) < MEMORY_TOLERANCE]
+    return max(kinds, key=lambda kind: kind.tflops, default=KINDS[DEFAULT_KIND])

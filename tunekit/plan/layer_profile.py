@@ -25,7 +25,7 @@ from tunekit.plan.memory_tracker import MemoryTracker
 from tunekit.plan.operations import Operations
 
 CPU = torch.device("cpu")
-SHORT = 64  # tokens of the row for which an optimizer makes its state
+WARMUP_TOKENS = 64  # tokens of the row for which an optimizer makes its state
 
 
 class LossFn(Protocol):
@@ -46,7 +46,7 @@ class ProbeStep(NamedTuple):
     clip: float
     rows: int  # of a micro-batch
     length: int  # tokens of a row
-    parts: int  # micro-batches of a step
+    num_micro_batches: int  # micro-batches of a step
     device: str = "cpu"  # or cuda
     flash: bool = False  # whether the device has FlashAttention
 
@@ -54,8 +54,8 @@ class ProbeStep(NamedTuple):
 class MemoryInterval(NamedTuple):
     """Bytes of tensors over a stretch of a step, above what there was before it: at most, and behind it."""
 
-    most: int
-    left: int
+    peak: int
+    retained: int
     operations: Operations = Operations()
 
 
@@ -96,11 +96,11 @@ class StepProfile:
 
 def profile_step(net: Decoder, step: ProbeStep) -> StepProfile:
     """Measure a step of a model on no device, which is used up by it."""
-    kinds, chosen = sorts(net)
+    kinds, chosen = group_layers(net)
     every = [*net.layers]
     with fake_mode.fake_mode(step.device), FakeTensorMode(allow_non_fake_inputs=True):
         net.layers = cast("Iterable[Block]", nn.ModuleList([every[i] for i in chosen]))
-        embody(net)
+        materialize_fake(net)
         step.memory.apply(net, CPU)
         optimizer = step.optimizer.build(
             step.adapter.param_groups(net), (p for m in net.layers for p in m.parameters())
@@ -109,8 +109,8 @@ def profile_step(net: Decoder, step: ProbeStep) -> StepProfile:
             take_step, step.memory.wrap_optimizer(optimizer, DistributedContext.single_process()), step.clip
         )
         with MemoryTracker(step.flash) as live:
-            live.see([*net.parameters(), *net.buffers()])
-            first, later, moved = taken(ForwardWalk(net, live), step, update)
+            live.record([*net.parameters(), *net.buffers()])
+            first, later, moved = profile_passes(ForwardWalk(net, live), step, update)
         owned = [tuple(param_sizes(layer, optimizer.state)) for layer in net.layers]
         inner = {id(p) for layer in net.layers for p in layer.parameters()}
         root = tuple(param_sizes(net, optimizer.state, inner))
@@ -121,14 +121,14 @@ def inference_memory(net: Decoder, step: ProbeStep) -> int:
     """Bytes at most while a model on no device, which is used up by it, makes hidden states of the rows of a step."""
     every = [*net.layers]
     with fake_mode.fake_mode(step.device), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        net.layers = cast("Iterable[Block]", nn.ModuleList([every[i] for i in sorts(net)[1]]))
-        embody(net)
+        net.layers = cast("Iterable[Block]", nn.ModuleList([every[i] for i in group_layers(net)[1]]))
+        materialize_fake(net)
         batch = rows(step)
         with MemoryTracker() as live:
-            live.see([*net.parameters(), *net.buffers()])
+            live.record([*net.parameters(), *net.buffers()])
             before = live.bytes
             net(batch.tokens, batch.positions, batch.layout, head_fn=lambda hidden, _: hidden[:0], sharded=True)
-            return live.most - before
+            return live.peak - before
 
 
 def take_step(optimizer: TrainOptimizer, max_grad_norm: float) -> None:
@@ -138,38 +138,38 @@ def take_step(optimizer: TrainOptimizer, max_grad_norm: float) -> None:
     optimizer.zero_grad()
 
 
-def taken(
+def profile_passes(
     walk: "ForwardWalk", step: ProbeStep, update: Callable[[], None]
 ) -> tuple[LayerPass, LayerPass, MemoryInterval]:
     """A step whose optimizer has its state: micro-batches without and with gradients, and the update."""
-    walk.run(step._replace(rows=1, length=min(step.length, SHORT)))
+    walk.run(step._replace(rows=1, length=min(step.length, WARMUP_TOKENS)))
     update()
     first = walk.run(step)
-    later = walk.run(step) if step.parts > 1 else first
+    later = walk.run(step) if step.num_micro_batches > 1 else first
     walk.begin()
     update()
     return first, later, walk.note("update", 0)
 
 
-def sorts(net: Decoder) -> tuple[tuple[int, ...], list[int]]:
+def group_layers(net: Decoder) -> tuple[tuple[int, ...], list[int]]:
     """The kind of every layer, and a layer of each kind. The first one stands alone: its input may want no gradient."""
-    found: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for i, (layer, spec) in enumerate(zip(net.layers, net.spec.layers, strict=True)):
-        held = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
-        found.setdefault((spec, i == 0, layer.attn.shares_kv, held), []).append(i)
+        params = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
+        groups.setdefault((spec, i == 0, layer.attn.shares_kv, params), []).append(i)
     # A layer that takes keys of another wants it before itself; lenders are few.
-    chosen = sorted(members[0] for members in found.values())
-    place = {i: chosen.index(members[0]) for members in found.values() for i in members}
-    return tuple(place[i] for i in range(len(place))), chosen
+    chosen = sorted(members[0] for members in groups.values())
+    kinds = {i: chosen.index(members[0]) for members in groups.values() for i in members}
+    return tuple(kinds[i] for i in range(len(kinds))), chosen
 
 
-def embody(net: Decoder) -> None:
+def materialize_fake(net: Decoder) -> None:
     """Parameters on no device become such of the CPU, without numbers."""
     for module in net.modules():
         for name, p in module._parameters.items():
             if p is not None:
-                made = torch.empty(p.shape, dtype=p.dtype, device=CPU)
-                module._parameters[name] = nn.Parameter(made, requires_grad=p.requires_grad)
+                tensor = torch.empty(p.shape, dtype=p.dtype, device=CPU)
+                module._parameters[name] = nn.Parameter(tensor, requires_grad=p.requires_grad)
         for name, b in module._buffers.items():
             if b is not None:
                 module._buffers[name] = torch.empty(b.shape, dtype=b.dtype, device=CPU)
@@ -180,11 +180,13 @@ def param_sizes(
     module: nn.Module, states: Mapping[Tensor, dict[str, Any]], without: Iterable[int] = ()
 ) -> Iterable[ParamSize]:
     """The parameters of a module, each once, with what an optimizer keeps for them."""
-    experts = {id(p) for each in module.modules() if isinstance(each, Experts) for p in each.parameters()}
+    experts = {
+        id(p) for submodule in module.modules() if isinstance(submodule, Experts) for p in submodule.parameters()
+    }
     for name, p in module.named_parameters():
         if id(p) not in without:
-            kept = states[p].values() if p in states else ()
-            state = sum(value.nbytes for value in kept if isinstance(value, Tensor))
+            values_of_state = states[p].values() if p in states else ()
+            state = sum(value.nbytes for value in values_of_state if isinstance(value, Tensor))
             yield ParamSize(name, tuple(p.shape), p.nbytes, p.requires_grad, state, id(p) in experts)
 
 
@@ -198,8 +200,8 @@ class ForwardWalk:
         self.start, self.forward = live.bytes, False
         self.before = live.operations
         for i, layer in enumerate(net.layers):
-            layer.register_forward_pre_hook(self.entering(i))
-            layer.register_forward_hook(self.leaving(i))
+            layer.register_forward_pre_hook(self.pre_forward_hook(i))
+            layer.register_forward_hook(self.forward_hook(i))
 
     def run(self, step: ProbeStep) -> LayerPass:
         """One micro-batch."""
@@ -211,15 +213,15 @@ class ForwardWalk:
         self.note("head", 0)
         loss.backward()
         # Where the input of a layer wants no gradient, nobody said when the way back ended, and it did.
-        untold = [i for i in range(self.count) if ("back", i) not in self.events]
-        self.note(*(("back", untold[-1]) if untold else ("before_back", 0)))
+        unmarked = [i for i in range(self.count) if ("back", i) not in self.events]
+        self.note(*(("back", unmarked[-1]) if unmarked else ("before_back", 0)))
         none, e = MemoryInterval(0, 0), self.events
         layers, back = (tuple(e.get((name, i), none) for i in range(self.count)) for name in ("layer", "back"))
         outer = e["before", 0], layers, e["head", 0], e["head_back", 0], back
         last = e.get(("before_back", 0), none)
-        return LayerPass(*outer, last._replace(most=max(last.left, last.most - self.summed())))
+        return LayerPass(*outer, last._replace(peak=max(last.retained, last.peak - self.tied_gradient_bytes())))
 
-    def summed(self) -> int:
+    def tied_gradient_bytes(self) -> int:
         """Bytes of a sum that torch makes in place of a gradient of real numbers, but not of shapes alone: of the two
         gradients of an embedding that is the head."""
         weight = self.net.embed.weight
@@ -233,31 +235,31 @@ class ForwardWalk:
     def note(self, name: str, index: int) -> MemoryInterval:
         """A stretch ends here, and the next one begins."""
         done = self.live.operations.plus(self.before, -1)
-        found = MemoryInterval(self.live.mark() - self.start, self.live.bytes - self.start, done)
-        self.events[name, index] = found
+        interval = MemoryInterval(self.live.mark() - self.start, self.live.bytes - self.start, done)
+        self.events[name, index] = interval
         self.start, self.before = self.live.bytes, self.live.operations
-        return found
+        return interval
 
-    def entering(self, i: int) -> Callable[..., None]:
+    def pre_forward_hook(self, i: int) -> Callable[..., None]:
         def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
             if self.forward and i == 0:
                 self.note("before", 0)
                 if inputs[0].requires_grad:
-                    inputs[0].register_hook(self.behind("back", 0))
+                    inputs[0].register_hook(self.gradient_hook("back", 0))
 
         return hook
 
-    def leaving(self, i: int) -> Callable[..., None]:
+    def forward_hook(self, i: int) -> Callable[..., None]:
         def hook(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
             if self.forward:
                 self.note("layer", i)
                 last = i == self.count - 1
                 if output.requires_grad:
-                    output.register_hook(self.behind(*(("head_back", 0) if last else ("back", i + 1))))
+                    output.register_hook(self.gradient_hook(*(("head_back", 0) if last else ("back", i + 1))))
 
         return hook
 
-    def behind(self, name: str, index: int) -> Callable[[Tensor], None]:
+    def gradient_hook(self, name: str, index: int) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
             self.note(name, index)
 

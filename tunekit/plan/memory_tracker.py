@@ -20,28 +20,28 @@ class MemoryTracker(TorchDispatchMode):
     def __init__(self, flash: bool = False) -> None:
         super().__init__()
         self.flash, self.operations = flash, Operations()
-        self.bytes = self.most = 0
+        self.bytes = self.peak = 0
         self.known: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.see(leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor))
+        outputs = func(*args, **(kwargs or {}))
+        self.record(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
         self.operations = self.operations.plus(count(func))
         if self.flash:
-            self.most = max(self.most, self.bytes + flash_workspace(func, args))
-        return made
+            self.peak = max(self.peak, self.bytes + flash_workspace(func, args))
+        return outputs
 
-    def see(self, tensors: Iterable[Tensor]) -> None:
+    def record(self, tensors: Iterable[Tensor]) -> None:
         """Count what they stand on, each memory once."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
             if key not in self.known and size:
-                self.known[key] = weakref.ref(storage, self.gone(key, size))
+                self.known[key] = weakref.ref(storage, self.on_free(key, size))
                 self.bytes += size
-        self.most = max(self.most, self.bytes)
+        self.peak = max(self.peak, self.bytes)
 
-    def gone(self, key: int, size: int) -> Any:
+    def on_free(self, key: int, size: int) -> Any:
         """What happens when a memory is given back."""
 
         def forget(_: Any) -> None:
@@ -52,5 +52,5 @@ class MemoryTracker(TorchDispatchMode):
 
     def mark(self) -> int:
         """The most since the last mark; from here on it is counted anew."""
-        most, self.most = self.most, self.bytes
-        return most
+        peak, self.peak = self.peak, self.bytes
+        return peak

@@ -13,9 +13,9 @@ from tunekit.data.readers.open_dataset import find_data_files, open_dataset, par
 from tunekit.data.readers.row_reader import Row, RowReader
 from tunekit.errors import UserError
 
-LARGEST = 2**31  # bytes of files that are counted: reading more takes too long
-LOOKED_AT = 200  # rows whose texts tell how long rows are
-LETTERS = 4  # of a token: bytes of the texts that models are trained on are near it
+MAX_FILE_BYTES = 2**31  # bytes of files that are counted: reading more takes too long
+NUM_SAMPLED_ROWS = 200  # rows whose texts tell how long rows are
+BYTES_PER_TOKEN = 4  # of a token: bytes of the texts that models are trained on are near it
 
 
 @dataclass(frozen=True)
@@ -30,46 +30,49 @@ class StepCount:
 
 def count_steps(cfg: Any) -> StepCount | None:
     """As `steps` says, or as the rows do; None if they are not here, or a stream."""
-    said = vars(cfg)
-    if said.get("max_steps") is not None:
-        return StepCount(said["max_steps"])
-    mix = MixtureBase.from_config(said["data"])
+    options = vars(cfg)
+    if options.get("max_steps") is not None:
+        return StepCount(options["max_steps"])
+    mix = MixtureBase.from_config(options["data"])
     try:
-        tables = [opened(rows) for rows in mix.dataset_configs]
+        tables = [open_rows(rows) for rows in mix.dataset_configs]
     except (UserError, OSError):  # what is wrong with them is told where they are prepared
         return None
     counts = [table.count for table in tables if table is not None and table.count is not None]
     if len(counts) < len(tables):
         return None
-    taken = mix.rows_per_epoch(counts)
-    rows = sum(taken)
+    rows_per_member = mix.rows_per_epoch(counts)
+    rows = sum(rows_per_member)
     if mix.capacity is not None:
-        shares = [n * sampled(table, mix.max_length) for n, table in zip(taken, filter(None, tables), strict=True)]
-        rows = max(1, round(sum(shares) / mix.max_length))
-    steps = StepIndex(lambda _: rows, said["global_batch_size"]).num_steps(said["epochs"])
-    return StepCount(steps, sum(taken), said["epochs"], mix.capacity is None)
+        num_tokens = [
+            n * mean_row_tokens(table, mix.max_length)
+            for n, table in zip(rows_per_member, filter(None, tables), strict=True)
+        ]
+        rows = max(1, round(sum(num_tokens) / mix.max_length))
+    steps = StepIndex(lambda _: rows, options["global_batch_size"]).num_steps(options["epochs"])
+    return StepCount(steps, sum(rows_per_member), options["epochs"], mix.capacity is None)
 
 
-def opened(rows: DatasetConfig) -> RowReader | None:
+def open_rows(rows: DatasetConfig) -> RowReader | None:
     """The rows, if they lie here in files that are soon read."""
     files = find_data_files(rows.source, parse_split(rows.split).name)
-    if rows.streaming or not files or sum(Path(file).stat().st_size for file in files) > LARGEST:
+    if rows.streaming or not files or sum(Path(file).stat().st_size for file in files) > MAX_FILE_BYTES:
         return None
     return open_dataset(rows.source, rows.split, rows.max_samples)
 
 
-def sampled(table: RowReader, most: int) -> float:
+def mean_row_tokens(table: RowReader, max_length: int) -> float:
     """Tokens of a row, cut at `most`, on average over the first rows."""
-    read = (row for row in islice(table.rows, LOOKED_AT) if isinstance(row, Row))
-    lengths = [min(most, sum(map(len, texts(row.fields))) / LETTERS) for row in read]
+    sample = (row for row in islice(table.rows, NUM_SAMPLED_ROWS) if isinstance(row, Row))
+    lengths = [min(max_length, sum(map(len, iter_texts(row.fields))) / BYTES_PER_TOKEN) for row in sample]
     return sum(lengths) / max(1, len(lengths))
 
 
-def texts(value: Any) -> Iterator[str]:
+def iter_texts(value: Any) -> Iterator[str]:
     """Every text in a row."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list | tuple):
-        parts: Iterable[Any] = value.values() if isinstance(value, dict) else value
-        for part in parts:
-            yield from texts(part)
+        values: Iterable[Any] = value.values() if isinstance(value, dict) else value
+        for item in values:
+            yield from iter_texts(item)

@@ -14,7 +14,7 @@ from tunekit.plan import estimate, hardware, report, suggestions
 from tunekit.plan.hardware import GIB, ClusterSpec
 from tunekit.plan.workload import make_workload
 
-MOST = 3  # changes that are told
+MAX_SUGGESTIONS = 3  # changes that are told
 CPU_FULL = "can't allocate memory"  # of torch's DefaultCPUAllocator, which has no class of its own
 PINNED_FULL = "CUDA error: out of memory"  # of the driver, for memory that torch.OutOfMemoryError is not about
 
@@ -34,16 +34,16 @@ def host_is_full(error: BaseException) -> bool:
 def format_oom_report(cfg: Any, device: torch.device, devices: int = 1, hosts: int = 1) -> str:
     """What the config needs on each of `devices`, the largest part of it, and what the best changes would save."""
     try:
-        where = current_hardware(device, devices, hosts)
-        plan = estimate.estimate(make_workload(cfg, where), where)
-        changes = suggestions.suggest_changes(plan)[:MOST]
+        machine = current_hardware(device, devices, hosts)
+        plan = estimate.estimate(make_workload(cfg, machine), machine)
+        changes = suggestions.suggest_changes(plan)[:MAX_SUGGESTIONS]
     except UserError as error:
         return f"out of memory; what would need less cannot be told ({error})"
-    peak, part = plan.peak, report.largest_component(plan.room)
-    there = "" if where.memory is None else f", of {report.format_gib(where.memory)} that there are"
+    peak, part = plan.peak, report.largest_component(plan.memory)
+    available = "" if machine.memory is None else f", of {report.format_gib(machine.memory)} that there are"
     lines = [
-        f"out of memory: a step needs about {report.format_gib(peak.total)} GiB{there}; "
-        f"{report.NAMES[part]} {report.format_gib(peak.parts[part])} GiB of it, in the {report.ABOUT[plan.room.phase]}",
+        f"out of memory: a step needs about {report.format_gib(peak.total)} GiB{available}; "
+        f"{report.COMPONENT_LABELS[part]} {report.format_gib(peak.parts[part])} GiB of it, in the {report.PHASE_LABELS[plan.memory.phase]}",
         *(
             ["to need less:", *report.format_suggestions(plan, changes)]
             if changes
@@ -71,7 +71,7 @@ def current_hardware(device: torch.device, devices: int, hosts: int) -> ClusterS
         return ClusterSpec(devices, hosts)
     total = info[1]
     kind = replace(hardware.gpu_by_memory(round(total / GIB) * GIB), device=describe(device))
-    return ClusterSpec(devices, hosts, kind, total, taken=True)
+    return ClusterSpec(devices, hosts, kind, total, is_assumed=True)
 
 
 @contextmanager

@@ -67,12 +67,12 @@ def teacher(model: Decoder) -> Head:
     return HEADS[model]
 
 
-def proxy_loss(said: dict[str, Any], spec: DecoderSpec) -> Any:
+def proxy_loss(options: dict[str, Any], spec: DecoderSpec) -> Any:
     """Cross-entropy as it is; where answers or models are compared, or scores are made, what stands for it."""
-    if isinstance(said["loss"], CrossEntropy):
-        return said["loss"]
-    if isinstance(said["loss"], KLDivergenceLoss):
-        return ProxyDistillLoss(said["loss"])
+    if isinstance(options["loss"], CrossEntropy):
+        return options["loss"]
+    if isinstance(options["loss"], KLDivergenceLoss):
+        return ProxyDistillLoss(options["loss"])
     if spec.score is not None:
         return ProxyRewardLoss()
-    return ProxyPreferenceLoss() if "reference" in said else CrossEntropy()
+    return ProxyPreferenceLoss() if "reference" in options else CrossEntropy()

@@ -10,7 +10,7 @@ from tunekit.plan.search import SearchResult
 from tunekit.plan.step_time import StepTime
 from tunekit.plan.suggestions import Suggestion
 
-ABOUT = {
+PHASE_LABELS = {
     "load": "load the model",
     "forward": "forward pass",
     "backward": "backward pass",
@@ -18,9 +18,9 @@ ABOUT = {
     "save": "save",
 }
 
-NAMES = {
+COMPONENT_LABELS = {
     "weights": "weights are",
-    "beside": "the other model is",
+    "auxiliary": "the auxiliary model is",
     "gradients": "gradients are",
     "optimizer": "what the optimizer keeps is",
     "activations": "activations are",
@@ -33,21 +33,21 @@ NAMES = {
 
 def format_report(plan: Estimate, changes: Sequence[Suggestion]) -> str:
     """The whole report."""
-    parts = [head(plan), memory(plan), verdict(plan, changes)]
-    parts += [traffic(plan)] if plan.pace.flows else []
-    parts += [time(plan), "\n".join(plan.task.untold)]
+    parts = [format_header(plan), format_memory(plan), format_verdict(plan, changes)]
+    parts += [format_traffic(plan)] if plan.step_time.flows else []
+    parts += [format_time(plan), "\n".join(plan.task.omissions)]
     return "\n\n".join(part for part in parts if part)
 
 
-def head(plan: Estimate) -> str:
+def format_header(plan: Estimate) -> str:
     """What is planned, and for what."""
     task, sizes = plan.task, plan.sizes
-    books = plan.books
-    every = [weight for unit in books.units for weight in unit]
-    trained = sum(weight.trained * numbers(weight.shape) for weight in every)
-    passes = "1 pass" if task.parts(sizes) == 1 else f"{task.parts(sizes)} passes"
-    each = f"{task.micro(sizes)} pairs x 2" if task.each == 2 else str(task.micro(sizes))
-    rows = f"{each} x {task.max_length:,} tokens in a pass, {passes} a step"
+    memory_model = plan.memory_model
+    params = [weight for unit in memory_model.units for weight in unit]
+    trained = sum(weight.trained * count_elements(weight.shape) for weight in params)
+    passes = "1 pass" if task.num_micro_batches(sizes) == 1 else f"{task.num_micro_batches(sizes)} passes"
+    micro_batch = f"{task.micro(sizes)} pairs x 2" if task.docs_per_row == 2 else str(task.micro(sizes))
+    rows = f"{micro_batch} x {task.max_length:,} tokens in a pass, {passes} a step"
     shares = {name: vars(sizes)[name] for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep")}
     shared = ", ".join(f"{name} {count}" for name, count in shares.items() if count > 1)
     where = f"{task.source.name} on {plan.machine.label}"
@@ -56,36 +56,40 @@ def head(plan: Estimate) -> str:
     return "\n".join([*lines, *([f"shared as: {shared}"] if shared else [])])
 
 
-def numbers(shape: Iterable[int]) -> int:
+def count_elements(shape: Iterable[int]) -> int:
     total = 1
     for size in shape:
         total *= size
     return total
 
 
-def memory(plan: Estimate) -> str:
+def format_memory(plan: Estimate) -> str:
     """Each phase at its highest, and what it is made of."""
-    room = plan.room
-    columns = [part for part in PARTS if any(moment.parts.get(part) for moment in room.phases.values())]
+    estimate = plan.memory
+    columns = [part for part in PARTS if any(moment.parts.get(part) for moment in estimate.phases.values())]
     rows = [["GiB of each rank" if plan.machine.devices > 1 else "GiB", "in all", *columns]]
     for name in PHASES:
-        moment = room.phases[name]
+        moment = estimate.phases[name]
         rows.append(
-            [ABOUT[name], format_gib(moment.total), *(format_gib(moment.parts.get(part, 0)) for part in columns)]
+            [PHASE_LABELS[name], format_gib(moment.total), *(format_gib(moment.parts.get(part, 0)) for part in columns)]
         )
-    lines = table(rows)
-    if room.host:
-        lines.append(f"and {format_gib(room.host * plan.machine.per_host)} GiB of the memory of each host")
+    lines = format_table(rows)
+    if estimate.host:
+        lines.append(f"and {format_gib(estimate.host * plan.machine.per_host)} GiB of the memory of each host")
     return "\n".join(lines)
 
 
-def verdict(plan: Estimate, changes: Sequence[Suggestion]) -> str:
+def format_verdict(plan: Estimate, changes: Sequence[Suggestion]) -> str:
     """Whether it fits, what is largest, and what to change."""
-    room, peak = plan.room, plan.peak
-    part = largest_component(room)
-    at = f"{ABOUT[room.phase]} ({peak.where})" if peak.where not in ABOUT[room.phase] else ABOUT[room.phase]
+    estimate, peak = plan.memory, plan.peak
+    part = largest_component(estimate)
+    at = (
+        f"{PHASE_LABELS[estimate.phase]} ({peak.where})"
+        if peak.where not in PHASE_LABELS[estimate.phase]
+        else PHASE_LABELS[estimate.phase]
+    )
     share = peak.parts[part] / peak.total
-    lines = [f"at most {format_gib(peak.total)} GiB, in the {at}; {NAMES[part]} {share:.0%} of it"]
+    lines = [f"at most {format_gib(peak.total)} GiB, in the {at}; {COMPONENT_LABELS[part]} {share:.0%} of it"]
     if plan.fits is not None:
         assert plan.machine.memory is not None
         free = plan.machine.memory - peak.total
@@ -102,83 +106,91 @@ def verdict(plan: Estimate, changes: Sequence[Suggestion]) -> str:
 
 def format_suggestions(plan: Estimate, changes: Sequence[Suggestion]) -> list[str]:
     """A line for each change."""
-    return table([[f"  {c.words}", f"-{format_gib(c.saves)} GiB", tradeoff(plan, c)] for c in changes], left=(0, 2))
+    return format_table(
+        [[f"  {c.words}", f"-{format_gib(c.saves)} GiB", format_tradeoff(plan, c)] for c in changes], left=(0, 2)
+    )
 
 
-def tradeoff(plan: Estimate, change: Suggestion) -> str:
+def format_tradeoff(plan: Estimate, change: Suggestion) -> str:
     """What a change does, and to the time of a step."""
-    now, then = plan.pace.seconds, change.plan.pace.seconds
+    now, then = plan.step_time.seconds, change.plan.step_time.seconds
     slower = "" if not now or then is None or abs(then / now - 1) < 0.02 else f" ({then / now - 1:+.0%} time)"
     return change.does + slower
 
 
-def largest_component(room: MemoryEstimate) -> str:
+def largest_component(estimate: MemoryEstimate) -> str:
     """The part that takes most at the highest moment."""
-    parts = room.peak.parts
+    parts = estimate.peak.parts
     return max(parts, key=lambda name: parts[name])
 
 
-def traffic(plan: Estimate) -> str:
+def format_traffic(plan: Estimate) -> str:
     """What each rank sends in a step."""
     rows = [["sent by each rank in a step", "GiB", "ranks", "GB/s", "seconds"]]
-    for flow in plan.pace.flows:
+    for flow in plan.step_time.flows:
         speed = plan.machine.bandwidth(flow.ranks, flow.stride)
         known = [] if speed == float("inf") else [f"{speed / 1e9:.0f}", f"{flow.bytes / speed:.2f}"]
-        rows.append([f"{flow.kind}: {flow.what}", format_gib(flow.bytes), str(flow.ranks), *(known or ["", ""])])
-    return "\n".join(table(rows))
+        rows.append([f"{flow.kind}: {flow.tensors}", format_gib(flow.bytes), str(flow.ranks), *(known or ["", ""])])
+    return "\n".join(format_table(rows))
 
 
-def time(plan: Estimate) -> str:
+def format_time(plan: Estimate) -> str:
     """How long, how much."""
-    pace = plan.pace
-    lines = [f"{plan.tokens:,} tokens a step, {pace.flops / 1e12:,.1f} TFLOP on each rank"]
-    if pace.seconds is not None and pace.computing is not None:
+    step_time = plan.step_time
+    lines = [f"{plan.tokens:,} tokens a step, {step_time.flops / 1e12:,.1f} TFLOP on each rank"]
+    if step_time.seconds is not None and step_time.compute is not None:
         kind = plan.machine.kind
         assert kind is not None
-        lines.append(f"about {span(pace.seconds)} a step{spent(pace)}, {plan.tokens / pace.seconds:,.0f} tokens/s")
-        guess = " (no kind is named; --gpu-type says which)" if plan.machine.taken else ""
+        lines.append(
+            f"about {format_duration(step_time.seconds)} a step{format_breakdown(step_time)}, {plan.tokens / step_time.seconds:,.0f} tokens/s"
+        )
+        guess = " (no kind is named; --gpu-type says which)" if plan.machine.is_assumed else ""
         rate = kind.rate(plan.task.precision.compute_dtype)
-        lines.append(f"if {plan.machine.reached:.0%} of the {rate:,.0f} TFLOP/s of one {kind.label} are reached{guess}")
-        if pace.seconds == pace.launching:
-            lines.append(f"limited by the host, which launches {pace.launches:,} kernels: longer passes cost little")
-    lines.append(whole(plan))
+        lines.append(f"if {plan.machine.mfu:.0%} of the {rate:,.0f} TFLOP/s of one {kind.label} are reached{guess}")
+        if step_time.seconds == step_time.launch:
+            lines.append(
+                f"limited by the host, which launches {step_time.launches:,} kernels: longer passes cost little"
+            )
+    lines.append(format_total(plan))
     if plan.cost is not None:
-        unit = "" if plan.extent is not None else " a step"
+        unit = "" if plan.step_count is not None else " a step"
         sum = f"{plan.cost:,.2f}" if plan.cost >= 1 else f"{plan.cost:.2g}"
         lines.append(f"costs {sum}{unit}, at {plan.machine.price:g} a device and hour")
     return "\n".join(lines)
 
 
-def whole(plan: Estimate) -> str:
+def format_total(plan: Estimate) -> str:
     """What all steps come to."""
-    found = plan.extent
-    if found is None:
+    step_count = plan.step_count
+    if step_count is None:
         return "how many steps is not known before the rows are here: say max_steps=, or name rows of this machine"
-    about = "" if found.exact else "about "
-    told = f"{about}{found.steps:,} step{'s' * (found.steps != 1)}"
-    if found.rows is not None:
-        epochs = f"{found.epochs:,} epoch{'s' * (found.epochs > 1)} of "
-        told += f" ({epochs}{found.rows:,} rows{'' if found.exact else ', packed'})"
-    told += f", {about or 'at most '}{found.steps * plan.tokens:,} tokens"
-    return told if plan.hours is None else f"{told}: {span(3600 * plan.hours)}"
+    about = "" if step_count.exact else "about "
+    text = f"{about}{step_count.steps:,} step{'s' * (step_count.steps != 1)}"
+    if step_count.rows is not None:
+        epochs = f"{step_count.epochs:,} epoch{'s' * (step_count.epochs > 1)} of "
+        text += f" ({epochs}{step_count.rows:,} rows{'' if step_count.exact else ', packed'})"
+    text += f", {about or 'at most '}{step_count.steps * plan.tokens:,} tokens"
+    return text if plan.hours is None else f"{text}: {format_duration(3600 * plan.hours)}"
 
 
-def spent(pace: StepTime) -> str:
+def format_breakdown(step_time: StepTime) -> str:
     """What a step's time goes into, as far as it is seen."""
-    assert pace.seconds is not None and pace.computing is not None
+    assert step_time.seconds is not None and step_time.compute is not None
     parts = {
-        "products": pace.computing,
-        "sent beside them": pace.hidden,
-        "to the host and back beside them": pace.hosted,
-        "waited for": pace.waiting,
-        "optimizer": pace.moving,
-        "kernel launches": pace.launching,
+        "products": step_time.compute,
+        "sent beside them": step_time.hidden,
+        "to the host and back beside them": step_time.host_transfer,
+        "waited for": step_time.exposed_comm,
+        "optimizer": step_time.optimizer,
+        "kernel launches": step_time.launch,
     }
-    told = [f"{name} {span(seconds)}" for name, seconds in parts.items() if seconds >= 0.01 * pace.seconds]
-    return f" ({', '.join(told)})" if told else ""
+    items = [
+        f"{name} {format_duration(seconds)}" for name, seconds in parts.items() if seconds >= 0.01 * step_time.seconds
+    ]
+    return f" ({', '.join(items)})" if items else ""
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time in the unit that people would take."""
     for least, size, unit in ((2 * 86400, 86400, "days"), (5400, 3600, "hours"), (90, 60, "minutes")):
         if seconds >= least:
@@ -187,7 +199,7 @@ def span(seconds: float) -> str:
 
 
 # Overrides of a fit that change what is learnt, and not only where and when it is computed.
-LEARNT = {
+OVERRIDE_WARNINGS = {
     "max_grad_norm=0": "max_grad_norm=0: gradients are no longer cut at a length, so watch the loss, or set a "
     "lower optimizer.lr",
     "optimizer=adamw8bit": "optimizer=adamw8bit: its moments are rounded to 8 bits, so the course differs a little",
@@ -196,16 +208,16 @@ LEARNT = {
 }
 
 
-def format_overrides(found: SearchResult) -> str:
+def format_overrides(result: SearchResult) -> str:
     """The overrides of what fits."""
-    if not found.words:
+    if not result.words:
         return "fit: of what fits nothing is faster than what the config says"
-    seconds = found.plan.pace.seconds
-    told = "" if seconds is None else f", {span(seconds)} a step"
-    host = found.plan.room.host * found.plan.machine.per_host
+    seconds = result.plan.step_time.seconds
+    time_text = "" if seconds is None else f", {format_duration(seconds)} a step"
+    host = result.plan.memory.host * result.plan.machine.per_host
     away = f", {format_gib(host)} GiB of the memory of each host" if host else ""
-    text = f"fit: {' '.join(found.words)}\n     {format_gib(found.plan.peak.total)} GiB at most{away}{told}"
-    return "\n     ".join([text, *(said for word, said in LEARNT.items() if word in found.words)])
+    summary = f"fit: {' '.join(result.words)}\n     {format_gib(result.plan.peak.total)} GiB at most{away}{time_text}"
+    return "\n     ".join([summary, *(warning for word, warning in OVERRIDE_WARNINGS.items() if word in result.words)])
 
 
 def format_gib(bytes: int) -> str:
@@ -216,35 +228,39 @@ def format_gib(bytes: int) -> str:
     return f"{size:,.0f}" if abs(size) >= 100 else f"{size:.1f}" if abs(size) >= 10 else f"{size:.2f}"
 
 
-def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+def format_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
     """Columns, numbers to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     cells = ([f"{cell:{'<' if i in left else '>'}{widths[i]}}" for i, cell in enumerate(row)] for row in rows)
     return ["  ".join(line).rstrip() for line in cells]
 
 
-def report_json(plan: Estimate, changes: Sequence[Suggestion], found: SearchResult | None) -> dict[str, Any]:
+def report_json(plan: Estimate, changes: Sequence[Suggestion], result: SearchResult | None) -> dict[str, Any]:
     """The same for programs: bytes and seconds."""
-    pace = plan.pace
-    told: dict[str, Any] = {
+    step_time = plan.step_time
+    data: dict[str, Any] = {
         "model": plan.task.source.name,
         "machine": plan.machine.label,
         "sharing": {name: vars(plan.sizes)[name] for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep")},
-        "phases": {n: {"total": m.total, "where": m.where, **m.parts} for n, m in plan.room.phases.items()},
+        "phases": {n: {"total": m.total, "where": m.where, **m.parts} for n, m in plan.memory.phases.items()},
         "peak": plan.peak.total,
-        "largest": largest_component(plan.room),
-        "host": plan.room.host,
+        "largest": largest_component(plan.memory),
+        "host": plan.memory.host,
         "fits": plan.fits,
         "changes": [{"words": c.words, "does": c.does, "saves": c.saves} for c in changes],
-        "traffic": [{"kind": f.kind, "what": f.what, "bytes": f.bytes, "ranks": f.ranks} for f in pace.flows],
+        "traffic": [{"kind": f.kind, "what": f.tensors, "bytes": f.bytes, "ranks": f.ranks} for f in step_time.flows],
         "tokens": plan.tokens,
-        "steps": None if plan.extent is None else plan.extent.steps,
-        "flops": pace.flops,
-        "seconds": pace.seconds,
-        "launches": pace.launches,
+        "steps": None if plan.step_count is None else plan.step_count.steps,
+        "flops": step_time.flops,
+        "seconds": step_time.seconds,
+        "launches": step_time.launches,
         "hours": plan.hours,
         "cost": plan.cost,
     }
-    if found is not None:
-        told["fit"] = {"words": list(found.words), "peak": found.plan.peak.total, "seconds": found.plan.pace.seconds}
-    return told
+    if result is not None:
+        data["fit"] = {
+            "words": list(result.words),
+            "peak": result.plan.peak.total,
+            "seconds": result.plan.step_time.seconds,
+        }
+    return data

@@ -22,11 +22,11 @@ from tunekit.plan.memory import RankMemoryModel, estimate_memory
 from tunekit.plan.step_time import estimate_step_time
 from tunekit.plan.workload import Workload, profile_workload
 
-AGAIN = ("none", "selective", "full")
-WIDEST = 64  # rows in a forward pass
-TRIED = 6  # of the fastest, that are measured
-SPARE = 0.03  # of the memory, that is left: by so much a plan may be wrong
-NEAR = 0.01  # of a time: what is as fast
+CHECKPOINTING_MODES = ("none", "selective", "full")
+MAX_MICRO_BATCH_ROWS = 64  # rows in a forward pass
+NUM_MEASURED = 6  # of the fastest, that are measured
+MEMORY_MARGIN = 0.03  # of the memory, that is left: by so much a plan may be wrong
+TIME_TOLERANCE = 0.01  # of a time: what is as fast
 
 
 @dataclass(frozen=True)
@@ -41,31 +41,31 @@ def search_config(now: Estimate) -> SearchResult:
     """UserError if nothing fits."""
     if now.machine.memory is None:
         raise UserError("--auto: how much is there? say --gpu-type h100, or --gpu-memory 80G")
-    for task in milder(now.task):
-        ways = sorted(estimates(replace(now, task=task)), key=partial(rank, now.task))
-        for _, way in ways[:TRIED]:  # what was estimated is measured
-            there = estimate(way, now.machine)
-            if there.peak.total <= room_of(now.machine):
-                return SearchResult(words(now.task, way), there)
+    for task in list_fallbacks(now.task):
+        candidates = sorted(list_candidates(replace(now, task=task)), key=partial(rank, now.task))
+        for _, candidate in candidates[:NUM_MEASURED]:  # what was estimated is measured
+            plan = estimate(candidate, now.machine)
+            if plan.peak.total <= memory_limit(now.machine):
+                return SearchResult(words(now.task, candidate), plan)
     raise UserError(
         f"nothing fits: {now.machine.label} has too little memory for this model however it is trained; "
         "use more devices, adapter=lora quantization=nf4, or a shorter data.max_length"
     )
 
 
-def room_of(machine: ClusterSpec) -> float:
+def memory_limit(machine: ClusterSpec) -> float:
     """Bytes that a way may take."""
     assert machine.memory is not None
-    return (1 - SPARE) * machine.memory
+    return (1 - MEMORY_MARGIN) * machine.memory
 
 
-def rank(task: Workload, way: tuple[float, Workload]) -> tuple[float, int, float]:
+def rank(task: Workload, candidate: tuple[float, Workload]) -> tuple[float, int, float]:
     """The fastest first; of those that are as fast but for a hundredth, the one that changes least."""
-    seconds, there = way
-    return round(math.log(seconds) / NEAR), len(words(task, there)), seconds
+    seconds, workload = candidate
+    return round(math.log(seconds) / TIME_TOLERANCE), len(words(task, workload)), seconds
 
 
-def milder(task: Workload) -> Iterator[Workload]:
+def list_fallbacks(task: Workload) -> Iterator[Workload]:
     """The task, then ones that are less and less like it: gradients that do not outlive their layer are not clipped."""
     yield task
     if type(task.optimizer) is AdamWConfig:
@@ -79,25 +79,25 @@ def milder(task: Workload) -> Iterator[Workload]:
             yield replace(task, precision=replace(task.precision, master_dtype="bf16"))
 
 
-def estimates(now: Estimate) -> list[tuple[float, Workload]]:
+def list_candidates(now: Estimate) -> list[tuple[float, Workload]]:
     """Ways that seem to fit, with the seconds of a step. Layers are measured with one row and with two.
 
     Devices that share layers wait for each other, and weights that wait on the host take much of it: more of either is
     tried only where nothing fits without.
     """
-    first, found = now.task.parallel, []
-    most = max(now.machine.per_host, first.tp)
+    first, candidates = now.task.parallel, []
+    max_tp = max(now.machine.per_host, first.tp)
     hosts = now.machine.kind is not None and now.machine.devices > 1
     stage = {(first.tp, first.cpu_offload)}
-    while stage and not found:
-        shared = (each for tensor, hosted in sorted(stage) for each in sharings(now, tensor, hosted))
-        found = [way for each in shared for way in kept(each, now)]
-        more = {(2 * tensor, hosted) for tensor, hosted in stage if 2 * tensor <= most}
-        stage = more | {(tensor, True) for tensor, hosted in stage if hosts and not hosted}
-    return found
+    while stage and not candidates:
+        shared = (layout for tensor, hosted in sorted(stage) for layout in list_layouts(now, tensor, hosted))
+        candidates = [candidate for layout in shared for candidate in vary_activation_memory(layout, now)]
+        larger = {(2 * tensor, hosted) for tensor, hosted in stage if 2 * tensor <= max_tp}
+        stage = larger | {(tensor, True) for tensor, hosted in stage if hosts and not hosted}
+    return candidates
 
 
-def sharings(now: Estimate, tensor: int, hosted: bool) -> Iterator[ParallelConfig]:
+def list_layouts(now: Estimate, tensor: int, hosted: bool) -> Iterator[ParallelConfig]:
     """How many copies there are of the weights, whether they stay gathered, and in how many bits they travel."""
     parallel, devices = now.task.parallel, now.machine.devices
     if devices == 1:
@@ -114,82 +114,89 @@ def sharings(now: Estimate, tensor: int, hosted: bool) -> Iterator[ParallelConfi
             yield replace(shared, all_gather_dtype=gather, reshard_after_forward=reshard)
 
 
-def kept(shared: ParallelConfig, now: Estimate) -> Iterator[tuple[float, Workload]]:
+def vary_activation_memory(shared: ParallelConfig, now: Estimate) -> Iterator[tuple[float, Workload]]:
     """By what a pass keeps, and whether it waits on the host."""
-    for again, away in product(AGAIN, (False, True)):
-        if (again == "selective" and now.task.compile) or (away and now.machine.kind is None):
+    for mode, offload in product(CHECKPOINTING_MODES, (False, True)):
+        if (mode == "selective" and now.task.compile) or (offload and now.machine.kind is None):
             continue
-        memory = replace(now.task.memory, activation_checkpointing=again, activation_offloading=away)
-        yield from sized(replace(now.task, memory=memory, parallel=shared), now)
+        memory = replace(now.task.memory, activation_checkpointing=mode, activation_offloading=offload)
+        yield from vary_micro_batch(replace(now.task, memory=memory, parallel=shared), now)
 
 
-def sized(task: Workload, now: Estimate) -> Iterator[tuple[float, Workload]]:
+def vary_micro_batch(task: Workload, now: Estimate) -> Iterator[tuple[float, Workload]]:
     """By rows of a forward pass: the most of which the estimate fits, and half of them."""
     try:
-        sizes = resolve_dims(whole(task, now), now.machine)
-        some = [books(task, sizes, rows) for rows in (1, 2)]
+        sizes = resolve_dims(with_one_micro_batch(task, now), now.machine)
+        profiles = [profiled_model(task, sizes, rows) for rows in (1, 2)]
     except (UserError, FieldError):
         return
-    model, most = meta_model(task, sizes), min(task.rows(sizes), WIDEST)
-    counts = [task.rows(sizes)] if task.memory.optimizer_in_bwd else [2**n for n in range(most.bit_length())]
-    fits = 0
+    model, max_rows = meta_model(task, sizes), min(task.rows(sizes), MAX_MICRO_BATCH_ROWS)
+    counts = [task.rows(sizes)] if task.memory.optimizer_in_bwd else [2**n for n in range(max_rows.bit_length())]
+    num_fitting = 0
     for rows in reversed(counts):
-        way = replace(task, micro_batch_size=rows)
-        there = replace(some[0], task=way, step=between(some, rows, "step"), travels=between(some, rows, "travels"))
-        if fits < 2 and estimate_memory(there, now.machine).peak.total <= room_of(now.machine):
-            fits += 1
-            seconds = estimate_step_time(there, model, now.machine).seconds
-            yield seconds if seconds is not None else 1.0 / rows, way
+        candidate = replace(task, micro_batch_size=rows)
+        memory_model = replace(
+            profiles[0],
+            task=candidate,
+            step=extrapolate(profiles, rows, "step"),
+            gathered_step=extrapolate(profiles, rows, "gathered_step"),
+        )
+        if num_fitting < 2 and estimate_memory(memory_model, now.machine).peak.total <= memory_limit(now.machine):
+            num_fitting += 1
+            seconds = estimate_step_time(memory_model, model, now.machine).seconds
+            yield seconds if seconds is not None else 1.0 / rows, candidate
 
 
-def whole(task: Workload, now: Estimate) -> Workload:
+def with_one_micro_batch(task: Workload, now: Estimate) -> Workload:
     """With all rows in one pass, where it must be so."""
     rows = task.rows(task.parallel.resolve_dims(now.machine.devices))
     return replace(task, micro_batch_size=rows) if task.memory.optimizer_in_bwd else task
 
 
-def books(task: Workload, sizes: ParallelDims, rows: int) -> RankMemoryModel:
+def profiled_model(task: Workload, sizes: ParallelDims, rows: int) -> RankMemoryModel:
     """As measured with so many rows in each of several passes."""
     passes = 1 if task.memory.optimizer_in_bwd else 2
     probe = replace(task, micro_batch_size=rows, global_batch_size=rows * passes * sizes.dp_size)
     step = profile_workload(probe, sizes)
     light = sizes.grad_avg_size > 1 and task.parallel.all_gather_dtype == "compute"
-    return RankMemoryModel(probe, sizes, step, profile_workload(probe, sizes, travels=True) if light else step)
+    return RankMemoryModel(probe, sizes, step, profile_workload(probe, sizes, as_gathered=True) if light else step)
 
 
-def between(some: list[RankMemoryModel], rows: int, name: str) -> StepProfile:
+def extrapolate(models: list[RankMemoryModel], rows: int, name: str) -> StepProfile:
     """What is needed grows evenly with the rows."""
-    one, two = (vars(each)[name] for each in some)
+    one, two = (vars(model)[name] for model in models)
 
-    def grown(a: MemoryInterval, b: MemoryInterval) -> MemoryInterval:
-        most, left = (x + (rows - 1) * (y - x) for x, y in zip(a[:2], b[:2], strict=True))
-        return MemoryInterval(most, left, a.operations)
+    def extrapolate_interval(a: MemoryInterval, b: MemoryInterval) -> MemoryInterval:
+        peak, retained = (x + (rows - 1) * (y - x) for x, y in zip(a[:2], b[:2], strict=True))
+        return MemoryInterval(peak, retained, a.operations)
 
-    def passed(a: LayerPass, b: LayerPass) -> LayerPass:
+    def extrapolate_pass(a: LayerPass, b: LayerPass) -> LayerPass:
         values = {}
         for key, x in vars(a).items():
             y = vars(b)[key]
-            values[key] = grown(x, y) if isinstance(x, MemoryInterval) else tuple(map(grown, x, y))
+            values[key] = (
+                extrapolate_interval(x, y) if isinstance(x, MemoryInterval) else tuple(map(extrapolate_interval, x, y))
+            )
         return LayerPass(**values)
 
-    return replace(one, first=passed(one.first, two.first), later=passed(one.later, two.later))
+    return replace(one, first=extrapolate_pass(one.first, two.first), later=extrapolate_pass(one.later, two.later))
 
 
 def words(task: Workload, new: Workload) -> tuple[str, ...]:
     """The overrides that lead from a task to another one."""
-    found = []
+    overrides = []
     if new.micro_batch_size != task.micro_batch_size:
-        found.append(f"micro_batch_size={new.micro_batch_size}")
+        overrides.append(f"micro_batch_size={new.micro_batch_size}")
     if type(new.optimizer) is not type(task.optimizer):
-        found.append("optimizer=adamw8bit")
+        overrides.append("optimizer=adamw8bit")
     if new.max_grad_norm != task.max_grad_norm:
-        found.append(f"max_grad_norm={new.max_grad_norm:g}")
-    for part in ("precision", "memory", "parallel"):
-        old, fresh = vars(vars(task)[part]), vars(vars(new)[part])
-        found += [f"{part}.{key}={spelled(value)}" for key, value in fresh.items() if value != old[key]]
-    return tuple(found)
+        overrides.append(f"max_grad_norm={new.max_grad_norm:g}")
+    for section in ("precision", "memory", "parallel"):
+        old, changed = vars(vars(task)[section]), vars(vars(new)[section])
+        overrides += [f"{section}.{key}={format_value(value)}" for key, value in changed.items() if value != old[key]]
+    return tuple(overrides)
 
 
-def spelled(value: Any) -> str:
+def format_value(value: Any) -> str:
     """As YAML has it."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -11,7 +11,7 @@ from tunekit.plan.estimate import Estimate, estimate
 from tunekit.plan.workload import Workload
 from tunekit.quantization.config import NF4Config
 
-LEAST = 0.02  # of the highest moment, that a change must save to be worth a line
+MIN_SAVING = 0.02  # of the highest moment, that a change must save to be worth a line
 
 
 class Alternative(NamedTuple):
@@ -34,33 +34,37 @@ class Suggestion:
 
 def suggest_changes(now: Estimate) -> list[Suggestion]:
     """Choices that would need less, those that save most first."""
-    found = []
+    suggestions = []
     for other in (*of_step(now), *of_model(now), *of_devices(now)):
         try:
             then = estimate(other.task, now.machine)
         except (UserError, FieldError):  # it does not go with the rest
             continue
-        if (saves := now.peak.total - then.peak.total) > LEAST * now.peak.total:
-            found.append(Suggestion(other.words, other.does, saves, then))
-    return sorted(found, key=lambda change: -change.saves)
+        if (saves := now.peak.total - then.peak.total) > MIN_SAVING * now.peak.total:
+            suggestions.append(Suggestion(other.words, other.does, saves, then))
+    return sorted(suggestions, key=lambda change: -change.saves)
 
 
 def of_step(now: Estimate) -> Iterator[Alternative]:
     """What a pass keeps, and how large it is."""
     task, memory = now.task, now.task.memory
     if memory.activation_checkpointing == "none":
-        again = replace(task, memory=replace(memory, activation_checkpointing="full"))
-        yield Alternative("memory.activation_checkpointing=full", "each layer runs again in the backward pass", again)
+        recomputed = replace(task, memory=replace(memory, activation_checkpointing="full"))
+        yield Alternative(
+            "memory.activation_checkpointing=full", "each layer runs again in the backward pass", recomputed
+        )
         if not task.compile:
-            some = replace(task, memory=replace(memory, activation_checkpointing="selective"))
-            yield Alternative("memory.activation_checkpointing=selective", "norms, rotations and gates run again", some)
+            selective = replace(task, memory=replace(memory, activation_checkpointing="selective"))
+            yield Alternative(
+                "memory.activation_checkpointing=selective", "norms, rotations and gates run again", selective
+            )
     if (rows := task.micro(now.sizes)) > 1 and not memory.optimizer_in_bwd:
         yield Alternative(
             f"micro_batch_size={rows // 2}", "fewer rows in a forward pass", replace(task, micro_batch_size=rows // 2)
         )
     if now.machine.kind is not None and not memory.activation_offloading:
-        away = replace(task, memory=replace(memory, activation_offloading=True))
-        yield Alternative("memory.activation_offloading=true", "activations wait on the host", away)
+        offloaded = replace(task, memory=replace(memory, activation_offloading=True))
+        yield Alternative("memory.activation_offloading=true", "activations wait on the host", offloaded)
 
 
 def of_model(now: Estimate) -> Iterator[Alternative]:
@@ -72,7 +76,7 @@ def of_model(now: Estimate) -> Iterator[Alternative]:
     if full and task.precision.master_dtype == "fp32":
         half = replace(task, precision=replace(task.precision, master_dtype="bf16"))
         yield Alternative("precision.master_dtype=bf16", "weights, gradients and state in 16 bits", half)
-    if full and not task.memory.optimizer_in_bwd and task.parts(now.sizes) == 1:
+    if full and not task.memory.optimizer_in_bwd and task.num_micro_batches(now.sizes) == 1:
         early = replace(task, memory=replace(task.memory, optimizer_in_bwd=True), max_grad_norm=0.0)
         yield Alternative("memory.optimizer_in_bwd=true max_grad_norm=0", "no gradient outlives its layer", early)
     if full and not task.random:
@@ -89,8 +93,8 @@ def of_devices(now: Estimate) -> Iterator[Alternative]:
     if now.machine.devices == 1:
         return
     if now.machine.kind is not None and not parallel.cpu_offload:
-        away = replace(task, parallel=replace(parallel, cpu_offload=True))
-        yield Alternative("parallel.cpu_offload=true", "weights and optimizer wait on the host", away)
+        offloaded = replace(task, parallel=replace(parallel, cpu_offload=True))
+        yield Alternative("parallel.cpu_offload=true", "weights and optimizer wait on the host", offloaded)
     if not parallel.reshard_after_forward:
         freed = replace(task, parallel=replace(parallel, reshard_after_forward=True))
         yield Alternative("parallel.reshard_after_forward=true", "weights are freed behind each layer", freed)

@@ -30,7 +30,7 @@ from tunekit.plan.layer_profile import CPU, LossFn, OptimizerFactory, ProbeStep,
 from tunekit.plan.proxy_losses import proxy_loss
 from tunekit.quantization.config import NoQuantization
 
-NEEDED = (
+REQUIRED_FIELDS = (
     "model",
     "data",
     "adapter",
@@ -43,7 +43,7 @@ NEEDED = (
     "micro_batch_size",
 )
 CONFIG = download.Files(("config.json",))
-MEASURED: dict[
+PROFILES: dict[
     tuple[DecoderSpec, str], StepProfile
 ] = {}  # by what was measured: other divisions of the same layers ask again
 
@@ -67,10 +67,10 @@ class Workload:
     random: bool  # whether weights are drawn and not read
     device: str = "cpu"  # or cuda
     flash: bool = False  # whether the device has FlashAttention
-    each: int = 1  # documents of a row, which are rows of their own in a pass
-    beside: tuple[AuxiliaryModel, ...] = ()  # models that are asked
-    asks: int = 0  # forward passes beside those that learn, of the same model
-    untold: tuple[str, ...] = ()  # what is not planned
+    docs_per_row: int = 1  # documents of a row, which are rows of their own in a pass
+    auxiliary: tuple[AuxiliaryModel, ...] = ()  # models that are asked
+    num_reference_passes: int = 0  # forward passes beside those that learn, of the same model
+    omissions: tuple[str, ...] = ()  # what is not planned
     compile: bool = False
 
     @property
@@ -86,46 +86,46 @@ class Workload:
         """Rows in one forward pass."""
         return min(self.micro_batch_size, self.rows(sizes))
 
-    def parts(self, sizes: ParallelDims) -> int:
+    def num_micro_batches(self, sizes: ParallelDims) -> int:
         """Forward passes of a step."""
         return -(-self.rows(sizes) // self.micro_batch_size)
 
     def tokens(self, sizes: ParallelDims) -> int:
         """Tokens of a rank in one forward pass."""
-        part = self.max_length if sizes.cp == 1 else 2 * -(-self.max_length // (2 * sizes.cp))
-        return self.micro(sizes) * self.each * part
+        length = self.max_length if sizes.cp == 1 else 2 * -(-self.max_length // (2 * sizes.cp))
+        return self.micro(sizes) * self.docs_per_row * length
 
 
 def make_workload(cfg: Any, machine: ClusterSpec) -> Workload:
     """What a config trains; UserError if it trains nothing."""
-    said = vars(cfg)
-    if lacking := [name for name in NEEDED if name not in said]:
-        raise UserError(f"there is nothing to plan: this recipe trains no model (it has no `{lacking[0]}`)")
-    source = headed(cfg, HFCheckpoint.open(download.resolve_model_dir(said["model"], CONFIG), said["model"]))
-    precision = settled_precision(said["precision"], machine)
+    options = vars(cfg)
+    if missing := [name for name in REQUIRED_FIELDS if name not in options]:
+        raise UserError(f"there is nothing to plan: this recipe trains no model (it has no `{missing[0]}`)")
+    source = headed(cfg, HFCheckpoint.open(download.resolve_model_dir(options["model"], CONFIG), options["model"]))
+    precision = settled_precision(options["precision"], machine)
     device = "cpu" if machine.kind is None else "cuda"
-    taken = ("adapter", "memory", "optimizer")
-    mix = settled(MixtureBase.from_config(said["data"]))
-    models = tuple(auxiliary_models(said, source, precision))
+    copied_fields = ("adapter", "memory", "optimizer")
+    mix = resolve_mixture(MixtureBase.from_config(options["data"]))
+    models = tuple(auxiliary_models(options, source, precision))
     return Workload(
         source=source,
         max_length=mix.capacity or mix.max_length,
-        each=1 if mix.packing else mix.docs_per_row,
-        loss=proxy_loss(said, source.spec),
-        beside=models,
-        asks=num_reference_passes(said, models),
-        untold=(*list_omissions(said), *without_flash(machine)),
+        docs_per_row=1 if mix.packing else mix.docs_per_row,
+        loss=proxy_loss(options, source.spec),
+        auxiliary=models,
+        num_reference_passes=num_reference_passes(options, models),
+        omissions=(*list_omissions(options), *without_flash(machine)),
         precision=precision,
-        parallel=said.get("parallel", ParallelConfig()).on(device),
-        max_grad_norm=said.get("max_grad_norm", 0.0),
-        random=said.get("init") == "random",
+        parallel=options.get("parallel", ParallelConfig()).on(device),
+        max_grad_norm=options.get("max_grad_norm", 0.0),
+        random=options.get("init") == "random",
         device=device,
         flash=machine.kind is not None and machine.kind.capabilities.flash,
-        global_batch_size=said["global_batch_size"],
-        micro_batch_size=said["micro_batch_size"],
-        quantization=said["quantization"],
-        compile=said.get("compile", False),
-        **{name: said[name] for name in taken},
+        global_batch_size=options["global_batch_size"],
+        micro_batch_size=options["micro_batch_size"],
+        quantization=options["quantization"],
+        compile=options.get("compile", False),
+        **{name: options[name] for name in copied_fields},
     )
 
 
@@ -157,11 +157,11 @@ def headed(cfg: Any, source: HFCheckpoint) -> HFCheckpoint:
     """With the head that a recipe trains. A preset has no tokenizer: any does where no row is read."""
     if not isinstance(cfg, HasHead):
         return source
-    there = (source.tokenizer_path / "tokenizer.json").is_file()
-    return cfg.headed(source if there else replace(source, tokenizer_dir=next(iter(assets.MODELS.values()))))
+    has_tokenizer = (source.tokenizer_path / "tokenizer.json").is_file()
+    return cfg.headed(source if has_tokenizer else replace(source, tokenizer_dir=next(iter(assets.MODELS.values()))))
 
 
-def settled(mix: MixtureBase) -> MixtureBase:
+def resolve_mixture(mix: MixtureBase) -> MixtureBase:
     """What rows turn out to be, where they are here."""
     try:
         return mix.resolve()
@@ -185,23 +185,23 @@ def dtypes(source: HFCheckpoint, net: Decoder) -> dict[str, torch.dtype]:
     return dict.fromkeys(net.shapes, source.default_dtype)
 
 
-def profile_workload(task: Workload, sizes: ParallelDims, travels: bool = False) -> StepProfile:
+def profile_workload(task: Workload, sizes: ParallelDims, as_gathered: bool = False) -> StepProfile:
     """What a step needs on one rank. `travels`: weights have the dtype of products, in which they are gathered."""
     step = probe_step(task, sizes)
-    divided = sizes.tp, sizes.ep, sizes.cp
-    key = task.source.spec, repr((str(task.source.path), divided, task.quantization, task.precision, step, travels))
-    if key not in MEASURED:
+    dims = sizes.tp, sizes.ep, sizes.cp
+    key = task.source.spec, repr((str(task.source.path), dims, task.quantization, task.precision, step, as_gathered))
+    if key not in PROFILES:
         net = build_rank_model(task, sizes)
-        if travels:
-            narrow(net, task.compute)
-        MEASURED[key] = profile_step(net, step)
-    return MEASURED[key]
+        if as_gathered:
+            cast_params(net, task.compute)
+        PROFILES[key] = profile_step(net, step)
+    return PROFILES[key]
 
 
 def probe_step(task: Workload, sizes: ParallelDims) -> ProbeStep:
     """What is measured of a step."""
     memory = replace(task.memory, activation_offloading=False)
-    rows, parts = task.micro(sizes) * task.each, min(task.parts(sizes), 2)
+    rows, num_micro_batches = task.micro(sizes) * task.docs_per_row, min(task.num_micro_batches(sizes), 2)
     return ProbeStep(
         task.adapter,
         memory,
@@ -210,13 +210,13 @@ def probe_step(task: Workload, sizes: ParallelDims) -> ProbeStep:
         task.max_grad_norm,
         rows,
         task.max_length,
-        parts,
+        num_micro_batches,
         task.device,
         task.flash,
     )
 
 
-def narrow(net: Decoder, dtype: torch.dtype) -> None:
+def cast_params(net: Decoder, dtype: torch.dtype) -> None:
     """Numbers of a model, but for packed ones, in one dtype."""
     for parameter in net.parameters():
         if parameter.is_floating_point():

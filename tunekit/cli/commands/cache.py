@@ -1,4 +1,4 @@
-"""`tune cache`: prepared rows that are kept, and their end."""
+"""`tune cache`: show or clear the cache of tokenized rows."""
 
 import argparse
 import re
@@ -12,78 +12,85 @@ from tunekit.system import format_bytes
 
 UNITS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 AGE = re.compile(r"(\d+)([mhdw])")
-SHOWN = 8  # digits of a key: enough to tell entries apart
+KEY_DIGITS = 8  # displayed digits of a key, enough to be unique
 
 
 def main(args: argparse.Namespace) -> None:
-    """List what is kept, or remove some of it."""
-    place = cache.cache_dir()
-    if place is None:
-        raise UserError(f"{cache_dir.CACHE_VARIABLE}={cache.OFF}: prepared rows are not kept")
+    """List entries of the cache, or remove them."""
+    directory = cache.cache_dir()
+    if directory is None:
+        raise UserError(f"{cache_dir.CACHE_VARIABLE}={cache.OFF}: the cache is disabled")
     if args.action == "clear":
-        print(clear(args, place))
+        print(clear(args, directory))
     elif args.keys or args.older_than or args.all:
-        raise UserError("only `tune cache clear` takes keys, --older-than and --all")
+        raise UserError("keys, --older-than and --all require `tune cache clear`")
     else:
-        print(show(cache.list_entries(), cache.list_unfinished(), place))
+        print(show(cache.list_entries(), cache.list_unfinished(), directory))
 
 
-def show(entries: list[cache.CacheEntry], halves: list[Path], place: Path) -> str:
-    """A line for each entry, what was used last first."""
+def show(entries: list[cache.CacheEntry], unfinished: list[Path], directory: Path) -> str:
+    """Table of the entries, most recently used first."""
     head = ("key", "size", "rows", "tokens", "made", "used", "source")
-    lines = [head, *map(line, entries)]
+    lines = [head, *map(entry_row, entries)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join(f"{word:{width}}" for word, width in zip(words, widths, strict=True)).rstrip() for words in lines]
-    total = f"{format_bytes(sum(entry.size for entry in entries))} in {place}"
-    if halves:
-        total += f", and {format_bytes(sum(map(cache.dir_bytes, halves)))} in {len(halves)} unfinished"
-    return "\n".join([*(text if entries else ["nothing is kept"]), total])
+    total = f"{format_bytes(sum(entry.size for entry in entries))} in {directory}"
+    if unfinished:
+        total += f", and {format_bytes(sum(map(cache.dir_bytes, unfinished)))} in {len(unfinished)} unfinished"
+    return "\n".join([*(text if entries else ["the cache is empty"]), total])
 
 
-def line(entry: cache.CacheEntry) -> tuple[str, ...]:
-    about = entry.metadata
-    source = about["source"] if about["split"] == "train" else f"{about['source']} ({about['split']})"
-    counts = f"{about['prepared']['rows']:,}", f"{about['tokens']:,}"
-    return entry.key[:SHOWN], format_bytes(entry.size), *counts, ago(about["made"]), ago(entry.used), source
+def entry_row(entry: cache.CacheEntry) -> tuple[str, ...]:
+    metadata = entry.metadata
+    source = metadata["source"] if metadata["split"] == "train" else f"{metadata['source']} ({metadata['split']})"
+    counts = f"{metadata['prepared']['rows']:,}", f"{metadata['tokens']:,}"
+    return (
+        entry.key[:KEY_DIGITS],
+        format_bytes(entry.size),
+        *counts,
+        format_age(metadata["made"]),
+        format_age(entry.used),
+        source,
+    )
 
 
-def ago(when: float) -> str:
-    """How long ago, in the largest unit that it fills."""
+def format_age(when: float) -> str:
+    """Format the time since `when` in the largest unit that is not below 1."""
     seconds = max(time.time() - when, 0)
     name = next((name for name in reversed(UNITS) if seconds >= UNITS[name]), None)
     return "now" if name is None else f"{seconds // UNITS[name]:.0f}{name} ago"
 
 
-def clear(args: argparse.Namespace, place: Path) -> str:
-    """Remove what is named, what was not used for a time, or all of it; not what is in use."""
+def clear(args: argparse.Namespace, directory: Path) -> str:
+    """Remove the selected entries. Entries in use are not removed."""
     if not (args.keys or args.older_than or args.all):
-        raise UserError("clear what? name keys of `tune cache`, or give --older-than 30d or --all")
+        raise UserError("missing entries. Pass keys from `tune cache`, --older-than 30d, or --all")
     entries = cache.list_entries()
-    chosen = [entry.path for entry in entries if args.all or entry.key in keys(args.keys, entries, place)]
+    selected = [entry.path for entry in entries if args.all or entry.key in resolve_keys(args.keys, entries, directory)]
     if args.older_than:
-        before = time.time() - age(args.older_than)
-        chosen += [entry.path for entry in entries if entry.used < before and entry.path not in chosen]
-    chosen += cache.list_unfinished() if args.all or args.older_than else []
-    sizes = {path: cache.dir_bytes(path) for path in chosen}
-    gone = [path for path in chosen if cache.remove_entry(path)]
-    left = f"; {len(chosen) - len(gone)} in use left" if len(gone) < len(chosen) else ""
-    return f"removed {len(gone)}, {format_bytes(sum(sizes[path] for path in gone))}{left}"
+        before = time.time() - parse_age(args.older_than)
+        selected += [entry.path for entry in entries if entry.used < before and entry.path not in selected]
+    selected += cache.list_unfinished() if args.all or args.older_than else []
+    sizes = {path: cache.dir_bytes(path) for path in selected}
+    removed = [path for path in selected if cache.remove_entry(path)]
+    in_use_text = f"; {len(selected) - len(removed)} in use not removed" if len(removed) < len(selected) else ""
+    return f"removed {len(removed)}, {format_bytes(sum(sizes[path] for path in removed))}{in_use_text}"
 
 
-def keys(words: list[str], entries: list[cache.CacheEntry], place: Path) -> set[str]:
-    """Whole keys by their beginnings."""
-    found = set()
-    for word in words:
-        fitting = [entry.key for entry in entries if entry.key.startswith(word)]
-        if len(fitting) != 1:
-            many = "several keys begin" if fitting else "no key begins"
-            raise UserError(f"'{word}': {many} so in {place}; see `tune cache`")
-        found.add(fitting[0])
-    return found
+def resolve_keys(prefixes: list[str], entries: list[cache.CacheEntry], directory: Path) -> set[str]:
+    """Expand unique prefixes to full keys."""
+    full_keys = set()
+    for prefix in prefixes:
+        matches = [entry.key for entry in entries if entry.key.startswith(prefix)]
+        if len(matches) != 1:
+            problem = f"matches {len(matches)} keys" if matches else "matches no key"
+            raise UserError(f"'{prefix}': {problem} in {directory}. List keys with: tune cache")
+        full_keys.add(matches[0])
+    return full_keys
 
 
-def age(word: str) -> int:
-    """Seconds of `30d`, `12h` and the like."""
+def parse_age(word: str) -> int:
+    """Parse an age such as `30d` or `12h` to seconds."""
     match = AGE.fullmatch(word)
     if match is None:
         raise UserError(f"--older-than: must be a number and m, h, d or w, such as 30d, got '{word}'")

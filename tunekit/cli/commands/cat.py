@@ -1,4 +1,4 @@
-"""`tune cat`: the text of a recipe or config as it is, comments included."""
+"""`tune cat`: print the source of a recipe or config."""
 
 import argparse
 import sys

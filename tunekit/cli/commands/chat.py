@@ -1,4 +1,4 @@
-"""`tune chat`: talk with a model; its answer appears word by word."""
+"""`tune chat`: chat with a model. Answers are streamed."""
 
 import argparse
 import readline
@@ -12,11 +12,11 @@ from tunekit.generation import generate
 from tunekit.models.precision import PrecisionConfig
 
 Message = dict[str, str]
-Answer = Callable[[list[Message]], Iterator[str]]  # the pieces of an answer to a conversation
+AnswerFn = Callable[[list[Message]], Iterator[str]]  # conversation -> chunks of the answer
 
 
 def main(args: argparse.Namespace) -> None:
-    """Open the model and talk until the input ends."""
+    """Load the model and chat until the input ends."""
     try:
         sampling = generate.SamplingConfig(
             args.temperature, top_p=args.top_p, max_new_tokens=args.max_new_tokens, seed=args.seed
@@ -24,25 +24,25 @@ def main(args: argparse.Namespace) -> None:
     except FieldError as error:
         raise UserError(f"--{error.field.replace('_', '-')} {error.message}") from error
     model, tokenizer = build.load_for_inference(args.model, PrecisionConfig(), DistributedContext())
-    talk(lambda messages: generate.stream_text(model, tokenizer, messages, sampling), args.system_prompt)
+    chat_loop(lambda messages: generate.stream_text(model, tokenizer, messages, sampling), args.system_prompt)
 
 
-def talk(answer: Answer, system: str | None = None) -> None:
-    """Questions and answers in turn. An answer that was stopped stays in the conversation as far as it came."""
+def chat_loop(answer: AnswerFn, system: str | None = None) -> None:
+    """Read questions and print answers. An interrupted answer stays in the conversation up to the interruption."""
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     if sys.stdin.isatty():
         readline.set_auto_history(True)
-        print("/reset forgets what was said, /quit or Ctrl-D leaves, Ctrl-C stops an answer")
-    while (line := question()) not in (None, "/quit"):
+        print("/reset starts a new conversation, /quit or Ctrl-D exits, Ctrl-C stops an answer")
+    while (line := read_question()) not in (None, "/quit"):
         if line == "/reset":
             messages = list(start)
         elif line:
-            messages = told(answer, [*messages, {"role": "user", "content": line}])
+            messages = print_answer(answer, [*messages, {"role": "user", "content": line}])
 
 
-def question() -> str | None:
-    """The next line; None at the end of the input. Ctrl-C clears the line."""
+def read_question() -> str | None:
+    """Read a line; None at the end of the input. Ctrl-C clears the line."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
@@ -52,16 +52,16 @@ def question() -> str | None:
         return ""
 
 
-def told(answer: Answer, messages: list[Message]) -> list[Message]:
-    """Print the answer as it comes. Returns the conversation with it, or without the question if there is none."""
-    pieces: list[str] = []
+def print_answer(answer: AnswerFn, messages: list[Message]) -> list[Message]:
+    """Stream the answer. Returns the conversation including it, or without the question if there is no answer."""
+    chunks: list[str] = []
     try:
-        for piece in answer(messages):
-            pieces.append(piece)
-            print(piece, end="", flush=True)
+        for chunk in answer(messages):
+            chunks.append(chunk)
+            print(chunk, end="", flush=True)
     except KeyboardInterrupt:
         pass
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
     print()
-    return [*messages, {"role": "assistant", "content": "".join(pieces)}] if pieces else messages[:-1]
+    return [*messages, {"role": "assistant", "content": "".join(chunks)}] if chunks else messages[:-1]

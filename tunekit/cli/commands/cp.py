@@ -1,4 +1,4 @@
-"""`tune cp`: a recipe or config of your own to edit."""
+"""`tune cp`: copy a recipe or config for editing."""
 
 import argparse
 import shlex
@@ -9,27 +9,27 @@ from tunekit.errors import UserError
 
 
 def main(args: argparse.Namespace) -> None:
-    """Copy the file, never over another one unless forced to."""
+    """Copy the file. Overwrites an existing file only with --force."""
     source = registry.find_recipe_or_config(args.name)
-    dest = target(source, args.dest)
+    dest = resolve_dest(source, args.dest)
     if dest.exists() and not args.force:
-        raise UserError(f"{dest} is there already: name another file, or overwrite it with --force")
+        raise UserError(f"{dest}: already exists. Choose another name, or pass --force to overwrite it")
     try:
         dest.parent.mkdir(parents=True, exist_ok=True)
         dest.write_bytes(source.read_bytes())
     except OSError as error:
         raise UserError(f"cannot write {dest}: {error.strerror}") from error
-    print(f"{dest}\nrun it: tune run {call(dest)}")
+    print(f"{dest}\nrun it: tune run {run_arguments(dest)}")
 
 
-def call(path: Path) -> str:
-    """What to type behind `tune run` for a file of one's own."""
-    own = shlex.quote(str(path))
-    return f"{own} CONFIG" if path.suffix == ".py" else f"{registry.recipe_of_config(path) or 'RECIPE'} {own}"
+def run_arguments(path: Path) -> str:
+    """Arguments of `tune run` for a local recipe or config."""
+    quoted = shlex.quote(str(path))
+    return f"{quoted} CONFIG" if path.suffix == ".py" else f"{registry.recipe_of_config(path) or 'RECIPE'} {quoted}"
 
 
-def target(source: Path, word: str) -> Path:
-    """The file that `word` means: a folder takes the source's name, and a missing suffix is added."""
+def resolve_dest(source: Path, word: str) -> Path:
+    """Path of the copy: in a directory, it has the name of the source; a missing suffix is added."""
     dest = Path(word).expanduser()
     if dest.is_dir() or word.endswith("/"):
         return dest / source.name

@@ -1,6 +1,6 @@
-"""`tune export`: a model as a file of llama.cpp (GGUF), or in four bits as bitsandbytes has them.
+"""`tune export`: export a model to a GGUF file (llama.cpp) or a 4-bit bitsandbytes checkpoint.
 
-What was written is read again, and asked the same as the model.
+The result is loaded again, and its logits are compared with those of the model.
 """
 
 import argparse
@@ -23,47 +23,53 @@ from tunekit.publishing import model_card
 from tunekit.quantization.config import NF4Config
 from tunekit.system import format_bytes
 
-# What layers that are one tensor in files may change: there their scales are packed together. 0.006 was measured.
-NESTED = 0.05, 1.0
-PACKED = "Its linear layers are in four bits; transformers opens it with `pip install bitsandbytes accelerate`."
+# (tolerance, peak) of logits. Layers that are fused in files share double-quantized scales. 0.006 was measured.
+DOUBLE_QUANT_TOLERANCE = 0.05, 1.0
+CARD_TEXT = (
+    "Its linear layers are quantized to 4 bits; transformers loads it after `pip install bitsandbytes accelerate`."
+)
 
 
 def main(args: argparse.Namespace) -> None:
-    """Write, tell what was found, and print the path for scripts."""
+    """Export and verify the model. Standard output is only the path, for use in scripts."""
     out = Path(args.out).expanduser()
     if out.exists():
-        raise UserError(f"{out} is there already: give another name")
+        raise UserError(f"{out}: already exists. Choose another name")
     if args.type in bitsandbytes_export.TYPES:
-        folder(args.model, out, bitsandbytes_export.TYPES[args.type])
+        export_bitsandbytes(args.model, out, bitsandbytes_export.TYPES[args.type])
     else:
-        file(args, out)
+        export_gguf(args, out)
     print(out)
 
 
-def folder(model: str, out: Path, weights: NF4Config) -> None:
-    """A checkpoint in four bits, for transformers and for us: the same logits as of the model that is packed here."""
+def export_bitsandbytes(model: str, out: Path, weights: NF4Config) -> None:
+    """Write a 4-bit checkpoint and compare its logits with those of the model quantized in memory."""
     source, adapter, _ = build.resolve_model(model)
-    with AtomicDir(out) as made:
-        read = bitsandbytes_export.export_bitsandbytes(source, adapter, weights, made)
-        # Scales that are packed too come out as other ones when they are packed again: here they stay what they became.
-        kinds = (read, weights), (HFCheckpoint.open(made), replace(weights, double_quant=False))
-        rows, device = verify.probe_prompts(made, source.spec), DistributedContext().device
-        wanted, found = (
-            layerwise_forward.checkpoint_logits(one, FrozenModel(), rows, verify.FP32, device, kind)
-            for one, kind in kinds
+    with AtomicDir(out) as directory:
+        read = bitsandbytes_export.export_bitsandbytes(source, adapter, weights, directory)
+        # Quantizing scales again would change them, so the loaded checkpoint uses the dequantized scales.
+        pairs = (read, weights), (HFCheckpoint.open(directory), replace(weights, double_quant=False))
+        rows, device = verify.probe_prompts(directory, source.spec), DistributedContext().device
+        expected, actual = (
+            layerwise_forward.checkpoint_logits(checkpoint, FrozenModel(), rows, verify.FP32, device, kind)
+            for checkpoint, kind in pairs
         )
-        tolerance, peak = NESTED if weights.double_quant else (verify.TOLERANCE, verify.PEAK_FACTOR * verify.TOLERANCE)
-        what = "model in four bits and files"
-        result = verify.compare_logits(what, wanted, found, tolerance=tolerance, peak=peak)
-        verify.save_result(made, result)
-        model_card.write_minimal_card(made, source, "quantized", PACKED)
+        tolerance, peak = (
+            DOUBLE_QUANT_TOLERANCE
+            if weights.double_quant
+            else (verify.TOLERANCE, verify.PEAK_FACTOR * verify.TOLERANCE)
+        )
+        title = "4-bit model and exported files"
+        result = verify.compare_logits(title, expected, actual, tolerance=tolerance, peak=peak)
+        verify.save_result(directory, result)
+        model_card.write_minimal_card(directory, source, "quantized", CARD_TEXT)
     print_line(str(result))
     verify.raise_if_failed(out)
 
 
-def file(args: argparse.Namespace, out: Path) -> None:
-    """A file of llama.cpp, what is in it and how far it is from the model."""
-    tools = toolbox()
+def export_gguf(args: argparse.Namespace, out: Path) -> None:
+    """Write a GGUF file, and report its rounding errors and the difference of its logits."""
+    tools = import_gguf_export()
     source, adapter, tokenizer = build.resolve_model(args.model)
     require_language_model(source, args.model)
     name = Path(args.model.partition("@")[0]).name or out.stem
@@ -74,19 +80,19 @@ def file(args: argparse.Namespace, out: Path) -> None:
         print_line(f"{error.count} tensors in {kind}: {exact}")
     for note in result.notes:
         print_line(f"note: {note}")
-    found = verify.verify_export(source, adapter, result.file, result.drift, DistributedContext().device)
-    if not found.passed:
-        raise UserError(f"{out}: {found}; the file stays there, to be looked at")
-    print_line(str(found))
+    verification = verify.verify_export(source, adapter, result.file, result.drift, DistributedContext().device)
+    if not verification.passed:
+        raise UserError(f"{out}: {verification}. The file was not deleted")
+    print_line(str(verification))
 
 
-def toolbox() -> ModuleType:
-    """What writes and reads such files, which needs an extra."""
+def import_gguf_export() -> ModuleType:
+    """Import the GGUF modules, which require the extra `gguf`."""
     try:
         return importlib.import_module("tunekit.export.gguf_export")
     except ImportError as error:
         missing = (error.name or "gguf").partition(".")[0]
         others = ", ".join(bitsandbytes_export.TYPES)
         raise UserError(
-            f"{missing} is not installed, which every --type but {others} needs: pip install 'tunekit[gguf]'"
+            f"{missing} is not installed. All types except {others} require it: pip install 'tunekit[gguf]'"
         ) from error

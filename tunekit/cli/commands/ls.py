@@ -1,4 +1,4 @@
-"""`tune ls`: what there is to run."""
+"""`tune ls`: list recipes, configs and presets."""
 
 import argparse
 import json
@@ -9,20 +9,20 @@ from tunekit.errors import UserError
 
 
 def main(args: argparse.Namespace) -> None:
-    """Print recipes with their configs, those whose names contain the filter; or the presets."""
+    """Print recipes and configs whose names contain the filter, or the presets."""
     if args.filter == "presets":
-        print(json.dumps(presets(), indent=2) if args.json else "\n".join(map(line, presets())))
+        print(json.dumps(list_presets(), indent=2) if args.json else "\n".join(map(format_preset, list_presets())))
         return
-    rows = [kept for row in table() if (kept := matching(row, args.filter.lower()))]
+    rows = [match for row in list_recipe_rows() if (match := filter_row(row, args.filter.lower()))]
     if not rows:
         folders = {name.partition("/")[0] for name in registry.list_configs()}
         names = [*registry.list_recipes(), *sorted(folders), *registry.list_configs()]
-        raise UserError(f"nothing is called '{args.filter}'{registry.did_you_mean(args.filter, names)}")
-    print(json.dumps(rows, indent=2) if args.json else text(rows))
+        raise UserError(f"no recipe or config matches '{args.filter}'{registry.did_you_mean(args.filter, names)}")
+    print(json.dumps(rows, indent=2) if args.json else format_rows(rows))
 
 
-def table() -> list[dict]:
-    """Every recipe, in one line of its own words, with the configs written for it."""
+def list_recipe_rows() -> list[dict]:
+    """List all recipes with their summary lines and configs."""
     configs = [
         (registry.recipe_of_config(path), {"name": name, "about": registry.summary_line(path)})
         for name, path in registry.list_configs().items()
@@ -37,8 +37,8 @@ def table() -> list[dict]:
     ]
 
 
-def presets() -> list[dict]:
-    """The shapes of public models that ship: what to train from scratch."""
+def list_presets() -> list[dict]:
+    """List the included model configs for training from scratch."""
     rows = []
     for name, folder in assets.PRESETS.items():
         shape = json.loads((folder / "config.json").read_text("utf-8"))
@@ -47,21 +47,21 @@ def presets() -> list[dict]:
     return rows
 
 
-def line(preset: dict) -> str:
+def format_preset(preset: dict) -> str:
     width = max(map(len, assets.PRESETS))
     return f"{preset['preset']:{width}}  {preset['about']}"
 
 
-def matching(row: dict, part: str) -> dict | None:
-    """The recipe with all its configs if its name matches, with those that match otherwise."""
+def filter_row(row: dict, part: str) -> dict | None:
+    """Row with all configs if the name of the recipe matches, otherwise with the matching configs; None without any."""
     if part in row["recipe"].lower():
         return row
     configs = [config for config in row["configs"] if part in config["name"].lower()]
     return {**row, "configs": configs} if configs else None
 
 
-def text(rows: list[dict]) -> str:
-    """Two columns: names, and what they are."""
+def format_rows(rows: list[dict]) -> str:
+    """Format a table with two columns: names and summary lines."""
     lines = []
     for row in rows:
         lines.append((row["recipe"], row["about"]))

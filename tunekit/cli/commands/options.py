@@ -1,4 +1,4 @@
-"""`tune options`: every option of a recipe, from the classes that read it."""
+"""`tune options`: print a reference of all options of a recipe, generated from its config classes."""
 
 import argparse
 import json
@@ -8,6 +8,6 @@ from tunekit.config import schema
 
 
 def main(args: argparse.Namespace) -> None:
-    """Print the reference as Markdown, or the JSON Schema for an editor."""
+    """Print a Markdown reference, or a JSON Schema for editors."""
     recipe = recipe_loader.load_recipe(args.recipe).CONFIG
     print(json.dumps(schema.json_schema(recipe), indent=2) if args.schema else schema.options_markdown(recipe))

@@ -1,4 +1,4 @@
-"""`tune run`, in the process that looks at a run before ranks start, or does it alone or beside others of torchrun."""
+"""`tune run` in the process that runs checks before the launch, in a single process, or in a process of torchrun."""
 
 import argparse
 import hashlib
@@ -23,30 +23,30 @@ from tunekit.distributed import worker_env
 from tunekit.distributed.signals import StopFile
 from tunekit.errors import UserError
 
-TIMEOUT = 1800.0  # seconds without a step, of a recipe that does not say it
+TIMEOUT = 1800.0  # seconds without a step, for recipes without `parallel.hang_timeout_seconds`
 
 
 def main(args: argparse.Namespace) -> None:
-    """Check everything, then run."""
+    """Run all checks, then the recipe."""
     if worker_env.REPORT in os.environ:
         report_to_launcher(args)
         return
     recipe, cfg = load_and_check(args)
-    if worker_env.is_worker():  # by torchrun, or one for each machine
-        if args.asked.several:
-            raise UserError("who starts the processes? `tune run --nproc-per-node` does so itself, without torchrun")
+    if worker_env.is_worker():  # started by torchrun, or by another launcher
+        if args.launch.several:
+            raise UserError("--nproc-per-node: not compatible with torchrun. `tune run` starts the processes itself")
     else:
-        device, found = available_devices(cfg)
-        args.asked.check(device, found)
-        if found > 1 and args.gpus is None and "parallel" in vars(cfg):
-            print(f"1 of {found} GPUs is used: --nproc-per-node {found} takes all", file=sys.stderr)
+        device, num_devices = available_devices(cfg)
+        args.launch.check(device, num_devices)
+        if num_devices > 1 and args.gpus is None and "parallel" in vars(cfg):
+            print(f"1 of {num_devices} GPUs is used. Pass --nproc-per-node {num_devices} to use all", file=sys.stderr)
     folder = run_dir_of(recipe, cfg)
     with nullcontext() if folder is None else StopFile(folder):
         recipe.main(cfg, **({"overwrite": True} if args.overwrite else {}))
 
 
 def load_and_check(args: argparse.Namespace) -> tuple[ModuleType, Any]:
-    """The recipe and its config, with all checked that can be before weights are read."""
+    """Load the recipe and its config, and run all checks that need no weights."""
     recipe = recipe_loader.load_recipe(args.recipe)
     cfg = recipe_loader.load_checked_config(recipe, args.config, args.overrides, args.imports)
     if args.overwrite:
@@ -55,51 +55,49 @@ def load_and_check(args: argparse.Namespace) -> tuple[ModuleType, Any]:
 
 
 def report_to_launcher(args: argparse.Namespace) -> None:
-    """Tell the process that starts ranks what it has to know, once all is checked, or what is wrong."""
+    """Run all checks and send a summary, or the error, to the process that starts the ranks."""
     file, parent = map(int, os.environ.pop(worker_env.REPORT).split(":"))
     worker_env.die_with_parent(parent)
     try:
-        found = run_summary(args)
+        report = run_summary(args)
     except UserError as error:
         if args.debug:
             traceback.print_exc()
-        found = {"mistake": str(error)}
-    os.write(file, json.dumps(found).encode())
+        report = {"mistake": str(error)}
+    os.write(file, json.dumps(report).encode())
 
 
 def run_summary(args: argparse.Namespace) -> dict[str, Any]:
-    """What several processes need to know of a run. One that has finished says so here."""
-    asked, (recipe, cfg) = args.asked, load_and_check(args)
-    folder, shares = run_dir_of(recipe, cfg), vars(cfg).get("parallel")
-    count = asked.count * asked.nodes
-    if shares is not None:
-        shares.resolve_dims(count)
+    """Summary of a run for the launcher. If the run is complete, the recipe prints this and the launch is skipped."""
+    launch, (recipe, cfg) = args.launch, load_and_check(args)
+    folder, parallel = run_dir_of(recipe, cfg), vars(cfg).get("parallel")
+    count = launch.count * launch.nodes
+    if parallel is not None:
+        parallel.resolve_dims(count)
     elif count > 1:
-        raise UserError(
-            f"--nproc-per-node {asked.count}: '{args.recipe}' runs in one process: its config has no `parallel`"
-        )
+        raise UserError(f"--nproc-per-node {launch.count}: the recipe '{args.recipe}' supports only one process")
     if not args.slurm:
-        device, found = available_devices(cfg)
-        asked.check(device, found)
-        if shares is not None:
-            shares.check(device, count)
+        device, num_devices = available_devices(cfg)
+        launch.check(device, num_devices)
+        if parallel is not None:
+            parallel.check(device, count)
     finished = folder is not None and not args.overwrite and atomic.is_complete(folder / run_dir.FINAL)
     if finished:
-        recipe.main(cfg if shares is None else replace(cfg, parallel=type(shares)()))
+        recipe.main(cfg if parallel is None else replace(cfg, parallel=type(parallel)()))
     elif folder is not None:
         run_dir.check_is_run_dir(folder)
-    timeout = TIMEOUT if shares is None else shares.hang_timeout_seconds
+    timeout = TIMEOUT if parallel is None else parallel.hang_timeout_seconds
     return {"folder": folder and str(folder), "finished": finished, "digest": config_digest(cfg), "timeout": timeout}
 
 
 def config_digest(cfg: Any) -> str:
-    """What has to be the same on all machines."""
+    """Hash of the config and the library versions, which must be equal on all nodes."""
     versions = [metadata.version(name) for name in ("tunekit", "torch")]
     return hashlib.sha256(json.dumps([versions, to_plain_config(cfg)], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def available_devices(cfg: Any) -> tuple[str, int]:
-    """The device type that a config selects on this machine, and the number of such devices, 0 on the CPU."""
+    """Device type that the config selects on this machine, and the number of such devices (0 for the CPU)."""
     choice = vars(cfg).get("device", "auto")
     counts = {} if choice == "cpu" else device_table.count_devices()
     kind = device_table.choose_type(choice, counts)
@@ -107,26 +105,26 @@ def available_devices(cfg: Any) -> tuple[str, int]:
 
 
 def run_dir_of(recipe: ModuleType, cfg: Any) -> Path | None:
-    """The folder of a run that can go on, if the recipe's are such."""
+    """Run directory; None if the recipe does not support resuming."""
     return Path(cfg.output_dir) if "overwrite" in inspect.signature(recipe.main).parameters else None
 
 
 def check_overwrite(recipe: ModuleType, cfg: Any) -> None:
-    """Whether a recipe can start over: `main(cfg, overwrite=True)` erases what its folder holds once all is checked."""
+    """Raise UserError if the recipe does not support --overwrite, or if it would delete inputs of the run."""
     if "overwrite" not in inspect.signature(recipe.main).parameters:
         name = recipe.__name__.rpartition(".")[2]
-        raise UserError(f"--overwrite: the recipe '{name}' keeps nothing to continue from; leave it out")
+        raise UserError(f"--overwrite: the recipe '{name}' does not support it. Remove it")
     out = Path(cfg.output_dir)
-    gone = [(out / name).resolve() for name in (run_dir.FINAL, run_dir.STATE)]
-    for text in texts(to_plain_config(cfg)):  # whatever the key: a model, an adapter to start from
-        if any(Path(text).resolve().is_relative_to(folder) for folder in gone):
-            raise UserError(f"--overwrite would erase {text}, which this run reads: give another output_dir=")
+    removed = [(out / name).resolve() for name in (run_dir.FINAL, run_dir.STATE)]
+    for text in iter_strings(to_plain_config(cfg)):  # any key may be a path, such as that of a model or an adapter
+        if any(Path(text).resolve().is_relative_to(folder) for folder in removed):
+            raise UserError(f"--overwrite would erase {text}, which this run reads. Set another output_dir")
 
 
-def texts(tree: Any) -> Iterator[str]:
-    """Every text in plain data."""
+def iter_strings(tree: Any) -> Iterator[str]:
+    """All strings in plain data."""
     if isinstance(tree, str):
         yield tree
     elif isinstance(tree, dict | list):
         for child in tree.values() if isinstance(tree, dict) else tree:
-            yield from texts(child)
+            yield from iter_strings(child)
