@@ -106,7 +106,7 @@ def check_command(command: list[str]) -> None:
     args, unknown_args = top.parse_known_args(command)
     if args.verb is None:
         return
-    cli._take(args, unknown_args, parsers[args.verb])
+    cli._merge_overrides(args, unknown_args, parsers[args.verb])
     if args.verb in EXECUTED_VERBS:
         cli.dispatch(command)
     elif args.verb in ("run", "validate"):

@@ -256,7 +256,7 @@ def test_exception_closes_the_profiler(tmp_path: Path, fail_at: int) -> None:
 
 def test_invalid_values_and_unwritable_paths_are_refused(tmp_path: Path) -> None:
     for name in ("skip_first", "active"):
-        with pytest.raises(FieldError, match="1 or more"):
+        with pytest.raises(FieldError, match=">= 1"):
             ProfilerConfig(**{name: 0})
     with pytest.raises(FieldErrors) as caught:
         ProfilerConfig(skip_first=0, active=-1)
@@ -264,7 +264,7 @@ def test_invalid_values_and_unwritable_paths_are_refused(tmp_path: Path) -> None
     with pytest.raises(UserError, match="profiler.profile_memory"):
         Profiler(ProfilerConfig(profile_memory=True), tmp_path, DistributedContext(0, "cpu"))
     (tmp_path / DIRECTORY).write_text("in the way")
-    with pytest.raises(UserError, match="cannot write"):
+    with pytest.raises(UserError, match="profile"):
         run_profiled(tmp_path, ProfilerConfig(skip_first=1, active=1), 3)
 
 

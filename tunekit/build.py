@@ -71,7 +71,7 @@ def read_checkpoint(cfg: ModelChoices, files: download.Files = download.SMALL) -
     """The checkpoint to train, from its small files: nothing is known about its tensors."""
     checkpoint = HFCheckpoint.open(download.resolve_model_dir(cfg.model, files), cfg.model)
     if cfg.tokenizer is not None:
-        checkpoint = replace(checkpoint, words=download.resolve_model_dir(cfg.tokenizer, download.SMALL))
+        checkpoint = replace(checkpoint, tokenizer_dir=download.resolve_model_dir(cfg.tokenizer, download.SMALL))
     return cfg.with_head(checkpoint)
 
 

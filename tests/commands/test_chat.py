@@ -55,7 +55,7 @@ def test_error_does_not_end_the_conversation(
 
 def test_run_directory_resolves_to_its_final_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
-    with pytest.raises(UserError, match="has not ended"):
+    with pytest.raises(UserError, match="not complete"):
         build.final_dir_of(tmp_path)
     with atomic.AtomicDir(tmp_path / "final"):
         pass

@@ -30,9 +30,7 @@ def test_plan_needs_no_weights_rows_or_gpu(config_path: str, capsys: pytest.Capt
 
 def test_assumed_gpu_is_reported(config_path: str, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["plan", config_path, "max_steps=10"]
-    assumed_gpu = (
-        "no --gpu-type given: assuming H100 with 79 GiB; set --gpu-type or --gpu-memory for another GPU\n"
-    )
+    assumed_gpu = "no --gpu-type given: assuming H100 with 79 GiB; set --gpu-type or --gpu-memory for another GPU\n"
     assumed_speed = "no --gpu-type given: assuming the speed of RTX 4090; set --gpu-type for another GPU\n"
     for extra_args, expected in (
         (["--nproc-per-node", "2"], assumed_gpu),

@@ -143,7 +143,7 @@ def test_user_code_changes_fingerprint(
     helper = tmp_path / "tunekit_test_helper.py"
     helper.write_text("MORE = {}\n")
     (tmp_path / "step.py").write_text(TRANSFORM.format(helper=helper.stem))
-    transform = load_user_choices(SFTConfig, [tmp_path / "step.py"]).own[0]
+    transform = load_user_choices(SFTConfig, [tmp_path / "step.py"]).user_classes[0]
     dataset, other_option = replace(rows, transforms=(transform(),)), replace(rows, transforms=(transform("b"),))
     before = compute_fingerprint(dataset, tokenizer)
     assert len({before, compute_fingerprint(other_option, tokenizer), compute_fingerprint(rows, tokenizer)}) == 3
@@ -164,7 +164,7 @@ def test_text_imported_by_user_code_changes_fingerprint(
     (tmp_path / "step.py").write_text(
         TRANSFORM.replace("import {helper}", "from tunekit_test_texts import MORE").replace("{helper}.MORE", "{}")
     )
-    transform = load_user_choices(SFTConfig, [tmp_path / "step.py"]).own[0]
+    transform = load_user_choices(SFTConfig, [tmp_path / "step.py"]).user_classes[0]
     before = compute_fingerprint(replace(rows, transforms=(transform(),)), tokenizer)
     texts.write_text("MORE = 'b'\n")
     assert compute_fingerprint(replace(rows, transforms=(transform(),)), tokenizer) != before

@@ -59,7 +59,7 @@ def tokenizer(tokenizer_dirs: dict[str, Path]) -> Tokenizer:
 def odd(tmp_path: Path) -> Callable[..., object]:
     """Load a user transform as `--import` does."""
     (tmp_path / "odd.py").write_text(USER_TRANSFORM)
-    return load_user_choices(SFTConfig, [tmp_path / "odd.py"]).own[0]
+    return load_user_choices(SFTConfig, [tmp_path / "odd.py"]).user_classes[0]
 
 
 def write_rows(path: Path, rows: list[dict | str]) -> Path:

@@ -12,8 +12,8 @@ from torch.distributed.flight_recorder.components.loader import read_dump
 from tunekit.distributed import flight_recorder
 from tunekit.distributed.context import DistributedContext, dump_flight_recorders
 from tunekit.distributed.flight_recorder import BACKENDS, CHANNEL, PREFIX, Recorders, file_of, quote, read, variables
-from tunekit.distributed.launch_config import LaunchConfig, Place, WorkerSpec
-from tunekit.distributed.launcher import environment
+from tunekit.distributed.launch_config import LaunchConfig, RendezvousInfo, WorkerSpec
+from tunekit.distributed.launcher import worker_environment
 
 
 def entry(number: int, state: str, **changes: Any) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def test_ranks_record_into_the_folder_of_the_run(monkeypatch: pytest.MonkeyPatch
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     job = WorkerSpec((), LaunchConfig(gpus=2), tmp_path, 1.0)
-    variables_of_rank = environment(job, Place(0, 2, "127.0.0.1", 0), 1)
+    variables_of_rank = worker_environment(job, RendezvousInfo(0, 2, "127.0.0.1", 0), 1)
     assert variables_of_rank["TORCH_FR_DUMP_TEMP_FILE"] + "1" == str(file_of(tmp_path / "logs", "nccl", 1))
     assert variables_of_rank["TORCH_FR_BUFFER_SIZE"] == "2000"
     assert variables_of_rank["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0", "the user's own"

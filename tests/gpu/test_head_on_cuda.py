@@ -22,10 +22,10 @@ class PlainHead:
     weight: nn.Parameter
     scale: float = 1.0
     softcap: float | None = None
-    share: VocabShard | None = None
-    plain: bool = True
+    vocab_shard: VocabShard | None = None
+    is_plain_linear: bool = True
 
-    def raw(self, x: Tensor) -> Tensor:
+    def raw_logits(self, x: Tensor) -> Tensor:
         return x @ self.weight.T
 
     def parameters(self):

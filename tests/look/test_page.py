@@ -63,7 +63,7 @@ def make_report(text: str) -> DataReport:
     summary, bad_row = DatasetSummary(text, text, 3, 30, 9, 1.0), BadRow(text, text)
     counts = 64, 1, 3, 30, 9, 12, 10, 1, 2, 1, 0.5, 4, 1
     stats = DatasetStats("data", text, (summary, summary), False, (bad_row,), *counts, hist, hist)
-    finding = Finding("doubtful", "x", "data", text, text, 3, 1.0, (0,), (rows[0].where,))
+    finding = Finding("doubtful", "x", "data", text, text, 3, 1.0, (0,), (rows[0].location,))
     return DataReport("tunekit/nano", tokenizer, (stats,), (finding,), rows, ())
 
 

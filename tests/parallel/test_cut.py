@@ -128,10 +128,10 @@ def test_long_network_outage_restarts_both_nodes(network: Network, nodes: list[T
     network.set_link()
     first, second = (node.end(process) for node, process in zip(nodes, processes, strict=True))
     assert (first.code, second.code) == (1, 1)
-    assert first.err.count("no word from ") == 2 and first.err.count("for 20 s") == 2, first
+    assert first.err.count("no message from ") == 2 and first.err.count("for 20 s") == 2, first
     # Its own 20 s timeout may end after the link is up again. It then sees that the first node has closed its
     # connection.
-    ends = ("no word from 10.213.7.1:29400 for 20 s", "10.213.7.1:29400 has gone: its `tune run` has ended")
+    ends = ("no message from 10.213.7.1:29400 for 20 s", "10.213.7.1:29400 has gone: its `tune run` has ended")
     assert sum(second.err.count(end) for end in ends) == 2 and ends[0] in second.err, second
     assert all("(restart 1 of 1)" in item.err for item in (first, second))
     assert all(has_exited(item.pid) for item in folder.started_workers())

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.command_result import CommandResult
 from tests.helpers.toy_launcher import ToyLauncher, has_exited
 from tests.helpers.wait import wait_until
-from tunekit.distributed.rendezvous import Seat, Wire, disagreement
+from tunekit.distributed.rendezvous import Connection, Participant, find_mismatch
 
 pytestmark = pytest.mark.multi
 MANY_STEPS = "steps=1000"
@@ -89,10 +89,10 @@ def test_node_ranks_and_different_process_counts(toy: ToyLauncher) -> None:
 def test_different_configs_are_an_error(toy: ToyLauncher) -> None:
     for results in wait_for_all(toy, start_two_nodes(toy, second=("steps=5",))):
         assert results.code == 2 and "run different configs" in results.err
-    item = {"name": "a", "nodes": 3, "digest": "x", "want": 0}
-    assert disagreement([item, {**item, "want": None}]) is None
-    assert "a and b say --nnodes 3 and 4" in (disagreement([item, {**item, "name": "b", "nodes": 4}]) or "")
-    assert "two machines say --node-rank 0" in (disagreement([item, item]) or "")
+    item = {"name": "a", "nodes": 3, "digest": "x", "node_rank": 0}
+    assert find_mismatch([item, {**item, "node_rank": None}]) is None
+    assert "a and b say --nnodes 3 and 4" in (find_mismatch([item, {**item, "name": "b", "nodes": 4}]) or "")
+    assert "two machines say --node-rank 0" in (find_mismatch([item, item]) or "")
 
 
 def test_missing_node_is_reported(toy: ToyLauncher) -> None:
@@ -172,11 +172,11 @@ def connect_pair() -> tuple[socket.socket, socket.socket]:
 
 def test_connection_reset_is_reported_with_the_node_name() -> None:
     server_socket, client_socket = connect_pair()
-    client = Seat(Wire(server_socket), joined={"name": "node7"}, node=0)
+    client = Participant(Connection(server_socket), request={"name": "node7"}, node_rank=0)
     client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client_socket.close()  # connection reset, as if the process was killed with unread messages
-    while client.wire.open:
-        client.wire.hear()
+    while client.connection.is_open:
+        client.connection.receive()
     assert client.name == "node7"
     server_socket.close()
 
@@ -184,9 +184,9 @@ def test_connection_reset_is_reported_with_the_node_name() -> None:
 @pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b"7\n"])
 def test_invalid_messages_are_ignored(sent: bytes) -> None:
     server_socket, client_socket = connect_pair()
-    connection = Wire(server_socket)
+    connection = Connection(server_socket)
     client_socket.sendall(sent)
-    while connection.open:
-        assert connection.hear() == []
+    while connection.is_open:
+        assert connection.receive() == []
     client_socket.close()
     server_socket.close()

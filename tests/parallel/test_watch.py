@@ -16,11 +16,11 @@ from tunekit.distributed.heartbeat import (
     HeartbeatMonitor,
     HeartbeatWriter,
     find_stalled_rank,
+    parse_threads,
     rank_status,
-    threads,
 )
-from tunekit.distributed.launch_config import LaunchConfig, Place, WorkerSpec
-from tunekit.distributed.launcher import Ranks
+from tunekit.distributed.launch_config import LaunchConfig, RendezvousInfo, WorkerSpec
+from tunekit.distributed.launcher import WorkerGroup
 
 ALL_REDUCE_STACK = """\
 Thread 0x00007f1 (most recent call first):
@@ -42,7 +42,7 @@ HEARTBEAT = Heartbeat(7, 0.0, "step", 0.0, "")
 
 
 def test_stalled_rank_is_found_from_stacks() -> None:
-    assert [frames[0].name for frames in threads(ALL_REDUCE_STACK)] == ["wait", "all_reduce"]
+    assert [frames[0].name for frames in parse_threads(ALL_REDUCE_STACK)] == ["wait", "all_reduce"]
     waits, reads, silent = (
         rank_status(0, HEARTBEAT, ALL_REDUCE_STACK),
         rank_status(1, HEARTBEAT, READ_STACK),
@@ -55,7 +55,7 @@ def test_stalled_rank_is_found_from_stacks() -> None:
     assert find_stalled_rank([waits, reads, silent], 5).splitlines()[-1] == "the others wait for rank 1 and rank 2"
     assert "in all_reduce: for a rank of another machine" in find_stalled_rank([waits, waits], 5)
     other = rank_status(1, HEARTBEAT, ALL_REDUCE_STACK.replace("in all_reduce", "in broadcast"))
-    assert "different exchanges" in find_stalled_rank([waits, other], 5)
+    assert "different collectives" in find_stalled_rank([waits, other], 5)
     assert "no rank waits" in find_stalled_rank([reads, silent], 5)
 
 
@@ -65,24 +65,24 @@ def test_compilation_has_a_longer_timeout(monkeypatch: pytest.MonkeyPatch) -> No
     HeartbeatWriter.open().beat(3, "no monitor")
     monitor = HeartbeatMonitor(2)
     for slot in range(2):
-        monkeypatch.setenv(worker_env.BEATS, monitor.environment(slot)[worker_env.BEATS])
+        monkeypatch.setenv(worker_env.HEARTBEAT, monitor.environment(slot)[worker_env.HEARTBEAT])
         HeartbeatWriter.open().beat(slot + 4, "step" if slot else "compile")
-    assert [(heartbeat_of_rank.step, heartbeat_of_rank.phase) for heartbeat_of_rank in monitor.beats()] == [
+    assert [(heartbeat_of_rank.step, heartbeat_of_rank.phase) for heartbeat_of_rank in monitor.read_all()] == [
         (4, "compile"),
         (5, "step"),
     ]
     clock[0] += 9.0
-    assert not monitor.silent(1.0) and not monitor.silent(20.0), "compilation has ten times the limit"
+    assert not monitor.is_stalled(1.0) and not monitor.is_stalled(20.0), "compilation has ten times the limit"
     clock[0] += 1.5
-    assert monitor.silent(1.0) and not monitor.silent(1.1)
+    assert monitor.is_stalled(1.0) and not monitor.is_stalled(1.1)
     HeartbeatWriter.open().beat(6, "step")
-    monkeypatch.setenv(worker_env.BEATS, monitor.environment(0)[worker_env.BEATS])
+    monkeypatch.setenv(worker_env.HEARTBEAT, monitor.environment(0)[worker_env.HEARTBEAT])
     HeartbeatWriter.open().beat(6, "step")
     clock[0] += 2.0
-    assert monitor.silent(1.0) and not monitor.silent(3.0)
+    assert monitor.is_stalled(1.0) and not monitor.is_stalled(3.0)
     with pytest.raises(OSError, match="gone"), HeartbeatWriter.open():
         raise OSError("the disk is gone")
-    assert monitor.beats()[0].reason == "OSError: the disk is gone" and monitor.beats()[0].failed
+    assert monitor.read_all()[0].reason == "OSError: the disk is gone" and monitor.read_all()[0].failure_time
     monitor.close()
 
 
@@ -116,12 +116,12 @@ def test_ranks_that_wait_in_a_collective_are_recognized(tmp_path: Path) -> None:
 
 
 def test_ended_ranks_are_not_inspected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "ANSWER", 0.5)
-    ranks = Ranks(WorkerSpec((), LaunchConfig(gpus=2), None, 1.0), Place(0, 2, "127.0.0.1", 0))
-    ranks.processes = [subprocess.Popen(command) for command in (["true"], ["sleep", "1000"])]
-    ranks.processes[0].wait()
+    monkeypatch.setattr(heartbeat, "STACK_TIMEOUT_SECONDS", 0.5)
+    workers = WorkerGroup(WorkerSpec((), LaunchConfig(gpus=2), None, 1.0), RendezvousInfo(0, 2, "127.0.0.1", 0))
+    workers.processes = [subprocess.Popen(command) for command in (["true"], ["sleep", "1000"])]
+    workers.processes[0].wait()
     try:
-        status = ranks.places()
+        status = workers.write_hang_report()
     finally:
-        ranks.__exit__(None, None, None)
+        workers.__exit__(None, None, None)
     assert "\n  rank 1: " in status and "rank 0" not in status

@@ -80,7 +80,7 @@ def test_offline_teacher_matches_online_teacher(distill_workspace) -> None:
     assert (
         result.code == 2
         and "teacher.model: " in result.err
-        and "not there yet: asking teacher" in result.err + result.out
+        and "teacher logits are missing" in result.err + result.out
     )
 
 
@@ -174,7 +174,7 @@ def test_invalid_configs_are_one_line_errors(distill_workspace) -> None:
         ("teacher.model=nowhere/else/here",): "teacher.model: nowhere/else/here: ",
         ("teacher.model=begun",): "teacher.model: begun: ",
         (*STORED, *ON_POLICY): "on_policy.lmbda",
-        (*STORED, "data.streaming=true"): "teacher: rows of a stream",
+        (*STORED, "data.streaming=true"): "teacher: ",
         ("teacher.top_k=0",): "top_k: must be >= 1, got 0",
         (too_many,): f"got {vocab + 1:,}, or null for the full distribution",
         (*STORED, too_many): top_k_error,

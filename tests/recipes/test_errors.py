@@ -41,7 +41,7 @@ CONFIGS = {
     "misspelled in a flow": (("data={kind: chat, source: rows.jsonl, lenght: 8}",), ("data.lenght", "max_length")),
     "wrong type": (("global_batch_size=many",), ("global_batch_size", "many")),
     "wrong type below": (("optimizer.lr=fast",), ("optimizer.lr", "fast")),
-    "out of range": (("global_batch_size=0",), ("global_batch_size", "1 or more")),
+    "out of range": (("global_batch_size=0",), ("global_batch_size", ">= 1")),
     "unknown kind": (("adapter=lorra",), ("adapter", "lorra", "lora")),
     "no value": (("output_dir=null",), ("output_dir",)),
     "no override": (("global_batch_size",), ("global_batch_size", "key=value")),

@@ -53,7 +53,7 @@ def test_forgetting_stops_the_run(train_on_unrelated_rows, workspace):
     first, *_, last = losses.values()
     assert max(losses) < 9, "before the last step"
     assert last - first > 0.2
-    assert f"step {max(losses)}: the loss on known.jsonl (train) rose from {first:.4f} to {last:.4f} nats" in done.err
+    assert f"at step {max(losses)}, the loss on known.jsonl (train) rose from {first:.4f} to {last:.4f}" in done.err
     assert (workspace.folder / f"out/state/{max(losses):08d}").is_dir()
     assert "out/state" in done.err
     second = train_on_unrelated_rows("optimizer.lr=3e-2", "max_steps=9", "save_every=100")

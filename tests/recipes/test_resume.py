@@ -137,7 +137,7 @@ def test_finished_run_does_nothing(workspace, monkeypatch):
     monkeypatch.setattr(MetricLogger, "log_step", None)
     second = workspace.run_tune(*RUN)
     assert second.code == 0
-    assert "nothing is left to do" in second.err
+    assert "run is complete" in second.err
     assert files == {path: path.stat().st_mtime_ns for path in (workspace.folder / "out").rglob("*.safetensors")}
     assert numbers == workspace.deterministic_metrics("out")
 

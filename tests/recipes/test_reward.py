@@ -230,7 +230,7 @@ def loss_of_logits(kind: str, logits: torch.Tensor, row: dict[str, Any], namespa
 
 def without_example(code: str) -> str:
     """Code of a card without its example values."""
-    return re.sub(r"(messages|prompt, steps) = .*", "", code)
+    return re.sub(r"(messages|prompt, steps) = (?!\[\*prompt).*", "", code)
 
 
 def card_code(folder: str, base: Path) -> str:

@@ -242,7 +242,7 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
     """Create the parser of `tune` and the parsers of its subcommands."""
     top = Parser(prog="tune", description="Fine-tune language models.", allow_abbrev=False)
     top.add_argument("--version", action="store_true", help="print versions")
-    verbs = top.add_subparsers(title="verbs", dest="verb", metavar="VERB", parser_class=Parser)
+    verbs = top.add_subparsers(title="subcommands", dest="verb", metavar="SUBCOMMAND", parser_class=Parser)
     parsers = {}
     for name, (summary, add_arguments) in VERBS.items():
         parsers[name] = verbs.add_parser(

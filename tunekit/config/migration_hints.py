@@ -370,4 +370,4 @@ def find_hint(path: Sequence[str], keys: Collection[Key]) -> KeyHint | None:
 def suggest_recipe(name: str) -> str | None:
     """Replacement for a recipe of another trainer; None if it is unknown."""
     hints = (hint for names, hint in RECIPES if name.lower() in names.split())
-    return next((how.format(name=name.lower()) for how in hints), None)
+    return next((hint.format(name=name.lower()) for hint in hints), None)

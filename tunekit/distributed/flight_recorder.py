@@ -86,22 +86,22 @@ def file_of(folder: Path, backend: str, rank: int) -> Path:
 
 def serve(dump: Callable[[], Mapping[str, bytes]], rank: int) -> None:
     """Start a thread that writes what `dump` returns for each backend whenever the launcher requests it."""
-    word = os.environ.pop(CHANNEL, None)  # removed: child processes must not start a thread
-    if word is None:
+    value = os.environ.pop(CHANNEL, None)  # removed: child processes must not start a thread
+    if value is None:
         return
-    number, _, folder = word.partition(":")
+    number, _, folder = value.partition(":")
     Thread(target=answer, args=(socket.socket(fileno=int(number)), dump, Path(folder), rank), daemon=True).start()
 
 
-def answer(link: socket.socket, dump: Callable[[], Mapping[str, bytes]], folder: Path, rank: int) -> None:
+def answer(sock: socket.socket, dump: Callable[[], Mapping[str, bytes]], folder: Path, rank: int) -> None:
     """Body of the thread. Ends when the launcher closes the socket."""
     with suppress(OSError):
-        link.sendall(READY)
-        while link.recv(1) == WRITE:
+        sock.sendall(READY)
+        while sock.recv(1) == WRITE:
             with suppress(OSError):  # disk full: the report omits this rank
                 for backend, data in dump().items():
                     file_of(folder, backend, rank).write_bytes(data)
-            link.sendall(WRITTEN)
+            sock.sendall(WRITTEN)
 
 
 # In the launcher
@@ -128,24 +128,24 @@ class Recorders:
 
     def request(self, seconds: float) -> None:
         """Request files from all ranks that can answer, and wait for at most `seconds`."""
-        links = [local for local, _ in self.pairs if is_ready(local)]
-        for link in links:
-            link.sendall(WRITE)
+        sockets = [local for local, _ in self.pairs if is_ready(local)]
+        for sock in sockets:
+            sock.sendall(WRITE)
         end = time.monotonic() + seconds
-        while links and (left := end - time.monotonic()) > 0:
-            done, _, _ = select.select(links, [], [], left)
-            links = [link for link in links if link not in done]
+        while sockets and (left := end - time.monotonic()) > 0:
+            done, _, _ = select.select(sockets, [], [], left)
+            sockets = [sock for sock in sockets if sock not in done]
 
     def close(self) -> None:
         for pair in self.pairs:
-            for link in pair:
-                link.close()
+            for sock in pair:
+                sock.close()
 
 
-def is_ready(link: socket.socket) -> bool:
+def is_ready(sock: socket.socket) -> bool:
     """Whether the rank at the other end waits for requests."""
-    readable, _, _ = select.select([link], [], [], 0)
-    return bool(readable) and link.recv(1) == READY
+    readable, _, _ = select.select([sock], [], [], 0)
+    return bool(readable) and sock.recv(1) == READY
 
 
 # Reading

@@ -1,6 +1,6 @@
-"""Whether the ranks of this machine go on: each tells where it is, and the process that started them reads it.
+"""Heartbeats of the ranks of this node, read by their launcher, and reports of hangs.
 
-Nothing here imports torch. What ranks tell lies in memory that belongs to no file (memfd), so nothing is left behind.
+Does not import torch. Heartbeats are written to anonymous shared memory (memfd), which leaves no files.
 """
 
 import mmap
@@ -16,50 +16,50 @@ from types import TracebackType
 from tunekit.distributed import worker_env
 from tunekit.errors import RunStopped, UserError
 
-BEAT = struct.Struct("<qd32s")  # step, when it was told, phase
-FAILURE = struct.Struct("<d960s")  # when the rank failed (0: it did not), of what
-WIDTH = 1024  # bytes for each rank
-# Phases in which nothing is told for long; "": the first is to come.
-LONG = frozenset({"", "compile", "prepare", "load", "validate", "save", "finish"})
-PATIENCE = 10  # times the limit that they have
-ANSWER = 5.0  # seconds in which a rank has to say where it stands
-FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+HEARTBEAT_STRUCT = struct.Struct("<qd32s")  # step, time, phase
+FAILURE_STRUCT = struct.Struct("<d960s")  # time of the failure (0: none), reason
+SLOT_BYTES = 1024  # of each rank
+# Phases with long times between heartbeats; "": before the first heartbeat.
+SLOW_PHASES = frozenset({"", "compile", "prepare", "load", "validate", "save", "finish"})
+SLOW_PHASE_FACTOR = 10  # factor of the timeout for slow phases
+STACK_TIMEOUT_SECONDS = 5.0  # seconds to wait for the stack of a rank
+FRAME_PATTERN = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Where a rank was, and when (in seconds of the machine's clock that never goes back)."""
+    """Last step and phase of a rank. Times are values of time.monotonic()."""
 
     step: int
-    at: float
+    time: float
     phase: str
-    failed: float
+    failure_time: float
     reason: str
 
     @classmethod
     def read(cls, memory: mmap.mmap, slot: int) -> "Heartbeat":
-        step, at, phase = BEAT.unpack_from(memory, slot * WIDTH)
-        failed, reason = FAILURE.unpack_from(memory, slot * WIDTH + BEAT.size)
-        return cls(step, at, text(phase), failed, text(reason))
+        step, heartbeat_time, phase = HEARTBEAT_STRUCT.unpack_from(memory, slot * SLOT_BYTES)
+        failure_time, reason = FAILURE_STRUCT.unpack_from(memory, slot * SLOT_BYTES + HEARTBEAT_STRUCT.size)
+        return cls(step, heartbeat_time, decode_text(phase), failure_time, decode_text(reason))
 
 
 class HeartbeatWriter:
-    """What this rank tells of itself. Where nobody has started it as one of several, nobody reads it."""
+    """Writes the heartbeats of this rank. Without a launcher, they are written to a private buffer."""
 
     def __init__(self, memory: mmap.mmap | bytearray, slot: int = 0) -> None:
-        self.memory, self.start = memory, slot * WIDTH
+        self.memory, self.start = memory, slot * SLOT_BYTES
 
     @classmethod
     def open(cls) -> "HeartbeatWriter":
-        word = os.environ.get(worker_env.BEATS)
-        if word is None:
-            return cls(bytearray(WIDTH))
-        file, slot = map(int, word.split(":"))
+        value = os.environ.get(worker_env.HEARTBEAT)
+        if value is None:
+            return cls(bytearray(SLOT_BYTES))
+        file, slot = map(int, value.split(":"))
         return cls(mmap.mmap(file, 0), slot)
 
     def beat(self, step: int, phase: str) -> None:
-        """This rank goes on: it begins a phase (load, prepare, step, save, ..) of a step, or is further in one."""
-        BEAT.pack_into(self.memory, self.start, step, time.monotonic(), phase.encode())
+        """Record progress in a phase (load, prepare, step, save, ...) of a step."""
+        HEARTBEAT_STRUCT.pack_into(self.memory, self.start, step, time.monotonic(), phase.encode())
 
     def __enter__(self) -> "HeartbeatWriter":
         return self
@@ -67,14 +67,14 @@ class HeartbeatWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """This rank ends by a mistake or an error: the first of several to say so is the one to blame.
+        """Record the exception that ends this rank, for the launcher to find the rank that failed first.
 
-        Of an error the traceback goes to the log; who has started us shows that of the first one alone.
+        Tracebacks of workers are written to their logs. The launcher prints the log of the first failed rank only.
         """
         if error is None or isinstance(error, RunStopped):
             return
         reason = f"{type(error).__name__}: {error}".encode(errors="replace")
-        FAILURE.pack_into(self.memory, self.start + BEAT.size, time.monotonic(), reason)
+        FAILURE_STRUCT.pack_into(self.memory, self.start + HEARTBEAT_STRUCT.size, time.monotonic(), reason)
         if worker_env.is_tune_worker() and isinstance(error, Exception) and not isinstance(error, UserError):
             os.write(
                 int(os.environ[worker_env.LOG]), "".join(traceback.format_exception(error)).encode(errors="replace")
@@ -82,50 +82,50 @@ class HeartbeatWriter:
             raise SystemExit(1)
 
 
-def text(field: bytes) -> str:
+def decode_text(field: bytes) -> str:
     return field.rstrip(b"\0").decode(errors="replace")
 
 
 class HeartbeatMonitor:
-    """The memory into which the ranks of one start write, and another one for the stack of each."""
+    """Shared memory for the heartbeats of all ranks of one start, and one for the stack of each rank."""
 
     def __init__(self, count: int) -> None:
-        self.file = os.memfd_create("beats")
-        os.truncate(self.file, count * WIDTH)
-        self.memory = mmap.mmap(self.file, count * WIDTH)
+        self.file = os.memfd_create("heartbeats")
+        os.truncate(self.file, count * SLOT_BYTES)
+        self.memory = mmap.mmap(self.file, count * SLOT_BYTES)
         self.stacks = [os.memfd_create("stacks") for _ in range(count)]
-        self.began = time.monotonic()
+        self.start_time = time.monotonic()
 
     @property
     def files(self) -> tuple[int, ...]:
-        """What ranks inherit."""
+        """File descriptors that ranks inherit."""
         return self.file, *self.stacks
 
     def environment(self, slot: int) -> dict[str, str]:
-        return {worker_env.BEATS: f"{self.file}:{slot}", worker_env.STACKS: str(self.stacks[slot])}
+        return {worker_env.HEARTBEAT: f"{self.file}:{slot}", worker_env.STACKS: str(self.stacks[slot])}
 
-    def beats(self) -> list[Heartbeat]:
+    def read_all(self) -> list[Heartbeat]:
         return [Heartbeat.read(self.memory, slot) for slot in range(len(self.stacks))]
 
-    def silent(self, limit: float) -> bool:
-        """Whether no rank has gone on for so many seconds."""
-        beats = self.beats()
-        patience = PATIENCE if any(beat.phase in LONG for beat in beats) else 1
-        last = max(self.began, *(beat.at for beat in beats))
-        return time.monotonic() - last > limit * patience
+    def is_stalled(self, limit: float) -> bool:
+        """Whether no rank has sent a heartbeat for `limit` seconds, or ten times as long in slow phases."""
+        heartbeats = self.read_all()
+        factor = SLOW_PHASE_FACTOR if any(heartbeat.phase in SLOW_PHASES for heartbeat in heartbeats) else 1
+        last = max(self.start_time, *(heartbeat.time for heartbeat in heartbeats))
+        return time.monotonic() - last > limit * factor
 
-    def ask(self, pids: list[int]) -> list[str]:
-        """The Python stacks of all ranks, also of those that are blocked in C; empty from one that does not answer."""
+    def dump_stacks(self, pids: list[int]) -> list[str]:
+        """Python stacks of all ranks, including those blocked in C code; empty for ranks that do not answer."""
         for pid in pids:
             os.kill(pid, worker_env.STACKS_SIGNAL)
-        late = time.monotonic() + ANSWER
-        before = None
-        while time.monotonic() < late:
+        deadline = time.monotonic() + STACK_TIMEOUT_SECONDS
+        previous_sizes = None
+        while time.monotonic() < deadline:
             time.sleep(0.2)
             sizes = [os.fstat(file).st_size for file in self.stacks]
-            if all(sizes) and sizes == before:
+            if all(sizes) and sizes == previous_sizes:
                 break
-            before = sizes
+            previous_sizes = sizes
         return [os.pread(file, 1 << 20, 0).decode(errors="replace") for file in self.stacks]
 
     def close(self) -> None:
@@ -136,14 +136,14 @@ class HeartbeatMonitor:
 
 @dataclass(frozen=True)
 class StackFrame:
-    """One line of a stack."""
+    """One frame of a Python stack."""
 
     file: str
     line: int
     name: str
 
     @property
-    def torchs(self) -> bool:
+    def is_torch(self) -> bool:
         return "/torch/" in self.file
 
     def __str__(self) -> str:
@@ -152,54 +152,54 @@ class StackFrame:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where a rank stands: in which exchange with other ranks (none: the others may wait for it), and whose code."""
+    """Position of a rank: its collective, if it waits in one, and its innermost frame outside of torch."""
 
     rank: int
-    beat: Heartbeat
-    exchange: str | None
+    heartbeat: Heartbeat
+    collective: str | None
     frame: StackFrame | None
 
     @property
-    def waits(self) -> bool:
-        return self.exchange is not None
+    def is_waiting(self) -> bool:
+        return self.collective is not None
 
     def __str__(self) -> str:
-        told = f"rank {self.rank}: step {self.beat.step}, {self.beat.phase or 'starting'}; "
+        message = f"rank {self.rank}: step {self.heartbeat.step}, {self.heartbeat.phase or 'starting'}; "
         if self.frame is None:
-            return told + "does not answer: stopped, or blocked in the system"
-        return told + (f"waits in {self.exchange}, from {self.frame}" if self.waits else f"in {self.frame}")
+            return message + "does not answer: stopped, or blocked in a system call"
+        return message + (f"waits in {self.collective}, from {self.frame}" if self.is_waiting else f"in {self.frame}")
 
 
-def threads(stack: str) -> list[list[StackFrame]]:
-    """The frames of every thread, the innermost first. The main thread is the last."""
-    found = []
-    for text in re.split(r"^(?:Current thread|Thread) .*$", stack, flags=re.MULTILINE)[1:]:
-        frames = [StackFrame(m["file"], int(m["line"]), m["name"]) for m in FRAME.finditer(text)]
-        found += [frames] if frames else []
-    return found
+def parse_threads(stack: str) -> list[list[StackFrame]]:
+    """Frames of each thread, innermost first. The main thread is last."""
+    threads = []
+    for section in re.split(r"^(?:Current thread|Thread) .*$", stack, flags=re.MULTILINE)[1:]:
+        frames = [StackFrame(m["file"], int(m["line"]), m["name"]) for m in FRAME_PATTERN.finditer(section)]
+        threads += [frames] if frames else []
+    return threads
 
 
-def rank_status(rank: int, beat: Heartbeat, stack: str) -> RankStatus:
-    """What the stack of a rank tells. A backward pass may exchange in another thread than the main one."""
-    for frames in threads(stack):
-        own = next((i for i, frame in enumerate(frames) if not frame.torchs), len(frames) - 1)
-        names = [frame.name for frame in frames[:own] if "/torch/distributed/" in frame.file]
+def rank_status(rank: int, heartbeat: Heartbeat, stack: str) -> RankStatus:
+    """Status of a rank, from its stack. Collectives of a backward pass may run in a thread other than the main one."""
+    for frames in parse_threads(stack):
+        index = next((i for i, frame in enumerate(frames) if not frame.is_torch), len(frames) - 1)
+        names = [frame.name for frame in frames[:index] if "/torch/distributed/" in frame.file]
         if names:
-            return RankStatus(rank, beat, names[0], frames[own])
-    main = threads(stack)[-1:]
-    return RankStatus(rank, beat, None, main[0][0] if main else None)
+            return RankStatus(rank, heartbeat, names[0], frames[index])
+    main_thread = parse_threads(stack)[-1:]
+    return RankStatus(rank, heartbeat, None, main_thread[0][0] if main_thread else None)
 
 
-def find_stalled_rank(places: list[RankStatus], limit: float) -> str:
-    """Which rank is where, and for which the others wait."""
-    out = [place for place in places if not place.waits]
-    lines = [f"no rank has gone on for {limit:g} s:", *(f"  {place}" for place in places)]
-    if len(out) == len(places):
-        lines.append("no rank waits for another one")
-    elif out:
-        lines.append(f"the others wait for {' and '.join(f'rank {place.rank}' for place in out)}")
-    elif len({place.exchange for place in places}) > 1:
-        lines.append("they wait for each other in different exchanges")
+def find_stalled_rank(statuses: list[RankStatus], timeout: float) -> str:
+    """Report with the position of each rank, and with the ranks that the others wait for."""
+    running = [status for status in statuses if not status.is_waiting]
+    lines = [f"no rank has made progress for {timeout:g} s:", *(f"  {status}" for status in statuses)]
+    if len(running) == len(statuses):
+        lines.append("no rank waits for another rank")
+    elif running:
+        lines.append(f"the others wait for {' and '.join(f'rank {status.rank}' for status in running)}")
+    elif len({status.collective for status in statuses}) > 1:
+        lines.append("they wait for each other in different collectives")
     else:
-        lines.append(f"all wait in {places[0].exchange}: for a rank of another machine, or for what is between them")
+        lines.append(f"all wait in {statuses[0].collective}: for a rank of another machine, or for the network")
     return "\n".join(lines)

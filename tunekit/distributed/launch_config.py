@@ -1,4 +1,4 @@
-"""How many processes a person asks for, on how many machines. Nothing here imports torch."""
+"""Launch options, worker specs and results. Does not import torch."""
 
 import os
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from pathlib import Path
 
 from tunekit.errors import UserError
 
-PER_CORE = 4  # processes that a core may have to carry: enough to try how a run divides
+MAX_PROCESSES_PER_CORE = 4  # on the CPU; enough to try a parallel layout
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """The options of `tune run` that say what runs where."""
+    """Options of `tune run` for processes and nodes."""
 
     gpus: int | None = None
     nodes: int = 1
@@ -21,90 +21,86 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         if self.restarts < 0:
-            raise UserError(f"--max-restarts {self.restarts}: give a number from 0 up")
+            raise UserError(f"--max-restarts {self.restarts}: must be >= 0")
         if self.nodes > 1 and self.rendezvous is None:
-            raise UserError(f"--nnodes {self.nodes}: where do they meet? --rdzv-endpoint HOST:PORT names one of them")
+            raise UserError(f"--nnodes {self.nodes}: missing address. Set --rdzv-endpoint HOST:PORT to one node")
         if self.nodes == 1 and (self.rendezvous, self.node_rank) != (None, None):
-            raise UserError(
-                "--rdzv-endpoint and --node-rank are for several machines: --nnodes says how many there are"
-            )
+            raise UserError("--rdzv-endpoint and --node-rank: require more than one node. Set --nnodes")
         if self.node_rank is not None and self.node_rank >= self.nodes:
             raise UserError(f"--node-rank {self.node_rank}: with --nnodes {self.nodes} the last is {self.nodes - 1}")
-        self.address()
+        self.parse_endpoint()
 
     @property
-    def several(self) -> bool:
-        """Whether processes are to be started. One that may be restarted is started by another one, too."""
-        return self.count > 1 or self.nodes > 1 or self.restarts > 0
+    def needs_launcher(self) -> bool:
+        """Whether a launcher starts the workers. A single worker needs one if it can be restarted."""
+        return self.nproc_per_node > 1 or self.nodes > 1 or self.restarts > 0
 
     @property
-    def count(self) -> int:
-        """Processes on this machine."""
+    def nproc_per_node(self) -> int:
+        """Processes on this node."""
         return self.gpus or 1
 
     @property
-    def words(self) -> tuple[str, ...]:
-        """As they stand on the command line."""
-        found = {"--nproc-per-node": self.count, "--nnodes": self.nodes, "--rdzv-endpoint": self.rendezvous}
-        found |= {"--node-rank": self.node_rank, "--max-restarts": self.restarts}
-        return tuple(word for name, value in found.items() if value is not None for word in (name, str(value)))
+    def cli_args(self) -> tuple[str, ...]:
+        """Flags and values for the command line."""
+        options = {"--nproc-per-node": self.nproc_per_node, "--nnodes": self.nodes, "--rdzv-endpoint": self.rendezvous}
+        options |= {"--node-rank": self.node_rank, "--max-restarts": self.restarts}
+        return tuple(arg for name, value in options.items() if value is not None for arg in (name, str(value)))
 
-    def address(self) -> tuple[str, int]:
-        """Where the machines meet."""
+    def parse_endpoint(self) -> tuple[str, int]:
+        """Host and port of the rendezvous endpoint."""
         if self.rendezvous is None:
             return "127.0.0.1", 0
         host, _, port = self.rendezvous.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise UserError(f"--rdzv-endpoint {self.rendezvous}: write HOST:PORT, such as node1:29400")
+            raise UserError(f"--rdzv-endpoint {self.rendezvous}: must be HOST:PORT, such as node1:29400")
         return host.strip("[]"), int(port)
 
-    def check(self, device: str, found: int) -> None:
-        """Refuse more processes than there is room for. `device`: the type of torch.device that the run will have."""
+    def check_nproc_per_node(self, device: str, num_devices: int) -> None:
+        """Raise UserError if this node cannot run that many processes. `device`: type of torch.device."""
         if self.gpus is None:
             return
-        if device != "cpu" and self.gpus > found:
-            raise UserError(
-                f"--nproc-per-node {self.gpus}: this machine has {found}; leave --nproc-per-node out to use one"
-            )
+        if device != "cpu" and self.gpus > num_devices:
+            raise UserError(f"--nproc-per-node {self.gpus}: only {num_devices} devices exist. Omit the flag to use one")
         cores = len(os.sched_getaffinity(0))
-        if device == "cpu" and self.gpus > cores * PER_CORE:
+        if device == "cpu" and self.gpus > cores * MAX_PROCESSES_PER_CORE:
             raise UserError(
-                f"--nproc-per-node {self.gpus}: without a GPU, {cores} cores carry at most {cores * PER_CORE} processes"
+                f"--nproc-per-node {self.gpus}: must be <= {cores * MAX_PROCESSES_PER_CORE} on {cores} CPU cores"
             )
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """A run that several processes do, checked and ready to start."""
+    """A checked run that is started as worker processes."""
 
-    words: tuple[str, ...]  # of `tune`, for each of the processes
-    asked: LaunchConfig
-    folder: Path | None  # of the run; none: it has no folder
+    args: tuple[str, ...]  # of `tune`, for each worker
+    launch_config: LaunchConfig
+    output_dir: Path | None  # None: the run writes no files
     timeout: float  # seconds
-    digest: str = ""  # of the config: all machines have the same
-    fresh: bool = False
+    digest: str = ""  # of the config, equal on all nodes
+    overwrite: bool = False
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the processes of this machine stand among all."""
+class RendezvousInfo:
+    """Ranks of this node and the address of rank 0, the result of a rendezvous."""
 
-    base: int  # rank of the first
-    size: int  # of all machines together
-    address: str  # where rank 0 listens
-    port: int
-    listener: int | None = None  # file of the open port, where rank 0 is here
-    names: tuple[str, ...] = ()  # of the machines
-    interface: str | None = None  # of the network between them
-    first: bool = True  # none of them has started before
+    base_rank: int  # first rank of this node
+    world_size: int  # processes of all nodes
+    master_addr: str  # of rank 0
+    master_port: int
+    listener_fd: int | None = None  # listening socket, if rank 0 is on this node
+    node_names: tuple[str, ...] = ()  # of all nodes
+    interface: str | None = None  # network interface for gloo
+    is_first_start: bool = True  # no node has started workers before
 
 
 @dataclass(frozen=True)
-class End:
-    """How a start of all processes ended.
+class RunResult:
+    """Result of one start of all workers.
 
-    done; left: all have saved, as a person asked; asked: a person ended it at once; mistake; failed;
-    hung: no rank went on.
+    Kinds: succeeded; stopped (saved and stopped on request); interrupted (ended immediately on request); user_error;
+    failed; hung (no rank made progress).
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""A run of several processes from its start to its end, with all its restarts. Nothing here imports torch."""
+"""Launch the workers of a run, monitor and restart them. Does not import torch."""
 
 import json
 import os
@@ -7,99 +7,106 @@ import time
 from typing import Any
 
 from tunekit.distributed import worker_env
-from tunekit.distributed.launch_config import End, Place, WorkerSpec
-from tunekit.distributed.launcher import Ranks, print_line, tune_command
-from tunekit.distributed.rendezvous import Alone, Guest
-from tunekit.distributed.signals import TICK, StopRequests
+from tunekit.distributed.launch_config import RendezvousInfo, RunResult, WorkerSpec
+from tunekit.distributed.launcher import WorkerGroup, print_line, tune_command
+from tunekit.distributed.rendezvous import MultiNodeRendezvous, SingleNodeRendezvous
+from tunekit.distributed.signals import POLL_SECONDS, StopRequests
 from tunekit.errors import UserError
 
-AGAIN = ("failed", "hung")  # ends after which another start may help
+RESTARTABLE = ("failed", "hung")  # kinds of results that are followed by a restart
 
 
-def launch_workers(job: WorkerSpec, wishes: StopRequests) -> None:
-    """Start all, see them to their end, and start them again as often as was asked for. SystemExit unless all is well.
+def launch_workers(spec: WorkerSpec, stop_requests: StopRequests) -> None:
+    """Start all workers, and restart them up to `max_restarts` times. SystemExit unless they succeed.
 
-    A mistake and a person's wish end it for good: they would come again.
+    User errors and stop requests are not followed by a restart.
     """
-    restarts = job.asked.restarts
-    wishes.watch(job.folder)
-    with (Guest if job.asked.nodes > 1 else Alone)(job) as others:
-        end = once(job, 0, wishes, others)
+    restarts = spec.launch_config.restarts
+    stop_requests.watch_file(spec.output_dir)
+    with (MultiNodeRendezvous if spec.launch_config.nodes > 1 else SingleNodeRendezvous)(spec) as rendezvous:
+        result = run_once(spec, 0, stop_requests, rendezvous)
         for start in range(1, restarts + 1):
-            if end.kind not in AGAIN:
+            if result.kind not in RESTARTABLE:
                 break
-            print_line(f"{end.text}\nstarting again from the last complete state (restart {start} of {restarts})")
-            end = once(job, start, wishes, others)
-    if end.kind == "mistake" and end.text:
-        raise UserError(end.text)
-    if end.text:
-        hint = "; --max-restarts N starts it again by itself" if end.kind in AGAIN and not restarts else ""
-        print_line(end.text + hint)
-    if end.code:
-        raise SystemExit(end.code)
+            print_line(f"{result.text}\nstarting again from the last complete state (restart {start} of {restarts})")
+            result = run_once(spec, start, stop_requests, rendezvous)
+    if result.kind == "user_error" and result.text:
+        raise UserError(result.text)
+    if result.text:
+        hint = "; --max-restarts N restarts it automatically" if result.kind in RESTARTABLE and not restarts else ""
+        print_line(result.text + hint)
+    if result.code:
+        raise SystemExit(result.code)
 
 
-def once(job: WorkerSpec, start: int, wishes: StopRequests, others: Guest | Alone) -> End:
-    """One start of all."""
-    place = others.meet(start, wishes)
-    if isinstance(place, End):
-        return place
-    print_line(greeting(job, place))
-    with Ranks(job, place) as ranks:
-        end = watched(ranks, wishes, others)
-    last = others.leave(end, wishes)
-    if end.kind == "hung" and end.text not in last.text:  # another machine was the first to say so
-        print_line(end.text)
-    return last
+def run_once(
+    spec: WorkerSpec, start: int, stop_requests: StopRequests, rendezvous: MultiNodeRendezvous | SingleNodeRendezvous
+) -> RunResult:
+    """Run all workers once."""
+    info = rendezvous.next_rendezvous(start, stop_requests)
+    if isinstance(info, RunResult):
+        return info
+    print_line(format_start_message(spec, info))
+    with WorkerGroup(spec, info) as workers:
+        local_result = monitor_workers(workers, stop_requests, rendezvous)
+    result = rendezvous.report_result(local_result, stop_requests)
+    if local_result.kind == "hung" and local_result.text not in result.text:  # another node was the first to report it
+        print_line(local_result.text)
+    return result
 
 
-def watched(ranks: Ranks, wishes: StopRequests, others: Guest | Alone) -> End:
-    """How the ranks have ended, here or elsewhere. What a long start is about is told."""
+def monitor_workers(
+    workers: WorkerGroup, stop_requests: StopRequests, rendezvous: MultiNodeRendezvous | SingleNodeRendezvous
+) -> RunResult:
+    """Wait for the result of this or another node. Forwards signals, and prints messages about slow starts."""
     while True:
-        if (doing := ranks.doing()) is not None:
-            print_line(doing)
-        wishes.look()
-        if len(wishes.came) > 1:
-            return End("asked", 128 + wishes.came[-1], f"{wishes.came[-1].name} again: ended at once")
-        if wishes.came and not ranks.sent:
-            ranks.send(wishes.came[0])
-        end = ranks.ended() or ranks.hangs()
-        if end is not None:
-            return end
-        if (end := others.over()) is not None:
-            if end.kind == "hung":  # the rank that all wait for may be here
-                print_line(ranks.places())
-            return end
-        time.sleep(TICK)
+        if (message := workers.get_start_message()) is not None:
+            print_line(message)
+        stop_requests.poll_file()
+        if len(stop_requests.received) > 1:
+            return RunResult(
+                "interrupted",
+                128 + stop_requests.received[-1],
+                f"{stop_requests.received[-1].name} again: ended at once",
+            )
+        if stop_requests.received and not workers.sent_signals:
+            workers.send_signal(stop_requests.received[0])
+        result = workers.poll_result() or workers.poll_hang()
+        if result is not None:
+            return result
+        if (result := rendezvous.poll_result()) is not None:
+            if result.kind == "hung":  # the stalled rank may be on this node
+                print_line(workers.write_hang_report())
+            return result
+        time.sleep(POLL_SECONDS)
 
 
-def greeting(job: WorkerSpec, place: Place) -> str:
-    here = f"starting {job.asked.count} process{'es' * (job.asked.count > 1)}"
-    if len(place.names) > 1:
-        here += f" of {place.size} on {len(place.names)} machines: {', '.join(place.names)}"
-    return here
+def format_start_message(spec: WorkerSpec, info: RendezvousInfo) -> str:
+    """Message with the number of processes and the nodes."""
+    message = f"starting {spec.launch_config.nproc_per_node} process{'es' * (spec.launch_config.nproc_per_node > 1)}"
+    if len(info.node_names) > 1:
+        message += f" of {info.world_size} on {len(info.node_names)} machines: {', '.join(info.node_names)}"
+    return message
 
 
-def check_in_subprocess(words: tuple[str, ...], wishes: StopRequests) -> dict[str, Any]:
-    """What a process that may import torch reports about a run; UserError for what is wrong with it."""
+def check_in_subprocess(args: tuple[str, ...], stop_requests: StopRequests) -> dict[str, Any]:
+    """Check a run in a process that may import torch. Returns its report; raises its UserError."""
     read, write = os.pipe()
     env = {**os.environ, worker_env.REPORT: f"{write}:{os.getpid()}"}
-    process = subprocess.Popen(
-        tune_command(words), stdin=subprocess.DEVNULL, env=env, pass_fds=[write], process_group=0
-    )
+    process = subprocess.Popen(tune_command(args), stdin=subprocess.DEVNULL, env=env, pass_fds=[write], process_group=0)
     os.close(write)
     while process.poll() is None:
-        if wishes.came:
+        if stop_requests.received:
             process.kill()
             process.wait()
-            print_line(f"{wishes.came[0].name}: ended before the first step; nothing was changed")
-            raise SystemExit(128 + wishes.came[0])
-        time.sleep(TICK)
-    with os.fdopen(read) as answer:
-        text = answer.read()
-    if process.returncode:  # an error, which has told itself
+            print_line(f"{stop_requests.received[0].name}: ended before the first step; nothing was changed")
+            raise SystemExit(128 + stop_requests.received[0])
+        time.sleep(POLL_SECONDS)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    if process.returncode:  # an exception, which the process has printed
         raise SystemExit(1)
-    found = json.loads(text)
-    if "mistake" in found:
-        raise UserError(found["mistake"])
-    return found
+    report = json.loads(text)
+    if "mistake" in report:
+        raise UserError(report["mistake"])
+    return report

@@ -1,6 +1,6 @@
-"""The ranks of this machine: started, listened to, ended, and started again. Nothing here imports torch.
+"""Workers of this node: start, monitor, and stop them. Does not import torch.
 
-Whatever ends one rank ends all: the others may wait for it without end.
+If one rank ends, all are ended: the others could wait for it forever.
 """
 
 import os
@@ -14,211 +14,250 @@ from types import TracebackType
 
 from tunekit.distributed import flight_recorder, worker_env
 from tunekit.distributed.flight_recorder import PREFIX, Recorders, variables
-from tunekit.distributed.heartbeat import ANSWER, HeartbeatMonitor, find_stalled_rank, rank_status
-from tunekit.distributed.launch_config import End, Place, WorkerSpec
-from tunekit.distributed.signals import ASKED, STOP, TICK, stop_reason
+from tunekit.distributed.heartbeat import STACK_TIMEOUT_SECONDS, HeartbeatMonitor, find_stalled_rank, rank_status
+from tunekit.distributed.launch_config import RendezvousInfo, RunResult, WorkerSpec
+from tunekit.distributed.signals import POLL_SECONDS, STOP, STOP_SIGNALS, stop_reason
 from tunekit.errors import UserError
 
-LOGS = "logs"  # below the folder of the run
-GRACE = 2.0  # seconds in which ranks end by themselves once one has
-LEAVING = 10.0  # seconds in which one that has told its mistake leaves: on a busy machine Python ends slowly
-MISTAKE = f"{UserError.__name__}: "
-LONG = 15.0  # seconds after which a start is said to go on
-STARTING = {"": "torch and the recipe are imported", "prepare": "rows are prepared", "load": "weights are read"}
-SHOWN = 30  # lines of what a rank has printed that are shown
-# Signals with which a process ends in the wake of another one's failure.
-WAKE = {-signal.SIGABRT, -signal.SIGPIPE}
+LOGS = "logs"  # subdirectory of the output directory
+GRACE_SECONDS = 2.0  # seconds for ranks to exit after one has failed
+EXIT_SECONDS = 10.0  # seconds for a rank to exit after a UserError: Python exits slowly on a busy machine
+USER_ERROR_PREFIX = f"{UserError.__name__}: "
+SLOW_START_SECONDS = 15.0  # seconds after which the phase of a start is printed
+START_PHASES = {"": "importing torch and the recipe", "prepare": "preparing rows", "load": "loading weights"}
+MAX_LOG_LINES = 30  # lines of the log of a failed rank that are printed
+# Exit codes of ranks that end because another rank has failed.
+SECONDARY_EXIT_CODES = {-signal.SIGABRT, -signal.SIGPIPE}
 
 
 def print_line(text: str) -> None:
-    """A line for people."""
+    """Print a line to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
-def tune_command(words: tuple[str, ...]) -> list[str]:
-    """`tune` with these words, in a process of its own."""
-    return [sys.executable, "-P", "-m", "tunekit.cli", *words]
+def tune_command(args: tuple[str, ...]) -> list[str]:
+    """Command that runs `tune` with `args`."""
+    return [sys.executable, "-P", "-m", "tunekit.cli", *args]
 
 
-class Ranks:
-    """The processes of one start."""
+class WorkerGroup:
+    """Worker processes of one start on this node."""
 
-    def __init__(self, job: WorkerSpec, place: Place) -> None:
-        self.job, self.place = job, place
-        self.board = HeartbeatMonitor(job.asked.count)
-        self.logs = [opened(job.folder, place, slot) for slot in range(job.asked.count)]
-        logs = None if job.folder is None else job.folder / LOGS
-        self.recorders = None if logs is None else Recorders(logs, place.base, job.asked.count)
-        self.begins = [os.lseek(file, 0, os.SEEK_END) for file in self.logs]
+    def __init__(self, spec: WorkerSpec, info: RendezvousInfo) -> None:
+        self.spec, self.info = spec, info
+        self.monitor = HeartbeatMonitor(spec.launch_config.nproc_per_node)
+        self.log_fds = [open_log(spec.output_dir, info, slot) for slot in range(spec.launch_config.nproc_per_node)]
+        log_dir = None if spec.output_dir is None else spec.output_dir / LOGS
+        self.recorders = (
+            None if log_dir is None else Recorders(log_dir, info.base_rank, spec.launch_config.nproc_per_node)
+        )
+        self.log_offsets = [os.lseek(fd, 0, os.SEEK_END) for fd in self.log_fds]
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.sent: list[signal.Signals] = []
-        self.told: set[str] = set()  # phases
+        self.sent_signals: list[signal.Signals] = []
+        self.reported_phases: set[str] = set()
 
-    def __enter__(self) -> "Ranks":
-        for slot in range(self.job.asked.count):
+    def __enter__(self) -> "WorkerGroup":
+        for slot in range(self.spec.launch_config.nproc_per_node):
             self.processes.append(self.start(slot))
-        if self.place.listener is not None:
-            os.close(self.place.listener)
+        if self.info.listener_fd is not None:
+            os.close(self.info.listener_fd)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.kill()
-        self.board.close()
+        self.monitor.close()
         if self.recorders is not None:
             self.recorders.close()
-        for file in self.logs:
-            os.close(file)
+        for fd in self.log_fds:
+            os.close(fd)
 
     def start(self, slot: int) -> subprocess.Popen[bytes]:
-        """Start a rank: its group of processes is its own, or Ctrl-C in a terminal would reach it twice."""
-        plain, log = self.place.base + slot == 0, self.logs[slot]
-        listener = [] if self.place.listener is None else [self.place.listener]
-        env = environment(self.job, self.place, slot) | self.board.environment(slot) | {worker_env.LOG: str(log)}
+        """Start a rank in a session of its own; otherwise Ctrl-C in a terminal would reach it twice."""
+        is_rank_0, log = self.info.base_rank + slot == 0, self.log_fds[slot]
+        listener = [] if self.info.listener_fd is None else [self.info.listener_fd]
+        env = (
+            worker_environment(self.spec, self.info, slot) | self.monitor.environment(slot) | {worker_env.LOG: str(log)}
+        )
         env |= {} if self.recorders is None else self.recorders.environment(slot)
         recorders = () if self.recorders is None else self.recorders.files
         return subprocess.Popen(
-            tune_command((*self.job.words, *(["--overwrite"] if self.job.fresh and self.place.first else []))),
+            tune_command(
+                (*self.spec.args, *(["--overwrite"] if self.spec.overwrite and self.info.is_first_start else []))
+            ),
             stdin=subprocess.DEVNULL,
-            stdout=None if plain else log,
-            stderr=None if plain else log,
+            stdout=None if is_rank_0 else log,
+            stderr=None if is_rank_0 else log,
             env=env,
-            pass_fds=(*self.board.files, *recorders, log, *(listener if plain else [])),
+            pass_fds=(*self.monitor.files, *recorders, log, *(listener if is_rank_0 else [])),
             start_new_session=True,
         )
 
-    def send(self, number: signal.Signals) -> None:
-        """Hand on what a person asks for."""
-        self.sent.append(number)
+    def send_signal(self, number: signal.Signals) -> None:
+        """Forward a signal to all ranks."""
+        self.sent_signals.append(number)
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     def kill(self) -> None:
-        """End what is left, with all that it has started."""
+        """Kill the remaining ranks and their child processes."""
         for process in self.processes:
             if process.poll() != 0:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def codes(self) -> list[int | None]:
+    def exit_codes(self) -> list[int | None]:
         return [process.poll() for process in self.processes]
 
-    def ended(self) -> End | None:
-        """How it ended, if it did: all ranks well, or one of them badly."""
-        codes = self.codes()
-        if all(fine(code) for code in codes):
-            return End("left", max(filter(None, codes))) if any(codes) else End("done")
-        late = any(0 < beat.failed < time.monotonic() - GRACE for beat in self.board.beats())
-        if late or not all(code is None or fine(code) for code in codes):
-            self.settle()
-            return self.blame()
+    def poll_result(self) -> RunResult | None:
+        """Result if all ranks have succeeded or stopped, or one has failed; otherwise None."""
+        codes = self.exit_codes()
+        if all(is_expected_exit(code) for code in codes):
+            return RunResult("stopped", max(filter(None, codes))) if any(codes) else RunResult("succeeded")
+        has_overdue = any(
+            0 < heartbeat.failure_time < time.monotonic() - GRACE_SECONDS for heartbeat in self.monitor.read_all()
+        )
+        if has_overdue or not all(code is None or is_expected_exit(code) for code in codes):
+            self.wait_for_exits()
+            return self.find_cause()
         return None
 
-    def settle(self) -> None:
-        """Others may be about to tell the same mistake; of anything else it is known who was the first."""
-        began = time.monotonic()
-        while (waited := time.monotonic() - began) < LEAVING:
-            codes = self.codes()
-            leaving = any(code is None and self.mistaken(slot) for slot, code in enumerate(codes))
-            if not leaving and (waited > GRACE or not {2, None} <= set(codes)):
+    def wait_for_exits(self) -> None:
+        """Wait for other ranks to exit after one has failed; they may be about to report the same UserError."""
+        start_time = time.monotonic()
+        while (elapsed := time.monotonic() - start_time) < EXIT_SECONDS:
+            codes = self.exit_codes()
+            is_exiting = any(code is None and self.has_user_error(slot) for slot, code in enumerate(codes))
+            if not is_exiting and (elapsed > GRACE_SECONDS or not {2, None} <= set(codes)):
                 return
-            time.sleep(TICK)
+            time.sleep(POLL_SECONDS)
 
-    def mistaken(self, slot: int) -> bool:
-        """Whether a rank ends by what a person can mend. It says so before it is gone."""
-        return self.codes()[slot] == 2 or self.board.beats()[slot].reason.startswith(MISTAKE)
+    def has_user_error(self, slot: int) -> bool:
+        """Whether a rank has exited, or is about to exit, with a UserError."""
+        return self.exit_codes()[slot] == 2 or self.monitor.read_all()[slot].reason.startswith(USER_ERROR_PREFIX)
 
-    def blame(self) -> End:
-        """The rank that ended first. One that was killed could not tell when, and no other could have killed it."""
-        codes, beats = self.codes(), self.board.beats()
-        asked = [-code for code in codes if code is not None and -code in ASKED]
-        if asked:  # nobody but a person or a scheduler sends these
-            name = stop_reason(signal.Signals(asked[0]), self.job.folder and self.job.folder / STOP)
-            return End("asked", 128 + asked[0], f"{name}: ended before the first step; nothing was changed")
-        bad = [slot for slot, code in enumerate(codes) if (code is not None and not fine(code)) or beats[slot].failed]
-        killed = [slot for slot in bad if (codes[slot] or 0) < 0 and codes[slot] not in WAKE]
-        first = killed[0] if killed else min(bad, key=lambda slot: beats[slot].failed or float("inf"))
-        return self.mistake(first) if first not in killed and self.mistaken(first) else self.failed(first)
-
-    def mistake(self, slot: int) -> End:
-        """One line, whoever made it. Rank 0 tells its own."""
-        told = len(self.place.names) < 2 and self.codes()[0] == 2
-        return End("mistake", 2, "" if told else self.board.beats()[slot].reason.partition(": ")[2])
-
-    def failed(self, slot: int) -> End:
-        rank, code = self.place.base + slot, self.codes()[slot]
-        for line in self.last(slot):
-            print_line(f"rank {rank}: {line}")
-        reason = self.board.beats()[slot].reason
-        if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-            how += ": as the system does when memory runs out" if code == -signal.SIGKILL else ""
-        else:
-            how = f"failed: {reason}" if reason else f"ended with exit code {code}"
-        return End("failed", 1, f"rank {rank} {how}")
-
-    def last(self, slot: int) -> list[str]:
-        """The last lines that a rank has printed since its start."""
-        file, begin = self.logs[slot], self.begins[slot]
-        text = os.pread(file, os.fstat(file).st_size - begin, begin).decode(errors="replace")
-        return text.splitlines()[-SHOWN:]
-
-    def doing(self) -> str | None:
-        """What the first of all ranks does before its first step, once for each phase that a person waits for."""
-        beat = self.board.beats()[0]
-        if beat.phase not in STARTING or beat.phase in self.told or time.monotonic() - self.board.began < LONG:
-            return None
-        self.told.add(beat.phase)
-        return f"still starting: {STARTING[beat.phase]}" if self.place.base == 0 else None
-
-    def hangs(self) -> End | None:
-        """Which rank is where, if none has gone on for too long."""
-        return End("hung", 1, self.places()) if self.board.silent(self.job.timeout) else None
-
-    def places(self) -> str:
-        """Which rank is where, from their stacks. Some may have ended well before the others hung."""
-        base, beats, codes = self.place.base, self.board.beats(), self.codes()
-        stacks = self.board.ask([p.pid for p, code in zip(self.processes, codes, strict=True) if code is None])
-        found = [
-            rank_status(base + slot, beats[slot], stack) for slot, stack in enumerate(stacks) if codes[slot] is None
+    def find_cause(self) -> RunResult:
+        """Result of the rank that failed first. Killed ranks come first: they leave no failure time."""
+        codes, heartbeats = self.exit_codes(), self.monitor.read_all()
+        signal_numbers = [-code for code in codes if code is not None and -code in STOP_SIGNALS]
+        if signal_numbers:  # sent by the user or a scheduler only
+            name = stop_reason(signal.Signals(signal_numbers[0]), self.spec.output_dir and self.spec.output_dir / STOP)
+            return RunResult(
+                "interrupted", 128 + signal_numbers[0], f"{name}: ended before the first step; nothing was changed"
+            )
+        failed_slots = [
+            slot
+            for slot, code in enumerate(codes)
+            if (code is not None and not is_expected_exit(code)) or heartbeats[slot].failure_time
         ]
-        text = find_stalled_rank(found, self.job.timeout)
-        if self.job.folder is None or self.recorders is None:
+        killed_slots = [
+            slot for slot in failed_slots if (codes[slot] or 0) < 0 and codes[slot] not in SECONDARY_EXIT_CODES
+        ]
+        first = (
+            killed_slots[0]
+            if killed_slots
+            else min(failed_slots, key=lambda slot: heartbeats[slot].failure_time or float("inf"))
+        )
+        return (
+            self.user_error_result(first)
+            if first not in killed_slots and self.has_user_error(first)
+            else self.failure_result(first)
+        )
+
+    def user_error_result(self, slot: int) -> RunResult:
+        """Result with the message of a UserError; empty if rank 0 has printed it."""
+        is_printed = len(self.info.node_names) < 2 and self.exit_codes()[0] == 2
+        return RunResult("user_error", 2, "" if is_printed else self.monitor.read_all()[slot].reason.partition(": ")[2])
+
+    def failure_result(self, slot: int) -> RunResult:
+        rank, code = self.info.base_rank + slot, self.exit_codes()[slot]
+        for line in self.read_log_tail(slot):
+            print_line(f"rank {rank}: {line}")
+        reason = self.monitor.read_all()[slot].reason
+        if code is not None and code < 0:
+            message = f"was killed by {signal.Signals(-code).name}"
+            message += " (the system may be out of memory)" if code == -signal.SIGKILL else ""
+        else:
+            message = f"failed: {reason}" if reason else f"ended with exit code {code}"
+        return RunResult("failed", 1, f"rank {rank} {message}")
+
+    def read_log_tail(self, slot: int) -> list[str]:
+        """Last lines of the log of a rank, since its start."""
+        file, offset = self.log_fds[slot], self.log_offsets[slot]
+        text = os.pread(file, os.fstat(file).st_size - offset, offset).decode(errors="replace")
+        return text.splitlines()[-MAX_LOG_LINES:]
+
+    def get_start_message(self) -> str | None:
+        """Message about a slow phase of rank 0 before its first step, once per phase."""
+        heartbeat = self.monitor.read_all()[0]
+        if (
+            heartbeat.phase not in START_PHASES
+            or heartbeat.phase in self.reported_phases
+            or time.monotonic() - self.monitor.start_time < SLOW_START_SECONDS
+        ):
+            return None
+        self.reported_phases.add(heartbeat.phase)
+        return f"still starting: {START_PHASES[heartbeat.phase]}" if self.info.base_rank == 0 else None
+
+    def poll_hang(self) -> RunResult | None:
+        """Result with a report if no rank has made progress within the timeout."""
+        return RunResult("hung", 1, self.write_hang_report()) if self.monitor.is_stalled(self.spec.timeout) else None
+
+    def write_hang_report(self) -> str:
+        """Report of the position of each running rank, from its stack. Writes all stacks to a file."""
+        base, heartbeats, codes = self.info.base_rank, self.monitor.read_all(), self.exit_codes()
+        stacks = self.monitor.dump_stacks(
+            [p.pid for p, code in zip(self.processes, codes, strict=True) if code is None]
+        )
+        statuses = [
+            rank_status(base + slot, heartbeats[slot], stack)
+            for slot, stack in enumerate(stacks)
+            if codes[slot] is None
+        ]
+        text = find_stalled_rank(statuses, self.spec.timeout)
+        if self.spec.output_dir is None or self.recorders is None:
             return text
-        self.recorders.request(ANSWER)
+        self.recorders.request(STACK_TIMEOUT_SECONDS)
         ranks = [base + slot for slot, code in enumerate(codes) if code is None]
-        file = self.job.folder / LOGS / f"stacks-{base}.txt"
+        file = self.spec.output_dir / LOGS / f"stacks-{base}.txt"
         file.write_text("\n".join(f"rank {base + slot}\n{stack}" for slot, stack in enumerate(stacks)))
-        text = f"{text}; the stacks of all are in {file}"
-        return "\n".join([text, *flight_recorder.quote(self.job.folder / LOGS, ranks)])
+        text = f"{text}; stacks of all ranks: {file}"
+        return "\n".join([text, *flight_recorder.quote(self.spec.output_dir / LOGS, ranks)])
 
 
-def environment(job: WorkerSpec, place: Place, slot: int) -> dict[str, str]:
-    """What torchrun tells a rank, and what we tell besides. Cores are divided among the ranks unless a person did."""
-    rank = place.base + slot
-    told = {"RANK": rank, "LOCAL_RANK": slot, "WORLD_SIZE": place.size, "LOCAL_WORLD_SIZE": job.asked.count}
-    told |= {"MASTER_ADDR": place.address, "MASTER_PORT": place.port, worker_env.PARENT: os.getpid()}
-    told |= {"GROUP_WORLD_SIZE": max(1, len(place.names))}
-    if rank == 0 and place.listener is not None:
-        told[worker_env.LISTENS] = place.listener
-    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // job.asked.count))}
-    gloo = {"GLOO_SOCKET_IFNAME": place.interface} if place.interface else {}
-    recorded = {} if job.folder is None else variables(job.folder / LOGS / PREFIX, os.environ)
-    return threads | gloo | recorded | dict(os.environ) | {name: str(word) for name, word in told.items()}
+def worker_environment(spec: WorkerSpec, info: RendezvousInfo, slot: int) -> dict[str, str]:
+    """Environment of a rank: variables of torchrun and `tune run`. OMP_NUM_THREADS defaults to cores per rank."""
+    rank = info.base_rank + slot
+    values = {
+        "RANK": rank,
+        "LOCAL_RANK": slot,
+        "WORLD_SIZE": info.world_size,
+        "LOCAL_WORLD_SIZE": spec.launch_config.nproc_per_node,
+    }
+    values |= {"MASTER_ADDR": info.master_addr, "MASTER_PORT": info.master_port, worker_env.PARENT: os.getpid()}
+    values |= {"GROUP_WORLD_SIZE": max(1, len(info.node_names))}
+    if rank == 0 and info.listener_fd is not None:
+        values[worker_env.LISTENER] = info.listener_fd
+    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // spec.launch_config.nproc_per_node))}
+    gloo = {"GLOO_SOCKET_IFNAME": info.interface} if info.interface else {}
+    recorder = {} if spec.output_dir is None else variables(spec.output_dir / LOGS / PREFIX, os.environ)
+    return threads | gloo | recorder | dict(os.environ) | {name: str(value) for name, value in values.items()}
 
 
-def fine(code: int | None) -> bool:
-    """Whether a rank has ended as it should: at the end, or saved, as a person asked."""
-    return code == 0 or (code is not None and code - 128 in ASKED)
+def is_expected_exit(code: int | None) -> bool:
+    """Whether a rank has succeeded, or has saved and stopped on a signal."""
+    return code == 0 or (code is not None and code - 128 in STOP_SIGNALS)
 
 
-def opened(folder: Path | None, place: Place, slot: int) -> int:
-    """The file for what a rank prints. Rank 0 speaks to the terminal: its own is for what it fails of."""
-    if folder is None:
+def open_log(output_dir: Path | None, info: RendezvousInfo, slot: int) -> int:
+    """Open the log of a rank. Rank 0 prints to the terminal, and its log contains errors only."""
+    if output_dir is None:
         return os.memfd_create("log")
-    (folder / LOGS).mkdir(parents=True, exist_ok=True)
-    over = os.O_TRUNC if place.first else 0
-    return os.open(folder / LOGS / f"rank-{place.base + slot}.log", os.O_RDWR | os.O_CREAT | os.O_APPEND | over, 0o644)
+    (output_dir / LOGS).mkdir(parents=True, exist_ok=True)
+    truncate = os.O_TRUNC if info.is_first_start else 0
+    return os.open(
+        output_dir / LOGS / f"rank-{info.base_rank + slot}.log", os.O_RDWR | os.O_CREAT | os.O_APPEND | truncate, 0o644
+    )

@@ -1,8 +1,8 @@
-"""Several machines that start one run: they meet, watch each other, and end together. Nothing here imports torch.
+"""Rendezvous of several nodes that run one job and end together. Does not import torch.
 
-Each machine runs the same command. The one that `--rdzv-endpoint` names keeps the table: all others, and itself, are
-guests that join it, beat once a second, and tell how their ranks have ended. A machine that says nothing for LOST
-seconds is gone. What happens in between, such as a cable that is out for a quarter of a minute, TCP makes good.
+Each node runs the same command. The node of `--rdzv-endpoint` runs the RendezvousHost. All nodes, including this one,
+connect to it, send a keep-alive message once a second, and report the result of their workers. A node that sends
+nothing for LOST_SECONDS is lost. TCP recovers from shorter network failures.
 """
 
 import errno
@@ -14,360 +14,398 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tunekit.distributed.launch_config import End, Place, WorkerSpec
-from tunekit.distributed.signals import TICK, StopRequests
+from tunekit.distributed.launch_config import RendezvousInfo, RunResult, WorkerSpec
+from tunekit.distributed.signals import POLL_SECONDS, StopRequests
 from tunekit.errors import UserError
 
-LOST = 60.0  # seconds without a word, or the run's `timeout` if that is less
-BEAT = 1.0  # seconds between two words
+LOST_SECONDS = 60.0  # seconds without a message; at most the timeout of the run
+KEEPALIVE_SECONDS = 1.0  # seconds between two messages
 SIOCGIFADDR = 0x8915
-BACKLOG = 4096  # ranks that may knock before the first one listens
+BACKLOG = 4096  # connections of ranks before rank 0 accepts them
 
 
-class Wire:
+class Connection:
     """Messages over a socket that never blocks, one line of JSON each."""
 
-    def __init__(self, link: socket.socket) -> None:
-        link.setblocking(False)
-        self.link, self.open = link, True
-        self.coming, self.going = b"", b""
-        self.heard = self.said = time.monotonic()
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.sock, self.is_open = sock, True
+        self.receive_buffer, self.send_buffer = b"", b""
+        self.last_received = self.last_sent = time.monotonic()
 
-    def say(self, **message: object) -> None:
-        self.going += json.dumps(message).encode() + b"\n"
-        self.said = time.monotonic()
+    def send(self, **message: object) -> None:
+        self.send_buffer += json.dumps(message).encode() + b"\n"
+        self.last_sent = time.monotonic()
         self.flush()
 
     def flush(self) -> None:
         try:
-            while self.open and self.going:
-                self.going = self.going[self.link.send(self.going) :]
+            while self.is_open and self.send_buffer:
+                self.send_buffer = self.send_buffer[self.sock.send(self.send_buffer) :]
         except BlockingIOError:
             return
         except OSError:
-            self.open = False
+            self.is_open = False
 
-    def hear(self) -> list[dict[str, Any]]:
-        """What has come since; beats are part of the pulse and not of the talk."""
+    def receive(self) -> list[dict[str, Any]]:
+        """Messages since the last call, without keep-alive messages."""
         try:
-            while self.open and (found := self.link.recv(1 << 16)):
-                self.coming += found
-                self.heard = time.monotonic()
-            self.open = False  # the end of all that comes
+            while self.is_open and (data := self.sock.recv(1 << 16)):
+                self.receive_buffer += data
+                self.last_received = time.monotonic()
+            self.is_open = False  # closed by the peer
         except BlockingIOError:
             pass
         except OSError:
-            self.open = False
-        *lines, self.coming = self.coming.split(b"\n")
+            self.is_open = False
+        *lines, self.receive_buffer = self.receive_buffer.split(b"\n")
         try:
-            found = [dict(json.loads(line)) for line in lines]
-        except (ValueError, TypeError):  # no machine of ours: whoever looks for open ports
-            self.open = False
+            messages = [dict(json.loads(line)) for line in lines]
+        except (ValueError, TypeError):  # not a node of this run, such as a port scanner
+            self.is_open = False
             return []
-        return [message for message in found if message]
+        return [message for message in messages if message]
 
-    def pulse(self) -> None:
-        if time.monotonic() - self.said > BEAT:
-            self.say()
+    def keep_alive(self) -> None:
+        if time.monotonic() - self.last_sent > KEEPALIVE_SECONDS:
+            self.send()
         self.flush()
 
     @property
-    def silence(self) -> float:
-        return time.monotonic() - self.heard
+    def idle_seconds(self) -> float:
+        return time.monotonic() - self.last_received
 
     def close(self) -> None:
-        self.open = False
-        self.link.close()
+        self.is_open = False
+        self.sock.close()
 
 
 @dataclass(eq=False)
-class Seat:
-    """A guest, as the table sees it. It has a name once it has joined."""
+class Participant:
+    """State of a connected node in the RendezvousHost. It has a name after its join request."""
 
-    wire: Wire
-    joined: dict[str, Any] = field(default_factory=dict)
-    ended: dict[str, Any] = field(default_factory=dict)
-    node: int | None = None  # once all have come
+    connection: Connection
+    request: dict[str, Any] = field(default_factory=dict)
+    result: dict[str, Any] = field(default_factory=dict)
+    node_rank: int | None = None  # after all nodes have joined
 
     @property
     def name(self) -> str:
-        return self.joined["name"]
+        return self.request["name"]
 
 
-class Table:
-    """Where the machines meet. It lives in one of the processes that start ranks, and is looked after by `tick`."""
+class RendezvousHost:
+    """Server of the rendezvous. Runs in the launcher of one node, which calls `poll` repeatedly."""
 
-    def __init__(self, listener: socket.socket, nodes: int, limit: float) -> None:
+    def __init__(self, listener: socket.socket, num_nodes: int, timeout: float) -> None:
         listener.setblocking(False)
-        self.listener, self.nodes, self.limit = listener, nodes, limit
-        self.seats: list[Seat] = []
+        self.listener, self.num_nodes, self.timeout = listener, num_nodes, timeout
+        self.connected: list[Participant] = []
 
     @property
-    def placed(self) -> list[Seat]:
-        return [seat for seat in self.seats if seat.node is not None]
+    def participants(self) -> list[Participant]:
+        return [participant for participant in self.connected if participant.node_rank is not None]
 
     @property
-    def waiting(self) -> list[Seat]:
-        return [seat for seat in self.seats if seat.node is None and seat.joined]
+    def wait_list(self) -> list[Participant]:
+        return [participant for participant in self.connected if participant.node_rank is None and participant.request]
 
-    def tick(self) -> None:
-        """Let in, listen, and tell what follows from it."""
+    def poll(self) -> None:
+        """Accept connections, receive messages and answer them."""
         try:
             while True:
-                self.seats.append(Seat(Wire(self.listener.accept()[0])))
+                self.connected.append(Participant(Connection(self.listener.accept()[0])))
         except BlockingIOError:
             pass
-        for seat in self.seats:
-            for message in seat.wire.hear():
-                seat.joined = message.get("join", seat.joined)
-                seat.ended = message.get("end", seat.ended)
-            seat.wire.pulse()
-        self.seats = [seat for seat in self.seats if seat.wire.open or seat.node is not None]
-        if self.placed:
-            self.judge()
-        elif len(self.waiting) >= self.nodes:
-            self.place(self.waiting[: self.nodes])
+        for participant in self.connected:
+            for message in participant.connection.receive():
+                participant.request = message.get("join", participant.request)
+                participant.result = message.get("end", participant.result)
+            participant.connection.keep_alive()
+        self.connected = [
+            participant
+            for participant in self.connected
+            if participant.connection.is_open or participant.node_rank is not None
+        ]
+        if self.participants:
+            self.check_participants()
+        elif len(self.wait_list) >= self.num_nodes:
+            self.assign_ranks(self.wait_list[: self.num_nodes])
         else:
-            self.welcome()
+            self.send_wait_list()
 
-    def welcome(self) -> None:
-        """Tell those who wait who is here, so that they can name who is not."""
-        names = sorted(seat.name for seat in self.waiting)
-        for seat in self.waiting:
-            if seat.joined.get("told") != names:
-                seat.joined["told"] = names
-                seat.wire.say(here=names)
+    def send_wait_list(self) -> None:
+        """Send the names of all waiting nodes to each of them, for the message of a timeout."""
+        names = sorted(participant.name for participant in self.wait_list)
+        for participant in self.wait_list:
+            if participant.request.get("sent_names") != names:
+                participant.request["sent_names"] = names
+                participant.connection.send(here=names)
 
-    def place(self, seats: list[Seat]) -> None:
-        """Each machine's place, by `--node-rank` or by arrival."""
-        if wrong := disagreement([seat.joined for seat in seats]):
-            for seat in seats:
-                seat.node = 0
-            self.over(End("mistake", 2, wrong))
+    def assign_ranks(self, participants: list[Participant]) -> None:
+        """Assign node ranks, by `--node-rank` or in order of arrival, and send the RendezvousInfo to each node."""
+        if mismatch := find_mismatch([participant.request for participant in participants]):
+            for participant in participants:
+                participant.node_rank = 0
+            self.finish(RunResult("user_error", 2, mismatch))
             return
-        taken = {seat.joined["want"] for seat in seats}
-        free = iter(sorted(set(range(self.nodes)) - taken))
-        for seat in seats:
-            seat.node = next(free) if seat.joined["want"] is None else seat.joined["want"]
-        seats = sorted(seats, key=lambda seat: seat.node or 0)
-        first, reached = seats[0], reached_at([seat.wire.link for seat in seats])
-        address = None if is_local(first.wire.link) else first.wire.link.getpeername()[0]
-        counts = [seat.joined["count"] for seat in seats]
-        told = {"address": address, "port": first.joined["port"], "size": sum(counts), "reached": reached}
-        told["first"] = not any(seat.joined["start"] for seat in seats)
-        names = [seat.name for seat in seats]
-        for node, seat in enumerate(seats):
-            seat.wire.say(place={**told, "node": node, "base": sum(counts[:node]), "names": names})
+        requested_ranks = {participant.request["node_rank"] for participant in participants}
+        free_ranks = iter(sorted(set(range(self.num_nodes)) - requested_ranks))
+        for participant in participants:
+            participant.node_rank = (
+                next(free_ranks) if participant.request["node_rank"] is None else participant.request["node_rank"]
+            )
+        participants = sorted(participants, key=lambda participant: participant.node_rank or 0)
+        first, node_address = (
+            participants[0],
+            find_external_address([participant.connection.sock for participant in participants]),
+        )
+        address = None if is_local(first.connection.sock) else first.connection.sock.getpeername()[0]
+        counts = [participant.request["count"] for participant in participants]
+        info = {"address": address, "port": first.request["port"], "size": sum(counts), "reached": node_address}
+        info["first"] = not any(participant.request["start"] for participant in participants)
+        names = [participant.name for participant in participants]
+        for node, participant in enumerate(participants):
+            participant.connection.send(place={**info, "node": node, "base": sum(counts[:node]), "names": names})
 
-    def judge(self) -> None:
-        """Whether this start is over: one has failed or is gone, or all have ended."""
-        for seat in self.placed:
-            if seat.ended and seat.ended["kind"] not in ("done", "left"):
-                return self.over(End(**{**seat.ended, "text": f"{seat.name}: {seat.ended['text']}"}))
-            if seat.wire.silence > self.limit:
-                return self.over(End("failed", 1, f"no word from {seat.name} for {self.limit:g} s"))
-            if not seat.wire.open:
-                return self.over(End("failed", 1, f"{seat.name} has gone: its `tune run` has ended"))
-        if all(seat.ended for seat in self.placed):
-            left = [seat.ended for seat in self.placed if seat.ended["kind"] == "left"]
-            return self.over(End(**left[0]) if left else End("done"))
+    def check_participants(self) -> None:
+        """Finish this start if a node has failed or disconnected, or all nodes have ended."""
+        for participant in self.participants:
+            if participant.result and participant.result["kind"] not in ("succeeded", "stopped"):
+                return self.finish(
+                    RunResult(**{**participant.result, "text": f"{participant.name}: {participant.result['text']}"})
+                )
+            if participant.connection.idle_seconds > self.timeout:
+                return self.finish(RunResult("failed", 1, f"no message from {participant.name} for {self.timeout:g} s"))
+            if not participant.connection.is_open:
+                return self.finish(RunResult("failed", 1, f"{participant.name} has gone: its `tune run` has ended"))
+        if all(participant.result for participant in self.participants):
+            stopped = [
+                participant.result for participant in self.participants if participant.result["kind"] == "stopped"
+            ]
+            return self.finish(RunResult(**stopped[0]) if stopped else RunResult("succeeded"))
         return None
 
-    def over(self, end: End) -> None:
-        for seat in self.placed:
-            seat.wire.say(over=asdict(end))
-            seat.wire.close()
-        self.seats = [seat for seat in self.seats if seat.node is None]
+    def finish(self, result: RunResult) -> None:
+        for participant in self.participants:
+            participant.connection.send(over=asdict(result))
+            participant.connection.close()
+        self.connected = [participant for participant in self.connected if participant.node_rank is None]
 
     def close(self) -> None:
-        for seat in self.seats:
-            seat.wire.close()
+        for participant in self.connected:
+            participant.connection.close()
         self.listener.close()
 
 
-class Guest:
-    """This machine at the table."""
+class MultiNodeRendezvous:
+    """Client of the rendezvous on this node. Also runs the RendezvousHost if the endpoint is on this node."""
 
-    def __init__(self, job: WorkerSpec) -> None:
-        self.job, self.limit = job, min(LOST, job.timeout)
-        self.host, self.port = job.asked.address()
-        listener = table_here(self.host, self.port, job.asked.node_rank)
-        self.table = listener and Table(listener, job.asked.nodes, self.limit)
-        self.wire: Wire | None = None
-        self.heard: list[dict[str, Any]] = []
-        self.here: list[str] = []
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec, self.timeout = spec, min(LOST_SECONDS, spec.timeout)
+        self.host, self.port = spec.launch_config.parse_endpoint()
+        listener = create_listener(self.host, self.port, spec.launch_config.node_rank)
+        self.rendezvous_host = listener and RendezvousHost(listener, spec.launch_config.nodes, self.timeout)
+        self.connection: Connection | None = None
+        self.messages: list[dict[str, Any]] = []
+        self.joined_nodes: list[str] = []
 
-    def __enter__(self) -> "Guest":
+    def __enter__(self) -> "MultiNodeRendezvous":
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.wire is not None:
-            self.wire.close()
-        if self.table is not None:
-            late = time.monotonic() + self.limit
-            while any(seat.wire.going and seat.wire.open for seat in self.table.seats) and time.monotonic() < late:
-                self.tick()
-                time.sleep(TICK)
-            self.table.close()
+        if self.connection is not None:
+            self.connection.close()
+        if self.rendezvous_host is not None:
+            deadline = time.monotonic() + self.timeout
+            while (
+                any(
+                    participant.connection.send_buffer and participant.connection.is_open
+                    for participant in self.rendezvous_host.connected
+                )
+                and time.monotonic() < deadline
+            ):
+                self.poll()
+                time.sleep(POLL_SECONDS)
+            self.rendezvous_host.close()
 
-    def tick(self) -> None:
-        if self.table is not None:
-            self.table.tick()
-        if self.wire is not None:
-            self.heard += self.wire.hear()
-            self.wire.pulse()
+    def poll(self) -> None:
+        if self.rendezvous_host is not None:
+            self.rendezvous_host.poll()
+        if self.connection is not None:
+            self.messages += self.connection.receive()
+            self.connection.keep_alive()
 
-    def meet(self, start: int, wishes: StopRequests) -> Place | End:
-        """Our place among all machines, once all have come."""
+    def next_rendezvous(self, start: int, stop_requests: StopRequests) -> RendezvousInfo | RunResult:
+        """Join, and wait for all nodes. Returns a RunResult if the rendezvous fails."""
         with socket.create_server(("", 0), backlog=BACKLOG) as listener:
-            late = time.monotonic() + self.job.timeout
-            self.here, self.heard = [], []
-            while time.monotonic() < late:
-                if wishes.came:
-                    text = f"{wishes.came[0].name} while waiting for other machines: nothing was started"
-                    return End("asked", 128 + wishes.came[0], text)
-                if self.wire is None or not self.wire.open:
+            deadline = time.monotonic() + self.spec.timeout
+            self.joined_nodes, self.messages = [], []
+            while time.monotonic() < deadline:
+                if stop_requests.received:
+                    text = f"{stop_requests.received[0].name} while waiting for other machines: nothing was started"
+                    return RunResult("interrupted", 128 + stop_requests.received[0], text)
+                if self.connection is None or not self.connection.is_open:
                     self.join(start, listener.getsockname()[1])
-                self.tick()
-                for message in self.heard:
-                    self.here = message.get("here", self.here)
+                self.poll()
+                for message in self.messages:
+                    self.joined_nodes = message.get("here", self.joined_nodes)
                     if "place" in message:
-                        return self.placed(message["place"], listener)
+                        return self.create_info(message["place"], listener)
                     if "over" in message:
-                        return End(**message["over"])
-                time.sleep(TICK)
-        return End("failed", 1, self.missing())
+                        return RunResult(**message["over"])
+                time.sleep(POLL_SECONDS)
+        return RunResult("failed", 1, self.format_timeout())
 
     def join(self, start: int, port: int) -> None:
-        """Try to reach the table; it may not be there yet."""
+        """Try to connect to the RendezvousHost, which may not have started yet, and send a join request."""
         try:
-            link = socket.create_connection((self.host, self.port), timeout=2.0)
+            sock = socket.create_connection((self.host, self.port), timeout=2.0)
         except OSError:
             return
-        asked = self.job.asked
-        joined = {"name": socket.gethostname(), "count": self.job.asked.count, "port": port, "digest": self.job.digest}
-        self.wire = Wire(link)
-        self.wire.say(join={**joined, "nodes": asked.nodes, "want": asked.node_rank, "start": start})
+        config = self.spec.launch_config
+        request = {
+            "name": socket.gethostname(),
+            "count": self.spec.launch_config.nproc_per_node,
+            "port": port,
+            "digest": self.spec.digest,
+        }
+        self.connection = Connection(sock)
+        self.connection.send(join={**request, "nodes": config.nodes, "node_rank": config.node_rank, "start": start})
 
-    def placed(self, told: dict[str, Any], listener: socket.socket) -> Place:
-        assert self.wire is not None
-        local = is_local(self.wire.link)
-        interface = interface_of(told["reached"] if local else self.wire.link.getsockname()[0])
-        file = listener.detach() if told["node"] == 0 else None
-        address = told["address"] or self.host
-        names = tuple(told["names"])
-        return Place(told["base"], told["size"], address, told["port"], file, names, interface, told["first"])
+    def create_info(self, message: dict[str, Any], listener: socket.socket) -> RendezvousInfo:
+        assert self.connection is not None
+        local = is_local(self.connection.sock)
+        interface = find_interface(message["reached"] if local else self.connection.sock.getsockname()[0])
+        listener_fd = listener.detach() if message["node"] == 0 else None
+        address = message["address"] or self.host
+        names = tuple(message["names"])
+        return RendezvousInfo(
+            message["base"], message["size"], address, message["port"], listener_fd, names, interface, message["first"]
+        )
 
-    def missing(self) -> str:
-        """Who came, if not all did."""
-        asked, limit = self.job.asked, f"{self.job.timeout:g} s"
-        if self.wire is None:
-            return f"{asked.rendezvous} did not answer for {limit}: is `tune run` started there, and the port open?"
-        return f"{len(self.here)} of {asked.nodes} machines came within {limit}: {', '.join(self.here)}"
+    def format_timeout(self) -> str:
+        """Message with the nodes that have joined before the timeout."""
+        config, limit = self.spec.launch_config, f"{self.spec.timeout:g} s"
+        if self.connection is None:
+            return f"{config.rendezvous} did not answer for {limit}. Check that `tune run` is started and the port open"
+        return (
+            f"{len(self.joined_nodes)} of {config.nodes} machines came within {limit}: {', '.join(self.joined_nodes)}"
+        )
 
-    def over(self) -> End | None:
-        """Whether the start is over for a reason that lies elsewhere."""
-        self.tick()
-        assert self.wire is not None
-        for message in self.heard:
+    def poll_result(self) -> RunResult | None:
+        """Result of this start if another node or the connection has ended it; otherwise None."""
+        self.poll()
+        assert self.connection is not None
+        for message in self.messages:
             if "over" in message:
-                return End(**message["over"])
-        if self.wire.silence > self.limit:
-            return End("failed", 1, f"no word from {self.job.asked.rendezvous} for {self.limit:g} s")
-        if not self.wire.open:
-            return End("failed", 1, f"{self.job.asked.rendezvous} has gone: its `tune run` has ended")
+                return RunResult(**message["over"])
+        if self.connection.idle_seconds > self.timeout:
+            return RunResult(
+                "failed", 1, f"no message from {self.spec.launch_config.rendezvous} for {self.timeout:g} s"
+            )
+        if not self.connection.is_open:
+            return RunResult("failed", 1, f"{self.spec.launch_config.rendezvous} has gone: its `tune run` has ended")
         return None
 
-    def leave(self, end: End, wishes: StopRequests) -> End:
-        """How the start ends for all, now that it has ended here."""
-        assert self.wire is not None
-        self.wire.say(end=asdict(end))
-        before = len(wishes.came)
-        while (found := self.over()) is None and len(wishes.came) == before:
-            time.sleep(TICK)
-        self.wire.close()
-        return found or End("asked", 128 + wishes.came[-1], "ended at once, before the other machines")
+    def report_result(self, result: RunResult, stop_requests: StopRequests) -> RunResult:
+        """Report the result of this node, and wait for the result of all nodes."""
+        assert self.connection is not None
+        self.connection.send(end=asdict(result))
+        num_received = len(stop_requests.received)
+        while (global_result := self.poll_result()) is None and len(stop_requests.received) == num_received:
+            time.sleep(POLL_SECONDS)
+        self.connection.close()
+        return global_result or RunResult(
+            "interrupted", 128 + stop_requests.received[-1], "ended at once, before the other machines"
+        )
 
 
-class Alone:
-    """One machine: nobody to wait for."""
+class SingleNodeRendezvous:
+    """Rendezvous of a run on one node, which waits for no other nodes."""
 
-    def __init__(self, job: WorkerSpec) -> None:
-        self.job = job
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
 
-    def __enter__(self) -> "Alone":
+    def __enter__(self) -> "SingleNodeRendezvous":
         return self
 
     def __exit__(self, *error: object) -> None:
         pass
 
-    def meet(self, start: int, wishes: StopRequests) -> Place | End:
+    def next_rendezvous(self, start: int, stop_requests: StopRequests) -> RendezvousInfo | RunResult:
         listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
         port = listener.getsockname()[1]
-        return Place(0, self.job.asked.count, "127.0.0.1", port, listener.detach(), first=start == 0)
+        return RendezvousInfo(
+            0, self.spec.launch_config.nproc_per_node, "127.0.0.1", port, listener.detach(), is_first_start=start == 0
+        )
 
-    def over(self) -> End | None:
+    def poll_result(self) -> RunResult | None:
         return None
 
-    def leave(self, end: End, wishes: StopRequests) -> End:
-        return end
+    def report_result(self, result: RunResult, stop_requests: StopRequests) -> RunResult:
+        return result
 
 
-def disagreement(joined: list[dict[str, Any]]) -> str | None:
-    """What the machines do not agree on, in one line."""
-    first = joined[0]
-    for other in joined[1:]:
-        names = f"{first['name']} and {other['name']}"
-        if other["nodes"] != first["nodes"]:
-            return f"{names} say --nnodes {first['nodes']} and {other['nodes']}: start all with the same command"
-        if other["digest"] != first["digest"]:
+def find_mismatch(requests: list[dict[str, Any]]) -> str | None:
+    """Message about the first difference between the join requests; None if they are compatible."""
+    first = requests[0]
+    for request in requests[1:]:
+        names = f"{first['name']} and {request['name']}"
+        if request["nodes"] != first["nodes"]:
+            return f"{names} say --nnodes {first['nodes']} and {request['nodes']}: start all with the same command"
+        if request["digest"] != first["digest"]:
             return f"{names} run different configs or versions: start all with the same command"
-    wants = [one["want"] for one in joined if one["want"] is not None]
-    twice = [want for want in wants if wants.count(want) > 1]
-    return f"two machines say --node-rank {twice[0]}: give each its own, or leave it out" if twice else None
+    node_ranks = [request["node_rank"] for request in requests if request["node_rank"] is not None]
+    duplicates = [node_rank for node_rank in node_ranks if node_ranks.count(node_rank) > 1]
+    return (
+        f"two machines say --node-rank {duplicates[0]}: set a different rank on each, or omit it"
+        if duplicates
+        else None
+    )
 
 
-def table_here(host: str, port: int, node: int | None) -> socket.socket | None:
-    """The open table, if this machine is the one that keeps it: the first, or else the one whose address it is."""
-    if node is not None and node > 0:
+def create_listener(host: str, port: int, node_rank: int | None) -> socket.socket | None:
+    """Listening socket if this node runs the RendezvousHost: node rank 0, or the node with the endpoint's address."""
+    if node_rank is not None and node_rank > 0:
         return None
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise UserError(f"--rdzv-endpoint {host}:{port}: no machine of this name: {error.strerror}") from error
+        raise UserError(f"--rdzv-endpoint {host}:{port}: host not found: {error.strerror}") from error
     try:
         with socket.socket(family, kind) as probe:
             probe.bind((address[0], 0))
     except OSError:
-        if node is None:
+        if node_rank is None:
             return None
-    try:  # at all addresses: a machine may know itself by another one (127.0.1.1) than others do
+    try:  # on all addresses: the host name may resolve to 127.0.1.1 on its own machine
         return socket.create_server(("", port), backlog=BACKLOG)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE and node is None:
-            return None  # another process of this machine keeps it
+        if error.errno == errno.EADDRINUSE and node_rank is None:
+            return None  # another process of this machine runs the RendezvousHost
         raise UserError(f"--rdzv-endpoint {host}:{port}: cannot listen there: {error.strerror}") from error
 
 
-def is_local(link: socket.socket) -> bool:
-    """Whether both ends are on one machine."""
-    return link.getpeername()[0] == link.getsockname()[0]
+def is_local(sock: socket.socket) -> bool:
+    """Whether both ends of a connection are on one machine."""
+    return sock.getpeername()[0] == sock.getsockname()[0]
 
 
-def reached_at(links: list[socket.socket]) -> str:
-    """The address at which other machines reach this one."""
-    away = [link for link in links if not is_local(link)]
-    return (away or links)[0].getsockname()[0]
+def find_external_address(sockets: list[socket.socket]) -> str:
+    """Address of this machine that other machines connect to."""
+    remote = [sock for sock in sockets if not is_local(sock)]
+    return (remote or sockets)[0].getsockname()[0]
 
 
-def interface_of(address: str) -> str | None:
-    """The name of the network interface that has an address (IPv4), for gloo, which would guess."""
+def find_interface(address: str) -> str | None:
+    """Name of the network interface with an IPv4 address. gloo may choose a different interface by default."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
+                response = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # no IPv4 address
                 continue
-            if socket.inet_ntoa(found[20:24]) == address:
+            if socket.inet_ntoa(response[20:24]) == address:
                 return name
     return None

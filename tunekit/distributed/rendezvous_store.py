@@ -1,4 +1,4 @@
-"""Where ranks find each other first."""
+"""Store for the initialization of process groups."""
 
 import os
 from datetime import timedelta
@@ -12,13 +12,13 @@ from tunekit.distributed import worker_env
 
 @cache
 def get_store(timeout: timedelta) -> Store:
-    """The store through which all ranks of the environment meet, one for the life of this process.
+    """Store shared by all ranks of the environment, one per process.
 
-    What `tune run` starts finds an open port, so nobody else can have taken it in between.
+    Rank 0 of `tune run` inherits a listening socket, so that no other process can take the port.
     """
     if not worker_env.is_tune_worker():
         return next(rendezvous("env://", timeout=timeout))[0]
     rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    listener = os.environ.get(worker_env.LISTENS)
-    file = None if listener is None else int(listener)
-    return TCPStore(os.environ["MASTER_ADDR"], port, size, rank == 0, timeout, master_listen_fd=file)
+    listener = os.environ.get(worker_env.LISTENER)
+    listener_fd = None if listener is None else int(listener)
+    return TCPStore(os.environ["MASTER_ADDR"], port, size, rank == 0, timeout, master_listen_fd=listener_fd)

@@ -1,4 +1,4 @@
-"""What a person asks of a run that several processes do: a signal, or a file `stop` in its folder."""
+"""Requests to stop a run: SIGINT, SIGTERM, or a file `stop` in its output directory."""
 
 import os
 import signal
@@ -8,77 +8,77 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-ASKED = (signal.SIGINT, signal.SIGTERM)
-STOP = "stop"  # a file below the folder of the run
-TICK = 0.05  # seconds between two looks at processes
-LOOK = 1.0  # seconds between two looks for the file
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP = "stop"  # file in the output directory
+POLL_SECONDS = 0.05  # interval between checks of processes
+STOP_FILE_POLL_SECONDS = 1.0  # interval between checks for the file
 
 
 def stop_reason(number: signal.Signals, file: Path | None) -> str:
-    """Who asked, in words: the file, for which a signal is sent and which lies there until the run has ended."""
+    """Source of a stop request: the file, which sends SIGTERM and exists until the run has ended, or the signal."""
     from_file = number == signal.SIGTERM and file is not None and file.exists()
     return f"the file {file}" if from_file else number.name
 
 
 class StopRequests:
-    """Signals that came for the run, while the `with` block lasts. The file counts as SIGTERM."""
+    """Signals received in a `with` block. The file `stop` counts as SIGTERM."""
 
     def __init__(self) -> None:
-        self.came: list[signal.Signals] = []
-        self.before = {}
+        self.received: list[signal.Signals] = []
+        self.previous_handlers = {}
         self.file: Path | None = None
-        self.looked = 0.0
-        self.found = False
+        self.last_poll = 0.0
+        self.has_file = False
 
     def __enter__(self) -> "StopRequests":
-        self.before = {number: signal.signal(number, self.take) for number in ASKED}
+        self.previous_handlers = {number: signal.signal(number, self.on_signal) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self.before.items():
+        for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
-        if self.file is not None and self.found:
+        if self.file is not None and self.has_file:
             self.file.unlink(missing_ok=True)
 
-    def take(self, number: int, frame: FrameType | None) -> None:
-        self.came.append(signal.Signals(number))
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number))
 
-    def watch(self, folder: Path | None) -> None:
-        """Look for the file from now on. One that is there came too late for an earlier run."""
-        if folder is not None:
-            self.file = folder / STOP
+    def watch_file(self, output_dir: Path | None) -> None:
+        """Start checking for the file. Removes a file left from an earlier run."""
+        if output_dir is not None:
+            self.file = output_dir / STOP
             self.file.unlink(missing_ok=True)
 
-    def look(self) -> None:
-        """Whether the file has come; it is removed when all have left."""
-        if self.file is not None and not self.found and time.monotonic() - self.looked > LOOK:
-            self.looked = time.monotonic()
+    def poll_file(self) -> None:
+        """Check for the file. It is removed when the block ends."""
+        if self.file is not None and not self.has_file and time.monotonic() - self.last_poll > STOP_FILE_POLL_SECONDS:
+            self.last_poll = time.monotonic()
             if self.file.exists():
-                self.found = True
-                self.came.append(signal.SIGTERM)
+                self.has_file = True
+                self.received.append(signal.SIGTERM)
 
 
 class StopFile:
-    """A run without others around it looks for the file itself, and sends itself the signal."""
+    """Thread that checks for the file in a run without a launcher, and sends SIGTERM to this process."""
 
-    def __init__(self, folder: Path) -> None:
-        self.file, self.over, self.found = folder / STOP, threading.Event(), False
-        self.thread = threading.Thread(target=self.look, daemon=True)
+    def __init__(self, output_dir: Path) -> None:
+        self.file, self.closed, self.has_file = output_dir / STOP, threading.Event(), False
+        self.thread = threading.Thread(target=self.run, daemon=True)
 
     def __enter__(self) -> "StopFile":
-        with suppress(NotADirectoryError):  # which is told when the folder is claimed
+        with suppress(NotADirectoryError):  # reported when the run claims the directory
             self.file.unlink(missing_ok=True)
         self.thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.over.set()
+        self.closed.set()
         self.thread.join()
-        if self.found:
+        if self.has_file:
             self.file.unlink(missing_ok=True)
 
-    def look(self) -> None:
-        while not self.found and not self.over.wait(LOOK):
+    def run(self) -> None:
+        while not self.has_file and not self.closed.wait(STOP_FILE_POLL_SECONDS):
             if self.file.exists():
-                self.found = True
+                self.has_file = True
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A run as a job of Slurm: a script in the run's folder, and `sbatch`. Nothing here imports torch."""
+"""Submit a run as a Slurm job: writes a batch script and calls `sbatch`. Does not import torch."""
 
 import difflib
 import re
@@ -10,18 +10,18 @@ from pathlib import Path
 from tunekit.distributed.launcher import LOGS, tune_command
 from tunekit.errors import UserError
 
-SCRIPT = f"{LOGS}/job.sh"  # below the folder of the run
-NOTICE = 120  # seconds before the end of its time at which a run is asked to save
-# Which port is free on the first node is known there alone; two jobs on one node differ in their numbers.
-RENDEZVOUS = """\
+SCRIPT = f"{LOGS}/job.sh"  # in the output directory
+NOTICE_SECONDS = 120  # seconds before the time limit at which Slurm sends SIGTERM, so that the run saves
+# Free ports of the first node are not known in advance. Jobs on one node have different ids, hence different ports.
+RENDEZVOUS_SCRIPT = """\
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export TUNEKIT_RENDEZVOUS=$first:$((20000 + SLURM_JOB_ID % 10000))
 """
-# What Slurm itself starts again goes on.
-FRESH = ' $([ "${SLURM_RESTART_COUNT:-0}" = 0 ] && echo --overwrite)'
-MEETING = ' --rdzv-endpoint "$TUNEKIT_RENDEZVOUS" --node-rank "$SLURM_NODEID"'
-# Long options of sbatch (its manual, Slurm 25.05) that take a value, and those of pyxis, for containers. What is like
-# none of them may be a site's own.
+# Jobs that Slurm restarts resume.
+OVERWRITE_FLAG = ' $([ "${SLURM_RESTART_COUNT:-0}" = 0 ] && echo --overwrite)'
+RENDEZVOUS_FLAGS = ' --rdzv-endpoint "$TUNEKIT_RENDEZVOUS" --node-rank "$SLURM_NODEID"'
+# Long options of sbatch (its manual, Slurm 25.05) that take a value, and those of pyxis, for containers. Other names
+# may be options of a site, unless they are similar to one of these.
 OPTIONS = """
 account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment constraint container
 container-id core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency
@@ -35,60 +35,66 @@ time-min tmp tres-bind tres-per-task uid wait-all-nodes wckey
 PLUGIN = """
 container-env container-image container-mounts container-name container-save container-workdir container-writable
 """
-KNOWN = OPTIONS.split()
-NEAR = 0.75
+SBATCH_OPTIONS = OPTIONS.split()
+MIN_SIMILARITY = 0.75
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What is asked of Slurm: machines, GPUs on each, and any other option of `sbatch` by its long name."""
+    """Number of nodes, GPUs per node, and other `sbatch` options by their long names."""
 
     nodes: int = 1
     gpus: int = 1
     options: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, text: str) -> "SlurmJob":
-        """From `nodes=4,gpus=8,time=4:00:00,partition=x`. A comma within a value is written as `;`."""
-        parts = (word.strip().partition("=") for word in text.split(",") if word.strip())
-        words = {name: word for name, _, word in parts}
-        for name, word in words.items():
-            if not re.fullmatch(r"[a-z][a-z-]*", name) or not word or "\n" in word:
-                raise UserError(f"--slurm {name}={word}: write name=value, such as nodes=4,gpus=8,time=4:00:00")
-            if name not in (*KNOWN, *PLUGIN.split()) and (near := difflib.get_close_matches(name, KNOWN, 1, NEAR)):
-                raise UserError(f"--slurm {name}={word}: sbatch has no --{name}; did you mean {near[0]}?")
-            if name in ("nodes", "gpus") and not (word.isdecimal() and int(word) > 0):
-                raise UserError(f"--slurm {name}={word}: give a number from 1 up")
-        options = {name: word.replace(";", ",") for name, word in words.items() if name not in ("nodes", "gpus")}
-        return cls(int(words.get("nodes", "1")), int(words.get("gpus", "1")), options)
+    def parse(cls, text: str) -> "SlurmJob":
+        """Parse `nodes=4,gpus=8,time=4:00:00,partition=x`. Write commas within values as `;`."""
+        pairs = (value.strip().partition("=") for value in text.split(",") if value.strip())
+        values = {name: value for name, _, value in pairs}
+        for name, value in values.items():
+            if not re.fullmatch(r"[a-z][a-z-]*", name) or not value or "\n" in value:
+                raise UserError(f"--slurm {name}={value}: must be name=value, such as nodes=4,gpus=8,time=4:00:00")
+            if name not in (*SBATCH_OPTIONS, *PLUGIN.split()) and (
+                suggestions := difflib.get_close_matches(name, SBATCH_OPTIONS, 1, MIN_SIMILARITY)
+            ):
+                raise UserError(
+                    f"--slurm {name}={value}: sbatch has no option --{name}; did you mean {suggestions[0]}?"
+                )
+            if name in ("nodes", "gpus") and not (value.isdecimal() and int(value) > 0):
+                raise UserError(f"--slurm {name}={value}: must be a positive integer")
+        options = {name: value.replace(";", ",") for name, value in values.items() if name not in ("nodes", "gpus")}
+        return cls(int(values.get("nodes", "1")), int(values.get("gpus", "1")), options)
 
-    def script(self, words: tuple[str, ...], folder: Path, fresh: bool) -> str:
-        """The batch script: one `tune run` on each node, which starts the ranks of that node."""
-        log = folder.resolve() / LOGS / "slurm-%j.log"
-        asks = {"job-name": folder.name, "nodes": self.nodes, "ntasks-per-node": 1, "gpus-per-node": self.gpus}
-        asks |= {"output": log, "open-mode": "append", "signal": f"TERM@{NOTICE}"} | self.options
-        asks = {name: ask for name, ask in asks.items() if ask != "none"}
-        command = shlex.join([*tune_command(words), "--nproc-per-node", str(self.gpus)])
-        command += FRESH if fresh else ""
-        several = self.nodes > 1
-        if several:
-            command += f" --nnodes {self.nodes}{MEETING}"
-        lines = ["#!/bin/bash", *(f"#SBATCH --{name}={ask}" for name, ask in asks.items()), "set -eu"]
+    def format_script(self, args: tuple[str, ...], output_dir: Path, overwrite: bool) -> str:
+        """Batch script that runs one `tune run` per node, which starts the ranks of that node."""
+        log = output_dir.resolve() / LOGS / "slurm-%j.log"
+        options = {"job-name": output_dir.name, "nodes": self.nodes, "ntasks-per-node": 1, "gpus-per-node": self.gpus}
+        options |= {"output": log, "open-mode": "append", "signal": f"TERM@{NOTICE_SECONDS}"} | self.options
+        options = {name: value for name, value in options.items() if value != "none"}
+        command = shlex.join([*tune_command(args), "--nproc-per-node", str(self.gpus)])
+        command += OVERWRITE_FLAG if overwrite else ""
+        is_multi_node = self.nodes > 1
+        if is_multi_node:
+            command += f" --nnodes {self.nodes}{RENDEZVOUS_FLAGS}"
+        lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in options.items()), "set -eu"]
         lines.append(f"cd {shlex.quote(str(Path.cwd()))}")
-        lines += [RENDEZVOUS.rstrip()] if several else []
+        lines += [RENDEZVOUS_SCRIPT.rstrip()] if is_multi_node else []
         return "\n".join([*lines, f"exec srun --kill-on-bad-exit=1 bash -c {shlex.quote(f'exec {command}')}\n"])
 
-    def submit(self, words: tuple[str, ...], folder: Path, fresh: bool, dry: bool) -> str:
-        """Write the script, hand it to Slurm unless `dry`, and say what was done."""
-        (folder / LOGS).mkdir(parents=True, exist_ok=True)
-        file = folder / SCRIPT
-        file.write_text(self.script(words, folder, fresh))
-        if dry:
+    def submit(self, args: tuple[str, ...], output_dir: Path, overwrite: bool, dry_run: bool) -> str:
+        """Write the script and submit it unless `dry_run`. Returns a message."""
+        (output_dir / LOGS).mkdir(parents=True, exist_ok=True)
+        file = output_dir / SCRIPT
+        file.write_text(self.format_script(args, output_dir, overwrite))
+        if dry_run:
             return f"written, not submitted: {file}"
         try:
-            done = subprocess.run(["sbatch", file], capture_output=True, text=True, check=False)
+            process = subprocess.run(["sbatch", file], capture_output=True, text=True, check=False)
         except FileNotFoundError:
-            raise UserError(f"--slurm: no sbatch on this machine; {file} is written: submit it from one") from None
-        if done.returncode:
-            raise UserError(f"--slurm: sbatch refused {file}: {' '.join(done.stderr.split())}")
-        return f"{done.stdout.strip()}: {file}"
+            raise UserError(
+                f"--slurm: sbatch not found on this machine. Submit {file} on a machine with Slurm"
+            ) from None
+        if process.returncode:
+            raise UserError(f"--slurm: sbatch refused {file}: {' '.join(process.stderr.split())}")
+        return f"{process.stdout.strip()}: {file}"

@@ -1,50 +1,50 @@
-"""What a process does that was started as one rank of several, before it imports torch."""
+"""Environment variables and startup of worker processes. Does not import torch."""
 
 import ctypes
 import faulthandler
 import os
 import signal
 
-# Of our own beside what torchrun sets. Whoever is started by a rank does not take itself for one: see `begin`.
-PARENT, BEATS, STACKS, LOG, LISTENS = (
+# Set in addition to the variables of torchrun. PARENT marks workers of `tune run`.
+PARENT, HEARTBEAT, STACKS, LOG, LISTENER = (
     f"TUNEKIT_RANK_{name}" for name in ("PARENT", "BEATS", "STACKS", "LOG", "LISTENS")
 )
-REPORT = "TUNEKIT_REPORT"  # the file into which a process tells what it has found out for the one that starts ranks
-STACKS_SIGNAL = signal.SIGRTMIN + 2  # nobody else sends it: schedulers take SIGUSR1 and SIGUSR2
-DEATH = 1  # PR_SET_PDEATHSIG
+REPORT = "TUNEKIT_REPORT"  # file descriptor for the report of a config check, and the process id of the launcher
+STACKS_SIGNAL = signal.SIGRTMIN + 2  # schedulers use SIGUSR1 and SIGUSR2
+PR_SET_PDEATHSIG = 1  # PR_SET_PDEATHSIG
 
 
 def is_worker() -> bool:
-    """Whether this process is a rank, of ours or of torchrun."""
+    """Whether this process was started by `tune run` or torchrun as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def has_launcher_env() -> bool:
-    """Whether somebody has started all processes of this machine. (Kubeflow numbers but the machines, by RANK.)"""
+    """Whether a launcher has started the processes of this node. (Kubeflow sets RANK per node, without LOCAL_RANK.)"""
     return is_worker() and "LOCAL_RANK" in os.environ
 
 
 def rendezvous_id() -> str:
-    """Where the processes of this run meet, the same for all of them; empty for one alone."""
+    """Address of the rendezvous, the same for all processes of this run; empty for a single process."""
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if is_worker() else ""
 
 
 def is_tune_worker() -> bool:
-    """Whether `tune run` has started it."""
+    """Whether `tune run` has started this process as a worker."""
     return PARENT in os.environ
 
 
 def init_worker() -> None:
-    """Die with the parent; tell where you stand when asked; let signals end what has nothing to save yet."""
+    """Exit when the launcher exits, write stacks on STACKS_SIGNAL, and let SIGINT and SIGTERM end the process."""
     die_with_parent(int(os.environ[PARENT]))
     faulthandler.register(STACKS_SIGNAL, file=int(os.environ[STACKS]), all_threads=True)
-    # Python would raise KeyboardInterrupt in its own code alone, and not while it waits for other ranks.
+    # Python raises KeyboardInterrupt in Python code only, not while a collective waits for other ranks.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def die_with_parent(parent: int) -> None:
-    """From now on this process dies with the one that has started it."""
-    ctypes.CDLL(None, use_errno=True).prctl(DEATH, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before that
+    """Kill this process when its parent exits."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent has already exited
         os._exit(1)

@@ -1,1 +1,1 @@
-"""What a run will need, before it runs: memory, traffic and time of every rank, from shapes alone."""
+"""Estimates of memory, communication and time of each rank before a run."""

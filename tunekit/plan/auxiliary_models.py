@@ -1,4 +1,4 @@
-"""Models in memory beside the one that is trained: what preference is measured against, or a teacher."""
+"""Frozen models that are in memory with the trained model: a reference copy or a teacher."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,32 +19,29 @@ CONFIG = download.Files(("config.json", "adapter_config.json", "adapter_model.sa
 
 
 class AuxiliaryModelMemory(NamedTuple):
-    """What a rank has of a model: weights of the embedding, norm and head, of each layer, and bytes while it is asked
-    beside them."""
+    """Parameters of an auxiliary model on one rank (root and layers), and peak bytes of its forward pass."""
 
     root: list[ParamSize]
     layers: list[list[ParamSize]]
     passing: int
 
 
-MODEL_MEMORY: dict[
-    tuple[Any, str], AuxiliaryModelMemory
-] = {}  # by all that it depends on: other divisions of the student ask again
+MODEL_MEMORY: dict[tuple[Any, str], AuxiliaryModelMemory] = {}  # cached by all options that it depends on
 
 
 @dataclass(frozen=True)
 class AuxiliaryModel:
-    """A model that is only asked."""
+    """Frozen model that only runs forward."""
 
     name: str
     source: HFCheckpoint
     quantization: NoQuantization
     precision: PrecisionConfig
     adapter: NoAdapter | LoRAConfig = FrozenModel()
-    encloses_student: bool = False  # whether the model that is trained runs inside its pass
+    encloses_student: bool = False  # whether its root weights stay gathered during the training pass
 
     def get_memory(self, sizes: ParallelDims, step: ProbeStep) -> AuxiliaryModelMemory:
-        """As a rank has it, which asks about the rows of a step."""
+        """Return the memory of one rank for the batch of a step, cached."""
         options = sizes.tp, sizes.ep, sizes.cp, step.rows, step.length, step.device
         key = self.source.spec, repr((str(self.source.path), self.quantization, self.precision, self.adapter, options))
         if key not in MODEL_MEMORY:
@@ -62,7 +59,7 @@ class AuxiliaryModel:
 
 
 def num_reference_passes(options: dict[str, Any], models: tuple[AuxiliaryModel, ...]) -> int:
-    """Forward passes of the model itself that tell what it would expect without its updates."""
+    """Number of additional forward passes in which the trained model, without its adapter, is the reference."""
     reference = options.get("reference")
     return int(reference is not None and not models and reference.asks(options["loss"]))
 
@@ -70,7 +67,7 @@ def num_reference_passes(options: dict[str, Any], models: tuple[AuxiliaryModel, 
 def auxiliary_models(
     options: dict[str, Any], source: HFCheckpoint, precision: PrecisionConfig
 ) -> Iterator[AuxiliaryModel]:
-    """What a recipe's choices keep: a copy of what training begins with, a teacher that is asked in each step."""
+    """Yield the auxiliary models of a config: a copy of the initial model, an online teacher."""
     reference, teacher = options.get("reference"), options.get("teacher")
     if reference is not None and reference.copies(options["adapter"], options["loss"]):
         adapter = options["adapter"] if isinstance(options["adapter"], LoRAConfig) else FrozenModel()
@@ -83,7 +80,7 @@ def auxiliary_models(
 
 
 def open_model(name: str) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig]:
-    """A checkpoint, an adapter on its base, or what a run has left; no tokenizer is asked for."""
+    """Open a checkpoint, an adapter with its base, or the output of a run. Needs no tokenizer."""
     path = build.final_dir_of(download.resolve_model_dir(name, CONFIG))
     if not (path / peft_adapter.CONFIG).is_file():
         return HFCheckpoint.open(path, name), FrozenModel()
@@ -95,17 +92,17 @@ def open_model(name: str) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig]:
 
 
 def without_initial_adapter(adapter: NoAdapter | LoRAConfig) -> NoAdapter | LoRAConfig:
-    """As large as it is, without the numbers that it begins with."""
+    """Remove the path of the initial adapter weights, which a plan does not read."""
     return adapter if adapter.adapter_path is None else replace(adapter, adapter_path=None)  # pyright: ignore
 
 
 def list_omissions(options: dict[str, Any]) -> Iterator[str]:
-    """What a plan leaves out, for people."""
+    """Yield a message for each cost that the plan does not include."""
     if (policy := options.get("on_policy")) is not None and policy.lmbda:
-        yield "not planned: the student's own answers, the time they take and the keys and values that they need"
+        yield "not planned: generation by the student: its time and its KV cache"
     if options.get("reference") is not None:
-        yield "planned as if no prompt were shared: those that are computed once save memory and time"
+        yield "planned without shared prompts, which save memory and time"
     if (teacher := options.get("teacher")) is not None and "logits_dir" in vars(teacher):
-        yield "not planned: the teacher, which is in memory only while it writes what it expects, once"
+        yield "not planned: the teacher, which is in memory only while it precomputes its logits"
     if options.get("forgetting") is not None:
-        yield "not planned: the time of looking for what is forgotten"
+        yield "not planned: the time of the forgetting evaluation"

@@ -1,4 +1,4 @@
-"""A plan: memory, traffic and time of a config on a machine."""
+"""Estimate of memory, communication and time of a config on a machine."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ META_MODELS: dict[tuple[DecoderSpec, str], Decoder] = {}
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one config comes to."""
+    """Estimated memory, communication and time of one config."""
 
     task: Workload
     machine: ClusterSpec
@@ -32,12 +32,12 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits; None where nobody said how much there is."""
+        """Whether the peak fits into the memory of a device; None if its memory is unknown."""
         return None if self.machine.memory is None else self.peak.total <= self.machine.memory
 
     @property
     def tokens(self) -> int:
-        """Of a step, over all ranks."""
+        """Number of tokens in a step over all ranks."""
         return self.task.global_batch_size * self.task.docs_per_row * self.task.max_length
 
     @property
@@ -47,7 +47,7 @@ class Estimate:
 
     @property
     def cost(self) -> float | None:
-        """Of all steps, or of a step where nobody knows how many there are."""
+        """Cost of all steps, or of one step if the number of steps is unknown."""
         if self.step_time.seconds is None or self.machine.price is None:
             return None
         hours = self.step_time.seconds / 3600 if self.hours is None else self.hours
@@ -55,7 +55,7 @@ class Estimate:
 
 
 def estimate(task: Workload, machine: ClusterSpec) -> Estimate:
-    """Reads no weight, computes nothing."""
+    """Estimate a workload on a machine. Reads no weights."""
     sizes = resolve_dims(task, machine)
     memory_model = build_memory_model(task, sizes)
     return Estimate(
@@ -69,7 +69,7 @@ def estimate(task: Workload, machine: ClusterSpec) -> Estimate:
 
 
 def resolve_dims(task: Workload, machine: ClusterSpec) -> ParallelDims:
-    """How ranks share; UserError where they cannot."""
+    """Resolve the parallel dimensions. Raise UserError if the options do not fit the machine."""
     sizes = task.parallel.resolve_dims(machine.devices)
     task.parallel.check("cpu" if machine.kind is None else "cuda", machine.devices)
     task.memory.check_num_micro_batches(task.rows(sizes), task.micro_batch_size)
@@ -77,7 +77,7 @@ def resolve_dims(task: Workload, machine: ClusterSpec) -> ParallelDims:
 
 
 def meta_model(task: Workload, sizes: ParallelDims) -> Decoder:
-    """The model of a rank, made once."""
+    """Model of a rank on the meta device, cached."""
     options = sizes.tp, sizes.ep, sizes.cp, task.adapter, task.quantization, task.precision
     key = task.source.spec, repr((str(task.source.path), *options))
     if key not in META_MODELS:

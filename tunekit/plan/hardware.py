@@ -1,4 +1,4 @@
-"""What a run is planned for: devices, their memory, how fast they are and how fast they speak with each other."""
+"""Specifications of GPUs and clusters: memory, compute rates and bandwidths."""
 
 import difflib
 import re
@@ -15,21 +15,21 @@ GFX942 = Device("cuda", arch="gfx942")
 
 @dataclass(frozen=True)
 class GPUSpec:
-    """A GPU as its maker's datasheet describes it: dense matmuls, and bytes a second in one direction."""
+    """GPU with the rates of its data sheet: dense matmuls, bandwidth in one direction."""
 
     label: str
-    gib: float  # memory that torch reports: less than the label says
+    gib: float  # GiB that torch reports, less than in the label
     tflops: float  # 10^12 operations a second in 16 bits on tensor cores, sums in fp32
     memory: float  # GB/s of its memory
-    near: float  # GB/s to another device of the host
+    near: float  # GB/s to another device of the same host
     far: float  # GB/s to another host, for each device
     fp32: float  # 10^12 operations a second in fp32 without TF32
-    tf32: float | None = None  # and with it
+    tf32: float | None = None  # 10^12 operations per second with TF32
     device: Device = AMPERE  # its row in the table of capabilities
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this GPU can do."""
+        """Capabilities of this GPU."""
         return find_row(self.device)
 
     def rate(self, compute: str) -> float:
@@ -78,23 +78,23 @@ KINDS = {
 }
 DEFAULT_KIND = "h100"
 HOST_BANDWIDTH = 25.0  # GB/s between a GPU and the memory of its host
-MEMORY_TOLERANCE = 0.08  # by which memory may differ from that of a kind of GPU that is taken for it
+MEMORY_TOLERANCE = 0.08  # relative difference in memory up to which a kind of GPU matches
 # Seconds of the host, assumed and not yet measured on a machine with a GPU: to launch a kernel from eager PyTorch, with
 # its share of autograd, and more for an operation of tunekit, which runs Python (13 to 39 microseconds on a CPU).
 LAUNCH_SECONDS, CALL_SECONDS = 6e-6, 25e-6
-DEFAULT_MFU = 0.45  # of what the maker tells, in products of large models
+DEFAULT_MFU = 0.45  # model FLOPs utilization of large models
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Where a run is to go. On a CPU nothing is known of speed."""
+    """Devices and hosts of a run. The speed of CPUs is unknown."""
 
     devices: int = 1
     hosts: int = 1
     kind: GPUSpec | None = None  # None: the CPU
-    memory: int | None = None  # bytes of a device; None: nobody said
-    is_assumed: bool = False  # whether the kind is a guess
-    price: float | None = None  # of a device, an hour
+    memory: int | None = None  # bytes of a device; None: unknown
+    is_assumed: bool = False  # whether `kind` was not specified
+    price: float | None = None  # per device and hour
     mfu: float = DEFAULT_MFU
 
     @property
@@ -111,14 +111,14 @@ class ClusterSpec:
         return f"{self.devices} x {self.kind.label}{size}{hosts}"
 
     def bandwidth(self, ranks: int, stride: int) -> float:
-        """Bytes a second between `ranks` processes, so many places apart."""
+        """Bytes per second between `ranks` processes whose ranks differ by `stride`."""
         if self.kind is None:
             return float("inf")
         return 1e9 * (self.kind.near if ranks * stride <= self.per_host else self.kind.far)
 
 
 def parse_memory_size(text: str) -> int:
-    """Bytes of `80G`, `80GiB` or `24000M`: of the powers of two that makers of memory mean."""
+    """Parse a size such as `80G`, `80GiB` or `24000M` into bytes. Units are powers of two."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GMT])(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None or not float(match[1]):
         raise UserError(f"--gpu-memory {text}: write a number and G, such as 80G")
@@ -126,7 +126,7 @@ def parse_memory_size(text: str) -> int:
 
 
 def gpu_by_name(text: str) -> GPUSpec:
-    """A kind of GPU by name."""
+    """Return the GPU with a name. Raise UserError if it is unknown."""
     name = text.lower().replace(" ", "").replace("_", "-")
     if name not in KINDS:
         matches = difflib.get_close_matches(name, KINDS, 1)
@@ -136,6 +136,6 @@ def gpu_by_name(text: str) -> GPUSpec:
 
 
 def gpu_by_memory(memory: int) -> GPUSpec:
-    """The kind of GPU that is taken where only its memory is told: the fastest with about as much."""
+    """Return the fastest GPU with about that much memory, or the default GPU."""
     kinds = [kind for kind in KINDS.values() if abs(kind.gib * GIB / memory - 1) < MEMORY_TOLERANCE]
     return max(kinds, key=lambda kind: kind.tflops, default=KINDS[DEFAULT_KIND])

@@ -1,7 +1,7 @@
-"""What one layer of each kind needs, measured on shapes alone: the step of the recipe runs, and nothing is computed.
+"""Memory profile of one layer of each kind, measured by running a training step on fake tensors.
 
-A model of one layer of each kind takes two micro-batches and a step of its optimizer, on tensors that hold no numbers.
-So whatever the layers, an adapter, a format, recompute or an optimizer keep is counted where they keep it.
+A model with one layer of each kind runs two micro-batches and an optimizer step. Memory of layers, adapters,
+quantization, recomputation and optimizers is therefore counted where it is allocated.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +25,7 @@ from tunekit.plan.memory_tracker import MemoryTracker
 from tunekit.plan.operations import Operations
 
 CPU = torch.device("cpu")
-WARMUP_TOKENS = 64  # tokens of the row for which an optimizer makes its state
+WARMUP_TOKENS = 64  # length of the row of the first step, which creates the optimizer state
 
 
 class LossFn(Protocol):
@@ -37,14 +37,14 @@ class OptimizerFactory(Protocol):
 
 
 class ProbeStep(NamedTuple):
-    """What a recipe does with a model: all that decides what a step keeps."""
+    """Options of a training step that determine its memory."""
 
     adapter: NoAdapter
     memory: MemoryConfig
     optimizer: OptimizerFactory
     loss: LossFn
     clip: float
-    rows: int  # of a micro-batch
+    rows: int  # rows of a micro-batch
     length: int  # tokens of a row
     num_micro_batches: int  # micro-batches of a step
     device: str = "cpu"  # or cuda
@@ -52,7 +52,7 @@ class ProbeStep(NamedTuple):
 
 
 class MemoryInterval(NamedTuple):
-    """Bytes of tensors over a stretch of a step, above what there was before it: at most, and behind it."""
+    """Bytes that an interval of a step allocates: at its peak, and those that are still allocated at its end."""
 
     peak: int
     retained: int
@@ -60,19 +60,19 @@ class MemoryInterval(NamedTuple):
 
 
 class ParamSize(NamedTuple):
-    """A parameter, and the bytes that the optimizer keeps for it."""
+    """Shape and bytes of a parameter, and bytes of its optimizer state."""
 
     name: str
     shape: tuple[int, ...]
     bytes: int
     trained: bool
     state: int
-    expert: bool = False  # of experts, of which other ranks may have others
+    expert: bool = False  # whether expert parallelism shards it
 
 
 @dataclass(frozen=True)
 class LayerPass:
-    """One micro-batch forward and back. Layers are by kind."""
+    """Intervals of one micro-batch, forward and backward. Layers are indexed by kind."""
 
     before: MemoryInterval
     layers: tuple[MemoryInterval, ...]
@@ -84,18 +84,18 @@ class LayerPass:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """A step, of a model whose layer i is of kind `kinds[i]`."""
+    """Profile of a step. Layer i of the model is of kind `kinds[i]`."""
 
     kinds: tuple[int, ...]
     layers: tuple[tuple[ParamSize, ...], ...]  # by kind
     root: tuple[ParamSize, ...]  # embedding, last norm, head
-    first: LayerPass  # without gradients
-    later: LayerPass  # with those of an earlier micro-batch
+    first: LayerPass  # first micro-batch, which allocates the gradients
+    later: LayerPass  # later micro-batches, which accumulate into them
     update: MemoryInterval
 
 
 def profile_step(net: Decoder, step: ProbeStep) -> StepProfile:
-    """Measure a step of a model on no device, which is used up by it."""
+    """Profile a step of a model on the meta device. Modifies the model."""
     kinds, chosen = group_layers(net)
     every = [*net.layers]
     with fake_mode.fake_mode(step.device), FakeTensorMode(allow_non_fake_inputs=True):
@@ -118,7 +118,7 @@ def profile_step(net: Decoder, step: ProbeStep) -> StepProfile:
 
 
 def inference_memory(net: Decoder, step: ProbeStep) -> int:
-    """Bytes at most while a model on no device, which is used up by it, makes hidden states of the rows of a step."""
+    """Peak bytes of a forward pass of a model on the meta device, without logits. Modifies the model."""
     every = [*net.layers]
     with fake_mode.fake_mode(step.device), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         net.layers = cast("Iterable[Block]", nn.ModuleList([every[i] for i in group_layers(net)[1]]))
@@ -132,7 +132,7 @@ def inference_memory(net: Decoder, step: ProbeStep) -> int:
 
 
 def take_step(optimizer: TrainOptimizer, max_grad_norm: float) -> None:
-    """The optimizer's part of a training step, as in the recipes."""
+    """Clip gradients and update the parameters, as in the recipes."""
     optimizer.clip_grad_norm(max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
@@ -141,7 +141,7 @@ def take_step(optimizer: TrainOptimizer, max_grad_norm: float) -> None:
 def profile_passes(
     walk: "ForwardWalk", step: ProbeStep, update: Callable[[], None]
 ) -> tuple[LayerPass, LayerPass, MemoryInterval]:
-    """A step whose optimizer has its state: micro-batches without and with gradients, and the update."""
+    """Run a step with existing optimizer state. Return its first and a later micro-batch, and the update."""
     walk.run(step._replace(rows=1, length=min(step.length, WARMUP_TOKENS)))
     update()
     first = walk.run(step)
@@ -152,19 +152,22 @@ def profile_passes(
 
 
 def group_layers(net: Decoder) -> tuple[tuple[int, ...], list[int]]:
-    """The kind of every layer, and a layer of each kind. The first one stands alone: its input may want no gradient."""
+    """The kind of each layer, and the index of one layer of each kind.
+
+    The first layer is a kind of its own, because its input may need no gradient.
+    """
     groups: dict[Any, list[int]] = {}
     for i, (layer, spec) in enumerate(zip(net.layers, net.spec.layers, strict=True)):
         params = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
         groups.setdefault((spec, i == 0, layer.attn.shares_kv, params), []).append(i)
-    # A layer that takes keys of another wants it before itself; lenders are few.
+    # A layer that shares the keys of an earlier layer needs that layer in the model.
     chosen = sorted(members[0] for members in groups.values())
     kinds = {i: chosen.index(members[0]) for members in groups.values() for i in members}
     return tuple(kinds[i] for i in range(len(kinds))), chosen
 
 
 def materialize_fake(net: Decoder) -> None:
-    """Parameters on no device become such of the CPU, without numbers."""
+    """Replace meta parameters and buffers by fake CPU tensors."""
     for module in net.modules():
         for name, p in module._parameters.items():
             if p is not None:
@@ -179,7 +182,7 @@ def materialize_fake(net: Decoder) -> None:
 def param_sizes(
     module: nn.Module, states: Mapping[Tensor, dict[str, Any]], without: Iterable[int] = ()
 ) -> Iterable[ParamSize]:
-    """The parameters of a module, each once, with what an optimizer keeps for them."""
+    """Sizes of the parameters of a module and of their optimizer state, except ids in `without`."""
     experts = {
         id(p) for submodule in module.modules() if isinstance(submodule, Experts) for p in submodule.parameters()
     }
@@ -191,7 +194,7 @@ def param_sizes(
 
 
 class ForwardWalk:
-    """Marks where a pass goes from one layer into the next, and back."""
+    """Splits forward and backward passes into intervals at the boundaries of layers."""
 
     def __init__(self, net: Decoder, live: MemoryTracker) -> None:
         self.net, self.live = net, live
@@ -204,7 +207,7 @@ class ForwardWalk:
             layer.register_forward_hook(self.forward_hook(i))
 
     def run(self, step: ProbeStep) -> LayerPass:
-        """One micro-batch."""
+        """Run one micro-batch forward and backward."""
         batch = rows(step)
         self.begin()
         self.forward, self.events = True, {}
@@ -212,7 +215,7 @@ class ForwardWalk:
         self.forward = False
         self.note("head", 0)
         loss.backward()
-        # Where the input of a layer wants no gradient, nobody said when the way back ended, and it did.
+        # No hook marks the end of the backward pass of a layer whose input needs no gradient.
         unmarked = [i for i in range(self.count) if ("back", i) not in self.events]
         self.note(*(("back", unmarked[-1]) if unmarked else ("before_back", 0)))
         none, e = MemoryInterval(0, 0), self.events
@@ -222,18 +225,20 @@ class ForwardWalk:
         return LayerPass(*outer, last._replace(peak=max(last.retained, last.peak - self.tied_gradient_bytes())))
 
     def tied_gradient_bytes(self) -> int:
-        """Bytes of a sum that torch makes in place of a gradient of real numbers, but not of shapes alone: of the two
-        gradients of an embedding that is the head."""
+        """Bytes of the sum of both gradients of a tied embedding.
+
+        Torch allocates it for fake tensors, but computes it in place for real ones.
+        """
         weight = self.net.embed.weight
         return weight.nbytes if self.net.spec.tie_word_embeddings and weight.requires_grad else 0
 
     def begin(self) -> None:
-        """A stretch begins here."""
+        """Start an interval."""
         self.live.mark()
         self.start, self.before = self.live.bytes, self.live.operations
 
     def note(self, name: str, index: int) -> MemoryInterval:
-        """A stretch ends here, and the next one begins."""
+        """End the current interval, store it under a name, and start the next one."""
         done = self.live.operations.plus(self.before, -1)
         interval = MemoryInterval(self.live.mark() - self.start, self.live.bytes - self.start, done)
         self.events[name, index] = interval
@@ -267,7 +272,7 @@ class ForwardWalk:
 
 
 def rows(step: ProbeStep) -> Batch:
-    """Rows of which every token is learnt, but each row's first."""
+    """Batch in which all tokens but the first of each row are targets."""
     tokens = torch.empty(step.rows, step.length, dtype=torch.long, device=CPU)
     targets, positions = torch.empty_like(tokens), torch.empty_like(tokens)
     return Batch(tokens, targets, positions, None, step.rows * (step.length - 1), tokens.numel())

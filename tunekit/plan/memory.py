@@ -1,6 +1,6 @@
-"""Memory of a rank, phase by phase: what was measured of each kind of layer, one after the other as the model has them.
+"""Memory of a rank in each phase of a step, composed from the profile of each kind of layer.
 
-Weights that are sharded are held in parts and gathered a layer at a time, as distributed/fsdp.py has it.
+Sharded weights are gathered layer by layer, as in distributed/fsdp.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,14 +21,14 @@ from tunekit.plan.workload import Workload, probe_step, profile_workload
 
 PARTS = ("weights", "auxiliary", "gradients", "optimizer", "activations", "logits", "gathered", "other", "process")
 PHASES = ("load", "forward", "backward", "step", "save")
-OFFLOAD_WINDOW = 2  # layers whose activations are on their way to the host or back
-# Beside tensors: Python and torch on the CPU, the driver and its kernels on a GPU, buffers of its exchanges there.
+OFFLOAD_WINDOW = 2  # layers whose activations are being copied to or from the host
+# Memory that is not in tensors: Python and torch on the CPU; driver, kernels and NCCL buffers on a GPU.
 PROCESS, DRIVER, COMM_BUFFER_BYTES = 400 * 2**20, 900 * 2**20, 1024 * 2**20
-FRAGMENTATION = 0.03  # of the tensors on a GPU: what lies between them and can be given to none
+FRAGMENTATION = 0.03  # fraction of the tensor bytes on a GPU that fragmentation wastes
 
 
 class MemoryPeak(NamedTuple):
-    """Where in a step memory is at its highest, and what it is."""
+    """Highest memory of a phase: where it occurs, and its bytes by component."""
 
     where: str
     parts: dict[str, int]
@@ -40,7 +40,7 @@ class MemoryPeak(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one rank in each phase, and of the host's memory that it takes beside."""
+    """Bytes of one rank in each phase, and the host memory that it uses for offloading."""
 
     phases: dict[str, MemoryPeak]
     host: int = 0
@@ -51,19 +51,19 @@ class MemoryEstimate:
 
     @property
     def phase(self) -> str:
-        """The phase that needs most."""
+        """The phase with the highest peak."""
         return max(self.phases, key=lambda name: self.phases[name].total)
 
 
 @dataclass
 class MemoryTimeline:
-    """What is held while a step goes on, and the highest moment of each phase."""
+    """Bytes by component at the current point of a simulated step, and the peak of each phase."""
 
     current: dict[str, int]
     peaks: dict[str, MemoryPeak] = field(default_factory=dict)
 
     def record(self, phase: str, where: str, kind: str, peak: int, gathered: int = 0) -> None:
-        """A stretch in which so much is needed beside what is held."""
+        """Record an interval that allocates `peak` bytes of `kind` and `gathered` bytes of weights temporarily."""
         parts = dict(self.current)
         parts[kind] = parts.get(kind, 0) + peak
         parts["gathered"] = parts.get("gathered", 0) + gathered
@@ -76,23 +76,23 @@ class MemoryTimeline:
 
 
 class AuxiliaryMemory(NamedTuple):
-    """Bytes of models that are asked."""
+    """Bytes of the auxiliary models on one rank."""
 
-    weights: int  # the part that a rank keeps
-    gathered: int  # whole, what is gathered at a time for their pass
-    gathered_root: int  # and what stays so around the pass that learns
-    peak: int  # what else their pass takes
-    all_gathered: int  # all that is gathered in a pass
+    weights: int  # local shards
+    gathered: int  # gathered weights at one time during their forward pass
+    gathered_root: int  # gathered weights that stay during the training pass
+    peak: int  # activations of their forward pass
+    all_gathered: int  # all weights that are gathered in one pass
 
 
 @dataclass(frozen=True)
 class RankMemoryModel:
-    """What a rank holds of one model, whose layers have been measured."""
+    """Memory model of one rank, based on the profile of each kind of layer."""
 
     task: Workload
     sizes: ParallelDims
     step: StepProfile
-    gathered_step: StepProfile  # as gathered
+    gathered_step: StepProfile  # profile with weights in the dtype in which they are gathered
 
     @property
     def ranks(self) -> int:
@@ -100,17 +100,17 @@ class RankMemoryModel:
 
     @property
     def units(self) -> list[Sequence[ParamSize]]:
-        """Embedding, norm and head, then every layer."""
+        """Parameters of the root (embedding, norm, head), then those of each layer."""
         return [self.step.root, *(self.step.layers[kind] for kind in self.step.kinds)]
 
     def shard_bytes(self, weight: ParamSize, bytes: int) -> int:
-        """The part of so many bytes of a weight that a rank keeps: whole rows."""
+        """Bytes of the local shard of a weight with `bytes` in total. Weights are sharded by rows."""
         rows = weight.shape[0] if weight.shape else 1
         ranks = self.ranks // self.sizes.ep if weight.expert else self.ranks
         return -(-rows // ranks) * (bytes // rows)
 
     def sum_over_params(self, bytes: Callable[[ParamSize], int]) -> int:
-        """Of all weights, those of each kind of layer counted once and taken as often as there are layers."""
+        """Sum over all weights. Each kind of layer is evaluated once and multiplied by its number of layers."""
         parts = [(self.step.root, 1), *((unit, self.step.kinds.count(i)) for i, unit in enumerate(self.step.layers))]
         return sum(count * sum(map(bytes, unit)) for unit, count in parts)
 
@@ -124,22 +124,22 @@ class RankMemoryModel:
 
     @cached_property
     def reduced(self) -> int:
-        """Gradients that a rank keeps."""
+        """Bytes of the gradients that a rank keeps."""
         return sum(map(self.gradients, self.units))
 
     def gradients(self, unit: Sequence[ParamSize]) -> int:
-        """The part that a rank keeps of those of a unit, once all were added up, where weights are too."""
+        """Bytes of the local gradient shards of a unit after the reduction."""
         if self.task.memory.optimizer_in_bwd:
             return 0
         return sum(self.shard_bytes(weight, weight.bytes) for weight in unit if weight.trained)
 
     def device_gradient_bytes(self, unit: Sequence[ParamSize]) -> int:
-        """The same on the device."""
+        """Bytes of the local gradient shards that stay on the device."""
         return 0 if self.is_cpu_offloaded else self.gradients(unit)
 
     @cached_property
     def auxiliary(self) -> "AuxiliaryMemory":
-        """Of models that are asked."""
+        """Memory of all auxiliary models."""
         weights = gathered = gathered_root = peak = all_gathered = 0
         for model in self.task.auxiliary:
             root, layers, pass_bytes = model.get_memory(self.sizes, probe_step(self.task, self.sizes))
@@ -154,54 +154,54 @@ class RankMemoryModel:
 
     @property
     def chunk(self) -> int:
-        """Bytes of logits at most of a model that is asked."""
+        """Maximum bytes of a chunk of logits of an auxiliary model."""
         logits_bytes = self.task.tokens(self.sizes) * self.task.source.spec.vocab * self.task.compute.itemsize
         return min(CHUNK_BYTES[self.task.device], logits_bytes // self.sizes.tp)
 
     @property
     def flows(self) -> bool:
-        """Whether weights are gathered, and gradients scattered."""
+        """Whether weights are gathered and gradients are reduced."""
         return self.sizes.grad_avg_size > 1
 
     @property
     def is_cpu_offloaded(self) -> bool:
-        """Whether parts of weights wait on the host."""
+        """Whether weight shards are offloaded to the host."""
         return self.flows and self.task.parallel.cpu_offload
 
     def gathered(self, kind: int | None) -> int:
-        """Bytes of whole weights of a kind of layer, or of the root."""
+        """Bytes of the gathered weights of a kind of layer; None: of the root."""
         return self.full_weight_bytes[kind] if self.flows else 0
 
     @cached_property
     def full_weight_bytes(self) -> dict[int | None, int]:
-        """Bytes of whole weights, by kind of layer."""
+        """Bytes of the unsharded weights by kind of layer; None: of the root."""
         units = {None: self.gathered_step.root, **dict(enumerate(self.gathered_step.layers))}
         return {kind: sum(weight.bytes for weight in unit) for kind, unit in units.items()}
 
     @cached_property
     def before(self) -> list[int]:
-        """Bytes of the whole weights of the first so many layers."""
+        """Bytes of the unsharded weights of the first i layers, for each i."""
         return [0, *accumulate(self.full_weight_bytes[kind] for kind in self.step.kinds)]
 
     def full_gradient_bytes(self, kind: int | None) -> int:
-        """Bytes of whole gradients of a kind of layer, or of the root, as they are before they are added up."""
+        """Bytes of the unsharded gradients of a kind of layer, or of the root, before the reduction."""
         unit = self.gathered_step.root if kind is None else self.gathered_step.layers[kind]
         return sum(weight.bytes for weight in unit if weight.trained)
 
     def reduced_gradient_bytes(self, kind: int | None) -> int:
-        """The same as they are added up: in fp32 where weights travel in fewer bits."""
+        """Bytes of the same gradients in the reduction: fp32 if weights are gathered in the compute dtype."""
         widening = 4 // self.task.compute.itemsize if self.task.parallel.all_gather_dtype == "compute" else 1
         return widening * self.full_gradient_bytes(kind)
 
     @cached_property
     def delays_reduction(self) -> bool:
-        """Whether whole gradients wait for the last pass of a step, as distributed/fsdp.py decides it."""
+        """Whether gradients are reduced only in the last micro-batch of a step, as in distributed/fsdp.py."""
         trained = self.sum_over_params(lambda weight: weight.bytes * weight.trained)
         return trained <= MAX_UNREDUCED_FRACTION * self.sum_over_params(lambda weight: weight.bytes) / self.ranks
 
 
 def build_memory_model(task: Workload, sizes: ParallelDims) -> RankMemoryModel:
-    """The books of one rank, its layers measured."""
+    """Profile the layers and build the memory model of one rank."""
     step = profile_workload(task, sizes)
     gathered_step = step
     if sizes.grad_avg_size > 1 and task.parallel.all_gather_dtype == "compute":
@@ -210,7 +210,7 @@ def build_memory_model(task: Workload, sizes: ParallelDims) -> RankMemoryModel:
 
 
 def estimate_memory(memory_model: RankMemoryModel, machine: ClusterSpec) -> MemoryEstimate:
-    """The memory of one rank."""
+    """Simulate one step and return the memory of one rank."""
     task, sizes, step, gathered_step = (
         memory_model.task,
         memory_model.sizes,
@@ -231,7 +231,7 @@ def estimate_memory(memory_model: RankMemoryModel, machine: ClusterSpec) -> Memo
     record_load(memory_model, timeline)
     if task.auxiliary:
         timeline.record(
-            "forward", "the model that is asked", "other", memory_model.auxiliary.peak, memory_model.auxiliary.gathered
+            "forward", "the auxiliary model", "other", memory_model.auxiliary.peak, memory_model.auxiliary.gathered
         )
     first = gathered_step.first
     host += offloaded_bytes(memory_model)
@@ -247,7 +247,7 @@ def estimate_memory(memory_model: RankMemoryModel, machine: ClusterSpec) -> Memo
 
 
 def process_bytes(memory_model: RankMemoryModel, machine: ClusterSpec) -> int:
-    """What a process takes that is no tensor."""
+    """Bytes of a process that are not in tensors."""
     if machine.kind is None:
         sparse = any(weight.expert for unit in memory_model.step.layers for weight in unit)
         return PROCESS + (
@@ -259,7 +259,7 @@ def process_bytes(memory_model: RankMemoryModel, machine: ClusterSpec) -> int:
 
 
 def add_fragmentation(moment: MemoryPeak, machine: ClusterSpec) -> MemoryPeak:
-    """With what lies between tensors on a GPU."""
+    """Add the memory that fragmentation wastes on a GPU."""
     if machine.kind is None:
         return moment
     parts = dict(moment.parts)
@@ -268,23 +268,23 @@ def add_fragmentation(moment: MemoryPeak, machine: ClusterSpec) -> MemoryPeak:
 
 
 def record_load(memory_model: RankMemoryModel, timeline: MemoryTimeline) -> None:
-    """A whole tensor is read at a time, unless it can be taken as it is."""
+    """Record the loading of weights, one full tensor at a time."""
     params = [weight for unit in memory_model.units for weight in unit]
     widest = max(weight.bytes for weight in params)
     state = timeline.current.pop("optimizer")
-    widening = 8 if memory_model.task.quantization.keeps_prequantized else 1  # fp32 in place of half a byte
+    widening = 8 if memory_model.task.quantization.keeps_prequantized else 1  # fp32 instead of 4 bits
     timeline.record("load", "reading the largest tensor", "other", widest * widening)
     timeline.current["optimizer"] = state
 
 
 def record_save(memory_model: RankMemoryModel, timeline: MemoryTimeline) -> None:
-    """A layer at a time is written, read again and compared."""
+    """Record the saving of weights: each layer is written, read back and compared."""
     layer = max(sum(weight.bytes for weight in unit) for unit in memory_model.step.layers)
     timeline.record("save", "a layer is compared with what was written", "other", layer)
 
 
 def offloaded_bytes(memory_model: RankMemoryModel) -> int:
-    """Bytes of activations that wait on the host in a pass."""
+    """Bytes of activations that a micro-batch offloads to the host."""
     if not memory_model.task.memory.activation_offloading:
         return 0
     return sum(
@@ -295,7 +295,7 @@ def offloaded_bytes(memory_model: RankMemoryModel) -> int:
 def record_micro_batch(
     memory_model: RankMemoryModel, timeline: MemoryTimeline, step: LayerPass, machine: ClusterSpec, first: bool
 ) -> None:
-    """One micro-batch."""
+    """Record the forward and backward pass of one micro-batch."""
     kinds, task = memory_model.step.kinds, memory_model.task
     root = memory_model.gathered(None) + memory_model.auxiliary.gathered_root
     timeline.record("forward", "embedding", "other", step.before.peak, root)
@@ -320,7 +320,7 @@ def record_micro_batch(
 def record_backward(
     memory_model: RankMemoryModel, timeline: MemoryTimeline, step: LayerPass, machine: ClusterSpec, first: bool
 ) -> None:
-    """From the loss to the embedding."""
+    """Record the backward pass, from the loss to the embedding."""
     kinds, root = memory_model.step.kinds, memory_model.gathered(None)
     remaining = (
         0 if memory_model.task.parallel.reshard_after_forward or not memory_model.flows else memory_model.before[-1]
@@ -337,7 +337,7 @@ def record_backward(
         dequantized = dequantized_bytes(memory_model.task, memory_model, kind, machine)
         gathered = root + gathered_layer_bytes(memory_model, kinds, i, -1) + reducing
         timeline.record("backward", f"layer {i + 1} of {len(kinds)}", "other", layer.peak + dequantized, gathered)
-        if memory_model.task.memory.activation_offloading and i >= OFFLOAD_WINDOW:  # comes back from the host
+        if memory_model.task.memory.activation_offloading and i >= OFFLOAD_WINDOW:  # copied back from the host
             timeline.add("activations", step.layers[kinds[i - OFFLOAD_WINDOW]].retained)
         record_gradients(memory_model, timeline, layer, kind, first)
         reducing = memory_model.reduced_gradient_bytes(kind) if memory_model.flows else 0
@@ -349,7 +349,7 @@ def record_backward(
 def record_gradients(
     memory_model: RankMemoryModel, timeline: MemoryTimeline, interval: MemoryInterval, kind: int | None, first: bool
 ) -> None:
-    """What a stretch of the way back leaves: gradients that are there now, less what was kept for it."""
+    """Update activations and gradients after the backward pass of a layer (`kind`) or of the head (None)."""
     if kind is None:
         timeline.add("logits", interval.retained)
         return
@@ -367,14 +367,14 @@ def record_gradients(
 
 
 def free_activations(memory_model: RankMemoryModel, timeline: MemoryTimeline, first: bool) -> None:
-    """Behind a pass nothing is held but gradients."""
+    """Free all activations at the end of a micro-batch; gradients stay."""
     timeline.current["activations"] = timeline.current["logits"] = 0
     if first:
         timeline.add("gradients", memory_model.device_gradient_bytes(memory_model.step.root))
 
 
 def gathered_layer_bytes(memory_model: RankMemoryModel, kinds: Sequence[int], i: int, direction: int) -> int:
-    """Whole weights of layer i and of those that are gathered ahead; of all before it if they stay."""
+    """Bytes of the gathered weights of layer i, of prefetched layers, and of earlier layers that are not resharded."""
     if not memory_model.flows:
         return 0
     parallel, count, before = memory_model.task.parallel, len(kinds), memory_model.before
@@ -386,7 +386,7 @@ def gathered_layer_bytes(memory_model: RankMemoryModel, kinds: Sequence[int], i:
 
 
 def dequantized_bytes(task: Workload, memory_model: RankMemoryModel, kind: int, machine: ClusterSpec) -> int:
-    """A GPU writes a weight of four bits down as numbers before it multiplies."""
+    """Bytes of a 4-bit weight that a GPU dequantizes before the matmul."""
     if machine.kind is None:
         return 0
     sizes = [weight.bytes for weight in memory_model.step.layers[kind] if weight.name.endswith(".quantized_weight")]
@@ -394,7 +394,7 @@ def dequantized_bytes(task: Workload, memory_model: RankMemoryModel, kind: int, 
 
 
 def extra_logits_bytes(memory_model: RankMemoryModel, machine: ClusterSpec) -> int:
-    """By how much a chunk of logits is larger on a GPU."""
+    """Bytes by which a chunk of logits is larger on a GPU than on the CPU."""
     if machine.kind is None:
         return 0
     task, vocab = memory_model.task, -(-memory_model.task.source.spec.vocab // memory_model.sizes.tp)

@@ -1,4 +1,4 @@
-"""How many bytes of tensors live: every operation is watched, and every memory that it makes until it is gone."""
+"""Tracking of the bytes of live tensors through a dispatch mode."""
 
 import weakref
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from tunekit.plan.operations import Operations, count, flash_workspace
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Bytes that live now, and at most since `mark`. Tensors may be real or shapes alone: both have a storage.
+    """Current bytes of live tensors, and their peak since `mark`. Works for real and for fake tensors.
 
     With `flash`, buffers inside the attention kernels of a GPU are counted too.
     """
@@ -32,7 +32,7 @@ class MemoryTracker(TorchDispatchMode):
         return outputs
 
     def record(self, tensors: Iterable[Tensor]) -> None:
-        """Count what they stand on, each memory once."""
+        """Count the storages of tensors, each once."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
@@ -42,7 +42,7 @@ class MemoryTracker(TorchDispatchMode):
         self.peak = max(self.peak, self.bytes)
 
     def on_free(self, key: int, size: int) -> Any:
-        """What happens when a memory is given back."""
+        """Return the callback that subtracts a storage when it is freed."""
 
         def forget(_: Any) -> None:
             del self.known[key]
@@ -51,6 +51,6 @@ class MemoryTracker(TorchDispatchMode):
         return forget
 
     def mark(self) -> int:
-        """The most since the last mark; from here on it is counted anew."""
+        """Return the peak since the last call, and reset it."""
         peak, self.peak = self.peak, self.bytes
         return peak

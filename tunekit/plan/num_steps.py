@@ -1,4 +1,4 @@
-"""How many steps a config takes, as far as its rows tell before they are prepared: those that lie on this machine."""
+"""Number of steps of a config, counted from local data files before they are tokenized."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,30 +13,30 @@ from tunekit.data.readers.open_dataset import find_data_files, open_dataset, par
 from tunekit.data.readers.row_reader import Row, RowReader
 from tunekit.errors import UserError
 
-MAX_FILE_BYTES = 2**31  # bytes of files that are counted: reading more takes too long
-NUM_SAMPLED_ROWS = 200  # rows whose texts tell how long rows are
-BYTES_PER_TOKEN = 4  # of a token: bytes of the texts that models are trained on are near it
+MAX_FILE_BYTES = 2**31  # larger files take too long to count
+NUM_SAMPLED_ROWS = 200  # rows from which the mean length is estimated
+BYTES_PER_TOKEN = 4  # typical of text that models are trained on
 
 
 @dataclass(frozen=True)
 class StepCount:
-    """Steps of a run."""
+    """Number of steps of a run."""
 
     steps: int
     rows: int | None = None  # of an epoch, before they are packed
     epochs: int = 1
-    exact: bool = True  # not where rows are packed, whose tokens nobody has counted
+    exact: bool = True  # False if rows are packed, because their tokens are estimated
 
 
 def count_steps(cfg: Any) -> StepCount | None:
-    """As `steps` says, or as the rows do; None if they are not here, or a stream."""
+    """Return `max_steps`, or count the rows. None if the rows are not local files or are streamed."""
     options = vars(cfg)
     if options.get("max_steps") is not None:
         return StepCount(options["max_steps"])
     mix = MixtureBase.from_config(options["data"])
     try:
         tables = [open_rows(rows) for rows in mix.dataset_configs]
-    except (UserError, OSError):  # what is wrong with them is told where they are prepared
+    except (UserError, OSError):  # data preparation reports these errors
         return None
     counts = [table.count for table in tables if table is not None and table.count is not None]
     if len(counts) < len(tables):
@@ -54,7 +54,7 @@ def count_steps(cfg: Any) -> StepCount | None:
 
 
 def open_rows(rows: DatasetConfig) -> RowReader | None:
-    """The rows, if they lie here in files that are soon read."""
+    """Open the rows if they are in local files that are small enough to count."""
     files = find_data_files(rows.source, parse_split(rows.split).name)
     if rows.streaming or not files or sum(Path(file).stat().st_size for file in files) > MAX_FILE_BYTES:
         return None
@@ -62,14 +62,14 @@ def open_rows(rows: DatasetConfig) -> RowReader | None:
 
 
 def mean_row_tokens(table: RowReader, max_length: int) -> float:
-    """Tokens of a row, cut at `most`, on average over the first rows."""
+    """Estimated tokens per row, truncated to `max_length`, averaged over the first rows."""
     sample = (row for row in islice(table.rows, NUM_SAMPLED_ROWS) if isinstance(row, Row))
     lengths = [min(max_length, sum(map(len, iter_texts(row.fields))) / BYTES_PER_TOKEN) for row in sample]
     return sum(lengths) / max(1, len(lengths))
 
 
 def iter_texts(value: Any) -> Iterator[str]:
-    """Every text in a row."""
+    """Yield all strings in a value, recursively."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list | tuple):

@@ -1,4 +1,4 @@
-"""Why a run had too little memory, and what to change: its plan, once torch has found none to give."""
+"""Report for out-of-memory errors: the plan of the config, and changes that need less memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,48 +14,45 @@ from tunekit.plan import estimate, hardware, report, suggestions
 from tunekit.plan.hardware import GIB, ClusterSpec
 from tunekit.plan.workload import make_workload
 
-MAX_SUGGESTIONS = 3  # changes that are told
+MAX_SUGGESTIONS = 3  # in the report
 CPU_FULL = "can't allocate memory"  # of torch's DefaultCPUAllocator, which has no class of its own
-PINNED_FULL = "CUDA error: out of memory"  # of the driver, for memory that torch.OutOfMemoryError is not about
+PINNED_FULL = "CUDA error: out of memory"  # of the driver, for memory outside of the allocator of torch
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether an error says that there is no memory left."""
+    """Whether an error is an out-of-memory error."""
     return isinstance(error, torch.OutOfMemoryError) or host_is_full(error)
 
 
 def host_is_full(error: BaseException) -> bool:
-    """Whether it is the host whose memory ran out: that of the CPU, or pinned memory for a GPU."""
+    """Whether host memory ran out, including pinned memory for a GPU."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
     return isinstance(error, MemoryError) or any(text in str(error) for text in (CPU_FULL, PINNED_FULL))
 
 
 def format_oom_report(cfg: Any, device: torch.device, devices: int = 1, hosts: int = 1) -> str:
-    """What the config needs on each of `devices`, the largest part of it, and what the best changes would save."""
+    """Format the peak memory per device, its largest component, and the changes that save most."""
     try:
         machine = current_hardware(device, devices, hosts)
         plan = estimate.estimate(make_workload(cfg, machine), machine)
         changes = suggestions.suggest_changes(plan)[:MAX_SUGGESTIONS]
     except UserError as error:
-        return f"out of memory; what would need less cannot be told ({error})"
+        return f"out of memory; no plan is available ({error})"
     peak, part = plan.peak, report.largest_component(plan.memory)
     available = "" if machine.memory is None else f", of {report.format_gib(machine.memory)} that there are"
+    phase = report.PHASE_LABELS[plan.memory.phase]
     lines = [
         f"out of memory: a step needs about {report.format_gib(peak.total)} GiB{available}; "
-        f"{report.COMPONENT_LABELS[part]} {report.format_gib(peak.parts[part])} GiB of it, in the {report.PHASE_LABELS[plan.memory.phase]}",
-        *(
-            ["to need less:", *report.format_suggestions(plan, changes)]
-            if changes
-            else ["nothing that is known would need less"]
-        ),
-        "`tune plan` tells more, and with --auto finds what fits; --debug shows where memory ended",
+        f"{report.COMPONENT_LABELS[part]} {report.format_gib(peak.parts[part])} GiB of it, in the {phase}",
+        *(["to need less:", *report.format_suggestions(plan, changes)] if changes else ["no known change needs less"]),
+        "`tune plan` shows details, and --auto finds a config that fits; --debug shows the stack trace",
     ]
     return "\n".join(lines)
 
 
 def explain_host() -> str:
-    """What to do when the memory of the host of GPUs ran out."""
+    """Format the message for exhausted host memory."""
     free = available_memory()
     left = "" if free is None else f" ({report.format_gib(free)} GiB available)"
     return (
@@ -65,7 +62,7 @@ def explain_host() -> str:
 
 
 def current_hardware(device: torch.device, devices: int, hosts: int) -> ClusterSpec:
-    """The machine at hand."""
+    """Describe the machine of this process."""
     info = memory_info(device)
     if info is None:
         return ClusterSpec(devices, hosts)
@@ -76,7 +73,7 @@ def current_hardware(device: torch.device, devices: int, hosts: int) -> ClusterS
 
 @contextmanager
 def report_oom(cfg: Any, device: torch.device, devices: int = 1, hosts: int = 1) -> Iterator[None]:
-    """Around a run: where memory ends, people are told why. Started again it would end in the same place."""
+    """Convert out-of-memory errors into UserError with a report. UserError is not retried."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""Work of the host: operations of a step, each of which takes time to launch, and buffers inside kernels of a GPU.
+"""Number of operations of a step, which take the host time to launch, and buffers inside kernels of a GPU.
 
 A plan runs the operations of the CPU on shapes. They are the same as those of a GPU, except that some operations of
 tunekit are several kernels there.
@@ -24,7 +24,7 @@ ROUNDED_DIM = 32  # multiple to which it pads heads
 
 
 class Operations(NamedTuple):
-    """Numbers of operations, with all those that a stretch of a step repeats."""
+    """Numbers of operations in an interval of a step."""
 
     launches: int = 0  # kernels
     calls: int = 0  # operations of tunekit, which run Python

@@ -1,4 +1,4 @@
-"""What a loss keeps and needs, of losses that want rows which a plan does not have."""
+"""Losses with the memory of preference, reward and distillation losses, which need no real rows."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +20,7 @@ HEADS: WeakKeyDictionary[Decoder, Head] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class ProxyPreferenceLoss:
-    """The log-probability of each token and how uncertain it was, of which preferences are made."""
+    """Log-probabilities and entropies of all tokens, as preference losses compute them."""
 
     def __call__(self, model: Decoder, batch: Batch) -> Tensor:
         targets, rows = local_targets(model, batch)
@@ -33,7 +33,7 @@ class ProxyPreferenceLoss:
 
 @dataclass(frozen=True)
 class ProxyRewardLoss:
-    """Scores of every token."""
+    """Scores of all tokens, as reward models compute them."""
 
     def __call__(self, model: Decoder, batch: Batch) -> Tensor:
         def read(hidden: Tensor, head: Head) -> Tensor:
@@ -44,9 +44,9 @@ class ProxyRewardLoss:
 
 @dataclass(frozen=True)
 class ProxyDistillLoss:
-    """How far from a teacher, whose head is one more and whose weights are counted elsewhere.
+    """KL divergence to a teacher with a head of its own. The weights of the teacher are counted elsewhere.
 
-    Of a teacher whose likeliest tokens alone are compared, the others are counted too: it needs less.
+    Uses the full vocabulary, which overestimates teachers that provide only their top tokens.
     """
 
     loss: KLDivergenceLoss
@@ -58,7 +58,7 @@ class ProxyDistillLoss:
 
 
 def teacher(model: Decoder) -> Head:
-    """A head like the student's, in the dtype of its products: made once, so that no step seems to make it."""
+    """Head of the teacher in the compute dtype, cached so that no step allocates it."""
     if model not in HEADS:
         HEADS[model] = head = Head(replace(model.spec, dim=1))
         dtype = model.compute_dtype or model.embed.weight.dtype
@@ -68,7 +68,7 @@ def teacher(model: Decoder) -> Head:
 
 
 def proxy_loss(options: dict[str, Any], spec: DecoderSpec) -> Any:
-    """Cross-entropy as it is; where answers or models are compared, or scores are made, what stands for it."""
+    """Return the loss of a config, or its proxy for preference, reward and distillation losses."""
     if isinstance(options["loss"], CrossEntropy):
         return options["loss"]
     if isinstance(options["loss"], KLDivergenceLoss):

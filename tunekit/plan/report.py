@@ -1,4 +1,4 @@
-"""A plan in words, as a table of plain units, and as data."""
+"""Reports of a plan as text and as JSON."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -32,7 +32,7 @@ COMPONENT_LABELS = {
 
 
 def format_report(plan: Estimate, changes: Sequence[Suggestion]) -> str:
-    """The whole report."""
+    """Format the full report."""
     parts = [format_header(plan), format_memory(plan), format_verdict(plan, changes)]
     parts += [format_traffic(plan)] if plan.step_time.flows else []
     parts += [format_time(plan), "\n".join(plan.task.omissions)]
@@ -40,7 +40,7 @@ def format_report(plan: Estimate, changes: Sequence[Suggestion]) -> str:
 
 
 def format_header(plan: Estimate) -> str:
-    """What is planned, and for what."""
+    """Format model, machine, batch and parallelism."""
     task, sizes = plan.task, plan.sizes
     memory_model = plan.memory_model
     params = [weight for unit in memory_model.units for weight in unit]
@@ -64,7 +64,7 @@ def count_elements(shape: Iterable[int]) -> int:
 
 
 def format_memory(plan: Estimate) -> str:
-    """Each phase at its highest, and what it is made of."""
+    """Format the table of peak memory by phase and component."""
     estimate = plan.memory
     columns = [part for part in PARTS if any(moment.parts.get(part) for moment in estimate.phases.values())]
     rows = [["GiB of each rank" if plan.machine.devices > 1 else "GiB", "in all", *columns]]
@@ -80,7 +80,7 @@ def format_memory(plan: Estimate) -> str:
 
 
 def format_verdict(plan: Estimate, changes: Sequence[Suggestion]) -> str:
-    """Whether it fits, what is largest, and what to change."""
+    """Format the peak, its largest component, whether it fits, and suggestions."""
     estimate, peak = plan.memory, plan.peak
     part = largest_component(estimate)
     at = (
@@ -105,27 +105,27 @@ def format_verdict(plan: Estimate, changes: Sequence[Suggestion]) -> str:
 
 
 def format_suggestions(plan: Estimate, changes: Sequence[Suggestion]) -> list[str]:
-    """A line for each change."""
+    """Format one line for each suggestion."""
     return format_table(
         [[f"  {c.words}", f"-{format_gib(c.saves)} GiB", format_tradeoff(plan, c)] for c in changes], left=(0, 2)
     )
 
 
 def format_tradeoff(plan: Estimate, change: Suggestion) -> str:
-    """What a change does, and to the time of a step."""
+    """Format the description of a change and its effect on the step time."""
     now, then = plan.step_time.seconds, change.plan.step_time.seconds
     slower = "" if not now or then is None or abs(then / now - 1) < 0.02 else f" ({then / now - 1:+.0%} time)"
     return change.does + slower
 
 
 def largest_component(estimate: MemoryEstimate) -> str:
-    """The part that takes most at the highest moment."""
+    """The largest component of the peak."""
     parts = estimate.peak.parts
     return max(parts, key=lambda name: parts[name])
 
 
 def format_traffic(plan: Estimate) -> str:
-    """What each rank sends in a step."""
+    """Format the table of communication volumes."""
     rows = [["sent by each rank in a step", "GiB", "ranks", "GB/s", "seconds"]]
     for flow in plan.step_time.flows:
         speed = plan.machine.bandwidth(flow.ranks, flow.stride)
@@ -135,14 +135,15 @@ def format_traffic(plan: Estimate) -> str:
 
 
 def format_time(plan: Estimate) -> str:
-    """How long, how much."""
+    """Format step time, number of steps and cost."""
     step_time = plan.step_time
     lines = [f"{plan.tokens:,} tokens a step, {step_time.flops / 1e12:,.1f} TFLOP on each rank"]
     if step_time.seconds is not None and step_time.compute is not None:
         kind = plan.machine.kind
         assert kind is not None
         lines.append(
-            f"about {format_duration(step_time.seconds)} a step{format_breakdown(step_time)}, {plan.tokens / step_time.seconds:,.0f} tokens/s"
+            f"about {format_duration(step_time.seconds)} a step{format_breakdown(step_time)}, "
+            f"{plan.tokens / step_time.seconds:,.0f} tokens/s"
         )
         guess = " (no kind is named; --gpu-type says which)" if plan.machine.is_assumed else ""
         rate = kind.rate(plan.task.precision.compute_dtype)
@@ -160,10 +161,10 @@ def format_time(plan: Estimate) -> str:
 
 
 def format_total(plan: Estimate) -> str:
-    """What all steps come to."""
+    """Format number of steps, tokens and total time."""
     step_count = plan.step_count
     if step_count is None:
-        return "how many steps is not known before the rows are here: say max_steps=, or name rows of this machine"
+        return "the number of steps is unknown: set max_steps, or use local data files"
     about = "" if step_count.exact else "about "
     text = f"{about}{step_count.steps:,} step{'s' * (step_count.steps != 1)}"
     if step_count.rows is not None:
@@ -174,12 +175,12 @@ def format_total(plan: Estimate) -> str:
 
 
 def format_breakdown(step_time: StepTime) -> str:
-    """What a step's time goes into, as far as it is seen."""
+    """Format the components of the step time that take at least 1% of it."""
     assert step_time.seconds is not None and step_time.compute is not None
     parts = {
         "products": step_time.compute,
-        "sent beside them": step_time.hidden,
-        "to the host and back beside them": step_time.host_transfer,
+        "sent in parallel": step_time.hidden,
+        "to the host and back in parallel": step_time.host_transfer,
         "waited for": step_time.exposed_comm,
         "optimizer": step_time.optimizer,
         "kernel launches": step_time.launch,
@@ -191,27 +192,25 @@ def format_breakdown(step_time: StepTime) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A time in the unit that people would take."""
+    """Format seconds in a readable unit."""
     for least, size, unit in ((2 * 86400, 86400, "days"), (5400, 3600, "hours"), (90, 60, "minutes")):
         if seconds >= least:
             return f"{seconds / size:,.1f} {unit}"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-# Overrides of a fit that change what is learnt, and not only where and when it is computed.
+# Warnings for overrides that change training results.
 OVERRIDE_WARNINGS = {
-    "max_grad_norm=0": "max_grad_norm=0: gradients are no longer cut at a length, so watch the loss, or set a "
-    "lower optimizer.lr",
-    "optimizer=adamw8bit": "optimizer=adamw8bit: its moments are rounded to 8 bits, so the course differs a little",
-    "precision.master_dtype=bf16": "precision.master_dtype=bf16: small steps are lost in rounding, so the course "
-    "differs",
+    "max_grad_norm=0": "max_grad_norm=0: gradients are not clipped: watch the loss, or set a lower optimizer.lr",
+    "optimizer=adamw8bit": "optimizer=adamw8bit: its state is rounded to 8 bits, so losses differ slightly",
+    "precision.master_dtype=bf16": "precision.master_dtype=bf16: small updates are lost in rounding, so losses differs",
 }
 
 
 def format_overrides(result: SearchResult) -> str:
-    """The overrides of what fits."""
+    """Format the overrides of a search result."""
     if not result.words:
-        return "fit: of what fits nothing is faster than what the config says"
+        return "fit: the config already is the fastest that fits"
     seconds = result.plan.step_time.seconds
     time_text = "" if seconds is None else f", {format_duration(seconds)} a step"
     host = result.plan.memory.host * result.plan.machine.per_host
@@ -221,7 +220,7 @@ def format_overrides(result: SearchResult) -> str:
 
 
 def format_gib(bytes: int) -> str:
-    """Three digits."""
+    """Format bytes as GiB with three digits."""
     size = bytes / GIB
     if abs(size) < 0.005:
         return "-"
@@ -229,14 +228,14 @@ def format_gib(bytes: int) -> str:
 
 
 def format_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Columns, numbers to the right."""
+    """Format rows as aligned columns. Columns in `left` are left-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     cells = ([f"{cell:{'<' if i in left else '>'}{widths[i]}}" for i, cell in enumerate(row)] for row in rows)
     return ["  ".join(line).rstrip() for line in cells]
 
 
 def report_json(plan: Estimate, changes: Sequence[Suggestion], result: SearchResult | None) -> dict[str, Any]:
-    """The same for programs: bytes and seconds."""
+    """The report as JSON data, in bytes and seconds."""
     step_time = plan.step_time
     data: dict[str, Any] = {
         "model": plan.task.source.name,

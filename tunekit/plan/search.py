@@ -1,7 +1,7 @@
-"""The fastest way to do what a config says, of those that fit: how rows are passed, what is kept, how devices share.
+"""Search for the fastest overrides that fit: micro-batch size, activation memory and parallelism.
 
-What is learnt stays the same, but for rounding: rows of a step and the adapter are not touched. Only if nothing fits so
-are moments kept in eight bits, then weights moved as soon as their gradients are there, then weights kept in 16 bits.
+The batch size and the adapter do not change, so results are equal up to rounding. Only if nothing fits, the search also
+tries 8-bit optimizer states, then optimizer steps in the backward pass, then 16-bit weights.
 """
 
 import math
@@ -23,27 +23,27 @@ from tunekit.plan.step_time import estimate_step_time
 from tunekit.plan.workload import Workload, profile_workload
 
 CHECKPOINTING_MODES = ("none", "selective", "full")
-MAX_MICRO_BATCH_ROWS = 64  # rows in a forward pass
-NUM_MEASURED = 6  # of the fastest, that are measured
-MEMORY_MARGIN = 0.03  # of the memory, that is left: by so much a plan may be wrong
-TIME_TOLERANCE = 0.01  # of a time: what is as fast
+MAX_MICRO_BATCH_ROWS = 64  # largest micro-batch that is tried
+NUM_MEASURED = 6  # fastest candidates, whose profiles are measured and not extrapolated
+MEMORY_MARGIN = 0.03  # fraction of the memory that stays free, the error of estimates
+TIME_TOLERANCE = 0.01  # relative difference below which two times are equal
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """A way that fits, and what to say for it."""
+    """Overrides that fit, and their estimate."""
 
     words: tuple[str, ...]
     plan: Estimate
 
 
 def search_config(now: Estimate) -> SearchResult:
-    """UserError if nothing fits."""
+    """Find the fastest overrides that fit. Raise UserError if nothing fits."""
     if now.machine.memory is None:
-        raise UserError("--auto: how much is there? say --gpu-type h100, or --gpu-memory 80G")
+        raise UserError("--auto: the memory of a device is unknown. Set --gpu-type h100 or --gpu-memory 80G")
     for task in list_fallbacks(now.task):
         candidates = sorted(list_candidates(replace(now, task=task)), key=partial(rank, now.task))
-        for _, candidate in candidates[:NUM_MEASURED]:  # what was estimated is measured
+        for _, candidate in candidates[:NUM_MEASURED]:  # extrapolated profiles are verified
             plan = estimate(candidate, now.machine)
             if plan.peak.total <= memory_limit(now.machine):
                 return SearchResult(words(now.task, candidate), plan)
@@ -54,19 +54,19 @@ def search_config(now: Estimate) -> SearchResult:
 
 
 def memory_limit(machine: ClusterSpec) -> float:
-    """Bytes that a way may take."""
+    """Maximum peak bytes of a candidate."""
     assert machine.memory is not None
     return (1 - MEMORY_MARGIN) * machine.memory
 
 
 def rank(task: Workload, candidate: tuple[float, Workload]) -> tuple[float, int, float]:
-    """The fastest first; of those that are as fast but for a hundredth, the one that changes least."""
+    """Sort key of a candidate: time, then number of overrides for times that differ by less than 1%."""
     seconds, workload = candidate
     return round(math.log(seconds) / TIME_TOLERANCE), len(words(task, workload)), seconds
 
 
 def list_fallbacks(task: Workload) -> Iterator[Workload]:
-    """The task, then ones that are less and less like it: gradients that do not outlive their layer are not clipped."""
+    """Yield the workload, then fallbacks that change it more and more. `optimizer_in_bwd` excludes clipping."""
     yield task
     if type(task.optimizer) is AdamWConfig:
         chosen = task.optimizer
@@ -80,10 +80,10 @@ def list_fallbacks(task: Workload) -> Iterator[Workload]:
 
 
 def list_candidates(now: Estimate) -> list[tuple[float, Workload]]:
-    """Ways that seem to fit, with the seconds of a step. Layers are measured with one row and with two.
+    """Candidates that should fit, with the seconds of a step. Profiles are extrapolated from one and two rows.
 
-    Devices that share layers wait for each other, and weights that wait on the host take much of it: more of either is
-    tried only where nothing fits without.
+    Tensor parallelism has exposed communication, and CPU offload needs much host memory: more of either is tried only
+    if nothing fits without it.
     """
     first, candidates = now.task.parallel, []
     max_tp = max(now.machine.per_host, first.tp)
@@ -98,7 +98,7 @@ def list_candidates(now: Estimate) -> list[tuple[float, Workload]]:
 
 
 def list_layouts(now: Estimate, tensor: int, hosted: bool) -> Iterator[ParallelConfig]:
-    """How many copies there are of the weights, whether they stay gathered, and in how many bits they travel."""
+    """Yield layouts: number of replicas, resharding after the forward pass, and dtype of the all-gather."""
     parallel, devices = now.task.parallel, now.machine.devices
     if devices == 1:
         yield parallel
@@ -115,7 +115,7 @@ def list_layouts(now: Estimate, tensor: int, hosted: bool) -> Iterator[ParallelC
 
 
 def vary_activation_memory(shared: ParallelConfig, now: Estimate) -> Iterator[tuple[float, Workload]]:
-    """By what a pass keeps, and whether it waits on the host."""
+    """Yield candidates with each activation checkpointing mode, with and without activation offloading."""
     for mode, offload in product(CHECKPOINTING_MODES, (False, True)):
         if (mode == "selective" and now.task.compile) or (offload and now.machine.kind is None):
             continue
@@ -124,7 +124,7 @@ def vary_activation_memory(shared: ParallelConfig, now: Estimate) -> Iterator[tu
 
 
 def vary_micro_batch(task: Workload, now: Estimate) -> Iterator[tuple[float, Workload]]:
-    """By rows of a forward pass: the most of which the estimate fits, and half of them."""
+    """Yield candidates with the two largest micro-batch sizes (powers of two) that fit."""
     try:
         sizes = resolve_dims(with_one_micro_batch(task, now), now.machine)
         profiles = [profiled_model(task, sizes, rows) for rows in (1, 2)]
@@ -148,13 +148,13 @@ def vary_micro_batch(task: Workload, now: Estimate) -> Iterator[tuple[float, Wor
 
 
 def with_one_micro_batch(task: Workload, now: Estimate) -> Workload:
-    """With all rows in one pass, where it must be so."""
+    """Use a single micro-batch if the optimizer runs in the backward pass."""
     rows = task.rows(task.parallel.resolve_dims(now.machine.devices))
     return replace(task, micro_batch_size=rows) if task.memory.optimizer_in_bwd else task
 
 
 def profiled_model(task: Workload, sizes: ParallelDims, rows: int) -> RankMemoryModel:
-    """As measured with so many rows in each of several passes."""
+    """Memory model with `rows` rows in each micro-batch."""
     passes = 1 if task.memory.optimizer_in_bwd else 2
     probe = replace(task, micro_batch_size=rows, global_batch_size=rows * passes * sizes.dp_size)
     step = profile_workload(probe, sizes)
@@ -163,8 +163,8 @@ def profiled_model(task: Workload, sizes: ParallelDims, rows: int) -> RankMemory
 
 
 def extrapolate(models: list[RankMemoryModel], rows: int, name: str) -> StepProfile:
-    """What is needed grows evenly with the rows."""
-    one, two = (vars(model)[name] for model in models)
+    """Extrapolate the profiles of one and two rows linearly to `rows` rows."""
+    first, second = (vars(model)[name] for model in models)
 
     def extrapolate_interval(a: MemoryInterval, b: MemoryInterval) -> MemoryInterval:
         peak, retained = (x + (rows - 1) * (y - x) for x, y in zip(a[:2], b[:2], strict=True))
@@ -179,11 +179,13 @@ def extrapolate(models: list[RankMemoryModel], rows: int, name: str) -> StepProf
             )
         return LayerPass(**values)
 
-    return replace(one, first=extrapolate_pass(one.first, two.first), later=extrapolate_pass(one.later, two.later))
+    return replace(
+        first, first=extrapolate_pass(first.first, second.first), later=extrapolate_pass(first.later, second.later)
+    )
 
 
 def words(task: Workload, new: Workload) -> tuple[str, ...]:
-    """The overrides that lead from a task to another one."""
+    """Overrides that change a workload into another one."""
     overrides = []
     if new.micro_batch_size != task.micro_batch_size:
         overrides.append(f"micro_batch_size={new.micro_batch_size}")
@@ -198,5 +200,5 @@ def words(task: Workload, new: Workload) -> tuple[str, ...]:
 
 
 def format_value(value: Any) -> str:
-    """As YAML has it."""
+    """Format a value as in YAML."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,7 +1,7 @@
-"""What a rank computes and sends in a step, and how long both take at the speed that makers tell.
+"""FLOPs, communication volume and time of a step on one rank, from the data sheet rates of the hardware.
 
-Collectives are counted as rings send them: of N ranks each sends (N - 1) / N of what is gathered or scattered, and
-twice that of what is added up for all.
+Collectives are counted as ring algorithms: each of N ranks sends (N - 1) / N of the bytes in an all-gather or
+reduce-scatter, and twice that in an all-reduce.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from tunekit.plan.operations import Operations
 from tunekit.quantization.config import NoQuantization
 
 AUXILIARY_FLOPS: dict[tuple[DecoderSpec, int], float] = {}
-FLASH_BACK = 2.5  # products of attention's backward pass, as a multiple of those forward: scores are made again
+FLASH_BACK = 2.5  # FLOPs of the backward pass of attention relative to the forward pass; scores are recomputed
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,27 @@ class CommVolume:
     tensors: str
     bytes: int
     ranks: int
-    stride: int  # places between neighbours
-    hidden: bool  # whether it goes on beside products
+    stride: int  # difference between neighboring ranks
+    hidden: bool  # whether it overlaps with computation
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step: products and sums of a rank, what it sends, and seconds, where the speed is known."""
+    """FLOPs, communication volumes and seconds of one step on a rank. Seconds are None if the speed is unknown."""
 
     flops: float
     flows: tuple[CommVolume, ...]
     compute: float | None
-    hidden: float = 0.0  # seconds of what is sent beside products
-    exposed_comm: float = 0.0  # and of what all wait for
-    host_transfer: float = 0.0  # of what goes to the host and back beside products
-    optimizer: float = 0.0  # of the optimizer
-    launches: int = 0  # kernels that the host starts
-    launch: float = 0.0  # seconds that it takes for them, while the device computes
+    hidden: float = 0.0  # seconds of communication that overlaps with computation
+    exposed_comm: float = 0.0  # seconds of communication that does not overlap
+    host_transfer: float = 0.0  # seconds of copies to and from the host, which overlap
+    optimizer: float = 0.0  # seconds of the optimizer step
+    launches: int = 0  # kernels that the host launches
+    launch: float = 0.0  # seconds of the launches, in parallel to the device
 
     @property
     def seconds(self) -> float | None:
-        """The larger of the time of the device and that of the host, which runs ahead of it."""
+        """Maximum of the device time and of the launch time of the host, which runs asynchronously."""
         if self.compute is None:
             return None
         device = max(self.compute, self.hidden, self.host_transfer) + self.exposed_comm + self.optimizer
@@ -61,7 +61,7 @@ class StepTime:
 
 
 def estimate_step_time(memory_model: RankMemoryModel, net: Decoder, machine: ClusterSpec) -> StepTime:
-    """How one step goes; `net` is the model of a rank, on no device."""
+    """Estimate the time of one step. `net` is the model of a rank on the meta device."""
     flops = count_flops(memory_model, net)
     flows = tuple(flow for flow in list_comm_volumes(memory_model) if flow.bytes and flow.ranks > 1)
     if machine.kind is None:
@@ -78,7 +78,7 @@ def estimate_step_time(memory_model: RankMemoryModel, net: Decoder, machine: Clu
 
 
 def operations(memory_model: RankMemoryModel) -> Operations:
-    """The operations that the host launches in a step, without those of collectives and of models that are asked."""
+    """Operations that the host launches in a step, without collectives and auxiliary models."""
     task, step, passes = memory_model.task, memory_model.step, memory_model.task.num_micro_batches(memory_model.sizes)
     total = micro_batch_operations(memory_model, step.first).plus(
         micro_batch_operations(memory_model, step.later), passes - 1
@@ -87,7 +87,7 @@ def operations(memory_model: RankMemoryModel) -> Operations:
     for kind in step.kinds:
         forward = forward.plus(layer_operations(memory_model, step.first.layers[kind].operations))
     total = total.plus(forward, passes * task.num_reference_passes)
-    # The optimizer's are in proportion to the weights: of the layers that were measured, and of all.
+    # The profile has one layer of each kind; operations of the optimizer scale with the number of trained weights.
     units = [step.root, *step.layers]
     profiled_trained, total_trained = (
         sum(weight.trained for unit in group for weight in unit) for group in (units, memory_model.units)
@@ -96,7 +96,7 @@ def operations(memory_model: RankMemoryModel) -> Operations:
 
 
 def micro_batch_operations(memory_model: RankMemoryModel, step: LayerPass) -> Operations:
-    """The operations of one micro-batch."""
+    """Operations of one micro-batch."""
     total = Operations()
     for interval in (step.before, step.head, step.head_back, step.before_back):
         total = total.plus(interval.operations)
@@ -107,12 +107,12 @@ def micro_batch_operations(memory_model: RankMemoryModel, step: LayerPass) -> Op
 
 
 def layer_operations(memory_model: RankMemoryModel, layer: Operations) -> Operations:
-    """The operations of a layer; compiled, one fused kernel follows each matmul, and nothing runs in Python."""
+    """Operations of a layer. A compiled layer has one fused kernel per matmul and no Python operations."""
     return Operations(2 * layer.matmuls, 0, layer.matmuls) if memory_model.task.compile else layer
 
 
 def host_transfer_bytes(memory_model: RankMemoryModel) -> int:
-    """Bytes between a device and its host in a step: activations there and back, weights for each gathering."""
+    """Bytes copied between device and host in a step: activations both ways, weights for each all-gather."""
     passes = memory_model.task.num_micro_batches(memory_model.sizes)
     away = 2 * passes * offloaded_bytes(memory_model)
     if not memory_model.is_cpu_offloaded:
@@ -122,17 +122,17 @@ def host_transfer_bytes(memory_model: RankMemoryModel) -> int:
 
 
 def optimizer_seconds(memory_model: RankMemoryModel, memory: float) -> float:
-    """Seconds for what a step of the optimizer reads and writes, on the host if it waits there."""
+    """Seconds of the optimizer step, which is limited by memory bandwidth; on the host if offloaded."""
     return (2 * (memory_model.weights + memory_model.states) + memory_model.reduced) / (
         1e9 * (HOST_BANDWIDTH if memory_model.is_cpu_offloaded else memory)
     )
 
 
-# Products
+# FLOPs
 
 
 def count_flops(memory_model: RankMemoryModel, net: Decoder) -> float:
-    """Products and sums of a rank in a step, twice the products: of what is done again too."""
+    """FLOPs of a rank in a step, including recomputation; a multiply-add counts as two."""
     task, sizes, flops_of_kind = memory_model.task, memory_model.sizes, {}
     tokens = task.tokens(sizes) * task.num_micro_batches(sizes)
     num_recomputed = {"none": 0, "full": 1, "selective": 0}[task.memory.activation_checkpointing]
@@ -141,7 +141,7 @@ def count_flops(memory_model: RankMemoryModel, net: Decoder) -> float:
         if kind not in flops_of_kind:
             flops_of_kind[kind] = linear_flops(layer, num_active_experts(spec))
         forward, back = flops_of_kind[kind]
-        # Of a row that ranks share, each has tokens from both ends. What has a state is made by each in whole.
+        # Context parallel ranks have tokens from both ends of a row: equal work. TP does not shard DeltaNet.
         heads = 1 if isinstance(spec.mixer, DeltaNet) else sizes.tp
         pairs = attention(spec, task.max_length) / heads
         total += (1 + task.num_reference_passes + num_recomputed) * (forward + pairs) + back + FLASH_BACK * pairs
@@ -151,7 +151,7 @@ def count_flops(memory_model: RankMemoryModel, net: Decoder) -> float:
 
 
 def auxiliary_flops(model: AuxiliaryModel, length: int) -> float:
-    """Of a token in a model that is asked."""
+    """Forward FLOPs of an auxiliary model per token."""
     key = model.source.spec, length
     if key not in AUXILIARY_FLOPS:
         net = build.build_meta_model(model.source, NoQuantization(), FrozenModel())
@@ -162,7 +162,7 @@ def auxiliary_flops(model: AuxiliaryModel, length: int) -> float:
 
 
 def linear_flops(layer: Block, num_experts: int) -> tuple[float, float]:
-    """Of a token in the linear layers of a block, forward and back; it goes through `share` experts."""
+    """Forward and backward FLOPs per token of the linear layers of a block with `num_experts` active experts."""
     forward = back = 0.0
     for module in layer.modules():
         if isinstance(module, Linear | GroupedLinear):
@@ -174,18 +174,18 @@ def linear_flops(layer: Block, num_experts: int) -> tuple[float, float]:
 
 
 def has_weight_gradient(module: nn.Module) -> bool:
-    """Whether a linear layer has a gradient of its weight."""
+    """Whether the weight of a linear layer is trained."""
     return any(p.requires_grad and name == "weight" for name, p in module.named_parameters(recurse=False))
 
 
 def num_active_experts(spec: Layer) -> int:
-    """How many experts a token goes through."""
+    """Number of active experts per token; 1 for a dense layer."""
     ffn = spec.ffn.sparse if isinstance(spec.ffn, DenseMoE) else spec.ffn
     return ffn.top_k if isinstance(ffn, MoE) else 1
 
 
 def attention(spec: Layer, length: int) -> float:
-    """Products of scores and values of a token, on average over a row."""
+    """FLOPs of scores and values per token, averaged over a row."""
     mixer = spec.mixer
     if isinstance(mixer, Attention):
         seen = min(length / 2, mixer.window or length, (mixer.chunk or length) / 2)
@@ -195,19 +195,19 @@ def attention(spec: Layer, length: int) -> float:
     return 4.0 * mixer.v_heads * mixer.k_dim * mixer.v_dim
 
 
-# Exchanges
+# Communication
 
 
 def list_comm_volumes(memory_model: RankMemoryModel) -> Iterator[CommVolume]:
-    """What a rank sends in a step, by each choice of how ranks share."""
+    """Bytes that a rank sends in a step, by type of parallelism."""
     task, sizes = memory_model.task, memory_model.sizes
     passes = task.num_micro_batches(sizes)
     yield from list_fsdp_volumes(memory_model, passes)
     width = task.tokens(sizes) * task.source.spec.dim * task.compute.itemsize * passes
     layers = task.source.spec.layers
-    num_passes = 3 if task.memory.activation_checkpointing == "full" else 2  # forward, back, and forward again
+    num_passes = 3 if task.memory.activation_checkpointing == "full" else 2  # forward, backward, recomputation
     tensor, context, expert = sizes.tp, sizes.cp, sizes.ep
-    # Behind the mixer and behind the feed-forward part, and once more for each on the way back.
+    # After the mixer and after the feed-forward layer, in the forward and in the backward pass.
     bytes = round(2 * num_passes * len(layers) * width * 2 * (tensor - 1) / tensor)
     yield CommVolume("gather and scatter", "tokens, tensor parallel", bytes, tensor, 1, False)
     keys = sum(kv_width(layer) for layer in layers) // tensor * task.tokens(sizes) * task.compute.itemsize * passes
@@ -220,7 +220,7 @@ def list_comm_volumes(memory_model: RankMemoryModel) -> Iterator[CommVolume]:
 
 
 def list_fsdp_volumes(memory_model: RankMemoryModel, passes: int) -> Iterator[CommVolume]:
-    """Of FSDP and of copies."""
+    """Bytes that FSDP and replication send."""
     sizes, parallel, kinds = memory_model.sizes, memory_model.task.parallel, memory_model.step.kinds
     ranks, stride = sizes.fsdp_size, sizes.tp
     blocks, root = sum(memory_model.gathered(kind) for kind in kinds), memory_model.gathered(None)
@@ -239,7 +239,7 @@ def list_fsdp_volumes(memory_model: RankMemoryModel, passes: int) -> Iterator[Co
 
 
 def kv_width(layer: Layer) -> int:
-    """Numbers of the keys and values of a token."""
+    """Number of elements of the keys and values of a token."""
     mixer = layer.mixer
     if isinstance(mixer, Attention):
         return 2 * mixer.kv_heads * mixer.head_dim if mixer.kv_shared_layer is None else 0

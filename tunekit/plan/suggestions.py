@@ -1,4 +1,4 @@
-"""What other choices would change: each is planned too, so that what it saves is no guess."""
+"""Suggestions of changes that need less memory. Each one is planned, so that savings are exact."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,11 +11,11 @@ from tunekit.plan.estimate import Estimate, estimate
 from tunekit.plan.workload import Workload
 from tunekit.quantization.config import NF4Config
 
-MIN_SAVING = 0.02  # of the highest moment, that a change must save to be worth a line
+MIN_SAVING = 0.02  # minimum saving, as a fraction of the peak
 
 
 class Alternative(NamedTuple):
-    """A task with one choice changed, the overrides for it, and what they do."""
+    """Workload with one option changed, its overrides and their description."""
 
     words: str
     does: str
@@ -24,7 +24,7 @@ class Alternative(NamedTuple):
 
 @dataclass(frozen=True)
 class Suggestion:
-    """What another choice would save of the highest moment."""
+    """Bytes of the peak that an alternative saves."""
 
     words: str
     does: str
@@ -33,12 +33,12 @@ class Suggestion:
 
 
 def suggest_changes(now: Estimate) -> list[Suggestion]:
-    """Choices that would need less, those that save most first."""
+    """Return the changes that need less memory, sorted by savings."""
     suggestions = []
     for other in (*of_step(now), *of_model(now), *of_devices(now)):
         try:
             then = estimate(other.task, now.machine)
-        except (UserError, FieldError):  # it does not go with the rest
+        except (UserError, FieldError):  # incompatible with other options
             continue
         if (saves := now.peak.total - then.peak.total) > MIN_SAVING * now.peak.total:
             suggestions.append(Suggestion(other.words, other.does, saves, then))
@@ -46,7 +46,7 @@ def suggest_changes(now: Estimate) -> list[Suggestion]:
 
 
 def of_step(now: Estimate) -> Iterator[Alternative]:
-    """What a pass keeps, and how large it is."""
+    """Yield changes of activation memory and micro-batch size."""
     task, memory = now.task, now.task.memory
     if memory.activation_checkpointing == "none":
         recomputed = replace(task, memory=replace(memory, activation_checkpointing="full"))
@@ -68,11 +68,11 @@ def of_step(now: Estimate) -> Iterator[Alternative]:
 
 
 def of_model(now: Estimate) -> Iterator[Alternative]:
-    """How weights are kept, which are trained, and what is kept for them."""
+    """Yield changes of optimizer, precision, adapter and quantization."""
     task, full = now.task, not isinstance(now.task.adapter, LoRAConfig)
     if type(task.optimizer) is AdamWConfig:
         small = replace(task, optimizer=AdamW8bitConfig())
-        yield Alternative("optimizer=adamw8bit", "two bytes of state a weight in place of eight", small)
+        yield Alternative("optimizer=adamw8bit", "two bytes of state per weight instead of eight", small)
     if full and task.precision.master_dtype == "fp32":
         half = replace(task, precision=replace(task.precision, master_dtype="bf16"))
         yield Alternative("precision.master_dtype=bf16", "weights, gradients and state in 16 bits", half)
@@ -88,7 +88,7 @@ def of_model(now: Estimate) -> Iterator[Alternative]:
 
 
 def of_devices(now: Estimate) -> Iterator[Alternative]:
-    """Where weights wait, and how they are divided."""
+    """Yield changes of offloading and parallelism."""
     task, parallel = now.task, now.task.parallel
     if now.machine.devices == 1:
         return
@@ -97,7 +97,7 @@ def of_devices(now: Estimate) -> Iterator[Alternative]:
         yield Alternative("parallel.cpu_offload=true", "weights and optimizer wait on the host", offloaded)
     if not parallel.reshard_after_forward:
         freed = replace(task, parallel=replace(parallel, reshard_after_forward=True))
-        yield Alternative("parallel.reshard_after_forward=true", "weights are freed behind each layer", freed)
+        yield Alternative("parallel.reshard_after_forward=true", "weights are freed after each layer", freed)
     if now.sizes.dp_replicate > 1:
         divided = replace(task, parallel=replace(parallel, dp_replicate=1, dp_shard=None))
         yield Alternative(

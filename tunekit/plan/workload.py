@@ -1,4 +1,4 @@
-"""What a config trains: all that memory and time depend on."""
+"""Options of a config that determine memory and step time."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -43,14 +43,12 @@ REQUIRED_FIELDS = (
     "micro_batch_size",
 )
 CONFIG = download.Files(("config.json",))
-PROFILES: dict[
-    tuple[DecoderSpec, str], StepProfile
-] = {}  # by what was measured: other divisions of the same layers ask again
+PROFILES: dict[tuple[DecoderSpec, str], StepProfile] = {}  # cached by all options that the profile depends on
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A recipe's choices, with the model they are for."""
+    """Model and training options of a recipe."""
 
     source: HFCheckpoint
     max_length: int  # tokens of a row
@@ -64,13 +62,13 @@ class Workload:
     loss: LossFn
     parallel: ParallelConfig
     max_grad_norm: float
-    random: bool  # whether weights are drawn and not read
+    random: bool  # whether weights are initialized randomly instead of loaded
     device: str = "cpu"  # or cuda
     flash: bool = False  # whether the device has FlashAttention
-    docs_per_row: int = 1  # documents of a row, which are rows of their own in a pass
-    auxiliary: tuple[AuxiliaryModel, ...] = ()  # models that are asked
-    num_reference_passes: int = 0  # forward passes beside those that learn, of the same model
-    omissions: tuple[str, ...] = ()  # what is not planned
+    docs_per_row: int = 1  # documents of a row, each of which is a row of the batch
+    auxiliary: tuple[AuxiliaryModel, ...] = ()  # models that only run forward
+    num_reference_passes: int = 0  # additional forward passes of the trained model without gradients
+    omissions: tuple[str, ...] = ()  # warnings about costs that are not planned
     compile: bool = False
 
     @property
@@ -79,28 +77,28 @@ class Workload:
         return torch.bfloat16 if self.precision.compute_dtype == "bf16" else torch.float32
 
     def rows(self, sizes: ParallelDims) -> int:
-        """Rows of a rank in a step."""
+        """Number of rows of a rank in a step."""
         return -(-self.global_batch_size // sizes.dp_size)
 
     def micro(self, sizes: ParallelDims) -> int:
-        """Rows in one forward pass."""
+        """Number of rows in a micro-batch."""
         return min(self.micro_batch_size, self.rows(sizes))
 
     def num_micro_batches(self, sizes: ParallelDims) -> int:
-        """Forward passes of a step."""
+        """Number of micro-batches in a step."""
         return -(-self.rows(sizes) // self.micro_batch_size)
 
     def tokens(self, sizes: ParallelDims) -> int:
-        """Tokens of a rank in one forward pass."""
+        """Number of tokens of a rank in one micro-batch."""
         length = self.max_length if sizes.cp == 1 else 2 * -(-self.max_length // (2 * sizes.cp))
         return self.micro(sizes) * self.docs_per_row * length
 
 
 def make_workload(cfg: Any, machine: ClusterSpec) -> Workload:
-    """What a config trains; UserError if it trains nothing."""
+    """Build the workload of a config. Raise UserError if the recipe trains no model."""
     options = vars(cfg)
     if missing := [name for name in REQUIRED_FIELDS if name not in options]:
-        raise UserError(f"there is nothing to plan: this recipe trains no model (it has no `{missing[0]}`)")
+        raise UserError(f"nothing to plan: this recipe trains no model (its config has no `{missing[0]}`)")
     source = headed(cfg, HFCheckpoint.open(download.resolve_model_dir(options["model"], CONFIG), options["model"]))
     precision = settled_precision(options["precision"], machine)
     device = "cpu" if machine.kind is None else "cuda"
@@ -116,7 +114,7 @@ def make_workload(cfg: Any, machine: ClusterSpec) -> Workload:
         num_reference_passes=num_reference_passes(options, models),
         omissions=(*list_omissions(options), *without_flash(machine)),
         precision=precision,
-        parallel=options.get("parallel", ParallelConfig()).on(device),
+        parallel=options.get("parallel", ParallelConfig()).resolve_auto(device),
         max_grad_norm=options.get("max_grad_norm", 0.0),
         random=options.get("init") == "random",
         device=device,
@@ -130,7 +128,7 @@ def make_workload(cfg: Any, machine: ClusterSpec) -> Workload:
 
 
 def settled_precision(precision: PrecisionConfig, machine: ClusterSpec) -> PrecisionConfig:
-    """The precision on a machine, without `auto`. Raise UserError if it cannot compute so."""
+    """Resolve `auto` for a machine. Raise UserError if the machine does not support the dtype."""
     if machine.kind is None:
         precision.check(CPU)
     elif precision.compute_dtype == "tf32":
@@ -142,7 +140,7 @@ def settled_precision(precision: PrecisionConfig, machine: ClusterSpec) -> Preci
 
 
 def without_flash(machine: ClusterSpec) -> list[str]:
-    """A remark on kinds of GPU whose attention the plan does not know."""
+    """Warning for GPUs without FlashAttention, whose attention memory and time are not planned."""
     if machine.kind is None or machine.kind.capabilities.flash:
         return []
     return [f"not planned: {machine.kind.label} has no FlashAttention: long rows need more memory and time than this"]
@@ -154,7 +152,7 @@ class HasHead(Protocol):
 
 
 def headed(cfg: Any, source: HFCheckpoint) -> HFCheckpoint:
-    """With the head that a recipe trains. A preset has no tokenizer: any does where no row is read."""
+    """Add the head that a recipe trains. A preset has no tokenizer; any tokenizer works, because no rows are read."""
     if not isinstance(cfg, HasHead):
         return source
     has_tokenizer = (source.tokenizer_path / "tokenizer.json").is_file()
@@ -162,7 +160,7 @@ def headed(cfg: Any, source: HFCheckpoint) -> HFCheckpoint:
 
 
 def resolve_mixture(mix: MixtureBase) -> MixtureBase:
-    """What rows turn out to be, where they are here."""
+    """Resolve the row formats of a mixture. Return it unchanged if its files cannot be read."""
     try:
         return mix.resolve()
     except (UserError, OSError):
@@ -170,7 +168,7 @@ def resolve_mixture(mix: MixtureBase) -> MixtureBase:
 
 
 def build_rank_model(task: Workload, sizes: ParallelDims) -> Decoder:
-    """The model of one rank, on no device, with the dtypes it has there."""
+    """Build the model of one rank on the meta device, with its dtypes."""
     net = build.build_meta_model(task.source, task.quantization, without_initial_adapter(task.adapter))
     parallelize_fake(net, sizes)
     stored = {} if task.random else dtypes(task.source, net)
@@ -179,14 +177,14 @@ def build_rank_model(task: Workload, sizes: ParallelDims) -> Decoder:
 
 
 def dtypes(source: HFCheckpoint, net: Decoder) -> dict[str, torch.dtype]:
-    """The dtypes of a checkpoint's weights; where only config.json is there, what that says."""
+    """Dtypes of the weights of a checkpoint; the default of config.json if there are no weights."""
     if source.has_weights:
         return source.dtypes
     return dict.fromkeys(net.shapes, source.default_dtype)
 
 
 def profile_workload(task: Workload, sizes: ParallelDims, as_gathered: bool = False) -> StepProfile:
-    """What a step needs on one rank. `travels`: weights have the dtype of products, in which they are gathered."""
+    """Profile a step of one rank. `as_gathered`: with weights in the compute dtype, in which they are gathered."""
     step = probe_step(task, sizes)
     dims = sizes.tp, sizes.ep, sizes.cp
     key = task.source.spec, repr((str(task.source.path), dims, task.quantization, task.precision, step, as_gathered))
@@ -199,7 +197,7 @@ def profile_workload(task: Workload, sizes: ParallelDims, as_gathered: bool = Fa
 
 
 def probe_step(task: Workload, sizes: ParallelDims) -> ProbeStep:
-    """What is measured of a step."""
+    """Options of the step that is profiled."""
     memory = replace(task.memory, activation_offloading=False)
     rows, num_micro_batches = task.micro(sizes) * task.docs_per_row, min(task.num_micro_batches(sizes), 2)
     return ProbeStep(
@@ -217,7 +215,7 @@ def probe_step(task: Workload, sizes: ParallelDims) -> ProbeStep:
 
 
 def cast_params(net: Decoder, dtype: torch.dtype) -> None:
-    """Numbers of a model, but for packed ones, in one dtype."""
+    """Cast all floating-point parameters, in place."""
     for parameter in net.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)

@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> None:
     if args.html:
         write(Path(args.html).expanduser(), view, args.config)
     if errors := [finding for finding in view.findings if finding.severity == "wrong"]:
-        raise UserError(f"data: not usable for training: {errors[0]}")
+        raise UserError(f"not usable for training: {errors[0]}")
 
 
 def read_config(args: argparse.Namespace) -> Any:

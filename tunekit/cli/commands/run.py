@@ -18,7 +18,7 @@ def main(args: argparse.Namespace) -> None:
     """Run in this process, or in worker processes. A launcher process never imports torch."""
     args.config, args.overrides = split_config_and_overrides(args)
     args.launch = launch_config(args)
-    uses_workers = args.launch.several or args.slurm is not None
+    uses_workers = args.launch.needs_launcher or args.slurm is not None
     if worker_env.is_tune_worker():
         run_worker(args)
     elif uses_workers and not worker_env.has_launcher_env() and worker_env.REPORT not in os.environ:
@@ -45,7 +45,7 @@ def launch_config(args: argparse.Namespace) -> LaunchConfig:
         return LaunchConfig(args.gpus, args.nodes, args.rendezvous, args.node_rank, args.max_restarts)
     if (args.gpus, args.nodes, args.rendezvous, args.node_rank) != (None, 1, None, None):
         raise UserError("--slurm: not compatible with --nnodes and --nproc-per-node. Use --slurm nodes=4,gpus=8")
-    slurm_job = SlurmJob.read(args.slurm)
+    slurm_job = SlurmJob.parse(args.slurm)
     rendezvous = "the first of them:1" if slurm_job.nodes > 1 else None
     return LaunchConfig(slurm_job.gpus, slurm_job.nodes, rendezvous, restarts=args.max_restarts)
 
@@ -53,7 +53,7 @@ def launch_config(args: argparse.Namespace) -> LaunchConfig:
 def launch(args: argparse.Namespace, stop_requests: StopRequests) -> None:
     """Run the checks in a subprocess, so that this process does not import torch, then start the ranks."""
     fresh = ["--overwrite"] if args.overwrite else []
-    launch_arguments = ("--slurm", args.slurm) if args.slurm else args.launch.words
+    launch_arguments = ("--slurm", args.slurm) if args.slurm else args.launch.cli_args
     summary = launch_workers.check_in_subprocess((*worker_args(args), *launch_arguments, *fresh), stop_requests)
     folder = summary["folder"] and Path(summary["folder"])
     if summary["finished"]:
@@ -61,7 +61,7 @@ def launch(args: argparse.Namespace, stop_requests: StopRequests) -> None:
     if args.slurm:
         restarts = ["--max-restarts", str(args.max_restarts)] if args.max_restarts else []
         worker_arguments = (*worker_args(args), *restarts)
-        print(SlurmJob.read(args.slurm).submit(worker_arguments, folder or Path(), args.overwrite, args.dry_run))
+        print(SlurmJob.parse(args.slurm).submit(worker_arguments, folder or Path(), args.overwrite, args.dry_run))
     else:
         job = WorkerSpec(worker_args(args), args.launch, folder, summary["timeout"], summary["digest"], args.overwrite)
         launch_workers.launch_workers(job, stop_requests)

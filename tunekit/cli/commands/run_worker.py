@@ -33,11 +33,11 @@ def main(args: argparse.Namespace) -> None:
         return
     recipe, cfg = load_and_check(args)
     if worker_env.is_worker():  # started by torchrun, or by another launcher
-        if args.launch.several:
+        if args.launch.needs_launcher:
             raise UserError("--nproc-per-node: not compatible with torchrun. `tune run` starts the processes itself")
     else:
         device, num_devices = available_devices(cfg)
-        args.launch.check(device, num_devices)
+        args.launch.check_nproc_per_node(device, num_devices)
         if num_devices > 1 and args.gpus is None and "parallel" in vars(cfg):
             print(f"1 of {num_devices} GPUs is used. Pass --nproc-per-node {num_devices} to use all", file=sys.stderr)
     folder = run_dir_of(recipe, cfg)
@@ -71,14 +71,16 @@ def run_summary(args: argparse.Namespace) -> dict[str, Any]:
     """Summary of a run for the launcher. If the run is complete, the recipe prints this and the launch is skipped."""
     launch, (recipe, cfg) = args.launch, load_and_check(args)
     folder, parallel = run_dir_of(recipe, cfg), vars(cfg).get("parallel")
-    count = launch.count * launch.nodes
+    count = launch.nproc_per_node * launch.nodes
     if parallel is not None:
         parallel.resolve_dims(count)
     elif count > 1:
-        raise UserError(f"--nproc-per-node {launch.count}: the recipe '{args.recipe}' supports only one process")
+        raise UserError(
+            f"--nproc-per-node {launch.nproc_per_node}: the recipe '{args.recipe}' supports only one process"
+        )
     if not args.slurm:
         device, num_devices = available_devices(cfg)
-        launch.check(device, num_devices)
+        launch.check_nproc_per_node(device, num_devices)
         if parallel is not None:
             parallel.check(device, count)
     finished = folder is not None and not args.overwrite and atomic.is_complete(folder / run_dir.FINAL)
