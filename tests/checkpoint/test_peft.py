@@ -498,7 +498,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     save_file(tensors | {"base_model.model.lm_head.weight": torch.zeros(3, 3)}, file)
     assert_rejected("lm_head.weight has shape [3, 3]", lambda: load_inference_model(folder))
     save_file(tensors | {first_name: torch.zeros(3, 48)}, file)
-    assert_rejected("model.layers.0.self_attn.q_proj.lora_A.weight has shape [3, 48]", lambda: load_inference_model(folder))
+    assert_rejected("layers.0.self_attn.q_proj.lora_A.weight has shape [3, 48]", lambda: load_inference_model(folder))
     assert_rejected("[2, 48]", lambda: load_inference_model(folder))
     save_file({"base_model.model.lm_head.weight": torch.zeros(67, 48)}, file)
     assert_rejected(f"{file}: ", lambda: load_inference_model(folder))

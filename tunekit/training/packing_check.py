@@ -88,7 +88,7 @@ def logit_differences(model: Decoder, probe: PackingProbe, dist: DistributedCont
 
     Of models with a score head, the hidden states are compared: a few scores have no meaningful deviation.
     """
-    single = [model(to_batch(document, dist), read=hidden_states).flatten(0, 1) for document in probe.documents]
+    single = [model(to_batch(document, dist), head_fn=hidden_states).flatten(0, 1) for document in probe.documents]
     differences: list[float] = []
 
     def compare(hidden: Tensor, head: Head) -> Tensor:  # called inside the model, where a sharded head is gathered
@@ -104,7 +104,7 @@ def logit_differences(model: Decoder, probe: PackingProbe, dist: DistributedCont
 
 
 def forward_packed(model: Decoder, batch: Batch, head_fn: Callable[[Tensor, Head], Tensor]) -> None:
-    model(batch.tokens, batch.positions, batch.layout, read=head_fn)
+    model(batch.tokens, batch.positions, batch.layout, head_fn=head_fn)
 
 
 def to_batch(document: Document, dist: DistributedContext) -> Tensor:
@@ -124,7 +124,7 @@ def hidden_states(hidden: Tensor, head: Head) -> Tensor:
 def first_leaking_layer(model: Decoder, probe: PackingProbe, index: int, limit: float, dist: DistributedContext) -> str:
     """` in layer N (class)` of the first layer whose output changes for a document; empty if there is none."""
     with record_layer_outputs(model) as outputs:
-        model(to_batch(probe.documents[index], dist), read=hidden_states)
+        model(to_batch(probe.documents[index], dist), head_fn=hidden_states)
         forward_packed(model, probe.batch, hidden_states)
     num_layers, span = len(outputs) // 2, probe.spans[index]
     for layer, (alone, packed) in enumerate(zip(outputs[:num_layers], outputs[num_layers:], strict=True)):
