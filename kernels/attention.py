@@ -93,7 +93,7 @@ def attention_per_chunk(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams
     num_prefix_keys = k.shape[1] - q.shape[1]
     num_unseen = num_prefix_keys - num_prefix_keys % params.chunk
     keys, values = (x[:, num_unseen:].split(params.chunk, dim=1) for x in (k, v))
-    chunk_sizes = [part.shape[1] for part in keys]
+    chunk_sizes = [chunk.shape[1] for chunk in keys]
     chunk_sizes[0] -= num_prefix_keys - num_unseen
     chunks = zip(q.split(chunk_sizes, dim=1), keys, values, strict=True)
     return torch.cat([causal_attention(q, k, v, params, sinks) for q, k, v in chunks], dim=1)

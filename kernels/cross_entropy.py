@@ -151,20 +151,10 @@ def sharded_token_losses(  # noqa: PLR0913 (as above)
     sums, target_logits, logit_sums = vocab_shard.all_reduce_sum(
         torch.stack([(x - maximum[:, None]).exp().sum(-1), target_logits, x.sum(-1)])
     )
-    log_normalizer = maximum + sums.log()
-    losses = (
-        log_normalizer
-        + z_loss * log_normalizer.square()
-        - (1 - smoothing) * target_logits
-        - smoothing * logit_sums / vocab_shard.total
-    )
+    lse, total = maximum + sums.log(), vocab_shard.total
+    losses = lse + z_loss * lse.square() - (1 - smoothing) * target_logits - smoothing * logit_sums / total
     if gradient:
-        grad = (
-            (x - log_normalizer[:, None])
-            .exp_()
-            .mul_(1 + 2 * z_loss * log_normalizer[:, None])
-            .sub_(smoothing / vocab_shard.total)
-        )
+        grad = (x - lse[:, None]).exp_().mul_(1 + 2 * z_loss * lse[:, None]).sub_(smoothing / total)
         grad.scatter_add_(1, index, torch.where(is_local, smoothing - 1, 0.0)[:, None])
         grad = grad * (1 - (x / softcap).square()) if softcap else grad
         grad = grad.mul_(scale if weights is None else scale * weights[:, None])
@@ -184,9 +174,8 @@ def token_entropies(logits: Tensor, scale: float, softcap: float | None) -> Tens
         return token_entropies_reference(logits, terms)
     out = torch.empty(len(logits))
     sizes = *logits.shape, logits.stride(0), torch.get_num_threads()
-    getattr(lib, f"entropies_{DTYPES[logits.dtype]}")(
-        logits.data_ptr(), out.data_ptr(), (ctypes.c_float * 4)(*terms), *sizes
-    )
+    kernel = getattr(lib, f"entropies_{DTYPES[logits.dtype]}")
+    kernel(logits.data_ptr(), out.data_ptr(), (ctypes.c_float * 4)(*terms), *sizes)
     return out
 
 
@@ -236,12 +225,12 @@ class CrossEntropyTerms:
     softcap: float | None = None
     smoothing: float = 0.0
     z_loss: float = 0.0
-    share: VocabShard | None = None
+    vocab_shard: VocabShard | None = None
 
     def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
         terms = [self.scale, self.softcap or 0.0, self.smoothing, self.z_loss]
-        if self.share is not None:
-            return sharded_token_losses(logits, targets, weights, terms, gradient, self.share)
+        if self.vocab_shard is not None:
+            return sharded_token_losses(logits, targets, weights, terms, gradient, self.vocab_shard)
         return token_losses(logits, targets, weights, terms, gradient)
 
 
@@ -251,15 +240,14 @@ class CustomChunkLoss:
 
     loss_fn: LogitsLoss
     scale_logits: Callable[[Tensor], Tensor]
-    share: VocabShard | None = None
+    vocab_shard: VocabShard | None = None
 
     def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
         assert weights is None
         with torch.set_grad_enabled(gradient):
             raw = logits.detach().requires_grad_(gradient)
-            loss = self.loss_fn(
-                self.scale_logits(raw.float() if self.share is None else self.share.all_gather(raw.float())), targets
-            )
+            logits32 = raw.float() if self.vocab_shard is None else self.vocab_shard.all_gather(raw.float())
+            loss = self.loss_fn(self.scale_logits(logits32), targets)
         if gradient:
             logits.copy_(torch.autograd.grad(loss, raw)[0])
         return loss.detach().float().view(1)
@@ -325,8 +313,7 @@ def zero_gradients(like: list[Tensor]) -> list[Tensor]:
 def add_product(total: Tensor, grad: Tensor, x: Tensor, first: bool) -> None:
     """total (vocab, dim) += grad^T x, by slices that are computed in the dtype of `x`; total = grad^T x if `first`.
 
-    On CUDA it is one matmul that accumulates in fp32: one launch instead of two per slice, and 8 instead of 12 bytes of
-    memory traffic per element, in addition to the operands.
+    On CUDA, one matmul accumulates in fp32: a launch instead of two per slice, and 8 instead of 12 bytes per element.
     """
     beta = 0 if first else 1
     if total.dtype == x.dtype:
@@ -373,12 +360,10 @@ class TokenChunks:
         `on_logits` is called with the logits of each chunk before the gradient is written over them.
         """
         chunks_type = LinearHeadChunks if self.head.is_plain_linear else AutogradHeadChunks
-        num_ids = (
-            len(self.head.weight) if self.head.vocab_shard is None else self.head.vocab_shard.max_size
-        )  # all ranks take equal chunks
-        size = chunk_size(
-            len(self.rows), num_ids, hidden, chunks_type is LinearHeadChunks and gradient and bool(trained)
-        )
+        shard = self.head.vocab_shard
+        num_ids = len(self.head.weight) if shard is None else shard.max_size  # all ranks use equal chunks
+        is_wide = self.head.is_plain_linear and gradient and bool(trained)
+        size = chunk_size(len(self.rows), num_ids, hidden, is_wide)
         layer = chunks_type(self.head, hidden, size, trained if gradient else [])
         losses, hidden_grad = [], torch.zeros_like(hidden) if gradient else hidden
         for start in range(0, len(self.rows), size):
@@ -398,15 +383,11 @@ class TokenChunks:
 
 
 def chunk_size(count: int, vocab: int, like: Tensor, wide: bool = False) -> int:
-    """Tokens per chunk, a multiple of TOKEN_MULTIPLE, about equal for all chunks.
-
-    `wide` doubles the size, if each chunk adds to the gradient of the head, which is larger than the logits.
-    """
-    max_tokens = (1 + wide) * CHUNK_BYTES.get(like.device.type, CHUNK_BYTES["cpu"]) // (
-        vocab * like.itemsize
-    ) // TOKEN_MULTIPLE or 1
+    """Tokens per chunk, a multiple of TOKEN_MULTIPLE. `wide`: twice as many, if chunks add to the head's gradient."""
+    max_bytes = (1 + wide) * CHUNK_BYTES.get(like.device.type, CHUNK_BYTES["cpu"])
+    max_blocks = max_bytes // (vocab * like.itemsize) // TOKEN_MULTIPLE or 1
     num_blocks = -(-count // TOKEN_MULTIPLE) or 1
-    return TOKEN_MULTIPLE * -(-num_blocks // -(-num_blocks // max_tokens))
+    return TOKEN_MULTIPLE * -(-num_blocks // -(-num_blocks // max_blocks))
 
 
 # Sums over tokens, and values per token
@@ -452,7 +433,7 @@ def token_logps_and_entropies(
 
 def default_terms(head: LMHead) -> CrossEntropyTerms:
     """Cross-entropy without label smoothing and z-loss."""
-    return CrossEntropyTerms(head.scale, head.softcap, share=head.vocab_shard)
+    return CrossEntropyTerms(head.scale, head.softcap, vocab_shard=head.vocab_shard)
 
 
 def prepare_chunks(

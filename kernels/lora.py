@@ -78,8 +78,8 @@ def lora_linear_reference(x: Tensor, updates: Sequence[LoRAWeights], dropout: fl
     """Torch reference of `lora_linear`; used under torch.compile, which decides what to save, and if W is trained."""
     a, bs, columns = stack_factors([u.tensors for u in updates], [u.scale for u in updates], x.dtype)
     low = F.linear(F.dropout(x, dropout), a)
-    parts = zip(updates, bs, columns, strict=True)
-    return tuple(update.base.matmul(x) + F.linear(low[..., layer_columns], b) for update, b, layer_columns in parts)
+    layers = zip(updates, bs, columns, strict=True)
+    return tuple(update.base.matmul(x) + F.linear(low[..., layer_columns], b) for update, b, layer_columns in layers)
 
 
 def stack_factors(
@@ -183,9 +183,9 @@ class LoRALinearFunction(torch.autograd.Function):
 
 def scaled_low(x: Tensor, factors: Factors, scales: Sequence[float]) -> Tensor:
     """s x A^T (N, R), with the scale of each layer applied to its columns."""
-    first, *others = scales
+    first, *other_scales = scales
     low = x.new_empty(len(x), len(factors.a)).addmm_(x, factors.a.T, beta=0, alpha=first)
-    for scale, columns in zip(others, factors.columns[1:], strict=True):
+    for scale, columns in zip(other_scales, factors.columns[1:], strict=True):
         if scale != first:
             low[:, columns].mul_(scale / first)
     return low

@@ -179,7 +179,7 @@ def make_breakdown(**seconds: float) -> StepTimeBreakdown:
     ("seconds", "expected"),
     [
         ({"compute": 9, "other": 1}, "compute, 90%"),
-        ({"compute": 5, "data": 4, "exposed": 1}, "data, 40%"),
+        ({"compute": 5, "data": 4, "exposed": 1}, "data loading, 40%"),
         ({"compute": 5, "exposed": 5}, "exposed communication, 50% of the step. Use a larger"),
         ({"compute": 5, "other": 5}, "time between operators, 50%"),
     ],
@@ -229,7 +229,7 @@ def test_configured_steps_are_profiled(
 def test_run_shorter_than_skip_first_writes_a_message_only(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for steps in (1, 2, 3):
         run_profiled(tmp_path, True, steps)
-        expected = f"no step was profiled: profiler.skip_first=3 steps are skipped, and this start had {steps}\n"
+        expected = f"profiler.skip_first=3, and this process ran {steps} steps\n"
         assert capsys.readouterr().err.endswith(expected)
     run_profiled(tmp_path, False, 9)
     assert not (tmp_path / DIRECTORY).exists()
@@ -295,7 +295,7 @@ def test_profile_of_two_ranks(tmp_path: Path) -> None:
     assert len(re.findall(r"^\| [01] \|", text, re.MULTILINE)) == 2
     assert "| all-reduce | 2 |" in text
     (line,) = metric_logger.read_metrics(tmp_path)
-    assert (line["data_time"], line["num_tokens"]) == (1.25, 7)
+    assert (line["data_time"], line["num_tokens"]) == (1.25, 14)
 
 
 def test_optimizer_range_of_torch_is_recognized(tmp_path: Path) -> None:
@@ -309,4 +309,4 @@ def test_optimizer_range_of_torch_is_recognized(tmp_path: Path) -> None:
             optimizer.step()
     with gzip.open(tmp_path / DIRECTORY / "rank-0.json.gz", "rt") as lines:
         assert step_breakdown(json.load(lines)["traceEvents"]).optimizer > 0
-    assert profile.peak(torch.device("cpu")) > 2**20
+    assert profile.peak_memory(torch.device("cpu")) > 2**20

@@ -60,7 +60,7 @@ def test_truncated_tokens_are_shown(work_dir: Path, capsys: pytest.CaptureFixtur
 def test_json_output(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(run_tune_data(capsys, "sft.yaml", "--json", "--num-rows", "1")[0])
     (dataset,), (row,) = report["datasets"], report["rows"]
-    assert dataset["documents"] == 30 and sum(dataset["lengths"]["counts"]) == 30 and report["findings"] == []
+    assert dataset["rows"] == 30 and sum(dataset["lengths"]["counts"]) == 30 and report["findings"] == []
     assert len(row["spans"][0]["tokens"]) == len(row["spans"][0]["roles"]) and row["location"] == "rows.jsonl:1"
 
 

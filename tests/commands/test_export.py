@@ -73,7 +73,10 @@ def test_unsupported_models_and_types_are_one_line_errors(
     rewrite_config(model, lambda c: c | {"hidden_act": "gelu"})
     assert cli.main(["export", str(model), out]) == 2
     err = capsys.readouterr().err
-    assert err == f"error: {model}: llama.cpp's qwen3 cannot run this model: layers.0.ffn.act is gelu, and there silu\n"
+    assert (
+        err
+        == f"error: {model}: llama.cpp's qwen3 cannot run this model: layers.0.ffn.act is gelu, but silu in llama.cpp\n"
+    )
     assert not Path(out).exists()
 
 

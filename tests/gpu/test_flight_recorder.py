@@ -52,7 +52,7 @@ def test_a_rank_writes_its_collectives_on_request(
     assert [(c.name, c.number, c.group) for c in collectives] == [
         (e["profiling_name"], e["collective_seq_id"], e["process_group"][0]) for e in oracle
     ]
-    assert "gather (distributed/context.py" in collectives[-1].caller
+    assert "all_gather_objects (distributed/context.py" in collectives[-1].caller
     assert "gloo:all_gather" in quote(tmp_path, [0])[1]
     recorders.close()
 

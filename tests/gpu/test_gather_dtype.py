@@ -105,8 +105,13 @@ def test_quantized_weights_are_gathered_as_stored(
 
 
 def test_default_depends_on_the_device() -> None:
-    assert [ParallelConfig().on(device).all_gather_dtype for device in ("cpu", "cuda")] == ["param", "compute"]
-    assert [ParallelConfig(all_gather_dtype="param").on(device).all_gather_dtype for device in ("cpu", "cuda")] == [
+    assert [ParallelConfig().resolve_auto(device).all_gather_dtype for device in ("cpu", "cuda")] == [
+        "param",
+        "compute",
+    ]
+    assert [
+        ParallelConfig(all_gather_dtype="param").resolve_auto(device).all_gather_dtype for device in ("cpu", "cuda")
+    ] == [
         "param",
         "param",
     ]

@@ -70,7 +70,7 @@ def test_a_state_is_saved_in_the_foreground_where_memory_is_short(
         tmp_path / "state", model, optimizer, rate, 1, DistributedContext(device="cpu"), background=True
     ) as state:
         state.save(1)
-        assert (state.writing is None) == (available != "enough")
+        assert (state.async_save is None) == (available != "enough")
         assert ("async_save" in capsys.readouterr().err) == (available != "enough")
     assert (tmp_path / "state/00000001").is_dir()
 

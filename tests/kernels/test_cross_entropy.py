@@ -557,6 +557,6 @@ def test_ranks_with_different_shards_use_the_same_collectives(monkeypatch: pytes
     for ids in (49, 48):
         head, sharding = make_head(8, ids).requires_grad_(False), CountingSharding()
         head.vocab_shard = sharding  # type: ignore[assignment]
-        linear_cross_entropy(hidden, targets, head, CrossEntropyTerms(share=sharding))
+        linear_cross_entropy(hidden, targets, head, CrossEntropyTerms(vocab_shard=sharding))
         shardings.append(sharding)
     assert shardings[0].num_collectives == shardings[1].num_collectives > 2

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -79,19 +80,37 @@ def make_config(folder: Path, name: str) -> tuple[Any, Any]:
     return module, load.load_config(module.CONFIG, folder / "a.yaml", [], [])
 
 
-def record_peak(step: Callable[..., Any], peaks: list[int]) -> Callable[..., Any]:
-    """Wrap a step so that it records its peak bytes of tensors."""
+class PeakRecorder:
+    """Peak bytes of tensors in each step of a recipe, from its forward pass to the end of its optimizer step.
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with MemoryTracker() as tracker:
-            gc.collect()
-            tracker.record(live_cpu_tensors())
-            tracker.mark()
-            result = step(*args, **kwargs)
-            peaks.append(tracker.mark())
-        return result
+    One tracker must see the whole step: gradients are no Python objects that a second one could find.
+    """
 
-    return wrapped
+    def __init__(self, module: ModuleType) -> None:
+        self.module, self.peaks = module, []
+        self.forward_backward, self.step = module.forward_backward, TrainOptimizer.step
+        self.tracker = MemoryTracker()
+
+    def __enter__(self) -> "PeakRecorder":
+        self.module.forward_backward = self.begin
+        TrainOptimizer.step = lambda optimizer: self.end(optimizer)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.module.forward_backward, TrainOptimizer.step = self.forward_backward, self.step
+
+    def begin(self, *args: Any) -> Any:
+        self.tracker = MemoryTracker()
+        self.tracker.__enter__()
+        gc.collect()
+        self.tracker.record(live_cpu_tensors())
+        self.tracker.mark()
+        return self.forward_backward(*args)
+
+    def end(self, optimizer: TrainOptimizer) -> None:
+        self.step(optimizer)
+        self.peaks.append(self.tracker.mark())
+        self.tracker.__exit__(None, None, None)
 
 
 def live_cpu_tensors() -> list[Tensor]:
@@ -118,15 +137,12 @@ def planned_and_measured(folder: Path) -> list[tuple[int, int]]:
         directory = folder / str(index)
         directory.mkdir()
         module, cfg = make_config(directory, name)
-        plan, peaks = plan_config(cfg), []
-        forward_backward, step = module.forward_backward, TrainOptimizer.step
-        module.forward_backward = record_peak(forward_backward, peaks)
-        TrainOptimizer.step = record_peak(step, peaks)
+        plan = plan_config(cfg)
         training.check_training(cfg)
-        module.main(cfg)
-        module.forward_backward, TrainOptimizer.step = forward_backward, step
+        with PeakRecorder(module) as recorder:
+            module.main(cfg)
         moments = (plan.memory.phases[phase] for phase in ("forward", "backward", "step"))
-        results.append((max(moment.total - moment.parts["process"] for moment in moments), max(peaks[-2:])))
+        results.append((max(moment.total - moment.parts["process"] for moment in moments), recorder.peaks[-1]))
     return results
 
 

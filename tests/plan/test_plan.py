@@ -199,7 +199,7 @@ def weight_bytes(task: Workload, sizes: ParallelDims) -> int:
     [
         ({"parallel": ParallelConfig(tp=3)}, 3, "parallel.tp: 4 heads .* 3 devices"),
         ({"parallel": ParallelConfig(ep=2)}, 2, "no experts"),
-        ({"parallel": ParallelConfig(dp_shard=3)}, 8, "there are 8 processes"),
+        ({"parallel": ParallelConfig(dp_shard=3)}, 8, "number of processes, 8"),
     ],
 )
 def test_indivisible_models_are_errors(changes: dict, devices: int, expected: str) -> None:

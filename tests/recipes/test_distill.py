@@ -78,9 +78,7 @@ def test_offline_teacher_matches_online_teacher(distill_workspace) -> None:
     assert result.code == 0, result.err
     result = distill_workspace.run_tune(*RUN, *offline, "output_dir=more", "teacher.top_k=6")
     assert (
-        result.code == 2
-        and "teacher.model: " in result.err
-        and "teacher logits are missing" in result.err + result.out
+        result.code == 2 and "teacher.model: " in result.err and "teacher logits are missing" in result.err + result.out
     )
 
 

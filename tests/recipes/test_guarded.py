@@ -68,7 +68,7 @@ def test_nan_stops_the_run_with_its_rows(workspace, monkeypatch, immediate):
 
         def create_with_late_reads(guard, config, dist, prefetcher):
             create(guard, config, dist, prefetcher)
-            guard.reads_now = False
+            guard.reads_now = config.can_drop_steps
 
         monkeypatch.setattr(StepGuard, "__init__", create_with_late_reads)
     result = workspace.run_tune(*RUN, "log_every=4")

@@ -167,17 +167,17 @@ def test_cached_reference_is_bound_to_model_and_rows(
         return len(calls)
 
     assert count_reference_passes("one") == 2
-    assert count_reference_passes("same", "optimizer.lr=1e-3", "global_batch_size=2", kept="one") == 0
+    assert count_reference_passes("same", "optimizer.lr=1e-3", "global_batch_size=2", source="one") == 0
     for number, change in enumerate(
         ("ld_alpha=0.5", "adapter.rank=2", "precision.compute_dtype=bf16", "quantization=nf4", "seed=2")
     ):
-        assert count_reference_passes(f"other{number}", change, kept="one") == 2, change
+        assert count_reference_passes(f"other{number}", change, source="one") == 2, change
     shutil.copy("pairs.jsonl", "before.jsonl")
     Path("pairs.jsonl").write_text(make_pairs(2, 10))
-    assert count_reference_passes("rows", kept="one") == 1
+    assert count_reference_passes("rows", source="one") == 1
     shutil.copy("before.jsonl", "pairs.jsonl")
     Path("model/model.safetensors").touch()
-    assert count_reference_passes("model2", kept="one") == 2
+    assert count_reference_passes("model2", source="one") == 2
     assert count_reference_passes("model2", "--overwrite") == 2
 
 

@@ -164,8 +164,8 @@ class LoRAConfig:
             for name in match_modules("modules_to_save", pattern, modules)
         )
         saved |= {} if model.spec.score is None else {"head": None}  # a score head is always trained
-        shared = TIED_MODULES if model.spec.tie_word_embeddings and not TIED_MODULES.isdisjoint(adapted) else set()
-        if both := [n for n in saved if n in adapted | shared or any(layer.startswith(f"{n}.") for layer in adapted)]:
+        tied = TIED_MODULES if model.spec.tie_word_embeddings and not TIED_MODULES.isdisjoint(adapted) else set()
+        if both := [n for n in saved if n in adapted | tied or any(layer.startswith(f"{n}.") for layer in adapted)]:
             raise UserError(
                 f"adapter.modules_to_save: {both[0]} also has an adapter. "
                 "Remove it from modules_to_save or from target_modules."

@@ -291,8 +291,8 @@ def model_revision(name: str) -> dict[str, Any]:
 
 def without_revision(name: str) -> str:
     """Hub name without its revision; other names are unchanged."""
-    parts = download.split_repo_revision(name)
-    return name if parts is None else parts[0]
+    repo_and_revision = download.split_repo_revision(name)
+    return name if repo_and_revision is None else repo_and_revision[0]
 
 
 def vocab_digest(tokenizer: Tokenizer) -> str:

@@ -106,16 +106,16 @@ def decode_steps(
     model.eval()
     device = model.device
     configure_attention(device)
-    work = launch_steps(model, [list(prompt) for prompt in prompts], sampling, first, finished)
-    ahead = 1 if has_static_shapes(device) and not model.rope_switch_lengths else 0
-    tokens, waiting = dict.fromkeys(range(len(prompts)), 0), deque[DrawnTokens]()
-    for drawn in work:
-        waiting.append(drawn)
-        if len(waiting) > ahead:
-            tokens |= waiting.popleft().read()
+    launched = launch_steps(model, [list(prompt) for prompt in prompts], sampling, first, finished)
+    max_pending = 1 if has_static_shapes(device) and not model.rope_switch_lengths else 0
+    tokens, pending = dict.fromkeys(range(len(prompts)), 0), deque[DrawnTokens]()
+    for sampled in launched:
+        pending.append(sampled)
+        if len(pending) > max_pending:
+            tokens |= pending.popleft().read()
             yield [*tokens.values()]
-    for drawn in waiting:
-        tokens |= drawn.read()
+    for sampled in pending:
+        tokens |= sampled.read()
         yield [*tokens.values()]
 
 
@@ -128,22 +128,22 @@ def launch_steps(
     numbers = sampling.uniform_numbers(len(rows), first).to(model.device)
     logits, cache = prefill(model, rows, slots)
     loop = DecodeLoop(model, cache, lengths, numbers, sampling.sample)
-    drawn = loop.take(logits)
+    sampled = loop.take(logits)
     for i in range(1, sampling.max_new_tokens):
-        yield drawn
+        yield sampled
         if edges:
-            for row, token in drawn.read().items():
+            for row, token in sampled.read().items():
                 rows[row].append(token)
         if any(length + i - 1 in edges for length in lengths):
             logits, cache = prefill(model, rows, slots)
             loop = DecodeLoop(model, cache, [len(row) for row in rows], numbers, sampling.sample, drawn=i)
-            drawn = loop.take(logits)
+            sampled = loop.take(logits)
             continue
         left = sampling.max_new_tokens - i
         if not edges and (selected := select_remaining(loop.rows, finished, left)):
             loop.select_rows(selected)
-        drawn = loop.advance(left)
-    yield drawn
+        sampled = loop.advance(left)
+    yield sampled
 
 
 def select_remaining(rows: Sequence[int], finished: Collection[int], left: int) -> list[int] | None:
