@@ -99,7 +99,7 @@ def make_workload(cfg: Any, machine: ClusterSpec) -> Workload:
     options = vars(cfg)
     if missing := [name for name in REQUIRED_FIELDS if name not in options]:
         raise UserError(f"nothing to plan: this recipe trains no model (its config has no `{missing[0]}`)")
-    source = headed(cfg, HFCheckpoint.open(download.resolve_model_dir(options["model"], CONFIG), options["model"]))
+    source = with_head(cfg, HFCheckpoint.open(download.resolve_model_dir(options["model"], CONFIG), options["model"]))
     precision = settled_precision(options["precision"], machine)
     device = "cpu" if machine.kind is None else "cuda"
     copied_fields = ("adapter", "memory", "optimizer")
@@ -148,15 +148,15 @@ def without_flash(machine: ClusterSpec) -> list[str]:
 
 @runtime_checkable
 class HasHead(Protocol):
-    def headed(self, source: HFCheckpoint) -> HFCheckpoint: ...
+    def with_head(self, checkpoint: HFCheckpoint) -> HFCheckpoint: ...
 
 
-def headed(cfg: Any, source: HFCheckpoint) -> HFCheckpoint:
+def with_head(cfg: Any, source: HFCheckpoint) -> HFCheckpoint:
     """Add the head that a recipe trains. A preset has no tokenizer; any tokenizer works, because no rows are read."""
     if not isinstance(cfg, HasHead):
         return source
     has_tokenizer = (source.tokenizer_path / "tokenizer.json").is_file()
-    return cfg.headed(source if has_tokenizer else replace(source, tokenizer_dir=next(iter(assets.MODELS.values()))))
+    return cfg.with_head(source if has_tokenizer else replace(source, tokenizer_dir=next(iter(assets.MODELS.values()))))
 
 
 def resolve_mixture(mix: MixtureBase) -> MixtureBase:
