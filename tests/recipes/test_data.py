@@ -80,11 +80,11 @@ def test_rows_of_another_recipe_suggest_it(workspace) -> None:
     (workspace.folder / "rows.jsonl").write_text(f"{row}\n" * 12)
     result = workspace.run_tune("data", "sft.yaml", "data={source: rows.jsonl}")
     assert result.code == 2
-    assert "nothing is left to learn from: 12 rows, 12 bad; the first is rows.jsonl:1: " in result.err
+    assert "12 rows, 12 bad; first: rows.jsonl:1: " in result.err
     assert "or take the recipe `preference`, which learns from answers that are compared" in result.err
 
 
 def test_dropped_rows_are_reported_before_a_run(workspace) -> None:
     args = ("sft.yaml", "data.excess_length_strategy=drop", "data.max_length=20", "--no-color", "--num-rows", "0")
     result = workspace.run_tune("data", *args)
-    assert result.code == 0 and "are longer than 20 tokens, and dropped" in result.out, result.out
+    assert result.code == 0 and "are longer than 20 tokens and dropped" in result.out, result.out

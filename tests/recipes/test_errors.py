@@ -55,11 +55,11 @@ CONFIGS = {
     "missing split": (("data.split=test",), ("rows.jsonl", "test")),
     "a profile that never begins": (
         ("max_steps=6", "profiler.skip_first=6"),
-        ("profiler.skip_first", "`max_steps` is 6"),
+        ("profiler.skip_first", "max_steps=6"),
     ),
     "a usual profile that never begins": (
         ("max_steps=3", "profiler=true"),
-        ("profiler.skip_first", "`max_steps` is 3"),
+        ("profiler.skip_first", "max_steps=3"),
     ),
     "no such layer": (
         ("adapter={kind: lora, target_modules: q_porj}",),
@@ -317,7 +317,7 @@ def test_errors_of_evaluate_and_generate(workspace):
         "source=null",
         "prompts=[x]",
         "model=./run",
-        texts=("run", "not ended"),
+        texts=("run", "not complete"),
     )
 
 

@@ -58,7 +58,7 @@ def test_forgetting_stops_the_run(train_on_unrelated_rows, workspace):
     assert "out/state" in done.err
     second = train_on_unrelated_rows("optimizer.lr=3e-2", "max_steps=9", "save_every=100")
     assert second.code == 2, "the run does not resume"
-    assert f"step {max(losses)}: the loss on known.jsonl" in second.err
+    assert f"step {max(losses)}, the loss on known.jsonl" in second.err
     with_warnings = train_on_unrelated_rows(
         "optimizer.lr=3e-2", "max_steps=9", "save_every=100", "forgetting.on_exceed=warn"
     )

@@ -13,8 +13,8 @@ LONG = (*RUN, "max_steps=60", "save_every=100", "eval_every=100")
 SLOW_STEPS = """
 import time
 from tunekit.loggers.metric_logger import MetricLogger
-step = MetricLogger.step
-MetricLogger.step = lambda *args, **more: (step(*args, **more), time.sleep(0.5))
+step = MetricLogger.log_step
+MetricLogger.log_step = lambda *args, **more: (step(*args, **more), time.sleep(0.5))
 """
 # Creates a file when generation starts.
 MARK_FIRST_ANSWER = """
@@ -33,7 +33,7 @@ def has_taken_a_step(workspace, out="out"):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_signal_saves_and_the_same_command_resumes(workspace, number):
-    process = workspace.start(*LONG, first=SLOW_STEPS)
+    process = workspace.start(*LONG, setup=SLOW_STEPS)
     wait_until(lambda: has_taken_a_step(workspace), process)
     os.kill(process.pid, number)
     process.join(TIMEOUT_SECONDS)
@@ -58,7 +58,7 @@ def test_second_signal_ends_immediately(workspace):
     process = workspace.start(*RUN, "eval_every=1", "save_every=1")
     wait_until(lambda: has_taken_a_step(workspace), process)
     os.kill(process.pid, signal.SIGINT)
-    wait_until(lambda: "again leaves at once" in workspace.log, process)
+    wait_until(lambda: "ends the run at once" in workspace.log, process)
     os.kill(process.pid, signal.SIGINT)
     process.join(TIMEOUT_SECONDS)
     assert process.exitcode == 130
@@ -84,7 +84,7 @@ def test_signal_ends_generation(workspace):
     config = f"model: {workspace.model}\nprompts: [{questions}]\nbatch_size: 1\ndevice: cpu\n"
     config += "sampling: {max_new_tokens: 500}\n"
     (workspace.folder / "generate.yaml").write_text(config)
-    process = workspace.start("run", "generate", "generate.yaml", "output_path=answers.jsonl", first=MARK_FIRST_ANSWER)
+    process = workspace.start("run", "generate", "generate.yaml", "output_path=answers.jsonl", setup=MARK_FIRST_ANSWER)
     wait_until((workspace.folder / "answering").exists, process)
     os.kill(process.pid, signal.SIGINT)
     process.join(TIMEOUT_SECONDS)
@@ -95,7 +95,7 @@ def test_signal_ends_generation(workspace):
 def test_stop_file_stops_the_run(workspace):
     (workspace.folder / "out").mkdir()
     (workspace.folder / "out/stop").touch()  # left by an earlier run
-    process = workspace.start(*LONG, first=SLOW_STEPS)
+    process = workspace.start(*LONG, setup=SLOW_STEPS)
     wait_until(lambda: has_taken_a_step(workspace), process)
     (workspace.folder / "out/stop").touch()
     process.join(TIMEOUT_SECONDS)
