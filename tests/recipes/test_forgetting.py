@@ -63,7 +63,7 @@ def test_forgetting_stops_the_run(train_on_unrelated_rows, workspace):
         "optimizer.lr=3e-2", "max_steps=9", "save_every=100", "forgetting.on_exceed=warn"
     )
     assert with_warnings.code == 0, with_warnings.err
-    assert "step 8: the loss on known.jsonl (train) rose" in with_warnings.err
+    assert "step 8, the loss on known.jsonl (train) rose" in with_warnings.err
     assert list(forgetting_losses(workspace.folder / "out")) == [0, 2, 4, 6, 8, 9]
 
 

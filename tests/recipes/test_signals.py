@@ -100,6 +100,6 @@ def test_stop_file_stops_the_run(workspace):
     (workspace.folder / "out/stop").touch()
     process.join(TIMEOUT_SECONDS)
     assert process.exitcode == 143
-    assert "the file out/stop: ending this step and saving" in workspace.log
+    assert "the file out/stop: saving after this step" in workspace.log
     assert "stopped by the file out/stop after step" in workspace.log and "stopped by SIGTERM" not in workspace.log
     assert not (workspace.folder / "out/stop").exists()
