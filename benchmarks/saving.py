@@ -86,7 +86,13 @@ def run_rounds(name: str, out: Path, rounds: int, trained: Literal["bf16", "fp32
     with DistributedContext(0, "cpu") as run:
         source = HFCheckpoint.open(assets.PRESETS[name])
         model = build.build_model(
-            source, NoQuantization(), NoAdapter(), PrecisionConfig("fp32", trained), MemoryConfig(), run, from_scratch=True
+            source,
+            NoQuantization(),
+            NoAdapter(),
+            PrecisionConfig("fp32", trained),
+            MemoryConfig(),
+            run,
+            from_scratch=True,
         )
         optimizer = AdamWConfig().build(NoAdapter().param_groups(model))
         for weight in model.parameters():

@@ -154,7 +154,7 @@ def forward_backward(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the gradients of one optimizer step. Returns its loss and its other metrics, over all ranks.
 
-    Every target token has the same weight, in every micro-batch and on every rank, whoever wrote it.
+    Every target token has the same weight, in every micro-batch and on every rank, also in answers of the student.
     """
     num_local_targets, sums = sum(batch.num_target_tokens for batch in batches), MetricSums()
     num_targets = dist.sum_counts(num_local_targets)

@@ -112,7 +112,9 @@ def build_model(  # noqa: PLR0913
         init_weights(model, dist.seed)
     else:
         load_weights(
-            replace(checkpoint, keeps_prequantized=True) if quantization.keeps_prequantized else checkpoint, model, run=dist
+            replace(checkpoint, keeps_prequantized=True) if quantization.keeps_prequantized else checkpoint,
+            model,
+            run=dist,
         )
     adapter.init_weights(model, dist.seed)
     if adapter.adapter_path is not None:

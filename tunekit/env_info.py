@@ -1,4 +1,4 @@
-"""What a run ran on: device, memory, versions."""
+"""Hardware, memory, and package versions of this machine."""
 
 import os
 import platform
@@ -15,10 +15,10 @@ CGROUP = Path("/sys/fs/cgroup")  # of a container, which may have less memory th
 
 
 def describe_hardware(device: torch.device) -> str:
-    """The device in words, as `NVIDIA H200 (139 GiB)` or `AMD EPYC 9B45 (2 cores, 23 GiB)`."""
+    """Name and size of a device: `NVIDIA H200 (139 GiB)` or `AMD EPYC 9B45 (2 cores, 23 GiB)`."""
     if devices.capabilities(device).memory_stats:
-        found = torch.get_device_module(device).get_device_properties(device)
-        return f"{found.name} ({found.total_memory / 2**30:.0f} GiB)"
+        properties = torch.get_device_module(device).get_device_properties(device)
+        return f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
     cores = f"{len(os.sched_getaffinity(0))} cores"
     return f"{processor()} ({', '.join([cores, *memory()])})"
 
@@ -30,7 +30,7 @@ def processor() -> str:
 
 
 def memory() -> list[str]:
-    """The size of the machine's memory, where it is told."""
+    """Size of the host memory; empty if the system does not report it."""
     lines = MEMORY_INFO.read_text().splitlines() if MEMORY_INFO.is_file() else []
     return [f"{int(line.split()[1]) / 2**20:.0f} GiB" for line in lines if line.startswith("MemTotal:")]
 
@@ -57,6 +57,6 @@ def available_in_container() -> int | None:
 
 
 def package_versions() -> dict[str, str]:
-    """What makes the numbers, and in which version."""
+    """Versions of the packages that affect results."""
     cuda = {} if torch.version.cuda is None else {"CUDA": torch.version.cuda}
     return {"Python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}, **cuda}

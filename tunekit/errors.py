@@ -1,12 +1,12 @@
-"""What a person did wrong, told in one line."""
+"""Exceptions with one-line messages for users."""
 
 
 class UserError(Exception):
-    """A mistake that the person at the keyboard can mend: the message says what and how. The CLI exits with code 2."""
+    """A mistake that the user can fix. The message states the problem and the fix. The CLI exits with code 2."""
 
 
 class FieldError(ValueError):
-    """A value that a choice refuses, raised in its `__post_init__`. The config names the file and line of the field."""
+    """An invalid value, raised in `__post_init__` of a config class. The config loader adds the file and line."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -14,7 +14,7 @@ class FieldError(ValueError):
 
 
 class RunStopped(Exception):
-    """The run was asked to stop and has saved. The CLI prints the message and exits with `code`, as a shell expects."""
+    """A run that was stopped by a signal and has saved its state. The CLI prints the message and exits with `code`."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)

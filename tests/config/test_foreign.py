@@ -294,7 +294,7 @@ def test_docs_tables_contain_keys_and_defaults_of_trl(page: str, configs: tuple[
         for config_class in (TrainingArguments, *configs)
         for field in dataclasses.fields(config_class)
     ]
-    text = (DOCS / f"{page}.md").read_text().partition("## From TRL")[2]
+    text = (DOCS / f"{page}.md").read_text().partition("## Migration from TRL")[2]
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     names = {code.partition("=")[0] for row in rows for code in row.split("`")[1::2] if code[0].islower()}
     assert len(names) > 4 and names - KEYS_OUTSIDE_CONFIGS <= {name for name, _ in fields}

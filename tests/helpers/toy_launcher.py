@@ -102,7 +102,7 @@ def main(cfg, overwrite=False):
     progress = out / f"progress.{rank}"
     begin = 0 if overwrite or not progress.exists() else int(progress.read_text())
     for step in range(begin, cfg.steps):
-        heartbeat.beat(step, "step")
+        heartbeat.record(step, "step")
         if step == 2 and rank == cfg.fault_rank and cfg.fault and not (cfg.once and (out / "failed").exists()):
             (out / "failed").touch()
             fail(cfg.fault)

@@ -47,7 +47,7 @@ def main(cfg, overwrite=False):
     with DistributedContext(0, cfg.device, cfg.parallel) as run:
         while run.sum_counts(int((out / "enough").exists())) < 2:
             step += 1
-            beats.beat(step, "step")
+            beats.record(step, "step")
             (out / f"new.{run.rank}").write_text(str(step))
             (out / f"new.{run.rank}").rename(out / f"step.{run.rank}")  # atomic
             time.sleep(0.01)

@@ -62,11 +62,11 @@ def test_stalled_rank_is_found_from_stacks() -> None:
 def test_compilation_has_a_longer_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
-    HeartbeatWriter.open().beat(3, "no monitor")
+    HeartbeatWriter.open().record(3, "no monitor")
     monitor = HeartbeatMonitor(2)
     for slot in range(2):
         monkeypatch.setenv(worker_env.HEARTBEAT, monitor.environment(slot)[worker_env.HEARTBEAT])
-        HeartbeatWriter.open().beat(slot + 4, "step" if slot else "compile")
+        HeartbeatWriter.open().record(slot + 4, "step" if slot else "compile")
     assert [(heartbeat_of_rank.step, heartbeat_of_rank.phase) for heartbeat_of_rank in monitor.read_all()] == [
         (4, "compile"),
         (5, "step"),
@@ -75,9 +75,9 @@ def test_compilation_has_a_longer_timeout(monkeypatch: pytest.MonkeyPatch) -> No
     assert not monitor.is_stalled(1.0) and not monitor.is_stalled(20.0), "compilation has ten times the limit"
     clock[0] += 1.5
     assert monitor.is_stalled(1.0) and not monitor.is_stalled(1.1)
-    HeartbeatWriter.open().beat(6, "step")
+    HeartbeatWriter.open().record(6, "step")
     monkeypatch.setenv(worker_env.HEARTBEAT, monitor.environment(0)[worker_env.HEARTBEAT])
-    HeartbeatWriter.open().beat(6, "step")
+    HeartbeatWriter.open().record(6, "step")
     clock[0] += 2.0
     assert monitor.is_stalled(1.0) and not monitor.is_stalled(3.0)
     with pytest.raises(OSError, match="gone"), HeartbeatWriter.open():

@@ -81,7 +81,7 @@ def test_rows_of_another_recipe_suggest_it(workspace) -> None:
     result = workspace.run_tune("data", "sft.yaml", "data={source: rows.jsonl}")
     assert result.code == 2
     assert "12 rows, 12 bad; first: rows.jsonl:1: " in result.err
-    assert "or take the recipe `preference`, which learns from answers that are compared" in result.err
+    assert "use the recipe `preference`" in result.err
 
 
 def test_dropped_rows_are_reported_before_a_run(workspace) -> None:

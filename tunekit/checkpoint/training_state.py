@@ -122,7 +122,7 @@ class Checkpointer:
     def save(self, step: int) -> None:
         """Write the state after `step` steps, after waiting for a previous save. Old states are deleted when this one
         is complete."""
-        self.run.heartbeat.beat(step, "save")
+        self.run.heartbeat.record(step, "save")
         self.wait()
         job = self.snapshot(step)
         if self.background and self.has_memory(job):

@@ -304,7 +304,7 @@ RENAMED_KINDS = {
     "full": "none",
     "plain": "none",
     "marked": "unpaired_preference",
-    "labelled": "labeled",
+    "labelled": "labeled",  # vocabulary: ignore
     "stepped": "stepwise",
     "mix": "mixture",
     "rename": "rename_columns",

@@ -78,7 +78,7 @@ def write_teacher_logits(
     options = {"unit": "row", "initial": done, "leave": False, "disable": not run.is_main_process or None}
     with tqdm(None, "computing teacher logits", len(documents), **options) as bar:
         for number in left:
-            run.heartbeat.beat(number, "ask")
+            run.heartbeat.record(number, "ask")
             done += len(blocks[number])
             results = []
             for batch in iter_batches(documents, blocks[number], layout):

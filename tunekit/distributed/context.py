@@ -281,7 +281,7 @@ class DistributedContext:
     def begin_step(self, step: int) -> None:
         """Report a step to the heartbeat, and seed its random numbers."""
         self.step = step
-        self.heartbeat.beat(step, "step")
+        self.heartbeat.record(step, "step")
         self.seed_step(step)
 
     def seed_step(self, step: int) -> None:

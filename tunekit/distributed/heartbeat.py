@@ -57,7 +57,7 @@ class HeartbeatWriter:
         file, slot = map(int, value.split(":"))
         return cls(mmap.mmap(file, 0), slot)
 
-    def beat(self, step: int, phase: str) -> None:
+    def record(self, step: int, phase: str) -> None:
         """Record progress in a phase (load, prepare, step, save, ...) of a step."""
         HEARTBEAT_STRUCT.pack_into(self.memory, self.start, step, time.monotonic(), phase.encode())
 

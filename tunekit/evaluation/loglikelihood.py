@@ -54,7 +54,7 @@ def score_rows(
         input_indices = [index for index, key in enumerate(inputs) for _ in numbers_by_inputs[key]]
         scores = score_batch(model, inputs, [rows[number] for number in numbers], input_indices)
         local_scores.update(zip(numbers, scores, strict=True))
-        run.heartbeat.beat(first, "score")
+        run.heartbeat.record(first, "score")
     scores = {number: score for gathered in run.all_gather_objects(local_scores) for number, score in gathered.items()}
     return [scores[number] for number in range(len(rows))]
 

@@ -219,7 +219,7 @@ def generate_all(
         local[first] = generate_batch(
             model, prompts[first : first + batch_size], sampling, stop_ids, first, is_finished
         )
-        run.heartbeat.beat(first, "answer")
+        run.heartbeat.record(first, "answer")
     batches = {
         first: answers
         for answers_by_start in run.all_gather_objects(local)

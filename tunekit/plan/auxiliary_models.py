@@ -61,7 +61,7 @@ class AuxiliaryModel:
 def num_reference_passes(options: dict[str, Any], models: tuple[AuxiliaryModel, ...]) -> int:
     """Number of additional forward passes in which the trained model, without its adapter, is the reference."""
     reference = options.get("reference")
-    return int(reference is not None and not models and reference.asks(options["loss"]))
+    return int(reference is not None and not models and reference.needs_forward_pass(options["loss"]))
 
 
 def auxiliary_models(

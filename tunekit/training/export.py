@@ -27,7 +27,7 @@ def export_final(
     `loaders` are the data by config key, for the card. Raises UserError if the verification fails.
     """
     cfg, dist, final_dir = run.cfg, run.dist, run.final_dir
-    dist.heartbeat.beat(step, "finish")
+    dist.heartbeat.record(step, "finish")
     source = verify.ModelSource(checkpoint, cfg.quantization, cfg.adapter, cfg.precision)
     with atomic.SharedAtomicDir(final_dir, dist) as directory:
         final_checkpoint.save_final(cfg.adapter, directory, model, checkpoint, dist)

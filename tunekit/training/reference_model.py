@@ -44,7 +44,7 @@ class DisableAdapterReference:
         """Whether a second model is in memory."""
         return False
 
-    def asks(self, loss: Sequence[PreferenceLoss]) -> bool:
+    def needs_forward_pass(self, loss: Sequence[PreferenceLoss]) -> bool:
         """Whether each step has a forward pass of the reference."""
         return True
 
@@ -80,7 +80,7 @@ class CopiedReference:
     def copies(self, adapter: NoAdapter | LoRAConfig, loss: Sequence[PreferenceLoss]) -> bool:
         return True
 
-    def asks(self, loss: Sequence[PreferenceLoss]) -> bool:
+    def needs_forward_pass(self, loss: Sequence[PreferenceLoss]) -> bool:
         return True
 
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
@@ -113,7 +113,7 @@ class PrecomputedReference:
     def copies(self, adapter: NoAdapter | LoRAConfig, loss: Sequence[PreferenceLoss]) -> bool:
         return False
 
-    def asks(self, loss: Sequence[PreferenceLoss]) -> bool:
+    def needs_forward_pass(self, loss: Sequence[PreferenceLoss]) -> bool:
         return False
 
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
@@ -166,9 +166,9 @@ class AutoReference:
     kind: ClassVar[str] = "auto"
 
     def copies(self, adapter: NoAdapter | LoRAConfig, loss: Sequence[PreferenceLoss]) -> bool:
-        return self.asks(loss) and disable_adapter_problem(adapter) is not None
+        return self.needs_forward_pass(loss) and disable_adapter_problem(adapter) is not None
 
-    def asks(self, loss: Sequence[PreferenceLoss]) -> bool:
+    def needs_forward_pass(self, loss: Sequence[PreferenceLoss]) -> bool:
         return any(term.needs_reference for term in loss)
 
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
@@ -289,7 +289,7 @@ def compute_reference_logps(
     for epoch in range(epochs):
         steps = range(data.num_steps(epoch), data.num_steps(epoch + 1))
         for step in tqdm(steps, "reference log-probabilities", disable=not dist.is_main_process or None, leave=False):
-            dist.heartbeat.beat(0, "prepare")
+            dist.heartbeat.record(0, "prepare")
             for batch in data[step]:
                 assert batch.document_indices is not None
                 logps[batch.document_indices.numpy()] = compute_logps(batch.to(dist.device)).float().cpu().numpy()

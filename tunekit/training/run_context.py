@@ -80,7 +80,7 @@ class RunContext:
                 dist.log(f"{self.final_dir}: this run is complete. Pass --overwrite to train again.")
             self.profiler = Profiler(cfg.profiler, self.dir, dist)
             self.uploader = HubUploader(cfg.push_to_hub, self.dir, dist)
-            dist.heartbeat.beat(0, "prepare")
+            dist.heartbeat.record(0, "prepare")
             self.stack = stack.pop_all()
         return self
 
@@ -137,7 +137,7 @@ class RunContext:
 
     def begin_eval(self, step: int) -> None:
         """Send a heartbeat."""
-        self.dist.heartbeat.beat(step, "validate")
+        self.dist.heartbeat.record(step, "validate")
 
     def due_after(self, step: int, num_steps: int) -> Due:
         """Actions that are due after `step` steps. All ranks get the same answer."""

@@ -25,7 +25,7 @@ def open_dataloader(
 
 def load_model(checkpoint: HFCheckpoint, cfg: TrainConfig, dist: DistributedContext) -> Decoder:
     """The model to train: this rank's shards, with weights and adapter."""
-    dist.heartbeat.beat(0, "load")
+    dist.heartbeat.record(0, "load")
     free_memory.check(cfg, dist)
     from_scratch = cfg.init == "random"
     return build.build_model(
