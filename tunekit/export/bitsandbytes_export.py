@@ -70,6 +70,7 @@ def export_bitsandbytes(
     else:
         write_companion_files(model, Path(adapter.adapter_path), folder)
     shards = plan_shards(unquantized_entries, model)
+    dtypes = {name: dtype for name, (_, dtype) in unquantized_entries.items()}
     fp32_model = replace(model, keeps_prequantized=True)
     with (
         fp32_model.reader() as tensors,
@@ -80,12 +81,7 @@ def export_bitsandbytes(
                 folder / file, merge_entries(entries[name] for name in names), source_layout(model, file)
             ) as writer:
                 for name in names:
-                    tensor, dtype = tensors[name], unquantized_entries[name][1]
-                    group = [(name, tensor)]
-                    if name in quantized:
-                        group = quantize_weight(name, tensor, dtype, quantization)
-                    for key, value in group:
-                        writer[key] = value
+                    write_weight(writer, name, tensors[name], quantization if name in quantized else None, dtypes[name])
                     progress.update()
     file_entries = {file: [key for name in names for key in entries[name]] for file, names in shards.items()}
     write_index(folder, file_entries, merge_entries(entries.values()), model)
@@ -93,6 +89,15 @@ def export_bitsandbytes(
         folder, model, quantization, [name for name in unquantized_entries if name not in quantized]
     )
     return model
+
+
+def write_weight(
+    writer: SafetensorsWriter, name: str, tensor: Tensor, quantization: NF4Config | None, dtype: torch.dtype
+) -> None:
+    """Write one weight as it is, or quantized with its scales."""
+    group = [(name, tensor)] if quantization is None else quantize_weight(name, tensor, dtype, quantization)
+    for key, value in group:
+        writer[key] = value
 
 
 def merge_entries(entries: Iterable[Entries]) -> Entries:

@@ -182,26 +182,30 @@ class Decoder(nn.Module):
         prefix = self.prefix_index(tokens, layout, sharding)
         if self.flatten_rows and cache is None and sharding is UNSHARDED:
             tokens, positions, layout = flatten_to_one_row(tokens, positions, layout)
+        context = self.make_context(tokens, positions, layout, lengths, sharding)
+        context.row_length, context.prefix = length, prefix
+        tokens = sharding.local_tokens(tokens)
+        if cache is not None:
+            cache.cache_length = tokens.shape[1]
+        return self.forward_with_context(tokens, context, cache, head_fn, shape)
+
+    def make_context(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layout: SequenceLayout | None,
+        lengths: Tensor | None,
+        sharding: SequenceSharding,
+    ) -> ForwardContext:
+        """RoPE tables, positions and bounds for the layers, of the tokens of this rank."""
         prepared = attention_gpu.prepare_layout(layout, tokens.shape, self.chunk_sizes, tokens.device)
         full_tables = (rope_tables(rope, head_dim, positions, layout, lengths) for rope, head_dim in self.ropes)
         tables = tuple(
             turn._replace(cos=sharding.local_tokens(turn.cos), sin=sharding.local_tokens(turn.sin))
             for turn in full_tables
         )
-        tokens, positions = sharding.local_tokens(tokens), sharding.local_tokens(positions)
-        context = ForwardContext(
-            positions,
-            layout,
-            lengths,
-            tables,
-            cp_sharding=sharding,
-            row_length=length,
-            prefix=prefix,
-            prepared_layout=prepared,
-        )
-        if cache is not None:
-            cache.cache_length = tokens.shape[1]
-        return self.forward_with_context(tokens, context, cache, head_fn, shape)
+        positions = sharding.local_tokens(positions)
+        return ForwardContext(positions, layout, lengths, tables, cp_sharding=sharding, prepared_layout=prepared)
 
     def forward_with_context(
         self,

@@ -66,7 +66,8 @@ def check_data(cfg: Any, loaders: Mapping[str, DataLoader | None], tokenizer: To
     log_findings([finding for finding in findings if finding not in errors], run)
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        raise UserError(f"{errors[0]}{more}. Inspect the rows with `tune data`, or set data_checks=warn.")
+        problem = f"{errors[0]}{more}".removesuffix(".")
+        raise UserError(f"{problem}. Inspect the rows with `tune data`, or set data_checks=warn.")
 
 
 def warn_data(cfg: Any, data: DataLoader, tokenizer: Tokenizer, run) -> None:

@@ -83,9 +83,6 @@ class ForgettingMonitor:
             self.evaluate(model, step, logger)
         self.raise_if_exceeded(step)
 
-    def is_due(self, step: int, num_steps: int) -> bool:
-        return self.config is not None and (step == num_steps or step % self.config.eval_every == 0)
-
     def evaluate(self, model: Decoder, step: int, logger: MetricLogger) -> None:
         """Measure and log the loss on all rows, and warn if it exceeds the limit."""
         if self.config is None or self.rows is None:

@@ -181,9 +181,8 @@ class RunContext:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         is_first = self.dist.requested_signal is None
         self.dist.requested_signal = signal.Signals(number)
-        if (
-            not worker_env.is_tune_worker()
-        ):  # `tune` ends its workers at the second signal, which schedulers send to all
+        # `tune` ends its workers at the second signal: schedulers send each signal to all processes.
+        if not worker_env.is_tune_worker():
             signal.signal(number, self.handlers[number])
         if self.dist.is_main_process and is_first:  # not through print: the signal may have interrupted one
             name = stop_reason(self.dist.requested_signal, self.stop_file)
