@@ -72,7 +72,7 @@ def test_correct_packing_passes_and_leaking_packing_is_refused(
         make_loader(tmp_path, packing=True),
     )
     check(model, data)
-    report = re.fullmatch(r"packing: 6 documents \D*(\d\S+).*\n", capsys.readouterr().err)
+    report = re.fullmatch(r"packing: logits of 6 packed documents differ by (\d\S+).*\n", capsys.readouterr().err)
     assert report is not None
     assert float(report[1]) < {"fp32": 1e-5, "bf16": 0.03}[compute]
     assert model.training
@@ -95,12 +95,12 @@ def test_continued_positions_are_refused_if_attention_depends_on_them(
 def test_leaking_layer_type_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The states of delta nets, one of two layer types, continue from one document to the next."""
     model, data = load_model(make_checkpoint(tmp_path, "qwen3.5")), make_loader(tmp_path, packing=True)
-    mixed = GatedDeltaNet.mixed
+    mix = GatedDeltaNet.mix
 
     def leaking(self: GatedDeltaNet, qkv: Tensor, decay: Tensor, beta: Tensor, offsets: Tensor | None) -> Tensor:
-        return mixed(self, qkv, decay, beta, None)
+        return mix(self, qkv, decay, beta, None)
 
-    monkeypatch.setattr(GatedDeltaNet, "mixed", leaking)
+    monkeypatch.setattr(GatedDeltaNet, "mix", leaking)
     with pytest.raises(UserError, match="layer 0.*DeltaNet"):
         check(model, data)
 
@@ -151,7 +151,7 @@ def test_shared_prompts_are_checked(
     data = build_dataloader(dataset, Tokenizer.open(tmp_path), 4, 2, DistributedContext(0, "cpu"))
     data.share_prefixes()
     check(model, data)
-    assert "12 documents" in capsys.readouterr().err
+    assert "12 packed documents" in capsys.readouterr().err
     original = Collator.collate_rows
     monkeypatch.setattr(
         Collator, "written", lambda *args: (drop_shared_prefixes(original(*args)[0]), original(*args)[1])
@@ -166,5 +166,5 @@ def test_streaming_data_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture
         make_loader(tmp_path, packing=True, streaming=True, num_proc=0),
     )
     check(model, data)
-    assert "6 documents" in capsys.readouterr().err
+    assert "6 packed documents" in capsys.readouterr().err
     data.close()
