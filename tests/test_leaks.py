@@ -72,12 +72,12 @@ def test_correct_packing_passes_and_leaking_packing_is_refused(
         make_loader(tmp_path, packing=True),
     )
     check(model, data)
-    report = re.fullmatch(r"packing: logits of 6 packed documents differ by (\d\S+).*\n", capsys.readouterr().err)
+    report = re.fullmatch(r"packing: logits of 6 packed documents differ by (\S+) .*\n", capsys.readouterr().err)
     assert report is not None
     assert float(report[1]) < {"fp32": 1e-5, "bf16": 0.03}[compute]
     assert model.training
     patch_collate(monkeypatch, drop_cu_seqlens)
-    with pytest.raises(UserError, match=r"packing: \S+rows\.jsonl:\d+ .*layer 0") as error:
+    with pytest.raises(UserError, match=r"packing: logits of \S+rows\.jsonl:\d+ .*layer 0") as error:
         check(model, data)
     assert "\n" not in str(error.value)
 
@@ -154,7 +154,7 @@ def test_shared_prompts_are_checked(
     assert "12 packed documents" in capsys.readouterr().err
     original = Collator.collate_rows
     monkeypatch.setattr(
-        Collator, "written", lambda *args: (drop_shared_prefixes(original(*args)[0]), original(*args)[1])
+        Collator, "collate_rows", lambda *args: (drop_shared_prefixes(original(*args)[0]), original(*args)[1])
     )
     with pytest.raises(UserError, match="packing: .*layer 0"):
         check(model, data)
