@@ -158,5 +158,5 @@ def test_config_errors_are_reported_before_weights_are_read(
     assert "language model" in tune(f"baseline={reward_model}")
     (workspace.folder / "file").write_text("")
     assert "file/figures.json" in tune("output_path=file/figures.json")
-    assert "output_path" in tune("output_path=.")
+    assert "is a directory" in tune("output_path=.")
     assert "`tasks` contains none" in tune("num_fewshot=3")

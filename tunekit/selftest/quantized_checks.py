@@ -69,7 +69,7 @@ def check_stored(
 
 def product(codec: tuple[ModuleType, str], stored: Stored, x: Tensor) -> Tensor:
     module, kind = codec
-    return module.product(x, *stored, kind)
+    return module.matmul(x, *stored, kind)
 
 
 def check_float8(context: Context) -> Result:
