@@ -28,17 +28,17 @@ from tunekit.export.gguf_reader import GGUFCheckpoint
 from tunekit.export.vocabulary import Vocabulary
 from tunekit.export.gguf_writer import write_gguf
 plan = build_tensor_map(HFCheckpoint.open(Path(sys.argv[1])), parse_quant_type(sys.argv[2]))
-words = Vocabulary("gpt2", ["a"], [1], ["a a"])
+vocabulary = Vocabulary("gpt2", ["a"], [1], ["a a"])
 def anonymous_kib():  # without pages of memory-mapped files
     return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])
 before, seen, over = anonymous_kib(), [], threading.Event()
 def watch():
     while not over.wait(0.002):
         seen.append(anonymous_kib())
-thread = threading.Thread(target=watch)
+thread = threading.Thread(target=watch, daemon=True)
 thread.start()
-write_gguf(Path(sys.argv[3]), plan, words.said(), quiet=True)
-check_rounding(GGUFCheckpoint.open(Path(sys.argv[3])), plan, words, quiet=True)
+write_gguf(Path(sys.argv[3]), plan, vocabulary.to_fields(), quiet=True)
+check_rounding(GGUFCheckpoint.open(Path(sys.argv[3])), plan, vocabulary, quiet=True)
 over.set()
 thread.join()
 print((max(seen) - before) * 1024)

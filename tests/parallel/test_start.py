@@ -38,7 +38,7 @@ def test_ranks_have_the_torchrun_environment_and_only_rank_0_prints(toy: ToyLaun
 def test_config_errors_are_reported_once_before_ranks_start(toy: ToyLauncher) -> None:
     for args, (message, look) in {
         ("steps=1001",): ("error: steps: must be at most 1000, got 1001\n", True),
-        ("parallel.tp=3",): ("there are 2 processes", True),
+        ("parallel.tp=3",): ("does not divide the number of processes, 2", True),
         ("parallel.cpu_offload=true",): ("parallel.cpu_offload: device cpu", True),
         ("--nproc-per-node", "400"): ("--nproc-per-node 400", True),
         ("--max-restarts", "-1"): ("must be a non-negative integer, got '-1'", False),

@@ -65,10 +65,7 @@ def export_bitsandbytes(
     check_free_space(
         folder, sum(tensor_bytes(shape_and_dtype) for group in entries.values() for shape_and_dtype in group.values())
     )
-    if adapter.adapter_path is None:
-        copy_companion_files(model.path, folder, skip=unrelated_files(model), tokenizer=model.tokenizer_dir)
-    else:
-        write_companion_files(model, Path(adapter.adapter_path), folder)
+    export_companion_files(model, adapter, folder)
     shards = plan_shards(unquantized_entries, model)
     dtypes = {name: dtype for name, (_, dtype) in unquantized_entries.items()}
     fp32_model = replace(model, keeps_prequantized=True)
@@ -89,6 +86,14 @@ def export_bitsandbytes(
         folder, model, quantization, [name for name in unquantized_entries if name not in quantized]
     )
     return model
+
+
+def export_companion_files(model: HFCheckpoint, adapter: NoAdapter | LoRAConfig, folder: Path) -> None:
+    """Write everything but the weights: config, tokenizer, chat template, license."""
+    if adapter.adapter_path is None:
+        copy_companion_files(model.path, folder, skip=unrelated_files(model), tokenizer=model.tokenizer_dir)
+    else:
+        write_companion_files(model, Path(adapter.adapter_path), folder)
 
 
 def write_weight(
