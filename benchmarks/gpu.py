@@ -307,7 +307,8 @@ def quantize_bitsandbytes(net: nn.Module) -> None:
 def kernels(size: Size) -> dict[str, float]:
     """All tests that need a GPU."""
     pytest_args = ["-k", "nf4", "--collect-only"] if size.small else []
-    line = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/kernels", *pytest_args]
+    line = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    line += ["tests/unit/kernels", *pytest_args]
     done = subprocess.run(line, cwd=BENCHMARKS.parent, capture_output=True, text=True, check=False)
     print(done.stdout[-3000:], file=sys.stderr)
     last = [text for text in done.stdout.splitlines() if text.strip()][-1:]

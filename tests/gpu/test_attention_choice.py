@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.helpers.random_checkpoints import relative_error
-from tests.kernels.test_attention import make_inputs, naive_attention, visible_mask
+from tests.unit.kernels.test_attention import make_inputs, naive_attention, visible_mask
 from tunekit.devices import CPU, Capabilities, Device, find_row
 from tunekit.kernels import attention, attention_choice, attention_cpu
 from tunekit.kernels.attention import AttentionParams

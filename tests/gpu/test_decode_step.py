@@ -13,7 +13,7 @@ from tests.gpu.decode_ops import DecodeOps, Op, build_config, build_model, gpu_s
 from tests.gpu.flash_on_cpu import cpu_flash
 from tests.gpu.recorded_step import record_step
 from tests.helpers.random_checkpoints import load_model, make_checkpoint, random_tokens, relative_error
-from tests.kernels.test_attention import make_sinks, naive_attention, visible_mask
+from tests.unit.kernels.test_attention import make_sinks, naive_attention, visible_mask
 from tunekit.generation import generate
 from tunekit.generation.generate import SamplingConfig, generate_batch
 from tunekit.kernels import attention_choice, attention_cpu, attention_decode, glu, rms_norm, rope

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.random_checkpoints import load_model, make_batch, make_checkpoint, random_tokens
-from tests.kernels.test_attention_gpu import flash_backward, flash_forward
+from tests.unit.kernels.test_attention_gpu import flash_backward, flash_forward
 from tunekit.generation.generate import SamplingConfig, generate_batch
 from tunekit.kernels import attention_gpu, sequence_layout
 from tunekit.kernels.device_tensors import DeviceConstants

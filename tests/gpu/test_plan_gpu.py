@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.plan.workloads import build_workload, make_checkpoint
+from tests.helpers.plan_workloads import build_workload, make_checkpoint
 from tunekit import devices
 from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint

@@ -72,7 +72,7 @@ WEIGHTS: dict[str, Callable[[str], Tensor]] = {
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("weight_of", WEIGHTS.values(), ids=WEIGHTS)
 def test_kernel_quantizes_to_the_same_bits_as_torch(weight_of, kind: str, interpret) -> None:
-    """tests/kernels/test_nf4.py compares torch with bitsandbytes."""
+    """tests/unit/kernels/test_nf4.py compares torch with bitsandbytes."""
     weight = weight_of(kind).reshape(-1)
     packed, scales = interpret("nf4_triton").quantize(weight, *nf4.sorted_codes(kind))
     expected, absmax = nf4.quantize_reference(weight.float(), kind)

@@ -11,7 +11,7 @@ from torch.fx.experimental import _config as shapes
 
 from tests.gpu.meta_steps import Documents, build_model, read_spec, representative_spec
 from tests.helpers.random_checkpoints import relative_error
-from tests.kernels.test_attention_gpu import flash_backward, flash_forward
+from tests.unit.kernels.test_attention_gpu import flash_backward, flash_forward
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.data.dataloader.batch import Batch, Collator
 from tunekit.data.preprocess.tokenized_dataset import Document

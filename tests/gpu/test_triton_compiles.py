@@ -1,7 +1,7 @@
 """Every Triton kernel through the whole compiler, to machine code, on a machine without a GPU.
 
-The interpreter, with which tests/kernels run kernels, is plain Python: it accepts what the compiler rejects. Compiling
-needs processes in which TRITON_INTERPRET was never set, so that all of it happens in subprocesses.
+The interpreter, with which tests/unit/kernels run kernels, is plain Python: it accepts what the compiler rejects.
+Compiling needs processes in which TRITON_INTERPRET was never set, so that all of it happens in subprocesses.
 """
 
 import importlib.metadata

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.recipes.conftest import SHARED_CONFIG
+from tests.helpers.recipe_runs import SHARED_CONFIG
 from tests.recipes.test_resume import stop_after
 from tunekit.data.dataloader.batch import IGNORE, Batch, Collator
 from tunekit.data.dataloader.unpack import unpack_documents

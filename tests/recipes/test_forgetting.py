@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.forgetting_run import train_and_report
 from tests.helpers.ranks import run_ranks
-from tests.recipes.conftest import addition_rows
-from tests.recipes.forgetting_run import train_and_report
+from tests.helpers.recipe_runs import addition_rows
 from tunekit import assets, build
 from tunekit.adapters.config import LoRAConfig
 from tunekit.config.load import load_config

@@ -4,8 +4,8 @@ on the CPU.
 
 import pytest
 
-from tests.recipes.test_guarded import scale_loss
 from tests.recipes.test_resume import stop_after
+from tests.recipes.test_step_guard import scale_loss
 from tunekit.loggers import metric_logger
 from tunekit.training.step_guard import StepGuard
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.ranks import run_ranks
-from tests.recipes.training_methods import CASES, Case, run_all_cases, write_rows
+from tests.helpers.training_methods import CASES, Case, run_all_cases, write_rows
 
 LINE = "{:9} {:7} {:7} {:>10} {:>12} {:>12}"
 COLUMNS = ("method", "adapter", "rows", "last loss", "2 processes", "packed")

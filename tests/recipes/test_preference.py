@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from tests.recipes.conftest import SHARED_CONFIG, Workspace
+from tests.helpers.recipe_runs import SHARED_CONFIG, Workspace
 from tests.recipes.test_resume import stop_after
 from tunekit.training import reference_model
 from tunekit.training.reference_model import RunningMean

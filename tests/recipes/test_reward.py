@@ -11,7 +11,7 @@ import torch
 import transformers
 from peft import PeftModel
 
-from tests.recipes.conftest import SHARED_CONFIG, Workspace
+from tests.helpers.recipe_runs import SHARED_CONFIG, Workspace
 from tests.recipes.test_resume import stop_after
 
 CONFIG = """\

@@ -1,0 +1,117 @@
+"""A local Hub, and `tune` commands in separate processes, which use the real Hub client."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from tests.helpers.command_result import CommandResult
+from tests.helpers.hub.server import Hub, User
+from tests.helpers.wait import TIMEOUT_SECONDS
+
+TOKEN, BOB_TOKEN, READ_TOKEN = "hf_annsOwnSecretToken", "hf_bobsToken", "hf_annsTokenThatOnlyReads"
+USERS = {TOKEN: User("ann", orgs=("acme",)), BOB_TOKEN: User("bob"), READ_TOKEN: User("ann", writes=False)}
+# Imports the slow packages once and forks a process per command. The child imports the Hub client, because the client
+# reads its environment when it is imported.
+FORK_SERVER = """
+import json, os, sys
+import torch._dynamo, tunekit.checkpoint.save_model, tunekit.config.dump
+import tunekit.data.tokenizer, tunekit.generation.generate
+import tunekit.recipes
+from tunekit.cli import main as cli
+assert "huggingface_hub" not in sys.modules
+for line in sys.stdin:
+    request = json.loads(line)
+    if child := os.fork():
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["folder"])
+    for number, name in enumerate(("in", "out", "err")):
+        os.dup2(os.open(request[name], os.O_RDWR | os.O_CREAT), number)
+    sys.stdin = open(0)
+    code = cli.main(request["words"])
+    sys.stdout.flush()
+    os._exit(code)  # normal interpreter shutdown takes longer than most commands
+"""
+
+
+@dataclass
+class Sandbox:
+    """A working directory with a Hub account and a Hub cache of its own."""
+
+    directory: Path
+    hub: Hub
+    zygote: subprocess.Popen[str]
+    count: int = 0
+    outputs: list[str] = field(default_factory=list)
+
+    def env(self, **changes: str) -> dict[str, str]:
+        """Environment of a command. Empty values remove variables."""
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
+        hub_variables = {"HF_ENDPOINT": self.hub.endpoint, "HF_HOME": str(self.directory / "home"), "HF_TOKEN": TOKEN}
+        hub_variables |= {"HF_HUB_DISABLE_XET": "1", "HF_XET_XORB_COMPRESSION_POLICY": "none", "OMP_NUM_THREADS": "1"}
+        hub_variables |= {
+            "TUNEKIT_HUB_TIMEOUT": str(TIMEOUT_SECONDS)
+        }  # a delayed Hub or a busy machine must not time out
+        return {key: value for key, value in (inherited | hub_variables | changes).items() if value}
+
+    def start(self, *args: str, text: str = "", **env: str) -> int:
+        """Start `tune` and return its process id."""
+        self.count += 1
+        request = {name: str(self.directory / f"{self.count}.{name}") for name in ("in", "out", "err")}
+        Path(request["in"]).write_text(text)
+        request |= {"words": args, "env": self.env(**env), "folder": str(self.directory)}  # type: ignore
+        require_pipe(self.zygote.stdin).write(json.dumps(request) + "\n")
+        require_pipe(self.zygote.stdin).flush()
+        return int(require_pipe(self.zygote.stdout).readline())
+
+    def end(self) -> CommandResult:
+        """Wait for the started command."""
+        code = int(require_pipe(self.zygote.stdout).readline())
+        out, err = ((self.directory / f"{self.count}.{name}").read_text() for name in ("out", "err"))
+        self.outputs += [out, err]
+        return CommandResult(code, out, err)
+
+    def tune(self, *args: str, text: str = "", **env: str) -> CommandResult:
+        self.start(*args, text=text, **env)
+        return self.end()
+
+    def search(self, secret: str) -> list[str]:
+        """Find outputs and files that contain a secret."""
+        outputs = [text for text in self.outputs if secret in text]
+        files = (path for path in self.directory.rglob("*") if path.is_file())
+        return outputs + [str(path) for path in files if secret.encode() in path.read_bytes()]
+
+
+def require_pipe(stream: IO[str] | None) -> IO[str]:
+    assert stream is not None
+    return stream
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[subprocess.Popen[str]]:
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", FORK_SERVER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
+        yield process
+        require_pipe(process.stdin).close()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub(dict(USERS)) as hub:
+        yield hub
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path, hub: Hub, zygote: subprocess.Popen[str]) -> Sandbox:
+    return Sandbox(tmp_path, hub, zygote)

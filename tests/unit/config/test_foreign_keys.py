@@ -1,0 +1,304 @@
+"""Keys of other trainers are answered with our keys, and the hint tables are correct."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+from trl import DistillationConfig, DPOConfig, KTOConfig, RewardConfig
+from trl.experimental.gkd import GKDConfig
+
+from tunekit.cli import main as cli
+from tunekit.cli import recipe_loader, registry
+from tunekit.config.choices import ChoiceRegistry, field_slots, iter_slots
+from tunekit.config.errors import ConfigError
+from tunekit.config.load import load_config
+from tunekit.config.migration_hints import RECIPES, TABLE, KeyHint, find_hint, suggest_recipe
+
+DOCS = Path(__file__).parents[3] / "docs"
+# keys that no config class has
+KEYS_OUTSIDE_CONFIGS = {"num_labels", "id2label", "label2id", "margin", "peft_config", "ref_model"}
+TRAINING_RECIPES = ("sft", "preference", "reward", "distill")
+
+
+# keys whose hint lists values
+NAMES_WITH_VALUE_LISTS = ("optim", "lr_scheduler", "ref_model", "bf16", "train_on_inputs", "loss_type")
+REQUIRED_OPTIONS = {  # options that a recipe requires
+    "sft": "model: m\ndata: {source: s}\noutput_dir: o\n",
+    "distill": "model: m\ndata: {source: s}\noutput_dir: o\nteacher: {model: t}\n",
+    "evaluate": "model: m\ndata: {source: s}\n",
+    "generate": "model: m\nprompts: [p]\n",
+}
+
+
+def recipe_keys(recipe: str) -> set[str]:
+    paths = (path for path, _ in iter_slots(recipe_loader.load_recipe(recipe).CONFIG, ChoiceRegistry()))
+    return {".".join(part for part in path if part != "0") for path in paths}
+
+
+KEYS = {name: recipe_keys(name) for name in registry.list_recipes()}
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.names.split()[0]}-{row.key}")
+def test_each_hint_is_used_by_a_recipe(row: KeyHint) -> None:
+    """Some recipe shows the hint: its keys exist, and no earlier row hides it."""
+    for name in row.names.split():
+        assert any(find_hint(name.split("."), keys) is row for keys in KEYS.values()), name
+
+
+def recipes_with_hint(row: KeyHint) -> list[str]:
+    """Recipes that show this hint."""
+    return [
+        name
+        for name, keys in KEYS.items()
+        if any(find_hint(word.split("."), keys) is row for word in row.names.split())
+    ]
+
+
+def config_errors(recipe: str, *overrides: str) -> list[str]:
+    """Errors of the overrides, in addition to the required options of the recipe."""
+    if any(word.startswith("data.kind=") for word in overrides):
+        overrides = (*overrides, "data.source=s")  # another kind starts without the keys of the old one
+    try:
+        load_config(
+            recipe_loader.load_recipe(recipe).CONFIG, REQUIRED_OPTIONS.get(recipe, REQUIRED_OPTIONS["sft"]), overrides
+        )
+    except ConfigError as error:
+        return [*error.lines]
+    return []
+
+
+def hint_examples(row: KeyHint) -> list[str]:
+    """Texts `key=value` in the hint, and values it gives for its own key."""
+    texts = re.findall(r"(?<![\w.])[a-z_.]+=(?:'[^']+'|[\w\[\]]+)", row.note)
+    texts += [f"{row.key}={value}" for value in re.findall(r"^(?:\{.*\}|\[.*\])$|\[\w+\]", row.note)]
+    return [text.replace("'", "").replace("=N", "=2") for text in texts]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.names.split()[0]}-{row.key}-{row.where}")
+def test_hints_are_valid_in_all_recipes_that_show_them(row: KeyHint) -> None:
+    recipes = re.findall(rf"recipe ({'|'.join(KEYS)})\b", row.note)
+    for recipe in recipes_with_hint(row):
+        target_recipe = recipes[0] if recipes else recipe
+        assert not (errors := config_errors(target_recipe, *hint_examples(row))), (target_recipe, errors)
+        if row.key:
+            unknown = [
+                line
+                for line in config_errors(recipe, *hint_examples(row), f"{row.key}=?")
+                if "unknown key" in line and "belongs to" not in line
+            ]
+            assert not unknown, (recipe, unknown)
+        key_parts = {part for key in KEYS[target_recipe] for part in key.split(".")}
+        assert {word for word in re.findall(r"`(\w+)`", row.note) if word != "all"} <= key_parts, recipe
+        dotted = re.findall(r"(?<![\w.])([a-z_]+\.(?!kind\b)[a-z_]+)\b", row.note)
+        assert set(dotted) <= KEYS[target_recipe], recipe
+        for name in {row.names.split()[0]} & {*NAMES_WITH_VALUE_LISTS}:
+            values = [word for word in re.split(r",? or |, ", row.note.rpartition(": ")[2]) if word.isalnum()]
+            for value in values:
+                overrides = (f"{row.key}={value}", *(["adapter=lora"] if value == "disable_adapter" else []))
+                assert not (errors := config_errors(recipe, *overrides)), (recipe, name, errors)
+
+
+def test_hint_examples_are_parsed() -> None:
+    """Without examples, the test above would always pass."""
+    (optim,) = (row for row in TABLE if row.names == "optim")
+    assert config_errors("sft", "optimizer=adam") and optim.note == "adamw, adamw8bit, muon or sgd"
+    texts = {example for row in TABLE for example in hint_examples(row)}
+    assert {
+        "reference=precomputed",
+        "adapter=lora",
+        "loss=[{kind: dpo, weight: 0.8}, sft]",
+        "report_to=[wandb]",
+    } <= texts
+
+
+def test_config_keys_have_no_foreign_hint() -> None:
+    for recipe in TRAINING_RECIPES:
+        config_keys = set(field_slots(recipe_loader.load_recipe(recipe).CONFIG))
+        assert not config_keys & {name for row in TABLE for name in row.names.split()}, recipe
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "expected"),
+    [
+        ("nano/dpo", "learning_rate", "use optimizer.lr"),
+        (
+            "nano/dpo",
+            "per_device_train_batch_size",
+            "use micro_batch_size: `global_batch_size` is the number of rows",
+        ),
+        ("nano/dpo", "gradient_accumulation_steps", "use global_batch_size: "),
+        ("nano/dpo", "num_train_epochs", "use epochs"),
+        ("nano/dpo", "precompute_ref_log_probs", "use reference: set reference=precomputed"),
+        ("nano/dpo", "max_length", "'max_length' is a key of data"),
+        ("nano/dpo", "ref_model", "use reference: always the initial policy"),
+        ("nano/dpo", "loss_type", "use loss: set loss=ipo"),
+        ("nano/dpo", "reward_weights", "reward functions belong to GRPO, which is not supported"),
+        ("nano/dpo", "beta", "'beta' is a key of loss.0"),
+        ("nano/dpo", "loss.0.smoothing", "use loss.0.label_smoothing"),
+        ("nano/dpo", "label_smoothing", "'label_smoothing' is a key of loss.0"),
+        (
+            "nano/dpo",
+            "label_smoothing_factor",
+            "which this recipe does not use; recipe sft has loss.label_smoothing",
+        ),
+        ("nano/tools_lora", "label_smoothing_factor", "use loss.label_smoothing: of cross-entropy"),
+        ("nano/generate", "load_in_4bit", "use quantization: set quantization=nf4"),
+        ("nano/known", "max_completion_length", "use sampling.max_new_tokens"),
+        ("nano/dpo", "optimizer.learning_rate", "use optimizer.lr"),
+        ("nano/distill", "lmbda", "'lmbda' is a key of on_policy"),
+        ("nano/distill", "temperature", "use loss.temperature"),
+        ("nano/distill", "beta", "use loss.beta: requires loss=jensen_shannon"),
+        ("nano/distill", "max_completion_length", "use on_policy.max_new_tokens"),
+        ("nano/dpo", "max_completion_length", "use data.max_length"),
+        ("nano/reward", "batch", "use global_batch_size"),
+        ("nano/reward", "loss.center", "use loss.center_rewards_coefficient"),
+        ("nano/reward", "data.too_long", "use data.excess_length_strategy"),
+        ("nano/dpo", "data.length", "use data.max_length"),
+        ("nano/tools_lora", "num_labels", "only recipe reward has classes"),
+    ],
+)
+def test_foreign_key_names_the_right_key(config: str, key: str, expected: str) -> None:
+    line = single_error(config, f"{key}=1")
+    assert f"{key}: unknown key" in line and expected in line
+
+
+def single_error(config: str, override: str) -> str:
+    """The only error of a config with this override."""
+    path = registry.find_config(config)
+    recipe = registry.recipe_of_config(path)
+    assert recipe is not None
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe_loader.load_recipe(recipe).CONFIG, path, [override])
+    (line,) = caught.value.lines
+    return line
+
+
+@pytest.mark.parametrize(
+    ("config", "override", "expected"),
+    [
+        (
+            "nano/distill",
+            "teacher=g/teacher",
+            "Available: online or offline; for the model 'g/teacher', write teacher.model=g/",
+        ),
+        ("nano/dpo", "data=my.jsonl", "; for the source 'my.jsonl', write data.source=my.jsonl"),
+        ("nano/dpo", "loss=dop", "did you mean 'dpo'? Available: for pairs, compared with a reference: dpo, sigmoid"),
+        (
+            "nano/dpo",
+            "loss=dop",
+            "; for pairs, without a reference: sft, cpo, simpo, alphapo, orpo; for single answers",
+        ),
+        ("nano/dpo", "loss=dop", "that are marked: kto, bco, apo_zero_unpaired"),
+    ],
+)
+def test_value_that_is_no_kind_gets_a_hint(config: str, override: str, expected: str) -> None:
+    assert expected in single_error(config, override)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "text", "overrides", "expected"),
+    [
+        ("sft", "data: {kind: alpaca, source: rows.jsonl}\n", (), "data.kind: unknown kind 'alpaca'"),
+        ("sft", "data: {source: rows.jsonl}\n", ("data.kind=alpaca",), "data.kind: unknown kind 'alpaca'"),
+        (
+            "distill",
+            "data: {source: s}\nteacher: {kind: stored_once, model: x, logits_dir: f}\n",
+            (),
+            "teacher.kind: unknown kind 'stored_once'",
+        ),
+    ],
+)
+def test_explicit_unknown_kind_gets_no_other_hint(recipe: str, text: str, overrides, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe_loader.load_recipe(recipe).CONFIG, f"model: m\noutput_dir: o\n{text}", overrides)
+    (line,) = caught.value.lines
+    assert expected in line and "write" not in line
+
+
+def test_key_of_a_list_element_is_found() -> None:
+    text = REQUIRED_OPTIONS["sft"] + "loss: [sft, {kind: dpo, weight: 0.5}]\n"
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe_loader.load_recipe("preference").CONFIG, text, ["label_smoothing=0.1"])
+    assert "'label_smoothing' is a key of loss" in caught.value.lines[0]
+    load_config(recipe_loader.load_recipe("preference").CONFIG, text, ["loss.1.label_smoothing=0.1"])
+
+
+def test_hint_for_a_file_is_yaml() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(
+            recipe_loader.load_recipe("distill").CONFIG,
+            "model: m\ndata: {source: s}\noutput_dir: o\nteacher: g/teacher\n",
+        )
+    assert caught.value.lines[0].endswith("; for the model 'g/teacher', write teacher: {model: g/teacher}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(
+            recipe_loader.load_recipe("distill").CONFIG, "model: m\ndata: {source: s}\noutput_dir: o\nteacher: onlin\n"
+        )
+    assert caught.value.lines[0].endswith("did you mean 'online'? Available: online or offline")
+
+
+def test_suggested_losses_exist() -> None:
+    slot = next(
+        slot
+        for path, slot in iter_slots(recipe_loader.load_recipe("preference").CONFIG, ChoiceRegistry())
+        if path == ("loss", "0")
+    )
+    assert set(RECIPES[0][0].split()) <= set(ChoiceRegistry().kinds(slot))
+    for name in (name for names, _ in RECIPES for name in names.split()):
+        if match := re.search(r"tune run (\w+) CONFIG (loss=\S+)", suggest_recipe(name) or ""):
+            assert not config_errors(match[1], match[2]), name
+    for names, _ in RECIPES:
+        assert not set(names.split()) & set(registry.list_recipes())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dpo", "it is a loss of recipe preference: tune run preference CONFIG loss=dpo"),
+        ("KTO", "tune run preference CONFIG loss=kto"),
+        ("grpo", "online reinforcement learning is not supported"),
+        ("prm", "tune run reward CONFIG loss=process_reward"),
+        ("rm", "tune run reward CONFIG loss=bradley_terry"),
+        ("regression", "tune run reward CONFIG loss=regression"),
+        ("full_dpo_distributed", "with adapter=none"),
+        ("full_finetune_single_device", "tune run sft llama3_2/1b_full"),
+    ],
+)
+def test_foreign_recipe_name_gets_a_hint(name: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", name, "nano/dpo"]) == 2
+    assert f"error: no recipe '{name}': " in (err := capsys.readouterr().err) and expected in err
+    assert suggest_recipe("sft") is None
+
+
+def test_suggested_configs_exist() -> None:
+    paths = {text.strip(",:") for _, hint in RECIPES for text in hint.split() if "/" in text}
+    assert paths <= set(registry.list_configs())
+    commands = [re.findall(r"tune run (\w+) (\w+/\w+)((?: \S+=\S+)*)", hint) for _, hint in RECIPES]
+    assert sum(map(len, commands)) > 4
+    for recipe, config, overrides in (command for group in commands for command in group):
+        path = registry.find_config(config)
+        assert registry.recipe_of_config(path) == recipe
+        load_config(recipe_loader.load_recipe(recipe).CONFIG, path, overrides.split())
+
+
+@pytest.mark.parametrize(
+    ("page", "configs"),
+    [("reward", (RewardConfig,)), ("distill", (GKDConfig, DistillationConfig)), ("preference", (DPOConfig, KTOConfig))],
+)
+def test_docs_tables_contain_keys_and_defaults_of_trl(page: str, configs: tuple[type, ...]) -> None:
+    """The first column contains keys of TRL, with defaults in parentheses."""
+    fields = [
+        (field.name, field.default)
+        for config_class in (TrainingArguments, *configs)
+        for field in dataclasses.fields(config_class)
+    ]
+    text = (DOCS / f"{page}.md").read_text().partition("## Migration from TRL")[2]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    names = {code.partition("=")[0] for row in rows for code in row.split("`")[1::2] if code[0].islower()}
+    assert len(names) > 4 and names - KEYS_OUTSIDE_CONFIGS <= {name for name, _ in fields}
+    for name, brackets in (match for row in rows for match in re.findall(r"`([a-z_]+)`,? \(([^)]*\d[^)]*)\)", row)):
+        assert {float(number) for number in re.findall(r"(?<!\w)[\d.]+(?:e-\d+)?", brackets)} <= {
+            float(default) for field, default in fields if field == name and isinstance(default, int | float)
+        }, name
