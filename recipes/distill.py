@@ -11,13 +11,11 @@ from torch import Tensor
 
 from tunekit.build import open_checkpoint, open_tokenizer
 from tunekit.data.dataloader.batch import Batch
-from tunekit.data.dataloader.build import DataLoader
-from tunekit.data.dataloader.mixture import SFTData, is_streaming
+from tunekit.data.dataloader.mixture import SFTData
 from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.distillation.on_policy import OnPolicyConfig, StudentSampler, warn_short_room
 from tunekit.distillation.teacher import BaseTeacher, OfflineTeacherConfig, OnlineTeacherConfig, token_means
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import FieldError
 from tunekit.loggers.metric_logger import ThroughputCounter
 from tunekit.losses.kl_divergence import ForwardKL, JensenShannon, ReverseKL, SkewedKL, SkewedReverseKL, SymmetricKL
 from tunekit.losses.metric_sums import MetricSums
@@ -39,16 +37,13 @@ class DistillConfig(TrainConfig):
 
     data: SFTData  # Training rows
     eval_data: SFTData | None = None  # Held-out rows for evaluation during training
-    teacher: OnlineTeacherConfig | OfflineTeacherConfig  # BaseTeacher in memory, or precomputed teacher logits on disk
+    teacher: OnlineTeacherConfig | OfflineTeacherConfig  # Teacher in memory, or precomputed teacher logits on disk
     loss: ForwardKL | ReverseKL | SymmetricKL | SkewedKL | SkewedReverseKL | JensenShannon = ForwardKL()
     on_policy: OnPolicyConfig = OnPolicyConfig()  # Rows whose answers the student generates
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.teacher, OfflineTeacherConfig) and self.on_policy.lmbda:
-            raise FieldError("on_policy.lmbda", "not available with an offline teacher. Set teacher.kind=online.")
-        if isinstance(self.teacher, OfflineTeacherConfig) and is_streaming(self.data):
-            raise FieldError("teacher", "an offline teacher cannot read streamed rows. Set teacher.kind=online.")
+        self.teacher.check_rows(self.data, self.on_policy.lmbda)
         self.on_policy.check(self.data.max_length, self.loss.kd_ratio)
 
 
@@ -83,8 +78,7 @@ def train(cfg: DistillConfig, run: RunContext) -> None:
     cfg.teacher.check(tokenizer)
     teacher = cfg.teacher.open(cfg.loss, model, tokenizer, [train_data, *filter(None, [eval_data])], dist)
     sampler = StudentSampler(cfg.on_policy, train_data.collator, train_data.mixture.max_length, tokenizer.stops)
-    if (warning := warn_short_room(cfg.on_policy, train_data.datasets, train_data.mixture.max_length)) is not None:
-        dist.log(warning)
+    warn_short_room(cfg.on_policy, train_data, dist)
     run.begin()
 
     optimizer = build_optimizer(cfg, model, dist)
@@ -106,7 +100,7 @@ def train(cfg: DistillConfig, run: RunContext) -> None:
     with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
         if step == 0 and eval_data:
             run.begin_eval(0)
-            logger.log_eval(0, evaluate(model, eval_data, cfg, teacher, dist))
+            logger.log_eval(0, teacher.evaluate(cfg.loss, model, eval_data, dist))
         forgetting.begin(model, step, logger)
         if step == 0 and guard.may_roll_back:
             checkpointer.save(0)
@@ -137,7 +131,7 @@ def train(cfg: DistillConfig, run: RunContext) -> None:
                     run.push_checkpoint(step, num_steps, model, checkpoint)
                 if due.eval and eval_data:
                     run.begin_eval(step)
-                    early_stopping.update(logger.log_eval(step, evaluate(model, eval_data, cfg, teacher, dist)))
+                    early_stopping.update(logger.log_eval(step, teacher.evaluate(cfg.loss, model, eval_data, dist)))
                 if due.forgetting:
                     forgetting.evaluate(model, step, logger)
                 if due.save or early_stopping.triggered or forgetting.exceeded:
@@ -165,10 +159,3 @@ def forward_backward(
         sums.add({"loss": loss, **metrics})
     metrics = token_means(sums, dist, num_local_targets)
     return metrics.pop("loss"), metrics
-
-
-def evaluate(
-    model: Decoder, eval_data: DataLoader, cfg: DistillConfig, teacher: BaseTeacher, dist: DistributedContext
-) -> dict[str, float]:
-    """The loss and other metrics of the held-out rows, means over target tokens."""
-    return teacher.evaluate(cfg.loss, model, eval_data, dist)

@@ -5,45 +5,22 @@ tune run preference llama3_2/1b_dpo_lora loss.beta=0.05
 tune run preference qwen3/1_7b_orpo_lora data.source=mine.jsonl
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from tunekit.build import open_checkpoint, open_tokenizer
-from tunekit.config.choices import kind_name
 from tunekit.data.dataloader.batch import Batch
-from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.preference_data import PreferenceData
 from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import FieldError, UserError
 from tunekit.loggers.metric_logger import ThroughputCounter
-from tunekit.losses.dpo import (
-    AOT,
-    DPO,
-    IPO,
-    AOTUnpaired,
-    APODown,
-    APOZero,
-    BCOPair,
-    DiscoPOP,
-    EXOPair,
-    Hinge,
-    NCAPair,
-    Robust,
-    Sigmoid,
-    SigmoidNorm,
-    SPPOHard,
-)
+from tunekit.losses.dpo import DPO, DPOFamily
 from tunekit.losses.metric_sums import MetricSums
-from tunekit.losses.preference_base import PreferenceLoss
 from tunekit.losses.preference_objective import PreferenceObjective
-from tunekit.losses.reference_free import CPO, ORPO, AlphaPO, SFTTerm, SimPO
-from tunekit.losses.unpaired import BCO, KTO, APOZeroUnpaired
+from tunekit.losses.reference_free import ReferenceFreeFamily
+from tunekit.losses.unpaired import UnpairedFamily
 from tunekit.models.decoder import Decoder
 from tunekit.training.config import TrainConfig, check_training
 from tunekit.training.data_checks import check_data
@@ -51,22 +28,10 @@ from tunekit.training.early_stopping import EarlyStopping
 from tunekit.training.export import export_final
 from tunekit.training.forgetting import ForgettingMonitor
 from tunekit.training.packing_check import check_packing
-from tunekit.training.reference_model import (
-    AutoReference,
-    CopiedReference,
-    DisableAdapterReference,
-    PrecomputedReference,
-    RunningMean,
-)
+from tunekit.training.reference_model import AutoReference, Reference
 from tunekit.training.run_context import RunContext
 from tunekit.training.setup import build_optimizer, load_model, open_dataloader
 from tunekit.training.step_guard import StepGuard
-
-PairLoss = (
-    DPO | Sigmoid | SigmoidNorm | Hinge | IPO | Robust | EXOPair | NCAPair | BCOPair | SPPOHard | AOT
-    | AOTUnpaired | APOZero | APODown | DiscoPOP | SFTTerm | CPO | SimPO | AlphaPO | ORPO
-)  # fmt: skip
-UnpairedLoss = KTO | BCO | APOZeroUnpaired
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,49 +40,28 @@ class PreferenceConfig(TrainConfig):
 
     data: PreferenceData  # Training rows: preference pairs, or single answers with labels
     eval_data: PreferenceData | None = None  # Held-out rows for evaluation during training
-    loss: tuple[PairLoss | UnpairedLoss, ...] = (DPO(),)  # One loss, or several that are added
-    # Reference model; `auto`: the cheapest that works
-    reference: AutoReference | DisableAdapterReference | CopiedReference | PrecomputedReference = AutoReference()
+    loss: tuple[DPOFamily | ReferenceFreeFamily | UnpairedFamily, ...] = (DPO(),)  # One loss, or several that are added
+    reference: Reference = AutoReference()  # Reference model; `auto`: the cheapest that works
     ld_alpha: float = 1.0  # LD-DPO: weight of the tokens beyond the shorter answer (arXiv:2409.06411)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.loss:
-            raise FieldError("loss", "must have at least one loss, got none")
-        if not 0 <= self.ld_alpha <= 1:
-            raise FieldError("ld_alpha", f"must be in [0, 1], got {self.ld_alpha}")
-        unsupported = [kind_of(loss) for loss in self.loss if loss.docs_per_item == 1 or not loss.needs_reference]
-        if self.ld_alpha < 1 and unsupported:
-            raise FieldError(
-                "ld_alpha", f"needs losses of pairs with a reference, got {unsupported[0]}. Set ld_alpha=1."
-            )
-        self.reference.check(self, PreferenceObjective(self.loss, self.ld_alpha))
+        self.reference.check(self, self.objective)
+
+    @property
+    def objective(self) -> PreferenceObjective:
+        """The sum of the losses, without a reference."""
+        return PreferenceObjective(self.loss, self.ld_alpha)
 
 
 CONFIG = PreferenceConfig
-
-
-def kind_of(loss: PreferenceLoss) -> str:
-    """The `kind` of a loss."""
-    return kind_name(type(loss))
 
 
 def check(cfg: PreferenceConfig) -> None:
     """Raise UserError for everything that can be found without reading weights."""
     check_training(cfg)
     eval_data = None if cfg.eval_data is None else MixtureBase.from_config(cfg.eval_data).resolve()
-    check_terms(cfg.loss, MixtureBase.from_config(cfg.data).resolve(), eval_data)
-
-
-def check_terms(losses: Sequence[PreferenceLoss], data: MixtureBase, eval_data: MixtureBase | None) -> None:
-    """Raise UserError if a loss needs pairs and the rows are single answers."""
-    if data.docs_per_row == 1 and (paired := [kind_of(loss) for loss in losses if loss.docs_per_item == 2]):
-        raise UserError(
-            f"loss: {paired[0]} needs preference pairs, but data has unpaired rows. Set loss=kto or loss=bco, or use a "
-            "dataset with chosen and rejected."
-        )
-    if eval_data is not None and eval_data.docs_per_row < data.docs_per_row:
-        raise UserError("eval_data: has unpaired rows, but data has preference pairs. Use the same format for both.")
+    cfg.objective.check_data(MixtureBase.from_config(cfg.data).resolve(), eval_data)
 
 
 def main(cfg: PreferenceConfig, overwrite: bool = False) -> None:
@@ -139,9 +83,8 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
     loaders = {"data": train_data, "eval_data": eval_data}
     check_data(cfg, loaders, tokenizer, dist)
     model = load_model(checkpoint, cfg, dist)
-    objective = prepare_objective(cfg, model, train_data, eval_data, dist)
+    objective = cfg.objective.prepare_data(model, train_data, eval_data, dist)
     objective = replace(objective, reference=cfg.reference.open(run, checkpoint, model, loaders, objective))
-    running_mean = RunningMean()  # of log-ratios, for BCO
     run.begin()
 
     optimizer = build_optimizer(cfg, model, dist)
@@ -153,7 +96,7 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
     throughput = ThroughputCounter()
     checkpointer = run.open_checkpointer(
         model, optimizer, lr_scheduler, data=prefetcher, guard=guard, early_stopping=early_stopping,
-        forgetting=forgetting, throughput=throughput, running_mean=running_mean,
+        forgetting=forgetting, throughput=throughput, running_mean=objective.running_mean,
     )  # fmt: skip
     step = checkpointer.restore()  # 0 in a new run
     if step == 0:
@@ -163,7 +106,7 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
     with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
         if step == 0 and eval_data:
             run.begin_eval(0)
-            logger.log_eval(0, evaluate(model, eval_data, objective, running_mean, dist))
+            logger.log_eval(0, objective.evaluate(model, eval_data, dist))
         forgetting.begin(model, step, logger)
         if step == 0 and guard.may_roll_back:
             checkpointer.save(0)
@@ -171,7 +114,7 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
         while step < num_steps and not early_stopping.triggered:
             run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
             batches = prefetcher.next()  # the micro-batches of this rank
-            loss, metrics = forward_backward(model, batches, objective, running_mean, dist)
+            loss, metrics = forward_backward(model, batches, objective, dist)
             grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
             if not guard.accepts(step, loss, grad_norm):  # NaN, Inf or a spike
                 optimizer.zero_grad()  # without gradients, `step` changes no weight
@@ -193,8 +136,7 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
                     run.push_checkpoint(step, num_steps, model, checkpoint)
                 if due.eval and eval_data:
                     run.begin_eval(step)
-                    eval_metrics = evaluate(model, eval_data, objective, running_mean, dist)
-                    early_stopping.update(logger.log_eval(step, eval_metrics))
+                    early_stopping.update(logger.log_eval(step, objective.evaluate(model, eval_data, dist)))
                 if due.forgetting:
                     forgetting.evaluate(model, step, logger)
                 if due.save or early_stopping.triggered or forgetting.exceeded:
@@ -206,41 +148,15 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
     export_final(run, model, checkpoint, loaders, step)
 
 
-def prepare_objective(
-    cfg: PreferenceConfig,
-    model: Decoder,
-    train_data: DataLoader,
-    eval_data: DataLoader | None,
-    dist: DistributedContext,
-) -> PreferenceObjective:
-    """The objective for the format of the rows, without its reference. Prepares the loaders for its losses."""
-    objective = PreferenceObjective(cfg.loss, cfg.ld_alpha, train_data.mixture.docs_per_row == 2)
-    check_terms(objective.terms, train_data.mixture, eval_data and eval_data.mixture)
-    for data in filter(None, (train_data, eval_data)):
-        if any(loss.needs_mismatched for loss in objective.terms):
-            data.add_mismatched()
-        if model.shares_prefixes(data.mixture.max_length) and data.share_prefixes() and data is train_data:
-            summary = data.summary
-            dist.log(
-                f"data: shared prompts are computed once: {summary.tokens:,} tokens in {summary.num_packed_rows:,} rows"
-            )
-    return objective
-
-
 def forward_backward(
-    model: Decoder,
-    batches: list[Batch],
-    objective: PreferenceObjective,
-    running_mean: RunningMean,
-    dist: DistributedContext,
+    model: Decoder, batches: list[Batch], objective: PreferenceObjective, dist: DistributedContext
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the gradients of one optimizer step. Returns its loss and its other metrics, over all ranks.
 
     Chosen and rejected answers are in the same forward pass.
     """
-    sums, reference = MetricSums(), objective.reference.train
-    micro_batches = objective.prepare_batches(batches, reference, dist)
-    state = objective.step_totals(model, micro_batches, reference, dist, running_mean.take)
+    sums = MetricSums()
+    micro_batches, state = objective.begin_step(model, batches, dist)
     for i, micro_batch in enumerate(micro_batches, start=1):
         dist.set_gradient_sync(model, enabled=i == len(micro_batches))  # reduce gradients in the last micro-batch only
         logps = objective.compute_logps(model, micro_batch)
@@ -250,27 +166,3 @@ def forward_backward(
         state = state.after(logps)
     metrics = objective.to_metrics(sums.means(dist, 1))
     return metrics.pop("loss"), metrics
-
-
-@torch.no_grad()
-def evaluate(
-    model: Decoder,
-    eval_data: DataLoader,
-    objective: PreferenceObjective,
-    running_mean: RunningMean,
-    dist: DistributedContext,
-) -> dict[str, float]:
-    """The loss and all other metrics of the held-out rows."""
-    was_training, sums, reference = model.training, MetricSums(), objective.reference.eval
-    model.eval()
-    for step in tqdm(
-        range(eval_data.num_steps(1)), "evaluating", disable=not dist.is_main_process or None, leave=False
-    ):
-        micro_batches = objective.prepare_batches(eval_data[step], reference, dist)
-        state = objective.step_totals(model, micro_batches, reference, dist, running_mean.mean)
-        for micro_batch in micro_batches:
-            logps = objective.compute_logps(model, micro_batch)
-            sums.add(objective.metric_sums(logps, objective.loss(logps, state), state))
-            state = state.after(logps)
-    model.train(was_training)
-    return {name: float(value) for name, value in objective.to_metrics(sums.means(dist, 1)).items()}

@@ -4,28 +4,22 @@ tune run reward nano/reward
 tune run reward llama3_2/1b_reward data.max_length=1024 loss.center_rewards_coefficient=0.01
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from tunekit.build import open_checkpoint, open_tokenizer
 from tunekit.checkpoint.classification_head import with_score_head
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.dataloader.batch import Batch
-from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.data.dataloader.reward_data import RewardData
-from tunekit.data.datasets import DatasetConfig
-from tunekit.data.reward_datasets import LabeledDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError
 from tunekit.loggers.metric_logger import ThroughputCounter
-from tunekit.losses.reward import BradleyTerry, Classification, ProcessReward, Regression, RewardMetrics
+from tunekit.losses.reward import BradleyTerry, RewardFamily, RewardMetrics, check_reward_data, class_names
 from tunekit.models.decoder import Decoder
 from tunekit.training.config import TrainConfig, check_training
 from tunekit.training.data_checks import check_data
@@ -38,46 +32,25 @@ from tunekit.training.setup import build_optimizer, load_model, open_dataloader
 from tunekit.training.step_guard import StepGuard
 
 
-def class_names(data: DatasetConfig | MixtureBase) -> tuple[str, ...]:
-    """The class names of labeled rows."""
-    return next(
-        (
-            rows.class_names
-            for rows in MixtureBase.from_config(data).dataset_configs
-            if isinstance(rows, LabeledDataset)
-        ),
-        (),
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(TrainConfig):
     """The keys of this recipe."""
 
     data: RewardData  # Training rows: preference pairs, labeled texts, or answers with labeled steps
     eval_data: RewardData | None = None  # Held-out rows for evaluation during training
-    loss: BradleyTerry | Classification | Regression | ProcessReward = BradleyTerry()  # Meaning of the scores
+    loss: RewardFamily = BradleyTerry()  # Meaning of the scores
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.parallel.tp > 1:
             raise FieldError("parallel.tp", "a score head cannot be split over devices. Use parallel.dp_shard.")
-        self.loss.check_datasets(MixtureBase.from_config(self.data), "data")
-        self.loss.score_head(0, len(self.class_names))
-        if self.eval_data is not None:
-            self.loss.check_datasets(MixtureBase.from_config(self.eval_data), "eval_data")
-            if (names := class_names(self.eval_data)) and names != self.class_names:
-                raise FieldError("eval_data.class_names", "must be the same as data.class_names, in the same order")
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """The class names of the training rows; empty without labels."""
-        return class_names(self.data)
+        check_reward_data(self.loss, self.data, self.eval_data)
 
     def with_head(self, checkpoint: HFCheckpoint) -> HFCheckpoint:
         """The checkpoint with a score head for the loss: a new one on a language model."""
-        score = self.loss.score_head(Tokenizer.open(checkpoint.tokenizer_path).pad, len(self.class_names))
-        return with_score_head(checkpoint, score, self.seed, self.class_names, self.loss.problem_type)
+        names = class_names(self.data)
+        score = self.loss.score_head(Tokenizer.open(checkpoint.tokenizer_path).pad, len(names))
+        return with_score_head(checkpoint, score, self.seed, names, self.loss.problem_type)
 
 
 CONFIG = RewardConfig
@@ -86,9 +59,8 @@ CONFIG = RewardConfig
 def check(cfg: RewardConfig) -> None:
     """Raise UserError for everything that can be found without reading weights."""
     check_training(cfg)
-    for key, data in (("data", cfg.data), ("eval_data", cfg.eval_data)):
-        if data is not None:
-            cfg.loss.check_datasets(MixtureBase.from_config(data).resolve(), key)
+    eval_data = cfg.eval_data and MixtureBase.from_config(cfg.eval_data).resolve()
+    check_reward_data(cfg.loss, MixtureBase.from_config(cfg.data).resolve(), eval_data)
 
 
 def main(cfg: RewardConfig, overwrite: bool = False) -> None:
@@ -110,7 +82,7 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
     loaders = {"data": train_data, "eval_data": eval_data}
     check_data(cfg, loaders, tokenizer, dist)
     model = load_model(checkpoint, cfg, dist)
-    prepare_data(cfg, model, loaders)
+    cfg.loss.prepare_data(model, loaders)
     if checkpoint.new_head is not None or cfg.init == "random":
         dist.log("head: {} x {} new weights instead of the lm_head".format(*model.shapes["head.weight"]))
     run.begin()
@@ -134,7 +106,7 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
     with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
         if step == 0 and eval_data:
             run.begin_eval(0)
-            logger.log_eval(0, evaluate(model, eval_data, cfg, dist))
+            logger.log_eval(0, cfg.loss.evaluate(model, eval_data, dist))
         forgetting.begin(model, step, logger)
         if step == 0 and guard.may_roll_back:
             checkpointer.save(0)
@@ -164,7 +136,7 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
                     run.push_checkpoint(step, num_steps, model, checkpoint)
                 if due.eval and eval_data:
                     run.begin_eval(step)
-                    early_stopping.update(logger.log_eval(step, evaluate(model, eval_data, cfg, dist)))
+                    early_stopping.update(logger.log_eval(step, cfg.loss.evaluate(model, eval_data, dist)))
                 if due.forgetting:
                     forgetting.evaluate(model, step, logger)
                 if due.save or early_stopping.triggered or forgetting.exceeded:
@@ -174,16 +146,6 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
                 checkpointer.poll()  # raises if a save in the background has failed
         run.log_early_stop(step, num_steps)
     export_final(run, model, checkpoint, loaders, step)
-
-
-def prepare_data(cfg: RewardConfig, model: Decoder, loaders: Mapping[str, DataLoader | None]) -> None:
-    """Check that the labels fit the head, and share prompts in packed rows where the model can."""
-    for key, data in loaders.items():
-        if data is not None:
-            cfg.loss.check_datasets(data.mixture, key)
-            cfg.loss.check_labels(data.datasets, model.spec.outputs)
-            if model.shares_prefixes(data.mixture.max_length):
-                data.share_prefixes()
 
 
 def forward_backward(
@@ -198,24 +160,7 @@ def forward_backward(
     for i, batch in enumerate(batches, start=1):
         dist.set_gradient_sync(model, enabled=i == len(batches))  # reduce gradients in the last micro-batch only
         output = cfg.loss(model, batch.to(dist.device))
-        (
-            output.loss / num_units * dist.grad_scale
-        ).backward()  # FSDP averages gradients over ranks; this makes it a sum
+        (output.loss / num_units * dist.grad_scale).backward()  # FSDP averages over ranks; this makes it a sum
         sums.add(output)
     metrics = sums.means(dist, num_units)
     return metrics.pop("loss"), metrics
-
-
-@torch.no_grad()
-def evaluate(model: Decoder, eval_data: DataLoader, cfg: RewardConfig, dist: DistributedContext) -> dict[str, float]:
-    """The loss and other metrics of the held-out rows."""
-    was_training, sums, num_units = model.training, RewardMetrics(), 0
-    model.eval()
-    for step in tqdm(
-        range(eval_data.num_steps(1)), "evaluating", disable=not dist.is_main_process or None, leave=False
-    ):
-        for batch in eval_data[step]:
-            num_units += cfg.loss.num_units(batch, model.spec.outputs)
-            sums.add(cfg.loss(model, batch.to(dist.device)))
-    model.train(was_training)
-    return {name: float(value) for name, value in sums.means(dist, dist.sum_counts(num_units)).items()}

@@ -36,7 +36,6 @@ from tunekit.optim.config import SGDConfig
 from tunekit.optim.train_optimizer import OptimizerInBackward, TrainOptimizer
 from tunekit.quantization.config import NoQuantization
 from tunekit.recipes import distill, preference, reward, sft
-from tunekit.training.reference_model import RunningMean
 
 BF16 = PrecisionConfig("bf16", "fp32", "bf16")
 # Two documents that fill a packed row, and a pair that begins with the same tokens.
@@ -176,7 +175,7 @@ def preference_step(
     paired = all(loss.docs_per_item == 2 for loss in losses)
     reference = partial(frozen_logps, model)
     objective = PreferenceObjective(losses, is_paired=paired, reference=ReferenceLogps(reference, reference))
-    return finish_step(optimizer, *preference.forward_backward(model, batches, objective, RunningMean(), dist))
+    return finish_step(optimizer, *preference.forward_backward(model, batches, objective, dist))
 
 
 def reward_step(

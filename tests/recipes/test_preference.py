@@ -10,8 +10,8 @@ import yaml
 
 from tests.helpers.recipe_runs import SHARED_CONFIG, Workspace
 from tests.recipes.test_resume import stop_after
+from tunekit.losses.preference_objective import RunningMean
 from tunekit.training import reference_model
-from tunekit.training.reference_model import RunningMean
 from tunekit.training.step_guard import Anomaly, StepGuard
 
 CONFIG = """\

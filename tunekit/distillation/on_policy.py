@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tunekit.data.dataloader.batch import IGNORE, Batch, Collator
+from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.unpack import DocumentSpan, unpack_documents
 from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 from tunekit.data.row_checks import format_percent
@@ -62,19 +63,19 @@ class OnPolicyConfig:
         return NamedRowSampling(self.temperature, self.top_k, self.top_p, self.max_new_tokens, run.seed, tuple(names))
 
 
-def warn_short_room(cfg: OnPolicyConfig, datasets: Sequence[TokenizedDataset], max_length: int) -> str | None:
-    """Warning about rows whose prompts leave less than `max_new_tokens` for the answer; None without such rows."""
+def warn_short_room(cfg: OnPolicyConfig, data: DataLoader, run: DistributedContext) -> None:
+    """Log a warning about rows whose prompts leave less than `max_new_tokens` for the answer."""
     if cfg.lmbda == 0:
-        return None
-    available = np.concatenate(
-        [max_length - answer_starts(dataset, *block) for dataset in datasets for block in iter_blocks(dataset.bounds)]
-    )
+        return
+    max_length = data.mixture.max_length
+    blocks = ((dataset, block) for dataset in data.datasets for block in iter_blocks(dataset.bounds))
+    available = np.concatenate([max_length - answer_starts(dataset, *block) for dataset, block in blocks])
     has_answer = available < max_length
     short = has_answer & (available < cfg.max_new_tokens)
     if not short.any():
-        return None
+        return
     rows = f"{short.sum():,} of {has_answer.sum():,} rows ({format_percent(float(short.sum() / has_answer.sum()))})"
-    return (
+    run.log(
         f"doubtful: on_policy: answers of {rows} may be truncated: data.max_length={max_length:,} leaves fewer than "
         f"on_policy.max_new_tokens={cfg.max_new_tokens:,} tokens after their prompts, at least "
         f"{available[short].min():,}. Raise data.max_length."

@@ -14,6 +14,8 @@ from tunekit import assets, build
 from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
+from tunekit.data.dataloader.mixture import MixtureBase, is_streaming
+from tunekit.data.datasets import DatasetConfig
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distillation import teacher_logits
 from tunekit.distributed.context import DistributedContext
@@ -70,6 +72,9 @@ class TeacherConfig(ABC):
     @abstractmethod
     def check(self, student: Tokenizer) -> None:
         """Raise UserError if the teacher is missing, is not a language model or has an incompatible vocabulary."""
+
+    def check_rows(self, data: DatasetConfig | MixtureBase, lmbda: float) -> None:  # noqa: B027
+        """Raise FieldError if the teacher cannot score these rows, of which a fraction `lmbda` is generated."""
 
     def num_shared_ids(self, student: Tokenizer) -> int:
         """Number of token ids that teacher and student both embed. Raises UserError for an unsuitable teacher."""
@@ -175,6 +180,12 @@ class OfflineTeacherConfig(TeacherConfig):
         infos = (info for info in self.read_complete_sets() if without_revision(info["model"]) == name)
         vocab = next((info["total"] for info in infos if info["words"] == digest), None)
         check_top_k(self.top_k, self.num_shared_ids(student) if vocab is None else num_ids_of_both(student, vocab))
+
+    def check_rows(self, data: DatasetConfig | MixtureBase, lmbda: float) -> None:
+        if lmbda:
+            raise FieldError("on_policy.lmbda", "not available with an offline teacher. Set teacher.kind=online.")
+        if is_streaming(data):
+            raise FieldError("teacher", "an offline teacher cannot read streamed rows. Set teacher.kind=online.")
 
     def read_complete_sets(self) -> list[dict[str, Any]]:
         """Metadata of the complete sets of files in `logits_dir`."""

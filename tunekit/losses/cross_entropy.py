@@ -6,7 +6,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from tunekit.data.dataloader.batch import IGNORE, Batch
 from tunekit.data.dataloader.build import DataLoader
@@ -14,6 +13,7 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError
 from tunekit.kernels import fake_mode
 from tunekit.kernels.cross_entropy import ChunkLoss, CrossEntropyTerms, CustomChunkLoss, linear_cross_entropy
+from tunekit.losses.metric_sums import eval_steps
 from tunekit.models.decoder import Decoder, Head
 
 
@@ -61,11 +61,9 @@ def eval_loss(
     loss: Callable[[Decoder, Batch], Tensor], model: Decoder, data: DataLoader, run: DistributedContext
 ) -> float:
     """Mean loss per target token over all rows and ranks, in nats."""
-    training, total, num_tokens = model.training, torch.zeros((), device=run.device), 0
-    model.eval()
-    for step in tqdm(range(data.num_steps(1)), "validating", disable=not run.is_main_process or None, leave=False):
-        for batch in data[step]:
+    total, num_tokens = torch.zeros((), device=run.device), 0
+    for batches in eval_steps(model, data, run):
+        for batch in batches:
             total += loss(model, batch.to(run.device))
             num_tokens += batch.num_target_tokens
-    model.train(training)
     return float(run.all_reduce_sum(total)) / run.sum_counts(num_tokens)

@@ -299,6 +299,12 @@ class AOTUnpaired(AOT):
         return up + down - down.detach()  # both terms cover the same pairs: `down` only adds the gradient of rejected
 
 
+DPOFamily = (
+    DPO | Sigmoid | SigmoidNorm | Hinge | IPO | Robust | EXOPair | NCAPair | BCOPair | SPPOHard | AOT
+    | AOTUnpaired | APOZero | APODown | DiscoPOP
+)  # fmt: skip
+
+
 def quantile_matched(values: Tensor, targets: Tensor, first: int, count: int) -> Tensor:
     """Elements of `targets` with the ranks that `values[first : first + count]` have in `values`."""
     ranks = values.argsort(stable=True).argsort()[first : first + count]

@@ -1,11 +1,15 @@
-"""Metrics of a step, summed over its micro-batches and then over all ranks in one all-reduce."""
+"""Metrics of a step or an evaluation, summed over its micro-batches and then over all ranks in one all-reduce."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
+from tunekit.data.dataloader.batch import Batch
+from tunekit.data.dataloader.build import DataLoader
 from tunekit.distributed.context import DistributedContext
+from tunekit.models.decoder import Decoder
 
 
 class MetricSums:
@@ -27,3 +31,13 @@ class MetricSums:
         names = sorted(self.sums)
         means = run.all_reduce_sum(torch.stack([self.sums[name] for name in names])) / (count * run.dims.cp)
         return dict(zip(names, means.unbind(), strict=True))
+
+
+def eval_steps(model: Decoder, data: DataLoader, run: DistributedContext) -> Iterator[list[Batch]]:
+    """Micro-batches of each step of an evaluation. The model is in eval mode until the last step is done."""
+    was_training = model.training
+    model.eval()
+    steps = range(data.num_steps(1))
+    for step in tqdm(steps, "evaluating", disable=not run.is_main_process or None, leave=False):
+        yield data[step]
+    model.train(was_training)

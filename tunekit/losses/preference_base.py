@@ -73,6 +73,6 @@ def smoothed_logsigmoid(margin: Tensor, smoothing: float) -> Tensor:
     return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
 
 
-def check_label_smoothing(value: float, max_value: float = 0.5) -> None:
-    if not 0 <= value < max_value:
-        raise FieldError("label_smoothing", f"must be >= 0 and < {max_value}, got {value}")
+def check_label_smoothing(value: float) -> None:
+    if not 0 <= value < 0.5:
+        raise FieldError("label_smoothing", f"must be >= 0 and < 0.5, got {value}")

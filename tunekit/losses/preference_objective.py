@@ -1,17 +1,21 @@
-"""Weighted sum of preference losses, with the totals of a step and the metrics to log."""
+"""Weighted sum of preference losses, with the totals of a step, the metrics to log, and the evaluation."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tunekit.config.choices import kind_name
 from tunekit.data.dataloader.batch import Batch
+from tunekit.data.dataloader.build import DataLoader
+from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.devices import fork_rng
 from tunekit.distributed.context import DistributedContext
-from tunekit.losses.metric_sums import MetricSums
+from tunekit.errors import FieldError, UserError
+from tunekit.losses.metric_sums import MetricSums, eval_steps
 from tunekit.losses.preference_base import PreferenceLoss, StepTotals
 from tunekit.losses.sequence_logps import (
     SequenceLogps,
@@ -39,6 +43,31 @@ class ReferenceLogps(NamedTuple):
     eval: RefLogpsFn = zero_reference
 
 
+class RunningMean:
+    """Mean of all log-ratios so far: the reward shift of BCO (arXiv:2404.04656)."""
+
+    def __init__(self) -> None:
+        self.total, self.count = torch.zeros(2, dtype=torch.float64)
+
+    def take(self, ratios: Tensor) -> Tensor:
+        """The mean after adding the log-ratios (D,) of one step, which are ignored if one is not finite."""
+        total, count = (x.to(ratios.device, non_blocking=True) for x in (self.total, self.count))
+        step_total = ratios.double().sum()
+        self.total = torch.where(step_total.isfinite(), total + step_total, total)
+        self.count = torch.where(step_total.isfinite(), count + len(ratios), count)
+        return self.mean(ratios)
+
+    def mean(self, ratios: Tensor) -> Tensor:
+        """The mean so far, in the dtype and on the device of `ratios`."""
+        return (self.total / self.count.clamp(min=1)).to(ratios)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": float(self.total), "count": int(self.count)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total, self.count = torch.tensor([state["total"], state["count"]], dtype=torch.float64)
+
+
 @dataclass(frozen=True)
 class PreferenceObjective:
     """Sum of terms. Logged rewards are those of the first term."""
@@ -47,28 +76,58 @@ class PreferenceObjective:
     ld_alpha: float = 1.0  # weight of the tokens beyond the length of the shorter answer
     is_paired: bool = True  # answers come in pairs
     reference: ReferenceLogps = ReferenceLogps()
+    running_mean: RunningMean = field(default_factory=RunningMean)  # of log-ratios, for BCO
 
-    def prepare_batches(
-        self, batches: list[Batch], ref_logps_fn: RefLogpsFn, run: DistributedContext
-    ) -> list[MicroBatch]:
-        """Move the micro-batches of a step to the device and compute their log-probabilities under the reference."""
-        on_device = [batch.to(run.device) for batch in batches]
-        return [(batch, ref_logps_fn(batch)) for batch in on_device]
+    def __post_init__(self) -> None:
+        if not self.terms:
+            raise FieldError("loss", "must have at least one loss, got none")
+        if not 0 <= self.ld_alpha <= 1:
+            raise FieldError("ld_alpha", f"must be in [0, 1], got {self.ld_alpha}")
+        unsupported = [term for term in self.terms if term.docs_per_item == 1 or not term.needs_reference]
+        if self.ld_alpha < 1 and unsupported:
+            kind = kind_name(type(unsupported[0]))
+            raise FieldError("ld_alpha", f"needs losses of pairs with a reference, got {kind}. Set ld_alpha=1.")
+
+    def check_data(self, data: MixtureBase, eval_data: MixtureBase | None) -> None:
+        """Raise UserError if a loss needs pairs and the rows are single answers."""
+        paired = [kind_name(type(term)) for term in self.terms if term.docs_per_item == 2]
+        if data.docs_per_row == 1 and paired:
+            raise UserError(
+                f"loss: {paired[0]} needs preference pairs, but data has unpaired rows. Set loss=kto or loss=bco, or "
+                "use a dataset with chosen and rejected."
+            )
+        if eval_data is not None and eval_data.docs_per_row < data.docs_per_row:
+            raise UserError(
+                "eval_data: has unpaired rows, but data has preference pairs. Use the same format for both."
+            )
+
+    def prepare_data(
+        self, model: Decoder, data: DataLoader, eval_data: DataLoader | None, run: DistributedContext
+    ) -> "PreferenceObjective":
+        """This objective for the format of the rows. Prepares the loaders for its losses."""
+        self.check_data(data.mixture, eval_data and eval_data.mixture)
+        for loader in filter(None, (data, eval_data)):
+            if any(term.needs_mismatched for term in self.terms):
+                loader.add_mismatched()
+            if model.shares_prefixes(loader.mixture.max_length) and loader.share_prefixes() and loader is data:
+                tokens, rows = loader.summary.tokens, loader.summary.num_packed_rows
+                run.log(f"data: shared prompts are computed once: {tokens:,} tokens in {rows:,} rows")
+        return replace(self, is_paired=data.mixture.docs_per_row == 2)
 
     def compute_logps(self, model: Decoder, micro_batch: MicroBatch) -> SequenceLogps:
         batch, ref_logps = micro_batch
         full = any(term.needs_prompt_logps for term in self.terms)
         return sequence_logps(model, batch, full, self.ld_alpha).with_reference(ref_logps)
 
-    def step_totals(
-        self,
-        model: Decoder,
-        micro_batches: list[MicroBatch],
-        ref_logps_fn: RefLogpsFn,
-        run: DistributedContext,
-        mean_fn: Callable[[Tensor], Tensor],
-    ) -> StepTotals:
-        """Totals of a step, before any loss is computed. `mean_fn` updates the running mean of log-ratios."""
+    def begin_step(
+        self, model: Decoder, batches: list[Batch], run: DistributedContext, training: bool = True
+    ) -> tuple[list[MicroBatch], StepTotals]:
+        """Micro-batches of a step on the device, and its totals, before any loss is computed.
+
+        In training, the log-ratios of the step are added to the running mean.
+        """
+        ref_logps_fn = self.reference.train if training else self.reference.eval
+        micro_batches = [(batch, ref_logps_fn(batch)) for batch in [batch.to(run.device) for batch in batches]]
         sums = MetricSums()
         for batch, _ in micro_batches:
             sums.add(batch_totals(batch))
@@ -79,8 +138,9 @@ class PreferenceObjective:
             step = replace(step, kl=mismatched_kl(model, micro_batches, ref_logps_fn, run))
         if any(term.needs_full_step for term in self.terms):
             answers, offset = self.gather_answers(model, micro_batches, run)
+            mean_fn = self.running_mean.take if training else self.running_mean.mean
             step = replace(step, all_answers=answers, offset=offset, mean_log_ratio=mean_fn(answers.log_ratios))
-        return step
+        return micro_batches, step
 
     @torch.no_grad()
     def gather_answers(
@@ -135,6 +195,18 @@ class PreferenceObjective:
         }
         metrics |= {"rewards/accuracies": sums["correct"] / num_chosen} if self.is_paired else {}
         return metrics | ({"kl": sums["kl"] / count} if any(term.needs_mismatched for term in self.terms) else {})
+
+    @torch.no_grad()
+    def evaluate(self, model: Decoder, data: DataLoader, run: DistributedContext) -> dict[str, float]:
+        """Loss and all other metrics of the held-out rows."""
+        sums = MetricSums()
+        for batches in eval_steps(model, data, run):
+            micro_batches, state = self.begin_step(model, batches, run, training=False)
+            for micro_batch in micro_batches:
+                logps = self.compute_logps(model, micro_batch)
+                sums.add(self.metric_sums(logps, self.loss(logps, state), state))
+                state = state.after(logps)
+        return {name: float(value) for name, value in self.to_metrics(sums.means(run, 1)).items()}
 
     def logps_fn(self, model: Decoder) -> RefLogpsFn:
         """Function that returns log-probabilities under the current weights of a model."""

@@ -120,6 +120,9 @@ class ORPO(ReferenceFreeLoss):
         return self.beta * answers.mean_logps
 
 
+ReferenceFreeFamily = SFTTerm | CPO | SimPO | AlphaPO | ORPO
+
+
 def log_odds(logp: Tensor) -> Tensor:
     """log(p / (1 - p)) of log p.
 

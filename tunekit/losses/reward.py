@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tunekit.config.choices import kind_name
 from tunekit.data.dataloader.batch import IGNORE, Batch
+from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.datasets import DatasetConfig, DetectedDataset, PreferenceDataset
 from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
@@ -20,7 +21,7 @@ from tunekit.data.row_checks import RewardTarget
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
 from tunekit.losses.cross_entropy import local_targets
-from tunekit.losses.metric_sums import MetricSums
+from tunekit.losses.metric_sums import MetricSums, eval_steps
 from tunekit.models.decoder import Decoder, Head
 from tunekit.models.spec import ScoreHead
 
@@ -94,6 +95,25 @@ class RewardLoss:
                 row = dataset.row_location(int(np.searchsorted(dataset.value_ends, int(invalid[0]), side="right")))
                 raise UserError(f"{row}: {invalid_label_message(values[invalid], labels)}")
 
+    def prepare_data(self, model: Decoder, loaders: Mapping[str, DataLoader | None]) -> None:
+        """Check that the labels fit the head, and share prompts in packed rows where the model can."""
+        for key, data in loaders.items():
+            if data is not None:
+                self.check_datasets(data.mixture, key)
+                self.check_labels(data.datasets, model.spec.outputs)
+                if model.shares_prefixes(data.mixture.max_length):
+                    data.share_prefixes()
+
+    @torch.no_grad()
+    def evaluate(self, model: Decoder, data: DataLoader, run: DistributedContext) -> dict[str, float]:
+        """Loss and metrics of the held-out rows."""
+        sums, num_units = RewardMetrics(), 0
+        for batches in eval_steps(model, data, run):
+            for batch in batches:
+                num_units += self.num_units(batch, model.spec.outputs)
+                sums.add(self(model, batch.to(run.device)))
+        return {name: float(value) for name, value in sums.means(run, run.sum_counts(num_units)).items()}
+
     def num_units(self, batch: Batch, labels: int) -> int:
         """Number of units of a batch. Raises UserError for invalid labels, which streamed rows may contain."""
         values = document_labels(batch)
@@ -104,6 +124,24 @@ class RewardLoss:
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
         """Loss and metrics, summed over all units of a batch."""
         raise NotImplementedError
+
+
+def class_names(data: DatasetConfig | MixtureBase) -> tuple[str, ...]:
+    """Class names of labeled rows; empty without names."""
+    labeled = (rows for rows in MixtureBase.from_config(data).dataset_configs if isinstance(rows, LabeledDataset))
+    return next((rows.class_names for rows in labeled), ())
+
+
+def check_reward_data(
+    loss: RewardLoss, data: DatasetConfig | MixtureBase, eval_data: DatasetConfig | MixtureBase | None
+) -> None:
+    """Raise UserError or FieldError if the datasets do not fit a loss or each other."""
+    loss.check_datasets(MixtureBase.from_config(data), "data")
+    loss.score_head(0, len(class_names(data)))
+    if eval_data is not None:
+        loss.check_datasets(MixtureBase.from_config(eval_data), "eval_data")
+        if (names := class_names(eval_data)) and names != class_names(data):
+            raise FieldError("eval_data.class_names", "must be the same as data.class_names, in the same order")
 
 
 def is_invalid_label(values: Tensor, labels: int) -> Tensor:
@@ -242,6 +280,9 @@ class ProcessReward(RewardLoss):
         return RewardOutput(
             model.cp_sharding.all_reduce_sum(loss), {"accuracy": model.cp_sharding.all_reduce_sum(num_correct)}
         )
+
+
+RewardFamily = BradleyTerry | Classification | Regression | ProcessReward
 
 
 def document_scores(model: Decoder, batch: Batch) -> Tensor:

@@ -67,3 +67,6 @@ class APOZeroUnpaired(UnpairedLoss):
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
         return self.weighted(torch.sigmoid(-self.signed(self.beta * answers.log_ratios, answers)), answers)
+
+
+UnpairedFamily = KTO | BCO | APOZeroUnpaired

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -190,31 +190,6 @@ class AutoReference:
 
 
 Reference = AutoReference | DisableAdapterReference | CopiedReference | PrecomputedReference
-
-
-class RunningMean:
-    """Mean of all log-ratios so far: the reward shift of BCO (arXiv:2404.04656)."""
-
-    def __init__(self) -> None:
-        self.total, self.count = torch.zeros(2, dtype=torch.float64)
-
-    def take(self, ratios: Tensor) -> Tensor:
-        """The mean after adding the log-ratios (D,) of one step, which are ignored if one is not finite."""
-        total, count = (x.to(ratios.device, non_blocking=True) for x in (self.total, self.count))
-        step_total = ratios.double().sum()
-        self.total = torch.where(step_total.isfinite(), total + step_total, total)
-        self.count = torch.where(step_total.isfinite(), count + len(ratios), count)
-        return self.mean(ratios)
-
-    def mean(self, ratios: Tensor) -> Tensor:
-        """The mean so far, in the dtype and on the device of `ratios`."""
-        return (self.total / self.count.clamp(min=1)).to(ratios)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"total": float(self.total), "count": int(self.count)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.total, self.count = torch.tensor([state["total"], state["count"]], dtype=torch.float64)
 
 
 def check_reference_is_used(kind: str, terms: PreferenceObjective) -> None:

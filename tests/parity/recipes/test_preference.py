@@ -38,6 +38,7 @@ from tests.helpers.trl_runs import (
 from tunekit.data.datasets import PreferenceDataset as Pairs
 from tunekit.data.datasets import UnpairedPreferenceDataset
 from tunekit.losses.dpo import DPO
+from tunekit.losses.preference_base import PreferenceLoss
 from tunekit.losses.reference_free import ORPO
 from tunekit.losses.unpaired import KTO
 from tunekit.recipes import preference
@@ -58,7 +59,7 @@ def write_preference_rows(folder: Path) -> str:
 
 
 def make_config(
-    folder: Path, data: Pairs | UnpairedPreferenceDataset, loss: preference.PairLoss | preference.UnpairedLoss
+    folder: Path, data: Pairs | UnpairedPreferenceDataset, loss: PreferenceLoss
 ) -> preference.PreferenceConfig:
     return preference.PreferenceConfig(
         model=str(make_checkpoint(folder / "model", "llama3.2")),
