@@ -91,11 +91,8 @@ def rope_scaling_config(c: Config) -> dict[str, Any]:
     """`rope_scaling`, or else `rope_parameters`. If a file has both, `rope_scaling` was added by hand and wins, but the
     keys of `rope_parameters` that are not about scaling are kept."""
     parameters, legacy = c.get("rope_parameters") or {}, c.get("rope_scaling")
-    return (
-        {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters} | legacy
-        if legacy
-        else parameters
-    )
+    kept = {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters}
+    return kept | legacy if legacy else parameters
 
 
 def rope_for_layer_type(c: Config, kind: str, **overrides: Any) -> Rope:
@@ -125,30 +122,20 @@ def scaling(p: Config, c: Config) -> Scaling | None:
 
 
 def longrope(p: Config, context: int, max_positions: int) -> LongRopeScaling:
-    factor = p.get("factor") or max_positions / context
-    default = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 else 1.0
-    attention_factor = p.get("attention_factor")
-    return LongRopeScaling(
-        tuple(p["short_factor"]),
-        tuple(p["long_factor"]),
-        context,
-        default if attention_factor is None else attention_factor,
-    )
+    factor, attention_factor = p.get("factor") or max_positions / context, p.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 else 1.0
+    return LongRopeScaling(tuple(p["short_factor"]), tuple(p["long_factor"]), context, attention_factor)
 
 
 def yarn(p: Config, context: int, max_positions: int) -> YarnScaling:
-    factor = p.get("factor") or max_positions / context
-    has_mscale = p.get("mscale") and p.get("mscale_all_dim")
-    default = (
-        yarn_mscale(factor, p["mscale"]) / yarn_mscale(factor, p["mscale_all_dim"])
-        if has_mscale
-        else yarn_mscale(factor, 1.0)
-    )
-    attention_factor = p.get("attention_factor")
+    factor, attention_factor = p.get("factor") or max_positions / context, p.get("attention_factor")
+    if attention_factor is None and p.get("mscale") and p.get("mscale_all_dim"):
+        attention_factor = yarn_mscale(factor, p["mscale"]) / yarn_mscale(factor, p["mscale_all_dim"])
+    elif attention_factor is None:
+        attention_factor = yarn_mscale(factor, 1.0)
     fast, slow = p.get("beta_fast") or 32.0, p.get("beta_slow") or 1.0
-    return YarnScaling(
-        factor, context, fast, slow, p.get("truncate", True), default if attention_factor is None else attention_factor
-    )
+    return YarnScaling(factor, context, fast, slow, p.get("truncate", True), attention_factor)
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
@@ -241,10 +228,5 @@ def text_model_table(table: tuple[KeyRule, ...], *other_modules: str) -> tuple[K
     First the names of transformers >= 4.52, then those of LLaVA, which most Hub files use.
     """
     hub_only = (KeyRule((), name, HubOnly()) for other in other_modules for name in (f"model.{other}", other))
-    legacy_head = KeyRule("head", "language_model.lm_head")
-    return (
-        *with_prefix("model.language_model.", table),
-        *with_prefix("language_model.model.", table),
-        legacy_head,
-        *hub_only,
-    )
+    legacy = *with_prefix("language_model.model.", table), KeyRule("head", "language_model.lm_head")
+    return *with_prefix("model.language_model.", table), *legacy, *hub_only

@@ -73,8 +73,3 @@ def inner_text_config(config: Config) -> Mapping[str, Any]:
 def classifier_table(rows: tuple[KeyRule, ...]) -> tuple[KeyRule, ...]:
     """Names in a classification checkpoint, from those of the language model."""
     return tuple(KeyRule("head", HEAD) if row.ours == "head" else row for row in rows)
-
-
-def lm_head_names(rows: tuple[KeyRule, ...]) -> tuple[KeyRule, ...]:
-    """Rules of the language model head, which classification checkpoints do not have."""
-    return tuple(row for row in rows if row.ours == "head")

@@ -26,11 +26,8 @@ VISION = text_model_table(TABLE, "vision_tower", "multi_modal_projector")
 
 DEFAULTS = {"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
 DEFAULTS1 = DEFAULTS | {"num_key_value_heads": 16, "hidden_act": "gelu_pytorch_tanh"}
-DEFAULTS2 = DEFAULTS | {
-    "num_key_value_heads": 4,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-}
+DEFAULTS2 = DEFAULTS | {"num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh"}
+DEFAULTS2 |= {"query_pre_attn_scalar": 256}
 DEFAULTS2 |= {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 # Multimodal configs only contain differences from these sizes.
 DEFAULTS3 = DEFAULTS2 | {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}

@@ -53,19 +53,14 @@ ROPES = {
 DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "hidden_activation": "gelu_pytorch_tanh"}
 DEFAULTS |= {"max_position_embeddings": 131_072, "sliding_window": 512, "tie_word_embeddings": True}
 DEFAULTS |= {"vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0}
-DEFAULTS |= {
-    "attention_k_eq_v": False,
-    "enable_moe_block": False,
-    "use_double_wide_mlp": False,
-    "rope_parameters": ROPES,
-}
+DEFAULTS |= {"attention_k_eq_v": False, "enable_moe_block": False, "use_double_wide_mlp": False}
+DEFAULTS |= {"rope_parameters": ROPES}
 
 
 def spec(config: Config) -> DecoderSpec:
     c = with_layer_types(config)
-    reject_config_values(
-        c, {"use_bidirectional_attention": "vision", "rope_scaling": None}
-    )  # "vision" is causal for text
+    # "vision" is causal for text
+    reject_config_values(c, {"use_bidirectional_attention": "vision", "rope_scaling": None})
     kv_types, norm = layer_types_with_kv(c), Norm(c["rms_norm_eps"], scale_in_fp32=True)
     dense = mlp_spec(c)
     wide = replace(dense, intermediate_size=2 * dense.intermediate_size) if c["use_double_wide_mlp"] else dense
@@ -95,10 +90,8 @@ def vision(config: Config) -> DecoderSpec:
 def with_layer_types(config: Config) -> dict[str, Any]:
     """config.json with `layer_types`, in which the last layer always has full attention."""
     c = with_default_config(config, **DEFAULTS)
-    return c | {
-        "hidden_act": c["hidden_activation"],
-        "layer_types": [*layer_types(c, all_but_every_nth(6, c))[:-1], FULL],
-    }
+    types = [*layer_types(c, all_but_every_nth(6, c))[:-1], FULL]
+    return c | {"hidden_act": c["hidden_activation"], "layer_types": types}
 
 
 def layer_types_with_kv(c: Config) -> list[str]:

@@ -1,4 +1,4 @@
-"""GLM-4: interleaved RoPE in half of each head; the 0414 version has sandwich norms."""
+"""GLM-4, dense: interleaved RoPE in half of each head; GLM-4.5 and GLM-4.6: experts as in DeepSeek V3."""
 
 from dataclasses import replace
 
@@ -12,7 +12,9 @@ from tunekit.models.families.base import (
     rope_from_config,
     with_default_config,
 )
-from tunekit.models.spec import DecoderSpec, Layer
+from tunekit.models.families.deepseek import SHARED, sigmoid_moe
+from tunekit.models.families.moe import EXPERTS, ROUTER
+from tunekit.models.spec import DecoderSpec, Layer, Norm
 from tunekit.models.weight_map import KeyRule
 
 TABLE = (FUSED_MLP, *LLAMA)
@@ -32,6 +34,22 @@ def glm(config: Config) -> DecoderSpec:
 
 
 def glm4(config: Config) -> DecoderSpec:
-    """`glm` with norms after attention and MLP."""
+    """GLM-4-0414: `glm` with norms after attention and MLP."""
     spec = glm(config)
     return replace(spec, layers=tuple(replace(layer, post_norm=True) for layer in spec.layers))
+
+
+MOE_TABLE = (*EXPERTS, *SHARED, *ROUTER, *LLAMA)
+MOE_DEFAULTS = {"first_k_dense_replace": 1, "n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
+MOE_DEFAULTS |= {"n_group": 1, "topk_group": 1}
+MOE_DEFAULTS |= {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072}
+MOE_DEFAULTS |= {"partial_rotary_factor": 0.5, "use_qk_norm": False}
+
+
+def glm4_moe(config: Config) -> DecoderSpec:
+    """GLM-4.5 and GLM-4.6: grouped-query attention with the MoE of DeepSeek V3."""
+    c = with_default_config(config, **MOE_DEFAULTS)
+    norm = Norm(c["rms_norm_eps"]) if c["use_qk_norm"] else None
+    mixer, moe = attention_spec(c, qk_norm=norm, out_bias=False), sigmoid_moe(c)
+    dense = c["first_k_dense_replace"]
+    return decoder_spec(c, (Layer(mixer, mlp_spec(c) if i < dense else moe) for i in range(c["num_hidden_layers"])))

@@ -38,13 +38,8 @@ def spec(config: Config) -> DecoderSpec:
     c = with_default_config(config, **DEFAULTS)
     c["rope_scaling"] = rope_scaling_config(config) or ROPE
     reject_config_values(c, SWIGLU)
-    experts = {
-        "act": "clamped_swiglu",
-        "scoring_func": "top_softmax",
-        "norm_topk_prob": False,
-        "router_bias": True,
-        "bias": True,
-    }
+    experts = {"act": "clamped_swiglu", "scoring_func": "top_softmax", "norm_topk_prob": False}
+    experts |= {"router_bias": True, "bias": True}
     moe = moe_spec(c, c["intermediate_size"], **experts)
     full = attention_spec(c, sinks=True)
     mixers = alternate_layers(c, 2, replace(full, window=c["sliding_window"]), full)

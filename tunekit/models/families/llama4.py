@@ -45,31 +45,20 @@ def spec(config: Config) -> DecoderSpec:
 
     norm = Norm(c["rms_norm_eps"], weight=False) if c["use_qk_norm"] else None
     chunked = attention_spec(c, rope=replace(rope_from_config(c), interleaved=True), norm_after_rope=True, qk_norm=norm)
-    tuning = (
-        AttnTemperatureTuning(c["attn_scale"], c["floor_scale"], shift=1.0) if c["attn_temperature_tuning"] else None
-    )
+    tuning = AttnTemperatureTuning(c["attn_scale"], c["floor_scale"], shift=1.0)
+    tuning = tuning if c["attn_temperature_tuning"] else None
     full = replace(chunked, rope=None, qk_norm=None, temperature_tuning=tuning)
 
     hidden = c["intermediate_size"]
     dense = mlp_spec(c | {"intermediate_size": c["intermediate_size_mlp"]})
-    moe = moe_spec(
-        c,
-        hidden,
-        scoring_func="top_sigmoid",
-        norm_topk_prob=False,
-        apply_router_weight_on_input=True,
-        shared_intermediate_size=hidden,
-    )
-    chunks = {CHUNKED: c["attention_chunk_size"]}
-    return decoder_spec(
-        c,
-        (
-            Layer(
-                replace(chunked if has_rope[i] else full, chunk=chunks.get(types[i])), moe if i in moe_layers else dense
-            )
-            for i in range(count)
-        ),
-    )
+    experts = {"scoring_func": "top_sigmoid", "norm_topk_prob": False, "apply_router_weight_on_input": True}
+    moe = moe_spec(c, hidden, shared_intermediate_size=hidden, **experts)
+
+    def layer(i: int) -> Layer:
+        chunk = c["attention_chunk_size"] if types[i] == CHUNKED else None
+        return Layer(replace(chunked if has_rope[i] else full, chunk=chunk), moe if i in moe_layers else dense)
+
+    return decoder_spec(c, map(layer, range(count)))
 
 
 def vision(config: Config) -> DecoderSpec:

@@ -1,4 +1,4 @@
-"""Mistral, Ministral and Ministral 3, and the text model of multimodal ones."""
+"""Mistral, Mixtral, Ministral and Ministral 3, and the text model of multimodal ones."""
 
 from tunekit.models.families.base import (
     LLAMA,
@@ -14,7 +14,9 @@ from tunekit.models.families.base import (
     text_model_table,
     with_default_config,
 )
+from tunekit.models.families.moe import EXPERTS, OURS, ROUTER, expert_table, moe_spec
 from tunekit.models.spec import AttnTemperatureTuning, DecoderSpec, Layer
+from tunekit.models.weight_map import KeyRule
 
 DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131_072}
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384}
@@ -33,10 +35,8 @@ def ministral(config: Config) -> DecoderSpec:
     """Ministral: sliding windows in some layers."""
     c = with_default_config(config, **DEFAULTS)
     sliding, full = (attention_spec(c, window=window) for window in (c["sliding_window"], None))
-    default = [SLIDING] * c["num_hidden_layers"]
-    return decoder_spec(
-        c, (Layer(sliding if kind == SLIDING else full, mlp_spec(c)) for kind in layer_types(c, default))
-    )
+    mixers = (sliding if kind == SLIDING else full for kind in layer_types(c, [SLIDING] * c["num_hidden_layers"]))
+    return decoder_spec(c, (Layer(mixer, mlp_spec(c)) for mixer in mixers))
 
 
 def ministral3(config: Config) -> DecoderSpec:
@@ -59,3 +59,21 @@ def vision(config: Config) -> DecoderSpec:
 
 
 TEXT_MODELS = {"mistral": mistral, "ministral": ministral, "ministral3": ministral3}
+
+
+LEGACY_HUB = "model.layers.{}.block_sparse_moe"  # names in all published checkpoints
+MIXTRAL_TABLE = (
+    KeyRule(f"{OURS}.router", f"{LEGACY_HUB}.gate"),
+    *expert_table(f"{OURS}.experts", f"{LEGACY_HUB}.experts", ("w1", "w3", "w2")),
+    *ROUTER,
+    *EXPERTS,
+    *LLAMA,
+)
+MIXTRAL_DEFAULTS = DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None}
+
+
+def mixtral(config: Config) -> DecoderSpec:
+    """Mixtral: Mistral with experts."""
+    c = with_default_config(config, **MIXTRAL_DEFAULTS)
+    layer = Layer(attention_spec(c, window=c.get("sliding_window")), moe_spec(c, c["intermediate_size"]))
+    return decoder_spec(c, [layer] * c["num_hidden_layers"])

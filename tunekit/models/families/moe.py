@@ -32,22 +32,14 @@ def stacked_expert_table(
 
 EXPERTS = expert_table(f"{OURS}.experts", f"{HUB}.experts")
 ROUTER = (KeyRule(f"{OURS}.router", f"{HUB}.gate"),)
-
-
-NUM_EXPERTS_KEYS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-)  # names of the same key in several families
+NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")  # one key, by family
 
 
 def moe_spec(c: Config, hidden: int, **changes: Any) -> MoE:
     """MoE of experts with `hidden` channels."""
     count, top_k = next((c[key] for key in NUM_EXPERTS_KEYS if c.get(key)), None), c["num_experts_per_tok"]
     if count is None:
-        raise ValueError(
-            f"number of experts is missing: set {', '.join(NUM_EXPERTS_KEYS[:-1])} or {NUM_EXPERTS_KEYS[-1]}"
-        )
+        raise ValueError(f"number of experts is missing: set one of {', '.join(NUM_EXPERTS_KEYS)}")
     if top_k > count:
         raise ValueError(f"num_experts_per_tok {top_k} must be <= the number of experts, {count}")
     values: dict[str, Any] = {"act": mlp_spec(c).act} | changes

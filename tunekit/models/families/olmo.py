@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms after attention and MLP instead of before, and QK norms over all heads."""
+"""OLMo 2 and 3: norms after attention and MLP, QK norms over all heads; OLMoE: experts in all layers."""
 
 from dataclasses import replace
 
@@ -11,9 +11,11 @@ from tunekit.models.families.base import (
     attention_spec,
     decoder_spec,
     mlp_spec,
+    reject_config_values,
     rope_for_layer_type,
     with_default_config,
 )
+from tunekit.models.families.moe import EXPERTS, ROUTER, moe_spec
 from tunekit.models.spec import Attention, DecoderSpec, Layer, Norm
 from tunekit.models.weight_map import KeyRule
 
@@ -44,3 +46,15 @@ def spec(c: Config, mixers: list[Attention]) -> DecoderSpec:
     qk_norm = replace(norm, over_all_heads=True)
     layers = (Layer(replace(mixer, qk_norm=qk_norm), mlp_spec(c), pre_norm=False, post_norm=True) for mixer in mixers)
     return decoder_spec(c, layers, norm=norm)
+
+
+MOE_TABLE = (*EXPERTS, *ROUTER, *LLAMA)
+MOE_DEFAULTS = DEFAULTS | {"max_position_embeddings": 4096, "norm_topk_prob": False, "num_experts_per_tok": 8}
+
+
+def olmoe(config: Config) -> DecoderSpec:
+    c = with_default_config(config, **MOE_DEFAULTS)
+    reject_config_values(c, {"clip_qkv": None})
+    mixer = attention_spec(c, qk_norm=Norm(c["rms_norm_eps"], over_all_heads=True))
+    moe = moe_spec(c, c["intermediate_size"], norm_topk_prob=c["norm_topk_prob"])
+    return decoder_spec(c, [Layer(mixer, moe)] * c["num_hidden_layers"])

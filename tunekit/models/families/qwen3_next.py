@@ -1,4 +1,4 @@
-"""Qwen3-Next: three gated delta nets per gated attention layer, and experts in every layer."""
+"""Qwen3-Next and Qwen3.5: three gated delta nets per gated attention layer; dense or with experts in every layer."""
 
 from collections.abc import Callable
 
@@ -10,13 +10,14 @@ from tunekit.models.families.base import (
     attention_spec,
     decoder_spec,
     layer_types,
+    mlp_spec,
     reject_config_values,
+    text_config,
+    text_model_table,
     with_default_config,
 )
-from tunekit.models.families.moe import moe_spec
-from tunekit.models.families.qwen_moe import TABLE as QWEN_MOE
-from tunekit.models.families.qwen_moe import ffn
-from tunekit.models.spec import DecoderSpec, DeltaNet, FeedForward, Layer, MoE, Norm
+from tunekit.models.families.qwen import MOE_TABLE, ffn, moe_with_shared_gate
+from tunekit.models.spec import DecoderSpec, DeltaNet, FeedForward, Layer, Norm
 from tunekit.models.weight_map import HubOnly, KeyRule
 
 LINEAR = "linear_attention"  # layer type of a delta net in config.json
@@ -24,7 +25,7 @@ LEAVES = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", 
 LEAVES += ("conv1d", "A_log", "dt_bias", "norm", "out_proj")
 NET = tuple(KeyRule(f"layers.{{}}.attn.{leaf}", f"model.layers.{{}}.linear_attn.{leaf}") for leaf in LEAVES)
 MTP = (KeyRule((), "mtp", HubOnly()),)  # multi-token prediction: not loaded, but kept for other programs
-TABLE = (*NET, *QWEN_MOE, *MTP)
+TABLE = (*NET, *MOE_TABLE, *MTP)
 DENSE = (*NET, *LLAMA, *MTP)
 
 DEFAULTS = {"max_position_embeddings": 32_768, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25}
@@ -36,7 +37,7 @@ EXPERTS |= {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": Tru
 
 def spec(config: Config) -> DecoderSpec:
     c = with_default_config(config, **DEFAULTS, **EXPERTS)
-    return hybrid(c, lambda i: ffn(c, i, experts(c)), grouped=True)
+    return hybrid(c, lambda i: ffn(c, i, moe_with_shared_gate(c)), grouped=True)
 
 
 def hybrid(c: Config, make_ffn: Callable[[int], FeedForward], grouped: bool = False) -> DecoderSpec:
@@ -62,13 +63,28 @@ def hybrid(c: Config, make_ffn: Callable[[int], FeedForward], grouped: bool = Fa
     return decoder_spec(c, layers, norm=norm)
 
 
-def experts(c: Config) -> MoE:
-    """Experts, and a shared expert with a gate."""
-    shared = c["shared_expert_intermediate_size"]
-    return moe_spec(
-        c,
-        c["moe_intermediate_size"],
-        norm_topk_prob=c["norm_topk_prob"],
-        shared_intermediate_size=shared,
-        shared_gate=True,
-    )
+# A text model that transformers extracted from a multimodal one keeps its names.
+TEXT, MOE_TEXT = (*DENSE, *text_model_table(DENSE, "visual")), (*TABLE, *text_model_table(TABLE, "visual"))
+VISION, MOE_VISION = text_model_table(DENSE, "visual"), text_model_table(TABLE, "visual")
+EXPERTS3_5 = EXPERTS | {"num_experts": 256, "num_experts_per_tok": 8}
+
+
+def dense(config: Config) -> DecoderSpec:
+    """Qwen3.5, dense."""
+    c = with_default_config(config, **(DEFAULTS | {"num_key_value_heads": 4}))
+    return hybrid(c, lambda _: mlp_spec(c))
+
+
+def moe(config: Config) -> DecoderSpec:
+    """Qwen3.5 with MoE in every layer, with normalized weights; config.json has no dense width."""
+    width = config.get("moe_intermediate_size") or EXPERTS3_5["moe_intermediate_size"]
+    c = with_default_config(config, **DEFAULTS, **EXPERTS3_5, intermediate_size=width)
+    return hybrid(c, lambda _: moe_with_shared_gate(c))
+
+
+def vision(config: Config) -> DecoderSpec:
+    return dense(text_config(config, "qwen3_5_text"))
+
+
+def moe_vision(config: Config) -> DecoderSpec:
+    return moe(text_config(config, "qwen3_5_moe_text"))

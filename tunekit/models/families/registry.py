@@ -11,23 +11,16 @@ from tunekit.models.families import (
     gemma,
     gemma4,
     glm,
-    glm_moe,
     gpt_oss,
     granite,
-    granite_moe,
     llama,
     llama4,
     mistral,
-    mixtral,
     moe,
     olmo,
-    olmoe,
     phi,
     qwen,
-    qwen3_5,
     qwen3_next,
-    qwen_moe,
-    smollm3,
 )
 from tunekit.models.families.base import LLAMA, Config
 from tunekit.models.spec import DecoderSpec
@@ -62,10 +55,10 @@ FAMILIES = {
     "gemma4_text": Family(gemma4.spec, gemma4.TABLE, gemma4.config_table),
     "glm": Family(glm.glm, glm.TABLE),
     "glm4": Family(glm.glm4, glm.TABLE4),
-    "glm4_moe": Family(glm_moe.spec, glm_moe.TABLE, moe.mtp_layers),
+    "glm4_moe": Family(glm.glm4_moe, glm.MOE_TABLE, moe.mtp_layers),
     "gpt_oss": Family(gpt_oss.spec, gpt_oss.TABLE),
-    "granite": Family(granite.spec),
-    "granitemoe": Family(granite_moe.spec, granite_moe.TABLE, module_table=granite_moe.LIVE),
+    "granite": Family(granite.granite),
+    "granitemoe": Family(granite.granite_moe, granite.TABLE, module_table=granite.LIVE),
     "kimi_k2": Family(deepseek.v3, deepseek.TABLE, moe.mtp_layers),
     "llama": Family(llama.spec),
     "llama4": Family(llama4.vision, llama4.VISION, module_table=llama4.LIVE, transposed_experts=True),
@@ -74,24 +67,24 @@ FAMILIES = {
     "ministral3": Family(mistral.ministral3),
     "mistral": Family(mistral.mistral),
     "mistral3": Family(mistral.vision, mistral.VISION),
-    "mixtral": Family(mixtral.spec, mixtral.TABLE, module_table=(*moe.ROUTER, *moe.EXPERTS)),
+    "mixtral": Family(mistral.mixtral, mistral.MIXTRAL_TABLE, module_table=(*moe.ROUTER, *moe.EXPERTS)),
     "olmo2": Family(olmo.olmo2, olmo.TABLE),
     "olmo3": Family(olmo.olmo3, olmo.TABLE),
-    "olmoe": Family(olmoe.spec, olmoe.TABLE),
+    "olmoe": Family(olmo.olmoe, olmo.MOE_TABLE),
     "phi3": Family(phi.spec, phi.TABLE),
     "qwen2": Family(qwen.qwen2),
     "qwen2_5_vl": Family(qwen.qwen2_vision, qwen.VISION),
-    "qwen2_moe": Family(qwen_moe.qwen2, qwen_moe.TABLE),
+    "qwen2_moe": Family(qwen.qwen2_moe, qwen.MOE_TABLE),
     "qwen2_vl": Family(qwen.qwen2_vision, qwen.VISION),
     "qwen3": Family(qwen.qwen3),
-    "qwen3_5": Family(qwen3_5.vision, qwen3_5.VISION),
-    "qwen3_5_moe": Family(qwen3_5.moe_vision, qwen3_5.MOE_VISION),
-    "qwen3_5_moe_text": Family(qwen3_5.moe, qwen3_5.MOE_TEXT),
-    "qwen3_5_text": Family(qwen3_5.dense, qwen3_5.TEXT),
-    "qwen3_moe": Family(qwen_moe.qwen3, qwen_moe.TABLE),
+    "qwen3_5": Family(qwen3_next.vision, qwen3_next.VISION),
+    "qwen3_5_moe": Family(qwen3_next.moe_vision, qwen3_next.MOE_VISION),
+    "qwen3_5_moe_text": Family(qwen3_next.moe, qwen3_next.MOE_TEXT),
+    "qwen3_5_text": Family(qwen3_next.dense, qwen3_next.TEXT),
+    "qwen3_moe": Family(qwen.qwen3_moe, qwen.MOE_TABLE),
     "qwen3_next": Family(qwen3_next.spec, qwen3_next.TABLE),
     "qwen3_vl": Family(qwen.qwen3_vision, qwen.VISION),
-    "smollm3": Family(smollm3.spec),
+    "smollm3": Family(llama.smollm3),
 }
 
 
@@ -118,8 +111,6 @@ def find_family(config: Config, where: str) -> tuple[Family, DecoderSpec]:
 
 def with_score_head(family: Family) -> Family:
     """The family with the names of a classification head."""
-    rows = {
-        "table": classifiers.classifier_table(family.table),
-        "module_table": classifiers.classifier_table(family.module_table),
-    }
-    return replace(family, **rows, unused_heads=classifiers.lm_head_names(family.module_table + family.table))
+    table, modules = map(classifiers.classifier_table, (family.table, family.module_table))
+    lm_heads = tuple(row for row in family.modules if row.ours == "head")
+    return replace(family, table=table, module_table=modules, unused_heads=lm_heads)
