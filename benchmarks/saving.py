@@ -135,7 +135,7 @@ def one_round(out: Path, index: int, total: int, states: list[Checkpointer], run
 
 def save_final_checkpoint(model: torch.nn.Module, source: HFCheckpoint, out: Path, run: DistributedContext) -> Round:
     def save() -> None:
-        with atomic.SharedAtomicDir(out / "final", run) as folder:
+        with atomic.AtomicDir(out / "final", run) as folder:
             final_checkpoint.save_final(NoAdapter(), folder, model, source, run)  # type: ignore[arg-type]
 
     run.barrier()

@@ -169,7 +169,7 @@ def resolve_model(
     if not (path / peft_adapter.CONFIG).is_file():
         checkpoint = HFCheckpoint.open(path, name)
         return checkpoint, FrozenModel(), Tokenizer.open(path).with_vocab_size(checkpoint.spec.vocab, path)
-    base = peft_adapter.base_model_name(path)
+    base = peft_adapter.PeftConfigFile.open(path).base_name
     checkpoint = peft_adapter.with_adapter_score_head(
         path, HFCheckpoint.open(download.resolve_model_dir(base, files=files), base)
     )

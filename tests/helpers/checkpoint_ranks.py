@@ -146,7 +146,7 @@ def save_result(name: str, base: Path, out: Path, run: DistributedContext) -> di
     )
     model = case.model(run)
     run_steps(case.state(out, model, run), 0, 1)
-    with atomic.SharedAtomicDir(out / name, run) as directory:
+    with atomic.AtomicDir(out / name, run) as directory:
         final_checkpoint.save_final(case.adapter, directory, model, case.source, run)
         verification = verify.verify_saved(
             directory, model, verify.ModelSource(case.source, case.weights, case.adapter, FP32), run

@@ -53,7 +53,7 @@ def make_checkpoint(directory: Path, shape: dict[str, Any]) -> Path:
 def export_checkpoint(directory: Path, out: Path, quant_type: str = "f32") -> tuple[TensorMap, GGUFCheckpoint]:
     """Write a checkpoint as a GGUF file without a tokenizer, and open the file."""
     tensor_map = build_tensor_map(HFCheckpoint.open(directory), parse_quant_type(quant_type))
-    write_gguf(out, tensor_map, {"tokenizer.ggml.model": "none"}, quiet=True)
+    write_gguf(out, tensor_map, {"tokenizer.ggml.model": "none"})
     return tensor_map, GGUFCheckpoint.open(out)
 
 

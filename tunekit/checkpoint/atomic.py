@@ -12,6 +12,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import TracebackType
@@ -30,50 +31,18 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 class AtomicDir:
     """`with AtomicDir(folder) as partial:` write into `partial`, which is renamed to `folder` at the end.
 
-    An existing `folder` is kept until the new one is complete. Disk errors are raised as UserError.
+    An existing `folder` is kept until the new one is complete. Disk errors are raised as UserError. With `run`, all
+    ranks write into one directory, and a UserError or disk error of one rank, which must occur after the last
+    collective of the block, is raised on all ranks.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, run: DistributedContext | None = None) -> None:
         self.folder, self.partial = folder, sibling_path(folder, PARTIAL)
+        self.run = run or DistributedContext.single_process()
 
     def __enter__(self) -> Path:
-        try:
-            remove_partial(self.folder)
-            self.partial.mkdir(parents=True)
-        except OSError as error:
-            raise write_error(self.folder, error) from error
+        self.run.run_on_main(self.create)
         return self.partial
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
-            try:
-                commit_dir(self.partial, self.folder)
-            except OSError as failure:
-                with suppress(OSError):
-                    remove_partial(self.folder)
-                raise write_error(self.folder, failure) from failure
-        else:
-            with suppress(OSError):
-                remove_dir(self.partial)
-            cause = find_disk_error(error)
-            if cause is not None:
-                raise write_error(self.folder, cause) from error
-
-
-class SharedAtomicDir:
-    """`AtomicDir` for all ranks, which write into one directory. The main process creates and commits it.
-
-    A UserError or disk error of one rank is raised on all ranks, and nothing is left on disk. It must occur after the
-    last collective of the block.
-    """
-
-    def __init__(self, folder: Path, run: DistributedContext) -> None:
-        self.folder, self.run, self.atomic_dir = folder, run, AtomicDir(folder)
-
-    def __enter__(self) -> Path:
-        return self.run.run_on_main(self.atomic_dir.__enter__)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -82,13 +51,17 @@ class SharedAtomicDir:
             self.clean_up()
             return  # this process ends, and the launcher stops the others
         try:
-            self.run.run_on_all(lambda: self.raise_write_error(error))
+            self.run.run_on_all(partial(self.raise_write_error, error))
             sums = self.run.all_gather_objects(self.run.run_on_all(self.local_checksums))
-            self.run.run_on_main(
-                lambda: self.commit(dict(sorted(pair for rank_sums in sums for pair in rank_sums.items())))
-            )
+            all_sums = sorted(pair for rank_sums in sums for pair in rank_sums.items())
+            self.run.run_on_main(partial(self.commit, dict(all_sums)))
         finally:
             self.clean_up()
+
+    def create(self) -> None:
+        with wrap_write_errors(self.folder):
+            remove_partial(self.folder)
+            self.partial.mkdir(parents=True)
 
     def clean_up(self) -> None:
         """Delete the partial directory."""
@@ -106,11 +79,11 @@ class SharedAtomicDir:
     def local_checksums(self) -> dict[str, int]:
         """Checksums of the files that are assigned to this rank."""
         with wrap_write_errors(self.folder):
-            return checksums(self.atomic_dir.partial, slice(self.run.rank, None, self.run.world_size))
+            return checksums(self.partial, slice(self.run.rank, None, self.run.world_size))
 
     def commit(self, sums: Mapping[str, int]) -> None:
         with wrap_write_errors(self.folder):
-            commit_dir(self.atomic_dir.partial, self.folder, sums)
+            commit_dir(self.partial, self.folder, sums)
 
 
 def is_complete(folder: Path) -> bool:
@@ -155,26 +128,28 @@ def find_corrupt_file(folder: Path, subset: slice = ALL) -> Path | None:
         sums = json.loads((folder / MARK).read_text(encoding="utf-8"))
     except ValueError:
         return folder / MARK
-    items = [*sums.items()][subset]
-    return next(
-        (
-            folder / name
-            for name, expected in items
-            if not (folder / name).is_file() or checksum(folder / name) != expected
-        ),
-        None,
-    )
+    files = {folder / name: expected for name, expected in [*sums.items()][subset]}
+    return next((file for file, value in files.items() if not file.is_file() or checksum(file) != value), None)
 
 
 def write_text_atomic(path: Path, text: str) -> None:
     """Replace a small file atomically. Creates its directory."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, text)
-    except OSError as error:
-        with suppress(OSError):  # also fails on a read-only disk
-            sibling_path(path, PARTIAL).unlink()
-        raise write_error(path, error) from error
+    with atomic_file(path) as partial_file:
+        partial_file.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path that is renamed to `path` at the end. Disk errors are raised as UserError."""
+    partial_file = sibling_path(path, PARTIAL)
+    with wrap_write_errors(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield partial_file
+            replace_file(partial_file, path)
+        finally:
+            with suppress(OSError):  # also fails on a read-only disk
+                partial_file.unlink()
 
 
 def check_writable(path: Path) -> None:
@@ -264,24 +239,24 @@ def last_complete_state(path: Path) -> str:
     return f"Existing files are unchanged; the last complete state is {newest.parent}."
 
 
-def replace_text(path: Path, text: str) -> None:
-    partial = sibling_path(path, PARTIAL)
-    partial.write_text(text, encoding="utf-8")
-    fsync_path(partial)
-    partial.replace(path)
+def replace_file(partial_file: Path, path: Path) -> None:
+    """Move a file to its final path, after its contents are on disk."""
+    fsync_path(partial_file)
+    partial_file.replace(path)
     fsync_path(path.parent)
 
 
-def commit_dir(partial: Path, folder: Path, sums: Mapping[str, int] | None = None) -> None:
-    """Move a partial directory to its final path and mark it. `sums` are the checksums of all files, if known."""
-    sums = sums or checksums(partial)
-    make_readable(partial)
-    sync_tree(partial)
+def commit_dir(partial_dir: Path, folder: Path, sums: Mapping[str, int]) -> None:
+    """Move a partial directory to its final path and mark it. `sums` are the checksums of all files."""
+    make_readable(partial_dir)
+    sync_tree(partial_dir)
     if folder.exists():
         folder.rename(sibling_path(folder, PREVIOUS))
-    partial.rename(folder)
+    partial_dir.rename(folder)
     fsync_path(folder.parent)
-    replace_text(folder / MARK, json.dumps(dict(sums)))
+    partial_mark = sibling_path(folder / MARK, PARTIAL)
+    partial_mark.write_text(json.dumps(dict(sums)), encoding="utf-8")
+    replace_file(partial_mark, folder / MARK)
     remove_dir(sibling_path(folder, PREVIOUS))
 
 

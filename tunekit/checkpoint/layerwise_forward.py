@@ -18,9 +18,12 @@ from torch.func import functional_call
 
 from tunekit.adapters.config import DoRAConfig, Layer, LoRAConfig, NoAdapter, lora_factors
 from tunekit.checkpoint import peft_adapter
+from tunekit.checkpoint.dcp_planner import reshard
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, TensorReader
 from tunekit.checkpoint.load_model import apply_mapping, check_tensors, key_mappings, load_tensor
 from tunekit.checkpoint.peft_reader import read_contents
+from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.sharding import full_tensor, shard_slice
 from tunekit.models.decoder import TIED, Decoder, Head
 from tunekit.models.linear import Embedding, GroupedLinear, Linear
 from tunekit.models.precision import PrecisionConfig
@@ -49,6 +52,9 @@ class LazyLogits:
         return torch.cat([*self.chunks()], dim=-1)
 
 
+LogitsFn = Callable[[Decoder, Sequence[Sequence[int]], torch.device], LazyLogits]
+
+
 @torch.no_grad()
 def checkpoint_logits(
     source: HFCheckpoint,
@@ -70,33 +76,31 @@ def checkpoint_logits(
     check_tensors(source, net.shapes)
     precision.apply(net, source.dtypes, device)
     net.tie()
-    with (
-        (replace(source, keeps_prequantized=True) if quantization.keeps_prequantized else source).reader() as tensors,
-        ExitStack() as stack,
-    ):
+    unrounded = replace(source, keeps_prequantized=True) if quantization.keeps_prequantized else source
+    with unrounded.reader() as tensors, ExitStack() as stack:
         initial = load_initial_adapter(net, adapter, source, device, stack)
         mappings = [(mapping, tensors.read_mapped) for mapping in key_mappings(source, net)]
-        for name, module in model_parts(net):
-            part = ModelPart(net, name, mappings, initial)
-            if module is net.head:  # computed when the logits are read
-                part.load(device)
-            else:
-                module.register_forward_pre_hook(lambda *_, part=part: part.load(device))
-                module.register_forward_hook(lambda *_, part=part: part.free())
-        return (
-            forward_logits(net, rows, device)
-            if rounded_dtypes is None
-            else rounded_logits(net, rows, device, rounded_dtypes, adapter)
-        )
+        parts = {name: ModelPart(net, name, mappings, initial) for name, _ in model_parts(net)}
+        load_on_demand(net, lambda name: parts[name].load(device), lambda name: parts[name].free())
+        parts["head"].load(device)
+        if rounded_dtypes is not None:
+            return rounded_logits(net, rows, device, rounded_dtypes, adapter)
+        return forward_logits(net, rows, device)
+
+
+def load_on_demand(model: Decoder, load: Callable[[str], None], free: Callable[[str], None]) -> None:
+    """Call `load` before and `free` after the forward of each part but the head, which is needed afterwards."""
+    for name, module in model_parts(model):
+        if module is not model.head:
+            module.register_forward_pre_hook(lambda *_, name=name: load(name))
+            module.register_forward_hook(lambda *_, name=name: free(name))
 
 
 @torch.no_grad()
 def forward_logits(model: Decoder, rows: Sequence[Sequence[int]], device: torch.device) -> LazyLogits:
     """Logits at every token of the rows, which are concatenated."""
-    spec = model.spec
-    return LazyLogits(
-        spec.outputs, partial(head_columns, model.head, hidden_states(model, rows, device)), spec.score is not None
-    )
+    states = hidden_states(model, rows, device)
+    return LazyLogits(model.spec.outputs, partial(head_columns, model.head, states), model.spec.score is not None)
 
 
 @torch.no_grad()
@@ -112,13 +116,11 @@ def rounded_logits(
     adapted = dict.fromkeys(adapter.target_layers(model), adapter) if isinstance(adapter, LoRAConfig) else {}
     with ExitStack() as hooks:
         for name, module in model_parts(model):
-            part = RoundedPart(
-                model, {n: all_dtypes[n] for n in submodule_tensors(model, name) if n in all_dtypes}, adapted
-            )
+            part_dtypes = {n: all_dtypes[n] for n in submodule_tensors(model, name) if n in all_dtypes}
+            part = RoundedPart(model, part_dtypes, adapted)
             hooks.enter_context(module.register_forward_pre_hook(lambda *_, part=part: part.round_weights()))
-            hooks.enter_context(
-                module.register_forward_hook(lambda *_, part=part: part.restore_weights(), prepend=True)
-            )
+            restore = module.register_forward_hook(lambda *_, part=part: part.restore_weights(), prepend=True)
+            hooks.enter_context(restore)
         states = hidden_states(model, rows, device)
     with torch.device("meta"):
         head = Head(model.spec)
@@ -145,11 +147,9 @@ def hidden_states(model: Decoder, rows: Sequence[Sequence[int]], device: torch.d
 @torch.no_grad()
 def head_columns(head: Head, states: Tensor, columns: slice) -> Tensor:
     """Logits (tokens, columns). All tensors of a head except LoRA A have one row per vocabulary token."""
-    parameters = {**dict(head.named_parameters()), **dict(head.named_buffers())}
+    parameters = {name: t[columns] for name, t in named_tensors(head).items() if "lora_A" not in name}
     with eval_mode(head):
-        return functional_call(
-            head, {name: tensor[columns] for name, tensor in parameters.items() if "lora_A" not in name}, (states,)
-        )
+        return functional_call(head, parameters, (states,))
 
 
 @contextmanager
@@ -243,9 +243,11 @@ def load_initial_adapter(
     contents = read_contents(Path(adapter.adapter_path), source)
     tensors = stack.enter_context(TensorReader(contents.tensors))
     peft_adapter.load_lora_weights(net, contents, tensors)
-    return [
-        (mapping, lambda name: tensors.read_mapped(contents.file_names[name])) for mapping in contents.saved_mappings
-    ]
+
+    def read(name: str) -> Tensor:
+        return tensors.read_mapped(contents.file_names[name])
+
+    return [(mapping, read) for mapping in contents.saved_mappings]
 
 
 def model_parts(net: Decoder) -> Iterator[tuple[str, nn.Module]]:
@@ -313,7 +315,43 @@ def allocate(net: Decoder, names: Iterable[str], device: torch.device) -> None:
     """Replace tensors of a model by uninitialized ones on a device."""
     tensors = named_tensors(net)
     for name in names:
-        owner, _, leaf = name.rpartition(".")
-        empty = torch.empty_like(tensors[name], device=device)
-        tensor = nn.Parameter(empty, requires_grad=False) if isinstance(tensors[name], nn.Parameter) else empty
-        setattr(net.get_submodule(owner), leaf, tensor)
+        set_tensor(net, name, torch.empty_like(tensors[name], device=device), tensors[name])
+
+
+def set_tensor(net: Decoder, name: str, values: Tensor, like: Tensor) -> None:
+    """Replace a tensor of a model. The new one is a frozen parameter if `like` is a parameter, else a buffer."""
+    owner, _, leaf = name.rpartition(".")
+    is_parameter = isinstance(like, nn.Parameter)
+    setattr(net.get_submodule(owner), leaf, nn.Parameter(values, requires_grad=False) if is_parameter else values)
+
+
+def is_fully_local(model: nn.Module) -> bool:
+    """Whether all parameters are unsharded tensors on this rank."""
+    return all(type(p.data) is Tensor and shard_slice(p).shape == p.shape for p in model.parameters())
+
+
+@torch.no_grad()
+def gathered_logits(
+    model: Decoder, meta_model: Decoder, rows: Sequence[Sequence[int]], run: DistributedContext, logits_fn: LogitsFn
+) -> LazyLogits | None:
+    """Return the result of `logits_fn` on the main process, None on other ranks. Must be called on all ranks.
+
+    Logits are computed by an unsharded copy, `meta_model`, whose layers are filled before and freed after their
+    forward. They depend on the weights only, not on the parallel layout.
+    """
+    reshard(model)
+    tensors = named_tensors(model)
+    names = {name: [*submodule_tensors(meta_model, name)] for name, _ in model_parts(meta_model)}
+    if not run.is_main_process:
+        for name in (name for part_names in names.values() for name in part_names):
+            full_tensor(tensors[name])
+        return None
+
+    def fill(part: str) -> None:  # in the same order on all ranks
+        for name in names[part]:
+            set_tensor(meta_model, name, full_tensor(tensors[name]).to(run.device), tensors[name])
+
+    load_on_demand(meta_model, fill, lambda part: allocate(meta_model, names[part], torch.device("meta")))
+    logits = logits_fn(meta_model, rows, run.device)
+    fill("head")
+    return logits

@@ -180,9 +180,8 @@ def layer_delta(layer: nn.Module, adapted: bool, adapter: LoRAConfig, get: Gathe
     if isinstance(layer, Linear) and adapter.init == "pissa":
         # Relative to the original weight, the delta is B A - B0 A0, of twice the rank.
         a, b = torch.cat([a, get(layer.lora_A0)]), torch.cat([b, -get(layer.lora_B0)], dim=1)
-    magnitude = (
-        get(layer.lora_magnitude_vector) if isinstance(adapter, DoRAConfig) and isinstance(layer, Linear) else None
-    )
+    has_magnitude = isinstance(adapter, DoRAConfig) and isinstance(layer, Linear)
+    magnitude = get(layer.lora_magnitude_vector) if has_magnitude else None
     return LoRADelta(a, b, layer.lora_scale, magnitude)
 
 
@@ -306,14 +305,9 @@ def shorten_suffixes(names: Iterable[str], other_names: set[str]) -> list[str]:
 
     PEFT compares suffixes as strings: `norm` also matches `q_norm`, and `layer` matches `base_layer`.
     """
-    return sorted(
-        {
-            name
-            if any(other_name.endswith(last_components(name)) for other_name in other_names | PEFT_MODULES)
-            else last_components(name)
-            for name in names
-        }
-    )
+    suffixes = {name: last_components(name) for name in names}
+    all_names = other_names | PEFT_MODULES
+    return sorted({n if any(other.endswith(end) for other in all_names) else end for n, end in suffixes.items()})
 
 
 def last_components(name: str, num: int = 1) -> str:
@@ -339,26 +333,13 @@ def base_model_ref(source: HFCheckpoint) -> tuple[str, str | None]:
     return name, revision or None
 
 
-def read_base_name(folder: Path) -> str | None:
-    """Name of the base in adapter_config.json, None if it has none."""
-    return PeftConfigFile.open(folder).values.get("base_model_name_or_path")
-
-
-def base_model_name(folder: Path) -> str:
-    """Name of the base with its revision. Raises UserError if adapter_config.json has none."""
-    return PeftConfigFile.open(folder).base_name
-
-
 def with_adapter_score_head(folder: Path, source: HFCheckpoint) -> HFCheckpoint:
     """Return the base with the score head of the adapter, if the adapter has one."""
     if not PeftConfigFile.open(folder).has_score_head or source.spec.score is not None:
         return source
     score, metadata = read_score_head(folder), read_head_metadata(folder)
-    score = (
-        score
-        if score.pad_token_id is not None
-        else replace(score, pad_token_id=Tokenizer.open(source.tokenizer_path).pad)
-    )
+    if score.pad_token_id is None:
+        score = replace(score, pad_token_id=Tokenizer.open(source.tokenizer_path).pad)
     names = tuple((metadata.get("id2label") or {}).values())
     return with_score_head(source, score, names=names, problem=metadata.get("problem_type"))
 
@@ -379,9 +360,8 @@ def read_score_head(folder: Path) -> ScoreHead:
     """Score head of an adapter. The pad token is that of the adapter's tokenizer, if it has one."""
     config, header, name = PeftConfigFile.open(folder), read_header(folder / TENSORS), PREFIX + classifiers.HEAD
     if f"{name}.weight" not in header:
-        raise UserError(
-            f"{folder / TENSORS}: no {classifiers.HEAD}.weight, but {CONFIG} has task_type {config.task_type}"
-        )
+        reason = f"no {classifiers.HEAD}.weight, but {CONFIG} has task_type {config.task_type}"
+        raise UserError(f"{folder / TENSORS}: {reason}")
     pad = Tokenizer.open(folder).pad if (folder / "tokenizer.json").is_file() else None
     return ScoreHead(header[f"{name}.weight"].shape[0], config.task_type == "TOKEN_CLS", f"{name}.bias" in header, pad)
 
@@ -408,12 +388,8 @@ def read_adapter_config(folder: Path, source: HFCheckpoint) -> LoRAConfig:
 
 def keeps_tied_head(contents: AdapterContents) -> bool:
     """Whether the embedding and head of a tied model stay equal when an adapter replaces them."""
-    tied_mappings = {
-        owner_module(name): mapping
-        for mapping in contents.saved_mappings
-        for name in mapping.ours
-        if owner_module(name) in TIED_MODULES
-    }
+    mappings = {owner_module(name): mapping for mapping in contents.saved_mappings for name in mapping.ours}
+    tied_mappings = {name: mapping for name, mapping in mappings.items() if name in TIED_MODULES}
     if not tied_mappings or (contents.config.values.get("ensure_weight_tying") and "embed" in tied_mappings):
         return True
     with TensorReader(contents.tensors) as tensors:
@@ -461,22 +437,18 @@ def check_adapter_fits(folder: Path, model: Decoder, adapter: LoRAConfig, source
     optional = {name + WEIGHT for name in TIED_MODULES} if model.spec.tie_word_embeddings else set()
     family, hint = source.family, f"{contents.config.trained_for}, or has other targets"
     if extra := [*(name + WEIGHT for name in deltas if name not in layers), *sorted(names - required)]:
-        raise UserError(
-            f"{folder / TENSORS}: {transformers_key(extra[0], family).hub[0]} is not a target in this model; {hint}"
-        )
+        name = transformers_key(extra[0], family).hub[0]
+        raise UserError(f"{folder / TENSORS}: {name} is not a target in this model; {hint}")
     if missing := [*(name + WEIGHT for name in layers if name not in deltas), *sorted(required - names - optional)]:
         raise UserError(f"{folder / TENSORS}: no weights for {transformers_key(missing[0], family).hub[0]}; {hint}")
     saved = read_adapter_config(folder, source)
-    check_same_options(
-        folder,
-        adapter,
-        saved if source.spec.tie_word_embeddings else replace(saved, untie_embeddings=adapter.untie_embeddings),
-    )
+    if not source.spec.tie_word_embeddings:
+        saved = replace(saved, untie_embeddings=adapter.untie_embeddings)
+    check_same_options(folder, adapter, saved)
     sizes = adapter.ranks_and_alphas(layers)
     for name, delta in deltas.items():
-        for key, expected, actual in zip(
-            ("rank", "alpha"), sizes[name], (delta.rank, effective_alpha(delta, adapter)), strict=True
-        ):
+        actual_sizes = delta.rank, effective_alpha(delta, adapter)
+        for key, expected, actual in zip(("rank", "alpha"), sizes[name], actual_sizes, strict=True):
             if not math.isclose(expected, actual, rel_tol=1e-9):
                 raise UserError(f"adapter.{key}: {expected}, but the adapter in {folder} has {actual} for {name}")
     return names | {name for name, _ in model.named_parameters() if ".lora_" in name}

@@ -5,16 +5,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, TensorMeta, read_header, read_json
 from tunekit.checkpoint.lora_weights import WEIGHT, LoRADelta, LoRATarget, transformers_key
+from tunekit.checkpoint.safetensors_io import read_metadata
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
 from tunekit.models.spec import DecoderSpec
@@ -32,15 +33,10 @@ LORA_TENSOR = re.compile(
 HEAD_MODULES = ("classifier", "score")  # PEFT lists both in modules_to_save of any classifier
 FACTOR_PAIRS = {frozenset({"lora_A", "lora_B"}), frozenset({"lora_embedding_A", "lora_embedding_B"})}
 # Keys of unsupported PEFT features; each must have one of these values. The first is the default.
-SUPPORTED_VALUES = {"lora_bias": (None, False), "layer_replication": (None,), "trainable_token_indices": (None, [], {})}
-SUPPORTED_VALUES |= {
-    "use_qalora": (None, False),
-    "alora_invocation_tokens": (None, []),
-    "bias": ("none", "all", "lora_only"),
-}
-SUPPORTED_VALUES |= dict.fromkeys(
-    ("use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config"), (None,)
-)
+UNSUPPORTED = ("use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config", "layer_replication")
+SUPPORTED_VALUES = {**dict.fromkeys(UNSUPPORTED, (None,)), "bias": ("none", "all", "lora_only")}
+SUPPORTED_VALUES |= {"lora_bias": (None, False), "trainable_token_indices": (None, [], {})}
+SUPPORTED_VALUES |= {"use_qalora": (None, False), "alora_invocation_tokens": (None, [])}
 # Other initializations change the base weights.
 SUPPORTED_VALUES |= {"init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal")}
 
@@ -99,15 +95,10 @@ class PeftConfigFile:
         """Adapter config without rank_pattern and alpha_pattern."""
         config = self.values
         adapter_class = DoRAConfig if config.get("use_dora") else LoRAConfig
+        bias, use_rslora = config.get("bias") or "none", bool(config.get("use_rslora"))
         try:
-            dropout, bias = float(config.get("lora_dropout") or 0), config.get("bias") or "none"
-            return adapter_class(
-                int(config["r"]),
-                float(config["lora_alpha"]),
-                dropout,
-                use_rslora=bool(config.get("use_rslora")),
-                bias=bias,
-            )
+            rank, alpha, dropout = int(config["r"]), float(config["lora_alpha"]), float(config.get("lora_dropout") or 0)
+            return adapter_class(rank, alpha, dropout, use_rslora=use_rslora, bias=bias)
         except KeyError as error:
             raise UserError(f"{self.file}: {error} is missing") from error
         except (TypeError, ValueError) as error:
@@ -115,15 +106,17 @@ class PeftConfigFile:
 
     def rank_and_alpha(self, key: str, adapter: LoRAConfig) -> tuple[int, float]:
         """Rank and alpha of the PEFT name `key`, from the first pattern that matches its end."""
-        return self.lookup_pattern("rank_pattern", key, adapter.rank), self.lookup_pattern(
-            "alpha_pattern", key, adapter.alpha
-        )
+        rank = self.lookup_pattern("rank_pattern", key, adapter.rank)
+        return rank, self.lookup_pattern("alpha_pattern", key, adapter.alpha)
 
     def lookup_pattern(self, table: str, key: str, default: Any) -> Any:
         for pattern, value in (self.values.get(table) or {}).items():
             try:
-                if re.match(rf"(.*\.)?({pattern})$", key):
-                    return require_positive(type(default)(value))
+                if not re.match(rf"(.*\.)?({pattern})$", key):
+                    continue
+                if (number := type(default)(value)) <= 0:
+                    raise ValueError(f"must be > 0, got {number}")
+                return number
             except (re.error, TypeError, ValueError) as error:
                 raise UserError(f"{self.file}: {table}: {pattern}: {error}") from error
         return default
@@ -138,12 +131,6 @@ class PeftConfigFile:
     def is_target_parameter(self, tensor: str) -> bool:
         """Whether a checkpoint tensor is in target_parameters instead of target_modules."""
         return any(f".{tensor}".endswith(f".{target}") for target in self.values.get("target_parameters") or [])
-
-
-def require_positive(number: Any) -> Any:
-    if number <= 0:
-        raise ValueError(f"must be > 0, got {number}")
-    return number
 
 
 @dataclass(frozen=True)
@@ -187,10 +174,8 @@ class TargetTensors:
         layer_shapes = [shapes[name + WEIGHT] for name in self.target.layers]
         deltas = self.target.from_checkpoint([tensor.load_delta(get) for tensor in self.tensors], layer_shapes)
         if self.blocks:
-            starts = [sum(rank for rank, _ in self.blocks[:i]) for i in range(len(self.blocks))]
-            deltas = [
-                delta.block(start, *block) for delta, start, block in zip(deltas, starts, self.blocks, strict=True)
-            ]
+            starts = accumulate((rank for rank, _ in self.blocks), initial=0)
+            deltas = [d.block(start, *block) for d, start, block in zip(deltas, starts, self.blocks, strict=False)]
         return {name: update for name, update in zip(self.target.layers, deltas, strict=True) if update.rank}
 
 
@@ -279,9 +264,8 @@ def check_saved_mapping(file: Path, mapping: KeyMapping, contents: AdapterConten
         if name not in contents.file_names:
             raise UserError(f"{file}: {name} is missing")
         if (actual := contents.tensors[contents.file_names[name]].shape) != shape:
-            raise UserError(
-                f"{file}: {name} has shape {list(actual)}, expected {list(shape)}; {contents.config.trained_for}"
-            )
+            shapes = f"has shape {list(actual)}, expected {list(shape)}"
+            raise UserError(f"{file}: {name} {shapes}; {contents.config.trained_for}")
 
 
 def unknown_tensor_error(file: Path, name: str, source: HFCheckpoint) -> UserError:
@@ -297,8 +281,7 @@ class AdapterReader:
         self.config, self.file, self.tensors, self.source = config, file, tensors, source
         self.adapter, self.shapes = config.adapter, model_shapes(source.spec)
         self.expert_modules = expert_modules(source)
-        with safe_open(file, framework="pt") as stream:
-            self.blocks = json.loads((stream.metadata() or {}).get(BLOCKS_KEY, "{}"))
+        self.blocks = json.loads(read_metadata(file).get(BLOCKS_KEY, "{}"))
 
     def group_by_target(self, names: Mapping[str, re.Match[str]]) -> list[TargetTensors]:
         """Group LoRA tensors by target. `names` maps names in the file to matches of `LORA_TENSOR`."""
@@ -343,19 +326,15 @@ class AdapterReader:
         if missing := [tensor for tensor in tensors if tensor not in factors]:
             raise UserError(f"{self.file}: adapts {next(iter(factors))}, but not {missing[0]} of the same layer")
         swapped = target.op == target.output_op if self.config.is_before_0_19 else self.source.family.transposed_experts
-        parsed = [
-            self.build_tensor(t, factors[t], shape, swapped)
-            for t, shape in zip(tensors, target.shapes(layer_shapes), strict=True)
-        ]
+        shapes = zip(tensors, target.shapes(layer_shapes), strict=True)
+        parsed = [self.build_tensor(tensor, factors[tensor], shape, swapped) for tensor, shape in shapes]
         return TargetTensors(target, tuple(parsed), self.valid_blocks(self.blocks.get(tensors[0]), target, parsed))
 
     def valid_blocks(self, blocks: Any, target: LoRATarget, tensors: list[PeftTensor]) -> tuple[tuple[int, float], ...]:
         """Ranks and scales of the fused layers; empty if they do not match the tensors, which may have been edited."""
         parsed = tuple((int(rank), float(scale)) for rank, scale in blocks or ())
-        is_valid = len(parsed) == len(target.layers) and sum(rank for rank, _ in parsed) == sum(
-            tensor.rank for tensor in tensors
-        )
-        return parsed if is_valid else ()
+        same_rank = sum(rank for rank, _ in parsed) == sum(tensor.rank for tensor in tensors)
+        return parsed if same_rank and len(parsed) == len(target.layers) else ()
 
     def build_tensor(self, tensor: str, names: dict[str, str], shape: Shape, swapped: bool) -> PeftTensor:
         key = tensor if self.config.is_target_parameter(tensor) else tensor.removesuffix(WEIGHT)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 import yaml
@@ -41,22 +40,6 @@ class RunDir:
     run: DistributedContext
     overwrite: bool = False  # delete the results of an earlier run
 
-    @property
-    def config(self) -> Path:
-        return self.folder / CONFIG
-
-    @property
-    def metrics(self) -> Path:
-        return self.folder / METRICS
-
-    @property
-    def state(self) -> Path:
-        return self.folder / STATE
-
-    @property
-    def final(self) -> Path:
-        return self.folder / FINAL
-
     def start(self) -> None:
         """Write the config after all checks have passed. With `overwrite`, delete earlier results now."""
         self.run.run_on_main(partial(write_config, self.folder, self.started_on, self.resolved, self.overwrite))
@@ -67,9 +50,7 @@ class RunDir:
     def __enter__(self) -> "RunDir":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -89,9 +70,8 @@ def open_run_dir(
     """
     run = run or DistributedContext(device="cpu")
     with ExitStack() as stack:
-        started_on = run.run_on_main(
-            partial(lock_run_dir, stack, out, resolved, mutable_keys, overwrite, continue_hint)
-        )
+        lock = partial(lock_run_dir, stack, out, resolved, mutable_keys, overwrite, continue_hint)
+        started_on = run.run_on_main(lock)
         return RunDir(out, stack.pop_all(), started_on, resolved, run, overwrite)
 
 

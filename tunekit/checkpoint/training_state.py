@@ -19,7 +19,6 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 from threading import Thread
-from types import TracebackType
 from typing import Any, Protocol, cast
 
 import numpy
@@ -110,9 +109,7 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None or isinstance(error, RunStopped):
             self.wait()
         elif isinstance(error, UserError):
@@ -161,10 +158,8 @@ class Checkpointer:
 
     def has_memory(self, job: PendingSave) -> bool:
         """Whether host memory can hold copies of the shards that the ranks of this node write."""
-        free, required = (
-            env_info.available_memory(),
-            self.copies.missing_bytes(owned_tensors(job)) * max(1, self.run.world_size // self.run.num_nodes),
-        )
+        free, ranks_per_node = env_info.available_memory(), max(1, self.run.world_size // self.run.num_nodes)
+        required = self.copies.missing_bytes(owned_tensors(job)) * ranks_per_node
         (is_short,) = self.run.max_over_ranks(float(free is not None and required > MAX_HOST_MEMORY_FRACTION * free))
         if is_short:
             self.background = False
@@ -175,11 +170,8 @@ class Checkpointer:
 
     def copy_to_host(self, job: PendingSave) -> PendingSave:
         """Replace the tensors that this rank writes by copies in host memory, which is reused by later saves."""
-        copies = {
-            name: LocalShard(self.copies.copy(name, t), job.shards[name].location)
-            for name, t in owned_tensors(job).items()
-        }
-        return replace(job, shards=copies)
+        copies = {name: self.copies.copy(name, tensor) for name, tensor in owned_tensors(job).items()}
+        return replace(job, shards={name: LocalShard(t, job.shards[name].location) for name, t in copies.items()})
 
     def write(self, job: PendingSave) -> None:
         """Write all shards, then mark the directory as complete. Leaves nothing if a rank fails."""
@@ -197,9 +189,8 @@ class Checkpointer:
 
     def commit(self, partial_dir: Path, job: PendingSave, results: list[dcp_planner.ShardWriteResult]) -> None:
         with atomic.wrap_write_errors(job.folder):
-            atomic.commit_dir(
-                partial_dir, job.folder, dcp_planner.write_metadata(partial_dir, job.plan.metadata, results)
-            )
+            checksums = dcp_planner.write_metadata(partial_dir, job.plan.metadata, results)
+            atomic.commit_dir(partial_dir, job.folder, checksums)
             for old in complete_states(self.folder)[: -self.keep]:
                 atomic.remove_dir(old)
 
@@ -236,12 +227,9 @@ class Checkpointer:
         """Load a state in place and return its step. Everything is validated before any tensor changes."""
         reshard(self.model)
         names = state.progress.get("stateful", {}).keys()
-        if names != self.stateful.keys():
-            difference = ", ".join(sorted(names ^ self.stateful.keys()))
-            raise UserError(
-                f"{state.folder}: saved by another recipe or version of tunekit (differs in: {difference}). Pass "
-                "--overwrite to restart."
-            )
+        if difference := ", ".join(sorted(names ^ self.stateful.keys())):
+            reason = f"saved by another recipe or version of tunekit (differs in: {difference})"
+            raise UserError(f"{state.folder}: {reason}. Pass --overwrite to restart.")
         shards = self.matching_tensors(state.metadata.state_dict_metadata, state.progress["groups"], state.folder)
         dcp_planner.load_shards(state.folder, shards, state.metadata)
         for group, values in zip(self.optimizer.param_groups, state.progress["groups"], strict=True):
@@ -259,10 +247,8 @@ class Checkpointer:
         Buffers are saved because some are computed, such as the PiSSA factors, with results that depend on the device.
         """
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        tensors = (*trained, *self.model.named_buffers())
-        return {
-            f"model.{strip_wrappers(name)}": LocalShard(to_local(t.detach()), shard_slice(t)) for name, t in tensors
-        }
+        tensors = ((strip_wrappers(name), tensor) for name, tensor in (*trained, *self.model.named_buffers()))
+        return {f"model.{name}": LocalShard(to_local(t.detach()), shard_slice(t)) for name, t in tensors}
 
     def optimizer_tensors(self) -> dict[str, LocalShard]:
         """Optimizer state tensors by name, as references. Allocates them before the first step."""
@@ -296,9 +282,8 @@ class Checkpointer:
         """Return the tensors to fill. Raises UserError if the state is from a different model or optimizer."""
         # Parameters without a gradient before the state was saved have no optimizer state.
         saved_parents = {parent_name(name) for name in saved}
-        optimizer_shards = {
-            name: shard for name, shard in self.optimizer_tensors().items() if parent_name(name) in saved_parents
-        }
+        optimizer_shards = self.optimizer_tensors().items()
+        optimizer_shards = {name: shard for name, shard in optimizer_shards if parent_name(name) in saved_parents}
         for name, parameter in self.model.named_parameters():
             if f"optimizer.{strip_wrappers(name)}" not in saved_parents:
                 self.optimizer.state.pop(parameter, None)
@@ -307,13 +292,10 @@ class Checkpointer:
         actual = {n: tuple(meta.size) if isinstance(meta, TensorStorageMetadata) else None for n, meta in saved.items()}
         differing = sorted(n for n in expected.keys() | actual.keys() if expected.get(n) != actual.get(n))
         if differing or [group["params"] for group in groups] != [group["params"] for group in self.param_groups()]:
-            difference = "param groups differ"
-            if differing:
-                name = differing[0]
-                difference = f"{name}: {actual.get(name)} saved, {expected.get(name)} expected"
-            raise UserError(
-                f"{folder}: state of a different model or optimizer ({difference}). Pass --overwrite to restart."
-            )
+            shapes = [f"{name}: {actual.get(name)} saved, {expected.get(name)} expected" for name in differing]
+            difference = shapes[0] if shapes else "param groups differ"
+            reason = f"state of a different model or optimizer ({difference})"
+            raise UserError(f"{folder}: {reason}. Pass --overwrite to restart.")
         return shards
 
 

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from tunekit.adapters.config import FrozenModel, LoRAConfig, NoAdapter
-from tunekit.checkpoint import atomic, gathered_logits, layerwise_forward, peft_adapter
+from tunekit.checkpoint import atomic, layerwise_forward, peft_adapter
 from tunekit.checkpoint.final_checkpoint import VERIFICATION as FILE
-from tunekit.checkpoint.gathered_logits import LogitsFn
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
-from tunekit.checkpoint.layerwise_forward import LazyLogits
+from tunekit.checkpoint.layerwise_forward import LazyLogits, LogitsFn
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
@@ -111,10 +110,11 @@ class VerificationResult:
             "verify/top1_agreement": self.top1,
         }
 
-    def write(self, folder: Path) -> None:
-        """Write verification.json next to the verified files. Non-finite values are null."""
+    def write(self, folder: Path) -> "VerificationResult":
+        """Write verification.json next to the verified files, and return self. Non-finite values are null."""
         values = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in asdict(self).items()}
         (folder / FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        return self
 
 
 @dataclass(frozen=True)
@@ -140,26 +140,24 @@ def verify_saved(
     folder: Path, model: Decoder, model_source: ModelSource, run: DistributedContext
 ) -> VerificationResult:
     """Compare saved files with the model in memory. Must be called on all ranks; all get the result."""
-    source, precision, device = model_source.source, replace(model_source.precision, compute_dtype="fp32"), run.device
+    source, logits_of, device = model_source.source, layerwise_forward.checkpoint_logits, run.device
     rows = run.run_on_main(partial(probe_prompts, folder, source.spec))
+    expected = live_logits(model, model_source, rows, run)
     if (folder / peft_adapter.CONFIG).is_file():  # adapters are saved in the dtype of training, without rounding
+        precision = replace(model_source.precision, compute_dtype="fp32")
         adapter = replace(peft_adapter.read_adapter_config(folder, source), adapter_path=str(folder))
-        written_logits = partial(
-            layerwise_forward.checkpoint_logits, source, adapter, rows, precision, device, model_source.quantization
-        )
-        expected, rounded = live_logits(model, model_source, rows, run), None
+        written_logits = partial(logits_of, source, adapter, rows, precision, device, model_source.quantization)
+        rounded = None
     else:
         checkpoint = HFCheckpoint.open(folder)
-        written_logits = partial(layerwise_forward.checkpoint_logits, checkpoint, FrozenModel(), rows, FP32, device)
-        expected = live_logits(model, model_source, rows, run)
-        rounded = live_logits(
-            model, model_source, rows, run, partial(layerwise_forward.rounded_logits, dtypes=checkpoint.dtypes)
-        )
+        written_logits = partial(logits_of, checkpoint, FrozenModel(), rows, FP32, device)
+        round_logits = partial(layerwise_forward.rounded_logits, dtypes=checkpoint.dtypes)
+        rounded = live_logits(model, model_source, rows, run, round_logits)
 
     def compare() -> VerificationResult:
         assert expected is not None, "only the main process compares"
         with atomic.wrap_write_errors(folder):
-            return save_result(folder, compare_logits(FILES, expected, written_logits(), rounded))
+            return compare_logits(FILES, expected, written_logits(), rounded).write(folder)
 
     return run.run_on_main(compare)
 
@@ -170,12 +168,8 @@ def verify_merge(folder: Path, source: HFCheckpoint, adapter: LoRAConfig, device
     expected = layerwise_forward.checkpoint_logits(source, adapter, rows, FP32, device)
     rounded = layerwise_forward.checkpoint_logits(source, adapter, rows, FP32, device, rounded_dtypes=checkpoint.dtypes)
     actual = layerwise_forward.checkpoint_logits(checkpoint, FrozenModel(), rows, FP32, device)
-    return save_result(
-        folder,
-        compare_logits(
-            "base with adapter and merged files", expected, actual, rounded, MERGE_TOLERANCE, peak=MERGE_PEAK
-        ),
-    )
+    compared = "base with adapter and merged files"
+    return compare_logits(compared, expected, actual, rounded, MERGE_TOLERANCE, peak=MERGE_PEAK).write(folder)
 
 
 def verify_export(
@@ -202,8 +196,9 @@ def live_logits(
 
     If the model is sharded, only the main process gets them.
     """
-    if not gathered_logits.is_fully_local(model):
-        return gathered_logits.gathered_logits(model, model_source.build_meta_model(run.device), rows, run, logits_fn)
+    if not layerwise_forward.is_fully_local(model):
+        meta_model = model_source.build_meta_model(run.device)
+        return layerwise_forward.gathered_logits(model, meta_model, rows, run, logits_fn)
     compute, model.compute_dtype = model.compute_dtype, torch.float32
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -236,9 +231,8 @@ def compare_logits(
     """
     total, unexplained = logit_diffs([expected, rounded or expected], actual)
     tolerance = max(tolerance, rounding_fraction * total.mean)
-    passed = (
-        unexplained.mean <= tolerance and unexplained.largest <= peak and total.mean <= max(MAX_ROUNDING, tolerance)
-    )
+    passed = unexplained.mean <= tolerance and unexplained.largest <= peak
+    passed = passed and total.mean <= max(MAX_ROUNDING, tolerance)
     metrics = total.largest, total.mean, unexplained.mean, total.top1, total.tokens
     return VerificationResult(compared, *metrics, tolerance, passed, actual.is_score)
 
@@ -257,18 +251,16 @@ class LogitDiffAccumulator:
 
     def __init__(self, scores: bool) -> None:
         self.scores = scores
-        self.num_columns, self.total, self.squares, self.abs_diff = 0, torch.zeros(()), torch.zeros(()), torch.zeros(())
-        self.max_diff = torch.zeros(())
+        self.num_columns = 0
+        self.total, self.squares, self.abs_diff, self.max_diff = torch.zeros(4)
         self.top1 = torch.full((2, 1), -math.inf), torch.zeros((2, 1), dtype=torch.long)
 
     def add(self, expected: Tensor, actual: Tensor) -> None:
         """Add the next columns, (tokens, columns)."""
         expected_fp64, diff = expected.double(), (expected - actual).abs()
         self.total, self.squares = self.total + expected_fp64.sum(-1), self.squares + expected_fp64.square().sum(-1)
-        self.abs_diff, self.max_diff = (
-            self.abs_diff + diff.double().sum(-1),
-            torch.maximum(self.max_diff, diff.amax(-1)),
-        )
+        self.abs_diff = self.abs_diff + diff.double().sum(-1)
+        self.max_diff = torch.maximum(self.max_diff, diff.amax(-1))
         (best, token), (value, index) = self.top1, torch.stack([expected, actual]).max(-1)
         is_better = value > best
         self.top1 = torch.where(is_better, value, best), torch.where(is_better, index + self.num_columns, token)
@@ -299,11 +291,6 @@ def probe_prompts(folder: Path, spec: DecoderSpec) -> list[list[int]]:
             rows += [tokenizer.encode_prompt([{"role": "user", "content": text}]) for text in QUESTIONS]
     valid = ([token for token in row if token < spec.vocab] for row in rows)
     return [row[-min(MAX_PROMPT_TOKENS, spec.context) :] for row in valid if row]
-
-
-def save_result(folder: Path, result: VerificationResult) -> VerificationResult:
-    result.write(folder)
-    return result
 
 
 def read_verification(folder: Path) -> dict[str, Any] | None:

@@ -84,7 +84,7 @@ def write_teacher_logits(
             for batch in iter_batches(documents, blocks[number], layout):
                 results.append((batch, logits.compute(model, batch.to(run.device))))
                 bar.update(min(len(batch.tokens) * run.dims.dp_size, done - bar.n))
-            with atomic.SharedAtomicDir(block_path(directory, number), run) as partial:
+            with atomic.AtomicDir(block_path(directory, number), run) as partial:
                 if run.coords.context == run.coords.tensor == 0:
                     write_block(partial, run.dp_rank, results)
             bar.update(done - bar.n)

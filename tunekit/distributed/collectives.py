@@ -3,22 +3,25 @@
 Tensors are plain tensors. The gradient of a sent tensor is the sum of the gradients on all ranks that used it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 
 from tunekit.distributed.context import DistributedContext
-from tunekit.distributed.sharding import shards_of, to_local
+from tunekit.distributed.sharding import Shard, shards_of, to_local
+from tunekit.models.decoder import Decoder
 from tunekit.models.tp_region import NoParallel
 
 SplitSizes = Sequence[int]  # rows per rank
+TensorFn = Callable[[Tensor], Tensor]
 
 # Names since torch 2.13, which deprecates the former ones.
 _all_gather_into = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
@@ -72,10 +75,8 @@ class MeshDim:
         self, output: Tensor, x: Tensor, send_counts: SplitSizes | None = None, recv_counts: SplitSizes | None = None
     ) -> None:
         """Send `send_counts` rows of `x` to each rank and receive `recv_counts` from each; equal counts by default."""
-        split_sizes = (
-            (None, None) if recv_counts is None or send_counts is None else (list(recv_counts), list(send_counts))
-        )
-        dist.all_to_all_single(output, x, *split_sizes, self.group)
+        sizes = (counts and list(counts) for counts in (recv_counts, send_counts))
+        dist.all_to_all_single(output, x, *sizes, self.group)
 
 
 class FakeMeshDim(MeshDim):
@@ -163,69 +164,43 @@ class VocabShard:
 # Differentiable collectives
 
 
-class AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, mesh_dim: MeshDim) -> Tensor:
-        ctx.backward_args = dim, mesh_dim
-        return all_gather_tensor(x, dim, mesh_dim)
+class Collective(torch.autograd.Function):
+    """A collective, and the one that its gradient passes through."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter_tensor(grads[0], *ctx.backward_args), None, None
-
-
-class ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, mesh_dim: MeshDim) -> Tensor:
-        ctx.backward_args = dim, mesh_dim
-        return reduce_scatter_tensor(x, dim, mesh_dim)
+    def forward(ctx: Any, x: Tensor, fn: TensorFn, backward_fn: TensorFn) -> Tensor:
+        ctx.backward_fn = backward_fn
+        return fn(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather_tensor(grads[0], *ctx.backward_args), None, None
-
-
-class GatherColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: SplitSizes, mesh_dim: MeshDim) -> Tensor:
-        ctx.start, ctx.size = sum(sizes[: mesh_dim.index]), sizes[mesh_dim.index]
-        shards = all_gather_tensor(F.pad(x, (0, max(sizes) - x.shape[-1])), -1, mesh_dim).chunk(mesh_dim.size, dim=-1)
-        return torch.cat([part[..., :size] for part, size in zip(shards, sizes, strict=True)], dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].narrow(-1, ctx.start, ctx.size), None, None
-
-
-class AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, send_counts: SplitSizes, recv_counts: SplitSizes, mesh_dim: MeshDim, factor: float
-    ) -> Tensor:
-        ctx.backward_args, ctx.factor = (recv_counts, send_counts, mesh_dim), factor
-        return all_to_all_tensor(x, send_counts, recv_counts, mesh_dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return all_to_all_tensor(grads[0], *ctx.backward_args) * ctx.factor, None, None, None, None
+        return ctx.backward_fn(grads[0]), None, None
 
 
 @_disable_dynamo
 def all_gather(x: Tensor, dim: int, mesh_dim: MeshDim) -> Tensor:
     """Concatenate the shards of all ranks along `dim`. The gradient is summed over the ranks."""
-    return AllGather.apply(x, dim, mesh_dim)
+    args = {"dim": dim, "mesh_dim": mesh_dim}
+    return Collective.apply(x, partial(all_gather_tensor, **args), partial(reduce_scatter_tensor, **args))
 
 
 @_disable_dynamo
 def reduce_scatter(x: Tensor, dim: int, mesh_dim: MeshDim) -> Tensor:
     """Shard of this rank, along `dim`, of the sum over the ranks."""
-    return ReduceScatter.apply(x, dim, mesh_dim)
+    args = {"dim": dim, "mesh_dim": mesh_dim}
+    return Collective.apply(x, partial(reduce_scatter_tensor, **args), partial(all_gather_tensor, **args))
 
 
 @_disable_dynamo
 def gather_columns(x: Tensor, sizes: SplitSizes, mesh_dim: MeshDim) -> Tensor:
     """Concatenate columns of all ranks, with these sizes. All ranks must use the result in the same way."""
-    return GatherColumns.apply(x, sizes, mesh_dim)
+
+    def gather(x: Tensor) -> Tensor:
+        shards = all_gather_tensor(F.pad(x, (0, max(sizes) - x.shape[-1])), -1, mesh_dim).chunk(mesh_dim.size, dim=-1)
+        return torch.cat([shard[..., :size] for shard, size in zip(shards, sizes, strict=True)], dim=-1)
+
+    start, size = sum(sizes[: mesh_dim.index]), sizes[mesh_dim.index]
+    return Collective.apply(x, gather, lambda grad: grad.narrow(-1, start, size))
 
 
 @_disable_dynamo
@@ -233,7 +208,9 @@ def all_to_all(
     x: Tensor, send_counts: SplitSizes, recv_counts: SplitSizes, mesh_dim: MeshDim, factor: float = 1.0
 ) -> Tensor:
     """Send `send_counts` rows to each rank, receive `recv_counts` from each. Gradients are multiplied by `factor`."""
-    return AllToAll.apply(x, send_counts, recv_counts, mesh_dim, factor)
+    send = partial(all_to_all_tensor, send_counts=send_counts, recv_counts=recv_counts, mesh_dim=mesh_dim)
+    send_back = partial(all_to_all_tensor, send_counts=recv_counts, recv_counts=send_counts, mesh_dim=mesh_dim)
+    return Collective.apply(x, send, lambda grad: send_back(grad) * factor)
 
 
 # Regions of tensor parallel layers
@@ -290,3 +267,30 @@ def all_reduce_tp_gradients(parameters: Iterable[Tensor], context: DistributedCo
         flat = mesh_dim.all_reduce_sum(torch.cat([grad.reshape(-1) for grad in grads]))
         for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(total.view_as(grad))
+
+
+def shard_parameters(
+    model: Decoder,
+    module: str,
+    dims: Mapping[str, int],
+    sizes: tuple[int, ...],
+    mesh_dim: MeshDim,
+    kind: Literal["tensor", "expert"],
+) -> None:
+    """Keep the local shard of each tensor of a module in `dims` (tensor name to dimension).
+
+    `sizes` are the shard sizes of the unquantized weight; those of quantized tensors are proportional.
+    """
+    owner, total = model.get_submodule(module), sum(sizes)
+    tensors = {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
+    for leaf, dim in ((leaf, dim) for leaf, dim in dims.items() if leaf in tensors):
+        full = tensors[leaf]
+        shard_sizes = tuple(size * full.shape[dim] // total for size in sizes)
+        shape = [*full.shape[:dim], shard_sizes[mesh_dim.index], *full.shape[dim + 1 :]]
+        local = torch.empty(shape, dtype=full.dtype, device=full.device)
+        holder, _, name = leaf.rpartition(".")
+        if isinstance(full, nn.Parameter):
+            local = nn.Parameter(local, requires_grad=full.requires_grad)
+        setattr(owner.get_submodule(holder), name, local)
+        shard = Shard(kind, dim, shard_sizes, mesh_dim.index, mesh_dim.group)
+        model.shards[f"{module}.{leaf}"] = (*model.shards.get(f"{module}.{leaf}", ()), shard)

@@ -4,10 +4,10 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from typing import Any, TypeVar, cast
 
@@ -15,18 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 from tunekit import devices
-from tunekit.distributed import flight_recorder
+from tunekit.distributed import flight_recorder, worker_env
 from tunekit.distributed.attention_setup import configure_attention
 from tunekit.distributed.heartbeat import HeartbeatWriter
-from tunekit.distributed.mesh import build_mesh
 from tunekit.distributed.parallel_dims import ParallelConfig, ParallelDims
-from tunekit.distributed.rendezvous_store import get_store
 from tunekit.errors import RunStopped, UserError
 from tunekit.kernels.malloc import retain_freed_memory
 
@@ -84,15 +83,10 @@ class DistributedContext:
     @classmethod
     def single_process(cls) -> "DistributedContext":
         """Context of a single CPU process, even if the environment has several ranks."""
-        run = cls(device="cpu")
-        run.rank, run.world_size, run.dims, run.coords, run.has_process_group = (
-            0,
-            1,
-            ParallelDims(),
-            RankCoords(),
-            False,
-        )
-        return run
+        context = cls(device="cpu")
+        context.rank, context.world_size, context.has_process_group = 0, 1, False
+        context.dims, context.coords = ParallelDims(), RankCoords()
+        return context
 
     def __enter__(self) -> "DistributedContext":
         self.numerics = devices.read_numerics()
@@ -168,13 +162,8 @@ class DistributedContext:
     @property
     def num_nodes(self) -> int:
         """Number of nodes. Without GROUP_WORLD_SIZE, all nodes have LOCAL_WORLD_SIZE processes."""
-        group_world_size = os.environ.get("GROUP_WORLD_SIZE")
-        return max(
-            1,
-            self.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            if group_world_size is None
-            else int(group_world_size),
-        )
+        default = self.world_size // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return max(1, int(os.environ.get("GROUP_WORLD_SIZE", default)))
 
     @property
     def dp_rank(self) -> int:
@@ -206,17 +195,16 @@ class DistributedContext:
 
     def all_reduce_sum(self, value: Tensor) -> Tensor:
         """Sum over all ranks with different tokens."""
-        if self.grad_mesh is None:
-            return value
-        value = value.clone()
-        dist.all_reduce(value, group=self.grad_mesh.get_group("sum"))
-        return value
+        return self.all_reduce(value, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, value: Tensor) -> Tensor:
         """Elementwise maximum over all ranks with different tokens."""
+        return self.all_reduce(value, dist.ReduceOp.MAX)
+
+    def all_reduce(self, value: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.grad_mesh is not None:
             value = value.clone()
-            dist.all_reduce(value, dist.ReduceOp.MAX, group=self.grad_mesh.get_group("sum"))
+            dist.all_reduce(value, operation, group=self.grad_mesh.get_group("sum"))
         return value
 
     @property
@@ -304,3 +292,46 @@ def dump_flight_recorders(device: torch.device) -> dict[str, bytes]:
     """Flight recorder contents of this process, by backend. Builds of torch without a recorder lack these functions."""
     names = {"gloo": "_dump_fr_trace"} | ({"nccl": "_dump_nccl_trace"} if device.type == "cuda" else {})
     return {backend: vars(c10d)[name]() for backend, name in names.items() if name in vars(c10d)}
+
+
+def build_mesh(
+    device: str, sizes: Sequence[int], names: tuple[str, ...], timeout: timedelta, self_group: list[dist.ProcessGroup]
+) -> DeviceMesh:
+    """Mesh over all ranks, with one process group per dimension. Dimensions of size 1 share `self_group`, which is
+    created for the first of them, because NCCL splits a communicator for each group.
+
+    `init_device_mesh` would use torch's default timeout, and split the gloo backend with options of NCCL, which warns.
+    """
+    ranks = torch.arange(dist.get_world_size()).view(*sizes)
+    groups = []
+    for dim, name in enumerate(names):
+        if sizes[dim] == 1 and dist.get_world_size() > 1:
+            self_group[:] = self_group or [group_along(ranks, dim, "own", timeout)]
+            groups += self_group
+        else:
+            groups.append(group_along(ranks, dim, f"mesh_{name}", timeout))
+    return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
+
+
+def group_along(ranks: Tensor, dim: int, name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Process group of this rank along one mesh dimension. All ranks create all groups in the same order."""
+    rows = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+    if len(rows) == 1:  # all ranks: the default group
+        return cast("dist.ProcessGroup", dist.group.WORLD)
+    groups = [dist.new_group(row, timeout, group_desc=name) for row in rows]
+    group = next(group for row, group in zip(rows, groups, strict=True) if dist.get_rank() in row)
+    return cast("dist.ProcessGroup", group)
+
+
+@cache
+def get_store(timeout: timedelta) -> Store:
+    """Store shared by all ranks of the environment, one per process.
+
+    Rank 0 of `tune run` inherits a listening socket, so that no other process can take the port.
+    """
+    if not worker_env.is_tune_worker():
+        return next(rendezvous("env://", timeout=timeout))[0]
+    rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    listener = os.environ.get(worker_env.LISTENER)
+    listener_fd = None if listener is None else int(listener)
+    return TCPStore(os.environ["MASTER_ADDR"], port, size, rank == 0, timeout, master_listen_fd=listener_fd)

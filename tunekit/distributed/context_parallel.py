@@ -10,15 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.distributed.collectives import MeshDim, all_gather
-from tunekit.distributed.context import DistributedContext
-from tunekit.models.decoder import Decoder
 from tunekit.models.forward_context import SequenceSharding
-
-
-def apply_context_parallel(model: Decoder, context: DistributedContext) -> None:
-    """Set the context parallel sharding of a model."""
-    if context.cp_mesh is not None:
-        model.cp_sharding = ContextParallelSharding(MeshDim.from_mesh(context.cp_mesh, "context"))
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,9 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tunekit.distributed.collectives import MeshDim, all_to_all
-from tunekit.distributed.context import DistributedContext
-from tunekit.distributed.shard_param import shard_parameters
+from tunekit.distributed.collectives import MeshDim, all_to_all, shard_parameters
 from tunekit.errors import UserError
 from tunekit.kernels import fake_mode
 from tunekit.kernels.grouped_mm import even_split, invert, permute_rows
@@ -19,12 +17,6 @@ from tunekit.models.moe import Experts
 
 # Dimension of the experts in each tensor of a grouped linear layer.
 EXPERT_DIMS = {"weight": 0, "quantized_weight": 0, "scales": 0, "bias": 0, "lora_A": 0, "lora_B": 0}
-
-
-def apply_expert_parallel(model: Decoder, context: DistributedContext) -> None:
-    """Split the experts of a model over the expert parallel ranks."""
-    if context.ep_mesh is not None:
-        shard_experts(model, MeshDim.from_mesh(context.ep_mesh, "expert"))
 
 
 def shard_experts(model: Decoder, mesh_dim: MeshDim) -> None:

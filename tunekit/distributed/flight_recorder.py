@@ -38,9 +38,6 @@ class PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} is not a plain value")
 
-    def persistent_load(self, pid: Any) -> Any:
-        raise pickle.UnpicklingError("references to objects outside of the file are not plain values")
-
 
 @dataclass(frozen=True)
 class Collective:

@@ -1,8 +1,11 @@
 """Applies tensor, context and expert parallelism to a model on the meta device."""
 
-from tunekit.distributed import context_parallel, expert_parallel, tensor_parallel
-from tunekit.distributed.collectives import FakeMeshDim
+from collections.abc import Mapping
+
+from tunekit.distributed import expert_parallel, tensor_parallel
+from tunekit.distributed.collectives import FakeMeshDim, MeshDim
 from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.context_parallel import ContextParallelSharding
 from tunekit.distributed.parallel_dims import ParallelDims
 from tunekit.distributed.sharding import use_sharded_storage
 from tunekit.models.decoder import Decoder
@@ -10,20 +13,24 @@ from tunekit.models.decoder import Decoder
 
 def parallelize(model: Decoder, context: DistributedContext) -> None:
     """Keep the local shards of a model and record them in `model.shards`. Raise UserError if it cannot be split."""
-    tensor_parallel.apply_tensor_parallel(model, context)
-    context_parallel.apply_context_parallel(model, context)
-    expert_parallel.apply_expert_parallel(model, context)
-    use_sharded_storage(model)
-    model.tie()
+    meshes = {"tensor": context.mesh, "context": context.cp_mesh, "expert": context.ep_mesh}
+    shard_model(model, {name: MeshDim.from_mesh(mesh, name) for name, mesh in meshes.items() if mesh is not None})
 
 
 def parallelize_fake(model: Decoder, dims: ParallelDims) -> None:
     """Apply the shards of the first rank without other ranks: to estimate memory and check divisibility."""
-    if dims.tp > 1:
-        tensor_parallel.shard_layers(model, FakeMeshDim(dims.tp), dims.ep > 1)
-    if dims.cp > 1:
-        model.cp_sharding = context_parallel.ContextParallelSharding(FakeMeshDim(dims.cp))
-    if dims.ep > 1:
-        expert_parallel.shard_experts(model, FakeMeshDim(dims.ep))
+    sizes = {"tensor": dims.tp, "context": dims.cp, "expert": dims.ep}
+    shard_model(model, {name: FakeMeshDim(size) for name, size in sizes.items()})
+
+
+def shard_model(model: Decoder, mesh_dims: Mapping[str, MeshDim]) -> None:
+    """Apply the plans of all mesh dimensions with several ranks."""
+    split = {name: mesh_dim for name, mesh_dim in mesh_dims.items() if mesh_dim.size > 1}
+    if "tensor" in split:
+        tensor_parallel.shard_layers(model, split["tensor"], expert_parallel="expert" in split)
+    if "context" in split:
+        model.cp_sharding = ContextParallelSharding(split["context"])
+    if "expert" in split:
+        expert_parallel.shard_experts(model, split["expert"])
     use_sharded_storage(model)
     model.tie()

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tunekit.distributed.collectives import MeshDim, ReplicatedRegion, SequenceParallelRegion, VocabShard
-from tunekit.distributed.context import DistributedContext
-from tunekit.distributed.shard_param import shard_parameters
+from tunekit.distributed.collectives import (
+    MeshDim,
+    ReplicatedRegion,
+    SequenceParallelRegion,
+    VocabShard,
+    shard_parameters,
+)
 from tunekit.errors import UserError
 from tunekit.kernels.nf4 import BLOCK
 from tunekit.models.attention import AllHeadNorm, SelfAttention
@@ -37,14 +41,6 @@ ROWWISE_DIMS = {"weight": 1, "quantized_weight": 1, "scales": 1, "lora_A.weight"
 GROUPED_COLWISE_DIMS = {"weight": 1, "quantized_weight": 1, "scales": 1, "bias": 1, "lora_B": 1}
 GROUPED_ROWWISE_DIMS = {"weight": 2, "quantized_weight": 2, "scales": 2, "lora_A": 2}
 VOCAB_DIMS = {"weight": 0, "lora_embedding_A": 1}
-
-
-def apply_tensor_parallel(model: Decoder, context: DistributedContext) -> None:
-    """Split the layers of a model over the tensor parallel ranks."""
-    if context.dims.tp == 1:
-        return
-    assert context.mesh is not None
-    shard_layers(model, MeshDim.from_mesh(context.mesh, "tensor"), context.dims.ep > 1)
 
 
 def shard_layers(model: Decoder, mesh_dim: MeshDim, expert_parallel: bool) -> None:

@@ -21,16 +21,14 @@ class RoundingError:
     worst: float
 
 
-def check_rounding(
-    file: GGUFCheckpoint, plan: TensorMap, vocabulary: Vocabulary, quiet: bool = False
-) -> dict[str, RoundingError]:
+def check_rounding(file: GGUFCheckpoint, plan: TensorMap, vocabulary: Vocabulary) -> dict[str, RoundingError]:
     """Rounding errors by type. Raises UserError if the file is wrong; it is not deleted."""
     check_spec_matches(plan.spec, file.spec, plan.arch.name, str(file.path))
     if Vocabulary.from_fields(file.config) != vocabulary:
         raise UserError(f"{file.path}: the tokenizer in the file differs from the written one")
     errors: dict[str, RoundingError] = {}
     with TensorReader(file.gguf_tensors) as tensors:
-        for entry, tensor in tqdm(plan.tensors(), "checking", len(plan.entries), disable=quiet or None, leave=False):
+        for entry, tensor in tqdm(plan.tensors(), "checking", len(plan.entries), disable=None, leave=False):
             error = max_rounding_error(tensor, tensors[entry.name], entry.kind)
             if error > 1:
                 problem = f"the rounding error is {error:.3g} times the maximum of {entry.kind.name}"

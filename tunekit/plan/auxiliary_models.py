@@ -84,7 +84,7 @@ def open_model(name: str) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig]:
     path = build.final_dir_of(download.resolve_model_dir(name, CONFIG))
     if not (path / peft_adapter.CONFIG).is_file():
         return HFCheckpoint.open(path, name), FrozenModel()
-    base = peft_adapter.base_model_name(path)
+    base = peft_adapter.PeftConfigFile.open(path).base_name
     source = peft_adapter.with_adapter_score_head(
         path, HFCheckpoint.open(download.resolve_model_dir(base, CONFIG), base)
     )

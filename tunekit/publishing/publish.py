@@ -90,7 +90,7 @@ class HubUploader:
             )
             return
         folder = self.folder / UPLOAD / f"{step:08d}"
-        with atomic.SharedAtomicDir(folder, self.run) as partial_dir:
+        with atomic.AtomicDir(folder, self.run) as partial_dir:
             save(partial_dir)
         description = f"This is step {step:,} of {num_steps:,} of an unfinished run."
         if self.run.is_main_process:
@@ -230,7 +230,7 @@ def list_files(folder: Path) -> dict[str, Path]:
 
 def warn_local_base(folder: Path) -> None:
     """Print a warning if the base of an adapter is a local directory, which other users cannot load."""
-    base = peft_adapter.base_model_name(folder) if (folder / peft_adapter.CONFIG).is_file() else ""
+    base = peft_adapter.PeftConfigFile.open(folder).base_name if (folder / peft_adapter.CONFIG).is_file() else ""
     if Path(base).is_absolute():
         print_line(
             f"warning: {peft_adapter.CONFIG}: the base {base} is a local directory, so other users cannot load the "

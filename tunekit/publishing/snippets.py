@@ -185,7 +185,7 @@ def usage_snippet(
         ScoreHeadInfo.from_dir(folder),
     )
     if is_adapter(folder):
-        base, load = base or redact.redact_path(peft_adapter.base_model_name(folder)), LOAD_ADAPTER
+        base, load = base or redact.redact_path(peft_adapter.PeftConfigFile.open(folder).base_name), LOAD_ADAPTER
         if quantization is not None and "double_quant" in quantization:  # a format of bitsandbytes
             load = LOAD_QUANTIZED.replace("{kind}", quantization["kind"]).replace(
                 "{nested}", str(quantization["double_quant"])

@@ -29,7 +29,7 @@ def export_final(
     cfg, dist, final_dir = run.cfg, run.dist, run.final_dir
     dist.heartbeat.record(step, "finish")
     source = verify.ModelSource(checkpoint, cfg.quantization, cfg.adapter, cfg.precision)
-    with atomic.SharedAtomicDir(final_dir, dist) as directory:
+    with atomic.AtomicDir(final_dir, dist) as directory:
         final_checkpoint.save_final(cfg.adapter, directory, model, checkpoint, dist)
         with devices.full_fp32_matmuls():
             result = verify.verify_saved(directory, model, source, dist)

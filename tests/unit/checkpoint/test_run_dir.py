@@ -22,16 +22,16 @@ def file_names(directory):
 
 
 def write_results(run_dir):
-    with atomic.AtomicDir(run_dir.state / "00000001") as partial:
+    with atomic.AtomicDir(run_dir.folder / "state" / "00000001") as partial:
         (partial / "x").write_text("x")
-    with atomic.AtomicDir(run_dir.final) as partial:
+    with atomic.AtomicDir(run_dir.folder / "final") as partial:
         (partial / "x").write_text("x")
-    run_dir.metrics.write_text('{"step": 1}\n')
+    (run_dir.folder / "metrics.jsonl").write_text('{"step": 1}\n')
 
 
 def config_text(run_dir) -> str:
     """Config text without the first line, which has the start date."""
-    first, _, text = run_dir.config.read_text().partition("\n")
+    first, _, text = (run_dir.folder / "config.yaml").read_text().partition("\n")
     assert str(run_dir.started_on) in first and first.startswith("# ")
     return text
 
@@ -79,7 +79,7 @@ def test_run_without_results_accepts_any_config(tmp_path):
 def test_invalid_yaml_is_an_error(tmp_path):
     with open_run_dir(tmp_path / "a", CONFIG, LIVE) as run_dir:
         write_results(run_dir)
-    run_dir.config.write_text("a: [1\n")
+    (run_dir.folder / "config.yaml").write_text("a: [1\n")
     with pytest.raises(UserError, match=r"config\.yaml.*--overwrite"):
         open_run_dir(tmp_path / "a", CONFIG, LIVE)
 

@@ -14,7 +14,6 @@ from tests.helpers.gguf_models import export_checkpoint, make_checkpoint
 from tests.helpers.random_checkpoints import SHAPES, rewrite_config
 from tunekit.checkpoint import atomic
 from tunekit.errors import UserError
-from tunekit.export.gguf_writer import atomic_file
 
 WIDE = SHAPES["llama2"] | {"hidden_size": 96, "intermediate_size": 512}
 MEMORY_SCRIPT = """
@@ -37,8 +36,8 @@ def watch():
         seen.append(anonymous_kib())
 thread = threading.Thread(target=watch, daemon=True)
 thread.start()
-write_gguf(Path(sys.argv[3]), plan, vocabulary.to_fields(), quiet=True)
-check_rounding(GGUFCheckpoint.open(Path(sys.argv[3])), plan, vocabulary, quiet=True)
+write_gguf(Path(sys.argv[3]), plan, vocabulary.to_fields())
+check_rounding(GGUFCheckpoint.open(Path(sys.argv[3])), plan, vocabulary)
 over.set()
 thread.join()
 print((max(seen) - before) * 1024)
@@ -74,7 +73,7 @@ def test_missing_space_is_an_error_before_writing(tmp_path: Path, monkeypatch: p
 
 
 def test_error_leaves_no_partial_file(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), atomic_file(tmp_path / "model.gguf") as partial:
+    with pytest.raises(KeyError), atomic.atomic_file(tmp_path / "model.gguf") as partial:
         partial.write_text("partial")
         raise KeyError
     assert not list(tmp_path.iterdir())

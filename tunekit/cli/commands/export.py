@@ -61,7 +61,7 @@ def export_bitsandbytes(model: str, out: Path, weights: NF4Config) -> None:
         )
         title = "4-bit model and exported files"
         result = verify.compare_logits(title, expected, actual, tolerance=tolerance, peak=peak)
-        verify.save_result(directory, result)
+        result.write(directory)
         model_card.write_minimal_card(directory, source, "quantized", CARD_TEXT)
     print_line(str(result))
     verify.raise_if_failed(out)

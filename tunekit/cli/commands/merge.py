@@ -25,13 +25,14 @@ def main(args: argparse.Namespace) -> None:
             f"{args.adapter}: not an adapter (no {peft_adapter.CONFIG}). Usage: tune merge BASE ADAPTER DIR"
         )
     if (base / peft_adapter.CONFIG).is_file():
-        raise UserError(f"{args.base}: BASE is an adapter. Use its base model, {peft_adapter.base_model_name(base)}")
+        raise UserError(
+            f"{args.base}: BASE is an adapter. Use its base model, {peft_adapter.PeftConfigFile.open(base).base_name}"
+        )
     source = peft_adapter.with_adapter_score_head(adapter, HFCheckpoint.open(base, args.base))
     adapter_config = replace(peft_adapter.read_adapter_config(adapter, source), adapter_path=str(adapter))
-    if peft_adapter.read_base_name(adapter) not in (None, args.base, peft_adapter.base_model_ref(source)[0]):
-        print_line(
-            f"note: {args.adapter} was trained on {peft_adapter.read_base_name(adapter)}; its shapes match {args.base}"
-        )
+    trained_on = peft_adapter.PeftConfigFile.open(adapter).values.get("base_model_name_or_path")
+    if trained_on not in (None, args.base, peft_adapter.base_model_ref(source)[0]):
+        print_line(f"note: {args.adapter} was trained on {trained_on}; its shapes match {args.base}")
     with atomic.AtomicDir(out) as folder:
         if merge.merge_adapter(source, adapter, folder):
             print_line("note: the adapter changes the output head, which is no longer tied to the embedding")
