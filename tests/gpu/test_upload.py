@@ -15,7 +15,7 @@ from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.load_model import load_weights
 from tunekit.models import weight_storage
 from tunekit.models.precision import PrecisionConfig
-from tunekit.models.weight_storage import upload
+from tunekit.models.weight_init import upload
 from tunekit.quantization.config import NoQuantization
 
 

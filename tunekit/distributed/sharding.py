@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tunekit.models.weight_init import InitMixin
+from tunekit.models.weight_init import InitMixin, WeightStorage, upload
 from tunekit.models.weight_map import Shape
-from tunekit.models.weight_storage import WeightStorage, upload
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 """Architectures of llama.cpp as data, and the GGUF names of their tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gguf import MODEL_TENSOR as T
 from gguf import TENSOR_NAMES
@@ -69,14 +69,10 @@ class Architecture:
     heads_span_width: bool = True  # heads x head_dim is the model width
     qk_norm: Norm | None = None
     softcaps: bool = False  # tanh softcaps of attention scores and logits
-    width_scaled_layers: int | None = (
-        None  # with this number of layers, attention scale is from width / heads, not from head_dim
-    )
+    width_scaled_layers: int | None = None  # with this many layers, attention scale is from width / heads
     window_period: int | None = None  # all layers but every N-th have a sliding window; None: no windows
     # Positions.
-    interleaved_rope: bool = (
-        False  # RoPE rotates channels (0, 1), (2, 3), ...; rows of q and k are written in that order
-    )
+    interleaved_rope: bool = False  # rotates channels (0, 1), (2, 3), ..., the order of the written rows of q and k
     rope_divisors: bool = False  # frequencies may be divided by a tensor, for the RoPE scaling of Llama 3.1
     longrope: bool = False  # LongRoPE with two tensors
     yarn_ramp: bool = False  # reads beta_fast and beta_slow of YaRN and the temperature tuning of queries
@@ -90,34 +86,16 @@ class Architecture:
 
 
 PER_HEAD, OVER_ALL_HEADS = Norm(), Norm(over_all_heads=True)
-LLAMA = Architecture(
-    "llama", biases=ALL_LINEAR, moe=MoE(0, 0, 0), heads_span_width=False, interleaved_rope=True, rope_divisors=True
-)
+LLAMA = Architecture("llama", biases=ALL_LINEAR, heads_span_width=False, interleaved_rope=True, rope_divisors=True)
+LLAMA = replace(LLAMA, moe=MoE(0, 0, 0))
+MISTRAL3 = Architecture("mistral3", biases=(*QKV, "attn.o_proj"), heads_span_width=False, interleaved_rope=True)
+MISTRAL3 = replace(MISTRAL3, yarn_ramp=True)
 QWEN2 = Architecture("qwen2")
 QWEN3 = Architecture("qwen3", heads_span_width=False, qk_norm=PER_HEAD)
 GEMMA = Architecture("gemma", act="gelu_tanh", tied=True, heads_span_width=False, scaled_embeddings=True)
-GEMMA2 = Architecture(
-    "gemma2",
-    act="gelu_tanh",
-    tied=True,
-    heads_span_width=False,
-    scaled_embeddings=True,
-    post_norm=True,
-    softcaps=True,
-    width_scaled_layers=46,
-    window_period=2,
-)
-GEMMA3 = Architecture(
-    "gemma3",
-    act="gelu_tanh",
-    heads_span_width=False,
-    scaled_embeddings=True,
-    post_norm=True,
-    qk_norm=PER_HEAD,
-    width_scaled_layers=62,
-    window_period=6,
-    local_rope=True,
-)
+GEMMA2 = replace(GEMMA, name="gemma2", post_norm=True, softcaps=True, width_scaled_layers=46, window_period=2)
+GEMMA3 = replace(GEMMA, name="gemma3", post_norm=True, tied=None, width_scaled_layers=62, window_period=6)
+GEMMA3 = replace(GEMMA3, qk_norm=PER_HEAD, local_rope=True)
 OLMO2 = Architecture(
     "olmo2", tied=False, qk_norm=OVER_ALL_HEADS, window_period=4, local_rope=True, pre_norm=False, post_norm=True
 )
@@ -128,12 +106,8 @@ ARCHITECTURES = {
     "mistral3": LLAMA,
     "ministral": LLAMA,
     "mixtral": LLAMA,
-    "ministral3": Architecture(
-        "mistral3", biases=(*QKV, "attn.o_proj"), heads_span_width=False, interleaved_rope=True, yarn_ramp=True
-    ),
-    "granite": Architecture(
-        "granite", biases=ALL_LINEAR, heads_span_width=False, interleaved_rope=True, rope_divisors=True, has_scales=True
-    ),
+    "ministral3": MISTRAL3,
+    "granite": replace(LLAMA, name="granite", moe=None, has_scales=True),
     "smollm3": Architecture("smollm3", heads_span_width=False, interleaved_rope=True, nope_period=4),
     "olmo2": OLMO2,
     "olmo3": OLMO2,

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,21 +39,15 @@ TYPES = {
 }
 WEIGHT = ".weight"
 LM_HEAD = "lm_head"  # transformers quantizes it unless it is listed, even if it is tied
-STATE_BYTES = (
-    256  # bytes of the JSON state of each weight, padded, because the length of its numbers is not known in advance
-)
+STATE_BYTES = 256  # of the JSON state of each weight, padded, because the length of its numbers is not known before
 
 
 @torch.no_grad()
 def export_bitsandbytes(
-    source: HFCheckpoint, adapter: NoAdapter | LoRAConfig, quantization: NF4Config, folder: Path, quiet: bool = False
+    source: HFCheckpoint, adapter: NoAdapter | LoRAConfig, quantization: NF4Config, folder: Path
 ) -> HFCheckpoint:
     """Quantize a model, with its adapter merged, into an existing directory. Returns the unquantized checkpoint."""
-    model = (
-        source
-        if adapter.adapter_path is None
-        else LazyMergedCheckpoint.from_adapter(source, Path(adapter.adapter_path))
-    )
+    model = LazyMergedCheckpoint.with_adapter(source, adapter)
     quantized = packable_weights(model, quantization)
     if not quantized:
         raise UserError(f"{source.path}: this model has no linear layers that bitsandbytes can quantize")
@@ -62,29 +56,22 @@ def export_bitsandbytes(
         name: packed_entries(name, *shape_and_dtype, quantization) if name in quantized else {name: shape_and_dtype}
         for name, shape_and_dtype in unquantized_entries.items()
     }
-    check_free_space(
-        folder, sum(tensor_bytes(shape_and_dtype) for group in entries.values() for shape_and_dtype in group.values())
-    )
+    all_entries = {name: entry for group in entries.values() for name, entry in group.items()}
+    check_free_space(folder, sum(map(tensor_bytes, all_entries.values())))
     export_companion_files(model, adapter, folder)
     shards = plan_shards(unquantized_entries, model)
-    dtypes = {name: dtype for name, (_, dtype) in unquantized_entries.items()}
-    fp32_model = replace(model, keeps_prequantized=True)
-    with (
-        fp32_model.reader() as tensors,
-        tqdm(total=len(unquantized_entries), desc="packing", disable=quiet or None, leave=False) as progress,
-    ):
+    file_names = {file: [key for name in names for key in entries[name]] for file, names in shards.items()}
+    progress = tqdm(total=len(entries), desc="packing", disable=None, leave=False)
+    with replace(model, keeps_prequantized=True).reader() as tensors, progress:
         for file, names in shards.items():
-            with SafetensorsWriter(
-                folder / file, merge_entries(entries[name] for name in names), source_layout(model, file)
-            ) as writer:
+            file_entries = {key: all_entries[key] for key in file_names[file]}
+            with SafetensorsWriter(folder / file, file_entries, source_layout(model, file)) as writer:
                 for name in names:
-                    write_weight(writer, name, tensors[name], quantization if name in quantized else None, dtypes[name])
+                    dtype = unquantized_entries[name][1]
+                    write_weight(writer, name, tensors[name], quantization if name in quantized else None, dtype)
                     progress.update()
-    file_entries = {file: [key for name in names for key in entries[name]] for file, names in shards.items()}
-    write_index(folder, file_entries, merge_entries(entries.values()), model)
-    write_quantization_config(
-        folder, model, quantization, [name for name in unquantized_entries if name not in quantized]
-    )
+    write_index(folder, file_names, all_entries, model)
+    write_quantization_config(folder, model, quantization, [name for name in entries if name not in quantized])
     return model
 
 
@@ -103,10 +90,6 @@ def write_weight(
     group = [(name, tensor)] if quantization is None else quantize_weight(name, tensor, dtype, quantization)
     for key, value in group:
         writer[key] = value
-
-
-def merge_entries(entries: Iterable[Entries]) -> Entries:
-    return {name: entry for group in entries for name, entry in group.items()}
 
 
 def packable_weights(model: HFCheckpoint, quantization: NF4Config) -> frozenset[str]:
@@ -154,11 +137,8 @@ def quantize_weight(
     state |= {"dtype": str(dtype).removeprefix("torch."), "shape": list(weight.shape)}
     if quantization.double_quant:
         scales, outer = nf4.double_quantize(scales)
-        state |= {
-            "nested_blocksize": nf4.DOUBLE_QUANT_BLOCK,
-            "nested_dtype": "float32",
-            "nested_offset": outer[-1].item(),
-        }
+        state |= {"nested_blocksize": nf4.DOUBLE_QUANT_BLOCK, "nested_dtype": "float32"}
+        state |= {"nested_offset": outer[-1].item()}
         yield f"{name}.nested_absmax", outer[:-1]
         yield f"{name}.nested_quant_map", nf4.dynamic_map(weight.device)
     text = json.dumps(state).encode().ljust(STATE_BYTES)
@@ -172,18 +152,11 @@ def write_quantization_config(
     folder: Path, model: HFCheckpoint, quantization: NF4Config, unquantized: list[str]
 ) -> None:
     """Write the quantization config, with the modules that are not quantized: transformers quantizes all others."""
-    if (
-        isinstance(model, LazyMergedCheckpoint)
-        and model.base.spec.tie_word_embeddings
-        and not model.spec.tie_word_embeddings
-    ):
+    was_tied = isinstance(model, LazyMergedCheckpoint) and model.base.spec.tie_word_embeddings
+    if was_tied and not model.spec.tie_word_embeddings:
         mark_untied(folder / CONFIG)
-    matrices = (
-        name.removesuffix(WEIGHT)
-        for name in unquantized
-        if name.endswith(WEIGHT) and len(model.tensors[name].shape) == 2
-    )
-    skipped = dict.fromkeys([LM_HEAD, *map(expert_parent, matrices)])
+    matrices = [name for name in unquantized if name.endswith(WEIGHT) and len(model.tensors[name].shape) == 2]
+    skipped = dict.fromkeys([LM_HEAD, *(expert_parent(name.removesuffix(WEIGHT)) for name in matrices)])
     dtype = str(model.default_dtype).removeprefix("torch.")
     method = {
         "quant_method": "bitsandbytes",

@@ -19,11 +19,8 @@ from tunekit.export.tokenizer import read_vocabulary
 from tunekit.publishing.base_model import read_base_model
 
 GENERAL = Keys.General
-LICENSE_FIELDS = {
-    GENERAL.LICENSE: "license",
-    GENERAL.LICENSE_NAME: "license_name",
-    GENERAL.LICENSE_LINK: "license_link",
-}
+LICENSE_FIELDS = {GENERAL.LICENSE: "license", GENERAL.LICENSE_NAME: "license_name"}
+LICENSE_FIELDS |= {GENERAL.LICENSE_LINK: "license_link"}
 
 
 @dataclass(frozen=True)
@@ -38,19 +35,11 @@ class ExportResult:
 
 
 def export(
-    source: HFCheckpoint,
-    adapter: NoAdapter | LoRAConfig,
-    tokenizer: Tokenizer,
-    out: Path,
-    type_name: str | None,
+    source: HFCheckpoint, adapter: NoAdapter | LoRAConfig, tokenizer: Tokenizer, out: Path, type_name: str | None,
     name: str,
-) -> ExportResult:
+) -> ExportResult:  # fmt: skip
     """Export a model, with its adapter merged, to a GGUF file. Raises UserError before writing if unsupported."""
-    model = (
-        source
-        if adapter.adapter_path is None
-        else LazyMergedCheckpoint.from_adapter(source, Path(adapter.adapter_path))
-    )
+    model = LazyMergedCheckpoint.with_adapter(source, adapter)
     type_name = type_name_of(source.dtypes[EMBED]) if type_name is None else type_name
     plan = build_tensor_map(model, parse_quant_type(type_name))
     vocabulary, notes = read_vocabulary(tokenizer, plan.spec.vocab, str(source.path))
@@ -58,10 +47,9 @@ def export(
     file = GGUFCheckpoint.open(out)
     errors = check_rounding(file, plan, vocabulary)
     exact = all(error.worst == 0 for error in errors.values())
-    merge_drift = (
-        [parse_quant_type(type_name_of(source.dtypes[EMBED])).drift] if model is not source else []
-    )  # merging rounds
-    drift = max([QUANT_TYPES["f32"].drift if exact else QUANT_TYPES[type_name].drift, *merge_drift])
+    drift = QUANT_TYPES["f32" if exact else type_name].drift
+    if model is not source:  # merging rounds
+        drift = max(drift, QUANT_TYPES[type_name_of(source.dtypes[EMBED])].drift)
     return ExportResult(file, type_name, errors, (*plan.notes, *notes), drift)
 
 

@@ -45,17 +45,12 @@ class GGUFCheckpoint(HFCheckpoint):
         file = GGUFReader(path)
         fields: dict[str, Any] = {key: field.contents() for key, field in file.fields.items()}
         gguf_tensors = {
-            tensor.name: GGUFTensor(
-                path,
-                tuple(tensor.shape[::-1].tolist()),
-                torch.float32,
-                tensor.tensor_type,
-                tensor.data_offset,
-                tensor.n_bytes,
+            t.name: GGUFTensor(
+                path, tuple(t.shape[::-1].tolist()), torch.float32, t.tensor_type, t.data_offset, t.n_bytes
             )
-            for tensor in file.tensors
+            for t in file.tensors
         }
-        arch = next(tensor for tensor in ARCHITECTURES.values() if tensor.name == fields[Keys.General.ARCHITECTURE])
+        arch = next(arch for arch in ARCHITECTURES.values() if arch.name == fields[Keys.General.ARCHITECTURE])
         mappings, _ = load_mappings([name for name in gguf_tensors if name not in ROPE_TENSORS], arch.table)
         with TensorReader(gguf_tensors) as tensors:
             rope_factors = {name: tuple(tensors[name].tolist()) for name in ROPE_TENSORS if name in gguf_tensors}

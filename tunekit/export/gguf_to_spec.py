@@ -46,9 +46,9 @@ class GGUFSpec:
     def spec(self) -> DecoderSpec:
         """Spec of the model. Norms have no offset."""
         arch, dim, norm = self.arch, self.get(LLM.EMBEDDING_LENGTH), Norm(self.get(ATTENTION.LAYERNORM_RMS_EPS))
-        scales = {} if not arch.has_scales else {"residual_scale": self.get(LLM.RESIDUAL_SCALE, 1.0)}
-        scales |= {} if not arch.has_scales else {"logit_scale": 1 / self.get(LLM.LOGIT_SCALE)}
-        embed = dim**0.5 if arch.scaled_embeddings else 1.0
+        embed, scales = dim**0.5 if arch.scaled_embeddings else 1.0, {}
+        if arch.has_scales:
+            scales = {"residual_scale": self.get(LLM.RESIDUAL_SCALE, 1.0), "logit_scale": 1 / self.get(LLM.LOGIT_SCALE)}
         return DecoderSpec(
             vocab=self.get(LLM.VOCAB_SIZE),
             dim=dim,
@@ -73,16 +73,9 @@ class GGUFSpec:
         intermediate_size, experts = self.get(LLM.FEED_FORWARD_LENGTH), self.get(LLM.EXPERT_COUNT)
         if self.arch.moe is None or not experts:
             return MLP(intermediate_size, self.arch.act, self.has_bias("mlp.down_proj"))
-        shared_intermediate_size = self.get(LLM.EXPERT_SHARED_FEED_FORWARD_LENGTH, 0)
-        top_k = self.get(LLM.EXPERT_USED_COUNT)
-        return replace(
-            self.arch.moe,
-            experts=experts,
-            top_k=top_k,
-            intermediate_size=intermediate_size,
-            shared_intermediate_size=shared_intermediate_size,
-            act=self.arch.act,
-        )
+        shared_size, top_k = self.get(LLM.EXPERT_SHARED_FEED_FORWARD_LENGTH, 0), self.get(LLM.EXPERT_USED_COUNT)
+        sizes = {"intermediate_size": intermediate_size, "shared_intermediate_size": shared_size}
+        return replace(self.arch.moe, experts=experts, top_k=top_k, act=self.arch.act, **sizes)
 
     def attention(self, norm: Norm) -> Attention:
         arch, heads, dim = self.arch, self.get(ATTENTION.HEAD_COUNT), self.get(LLM.EMBEDDING_LENGTH)
@@ -125,11 +118,8 @@ class GGUFSpec:
         )
 
     def scaling(self) -> Scaling | None:
-        context, factor = self.get(LLM.CONTEXT_LENGTH), self.get(ROPE.SCALING_FACTOR)
-        original_context, attn_factor = (
-            self.get(ROPE.SCALING_ORIG_CTX_LEN, context),
-            self.get(ROPE.SCALING_ATTN_FACTOR, 1.0),
-        )
+        factor, attn_factor = self.get(ROPE.SCALING_FACTOR), self.get(ROPE.SCALING_ATTN_FACTOR, 1.0)
+        original_context = self.get(ROPE.SCALING_ORIG_CTX_LEN, self.get(LLM.CONTEXT_LENGTH))
         if DIVISORS in self.rope_factors and self.arch.rope_divisors:
             return rope_scaling_factors(self.rope_factors[DIVISORS])
         if LONG in self.rope_factors and self.arch.longrope:
@@ -139,9 +129,8 @@ class GGUFSpec:
         if self.get(ROPE.SCALING_TYPE) == RopeScalingType.YARN.value:
             keys = (ROPE.SCALING_YARN_BETA_FAST, ROPE.SCALING_YARN_BETA_SLOW)
             fast, slow = map(self.get, keys, DEFAULT_YARN_RAMP) if self.arch.yarn_ramp else DEFAULT_YARN_RAMP
-            return YarnScaling(
-                factor, original_context, fast, slow, attention_factor=yarn_attn_factor(factor) * attn_factor
-            )
+            attn_factor *= yarn_attn_factor(factor)
+            return YarnScaling(factor, original_context, fast, slow, attention_factor=attn_factor)
         return LinearScaling(factor)
 
 

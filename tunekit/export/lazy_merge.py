@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.merge import MergedTensors
 from tunekit.checkpoint.peft_reader import AdapterContents, read_contents
@@ -42,13 +43,15 @@ class LazyMergedCheckpoint(HFCheckpoint):
     adapter: AdapterContents
 
     @staticmethod
-    def from_adapter(base: HFCheckpoint, adapter: Path) -> "LazyMergedCheckpoint":
-        contents = read_contents(adapter, base)
+    def with_adapter(base: HFCheckpoint, adapter: NoAdapter | LoRAConfig) -> HFCheckpoint:
+        """The base with the weights of an adapter; the base itself without any."""
+        if adapter.adapter_path is None:
+            return base
+        contents = read_contents(Path(adapter.adapter_path), base)
         with LazyMerger(base, contents) as tensors:
             tied = base.spec.tie_word_embeddings and not tensors.merged.untied
-        return LazyMergedCheckpoint(
-            base.path, base.name, base.config, base.family, replace(base.spec, tie_word_embeddings=tied), base, contents
-        )
+        spec = replace(base.spec, tie_word_embeddings=tied)
+        return LazyMergedCheckpoint(base.path, base.name, base.config, base.family, spec, base, contents)
 
     @cached_property
     def tensors(self) -> dict[str, TensorMeta]:

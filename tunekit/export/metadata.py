@@ -25,10 +25,8 @@ LLM, ATTENTION, ROPE = Keys.LLM, Keys.Attention, Keys.Rope
 def model_fields(spec: DecoderSpec, arch: Architecture) -> dict[str, Any]:
     """Fields of a model. Properties without a field are omitted; `check_spec_matches` then reports a difference."""
     layers = [attention_fields(layer) for layer in spec.layers]
-    last_global = next(
-        (attention for attention in reversed(layers) if attention.window is None and attention.rope is not None),
-        layers[-1],
-    )
+    global_layers = [attention for attention in layers if attention.window is None and attention.rope is not None]
+    last_global = (global_layers or layers)[-1]
     fields = {
         LLM.VOCAB_SIZE: spec.vocab,
         LLM.CONTEXT_LENGTH: spec.context,
@@ -56,10 +54,8 @@ def ffn_fields(ffn: FeedForward) -> dict[str, Any]:
     fields: dict[str, Any] = {LLM.FEED_FORWARD_LENGTH: ffn.intermediate_size}
     if isinstance(ffn, MoE):
         fields |= {LLM.EXPERT_COUNT: ffn.experts, LLM.EXPERT_USED_COUNT: ffn.top_k}
-        fields |= {
-            LLM.EXPERT_FEED_FORWARD_LENGTH: ffn.intermediate_size,
-            LLM.EXPERT_SHARED_FEED_FORWARD_LENGTH: ffn.shared_intermediate_size or None,
-        }
+        fields[LLM.EXPERT_FEED_FORWARD_LENGTH] = ffn.intermediate_size
+        fields[LLM.EXPERT_SHARED_FEED_FORWARD_LENGTH] = ffn.shared_intermediate_size or None
     return fields
 
 
@@ -107,10 +103,8 @@ def rope_fields(rope: Rope, head_dim: int, arch: Architecture) -> dict[str, Any]
             if arch.yarn_ramp:
                 fields |= {ROPE.SCALING_YARN_BETA_FAST: float(yarn.fast), ROPE.SCALING_YARN_BETA_SLOW: float(yarn.slow)}
         case LongRopeScaling() as longrope:
-            fields |= {
-                ROPE.SCALING_TYPE: RopeScalingType.LONGROPE.value,
-                ROPE.SCALING_ATTN_FACTOR: float(longrope.attention_factor),
-            }
+            fields[ROPE.SCALING_TYPE] = RopeScalingType.LONGROPE.value
+            fields[ROPE.SCALING_ATTN_FACTOR] = float(longrope.attention_factor)
             fields[ROPE.SCALING_ORIG_CTX_LEN] = longrope.context
     return fields
 

@@ -7,11 +7,7 @@ from collections.abc import Mapping, Sequence
 from gguf import TokenType
 
 SPACE = "\u2581"
-SPECIAL_TYPES = {
-    TokenType.CONTROL,
-    TokenType.USER_DEFINED,
-    TokenType.UNKNOWN,
-}  # matched in the text before it is tokenized
+SPECIAL_TYPES = {TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN}  # matched before text is tokenized
 
 
 class SentencePieceBPE:
@@ -21,10 +17,9 @@ class SentencePieceBPE:
         self.ids = {token: i for i, token in enumerate(tokens)}
         self.scores = dict(zip(tokens, scores, strict=True))
         self.space = " " if add_space else ""
-        self.special_tokens = {token for token, kind in zip(tokens, types, strict=True) if kind in SPECIAL_TYPES}
-        self.special_pattern = re.compile(
-            "|".join(re.escape(special) for special in sorted(self.special_tokens, key=len, reverse=True)) or "(?!)"
-        )
+        special_tokens = {token for token, kind in zip(tokens, types, strict=True) if kind in SPECIAL_TYPES}
+        longest_first = sorted(special_tokens, key=len, reverse=True)
+        self.special_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def encode(self, text: str) -> list[int]:
         ids, start = [], 0

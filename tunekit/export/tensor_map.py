@@ -95,15 +95,10 @@ def build_tensor_map(source: HFCheckpoint, quant_type: QuantType) -> TensorMap:
     with torch.device("meta"):
         model = Decoder(source.spec)
     check_tensors(source, model.shapes)
-    names = [
-        name
-        for mapping in source.key_mappings
-        for name in mapping.ours
-        if not (name == TIED and spec.tie_word_embeddings)
-    ]
-    last_rope = next(
-        (attention for attention in map(attention_fields, reversed(spec.layers)) if attention.rope is not None), None
-    )
+    names = [name for mapping in source.key_mappings for name in mapping.ours]
+    names = [name for name in names if not (name == TIED and spec.tie_word_embeddings)]
+    mixers = map(attention_fields, reversed(spec.layers))
+    last_rope = next((mixer for mixer in mixers if mixer.rope is not None), None)
     rope_factors = {} if last_rope is None else rope_factor_tensors(last_rope.rope, last_rope.head_dim)
     check_spec_matches(spec, GGUFSpec(model_fields(spec, arch), arch, names, rope_factors).spec(), arch.name, where)
     entries = [GGUFEntry((name,), name, (len(values),), Kind.F32) for name, values in rope_factors.items()]
@@ -115,9 +110,8 @@ def build_tensor_map(source: HFCheckpoint, quant_type: QuantType) -> TensorMap:
 
 def limit_context(spec: DecoderSpec, arch: Architecture) -> tuple[DecoderSpec, tuple[str, ...]]:
     """Limit the context to the sliding window if the architecture has no windows. Returns the spec and warnings."""
-    window = min(
-        (mixer.window for mixer in map(attention_fields, spec.layers) if mixer.window is not None), default=None
-    )
+    windows = [attention_fields(layer).window for layer in spec.layers]
+    window = min((window for window in windows if window is not None), default=None)
     if arch.window_period is not None or window is None:
         return spec, ()
     layers = tuple(replace(layer, mixer=replace(attention_fields(layer), window=None)) for layer in spec.layers)

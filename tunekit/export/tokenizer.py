@@ -19,16 +19,8 @@ from tunekit.export.vocabulary import BYTE_LEVEL, SENTENCEPIECE, Vocabulary
 KEYS = Keys.Tokenizer
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 # Texts that llama.cpp always treats as end-of-generation tokens.
-END_TOKENS = {
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
-    "</s>",
-    "<|eom_id|>",
-    "<|end_of_text|>",
-}
+END_TOKENS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>"}
+END_TOKENS |= {"<|end_of_text|>"}
 # All sequences of three of these are tested.
 SAMPLES = ("s", "re", "A", "7", "777", "é", "中", "\u0301", " ", "  ", "\n", "\t", "\r", "'", ".", "(", "_")
 MAX_MISMATCH_FRACTION = 1 / 50  # of the test texts; fewer mismatches outside TEXTS are only a warning
@@ -47,9 +39,8 @@ def read_vocabulary(tokenizer: Tokenizer, size: int, where: str) -> CheckedVocab
     config = json.loads(tokenizer.model.to_str())
     model, pre_tokenizer = config["model"], json.dumps(config["pre_tokenizer"])
     if tokenizer.size > size:
-        raise UserError(
-            f"{where}: the tokenizer has ids up to {tokenizer.size - 1}, but the model has only {size} embeddings"
-        )
+        problem = f"the tokenizer has ids up to {tokenizer.size - 1}, but the model has only {size} embeddings"
+        raise UserError(f"{where}: {problem}")
     if model["type"] == "BPE" and '"ByteLevel"' in pre_tokenizer:
         vocabulary, notes = byte_level_vocabulary(tokenizer, config, size, where)
     elif model["type"] == "BPE" and model["byte_fallback"]:
@@ -59,9 +50,8 @@ def read_vocabulary(tokenizer: Tokenizer, size: int, where: str) -> CheckedVocab
         raise UserError(f"{where}: cannot export a {kind} to GGUF; supported: byte-level BPE and SentencePiece BPE")
     fields, warnings = special_fields(tokenizer)
     special = [token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind in SPECIAL_TYPES]
-    if mismatches := find_mismatches(
-        vocabulary, special_token_texts(special), tokenizer.encode_texts(special_token_texts(special))
-    ):
+    texts = [text for token in special for text in (f"a{token}b", f"a {token} b", f"{token}{token}\n")]
+    if mismatches := find_mismatches(vocabulary, texts, tokenizer.encode_texts(texts)):
         warnings += (f"llama.cpp tokenizes text around special tokens differently: {mismatches[0]}",)
     return replace(vocabulary, extra_fields=fields), (*notes, *warnings)
 
@@ -76,9 +66,8 @@ def byte_level_vocabulary(tokenizer: Tokenizer, config: Mapping[str, Any], size:
     name = match_pretokenizer(config["pre_tokenizer"], config["model"]["ignore_merges"])
     # llama.cpp has no Unicode normalization, so ids may differ for texts that are not in NFC.
     texts = [unicodedata.normalize("NFC", text) for text in build_test_texts(tokenizer)]
-    return select_vocabulary(
-        (replace(base, pre=pre) for pre in ([name] if name else PRE_TOKENIZERS)), tokenizer, texts, where, bool(name)
-    )
+    candidates = (replace(base, pre=pre) for pre in ([name] if name else PRE_TOKENIZERS))
+    return select_vocabulary(candidates, tokenizer, texts, where, bool(name))
 
 
 def sentencepiece_vocabulary(
@@ -92,11 +81,11 @@ def sentencepiece_vocabulary(
     scores = [-float(ranks.get(text, len(config["model"]["merges"]))) for text in texts]
     types = [int(TokenType.BYTE) if BYTE.fullmatch(text) else kind for text, kind in zip(texts, types, strict=True)]
     candidates = (Vocabulary(SENTENCEPIECE, texts, types, scores=scores, space=space) for space in (True, False))
-    spaced = {text for text in build_test_texts(tokenizer) if text.startswith(" ")}
-    vocabulary, notes = select_vocabulary(
-        candidates, tokenizer, [text for text in build_test_texts(tokenizer) if text not in spaced], where
-    )
-    if mismatches := find_mismatches(vocabulary, sorted(spaced), tokenizer.encode_texts(sorted(spaced))):
+    test_texts = build_test_texts(tokenizer)
+    spaced = sorted({text for text in test_texts if text.startswith(" ")})
+    other_texts = [text for text in test_texts if not text.startswith(" ")]
+    vocabulary, notes = select_vocabulary(candidates, tokenizer, other_texts, where)
+    if mismatches := find_mismatches(vocabulary, spaced, tokenizer.encode_texts(spaced)):
         notes += (f"llama.cpp adds a space also before a text that starts with one: {mismatches[0]}",)
     return vocabulary, notes
 
@@ -119,10 +108,8 @@ def select_vocabulary(
     assert best is not None, where
     vocabulary, mismatches = best
     warning = f"llama.cpp tokenizes {len(mismatches):,} of {len(texts):,} short texts differently: {mismatches[0]}"
-    has_many = len(mismatches) > MAX_MISMATCH_FRACTION * len(texts) or find_mismatches(
-        vocabulary, TEXTS, tokenizer.encode_texts(TEXTS)
-    )
-    if has_many and not is_known:
+    has_many = len(mismatches) > MAX_MISMATCH_FRACTION * len(texts)
+    if not is_known and (has_many or find_mismatches(vocabulary, TEXTS, tokenizer.encode_texts(TEXTS))):
         raise UserError(f"{where}: the tokenizer cannot be exported to GGUF: {warning}")
     return vocabulary, (warning,)
 
@@ -146,10 +133,6 @@ def build_test_texts(tokenizer: Tokenizer) -> list[str]:
     token_texts = tokenizer.model.decode_batch(ids, skip_special_tokens=True)
     rows = ("".join(row) for row in product(SAMPLES, repeat=3))
     return [*TEXTS, *rows, *(text for text in token_texts if text and INCOMPLETE_CHAR not in text)]
-
-
-def special_token_texts(tokens: Sequence[str]) -> list[str]:
-    return [text for token in tokens for text in (f"a{token}b", f"a {token} b", f"{token}{token}\n")]
 
 
 def find_mismatches(vocabulary: Vocabulary, texts: Sequence[str], expected: Sequence[Sequence[int]]) -> list[str]:

@@ -37,18 +37,15 @@ class Vocabulary:
     def from_fields(fields: Mapping[str, Any]) -> "Vocabulary":
         """Read the vocabulary from the fields of a GGUF file."""
         values = {name: fields[key] for key, name in FIELD_NAMES.items() if key in fields}
-        extra_fields = {
-            key: value for key, value in fields.items() if key.startswith("tokenizer.") and key not in FIELD_NAMES
-        }
-        return Vocabulary(**values, extra_fields=extra_fields)
+        extra = {key: v for key, v in fields.items() if key.startswith("tokenizer.") and key not in FIELD_NAMES}
+        return Vocabulary(**values, extra_fields=extra)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids as in llama.cpp, without BOS and EOS. Special tokens in the text are parsed."""
         if self.scores is not None:
             return [self.sentencepiece.encode(text) for text in texts]
-        return [
-            encoding.ids for encoding in self.byte_level_bpe.encode_batch_fast(list(texts), add_special_tokens=False)
-        ]
+        encodings = self.byte_level_bpe.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     @cached_property
     def sentencepiece(self) -> SentencePieceBPE:
@@ -65,10 +62,8 @@ class Vocabulary:
         splits = [pre_tokenizers.Split(Regex(text), "isolated") for text in pre.llama_cpp_patterns or pre.patterns]
         steps = [*splits, pre_tokenizers.ByteLevel(False, use_regex=False)]
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-        typed_tokens = zip(self.tokens, self.types, strict=True)
-        tokenizer.add_tokens(
-            [AddedToken(token, normalized=False) for token, kind in typed_tokens if kind in SPECIAL_TYPES]
-        )
+        special = [token for token, kind in zip(self.tokens, self.types, strict=True) if kind in SPECIAL_TYPES]
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in special])
         return tokenizer
 
 

@@ -35,9 +35,8 @@ class SelfAttention(InitMixin):
         q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.q_proj = Linear(dim, q * (2 if spec.output_gate else 1), bias=spec.bias)
         self.q_norm = make_head_norm(spec.heads, spec.head_dim, spec.qk_norm)
-        self.k_norm = make_head_norm(
-            spec.kv_heads, spec.head_dim, spec.qk_norm if spec.kv_shared_layer is None else None
-        )
+        k_norm = spec.qk_norm if spec.kv_shared_layer is None else None
+        self.k_norm = make_head_norm(spec.kv_heads, spec.head_dim, k_norm)
         if spec.kv_shared_layer is None:
             self.k_proj = Linear(dim, kv, bias=spec.bias)
             if not spec.attention_k_eq_v:
@@ -49,14 +48,11 @@ class SelfAttention(InitMixin):
     def forward(self, x: Tensor, context: ForwardContext, cache: LayerKVCache | None = None) -> Tensor:
         q, *kv = shared_input_linears(self.input_layers, self.tp_region.enter(x, context.positions.shape))
         q, gate = self.split_gate(q)
-        k, v = self.split_kv(kv) if self.spec.kv_shared_layer is None else (q[:, :, :0], q)
+        source = self.spec.kv_shared_layer
+        k, v = self.split_kv(kv) if source is None else (q[:, :, :0], q)
         q, k = self.apply_rope_and_norm(q, k, context)
         q = self.scale_queries(q, context)
-        k, v = (
-            self.cached_kv(k, v, context, cache)
-            if self.spec.kv_shared_layer is None
-            else context.shared_kv.get(self.spec.kv_shared_layer)
-        )
+        k, v = self.cached_kv(k, v, context, cache) if source is None else context.shared_kv.get(source)
         y = context.attend(q, k, v, self.params, self.sinks)[..., : self.spec.head_dim].flatten(-2)
         return self.tp_region.leave(self.o_proj(y if gate is None else y * gate.sigmoid()))
 

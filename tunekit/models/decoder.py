@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tunekit.kernels import attention_gpu, shared_prefix
 from tunekit.kernels.cross_entropy import VocabShard
+from tunekit.kernels.glu import gated_activation
 from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
 from tunekit.models.attention import SelfAttention
 from tunekit.models.feed_forward import GatedMLP
@@ -24,7 +25,6 @@ from tunekit.models.linear import Embedding, Linear
 from tunekit.models.mla import MultiLatentAttention
 from tunekit.models.moe import DenseMoEFeedForward, MixtureOfExperts
 from tunekit.models.norm import RMSNorm, make_norm
-from tunekit.models.per_layer_embedding import PerLayerEmbedding, PerLayerGate
 from tunekit.models.rope import rope_tables
 from tunekit.models.spec import (
     MLP,
@@ -36,6 +36,7 @@ from tunekit.models.spec import (
     Layer,
     LongRopeScaling,
     MoE,
+    PerLayerInput,
     Rope,
 )
 from tunekit.models.tp_region import NO_PARALLEL, NoParallel
@@ -50,6 +51,37 @@ MIXERS: dict[type, Callable[..., Any]] = {
     DeltaNet: GatedDeltaNet,
 }
 FFNS: dict[type, Callable[..., Any]] = {MLP: GatedMLP, MoE: MixtureOfExperts, DenseMoE: DenseMoEFeedForward}
+
+
+class PerLayerEmbedding(nn.Module):
+    """Gemma 4: vectors of all layers, a second token embedding plus a projection of the first layer's input."""
+
+    def __init__(self, spec: PerLayerInput, model: DecoderSpec) -> None:
+        super().__init__()
+        self.shape = len(model.layers), spec.dim
+        self.embed = Embedding(spec.vocab, len(model.layers) * spec.dim)
+        self.proj = Linear(model.dim, len(model.layers) * spec.dim, bias=False)
+        self.norm = RMSNorm(spec.dim, model.norm)
+
+    def forward(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        """One (B, S, dim) per layer, from `tokens` (B, S) and the input of the first layer."""
+        of_token = self.embed(tokens).to(x.dtype).unflatten(-1, self.shape) * self.shape[1] ** 0.5
+        of_input = self.norm((self.proj(x) * x.shape[-1] ** -0.5).unflatten(-1, self.shape))
+        return ((of_input + of_token) * 2**-0.5).unbind(2)
+
+
+class PerLayerGate(nn.Module):
+    """Adds the gated, projected vector of a layer to the residual stream."""
+
+    def __init__(self, spec: PerLayerInput, model: DecoderSpec) -> None:
+        super().__init__()
+        self.act = spec.act
+        self.per_layer_input_gate = Linear(model.dim, spec.dim, bias=False)
+        self.per_layer_projection = Linear(spec.dim, model.dim, bias=False)
+        self.norm = RMSNorm(model.dim, model.norm)
+
+    def forward(self, x: Tensor, token: Tensor) -> Tensor:
+        return x + self.norm(self.per_layer_projection(gated_activation(self.act, self.per_layer_input_gate(x), token)))
 
 
 class Block(InitMixin):
@@ -200,10 +232,8 @@ class Decoder(nn.Module):
         """RoPE tables, positions and bounds for the layers, of the tokens of this rank."""
         prepared = attention_gpu.prepare_layout(layout, tokens.shape, self.chunk_sizes, tokens.device)
         full_tables = (rope_tables(rope, head_dim, positions, layout, lengths) for rope, head_dim in self.ropes)
-        tables = tuple(
-            turn._replace(cos=sharding.local_tokens(turn.cos), sin=sharding.local_tokens(turn.sin))
-            for turn in full_tables
-        )
+        local = sharding.local_tokens
+        tables = tuple(table._replace(cos=local(table.cos), sin=local(table.sin)) for table in full_tables)
         positions = sharding.local_tokens(positions)
         return ForwardContext(positions, layout, lengths, tables, cp_sharding=sharding, prepared_layout=prepared)
 
@@ -217,9 +247,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Run the layers, then the head or `head_fn` on hidden states of `shape` (B, S)."""
         shape = tokens.shape if shape is None else shape
-        hidden = self.tp_region.enter(self.forward_layers(tokens, context, cache), tokens.shape).view(
-            *shape, self.spec.dim
-        )
+        hidden = self.tp_region.enter(self.forward_layers(tokens, context, cache), tokens.shape)
+        hidden = hidden.view(*shape, self.spec.dim)
         return self.head(hidden) if head_fn is None else head_fn(hidden, self.head)
 
     def begin_decoding(self, cache: KVCache) -> None:
@@ -245,11 +274,9 @@ class Decoder(nn.Module):
         x = x if self.spec.embed_scale == 1 else x * torch.tensor(self.spec.embed_scale, dtype=x.dtype)
         if self.flatten_rows and torch.is_grad_enabled():
             x.requires_grad_()
-        layer_inputs = (
-            [None] * len(self.spec.layers)
-            if self.per_layer is None
-            else self.per_layer(self.tp_region.local_tokens(tokens), x)
-        )
+        layer_inputs = [None] * len(self.spec.layers)
+        if self.per_layer is not None:
+            layer_inputs = self.per_layer(self.tp_region.local_tokens(tokens), x)
         for i, layer in enumerate(self.layers):
             if self.layer_call is not None and torch.is_grad_enabled():
                 x = self.layer_call(layer, x, context, None, layer_inputs[i])

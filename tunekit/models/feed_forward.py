@@ -21,7 +21,5 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(spec.intermediate_size, dim, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = gated_activation(
-            self.act, *shared_input_linears((self.gate_proj, self.up_proj), self.tp_region.enter(x))
-        )
-        return self.tp_region.leave(self.down_proj(hidden))
+        gate_and_up = shared_input_linears((self.gate_proj, self.up_proj), self.tp_region.enter(x))
+        return self.tp_region.leave(self.down_proj(gated_activation(self.act, *gate_and_up)))

@@ -106,10 +106,8 @@ class KVCache:
         """Context of a pass with one token per row at `positions` (B, 1)."""
         cached = CachePositions(positions, self.num_slots, self.num_visible(positions.device))
         index = positions[:, 0]
-        rotations = tuple(
-            table._replace(cos=table.cos.index_select(0, index), sin=table.sin.index_select(0, index))
-            for table in self.tables
-        )
+        tables = ((table, table.cos.index_select(0, index), table.sin.index_select(0, index)) for table in self.tables)
+        rotations = tuple(table._replace(cos=cos, sin=sin) for table, cos, sin in tables)
         return ForwardContext(positions, None, None, rotations, row_length=1, cache_positions=cached)
 
     def num_visible(self, device: torch.device) -> int:
@@ -186,11 +184,7 @@ class ForwardContext:
         if self.cache_positions is not None:
             return attend_decode(q, k, v, self.cache_positions, params, sinks)
         assert not isinstance(self.prefix, PrefixIndex)
-        layout = self.layout
-        if (
-            layout is None
-            and self.prepared_layout is not None
-            and attention_gpu.is_supported(q, params.softcap is not None)
-        ):
-            layout = self.prepared_layout  # compiled layers cannot prepare it
+        layout, prepared = self.layout, self.prepared_layout
+        if layout is None and prepared is not None and attention_gpu.is_supported(q, params.softcap is not None):
+            layout = prepared  # compiled layers cannot prepare it
         return attention(q, k, v, params, layout, sinks, self.prefix)

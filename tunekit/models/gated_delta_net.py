@@ -78,21 +78,18 @@ class GatedDeltaNet(InitMixin):
         return self.tp_region.leave(context.cp_sharding.local_tokens(self.out_proj(y.type_as(x).flatten(-2))))
 
     def project(self, x: Tensor) -> DeltaProjections:
-        return DeltaProjections(
-            *shared_input_linears((self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a), x)
-        )
+        layers = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
+        return DeltaProjections(*shared_input_linears(layers, x))
 
     def project_grouped(self, x: Tensor) -> DeltaProjections:
         """Projections from fused layers whose outputs are grouped by key head."""
         s, repeat = self.spec, self.spec.v_heads // self.spec.k_heads
         sizes = [s.k_dim, s.k_dim, repeat * s.v_dim, repeat * s.v_dim]
-        qkvz, ba = (
-            y.unflatten(-1, (s.k_heads, -1)) for y in shared_input_linears((self.in_proj_qkvz, self.in_proj_ba), x)
-        )
+        outputs = shared_input_linears((self.in_proj_qkvz, self.in_proj_ba), x)
+        qkvz, ba = (y.unflatten(-1, (s.k_heads, -1)) for y in outputs)
         (q, k, v, z), (b, a) = qkvz.split(sizes, dim=-1), ba.chunk(2, dim=-1)
-        return DeltaProjections(
-            torch.cat([part.flatten(-2) for part in (q, k, v)], dim=-1), *(p.flatten(-2) for p in (z, b, a))
-        )
+        q, k, v, z, b, a = (y.flatten(-2) for y in (q, k, v, z, b, a))
+        return DeltaProjections(torch.cat([q, k, v], dim=-1), z, b, a)
 
     def mix(self, qkv: Tensor, decay: Tensor, beta: Tensor, layout: SequenceLayout | None) -> Tensor:
         """Outputs (B, S, H, V) for complete rows, or for the documents in them."""
@@ -106,9 +103,8 @@ class GatedDeltaNet(InitMixin):
         lengths = lengths if context.lengths is None else context.lengths
         is_token = (torch.arange(qkv.shape[1], device=qkv.device) < lengths[:, None])[..., None]
         mixed = short_convolution(qkv, self.conv1d.weight.squeeze(1), previous=cache.tail)
-        y, cache.states = gated_delta_rule(
-            *self.split_heads(mixed), decay * is_token, beta * is_token, state=cache.states
-        )
+        qkv_heads = self.split_heads(mixed)
+        y, cache.states = gated_delta_rule(*qkv_heads, decay * is_token, beta * is_token, state=cache.states)
         last = lengths[:, None] + torch.arange(cache.tail.shape[1], device=qkv.device)
         cache.tail = inputs.take_along_dim(last[..., None], dim=1)
         return y
@@ -136,9 +132,8 @@ class GatedDeltaNet(InitMixin):
 
     def init_weights(self, generator: torch.Generator, std: float) -> None:
         """Draw decays that differ between heads, as in Mamba 2 (arXiv:2405.21060)."""
-        self.weight_storage.copy(
-            self.A_log, torch.empty(self.A_log.shape).uniform_(0.01, 16, generator=generator).log()
-        )
+        decays = torch.empty(self.A_log.shape).uniform_(0.01, 16, generator=generator)
+        self.weight_storage.copy(self.A_log, decays.log())
         nn.init.ones_(self.dt_bias)
 
 

@@ -23,7 +23,40 @@ def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Linear(nn.Linear, InitMixin):
+class LinearWeight(InitMixin):
+    """Weight (out, in) of a layer, or (E, out, in) of experts, and its bias. Both may be local shards."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    rowwise_mesh: ShardGroup | None = None  # ranks that hold the other inputs; their outputs are summed
+
+    @property
+    def effective_bias(self) -> Tensor | None:
+        """Bias of this rank. With sharded inputs, only the first rank adds it to the sum."""
+        is_first = self.rowwise_mesh is None or self.rowwise_mesh.index == 0
+        return self.bias if self.bias is None or is_first else self.bias * 0
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the full weight, even if it is sharded."""
+        return self.weight_storage.full_shape(self.weight)
+
+    def dequantize(self, gather: Gather = identity) -> Tensor:
+        """Full-precision weight. `gather` is applied to each stored tensor first."""
+        return gather(self.weight)
+
+    def load_weight(self, weight: Tensor) -> None:
+        """Load a full weight from a checkpoint. May take over its memory."""
+        self.weight_storage.adopt(self.weight, weight)
+
+    def init_weights(self, generator: torch.Generator, std: float) -> None:
+        """Draw a normal weight and zero the bias."""
+        self.load_weight(normal_init(self.shape, std, generator))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Linear(nn.Linear, LinearWeight):
     """Linear layer that casts its weight to the dtype of the input: master weights may be fp32 and matmuls bf16.
 
     Quantization overrides the methods that read the weight; an adapter sets `update`. Parameter names stay the same.
@@ -38,7 +71,6 @@ class Linear(nn.Linear, InitMixin):
     lora_magnitude_vector: nn.Parameter  # (out,)
     lora_scale: float
     colwise_mesh: ShardGroup | None = None  # ranks that hold the other outputs
-    rowwise_mesh: ShardGroup | None = None  # ranks that hold the other inputs; their outputs are summed
 
     def matmul(self, x: Tensor) -> Tensor:
         """x W^T + b: (..., in) to (..., out)."""
@@ -47,11 +79,6 @@ class Linear(nn.Linear, InitMixin):
         chunks = self.weight.split(max(1, CAST_CHUNK_NUMEL // self.in_features))
         y = torch.cat([linear(x, part) for part in chunks], dim=-1)
         return y if self.effective_bias is None else y + self.effective_bias.to(x.dtype)
-
-    @property
-    def effective_bias(self) -> Tensor | None:
-        """Bias of this rank. With sharded inputs, only the first rank adds it to the sum."""
-        return bias_on_first_rank(self.bias, self.rowwise_mesh)
 
     @property
     def is_frozen(self) -> bool:
@@ -63,42 +90,21 @@ class Linear(nn.Linear, InitMixin):
         weight = self.weight.to(grad.dtype)
         return grad @ weight if into is None else into.addmm_(grad, weight)
 
-    @property
-    def shape(self) -> Shape:
-        """Shape (out, in) of the full weight, even if it is sharded."""
-        return self.weight_storage.full_shape(self.weight)
-
-    def dequantize(self, gather: Gather = identity) -> Tensor:
-        """Full-precision weight (out, in). `gather` is applied to each stored tensor first."""
-        return gather(self.weight)
-
     def iter_fp32_rows(self, num_rows: int) -> Iterator[Tensor]:
         """The weight in fp32, `num_rows` rows at a time."""
         return (part.float() for part in self.weight.split(num_rows))
-
-    def load_weight(self, weight: Tensor) -> None:
-        """Load a full weight (out, in) from a checkpoint. May take over its memory."""
-        self.weight_storage.adopt(self.weight, weight)
-
-    def init_weights(self, generator: torch.Generator, std: float) -> None:
-        """Draw a normal weight and zero the bias."""
-        self.load_weight(normal_init(self.shape, std, generator))
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
         return self.matmul(input) if self.update is None else self.update((self,), input)[0]
 
 
-class GroupedLinear(InitMixin):
+class GroupedLinear(LinearWeight):
     """Linear layers of all experts in one weight, with the same extension points as Linear."""
 
     update: "Callable[[Sequence[GroupedLinear], Tensor, Tensor], tuple[Tensor, ...]] | None" = None
     lora_A: nn.Parameter  # (E, rank, in)
     lora_B: nn.Parameter  # (E, out, rank)
     lora_scale: float
-    bias: nn.Parameter | None
-    rowwise_mesh: ShardGroup | None = None  # ranks that hold the other inputs; their outputs are summed
 
     def __init__(self, experts: int, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
@@ -110,37 +116,8 @@ class GroupedLinear(InitMixin):
         """x W[e]^T + b[e] of rows (N, in) sorted by expert, with `sizes` (E,) rows per expert: (N, out)."""
         return grouped_mm(x, self.weight, sizes, self.effective_bias)
 
-    @property
-    def effective_bias(self) -> Tensor | None:
-        """Biases of this rank. With sharded inputs, only the first rank adds them to the sum."""
-        return bias_on_first_rank(self.bias, self.rowwise_mesh)
-
-    @property
-    def shape(self) -> Shape:
-        """Shape (E, out, in) of the full weight, even if it is sharded."""
-        return self.weight_storage.full_shape(self.weight)
-
-    def dequantize(self, gather: Gather = identity) -> Tensor:
-        """Full-precision weight (E, out, in). `gather` is applied to each stored tensor first."""
-        return gather(self.weight)
-
-    def load_weight(self, weight: Tensor) -> None:
-        """Load a full weight (E, out, in) from a checkpoint. May take over its memory."""
-        self.weight_storage.adopt(self.weight, weight)
-
-    def init_weights(self, generator: torch.Generator, std: float) -> None:
-        """Draw normal weights and zero the biases."""
-        self.load_weight(normal_init(self.shape, std, generator))
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         return self.matmul(x, sizes) if self.update is None else self.update((self,), x, sizes)[0]
-
-
-def bias_on_first_rank(bias: Tensor | None, rowwise_mesh: ShardGroup | None) -> Tensor | None:
-    """The bias on the first of the ranks whose outputs are summed, zeros on the others."""
-    return bias if bias is None or rowwise_mesh is None or rowwise_mesh.index == 0 else bias * 0
 
 
 def shared_input_linears(layers: Sequence[Linear] | Sequence[GroupedLinear], *inputs: Tensor) -> tuple[Tensor, ...]:

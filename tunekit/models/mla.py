@@ -40,18 +40,16 @@ class MultiLatentAttention(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext, cache: LayerKVCache | None = None) -> Tensor:
         x = self.tp_region.enter(x, context.positions.shape)
-        q, kv = shared_input_linears(
-            (self.q_proj if self.spec.q_rank is None else self.q_a_proj, self.kv_a_proj_with_mqa), x
-        )
+        q_layer = self.q_proj if self.spec.q_rank is None else self.q_a_proj
+        q, kv = shared_input_linears((q_layer, self.kv_a_proj_with_mqa), x)
         latent, k_rope = kv.split([self.spec.kv_rank, self.spec.rope_dim], dim=-1)
         rope_table = RopeTables(*context.rope_tables[self.rope_index][:4], last=True)
         q, k_rope_rotated = apply_rope(self.project_queries(q), k_rope[:, :, None], rope_table)
         k, v = self.expand_kv(context.gather(latent), context.gather(k_rope_rotated))
         if cache is not None:
             k, v = cache.add(k, v, context)
-        return self.tp_region.leave(
-            self.o_proj(context.attend(q, k, v, self.params)[..., : self.spec.v_dim].flatten(-2))
-        )
+        y = context.attend(q, k, v, self.params)[..., : self.spec.v_dim].flatten(-2)
+        return self.tp_region.leave(self.o_proj(y))
 
     def project_queries(self, q: Tensor) -> Tensor:
         """Queries (B, S, H, nope + rope) before RoPE. `q` is the output of q_proj or q_a_proj."""

@@ -42,9 +42,12 @@ class Router(InitMixin):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights in fp32 and indices of the experts of each token (T, dim), both (T, top_k)."""
         spec, logits = self.spec, self.logits(x)
-        scores = {"softmax": lambda t: t.softmax(-1), "sigmoid": torch.sigmoid}.get(spec.scoring_func, lambda t: t)(
-            logits
-        )
+        scores = logits
+        match spec.scoring_func:
+            case "softmax":
+                scores = logits.softmax(-1)
+            case "sigmoid":
+                scores = logits.sigmoid()
         chosen = self.selection_scores(scores.detach()).topk(spec.top_k, dim=-1).indices
         weights = scores.gather(-1, chosen)
         match spec.scoring_func:
@@ -104,15 +107,14 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         """Outputs of rows (N, dim) sorted by expert, with `sizes` (E,) rows per expert."""
-        return (
-            self.forward_local(x, sizes) if self.dispatcher is None else self.dispatcher(self.forward_local, x, sizes)
-        )
+        if self.dispatcher is None:
+            return self.forward_local(x, sizes)
+        return self.dispatcher(self.forward_local, x, sizes)
 
     def forward_local(self, x: Tensor, sizes: Tensor) -> Tensor:
         """Outputs of the experts on this rank."""
-        return self.down_proj(
-            gated_activation(self.act, *shared_input_linears((self.gate_proj, self.up_proj), x, sizes)), sizes
-        )
+        gate_and_up = shared_input_linears((self.gate_proj, self.up_proj), x, sizes)
+        return self.down_proj(gated_activation(self.act, *gate_and_up), sizes)
 
 
 class MixtureOfExperts(nn.Module):
@@ -124,9 +126,8 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.spec = spec
         self.router, self.experts = Router(dim, spec), Experts(dim, spec)
-        self.shared = (
-            GatedMLP(dim, MLP(spec.shared_intermediate_size, spec.act)) if spec.shared_intermediate_size else None
-        )
+        width = spec.shared_intermediate_size
+        self.shared = GatedMLP(dim, MLP(width, spec.act)) if width else None
         self.shared_gate = Linear(dim, 1, bias=False) if spec.shared_gate else None
 
     def forward(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:

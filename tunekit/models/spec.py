@@ -152,9 +152,8 @@ class MoE:
     top_k: int
     intermediate_size: int
     act: Act = "silu"
-    scoring_func: Literal["softmax", "sigmoid", "top_softmax", "top_sigmoid"] = (
-        "softmax"  # top_*: over the selected experts only
-    )
+    # top_*: over the selected experts only
+    scoring_func: Literal["softmax", "sigmoid", "top_softmax", "top_sigmoid"] = "softmax"
     norm_topk_prob: bool = True  # weights of the selected experts sum to 1
     scale: float = 1.0
     groups: tuple[int, int] | None = None  # (number of groups, number of groups that experts are selected from)

@@ -47,19 +47,8 @@ Lines = Sequence[Tree]
 WARNING = "> **Not verified.**"
 EVALUATION_MARKERS = ("<!-- evaluation -->", "<!-- /evaluation -->")
 # Config keys that the training section lists, if a recipe has them.
-CONFIG_KEYS = (
-    "quantization",
-    "loss",
-    "optimizer",
-    "lr_scheduler",
-    "precision",
-    "global_batch_size",
-    "micro_batch_size",
-    "epochs",
-    "max_steps",
-    "max_grad_norm",
-    "seed",
-)
+CONFIG_KEYS = ("quantization", "loss", "optimizer", "lr_scheduler", "precision", "global_batch_size")
+CONFIG_KEYS += ("micro_batch_size", "epochs", "max_steps", "max_grad_norm", "seed")
 # Metrics of preference pairs and classes, whose loss is not per token.
 ACCURACIES = ("eval/rewards/accuracies", "eval/accuracy")
 UNKNOWN_FORMAT = PromptFormat()
@@ -103,9 +92,8 @@ def write_model_card(folder: Path, info: ModelCardInfo) -> None:
         "Repeat": reproduction_section(info),
     }
     tags = ["tunekit", info.recipe] + [info.adapter_kind] * (info.adapter_kind != "none")
-    write_card(
-        folder, card_metadata(folder, None if info.is_from_scratch else base, tags, hub_datasets(info)), name, sections
-    )
+    header = card_metadata(folder, None if info.is_from_scratch else base, tags, hub_datasets(info))
+    write_card(folder, header, name, sections)
 
 
 def write_minimal_card(
@@ -126,23 +114,16 @@ def write_merged_card(folder: Path, adapter: Path, source: HFCheckpoint) -> None
     if not {"Training", "Repeat"} <= sections.keys():
         write_minimal_card(folder, source)
         return
-    base, name, front_matter = (
-        read_base_model(source),
-        folder.resolve().name.removesuffix(atomic.PARTIAL),
-        read_front_matter(text),
-    )
+    base, name = read_base_model(source), folder.resolve().name.removesuffix(atomic.PARTIAL)
     prompt_format = PromptFormat("apply_chat_template" in sections.get("Use", ""))
-    kept_sections = {title: sections[title] for title in ("Results", "Training", "Data") if title in sections}
     about = f"A fine-tuned {base.link}: an adapter was merged into its weights with tunekit {VERSION}."
-    about, last_sections = (
-        about + snippets.describe_scores(folder),
-        {"Verification": verification_section(folder), "Repeat": sections["Repeat"]},
-    )
+    new_sections = {"": about + snippets.describe_scores(folder)}
+    new_sections["Use"] = usage_section(folder, name, base, prompt_format=prompt_format)
+    new_sections |= {title: sections[title] for title in ("Results", "Training", "Data") if title in sections}
+    new_sections |= {"Verification": verification_section(folder), "Repeat": sections["Repeat"]}
+    front_matter = read_front_matter(text)
     tags, datasets = front_matter.get("tags", ["tunekit"]), front_matter.get("datasets", [])
-    first_sections = {"": about, "Use": usage_section(folder, name, base, prompt_format=prompt_format)}
-    write_card(
-        folder, card_metadata(folder, base, tags, datasets), name, first_sections | kept_sections | last_sections
-    )
+    write_card(folder, card_metadata(folder, base, tags, datasets), name, new_sections)
     if (adapter / CURVES).is_file():
         shutil.copyfile(adapter / CURVES, folder / CURVES)
 
@@ -154,12 +135,11 @@ def add_unverified_warning(folder: Path) -> None:
     text = (folder / CARD).read_text("utf-8")
     if WARNING in text:
         return
-    verification = read_json(folder / VERIFICATION) if (folder / VERIFICATION).is_file() else None
     reason = "these files were not compared with the model that they were saved from"
-    if verification is not None:
+    if (folder / VERIFICATION).is_file():
         failed = "these files failed the comparison with the model that they were saved from"
         changed = "these files have changed since they were compared with the model"
-        reason = changed if verification["passed"] else failed
+        reason = changed if read_json(folder / VERIFICATION)["passed"] else failed
     warning = f"{WARNING} This model was published with --force: {reason}."
     section = re.compile(r"(?<=^## Verification\n\n).*?(?=\n^## |\Z)", re.M | re.S)
     text = section.sub(lambda _: f"{reason[0].upper()}{reason[1:]}.\n", text)
@@ -171,11 +151,10 @@ def add_evaluation(run: Path, data: str, results: Sequence[Tree], num_questions:
     """Save the results of `evaluate` in the run directory and in its card. No-op for models without a run."""
     if not (run / FINAL / CARD).is_file():
         return
-    saved = [
-        {"model": result["model"], "correct": result["correct"], "questions": num_questions}
-        | {key: result[key] if math.isfinite(result[key]) else None for key in ("loss", "perplexity")}
-        for result in results
-    ]
+    saved = []
+    for result in results:
+        numbers = {key: result[key] if math.isfinite(result[key]) else None for key in ("loss", "perplexity")}
+        saved.append({"model": result["model"], "correct": result["correct"], "questions": num_questions} | numbers)
     atomic.write_text_atomic(run / EVALUATION, json.dumps({"data": data, "results": saved}, indent=2) + "\n")
     update_evaluation(run)
 
@@ -190,9 +169,8 @@ def update_evaluation(run: Path) -> None:
 
 
 def write_card(folder: Path, header: ModelCardData, name: str, sections: Tree) -> None:
-    body = [
-        f"## {title}\n\n{text.strip()}" if title else f"# {name}\n\n{text.strip()}" for title, text in sections.items()
-    ]
+    headings = {title: f"## {title}" if title else f"# {name}" for title in sections}
+    body = [f"{headings[title]}\n\n{text.strip()}" for title, text in sections.items()]
     text = "\n\n".join([f"---\n{header.to_yaml()}\n---", *body]) + "\n"
     (folder / CARD).write_text(redact.redact_text(text), encoding="utf-8")
 
@@ -230,10 +208,8 @@ def usage_section(
     prompt_format: PromptFormat = UNKNOWN_FORMAT,
 ) -> str:
     """Code that loads and runs the model."""
-    base_name = "" if base is None else base.repo or base.name
-    return snippets.usage_snippet(
-        folder, name, base_name, base is None or base.repo is not None, quantization, prompt_format
-    )
+    base_name, is_public = ("", True) if base is None else (base.repo or base.name, base.repo is not None)
+    return snippets.usage_snippet(folder, name, base_name, is_public, quantization, prompt_format)
 
 
 def detect_prompt_format(info: ModelCardInfo) -> PromptFormat:
@@ -271,21 +247,15 @@ def evaluation_section(run: Path) -> str:
     if not file.is_file():
         return "\n".join(EVALUATION_MARKERS)
     evaluation = read_json(file)
-    rows = [
-        [
-            redact.redact_path(result["model"]),
-            "-" if result["loss"] is None else f"{result['loss']:.4f}",
-            "-" if result["perplexity"] is None else f"{result['perplexity']:.4g}",
-            format_fraction(result["correct"], result["questions"]),
-        ]
-        for result in evaluation["results"]
-    ]
+    rows = []
+    for result in evaluation["results"]:
+        loss = "-" if result["loss"] is None else f"{result['loss']:.4f}"
+        perplexity = "-" if result["perplexity"] is None else f"{result['perplexity']:.4g}"
+        correct, total = result["correct"], result["questions"]
+        exact_match = f"{correct / total:.1%} ({correct} of {total})" if total else "-"
+        rows.append([redact.redact_path(result["model"]), loss, perplexity, exact_match])
     markdown = format_table([f"on {redact.redact_path(evaluation['data'])}", "loss", "perplexity", "exact_match"], rows)
     return f"{EVALUATION_MARKERS[0]}\n\n{markdown}\n\n{EVALUATION_MARKERS[1]}"
-
-
-def format_fraction(count: int, total: int) -> str:
-    return f"{count / total:.1%} ({count} of {total})" if total else "-"
 
 
 def training_section(info: ModelCardInfo, lines: Lines, base: BaseModelInfo) -> str:
@@ -305,21 +275,14 @@ def training_section(info: ModelCardInfo, lines: Lines, base: BaseModelInfo) -> 
         "peak memory": system.format_bytes(peak),
         "versions": ", ".join(f"{name} {version}" for name, version in env_info.package_versions().items()),
     }
-    options = {
-        key.replace("_", "-"): format_option(info.config[key])
-        for key in CONFIG_KEYS
-        if info.config.get(key) is not None
-    }
+    keys = [key for key in CONFIG_KEYS if info.config.get(key) is not None]
+    options = {key.replace("_", "-"): format_option(info.config[key]) for key in keys}
     return format_table(["", ""], [[key, text] for key, text in (facts | options).items() if text])
 
 
 def describe_parameters(info: ModelCardInfo) -> str:
-    shapes = {
-        name: shape
-        for name, shape in info.model.shapes.items()
-        if not (info.model.spec.tie_word_embeddings and name == TIED)
-    }
-    total = sum(math.prod(shape) for shape in shapes.values())
+    total = sum(math.prod(shape) for shape in info.model.shapes.values())
+    total -= math.prod(info.model.shapes[TIED]) if info.model.spec.tie_word_embeddings else 0
     trained = sum(p.numel() for p in info.model.parameters() if p.requires_grad)
     if info.adapter_kind == "none":
         return f"all {total:,} parameters"
@@ -330,9 +293,8 @@ def describe_parameters(info: ModelCardInfo) -> str:
 def format_option(value: Any) -> str:
     """Format a config section in one line: its kind and the options that are enabled."""
     if isinstance(value, Mapping):
-        options = [
-            f"{key} {format_option(child)}" for key, child in value.items() if key != "kind" and child not in DISABLED
-        ]
+        enabled = {key: child for key, child in value.items() if key != "kind" and child not in DISABLED}
+        options = [f"{key} {format_option(child)}" for key, child in enabled.items()]
         return ", ".join(([str(value["kind"])] if "kind" in value else []) + options)
     if isinstance(value, list | tuple):
         return " ".join(map(format_option, value))
@@ -345,10 +307,8 @@ def data_section(info: ModelCardInfo) -> str:
     for key, loader in open_loaders(info).items():
         for config, source_stats in zip(dataset_configs(info.config[key]), loader.summary.datasets, strict=True):
             source, split = config["source"], config["split"]
-            numbers = [
-                f"{number:,}" for number in (source_stats.rows, source_stats.tokens, source_stats.num_target_tokens)
-            ]
-            numbers = ["a stream", "", ""] if loader.summary.is_streaming else numbers
+            numbers = source_stats.rows, source_stats.tokens, source_stats.num_target_tokens
+            numbers = ["a stream", "", ""] if loader.summary.is_streaming else [f"{number:,}" for number in numbers]
             counts.append([key, f"`{redact.redact_path(source)}`", split, *numbers])
             if loader.summary.is_streaming:  # not read completely
                 continue
@@ -377,12 +337,8 @@ def sha256(file: Path) -> str:
 def hub_datasets(info: ModelCardInfo) -> list[str]:
     """Names of the datasets on the Hub."""
     configs = [choice for key in open_loaders(info) for choice in dataset_configs(info.config[key])]
-    hub = [
-        config["source"]
-        for config in configs
-        if find_data_files(config["source"], parse_split(config["split"]).name) is None
-    ]
-    return list(dict.fromkeys(re.split("[:@]", name)[0] for name in hub))
+    local_files = {c["source"]: find_data_files(c["source"], parse_split(c["split"]).name) for c in configs}
+    return list(dict.fromkeys(re.split("[:@]", name)[0] for name, files in local_files.items() if files is None))
 
 
 def verification_section(folder: Path) -> str:
@@ -411,9 +367,8 @@ def format_number(value: float | None) -> str:
 
 
 def reproduction_section(info: ModelCardInfo) -> str:
-    config = {
-        key: value for key, value in info.config.items() if key != "push_to_hub"
-    }  # other users cannot upload there
+    # Other users cannot upload to the same repository.
+    config = {key: value for key, value in info.config.items() if key != "push_to_hub"}
     text = dump.to_yaml(redact.redact_tree(config))
     return (
         f"```sh\ntune run {info.recipe} config.yaml\n```\n\nwith this config. Paths are shortened to their last "
@@ -422,7 +377,7 @@ def reproduction_section(info: ModelCardInfo) -> str:
 
 
 def format_table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |" for row in lines
-    )
+    lines = [
+        [cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (header, ["---"] * len(header), *rows)
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in lines)

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -84,33 +83,29 @@ class HubUploader:
         """Every `push_every` steps, write a checkpoint with `save` on all ranks and upload it in the background."""
         if self.config is None or not self.is_due(step, num_steps):
             return
-        if self.run.run_on_main(self.is_busy):
-            self.run.log(
-                f"warning: step {step} is not uploaded: the previous upload to {self.config.repo_id} is in progress"
-            )
+        if self.run.run_on_main(lambda: self.thread is not None and self.thread.is_alive()):
+            reason = f"the previous upload to {self.config.repo_id} is in progress"
+            self.run.log(f"warning: step {step} is not uploaded: {reason}")
             return
         folder = self.folder / UPLOAD / f"{step:08d}"
         with atomic.AtomicDir(folder, self.run) as partial_dir:
             save(partial_dir)
         description = f"This is step {step:,} of {num_steps:,} of an unfinished run."
         if self.run.is_main_process:
-            self.thread = Thread(
-                target=push_checkpoint, args=(self.config, folder, f"Step {step}", description), daemon=True
-            )
+            args = self.config, folder, f"Step {step}", description
+            self.thread = Thread(target=push_checkpoint, args=args, daemon=True)
             self.thread.start()
-
-    def is_busy(self) -> bool:
-        return self.thread is not None and self.thread.is_alive()
 
     def finish(self, final: Path) -> None:
         """Upload the result after the pending upload. An error message contains the command to repeat it."""
-        self.run.run_on_main(partial(self.push_final, final))
 
-    def push_final(self, final: Path) -> None:
-        if self.thread is not None:
-            self.thread.join()
-        atomic.remove_dir(self.folder / UPLOAD)
-        push_result(self.config, self.folder, final)
+        def push_final() -> None:
+            if self.thread is not None:
+                self.thread.join()
+            atomic.remove_dir(self.folder / UPLOAD)
+            push_result(self.config, self.folder, final)
+
+        self.run.run_on_main(push_final)
 
 
 def check_push(config: PushToHubConfig | None) -> None:
@@ -185,9 +180,8 @@ def merged_dir(folder: Path, out: Path | None = None, device: str = "auto") -> I
             try:
                 out = Path(stack.enter_context(TemporaryDirectory(prefix=".merged-", dir=folder.parent)), folder.name)
             except OSError as error:
-                raise UserError(
-                    f"{folder.parent}: cannot create a directory, {error.strerror}. Set --merged-dir."
-                ) from error
+                problem = f"cannot create a directory, {error.strerror}"
+                raise UserError(f"{folder.parent}: {problem}. Set --merged-dir.") from error
         with atomic.AtomicDir(out) as partial_dir:
             merge.merge_adapter(source, folder, partial_dir)
             print_line(str(verify.verify_merge(partial_dir, source, adapter, DistributedContext(device=device).device)))
@@ -232,10 +226,8 @@ def warn_local_base(folder: Path) -> None:
     """Print a warning if the base of an adapter is a local directory, which other users cannot load."""
     base = peft_adapter.PeftConfigFile.open(folder).base_name if (folder / peft_adapter.CONFIG).is_file() else ""
     if Path(base).is_absolute():
-        print_line(
-            f"warning: {peft_adapter.CONFIG}: the base {base} is a local directory, so other users cannot load the "
-            "adapter. Use --merge-adapter."
-        )
+        problem = f"the base {base} is a local directory, so other users cannot load the adapter"
+        print_line(f"warning: {peft_adapter.CONFIG}: {problem}. Use --merge-adapter.")
 
 
 def is_public_file(path: Path) -> bool:

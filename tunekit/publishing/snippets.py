@@ -103,9 +103,8 @@ class ScoreHeadInfo:
         else:
             metadata = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
             head = classifiers.score_head(metadata)
-        return (
-            None if head is None else ScoreHeadInfo(head, metadata.get("id2label") or {}, metadata.get("problem_type"))
-        )
+        names, problem = metadata.get("id2label") or {}, metadata.get("problem_type")
+        return None if head is None else ScoreHeadInfo(head, names, problem)
 
     @property
     def task(self) -> str:
@@ -179,26 +178,21 @@ def usage_snippet(
 
     `base` is the name of the base, `is_public` whether it is on the Hub, `quantization` that of the base of an adapter.
     """
-    note, load, head = (
-        f"`{name}` is the directory of this model, or its name on the Hub.",
-        LOAD,
-        ScoreHeadInfo.from_dir(folder),
-    )
+    note = f"`{name}` is the directory of this model, or its name on the Hub."
+    load, head = LOAD, ScoreHeadInfo.from_dir(folder)
     if is_adapter(folder):
         base, load = base or redact.redact_path(peft_adapter.PeftConfigFile.open(folder).base_name), LOAD_ADAPTER
         if quantization is not None and "double_quant" in quantization:  # a format of bitsandbytes
-            load = LOAD_QUANTIZED.replace("{kind}", quantization["kind"]).replace(
-                "{nested}", str(quantization["double_quant"])
-            )
+            kind, nested = quantization["kind"], str(quantization["double_quant"])
+            load = LOAD_QUANTIZED.replace("{kind}", kind).replace("{nested}", nested)
         note += "" if is_public else f" `{base}` is the directory of the base."
     auto = "AutoModelForCausalLM" if head is None else SCORE_TASKS[head.task][0]
     code = load.format(auto=auto, base=base, name=name, head="" if head is None else head.load_options)
     code += LOAD_TOKENIZER.format(name=name)
     template = has_template(folder)
     if head is not None:
-        code += head.scoring_code(
-            template if prompt_format.is_chat is None else prompt_format.is_chat, prompt_format.separator
-        )
+        is_chat = template if prompt_format.is_chat is None else prompt_format.is_chat
+        code += head.scoring_code(is_chat, prompt_format.separator)
         return f"{note}\n\n```python\n{code}\n```"
     code += GENERATE.format(inputs=CHAT_INPUTS if template else TEXT_INPUTS)
     return f"{note}\n\n```python\n{code}```\n\n```sh\ntune chat {name}\n```"

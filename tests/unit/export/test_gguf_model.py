@@ -1,5 +1,6 @@
 """Exported models: the fields and tensors of a file describe the model, and unsupported models are rejected."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -204,7 +205,8 @@ def test_adapter_is_merged_during_export(name: str, adapter: LoRAConfig, tmp_pat
     actual = dict(
         (tensor_entry.name, tensor)
         for tensor_entry, tensor in build_tensor_map(
-            LazyMergedCheckpoint.from_adapter(source, adapter_dir), parse_quant_type("f32")
+            LazyMergedCheckpoint.with_adapter(source, replace(adapter, adapter_path=str(adapter_dir))),
+            parse_quant_type("f32"),
         ).tensors()
     )
     assert actual.keys() == expected.keys()
