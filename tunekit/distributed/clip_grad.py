@@ -15,9 +15,8 @@ SUM_BLOCK = 4096  # elements summed in fp32; more lose precision (relative error
 
 def total_grad_norm(parameters: Iterable[Tensor], context: DistributedContext) -> Tensor:
     """Norm of all gradients as one vector: fp32, on the device of the context."""
-    return norm_from_squares(
-        partial_squares([weight for weight in parameters if weight.grad is not None], context), context
-    )
+    weights = [weight for weight in parameters if weight.grad is not None]
+    return norm_from_squares(partial_squares(weights, context), context)
 
 
 def norm_from_squares(partial_sums: Sequence[Tensor], context: DistributedContext) -> Tensor:
@@ -31,9 +30,8 @@ def norm_from_squares(partial_sums: Sequence[Tensor], context: DistributedContex
 def clip_gradients(parameters: Iterable[Tensor], grad_norm: Tensor, max_norm: float) -> None:
     """Scale gradients with norm `grad_norm` to at most `max_norm`, as torch.nn.utils.clip_grad_norm_ does."""
     factor = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
-    for grads in group_by_device_and_dtype(
-        [to_local(require_grad(weight)) for weight in parameters if weight.grad is not None]
-    ):
+    local_grads = [to_local(require_grad(weight)) for weight in parameters if weight.grad is not None]
+    for grads in group_by_device_and_dtype(local_grads):
         factors = factor.to(grads[0].device, grads[0].dtype)
         torch._foreach_mul_(grads, factors)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -74,10 +72,8 @@ def squares_in_blocks(weight: Tensor, context: DistributedContext) -> Tensor:
     if not counts_locally(weight, context.coords.tensor):
         return grad.new_zeros((), dtype=accumulation_dtype(weight.device))
     flat = grad.reshape(-1).float()
-    body, remainder = (
-        flat[: len(flat) // SUM_BLOCK * SUM_BLOCK].view(-1, SUM_BLOCK),
-        flat[len(flat) // SUM_BLOCK * SUM_BLOCK :],
-    )
+    num_full = len(flat) // SUM_BLOCK * SUM_BLOCK
+    body, remainder = flat[:num_full].view(-1, SUM_BLOCK), flat[num_full:]
     norms, wide = torch.linalg.vector_norm(body, dim=1), accumulation_dtype(flat.device)
     return norms.to(wide).square().sum() + remainder.to(wide).square().sum()
 
@@ -105,7 +101,5 @@ def counts_locally(weight: Tensor, tp_rank: int) -> bool:
         return True
     coordinate = weight.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank is not in the mesh of the parameter"
-    return all(
-        isinstance(placement, Shard) or index == 0
-        for placement, index in zip(weight.placements, coordinate, strict=True)
-    )
+    pairs = zip(weight.placements, coordinate, strict=True)
+    return all(isinstance(placement, Shard) or index == 0 for placement, index in pairs)

@@ -24,10 +24,9 @@ class ContextParallelSharding(SequenceSharding):
         return -(-length // (2 * self.mesh_dim.size))
 
     def local_ranges(self, length: int) -> tuple[range, ...]:
-        size, last = self.chunk_size(length), 2 * self.mesh_dim.size - 1
-        return tuple(
-            range(index * size, (index + 1) * size) for index in (self.mesh_dim.index, last - self.mesh_dim.index)
-        )
+        size, first = self.chunk_size(length), self.mesh_dim.index
+        last = 2 * self.mesh_dim.size - 1 - first
+        return tuple(range(index * size, (index + 1) * size) for index in (first, last))
 
     def local_tokens(self, x: Tensor, value: int = 0) -> Tensor:
         length = x.shape[1]

@@ -63,9 +63,8 @@ class TokenDispatcher:
         mesh_dim, num_local = self.mesh_dim, self.num_experts // self.mesh_dim.size
         counts = torch.empty_like(sizes)
         mesh_dim.all_to_all(counts, sizes)
-        send_counts, recv_counts = rows_per_rank(
-            torch.stack([sizes, counts]).view(2, mesh_dim.size, num_local), len(x)
-        )  # synchronizes with the device
+        all_counts = torch.stack([sizes, counts]).view(2, mesh_dim.size, num_local)
+        send_counts, recv_counts = rows_per_rank(all_counts, len(x))  # synchronizes with the device
         rows = all_to_all(x, send_counts, recv_counts, mesh_dim, mesh_dim.size)
         # Received rows are sorted by rank, then expert: sort by expert. Without any rows, one row of zeros is computed,
         # so that all gradients exist.

@@ -35,10 +35,8 @@ def apply_fsdp(model: Decoder, context: DistributedContext) -> None:
         for module in [module for module in model.modules() if isinstance(module, Experts)]:
             shard_module(module, **expert_options)
     # Routers are small and sensitive, and may be fp32 in a bf16 checkpoint: keep their dtype.
-    router_options = {
-        **options,
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
-    }
+    router_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    router_options = options | {"mp_policy": router_policy}
     if options["mp_policy"].param_dtype is not None:
         for module in [module for module in model.modules() if isinstance(module, Router)]:
             shard_module(module, **router_options)
@@ -82,18 +80,14 @@ def fsdp_kwargs(model: Decoder, context: DistributedContext, mesh: DeviceMesh) -
     """Arguments of `fully_shard` for the parallel config."""
     # torch 2.11 would also cast quantized weights.
     can_cast = all(parameter.is_floating_point() for parameter in model.parameters())
-    gather_dtype = (
-        model.compute_dtype
-        if can_cast and context.parallel.resolve_auto(context.device.type).all_gather_dtype == "compute"
-        else None
-    )
+    casts = can_cast and context.parallel.resolve_auto(context.device.type).all_gather_dtype == "compute"
+    gather_dtype = model.compute_dtype if casts else None
+    reduce_dtype = torch.float32 if gather_dtype else None
     offload = CPUOffloadPolicy(is_pinned_on(context.device)) if context.parallel.cpu_offload else OffloadPolicy()
     return {
         "mesh": mesh,
         "reshard_after_forward": context.parallel.reshard_after_forward,
-        "mp_policy": MixedPrecisionPolicy(
-            gather_dtype, torch.float32 if gather_dtype else None, cast_forward_inputs=False
-        ),
+        "mp_policy": MixedPrecisionPolicy(gather_dtype, reduce_dtype, cast_forward_inputs=False),
         "offload_policy": offload,
     }
 

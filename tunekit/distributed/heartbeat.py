@@ -11,7 +11,6 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from tunekit.distributed import worker_env
 from tunekit.errors import RunStopped, UserError
@@ -64,9 +63,7 @@ class HeartbeatWriter:
     def __enter__(self) -> "HeartbeatWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Record the exception that ends this rank, for the launcher to find the rank that failed first.
 
         Tracebacks of workers are written to their logs. The launcher prints the log of the first failed rank only.
@@ -76,9 +73,8 @@ class HeartbeatWriter:
         reason = f"{type(error).__name__}: {error}".encode(errors="replace")
         FAILURE_STRUCT.pack_into(self.memory, self.start + HEARTBEAT_STRUCT.size, time.monotonic(), reason)
         if worker_env.is_tune_worker() and isinstance(error, Exception) and not isinstance(error, UserError):
-            os.write(
-                int(os.environ[worker_env.LOG]), "".join(traceback.format_exception(error)).encode(errors="replace")
-            )
+            stack = "".join(traceback.format_exception(error))
+            os.write(int(os.environ[worker_env.LOG]), stack.encode(errors="replace"))
             raise SystemExit(1)
 
 

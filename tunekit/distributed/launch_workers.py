@@ -64,11 +64,8 @@ def monitor_workers(
             print_line(message)
         stop_requests.poll_file()
         if len(stop_requests.received) > 1:
-            return RunResult(
-                "interrupted",
-                128 + stop_requests.received[-1],
-                f"{stop_requests.received[-1].name} again: ended at once",
-            )
+            number = stop_requests.received[-1]
+            return RunResult("interrupted", 128 + number, f"{number.name} again: ended at once")
         if stop_requests.received and not workers.sent_signals:
             workers.send_signal(stop_requests.received[0])
         result = workers.poll_result() or workers.poll_hang()
@@ -83,7 +80,8 @@ def monitor_workers(
 
 def format_start_message(spec: WorkerSpec, info: RendezvousInfo) -> str:
     """Message with the number of processes and the nodes."""
-    message = f"starting {spec.launch_config.nproc_per_node} process{'es' * (spec.launch_config.nproc_per_node > 1)}"
+    count = spec.launch_config.nproc_per_node
+    message = f"starting {count} process{'es' * (count > 1)}"
     if len(info.node_names) > 1:
         message += f" of {info.world_size} on {len(info.node_names)} machines: {', '.join(info.node_names)}"
     return message

@@ -10,7 +10,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from tunekit.distributed import flight_recorder, worker_env
 from tunekit.distributed.flight_recorder import PREFIX, Recorders, variables
@@ -47,10 +46,9 @@ class WorkerGroup:
         self.spec, self.info = spec, info
         self.monitor = HeartbeatMonitor(spec.launch_config.nproc_per_node)
         self.log_fds = [open_log(spec.output_dir, info, slot) for slot in range(spec.launch_config.nproc_per_node)]
-        log_dir = None if spec.output_dir is None else spec.output_dir / LOGS
-        self.recorders = (
-            None if log_dir is None else Recorders(log_dir, info.base_rank, spec.launch_config.nproc_per_node)
-        )
+        self.recorders: Recorders | None = None
+        if spec.output_dir is not None:
+            self.recorders = Recorders(spec.output_dir / LOGS, info.base_rank, spec.launch_config.nproc_per_node)
         self.log_offsets = [os.lseek(fd, 0, os.SEEK_END) for fd in self.log_fds]
         self.processes: list[subprocess.Popen[bytes]] = []
         self.sent_signals: list[signal.Signals] = []
@@ -63,9 +61,7 @@ class WorkerGroup:
             os.close(self.info.listener_fd)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.kill()
         self.monitor.close()
         if self.recorders is not None:
@@ -76,21 +72,22 @@ class WorkerGroup:
     def start(self, slot: int) -> subprocess.Popen[bytes]:
         """Start a rank in a session of its own; otherwise Ctrl-C in a terminal would reach it twice."""
         is_rank_0, log = self.info.base_rank + slot == 0, self.log_fds[slot]
-        listener = [] if self.info.listener_fd is None else [self.info.listener_fd]
-        env = (
-            worker_environment(self.spec, self.info, slot) | self.monitor.environment(slot) | {worker_env.LOG: str(log)}
-        )
-        env |= {} if self.recorders is None else self.recorders.environment(slot)
-        recorders = () if self.recorders is None else self.recorders.files
+        args = (*self.spec.args, *["--overwrite"] * (self.spec.overwrite and self.info.is_first_start))
+        env = worker_environment(self.spec, self.info, slot) | self.monitor.environment(slot)
+        env[worker_env.LOG] = str(log)
+        inherited = [*self.monitor.files, log]
+        if self.recorders is not None:
+            env |= self.recorders.environment(slot)
+            inherited += self.recorders.files
+        if is_rank_0 and self.info.listener_fd is not None:
+            inherited.append(self.info.listener_fd)
         return subprocess.Popen(
-            tune_command(
-                (*self.spec.args, *(["--overwrite"] if self.spec.overwrite and self.info.is_first_start else []))
-            ),
+            tune_command(args),
             stdin=subprocess.DEVNULL,
             stdout=None if is_rank_0 else log,
             stderr=None if is_rank_0 else log,
             env=env,
-            pass_fds=(*self.monitor.files, *recorders, log, *(listener if is_rank_0 else [])),
+            pass_fds=inherited,
             start_new_session=True,
         )
 
@@ -117,9 +114,8 @@ class WorkerGroup:
         codes = self.exit_codes()
         if all(is_expected_exit(code) for code in codes):
             return RunResult("stopped", max(filter(None, codes))) if any(codes) else RunResult("succeeded")
-        has_overdue = any(
-            0 < heartbeat.failure_time < time.monotonic() - GRACE_SECONDS for heartbeat in self.monitor.read_all()
-        )
+        failure_times = [heartbeat.failure_time for heartbeat in self.monitor.read_all()]
+        has_overdue = any(0 < failure_time < time.monotonic() - GRACE_SECONDS for failure_time in failure_times)
         if has_overdue or not all(code is None or is_expected_exit(code) for code in codes):
             self.wait_for_exits()
             return self.find_cause()
@@ -145,27 +141,15 @@ class WorkerGroup:
         signal_numbers = [-code for code in codes if code is not None and -code in STOP_SIGNALS]
         if signal_numbers:  # sent by the user or a scheduler only
             name = stop_reason(signal.Signals(signal_numbers[0]), self.spec.output_dir and self.spec.output_dir / STOP)
-            return RunResult(
-                "interrupted", 128 + signal_numbers[0], f"{name}: ended before the first step; nothing was changed"
-            )
-        failed_slots = [
-            slot
-            for slot, code in enumerate(codes)
-            if (code is not None and not is_expected_exit(code)) or heartbeats[slot].failure_time
-        ]
-        killed_slots = [
-            slot for slot in failed_slots if (codes[slot] or 0) < 0 and codes[slot] not in SECONDARY_EXIT_CODES
-        ]
-        first = (
-            killed_slots[0]
-            if killed_slots
-            else min(failed_slots, key=lambda slot: heartbeats[slot].failure_time or float("inf"))
-        )
-        return (
-            self.user_error_result(first)
-            if first not in killed_slots and self.has_user_error(first)
-            else self.failure_result(first)
-        )
+            text = f"{name}: ended before the first step; nothing was changed"
+            return RunResult("interrupted", 128 + signal_numbers[0], text)
+        for slot, code in enumerate(codes):
+            if code is not None and code < 0 and code not in SECONDARY_EXIT_CODES:
+                return self.failure_result(slot)
+        has_failed = [code is not None and not is_expected_exit(code) for code in codes]
+        failed_slots = [slot for slot in range(len(codes)) if has_failed[slot] or heartbeats[slot].failure_time]
+        first = min(failed_slots, key=lambda slot: heartbeats[slot].failure_time or float("inf"))
+        return self.user_error_result(first) if self.has_user_error(first) else self.failure_result(first)
 
     def user_error_result(self, slot: int) -> RunResult:
         """Result with the message of a UserError; empty if rank 0 has printed it."""
@@ -192,15 +176,12 @@ class WorkerGroup:
 
     def get_start_message(self) -> str | None:
         """Message about a slow phase of rank 0 before its first step, once per phase."""
-        heartbeat = self.monitor.read_all()[0]
-        if (
-            heartbeat.phase not in START_PHASES
-            or heartbeat.phase in self.reported_phases
-            or time.monotonic() - self.monitor.start_time < SLOW_START_SECONDS
-        ):
+        phase = self.monitor.read_all()[0].phase
+        is_slow = time.monotonic() - self.monitor.start_time >= SLOW_START_SECONDS
+        if phase not in START_PHASES or phase in self.reported_phases or not is_slow:
             return None
-        self.reported_phases.add(heartbeat.phase)
-        return f"still starting: {START_PHASES[heartbeat.phase]}" if self.info.base_rank == 0 else None
+        self.reported_phases.add(phase)
+        return f"still starting: {START_PHASES[phase]}" if self.info.base_rank == 0 else None
 
     def poll_hang(self) -> RunResult | None:
         """Result with a report if no rank has made progress within the timeout."""
@@ -208,35 +189,26 @@ class WorkerGroup:
 
     def write_hang_report(self) -> str:
         """Report of the position of each running rank, from its stack. Writes all stacks to a file."""
-        base, heartbeats, codes = self.info.base_rank, self.monitor.read_all(), self.exit_codes()
-        stacks = self.monitor.dump_stacks(
-            [p.pid for p, code in zip(self.processes, codes, strict=True) if code is None]
-        )
-        statuses = [
-            rank_status(base + slot, heartbeats[slot], stack)
-            for slot, stack in enumerate(stacks)
-            if codes[slot] is None
-        ]
+        base, heartbeats = self.info.base_rank, self.monitor.read_all()
+        running = [slot for slot, code in enumerate(self.exit_codes()) if code is None]
+        stacks = self.monitor.dump_stacks([self.processes[slot].pid for slot in running])
+        statuses = [rank_status(base + slot, heartbeats[slot], stacks[slot]) for slot in running]
         text = find_stalled_rank(statuses, self.spec.timeout)
         if self.spec.output_dir is None or self.recorders is None:
             return text
         self.recorders.request(STACK_TIMEOUT_SECONDS)
-        ranks = [base + slot for slot, code in enumerate(codes) if code is None]
         file = self.spec.output_dir / LOGS / f"stacks-{base}.txt"
         file.write_text("\n".join(f"rank {base + slot}\n{stack}" for slot, stack in enumerate(stacks)))
         text = f"{text}; stacks of all ranks: {file}"
+        ranks = [base + slot for slot in running]
         return "\n".join([text, *flight_recorder.quote(self.spec.output_dir / LOGS, ranks)])
 
 
 def worker_environment(spec: WorkerSpec, info: RendezvousInfo, slot: int) -> dict[str, str]:
     """Environment of a rank: variables of torchrun and `tune run`. OMP_NUM_THREADS defaults to cores per rank."""
     rank = info.base_rank + slot
-    values = {
-        "RANK": rank,
-        "LOCAL_RANK": slot,
-        "WORLD_SIZE": info.world_size,
-        "LOCAL_WORLD_SIZE": spec.launch_config.nproc_per_node,
-    }
+    values = {"RANK": rank, "LOCAL_RANK": slot, "WORLD_SIZE": info.world_size}
+    values |= {"LOCAL_WORLD_SIZE": spec.launch_config.nproc_per_node}
     values |= {"MASTER_ADDR": info.master_addr, "MASTER_PORT": info.master_port, worker_env.PARENT: os.getpid()}
     values |= {"GROUP_WORLD_SIZE": max(1, len(info.node_names))}
     if rank == 0 and info.listener_fd is not None:
@@ -257,7 +229,5 @@ def open_log(output_dir: Path | None, info: RendezvousInfo, slot: int) -> int:
     if output_dir is None:
         return os.memfd_create("log")
     (output_dir / LOGS).mkdir(parents=True, exist_ok=True)
-    truncate = os.O_TRUNC if info.is_first_start else 0
-    return os.open(
-        output_dir / LOGS / f"rank-{info.base_rank + slot}.log", os.O_RDWR | os.O_CREAT | os.O_APPEND | truncate, 0o644
-    )
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if info.is_first_start else 0)
+    return os.open(output_dir / LOGS / f"rank-{info.base_rank + slot}.log", flags, 0o644)

@@ -104,11 +104,16 @@ class RendezvousHost:
 
     @property
     def participants(self) -> list[Participant]:
-        return [participant for participant in self.connected if participant.node_rank is not None]
+        return [p for p in self.connected if p.node_rank is not None]
 
     @property
     def wait_list(self) -> list[Participant]:
-        return [participant for participant in self.connected if participant.node_rank is None and participant.request]
+        return [p for p in self.connected if p.node_rank is None and p.request]
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether messages have not left this process yet."""
+        return any(p.connection.send_buffer and p.connection.is_open for p in self.connected)
 
     def poll(self) -> None:
         """Accept connections, receive messages and answer them."""
@@ -122,11 +127,7 @@ class RendezvousHost:
                 participant.request = message.get("join", participant.request)
                 participant.result = message.get("end", participant.result)
             participant.connection.keep_alive()
-        self.connected = [
-            participant
-            for participant in self.connected
-            if participant.connection.is_open or participant.node_rank is not None
-        ]
+        self.connected = [p for p in self.connected if p.connection.is_open or p.node_rank is not None]
         if self.participants:
             self.check_participants()
         elif len(self.wait_list) >= self.num_nodes:
@@ -149,20 +150,15 @@ class RendezvousHost:
                 participant.node_rank = 0
             self.finish(RunResult("user_error", 2, mismatch))
             return
-        requested_ranks = {participant.request["node_rank"] for participant in participants}
-        free_ranks = iter(sorted(set(range(self.num_nodes)) - requested_ranks))
-        for participant in participants:
-            participant.node_rank = (
-                next(free_ranks) if participant.request["node_rank"] is None else participant.request["node_rank"]
-            )
+        requested_ranks = [participant.request["node_rank"] for participant in participants]
+        free_ranks = iter(sorted(set(range(self.num_nodes)) - set(requested_ranks)))
+        for participant, rank in zip(participants, requested_ranks, strict=True):
+            participant.node_rank = next(free_ranks) if rank is None else rank
         participants = sorted(participants, key=lambda participant: participant.node_rank or 0)
-        first, node_address = (
-            participants[0],
-            find_external_address([participant.connection.sock for participant in participants]),
-        )
-        address = None if is_local(first.connection.sock) else first.connection.sock.getpeername()[0]
-        counts = [participant.request["count"] for participant in participants]
-        info = {"address": address, "port": first.request["port"], "size": sum(counts), "reached": node_address}
+        sockets = [participant.connection.sock for participant in participants]
+        address = None if is_local(sockets[0]) else sockets[0].getpeername()[0]
+        counts, port = [p.request["count"] for p in participants], participants[0].request["port"]
+        info = {"address": address, "port": port, "size": sum(counts), "reached": find_external_address(sockets)}
         info["first"] = not any(participant.request["start"] for participant in participants)
         names = [participant.name for participant in participants]
         for node, participant in enumerate(participants):
@@ -171,18 +167,15 @@ class RendezvousHost:
     def check_participants(self) -> None:
         """Finish this start if a node has failed or disconnected, or all nodes have ended."""
         for participant in self.participants:
-            if participant.result and participant.result["kind"] not in ("succeeded", "stopped"):
-                return self.finish(
-                    RunResult(**{**participant.result, "text": f"{participant.name}: {participant.result['text']}"})
-                )
+            result = participant.result
+            if result and result["kind"] not in ("succeeded", "stopped"):
+                return self.finish(RunResult(**{**result, "text": f"{participant.name}: {result['text']}"}))
             if participant.connection.idle_seconds > self.timeout:
                 return self.finish(RunResult("failed", 1, f"no message from {participant.name} for {self.timeout:g} s"))
             if not participant.connection.is_open:
                 return self.finish(RunResult("failed", 1, f"{participant.name} has gone: its `tune run` has ended"))
         if all(participant.result for participant in self.participants):
-            stopped = [
-                participant.result for participant in self.participants if participant.result["kind"] == "stopped"
-            ]
+            stopped = [p.result for p in self.participants if p.result["kind"] == "stopped"]
             return self.finish(RunResult(**stopped[0]) if stopped else RunResult("succeeded"))
         return None
 
@@ -218,13 +211,7 @@ class MultiNodeRendezvous:
             self.connection.close()
         if self.rendezvous_host is not None:
             deadline = time.monotonic() + self.timeout
-            while (
-                any(
-                    participant.connection.send_buffer and participant.connection.is_open
-                    for participant in self.rendezvous_host.connected
-                )
-                and time.monotonic() < deadline
-            ):
+            while self.rendezvous_host.is_sending and time.monotonic() < deadline:
                 self.poll()
                 time.sleep(POLL_SECONDS)
             self.rendezvous_host.close()
@@ -264,48 +251,40 @@ class MultiNodeRendezvous:
         except OSError:
             return
         config = self.spec.launch_config
-        request = {
-            "name": socket.gethostname(),
-            "count": self.spec.launch_config.nproc_per_node,
-            "port": port,
-            "digest": self.spec.digest,
-        }
+        request = {"name": socket.gethostname(), "count": config.nproc_per_node, "port": port, "start": start}
+        request |= {"nodes": config.nodes, "node_rank": config.node_rank, "digest": self.spec.digest}
         self.connection = Connection(sock)
-        self.connection.send(join={**request, "nodes": config.nodes, "node_rank": config.node_rank, "start": start})
+        self.connection.send(join=request)
 
     def create_info(self, message: dict[str, Any], listener: socket.socket) -> RendezvousInfo:
         assert self.connection is not None
         local = is_local(self.connection.sock)
         interface = find_interface(message["reached"] if local else self.connection.sock.getsockname()[0])
         listener_fd = listener.detach() if message["node"] == 0 else None
-        address = message["address"] or self.host
-        names = tuple(message["names"])
-        return RendezvousInfo(
-            message["base"], message["size"], address, message["port"], listener_fd, names, interface, message["first"]
-        )
+        base, size, address, port = (message[key] for key in ("base", "size", "address", "port"))
+        names, first = tuple(message["names"]), message["first"]
+        return RendezvousInfo(base, size, address or self.host, port, listener_fd, names, interface, first)
 
     def format_timeout(self) -> str:
         """Message with the nodes that have joined before the timeout."""
         config, limit = self.spec.launch_config, f"{self.spec.timeout:g} s"
         if self.connection is None:
             return f"{config.rendezvous} did not answer for {limit}. Check that `tune run` is started and the port open"
-        return (
-            f"{len(self.joined_nodes)} of {config.nodes} machines came within {limit}: {', '.join(self.joined_nodes)}"
-        )
+        names = ", ".join(self.joined_nodes)
+        return f"{len(self.joined_nodes)} of {config.nodes} machines came within {limit}: {names}"
 
     def poll_result(self) -> RunResult | None:
         """Result of this start if another node or the connection has ended it; otherwise None."""
         self.poll()
         assert self.connection is not None
+        endpoint = self.spec.launch_config.rendezvous
         for message in self.messages:
             if "over" in message:
                 return RunResult(**message["over"])
         if self.connection.idle_seconds > self.timeout:
-            return RunResult(
-                "failed", 1, f"no message from {self.spec.launch_config.rendezvous} for {self.timeout:g} s"
-            )
+            return RunResult("failed", 1, f"no message from {endpoint} for {self.timeout:g} s")
         if not self.connection.is_open:
-            return RunResult("failed", 1, f"{self.spec.launch_config.rendezvous} has gone: its `tune run` has ended")
+            return RunResult("failed", 1, f"{endpoint} has gone: its `tune run` has ended")
         return None
 
     def report_result(self, result: RunResult, stop_requests: StopRequests) -> RunResult:
@@ -316,9 +295,8 @@ class MultiNodeRendezvous:
         while (global_result := self.poll_result()) is None and len(stop_requests.received) == num_received:
             time.sleep(POLL_SECONDS)
         self.connection.close()
-        return global_result or RunResult(
-            "interrupted", 128 + stop_requests.received[-1], "ended at once, before the other machines"
-        )
+        text = "ended at once, before the other machines"
+        return global_result or RunResult("interrupted", 128 + stop_requests.received[-1], text)
 
 
 class SingleNodeRendezvous:
@@ -335,10 +313,8 @@ class SingleNodeRendezvous:
 
     def next_rendezvous(self, start: int, stop_requests: StopRequests) -> RendezvousInfo | RunResult:
         listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-        port = listener.getsockname()[1]
-        return RendezvousInfo(
-            0, self.spec.launch_config.nproc_per_node, "127.0.0.1", port, listener.detach(), is_first_start=start == 0
-        )
+        size, port = self.spec.launch_config.nproc_per_node, listener.getsockname()[1]
+        return RendezvousInfo(0, size, "127.0.0.1", port, listener.detach(), is_first_start=start == 0)
 
     def poll_result(self) -> RunResult | None:
         return None
@@ -357,12 +333,9 @@ def find_mismatch(requests: list[dict[str, Any]]) -> str | None:
         if request["digest"] != first["digest"]:
             return f"{names} run different configs or versions: start all with the same command"
     node_ranks = [request["node_rank"] for request in requests if request["node_rank"] is not None]
-    duplicates = [node_rank for node_rank in node_ranks if node_ranks.count(node_rank) > 1]
-    return (
-        f"two machines say --node-rank {duplicates[0]}: set a different rank on each, or omit it"
-        if duplicates
-        else None
-    )
+    if duplicates := [node_rank for node_rank in node_ranks if node_ranks.count(node_rank) > 1]:
+        return f"two machines say --node-rank {duplicates[0]}: set a different rank on each, or omit it"
+    return None
 
 
 def create_listener(host: str, port: int, node_rank: int | None) -> socket.socket | None:

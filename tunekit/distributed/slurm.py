@@ -55,12 +55,9 @@ class SlurmJob:
         for name, value in values.items():
             if not re.fullmatch(r"[a-z][a-z-]*", name) or not value or "\n" in value:
                 raise UserError(f"--slurm {name}={value}: must be name=value, such as nodes=4,gpus=8,time=4:00:00")
-            if name not in (*SBATCH_OPTIONS, *PLUGIN.split()) and (
-                suggestions := difflib.get_close_matches(name, SBATCH_OPTIONS, 1, MIN_SIMILARITY)
-            ):
-                raise UserError(
-                    f"--slurm {name}={value}: sbatch has no option --{name}; did you mean {suggestions[0]}?"
-                )
+            similar = difflib.get_close_matches(name, SBATCH_OPTIONS, 1, MIN_SIMILARITY)
+            if similar and name not in (*SBATCH_OPTIONS, *PLUGIN.split()):
+                raise UserError(f"--slurm {name}={value}: sbatch has no option --{name}; did you mean {similar[0]}?")
             if name in ("nodes", "gpus") and not (value.isdecimal() and int(value) > 0):
                 raise UserError(f"--slurm {name}={value}: must be a positive integer")
         options = {name: value.replace(";", ",") for name, value in values.items() if name not in ("nodes", "gpus")}
@@ -92,9 +89,8 @@ class SlurmJob:
         try:
             process = subprocess.run(["sbatch", file], capture_output=True, text=True, check=False)
         except FileNotFoundError:
-            raise UserError(
-                f"--slurm: sbatch not found on this machine. Submit {file} on a machine with Slurm"
-            ) from None
+            remedy = f"Submit {file} on a machine with Slurm"
+            raise UserError(f"--slurm: sbatch not found on this machine. {remedy}") from None
         if process.returncode:
             raise UserError(f"--slurm: sbatch refused {file}: {' '.join(process.stderr.split())}")
         return f"{process.stdout.strip()}: {file}"

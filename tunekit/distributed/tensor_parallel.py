@@ -4,7 +4,7 @@ Between layers, each rank holds a shard of the tokens (sequence parallelism, arX
 logits. Layers that cannot be split are replicated or rejected.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -60,9 +60,8 @@ def shard_vocabulary(model: Decoder, mesh_dim: MeshDim) -> None:
     model.head.colwise_mesh = mesh_dim
     if model.spec.tie_word_embeddings:
         model.head.weight, model.shards["head.weight"] = model.embed.weight, model.shards["embed.weight"]
-    head_dims = {
-        leaf: dim for leaf, dim in COLWISE_DIMS.items() if leaf != "weight" or not model.spec.tie_word_embeddings
-    }
+    own_weight = not model.spec.tie_word_embeddings
+    head_dims = {leaf: dim for leaf, dim in COLWISE_DIMS.items() if leaf != "weight" or own_weight}
     shard_parameters(model, "head", head_dims, vocab_shard.sizes, mesh_dim, "tensor")
 
 
@@ -112,9 +111,8 @@ class TensorParallelPlan:
             self.check_divisible("KV heads", spec.kv_heads)
         self.shard_linears(module, replicated=() if spec.kv_heads % size == 0 else ("k_proj", "v_proj"))
         if module.sinks is not None:
-            shard_parameters(
-                self.model, self.name, {"sinks": 0}, self.mesh_dim.split_sizes(spec.heads), self.mesh_dim, "tensor"
-            )
+            sizes = self.mesh_dim.split_sizes(spec.heads)
+            shard_parameters(self.model, self.name, {"sinks": 0}, sizes, self.mesh_dim, "tensor")
 
     def shard_expert_width(self, module: MixtureOfExperts) -> None:
         """Split the hidden channels of all experts. Routed and shared experts are reduced in one sum."""
@@ -122,9 +120,7 @@ class TensorParallelPlan:
         module.tp_region = SequenceParallelRegion(self.mesh_dim)
         if module.shared is not None:
             module.shared.tp_region = NO_PARALLEL
-        TensorParallelPlan(self.model, self.mesh_dim, f"{self.name}.experts", self.expert_parallel).shard_linears(
-            module.experts
-        )
+        replace(self, name=f"{self.name}.experts").shard_linears(module.experts)
 
     def shard_linears(self, module: nn.Module, replicated: tuple[str, ...] = ()) -> None:
         """Shard all linear layers of a module, except those in `replicated`."""
