@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import TracebackType
 
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
@@ -44,9 +43,7 @@ class AtomicDir:
         self.run.run_on_main(self.create)
         return self.partial
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None and find_disk_error(error) is None and not isinstance(error, UserError):
             self.clean_up()
             return  # this process ends, and the launcher stops the others

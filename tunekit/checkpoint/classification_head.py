@@ -21,10 +21,8 @@ def with_score_head(
     """
     existing = source.spec.score
     if existing is not None and (existing.labels, existing.per_token) != (score.labels, score.per_token):
-        raise UserError(
-            f"model: {source.name} has {describe_outputs(existing)}, but {describe_outputs(score)} are required. "
-            "Use a base language model."
-        )
+        problem = f"{source.name} has {describe_outputs(existing)}, but {describe_outputs(score)} are required"
+        raise UserError(f"model: {problem}. Use a base language model.")
     score = score if existing is None else replace(score, bias=existing.bias)
     config = score_config(source, score, names, problem)
     family, spec = find_family(config, str(source.path / "config.json"))
@@ -43,9 +41,8 @@ def score_config(
         raise UserError(f"model: {source.name}: transformers has no {kind} model with a score head for {unit}.")
     existing = label_names(source, score)
     if names and list(names) != list(existing) and set(names) & set(existing):
-        raise UserError(
-            f"data.class_names: must list the classes of {source.name} in their order: {', '.join(existing)}"
-        )
+        classes = f"the classes of {source.name} in their order: {', '.join(existing)}"
+        raise UserError(f"data.class_names: must list {classes}")
     labels = {str(i): name for i, name in enumerate(names or existing)}
     config = {key: value for key, value in source.config.items() if key != "num_labels"}
     config |= {"architectures": [architecture], "id2label": labels, "problem_type": problem}

@@ -28,10 +28,8 @@ def check_quant_format(config: Mapping[str, Any], path: str) -> None:
     quantization = config.get(QUANTIZATION_KEY)
     method = quantization.get("quant_method", "bitsandbytes") if isinstance(quantization, dict) else quantization
     if quantization and method not in METHODS:
-        raise UserError(
-            f"{path}: unsupported quant_method {method!r}; supported: {', '.join(METHODS)}. "
-            "Use the unquantized checkpoint."
-        )
+        problem = f"unsupported quant_method {method!r}; supported: {', '.join(METHODS)}"
+        raise UserError(f"{path}: {problem}. Use the unquantized checkpoint.")
 
 
 @dataclass(frozen=True)
@@ -148,11 +146,8 @@ def unpack_bytes(packed: Tensor, table: Tensor) -> Tensor:
 def scale_blocks(values: Tensor, scales: Tensor, block: int) -> Tensor:
     """Multiply each block of values (N,) by its scale; the last block may be shorter."""
     num_full = len(values) // block * block
-    if num_full == len(values):
-        return (values.view(-1, block) * scales[:, None]).flatten()
-    return torch.cat(
-        [scale_blocks(values[:num_full], scales[: num_full // block], block), values[num_full:] * scales[-1]]
-    )
+    full = (values[:num_full].view(-1, block) * scales[: num_full // block, None]).flatten()
+    return full if num_full == len(values) else torch.cat([full, values[num_full:] * scales[-1]])
 
 
 @dataclass(frozen=True)
@@ -188,9 +183,8 @@ def find_mxfp4(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
     blocks, scales = sources = checkpoint.sources(*names)
     require_consistent(blocks.shape == (*scales.shape, MXFP4_BLOCK // 2) and len(scales.shape) == 3, name, blocks)
     experts, rows, groups = scales.shape
-    return TensorGroup(
-        base, MXFP4Tensor(blocks.file, (experts, groups * MXFP4_BLOCK, rows), checkpoint.dtype, sources), names
-    )
+    tensor = MXFP4Tensor(blocks.file, (experts, groups * MXFP4_BLOCK, rows), checkpoint.dtype, sources)
+    return TensorGroup(base, tensor, names)
 
 
 def find_fp8(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
@@ -205,9 +199,8 @@ def find_fp8(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
         tiles = tuple(-(-size // tile) for size, tile in zip(weight.shape[-2:], block, strict=True))
         require_consistent(scales.shape == (*weight.shape[:-2], *tiles), name, weight)
     unused = checkpoint.existing(name.removesuffix("weight"), "activation_scale", "input_scale")
-    return TensorGroup(
-        name, FP8BlockTensor(weight.file, weight.shape, checkpoint.dtype, sources, block), (*names, *unused)
-    )
+    tensor = FP8BlockTensor(weight.file, weight.shape, checkpoint.dtype, sources, block)
+    return TensorGroup(name, tensor, (*names, *unused))
 
 
 def find_int8(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
@@ -216,14 +209,10 @@ def find_int8(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
     if module == name or names[1] not in checkpoint.reader.tensors:
         return None
     rows, row_max = sources = checkpoint.sources(*names)
-    require_consistent(
-        rows.dtype == torch.int8 and len(rows.shape) == 2 and row_max.shape == rows.shape[:1], name, rows
-    )
-    return TensorGroup(
-        name,
-        Bnb8bitTensor(rows.file, rows.shape, checkpoint.dtype, sources),
-        (*names, *checkpoint.existing(module, "weight_format")),
-    )
+    is_valid = rows.dtype == torch.int8 and len(rows.shape) == 2 and row_max.shape == rows.shape[:1]
+    require_consistent(is_valid, name, rows)
+    tensor = Bnb8bitTensor(rows.file, rows.shape, checkpoint.dtype, sources)
+    return TensorGroup(name, tensor, (*names, *checkpoint.existing(module, "weight_format")))
 
 
 def find_4bit(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
@@ -233,9 +222,8 @@ def find_4bit(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
     nested = checkpoint.existing(name, ".nested_absmax", ".nested_quant_map")
     names = name, f"{name}.absmax", f"{name}.quant_map", *nested
     if missing := [source for source in names if source not in checkpoint.reader.tensors]:
-        raise UserError(
-            f"{checkpoint.reader.tensors[name].file}: {missing[0]} is missing. Download the checkpoint again."
-        )
+        file = checkpoint.reader.tensors[name].file
+        raise UserError(f"{file}: {missing[0]} is missing. Download the checkpoint again.")
     sources = checkpoint.sources(*names)
     try:
         state = json.loads(bytes(checkpoint.reader[states[0]].tolist()))
@@ -244,9 +232,8 @@ def find_4bit(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
         tensor = Bnb4bitTensor(sources[0].file, shape, dtype, sources, state["blocksize"], *nested_args)
         require_consistent(tensor.has_valid_shapes(), name, sources[0])
     except (ValueError, KeyError, TypeError, ArithmeticError) as error:
-        raise UserError(
-            f"{sources[0].file}: {states[0]} is corrupt ({error}). Download the checkpoint again."
-        ) from error
+        problem = f"{states[0]} is corrupt ({error})"
+        raise UserError(f"{sources[0].file}: {problem}. Download the checkpoint again.") from error
     return TensorGroup(name, tensor, (*names, *states))
 
 
@@ -263,9 +250,8 @@ FINDERS = (find_mxfp4, find_fp8, find_int8, find_4bit)
 
 def require_consistent(condition: bool, name: str, meta: TensorMeta) -> None:
     if not condition:
-        raise UserError(
-            f"{meta.file}: {name} and its scales have inconsistent shapes or dtypes. Download the checkpoint again."
-        )
+        problem = f"{name} and its scales have inconsistent shapes or dtypes"
+        raise UserError(f"{meta.file}: {problem}. Download the checkpoint again.")
 
 
 def logical_tensors(

@@ -92,22 +92,18 @@ class HFCheckpoint:
         dtype = self.default_dtype if self.config_dtype else torch.bfloat16
         tensors = dequantize.logical_tensors(self.tensor_meta, self.config, dtype)
         tensors = {name: meta for name, meta in tensors.items() if not name.endswith(ROPE_BUFFER)}
-        weights = {
-            name: meta for name, meta in tensors.items() if match_hub_name(name, self.family.unused_heads) is None
-        }
-        return (
-            weights
-            if self.new_head is None
-            else {**weights, **self.random_tensors([*weights.values()][-1].file, self.new_head)}
-        )
+        unused_heads = self.family.unused_heads
+        weights = {name: meta for name, meta in tensors.items() if match_hub_name(name, unused_heads) is None}
+        if self.new_head is None:
+            return weights
+        return {**weights, **self.random_tensors([*weights.values()][-1].file, self.new_head)}
 
     def random_tensors(self, file: Path, seed: int) -> Mapping[str, TensorMeta]:
         """Randomly initialized score head, for a checkpoint without one. `file` is where it would be saved."""
         score, name = self.spec.score, to_hub_name("head", self.family.table)
         assert score is not None
-        weight = RandomTensor(
-            file, (score.labels, self.spec.dim), self.default_dtype, seed, self.spec.initializer_range
-        )
+        shape, std = (score.labels, self.spec.dim), self.spec.initializer_range
+        weight = RandomTensor(file, shape, self.default_dtype, seed, std)
         bias = {f"{name}.bias": replace(weight, shape=(score.labels,), std=0.0)} if score.bias else {}
         return {f"{name}.weight": weight} | bias
 
@@ -116,9 +112,8 @@ class HFCheckpoint:
         """All tensors of the files by name. Raises UserError if they disagree with the index."""
         tensors: dict[str, TensorMeta] = {}
         for file in self.files:
-            for name, meta in (
-                read_header(file) if file.suffix == ".safetensors" else read_pickle_header(file)
-            ).items():
+            read = read_header if file.suffix == ".safetensors" else read_pickle_header
+            for name, meta in read(file).items():
                 if name in tensors:
                     raise UserError(f"{file}: tensor {name} is also in {tensors[name].file.name}")
                 tensors[name] = meta
@@ -137,9 +132,8 @@ class HFCheckpoint:
                 raise UserError(f"{self.path}: {len(files)} {pattern} files, but no {INDEX}")
             if files:
                 return files
-        raise UserError(
-            f"{self.path}: no weights (*.safetensors or {PICKLE}). Set init=random to train from random weights."
-        )
+        remedy = "Set init=random to train from random weights"
+        raise UserError(f"{self.path}: no weights (*.safetensors or {PICKLE}). {remedy}.")
 
     @cached_property
     def index(self) -> Path | None:
@@ -157,11 +151,8 @@ class HFCheckpoint:
         if self.index is None:
             return {}
         weight_map = read_json(self.index).get("weight_map")
-        if (
-            not weight_map
-            or not isinstance(weight_map, dict)
-            or not all(isinstance(name, str) for name in weight_map.values())
-        ):
+        is_mapping = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
+        if not weight_map or not is_mapping:
             raise UserError(f"{self.index}: 'weight_map' must map tensor names to file names")
         for name in dict.fromkeys(weight_map.values()):
             if Path(name).name != name:
@@ -176,10 +167,9 @@ class HFCheckpoint:
         mappings, unknown = load_mappings(self.tensors, self.family.table)
         if unknown:
             first, suffix = unknown[0], f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
-            message = (
-                f"{self.tensors[first].file}: unknown tensor {first}{suffix} for model_type {self.config['model_type']}"
-            )
-            raise UserError(message + explain_unknown_key(first, self.family.table))
+            problem = f"unknown tensor {first}{suffix} for model_type {self.config['model_type']}"
+            explanation = explain_unknown_key(first, self.family.table)
+            raise UserError(f"{self.tensors[first].file}: {problem}{explanation}")
         for mapping in mappings:
             self.check_mapping(mapping)
         if self.spec.tie_word_embeddings and not any(EMBED in mapping.ours for mapping in mappings):
@@ -233,9 +223,8 @@ class HFCheckpoint:
         """Dtype of config.json, fp32 if it has none. Used for tensors that are not in the checkpoint."""
         name = self.config_dtype or "float32"
         if name not in CONFIG_DTYPES:
-            raise UserError(
-                f"{self.path / 'config.json'}: dtype must be one of {', '.join(CONFIG_DTYPES)}, got {name!r}"
-            )
+            problem = f"dtype must be one of {', '.join(CONFIG_DTYPES)}, got {name!r}"
+            raise UserError(f"{self.path / 'config.json'}: {problem}")
         return CONFIG_DTYPES[name]
 
     def reader(self) -> "TensorReader":

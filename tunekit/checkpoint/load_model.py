@@ -38,10 +38,8 @@ def load_weights(
             if count := count_non_finite(values):
                 non_finite[name, offset] = count
 
-        is_quiet = quiet or not run.is_main_process
-        for mapping in tqdm(
-            key_mappings(source, model), "loading", unit="tensor", disable=is_quiet or None, leave=False
-        ):
+        mappings, is_quiet = key_mappings(source, model), quiet or not run.is_main_process
+        for mapping in tqdm(mappings, "loading", unit="tensor", disable=is_quiet or None, leave=False):
             if TIED in mapping.ours and model.spec.tie_word_embeddings:
                 check_tied_head(source, mapping, tensors)
             else:
@@ -56,10 +54,8 @@ def key_mappings(source: HFCheckpoint, model: Decoder) -> list[KeyMapping]:
     mappings = source.key_mappings
     if model.spec.tie_word_embeddings or any(TIED in mapping.ours for mapping in mappings):
         return mappings
-    return [
-        *mappings,
-        *(KeyMapping((TIED,), mapping.hub, mapping.op) for mapping in mappings if mapping.ours == ("embed.weight",)),
-    ]
+    embeddings = [mapping for mapping in mappings if mapping.ours == ("embed.weight",)]
+    return [*mappings, *(KeyMapping((TIED,), mapping.hub, mapping.op) for mapping in embeddings)]
 
 
 def skip_inspection(name: str, offset: Offset, values: Tensor) -> None:
@@ -81,9 +77,8 @@ def apply_mapping(
             inspect(mapping.hub[i], location.offset[1:], values)
             upload(expert, values)
         return
-    for name, tensor in zip(
-        mapping.ours, mapping.load([read(name) for name in mapping.hub], model.shapes), strict=True
-    ):
+    loaded = mapping.load([read(name) for name in mapping.hub], model.shapes)
+    for name, tensor in zip(mapping.ours, loaded, strict=True):
         target = find_parameter(model, name)
         offset, values = (), tensor
         if target is not None:
@@ -147,17 +142,14 @@ def check_shapes(source: HFCheckpoint, mapping: KeyMapping, shapes: Mapping[str,
             mismatch = f"has shape {list(meta.shape)}, expected {list(shape)} from config.json"
             raise UserError(f"{meta.file}: {name} {mismatch}")
     if len(mapping.hub) != len(expected):
-        last = source.tensors[mapping.hub[-1]]
-        raise UserError(
-            f"{last.file}: {mapping.hub[-1]} is the last of {len(mapping.hub)} tensors, expected {len(expected)}"
-        )
+        last = mapping.hub[-1]
+        problem = f"{last} is the last of {len(mapping.hub)} tensors, expected {len(expected)}"
+        raise UserError(f"{source.tensors[last].file}: {problem}")
 
 
 def check_tied_head(source: HFCheckpoint, mapping: KeyMapping, tensors: TensorReader) -> None:
     """Raise UserError if a checkpoint with tied embeddings contains a head that differs from the embedding."""
     embedding = next(other.hub[0] for other in source.key_mappings if other.ours[0] == "embed.weight")
     if not torch.equal(tensors.read_mapped(mapping.hub[0]), tensors.read_mapped(embedding)):
-        raise UserError(
-            f"{source.path}: {mapping.hub[0]} differs from {embedding}, but config.json ties them. "
-            "Set tie_word_embeddings to false."
-        )
+        problem = f"{mapping.hub[0]} differs from {embedding}, but config.json ties them"
+        raise UserError(f"{source.path}: {problem}. Set tie_word_embeddings to false.")

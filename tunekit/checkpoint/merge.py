@@ -54,9 +54,8 @@ def merge_adapter(base: HFCheckpoint, adapter: Path, folder: Path, quiet: bool =
             next(names for names in shards.values() if merged.sources[name][1] in names).append(name)
         with tqdm(total=len(entries), desc="merging", unit="tensor", disable=quiet or None, leave=False) as bar:
             for file, names in shards.items():
-                with SafetensorsWriter(
-                    folder / file, {name: entries[name] for name in names}, source_layout(base, file)
-                ) as writer:
+                file_entries = {name: entries[name] for name in names}
+                with SafetensorsWriter(folder / file, file_entries, source_layout(base, file)) as writer:
                     for name in names:
                         writer[name] = merged.read(name)
                         bar.update()
@@ -74,19 +73,16 @@ class MergedTensors:
         self, base: HFCheckpoint, adapter: AdapterContents, tensors: TensorReader, adapter_tensors: TensorReader
     ) -> None:
         self.base, self.adapter, self.tensors, self.adapter_tensors = base, adapter, tensors, adapter_tensors
-        self.layers: dict[str, TargetTensors] = {
-            name: target
-            for target in adapter.targets
-            for name in target.load_deltas(adapter.meta_tensor, adapter.shapes)
-        }
+        self.layers: dict[str, TargetTensors] = {}
+        for target in adapter.targets:
+            self.layers |= dict.fromkeys(target.load_deltas(adapter.meta_tensor, adapter.shapes), target)
         self.saved_mappings = {name: mapping for mapping in adapter.saved_mappings for name in mapping.ours}
         self.cached_delta = lru_cache(maxsize=8)(self.read_delta)  # shared by the expert tensors of a layer
         self.untied = base.spec.tie_word_embeddings  # merge embedding and head separately to compare them
         self.untied = self.untied and not self.keeps_tied_head()
         # Mapping and base tensor of every merged tensor.
-        self.sources = {
-            name: (mapping, name) for mapping in base.all_key_mappings for name in mapping.hub
-        } | self.untied_sources()
+        self.sources = {name: (mapping, name) for mapping in base.all_key_mappings for name in mapping.hub}
+        self.sources |= self.untied_sources()
 
     def keeps_tied_head(self) -> bool:
         """Whether embedding and head are equal after merging."""
@@ -108,12 +104,9 @@ class MergedTensors:
         table = self.base.family.table
         sources = {}
         for mapping, parameter in zip(self.end_mappings(), (EMBED, TIED), strict=True):
-            match = match_hub_name(mapping.hub[0], table)
-            name = (
-                mapping.hub[0]
-                if match is not None and match.ours == (parameter,)
-                else transformers_key(parameter, self.base.family).hub[0]
-            )
+            match, name = match_hub_name(mapping.hub[0], table), mapping.hub[0]
+            if match is None or match.ours != (parameter,):
+                name = transformers_key(parameter, self.base.family).hub[0]
             sources[name] = mapping, mapping.hub[0]
         return sources
 
@@ -124,10 +117,7 @@ class MergedTensors:
 
     def read(self, name: str) -> Tensor:
         mapping, source = self.sources[name]
-        is_changed = any(
-            parameter in self.saved_mappings or parameter.removesuffix(WEIGHT) in self.layers
-            for parameter in mapping.ours
-        )
+        is_changed = any(n in self.saved_mappings or n.removesuffix(WEIGHT) in self.layers for n in mapping.ours)
         return self.merge_tensor(mapping, source) if is_changed else self.tensors.read_mapped(source)
 
     def merge_tensor(self, mapping: KeyMapping, name: str) -> Tensor:
@@ -135,27 +125,23 @@ class MergedTensors:
         if isinstance(mapping.op, Stack):
             return self.merge_weight(mapping.ours[0], self.writable_tensor(name), mapping.hub.index(name))
         tensors = [self.writable_tensor(name) for name in mapping.hub]
-        weights = [
-            self.merge_weight(n, t)
-            for n, t in zip(mapping.ours, mapping.load(tensors, self.adapter.shapes), strict=True)
-        ]
+        loaded = zip(mapping.ours, mapping.load(tensors, self.adapter.shapes), strict=True)
+        weights = [self.merge_weight(name, tensor) for name, tensor in loaded]
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         are_views = all(tensor.untyped_storage().data_ptr() in storages for tensor in weights)
         return (tensors if are_views else mapping.op.save(weights))[mapping.hub.index(name)]
 
     def writable_tensor(self, name: str) -> Tensor:
         """Base tensor in memory that can be modified."""
-        return (
-            self.tensors[name].clone() if isinstance(self.base.tensors[name], TorchPickleTensor) else self.tensors[name]
-        )
+        tensor = self.tensors[name]
+        return tensor.clone() if isinstance(self.base.tensors[name], TorchPickleTensor) else tensor
 
     def merge_weight(self, name: str, weight: Tensor, expert: int | None = None) -> Tensor:
         """Merge into one parameter, or into one expert of it, in place."""
         tied_name = EMBED if name == TIED and self.base.spec.tie_word_embeddings and not self.untied else name
-        if mapping := self.saved_mappings.get(name, self.saved_mappings.get(tied_name)):
-            return self.replace_weight(
-                weight, mapping, mapping.ours.index(name if name in self.saved_mappings else tied_name), expert
-            )
+        saved_name = name if name in self.saved_mappings else tied_name
+        if mapping := self.saved_mappings.get(saved_name):
+            return self.replace_weight(weight, mapping, mapping.ours.index(saved_name), expert)
         layer = name.removesuffix(WEIGHT)
         if layer in self.layers:
             delta = self.cached_delta(layer)
@@ -208,9 +194,8 @@ def add_delta(weight: Tensor, delta: LoRADelta) -> None:
 def write_companion_files(base: HFCheckpoint, adapter: Path, folder: Path) -> None:
     """Write config.json and all files other than weights. The tokenizer is the adapter's, if it has one."""
     has_tokenizer = any((adapter / name).is_file() for name in TOKENIZER_FILES)
-    copy_companion_files(
-        base.path, folder, skip=unrelated_files(base), tokenizer=adapter if has_tokenizer else base.tokenizer_dir
-    )
+    tokenizer = adapter if has_tokenizer else base.tokenizer_dir
+    copy_companion_files(base.path, folder, skip=unrelated_files(base), tokenizer=tokenizer)
     write_config(folder, base)
 
 

@@ -121,9 +121,8 @@ def erase_results(out: Path) -> None:
         for name in (METRICS, EVALUATION):
             (out / name).unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(
-            f"output_dir: cannot delete results in {out}: {error.strerror}. Set another output_dir."
-        ) from error
+        problem = f"cannot delete results in {out}: {error.strerror}"
+        raise UserError(f"output_dir: {problem}. Set another output_dir.") from error
 
 
 def has_results(out: Path) -> bool:
@@ -136,9 +135,8 @@ def check_same_config(out: Path, resolved: str, mutable_keys: frozenset[str], co
     try:
         old, new = yaml.safe_load((out / CONFIG).read_text(encoding="utf-8")), yaml.safe_load(resolved)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{out / CONFIG}: cannot be parsed. Fix it, pass --overwrite, or set another output_dir."
-        ) from error
+        remedy = "Fix it, pass --overwrite, or set another output_dir."
+        raise UserError(f"{out / CONFIG}: cannot be parsed. {remedy}") from error
     changed = [change for change in diff_configs(old, new) if change[0].partition(".")[0] not in mutable_keys]
     format_value = partial(json.dumps, ensure_ascii=False, default=str)  # YAML dates are not JSON
     differences = "; ".join(
@@ -161,11 +159,9 @@ def acquire_lock(out: Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        holder = file.read().strip()
+        problem = f"{out} is in use by process {file.read().strip()}"
         file.close()
-        raise UserError(
-            f"output_dir: {out} is in use by process {holder}. Wait for it, or set another output_dir."
-        ) from None
+        raise UserError(f"output_dir: {problem}. Wait for it, or set another output_dir.") from None
     file.seek(0)
     file.truncate()
     file.write(str(os.getpid()))

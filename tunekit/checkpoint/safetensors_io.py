@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from io import FileIO
 from mmap import ACCESS_COPY, MADV_DONTNEED, PAGESIZE, mmap
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 from weakref import finalize
 
@@ -48,15 +47,8 @@ DTYPES = {
 CONFIG_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}  # in JSON files
 DTYPE_NAMES = {dtype: kind for kind, dtype in DTYPES.items()}
 # Errors of torch.load for a file that is corrupt or contains code.
-PICKLE_ERRORS = (
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-    struct.error,
-    AssertionError,
-    AttributeError,
-    ArithmeticError,
-)
-PICKLE_ERRORS += (EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
+PICKLE_ERRORS = (pickle.UnpicklingError, zipfile.BadZipFile, struct.error, AssertionError, AttributeError)
+PICKLE_ERRORS += (ArithmeticError, EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 CHUNK = 2**24  # bytes per read of a thread
 HEADER_LENGTH = struct.Struct("<Q")
 FORMAT = {"format": "pt"}  # required by transformers
@@ -79,11 +71,11 @@ class OpenFiles:
         if file not in self.streams:
             self.streams[file] = self.stack.enter_context(FileIO(file))
         handle, view = self.streams[file].fileno(), buffer.numpy().data
-        offsets = range(0, len(view), CHUNK)
-        for _ in self.threads.map(
-            lambda offset: read_bytes(handle, view[offset : offset + CHUNK], start + offset, file), offsets
-        ):
-            pass
+
+        def read_chunk(offset: int) -> None:
+            read_bytes(handle, view[offset : offset + CHUNK], start + offset, file)
+
+        list(self.threads.map(read_chunk, range(0, len(view), CHUNK)))  # raises the first error
 
     def map_file(self, file: Path) -> mmap:
         """Copy-on-write memory map of a file."""
@@ -245,11 +237,9 @@ def load_pickle(file: Path) -> Mapping[str, Tensor]:
     except PICKLE_ERRORS as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"{file}: corrupt file, or not only tensors ({reason}). No code was run.") from error
-    if not isinstance(tensors, dict) or not all(
-        isinstance(n, str) and isinstance(t, Tensor) for n, t in tensors.items()
-    ):
-        raise UserError(f"{file}: must contain a dict of tensors")
-    return tensors
+    if isinstance(tensors, dict) and all(isinstance(n, str) and isinstance(t, Tensor) for n, t in tensors.items()):
+        return tensors
+    raise UserError(f"{file}: must contain a dict of tensors")
 
 
 class SafetensorsWriter:
@@ -280,9 +270,7 @@ class SafetensorsWriter:
     def __enter__(self) -> "SafetensorsWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stream.close()
 
     def __setitem__(self, name: str, tensor: Tensor) -> None:

@@ -79,9 +79,8 @@ def open_writers(
     writers: dict[str, SafetensorsWriter] = {}
     for file, names in shards.items():
         file_entries = {name: entries[name] for name in names}
-        writer = stack.enter_context(
-            SafetensorsWriter(folder / file, file_entries, source_layout(source, file), exists=exists)
-        )
+        writer = SafetensorsWriter(folder / file, file_entries, source_layout(source, file), exists=exists)
+        stack.enter_context(writer)
         writers |= dict.fromkeys(names, writer)
     return writers
 
@@ -125,9 +124,8 @@ def output_mappings(model: Decoder, source: HFCheckpoint) -> list[KeyMapping]:
     """Mappings to save a model: those of its checkpoint, or of the family if the source has no weights."""
     if source.has_weights:
         return source.all_key_mappings
-    shapes = {
-        name: shape for name, shape in model.shapes.items() if not (source.spec.tie_word_embeddings and name == TIED)
-    }
+    tied = {TIED} if source.spec.tie_word_embeddings else set()
+    shapes = {name: shape for name, shape in model.shapes.items() if name not in tied}
     return save_mappings(shapes, source.family.table)
 
 
@@ -202,9 +200,8 @@ def write_index(folder: Path, shards: dict[str, list[str]], entries: Entries, so
         shutil.copyfile(source.index, folder / INDEX)
         return
     metadata = (source_index.get("metadata") or {}) | {"total_size": sum(map(tensor_bytes, entries.values()))}
-    (folder / INDEX).write_text(
-        json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
-    )
+    index = {"metadata": metadata, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def write_config(folder: Path, source: HFCheckpoint) -> None:

@@ -76,6 +76,10 @@ class TeacherConfig(ABC):
     def check_rows(self, data: DatasetConfig | MixtureBase, lmbda: float) -> None:  # noqa: B027
         """Raise FieldError if the teacher cannot score these rows, of which a fraction `lmbda` is generated."""
 
+    @abstractmethod
+    def runs_in_each_step(self) -> bool:
+        """Whether the teacher model is in memory during training."""
+
     def num_shared_ids(self, student: Tokenizer) -> int:
         """Number of token ids that teacher and student both embed. Raises UserError for an unsuitable teacher."""
         try:
@@ -119,6 +123,9 @@ class OnlineTeacherConfig(TeacherConfig):
 
     def check(self, student: Tokenizer) -> None:
         check_top_k(self.top_k, self.num_shared_ids(student), "null for the full distribution")
+
+    def runs_in_each_step(self) -> bool:
+        return True
 
     def open(
         self,
@@ -186,6 +193,9 @@ class OfflineTeacherConfig(TeacherConfig):
             raise FieldError("on_policy.lmbda", "not available with an offline teacher. Set teacher.kind=online.")
         if is_streaming(data):
             raise FieldError("teacher", "an offline teacher cannot read streamed rows. Set teacher.kind=online.")
+
+    def runs_in_each_step(self) -> bool:
+        return False
 
     def read_complete_sets(self) -> list[dict[str, Any]]:
         """Metadata of the complete sets of files in `logits_dir`."""

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 from tunekit.devices import Device, backend_of, find_row
 from tunekit.errors import FieldError, UserError
@@ -61,9 +61,8 @@ class ParallelConfig:
         if low:
             raise FieldError(low[0], f"must be >= 1, got {vars(self)[low[0]]}")
         if self.dp_replicate is None and self.dp_shard is None:
-            raise FieldError(
-                "dp_replicate", "null for both dp_replicate and dp_shard is ambiguous. Set one of them to a number"
-            )
+            problem = "null for both dp_replicate and dp_shard is ambiguous. Set one of them to a number"
+            raise FieldError("dp_replicate", problem)
         if self.prefetch_layers < 0:
             raise FieldError("prefetch_layers", f"must be >= 0, got {self.prefetch_layers}")
 
@@ -119,6 +118,14 @@ class ParallelConfig:
                 "parallel.cpu_offload: requires sharded weights, but each device has a full copy of the model. "
                 f"Set parallel.dp_replicate=1 and parallel.dp_shard={count // self.tp}, or parallel.cpu_offload=false."
             )
+
+
+@runtime_checkable
+class Distributable(Protocol):
+    """Config of a recipe that runs on several devices."""
+
+    @property
+    def parallel(self) -> ParallelConfig: ...
 
 
 # Default for inference: each device has a full copy of the model and its own rows.

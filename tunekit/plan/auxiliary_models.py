@@ -72,7 +72,7 @@ def auxiliary_models(
     if reference is not None and reference.copies(options["adapter"], options["loss"]):
         adapter = options["adapter"] if isinstance(options["adapter"], LoRAConfig) else FrozenModel()
         yield AuxiliaryModel("the copy", source, options["quantization"], precision, without_initial_adapter(adapter))
-    if teacher is not None and "logits_dir" not in vars(teacher):
+    if teacher is not None and teacher.runs_in_each_step():
         teacher_source, adapter = open_model(teacher.model)
         yield AuxiliaryModel(
             "the teacher", teacher_source, teacher.quantization, teacher.precision, adapter, encloses_student=True
@@ -102,7 +102,7 @@ def list_omissions(options: dict[str, Any]) -> Iterator[str]:
         yield "not planned: generation by the student: its time and its KV cache"
     if options.get("reference") is not None:
         yield "planned without shared prompts, which save memory and time"
-    if (teacher := options.get("teacher")) is not None and "logits_dir" in vars(teacher):
+    if (teacher := options.get("teacher")) is not None and not teacher.runs_in_each_step():
         yield "not planned: the teacher, which is in memory only while it precomputes its logits"
     if options.get("forgetting") is not None:
         yield "not planned: the time of the forgetting evaluation"

@@ -13,17 +13,26 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from tunekit import devices as device_table
 from tunekit.checkpoint import atomic, run_dir
 from tunekit.cli import recipe_loader
 from tunekit.config.dump import to_plain_config
 from tunekit.distributed import worker_env
+from tunekit.distributed.parallel_dims import Distributable
 from tunekit.distributed.signals import StopFile
 from tunekit.errors import UserError
 
 TIMEOUT = 1800.0  # seconds without a step, for recipes without `parallel.hang_timeout_seconds`
+
+
+@runtime_checkable
+class HasDevice(Protocol):
+    """Config with a device type."""
+
+    @property
+    def device(self) -> str: ...
 
 
 def main(args: argparse.Namespace) -> None:
@@ -38,7 +47,7 @@ def main(args: argparse.Namespace) -> None:
     else:
         device, num_devices = available_devices(cfg)
         args.launch.check_nproc_per_node(device, num_devices)
-        if num_devices > 1 and args.gpus is None and "parallel" in vars(cfg):
+        if num_devices > 1 and args.gpus is None and isinstance(cfg, Distributable):
             print(f"1 of {num_devices} GPUs is used. Pass --nproc-per-node {num_devices} to use all", file=sys.stderr)
     folder = run_dir_of(recipe, cfg)
     with nullcontext() if folder is None else StopFile(folder):
@@ -70,7 +79,7 @@ def report_to_launcher(args: argparse.Namespace) -> None:
 def run_summary(args: argparse.Namespace) -> dict[str, Any]:
     """Summary of a run for the launcher. If the run is complete, the recipe prints this and the launch is skipped."""
     launch, (recipe, cfg) = args.launch, load_and_check(args)
-    folder, parallel = run_dir_of(recipe, cfg), vars(cfg).get("parallel")
+    folder, parallel = run_dir_of(recipe, cfg), cfg.parallel if isinstance(cfg, Distributable) else None
     count = launch.nproc_per_node * launch.nodes
     if parallel is not None:
         parallel.resolve_dims(count)
@@ -100,7 +109,7 @@ def config_digest(cfg: Any) -> str:
 
 def available_devices(cfg: Any) -> tuple[str, int]:
     """Device type that the config selects on this machine, and the number of such devices (0 for the CPU)."""
-    choice = vars(cfg).get("device", "auto")
+    choice = cfg.device if isinstance(cfg, HasDevice) else "auto"
     counts = {} if choice == "cpu" else device_table.count_devices()
     kind = device_table.choose_type(choice, counts)
     return kind, counts.get(kind, 0)
