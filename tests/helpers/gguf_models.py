@@ -11,8 +11,8 @@ from tests.helpers.dense_shapes import GEMMA2, GEMMA3, GEMMA3_ROPE
 from tests.helpers.moe_shapes import QWEN2
 from tests.helpers.random_checkpoints import SHAPES
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.export.gguf_export import write_gguf
 from tunekit.export.gguf_reader import GGUFCheckpoint
-from tunekit.export.gguf_writer import write_gguf
 from tunekit.export.quant_types import parse_quant_type
 from tunekit.export.tensor_map import TensorMap, build_tensor_map
 

@@ -138,7 +138,7 @@ def make_clock(now=time.monotonic, max_increment=1.0):
 
 time.monotonic = make_clock()
 from tunekit.cli import main as cli
-from tunekit.distributed import launch_workers
+from tunekit.distributed import launcher
 
 def skip_check(args, launch_config):
     overrides = dict(arg.partition("=")[::2] for arg in args)
@@ -146,7 +146,7 @@ def skip_check(args, launch_config):
     output_dir, steps = overrides.get("output_dir", "out"), overrides.get("steps")
     return {"folder": output_dir, "finished": False, "digest": steps, "timeout": limit}
 
-launch_workers.check_in_subprocess = skip_check
+launcher.check_in_subprocess = skip_check
 sys.exit(cli.main())
 """
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.sharding import Shard, shards_of, to_local
+from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
 from tunekit.models.tp_region import NoParallel
 
@@ -294,3 +295,10 @@ def shard_parameters(
         setattr(owner.get_submodule(holder), name, local)
         shard = Shard(kind, dim, shard_sizes, mesh_dim.index, mesh_dim.group)
         model.shards[f"{module}.{leaf}"] = (*model.shards.get(f"{module}.{leaf}", ()), shard)
+
+
+def check_splittable(layer: nn.Module, where: str) -> None:
+    """Raise UserError for double-quantized scales, which are stored for all blocks of a weight together."""
+    if "double_quant_state" in dict(layer.named_parameters(recurse=False)):
+        remedy = "Set quantization.double_quant=false."
+        raise UserError(f"{where} has double-quantized scales, which cannot be split. {remedy}")

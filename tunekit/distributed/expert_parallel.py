@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tunekit.distributed.collectives import MeshDim, all_to_all, shard_parameters
+from tunekit.distributed.collectives import MeshDim, all_to_all, check_splittable, shard_parameters
 from tunekit.errors import UserError
 from tunekit.kernels import fake_mode
 from tunekit.kernels.grouped_mm import even_split, invert, permute_rows
@@ -36,11 +36,7 @@ def shard_expert_layer(model: Decoder, name: str, layer: nn.Module, mesh_dim: Me
     if layer.experts % mesh_dim.size:
         reason = f"{layer.experts} experts of {name} cannot be split over {mesh_dim.size} devices"
         raise UserError(f"parallel.ep: {reason}. Use a value that divides {layer.experts}.")
-    if "double_quant_state" in dict(layer.named_parameters()):
-        raise UserError(
-            f"parallel.ep: {name} has double-quantized scales, which cannot be split. "
-            "Set quantization.double_quant=false."
-        )
+    check_splittable(layer, f"parallel.ep: {name}")
     sizes = mesh_dim.split_sizes(layer.experts)
     layer.experts = sizes[mesh_dim.index]
     shard_parameters(model, name, EXPERT_DIMS, sizes, mesh_dim, "expert")

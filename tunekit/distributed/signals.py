@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -21,14 +20,11 @@ def stop_reason(number: signal.Signals, file: Path | None) -> str:
 
 
 class StopRequests:
-    """Signals received in a `with` block. The file `stop` counts as SIGTERM."""
+    """Signals received in a `with` block."""
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
         self.previous_handlers = {}
-        self.file: Path | None = None
-        self.last_poll = 0.0
-        self.has_file = False
 
     def __enter__(self) -> "StopRequests":
         self.previous_handlers = {number: signal.signal(number, self.on_signal) for number in STOP_SIGNALS}
@@ -37,29 +33,13 @@ class StopRequests:
     def __exit__(self, *error: object) -> None:
         for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
-        if self.file is not None and self.has_file:
-            self.file.unlink(missing_ok=True)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
 
-    def watch_file(self, output_dir: Path | None) -> None:
-        """Start checking for the file. Removes a file left from an earlier run."""
-        if output_dir is not None:
-            self.file = output_dir / STOP
-            self.file.unlink(missing_ok=True)
-
-    def poll_file(self) -> None:
-        """Check for the file. It is removed when the block ends."""
-        if self.file is not None and not self.has_file and time.monotonic() - self.last_poll > STOP_FILE_POLL_SECONDS:
-            self.last_poll = time.monotonic()
-            if self.file.exists():
-                self.has_file = True
-                self.received.append(signal.SIGTERM)
-
 
 class StopFile:
-    """Thread that checks for the file in a run without a launcher, and sends SIGTERM to this process."""
+    """Thread that checks for the file, and sends SIGTERM to this process. The file is removed when the block ends."""
 
     def __init__(self, output_dir: Path) -> None:
         self.file, self.closed, self.has_file = output_dir / STOP, threading.Event(), False

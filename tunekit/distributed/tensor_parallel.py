@@ -13,6 +13,7 @@ from tunekit.distributed.collectives import (
     ReplicatedRegion,
     SequenceParallelRegion,
     VocabShard,
+    check_splittable,
     shard_parameters,
 )
 from tunekit.errors import UserError
@@ -149,13 +150,9 @@ class TensorParallelPlan:
 
     def check_blocks(self, name: str, layer: Linear | GroupedLinear, num_shards: int) -> None:
         """Raise UserError if a quantized weight cannot be split at block boundaries."""
-        parameters = dict(layer.named_parameters(recurse=False))
-        if "double_quant_state" in parameters:
-            raise UserError(
-                f"parallel.tp: {name} has double-quantized scales, which cannot be split. "
-                "Set quantization.double_quant=false."
-            )
-        if "quantized_weight" in parameters and (size := layer.in_features) % (num_shards * BLOCK):
+        check_splittable(layer, f"parallel.tp: {name}")
+        is_quantized = "quantized_weight" in dict(layer.named_parameters(recurse=False))
+        if is_quantized and (size := layer.in_features) % (num_shards * BLOCK):
             reason = f"{size} input channels of {name}, in blocks of {BLOCK}, cannot be split over {num_shards} devices"
             raise UserError(f"parallel.tp: {reason}. Use another value, or quantization=none.")
 

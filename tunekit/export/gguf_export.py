@@ -1,26 +1,49 @@
 """Exports a model to a GGUF file: merge the adapter, plan the tensors, write the file, and check it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from gguf import Keys
+import numpy as np
+from gguf import GGUFValueType, GGUFWriter, Keys
+from tqdm import tqdm
 
 from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.checkpoint.atomic import atomic_file, check_free_space
 from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint
+from tunekit.checkpoint.safetensors_io import TensorReader
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import UserError
+from tunekit.export.compatibility import check_spec_matches
 from tunekit.export.gguf_reader import GGUFCheckpoint
-from tunekit.export.gguf_writer import write_gguf
 from tunekit.export.lazy_merge import LazyMergedCheckpoint
-from tunekit.export.quant_types import QUANT_TYPES, parse_quant_type, type_name_of
-from tunekit.export.rounding_check import RoundingError, check_rounding
-from tunekit.export.tensor_map import build_tensor_map
+from tunekit.export.quant_types import (
+    QUANT_TYPES,
+    encode_tensor,
+    max_rounding_error,
+    parse_quant_type,
+    tensor_bytes,
+    type_name_of,
+)
+from tunekit.export.tensor_map import TensorMap, build_tensor_map
 from tunekit.export.tokenizer import read_vocabulary
+from tunekit.export.vocabulary import Vocabulary
 from tunekit.publishing.base_model import read_base_model
 
 GENERAL = Keys.General
+TYPES = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}
+TYPES |= {str: GGUFValueType.STRING, list: GGUFValueType.ARRAY}
 LICENSE_FIELDS = {GENERAL.LICENSE: "license", GENERAL.LICENSE_NAME: "license_name"}
 LICENSE_FIELDS |= {GENERAL.LICENSE_LINK: "license_link"}
+
+
+@dataclass(frozen=True)
+class RoundingError:
+    """Number of tensors of one type, and their largest error relative to the allowed error."""
+
+    count: int
+    worst: float
 
 
 @dataclass(frozen=True)
@@ -63,3 +86,56 @@ def source_fields(source: HFCheckpoint, name: str, derived: bool) -> dict[str, A
         model = {GENERAL.BASE_MODEL_NAME.format(id=0): base.name, GENERAL.BASE_MODEL_REPO_URL.format(id=0): link}
         fields |= {GENERAL.BASE_MODEL_COUNT: 1} | model if derived else {GENERAL.SOURCE_REPO_URL: link}
     return fields
+
+
+def write_gguf(out: Path, plan: TensorMap, fields: Mapping[str, Any]) -> None:
+    """Write a file atomically. `fields` are added to those of the plan."""
+    if out.is_dir():
+        raise UserError(f"{out}: is a directory. Specify a file, such as {out / 'model.gguf'}.")
+    check_free_space(out, plan.num_bytes())
+    with atomic_file(out) as partial:
+        alignment = write_header(partial, plan, plan.fields() | dict(fields))
+        progress = tqdm(total=plan.num_bytes(), desc="writing", unit="B", unit_scale=True, disable=None, leave=False)
+        with partial.open("ab") as file, progress:
+            for entry, tensor in plan.tensors():
+                write_padding(file, alignment)
+                file.write(encode_tensor(tensor, entry.kind).data)
+                progress.update(tensor_bytes(entry.kind, entry.shape))
+            write_padding(file, alignment)
+
+
+def write_header(file: Path, plan: TensorMap, fields: Mapping[str, Any]) -> int:
+    """Write everything before the tensor data. Returns the alignment of tensors in bytes."""
+    writer = GGUFWriter(file, plan.arch.name)
+    for key, value in fields.items():
+        writer.add_key_value(key, value, TYPES[type(value)])
+    for entry in plan.entries:
+        writer.add_tensor_info(
+            entry.name, entry.shape, np.dtype(np.float32), tensor_bytes(entry.kind, entry.shape), entry.kind
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    return writer.data_alignment
+
+
+def write_padding(file: IO[bytes], alignment: int) -> None:
+    file.write(bytes(-file.tell() % alignment))
+
+
+def check_rounding(file: GGUFCheckpoint, plan: TensorMap, vocabulary: Vocabulary) -> dict[str, RoundingError]:
+    """Rounding errors by type. Raises UserError if the file is wrong; it is not deleted."""
+    check_spec_matches(plan.spec, file.spec, plan.arch.name, str(file.path))
+    if Vocabulary.from_fields(file.config) != vocabulary:
+        raise UserError(f"{file.path}: the tokenizer in the file differs from the written one")
+    errors: dict[str, RoundingError] = {}
+    with TensorReader(file.gguf_tensors) as tensors:
+        for entry, tensor in tqdm(plan.tensors(), "checking", len(plan.entries), disable=None, leave=False):
+            error = max_rounding_error(tensor, tensors[entry.name], entry.kind)
+            if error > 1:
+                problem = f"the rounding error is {error:.3g} times the maximum of {entry.kind.name}"
+                raise UserError(f"{file.path}: {entry.name}: {problem}")
+            previous = errors.get(entry.kind.name, RoundingError(0, 0.0))
+            errors[entry.kind.name] = RoundingError(previous.count + 1, max(previous.worst, error))
+    return errors

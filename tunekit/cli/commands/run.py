@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 from tunekit.cli import recipe_loader
-from tunekit.distributed import launch_workers, worker_env
+from tunekit.distributed import launcher, worker_env
 from tunekit.distributed.heartbeat import HeartbeatWriter
 from tunekit.distributed.launch_config import LaunchConfig, WorkerSpec
 from tunekit.distributed.signals import StopRequests
@@ -54,7 +54,7 @@ def launch(args: argparse.Namespace, stop_requests: StopRequests) -> None:
     """Run the checks in a subprocess, so that this process does not import torch, then start the ranks."""
     fresh = ["--overwrite"] if args.overwrite else []
     launch_arguments = ("--slurm", args.slurm) if args.slurm else args.launch.cli_args
-    summary = launch_workers.check_in_subprocess((*worker_args(args), *launch_arguments, *fresh), stop_requests)
+    summary = launcher.check_in_subprocess((*worker_args(args), *launch_arguments, *fresh), stop_requests)
     folder = summary["folder"] and Path(summary["folder"])
     if summary["finished"]:
         return
@@ -64,7 +64,7 @@ def launch(args: argparse.Namespace, stop_requests: StopRequests) -> None:
         print(SlurmJob.parse(args.slurm).submit(worker_arguments, folder or Path(), args.overwrite, args.dry_run))
     else:
         job = WorkerSpec(worker_args(args), args.launch, folder, summary["timeout"], summary["digest"], args.overwrite)
-        launch_workers.launch_workers(job, stop_requests)
+        launcher.launch_workers(job, stop_requests)
 
 
 def worker_args(args: argparse.Namespace) -> tuple[str, ...]:

@@ -8,34 +8,12 @@ from tunekit.models.spec import ScoreHead
 from tunekit.models.weight_map import KeyRule
 
 DOCUMENTS, TOKENS = "ForSequenceClassification", "ForTokenClassification"
-# Class name prefixes, by `model_type`.
-CLASS_PREFIXES = {
-    "deepseek_v2": "DeepseekV2",
-    "deepseek_v3": "DeepseekV3",
-    "gemma": "Gemma",
-    "gemma2": "Gemma2",
-    "gemma3": "Gemma3",
-    "gemma3_text": "Gemma3Text",
-    "glm": "Glm",
-    "glm4": "Glm4",
-    "gpt_oss": "GptOss",
-    "llama": "Llama",
-    "ministral": "Ministral",
-    "ministral3": "Ministral3",
-    "mistral": "Mistral",
-    "mixtral": "Mixtral",
-    "olmo2": "Olmo2",
-    "olmo3": "Olmo3",
-    "phi3": "Phi3",
-    "qwen2": "Qwen2",
-    "qwen2_moe": "Qwen2Moe",
-    "qwen3": "Qwen3",
-    "qwen3_5": "Qwen3_5",
-    "qwen3_5_text": "Qwen3_5Text",
-    "qwen3_moe": "Qwen3Moe",
-    "qwen3_next": "Qwen3Next",
-    "smollm3": "SmolLM3",
-}
+# Values of `model_type` with such classes in transformers, whose names start with the type in camel case.
+MODEL_TYPES = """
+deepseek_v2 deepseek_v3 gemma gemma2 gemma3 gemma3_text glm glm4 gpt_oss llama ministral ministral3 mistral mixtral
+olmo2 olmo3 phi3 qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_text qwen3_moe qwen3_next smollm3
+"""
+SPECIAL_PREFIXES = {"qwen3_5": "Qwen3_5", "qwen3_5_text": "Qwen3_5Text", "smollm3": "SmolLM3"}
 # Without a token classification class in transformers.
 DOCUMENTS_ONLY = {"deepseek_v2", "gemma3", "gemma3_text", "olmo2", "olmo3", "qwen3_5_text"}
 HEAD = "score"  # its name in checkpoints
@@ -43,8 +21,10 @@ HEAD = "score"  # its name in checkpoints
 
 def classifier_architecture(model_type: str, per_token: bool) -> str | None:
     """transformers class of a `model_type` that scores documents or tokens; None if it does not exist."""
-    prefix = None if per_token and model_type in DOCUMENTS_ONLY else CLASS_PREFIXES.get(model_type)
-    return None if prefix is None else prefix + (TOKENS if per_token else DOCUMENTS)
+    if model_type not in MODEL_TYPES.split() or (per_token and model_type in DOCUMENTS_ONLY):
+        return None
+    prefix = SPECIAL_PREFIXES.get(model_type, model_type.title().replace("_", ""))
+    return prefix + (TOKENS if per_token else DOCUMENTS)
 
 
 def score_head(config: Config) -> ScoreHead | None:
