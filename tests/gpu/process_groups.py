@@ -4,7 +4,7 @@ import warnings
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.parallel_dims import ParallelConfig
@@ -18,10 +18,10 @@ def timeouts(parallel: ParallelConfig) -> tuple[set[timedelta], set[timedelta], 
         run.__enter__()
     meshes = [mesh for mesh in (run.mesh, run.grad_mesh, run.cp_mesh, run.ep_mesh) if mesh is not None]
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]
-    result = timeouts_of(dist.group.WORLD, *groups), timeouts_of(run.host_group)
+    result = timeouts_of(torch.distributed.group.WORLD, *groups), timeouts_of(run.host_group)
     run.__exit__(None)
     return *result, [str(warning.message) for warning in caught]
 
 
-def timeouts_of(*groups: dist.ProcessGroup | None) -> set[timedelta]:
+def timeouts_of(*groups: torch.distributed.ProcessGroup | None) -> set[timedelta]:
     return {group._get_backend(torch.device("cpu")).options._timeout for group in groups if group is not None}

@@ -23,7 +23,7 @@ from typing import Any, Protocol, cast
 
 import numpy
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -336,7 +336,9 @@ def with_own_process_group(run: DistributedContext) -> DistributedContext:
     """Copy of the context with its own process group, for collectives of a background thread."""
     clone = copy(run)
     if run.host_group is not None:
-        clone.host_group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=HOST_TIMEOUT))
+        clone.host_group = cast(
+            "torch.distributed.ProcessGroup", torch.distributed.new_group(backend="gloo", timeout=HOST_TIMEOUT)
+        )
     return clone
 
 

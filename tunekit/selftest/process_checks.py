@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch.distributed.tensor import DTensor
 
 from tunekit.adapters.config import NoAdapter
@@ -58,7 +58,7 @@ def loss_and_gradient(context: Context, compute: str, shard: bool) -> tuple[floa
         batch = nano.packing(256).collate_rows([documents[:3], documents[3:]])[0]
         result = backward(model, batch.to(run.device))
         if shard:
-            dist.destroy_process_group()
+            torch.distributed.destroy_process_group()
     return result
 
 
@@ -75,7 +75,7 @@ def join(run: DistributedContext) -> None:
     """Initialize the process group of a run. Sharding tries the other collectives."""
     run.init_process_group()
     ones = torch.ones(8, device=run.device)
-    dist.all_reduce(ones)
+    torch.distributed.all_reduce(ones)
     run.barrier()
     if ones.tolist() != [1.0] * 8:
         raise CheckFailedError(f"all-reduce of one rank changed its input: {ones.tolist()}")
@@ -132,7 +132,7 @@ def num_ranks(context: Context) -> tuple[int, str]:
 
 def require_backend(context: Context) -> str:
     """The name of the device's backend; CheckSkippedError if there is none."""
-    if not dist.is_available():
+    if not torch.distributed.is_available():
         raise CheckSkippedError("this build of torch has no torch.distributed")
     backend = capabilities(context.device).backend
     if backend is None:
