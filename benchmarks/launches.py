@@ -67,12 +67,12 @@ def tunekit_step(method: str, num_layers: int) -> Step:
     model = assemble.build_meta_model(
         SimpleNamespace(spec=spec), NF4Config(double_quant=True) if method == "qlora" else NoQuantization(), adapter
     )
-    run = DistributedContext.single_process()
-    run.device = CUDA
+    dist = DistributedContext.single_process()
+    dist.device = CUDA
     PrecisionConfig("bf16", frozen_dtype="bf16").apply(model, {}, CUDA)
     MemoryConfig().apply(model, CUDA)
     optimizer = AdamWConfig().build(adapter.param_groups(model))
-    train_optimizer = MemoryConfig().wrap_optimizer(optimizer, run)
+    train_optimizer = MemoryConfig().wrap_optimizer(optimizer, dist)
     config = SimpleNamespace(loss=CrossEntropy())
     tokens, positions = torch.zeros(1, LENGTH, dtype=torch.long), torch.arange(LENGTH)[None]
     offsets = torch.tensor([0, 700, 1500, LENGTH], dtype=torch.int32)
@@ -81,7 +81,7 @@ def tunekit_step(method: str, num_layers: int) -> Step:
     def step(counter: LaunchCounter) -> None:
         counter.phase = "forward"
         with backward_phase(counter):
-            sft.forward_backward(model, [batch], config, run)
+            sft.forward_backward(model, [batch], config, dist)
         counter.phase = "optimizer"
         train_optimizer.clip_grad_norm(1.0)
         train_optimizer.step()

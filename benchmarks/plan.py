@@ -111,14 +111,14 @@ def planned_bytes(task: Workload, count: int) -> int:
     return max(phases[name].total for name in ("forward", "backward", "step")) - PROCESS
 
 
-def run_steps(task: Workload, steps: int, run: DistributedContext) -> None:
+def run_steps(task: Workload, steps: int, dist: DistributedContext) -> None:
     """Steps of a model with random weights, set up as in assemble.build_model."""
-    sizes = run.dims
+    sizes = dist.dims
     net = build.build_meta_model(task.source, task.quantization, task.adapter)
-    parallelize(net, run)
+    parallelize(net, dist)
     task.precision.apply(net, dtypes(task.source, net), CPU)
     task.memory.apply(net, CPU)
-    apply_fsdp(net, run)
+    apply_fsdp(net, dist)
     net.to_empty(device="cpu")
     net.tie()
     register_shards((*net.named_parameters(), *net.named_buffers()), net.shards)
@@ -128,7 +128,7 @@ def run_steps(task: Workload, steps: int, run: DistributedContext) -> None:
     optimizer = task.optimizer.build(
         task.adapter.param_groups(net), [p for layer in net.layers for p in layer.parameters()]
     )
-    train_optimizer = task.memory.wrap_optimizer(optimizer, run)
+    train_optimizer = task.memory.wrap_optimizer(optimizer, dist)
     shape = ProbeStep(
         task.adapter, task.memory, task.optimizer, task.loss, task.max_grad_norm, task.micro(sizes), task.max_length, 1
     )
@@ -141,7 +141,7 @@ def run_steps(task: Workload, steps: int, run: DistributedContext) -> None:
     passes = task.num_micro_batches(sizes)
     for _ in range(steps):
         for i in range(1, passes + 1):
-            run.set_gradient_sync(net, enabled=i == passes)
+            dist.set_gradient_sync(net, enabled=i == passes)
             (task.loss(net, batch) / batch.num_target_tokens).backward()
         train_optimizer.clip_grad_norm(task.max_grad_norm)
         train_optimizer.step()
@@ -151,14 +151,14 @@ def run_steps(task: Workload, steps: int, run: DistributedContext) -> None:
 def measured_bytes(task: Workload) -> int:
     """Measured peak bytes of some steps, maximum over ranks."""
     one_layer_spec: DecoderSpec = replace(task.source.spec, layers=task.source.spec.layers[:1])
-    with DistributedContext(device="cpu", parallel=task.parallel) as run:
+    with DistributedContext(device="cpu", parallel=task.parallel) as dist:
         for threshold in (malloc.TRIM_THRESHOLD, malloc.MMAP_THRESHOLD):  # DistributedContext has set them for speed
             ctypes.CDLL(None).mallopt(threshold, GIVEN_BACK)
-        run_steps(replace(task, source=replace(task.source, spec=one_layer_spec)), 1, run)
-        return int(run.max_over_ranks(float(peak_growth(task, run)))[0])
+        run_steps(replace(task, source=replace(task.source, spec=one_layer_spec)), 1, dist)
+        return int(dist.max_over_ranks(float(peak_growth(task, dist)))[0])
 
 
-def peak_growth(task: Workload, run: DistributedContext) -> int:
+def peak_growth(task: Workload, dist: DistributedContext) -> int:
     """Peak bytes of two steps in this process."""
     before, peak, done = process_bytes(), [0], threading.Event()
 
@@ -170,7 +170,7 @@ def peak_growth(task: Workload, run: DistributedContext) -> int:
     thread.start()
     if has_experts(task):
         onednn_cache.create_kernels(EXPERT_TOKEN_COUNTS)
-    run_steps(task, 2, run)
+    run_steps(task, 2, dist)
     done.set()
     thread.join()
     return peak[0] - before

@@ -76,10 +76,10 @@ def child(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     shape = Shape(layers=args.layers)
     (args.folder / "config.json").write_text(json.dumps(shape.config))
-    with DistributedContext(0, "cpu") as run:
+    with DistributedContext(0, "cpu") as dist:
         precision = PrecisionConfig("bf16", "fp32", "bf16")
         adapter, source = ADAPTERS[args.adapter], HFCheckpoint.open(args.folder)
-        model = build.build_model(source, NoQuantization(), adapter, precision, MemoryConfig(), run, True)
+        model = build.build_model(source, NoQuantization(), adapter, precision, MemoryConfig(), dist, True)
         rows, before, seconds = make_batch(args, shape.vocab), process_memory("VmRSS"), []
         for _ in range(args.steps + 1):
             start = time.perf_counter()

@@ -83,7 +83,7 @@ def write_to_disk(folder: Path, count: int) -> None:
 
 def run_rounds(name: str, out: Path, rounds: int, trained: Literal["bf16", "fp32"]) -> tuple[int, int, list[Round]]:
     """Bytes of a state, memory of this rank before saving, and all rounds."""
-    with DistributedContext(0, "cpu") as run:
+    with DistributedContext(0, "cpu") as dist:
         source = HFCheckpoint.open(assets.PRESETS[name])
         model = build.build_model(
             source,
@@ -91,7 +91,7 @@ def run_rounds(name: str, out: Path, rounds: int, trained: Literal["bf16", "fp32
             NoAdapter(),
             PrecisionConfig("fp32", trained),
             MemoryConfig(),
-            run,
+            dist,
             from_scratch=True,
         )
         optimizer = AdamWConfig().build(NoAdapter().param_groups(model))
@@ -101,30 +101,30 @@ def run_rounds(name: str, out: Path, rounds: int, trained: Literal["bf16", "fp32
         optimizer.zero_grad()
         schedule = LambdaLR(optimizer, constant)
         states = [
-            Checkpointer(out / n, model, optimizer, schedule, 1, run, background=n == "back") for n in ("wait", "back")
+            Checkpointer(out / n, model, optimizer, schedule, 1, dist, background=n == "back") for n in ("wait", "back")
         ]
         states[0].save(1)
         states[1].save(1)  # allocates buffers
         states[1].wait()
         total, rss_before = size(out / "wait"), read_status("VmRSS")
-        rounds_done = [one_round(out, index, total, states, run) for index in range(rounds)]
-        rounds_done = [round_done | save_final_checkpoint(model, source, out, run) for round_done in rounds_done]
+        rounds_done = [one_round(out, index, total, states, dist) for index in range(rounds)]
+        rounds_done = [round_done | save_final_checkpoint(model, source, out, dist) for round_done in rounds_done]
         return total, rss_before, rounds_done
 
 
-def one_round(out: Path, index: int, total: int, states: list[Checkpointer], run: DistributedContext) -> Round:
+def one_round(out: Path, index: int, total: int, states: list[Checkpointer], dist: DistributedContext) -> Round:
     """Measure the disk and both kinds of saving, in alternating order."""
 
     def disk_only() -> Round:
-        run.barrier()
-        spent = measure(lambda: write_to_disk(out, total)) if run.is_main_process else (0.0, 0)
-        run.barrier()
+        dist.barrier()
+        spent = measure(lambda: write_to_disk(out, total)) if dist.is_main_process else (0.0, 0)
+        dist.barrier()
         return {"disk": spent}
 
     def save_states() -> Round:
-        run.barrier()
+        dist.barrier()
         waiting = measure(lambda: states[0].save(index + 2))
-        run.barrier()
+        dist.barrier()
         start = time.perf_counter()
         pause = measure(lambda: states[1].save(index + 2))
         states[1].wait()
@@ -133,12 +133,12 @@ def one_round(out: Path, index: int, total: int, states: list[Checkpointer], run
     return disk_only() | save_states() if index % 2 else save_states() | disk_only()
 
 
-def save_final_checkpoint(model: torch.nn.Module, source: HFCheckpoint, out: Path, run: DistributedContext) -> Round:
+def save_final_checkpoint(model: torch.nn.Module, source: HFCheckpoint, out: Path, dist: DistributedContext) -> Round:
     def save() -> None:
-        with atomic.AtomicDir(out / "final", run) as folder:
-            final_checkpoint.save_final(NoAdapter(), folder, model, source, run)  # type: ignore[arg-type]
+        with atomic.AtomicDir(out / "final", dist) as folder:
+            final_checkpoint.save_final(NoAdapter(), folder, model, source, dist)  # type: ignore[arg-type]
 
-    run.barrier()
+    dist.barrier()
     return {"final": measure(save)}
 
 

@@ -74,11 +74,11 @@ def model_config(model: str, sparse: bool) -> dict[str, Any]:
 # One process
 
 
-def make_batch(model: str, step: int, run: DistributedContext) -> Batch:
+def make_batch(model: str, step: int, dist: DistributedContext) -> Batch:
     """All rows of this rank in one micro-batch."""
     *_, vocab, length = MODELS[model]
     draw = torch.Generator().manual_seed(step)
-    rows = torch.randint(0, vocab, (ROWS, length), generator=draw)[run.dp_rank :: run.dims.dp_size]
+    rows = torch.randint(0, vocab, (ROWS, length), generator=draw)[dist.dp_rank :: dist.dims.dp_size]
     return Batch(rows, rows.roll(-1, 1), torch.arange(length).expand_as(rows), None, rows.numel(), rows.numel())
 
 
@@ -86,24 +86,24 @@ def child(args: argparse.Namespace) -> None:
     """Train on this rank; the main process writes the result."""
     torch.set_num_threads(args.threads)
     count, parallel = LAYOUTS[args.child]
-    with DistributedContext(7, "cpu", ParallelConfig(**parallel)) as run:
+    with DistributedContext(7, "cpu", ParallelConfig(**parallel)) as dist:
         source, fp32 = HFCheckpoint.open(args.folder), PrecisionConfig("fp32", "fp32", "fp32")
-        model = build.build_model(source, NoQuantization(), NoAdapter(), fp32, MemoryConfig(), run, True)
+        model = build.build_model(source, NoQuantization(), NoAdapter(), fp32, MemoryConfig(), dist, True)
         sizes = {name: p.numel() * 4 for name, p in model.named_parameters()}
         cfg = sft.SFTConfig(model="m", data=TextDataset("t"), output_dir="o")
-        optimizer = MemoryConfig().wrap_optimizer(AdamWConfig().build(NoAdapter().param_groups(model)), run)
+        optimizer = MemoryConfig().wrap_optimizer(AdamWConfig().build(NoAdapter().param_groups(model)), dist)
 
         def step(number: int) -> float:
             start = time.perf_counter()
-            sft.forward_backward(model, [make_batch(args.model, number, run)], cfg, run)
+            sft.forward_backward(model, [make_batch(args.model, number, dist)], cfg, dist)
             optimizer.clip_grad_norm(1.0)
             optimizer.step()
             optimizer.zero_grad()
-            run.barrier()
+            dist.barrier()
             return time.perf_counter() - start
 
         seconds = [step(number) for number in range(args.steps + 2)][2:]
-        trace = args.folder / f"trace-{run.rank}.json"
+        trace = args.folder / f"trace-{dist.rank}.json"
         profiler_schedule = schedule(wait=0, warmup=1, active=2)
         with profile(
             schedule=profiler_schedule, on_trace_ready=lambda p: p.export_chrome_trace(str(trace)), record_shapes=True
@@ -111,7 +111,7 @@ def child(args: argparse.Namespace) -> None:
             for number in range(3):
                 step(number)
                 p.step()
-        if run.is_main_process:
+        if dist.is_main_process:
             result = {"seconds": seconds, "sizes": sizes, **trace_summary(trace)}
             (args.folder / "result.json").write_text(json.dumps(result))
 

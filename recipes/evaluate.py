@@ -93,29 +93,29 @@ def check(cfg: EvaluateConfig) -> None:
 
 def main(cfg: EvaluateConfig) -> list[ModelResult]:
     """Evaluate each model and print the results."""
-    with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as run:
-        cfg.parallel.check_inference(run.world_size)
+    with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as dist:
+        cfg.parallel.check_inference(dist.world_size)
         if cfg.output_path is not None:
-            run.run_on_main(partial(check_writable, Path(cfg.output_path)))
+            dist.run_on_main(partial(check_writable, Path(cfg.output_path)))
         results, questions = [], []
         for name in filter(None, (cfg.baseline, cfg.model)):
-            questions, result = evaluate_model(name, cfg, run)
+            questions, result = evaluate_model(name, cfg, dist)
             results.append(result)
-        run.run_on_main(partial(report, cfg, questions, results))
+        dist.run_on_main(partial(report, cfg, questions, results))
     return results
 
 
-def evaluate_model(name: str, cfg: EvaluateConfig, run: DistributedContext) -> tuple[list[Question], ModelResult]:
+def evaluate_model(name: str, cfg: EvaluateConfig, dist: DistributedContext) -> tuple[list[Question], ModelResult]:
     """Questions of the rows, and the results of one model, which is freed afterwards."""
     tasks = cfg.named.load()  # before weights are read: some tasks are downloaded
-    model, tokenizer = build.load_for_inference(name, cfg.precision, run, cfg.quantization)
-    evaluator = GenerationEvaluator(model, tokenizer, cfg.sampling, cfg.batch_size, run)
+    model, tokenizer = build.load_for_inference(name, cfg.precision, dist, cfg.quantization)
+    evaluator = GenerationEvaluator(model, tokenizer, cfg.sampling, cfg.batch_size, dist)
     questions, results = [], []
     if cfg.data is not None:
-        data = build_dataloader(cfg.data, tokenizer, cfg.batch_size, cfg.batch_size, run)
+        data = build_dataloader(cfg.data, tokenizer, cfg.batch_size, cfg.batch_size, dist)
         data.check_vocab(model.spec.vocab)
         if name == cfg.model:
-            data_checks.warn_data(cfg, data, tokenizer, run)
+            data_checks.warn_data(cfg, data, tokenizer, dist)
         questions, result = evaluator(dataset_title(cfg.data), islice(with_source(data.datasets), cfg.limit))
         results.append(result)
     return questions, ModelResult(name, (*results, *cfg.named.evaluate(evaluator, name, tasks)))

@@ -66,15 +66,15 @@ def check(cfg: GenerateConfig) -> None:
 
 def main(cfg: GenerateConfig) -> None:
     """Generate the answers to all prompts, in their order."""
-    with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as run:
-        cfg.parallel.check_inference(run.world_size)
-        model, tokenizer = build.load_for_inference(cfg.model, cfg.precision, run, cfg.quantization)
+    with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as dist:
+        cfg.parallel.check_inference(dist.world_size)
+        model, tokenizer = build.load_for_inference(cfg.model, cfg.precision, dist, cfg.quantization)
         texts = list(read_prompts(cfg))
         prompts = [encode_prompt(text, tokenizer, cfg) for text in texts]
-        outputs = generate_all(model, prompts, cfg.sampling, tokenizer.stops, cfg.batch_size, run)
+        outputs = generate_all(model, prompts, cfg.sampling, tokenizer.stops, cfg.batch_size, dist)
         pairs = zip(texts, outputs, strict=True)
         lines = [{"prompt": text, "answer": tokenizer.decode(answer)} for text, answer in pairs]
-        run.run_on_main(partial(write_answers, cfg, lines))
+        dist.run_on_main(partial(write_answers, cfg, lines))
 
 
 def read_prompts(cfg: GenerateConfig) -> Iterator[str | list]:

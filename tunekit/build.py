@@ -114,7 +114,7 @@ def build_model(  # noqa: PLR0913
         load_weights(
             replace(checkpoint, keeps_prequantized=True) if quantization.keeps_prequantized else checkpoint,
             model,
-            run=dist,
+            dist=dist,
         )
     adapter.init_weights(model, dist.seed)
     if adapter.adapter_path is not None:

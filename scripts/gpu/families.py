@@ -34,9 +34,9 @@ PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5]]
 
 
 def build(source: HFCheckpoint, device: str, compute: str) -> Decoder:
-    with DistributedContext(0, device) as run:
+    with DistributedContext(0, device) as dist:
         precision = PrecisionConfig(compute, "fp32", "fp32")  # type: ignore[arg-type]
-        return assemble.build_model(source, NoQuantization(), NoAdapter(), precision, MemoryConfig(), run)
+        return assemble.build_model(source, NoQuantization(), NoAdapter(), precision, MemoryConfig(), dist)
 
 
 def loss_and_gradients(model: Decoder, layout: str, device: str) -> tuple[float, Tensor]:

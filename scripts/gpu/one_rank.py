@@ -39,18 +39,18 @@ CASES: dict[str, tuple[NoAdapter | LoRAConfig, MemoryConfig, ParallelConfig]] = 
 }
 
 
-def numbers(source: HFCheckpoint, case: str, run: DistributedContext) -> list[float]:
+def numbers(source: HFCheckpoint, case: str, dist: DistributedContext) -> list[float]:
     """Losses packed and padded, and the gradient norm."""
-    adapter, memory, run.parallel = CASES[case]
-    model = build.build_model(source, NoQuantization(), adapter, PrecisionConfig("bf16", "fp32", "fp32"), memory, run)
+    adapter, memory, dist.parallel = CASES[case]
+    model = build.build_model(source, NoQuantization(), adapter, PrecisionConfig("bf16", "fp32", "fp32"), memory, dist)
     documents, losses = nano.random_documents(model.spec.vocab, LENGTHS), []
     for capacity, rows in ((128, [documents[:2], documents[2:]]), (0, [[document] for document in documents])):
         batch = nano.packing(capacity, len(rows)).collate_rows(rows)[0]
-        loss = CrossEntropy()(model, batch.to(run.device))
+        loss = CrossEntropy()(model, batch.to(dist.device))
         loss.backward()
         losses.append(loss.item())
     trained = [p for p in model.parameters() if p.grad is not None]
-    length = clip_grad.total_grad_norm(trained, run)
+    length = clip_grad.total_grad_norm(trained, dist)
     clip_grad.clip_gradients(trained, length, 1.0)
     return [round(value, 4) for value in (*losses, float(length))]
 
@@ -69,13 +69,13 @@ def main() -> int:
     parser.add_argument("--names", nargs="*", default=[*NAMES])
     args = parser.parse_args()
     failed = 0
-    with one_rank_environment(), DistributedContext(0, args.device) as run:
-        print("process group:", join(run), run.mesh, flush=True)
+    with one_rank_environment(), DistributedContext(0, args.device) as dist:
+        print("process group:", join(dist), dist.mesh, flush=True)
         for name, case in cases(args.names, args.device):
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     source = HFCheckpoint.open(make_checkpoint(Path(folder), name), name)
-                    print(f"ok {name} {case} {numbers(source, case, run)}", flush=True)
+                    print(f"ok {name} {case} {numbers(source, case, dist)}", flush=True)
                 except Exception as error:  # noqa: BLE001 (the other cases are tried anyway)
                     trace = traceback.extract_tb(error.__traceback__)
                     frame = [f for f in trace if "site-packages" not in f.filename][-1]

@@ -13,5 +13,5 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[DistributedContext]:
     values = {ONE_RANK: "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     for name, value in (values | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}).items():
         monkeypatch.setenv(name, value)
-    with DistributedContext(0, "cpu") as run:
-        yield run
+    with DistributedContext(0, "cpu") as dist:
+        yield dist

@@ -53,9 +53,9 @@ class Documents(list[Document]):
 
 
 def run_on_meta() -> DistributedContext:
-    run = DistributedContext.single_process()
-    run.device = META
-    return run
+    dist = DistributedContext.single_process()
+    dist.device = META
+    return dist
 
 
 def read_spec(name: str, score: ScoreHead | None = None, layers: int | None = None) -> DecoderSpec:

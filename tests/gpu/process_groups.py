@@ -14,12 +14,12 @@ def timeouts(parallel: ParallelConfig) -> tuple[set[timedelta], set[timedelta], 
     """Timeouts of the groups for collectives and of the one for long waits, and warnings on the way."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = DistributedContext(0, "cpu", parallel)
-        run.__enter__()
-    meshes = [mesh for mesh in (run.mesh, run.grad_mesh, run.cp_mesh, run.ep_mesh) if mesh is not None]
+        dist = DistributedContext(0, "cpu", parallel)
+        dist.__enter__()
+    meshes = [mesh for mesh in (dist.mesh, dist.grad_mesh, dist.cp_mesh, dist.ep_mesh) if mesh is not None]
     groups = [group for mesh in meshes for group in mesh.get_all_groups()]
-    result = timeouts_of(torch.distributed.group.WORLD, *groups), timeouts_of(run.host_group)
-    run.__exit__(None)
+    result = timeouts_of(torch.distributed.group.WORLD, *groups), timeouts_of(dist.host_group)
+    dist.__exit__(None)
     return *result, [str(warning.message) for warning in caught]
 
 

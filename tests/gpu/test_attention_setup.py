@@ -43,9 +43,9 @@ def fa3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("cuda")
 def test_a_run_on_cuda_uses_no_cudnn_plans() -> None:
-    run = DistributedContext(0, "cpu")
-    run.device = CUDA
-    with run:
+    dist = DistributedContext(0, "cpu")
+    dist.device = CUDA
+    with dist:
         assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
@@ -70,9 +70,9 @@ def test_fa3_is_activated_once_when_a_run_begins(monkeypatch: pytest.MonkeyPatch
     activated: list[torch.device] = []
     monkeypatch.setattr(attention_setup, "activate_fa3", activated.append)
     for _ in range(2):
-        run = DistributedContext(0, "cpu")
-        run.device = CUDA
-        with run:
+        dist = DistributedContext(0, "cpu")
+        dist.device = CUDA
+        with dist:
             pass
     assert activated == [CUDA]
 

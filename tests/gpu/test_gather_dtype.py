@@ -30,19 +30,19 @@ def sharded(
     name: str,
     adapter: NoAdapter | LoRAConfig,
     weights: NoQuantization,
-    run: DistributedContext,
+    dist: DistributedContext,
     device: str,
 ) -> Decoder:
     """A model on the CPU that is sharded as on another kind of device."""
     source = HFCheckpoint.open(make_checkpoint(folder, name))
     model = build.build_meta_model(source, weights, adapter)
-    BF16.apply(model, source.dtypes, run.device)
-    run.device = torch.device(device)
-    apply_fsdp(model, run)
-    run.device = torch.device("cpu")
-    allocate(model, run)
+    BF16.apply(model, source.dtypes, dist.device)
+    dist.device = torch.device(device)
+    apply_fsdp(model, dist)
+    dist.device = torch.device("cpu")
+    allocate(model, dist)
     model.tie()
-    load_weights(source, model, quiet=True, run=run)
+    load_weights(source, model, quiet=True, dist=dist)
     adapter.init_weights(model, 0)
     return model
 

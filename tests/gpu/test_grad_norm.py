@@ -35,9 +35,9 @@ def weights(device: str, count: int = 448, dtype: torch.dtype = torch.float32) -
 
 
 def on(device: str) -> DistributedContext:
-    run = DistributedContext.single_process()
-    run.device = torch.device(device)
-    return run
+    dist = DistributedContext.single_process()
+    dist.device = torch.device(device)
+    return dist
 
 
 def test_launches_do_not_grow_with_the_number_of_weights() -> None:

@@ -37,9 +37,14 @@ def test_all_groups_have_the_timeout_of_the_config() -> None:
         assert not warned
 
 
-def built(folder: Path, run: DistributedContext) -> Decoder:
+def built(folder: Path, dist: DistributedContext) -> Decoder:
     return build.build_model(
-        HFCheckpoint.open(make_checkpoint(folder, "llama3.2")), NoQuantization(), NoAdapter(), FP32, MemoryConfig(), run
+        HFCheckpoint.open(make_checkpoint(folder, "llama3.2")),
+        NoQuantization(),
+        NoAdapter(),
+        FP32,
+        MemoryConfig(),
+        dist,
     )
 
 

@@ -25,16 +25,16 @@ from tunekit.models.weight_init import init_weights
 from tunekit.quantization.config import NoQuantization
 
 
-def sharded(folder: Path, name: str, run: DistributedContext) -> Decoder:
+def sharded(folder: Path, name: str, dist: DistributedContext) -> Decoder:
     """A model whose experts are sharded apart from their layers, as with parallel.ep."""
     source = HFCheckpoint.open(make_checkpoint(folder, name))
     model = build.build_meta_model(source, NoQuantization(), NoAdapter())
-    FP32.apply(model, source.dtypes, run.device)
-    assert run.mesh is not None
+    FP32.apply(model, source.dtypes, dist.device)
+    assert dist.mesh is not None
     for module in [module for module in model.modules() if isinstance(module, Experts)]:
-        fully_shard(module, **fsdp_kwargs(model, run, run.mesh["shard"]))
-    apply_fsdp(model, run)
-    allocate(model, run)
+        fully_shard(module, **fsdp_kwargs(model, dist, dist.mesh["shard"]))
+    apply_fsdp(model, dist)
+    allocate(model, dist)
     init_weights(model, 0)
     return model
 

@@ -96,13 +96,15 @@ class Case:
     def source(self) -> HFCheckpoint:
         return HFCheckpoint.open(self.folder)
 
-    def model(self, run: DistributedContext) -> Decoder:
-        return build.build_model(self.source, self.weights, self.adapter, FP32, MemoryConfig(), run)
+    def model(self, dist: DistributedContext) -> Decoder:
+        return build.build_model(self.source, self.weights, self.adapter, FP32, MemoryConfig(), dist)
 
-    def state(self, directory: Path, model: Decoder, run: DistributedContext, background: bool = False) -> Checkpointer:
+    def state(
+        self, directory: Path, model: Decoder, dist: DistributedContext, background: bool = False
+    ) -> Checkpointer:
         layer_params = (p for layer in model.layers for p in layer.parameters())
         optimizer = self.optimizer.build(self.adapter.param_groups(model), layer_params)
-        return Checkpointer(directory, model, optimizer, LambdaLR(optimizer, constant), 2, run, background=background)
+        return Checkpointer(directory, model, optimizer, LambdaLR(optimizer, constant), 2, dist, background=background)
 
 
 def constant(step: int) -> float:
@@ -126,11 +128,11 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def resume_and_train(
-    case: Case, directory: Path, run: DistributedContext, steps: int, stop: int, background: bool
+    case: Case, directory: Path, dist: DistributedContext, steps: int, stop: int, background: bool
 ) -> dict[str, Tensor]:
     """Restore the state of a directory, train to `steps` and save, and train to `stop` while it is written."""
-    model = case.model(run)
-    with case.state(directory, model, run, background) as state:
+    model = case.model(dist)
+    with case.state(directory, model, dist, background) as state:
         start = state.restore()
         if steps > start:
             run_steps(state, start, steps)
@@ -139,30 +141,30 @@ def resume_and_train(
     return trained_tensors(model)
 
 
-def save_result(name: str, base: Path, out: Path, run: DistributedContext) -> dict[str, object]:
+def save_result(name: str, base: Path, out: Path, dist: DistributedContext) -> dict[str, object]:
     """Write the final checkpoint and verify it against the model."""
     case = Case(
         base / name.partition("-")[0], RESULTS[name], weights=NF4Config() if name.endswith("nf4") else NoQuantization()
     )
-    model = case.model(run)
-    run_steps(case.state(out, model, run), 0, 1)
-    with atomic.AtomicDir(out / name, run) as directory:
-        final_checkpoint.save_final(case.adapter, directory, model, case.source, run)
+    model = case.model(dist)
+    run_steps(case.state(out, model, dist), 0, 1)
+    with atomic.AtomicDir(out / name, dist) as directory:
+        final_checkpoint.save_final(case.adapter, directory, model, case.source, dist)
         verification = verify.verify_saved(
-            directory, model, verify.ModelSource(case.source, case.weights, case.adapter, FP32), run
+            directory, model, verify.ModelSource(case.source, case.weights, case.adapter, FP32), dist
         )
     return vars(verification)
 
 
-def save_without_space(case: Case, directory: Path, run: DistributedContext, background: bool) -> tuple[str, int, str]:
+def save_without_space(case: Case, directory: Path, dist: DistributedContext, background: bool) -> tuple[str, int, str]:
     """Message, polling count and directory contents when the last rank cannot write large files."""
-    model, message, num_polls = case.model(run), "", 0
-    state = case.state(directory, model, run, background)
+    model, message, num_polls = case.model(dist), "", 0
+    state = case.state(directory, model, dist, background)
     run_steps(state, 0, 1)
     state.save(1)
     state.wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if run.rank == run.world_size - 1:
+    if dist.rank == dist.world_size - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         state.save(2)
@@ -172,69 +174,69 @@ def save_without_space(case: Case, directory: Path, run: DistributedContext, bac
     except UserError as error:
         message = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    run.barrier()
+    dist.barrier()
     file_names = " ".join(sorted(path.name for path in directory.iterdir()))
     state.save(3)  # works again without the limit
     state.wait()
     return message, num_polls, file_names
 
 
-def restore_damaged(case: Case, directory: Path, run: DistributedContext) -> list[str]:
+def restore_damaged(case: Case, directory: Path, dist: DistributedContext) -> list[str]:
     """Error messages of this rank for truncated files of a state, whichever rank reads the file."""
-    model, messages = case.model(run), []
-    state = case.state(directory, model, run)
+    model, messages = case.model(dist), []
+    state = case.state(directory, model, dist)
     state.save(1)
     for name in (dcp_planner.METADATA, "progress.pt"):
         path, contents = directory / "00000001" / name, (directory / "00000001" / name).read_bytes()
-        run.barrier()
-        run.run_on_main(partial(path.write_bytes, contents[: len(contents) // 2]))
+        dist.barrier()
+        dist.run_on_main(partial(path.write_bytes, contents[: len(contents) // 2]))
         try:
             state.restore()
         except UserError as error:
             messages.append(str(error).partition(";")[0])
-        run.run_on_main(partial(path.write_bytes, contents))
+        dist.run_on_main(partial(path.write_bytes, contents))
     return messages
 
 
-def upload_checkpoint(case: Case, directory: Path, run: DistributedContext, patch: Any) -> list[str]:
+def upload_checkpoint(case: Case, directory: Path, dist: DistributedContext, patch: Any) -> list[str]:
     """Names of the files of a checkpoint that this rank uploads. All ranks write it."""
     file_names: list[str] = []
     patch.push_checkpoint = lambda config, folder, message, description: file_names.extend(
         sorted(file.name for file in folder.iterdir())
     )
-    model = case.model(run)
+    model = case.model(dist)
     uploader = patch.HubUploader(
         patch.PushToHubConfig("ann/model", push_every=2),
         directory,
-        run,
+        dist,
     )
     for step in (1, 2):
         uploader.push_if_due(
-            step, 3, lambda path: final_checkpoint.save_final(case.adapter, path, model, case.source, run)
+            step, 3, lambda path: final_checkpoint.save_final(case.adapter, path, model, case.source, dist)
         )
     if uploader.thread is not None:
         uploader.thread.join()
-    run.barrier()
+    dist.barrier()
     return file_names
 
 
-def open_in_use(out: Path, run: DistributedContext) -> list[str]:
+def open_in_use(out: Path, dist: DistributedContext) -> list[str]:
     """Messages of each rank for a run directory that is in use, has another config, or is overwritten."""
     messages = []
-    with run_dir.open_run_dir(out, "seed: 1", frozenset(), False, run) as opened_dir:
+    with run_dir.open_run_dir(out, "seed: 1", frozenset(), False, dist) as opened_dir:
         messages.append(str(opened_dir.started_on))
         for request in ((out, "seed: 1", False), (out, "seed: 2", True)):
             try:
-                run_dir.open_run_dir(request[0], request[1], frozenset(), request[2], run)
+                run_dir.open_run_dir(request[0], request[1], frozenset(), request[2], dist)
             except UserError as error:
                 messages.append(re.sub(r"process \d+", "process", str(error)))
-        run.run_on_main((out / "metrics.jsonl").touch)
-    run.barrier()
+        dist.run_on_main((out / "metrics.jsonl").touch)
+    dist.barrier()
     try:
-        run_dir.open_run_dir(out, "seed: 2", frozenset(), False, run)
+        run_dir.open_run_dir(out, "seed: 2", frozenset(), False, dist)
     except UserError as error:
         messages.append(str(error))
-    run_dir.open_run_dir(out, "seed: 2", frozenset(), True, run).start()
+    run_dir.open_run_dir(out, "seed: 2", frozenset(), True, dist).start()
     messages.append(" ".join(sorted(path.name for path in out.iterdir())))
     return messages
 
@@ -242,20 +244,20 @@ def open_in_use(out: Path, run: DistributedContext) -> list[str]:
 def run_on_two(base: Path, out: Path) -> dict[str, object]:
     """Run everything that two ranks test."""
     results: dict[str, object] = {}
-    with DistributedContext(0, "cpu") as run:
+    with DistributedContext(0, "cpu") as dist:
         for name, optimizer in OPTIMIZERS.items():
             case = Case(base / "dense", optimizer=optimizer)
-            results[f"background {name}"] = resume_and_train(case, out / f"two-{name}", run, 2, 4, True)
-            results[f"restored {name}"] = resume_and_train(case, out / f"two-{name}", run, 2, 4, False)
-            results[f"of one {name}"] = resume_and_train(case, out / f"one-{name}", run, 2, 4, False)
+            results[f"background {name}"] = resume_and_train(case, out / f"two-{name}", dist, 2, 4, True)
+            results[f"restored {name}"] = resume_and_train(case, out / f"two-{name}", dist, 2, 4, False)
+            results[f"of one {name}"] = resume_and_train(case, out / f"one-{name}", dist, 2, 4, False)
         for name in RESULTS:
-            results[name] = save_result(name, base, out / "two", run)
+            results[name] = save_result(name, base, out / "two", dist)
         for background in (False, True):
             directory = out / f"refused-{background}"
-            results[f"refused {background}"] = save_without_space(Case(base / "dense"), directory, run, background)
-        results["damaged"] = restore_damaged(Case(base / "dense"), out / "damaged", run)
-        results["sent"] = upload_checkpoint(Case(base / "dense"), out / "sender", run, publish)
-        results["claimed"] = open_in_use(out / "claimed", run)
+            results[f"refused {background}"] = save_without_space(Case(base / "dense"), directory, dist, background)
+        results["damaged"] = restore_damaged(Case(base / "dense"), out / "damaged", dist)
+        results["sent"] = upload_checkpoint(Case(base / "dense"), out / "sender", dist, publish)
+        results["claimed"] = open_in_use(out / "claimed", dist)
     return results
 
 
@@ -272,30 +274,30 @@ def peak_memory(fn: Callable[[], Any]) -> tuple[int, Any]:
 
 def measure_memory(directory: Path, out: Path) -> tuple[int, int, int]:
     """Bytes of the local shard of a sharded model, and peak bytes of loading and saving it."""
-    with DistributedContext(0, "cpu") as run:
+    with DistributedContext(0, "cpu") as dist:
         source, precision = HFCheckpoint.open(directory), PrecisionConfig("fp32", "fp32", "checkpoint")
-        small = run.run_on_main(partial(write_checkpoint, out.with_name("small"), DENSE))
-        Case(small).model(run)  # torch imports modules when it shards a model for the first time
+        small = dist.run_on_main(partial(write_checkpoint, out.with_name("small"), DENSE))
+        Case(small).model(dist)  # torch imports modules when it shards a model for the first time
         loading, model = peak_memory(
-            lambda: build.build_model(source, NoQuantization(), FrozenModel(), precision, MemoryConfig(), run)
+            lambda: build.build_model(source, NoQuantization(), FrozenModel(), precision, MemoryConfig(), dist)
         )
-        run.run_on_main(out.mkdir)
-        run.barrier()
-        saving, _ = peak_memory(lambda: save_model(out, model, source, quiet=True, run=run))
+        dist.run_on_main(out.mkdir)
+        dist.barrier()
+        saving, _ = peak_memory(lambda: save_model(out, model, source, quiet=True, dist=dist))
         return sum(to_local(p).nbytes for p in model.parameters()), loading, saving
 
 
 def run_on_four(base: Path, out: Path, parallel: ParallelConfig, model: str) -> dict[str, object]:
     """Four ranks restore the states of one process and save them."""
     results: dict[str, object] = {}
-    with DistributedContext(0, "cpu", parallel) as run:
+    with DistributedContext(0, "cpu", parallel) as dist:
         for name in ("adamw", "muon"):
             case = Case(base / model, optimizer=OPTIMIZERS[name])
-            results[name] = resume_and_train(case, out / f"four-{name}", run, 3, 4, True)
-        results[model] = save_result(model, base, out / "four", run)
+            results[name] = resume_and_train(case, out / f"four-{name}", dist, 3, 4, True)
+        results[model] = save_result(model, base, out / "four", dist)
         try:
             resume_and_train(
-                Case(base / model, optimizer=OPTIMIZERS["adamw8bit"]), out / "four-adamw8bit", run, 3, 4, True
+                Case(base / model, optimizer=OPTIMIZERS["adamw8bit"]), out / "four-adamw8bit", dist, 3, 4, True
             )
         except UserError as error:
             results["refused"] = str(error)
@@ -304,17 +306,17 @@ def run_on_four(base: Path, out: Path, parallel: ParallelConfig, model: str) -> 
 
 def kill_one_rank(base: Path, out: Path) -> None:
     """Kill one rank after it wrote its shard and before the other did."""
-    with DistributedContext(0, "cpu") as run:
+    with DistributedContext(0, "cpu") as dist:
         case = Case(base / "dense")
-        model = case.model(run)
-        state = case.state(out, model, run, True)
+        model = case.model(dist)
+        state = case.state(out, model, dist, True)
         run_steps(state, 0, 1)
         state.save(1)
         state.wait()
         write_shards, has_written = dcp_planner.write_shards, out / "written"
 
         def write_or_die(*args: Any) -> dcp_planner.ShardWriteResult:
-            if run.rank == 1:
+            if dist.rank == 1:
                 while not has_written.exists():
                     time.sleep(0.01)
                 os._exit(9)

@@ -36,9 +36,9 @@ class DistillCase(Case):
 def run_distillation(case: DistillCase) -> Outcome:
     """Train a few steps as the recipe does. The losses end with the other metrics of the last step."""
     outcome = Outcome()
-    with DistributedContext(7, "cpu", case.parallel) as run:
+    with DistributedContext(7, "cpu", case.parallel) as dist:
         source = HFCheckpoint.open(case.folder)
-        model = build.build_model(source, case.weights, case.adapter, case.precision, case.memory, run)
+        model = build.build_model(source, case.weights, case.adapter, case.precision, case.memory, dist)
         teacher = OnlineTeacherConfig(model=str(case.teacher), precision=FP32, top_k=case.top)
         cfg = distill.DistillConfig(
             model="m",
@@ -49,17 +49,19 @@ def run_distillation(case: DistillCase) -> Outcome:
             adapter=case.adapter,
             max_grad_norm=case.clip,
         )
-        collator = Collator(4, case.micro_batch, run.dp_rank, run.dims.dp_size, 0, case.length if case.packed else None)
-        online_teacher = teacher.open(case.loss, model, TOKENIZER, [], run)
+        collator = Collator(
+            4, case.micro_batch, dist.dp_rank, dist.dims.dp_size, 0, case.length if case.packed else None
+        )
+        online_teacher = teacher.open(case.loss, model, TOKENIZER, [], dist)
         on_policy = OnPolicyConfig(case.share, max_new_tokens=6, batch_size=2)
         sampler = StudentSampler(on_policy, collator, case.length, frozenset({3, 4, 5}))
         optimizer = case.optimizer.build(case.adapter.param_groups(model))
-        train_optimizer = case.memory.wrap_optimizer(optimizer, run)
+        train_optimizer = case.memory.wrap_optimizer(optimizer, dist)
         metrics = {}
         for step in range(case.steps):
-            run.begin_step(step)
-            batches = sampler(model, make_micro_batches(case, step, run), run)
-            loss, step_metrics = distill.forward_backward(model, batches, cfg, online_teacher, run)
+            dist.begin_step(step)
+            batches = sampler(model, make_micro_batches(case, step, dist), dist)
+            loss, step_metrics = distill.forward_backward(model, batches, cfg, online_teacher, dist)
             outcome.losses.append(float(loss))
             outcome.norms.append(float(step_optimizer(train_optimizer, case.clip)))
             metrics = {name: float(value) for name, value in step_metrics.items()}

@@ -58,15 +58,15 @@ class Outcome:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
-def make_micro_batches(case: Case, step: int, run: DistributedContext) -> list[Batch]:
+def make_micro_batches(case: Case, step: int, dist: DistributedContext) -> list[Batch]:
     """Micro-batches of this rank for a step. Each row has a different number of target tokens."""
     if case.pairs:
-        return preference_pairs.make_batches(case.pairs == "shared", run.dp_rank, run.dims.dp_size, case.micro_batch)
+        return preference_pairs.make_batches(case.pairs == "shared", dist.dp_rank, dist.dims.dp_size, case.micro_batch)
     generator = torch.Generator().manual_seed(100 + step)
     rows = torch.randint(0, case.vocab, (ROWS, case.length), generator=generator)
     is_target = torch.rand(rows.shape, generator=generator) < torch.tensor([0.2, 0.9, 0.5, 0.7])[:, None]
     targets = F.pad(rows[:, 1:], (0, 1), value=IGNORE).masked_fill(~is_target, IGNORE)
-    local_rows = range(run.dp_rank, ROWS, run.dims.dp_size)
+    local_rows = range(dist.dp_rank, ROWS, dist.dims.dp_size)
     groups = [list(local_rows)[i : i + case.micro_batch] for i in range(0, len(local_rows), case.micro_batch)]
     return [make_batch(rows[group], targets[group], case.packed) for group in groups]
 
@@ -87,18 +87,18 @@ def make_batch(rows: Tensor, targets: Tensor, packed: bool) -> Batch:
 def train_case(case: Case) -> Outcome:
     """Train a few steps as the recipe does."""
     outcome = Outcome()
-    with DistributedContext(7, "cpu", case.parallel) as run:
+    with DistributedContext(7, "cpu", case.parallel) as dist:
         source = HFCheckpoint.open(case.folder)
-        model = build.build_model(source, case.weights, case.adapter, case.precision, case.memory, run)
+        model = build.build_model(source, case.weights, case.adapter, case.precision, case.memory, dist)
         cfg = sft.SFTConfig(
             model="m", data=TextDataset("t"), output_dir="o", adapter=case.adapter, max_grad_norm=case.clip
         )
         cfg = replace(cfg, optimizer=case.optimizer)
         optimizer = case.optimizer.build(case.adapter.param_groups(model))
-        train_optimizer = case.memory.wrap_optimizer(optimizer, run)
+        train_optimizer = case.memory.wrap_optimizer(optimizer, dist)
         for step in range(case.steps):
-            run.seed_step(step)
-            loss = sft.forward_backward(model, make_micro_batches(case, step, run), cfg, run)
+            dist.seed_step(step)
+            loss = sft.forward_backward(model, make_micro_batches(case, step, dist), cfg, dist)
             outcome.losses.append(float(loss))
             outcome.norms.append(float(step_optimizer(train_optimizer, case.clip)))
         parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -113,9 +113,9 @@ def generate_answers(folders: list[Path], parallel: ParallelConfig) -> list[tupl
 
 
 def generate_answer(folder: Path, parallel: ParallelConfig) -> tuple[Tensor, list[list[int]]]:
-    with DistributedContext(7, "cpu", parallel) as run, torch.no_grad():
+    with DistributedContext(7, "cpu", parallel) as dist, torch.no_grad():
         model = build.build_model(
-            HFCheckpoint.open(folder), NoQuantization(), NoAdapter(), FP32, MemoryConfig(), run
+            HFCheckpoint.open(folder), NoQuantization(), NoAdapter(), FP32, MemoryConfig(), dist
         ).eval()
         logits = model(torch.arange(14).view(2, 7))
         return logits, generate_batch(

@@ -121,9 +121,9 @@ def test_token_counts_include_generated_answers(distill_workspace, monkeypatch: 
     original = StudentSampler.__call__
 
     def count_tokens(
-        writer: StudentSampler, model: Decoder, batches: list[Batch], run: DistributedContext
+        writer: StudentSampler, model: Decoder, batches: list[Batch], dist: DistributedContext
     ) -> list[Batch]:
-        written = original(writer, model, batches, run)
+        written = original(writer, model, batches, dist)
         for name, batches_of_kind in (("came", batches), ("written", written)):
             tokens = [len(span.document.tokens) for batch in batches_of_kind for span in unpack_documents(batch)]
             counts[name].append([sum(tokens), sum(int((batch.targets != IGNORE).sum()) for batch in batches_of_kind)])

@@ -15,7 +15,7 @@ def corrupt_saved_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negate one tensor in every checkpoint that is saved from now on."""
     write = final_checkpoint.save_final
 
-    def final(adapter, folder, model, source, run):
+    def final(adapter, folder, model, source, dist):
         write(adapter, folder, model, source)
         (file,) = folder.glob("*.safetensors")
         tensors = load_file(file)

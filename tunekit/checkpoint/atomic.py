@@ -35,12 +35,12 @@ class AtomicDir:
     collective of the block, is raised on all ranks.
     """
 
-    def __init__(self, folder: Path, run: DistributedContext | None = None) -> None:
+    def __init__(self, folder: Path, dist: DistributedContext | None = None) -> None:
         self.folder, self.partial = folder, sibling_path(folder, PARTIAL)
-        self.run = run or DistributedContext.single_process()
+        self.dist = dist or DistributedContext.single_process()
 
     def __enter__(self) -> Path:
-        self.run.run_on_main(self.create)
+        self.dist.run_on_main(self.create)
         return self.partial
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -48,10 +48,10 @@ class AtomicDir:
             self.clean_up()
             return  # this process ends, and the launcher stops the others
         try:
-            self.run.run_on_all(partial(self.raise_write_error, error))
-            sums = self.run.all_gather_objects(self.run.run_on_all(self.local_checksums))
+            self.dist.run_on_all(partial(self.raise_write_error, error))
+            sums = self.dist.all_gather_objects(self.dist.run_on_all(self.local_checksums))
             all_sums = sorted(pair for rank_sums in sums for pair in rank_sums.items())
-            self.run.run_on_main(partial(self.commit, dict(all_sums)))
+            self.dist.run_on_main(partial(self.commit, dict(all_sums)))
         finally:
             self.clean_up()
 
@@ -62,7 +62,7 @@ class AtomicDir:
 
     def clean_up(self) -> None:
         """Delete the partial directory."""
-        if self.run.is_main_process:
+        if self.dist.is_main_process:
             with suppress(OSError):
                 remove_partial(self.folder)
 
@@ -76,7 +76,7 @@ class AtomicDir:
     def local_checksums(self) -> dict[str, int]:
         """Checksums of the files that are assigned to this rank."""
         with wrap_write_errors(self.folder):
-            return checksums(self.partial, slice(self.run.rank, None, self.run.world_size))
+            return checksums(self.partial, slice(self.dist.rank, None, self.dist.world_size))
 
     def commit(self, sums: Mapping[str, int]) -> None:
         with wrap_write_errors(self.folder):

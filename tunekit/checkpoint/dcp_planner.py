@@ -106,20 +106,20 @@ class WritePlan:
     num_bytes: int  # on disk, over all ranks
 
 
-def plan_writes(shards: LocalShards, run: DistributedContext, previous: WritePlan | None) -> WritePlan:
+def plan_writes(shards: LocalShards, dist: DistributedContext, previous: WritePlan | None) -> WritePlan:
     """Build the write plan of all ranks. Returns `previous` if no layout has changed."""
     items = [item for name, shard in shards.items() for item in shard.__create_write_items__(name, shard)]
     layout = [(i.index, i.tensor_data.chunk.sizes, i.tensor_data.size, str(i.tensor_data.properties.dtype))
              for i in items if i.tensor_data is not None]  # fmt: skip
-    layout_hashes = run.all_gather_objects(hash(tuple(layout)))
+    layout_hashes = dist.all_gather_objects(hash(tuple(layout)))
     if previous is not None and previous.layout_hashes == layout_hashes:
         return previous
     planned, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(
-        run.all_gather_objects(SavePlan(items))
+        dist.all_gather_objects(SavePlan(items))
     )
     plans = FileSystemWriter("").prepare_global_plan(planned)
     sizes = (tensor_bytes(item) + TENSOR_OVERHEAD for plan in plans for item in plan.items)
-    return WritePlan(layout_hashes, plans[run.rank], metadata, sum(sizes))
+    return WritePlan(layout_hashes, plans[dist.rank], metadata, sum(sizes))
 
 
 def tensor_bytes(item: WriteItem) -> int:

@@ -13,10 +13,10 @@ CURVES, VERIFICATION = "curves.png", "verification.json"
 
 
 def save_final(
-    adapter: NoAdapter, folder: Path, model: Decoder, source: HFCheckpoint, run: DistributedContext | None = None
+    adapter: NoAdapter, folder: Path, model: Decoder, source: HFCheckpoint, dist: DistributedContext | None = None
 ) -> None:
     """Save the model, or its adapter in PEFT format, into an existing directory. Must be called on all ranks."""
     if isinstance(adapter, LoRAConfig):
-        peft_adapter.save_adapter(folder, model, adapter, source, run)
+        peft_adapter.save_adapter(folder, model, adapter, source, dist)
     else:
-        save_model.save_model(folder, model, source, run=run)
+        save_model.save_model(folder, model, source, dist=dist)

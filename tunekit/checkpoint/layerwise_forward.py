@@ -332,7 +332,7 @@ def is_fully_local(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def gathered_logits(
-    model: Decoder, meta_model: Decoder, rows: Sequence[Sequence[int]], run: DistributedContext, logits_fn: LogitsFn
+    model: Decoder, meta_model: Decoder, rows: Sequence[Sequence[int]], dist: DistributedContext, logits_fn: LogitsFn
 ) -> LazyLogits | None:
     """Return the result of `logits_fn` on the main process, None on other ranks. Must be called on all ranks.
 
@@ -342,16 +342,16 @@ def gathered_logits(
     reshard(model)
     tensors = named_tensors(model)
     names = {name: [*submodule_tensors(meta_model, name)] for name, _ in model_parts(meta_model)}
-    if not run.is_main_process:
+    if not dist.is_main_process:
         for name in (name for part_names in names.values() for name in part_names):
             full_tensor(tensors[name])
         return None
 
     def fill(part: str) -> None:  # in the same order on all ranks
         for name in names[part]:
-            set_tensor(meta_model, name, full_tensor(tensors[name]).to(run.device), tensors[name])
+            set_tensor(meta_model, name, full_tensor(tensors[name]).to(dist.device), tensors[name])
 
     load_on_demand(meta_model, fill, lambda part: allocate(meta_model, names[part], torch.device("meta")))
-    logits = logits_fn(meta_model, rows, run.device)
+    logits = logits_fn(meta_model, rows, dist.device)
     fill("head")
     return logits

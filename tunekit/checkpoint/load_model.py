@@ -23,13 +23,13 @@ InspectTensor = Callable[[str, Offset, Tensor], None]
 
 
 def load_weights(
-    source: HFCheckpoint, model: Decoder, quiet: bool = False, run: DistributedContext | None = None
+    source: HFCheckpoint, model: Decoder, quiet: bool = False, dist: DistributedContext | None = None
 ) -> None:
     """Load all weights of a checkpoint into a model. Adapter parameters are unchanged.
 
     Files are memory-mapped, so each rank reads only its local shards. Warns about NaN and Inf.
     """
-    run = run or DistributedContext(device="cpu")
+    dist = dist or DistributedContext(device="cpu")
     check_tensors(source, model.shapes)
     non_finite: dict[tuple[str, Offset], int] = {}
     with source.reader() as tensors:
@@ -38,13 +38,13 @@ def load_weights(
             if count := count_non_finite(values):
                 non_finite[name, offset] = count
 
-        mappings, is_quiet = key_mappings(source, model), quiet or not run.is_main_process
+        mappings, is_quiet = key_mappings(source, model), quiet or not dist.is_main_process
         for mapping in tqdm(mappings, "loading", unit="tensor", disable=is_quiet or None, leave=False):
             if TIED in mapping.ours and model.spec.tie_word_embeddings:
                 check_tied_head(source, mapping, tensors)
             else:
                 apply_mapping(model, mapping, tensors.read_mapped, partial(load_tensor, model), inspect)
-    non_finite = {key: count for counts in run.all_gather_objects(non_finite) for key, count in counts.items()}
+    non_finite = {key: count for counts in dist.all_gather_objects(non_finite) for key, count in counts.items()}
     if non_finite and not is_quiet:
         warn_non_finite(non_finite, source)
 

@@ -80,13 +80,13 @@ class PeftTensor:
 
 
 def save_adapter(
-    folder: Path, model: Decoder, adapter: LoRAConfig, source: HFCheckpoint, run: DistributedContext | None = None
+    folder: Path, model: Decoder, adapter: LoRAConfig, source: HFCheckpoint, dist: DistributedContext | None = None
 ) -> None:
     """Save the adapter of a model and its tokenizer into an existing directory.
 
     Must be called on all ranks. Every rank gathers all adapter tensors; ranks take turns writing those of a layer.
     """
-    run = run or DistributedContext(device="cpu")
+    dist = dist or DistributedContext(device="cpu")
     reshard(model)
     targets = lora_targets(model, adapter, source)
     planned = [tensor for target in targets for tensor in peft_tensors(target, model, adapter, source, to_meta)]
@@ -98,13 +98,13 @@ def save_adapter(
     blocks = {tensor.name: tensor.blocks for tensor in planned if len(tensor.blocks) > 1}
     metadata = FORMAT | ({BLOCKS_KEY: json.dumps(blocks)} if blocks else {}) | head_metadata(source)
     config_text = json.dumps(peft_config(planned, saved_meta, model, adapter, source), indent=2)
-    run.run_on_main(partial(create_adapter_files, folder, source, entries, metadata, config_text))
+    dist.run_on_main(partial(create_adapter_files, folder, source, entries, metadata, config_text))
     deferred = DeferredError()
     with SafetensorsWriter(folder / TENSORS, entries, metadata=metadata, exists=True) as out:
         for i, tensors_to_write in enumerate(iter_file_tensors(targets, groups, prefixes, model, adapter, source)):
-            if i % run.world_size == run.rank:
+            if i % dist.world_size == dist.rank:
                 deferred(partial(write_tensors, folder, out, tensors_to_write))
-    run.run_on_all(deferred.raise_error)
+    dist.run_on_all(deferred.raise_error)
 
 
 def create_adapter_files(

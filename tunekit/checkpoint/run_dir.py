@@ -37,12 +37,12 @@ class RunDir:
     lock: ExitStack  # empty on ranks other than the main process
     started_on: date
     resolved: str  # config as YAML
-    run: DistributedContext
+    dist: DistributedContext
     overwrite: bool = False  # delete the results of an earlier run
 
     def start(self) -> None:
         """Write the config after all checks have passed. With `overwrite`, delete earlier results now."""
-        self.run.run_on_main(partial(write_config, self.folder, self.started_on, self.resolved, self.overwrite))
+        self.dist.run_on_main(partial(write_config, self.folder, self.started_on, self.resolved, self.overwrite))
 
     def close(self) -> None:
         self.lock.close()
@@ -59,7 +59,7 @@ def open_run_dir(
     resolved: str,
     mutable_keys: frozenset[str],
     overwrite: bool = False,
-    run: DistributedContext | None = None,
+    dist: DistributedContext | None = None,
     continue_hint: str = "",
 ) -> RunDir:
     """Create or reopen the run directory `out`, and lock it on the main process. `resolved` is the config as YAML.
@@ -68,11 +68,11 @@ def open_run_dir(
     `overwrite`, any config is accepted, and results are deleted when the run starts. `continue_hint` says in an error
     message how to start a new run from the result of a finished one.
     """
-    run = run or DistributedContext(device="cpu")
+    dist = dist or DistributedContext(device="cpu")
     with ExitStack() as stack:
         lock = partial(lock_run_dir, stack, out, resolved, mutable_keys, overwrite, continue_hint)
-        started_on = run.run_on_main(lock)
-        return RunDir(out, stack.pop_all(), started_on, resolved, run, overwrite)
+        started_on = dist.run_on_main(lock)
+        return RunDir(out, stack.pop_all(), started_on, resolved, dist, overwrite)
 
 
 def lock_run_dir(

@@ -33,28 +33,28 @@ TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat
 
 
 def save_model(
-    folder: Path, model: Decoder, source: HFCheckpoint, quiet: bool = False, run: DistributedContext | None = None
+    folder: Path, model: Decoder, source: HFCheckpoint, quiet: bool = False, dist: DistributedContext | None = None
 ) -> None:
     """Save a full model into an existing directory. Quantized weights are saved dequantized.
 
     Must be called on all ranks. Every rank gathers all parameters; ranks take turns writing the tensors of a mapping.
     """
-    run = run or DistributedContext(device="cpu")
+    dist = dist or DistributedContext(device="cpu")
     reshard(model)
     mappings = output_mappings(model, source)
     entries = {name: entry for mapping in mappings for name, entry in tensor_entries(model, mapping, source)}
     shards = plan_shards(entries, source)
-    run.run_on_main(partial(create_model_files, folder, source, shards, entries))
+    dist.run_on_main(partial(create_model_files, folder, source, shards, entries))
     deferred = DeferredError()
     with ExitStack() as stack:
         writers = open_writers(stack, folder, source, shards, entries, exists=True)
         source_tensors = stack.enter_context(source.reader()) if source.has_weights else None
-        is_quiet = quiet or not run.is_main_process
+        is_quiet = quiet or not dist.is_main_process
         for i, mapping in enumerate(tqdm(mappings, "saving", unit="tensor", disable=is_quiet or None, leave=False)):
             weights = [full_weight(model, name).detach() for name in mapping.ours]
-            if i % run.world_size == run.rank:
+            if i % dist.world_size == dist.rank:
                 deferred(partial(write_mapping, folder, writers, entries, mapping, weights, source_tensors))
-    run.run_on_all(deferred.raise_error)
+    dist.run_on_all(deferred.raise_error)
 
 
 def create_model_files(folder: Path, source: HFCheckpoint, shards: dict[str, list[str]], entries: Entries) -> None:

@@ -93,7 +93,7 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         schedule: LRScheduler,
         keep: int,
-        run: DistributedContext,
+        dist: DistributedContext,
         background: bool = False,
         **stateful: Stateful,
     ) -> None:
@@ -101,7 +101,7 @@ class Checkpointer:
         assert keep > 0
         self.stateful, self.background = stateful, background
         self.folder, self.model, self.optimizer, self.schedule = folder, model, optimizer, schedule
-        self.keep, self.run, self.writer_dist = keep, run, with_own_process_group(run) if background else run
+        self.keep, self.dist, self.writer_dist = keep, dist, with_own_process_group(dist) if background else dist
         self.write_plan: WritePlan | None = None
         self.copies = HostCopies()
         self.async_save: AsyncSave | None = None
@@ -119,7 +119,7 @@ class Checkpointer:
     def save(self, step: int) -> None:
         """Write the state after `step` steps, after waiting for a previous save. Old states are deleted when this one
         is complete."""
-        self.run.heartbeat.record(step, "save")
+        self.dist.heartbeat.record(step, "save")
         self.wait()
         job = self.snapshot(step)
         if self.background and self.has_memory(job):
@@ -133,7 +133,7 @@ class Checkpointer:
         if self.async_save is None:
             return
         self.async_save.check_alive()
-        if all(self.run.all_gather_objects(not self.async_save.is_alive())):
+        if all(self.dist.all_gather_objects(not self.async_save.is_alive())):
             self.wait()
 
     def wait(self) -> None:
@@ -147,23 +147,23 @@ class Checkpointer:
         reshard(self.model)
         optimizer_tensors = self.optimizer_tensors() if self.optimizer.state else {}
         shards = self.trained_tensors() | optimizer_tensors | self.stateful_tensors()
-        self.write_plan = dcp_planner.plan_writes(shards, self.run, self.write_plan)
+        self.write_plan = dcp_planner.plan_writes(shards, self.dist, self.write_plan)
         progress = {"step": step, "schedule": self.schedule.state_dict(), "groups": self.param_groups()}
         progress["stateful"] = {name: plain_values(item.state_dict()) for name, item in self.stateful.items()}
-        files = {PROGRESS: progress} if self.run.is_main_process else {}
-        files |= {rng_file(self.run): rng_states(self.run.device)}
+        files = {PROGRESS: progress} if self.dist.is_main_process else {}
+        files |= {rng_file(self.dist): rng_states(self.dist.device)}
         return PendingSave(
             self.folder / f"{step:08d}", shards, self.write_plan, {name: serialize(v) for name, v in files.items()}
         )
 
     def has_memory(self, job: PendingSave) -> bool:
         """Whether host memory can hold copies of the shards that the ranks of this node write."""
-        free, ranks_per_node = env_info.available_memory(), max(1, self.run.world_size // self.run.num_nodes)
+        free, ranks_per_node = env_info.available_memory(), max(1, self.dist.world_size // self.dist.num_nodes)
         required = self.copies.missing_bytes(owned_tensors(job)) * ranks_per_node
-        (is_short,) = self.run.max_over_ranks(float(free is not None and required > MAX_HOST_MEMORY_FRACTION * free))
+        (is_short,) = self.dist.max_over_ranks(float(free is not None and required > MAX_HOST_MEMORY_FRACTION * free))
         if is_short:
             self.background = False
-            self.run.log(
+            self.dist.log(
                 "warning: async_save: not enough host memory for a copy of the state; training pauses while it is saved"
             )
         return not is_short
@@ -182,7 +182,7 @@ class Checkpointer:
             results = self.writer_dist.all_gather_objects(result)
             self.writer_dist.run_on_main(partial(self.commit, partial_dir, job, results))
         except UserError:
-            if self.run.is_main_process:
+            if self.dist.is_main_process:
                 with suppress(OSError):
                     atomic.remove_partial(job.folder)
             raise
@@ -197,11 +197,11 @@ class Checkpointer:
     def restore(self) -> int:
         """Load the newest complete state in place and return its step; 0 if no state exists."""
         self.wait()  # for a background save, when a run rolls back
-        states = self.run.run_on_main(self.clean_up)
+        states = self.dist.run_on_main(self.clean_up)
         if not states:
             return 0
-        self.run.run_on_all(partial(self.check_files, states))  # all files are verified before one is opened
-        return self.load(self.run.run_on_all(partial(self.open_newest, states)))
+        self.dist.run_on_all(partial(self.check_files, states))  # all files are verified before one is opened
+        return self.load(self.dist.run_on_all(partial(self.open_newest, states)))
 
     def clean_up(self) -> list[Path]:
         """Remove partial directories of an interrupted save, and return the complete states."""
@@ -212,14 +212,14 @@ class Checkpointer:
     def check_files(self, states: list[Path]) -> None:
         """Raise UserError if a file of the newest state is corrupt. Ranks share the files."""
         with newest_state(states) as folder:
-            corrupt = atomic.find_corrupt_file(folder, slice(self.run.rank, None, self.run.world_size))
+            corrupt = atomic.find_corrupt_file(folder, slice(self.dist.rank, None, self.dist.world_size))
             if corrupt is not None:
                 raise CorruptStateError(corrupt)
 
     def open_newest(self, states: list[Path]) -> LoadedState:
         """Open the newest state, whose files were verified."""
         with newest_state(states) as folder:
-            rng_path = folder / rng_file(self.run)
+            rng_path = folder / rng_file(self.dist)
             rng = read_plain(rng_path) if rng_path.is_file() else {}  # none if there are more ranks now
             return LoadedState(folder, dcp_planner.read_metadata(folder), read_plain(folder / PROGRESS), rng)
 
@@ -238,7 +238,7 @@ class Checkpointer:
         for name, item in self.stateful.items():
             tensors = {key: shards[f"{name}.{key}"].tensor for key in tensor_values(item.state_dict())}
             item.load_state_dict(state.progress["stateful"][name] | tensors)
-        restore_rng_states(state.rng_states, self.run.device)
+        restore_rng_states(state.rng_states, self.dist.device)
         return state.progress["step"]
 
     def trained_tensors(self) -> dict[str, LocalShard]:
@@ -332,10 +332,10 @@ class AsyncSave(Thread):
             raise self.error
 
 
-def with_own_process_group(run: DistributedContext) -> DistributedContext:
+def with_own_process_group(dist: DistributedContext) -> DistributedContext:
     """Copy of the context with its own process group, for collectives of a background thread."""
-    clone = copy(run)
-    if run.host_group is not None:
+    clone = copy(dist)
+    if dist.host_group is not None:
         clone.host_group = cast(
             "torch.distributed.ProcessGroup", torch.distributed.new_group(backend="gloo", timeout=HOST_TIMEOUT)
         )
@@ -422,8 +422,8 @@ def restore_group(group: dict, values: dict) -> None:
             group[name] = value
 
 
-def rng_file(run) -> str:
-    return f"random-{run.rank}.pt"
+def rng_file(dist: DistributedContext) -> str:
+    return f"random-{dist.rank}.pt"
 
 
 def rng_states(device: torch.device) -> dict:

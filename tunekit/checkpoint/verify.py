@@ -137,12 +137,12 @@ class ModelSource:
 
 
 def verify_saved(
-    folder: Path, model: Decoder, model_source: ModelSource, run: DistributedContext
+    folder: Path, model: Decoder, model_source: ModelSource, dist: DistributedContext
 ) -> VerificationResult:
     """Compare saved files with the model in memory. Must be called on all ranks; all get the result."""
-    source, logits_of, device = model_source.source, layerwise_forward.checkpoint_logits, run.device
-    rows = run.run_on_main(partial(probe_prompts, folder, source.spec))
-    expected = live_logits(model, model_source, rows, run)
+    source, logits_of, device = model_source.source, layerwise_forward.checkpoint_logits, dist.device
+    rows = dist.run_on_main(partial(probe_prompts, folder, source.spec))
+    expected = live_logits(model, model_source, rows, dist)
     if (folder / peft_adapter.CONFIG).is_file():  # adapters are saved in the dtype of training, without rounding
         precision = replace(model_source.precision, compute_dtype="fp32")
         adapter = replace(peft_adapter.read_adapter_config(folder, source), adapter_path=str(folder))
@@ -152,14 +152,14 @@ def verify_saved(
         checkpoint = HFCheckpoint.open(folder)
         written_logits = partial(logits_of, checkpoint, FrozenModel(), rows, FP32, device)
         round_logits = partial(layerwise_forward.rounded_logits, dtypes=checkpoint.dtypes)
-        rounded = live_logits(model, model_source, rows, run, round_logits)
+        rounded = live_logits(model, model_source, rows, dist, round_logits)
 
     def compare() -> VerificationResult:
         assert expected is not None, "only the main process compares"
         with atomic.wrap_write_errors(folder):
             return compare_logits(FILES, expected, written_logits(), rounded).write(folder)
 
-    return run.run_on_main(compare)
+    return dist.run_on_main(compare)
 
 
 def verify_merge(folder: Path, source: HFCheckpoint, adapter: LoRAConfig, device: torch.device) -> VerificationResult:
@@ -189,7 +189,7 @@ def live_logits(
     model: Decoder,
     model_source: ModelSource,
     rows: Sequence[Sequence[int]],
-    run: DistributedContext,
+    dist: DistributedContext,
     logits_fn: LogitsFn = layerwise_forward.forward_logits,
 ) -> LazyLogits | None:
     """Logits of a model in memory, computed as from files: matmuls in fp32, without torch.compile.
@@ -197,12 +197,12 @@ def live_logits(
     If the model is sharded, only the main process gets them.
     """
     if not layerwise_forward.is_fully_local(model):
-        meta_model = model_source.build_meta_model(run.device)
-        return layerwise_forward.gathered_logits(model, meta_model, rows, run, logits_fn)
+        meta_model = model_source.build_meta_model(dist.device)
+        return layerwise_forward.gathered_logits(model, meta_model, rows, dist, logits_fn)
     compute, model.compute_dtype = model.compute_dtype, torch.float32
     try:
         with torch.compiler.set_stance("force_eager"):
-            return logits_fn(model, rows, run.device)
+            return logits_fn(model, rows, dist.device)
     finally:
         model.compute_dtype = compute
 

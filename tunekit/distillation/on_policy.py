@@ -59,11 +59,11 @@ class OnPolicyConfig:
                 f"{self.max_new_tokens:,}. Lower it, or raise data.max_length.",
             )
 
-    def sampling(self, run: DistributedContext, names: Sequence[str]) -> SamplingConfig:
-        return NamedRowSampling(self.temperature, self.top_k, self.top_p, self.max_new_tokens, run.seed, tuple(names))
+    def sampling(self, dist: DistributedContext, names: Sequence[str]) -> SamplingConfig:
+        return NamedRowSampling(self.temperature, self.top_k, self.top_p, self.max_new_tokens, dist.seed, tuple(names))
 
 
-def warn_short_room(cfg: OnPolicyConfig, data: DataLoader, run: DistributedContext) -> None:
+def warn_short_room(cfg: OnPolicyConfig, data: DataLoader, dist: DistributedContext) -> None:
     """Log a warning about rows whose prompts leave less than `max_new_tokens` for the answer."""
     if cfg.lmbda == 0:
         return
@@ -75,7 +75,7 @@ def warn_short_room(cfg: OnPolicyConfig, data: DataLoader, run: DistributedConte
     if not short.any():
         return
     rows = f"{short.sum():,} of {has_answer.sum():,} rows ({format_percent(float(short.sum() / has_answer.sum()))})"
-    run.log(
+    dist.log(
         f"doubtful: on_policy: answers of {rows} may be truncated: data.max_length={max_length:,} leaves fewer than "
         f"on_policy.max_new_tokens={cfg.max_new_tokens:,} tokens after their prompts, at least "
         f"{available[short].min():,}. Raise data.max_length."
@@ -117,51 +117,51 @@ class StudentSampler:
     max_length: int  # the most tokens of a document
     stop_ids: frozenset[int]  # ids that end an answer
 
-    def __call__(self, model: Decoder, batches: list[Batch], run: DistributedContext) -> list[Batch]:
+    def __call__(self, model: Decoder, batches: list[Batch], dist: DistributedContext) -> list[Batch]:
         """Generate answers for the selected rows of this rank. Collective: all ranks decode each token together."""
         if self.cfg.lmbda == 0:
             return batches
         spans = [list(unpack_documents(batch)) for batch in batches]
-        selected = [span for batch_spans in spans for span in batch_spans if self.is_selected(span, run)]
+        selected = [span for batch_spans in spans for span in batch_spans if self.is_selected(span, dist)]
         training = model.training
-        generated = self.generate_answers(model, selected, run)
+        generated = self.generate_answers(model, selected, dist)
         model.train(training)
         answers = {id(span): answer for span, answer in zip(selected, generated, strict=True)}
         pairs = zip(batches, spans, strict=True)
-        return [self.replace_answers(batch, batch_spans, answers).to(run.device) for batch, batch_spans in pairs]
+        return [self.replace_answers(batch, batch_spans, answers).to(dist.device) for batch, batch_spans in pairs]
 
-    def is_selected(self, span: DocumentSpan, run: DistributedContext) -> bool:
+    def is_selected(self, span: DocumentSpan, dist: DistributedContext) -> bool:
         """Whether the student generates the answer of a row in this step."""
         if not 0 < answer_start(span) < self.max_length:
             return False
-        generator = named_generator(run.seed, f"{row_name(span, run)} share")
+        generator = named_generator(dist.seed, f"{row_name(span, dist)} share")
         return torch.rand(1, generator=generator).item() < self.cfg.lmbda
 
     def generate_answers(
-        self, model: Decoder, spans: Sequence[DocumentSpan], run: DistributedContext
+        self, model: Decoder, spans: Sequence[DocumentSpan], dist: DistributedContext
     ) -> list[np.ndarray]:
         """Answer of each row, with its stop token. Ranks with fewer rows run empty batches."""
         batch_size, answers = self.cfg.batch_size, []
-        (max_rows,) = run.max_over_ranks(len(spans))
+        (max_rows,) = dist.max_over_ranks(len(spans))
         for first in range(0, int(max_rows), batch_size):
             batch_spans = spans[first : first + batch_size]
             prompts = [span.tokens[: answer_start(span)].tolist() for span in batch_spans]
-            answers += self.generate_batch(model, prompts, [row_name(span, run) for span in batch_spans], run)
+            answers += self.generate_batch(model, prompts, [row_name(span, dist) for span in batch_spans], dist)
         return answers
 
     def generate_batch(
-        self, model: Decoder, prompts: list[list[int]], names: Sequence[str], run: DistributedContext
+        self, model: Decoder, prompts: list[list[int]], names: Sequence[str], dist: DistributedContext
     ) -> list[np.ndarray]:
         """Answers of one batch. All ranks continue until every rank has finished, as FSDP and TP need all of them."""
         answers: list[list[int]] = [[] for _ in prompts]
         finished: set[int] = set()
-        sampling = self.cfg.sampling(run, names)
+        sampling = self.cfg.sampling(dist, names)
         for tokens in generate_tokens(model, prompts or [[self.layout.pad_id]], sampling, finished=finished):
             for row in set(range(len(prompts))) - finished:
                 answers[row].append(tokens[row])
                 if tokens[row] in self.stop_ids or len(prompts[row]) + len(answers[row]) == self.max_length:
                     finished.add(row)
-            if not run.max_over_ranks(len(prompts) - len(finished))[0]:
+            if not dist.max_over_ranks(len(prompts) - len(finished))[0]:
                 break
         return [np.array(answer, np.int32) for answer in answers]
 
@@ -184,8 +184,8 @@ def answer_start(span: DocumentSpan) -> int:
     return int(ignored[-1]) + 2 if len(ignored) else 0
 
 
-def row_name(span: DocumentSpan, run: DistributedContext) -> str:
-    return f"{run.step} {span.key}"
+def row_name(span: DocumentSpan, dist: DistributedContext) -> str:
+    return f"{dist.step} {span.key}"
 
 
 def prompt_with_answer(prompt: np.ndarray, answer: np.ndarray) -> Document:

@@ -40,7 +40,7 @@ class BaseTeacher(ABC):
 
     @torch.no_grad()
     def evaluate(
-        self, loss: KLDivergenceLoss, model: Decoder, data: DataLoader, run: DistributedContext
+        self, loss: KLDivergenceLoss, model: Decoder, data: DataLoader, dist: DistributedContext
     ) -> dict[str, float]:
         """Mean loss and metrics per target token, over all rows and ranks."""
         sums, counts = MetricSums(), [0]
@@ -51,14 +51,14 @@ class BaseTeacher(ABC):
             counts.append(batch.num_target_tokens)
             return loss_sum
 
-        mean_loss = cross_entropy.eval_loss(batch_loss, model, data, run)
-        means = token_means(sums, run, sum(counts))
+        mean_loss = cross_entropy.eval_loss(batch_loss, model, data, dist)
+        means = token_means(sums, dist, sum(counts))
         return {"loss": mean_loss, **{name: float(value) for name, value in means.items()}}
 
 
-def token_means(sums: MetricSums, run: DistributedContext, num_tokens: int) -> MetricTensors:
+def token_means(sums: MetricSums, dist: DistributedContext, num_tokens: int) -> MetricTensors:
     """Means per target token. `num_tokens` counts those of this rank; CP ranks have added different tokens."""
-    return sums.means(run, run.sum_counts(num_tokens) / run.dims.cp)
+    return sums.means(dist, dist.sum_counts(num_tokens) / dist.dims.cp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +90,10 @@ class TeacherConfig(ABC):
         check_same_vocabulary(student, tokenizer, self.model)
         return num_ids_of_both(student, source.spec.vocab)
 
-    def load_model(self, run: DistributedContext) -> Decoder:
+    def load_model(self, dist: DistributedContext) -> Decoder:
         """Load the teacher in eval mode, sharded like the student."""
         try:
-            return build.load_for_inference(self.model, self.precision, run, self.quantization)[0].eval()
+            return build.load_for_inference(self.model, self.precision, dist, self.quantization)[0].eval()
         except UserError as error:
             raise UserError(f"teacher.model: {error}") from None
 
@@ -104,7 +104,7 @@ class TeacherConfig(ABC):
         student: Decoder,
         tokenizer: Tokenizer,
         loaders: list[DataLoader],
-        run: DistributedContext,
+        dist: DistributedContext,
     ) -> BaseTeacher:
         """Create the teacher for a student and the rows of data loaders, which use the given tokenizer."""
 
@@ -133,9 +133,9 @@ class OnlineTeacherConfig(TeacherConfig):
         student: Decoder,
         tokenizer: Tokenizer,
         loaders: list[DataLoader],
-        run: DistributedContext,
+        dist: DistributedContext,
     ) -> BaseTeacher:
-        model = self.load_model(run)
+        model = self.load_model(dist)
         for loader in loaders:
             loader.check_vocab(model.spec.vocab)
         return OnlineTeacher(model, self.top_k, num_common_ids(student, model))
@@ -209,21 +209,21 @@ class OfflineTeacherConfig(TeacherConfig):
         student: Decoder,
         tokenizer: Tokenizer,
         loaders: list[DataLoader],
-        run: DistributedContext,
+        dist: DistributedContext,
     ) -> BaseTeacher:
         paths = [self.logits_path(loss, student, loader) for loader in loaders]
-        revision = run.run_on_main(lambda: model_revision(self.model))
-        logits = run.run_on_main(lambda: self.find_existing(paths, revision, run))
+        revision = dist.run_on_main(lambda: model_revision(self.model))
+        logits = dist.run_on_main(lambda: self.find_existing(paths, revision, dist))
         if logits is None:
-            run.log(f"{self.logits_dir}: teacher logits are missing for some rows; computing them with {self.model}")
+            dist.log(f"{self.logits_dir}: teacher logits are missing for some rows; computing them with {self.model}")
             self.num_shared_ids(tokenizer)
-            model = self.load_model(run)
+            model = self.load_model(dist)
             num_ids = num_common_ids(student, model)
             logits = teacher_logits.TopKLogits(self.top_k, loss.temperature, num_ids, model.spec.vocab)
             info = {**asdict(logits), "model": self.model, "words": vocab_digest(tokenizer), "seen": revision}
             for path, loader in zip(paths, loaders, strict=True):
                 loader.check_vocab(model.spec.vocab)
-                teacher_logits.write_teacher_logits(path, info, logits, model, loader, run)
+                teacher_logits.write_teacher_logits(path, info, logits, model, loader, dist)
         return OfflineTeacher(teacher_logits.TeacherLogits(paths, logits))
 
     def logits_path(self, loss: KLDivergenceLoss, student: Decoder, loader: DataLoader) -> Path:
@@ -233,14 +233,14 @@ class OfflineTeacherConfig(TeacherConfig):
         return Path(self.logits_dir).expanduser() / hashlib.sha256(key.encode()).hexdigest()[:16]
 
     def find_existing(
-        self, paths: list[Path], revision: dict[str, Any], run: DistributedContext
+        self, paths: list[Path], revision: dict[str, Any], dist: DistributedContext
     ) -> teacher_logits.TopKLogits | None:
         """Format of the logits stored in these directories; None if one is incomplete."""
         is_complete = all(teacher_logits.is_complete(path) for path in paths)
         infos = {path: teacher_logits.read_info(path) for path in paths if (path / teacher_logits.INFO_FILE).is_file()}
         changed = {path: info for path, info in infos.items() if revision and info["seen"] not in ({}, revision)}
         if changed:
-            run.log(self.check_other_revision(changed, revision, is_complete))
+            dist.log(self.check_other_revision(changed, revision, is_complete))
         if not is_complete:
             return None
         return teacher_logits.TopKLogits(*(infos[paths[0]][name] for name in ("top", "temperature", "ids", "total")))

@@ -55,38 +55,43 @@ class TopKLogits:
 
 @torch.no_grad()
 def write_teacher_logits(
-    directory: Path, info: dict[str, Any], logits: TopKLogits, model: Decoder, data: DataLoader, run: DistributedContext
+    directory: Path,
+    info: dict[str, Any],
+    logits: TopKLogits,
+    model: Decoder,
+    data: DataLoader,
+    dist: DistributedContext,
 ) -> None:
     """Compute and write the missing blocks. Collective: each data parallel rank writes the logits of its rows."""
     documents = ConcatDataset(data.datasets)
     blocks = list(iter_blocks(documents.lengths))
-    run.run_on_main(
+    dist.run_on_main(
         lambda: atomic.write_text_atomic(directory / INFO_FILE, json.dumps({**info, "blocks": len(blocks)}, indent=2))
     )
     layout = Collator(
         data.collator.global_batch_size,
         data.collator.micro_batch_size,
-        run.dp_rank,
-        run.dims.dp_size,
+        dist.dp_rank,
+        dist.dims.dp_size,
         data.collator.pad_id,
         None,
     )
-    left = run.run_on_main(
+    left = dist.run_on_main(
         lambda: [number for number in range(len(blocks)) if not atomic.is_complete(block_path(directory, number))]
     )
     done = len(documents) - sum(len(blocks[number]) for number in left)
-    options = {"unit": "row", "initial": done, "leave": False, "disable": not run.is_main_process or None}
+    options = {"unit": "row", "initial": done, "leave": False, "disable": not dist.is_main_process or None}
     with tqdm(None, "computing teacher logits", len(documents), **options) as bar:
         for number in left:
-            run.heartbeat.record(number, "ask")
+            dist.heartbeat.record(number, "ask")
             done += len(blocks[number])
             results = []
             for batch in iter_batches(documents, blocks[number], layout):
-                results.append((batch, logits.compute(model, batch.to(run.device))))
-                bar.update(min(len(batch.tokens) * run.dims.dp_size, done - bar.n))
-            with atomic.AtomicDir(block_path(directory, number), run) as partial:
-                if run.coords.context == run.coords.tensor == 0:
-                    write_block(partial, run.dp_rank, results)
+                results.append((batch, logits.compute(model, batch.to(dist.device))))
+                bar.update(min(len(batch.tokens) * dist.dims.dp_size, done - bar.n))
+            with atomic.AtomicDir(block_path(directory, number), dist) as partial:
+                if dist.coords.context == dist.coords.tensor == 0:
+                    write_block(partial, dist.dp_rank, results)
             bar.update(done - bar.n)
 
 

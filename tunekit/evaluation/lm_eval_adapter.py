@@ -46,10 +46,10 @@ TASK_ERRORS = (*errors.CLIENT_ERRORS, LookupError, TypeError, ImportError)
 class LMEvalAdapter(TemplateLM):
     """A decoder that answers the requests of the harness. Each rank gets all requests, and ranks share the work."""
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, batch: int, run: DistributedContext, name: str) -> None:
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, batch: int, dist: DistributedContext, name: str) -> None:
         super().__init__()
-        self.model, self.text_tokenizer, self.batch, self.run, self.name = model, tokenizer, batch, run, name
-        self.max_length, self._device = model.spec.context, run.device
+        self.model, self.text_tokenizer, self.batch, self.dist, self.name = model, tokenizer, batch, dist, name
+        self.max_length, self._device = model.spec.context, dist.device
 
     @property
     def eot_token_id(self) -> int:
@@ -121,7 +121,7 @@ class LMEvalAdapter(TemplateLM):
         for _texts, context, continuation in requests:
             tokens = (context + continuation)[-(self.max_length + 1) :]
             rows.append(ScoredTokens(tokens, range(max(1, len(tokens) - len(continuation)), len(tokens))))
-        return list(score_rows(self.model, rows, self.batch, self.run))
+        return list(score_rows(self.model, rows, self.batch, self.dist))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """Log-likelihoods of full texts. Long texts are split into windows that score each token once."""
@@ -169,7 +169,7 @@ class LMEvalAdapter(TemplateLM):
             return any(text in last_text for text in until)
 
         prompts = [prompt[-max_prompt:] for prompt in prompts]
-        outputs = generate_all(self.model, prompts, handler.sampling, stops, self.batch, self.run, has_stop_string)
+        outputs = generate_all(self.model, prompts, handler.sampling, stops, self.batch, self.dist, has_stop_string)
         return [cut_at_stop(tokenizer.decode(tokens), until) for tokens in outputs]
 
 
@@ -282,7 +282,7 @@ def evaluate_tasks(
 ) -> list[TaskResult]:
     """Results on freshly loaded tasks, the same on all ranks."""
     options: dict[str, Any] = {"apply_chat_template": chat, "fewshot_as_multiturn": chat, "bootstrap_iters": 0}
-    with wrap_task_errors(tasks), hide_progress_bars(adapter.run.is_main_process and sys.stderr.isatty()):
+    with wrap_task_errors(tasks), hide_progress_bars(adapter.dist.is_main_process and sys.stderr.isatty()):
         output: Any = evaluator.evaluate(adapter, loaded_tasks, limit=limit, **options)
     return [parse_result(task, output) for task in output["results"]]
 

@@ -35,7 +35,7 @@ class LogLikelihood(NamedTuple):
 
 
 def score_rows(
-    model: Decoder, rows: Sequence[ScoredTokens], batch: int, run: DistributedContext
+    model: Decoder, rows: Sequence[ScoredTokens], batch: int, dist: DistributedContext
 ) -> list[LogLikelihood]:
     """Scores of all rows, on every rank. A forward pass takes `batch` different inputs, the longest first.
 
@@ -47,15 +47,15 @@ def score_rows(
     order = sorted(numbers_by_inputs, key=len, reverse=True)
     batches = [order[first : first + batch] for first in range(0, len(order), batch)]
     local_scores: dict[int, LogLikelihood] = {}
-    disable = None if run.is_main_process else True
-    for first in tqdm(range(0, len(batches), run.dims.dp_size), "scoring", unit="batch", disable=disable, leave=False):
-        inputs = batches[min(first + run.dp_rank, len(batches) - 1)]
+    disable = None if dist.is_main_process else True
+    for first in tqdm(range(0, len(batches), dist.dims.dp_size), "scoring", unit="batch", disable=disable, leave=False):
+        inputs = batches[min(first + dist.dp_rank, len(batches) - 1)]
         numbers = [number for key in inputs for number in numbers_by_inputs[key]]
         input_indices = [index for index, key in enumerate(inputs) for _ in numbers_by_inputs[key]]
         scores = score_batch(model, inputs, [rows[number] for number in numbers], input_indices)
         local_scores.update(zip(numbers, scores, strict=True))
-        run.heartbeat.record(first, "score")
-    scores = {number: score for gathered in run.all_gather_objects(local_scores) for number, score in gathered.items()}
+        dist.heartbeat.record(first, "score")
+    scores = {number: score for gathered in dist.all_gather_objects(local_scores) for number, score in gathered.items()}
     return [scores[number] for number in range(len(rows))]
 
 

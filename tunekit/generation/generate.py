@@ -208,21 +208,21 @@ def generate_all(
     sampling: SamplingConfig,
     stop_ids: frozenset[int],
     batch_size: int,
-    run: DistributedContext,
+    dist: DistributedContext,
     is_finished: Callable[[Sequence[int]], bool] = never_stop,
 ) -> list[list[int]]:
     """Answers to all prompts in order, in batches. Model replicas (dp_replicate) share the batches."""
-    starts = range(run.coords.replicate * batch_size, len(prompts), run.dims.dp_replicate * batch_size)
-    quiet = None if run.is_main_process else True
+    starts = range(dist.coords.replicate * batch_size, len(prompts), dist.dims.dp_replicate * batch_size)
+    quiet = None if dist.is_main_process else True
     local = {}
     for first in tqdm(starts, "answering", unit="batch", disable=quiet, leave=False):
         local[first] = generate_batch(
             model, prompts[first : first + batch_size], sampling, stop_ids, first, is_finished
         )
-        run.heartbeat.record(first, "answer")
+        dist.heartbeat.record(first, "answer")
     batches = {
         first: answers
-        for answers_by_start in run.all_gather_objects(local)
+        for answers_by_start in dist.all_gather_objects(local)
         for first, answers in answers_by_start.items()
     }
     return [answer for first in sorted(batches) for answer in batches[first]]

@@ -154,7 +154,7 @@ class MetricLogger:
     def __init__(  # noqa: PLR0913
         self,
         folder: Path,
-        run: DistributedContext,
+        dist: DistributedContext,
         num_steps: int,
         start: int = 0,
         resolved: Mapping | None = None,
@@ -162,18 +162,18 @@ class MetricLogger:
         log_every: int = 1,
         report_to: Iterable[Tracker] = (),
     ) -> None:
-        self.log_every, self.run, self.num_steps, self.start = log_every, run, num_steps, start
+        self.log_every, self.dist, self.num_steps, self.start = log_every, dist, num_steps, start
         self.counter = counter or ThroughputCounter(start)
         self.trackers = (
             [open_tracker(tracker, folder, start, resolved or {}) for tracker in report_to]
-            if run.is_main_process
+            if dist.is_main_process
             else []
         )
-        self.file = open_metrics_file(folder / FILE, start) if run.is_main_process else None
-        self.terminal = TerminalLogger(num_steps, start, run.is_main_process)
+        self.file = open_metrics_file(folder / FILE, start) if dist.is_main_process else None
+        self.terminal = TerminalLogger(num_steps, start, dist.is_main_process)
         self.clock, self.compiled = time.perf_counter(), compile_seconds()
         self.mean_step_time = 0.0  # seconds per step, smoothed
-        self.lag = read_lag(run.device)
+        self.lag = read_lag(dist.device)
         self.pending: deque[PendingLine] = deque()
 
     def __enter__(self) -> "MetricLogger":
@@ -201,7 +201,7 @@ class MetricLogger:
 
         `batches` are the micro-batches of this rank; `data_time` the seconds that it waited for them.
         """
-        num_tokens, num_target_tokens = self.run.sum_each_count(
+        num_tokens, num_target_tokens = self.dist.sum_each_count(
             sum(batch.num_tokens for batch in batches), sum(batch.num_target_tokens for batch in batches)
         )
         self.counter.add_tokens(num_tokens, num_target_tokens)
@@ -217,8 +217,8 @@ class MetricLogger:
         copy = copy_to_host(metrics.values())
         stats = self.throughput(step)
         num_steps = max(1, step - self.counter.last_step)
-        local = {"data_time": self.counter.data_time / num_steps} | memory_stats(self.run.device)
-        stats |= dict(zip(local, self.run.max_over_ranks(*local.values()), strict=True))
+        local = {"data_time": self.counter.data_time / num_steps} | memory_stats(self.dist.device)
+        stats |= dict(zip(local, self.dist.max_over_ranks(*local.values()), strict=True))
         return PendingLine(step, dict(metrics), copy, stats, self.mean_step_time * (self.num_steps - step))
 
     def flush(self, last: float = math.inf) -> None:

@@ -58,12 +58,12 @@ def local_targets(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def eval_loss(
-    loss: Callable[[Decoder, Batch], Tensor], model: Decoder, data: DataLoader, run: DistributedContext
+    loss: Callable[[Decoder, Batch], Tensor], model: Decoder, data: DataLoader, dist: DistributedContext
 ) -> float:
     """Mean loss per target token over all rows and ranks, in nats."""
-    total, num_tokens = torch.zeros((), device=run.device), 0
-    for batches in eval_steps(model, data, run):
+    total, num_tokens = torch.zeros((), device=dist.device), 0
+    for batches in eval_steps(model, data, dist):
         for batch in batches:
-            total += loss(model, batch.to(run.device))
+            total += loss(model, batch.to(dist.device))
             num_tokens += batch.num_target_tokens
-    return float(run.all_reduce_sum(total)) / run.sum_counts(num_tokens)
+    return float(dist.all_reduce_sum(total)) / dist.sum_counts(num_tokens)

@@ -24,20 +24,20 @@ class MetricSums:
             total = self.sums.get(name)
             self.sums[name] = value.detach().float() if total is None else total + value.detach()
 
-    def means(self, run: DistributedContext, count: float) -> dict[str, Tensor]:
+    def means(self, dist: DistributedContext, count: float) -> dict[str, Tensor]:
         """Sums over all ranks, divided by `count`. CP ranks have added the same rows, so these are counted once."""
         if not self.sums:
             return {}
         names = sorted(self.sums)
-        means = run.all_reduce_sum(torch.stack([self.sums[name] for name in names])) / (count * run.dims.cp)
+        means = dist.all_reduce_sum(torch.stack([self.sums[name] for name in names])) / (count * dist.dims.cp)
         return dict(zip(names, means.unbind(), strict=True))
 
 
-def eval_steps(model: Decoder, data: DataLoader, run: DistributedContext) -> Iterator[list[Batch]]:
+def eval_steps(model: Decoder, data: DataLoader, dist: DistributedContext) -> Iterator[list[Batch]]:
     """Micro-batches of each step of an evaluation. The model is in eval mode until the last step is done."""
     was_training = model.training
     model.eval()
     steps = range(data.num_steps(1))
-    for step in tqdm(steps, "evaluating", disable=not run.is_main_process or None, leave=False):
+    for step in tqdm(steps, "evaluating", disable=not dist.is_main_process or None, leave=False):
         yield data[step]
     model.train(was_training)

@@ -102,7 +102,7 @@ class PreferenceObjective:
             )
 
     def prepare_data(
-        self, model: Decoder, data: DataLoader, eval_data: DataLoader | None, run: DistributedContext
+        self, model: Decoder, data: DataLoader, eval_data: DataLoader | None, dist: DistributedContext
     ) -> "PreferenceObjective":
         """This objective for the format of the rows. Prepares the loaders for its losses."""
         self.check_data(data.mixture, eval_data and eval_data.mixture)
@@ -111,7 +111,7 @@ class PreferenceObjective:
                 loader.add_mismatched()
             if model.shares_prefixes(loader.mixture.max_length) and loader.share_prefixes() and loader is data:
                 tokens, rows = loader.summary.tokens, loader.summary.num_packed_rows
-                run.log(f"data: shared prompts are computed once: {tokens:,} tokens in {rows:,} rows")
+                dist.log(f"data: shared prompts are computed once: {tokens:,} tokens in {rows:,} rows")
         return replace(self, is_paired=data.mixture.docs_per_row == 2)
 
     def compute_logps(self, model: Decoder, micro_batch: MicroBatch) -> SequenceLogps:
@@ -120,41 +120,41 @@ class PreferenceObjective:
         return sequence_logps(model, batch, full, self.ld_alpha).with_reference(ref_logps)
 
     def begin_step(
-        self, model: Decoder, batches: list[Batch], run: DistributedContext, training: bool = True
+        self, model: Decoder, batches: list[Batch], dist: DistributedContext, training: bool = True
     ) -> tuple[list[MicroBatch], StepTotals]:
         """Micro-batches of a step on the device, and its totals, before any loss is computed.
 
         In training, the log-ratios of the step are added to the running mean.
         """
         ref_logps_fn = self.reference.train if training else self.reference.eval
-        micro_batches = [(batch, ref_logps_fn(batch)) for batch in [batch.to(run.device) for batch in batches]]
+        micro_batches = [(batch, ref_logps_fn(batch)) for batch in [batch.to(dist.device) for batch in batches]]
         sums = MetricSums()
         for batch, _ in micro_batches:
             sums.add(batch_totals(batch))
-        totals = sums.means(run, 1)
+        totals = sums.means(dist, 1)
         zero = torch.zeros_like(totals["answers"])  # on the device of the answers: metrics are stacked with theirs
         step = StepTotals(totals["answers"], totals["tokens"], totals["lengths"], kl=zero, mean_log_ratio=zero)
         if any(term.needs_mismatched for term in self.terms):
-            step = replace(step, kl=mismatched_kl(model, micro_batches, ref_logps_fn, run))
+            step = replace(step, kl=mismatched_kl(model, micro_batches, ref_logps_fn, dist))
         if any(term.needs_full_step for term in self.terms):
-            answers, offset = self.gather_answers(model, micro_batches, run)
+            answers, offset = self.gather_answers(model, micro_batches, dist)
             mean_fn = self.running_mean.take if training else self.running_mean.mean
             step = replace(step, all_answers=answers, offset=offset, mean_log_ratio=mean_fn(answers.log_ratios))
         return micro_batches, step
 
     @torch.no_grad()
     def gather_answers(
-        self, model: Decoder, micro_batches: list[MicroBatch], run: DistributedContext
+        self, model: Decoder, micro_batches: list[MicroBatch], dist: DistributedContext
     ) -> tuple[SequenceLogps, int]:
         """All answers of a step, and the index of the first one of this rank. Uses the dropout masks of the step."""
-        with fork_rng(run.device):
+        with fork_rng(dist.device):
             local = concat_logps([self.compute_logps(model, micro_batch) for micro_batch in micro_batches])
-        if run.world_size == 1:  # gathering objects copies to the host, which would synchronize with the device
+        if dist.world_size == 1:  # gathering objects copies to the host, which would synchronize with the device
             return local, 0
-        ranks_per_row = run.dims.cp * run.dims.tp  # CP and TP ranks read the same rows
-        ranks = run.all_gather_objects({name: value.cpu() for name, value in vars(local).items()})[::ranks_per_row]
-        offset = sum(len(rank["logps"]) for rank in ranks[: run.dp_rank])
-        shards = [SequenceLogps(**{name: x.to(run.device) for name, x in rank.items()}) for rank in ranks]
+        ranks_per_row = dist.dims.cp * dist.dims.tp  # CP and TP ranks read the same rows
+        ranks = dist.all_gather_objects({name: value.cpu() for name, value in vars(local).items()})[::ranks_per_row]
+        offset = sum(len(rank["logps"]) for rank in ranks[: dist.dp_rank])
+        shards = [SequenceLogps(**{name: x.to(dist.device) for name, x in rank.items()}) for rank in ranks]
         return concat_logps(shards), offset
 
     def loss(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
@@ -197,16 +197,16 @@ class PreferenceObjective:
         return metrics | ({"kl": sums["kl"] / count} if any(term.needs_mismatched for term in self.terms) else {})
 
     @torch.no_grad()
-    def evaluate(self, model: Decoder, data: DataLoader, run: DistributedContext) -> dict[str, float]:
+    def evaluate(self, model: Decoder, data: DataLoader, dist: DistributedContext) -> dict[str, float]:
         """Loss and all other metrics of the held-out rows."""
         sums = MetricSums()
-        for batches in eval_steps(model, data, run):
-            micro_batches, state = self.begin_step(model, batches, run, training=False)
+        for batches in eval_steps(model, data, dist):
+            micro_batches, state = self.begin_step(model, batches, dist, training=False)
             for micro_batch in micro_batches:
                 logps = self.compute_logps(model, micro_batch)
                 sums.add(self.metric_sums(logps, self.loss(logps, state), state))
                 state = state.after(logps)
-        return {name: float(value) for name, value in self.to_metrics(sums.means(run, 1)).items()}
+        return {name: float(value) for name, value in self.to_metrics(sums.means(dist, 1)).items()}
 
     def logps_fn(self, model: Decoder) -> RefLogpsFn:
         """Function that returns log-probabilities under the current weights of a model."""
@@ -224,7 +224,7 @@ def batch_totals(batch: Batch) -> dict[str, Tensor]:
 
 
 def mismatched_kl(
-    model: Decoder, micro_batches: list[MicroBatch], ref_logps_fn: RefLogpsFn, run: DistributedContext
+    model: Decoder, micro_batches: list[MicroBatch], ref_logps_fn: RefLogpsFn, dist: DistributedContext
 ) -> Tensor:
     """Estimate of the KL divergence from the reference (KTO's z), from answers paired with other prompts. Scalar."""
     sums = MetricSums()
@@ -232,7 +232,7 @@ def mismatched_kl(
         assert batch.mismatched is not None, "the data loader does not add mismatched answers"
         log_ratios = frozen_logps(model, batch.mismatched) - ref_logps_fn(batch.mismatched)
         sums.add({"log_ratios": log_ratios.sum(), "answers": log_ratios.new_full((), len(log_ratios))})
-    totals = sums.means(run, 1)
+    totals = sums.means(dist, 1)
     return (totals["log_ratios"] / totals["answers"]).clamp(min=0)
 
 

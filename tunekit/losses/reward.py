@@ -48,11 +48,11 @@ class RewardMetrics:
             previous = initial if self.extremes is None else self.extremes[:, None]
             self.extremes = torch.cat([previous, signed], dim=1).amax(1)
 
-    def means(self, run: DistributedContext, count: int) -> dict[str, Tensor]:
+    def means(self, dist: DistributedContext, count: int) -> dict[str, Tensor]:
         """Mean loss and metrics over `count` units, and the largest and smallest reward, over all ranks."""
-        means = self.sums.means(run, count)
+        means = self.sums.means(dist, count)
         if self.extremes is not None:
-            maximum, negated_minimum = run.all_reduce_max(self.extremes).unbind()
+            maximum, negated_minimum = dist.all_reduce_max(self.extremes).unbind()
             means |= {"rewards/max": maximum, "rewards/min": -negated_minimum}
         return means
 
@@ -105,14 +105,14 @@ class RewardLoss:
                     data.share_prefixes()
 
     @torch.no_grad()
-    def evaluate(self, model: Decoder, data: DataLoader, run: DistributedContext) -> dict[str, float]:
+    def evaluate(self, model: Decoder, data: DataLoader, dist: DistributedContext) -> dict[str, float]:
         """Loss and metrics of the held-out rows."""
         sums, num_units = RewardMetrics(), 0
-        for batches in eval_steps(model, data, run):
+        for batches in eval_steps(model, data, dist):
             for batch in batches:
                 num_units += self.num_units(batch, model.spec.outputs)
-                sums.add(self(model, batch.to(run.device)))
-        return {name: float(value) for name, value in sums.means(run, run.sum_counts(num_units)).items()}
+                sums.add(self(model, batch.to(dist.device)))
+        return {name: float(value) for name, value in sums.means(dist, dist.sum_counts(num_units)).items()}
 
     def num_units(self, batch: Batch, labels: int) -> int:
         """Number of units of a batch. Raises UserError for invalid labels, which streamed rows may contain."""

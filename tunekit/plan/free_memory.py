@@ -70,26 +70,26 @@ def remedy(gpu: Free, need: Need) -> str:
     return f"{others}: stop them, or select another GPU with {gpu.variable}."
 
 
-def check(cfg: Any, run: DistributedContext) -> None:
+def check(cfg: Any, dist: DistributedContext) -> None:
     """Log the free memory of the fullest GPU of a run, and what the config needs. Does nothing on a CPU."""
-    gpu = read_free_memory(run)
+    gpu = read_free_memory(dist)
     if gpu is not None:
-        fullest = min(run.all_gather_objects(gpu), key=lambda gpu: gpu.free)
-        run.log(run.run_on_main(partial(planned, cfg, run, fullest)))
+        fullest = min(dist.all_gather_objects(gpu), key=lambda gpu: gpu.free)
+        dist.log(dist.run_on_main(partial(planned, cfg, dist, fullest)))
 
 
-def read_free_memory(run: DistributedContext) -> Free | None:
+def read_free_memory(dist: DistributedContext) -> Free | None:
     """The memory of this rank's GPU; None where the system does not report it."""
-    devices.empty_cache(run.device)  # memory that torch has cached is free for the run
-    info = devices.memory_info(run.device)
+    devices.empty_cache(dist.device)  # memory that torch has cached is free for the run
+    info = devices.memory_info(dist.device)
     if info is None:
         return None
     free, total = info
-    if devices.shares_host_memory(run.device):
+    if devices.shares_host_memory(dist.device):
         free = count_reclaimable(free, total, available_memory())
-    allocated = (devices.memory_stats(run.device) or {}).get("reserved_bytes.all.current", 0)
-    variable = DEVICE_VARIABLES[run.device.type]
-    return Free(name_gpu(run.device, run, variable), free, total, allocated, variable)
+    allocated = (devices.memory_stats(dist.device) or {}).get("reserved_bytes.all.current", 0)
+    variable = DEVICE_VARIABLES[dist.device.type]
+    return Free(name_gpu(dist.device, dist, variable), free, total, allocated, variable)
 
 
 def count_reclaimable(free: int, total: int, available: int | None) -> int:
@@ -101,16 +101,16 @@ def count_reclaimable(free: int, total: int, available: int | None) -> int:
     return free if available is None else max(free, min(available, total))
 
 
-def name_gpu(device: torch.device, run: DistributedContext, variable: str) -> str:
+def name_gpu(device: torch.device, dist: DistributedContext, variable: str) -> str:
     """The index of a GPU among those that this process sees, and how they were selected."""
-    name = f"GPU {device.index}" if run.world_size == 1 else f"GPU {device.index} of rank {run.rank}"
+    name = f"GPU {device.index}" if dist.world_size == 1 else f"GPU {device.index} of rank {dist.rank}"
     return f"{name} ({variable}={os.environ[variable]})" if os.environ.get(variable) else name
 
 
-def planned(cfg: Any, run: DistributedContext, gpu: Free) -> str:
+def planned(cfg: Any, dist: DistributedContext, gpu: Free) -> str:
     """`compare` with the plan of a config, as far as it can be planned."""
     try:
-        machine = oom_report.current_hardware(run.device, run.world_size, run.num_nodes)
+        machine = oom_report.current_hardware(dist.device, dist.world_size, dist.num_nodes)
         need = needed(estimate.estimate(make_workload(cfg, machine), machine))
     except (UserError, RuntimeError, LookupError, TypeError, ValueError):  # the line is for information only
         need = None

@@ -68,10 +68,10 @@ class HubUploader:
     uploader.finish(final_dir)                                     # when `final/` is complete and verified
     """
 
-    def __init__(self, config: PushToHubConfig | None, folder: Path, run: DistributedContext) -> None:
-        self.config, self.folder, self.run = config, folder, run
+    def __init__(self, config: PushToHubConfig | None, folder: Path, dist: DistributedContext) -> None:
+        self.config, self.folder, self.dist = config, folder, dist
         self.thread: Thread | None = None
-        if run.is_main_process:
+        if dist.is_main_process:
             atomic.remove_dir(folder / UPLOAD)
 
     def is_due(self, step: int, num_steps: int) -> bool:
@@ -83,15 +83,15 @@ class HubUploader:
         """Every `push_every` steps, write a checkpoint with `save` on all ranks and upload it in the background."""
         if self.config is None or not self.is_due(step, num_steps):
             return
-        if self.run.run_on_main(lambda: self.thread is not None and self.thread.is_alive()):
+        if self.dist.run_on_main(lambda: self.thread is not None and self.thread.is_alive()):
             reason = f"the previous upload to {self.config.repo_id} is in progress"
-            self.run.log(f"warning: step {step} is not uploaded: {reason}")
+            self.dist.log(f"warning: step {step} is not uploaded: {reason}")
             return
         folder = self.folder / UPLOAD / f"{step:08d}"
-        with atomic.AtomicDir(folder, self.run) as partial_dir:
+        with atomic.AtomicDir(folder, self.dist) as partial_dir:
             save(partial_dir)
         description = f"This is step {step:,} of {num_steps:,} of an unfinished run."
-        if self.run.is_main_process:
+        if self.dist.is_main_process:
             args = self.config, folder, f"Step {step}", description
             self.thread = Thread(target=push_checkpoint, args=args, daemon=True)
             self.thread.start()
@@ -105,7 +105,7 @@ class HubUploader:
             atomic.remove_dir(self.folder / UPLOAD)
             push_result(self.config, self.folder, final)
 
-        self.run.run_on_main(push_final)
+        self.dist.run_on_main(push_final)
 
 
 def check_push(config: PushToHubConfig | None) -> None:

@@ -35,14 +35,14 @@ def check_packing(context: Context) -> Result:
     """Logits of packed documents equal those of each document alone."""
     worst = {}
     for compute in computations(context):
-        with DistributedContext(0, context.device.type) as run:
-            model = nano.open_model(run, compute)
+        with DistributedContext(0, context.device.type) as dist:
+            model = nano.open_model(dist, compute)
             documents = nano.random_documents(model.spec.vocab, LENGTHS)
             rows = [documents[: len(documents) // 2], documents[len(documents) // 2 :]]
             batch, layout = nano.packing(256).collate_rows(rows)
-            trial = PackingProbe(batch.to(run.device), documents, document_spans(batch, layout))
+            trial = PackingProbe(batch.to(dist.device), documents, document_spans(batch, layout))
             with torch.no_grad():
-                errors = logit_differences(model, trial, run)
+                errors = logit_differences(model, trial, dist)
         worst[compute], limit = max(errors), LIMITS[model.compute_dtype or torch.float32]
         if not all(value <= limit for value in errors):
             position = max(range(len(errors)), key=errors.__getitem__)
@@ -56,8 +56,8 @@ def check_generation(context: Context) -> Result:
     """Tokens that are generated with a cache are those that the model without a cache predicts."""
     gaps, equal = {}, {}
     for compute in computations(context):
-        with DistributedContext(0, context.device.type) as run:
-            model = nano.open_model(run, compute)
+        with DistributedContext(0, context.device.type) as dist:
+            model = nano.open_model(dist, compute)
             documents = nano.random_documents(model.spec.vocab, PROMPTS)
             prompts = [document.tokens.tolist() for document in documents]
             answers = generate_batch(

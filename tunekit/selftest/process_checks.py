@@ -49,14 +49,14 @@ def check_one_rank(context: Context) -> Result:
 
 def loss_and_gradient(context: Context, compute: str, shard: bool) -> tuple[float, float]:
     """Loss and gradient norm of a packed batch."""
-    with DistributedContext(0, context.device.type) as run:
+    with DistributedContext(0, context.device.type) as dist:
         if shard:
-            join(run)
-        model = nano.open_model(run, compute)
+            join(dist)
+        model = nano.open_model(dist, compute)
         model.requires_grad_(True).train()
         documents = nano.random_documents(model.spec.vocab, LENGTHS)
         batch = nano.packing(256).collate_rows([documents[:3], documents[3:]])[0]
-        result = backward(model, batch.to(run.device))
+        result = backward(model, batch.to(dist.device))
         if shard:
             torch.distributed.destroy_process_group()
     return result
@@ -71,12 +71,12 @@ def backward(model: Decoder, batch: Batch) -> tuple[float, float]:
     return float(loss.detach()), float(torch.stack([g.float().norm() for g in local]).norm())
 
 
-def join(run: DistributedContext) -> None:
+def join(dist: DistributedContext) -> None:
     """Initialize the process group of a run. Sharding tries the other collectives."""
-    run.init_process_group()
-    ones = torch.ones(8, device=run.device)
+    dist.init_process_group()
+    ones = torch.ones(8, device=dist.device)
     torch.distributed.all_reduce(ones)
-    run.barrier()
+    dist.barrier()
     if ones.tolist() != [1.0] * 8:
         raise CheckFailedError(f"all-reduce of one rank changed its input: {ones.tolist()}")
 

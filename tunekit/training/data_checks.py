@@ -8,6 +8,7 @@ import numpy as np
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.row_checks import CheckContext, CheckTarget, Finding, run_data_checks
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.losses.reward import RewardLoss
 from tunekit.optim.config import LRSchedulerConfig, resolve_steps
@@ -56,29 +57,31 @@ def check_context(cfg: Any, key: str, loader: DataLoader, vocab: int | None) -> 
     return CheckContext(max_length, vocab, packed, num_steps, warmup_steps, scored)
 
 
-def check_data(cfg: Any, loaders: Mapping[str, DataLoader | None], tokenizer: Tokenizer, run) -> None:
+def check_data(
+    cfg: Any, loaders: Mapping[str, DataLoader | None], tokenizer: Tokenizer, dist: DistributedContext
+) -> None:
     """Log a summary and the findings. Raise UserError if the data is unusable, unless `data_checks: warn`."""
     training_data = loaders["data"]
     assert training_data is not None
-    run.log(f"data: {training_data.summary}")
+    dist.log(f"data: {training_data.summary}")
     findings = run_data_checks(*check_targets(cfg, loaders, tokenizer))
     errors = [finding for finding in findings if finding.severity == "wrong" and cfg.data_checks == "error"]
-    log_findings([finding for finding in findings if finding not in errors], run)
+    log_findings([finding for finding in findings if finding not in errors], dist)
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         problem = f"{errors[0]}{more}".removesuffix(".")
         raise UserError(f"{problem}. Inspect the rows with `tune data`, or set data_checks=warn.")
 
 
-def warn_data(cfg: Any, data: DataLoader, tokenizer: Tokenizer, run) -> None:
+def warn_data(cfg: Any, data: DataLoader, tokenizer: Tokenizer, dist: DistributedContext) -> None:
     """Log the findings about the rows of an evaluation."""
-    log_findings(run_data_checks(*check_targets(cfg, {"data": data}, tokenizer)), run)
+    log_findings(run_data_checks(*check_targets(cfg, {"data": data}, tokenizer)), dist)
 
 
-def log_findings(findings: list[Finding], run) -> None:
+def log_findings(findings: list[Finding], dist: DistributedContext) -> None:
     """Log warnings and errors, not notes."""
     important = [finding for finding in findings if finding.severity != "note"]
     for finding in important[:MAX_LINES]:
-        run.log(f"{finding.severity}: {finding}")
+        dist.log(f"{finding.severity}: {finding}")
     if len(important) > MAX_LINES:
-        run.log(f"{len(important) - MAX_LINES} more. `tune data` shows all of them.")
+        dist.log(f"{len(important) - MAX_LINES} more. `tune data` shows all of them.")

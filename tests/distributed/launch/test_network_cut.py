@@ -44,12 +44,12 @@ def check(cfg):
 
 def main(cfg, overwrite=False):
     beats, out, step = HeartbeatWriter.open(), Path(cfg.output_dir), 0
-    with DistributedContext(0, cfg.device, cfg.parallel) as run:
-        while run.sum_counts(int((out / "enough").exists())) < 2:
+    with DistributedContext(0, cfg.device, cfg.parallel) as dist:
+        while dist.sum_counts(int((out / "enough").exists())) < 2:
             step += 1
             beats.record(step, "step")
-            (out / f"new.{run.rank}").write_text(str(step))
-            (out / f"new.{run.rank}").rename(out / f"step.{run.rank}")  # atomic
+            (out / f"new.{dist.rank}").write_text(str(step))
+            (out / f"new.{dist.rank}").rename(out / f"step.{dist.rank}")  # atomic
             time.sleep(0.01)
 '''
 

@@ -39,21 +39,21 @@ def measured_peak_bytes() -> int:
     frees.
     """
     workload = make_workload()
-    with DistributedContext(device="cpu", parallel=workload.parallel) as run:
+    with DistributedContext(device="cpu", parallel=workload.parallel) as dist:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            run_two_steps(workload, run)
+            run_two_steps(workload, dist)
         profiler: Any = profiled.profiler
         events = profiler.kineto_results.events()
         sizes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
         return max(accumulate(size for _, size in sizes))
 
 
-def run_two_steps(task: Workload, run: DistributedContext) -> None:
+def run_two_steps(task: Workload, dist: DistributedContext) -> None:
     """Two training steps of a model with random weights."""
     decoder = build.build_meta_model(task.source, task.quantization, task.adapter)
-    parallelize(decoder, run)
+    parallelize(decoder, dist)
     task.precision.apply(decoder, {}, CPU)
-    apply_fsdp(decoder, run)
+    apply_fsdp(decoder, dist)
     decoder.to_empty(device="cpu")
     decoder.tie()
     register_shards((*decoder.named_parameters(), *decoder.named_buffers()), decoder.shards)
@@ -62,8 +62,8 @@ def run_two_steps(task: Workload, run: DistributedContext) -> None:
     optimizer = task.optimizer.build(
         task.adapter.param_groups(decoder), [p for layer in decoder.layers for p in layer.parameters()]
     )
-    train_optimizer = task.memory.wrap_optimizer(optimizer, run)
-    batch = rows(probe_step(task, run.dims))
+    train_optimizer = task.memory.wrap_optimizer(optimizer, dist)
+    batch = rows(probe_step(task, dist.dims))
     tokens = torch.randint(0, task.source.spec.vocab, batch.tokens.shape)
     batch = replace(batch, tokens=tokens, targets=tokens, positions=torch.arange(task.max_length).expand_as(tokens))
     for _ in range(2):

@@ -59,8 +59,8 @@ def make_hf_model(directory: Path) -> Any:
 
 
 def make_adapter_model(name: str) -> lm_eval_adapter.LMEvalAdapter:
-    run = DistributedContext.single_process()
-    return lm_eval_adapter.LMEvalAdapter(*build.load_for_inference(name, PrecisionConfig("fp32"), run), 4, run, name)
+    dist = DistributedContext.single_process()
+    return lm_eval_adapter.LMEvalAdapter(*build.load_for_inference(name, PrecisionConfig("fp32"), dist), 4, dist, name)
 
 
 def evaluate(
@@ -201,7 +201,7 @@ def test_adapter_matches_peft(task_dir: Path, tmp_path: Path, quantized: bool) -
 def test_bundled_rows_are_identified_by_location(adapter_model: lm_eval_adapter.LMEvalAdapter) -> None:
     """Rows without target tokens or answers have no metrics."""
     evaluator = GenerationEvaluator(
-        adapter_model.model, adapter_model.text_tokenizer, SamplingConfig(max_new_tokens=4), 4, adapter_model.run
+        adapter_model.model, adapter_model.text_tokenizer, SamplingConfig(max_new_tokens=4), 4, adapter_model.dist
     )
     rows = bundled_tasks.task_documents("nano/facts", adapter_model.text_tokenizer, 3)
     no_targets = rows[1][1]._replace(loss_mask=np.zeros_like(rows[1][1].loss_mask))

@@ -157,13 +157,13 @@ def context_parallel_results(directory: Path) -> list[tuple[float, dict[str, Ten
     """Losses and gradients of ranks with context parallelism."""
     torch.set_num_threads(1)
     results = []
-    with DistributedContext(0, "cpu", ParallelConfig(cp=2)) as run:
+    with DistributedContext(0, "cpu", ParallelConfig(cp=2)) as dist:
         for loss in LOSSES.values():
             source = with_score_head(HFCheckpoint.open(directory), loss.score_head(PAD))
-            net = build.build_model(source, NoQuantization(), FULL, FP32, DEFAULT_MEMORY, run)
+            net = build.build_model(source, NoQuantization(), FULL, FP32, DEFAULT_MEMORY, dist)
             total, gradients = loss_and_grads(loss, net, make_batches(loss, capacity=64))
             results.append(
-                (total.item(), {name: run.grad_scale * full_tensor(grad) for name, grad in gradients.items()})
+                (total.item(), {name: dist.grad_scale * full_tensor(grad) for name, grad in gradients.items()})
             )
     return results
 

@@ -324,7 +324,7 @@ def test_state_of_another_model_is_rejected(tmp_path):
     state = make_state(tmp_path)
     state.model.second = nn.Linear(7, 4)
     with pytest.raises(UserError, match=r"model\.second\.bias: .*\(3,\).*\(4,\).*--overwrite"):
-        Checkpointer(tmp_path, state.model, OPTIMIZERS["adamw"](state.model), state.schedule, 1, state.run).restore()
+        Checkpointer(tmp_path, state.model, OPTIMIZERS["adamw"](state.model), state.schedule, 1, state.dist).restore()
 
 
 def test_state_of_another_optimizer_is_rejected(tmp_path):

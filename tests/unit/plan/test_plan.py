@@ -46,12 +46,12 @@ def llama_workload(name: str, **changes: object) -> Workload:
 
 def measured_peak_bytes(task: Workload) -> int:
     """Peak bytes of tensors in the second of two real steps."""
-    run = DistributedContext(device="cpu")
+    dist = DistributedContext(device="cpu")
     decoder = random_model(task)
     optimizer = task.optimizer.build(
         task.adapter.param_groups(decoder), [p for layer in decoder.layers for p in layer.parameters()]
     )
-    train_optimizer = task.memory.wrap_optimizer(optimizer, run)
+    train_optimizer = task.memory.wrap_optimizer(optimizer, dist)
     sizes = ParallelDims()
     step = random_batch(task, sizes)
     with MemoryTracker() as tracker:

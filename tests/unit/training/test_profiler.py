@@ -197,15 +197,15 @@ def test_slow_rank_is_named() -> None:
 def run_profiled(folder: Path, config: ProfilerConfig | bool, steps: int, fail_at: int | None = None) -> None:
     """Profile steps of matmuls; raise KeyError in step `fail_at`."""
     x = torch.rand(64, 64)
-    with DistributedContext(0, "cpu") as run, Profiler(config, folder, run) as profiler:
+    with DistributedContext(0, "cpu") as dist, Profiler(config, folder, dist) as profiler:
         for step in range(steps):
             profiler.begin_step(step)
             with record_function(DATA_WAIT):
                 y = x + step
             if step == fail_at:
                 raise KeyError
-            run.all_reduce_sum(y @ x)
-            run.sum_each_count(step)
+            dist.all_reduce_sum(y @ x)
+            dist.sum_each_count(step)
 
 
 @pytest.mark.parametrize(("steps", "first", "count"), [(9, 3, 2), (4, 3, 1), (5, 3, 2)])
@@ -272,11 +272,11 @@ def run_worker(folder: str) -> list[float]:
     """On one of two ranks: a profile, maxima over ranks, and a metrics line."""
     torch.set_num_threads(1)
     run_profiled(Path(folder), ProfilerConfig(skip_first=1, active=2), 4)
-    with DistributedContext(0, "cpu") as run:
-        maxima = run.max_over_ranks(run.rank, -run.rank, math.pi)
-        with metric_logger.MetricLogger(Path(folder), run, num_steps=1) as meter:
+    with DistributedContext(0, "cpu") as dist:
+        maxima = dist.max_over_ranks(dist.rank, -dist.rank, math.pi)
+        with metric_logger.MetricLogger(Path(folder), dist, num_steps=1) as meter:
             batch: Any = SimpleNamespace(num_tokens=7, num_target_tokens=5)
-            meter.log_step(1, [batch], 0.25 + run.rank, loss=1.0, grad_norm=1.0, lr=1.0)
+            meter.log_step(1, [batch], 0.25 + dist.rank, loss=1.0, grad_norm=1.0, lr=1.0)
     return maxima
 
 
@@ -302,7 +302,7 @@ def test_optimizer_range_of_torch_is_recognized(tmp_path: Path) -> None:
     """torch names the optimizer range and the step range."""
     weight = torch.nn.Parameter(torch.rand(64, 64))
     optimizer = torch.optim.AdamW([weight])
-    with DistributedContext(0, "cpu") as run, Profiler(ProfilerConfig(1, 1), tmp_path, run) as profiler:
+    with DistributedContext(0, "cpu") as dist, Profiler(ProfilerConfig(1, 1), tmp_path, dist) as profiler:
         for step in range(3):
             profiler.begin_step(step)
             weight.sum().backward()

@@ -91,8 +91,8 @@ def rope_scaling_config(c: Config) -> dict[str, Any]:
     """`rope_scaling`, or else `rope_parameters`. If a file has both, `rope_scaling` was added by hand and wins, but the
     keys of `rope_parameters` that are not about scaling are kept."""
     parameters, legacy = c.get("rope_parameters") or {}, c.get("rope_scaling")
-    kept = {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters}
-    return kept | legacy if legacy else parameters
+    others = {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters}
+    return others | legacy if legacy else parameters
 
 
 def rope_for_layer_type(c: Config, kind: str, **overrides: Any) -> Rope:
