@@ -93,11 +93,11 @@ class RunContext:
 
     @property
     def state_dir(self) -> Path:
-        return self.files.state
+        return self.dir / run_dir.STATE
 
     @property
     def final_dir(self) -> Path:
-        return self.files.final
+        return self.dir / run_dir.FINAL
 
     @property
     def start_date(self) -> date:
