@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from tunekit import env_info
 from tunekit.adapters.config import FrozenModel, LoRAConfig, NoAdapter
 from tunekit.checkpoint import atomic, peft_adapter
 from tunekit.checkpoint.classification_head import require_language_model
@@ -27,6 +29,7 @@ from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
 from tunekit.models.weight_init import init_weights
 from tunekit.quantization.config import NoQuantization
+from tunekit.system import format_bytes
 
 UNQUANTIZED = NoQuantization()
 
@@ -95,6 +98,8 @@ def build_model(  # noqa: PLR0913
 ) -> Decoder:
     """Build the model on the meta device, allocate this rank's shards, and load or initialize the weights."""
     model = build_meta_model(checkpoint, quantization, adapter)
+    if not from_scratch:
+        check_tensors(checkpoint, model.shapes)  # before anything is allocated
     for warning in quantization.warnings(model):
         dist.log(warning)
     parallelize(model, dist)  # tensor, context and expert parallel
@@ -105,6 +110,7 @@ def build_model(  # noqa: PLR0913
         check_compile(dist.device)
         compile_layers(model, dist.log)
     apply_fsdp(model, dist)
+    check_host_memory(checkpoint, model, dist)
     allocate(model, dist)
     model.tie()
     register_shards((*model.named_parameters(), *model.named_buffers()), model.shards)
@@ -120,6 +126,18 @@ def build_model(  # noqa: PLR0913
     if adapter.adapter_path is not None:
         peft_adapter.load_adapter(Path(adapter.adapter_path), model, adapter, checkpoint)
     return model
+
+
+def check_host_memory(checkpoint: HFCheckpoint, model: Decoder, dist: DistributedContext) -> None:
+    """Raise UserError if the local weights alone do not fit into host memory; a system without enough kills the run."""
+    available = env_info.available_memory()
+    if dist.device.type != "cpu" or available is None:
+        return
+    tensors = (*model.parameters(), *model.buffers())
+    needed = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+    if needed > available:
+        sizes = f"{format_bytes(needed)} for its weights; {format_bytes(available)} are available"
+        raise UserError(f"{checkpoint.name}: not enough memory: this model needs {sizes}.")
 
 
 def build_meta_model(

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tunekit.adapters.patterns import compile_pattern
 from tunekit.devices import fork_rng
 from tunekit.distributed.sharding import copy_to_shard, shard_slice, unsharded
 from tunekit.errors import FieldError, UserError
@@ -113,8 +114,8 @@ class LoRAConfig:
         fields |= {"target_modules": as_tuple(self.target_modules), "modules_to_save": as_tuple(self.modules_to_save)}
         for key, pattern in ((key, pattern) for key, patterns in fields.items() for pattern in patterns):
             try:
-                re.compile(pattern)
-            except re.error as error:
+                compile_pattern(pattern)
+            except ValueError as error:
                 raise FieldError(key, f"{pattern!r} is not a valid regular expression: {error}") from error
 
     def target_layers(self, model: Decoder) -> dict[str, Layer]:

@@ -41,7 +41,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise UserError(f"{path}: must contain a JSON object, got {type(value).__name__}")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
+from tunekit.adapters.patterns import compile_pattern
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, TensorMeta, read_header, read_json
 from tunekit.checkpoint.lora_weights import WEIGHT, LoRADelta, LoRATarget, transformers_key
 from tunekit.checkpoint.safetensors_io import read_metadata
@@ -40,6 +41,9 @@ SUPPORTED_VALUES |= {"use_qalora": (None, False), "alora_invocation_tokens": (No
 # Other initializations change the base weights.
 SUPPORTED_VALUES |= {"init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal")}
 
+TYPES = {"rank_pattern": dict, "alpha_pattern": dict, "target_parameters": list | str, "modules_to_save": list | str}
+EXPECTED = {dict: "an object", list | str: "a list of names"}
+
 Get = Callable[[str], Tensor]
 
 
@@ -58,6 +62,9 @@ class PeftConfigFile:
         for key, allowed in SUPPORTED_VALUES.items():
             if config.get(key, allowed[0]) not in allowed:
                 raise UserError(f"{folder / CONFIG}: unsupported value {key}={config[key]!r}")
+        for key, kinds in TYPES.items():
+            if not isinstance(config.get(key), kinds | None):
+                raise UserError(f"{folder / CONFIG}: {key} must be {EXPECTED[kinds]}, got {config[key]!r}")
         return PeftConfigFile(folder / CONFIG, config)
 
     @property
@@ -112,12 +119,13 @@ class PeftConfigFile:
     def lookup_pattern(self, table: str, key: str, default: Any) -> Any:
         for pattern, value in (self.values.get(table) or {}).items():
             try:
+                compile_pattern(pattern)  # a pattern of a downloaded adapter may take exponential time
                 if not re.match(rf"(.*\.)?({pattern})$", key):
                     continue
                 if (number := type(default)(value)) <= 0:
                     raise ValueError(f"must be > 0, got {number}")
                 return number
-            except (re.error, TypeError, ValueError) as error:
+            except (TypeError, ValueError) as error:
                 raise UserError(f"{self.file}: {table}: {pattern}: {error}") from error
         return default
 

@@ -23,6 +23,7 @@ from tunekit.models.families import (
     qwen3_next,
 )
 from tunekit.models.families.base import LLAMA, Config
+from tunekit.models.families.config_checks import check_config_values, check_spec
 from tunekit.models.spec import DecoderSpec
 from tunekit.models.weight_map import KeyRule
 
@@ -99,14 +100,18 @@ def find_family(config: Config, where: str) -> tuple[Family, DecoderSpec]:
         raise UserError(f"{where}: model_type {model_type!r} is not supported{hint} (supported: {', '.join(FAMILIES)})")
     family = FAMILIES[model_type]
     try:
+        check_config_values(config)
         spec = family.spec(config)
+        check_spec(spec)
         family = replace(family, table=family.config_table(config) + family.table)
         score = classifiers.score_head(config)
         return (family, spec) if score is None else (with_score_head(family), spec.with_score_head(score))
     except KeyError as error:
         raise UserError(f"{where}: {error} is missing") from error
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"{where}: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+        raise UserError(f"{where}: invalid value ({type(error).__name__}: {error})") from error
 
 
 def with_score_head(family: Family) -> Family:

@@ -1,0 +1,124 @@
+"""Invalid values in config.json are refused before anything is allocated, and by name."""
+
+import copy
+import json
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.assets import BUNDLED
+from tunekit.build import build_model
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.distributed.context import DistributedContext
+from tunekit.errors import UserError
+from tunekit.memory.config import MemoryConfig
+from tunekit.models.families.registry import find_family
+from tunekit.models.precision import PrecisionConfig
+from tunekit.quantization.config import NoQuantization
+
+NANO = BUNDLED / "model"
+PRESETS = Path(find_family.__code__.co_filename).parents[1] / "presets"
+CONFIGS = [json.loads(file.read_text()) for file in (NANO / "config.json", *sorted(PRESETS.glob("*/config.json")))]
+HOSTILE = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    7,
+    0.5,
+    2**31,
+    2**63,
+    10**12,
+    1e300,
+    float("inf"),
+    float("nan"),
+    "x",
+    [],
+    [None],
+    {},
+    {"a": 1},
+)
+INVALID = {
+    "partial_rotary_factor": (2, 1.01, -1, 0, float("nan"), "1"),
+    "num_hidden_layers": (0, 10_000, 10**7, 1.5, True),
+    "vocab_size": (0, 10**12, 2**63, "2048"),
+    "hidden_size": (-32, 10**9, 2**63),
+    "intermediate_size": (0, 10**9, 0.5),
+    "head_dim": (1.5, float("inf"), -32, 10**9),
+    "num_key_value_heads": (0.5, 5),
+    "max_position_embeddings": (-(10**18), 0),
+    "rms_norm_eps": (-1e-6, 2.0, float("inf")),
+    "rope_theta": (0, -1, float("nan"), float("inf")),
+    "layer_types": (3, "full_attention"),
+    "rope_scaling": ("yarn", [1]),
+}
+
+
+def key_paths(config: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in config.items():
+        yield (*prefix, key)
+        if isinstance(value, dict):
+            yield from key_paths(value, (*prefix, key))
+
+
+def set_value(config: dict[str, Any], path: tuple[str, ...], value: object) -> None:
+    for key in path[:-1]:
+        config = config[key]
+    config[path[-1]] = value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in INVALID.items() for value in values], ids=str
+)
+def test_invalid_values_are_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises(UserError, match=rf"^config\.json: .*{key}"):
+        find_family({**CONFIGS[0], key: value}, "config.json")
+
+
+def test_mutated_configs_are_read_or_refused() -> None:
+    """Hostile values for any key of any preset raise nothing but UserError, and never build an oversized spec."""
+    source = random.Random(0)
+    for _ in range(2000):
+        config = copy.deepcopy(source.choice(CONFIGS))
+        for path in source.sample([*key_paths(config)], source.randint(1, 2)):
+            try:
+                set_value(config, path, source.choice(HOSTILE))
+            except (KeyError, TypeError):  # the section itself was replaced
+                continue
+        try:
+            _, spec = find_family(config, "config.json")
+        except UserError:
+            continue
+        assert len(spec.layers) <= 1000 and spec.vocab <= 2**24 and spec.dim <= 2**20
+
+
+def build(path: Path, adapter: NoAdapter | LoRAConfig, from_scratch: bool) -> None:
+    context = DistributedContext(device="cpu")
+    checkpoint = HFCheckpoint.open(path)
+    build_model(checkpoint, NoQuantization(), adapter, PrecisionConfig(), MemoryConfig(), context, from_scratch)
+
+
+def test_model_that_exceeds_host_memory_is_refused(tmp_path: Path) -> None:
+    config = CONFIGS[0] | {"vocab_size": 2**24, "hidden_size": 2**16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="not enough memory"):
+        build(tmp_path, NoAdapter(), from_scratch=True)
+
+
+def test_adapter_that_exceeds_host_memory_is_refused() -> None:
+    with pytest.raises(UserError, match="not enough memory"):
+        build(NANO, LoRAConfig(rank=100_000_000), from_scratch=False)
+
+
+def test_sizes_are_compared_with_the_files_before_allocation(tmp_path: Path) -> None:
+    for file in NANO.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[0] | {"vocab_size": 2**24}))
+    with pytest.raises(UserError, match="embed_tokens"):
+        build(tmp_path, NoAdapter(), from_scratch=False)

@@ -1,0 +1,130 @@
+"""Checks of the values of a config.json, and of the DecoderSpec read from it, before anything is allocated."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from tunekit.models.spec import Attention, DecoderSpec, DeltaNet, DenseMoE, LatentAttention, Layer, MoE, Rope
+
+MAX_SIZE, MAX_VOCAB, MAX_LAYERS, MAX_POSITIONS = 2**20, 2**24, 1000, 2**40
+
+
+class Range(NamedTuple):
+    """Allowed values of a number."""
+
+    low: float
+    high: float
+    is_integer: bool = False
+    excludes_low: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int if self.is_integer else (int, float)):
+            return False
+        return (self.low < value if self.excludes_low else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        kind = "an integer" if self.is_integer else "a number"
+        return f"{kind} {'above' if self.excludes_low else 'from'} {self.low:.15g} to {self.high:.15g}"
+
+
+SIZE, SIZE_OR_ZERO = Range(1, MAX_SIZE, True), Range(0, MAX_SIZE, True)
+POSITION = Range(0, MAX_POSITIONS, True)
+FRACTION = Range(0, 1, excludes_low=True)
+POSITIVE, NON_NEGATIVE = Range(0, 1e30, excludes_low=True), Range(0, 1e30)
+
+KEYS_BY_RANGE = {
+    Range(1, MAX_VOCAB, True): "vocab_size vocab_size_per_layer_input",
+    Range(1, MAX_LAYERS, True): "num_hidden_layers",
+    Range(1, MAX_POSITIONS, True): "max_position_embeddings original_max_position_embeddings attention_chunk_size",
+    SIZE: (
+        "hidden_size intermediate_size intermediate_size_mlp moe_intermediate_size head_dim global_head_dim v_head_dim "
+        "qk_rope_head_dim kv_lora_rank q_lora_rank num_attention_heads num_key_value_heads num_global_key_value_heads "
+        "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim "
+        "num_experts_per_tok top_k_experts n_group topk_group decoder_sparse_step full_attention_interval "
+        "sliding_window_pattern interleave_moe_layer_step no_rope_layer_interval"
+    ),
+    SIZE_OR_ZERO: (
+        "qk_nope_head_dim num_experts num_local_experts n_routed_experts n_shared_experts max_window_layers "
+        "shared_expert_intermediate_size first_k_dense_replace hidden_size_per_layer_input num_kv_shared_layers "
+        "num_nextn_predict_layers num_mtp_layers"
+    ),
+    POSITION: "sliding_window",
+    FRACTION: "rms_norm_eps partial_rotary_factor",
+    POSITIVE: (
+        "rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow "
+        "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping attention_multiplier "
+        "embedding_multiplier residual_multiplier logits_scaling routed_scaling_factor floor_scale"
+    ),
+    NON_NEGATIVE: "initializer_range mscale mscale_all_dim attn_scale llama_4_scaling_beta",
+}
+RANGES = {key: allowed for allowed, keys in KEYS_BY_RANGE.items() for key in keys.split()}
+SECTIONS = ("text_config", "rope_parameters", "rope_scaling")
+FACTORS = ("short_factor", "long_factor")
+LISTS = (*FACTORS, "layer_types", "no_rope_layers", "mlp_only_layers", "moe_layers")
+
+
+def check_config_values(config: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise ValueError for a known number of the wrong type or outside its range. Null counts as missing."""
+    for key, value in config.items():
+        if value is None:
+            continue
+        allowed = RANGES.get(key)
+        if allowed is not None and value not in allowed:
+            raise ValueError(f"{prefix}{key} must be {allowed}, got {shorten(value)}")
+        if key in LISTS and not isinstance(value, list):
+            raise ValueError(f"{prefix}{key} must be a list, got {shorten(value)}")
+        if key in FACTORS and not all(item in POSITIVE for item in value):
+            raise ValueError(f"{prefix}{key} must be positive numbers, got {shorten(value)}")
+        if key in SECTIONS and not isinstance(value, Mapping):
+            raise ValueError(f"{prefix}{key} must be an object, got {shorten(value)}")
+        if isinstance(value, Mapping) and (key in SECTIONS or prefix):
+            check_config_values(value, f"{prefix}{key}.")
+
+
+def shorten(value: object) -> str:
+    """A value for an error message, cut to 60 characters."""
+    text = f"an integer of {len(str(value))} digits" if isinstance(value, int) and abs(value) >= 1e20 else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def check_spec(spec: DecoderSpec) -> None:
+    """Raise ValueError if the sizes of a layer contradict each other."""
+    for i, layer in enumerate(dict.fromkeys(spec.layers)):
+        if problem := next(layer_problems(layer), None):
+            raise ValueError(problem)
+        if isinstance(layer.mixer, Attention) and not (layer.mixer.kv_shared_layer or 0) < len(spec.layers):
+            raise ValueError(f"layer {i} reuses keys and values of layer {layer.mixer.kv_shared_layer}")
+
+
+def layer_problems(layer: Layer) -> Iterator[str]:
+    match layer.mixer:
+        case Attention(heads, kv_heads, head_dim) as attention:
+            if heads % kv_heads:
+                yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            if attention.rope is not None:
+                yield from rope_problems(attention.rope, head_dim)
+            if attention.window is not None and attention.window < 1:
+                yield f"sliding_window must be at least 1, got {attention.window}"
+        case LatentAttention() as attention:
+            yield from rope_problems(attention.rope, attention.rope_dim)
+        case DeltaNet() as net:
+            if net.v_heads % net.k_heads:
+                yield f"linear_num_value_heads {net.v_heads} is not a multiple of linear_num_key_heads {net.k_heads}"
+    moe = layer.ffn.sparse if isinstance(layer.ffn, DenseMoE) else layer.ffn
+    if isinstance(moe, MoE):
+        yield from moe_problems(moe)
+
+
+def rope_problems(rope: Rope, head_dim: int) -> Iterator[str]:
+    dims = head_dim if rope.dims is None else rope.dims
+    if not 2 <= dims <= head_dim or dims % 2:
+        yield f"RoPE must rotate an even number of the {head_dim} channels of a head, at least 2; got {dims}"
+    if math.isinf(rope.theta) or rope.theta <= 0:
+        yield f"rope_theta must be positive, got {rope.theta}"
+
+
+def moe_problems(moe: MoE) -> Iterator[str]:
+    if not 1 <= moe.top_k <= moe.experts:
+        yield f"num_experts_per_tok {moe.top_k} must be from 1 to the number of experts, {moe.experts}"
+    if moe.groups is not None and (moe.experts % moe.groups[0] or moe.groups[1] > moe.groups[0]):
+        yield f"{moe.experts} experts cannot be split into n_group {moe.groups[0]}, with topk_group {moe.groups[1]}"
