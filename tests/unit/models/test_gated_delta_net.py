@@ -213,7 +213,7 @@ def check_layout(folder: Path, layout: Layout, path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in OPTIONAL.items() for key in keys])
 def test_omitted_config_keys_have_the_defaults_of_transformers(name: str, key: str) -> None:
-    sizes = {"num_attention_heads": 16, "linear_num_value_heads": 48, "num_experts": 16}
+    sizes = {"num_attention_heads": 16, "head_dim": 16, "linear_num_value_heads": 48, "num_experts": 16}
     shape = {k: value for k, value in (SHAPES[name] | sizes).items() if k != key}
     full_config = transformers.AutoConfig.for_model(**shape).to_dict()
     assert find_family(shape, "config.json")[1] == find_family(full_config, "config.json")[1]
