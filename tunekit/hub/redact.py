@@ -7,13 +7,11 @@ from typing import Any
 
 from huggingface_hub import get_token
 
-HIDDEN = "***"
+from tunekit.config.secrets import HIDDEN, hide_secrets
+
 # Names of environment variables whose values are secret.
 SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|(?:API|ACCESS|PRIVATE)?_?KEY)(?:_|$)", re.I)
 MIN_SECRET_LENGTH = 6  # characters; shorter values, such as 1, also occur in other text
-CREDENTIALS = re.compile(r"(?<=://)[^/@\s\"'`]+@")  # user and password before the host of a URL
-SECRET_QUERY = re.compile(r"([?&][\w.-]*(?:token|key|secret|password|signature|credential)[\w.-]*=)[^&\s\"'`]+", re.I)
-TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
 ABSOLUTE = re.compile(r"(?:~|[A-Za-z]:\\|/).*", re.S)
 
 
@@ -35,7 +33,7 @@ def redact_text(value: str) -> str:
     """Redact secrets, and paths below the home and working directories."""
     for secret in secrets():
         value = value.replace(secret, HIDDEN)
-    value = TOKEN.sub(HIDDEN, SECRET_QUERY.sub(rf"\1{HIDDEN}", CREDENTIALS.sub("", value)))
+    value = hide_secrets(value).replace(f"://{HIDDEN}@", "://")
     for folder in {os.path.expanduser("~"), str(Path.cwd())} - {"/", "~"}:  # noqa: PTH111 - Path.home() may raise
         value = re.sub(re.escape(folder) + r"(?:/[^\s\"'`)\],;]*)?", lambda match: Path(match[0]).name, value)
     return value

@@ -18,6 +18,7 @@ from tunekit.checkpoint import atomic, final_checkpoint, run_dir, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.training_state import Checkpointer, Stateful
 from tunekit.config.dump import dump_yaml, to_plain_config
+from tunekit.config.secrets import hide_secrets, hide_secrets_in
 from tunekit.distributed import flight_recorder, worker_env
 from tunekit.distributed.context import SIGNALS, DistributedContext
 from tunekit.distributed.launcher import LOGS
@@ -68,7 +69,7 @@ class RunContext:
         with ExitStack() as stack:
             stack.enter_context(dist)
             stack.enter_context(oom_report.report_oom(cfg, dist.device, dist.world_size, dist.num_nodes))
-            resolved, hint = dump_yaml(cfg, self.recipe), continue_training_hint(cfg)
+            resolved, hint = hide_secrets(dump_yaml(cfg, self.recipe)), continue_training_hint(cfg)
             self.files = stack.enter_context(
                 run_dir.open_run_dir(self.dir, resolved, LIVE_KEYS, self.overwrite, dist, hint)
             )
@@ -122,7 +123,7 @@ class RunContext:
         """The metric logger of a run that starts or resumes at `step`."""
         if step:
             self.dist.log(f"resuming from step {step} of {num_steps}")
-        config = to_plain_config(self.cfg, self.recipe)
+        config = hide_secrets_in(to_plain_config(self.cfg, self.recipe))  # trackers are shared
         return MetricLogger(
             self.dir, self.dist, num_steps, step, config, throughput, self.cfg.log_every, self.cfg.report_to
         )

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 
+from tunekit.config.secrets import has_hidden_secret
 from tunekit.data.readers import data_files
 from tunekit.data.readers.filesystem import BLOCK_BYTES
 from tunekit.errors import UserError
@@ -133,6 +134,10 @@ def full_url(filesystem: Any, path: str) -> str:
 def open_filesystem(url: str) -> Any:
     """Return the fsspec filesystem of a URL. Raise UserError if its driver is not installed."""
     protocol = urlsplit(url).scheme
+    if has_hidden_secret(url):  # from the config.yaml of a run
+        raise UserError(
+            f"{without_credentials(url)}: its secret was not saved; pass the address again"
+        )
     try:
         return url_to_fs(url)[0]
     except ImportError:
