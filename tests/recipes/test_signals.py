@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from tests.helpers.wait import TIMEOUT_SECONDS, wait_until
+from tunekit.distributed.signals import STOP_SIGNALS
 
 RUN = ("run", "sft", "sft.yaml")
 LONG = (*RUN, "max_steps=60", "save_every=100", "eval_every=100")
@@ -31,7 +32,7 @@ def has_taken_a_step(workspace, out="out"):
     return metrics.is_file() and "loss" in metrics.read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 def test_signal_saves_and_the_same_command_resumes(workspace, number):
     process = workspace.start(*LONG, setup=SLOW_STEPS)
     wait_until(lambda: has_taken_a_step(workspace), process)

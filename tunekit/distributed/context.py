@@ -26,12 +26,12 @@ from tunekit.distributed import flight_recorder, worker_env
 from tunekit.distributed.attention_setup import configure_attention
 from tunekit.distributed.heartbeat import HeartbeatWriter
 from tunekit.distributed.parallel_dims import ParallelConfig, ParallelDims
+from tunekit.distributed.signals import STOP_SIGNALS
 from tunekit.errors import RunStopped, UserError
 from tunekit.kernels.malloc import retain_freed_memory
 
 T = TypeVar("T")
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GROUP_NUMBERS = count()  # prefixes of process groups that share one store
 TIMEOUT_MARGIN = 60  # seconds
 # For tests with one GPU: with RANK=0, WORLD_SIZE=1 and the other variables of torchrun, a single process creates a
@@ -178,10 +178,10 @@ class DistributedContext:
         """Sums of host integers over data parallel ranks. Also agrees on stop signals, in the same collective."""
         if self.is_single:
             return [*counts]
-        flags = [self.requested_signal == number for number in SIGNALS]
+        flags = [self.requested_signal == number for number in STOP_SIGNALS]
         sums = torch.tensor([*counts, *flags], dtype=torch.int64)
         dist.all_reduce(sums, group=self.host_group)
-        for number, is_set in zip(SIGNALS, sums[len(counts) :].tolist(), strict=True):
+        for number, is_set in zip(STOP_SIGNALS, sums[len(counts) :].tolist(), strict=True):
             self.agreed_signal = number if is_set else self.agreed_signal
         return [count // (self.dims.cp * self.dims.tp) for count in sums[: len(counts)].tolist()]
 

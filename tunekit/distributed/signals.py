@@ -1,16 +1,37 @@
-"""Requests to stop a run: SIGINT, SIGTERM, or a file `stop` in its output directory."""
+"""Requests to stop a run: SIGINT, SIGTERM, SIGHUP, SIGQUIT, or a file `stop` in its output directory."""
 
 import os
 import signal
+import stat
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 STOP = "stop"  # file in the output directory
 POLL_SECONDS = 0.05  # interval between checks of processes
 STOP_FILE_POLL_SECONDS = 1.0  # interval between checks for the file
+
+
+def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Install a handler and return the previous ones. SIGHUP stays ignored in processes that `nohup` has started."""
+    ignored = {number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_IGN}
+    return {number: signal.signal(number, handler) for number in STOP_SIGNALS if number not in ignored}
+
+
+def write_notice(number: int, text: str) -> None:
+    """Write to stderr from a signal handler. After SIGHUP the terminal is gone: later output is discarded."""
+    with suppress(OSError):
+        os.write(2, text.encode())
+    if number == signal.SIGHUP:
+        discard = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            if stat.S_ISCHR(os.fstat(stream).st_mode):
+                os.dup2(discard, stream)
+        os.close(discard)
 
 
 def stop_reason(number: signal.Signals, file: Path | None) -> str:
@@ -27,7 +48,7 @@ class StopRequests:
         self.previous_handlers = {}
 
     def __enter__(self) -> "StopRequests":
-        self.previous_handlers = {number: signal.signal(number, self.on_signal) for number in STOP_SIGNALS}
+        self.previous_handlers = handle_stop_signals(self.on_signal)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -5,6 +5,8 @@ import faulthandler
 import os
 import signal
 
+from tunekit.distributed.signals import STOP_SIGNALS
+
 # Set in addition to the variables of torchrun. PARENT marks workers of `tune run`.
 PARENT, HEARTBEAT, STACKS, LOG, LISTENER = (
     f"TUNEKIT_RANK_{name}" for name in ("PARENT", "BEATS", "STACKS", "LOG", "LISTENS")
@@ -35,12 +37,13 @@ def is_tune_worker() -> bool:
 
 
 def init_worker() -> None:
-    """Exit when the launcher exits, write stacks on STACKS_SIGNAL, and let SIGINT and SIGTERM end the process."""
+    """Exit when the launcher exits, write stacks on STACKS_SIGNAL, and let stop signals end the process."""
     die_with_parent(int(os.environ[PARENT]))
     faulthandler.register(STACKS_SIGNAL, file=int(os.environ[STACKS]), all_threads=True)
     # Python raises KeyboardInterrupt in Python code only, not while a collective waits for other ranks.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under `nohup`
+            signal.signal(number, signal.SIG_DFL)
 
 
 def die_with_parent(parent: int) -> None:

@@ -1,6 +1,5 @@
 """The surroundings of a training run: processes, run directory, signals, intervals, profiler, uploads."""
 
-import os
 import signal
 import threading
 from collections.abc import Callable
@@ -20,9 +19,9 @@ from tunekit.checkpoint.training_state import Checkpointer, Stateful
 from tunekit.config.dump import dump_yaml, to_plain_config
 from tunekit.config.secrets import hide_secrets, hide_secrets_in
 from tunekit.distributed import flight_recorder, worker_env
-from tunekit.distributed.context import SIGNALS, DistributedContext
+from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.launcher import LOGS
-from tunekit.distributed.signals import stop_reason
+from tunekit.distributed.signals import handle_stop_signals, stop_reason, write_notice
 from tunekit.errors import RunStopped
 from tunekit.loggers.metric_logger import MetricLogger, ThroughputCounter
 from tunekit.models.decoder import Decoder
@@ -171,13 +170,12 @@ class RunContext:
     # Signals
 
     def handle_signals(self) -> None:
-        """From now on, SIGINT and SIGTERM end the run after the current step, with a saved training state.
+        """From now on, stop signals end the run after the current step, with a saved training state.
 
         A second signal ends it at once. The stop file is reported as SIGTERM by the process that watches for it.
         """
         if threading.current_thread() is threading.main_thread():  # Python delivers signals to no other thread
-            for number in SIGNALS:
-                self.handlers[number] = signal.signal(number, self._on_signal)
+            self.handlers = handle_stop_signals(self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         is_first = self.dist.requested_signal is None
@@ -188,7 +186,7 @@ class RunContext:
         if self.dist.is_main_process and is_first:  # not through print: the signal may have interrupted one
             name = stop_reason(self.dist.requested_signal, self.stop_file)
             repeat = "a second signal" if name == self.dist.requested_signal.name else self.dist.requested_signal.name
-            os.write(2, f"\n{name}: saving after this step; {repeat} ends the run at once\n".encode())
+            write_notice(number, f"\n{name}: saving after this step; {repeat} ends the run at once\n")
 
     @property
     def stop_file(self) -> Path:

@@ -135,9 +135,7 @@ def open_filesystem(url: str) -> Any:
     """Return the fsspec filesystem of a URL. Raise UserError if its driver is not installed."""
     protocol = urlsplit(url).scheme
     if has_hidden_secret(url):  # from the config.yaml of a run
-        raise UserError(
-            f"{without_credentials(url)}: its secret was not saved; pass the address again"
-        )
+        raise UserError(f"{without_credentials(url)}: its secret was not saved; pass the address again")
     try:
         return url_to_fs(url)[0]
     except ImportError:
