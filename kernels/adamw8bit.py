@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunekit.kernels.argument_checks import check_contiguous, check_tensor
 from tunekit.kernels.cpp_extension import load_library
 from tunekit.kernels.triton_support import uses_triton
 
@@ -72,6 +73,7 @@ class AdamWHyperparams:
 
 def adamw8bit_step(weight: Tensor, grad: Tensor, moments: Moments, hyperparams: AdamWHyperparams) -> None:
     """Update `weight` (n,) and its moments in place."""
+    check_inputs(weight, grad, moments)
     if uses_triton(weight):
         gpu().step(weight, grad, moments, hyperparams)
     elif weight.device.type == "cpu" and weight.dtype in DTYPES and compiled() is not None:
@@ -82,6 +84,22 @@ def adamw8bit_step(weight: Tensor, grad: Tensor, moments: Moments, hyperparams: 
         kernel(*(t.data_ptr() for t in tensors), *sizes, factors, hyperparams.step, torch.get_num_threads())
     else:
         step_reference(weight, grad, moments, hyperparams)
+
+
+def check_inputs(weight: Tensor, grad: Tensor, moments: Moments) -> None:
+    """Raise ValueError unless the gradient and the moments fit the weight."""
+    count, row, device = weight.numel(), moments.length, weight.device
+    if count % row:
+        raise ValueError(f"adamw8bit: weight has shape {tuple(weight.shape)}, expected a multiple of {row} values")
+    check_tensor("adamw8bit", "grad", grad, (count,), weight.dtype, device)
+    check_tensor("adamw8bit", "moments.first", moments.first, (count,), torch.uint8, device)
+    check_tensor("adamw8bit", "moments.second", moments.second, (count,), torch.uint8, device)
+    num_blocks = count // row * -(-row // BLOCK)
+    check_tensor("adamw8bit", "moments.scales", moments.scales, (2, num_blocks), torch.float32, device)
+    for name, x in (("weight", weight), ("grad", grad), ("moments.first", moments.first)):
+        check_contiguous("adamw8bit", name, x)
+    check_contiguous("adamw8bit", "moments.second", moments.second)
+    check_contiguous("adamw8bit", "moments.scales", moments.scales)
 
 
 def step_reference(weight: Tensor, grad: Tensor, moments: Moments, hyperparams: AdamWHyperparams) -> None:

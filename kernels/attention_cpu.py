@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tunekit.kernels import fake_mode
+from tunekit.kernels.argument_checks import check_contiguous, check_dim, check_tensor
 from tunekit.kernels.cpp_extension import load_library
 from tunekit.kernels.torch_compile import assume_constant_result
 
@@ -109,6 +110,11 @@ attention = torch.library.custom_op("tunekit::attention", forward, mutates_args=
 def attention_back(grad: Tensor, saved: list[Tensor], params: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and sinks. `saved` are the tensors that `setup_context` saves."""
     q, k, v, cu_seqlens, key_cu_seqlens, y, lse, *sinks = saved
+    check_tensor("attention", "y", y, (*q.shape[:3], v.shape[-1]), q.dtype, q.device)
+    check_tensor("attention", "grad", grad, y.shape, y.dtype, y.device)
+    check_tensor("attention", "lse", lse, (q.shape[2], q.shape[0] * q.shape[1]), torch.float32, q.device)
+    check_contiguous("attention", "y", y)
+    check_contiguous("attention", "lse", lse)
     # Keys that no query attends to need zero gradients; they exist only if there are more keys than queries.
     allocate = torch.empty_like if k.shape[:2] == q.shape[:2] else torch.zeros_like
     dq, dk, dv = (allocate(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -130,7 +136,7 @@ def attention_back(grad: Tensor, saved: list[Tensor], params: list[float]) -> tu
 
 
 def to_int64_bounds(cu_seqlens: Tensor, key_cu_seqlens: Tensor) -> dict[str, Tensor]:
-    return {"offsets": cu_seqlens.long(), "key_offsets": key_cu_seqlens.long()}
+    return {"offsets": cu_seqlens.long().contiguous(), "key_offsets": key_cu_seqlens.long().contiguous()}
 
 
 def flatten_tokens(x: Tensor) -> Tensor:
@@ -139,17 +145,41 @@ def flatten_tokens(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def check_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    """Raise ValueError unless the heads of flattened queries, keys and values fit each other."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_dim("attention", name, x, 3)
+    check_tensor("attention", "k", k, (*k.shape[:2], q.shape[2]), q.dtype, q.device)
+    check_tensor("attention", "v", v, (*k.shape[:2], v.shape[2]), q.dtype, q.device)
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"attention: k has {k.shape[1]} heads, expected a divisor of the {q.shape[1]} heads of q")
+    if sinks is not None:
+        check_tensor("attention", "sinks", sinks, q.shape[1:2], torch.float32, q.device)
+
+
+def check_bounds(q: Tensor, k: Tensor, cu_seqlens: Tensor, key_cu_seqlens: Tensor) -> None:
+    """Raise ValueError unless documents fill the rows, and each has at least as many keys as queries."""
+    num_bounds, cpu = max(1, len(cu_seqlens)), torch.device("cpu")
+    for name, x, count in (("cu_seqlens", cu_seqlens, len(q)), ("key_cu_seqlens", key_cu_seqlens, len(k))):
+        check_tensor("attention", name, x, (num_bounds,), torch.int64, cpu)
+        if x[0] != 0 or x[-1] != count:
+            raise ValueError(f"attention: {name} is from {int(x[0])} to {int(x[-1])}, expected 0 to {count}")
+    lengths = cu_seqlens.diff()
+    if not (lengths.ge(0) & lengths.le(key_cu_seqlens.diff())).all():
+        raise ValueError("attention: cu_seqlens decreases, or a document has more queries than keys")
+
+
 def call_native(name: str, params: list[float], **tensors: Tensor | None) -> None:
     """Call a function of attention.cpp on flattened tensors."""
     lib, call = compiled(), NativeCall()
-    q, k, v, *bounds = (tensors[name] for name in ("q", "k", "v", "offsets", "key_offsets"))
-    cu_seqlens, key_cu_seqlens = bounds
+    q, k, v, cu_seqlens, key_cu_seqlens = (tensors[key] for key in ("q", "k", "v", "offsets", "key_offsets"))
     assert lib is not None and q is not None and k is not None and v is not None
-    assert cu_seqlens is not None and key_cu_seqlens is not None and len(cu_seqlens) == len(key_cu_seqlens)
-    assert cu_seqlens[0] == key_cu_seqlens[0] == 0, "documents do not fill the rows"
-    assert cu_seqlens[-1] == len(q) and key_cu_seqlens[-1] == len(k) == len(v), "documents do not fill the rows"
-    assert q.dtype == k.dtype == v.dtype
+    assert cu_seqlens is not None and key_cu_seqlens is not None
+    check_heads(q, k, v, tensors.get("sinks"))
+    check_bounds(q, k, cu_seqlens, key_cu_seqlens)
     scale, window, chunk, softcap = params
+    if window < 0 or chunk < 0:
+        raise ValueError(f"attention: window is {window} and chunk is {chunk}, expected 0 or more")
     limits = [int(x) or UNLIMITED for x in (window, chunk)]
     sizes = [len(cu_seqlens) - 1, *q.shape[:2], k.shape[1], q.shape[2], v.shape[2], *limits]
     sizes += [step for x in (q, k, v) for step in x.stride()[:2]]

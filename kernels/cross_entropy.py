@@ -20,6 +20,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from tunekit.devices import HALF_DTYPES
 from tunekit.kernels import fake_mode
+from tunekit.kernels.argument_checks import check_dim, check_tensor
 from tunekit.kernels.cpp_extension import load_library
 from tunekit.kernels.torch_compile import disable_compile
 from tunekit.kernels.triton_support import uses_triton
@@ -93,6 +94,10 @@ def compute_token_losses(
     z_loss lse(x)^2. `terms` are scale, softcap (0: none), smoothing and z_loss. With `gradient`, the gradient of the
     losses, each times its weight (n,), is written over the logits.
     """
+    check_dim("cross_entropy", "logits", logits, 2)
+    check_tensor("cross_entropy", "targets", targets, logits.shape[:1], targets.dtype, logits.device)
+    if weights is not None:
+        check_tensor("cross_entropy", "weights", weights, logits.shape[:1], weights.dtype, logits.device)
     if uses_triton(logits):
         return gpu().token_losses(logits, targets, weights, terms, gradient)
     lib = native_library(logits)
@@ -167,6 +172,7 @@ def token_entropies(logits: Tensor, scale: float, softcap: float | None) -> Tens
     terms = [scale, softcap or 0.0, 0.0, 0.0]
     if fake_mode.is_fake():
         return logits.new_empty(len(logits), dtype=torch.float32)
+    check_dim("token_entropies", "logits", logits, 2)
     if uses_triton(logits):
         return gpu().token_entropies(logits, terms)
     lib = native_library(logits)
@@ -251,9 +257,6 @@ class CustomChunkLoss:
         if gradient:
             logits.copy_(torch.autograd.grad(loss, raw)[0])
         return loss.detach().float().view(1)
-
-
-# Logits of a chunk, and their backward pass
 
 
 class LinearHeadChunks:

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tunekit.kernels.argument_checks import check_tensor
+
 BLOCK = tl.constexpr(64)  # values per scale
 BLOCKS = 32  # blocks per program: 16 bytes per thread, one load instruction
 
@@ -36,6 +38,7 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Products of codes (..., in), as bytes, and fp32 scales (..., in / 64), rounded once to `dtype`."""
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     count = scales.numel()
+    check_tensor("float8", "codes", codes.reshape(-1), (count * BLOCK.value,), torch.uint8, scales.device)
     if count:
         grid = (triton.cdiv(count, BLOCKS),)
         dequantize_kernel[grid](codes.contiguous(), scales.contiguous(), out, count, BLOCKS=BLOCKS)

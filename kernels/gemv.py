@@ -16,7 +16,7 @@ SOURCE = Path(__file__).with_name("few.cpp")
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: (..., in) to (..., out)."""
-    lib = compiled() if is_supported(x, weight) else None
+    lib = compiled() if is_supported(x, weight, bias) else None
     if lib is None:
         return F.linear(x, weight, bias)
     x = x.contiguous()
@@ -27,15 +27,29 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y
 
 
-def is_supported(x: Tensor, weight: Tensor) -> bool:
-    """Whether the inputs are bf16 on the CPU with few rows, and no gradient is needed."""
+def is_supported(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the inputs are bf16 on the CPU with few rows, and no gradient is needed.
+
+    Inputs whose shapes do not match are not supported: F.linear reports them.
+    """
     return (
         x.dtype == weight.dtype == torch.bfloat16
         and 0 < x.numel() <= MAX_ROWS * weight.shape[1]
         and x.device.type == weight.device.type == "cpu"
+        and x.shape[-1] == weight.shape[1]
         and weight.stride(1) == 1
+        and (bias is None or is_supported_bias(bias, weight))
         and not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
+    )
+
+
+def is_supported_bias(bias: Tensor, weight: Tensor) -> bool:
+    return (
+        bias.dtype == torch.bfloat16
+        and bias.device == weight.device
+        and bias.shape == weight.shape[:1]
+        and bias.is_contiguous()
     )
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.kernels import fake_mode
+from tunekit.kernels.argument_checks import check_tensor
 from tunekit.kernels.cpp_extension import contiguous_rows, load_library, use_torch_fallback
 from tunekit.kernels.recompute import mark_recomputable
 
@@ -91,6 +92,7 @@ def as_rows(*tensors: Tensor) -> list[Tensor]:
 
 
 def forward(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    check_tensor("gated_activation", "up", up, gate.shape, gate.dtype, gate.device)
     (g, u), y = as_rows(gate, up), gate.new_empty(gate.shape)
     if gate.device.type == "cuda":
         gpu().forward(g, u, y, act)
@@ -106,6 +108,8 @@ gated_op = torch.library.custom_op("tunekit::gated", forward, mutates_args=())
 @torch.library.custom_op("tunekit::gated_back", mutates_args=())
 def gated_backward_op(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up. The activation is recomputed from the inputs."""
+    for name, x in (("grad", grad), ("up", up)):
+        check_tensor("gated_activation", name, x, gate.shape, gate.dtype, gate.device)
     (d, g, u), grad_gate, grad_up = as_rows(grad, gate, up), gate.new_empty(gate.shape), up.new_empty(up.shape)
     if gate.device.type == "cuda":
         gpu().backward(d, g, u, grad_gate, grad_up, act)

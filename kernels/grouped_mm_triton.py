@@ -2,16 +2,20 @@
 
 Rows are sorted by expert, and `ends` (E,), int32 on the device, are the cumulative sizes. Programs search for their
 expert, so the host does not need the sizes. Accumulates in fp32. The grid has a program for each possible tile; those
-beyond the last tile return immediately.
+beyond the last tile return immediately. The device does not report invalid sizes, but no program reads or writes
+beyond the rows.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
 # pyright: reportGeneralTypeIssues=false
 # Triton is not available on macOS and Windows.
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from tunekit.kernels.argument_checks import check_contiguous, check_tensor
 
 # Two stages of these tiles are 48 KB of shared memory, three are 72 KB: of 99 KB on sm_86, 89 and 120.
 ROWS, COLUMNS, INNER, STAGES, WARPS = 64, 128, 64, 3, 4
@@ -23,12 +27,18 @@ def add(a, b):
 
 
 @triton.jit
-def find_tile(ends, tile, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+def load_end(ends, index, mask, count):
+    """End of the rows of an expert, in [0, count]."""
+    return tl.minimum(tl.maximum(tl.load(ends + index, mask, 0), 0), count)
+
+
+@triton.jit
+def find_tile(ends, tile, experts, count, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """Expert of a tile of rows, its first row, and the end of its rows. The expert is E beyond the last tile."""
     at = tl.arange(0, EXPERTS)
-    end = tl.load(ends + at, at < experts, 0)
-    start = tl.load(ends + at - 1, (at < experts) & (at > 0), 0)
-    tiles = tl.where(at < experts, (end - start + ROWS - 1) // ROWS, 0)
+    end = load_end(ends, at, at < experts, count)
+    start = load_end(ends, at - 1, (at < experts) & (at > 0), count)
+    tiles = tl.where(at < experts, (tl.maximum(end - start, 0) + ROWS - 1) // ROWS, 0)
     after = tl.associative_scan(tiles, 0, add)
     expert = tl.reduce(((after <= tile) & (at < experts)).to(tl.int32), 0, add)
     is_expert = at == expert
@@ -36,13 +46,14 @@ def find_tile(ends, tile, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     return expert, first, tl.reduce(tl.where(is_expert, end, 0), 0, add)
 
 
-@triton.jit
+# Row counts differ from batch to batch, so kernels are not specialized on them.
+@triton.jit(do_not_specialize=["count"])
 def product_kernel(  # noqa: PLR0913 (kernels take scalars as separate arguments)
-    x, weight, y, ends, experts, columns, inner, expert_stride, column_stride, inner_stride,
+    x, weight, y, ends, count, experts, columns, inner, expert_stride, column_stride, inner_stride,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """y[i] = W[e] x[i] for `x` (N, inner) and `weight` (E, columns, inner) with any strides; row i has expert e."""
-    expert, first, end = find_tile(ends, tl.program_id(0), experts, EXPERTS, ROWS)
+    expert, first, end = find_tile(ends, tl.program_id(0), experts, count, EXPERTS, ROWS)
     if expert >= experts:
         return
     row = first + tl.arange(0, ROWS)
@@ -62,15 +73,15 @@ def product_kernel(  # noqa: PLR0913 (kernels take scalars as separate arguments
     tl.store(out, total.to(y.dtype.element_ty), (row < end)[:, None] & (column < columns)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def outer_kernel(  # noqa: PLR0913
-    left, right, y, ends, width, columns,
+    left, right, y, ends, count, width, columns,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """y[e] = left[e]^T right[e] over the rows of expert e, for `left` (N, width) and `right` (N, columns)."""
     expert = tl.program_id(2)
-    end = tl.load(ends + expert)
-    start = tl.load(ends + expert - 1, expert > 0, 0)
+    end = load_end(ends, expert, expert >= 0, count)
+    start = load_end(ends, expert - 1, expert > 0, count)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, INNER)
@@ -89,13 +100,15 @@ def outer_kernel(  # noqa: PLR0913
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x[i] W[e] (N, columns) for `x` (N, inner) and `weight` (E, inner, columns) with any strides."""
     x, (experts, inner, columns) = x.contiguous(), weight.shape
+    check_tensor("grouped_mm", "x", x, (len(x), inner), weight.dtype, weight.device)
+    check_ends(ends, experts, x.device)
     y = x.new_empty(len(x), columns)
     if y.numel():
         grid = (triton.cdiv(len(x), ROWS) + experts, triton.cdiv(columns, COLUMNS))
         expert_stride, inner_stride, column_stride = weight.stride()
         sizes = experts, columns, inner, expert_stride, column_stride, inner_stride
         tiles = {"EXPERTS": triton.next_power_of_2(experts), "ROWS": ROWS, "COLUMNS": COLUMNS, "INNER": INNER}
-        product_kernel[grid](x, weight, y, ends, *sizes, **tiles, num_stages=STAGES, num_warps=WARPS)
+        product_kernel[grid](x, weight, y, ends, len(x), *sizes, **tiles, num_stages=STAGES, num_warps=WARPS)
     return y
 
 
@@ -103,8 +116,15 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """left[e]^T right[e] (E, p, q) for (N, p) and (N, q); zeros for experts without rows."""
     left, right = left.contiguous(), right.contiguous()
     width, columns = left.shape[1], right.shape[1]
+    check_tensor("grouped_mm", "right", right, (len(left), columns), left.dtype, left.device)
+    check_ends(ends, len(ends), left.device)
     y = left.new_empty(len(ends), width, columns)
     grid = (triton.cdiv(width, ROWS), triton.cdiv(columns, COLUMNS), len(ends))
     tiles = {"ROWS": ROWS, "COLUMNS": COLUMNS, "INNER": INNER}
-    outer_kernel[grid](left, right, y, ends, width, columns, **tiles, num_stages=STAGES, num_warps=WARPS)
+    outer_kernel[grid](left, right, y, ends, len(left), width, columns, **tiles, num_stages=STAGES, num_warps=WARPS)
     return y
+
+
+def check_ends(ends: Tensor, experts: int, device: torch.device) -> None:
+    check_tensor("grouped_mm", "ends", ends, (experts,), torch.int32, device)
+    check_contiguous("grouped_mm", "ends", ends)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.kernels import cross_entropy, fake_mode
+from tunekit.kernels.argument_checks import check_dim, check_index_range, check_shape, check_tensor
 from tunekit.kernels.cpp_extension import load_library
 from tunekit.kernels.cross_entropy import (
     DTYPES,
@@ -190,6 +191,14 @@ def choose_kernel(student: Tensor, teacher: Tensor, vocab_shard: VocabShard | No
     return divergences_cpu if vocab_shard is None and is_supported(student, teacher) else divergences_reference
 
 
+def check_logits(student: Tensor, teacher: Tensor, count: int) -> None:
+    """Raise ValueError unless student logits (n, vocab) and teacher logits (n, count) fit each other."""
+    check_dim("kl_divergence", "student logits", student, 2)
+    check_tensor("kl_divergence", "teacher logits", teacher, (len(student), count), teacher.dtype, student.device)
+    if not 0 <= count <= student.shape[1]:
+        raise ValueError(f"kl_divergence: student logits have {student.shape[1]} ids, expected at least {count}")
+
+
 def divergences_reference(student: Tensor, teacher: Tensor, terms: KLTerms, gradient: bool) -> Tensor:
     """Divergence, KL(q || p), entropies of student and teacher, and top-1 agreement, (n, 5) fp32."""
     all_logits, student = student, student[:, : terms.count]
@@ -278,6 +287,7 @@ def is_supported(*logits: Tensor) -> bool:
 
 def divergences_cpu(student: Tensor, teacher: Tensor, terms: KLTerms, gradient: bool) -> Tensor:
     """`divergences_reference` in C++, for logits on the CPU."""
+    check_logits(student, teacher, terms.count)
     out = torch.empty(len(student), len(METRICS) - 1)
     if fake_mode.is_fake():
         return out
@@ -298,6 +308,7 @@ def on_gpu(x: Tensor) -> bool:
 
 def divergences_gpu(student: Tensor, teacher: Tensor, terms: KLTerms, gradient: bool) -> Tensor:
     """`divergences_reference` in Triton, for logits on a GPU."""
+    check_logits(student, teacher, terms.count)
     if fake_mode.is_fake():
         return student.new_empty(len(student), len(METRICS) - 1, dtype=torch.float32)
     return gpu().divergences(student, teacher, terms.values, terms.count, gradient)
@@ -387,11 +398,9 @@ def top_k_divergences_cpu(logits: Tensor, ids: Tensor, log_probs: Tensor, terms:
     out = torch.empty(len(logits), len(METRICS) - 1)
     if fake_mode.is_fake():
         return out
-    values, ids, log_probs = (
-        (ctypes.c_float * 10)(*terms.values),
-        to_int32_ids(ids, terms.count),
-        log_probs.float().contiguous(),
-    )
+    values, ids = (ctypes.c_float * 10)(*terms.values), to_int32_ids(logits, ids, terms.count)
+    check_shape("kl_divergence", "log_probs", log_probs, (len(logits), ids.shape[1] + 1))
+    log_probs = log_probs.float().contiguous()
     sizes = (ctypes.c_int64 * 5)(len(logits), terms.count, logits.shape[1], logits.stride(0), ids.shape[1])
     kernel = getattr(compiled(), f"top_{DTYPES[logits.dtype]}")
     pointers = logits.data_ptr(), ids.data_ptr(), log_probs.data_ptr(), values, out.data_ptr()
@@ -399,9 +408,14 @@ def top_k_divergences_cpu(logits: Tensor, ids: Tensor, log_probs: Tensor, terms:
     return out
 
 
-def to_int32_ids(ids: Tensor, count: int) -> Tensor:
-    """Contiguous int32 ids (n, k), as the C++ functions read them."""
-    assert not ids.numel() or 0 <= int(ids.min()) <= int(ids.max()) < count
+def to_int32_ids(logits: Tensor, ids: Tensor, count: int) -> Tensor:
+    """Contiguous int32 ids (n, k), as the C++ functions read them. Raises IndexError unless they are below `count`."""
+    check_dim("kl_divergence", "logits", logits, 2)
+    check_dim("kl_divergence", "ids", ids, 2)
+    check_tensor("kl_divergence", "ids", ids, (len(logits), max(1, ids.shape[1])), ids.dtype, logits.device)
+    if count > logits.shape[1]:
+        raise ValueError(f"kl_divergence: logits have {logits.shape[1]} ids, expected at least {count}")
+    check_index_range("kl_divergence", "ids", ids, count)
     return ids.int().contiguous()
 
 
@@ -461,7 +475,7 @@ def top_k_log_probs_cpu(raw: Tensor, ids: Tensor, transform: tuple[float, float 
     if fake_mode.is_fake():
         return out
     terms = KLTerms(KLMixture(temperature=temperature), (1.0, None), transform, raw.shape[1], None)
-    values, ids = (ctypes.c_float * 10)(*terms.values), to_int32_ids(ids, terms.count)
+    values, ids = (ctypes.c_float * 10)(*terms.values), to_int32_ids(raw, ids, terms.count)
     sizes = (ctypes.c_int64 * 5)(len(raw), terms.count, raw.shape[1], raw.stride(0), ids.shape[1])
     kernel = getattr(compiled(), f"expected_{DTYPES[raw.dtype]}")
     kernel(raw.data_ptr(), ids.data_ptr(), out.data_ptr(), values, sizes, torch.get_num_threads())

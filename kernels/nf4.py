@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tunekit.devices import ACCELERATORS
 from tunekit.kernels import fake_mode, grouped_mm
+from tunekit.kernels.argument_checks import check_contiguous, check_tensor
 from tunekit.kernels.cpp_extension import load_library
 from tunekit.kernels.triton_support import uses_triton
 
@@ -31,25 +32,13 @@ QUANTIZE_CHUNK = 2**24
 MIN_SCALE = 1e-38  # avoids division by zero in blocks of zeros
 TABLES = {  # values of the 16 codes
     "nf4": (
-        -1.0,
-        -0.6961928009986877,
-        -0.5250730514526367,
-        -0.39491748809814453,
-        -0.28444138169288635,
-        -0.18477343022823334,
-        -0.09105003625154495,
-        0.0,
-        0.07958029955625534,
-        0.16093020141124725,
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ),
     "fp4": tuple(sign * x / 192 for sign in (1, -1) for x in (0, 1, 128, 192, 64, 96, 32, 48)),
-}
+}  # fmt: skip
 # Values that are dequantized at a time, and multiplied while they are in the cache. Dequantizing full weights of
 # 4096 x 4096 was no faster and needs 4 times the memory; tiles of a quarter were 10% slower (benchmarks/results).
 TILE_SIZE = 2**22
@@ -100,7 +89,7 @@ def quantize(weight: Tensor, kind: str = "nf4") -> tuple[Tensor, Tensor]:
 
     Temporary memory is bounded: none on CUDA, that of a chunk elsewhere.
     """
-    flat = weight.detach().reshape(-1)
+    flat = weight.detach().reshape(-1).contiguous()
     if uses_triton(flat):
         return gpu().quantize(flat, *bounds_and_codes(kind, flat.device))
     packed = torch.empty(-(-len(flat) // 2), dtype=torch.uint8, device=flat.device)
@@ -204,8 +193,26 @@ class NF4Weight(NamedTuple):
         scales = unpacked_scales(self.scales, self.outer, self.first)
         return dequantize_reference(self.packed, scales, self.kind)
 
+    def check(self) -> None:
+        """Raise ValueError unless the scales fit the codes, in the layout that nf4.cpp reads."""
+        packed, scales, outer = self.packed, self.scales, self.outer
+        blocks, is_single = packed.shape[1] // (BLOCK // 2), outer is None
+        check_tensor("nf4", "packed", packed, (packed.shape[0], blocks * (BLOCK // 2)), torch.uint8, packed.device)
+        shape = packed.shape[0], 4 * blocks if is_single else blocks
+        check_tensor("nf4", "scales", scales, shape, torch.uint8, packed.device)
+        stride, step = scales.stride()
+        if packed.stride(1) != 1 or step != 1 or (is_single and (stride | scales.storage_offset()) % 4):
+            raise ValueError(f"nf4: packed or scales has strides {packed.stride()}, {scales.stride()}, not of rows")
+        if outer is not None:
+            last_block = self.first + (shape[0] - 1) * stride + blocks - 1
+            check_tensor("nf4", "outer", outer, outer.shape[:1], torch.uint8, packed.device)
+            check_contiguous("nf4", "outer", outer)
+            if last_block // DOUBLE_QUANT_BLOCK > outer.numel() // 4 - 2:
+                raise ValueError(f"nf4: outer has shape {tuple(outer.shape)}, too short for {last_block + 1} scales")
+
     def native_args(self) -> tuple[int | None, ...]:
         """Pointers and sizes of this matrix, as the functions of nf4.cpp take them."""
+        self.check()
         if self.outer is None:
             return self.packed.data_ptr(), self.scales.data_ptr(), None, None, 0, 0, self.scales.stride(0) // 4
         tables = self.outer.data_ptr(), dynamic_map(self.packed.device).data_ptr(), self.outer.numel() // 4 - 1
@@ -232,6 +239,8 @@ def decode(weight: NF4Weight, out: Tensor) -> Tensor:
         return out.copy_(weight.dequantize_fp32())
     tables = code_values(weight.kind, out.device).data_ptr(), out.data_ptr()
     rows, columns = weight.shape
+    check_tensor("nf4", "out", out, (rows, columns), out.dtype, weight.packed.device)
+    check_contiguous("nf4", "out", out)
     sizes = rows, columns // BLOCK, weight.packed.stride(0), torch.get_num_threads()
     getattr(lib, f"decode_{DTYPES[out.dtype]}")(*weight.native_args(), *tables, *sizes)
     return out
@@ -292,7 +301,7 @@ def max_fused_rows(x: Tensor) -> int:
 
 def matmul_tiled(x: Tensor, weight: NF4Weight, y: Tensor, bias: Tensor | None = None) -> Tensor:
     """Write x W^T + b (N, out) to `y` for x (N, in) on the CPU, a tile of rows of W at a time."""
-    if len(x) <= max_fused_rows(x):
+    if 0 < len(x) <= max_fused_rows(x):
         return matmul_fused(x.contiguous(), weight, y, bias)
     rows, columns = weight.shape
     tile_rows = max(1, TILE_SIZE // columns)
@@ -309,13 +318,15 @@ def matmul_tiled(x: Tensor, weight: NF4Weight, y: Tensor, bias: Tensor | None = 
 
 def matmul_fused(x: Tensor, weight: NF4Weight, y: Tensor, bias: Tensor | None) -> Tensor:
     """`matmul_tiled` for few rows (generation), without writing the dequantized weight to memory."""
-    kernel = getattr(compiled(), f"few_{DTYPES[x.dtype]}")
-    args = (
-        *weight.native_args(),
-        code_values(weight.kind, x.device).data_ptr(),
-        None if bias is None else bias.data_ptr(),
-    )
     rows, columns = weight.shape
+    check_tensor("nf4", "x", x, (*x.shape[:-1], columns), x.dtype, weight.packed.device)
+    check_tensor("nf4", "y", y, (*x.shape[:-1], rows), x.dtype, x.device)
+    if bias is not None:
+        check_tensor("nf4", "bias", bias, (rows,), x.dtype, x.device)
+        check_contiguous("nf4", "bias", bias)
+    kernel = getattr(compiled(), f"few_{DTYPES[x.dtype]}")
+    bias_pointer = None if bias is None else bias.data_ptr()
+    args = *weight.native_args(), code_values(weight.kind, x.device).data_ptr(), bias_pointer
     sizes = rows, columns // BLOCK, weight.packed.stride(0), torch.get_num_threads()
     kernel(x.data_ptr(), *args, y.data_ptr(), x.numel() // columns, *sizes)
     return y
@@ -445,7 +456,10 @@ def for_each_expert(matmul: Callable[..., Tensor], x: Tensor, weights: NF4Weight
     """Call `matmul` for each expert that has rows. At most one tile of one expert is dequantized at a time."""
     output, start = x.new_empty(len(x), width), 0
     blocks = weights.packed.shape[1] * weights.packed.shape[2] * 2 // BLOCK
-    for expert, count in enumerate(sizes.tolist()):
+    counts = sizes.tolist()
+    if len(counts) != len(weights.packed) or sum(counts) != len(x) or min(counts, default=0) < 0:
+        raise ValueError(f"nf4: sizes is {counts}, expected {len(weights.packed)} counts of rows, {len(x)} in all")
+    for expert, count in enumerate(counts):
         if count:
             weight = NF4Weight(weights.packed[expert], weights.scales[expert], *weights[2:4], expert * blocks)
             matmul(x[start : start + count], weight, output[start : start + count])

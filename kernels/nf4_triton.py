@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tunekit.kernels.argument_checks import check_contiguous, check_shape, check_tensor
+
 SIZE = 1024  # bytes per program, with two values each
 BLOCK, NESTED = tl.constexpr(64), tl.constexpr(256)  # values per scale; scales per second-level scale
 BYTES = tl.constexpr(32)  # bytes per block
@@ -112,6 +114,18 @@ def few_kernel(  # noqa: PLR0913
     tl.store(y + row[None, :] * out + to[:, None], total.to(y.dtype.element_ty), y_mask)
 
 
+def check_quantized(packed: Tensor, scales: Tensor, outer: Tensor | None) -> None:
+    """Raise ValueError unless there are as many scales as blocks, stored contiguously as bytes. See NF4Weight."""
+    blocks = triton.cdiv(2 * packed.numel(), BLOCK.value)
+    for name, x in (("packed", packed), ("scales", scales), ("outer", outer)):
+        if x is not None:
+            check_tensor("nf4", name, x, x.shape, torch.uint8, packed.device)
+            check_contiguous("nf4", name, x)
+    check_shape("nf4", "scales", scales.view(-1), (blocks * (4 if outer is None else 1),))
+    if outer is not None:
+        check_shape("nf4", "outer", outer, (4 * (triton.cdiv(blocks, NESTED.value) + 1),))
+
+
 def tile_shape(rows: int) -> tuple[int, int]:
     """Outputs per program of `few_kernel`, and bytes per weight row and iteration.
 
@@ -129,6 +143,11 @@ def matmul_fused(
     """x W^T + b (N, out) for few rows x (N, in), without writing the dequantized weight to memory."""
     packed, scales, outer = weight
     (out, width), rows = packed.shape, len(x)
+    check_quantized(packed, scales, outer)
+    check_tensor("nf4", "x", x, (rows, 2 * width), x.dtype, packed.device)
+    if bias is not None:
+        check_tensor("nf4", "bias", bias, (out,), bias.dtype, x.device)
+        check_contiguous("nf4", "bias", bias)
     y = x.new_empty(rows, out)
     outputs, bytes_ = tile_shape(rows)
     groups = triton.cdiv(2 * packed.numel(), BLOCK.value * NESTED.value)
@@ -159,6 +178,7 @@ def dequantize(
     packed: Tensor, scales: Tensor, outer: Tensor | None, table: Tensor, fine: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Dequantize bytes (n / 2,) to values (n,). `scales` and `outer` are bytes too, as in nf4.py."""
+    check_quantized(packed, scales, outer)
     count = packed.numel()
     out = torch.empty(2 * count, dtype=dtype, device=packed.device)
     groups = triton.cdiv(2 * count, BLOCK.value * NESTED.value)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.kernels import fake_mode
+from tunekit.kernels.argument_checks import check_contiguous, check_tensor
 from tunekit.kernels.cpp_extension import contiguous_rows, load_library, use_torch_fallback
 from tunekit.kernels.recompute import mark_recomputable
 
@@ -88,7 +89,7 @@ def gpu() -> Any:
 def forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, late: bool) -> tuple[Tensor, Tensor]:
     """Norm of x (..., dim), and 1 / rms of each row (...) in fp32 for the backward pass."""
     rows, y, rstd = contiguous_rows(x), x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    weight = None if weight is None else weight.contiguous()
+    weight = contiguous_weight(weight, x)
     if x.device.type == "cuda":
         gpu().forward(rows, weight, y, rstd, eps, offset, late)
     else:
@@ -96,6 +97,14 @@ def forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, late: b
         kernel = native_function("forward", x.dtype, x.dtype if weight is None else weight.dtype)
         kernel(rows.data_ptr(), 0 if weight is None else weight.data_ptr(), y.data_ptr(), rstd.data_ptr(), sizes)
     return y, rstd
+
+
+def contiguous_weight(weight: Tensor | None, x: Tensor) -> Tensor | None:
+    """Contiguous weight (dim,) for x (..., dim). Raises ValueError if it has another shape or device."""
+    if weight is None:
+        return None
+    check_tensor("rms_norm", "weight", weight, x.shape[-1:], weight.dtype, x.device)
+    return weight.contiguous()
 
 
 rms_norm_op = torch.library.custom_op("tunekit::rms_norm", forward, mutates_args=())
@@ -106,10 +115,13 @@ def rms_norm_backward_op(
     grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, late: bool, needs_weight_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `x` and, if `needs_weight_grad`, of the weight (dim,) in fp32."""
+    check_tensor("rms_norm", "grad", grad, x.shape, x.dtype, x.device)
+    check_tensor("rms_norm", "rstd", rstd, x.shape[:-1], torch.float32, x.device)
+    check_contiguous("rms_norm", "rstd", rstd)
     rows, grads, grad_x = contiguous_rows(x), contiguous_rows(grad), x.new_empty(x.shape)
     count = -(-len(rows) // ROWS_PER_SUM) if needs_weight_grad else 0
     partial_sums = x.new_empty(count, x.shape[-1], dtype=torch.float32)
-    weight = None if weight is None else weight.contiguous()
+    weight = contiguous_weight(weight, x)
     if x.device.type == "cuda":
         gpu().backward(grads, rows, weight, rstd, grad_x, partial_sums, offset, late)
     else:

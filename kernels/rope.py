@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tunekit.kernels import fake_mode
+from tunekit.kernels.argument_checks import check_dim, check_dtype, check_tensor
 from tunekit.kernels.cpp_extension import load_library, use_torch_fallback
 
 SOURCE = Path(__file__).with_name("rope.cpp")
@@ -88,6 +89,7 @@ def rotate_forward(  # noqa: PLR0913 (an operator takes no named tuples)
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, paired_in: bool, paired_out: bool, last: bool, back: bool
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys, by the negative angles if `back`."""
+    check_inputs(q, k, cos, sin)
     tables = [t.expand(*q.shape[:2], 1, -1).reshape(-1, t.shape[-1]).contiguous() for t in (cos, sin)]
     outputs = q.new_empty(q.shape), k.new_empty(k.shape)
     for x, y in zip((q, k), outputs, strict=True):
@@ -103,6 +105,19 @@ def rotate_forward(  # noqa: PLR0913 (an operator takes no named tuples)
         pointers = (t.data_ptr() for t in (heads, y, *tables))
         getattr(compiled(), f"rotate_{DTYPES[x.dtype]}")(*pointers, sizes)
     return outputs
+
+
+def check_inputs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Raise ValueError unless the tables fit queries and keys: a table of more pairs would write beyond the heads."""
+    shape, key_shape = q.shape, k.shape
+    check_dim("rope", "q", q, 4)
+    check_dim("rope", "k", k, 4)
+    check_tensor("rope", "k", k, (*shape[:2], *key_shape[2:]), q.dtype, q.device)
+    check_dtype("rope", "cos", cos, torch.float32)
+    check_tensor("rope", "sin", sin, cos.shape, torch.float32, q.device)
+    width = min(shape[3], key_shape[3])
+    if 2 * cos.shape[-1] > width:
+        raise ValueError(f"rope: cos has shape {tuple(cos.shape)}, expected at most {width // 2} pairs of channels")
 
 
 rotate_op = torch.library.custom_op("tunekit::rotate", rotate_forward, mutates_args=())
