@@ -30,6 +30,9 @@ inline float real(int32_t x) {
     return out;
 }
 
+// Sum that wraps, as in torch: the bits of NaN may be larger than those of any number.
+inline int32_t plus(int32_t a, int32_t b) { return int32_t(uint32_t(a) + uint32_t(b)); }
+
 inline int32_t within(int32_t x, int32_t low, int32_t high) { return x < low ? low : x > high ? high : x; }
 
 // Decode the moments of a block, update them, and update the weights.
@@ -61,13 +64,13 @@ void encode(const float* m, const float* root, uint8_t* first, uint8_t* second, 
     const float a = scales[0] = largest(m, n) / 1.875f, b = scales[1] = largest(root, n) / 1.9375f;
     for (int i = 0; i < n; i++) {
         const int32_t x = a > 0 ? bits(m[i] / a) : 0;
-        const int32_t size = (((x & 0x7fffffff) + (1 << (FIRST - 1))) >> FIRST) - (LOW << 3);
+        const int32_t size = (plus(x & 0x7fffffff, 1 << (FIRST - 1)) >> FIRST) - (LOW << 3);
         first[i] = within(size, 0, 127) | (x >> 24 & 128);
     }
     for (int i = 0; i < n; i++) {
         const int32_t x = b > 0 ? bits(root[i] / b) : 0;
         const int32_t up = ((uint32_t)step + i) * TURN & ((1 << SECOND) - 1);
-        const int32_t size = ((x + up) >> SECOND) - (LOW << 4);
+        const int32_t size = (plus(x, up) >> SECOND) - (LOW << 4);
         second[i] = x > 0 ? within(size, 1, 255) : 0;
     }
 }

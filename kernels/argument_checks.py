@@ -4,25 +4,23 @@ Entry points call them before they pass pointers to C++ or Triton. Checks read s
 they do not synchronize. Only `check_index_range` reads values; it is for tensors on the CPU.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 
 def check_tensor(
-    kernel: str, name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    kernel: str, name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise ValueError unless the tensor has this shape, dtype and device."""
-    check_shape(kernel, name, x, shape)
-    check_dtype(kernel, name, x, dtype)
-    if x.device != device:
+    if x.shape != shape or x.dtype != dtype or x.device != device:  # no calls: generation checks thousands per second
+        check_shape(kernel, name, x, shape)
+        check_dtype(kernel, name, x, dtype)
         raise ValueError(f"{kernel}: {name} is on {x.device}, expected {device}")
 
 
-def check_shape(kernel: str, name: str, x: Tensor, shape: Sequence[int]) -> None:
+def check_shape(kernel: str, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless the tensor has this shape."""
-    if x.shape != tuple(shape):
+    if x.shape != shape:
         raise ValueError(f"{kernel}: {name} has shape {tuple(x.shape)}, expected {tuple(shape)}")
 
 
@@ -42,6 +40,12 @@ def check_contiguous(kernel: str, name: str, x: Tensor) -> None:
     """Raise ValueError unless the tensor is contiguous."""
     if not x.is_contiguous():
         raise ValueError(f"{kernel}: {name} has strides {x.stride()}, expected a contiguous tensor")
+
+
+def check_contiguous_rows(kernel: str, name: str, x: Tensor) -> None:
+    """Raise ValueError unless the tensor is a matrix whose rows are contiguous."""
+    if x.dim() != 2 or x.stride(1) != 1:
+        raise ValueError(f"{kernel}: {name} has shape {tuple(x.shape)}, strides {x.stride()}, expected contiguous rows")
 
 
 def check_index_range(kernel: str, name: str, index: Tensor, stop: int) -> None:

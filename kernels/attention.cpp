@@ -26,7 +26,7 @@ extern "C" struct Call {
     float* delta;              // (H, T): dot products of y and its gradient
     const int64_t* offsets;    // (documents + 1,) bounds of the queries
     const int64_t* key_offsets;  // (documents + 1,) bounds of the keys, the last of which belong to the queries
-    int64_t documents, tokens, heads, kv_heads, dim, v_dim, window, chunk;
+    int64_t documents, tokens, keys, heads, kv_heads, dim, v_dim, window, chunk;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides
     float scale, softcap;      // softcap 0: none
     int32_t threads;
@@ -65,6 +65,17 @@ struct Piece {
         return 0.5 * queries * std::min(queries + 2 * lacking, 2 * window);
     }
 };
+
+// Whether the documents fill queries and keys, in order, and none of them has more queries than keys.
+bool fits(const Call& c) {
+    const int64_t *q = c.offsets, *k = c.key_offsets;
+    for (int64_t d = 0; d < c.documents; d++) {
+        const bool queries = 0 <= q[d] && q[d] <= q[d + 1] && q[d + 1] <= c.tokens;
+        const bool keys = 0 <= k[d] && k[d] <= k[d + 1] && k[d + 1] <= c.keys;
+        if (!queries || !keys || q[d + 1] - q[d] > k[d + 1] - k[d]) return false;
+    }
+    return q[0] == 0 && k[0] == 0 && q[c.documents] == c.tokens && k[c.documents] == c.keys;
+}
 
 std::vector<Piece> pieces(const Call& c) {
     std::vector<Piece> found;
@@ -373,15 +384,18 @@ void backward_or_part(const Call& c, const Unit& u, float* sums, int64_t dim, in
 }
 
 template <typename T>
-void run(const Call& c) {
+bool run(const Call& c) {
+    if (!fits(c)) return false;
     const auto all = units(c);
     const auto by = order(all);
 #pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (all.size() > 1)
     for (size_t i = 0; i < by.size(); i++) forward<T>(c, all[by[i]]);
+    return true;
 }
 
 template <typename T>
-void run_back(const Call& c) {
+bool run_back(const Call& c) {
+    if (!fits(c)) return false;
     auto all = units(c);
     const auto by = order(all);
     const int64_t dim = up(c.dim, LANES * PER<T>), width = up(c.v_dim, LANES * PER<T>);
@@ -393,20 +407,22 @@ void run_back(const Call& c) {
     const std::unique_ptr<float[]> sums(new float[size]);
 #pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (all.size() > 1)
     for (size_t i = 0; i < by.size(); i++) backward_or_part<T>(c, all[by[i]], sums.get(), dim, width);
-    if (size == 0) return;
+    if (size == 0) return true;
 #pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (all.size() > 1)
     for (size_t i = 0; i < all.size(); i++)
         if (!all[i].alone) gathered<T>(c, &all[i], sums.get(), dim, width);
+    return true;
 }
 
 }  // namespace
 
 extern "C" {
 int able() { return 1; }
-void forward_bf16(const Call* c) { run<bf16>(*c); }
-void forward_fp32(const Call* c) { run<float>(*c); }
-void backward_bf16(const Call* c) { run_back<bf16>(*c); }
-void backward_fp32(const Call* c) { run_back<float>(*c); }
+// Return 0, and do nothing, if the documents do not fit.
+int forward_bf16(const Call* c) { return run<bf16>(*c); }
+int forward_fp32(const Call* c) { return run<float>(*c); }
+int backward_bf16(const Call* c) { return run_back<bf16>(*c); }
+int backward_fp32(const Call* c) { return run_back<float>(*c); }
 }
 
 #else

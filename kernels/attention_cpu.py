@@ -21,7 +21,7 @@ from tunekit.kernels.torch_compile import assume_constant_result
 SOURCE = Path(__file__).with_name("attention.cpp")
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 TENSORS = "q", "k", "v", "y", "lse", "sinks", "grad", "dq", "dk", "dv", "delta", "offsets", "key_offsets"
-SIZES = "documents", "tokens", "heads", "kv_heads", "dim", "v_dim", "window", "chunk"
+SIZES = "documents", "tokens", "keys", "heads", "kv_heads", "dim", "v_dim", "window", "chunk"
 STRIDES = "q_token", "q_head", "k_token", "k_head", "v_token", "v_head"
 UNLIMITED = 2**40  # window or chunk size without effect
 
@@ -157,18 +157,6 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
         check_tensor("attention", "sinks", sinks, q.shape[1:2], torch.float32, q.device)
 
 
-def check_bounds(q: Tensor, k: Tensor, cu_seqlens: Tensor, key_cu_seqlens: Tensor) -> None:
-    """Raise ValueError unless documents fill the rows, and each has at least as many keys as queries."""
-    num_bounds, cpu = max(1, len(cu_seqlens)), torch.device("cpu")
-    for name, x, count in (("cu_seqlens", cu_seqlens, len(q)), ("key_cu_seqlens", key_cu_seqlens, len(k))):
-        check_tensor("attention", name, x, (num_bounds,), torch.int64, cpu)
-        if x[0] != 0 or x[-1] != count:
-            raise ValueError(f"attention: {name} is from {int(x[0])} to {int(x[-1])}, expected 0 to {count}")
-    lengths = cu_seqlens.diff()
-    if not (lengths.ge(0) & lengths.le(key_cu_seqlens.diff())).all():
-        raise ValueError("attention: cu_seqlens decreases, or a document has more queries than keys")
-
-
 def call_native(name: str, params: list[float], **tensors: Tensor | None) -> None:
     """Call a function of attention.cpp on flattened tensors."""
     lib, call = compiled(), NativeCall()
@@ -176,18 +164,23 @@ def call_native(name: str, params: list[float], **tensors: Tensor | None) -> Non
     assert lib is not None and q is not None and k is not None and v is not None
     assert cu_seqlens is not None and key_cu_seqlens is not None
     check_heads(q, k, v, tensors.get("sinks"))
-    check_bounds(q, k, cu_seqlens, key_cu_seqlens)
+    for key, x in (("cu_seqlens", cu_seqlens), ("key_cu_seqlens", key_cu_seqlens)):
+        check_tensor("attention", key, x, (max(1, len(cu_seqlens)),), torch.int64, q.device)
     scale, window, chunk, softcap = params
     if window < 0 or chunk < 0:
         raise ValueError(f"attention: window is {window} and chunk is {chunk}, expected 0 or more")
     limits = [int(x) or UNLIMITED for x in (window, chunk)]
-    sizes = [len(cu_seqlens) - 1, *q.shape[:2], k.shape[1], q.shape[2], v.shape[2], *limits]
+    sizes = [len(cu_seqlens) - 1, len(q), len(k), q.shape[1], k.shape[1], q.shape[2], v.shape[2], *limits]
     sizes += [step for x in (q, k, v) for step in x.stride()[:2]]
     pointers = {key: None if tensor is None else tensor.data_ptr() for key, tensor in tensors.items()}
     for key, value in (pointers | dict(zip((*SIZES, *STRIDES), sizes, strict=True))).items():
         setattr(call, key, value)
     call.scale, call.softcap, call.threads = scale, softcap, torch.get_num_threads()
-    getattr(lib, f"{name}_{DTYPES[q.dtype]}")(ctypes.byref(call))
+    if not getattr(lib, f"{name}_{DTYPES[q.dtype]}")(ctypes.byref(call)):
+        raise ValueError(
+            f"attention: documents of cu_seqlens and key_cu_seqlens do not fill {len(q)} queries and {len(k)} keys, or "
+            "have more queries than keys"
+        )
 
 
 @attention.register_fake

@@ -267,8 +267,9 @@ struct Few {
         return own;
     }
 
+    // In reverse order, so that a repeated id gets its logit back.
     void back(T* row) const {
-        for (int64_t j = 0; j < some; j++) row[ids[j]] = away[j];
+        for (int64_t j = some; j-- > 0;) row[ids[j]] = away[j];
     }
 };
 

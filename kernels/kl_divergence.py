@@ -18,7 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.kernels import cross_entropy, fake_mode
-from tunekit.kernels.argument_checks import check_dim, check_index_range, check_shape, check_tensor
+from tunekit.kernels.argument_checks import (
+    check_contiguous_rows,
+    check_dim,
+    check_index_range,
+    check_shape,
+    check_tensor,
+)
 from tunekit.kernels.cpp_extension import load_library
 from tunekit.kernels.cross_entropy import (
     DTYPES,
@@ -193,7 +199,8 @@ def choose_kernel(student: Tensor, teacher: Tensor, vocab_shard: VocabShard | No
 
 def check_logits(student: Tensor, teacher: Tensor, count: int) -> None:
     """Raise ValueError unless student logits (n, vocab) and teacher logits (n, count) fit each other."""
-    check_dim("kl_divergence", "student logits", student, 2)
+    check_contiguous_rows("kl_divergence", "student logits", student)
+    check_contiguous_rows("kl_divergence", "teacher logits", teacher)
     check_tensor("kl_divergence", "teacher logits", teacher, (len(student), count), teacher.dtype, student.device)
     if not 0 <= count <= student.shape[1]:
         raise ValueError(f"kl_divergence: student logits have {student.shape[1]} ids, expected at least {count}")
@@ -410,7 +417,7 @@ def top_k_divergences_cpu(logits: Tensor, ids: Tensor, log_probs: Tensor, terms:
 
 def to_int32_ids(logits: Tensor, ids: Tensor, count: int) -> Tensor:
     """Contiguous int32 ids (n, k), as the C++ functions read them. Raises IndexError unless they are below `count`."""
-    check_dim("kl_divergence", "logits", logits, 2)
+    check_contiguous_rows("kl_divergence", "logits", logits)
     check_dim("kl_divergence", "ids", ids, 2)
     check_tensor("kl_divergence", "ids", ids, (len(logits), max(1, ids.shape[1])), ids.dtype, logits.device)
     if count > logits.shape[1]:
