@@ -201,14 +201,14 @@ class NF4Weight(NamedTuple):
         shape = packed.shape[0], 4 * blocks if is_single else blocks
         check_tensor("nf4", "scales", scales, shape, torch.uint8, packed.device)
         stride, step = scales.stride()
-        if packed.stride(1) != 1 or step != 1 or (is_single and (stride | scales.storage_offset()) % 4):
+        if packed.stride(1) != 1 or step != 1 or (is_single and (stride | scales.data_ptr()) % 4):
             raise ValueError(f"nf4: packed or scales has strides {packed.stride()}, {scales.stride()}, not of rows")
         if outer is not None:
             last_block = self.first + (shape[0] - 1) * stride + blocks - 1
             check_tensor("nf4", "outer", outer, outer.shape[:1], torch.uint8, packed.device)
             check_contiguous("nf4", "outer", outer)
-            if last_block // DOUBLE_QUANT_BLOCK > outer.numel() // 4 - 2:
-                raise ValueError(f"nf4: outer has shape {tuple(outer.shape)}, too short for {last_block + 1} scales")
+            if last_block // DOUBLE_QUANT_BLOCK > outer.numel() // 4 - 2 or outer.data_ptr() % 4:
+                raise ValueError(f"nf4: outer has shape {tuple(outer.shape)}, not fp32 of {last_block + 1} scales")
 
     def native_args(self) -> tuple[int | None, ...]:
         """Pointers and sizes of this matrix, as the functions of nf4.cpp take them."""

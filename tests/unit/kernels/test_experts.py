@@ -114,6 +114,19 @@ def test_interpreted_kernels_equal_products(rows: list[int], widths: tuple[int, 
     assert relative_error(interpreted.grouped_outer(expected, x, ends), outer) < 1e-6
 
 
+@requires_interpreter_loops
+@pytest.mark.parametrize("ends", [[3, 90], [90, 90], [-8, 5], [5, -(2**31)], [4, 2]], ids=str)
+def test_interpreted_kernels_stay_inside_of_the_rows(ends: list[int], interpreted) -> None:
+    x, weight = torch.randn(5, 16), torch.randn(2, 16, 24)
+    bounds = torch.tensor(ends, dtype=torch.int32)
+    valid_bounds = bounds.clamp(0, len(x))
+    first, last = valid_bounds.tolist()
+    y, outer = interpreted.grouped_product(x, weight, bounds), interpreted.grouped_outer(x, x, bounds)
+    for expert, span in enumerate((slice(0, first), slice(first, last))):
+        torch.testing.assert_close(y[span], x[span] @ weight[expert])
+        torch.testing.assert_close(outer[expert], x[span].T @ x[span])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)

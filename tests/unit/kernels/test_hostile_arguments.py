@@ -175,6 +175,7 @@ def nf4_case(draw: st.DrawFn) -> Case:
     out, width, dtype = draw(sizes), 64 * draw(sizes), draw(dtypes)
 
     def reference(packed: Tensor, scales: Tensor, state: Tensor | None) -> Tensor:
+        assert packed.shape[:-1] == scales.shape[:-1]
         unpacked = nf4.unpacked_scales(scales.contiguous(), state)
         return nf4.dequantize_reference(packed.contiguous(), unpacked, "nf4").to(dtype)
 

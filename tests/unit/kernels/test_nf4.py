@@ -275,6 +275,35 @@ def test_scalar_loop_gives_the_same_bits(dtype, monkeypatch: pytest.MonkeyPatch,
 # Triton
 
 
+def test_input_without_rows(backend: str) -> None:
+    packed, scales = quantized_matrix()
+    for gradient in (False, True):
+        with torch.set_grad_enabled(gradient):
+            assert nf4.matmul(torch.zeros(0, 64), packed, scales, None, "nf4").shape == (0, 3)
+
+
+def test_repeated_values_without_memory(backend: str) -> None:
+    weight = torch.ones(1).expand(640)
+    assert all(torch.equal(*pair) for pair in zip(nf4.quantize(weight), nf4.quantize(torch.ones(640)), strict=True))
+
+
+@pytest.mark.parametrize("name", ["packed", "scales"])
+def test_scales_that_do_not_fit_are_rejected(name: str, interpreted: ModuleType) -> None:
+    tensors = dict(zip(("packed", "scales"), quantized_matrix(), strict=True))
+    tensors[name] = tensors[name][:2]
+    tables = nf4.code_values("nf4", torch.device("cpu")), nf4.dynamic_map(torch.device("cpu"))
+    with pytest.raises(ValueError, match="nf4: scales"):
+        nf4.NF4Weight(*tensors.values(), None, "nf4").check()
+    with pytest.raises(ValueError, match="nf4: scales"):
+        interpreted.dequantize(*tensors.values(), None, *tables, torch.float32)
+
+
+def quantized_matrix() -> tuple[Tensor, Tensor]:
+    """Codes and scales of a matrix (3, 64)."""
+    packed, scales = nf4.quantize(torch.randn(3, 64))
+    return packed.view(3, 32), scales.view(torch.uint8).view(3, 4)
+
+
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("dtype", [FP32, torch.half, BF16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 64), (33, 576), (2, 7, 128), (300, 64)])

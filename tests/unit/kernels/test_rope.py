@@ -121,6 +121,16 @@ def test_interpreted_kernel_equals_compiled(heads, paired_in, paired_out, last, 
         assert relative_error(y, expected[0]) < 1e-6
 
 
+@pytest.mark.parametrize("changed", [{"cos": (1, 4, 1, 9)}, {"k": (1, 5, 2, 16)}, {"k": (1, 4, 2, 14)}], ids=str)
+def test_tables_that_do_not_fit_are_rejected(changed: dict[str, tuple[int, ...]]) -> None:
+    """Tables of more pairs than half of the channels would write beyond the heads."""
+    shapes = {"q": (1, 4, 2, 16), "k": (1, 4, 1, 16), "cos": (1, 4, 1, 8)} | changed
+    q, k, table = (torch.zeros(shape) for shape in shapes.values())
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled), pytest.raises(ValueError, match="rope: "):
+            apply_rope(q, k, RopeTables(table, table))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize(("paired", "keep"), LAYOUTS)
