@@ -1,5 +1,6 @@
 """The `tune` command. Imports nothing slow: the module of a subcommand is imported when it is called."""
 
+import _thread
 import argparse
 import os
 import platform
@@ -11,6 +12,7 @@ from importlib import import_module, metadata
 from typing import NoReturn
 
 from tunekit.cli import registry
+from tunekit.config.secrets import message_text
 from tunekit.errors import RunStopped, UserError
 from tunekit.kernels import cache_dir
 
@@ -299,27 +301,57 @@ def set_torch_env() -> None:
     cache_dir.set_compiler_cache_directories()
 
 
+def open_standard_streams() -> None:
+    """Replace closed standard streams by /dev/null, or the next files that are opened take their places."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115, PTH123
+
+
+def redeliver_interrupt(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Interrupt again if a KeyboardInterrupt was raised in a callback, where Python only reports exceptions."""
+    if unraisable.exc_type is KeyboardInterrupt:
+        _thread.interrupt_main()
+    else:
+        sys.__unraisablehook__(unraisable)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit code: 2 after a UserError, 128 plus the signal number after a signal."""
     words = sys.argv[1:] if words is None else words
+    open_standard_streams()
+    sys.unraisablehook = redeliver_interrupt
     set_torch_env()
     try:
         dispatch(words)
         sys.stdout.flush()
-    except UserError as error:
+    except BrokenPipeError:  # the reader has closed the pipe, as in `tune ls | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (UserError, OSError, MemoryError) as error:
         if "--debug" in words:
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {message_text(describe(error))}", file=sys.stderr)
         return 2
     except RunStopped as stopped:
         print(stopped, file=sys.stderr)
         return stopped.code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader has closed the pipe, as in `tune ls | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     return 0
+
+
+def describe(error: BaseException) -> str:
+    """Message of an error; of the operating system with the name of the file."""
+    if isinstance(error, MemoryError):
+        return f"out of memory: {error or 'the system gives this process no more'}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error)
 
 
 if __name__ == "__main__":

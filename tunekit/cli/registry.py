@@ -52,16 +52,24 @@ def find_recipe_or_config(word: str) -> Path:
 
 def summary_line(path: Path) -> str:
     """First line of a recipe's docstring or of a config's comment."""
-    text = path.read_text("utf-8")
+    text = read_utf8(path)
     if path.suffix == ".py":
         return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     first = text.partition("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
+def read_utf8(path: Path) -> str:
+    """Text of a recipe or config. Raises UserError for another encoding, such as UTF-16."""
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}). Save it as UTF-8.") from None
+
+
 def recipe_of_config(path: Path) -> str | None:
     """Recipe in the `recipe:` line of a config. Uses no YAML parser, because importing one is slow."""
-    line = re.search(r"^recipe:[ \t]*['\"]?([\w-]+)", path.read_text("utf-8"), re.MULTILINE)
+    line = re.search(r"^recipe:[ \t]*['\"]?([\w-]+)", read_utf8(path), re.MULTILINE)
     return line.group(1) if line else None
 
 

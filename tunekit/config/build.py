@@ -159,7 +159,8 @@ class ConfigBuilder:
 def _scalar(options: tuple[Any, ...], node: YamlNode) -> tuple[bool, Any]:
     """Convert a scalar to one of the types: (success, value). An exact match takes precedence over a conversion."""
     value = node.value
-    if (value == "None" and node.text and type(None) in options) or exceeds_int64(value):
+    is_nan = value != value
+    if (value == "None" and node.text and type(None) in options) or exceeds_int64(value) or is_nan:
         return False, None
     literals = [item for option in options if get_origin(option) is Literal for item in get_args(option)]
     if type(value) in options or any(type(value) is type(item) and value == item for item in literals):

@@ -53,9 +53,11 @@ class Tokenizer:
         if "added_tokens_decoder" not in config:  # older tokenizers have their special tokens in another file
             config = {**config, **read_json(directory / "special_tokens_map.json")}
         eos_ids = read_json(directory / "generation_config.json").get("eos_token_id")
-        stops = frozenset(eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids])
+        eos_ids = eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids]
+        if not all(isinstance(token, int) for token in eos_ids):
+            raise UserError(f"{directory / 'generation_config.json'}: eos_token_id must be token ids, got {eos_ids}")
         templates = read_templates(directory, config)
-        tokenizer = Tokenizer(read_model(directory), special_token_texts(config), templates, stops)
+        tokenizer = Tokenizer(read_model(directory), special_token_texts(config), templates, frozenset(eos_ids))
         return tokenizer if template is None else tokenizer.with_template(template)
 
     def with_template(self, path: str) -> "Tokenizer":
@@ -255,7 +257,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot read the file: {error}. Download it again.") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: must be a JSON object, got {type(content).__name__}")
@@ -291,6 +293,13 @@ class TokenizerFileErrors:
             raise UserError(f"{self.path}: is not a valid tokenizer ({error}). Download it again.") from error
 
 
+def read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot read the chat template: {error}") from None
+
+
 def special_token_texts(config: Mapping[str, Any]) -> dict[str, str]:
     """Texts of the special tokens of a tokenizer config, by key, such as `eos_token`."""
     extra = config.get("extra_special_tokens")
@@ -308,7 +317,7 @@ def read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, tupl
     if (directory / "chat_template.jinja").is_file():
         files["default"] = directory / "chat_template.jinja"
     if files:
-        return {name: (path.read_text(encoding="utf-8"), str(path)) for name, path in files.items()}
+        return {name: (read_template(path), str(path)) for name, path in files.items()}
     value, path = config.get("chat_template"), str(directory / "tokenizer_config.json")
     if isinstance(value, list):
         return {item["name"]: (item["template"], path) for item in value}

@@ -77,6 +77,7 @@ class AdamWConfig:
     def __post_init__(self) -> None:
         check_positive("lr", self.lr)
         check_betas("betas", self.betas)
+        check_positive("eps", self.eps)
 
     def build(self, trained: TrainedGroups, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
         """Build the optimizer. `inner` are the weights of the decoder layers, which Muon treats differently."""
@@ -122,6 +123,7 @@ class MuonConfig:
     def __post_init__(self) -> None:
         check_positive("lr", self.lr)
         check_betas("betas", self.betas)
+        check_positive("eps", self.eps)
         if not 0 <= self.momentum < 1:
             raise FieldError("momentum", f"must be >= 0 and < 1, got {self.momentum}")
 

@@ -68,6 +68,18 @@ COUNTS = (  # keys that must be positive
 )
 
 
+def invalid_path(path: str) -> str | None:
+    """Why no file can have this path, or why safetensors cannot write to it; None for a valid path."""
+    try:
+        names = path.encode("utf-8").split(b"/")
+    except UnicodeEncodeError:
+        return f"must be UTF-8 text, got {path!r}"
+    if "\0" in path:
+        return "must not contain a null character"
+    longest = max(map(len, names))
+    return f"a name in a path has at most 255 bytes, got {longest}" if longest > 255 else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The keys that all training recipes share."""
@@ -122,6 +134,8 @@ class TrainConfig:
         ]
         if self.max_grad_norm < 0:
             errors.append(FieldError("max_grad_norm", f"must be >= 0, got {self.max_grad_norm}"))
+        if problem := invalid_path(self.output_dir):
+            errors.append(FieldError("output_dir", problem))
         if errors:
             raise FieldErrors(errors)
         if self.early_stopping_patience is not None and self.eval_data is None:
