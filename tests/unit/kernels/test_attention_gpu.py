@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
+from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import relative_error
 from tests.unit.kernels.test_attention import make_sinks, visible_mask
 from tests.unit.kernels.test_attention_native import BOUNDS, RULES, gradients, make_inputs, reference_attention
@@ -105,9 +106,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("dims", [(24, 24), (21, 12), (8, 8), (12, 20)])
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("name", [name for name in RULES if "softcap" not in name])
+@pairwise(
+    name=[name for name in RULES if "softcap" not in name],
+    with_sinks=[False, True],
+    dims=[(24, 24), (21, 12), (8, 8), (12, 20)],
+)
 def test_flash_attention_equals_reference(name: str, with_sinks: bool, dims: tuple[int, int]) -> None:
     """Documents, chunks, head dimensions, sinks and their gradients around the float64 kernels."""
     rule, bounds, sinks = RULES[name], BOUNDS["many"], make_sinks(6) if with_sinks else None
@@ -169,11 +172,13 @@ def test_each_device_has_its_own_bounds() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (20, 12)])
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("bounds", ["many", "empty ones"])
-@pytest.mark.parametrize("name", RULES)
+@pairwise(
+    name=RULES.keys(),
+    bounds=["many", "empty ones"],
+    with_sinks=[False, True],
+    dims=[(64, 64), (128, 128), (192, 128), (20, 12)],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+)
 def test_gpu_equals_reference(
     name: str, bounds: str, with_sinks: bool, dims: tuple[int, int], dtype: torch.dtype
 ) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import relative_error
 from tests.unit.kernels.test_attention import make_sinks, naive_attention, visible_mask
 from tunekit.kernels import attention_cpu
@@ -61,9 +62,7 @@ def relative_norm_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.detach().double() - expected.detach().double()).norm() / expected.detach().double().norm())
 
 
-@pytest.mark.parametrize("heads", [(6, 2), (3, 3), (5, 1)])
-@pytest.mark.parametrize("bounds", BOUNDS)
-@pytest.mark.parametrize("name", RULES)
+@pairwise(name=RULES.keys(), bounds=BOUNDS.keys(), heads=[(6, 2), (3, 3), (5, 1)])
 def test_fp32_equals_reference(name: str, bounds: str, heads: tuple[int, int]) -> None:
     """Documents of several blocks and of one token, and empty ones."""
     inputs, rule = make_inputs(torch.float32, *heads, 24, 24), RULES[name]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import (
     load_model,
     make_batch,
@@ -116,9 +117,13 @@ def check_losses(
     assert clamped_error(logits, expected_grad) < LIMITS[logits.dtype]
 
 
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
-@pytest.mark.parametrize("terms", TERMS, ids=str)
-@pytest.mark.parametrize("vocab", [1, 5, 16, 33, 4096 + 37])
+@pairwise(
+    indirect=["backend"],
+    backend=("fast", "reference"),
+    vocab=[1, 5, 16, 33, 4096 + 37],
+    terms=TERMS,
+    dtype=LIMITS.keys(),
+)
 def test_losses_and_in_place_gradients(vocab: int, terms: CrossEntropyTerms, dtype: torch.dtype, backend: None) -> None:
     torch.manual_seed(vocab)
     logits, targets = (torch.randn(9, vocab) * 4 + 1).to(dtype), torch.randint(0, vocab, (9,))
@@ -194,9 +199,7 @@ def test_number_of_threads_does_not_change_bits() -> None:
 
 
 @requires_interpreter_loops
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
-@pytest.mark.parametrize("terms", TERMS, ids=str)
-@pytest.mark.parametrize("block_size", [16, 8192])
+@pairwise(block_size=[16, 8192], terms=TERMS, dtype=LIMITS.keys())
 def test_interpreted_kernel_equals_definition(
     block_size: int, terms: CrossEntropyTerms, dtype, interpreted: ModuleType, monkeypatch
 ) -> None:
@@ -270,8 +273,7 @@ def test_loss_does_not_synchronize_with_the_gpu(trained: bool, tmp_path: Path) -
 # Fused head and loss
 
 
-@pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 11])
-@pytest.mark.parametrize("terms", TERMS, ids=str)
+@pairwise(indirect=["backend"], backend=("fast", "reference"), terms=TERMS, count=[1, 3, 4, 5, 8, 11])
 def test_values_and_gradients(terms: CrossEntropyTerms, count: int, chunks_of_four: None, backend: None) -> None:
     torch.manual_seed(count)
     head, hidden = make_head(10, 13, terms), torch.randn(count, 10, requires_grad=True)
@@ -319,9 +321,11 @@ def add_adapter(adapter: LoRAConfig, head: Head) -> list[Tensor]:
     return trained
 
 
-@pytest.mark.parametrize("fn", [linear_cross_entropy, token_logps])
-@pytest.mark.parametrize("terms", [PLAIN, CrossEntropyTerms(scale=0.5, softcap=5.0)], ids=str)
-@pytest.mark.parametrize("adapter", [LoRAConfig(3), DoRAConfig(3)])
+@pairwise(
+    adapter=[LoRAConfig(3), DoRAConfig(3)],
+    terms=[PLAIN, CrossEntropyTerms(scale=0.5, softcap=5.0)],
+    fn=[linear_cross_entropy, token_logps],
+)
 def test_frozen_head_with_adapter(adapter: LoRAConfig, terms: CrossEntropyTerms, fn, chunks_of_four: None) -> None:
     head, hidden = make_head(10, 13, terms), torch.randn(11, 10, requires_grad=True)
     inputs, targets = [hidden, *add_adapter(adapter, head)], torch.randint(0, 13, (11,))
@@ -388,8 +392,7 @@ def test_no_targets_give_zero_loss_and_gradients(trained: bool) -> None:
     assert not trained or not head.weight.grad.any()
 
 
-@pytest.mark.parametrize("weights", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("terms", TERMS, ids=str)
+@pairwise(indirect=["backend"], backend=("fast", "reference"), terms=TERMS, weights=[FP32, BF16])
 def test_bf16(terms: CrossEntropyTerms, weights: torch.dtype, chunks_of_four: None, backend: None) -> None:
     """Matmuls in bf16, the loss in fp32, and gradients of fp32 weights in fp32."""
     torch.manual_seed(0)
@@ -491,9 +494,11 @@ class Definition(CrossEntropy):
         ).sum()
 
 
-@pytest.mark.parametrize("kind", [CrossEntropy, Definition])
-@pytest.mark.parametrize("loss", [(), (0.1,), (0.0, 0.01), (0.2, 0.1)])
-@pytest.mark.parametrize("name", ["llama3.2", "llama-biases", "gemma2", "granite"])
+@pairwise(
+    name=["llama3.2", "llama-biases", "gemma2", "granite"],
+    loss=[(), (0.1,), (0.0, 0.01), (0.2, 0.1)],
+    kind=[CrossEntropy, Definition],
+)
 def test_loss_of_a_model_equals_definition(
     name: str, loss: tuple[float, ...], kind, chunks_of_four: None, tmp_path: Path
 ) -> None:

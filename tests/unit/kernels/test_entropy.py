@@ -5,6 +5,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import relative_error
 from tests.helpers.triton_interpreter import requires_interpreter_loops
 from tunekit.kernels import cross_entropy
@@ -36,10 +37,15 @@ def logit_rows(vocab: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.half])
-@pytest.mark.parametrize("vocab", [1, 15, 16, 129, 5003, 9000])
-@pytest.mark.parametrize(("scale", "softcap"), RULES)
-def test_entropies_equal_definition(vocab: int, dtype: torch.dtype, scale: float, softcap: float | None) -> None:
+@pairwise(
+    indirect=["backend"],
+    backend=("fast", "reference"),
+    vocab=[1, 15, 16, 129, 5003, 9000],
+    dtype=[torch.float32, torch.bfloat16, torch.half],
+    rule=RULES,
+)
+def test_entropies_equal_definition(vocab: int, dtype: torch.dtype, rule: tuple[float, float | None]) -> None:
+    scale, softcap = rule
     logits = logit_rows(vocab, dtype)
     before = logits.clone()
     actual, expected = token_entropies(logits, scale, softcap), entropy_definition(logits, scale, softcap)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import relative_error
 from tests.helpers.triton_interpreter import requires_interpreter_loops
 from tunekit.kernels import grouped_mm as experts
@@ -37,13 +38,16 @@ def row_by_row(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor) -> Tensor
     return torch.einsum("ni,noi->no", x, weight[expert]) + bias[expert]
 
 
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("widths", [FITTING, ODD], ids=["fitting", "odd"])
-@pytest.mark.parametrize(("x_dtype", "weight_dtype"), [(FP32, FP32), (BF16, BF16), (FP32, BF16), (BF16, FP32)], ids=str)
-@pytest.mark.parametrize("product", [grouped_mm, reference])
+@pairwise(
+    product=[grouped_mm, reference],
+    dtypes=[(FP32, FP32), (BF16, BF16), (FP32, BF16), (BF16, FP32)],
+    widths={"fitting": FITTING, "odd": ODD},
+    rows=ROWS,
+)
 def test_products_and_gradients_equal_float64(
-    product, x_dtype, weight_dtype, widths: tuple[int, int], rows: list[int]
+    product, dtypes: tuple[torch.dtype, torch.dtype], widths: tuple[int, int], rows: list[int]
 ) -> None:
+    x_dtype, weight_dtype = dtypes
     x, weight, bias, sizes = make_inputs(rows, widths, x_dtype, weight_dtype)
     assert is_supported(x, weight) == (widths == FITTING and x_dtype == weight_dtype)
     exact = [t.detach().double().requires_grad_() for t in (x, weight.to(x_dtype), bias.to(x_dtype))]

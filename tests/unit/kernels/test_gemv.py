@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.helpers.pairwise import pairwise
 from tunekit.kernels import gemv
 
 
@@ -12,9 +13,11 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 31), (33, 32), (70, 577), (300, 200)])
-@pytest.mark.parametrize("rows", [(1,), (2, 1), (3, 1), (2, 2), (5,), (6,), (7,), (8,), (9,)], ids=str)
+@pairwise(
+    rows=[(1,), (2, 1), (3, 1), (2, 2), (5,), (6,), (7,), (8,), (9,)],
+    shape=[(1, 1), (3, 31), (33, 32), (70, 577), (300, 200)],
+    bias=[False, True],
+)
 def test_products_equal_float64(rows: tuple[int, ...], shape: tuple[int, int], bias: bool) -> None:
     weight, x, b = random(*shape), random(*rows, shape[1], seed=1), random(shape[0], seed=2) if bias else None
     expected = F.linear(x.double(), weight.double(), None if b is None else b.double())

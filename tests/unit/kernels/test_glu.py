@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
+from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import relative_error
 from tunekit.kernels import glu
 from tunekit.kernels.glu import ACTIVATIONS, gated_activation
@@ -40,9 +41,13 @@ def test_activations_equal_transformers(act: str, name: str, backend: str) -> No
     assert relative_error(gated_activation(act, gate, up), ACT2FN[name](gate) * up) < 1e-6
 
 
-@pytest.mark.parametrize("act", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("shape", [(7, 9, 64), (3, 1, 5), (20, 900), (1, 9000), (0, 4)], ids=str)
+@pairwise(
+    indirect=["backend"],
+    backend=("fast", "reference"),
+    shape=[(7, 9, 64), (3, 1, 5), (20, 900), (1, 9000), (0, 4)],
+    dtype=[FP32, BF16],
+    act=ACTIVATIONS.keys(),
+)
 def test_values_and_gradients_equal_float64(shape: tuple[int, ...], dtype, act: str, backend: str) -> None:
     gate, up = ((4 * torch.randn(shape)).to(dtype).requires_grad_() for _ in range(2))
     actual = outputs_and_grads(gated_activation(act, gate, up), gate, up)
@@ -134,9 +139,7 @@ def test_unsupported_dtypes_use_torch(backend: str) -> None:
     assert relative_error(gated_activation("silu", gate, up).double(), float64_results("silu", gate, up)[0]) < 2e-3
 
 
-@pytest.mark.parametrize("act", FAST)
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("shape", [(5, 60), (1, 2500), (3, 1100)])
+@pairwise(shape=[(5, 60), (1, 2500), (3, 1100)], dtype=[FP32, BF16], act=FAST)
 def test_interpreted_kernel_equals_float64(shape, dtype, act: str, interpreted: ModuleType) -> None:
     both = (4 * torch.randn(2, *shape)).to(dtype)
     gate, up = both.transpose(0, 1).unbind(1)  # rows are interleaved

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import relative_error
 from tunekit.kernels import cross_entropy
 from tunekit.kernels import kl_divergence as kernel
@@ -114,9 +115,13 @@ def chunks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
 # Logits of a chunk
 
 
-@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, FP32), (FP32, BF16), (BF16, BF16)], ids=str)
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("sizes", [(1, 1), (19, 16), (16, 16), (5000, 4999)], ids=str)
+@pairwise(
+    indirect=["backend"],
+    backend=("fast", "reference"),
+    sizes=[(1, 1), (19, 16), (16, 16), (5000, 4999)],
+    name=KINDS.keys(),
+    dtypes=[(FP32, FP32), (BF16, FP32), (FP32, BF16), (BF16, BF16)],
+)
 def test_stats_and_in_place_gradients(
     sizes: tuple[int, int], name: str, dtypes: tuple[torch.dtype, torch.dtype], backend: str
 ) -> None:
@@ -163,10 +168,7 @@ def test_extreme_and_impossible_logits(name: str, backend: str) -> None:
 
 
 @pytest.mark.usefixtures("chunks_of_four")
-@pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("truth", [0.0, 0.3])
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("ids", [(30, 30), (30, 41), (41, 30)], ids=str)
+@pairwise(ids=[(30, 30), (30, 41), (41, 30)], name=KINDS.keys(), truth=[0.0, 0.3], trained=[True, False])
 def test_chunks_equal_definition(ids: tuple[int, int], name: str, truth: float, trained: bool) -> None:
     torch.manual_seed(1)
     mixture = KLMixture(**{**vars(KINDS[name]), "ce_weight": truth})
@@ -291,10 +293,14 @@ def test_matmuls_have_a_limited_number_of_shapes() -> None:
 
 
 @pytest.mark.usefixtures("chunks_of_four")
-@pytest.mark.parametrize("truth", [0.0, 0.4])
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("count", [1, 5, 29])
-@pytest.mark.parametrize("finish", [PLAIN, (0.7, None), CAPPED], ids=str)
+@pairwise(
+    indirect=["backend"],
+    backend=("fast", "reference"),
+    finish=[PLAIN, (0.7, None), CAPPED],
+    count=[1, 5, 29],
+    name=KINDS.keys(),
+    truth=[0.0, 0.4],
+)
 def test_top_k_equals_definition(
     finish: tuple[float, float | None], count: int, name: str, truth: float, backend: str
 ) -> None:
@@ -326,9 +332,13 @@ def test_top_k_equals_definition(
     assert all(relative_error(a, b) < 3e-6 for a, b in pairs)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("sizes", [(19, 16, 3), (16, 16, 16), (5000, 4999, 64)], ids=str)
+@pairwise(
+    indirect=["backend"],
+    backend=("fast", "reference"),
+    sizes=[(19, 16, 3), (16, 16, 16), (5000, 4999, 64)],
+    name=KINDS.keys(),
+    dtype=[FP32, BF16],
+)
 def test_top_k_in_place_gradients(sizes: tuple[int, int, int], name: str, dtype: torch.dtype, backend: str) -> None:
     torch.manual_seed(sum(sizes))
     (vocab, count, k), mixture = sizes, KINDS[name]

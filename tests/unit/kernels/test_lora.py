@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import relative_error
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.distributed.fsdp import shard_module
@@ -89,11 +90,11 @@ def float64_results(adapter: LoRAConfig, layers: Sequence[Linear], x: Tensor, gr
     return [*(y.detach() for y in ys), *torch.autograd.grad(ys, inputs, [grad.double() for grad in grads])]
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("weights", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
-@pytest.mark.parametrize(("count", "bias"), [(1, False), (3, True)])
-def test_outputs_and_all_gradients(adapter: LoRAConfig, weights: NoQuantization, dtype, count: int, bias: bool) -> None:
+@pairwise(adapter=ADAPTERS, weights=FORMATS, dtype=[FP32, BF16], layers_and_bias=[(1, False), (3, True)])
+def test_outputs_and_all_gradients(
+    adapter: LoRAConfig, weights: NoQuantization, dtype, layers_and_bias: tuple[int, bool]
+) -> None:
+    count, bias = layers_and_bias
     layers = make_layers(adapter, weights, dtype, count, bias)
     x = torch.randn(2, 11, INNER).to(dtype).requires_grad_()
     grads = [torch.randn(2, 11, out).to(dtype) for out in OUTER[:count]]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import relative_error
 from tests.helpers.triton_interpreter import requires_interpreter_loops
 from tunekit.kernels import nf4
@@ -95,8 +96,7 @@ def bnb() -> ModuleType:
     return pytest.importorskip("bitsandbytes.functional")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("make_weight", INPUTS.values(), ids=INPUTS)
+@pairwise(indirect=["backend"], backend=("fast", "reference"), make_weight=INPUTS, kind=KINDS)
 def test_codes_and_scales_equal_bitsandbytes(make_weight, kind: str, backend: str, bnb: ModuleType) -> None:
     weight = make_weight(kind)
     expected, state = bnb.quantize_4bit(weight, quant_type=kind, blocksize=64)
@@ -104,9 +104,13 @@ def test_codes_and_scales_equal_bitsandbytes(make_weight, kind: str, backend: st
     assert torch.equal(packed, expected.flatten()) and torch.equal(scales, state.absmax)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("name", ["random", "zero", "constant", "huge", "tiny", "one number", "ties", "experts"])
+@pairwise(
+    indirect=["backend"],
+    backend=("fast", "reference"),
+    name=["random", "zero", "constant", "huge", "tiny", "one number", "ties", "experts"],
+    dtype=[BF16, FP32],
+    kind=KINDS,
+)
 def test_values_equal_bitsandbytes(name: str, dtype, kind: str, backend: str, bnb: ModuleType) -> None:
     weight = INPUTS[name](kind)
     packed, state = bnb.quantize_4bit(weight, quant_type=kind, blocksize=64)
@@ -175,16 +179,20 @@ def test_non_finite_scales_propagate(backend: str) -> None:
     assert all(nf4.dequantize(*tensors, "nf4", dtype).isnan().all() for dtype in (BF16, FP32))
 
 
+TOLERANCES = {BF16: 1e-2, FP32: 1e-5}
 SIZES = [(1, 1, 64), (7, 33, 64), (5, 64, 576), (130, 96, 192)]  # tokens, out, in
 
 
-@pytest.mark.parametrize("tile", [64, 640, 2**22], ids=["small tiles", "uneven tiles", "one tile"])
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(BF16, 1e-2), (FP32, 1e-5)], ids=str)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_products_and_gradients(
-    sizes, dtype, tolerance: float, nested: bool, tile: int, backend: str, monkeypatch
-) -> None:
+@pairwise(
+    indirect=["backend"],
+    backend=("fast", "reference"),
+    sizes=SIZES,
+    dtype=[BF16, FP32],
+    nested=[False, True],
+    tile={"small tiles": 64, "uneven tiles": 640, "one tile": 2**22},
+)
+def test_products_and_gradients(sizes, dtype, nested: bool, tile: int, backend: str, monkeypatch) -> None:
+    tolerance = TOLERANCES[dtype]
     monkeypatch.setattr(nf4, "TILE_SIZE", tile)
     tokens, out, inner = sizes
     tensors = quantize(random(out, inner), nested)
@@ -201,10 +209,15 @@ def test_products_and_gradients(
     assert relative_error(grad_back.double(), grad.double().sum((0, 1))) < tolerance
 
 
-@pytest.mark.parametrize("rows", [[3, 1, 5], [0, 4, 0], [0, 0, 0]], ids=str)
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(BF16, 1e-2), (FP32, 1e-5)], ids=str)
-def test_products_of_experts(dtype, tolerance: float, nested: bool, rows: list[int], backend: str) -> None:
+@pairwise(
+    indirect=["backend"],
+    backend=("fast", "reference"),
+    dtype=[BF16, FP32],
+    nested=[False, True],
+    rows=[[3, 1, 5], [0, 4, 0], [0, 0, 0]],
+)
+def test_products_of_experts(dtype, nested: bool, rows: list[int], backend: str) -> None:
+    tolerance = TOLERANCES[dtype]
     tensors, sizes = quantize(random(3, 96, 128), nested), torch.tensor(rows)
     x, grad = random(sum(rows), 128, seed=1).to(dtype).requires_grad_(), random(sum(rows), 96, seed=2).to(dtype)
     y = nf4.grouped_matmul(x, *tensors, sizes, "nf4")
@@ -304,9 +317,7 @@ def quantized_matrix() -> tuple[Tensor, Tensor]:
     return packed.view(3, 32), scales.view(torch.uint8).view(3, 4)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("dtype", [FP32, torch.half, BF16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 64), (33, 576), (2, 7, 128), (300, 64)])
+@pairwise(shape=[(1, 64), (33, 576), (2, 7, 128), (300, 64)], dtype=[FP32, torch.half, BF16], nested=[False, True])
 def test_interpreted_dequantize(shape: tuple[int, ...], dtype, nested: bool, interpreted: ModuleType) -> None:
     packed, scales, outer = tensors = quantize(random(*shape), nested)
     tables = nf4.code_values("nf4", packed.device), nf4.dynamic_map(packed.device)
@@ -319,9 +330,11 @@ def test_interpreted_dequantize(shape: tuple[int, ...], dtype, nested: bool, int
 
 
 @requires_interpreter_loops
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("sizes", [(1, 1, 64), (2, 5, 1088), (3, 9, 576), (5, 33, 320), (8, 300, 64)], ids=str)
+@pairwise(
+    sizes=[(1, 1, 64), (2, 5, 1088), (3, 9, 576), (5, 33, 320), (8, 300, 64)],
+    dtype=[FP32, BF16],
+    nested=[False, True],
+)
 def test_interpreted_product_of_few_rows(
     sizes: tuple[int, int, int], dtype, nested: bool, interpreted: ModuleType
 ) -> None:
