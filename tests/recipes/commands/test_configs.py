@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from tunekit.cli import recipe_loader, registry
@@ -31,20 +31,29 @@ def try_load(name: str, tree: dict[str, Any]) -> Any:
         return None
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_bundled_configs_contain_no_defaults(name: str) -> None:
-    tree = yaml.safe_load(CONFIGS[name].read_text())
-    recipe = tree["recipe"]
-    full = load_config(recipe_loader.load_recipe(recipe).CONFIG, CONFIGS[name])
-    redundant = [key for key, reduced in without_one_key(tree) if try_load(recipe, reduced) == full]
-    assert not redundant, f"{name} repeats defaults: {', '.join(redundant)}"
+def redundant_keys(path: Path) -> list[str]:
+    """Keys of a config that repeat defaults."""
+    tree = yaml.safe_load(path.read_text())
+    full = load_config(recipe_loader.load_recipe(tree["recipe"]).CONFIG, path)
+    return [key for key, reduced in without_one_key(tree) if try_load(tree["recipe"], reduced) == full]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_bundled_configs_have_a_summary_and_valid_commands(name: str) -> None:
-    assert registry.summary_line(CONFIGS[name])
-    for recipe, config in re.findall(r"tune run (\S+) (\S+)", CONFIGS[name].read_text()):
-        assert registry.recipe_of_config(registry.find_config(config)) == recipe
+def test_bundled_configs_contain_no_defaults() -> None:
+    assert not {name: keys for name, path in CONFIGS.items() if (keys := redundant_keys(path))}
+
+
+def test_bundled_configs_have_a_summary() -> None:
+    assert not [name for name, path in CONFIGS.items() if not registry.summary_line(path)]
+
+
+def test_commands_in_bundled_configs_are_valid() -> None:
+    commands = [
+        (name, *command)
+        for name, path in CONFIGS.items()
+        for command in re.findall(r"tune run (\S+) (\S+)", path.read_text())
+    ]
+    wrong = [row for row in commands if registry.recipe_of_config(registry.find_config(row[2])) != row[1]]
+    assert commands and not wrong
 
 
 def test_bundled_configs_have_different_output_dirs() -> None:
