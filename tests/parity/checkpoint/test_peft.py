@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,7 +130,7 @@ def has_experts(spec: DecoderSpec) -> bool:
     return any(isinstance(layer.ffn, MoE | DenseMoE) for layer in spec.layers)
 
 
-# All options at once, so that each family needs one run. PEFT has no DoRA for experts, and none for models with them.
+# All options at once. PEFT has no DoRA for experts, and none for models with them.
 DENSE = LoRAConfig(
     4,
     use_rslora=True,
@@ -141,28 +142,17 @@ SPARSE = LoRAConfig(
     4,
     target_modules=("all-linear", "experts"),
     use_rslora=True,
-    alpha_pattern={"o_proj": 3.0},
+    rank_pattern={"experts": 2, "o_proj": 5},
+    alpha_pattern={"o_proj": 3.0, "down_proj": 9.0},
     modules_to_save=("router", "norms", "head"),
 )
 KINDS = {
+    "all options": (DENSE, SPARSE),
     "lora": (LoRAConfig(4), LoRAConfig(4, target_modules=("all-linear", "experts"))),
     "dora": (DoRAConfig(4), DoRAConfig(4, target_modules="attn")),
-    "rslora": (
-        LoRAConfig(4, use_rslora=True),
-        LoRAConfig(4, target_modules=("all-linear", "experts"), use_rslora=True),
-    ),
     "modules to save": (
         LoRAConfig(4, modules_to_save=("head", "embed", "norms")),
         LoRAConfig(4, target_modules="attn", modules_to_save=("router", "norms", "embed")),
-    ),
-    "patterns": (
-        LoRAConfig(4, rank_pattern={"gate_proj": 5}, alpha_pattern={"o_proj": 3.0}),
-        LoRAConfig(
-            4,
-            target_modules=("all-linear", "experts"),
-            rank_pattern={"experts": 2, "o_proj": 5},
-            alpha_pattern={"down_proj": 9.0},
-        ),
     ),
 }
 
@@ -171,19 +161,24 @@ def adapter_for(shape: str, pair: tuple[LoRAConfig, LoRAConfig]) -> LoRAConfig:
     return pair[has_experts(find_family(SHAPES[shape], shape)[1])]
 
 
-# One shape per family; the others differ in what adapters do not touch. The slow tests use all shapes.
-ONE_PER_FAMILY = {shape["model_type"]: name for name, shape in reversed(SHAPES.items())}.values()
+def family_cases(kinds: Sequence[str]) -> list[tuple[str, str]]:
+    """(shape, kind) so that every shape occurs, and every kind in every family, with and without experts."""
+    families: dict[tuple[str, bool], list[str]] = {}
+    for name, shape in SHAPES.items():
+        key = shape["model_type"], has_experts(find_family(shape, name)[1])
+        families.setdefault(key, []).append(name)
+    return [
+        (names[i % len(names)], kinds[i % len(kinds)])
+        for names in families.values()
+        for i in range(max(len(names), len(kinds)))
+    ]
 
 
-@pytest.mark.parametrize("shape", ONE_PER_FAMILY)
-def test_peft_opens_adapters_of_every_family(shape: str, tmp_path: Path) -> None:
-    check_adapter(tmp_path, shape, adapter_for(shape, (DENSE, SPARSE)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_peft_opens_all_kinds_of_adapters_of_every_family(shape: str, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[1] != "all options")) for case in family_cases([*KINDS])],
+)
+def test_peft_opens_adapters_of_every_family(shape: str, kind: str, tmp_path: Path) -> None:
     check_adapter(tmp_path, shape, adapter_for(shape, KINDS[kind]))
 
 
