@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -49,9 +48,8 @@ class ParityErrors:
     config_versions: str
 
 
-@cache
 def measure_parity(name: str) -> ParityErrors:
-    """All errors of a family. Cached."""
+    """All errors of a family."""
     with TemporaryDirectory() as path:
         folder = make_checkpoint(Path(path) / "model", name)
         model, reference = load_model(folder), load_transformers_model(folder)

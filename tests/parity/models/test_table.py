@@ -1,5 +1,6 @@
 """Parity of all architectures: `pytest -s tests/parity/models/test_table.py` prints a table."""
 
+import pytest
 import transformers
 
 from tests.helpers.random_checkpoints import SHAPES
@@ -8,35 +9,40 @@ from tunekit.adapters.config import LoRAConfig
 from tunekit.models.families.registry import FAMILIES
 
 COLUMNS = ("checkpoint", "model_type", "logits", "gradients", "generation", "files", "LoRA in peft", "and back")
-LINE = "{:21} {:17} {:>8} {:>9}  {:10} {:10} {:>12} {:>8}"
+LINE = "\n{:21} {:17} {:>8} {:>9}  {:10} {:10} {:>12} {:>8}"
 FIRST_SHAPES = {shape["model_type"]: name for name, shape in reversed(SHAPES.items())}  # the first shape of each family
 
 
-def table_row(name: str) -> tuple[str | float, ...]:
-    """Relative errors of logits, and the maximum over the gradients of all parameters."""
-    errors, kind = measure_parity(name), SHAPES[name]["model_type"]
+@pytest.fixture(scope="module", autouse=True)
+def table_header() -> None:
+    print(LINE.format(*COLUMNS))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_family_matches_transformers(name: str) -> None:
+    """Logits, gradients, generation, saved files and both versions of config.json. Errors are relative; that of
+    gradients is the maximum over all parameters.
+    """
+    errors = measure_parity(name)
     generation = "differs" if errors.generation else "equal"
     files = "differ" if errors.files else "bit by bit"
-    lora = measure_adapter_parity(name, LoRAConfig(4)) if name in FIRST_SHAPES.values() else None
-    return (
-        name,
-        kind,
-        errors.logits,
-        errors.gradients,
-        generation,
-        files,
-        *((lora.in_peft, lora.from_peft) if lora else "--"),
-    )
+    numbers = f"{errors.logits:.1e}", f"{errors.gradients:.1e}"
+    print(LINE.format(name, SHAPES[name]["model_type"], *numbers, generation, files, "-", "-"))
+    assert errors.logits < 1e-5
+    assert errors.gradients < 1e-4
+    assert not errors.generation
+    assert not errors.files
+    assert not errors.config_versions
 
 
-def test_parity_table() -> None:
-    """For one shape of each family, an adapter is also exchanged with peft in both directions."""
+@pytest.mark.parametrize("name", FIRST_SHAPES.values())
+def test_adapters_are_exchanged_with_peft(name: str) -> None:
+    """In both directions, for one shape of each family."""
+    errors = measure_adapter_parity(name, LoRAConfig(4))
+    lora = f"{errors.in_peft:.1e}", f"{errors.from_peft:.1e}"
+    print(LINE.format(name, SHAPES[name]["model_type"], *"----", *lora))
+    assert max(errors.in_peft, errors.from_peft) < 1e-5
+
+
+def test_all_families_are_compared() -> None:
     assert {kind for kind in FAMILIES if kind in transformers.CONFIG_MAPPING} == FIRST_SHAPES.keys()
-    print("\n" + LINE.format(*COLUMNS))
-    for name in SHAPES:
-        values = table_row(name)
-        print(LINE.format(*(f"{x:.1e}" if isinstance(x, float) else x for x in values)))
-        _, _, logits, gradients, *comparisons, in_peft, from_peft = values
-        assert logits < 1e-5 and gradients < 1e-4
-        assert comparisons == ["equal", "bit by bit"]
-        assert (in_peft, from_peft) == ("-", "-") or max(in_peft, from_peft) < 1e-5
