@@ -160,9 +160,23 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
+# Files of checkpoints, and the state of torch's generator after their creation.
+CHECKPOINTS: dict[tuple[str, int, int], tuple[dict[str, bytes], torch.Tensor]] = {}
+
+
 def make_checkpoint(folder: Path, name: str, config_version: int = 5, seed: int = 0) -> Path:
-    """Checkpoint with one of the SHAPES."""
-    return save(build(SHAPES[name], seed), folder, config_version)
+    """Checkpoint with one of the SHAPES. A process builds each once."""
+    key = repr(SHAPES[name]), config_version, seed
+    if key not in CHECKPOINTS:
+        with tempfile.TemporaryDirectory() as path:
+            files = save(build(SHAPES[name], seed), Path(path), config_version).iterdir()
+            CHECKPOINTS[key] = {file.name: file.read_bytes() for file in files}, torch.get_rng_state()
+    contents, rng_state = CHECKPOINTS[key]
+    torch.set_rng_state(rng_state)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, data in contents.items():
+        (folder / file).write_bytes(data)
+    return folder
 
 
 def load_transformers_model(folder: Path) -> transformers.PreTrainedModel:
