@@ -94,15 +94,12 @@ def peak_growth(fn: Callable[[], Any], field: str = "VmRSS") -> int:
     return max(samples) - before
 
 
-def run_in_process(fn: Callable[[Path], None], folder: Path) -> None:
-    """Call a function of this file in a separate process: memory left by other tests would hide growth."""
-    code = f"import sys, pathlib, {__name__} as module; module.{fn.__name__}(pathlib.Path(sys.argv[1]))"
-    result = subprocess.run([sys.executable, "-c", code, folder], cwd=ROOT, capture_output=True, text=True)
+def test_neither_a_second_model_nor_a_large_vocabulary_is_in_memory(tmp_path: Path) -> None:
+    """Measured in a separate process: memory left by other tests would hide growth."""
+    code = f"import sys, pathlib, {__name__} as module; folder = pathlib.Path(sys.argv[1])\n"
+    code += "module.check_no_second_model(folder / 'deep'); module.check_large_vocabulary(folder / 'wide')"
+    result = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-
-
-def test_no_second_model_is_in_memory(tmp_path: Path) -> None:
-    run_in_process(check_no_second_model, tmp_path)
 
 
 def check_no_second_model(tmp_path: Path) -> None:
@@ -118,10 +115,6 @@ def check_no_second_model(tmp_path: Path) -> None:
         )
         < 0.5 * size
     )
-
-
-def test_large_vocabulary_is_processed_in_slices(tmp_path: Path) -> None:
-    run_in_process(check_large_vocabulary, tmp_path)
 
 
 def check_large_vocabulary(tmp_path: Path) -> None:
