@@ -20,7 +20,7 @@ METHODS = {
     ),
 }
 # When to kill: at any time of a run, or a few milliseconds after a directory was created.
-MOMENTS = [None, None, None, "state/*.partial", "final.partial"] * 4
+MOMENTS = [None, None, None, "state/*.partial", "final.partial"] * 2
 
 
 def run_and_time(workspace, *args):
