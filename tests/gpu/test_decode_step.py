@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.gpu.decode_ops import DecodeOps, Op, build_config, build_model, gpu_shapes
 from tests.gpu.flash_on_cpu import cpu_flash
 from tests.gpu.recorded_step import record_step
+from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import load_model, make_checkpoint, random_tokens, relative_error
 from tests.unit.kernels.test_attention import make_sinks, naive_attention, visible_mask
 from tunekit.generation import generate
@@ -120,9 +121,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("sunk", [False, True])
-@pytest.mark.parametrize("heads", [(6, 2), (6, 6), (6, 1)], ids=str)
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@pairwise(rule=RULES, heads=[(6, 2), (6, 6), (6, 1)], sunk=[False, True])
 def test_flash_decoding(rule: AttentionParams, heads: tuple[int, int], sunk: bool) -> None:
     """Rows of different lengths; slots after the last token hold values that must not be seen."""
     check_decode(rule, heads, sunk)

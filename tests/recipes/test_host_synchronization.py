@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.optimizer_step import step_optimizer
+from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import load_model, make_batch, make_checkpoint, random_tokens
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.data.datasets import TextDataset
@@ -48,9 +48,11 @@ def test_metric_line_synchronizes_once() -> None:
     assert len(recorder.names) <= 1
 
 
-@pytest.mark.parametrize("optimizer", [AdamWConfig(), MuonConfig()], ids=lambda c: type(c).__name__)
-@pytest.mark.parametrize("adapter", [NoAdapter(), LoRAConfig(4, dropout=0.1)], ids=["full", "lora"])
-@pytest.mark.parametrize("memory", [MemoryConfig(), MemoryConfig("full"), MemoryConfig(optimizer_in_bwd=True)], ids=str)
+@pairwise(
+    optimizer={"adamw": AdamWConfig(), "muon": MuonConfig()},
+    adapter={"full": NoAdapter(), "lora": LoRAConfig(4, dropout=0.1)},
+    memory=[MemoryConfig(), MemoryConfig("full"), MemoryConfig(optimizer_in_bwd=True)],
+)
 def test_training_step_does_not_synchronize(optimizer, adapter, memory: MemoryConfig, tmp_path: Path) -> None:
     in_bwd = memory.optimizer_in_bwd
     sizes = (

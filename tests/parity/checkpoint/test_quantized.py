@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import (
     FULL,
     build,
@@ -273,9 +274,7 @@ def test_int8_checkpoint(tmp_path: Path) -> None:
     load_model(source)
 
 
-@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("shape", [(48, 64), (3, 50), (65, 33)])
+@pairwise(shape=[(48, 64), (3, 50), (65, 33)], nested=[False, True], quant_type=["nf4", "fp4"])
 def test_4bit_equals_bitsandbytes(quant_type: str, nested: bool, shape: tuple[int, int]) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     data, state = functional.quantize_4bit(

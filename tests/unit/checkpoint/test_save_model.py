@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import (
     FULL,
     SHAPES,
@@ -49,9 +50,11 @@ def save_checkpoint(out: Path, model: Decoder, source: HFCheckpoint) -> Path:
 SOURCE_DTYPES = PrecisionConfig("fp32", "fp32", "checkpoint")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shard", [None, "20KB"])
-@pytest.mark.parametrize("name", ["llama3.2", "qwen3-biases"])
+@pairwise(
+    name=["llama3.2", "qwen3-biases"],
+    shard=[None, "20KB"],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+)
 def test_dtypes_and_shards_are_kept(name: str, shard: str | None, dtype: torch.dtype, tmp_path: Path) -> None:
     """tests/helpers/transformers_parity.py compares the saved files of every family."""
     options = {} if shard is None else {"max_shard_size": shard}

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import relative_error
 from tests.helpers.triton_interpreter import requires_interpreter_loops
 from tunekit.kernels import rms_norm as norm
@@ -43,21 +44,26 @@ def test_rms_norm_equals_float64(scale: float, backend: str) -> None:
     assert relative_error(rms_norm(x, weight, 1e-5).double(), float64_results(x, weight, 0)[0]) < 1e-6
 
 
-@pytest.mark.parametrize(("offset", "late"), KINDS)
-@pytest.mark.parametrize("weight_dtype", [FP32, BF16, None], ids=str)
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pairwise(
+    indirect=["backend"],
+    backend=("fast", "reference"),
+    shape=SHAPES,
+    dtype=[FP32, BF16],
+    weight_dtype=[FP32, BF16, None],
+    kind=KINDS,
+)
 def test_values_and_gradients_equal_float64(
-    shape: tuple[int, ...], dtype, weight_dtype, offset: float, late: bool, backend: str
+    shape: tuple[int, ...], dtype, weight_dtype, kind: tuple[float, bool], backend: str
 ) -> None:
+    offset, late = kind
     x = torch.randn(shape).to(dtype)
     weight = None if weight_dtype is None else (torch.rand(shape[-1]) + 0.5).to(weight_dtype)
     actual, expected = outputs_and_grads(x, weight, offset, late), float64_results(x, weight, offset)
     assert [t.dtype for t in actual] == [dtype, dtype] + ([] if weight_dtype is None else [weight_dtype])
-    for a, b, kind in zip(
+    for a, b, rounded in zip(
         actual, expected, (dtype, dtype, dtype if weight_dtype == FP32 else weight_dtype), strict=False
     ):
-        assert relative_error(a.double(), b) < (1e-6 if kind == FP32 else 1e-2)
+        assert relative_error(a.double(), b) < (1e-6 if rounded == FP32 else 1e-2)
 
 
 @pytest.mark.parametrize(("offset", "late"), KINDS)
@@ -159,16 +165,15 @@ def test_unsupported_dtypes_use_torch() -> None:
 
 
 @requires_interpreter_loops
-@pytest.mark.parametrize(("offset", "late"), KINDS)
-@pytest.mark.parametrize("weight_dtype", [FP32, BF16, None], ids=str)
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pairwise(dtype=[FP32, BF16], weight_dtype=[FP32, BF16, None], kind=KINDS)
 def test_interpreted_kernel_equals_float64(
-    dtype, weight_dtype, offset: float, late: bool, interpreted: ModuleType
+    dtype, weight_dtype, kind: tuple[float, bool], interpreted: ModuleType
 ) -> None:
-    x, late = torch.randn(70, 2, 100).to(dtype)[:, 1], late or offset != 0  # strided rows
+    offset, late = kind
+    x, late = torch.randn(11, 2, 100).to(dtype)[:, 1], late or offset != 0  # strided rows
     weight = None if weight_dtype is None else (torch.rand(100) + 0.5).to(weight_dtype)
-    y, to_x, rstd, parts = torch.empty(70, 100, dtype=dtype), torch.empty(70, 100, dtype=dtype), *map(
-        torch.empty, [(70,), (2, 100)])  # fmt: skip
+    y, to_x, rstd, parts = torch.empty(11, 100, dtype=dtype), torch.empty(11, 100, dtype=dtype), *map(
+        torch.empty, [(11,), (2, 100)])  # fmt: skip
     grad = cosines(y)
     interpreted.forward(x, weight, y, rstd, 1e-5, offset, late)
     interpreted.backward(grad, x, weight, rstd, to_x, parts, offset, late)

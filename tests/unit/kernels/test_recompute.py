@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import load_model, make_batch, make_checkpoint, random_tokens, shuffle_adapter
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.kernels import glu, rms_norm
@@ -49,13 +50,11 @@ def saved_bytes_and_grads(model: Decoder) -> tuple[int, list[torch.Tensor]]:
     return sum(sizes.values()), [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize(
-    "adapter", [LoRAConfig(4), LoRAConfig(4, dropout=0.2), DoRAConfig(4)], ids=["lora", "dropout", "dora"]
+@pairwise(
+    adapter={"lora": LoRAConfig(4), "dropout": LoRAConfig(4, dropout=0.2), "dora": DoRAConfig(4)},
+    precision={"fp32": PrecisionConfig("fp32", "fp32", "fp32"), "bf16": PrecisionConfig("bf16", "fp32", "bf16")},
+    name=["llama3.2", "gemma2", "qwen3-moe"],
 )
-@pytest.mark.parametrize(
-    "precision", [PrecisionConfig("fp32", "fp32", "fp32"), PrecisionConfig("bf16", "fp32", "bf16")]
-)
-@pytest.mark.parametrize("name", ["llama3.2", "gemma2", "qwen3-moe"])
 def test_norms_and_gates_are_not_saved(
     adapter: LoRAConfig, precision: PrecisionConfig, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

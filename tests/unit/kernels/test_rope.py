@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import relative_error
 from tunekit.kernels import rope
 from tunekit.kernels.rope import RopeTables, apply_rope, reference
@@ -46,12 +47,9 @@ def needs_compiler() -> None:
         pytest.skip("no compiler")
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("dim", [24, 31, 64])
-@pytest.mark.parametrize(("paired", "keep"), LAYOUTS)
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_rotation_and_gradient_equal_reference(dtype, paired: bool, keep: bool, dim: int, last: bool) -> None:
-    r = make_tables(2, 50, paired, keep, last)
+@pairwise(dtype=[FP32, BF16], layout=LAYOUTS, dim=[24, 31, 64], last=[False, True])
+def test_rotation_and_gradient_equal_reference(dtype, layout: tuple[bool, bool], dim: int, last: bool) -> None:
+    r = make_tables(2, 50, *layout, last)
     q, k = (torch.randn(2, 50, heads, dim).to(dtype).requires_grad_() for heads in (6, 2))
     actual, expected = apply_rope(q, k, r), (reference(q, r), reference(k, r))
     for result, target, x in zip(actual, expected, (q, k), strict=True):

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from tests.helpers.optimizer_step import step_optimizer
+from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import FP32, load_model, make_batch, make_checkpoint, random_tokens
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.data.dataloader.batch import Batch
@@ -37,9 +38,7 @@ def gradients(model: Decoder, micro_batch: Batch | None = None) -> list[torch.Te
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("adapter", [NoAdapter(), LoRAConfig(4)], ids=["full", "lora"])
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pairwise(name=FAMILIES, adapter={"full": NoAdapter(), "lora": LoRAConfig(4)}, recompute=["full", "selective"])
 def test_activation_checkpointing_is_bit_exact(name: str, adapter, recompute, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, name)
     uncheckpointed, checkpointed = (
@@ -236,13 +235,16 @@ def train_steps(
     return model, optimizer, norms
 
 
-@pytest.mark.parametrize(
-    "optimizer_config",
-    [AdamWConfig(1e-3), AdamW8bitConfig(1e-3), MuonConfig(1e-3), SGDConfig(1e-3, 0.9)],
-    ids=lambda c: type(c).__name__,
+@pairwise(
+    optimizer_config={
+        "adamw": AdamWConfig(1e-3),
+        "adamw8bit": AdamW8bitConfig(1e-3),
+        "muon": MuonConfig(1e-3),
+        "sgd": SGDConfig(1e-3, 0.9),
+    },
+    adapter={"full": NoAdapter(), "lora": LoRAConfig(4, loraplus_lr_ratio=4.0)},
+    recompute=["none", "full"],
 )
-@pytest.mark.parametrize("adapter", [NoAdapter(), LoRAConfig(4, loraplus_lr_ratio=4.0)], ids=["full", "lora"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
 def test_optimizer_in_bwd_is_bit_exact(optimizer_config, adapter, recompute: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "llama3.2")
     separate = train_steps(folder, adapter, optimizer_config, MemoryConfig(recompute))
