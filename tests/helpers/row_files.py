@@ -14,7 +14,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
-from tunekit.data.readers import arrow_reader, hf_datasets, json_reader, parquet_reader, text_lines
+from tunekit.data.readers import arrow_reader, hf_datasets, json_reader, text_lines
 
 KINDS = ("jsonl", "json", "csv", "parquet", "arrow", "feather.arrow", "jsonl.gz", "json.gz", "csv.gz", "jsonl.zst")
 
@@ -59,7 +59,7 @@ def encode_columns(name: str, rows: list[dict[str, Any]]) -> bytes:
 def small_chunks(rows: int = 3, size: int = 64) -> Iterator[None]:
     """Limit chunks to `rows` rows and `size` bytes, and read blocks of `size` bytes."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (arrow_reader, parquet_reader, text_lines, json_reader, hf_datasets):
+        for module in (arrow_reader, text_lines, json_reader, hf_datasets):
             for name, value in {"CHUNK_ROWS": rows, "CHUNK_BYTES": size}.items():
                 if name in vars(module):
                     patch.setattr(module, name, value)

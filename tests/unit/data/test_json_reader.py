@@ -161,15 +161,6 @@ def test_truncated_gzip_file_is_an_error(name: str, length: int, tmp_path: Path)
     assert "\n" not in str(error.value)
 
 
-def test_file_without_valid_rows_is_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("some text, not JSON\n" * 20)
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: .* 9 rows"):
-        open_dataset(str(path), "train")
-    path.write_text("some text, not JSON\n" * 9)
-    assert open_dataset(str(path), "train").count == 9
-
-
 @pytest.mark.parametrize(
     ("raw", "pattern"),
     [

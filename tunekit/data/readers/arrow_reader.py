@@ -1,21 +1,21 @@
-"""Reader of Arrow files, and chunks of columnar data. A separate module because pyarrow is slow to import."""
+"""Readers of Arrow and Parquet files. A separate module because pyarrow is slow to import."""
 
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pyarrow
 import pyarrow.ipc
+import pyarrow.parquet
 
-from tunekit.data.readers.filesystem import READ_ERRORS as FILE_ERRORS
-from tunekit.data.readers.filesystem import LocalFile, RowFile, read_error
+from tunekit.data.readers.filesystem import READ_ERRORS, LocalFile, RowFile
 from tunekit.data.readers.row_reader import CHUNK_BYTES, CHUNK_ROWS, BadRow, FileOffset, Row, RowChunk
 from tunekit.errors import UserError
 
-ARROW_ERRORS = (*FILE_ERRORS, pyarrow.ArrowException)
 MAGIC = b"ARROW1"  # start of the random-access format; files without it are streams, which `datasets` writes
 JSON_EXTENSION = "arrow.json"  # extension type of JSON strings, which `datasets` uses for values of mixed types
 
@@ -56,44 +56,79 @@ class ColumnChunk:
             stream.write_batch(self.batch)
         return unpickle_chunk, (self.name, self.position, sink.getvalue().to_pybytes())
 
-    @staticmethod
-    def advance(position: FileOffset, rows: int) -> FileOffset:
-        """Return the position `rows` rows later."""
-        return FileOffset(position.file, position.offset + rows, position.line + rows, position.row + rows)
+
+@contextmanager
+def wrap_arrow_errors(name: str, file_format: str) -> Iterator[None]:
+    """Turn errors of pyarrow and of reading into UserErrors."""
+    try:
+        yield
+    except (*READ_ERRORS, pyarrow.ArrowException) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
+        raise UserError(f"{name}: cannot read the {file_format} file: {reason}") from None
 
 
 @dataclass(frozen=True)
-class ArrowFile(RowFile):
-    """An Arrow file or stream. Offsets are rows; skipping rows is cheap."""
-
-    def count(self, limit: int | None) -> int:
-        return sum(batch.num_rows for batch in self.batches())
+class ColumnarFile(RowFile):
+    """Base class of columnar files. Offsets are rows."""
 
     def chunks(self, position: FileOffset) -> Iterator[RowChunk]:
-        for batch in iter_batches(self.batches(), position.offset):
-            yield ColumnChunk(self.file.name, position, batch)
-            position = ColumnChunk.advance(position, batch.num_rows)
+        return iter_chunks(self.file.name, self.batches(position.offset), position)
 
-    def batches(self) -> Iterator[pyarrow.RecordBatch]:
-        try:
-            with self.open_arrow() as file:
-                magic = file.read(len(MAGIC))
-                file.seek(0)
-                if magic == MAGIC:
-                    reader = pyarrow.ipc.open_file(file)
-                    yield from map(reader.get_batch, range(reader.num_record_batches))
-                else:
-                    yield from pyarrow.ipc.open_stream(file)
-        except FILE_ERRORS as error:
-            raise read_error(self.file.name, error) from None
-        except pyarrow.ArrowException as error:
-            raise UserError(f"{self.file.name}: invalid or corrupt Arrow file: {first_line(error)}") from None
+    def batches(self, num_skipped: int) -> Iterator[pyarrow.RecordBatch]:
+        """Batches of at most the size of a chunk, without the first `num_skipped` rows."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ParquetFile(ColumnarFile):
+    """A Parquet file whose row groups are decoded in small batches."""
+
+    def count(self, limit: int | None) -> int:
+        with self.open_parquet() as file:
+            return file.metadata.num_rows
+
+    def batches(self, num_skipped: int) -> Iterator[pyarrow.RecordBatch]:
+        with self.open_parquet() as file:
+            for index in range(file.num_row_groups):
+                group = file.metadata.row_group(index)
+                if num_skipped < group.num_rows:
+                    rows = max(1, min(CHUNK_ROWS, group.num_rows * CHUNK_BYTES // max(group.total_byte_size, 1)))
+                    yield from iter_batches(file.iter_batches(rows, [index], use_threads=False), num_skipped)
+                num_skipped = max(num_skipped - group.num_rows, 0)
+
+    @contextmanager
+    def open_parquet(self) -> Iterator[pyarrow.parquet.ParquetFile]:
+        """Open the file without buffering row groups: a file may consist of a single large one."""
+        with wrap_arrow_errors(self.file.name, "Parquet"), self.file.open() as raw:
+            yield pyarrow.parquet.ParquetFile(raw, buffer_size=CHUNK_BYTES, pre_buffer=False)
+
+
+@dataclass(frozen=True)
+class ArrowFile(ColumnarFile):
+    """An Arrow file or stream. Skipping rows is cheap."""
+
+    def batches(self, num_skipped: int) -> Iterator[pyarrow.RecordBatch]:
+        with wrap_arrow_errors(self.file.name, "Arrow"), self.open_arrow() as file:
+            magic = file.read(len(MAGIC))
+            file.seek(0)
+            if magic == MAGIC:
+                reader = pyarrow.ipc.open_file(file)
+                yield from iter_batches(map(reader.get_batch, range(reader.num_record_batches)), num_skipped)
+            else:
+                yield from iter_batches(pyarrow.ipc.open_stream(file), num_skipped)
 
     def open_arrow(self) -> pyarrow.NativeFile:
         """Open the file. Local files are memory-mapped, so that skipped rows are not read."""
         if isinstance(self.file, LocalFile):
             return pyarrow.memory_map(str(self.file.path))
         return pyarrow.PythonFile(self.file.open(), "r")
+
+
+def iter_chunks(name: str, batches: Iterable[pyarrow.RecordBatch], position: FileOffset) -> Iterator[ColumnChunk]:
+    """Chunks of consecutive batches, the first of which starts at `position`."""
+    for batch in batches:
+        yield ColumnChunk(name, position, batch)
+        position = position.advance(batch.num_rows)
 
 
 def iter_batches(batches: Iterable[pyarrow.RecordBatch], num_skipped: int) -> Iterator[pyarrow.RecordBatch]:

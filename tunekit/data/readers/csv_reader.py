@@ -9,10 +9,8 @@ from typing import NamedTuple
 
 from tunekit.data.readers.filesystem import RowFile, skip_bytes
 from tunekit.data.readers.row_reader import BadRow, FileOffset, Row, RowChunk
-from tunekit.data.readers.text_lines import MAX_ROW_BYTES, check_first_rows, chunked, open_text, split_lines
+from tunekit.data.readers.text_lines import MAX_ROW_BYTES, chunked, open_text, split_lines
 from tunekit.errors import UserError
-
-OTHER_DELIMITERS = ";\t|"  # not supported, only recognized in errors
 
 
 class CsvRecord(NamedTuple):
@@ -65,16 +63,14 @@ class CsvFile(RowFile):
         csv.field_size_limit(MAX_ROW_BYTES)  # the default is 128 KiB, which is less than long documents
         with open_text(self.file) as file:
             lines = CsvLines(file, self.file.name, 0, 1)
-            header, is_first = self.read_header(lines), position.offset == 0
-            skip_bytes(file, self.file.name, max(position.offset - lines.offset, 0))
-            remaining_lines = lines if is_first else CsvLines(file, self.file.name, position.offset, position.line)
-            for records in chunked(remaining_lines.records(), lambda record: record.length):
+            header = self.read_header(lines)
+            if position.offset:
+                skip_bytes(file, self.file.name, max(position.offset - lines.offset, 0))
+                lines = CsvLines(file, self.file.name, position.offset, position.line)
+            for records in chunked(lines.records(), lambda record: record.length):
                 position = position._replace(offset=records[0].offset, line=records[0].line)
-                chunk = CsvChunk(self.file.name, position, header, tuple(records))
-                if is_first:
-                    check_first_rows(chunk, "comma-separated records with the columns of the header")
-                yield chunk
-                is_first, position = False, position._replace(row=position.row + chunk.count)
+                yield CsvChunk(self.file.name, position, header, tuple(records))
+                position = position._replace(row=position.row + len(records))
 
     def read_header(self, lines: "CsvLines") -> list[str]:
         """Read the column names; an empty list if the file is empty."""
@@ -82,14 +78,7 @@ class CsvFile(RowFile):
             where, names = f"{self.file.name}:{record.line}", record.values
             if isinstance(names, str):
                 raise UserError(f"{where}: malformed CSV: {names}")
-            duplicates = [name for name in names if names.count(name) > 1]
-            delimiter = next(
-                (character for character in OTHER_DELIMITERS if len(names) == 1 and character in names[0]), None
-            )
-            if delimiter is not None:
-                problem = f"header has one column {names[0][:60]!r}, which contains {delimiter!r}"
-                raise UserError(f"{where}: {problem}. Use commas as delimiters.")
-            if duplicates:
+            if duplicates := [name for name in names if names.count(name) > 1]:
                 raise UserError(f"{where}: duplicate column {duplicates[0]!r} in the header")
             return names
         return []

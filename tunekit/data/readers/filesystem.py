@@ -6,11 +6,12 @@ import io
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tunekit.data.readers.row_reader import FileOffset, RowChunk
+from tunekit.data.readers.row_reader import FileShard
 from tunekit.errors import UserError
 
 SEGMENT_BYTES = 2**26  # bytes that one thread hashes at a time
@@ -25,8 +26,17 @@ def read_error(where: str, error: Exception) -> UserError:
     return UserError(f"{where}: cannot read: {reason or ' '.join(str(error).split()) or type(error).__name__}")
 
 
+@contextmanager
+def wrap_read_errors(where: str) -> Iterator[None]:
+    """Turn READ_ERRORS into UserErrors."""
+    try:
+        yield
+    except READ_ERRORS as error:
+        raise read_error(where, error) from None
+
+
 class DataFile(Protocol):
-    """A file that can be opened repeatedly. Callers convert READ_ERRORS with `read_error`."""
+    """A file that can be opened repeatedly. Callers convert errors with `wrap_read_errors`."""
 
     @property
     def name(self) -> str:
@@ -54,13 +64,10 @@ class LocalFile:
         return io.BufferedReader(io.FileIO(self.path), BLOCK_BYTES)
 
     def digest(self, full: bool) -> bytes:
-        try:
+        with wrap_read_errors(self.name), ThreadPoolExecutor() as threads:
             size, length = self.path.stat().st_size, SEGMENT_BYTES if full else BLOCK_BYTES
             starts = range(0, size, SEGMENT_BYTES) if full else sorted({0, max(size - BLOCK_BYTES, 0)})
-            with ThreadPoolExecutor() as threads:
-                hashes = list(threads.map(lambda start: self.hash_segment(start, length), starts))
-        except OSError as error:
-            raise read_error(self.name, error) from None
+            hashes = list(threads.map(lambda start: self.hash_segment(start, length), starts))
         return hashlib.blake2b(b"".join([size.to_bytes(8), *hashes]), digest_size=16).digest()
 
     def hash_segment(self, start: int, length: int) -> bytes:
@@ -108,22 +115,10 @@ def open_gzip(file: io.BufferedReader) -> io.BufferedReader:
 
 
 @dataclass(frozen=True)
-class RowFile:
-    """Base class of files with rows. Rows are counted by reading the file, unless the format stores their number."""
+class RowFile(FileShard):
+    """Base class of the readers of data files."""
 
     file: DataFile
-
-    def count(self, limit: int | None) -> int:
-        """Count rows, at most `limit`."""
-        count = 0
-        for chunk in self.chunks(FileOffset()):
-            count += chunk.count
-            if limit is not None and count >= limit:
-                return limit
-        return count
-
-    def chunks(self, position: FileOffset) -> Iterator[RowChunk]:
-        raise NotImplementedError
 
     def digest(self, full: bool) -> bytes:
         return self.file.digest(full)
@@ -131,11 +126,9 @@ class RowFile:
 
 def skip_bytes(file: io.BufferedReader, name: str, count: int) -> None:
     """Skip bytes. Files that are not seekable, such as compressed ones, are read instead."""
-    try:
+    with wrap_read_errors(name):
         if file.seekable():
             file.seek(count, io.SEEK_CUR)
             return
         while count > 0 and (block := file.read(min(count, BLOCK_BYTES))):
             count -= len(block)
-    except READ_ERRORS as error:
-        raise read_error(name, error) from None

@@ -9,9 +9,9 @@ import datasets
 from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
-from tunekit.data.readers.arrow_reader import ColumnChunk, iter_batches
+from tunekit.data.readers.arrow_reader import iter_batches, iter_chunks
 from tunekit.data.readers.data_files import file_format
-from tunekit.data.readers.remote_files import RemoteFile, open_remote
+from tunekit.data.readers.remote_files import RemoteFile, open_filesystem
 from tunekit.data.readers.row_reader import CHUNK_ROWS, FileOffset, FileShard, RowChunk
 from tunekit.errors import UserError
 
@@ -20,7 +20,7 @@ COMMIT_IN_URL = re.compile(r"@[0-9a-f]{40}/")  # removed in error messages
 
 
 @dataclass(frozen=True)
-class HubDataset:
+class HubDataset(FileShard):
     """A split that `datasets` has downloaded to local Arrow files. Offsets are rows."""
 
     name: str
@@ -30,12 +30,11 @@ class HubDataset:
         return len(self.data)
 
     def chunks(self, position: FileOffset) -> Iterator[RowChunk]:
-        columns = self.data.with_format("arrow")
-        for start in range(position.offset, len(columns), CHUNK_ROWS):
-            rows: Any = columns[start : start + CHUNK_ROWS]
-            for batch in iter_batches(rows.combine_chunks().to_batches(), 0):
-                yield ColumnChunk(self.name, position, batch)
-                position = ColumnChunk.advance(position, batch.num_rows)
+        columns: Any = self.data.with_format("arrow")
+        starts = range(position.offset, len(columns), CHUNK_ROWS)
+        tables = (columns[start : start + CHUNK_ROWS].combine_chunks() for start in starts)
+        batches = (batch for table in tables for batch in iter_batches(table.to_batches(), 0))
+        return iter_chunks(self.name, batches, position)
 
     def digest(self, full: bool) -> bytes:
         """Fingerprint of `datasets`, which depends on name, commit, and split."""
@@ -60,7 +59,7 @@ def list_hub_files(name: str, split: str) -> list[RemoteFile]:
         if not file_format(url):
             file = url.rpartition("/")[2]
             raise UserError(f"{name}: {file} cannot be streamed. Set `streaming` to false.")
-    return [open_remote(url, COMMIT_IN_URL.sub("/", url)) for url in files[split]]
+    return [RemoteFile(COMMIT_IN_URL.sub("/", url), open_filesystem(url), url) for url in files[split]]
 
 
 def load_from_hub(name: str, split: str, load: Callable[[str, str | None, str | None], Result]) -> Result:

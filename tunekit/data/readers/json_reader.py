@@ -8,17 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tunekit.data.readers.filesystem import READ_ERRORS, DataFile, RowFile, read_error, skip_bytes
+from tunekit.data.readers.filesystem import DataFile, RowFile, skip_bytes, wrap_read_errors
 from tunekit.data.readers.row_reader import CHUNK_BYTES, BadRow, FileOffset, FileShard, Row, RowChunk
-from tunekit.data.readers.text_lines import (
-    BLANK,
-    MAX_ROW_BYTES,
-    check_first_rows,
-    chunked,
-    decode_utf8,
-    open_text,
-    split_lines,
-)
+from tunekit.data.readers.text_lines import BLANK, MAX_ROW_BYTES, chunked, decode_utf8, open_text, split_lines
 from tunekit.errors import UserError
 
 WHITESPACE = re.compile(r"[ \t\r\n\ufeff]*")
@@ -80,12 +72,8 @@ class JsonLinesFile(RowFile):
             for group in chunked(split_lines(file, name, position.line), len):
                 texts = tuple(group)
                 count = sum(1 for text in texts if text.strip(BLANK))
-                chunk = JsonChunk(f"{name}:", position, count, texts)
-                if position.offset == 0:
-                    check_first_rows(chunk, "one JSON object per line")
-                yield chunk
-                end = position.offset + sum(map(len, texts))
-                position = FileOffset(position.file, end, position.line + len(texts), position.row + count)
+                yield JsonChunk(f"{name}:", position, count, texts)
+                position = position.advance(count, position.offset + sum(map(len, texts)), len(texts))
 
 
 @dataclass(frozen=True)
@@ -99,19 +87,14 @@ class JsonFile(RowFile):
 
     def detect_layout(self) -> FileShard:
         """Return the reader for the layout of this file."""
-        with open_text(self.file) as file:
-            try:
-                first = b" "
-                while first and first in BLANK:
-                    first = file.read(1)
-                if first == b"[":
-                    return JsonListFile(self.file)
-                if self.lines or (
-                    is_value(first + file.readline(MAX_ROW_BYTES)) and file.read(CHUNK_BYTES).strip(BLANK)
-                ):
-                    return JsonLinesFile(self.file)
-            except READ_ERRORS as error:
-                raise read_error(self.file.name, error) from None
+        with open_text(self.file) as file, wrap_read_errors(self.file.name):
+            first = b" "
+            while first and first in BLANK:
+                first = file.read(1)
+            if first == b"[":
+                return JsonListFile(self.file)
+            if self.lines or (is_value(first + file.readline(MAX_ROW_BYTES)) and file.read(CHUNK_BYTES).strip(BLANK)):
+                return JsonLinesFile(self.file)
         return JsonObjectFile(self.file) if first else JsonLinesFile(self.file)
 
     def count(self, limit: int | None) -> int:
@@ -128,16 +111,11 @@ class JsonListFile(RowFile):
     def chunks(self, position: FileOffset) -> Iterator[RowChunk]:
         with open_text(self.file) as file:
             skip_bytes(file, self.file.name, position.offset)
-            for group in chunked(
-                iter(JsonElements(self.file, file, position.offset)), lambda element: len(element.text)
-            ):
+            elements = iter(JsonElements(self.file, file, position.offset))
+            for group in chunked(elements, lambda element: len(element.text)):
                 texts = tuple(element.text for element in group)
-                chunk = JsonChunk(f"{self.file.name} row ", position, len(texts), texts)
-                if position.offset == 0:
-                    check_first_rows(chunk, "a list of JSON objects")
-                yield chunk
-                rows = len(texts)
-                position = FileOffset(position.file, group[-1].end, position.line + rows, position.row + rows)
+                yield JsonChunk(f"{self.file.name} row ", position, len(texts), texts)
+                position = position.advance(len(texts), group[-1].end)
 
 
 @dataclass(frozen=True)
@@ -150,21 +128,13 @@ class JsonObjectFile(RowFile):
     def chunks(self, position: FileOffset) -> Iterator[RowChunk]:
         for group in chunked(self.texts()[position.offset :], len):
             yield JsonChunk(f"{self.file.name} row ", position, len(group), tuple(group))
-            rows = len(group)
-            position = FileOffset(position.file, position.offset + rows, position.line + rows, position.row + rows)
+            position = position.advance(len(group))
 
     def texts(self) -> list[bytes]:
-        with open_text(self.file) as file:
-            try:
-                raw = file.read()
-            except READ_ERRORS as error:
-                raise read_error(self.file.name, error) from None
+        with open_text(self.file) as file, wrap_read_errors(self.file.name):
+            raw = file.read()
         try:
-            text = decode_utf8(raw).rstrip(JSON_WHITESPACE)
-        except ValueError as error:
-            raise UserError(f"{self.file.name}: {error}") from None
-        try:
-            value = json.loads(text)
+            value = json.loads(decode_utf8(raw).rstrip(JSON_WHITESPACE))
         except json.JSONDecodeError as error:
             raise UserError(f"{self.file.name}:{error.lineno}: {malformed_message(error.msg, error.colno)}") from None
         except (RecursionError, ValueError) as error:
@@ -196,52 +166,51 @@ class JsonElements:
         self.text, self.index, self.ended = "", 0, False
 
     def __iter__(self) -> Iterator[JsonElement]:
+        delimiter = ","
         if self.offset == 0:
-            self.advance(self.skip_whitespace() + 1)  # the bracket
-            if self.skip_whitespace() < len(self.text) and self.text[self.skip_whitespace()] == "]":
-                self.advance(self.skip_whitespace() + 1)
-                return self.check_end()
-        closed = False
-        while not closed:
-            start, end, comma = self.find_element()
-            closed = self.text[comma] == "]"
-            text = to_bytes(self.text[start:end])
-            self.advance(comma + 1)
+            self.peek()
+            self.advance(self.index + 1)  # the bracket
+            delimiter = self.peek()
+            self.advance(self.index + (delimiter == "]"))
+        while delimiter != "]":
+            text = self.read_value()
+            delimiter = self.peek()
+            if delimiter not in (",", "]"):
+                raise self.make_error("Expecting ',' delimiter" if delimiter else "list is not closed", self.index)
+            self.advance(self.index + 1)
             yield JsonElement(text, self.offset)
-        return self.check_end()
+        if self.peek():
+            raise self.make_error("extra data after the list", self.index)
 
-    def find_element(self) -> tuple[int, int, int]:
-        """Return the start and end of the next element, and the index of the comma or bracket after it."""
+    def peek(self) -> str:
+        """Skip whitespace, and return the next character, or '' at the end of the file. Reads blocks as needed."""
         while True:
-            start = self.skip_whitespace()
-            end = self.find_end(start)
-            comma = None if end is None else end_of_whitespace(self.text, end)
-            if end is not None and comma is not None and comma < len(self.text):
-                if self.text[comma] not in ",]":
-                    raise self.make_error("Expecting ',' delimiter", comma)
-                return start, end, comma
-            if self.ended:
-                raise self.make_error("list is not closed", len(self.text))
+            self.advance(end_of_whitespace(self.text, self.index))
+            if self.index < len(self.text) or self.ended:
+                return self.text[self.index : self.index + 1]
             self.read_block()
 
-    def find_end(self, start: int) -> int | None:
-        """Return the end of the value at `start`; None if more input is needed."""
+    def read_value(self) -> bytes:
+        """Return the next value as text, reading blocks as needed."""
+        self.peek()
+        while (end := self.find_end()) is None:
+            self.read_block()
+        text = to_bytes(self.text[self.index : end])
+        self.advance(end)
+        return text
+
+    def find_end(self) -> int | None:
+        """Return the end of the next value; None if more input is needed."""
         try:
-            return DECODER.raw_decode(self.text, start)[1]
+            end = DECODER.raw_decode(self.text, self.index)[1]
         except json.JSONDecodeError as error:
             certain = error.pos < len(self.text) - LOOKAHEAD and not error.msg.startswith("Unterminated string")
             if certain or self.ended:
                 raise self.make_error(error.msg, error.pos) from None
             return None
         except RecursionError as error:
-            raise self.make_error(str(error), start) from None
-
-    def skip_whitespace(self) -> int:
-        """Return the index of the next character that is not whitespace, reading blocks as needed."""
-        while (index := end_of_whitespace(self.text, self.index)) == len(self.text) and not self.ended:
-            self.advance(index)
-            self.read_block()
-        return index
+            raise self.make_error(str(error), self.index) from None
+        return end if end < len(self.text) or self.ended else None  # a number may continue
 
     def advance(self, end: int) -> None:
         self.offset += len(to_bytes(self.text[self.index : end]))
@@ -250,16 +219,10 @@ class JsonElements:
     def read_block(self) -> None:
         if len(self.text) - self.index > MAX_ROW_BYTES:
             raise self.make_error(f"row exceeds {MAX_ROW_BYTES >> 20} MB", self.index)
-        try:
+        with wrap_read_errors(self.source.name):
             block = self.file.read(max(CHUNK_BYTES, len(self.text) - self.index))
-        except READ_ERRORS as error:
-            raise read_error(self.source.name, error) from None
         self.ended = not block
         self.text, self.index = self.text[self.index :] + self.decoder.decode(block, self.ended), 0
-
-    def check_end(self) -> None:
-        if self.skip_whitespace() < len(self.text):
-            raise self.make_error("extra data after the list", self.skip_whitespace())
 
     def make_error(self, reason: str, index: int) -> UserError:
         line, column = line_and_column(self.source, self.offset + len(to_bytes(self.text[self.index : index])))

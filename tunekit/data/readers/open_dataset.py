@@ -2,7 +2,6 @@
 
 import importlib
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -18,14 +17,14 @@ from tunekit.data.readers.data_files import (
     files_matching,
     is_glob,
 )
-from tunekit.data.readers.filesystem import CompressedFile, DataFile, LocalFile, open_gzip, read_error
+from tunekit.data.readers.filesystem import CompressedFile, DataFile, LocalFile, open_gzip, wrap_read_errors
 from tunekit.data.readers.json_reader import JsonFile
 from tunekit.data.readers.row_reader import FileShard, RowReader
 from tunekit.errors import UserError
 
 READERS = {".json": JsonFile, ".jsonl": partial(JsonFile, lines=True), ".csv": CsvFile}
 LAZY_IMPORTS = {
-    ".parquet": ("tunekit.data.readers.parquet_reader", "ParquetFile"),
+    ".parquet": ("tunekit.data.readers.arrow_reader", "ParquetFile"),
     ".arrow": ("tunekit.data.readers.arrow_reader", "ArrowFile"),
     ".zst": ("tunekit.data.readers.arrow_reader", "open_zstd"),
     "hub": ("tunekit.data.readers.hf_datasets", "open_hub_dataset"),
@@ -124,26 +123,20 @@ def find_data_files(source: str, split: str) -> list[Path] | None:
         return []
     bundled = assets.dataset_dir(source)
     path = Path(source.removeprefix("file://")).expanduser() if bundled is None else bundled
-    try:
+    with wrap_read_errors(str(path)):
         if path.is_dir():
             return [Path(file) for file in files_in_dir(str(path), split, list_dir)]
         if path.is_file():
             check_row_file(str(path))
             check_train_split(str(path), split)
             return [path]
-    except OSError as error:
-        raise read_error(str(path), error) from None
     if is_glob(source):
         check_train_split(source, split)
-        return [Path(file) for file in files_matching(source, map(str, glob_paths(path)))]
+        matches = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
+        return [Path(file) for file in files_matching(source, map(str, matches))]
     if file_format(source) or HUB_NAME.fullmatch(source) is None:
         raise UserError(f"{source}: no such file or directory")
     return None
-
-
-def glob_paths(pattern: Path) -> Iterator[Path]:
-    """Return the paths that a pattern matches, relative or absolute."""
-    return Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
 
 
 def is_url(source: str) -> bool:
@@ -166,4 +159,4 @@ def open_shard(file: DataFile) -> FileShard:
 def lazy_import(name: str):
     """Import a reader on first use: its library takes about a second to import."""
     module, attribute = LAZY_IMPORTS[name]
-    return vars(importlib.import_module(module))[attribute]
+    return getattr(importlib.import_module(module), attribute)

@@ -74,22 +74,19 @@ class RetryingFile(io.RawIOBase):
         return self.file.tell()
 
     def readinto(self, buffer: Any) -> int:
-        data = self.read_with_retries(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def read_with_retries(self, count: int) -> bytes:
-        for delay in RETRY_DELAYS:
+        delays = iter(RETRY_DELAYS)
+        while True:
             try:
-                return self.file.read(count)
+                data = self.file.read(len(buffer))
+                break
             except (FileNotFoundError, PermissionError):
                 raise
-            except driver_errors():
+            except driver_errors() as error:
+                if (delay := next(delays, None)) is None:
+                    raise OSError(error_text(error)) from error
                 time.sleep(delay)
-        try:
-            return self.file.read(count)
-        except driver_errors() as error:
-            raise OSError(error_text(error)) from error
+        buffer[: len(data)] = data
+        return len(data)
 
     def close(self) -> None:
         self.file.close()
@@ -106,11 +103,6 @@ def open_remote_files(url: str, split: str) -> list[RemoteFile]:
         urls = wrap_errors(name, lambda: [full_url(filesystem, path) for path in filesystem.glob(url)])
         urls = data_files.files_matching(name, urls)
     return [RemoteFile(without_credentials(file_url), filesystem, file_url) for file_url in urls]
-
-
-def open_remote(url: str, name: str) -> RemoteFile:
-    """Return the file of a URL, without checking that it exists. `name` is for error messages."""
-    return RemoteFile(name, open_filesystem(url), url)
 
 
 def resolve_urls(filesystem: Any, url: str, split: str) -> list[str]:
@@ -164,7 +156,7 @@ def wrap_errors(name: str, operation: Callable[[], Result]) -> Result:
 def driver_errors() -> tuple[type[Exception], ...]:
     """Return the exception types of all imported drivers."""
     names = DRIVER_ERRORS.items()
-    return (OSError, *(vars(sys.modules[module])[name] for module, name in names if module in sys.modules))
+    return (OSError, *(getattr(sys.modules[module], name) for module, name in names if module in sys.modules))
 
 
 def without_credentials(url: str) -> str:

@@ -34,6 +34,11 @@ class FileOffset(NamedTuple):
     line: int = 1  # line, or row for formats without lines, from 1
     row: int = 0  # rows before it in all files, including rows before the slice
 
+    def advance(self, rows: int, offset: int | None = None, lines: int | None = None) -> "FileOffset":
+        """Position `rows` rows later. By default, a row is one unit of `offset` and one line."""
+        offset, lines = self.offset + rows if offset is None else offset, rows if lines is None else lines
+        return FileOffset(self.file, offset, self.line + lines, self.row + rows)
+
 
 class RowChunk(Protocol):
     """Unparsed rows, small and picklable. `RowReader.chunks(chunk.position)` resumes with this chunk."""
@@ -47,20 +52,25 @@ class RowChunk(Protocol):
     def rows(self) -> Iterator[Row | BadRow]: ...
 
 
-class FileShard(Protocol):
-    """One file of a dataset."""
+class FileShard:
+    """One file of a dataset. Rows are counted by reading it, unless the format stores their number."""
 
     def count(self, limit: int | None) -> int:
         """Number of rows. Counting may stop at `limit`."""
-        ...
+        count = 0
+        for chunk in self.chunks(FileOffset()):
+            count += chunk.count
+            if limit is not None and count >= limit:
+                return limit
+        return count
 
     def chunks(self, position: FileOffset) -> Iterator[RowChunk]:
         """Read chunks from the position of an earlier chunk, or from the start."""
-        ...
+        raise NotImplementedError
 
     def digest(self, full: bool) -> bytes:
         """Hash of the content if `full`, otherwise of properties that are cheap to read."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -116,16 +126,11 @@ class RowReader:
             for chunk in self.shards[index].chunks(position):
                 if self.high is not None and chunk.position.row >= self.high:
                     return
-                row = chunk.position.row + chunk.count
+                first, row = chunk.position.row, chunk.position.row + chunk.count
+                start, end = max(self.low - first, 0), row if self.high is None else min(self.high, row)
                 if row > self.low:
-                    yield self.slice_chunk(chunk)
+                    yield chunk if (start, end) == (0, row) else ChunkSlice(chunk, start, end - first)
             position = FileOffset(file=index + 1, row=row)
-
-    def slice_chunk(self, chunk: RowChunk) -> RowChunk:
-        """Return the rows of a chunk that are in the slice."""
-        start, stop = max(self.low - chunk.position.row, 0), chunk.count
-        stop = stop if self.high is None else min(self.high - chunk.position.row, stop)
-        return chunk if (start, stop) == (0, chunk.count) else ChunkSlice(chunk, start, stop)
 
     def first_position(self) -> FileOffset:
         """Return the start of the file that contains row `low`."""

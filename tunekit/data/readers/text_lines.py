@@ -3,17 +3,15 @@
 import io
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import islice
 from typing import TypeVar
 
-from tunekit.data.readers.filesystem import READ_ERRORS, DataFile, read_error
-from tunekit.data.readers.row_reader import CHUNK_BYTES, CHUNK_ROWS, BadRow, RowChunk
+from tunekit.data.readers.filesystem import READ_ERRORS, DataFile, read_error, wrap_read_errors
+from tunekit.data.readers.row_reader import CHUNK_BYTES, CHUNK_ROWS
 from tunekit.errors import UserError
 
 Item = TypeVar("Item")
 MAX_ROW_BYTES = 2**28  # a longer row means that the file has another format, and would exhaust memory
 BLANK = b" \t\r\n\v\f\xef\xbb\xbf"  # whitespace and byte order marks
-NUM_CHECKED_ROWS = 10  # if none of the first rows can be parsed, the file has another format
 
 
 def decode_utf8(raw: bytes) -> str:
@@ -26,11 +24,9 @@ def decode_utf8(raw: bytes) -> str:
 
 def open_text(file: DataFile) -> io.BufferedReader:
     """Open a text file. Raise UserError if it is compressed or binary."""
-    try:
+    with wrap_read_errors(file.name):
         stream = file.open()
         head = stream.peek(1)[:1024]
-    except READ_ERRORS as error:
-        raise read_error(file.name, error) from None
     if head.startswith(b"\x1f\x8b"):
         raise UserError(f"{file.name}: file is compressed with gzip. Rename it to end in .gz.")
     if b"\0" in head.partition(b"\n")[0]:
@@ -63,13 +59,3 @@ def chunked(items: Iterable[Item], length_of: Callable[[Item], int]) -> Iterator
         size += length
     if group:
         yield group
-
-
-def check_first_rows(chunk: RowChunk, expected: str) -> None:
-    """Raise UserError if none of the first 10 rows can be parsed. `expected` describes the format."""
-    rows = list(islice(chunk.rows(), NUM_CHECKED_ROWS))
-    bad_rows = [row for row in rows if isinstance(row, BadRow)]
-    if len(bad_rows) == NUM_CHECKED_ROWS:
-        problem = f"{bad_rows[0].where}: {bad_rows[0].reason}"
-        count = f"the next {NUM_CHECKED_ROWS - 1} rows are invalid too"
-        raise UserError(f"{problem} ({count}). Expected {expected}.")
