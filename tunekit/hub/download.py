@@ -6,16 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,  # of the HTTP library that this version of the client uses # pyright: ignore[reportPrivateImportUsage]
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from huggingface_hub.file_download import repo_folder_name
 
 from tunekit import assets
@@ -98,7 +88,7 @@ def download_repo(
             token=token,
         )
 
-    with errors.wrap_hub_errors(lambda error: explain_download_error(error, name, revision), token):
+    with errors.wrap_hub_errors(name, revision, token):
         root = to or Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")
         before = list_files(root)
         snapshot = Path(errors.retry(download, name, progress=lambda: len(list_files(root))))
@@ -123,37 +113,3 @@ def check_files(snapshot: Path, name: str, revision: str | None, token: str | No
         (snapshot / path).unlink(missing_ok=True)
     if damaged:
         raise UserError(f"{name}: the checksum of {', '.join(damaged)} is wrong. Download it again.")
-
-
-def explain_download_error(error: BaseException, name: str, revision: str | None) -> str:
-    """Error message of one line with a fix. The first class that matches is the most specific."""
-    hub, cause = constants.ENDPOINT, error.__cause__
-    lines = {
-        HFValidationError: f"'{name}' is neither a directory nor a name on the Hub (owner/model)",
-        GatedRepoError: f"{name}: gated model. Accept its terms at {hub}/{name}, then use `hf auth login` or HF_TOKEN.",
-        RevisionNotFoundError: f"{name}: no revision '{revision}'. See {hub}/{name}/tree/main.",
-        RepositoryNotFoundError: f"{name}: no accessible model at {hub}. Check the name; a private or gated model "
-        "requires `hf auth login` or HF_TOKEN.",
-        LocalEntryNotFoundError: f"{name}: no local directory, not complete in the cache, and {unreachable(cause)}",
-        OfflineModeIsEnabled: f"{name}: {unreachable(error)}",
-        HfHubHTTPError: f"{name}: {unreachable(error)}",
-        HTTPError: f"{name}: lost the connection to {hub}. Rerun the command; complete files are kept.",
-        OSError: f"{name}: cannot be stored, {error}",
-    }
-    return next((line for kind, line in lines.items() if isinstance(error, kind)), f"{name}: {error}")
-
-
-def unreachable(cause: BaseException | None) -> str:
-    """Reason why the Hub sent nothing."""
-    if isinstance(cause, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE forbids downloads"
-    if isinstance(cause, HfHubHTTPError):
-        return f"{constants.ENDPOINT} answered {cause.response.status_code}: {advice(cause)}"
-    return f"{constants.ENDPOINT} cannot be reached"
-
-
-def advice(error: HfHubHTTPError) -> str:
-    """Fix for an HTTP error."""
-    if error.response.status_code in (401, 403):
-        return "check the token (`hf auth login` or HF_TOKEN)"
-    return "try again later" if errors.is_transient(error) else "see the model's page"

@@ -16,9 +16,14 @@ from typing import TypeVar
 
 from huggingface_hub import constants, get_session, get_token, set_client_factory
 from huggingface_hub.errors import (
+    GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     HTTPError,  # of the HTTP library that this version of the client uses # pyright: ignore[reportPrivateImportUsage]
     LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
 )
 from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
@@ -32,32 +37,30 @@ MAX_ATTEMPTS = 6
 MAX_DELAY = 300  # seconds; the command fails if the Hub asks for a longer delay
 TIMEOUT_VARIABLE = "TUNEKIT_HUB_TIMEOUT"  # timeout of a request, in seconds without data
 DEFAULT_TIMEOUT = 120.0
+REPEAT_HINT = "Repeat the command later; complete files are kept"
 
 
-def retry(
-    fn: Callable[[], T],
-    name: str,
-    error_types: tuple[type[Exception], ...] = CLIENT_ERRORS,
-    progress: Callable[[], int] = lambda: 0,
-) -> T:
-    """Call `act`, again after a delay if it fails with a transient error; each delay is printed.
+def retry(fn: Callable[[], T], name: str, progress: Callable[[], int] = lambda: 0) -> T:
+    """Call `fn`, again after a delay if it fails with a transient error; each delay is printed.
 
-    Gives up after `TRIES` calls in a row that did not increase `progress`.
+    Gives up after MAX_ATTEMPTS calls in a row that did not increase `progress`.
     """
     configure_client()
     attempt, done = 1, progress()
     while True:
         try:
             return fn()
-        except error_types as error:
+        except CLIENT_ERRORS as error:
             attempt, done = (1 if progress() > done else attempt), progress()
             cause = root_cause(error)
             delay = retry_delay(cause, attempt)
             if attempt == MAX_ATTEMPTS or not is_transient(cause) or delay > MAX_DELAY:
                 raise
-            print_line(
-                f"{name}: {short_reason(cause)}; trying again in {delay:.0f} s ({attempt} of {MAX_ATTEMPTS - 1})"
+            code = (
+                f"answered {cause.response.status_code}" if isinstance(cause, HfHubHTTPError) else "lost the connection"
             )
+            reason = f"{constants.ENDPOINT}: {code}"
+            print_line(f"{name}: {reason}; trying again in {delay:.0f} s ({attempt} of {MAX_ATTEMPTS - 1})")
             time.sleep(delay)
             attempt += 1
 
@@ -101,15 +104,8 @@ def retry_delay(error: BaseException, attempt: int) -> float:
     return float(match[1]) if match else 2.0 ** (attempt - 1)
 
 
-def short_reason(error: BaseException) -> str:
-    """Short description of an error."""
-    if isinstance(error, HfHubHTTPError):
-        return f"{constants.ENDPOINT} answered {error.response.status_code}"
-    return f"lost the connection to {constants.ENDPOINT}"
-
-
 @contextmanager
-def wrap_hub_errors(explanation: Callable[[BaseException], str], token: str | None = None) -> Iterator[None]:
+def wrap_hub_errors(name: str, revision: str | None = None, token: str | None = None) -> Iterator[None]:
     """Turn errors of the client into a one-line UserError without a cause. Redacts the token.
 
     A token with invalid characters is rejected first, because the HTTP library would print it in its error.
@@ -119,21 +115,50 @@ def wrap_hub_errors(explanation: Callable[[BaseException], str], token: str | No
     try:
         yield
     except CLIENT_ERRORS as error:
-        line = " ".join(explanation(root_cause(error)).split())
+        line = " ".join(explain_error(root_cause(error), name, revision).split())
         raise UserError(line.replace(token or get_token() or "\n", "***")) from None
 
 
 def root_cause(error: BaseException) -> BaseException:
     """Error without the exceptions that the client wraps around it."""
     is_wrapper = isinstance(error, RuntimeError) or (
-        isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, HfHubHTTPError)
+        isinstance(error, LocalEntryNotFoundError)
+        and isinstance(error.__cause__, (HfHubHTTPError, OfflineModeIsEnabled))
     )
     return root_cause(error.__cause__) if is_wrapper and error.__cause__ else error
 
 
-def server_message(error: HfHubHTTPError) -> str:
-    """First line of the Hub's error message, at most 300 characters."""
-    return (error.server_message or "no reason given").partition("\n")[0][:300]
+def explain_error(error: BaseException, name: str, revision: str | None) -> str:
+    """Error message with a fix. The first class that matches is the most specific."""
+    hub = constants.ENDPOINT
+    lines = {
+        HFValidationError: f"'{name}' is neither a directory nor a valid name on the Hub (owner/model)",
+        GatedRepoError: f"{name}: gated model. Accept its terms at {hub}/{name}, then use `hf auth login` or HF_TOKEN.",
+        RevisionNotFoundError: f"{name}: no revision '{revision or 'main'}'. See {hub}/{name}/tree/main.",
+        RepositoryNotFoundError: f"{name}: no accessible model at {hub}. Check the name; a private or gated model "
+        "requires `hf auth login` or HF_TOKEN.",
+        OfflineModeIsEnabled: f"{name}: HF_HUB_OFFLINE disables access to {hub}",
+        LocalEntryNotFoundError: f"{name}: no local directory, not complete in the cache, and {hub} cannot be reached",
+    }
+    if line := next((line for kind, line in lines.items() if isinstance(error, kind)), None):
+        return line
+    if isinstance(error, HfHubHTTPError):
+        return explain_status(error, name)
+    is_lost = isinstance(error, HTTPError)
+    return f"{name}: " + (f"lost the connection to {hub}. {REPEAT_HINT}." if is_lost else str(error))
+
+
+def explain_status(error: HfHubHTTPError, name: str) -> str:
+    """Error message for an HTTP status."""
+    hub, code = constants.ENDPOINT, error.response.status_code
+    hints = {
+        401: "Not logged in, or invalid token. Run `hf auth login`, or set HF_TOKEN",
+        403: "Use a token with write access",
+        412: f"Another commit was pushed meanwhile. Check {hub}/{name}/commits, then repeat the upload",
+    }
+    message = (error.server_message or "no reason given").partition("\n")[0][:300]
+    hint = hints.get(code, REPEAT_HINT if is_transient(error) else f"See {hub}/{name}")
+    return f"{name}: {hub} answered {code}: {message}. {hint}."
 
 
 def print_line(line: str) -> None:

@@ -13,36 +13,15 @@ from pathlib import Path
 from urllib.parse import quote
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelInfo, constants, get_token
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,  # of the HTTP library that this version of the client uses # pyright: ignore[reportPrivateImportUsage]
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
 from tunekit.errors import UserError
-from tunekit.hub.errors import (
-    MAX_ATTEMPTS,
-    is_transient,
-    print_line,
-    retry,
-    server_message,
-    short_reason,
-    wrap_hub_errors,
-)
+from tunekit.hub.errors import print_line, retry, wrap_hub_errors
 
 # Top-level files of a model. Those of another model are removed.
-MODEL_FILES = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "config.json",
-    "generation_config.json",
-    "adapter_config.json",
-)
-MODEL_FILES += ("verification.json", "curves.png")
+MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
+MODEL_FILES += ("adapter_config.json", "verification.json", "curves.png")
 Operation = CommitOperationAdd | CommitOperationDelete
 MAX_TEXT_BYTES = 2**20  # larger files are not searched for a token
 
@@ -74,7 +53,7 @@ class UploadResult:
 def upload_files(files: Mapping[str, Path], target: UploadTarget, message: str) -> UploadResult:
     """Upload files, given by path in the repository. Creates the repository and the branch if they do not exist."""
     token = target.token or get_token()
-    with wrap_hub_errors(lambda error: explain_upload_error(error, target), token):
+    with wrap_hub_errors(target.repo, target.branch, token):
         if leak := next((path for path, file in files.items() if token and contains_token(file, token)), None):
             raise UserError(f"{leak}: contains the Hub access token. Remove it. Nothing was uploaded.")
         name, parent = prepare_repo(target)
@@ -91,7 +70,7 @@ def upload_files(files: Mapping[str, Path], target: UploadTarget, message: str) 
 
 def check_upload_access(target: UploadTarget) -> None:
     """Raise UserError if an upload would fail, because of the token, the repository name or missing permissions."""
-    with wrap_hub_errors(lambda error: explain_upload_error(error, target), target.token or get_token()):
+    with wrap_hub_errors(target.repo, target.branch, target.token or get_token()):
         name, _ = prepare_repo(target)
         # Preupload of a file that is too small for LFS checks the permissions and uploads nothing.
         file = CommitOperationAdd("README.md", b"x")
@@ -197,36 +176,3 @@ def page_url(target: UploadTarget, name: str) -> str:
 def contains_token(file: Path, token: str) -> bool:
     """Whether a small file contains a token."""
     return file.stat().st_size <= MAX_TEXT_BYTES and token.encode() in file.read_bytes()
-
-
-def explain_upload_error(error: BaseException, target: UploadTarget) -> str:
-    """Error message of one line with a fix. The first class that matches is the most specific."""
-    hub, repo = constants.ENDPOINT, target.repo
-    messages = {
-        HFValidationError: f"'{repo}' is not a valid repository name (owner/name, of letters, digits, '-', '_', '.')",
-        RevisionNotFoundError: f"{repo}: no branch '{target.branch or 'main'}'. See {hub}/{repo}.",
-        RepositoryNotFoundError: f"{repo}: no accessible repository at {hub}. Run `hf auth login` or set HF_TOKEN.",
-        OfflineModeIsEnabled: f"{repo}: uploads are disabled by HF_HUB_OFFLINE",
-        HTTPError: f"{repo}: lost the connection to {hub}. Repeat the upload; complete files are not uploaded again.",
-    }
-    if isinstance(error, HfHubHTTPError) and not isinstance(error, (RevisionNotFoundError, RepositoryNotFoundError)):
-        return explain_refusal(error, target)
-    default = f"{repo}: {error}" if isinstance(error, ValueError) else f"{repo}: the upload failed: {error}"
-    return next((line for error_type, line in messages.items() if isinstance(error, error_type)), default)
-
-
-def explain_refusal(error: HfHubHTTPError, target: UploadTarget) -> str:
-    """Error message for an HTTP error of the Hub."""
-    hub, repo, code = constants.ENDPOINT, target.repo, error.response.status_code
-    if code == 401 and (target.token or get_token()):
-        return f"{hub}: invalid token. Create one at {hub}/settings/tokens, then run `hf auth login` or set HF_TOKEN."
-    if code == 401:
-        return f"{hub}: not logged in. Run `hf auth login` or set HF_TOKEN."
-    if code == 403:
-        return f"{repo}: permission denied, {server_message(error)}. Use a token with write access."
-    if code == 412:
-        return f"{repo}: another commit was pushed meanwhile. Check {hub}/{repo}/commits, then repeat the upload."
-    if is_transient(error):
-        reason = short_reason(error)
-        return f"{repo}: {reason} in {MAX_ATTEMPTS} attempts. Retry later; complete files are not uploaded again."
-    return f"{repo}: {hub} returned HTTP status {code}: {server_message(error)}"
