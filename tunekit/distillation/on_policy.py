@@ -59,9 +59,6 @@ class OnPolicyConfig:
                 f"{self.max_new_tokens:,}. Lower it, or raise data.max_length.",
             )
 
-    def sampling(self, dist: DistributedContext, names: Sequence[str]) -> SamplingConfig:
-        return NamedRowSampling(self.temperature, self.top_k, self.top_p, self.max_new_tokens, dist.seed, tuple(names))
-
 
 def warn_short_room(cfg: OnPolicyConfig, data: DataLoader, dist: DistributedContext) -> None:
     """Log a warning about rows whose prompts leave less than `max_new_tokens` for the answer."""
@@ -155,7 +152,8 @@ class StudentSampler:
         """Answers of one batch. All ranks continue until every rank has finished, as FSDP and TP need all of them."""
         answers: list[list[int]] = [[] for _ in prompts]
         finished: set[int] = set()
-        sampling = self.cfg.sampling(dist, names)
+        cfg = self.cfg
+        sampling = NamedRowSampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.max_new_tokens, dist.seed, tuple(names))
         for tokens in generate_tokens(model, prompts or [[self.layout.pad_id]], sampling, finished=finished):
             for row in set(range(len(prompts))) - finished:
                 answers[row].append(tokens[row])

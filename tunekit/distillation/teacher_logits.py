@@ -19,8 +19,8 @@ from tqdm import tqdm
 from tunekit.checkpoint import atomic
 from tunekit.data.dataloader.batch import IGNORE, Batch, Collator
 from tunekit.data.dataloader.build import DataLoader
-from tunekit.data.dataloader.mixture import ConcatDataset
 from tunekit.data.dataloader.unpack import unpack_documents
+from tunekit.data.preprocess.tokenized_dataset import ConcatDataset
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.kernels.kl_divergence import TopKTargets, index_in_rows, top_k_targets

@@ -32,7 +32,7 @@ class GenerationEvaluator:
     model: Decoder
     tokenizer: Tokenizer
     sampling: SamplingConfig
-    batch: int  # rows in one forward pass
+    batch_size: int  # rows in one forward pass
     dist: DistributedContext
 
     def __call__(self, task: str, rows: Iterable[LocatedDocument]) -> tuple[list[Question], TaskResult]:
@@ -41,7 +41,7 @@ class GenerationEvaluator:
         metrics = self.loss_metrics(rows)
         questions = list(iter_questions(rows, self.tokenizer))
         prompts = [question.prompt for question in questions]
-        outputs = generate_all(self.model, prompts, self.sampling, self.tokenizer.stops, self.batch, self.dist)
+        outputs = generate_all(self.model, prompts, self.sampling, self.tokenizer.stops, self.batch_size, self.dist)
         completions = tuple(self.tokenizer.decode(tokens).strip() for tokens in outputs)
         if questions:
             matches = [float(text == question.expected) for text, question in zip(completions, questions, strict=True)]
@@ -56,8 +56,8 @@ class GenerationEvaluator:
             if positions := target_positions(document):
                 names.append(row)
                 scored.append(ScoredTokens(document.tokens.tolist(), positions))
-        losses = [-score.logprob for score in score_rows(self.model, scored, self.batch, self.dist)]
-        weights = [float(len(tokens.at)) for tokens in scored]
+        losses = [-score.logprob for score in score_rows(self.model, scored, self.batch_size, self.dist)]
+        weights = [float(len(tokens.positions)) for tokens in scored]
         return [Metric.mean("loss", losses, weights, False, names)] if scored else []
 
 

@@ -46,9 +46,12 @@ TASK_ERRORS = (*errors.CLIENT_ERRORS, LookupError, TypeError, ImportError)
 class LMEvalAdapter(TemplateLM):
     """A decoder that answers the requests of the harness. Each rank gets all requests, and ranks share the work."""
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, batch: int, dist: DistributedContext, name: str) -> None:
+    def __init__(
+        self, model: Decoder, tokenizer: Tokenizer, batch_size: int, dist: DistributedContext, name: str
+    ) -> None:
         super().__init__()
-        self.model, self.text_tokenizer, self.batch, self.dist, self.name = model, tokenizer, batch, dist, name
+        self.model, self.text_tokenizer, self.name = model, tokenizer, name
+        self.batch_size, self.dist = batch_size, dist
         self.max_length, self._device = model.spec.context, dist.device
 
     @property
@@ -121,7 +124,7 @@ class LMEvalAdapter(TemplateLM):
         for _texts, context, continuation in requests:
             tokens = (context + continuation)[-(self.max_length + 1) :]
             rows.append(ScoredTokens(tokens, range(max(1, len(tokens) - len(continuation)), len(tokens))))
-        return list(score_rows(self.model, rows, self.batch, self.dist))
+        return list(score_rows(self.model, rows, self.batch_size, self.dist))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """Log-likelihoods of full texts. Long texts are split into windows that score each token once."""
@@ -169,7 +172,8 @@ class LMEvalAdapter(TemplateLM):
             return any(text in last_text for text in until)
 
         prompts = [prompt[-max_prompt:] for prompt in prompts]
-        outputs = generate_all(self.model, prompts, handler.sampling, stops, self.batch, self.dist, has_stop_string)
+        sampling = handler.sampling
+        outputs = generate_all(self.model, prompts, sampling, stops, self.batch_size, self.dist, has_stop_string)
         return [cut_at_stop(tokenizer.decode(tokens), until) for tokens in outputs]
 
 
@@ -256,11 +260,6 @@ def load_tasks(tasks: Sequence[str], shots: int | None, include: str | None) -> 
     return loaded
 
 
-def short_reason(error: Exception) -> str:
-    """Message of an exception in one line of limited length."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:MAX_REASON]
-
-
 @contextmanager
 def wrap_task_errors(tasks: Iterable[str]) -> Iterator[None]:
     """Turn exceptions of the harness and of its task files into a UserError."""
@@ -269,7 +268,8 @@ def wrap_task_errors(tasks: Iterable[str]) -> Iterator[None]:
     except TASK_ERRORS as error:
         is_offline = isinstance(error, ConnectionError)  # raised by datasets if the Hub cannot be reached
         hint = ". Downloaded datasets are cached; `include_path` adds tasks with local rows." if is_offline else ""
-        raise UserError(f"tasks: cannot evaluate {', '.join(tasks)}: {short_reason(error)}{hint}") from error
+        reason = (" ".join(str(error).split()) or type(error).__name__)[:MAX_REASON]
+        raise UserError(f"tasks: cannot evaluate {', '.join(tasks)}: {reason}{hint}") from error
 
 
 def hide_progress_bars(is_terminal: bool) -> AbstractContextManager[Any]:
@@ -303,9 +303,11 @@ def parse_result(task: str, output: Mapping[str, Any]) -> TaskResult:
     return TaskResult(task, tuple(metrics), tuple(text for text in answers if isinstance(text, str)))
 
 
-def make_metric(name: str, value: float, row_values: Sequence[tuple[str, object]], higher: bool | None) -> Metric:
+def make_metric(
+    name: str, value: float, row_values: Sequence[tuple[str, object]], higher_is_better: bool | None
+) -> Metric:
     """A metric, with the values of its rows if it is their mean."""
     values = [float(number) for _, number in row_values if isinstance(number, int | float)]
-    mean = Metric.mean(name, values, higher=higher, rows=[row for row, _ in row_values])
+    mean = Metric.mean(name, values, higher_is_better=higher_is_better, rows=[row for row, _ in row_values])
     is_mean = len(values) == len(row_values) and math.isclose(mean.value, value, rel_tol=1e-9, abs_tol=1e-12)
-    return replace(mean, value=value) if is_mean else Metric(name, value, higher)
+    return replace(mean, value=value) if is_mean else Metric(name, value, higher_is_better)

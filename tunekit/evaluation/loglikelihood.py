@@ -19,12 +19,12 @@ class ScoredTokens(NamedTuple):
     """A row of tokens, and the positions to score, from 1 on: each is predicted from the tokens before it."""
 
     tokens: Sequence[int]
-    at: Sequence[int]
+    positions: Sequence[int]
 
     @property
     def inputs(self) -> tuple[int, ...]:
         """Tokens before the last scored position."""
-        return tuple(self.tokens[: self.at[-1]])
+        return tuple(self.tokens[: self.positions[-1]])
 
 
 class LogLikelihood(NamedTuple):
@@ -35,9 +35,9 @@ class LogLikelihood(NamedTuple):
 
 
 def score_rows(
-    model: Decoder, rows: Sequence[ScoredTokens], batch: int, dist: DistributedContext
+    model: Decoder, rows: Sequence[ScoredTokens], batch_size: int, dist: DistributedContext
 ) -> list[LogLikelihood]:
-    """Scores of all rows, on every rank. A forward pass takes `batch` different inputs, the longest first.
+    """Scores of all rows, on every rank. A forward pass takes `batch_size` different inputs, the longest first.
 
     Ranks share the passes. Each rank runs the same number of them, because sharded weights are gathered in each pass.
     """
@@ -45,7 +45,7 @@ def score_rows(
     for number, row in enumerate(rows):
         numbers_by_inputs.setdefault(row.inputs, []).append(number)
     order = sorted(numbers_by_inputs, key=len, reverse=True)
-    batches = [order[first : first + batch] for first in range(0, len(order), batch)]
+    batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
     local_scores: dict[int, LogLikelihood] = {}
     disable = None if dist.is_main_process else True
     for first in tqdm(range(0, len(batches), dist.dims.dp_size), "scoring", unit="batch", disable=disable, leave=False):
@@ -68,10 +68,10 @@ def score_batch(
     lengths = torch.tensor([len(row) for row in inputs], device=device)
     width = tokens.shape[1]
     positions = torch.tensor(
-        [index * width + at - 1 for row, index in zip(rows, input_indices, strict=True) for at in row.at]
+        [index * width + i - 1 for row, index in zip(rows, input_indices, strict=True) for i in row.positions]
     )
-    targets = torch.tensor([row.tokens[at] for row in rows for at in row.at])
-    counts = [len(row.at) for row in rows]
+    targets = torch.tensor([row.tokens[i] for row in rows for i in row.positions])
+    counts = [len(row.positions) for row in rows]
 
     def score_hidden(hidden: Tensor, head: nn.Module) -> Tensor:
         chunks = score_chunks(hidden.flatten(0, 1), head, positions.to(device), targets.to(device), model.spec.vocab)

@@ -12,13 +12,13 @@ import numpy as np
 class Metric:
     """One number. If it is a mean over rows, `values` are the sums of the rows and `weights` their divisors.
 
-    `higher`: whether higher is better; None if unknown. `rows` identifies each row: two metrics are compared row by row
-    if they have the same rows.
+    `higher_is_better` is None if unknown. `rows` identifies each row: two metrics are compared row by row if they have
+    the same rows.
     """
 
     name: str
     value: float
-    higher: bool | None = None
+    higher_is_better: bool | None = None
     values: Sequence[float] = ()
     weights: Sequence[float] = ()
     rows: Sequence[str] = ()
@@ -28,14 +28,14 @@ class Metric:
         name: str,
         values: Sequence[float],
         weights: Sequence[float] = (),
-        higher: bool | None = True,
+        higher_is_better: bool | None = True,
         rows: Sequence[str] = (),
     ) -> "Metric":
         """Mean over rows with the given weights (default: 1). NaN without rows."""
         weights = weights or [1.0] * len(values)
         total = math.fsum(weights)
         value = math.fsum(values) / total if total else math.nan
-        return Metric(name, value, higher, tuple(values), tuple(weights), tuple(rows))
+        return Metric(name, value, higher_is_better, tuple(values), tuple(weights), tuple(rows))
 
     @property
     def is_binary(self) -> bool:

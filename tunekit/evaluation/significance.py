@@ -53,7 +53,8 @@ def compare_metric(task: str, before: Metric, after: Metric, seed: int = 0) -> P
         chance = mcnemar(len(won), len(lost))
         is_significant = chance < 1 - CONFIDENCE
     difference = after.value - before.value
-    better = (difference > 0) == after.higher if is_significant and after.higher is not None else None
+    is_clear = is_significant and after.higher_is_better is not None
+    better = (difference > 0) == after.higher_is_better if is_clear else None
     return PairedDifference(task, before.name, difference, low, high, better, won, lost, chance)
 
 

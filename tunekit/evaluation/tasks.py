@@ -74,7 +74,7 @@ class TaskSelection:
         if self.harness_tasks:
             module = import_adapter(self.harness_tasks)
             adapter = module.LMEvalAdapter(
-                evaluator.model, evaluator.tokenizer, evaluator.batch, evaluator.dist, model_name
+                evaluator.model, evaluator.tokenizer, evaluator.batch_size, evaluator.dist, model_name
             )
             results += module.evaluate_tasks(
                 adapter, self.harness_tasks, loaded_tasks, self.limit, self.apply_chat_template

@@ -112,11 +112,10 @@ class ThroughputCounter:
 
     def add_tokens(self, num_tokens: int, num_target_tokens: int) -> None:
         """Count the tokens of one step, and the target tokens among them."""
-        self.tokens, self.target_tokens = self.tokens + num_tokens, self.target_tokens + num_target_tokens
-        self.num_tokens, self.num_target_tokens = (
-            self.num_tokens + num_tokens,
-            self.num_target_tokens + num_target_tokens,
-        )
+        self.tokens += num_tokens
+        self.target_tokens += num_target_tokens
+        self.num_tokens += num_tokens
+        self.num_target_tokens += num_target_tokens
 
     def state_dict(self) -> dict[str, float]:
         return dict(vars(self))
@@ -138,10 +137,8 @@ class PendingLine(NamedTuple):
     def values(self) -> dict[str, float]:
         """All values by name. Waits for the device."""
         copied = iter([] if self.copy is None else self.copy.read())
-        metrics = {
-            name: next(copied) if isinstance(value, Tensor) else float(value) for name, value in self.metrics.items()
-        }
-        return metrics | self.stats
+        pairs = self.metrics.items()
+        return {name: next(copied) if isinstance(x, Tensor) else float(x) for name, x in pairs} | self.stats
 
 
 class MetricLogger:
@@ -164,11 +161,8 @@ class MetricLogger:
     ) -> None:
         self.log_every, self.dist, self.num_steps, self.start = log_every, dist, num_steps, start
         self.counter = counter or ThroughputCounter(start)
-        self.trackers = (
-            [open_tracker(tracker, folder, start, resolved or {}) for tracker in report_to]
-            if dist.is_main_process
-            else []
-        )
+        trackers = report_to if dist.is_main_process else ()
+        self.trackers = [open_tracker(tracker, folder, start, resolved or {}) for tracker in trackers]
         self.file = open_metrics_file(folder / FILE, start) if dist.is_main_process else None
         self.terminal = TerminalLogger(num_steps, start, dist.is_main_process)
         self.clock, self.compiled = time.perf_counter(), compile_seconds()
@@ -278,22 +272,19 @@ class MetricLogger:
     def throughput(self, step: int) -> dict[str, float]:
         """Token totals, rates and times since the last line."""
         self.add_elapsed_time()
-        tokens, target_tokens, seconds = (
-            self.counter.tokens,
-            self.counter.target_tokens,
-            max(self.counter.seconds, 1e-9),
-        )
-        step_time = seconds / (step - self.counter.last_step)
+        counter, seconds = self.counter, max(self.counter.seconds, 1e-9)
+        step_time = seconds / (step - counter.last_step)
         self.mean_step_time = step_time if self.mean_step_time == 0 else 0.9 * self.mean_step_time + 0.1 * step_time
-        values = {"num_tokens": self.counter.num_tokens, "num_target_tokens": self.counter.num_target_tokens}
-        values |= {
-            "tokens_per_second": tokens / seconds,
-            "target_tokens_per_second": target_tokens / seconds,
+        values = {
+            "num_tokens": counter.num_tokens,
+            "num_target_tokens": counter.num_target_tokens,
+            "tokens_per_second": counter.tokens / seconds,
+            "target_tokens_per_second": counter.target_tokens / seconds,
             "step_time": step_time,
         }
-        if self.counter.compile_time > 0:
-            values["compile_time"] = self.counter.compile_time
-            self.terminal.print_line(f"step {step}: compiled for {self.counter.compile_time:.1f} s")
+        if counter.compile_time > 0:
+            values["compile_time"] = counter.compile_time
+            self.terminal.print_line(f"step {step}: compiled for {counter.compile_time:.1f} s")
         return values
 
     def write(self, step: int, values: dict[str, float]) -> None:

@@ -31,8 +31,8 @@ def test_bootstrap_interval_matches_the_paired_t_test() -> None:
 def test_rows_are_weighted_by_tokens() -> None:
     """50 rows of ten tokens lose a nat per row, and 50 rows of one token gain ten."""
     tokens = [10.0, 1.0] * 50
-    before = Metric.mean("loss", tokens, tokens, higher=False)
-    after = Metric.mean("loss", [count + (1 if count > 1 else -10) for count in tokens], tokens, higher=False)
+    before = Metric.mean("loss", tokens, tokens, higher_is_better=False)
+    after = Metric.mean("loss", [count + (1 if count > 1 else -10) for count in tokens], tokens, higher_is_better=False)
     change = compare_metric("rows", before, after)
     assert change is not None
     assert change.difference == pytest.approx(-9 * 50 / (11 * 50))
@@ -87,7 +87,7 @@ def test_rows_are_matched_by_identity() -> None:
 
 
 def test_mean_of_no_rows_is_nan() -> None:
-    metric = Metric.mean("loss", [], higher=False)
+    metric = Metric.mean("loss", [], higher_is_better=False)
     assert math.isnan(metric.value) and not metric.is_binary
     assert json.loads(json.dumps(metric.to_dict(), allow_nan=False)) == {"value": None, "values": []}
     assert compare_metric("rows", metric, metric) is None
