@@ -2,22 +2,29 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from tunekit.config.choices import kind_name
 from tunekit.data import tokenize
 from tunekit.data.chat_template import converters
-from tunekit.data.chat_template.json_values import json_type
-from tunekit.data.chat_template.messages import Conversation, get_column, get_string, make_conversation, parse_json_cell
+from tunekit.data.chat_template.messages import (
+    Conversation,
+    get_column,
+    get_string,
+    json_type,
+    make_conversation,
+    parse_json_cell,
+)
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.format_detection import FormatRule, RowFormat, detect_format
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.readers.open_dataset import find_data_files, parse_split
-from tunekit.data.readers.row_reader import BadRow, Row
+from tunekit.data.readers.row_reader import BadRow, Row, RowReader
 from tunekit.data.row_errors import format_user_code_error
 from tunekit.data.tokenize import MaskedText, TrainOn
 from tunekit.data.tokenizer import Tokenizer
@@ -27,19 +34,8 @@ from tunekit.errors import FieldError, UserError
 
 EncodedRow = list[Document] | BadRow | None
 Fields = dict[str, Any]
-# Exceptions of user transforms and formats that make a row a bad row.
-USER_CODE_ERRORS = (
-    TypeError,
-    ValueError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-    AssertionError,
-    RuntimeError,
-    OSError,
-)
-
-
+Result = TypeVar("Result")
+MAX_PROBED_ROWS = 100  # rows that are read to detect or describe the format
 # Without a key path: a dataset config does not know its own, nor its index in a mixture.
 SKIP_HINT = "Fix the row, or set `on_bad_row: skip` next to the `source` of this file"
 
@@ -149,11 +145,23 @@ class DatasetConfig(DataConfig):
             return None if fields is None else self.render(tokenizer, fields)
         except UserError as error:
             return BadRow(row.where, str(error))
-        except USER_CODE_ERRORS as error:
+        except Exception as error:  # of user transforms and formats, which make a row a bad row
             message = format_user_code_error(error, self, *self.transforms)
             if message is None:
                 raise
             return BadRow(row.where, message)
+
+    def probe_rows(self, reader: RowReader, fn: Callable[[Fields], Result]) -> tuple[Result | None, str]:
+        """Result of `fn` for the first row for which it raises no UserError; or None, and the last error."""
+        error_message = "has no rows"
+        for row in islice(reader.rows, MAX_PROBED_ROWS):
+            try:
+                fields = self.apply_transforms(row.fields) if isinstance(row, Row) else None
+                if fields is not None:
+                    return fn(fields), ""
+            except UserError as error:
+                error_message = str(error)
+        return None, error_message
 
     def apply_transforms(self, fields: Fields) -> Fields | None:
         """Columns after all transforms; None if one of them removes the row."""
@@ -191,12 +199,6 @@ class ChatTemplateMixin(DatasetConfig):
             raise UserError(f"{self.chat_template}: chat template file not found")
 
     def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        tokenizer = self.with_chat_template(tokenizer)
-        tokenizer.template()
-        return tokenizer
-
-    def with_chat_template(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Tokenizer with the configured chat template."""
         return tokenizer if self.chat_template is None else tokenizer.with_template(self.chat_template)
 
 
@@ -214,6 +216,11 @@ class ConversationDataset(ChatTemplateMixin):
         super().__post_init__()
         if not self.train_on:
             raise FieldError("train_on", "must name at least one role")
+
+    def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
+        tokenizer = super().prepare_tokenizer(tokenizer)
+        tokenizer.template()
+        return tokenizer
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
         return [tokenize.render_conversation(tokenizer, self.to_conversation(fields), self.train_on)]
@@ -298,7 +305,7 @@ class TextOrChatMixin(EosTokenMixin, ConversationDataset):
     """Rows that are texts or conversations: only some need a chat template or an EOS token."""
 
     def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        return self.with_chat_template(tokenizer)
+        return ChatTemplateMixin.prepare_tokenizer(self, tokenizer)
 
 
 @dataclass(frozen=True)
@@ -404,17 +411,24 @@ SFTDataset = AutoDataset | ChatDataset | ShareGPTDataset | InstructDataset | Com
 
 
 @dataclass(frozen=True)
-class PreferenceBase(TextOrChatMixin):
-    """Rows of completions that are compared or labeled: prompts are never trained on, and rows are not split."""
+class UnsplitRowsBase(DatasetConfig):
+    """Rows that are compared or labeled as a whole, and cannot be split."""
 
     has_document_ids: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.excess_length_strategy == "split":
-            raise FieldError(
-                "excess_length_strategy", "completions cannot be split, got 'split'. Set 'truncate' or 'drop'"
-            )
+            problem = "rows with labels or pairs cannot be split, got 'split'. Set 'truncate' or 'drop'"
+            raise FieldError("excess_length_strategy", problem)
+
+
+@dataclass(frozen=True)
+class PreferenceBase(UnsplitRowsBase, TextOrChatMixin):
+    """Rows of completions that are compared or labeled: prompts are never trained on."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.train_on == "all":
             raise FieldError("train_on", "preference data cannot train on prompts, got 'all'")
 

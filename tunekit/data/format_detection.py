@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tunekit.data.chat_template.json_values import json_type
-from tunekit.data.chat_template.messages import parse_json_cell
+from tunekit.data.chat_template.messages import json_type, parse_json_cell
 from tunekit.errors import UserError
 
 SPEAKER_KEYS = {"role", "from"}  # key of the speaker in OpenAI messages, in ShareGPT

@@ -6,34 +6,24 @@ from typing import Any, ClassVar
 
 from tunekit.data import tokenize
 from tunekit.data.chat_template import converters
-from tunekit.data.chat_template.json_values import json_type
-from tunekit.data.chat_template.messages import get_column, get_string, make_conversation, parse_json_cell
-from tunekit.data.datasets import SKIP_HINT, ChatTemplateMixin, DatasetConfig, EosTokenMixin, Fields, to_number
+from tunekit.data.chat_template.messages import (
+    format_value,
+    get_column,
+    get_string,
+    json_type,
+    make_conversation,
+    parse_json_cell,
+)
+from tunekit.data.datasets import SKIP_HINT, ChatTemplateMixin, EosTokenMixin, Fields, UnsplitRowsBase, to_number
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.tokenize import MaskedText
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 
-MAX_SHOWN_CHARS = 40  # characters of a label in a message
-
 
 @dataclass(frozen=True)
-class LabeledBase(DatasetConfig):
-    """Rows with labels, which cannot be split."""
-
-    has_document_ids: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.excess_length_strategy == "split":
-            raise FieldError(
-                "excess_length_strategy", "labeled rows cannot be split, got 'split'. Set 'truncate' or 'drop'"
-            )
-
-
-@dataclass(frozen=True)
-class LabeledDataset(EosTokenMixin, ChatTemplateMixin, LabeledBase):
+class LabeledDataset(UnsplitRowsBase, EosTokenMixin, ChatTemplateMixin):
     """Texts, or conversations that the chat template renders, each with a label.
 
     A label is a number, or one of `class_names`, which stands for its index.
@@ -49,9 +39,6 @@ class LabeledDataset(EosTokenMixin, ChatTemplateMixin, LabeledBase):
         super().__post_init__()
         if len(set(self.class_names)) < len(self.class_names):
             raise FieldError("class_names", "must not contain a name twice")
-
-    def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        return self.with_chat_template(tokenizer)
 
     def describe(self, fields: Fields) -> str:
         return f"texts with labels (column {self.label_column!r})"
@@ -73,7 +60,7 @@ class LabeledDataset(EosTokenMixin, ChatTemplateMixin, LabeledBase):
             raise UserError(f"{self.label_column}: the label is null. {SKIP_HINT}")
         if isinstance(label, str):
             if label not in self.class_names:
-                raise UserError(f"{self.label_column}: {quote_label(label)} {self.text_label_error}")
+                raise UserError(f"{self.label_column}: {format_value(label)} {self.text_label_error}")
             return float(self.class_names.index(label))
         value = to_number(label, self.label_column)
         if self.class_names and value not in range(len(self.class_names)):
@@ -90,13 +77,8 @@ class LabeledDataset(EosTokenMixin, ChatTemplateMixin, LabeledBase):
         return "is text. Set `class_names` (loss=classification), or remove the quotes of a number"
 
 
-def quote_label(text: str) -> str:
-    """Quote a label for a message, shortened."""
-    return repr(text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..")
-
-
 @dataclass(frozen=True)
-class StepwiseDataset(EosTokenMixin, ChatTemplateMixin, LabeledBase):
+class StepwiseDataset(UnsplitRowsBase, EosTokenMixin, ChatTemplateMixin):
     """A prompt and the steps of an answer, each with a label at its last token.
 
     The prompt is text, or a list of messages that the chat template renders; the steps then continue the assistant
@@ -108,9 +90,6 @@ class StepwiseDataset(EosTokenMixin, ChatTemplateMixin, LabeledBase):
     completions_column: str = "completions"  # Column of the steps: a list of texts
     labels_column: str = "labels"  # Column of the labels: a list of true or false, or of class indices
     step_separator: str = "\n"  # Text after each step
-
-    def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        return self.with_chat_template(tokenizer)
 
     def describe(self, fields: Fields) -> str:
         return f"steps with labels (columns {self.completions_column!r}, {self.labels_column!r})"

@@ -4,15 +4,15 @@ Severities: `wrong` stops a run before training, because training on the rows is
 `note` is for information.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal
 
 import numpy as np
 
 from tunekit.data.doc_flags import DocFlags
-from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
+from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, TokenizedDataset
 from tunekit.data.row_stats import RowStats, measure_rows
 from tunekit.data.tokenizer import Tokenizer
 
@@ -22,6 +22,7 @@ MAX_LISTED = 3  # rows that a finding names
 # Words of a message about several rows, and about one row.
 SINGULAR = {"are": "is", "ask": "asks", "begin": "begins", "do": "does", "have": "has", "contain": "contains"}
 SINGULAR |= {"copies": "a copy"}
+TRUNCATION_HINT = "Raise `max_length`, or set `excess_length_strategy: drop`"
 DUPLICATE_HINT = "Remove them: repeated rows have a higher weight. {} is a copy of {}"
 
 
@@ -76,14 +77,13 @@ class CheckTarget:
         self, config_key: str, datasets: Sequence[TokenizedDataset], tokenizer: Tokenizer, context: CheckContext
     ) -> None:
         self.config_key, self.datasets, self.tokenizer, self.context = config_key, datasets, tokenizer, context
+        self.documents = ConcatDataset(datasets)
         self.stats: RowStats = measure_rows(datasets, tokenizer, context.max_length)
-        self.lengths, self.full_lengths, self.doc_flags = (
-            np.concatenate([vars(dataset)[name] for dataset in datasets])
-            for name in ("lengths", "full_lengths", "doc_flags")
-        )
+        self.lengths = self.documents.lengths
+        self.full_lengths = np.concatenate([dataset.full_lengths for dataset in datasets])
+        self.doc_flags = np.concatenate([dataset.doc_flags for dataset in datasets])
         self.is_truncated = self.lengths < self.full_lengths
         self.hashes = self.stats.token_hash + self.is_truncated  # a truncated document equals no complete one
-        self.starts = np.cumsum([0, *map(len, datasets)])
         # A row may have several documents, not all of which are its start, and a stream may contain a row twice.
         self.row_ids = np.concatenate([row_ids(dataset, i) for i, dataset in enumerate(datasets)], axis=1)
         self.starts_row = np.append(True, (self.row_ids[:, 1:] != self.row_ids[:, :-1]).any(axis=0))
@@ -93,26 +93,20 @@ class CheckTarget:
         """Number of rows, each of one or more adjacent documents."""
         return int(self.row_indices[-1]) + 1
 
-    def locate(self, document: int) -> tuple[TokenizedDataset, int]:
-        """Dataset of a document, and the index of the document in it."""
-        dataset = int(np.searchsorted(self.starts, document, side="right")) - 1
-        return self.datasets[dataset], document - int(self.starts[dataset])
-
-    def row_location(self, document: int) -> str:
-        """File and row of a document."""
-        dataset, index = self.locate(document)
-        return dataset.row_location(index)
-
     def report_rows(
-        self, severity: Severity, kind: str, mask: np.ndarray, message: str, hint: str
+        self, kind: str, mask: np.ndarray, message: str, hint: str, doubtful: float = 0.0, wrong: float = math.inf
     ) -> Iterator[Finding]:
-        """Yield a finding if `mask` (documents,) selects any document. `message` is a template of `format_message`."""
-        documents = np.flatnonzero(mask)
+        """Yield a finding if `mask` (documents,) selects any document. `message` is a template of `format_message`.
+
+        The severity is `note`, `doubtful` or `wrong` from these fractions of all documents on.
+        """
+        documents, fraction = np.flatnonzero(mask), mask.mean()
         if len(documents):
+            severity: Severity = "wrong" if fraction >= wrong else "doubtful" if fraction >= doubtful else "note"
             _, first_indices = np.unique(self.row_indices[documents], return_index=True)
             count, first = len(first_indices), tuple(documents[first_indices[:MAX_LISTED]].tolist())
-            text = format_message(message, count, len(self))
-            locations = tuple(self.row_location(document) for document in first)
+            text = format_message(message, count, len(self)).replace("{limit}", f"{self.context.max_length:,} tokens")
+            locations = tuple(map(self.documents.row_location, first))
             yield Finding(severity, kind, self.config_key, text, hint, count, count / len(self), first, locations)
 
     def report(self, severity: Severity, kind: str, message: str, hint: str) -> Finding:
@@ -149,10 +143,7 @@ def format_percent(fraction: float) -> str:
 
 def find_rows_without_targets(target: CheckTarget) -> Iterator[Finding]:
     mask, message = target.stats.targets == 0, "{rows} {have} no target tokens"
-    if mask.all():
-        yield from target.report_rows("wrong", "no target tokens", mask, message, "Change `train_on`")
-    hint = "Remove them, or change `train_on`"
-    yield from target.report_rows("doubtful", "no target tokens", mask & ~mask.all(), message, hint)
+    yield from target.report_rows("no target tokens", mask, message, "Change `train_on`, or remove them", wrong=1.0)
 
 
 def find_tokens_beyond_vocab(target: CheckTarget) -> Iterator[Finding]:
@@ -161,7 +152,7 @@ def find_tokens_beyond_vocab(target: CheckTarget) -> Iterator[Finding]:
         max_token = int(target.stats.max_token.max())
         message = f"{{rows}} {{contain}} tokens without an embedding: token id {max_token}, vocabulary of {vocab_size}"
         mask = target.stats.max_token >= vocab_size
-        yield from target.report_rows("wrong", "vocabulary", mask, message, "Use the tokenizer of this model")
+        yield from target.report_rows("vocabulary", mask, message, "Use the tokenizer of this model", wrong=0.0)
 
 
 def find_missing_end_tokens(target: CheckTarget) -> Iterator[Finding]:
@@ -172,10 +163,8 @@ def find_missing_end_tokens(target: CheckTarget) -> Iterator[Finding]:
     message = "no answer has an end token as target" if all_missing else "answers of {rows} have no end token as target"
     message += ": the model is not trained to stop"
     hint = "End turns with a special token in the chat template, or set another `chat_template`"
-    severity: Severity = "wrong" if all_missing else "doubtful"
-    yield from target.report_rows(
-        severity, "terminators", is_missing & (has_turns | (stats.targets > 0)), message, hint
-    )
+    mask, wrong = is_missing & (has_turns | (stats.targets > 0)), 0.0 if all_missing else math.inf
+    yield from target.report_rows("terminators", mask, message, hint, wrong=wrong)
 
 
 def find_unknown_stop_tokens(target: CheckTarget) -> Iterator[Finding]:
@@ -189,7 +178,7 @@ def find_unknown_stop_tokens(target: CheckTarget) -> Iterator[Finding]:
         stops = ", ".join(sorted(special_ids[token] for token in tokenizer.stops if token in special_ids))
         message = f"answers of {{rows}} end with {ends}, but generation stops only at {stops or 'no token'}"
         hint = "Add its id to `eos_token_id` in generation_config.json"
-        yield from target.report_rows("doubtful", "stops", mask, message, hint)
+        yield from target.report_rows("stops", mask, message, hint)
 
 
 def find_empty_answers(target: CheckTarget) -> Iterator[Finding]:
@@ -202,15 +191,14 @@ def find_empty_answers(target: CheckTarget) -> Iterator[Finding]:
     is_preference = kind == "pairs" or has_preferences
     effect = "the model may only learn to prefer or avoid them" if is_preference else "the model learns to stop at once"
     message = f"{{rows}} {{have}} an empty answer: {effect}"
-    yield from target.report_rows("doubtful", "empty answers", mask, message, "Remove them")
+    yield from target.report_rows("empty answers", mask, message, "Remove them")
 
 
 def find_truncated_answers(target: CheckTarget) -> Iterator[Finding]:
-    mask = target.stats.end_missing & (target.lengths < target.full_lengths)
-    severity: Severity = "doubtful" if mask.mean() >= 0.01 else "note"
-    message = f"answers of {{rows}} are truncated to {target.context.max_length:,} tokens, without their end token"
-    hint = "Raise `max_length`, or set `excess_length_strategy: drop`"
-    yield from target.report_rows(severity, "truncated answers", mask, message, hint)
+    mask, message = target.stats.end_missing & target.is_truncated, "answers of {rows} are truncated to {limit}"
+    yield from target.report_rows(
+        "truncated answers", mask, f"{message}, without their end token", TRUNCATION_HINT, doubtful=0.01
+    )
 
 
 def find_dropped_rows(target: CheckTarget) -> Iterator[Finding]:
@@ -242,18 +230,16 @@ def find_duplicates(target: CheckTarget) -> Iterator[Finding]:
     # A row is a duplicate if all of its documents are.
     is_duplicate = np.logical_and.reduceat(is_repeated, row_starts)[target.row_indices]
     is_truncated = np.logical_or.reduceat(target.is_truncated, row_starts)[target.row_indices]
-    truncated_message = f"{{rows}} {{are}} equal to earlier ones when truncated to {target.context.max_length:,} tokens"
+    truncated_message = "{rows} {are} equal to earlier ones when truncated to {limit}"
     truncated_hint = "Raise `max_length`: {} begins like {}"
     for kind, mask, message, hint in (
         ("duplicates", is_duplicate & ~is_truncated, "{rows} {are} {copies} of earlier ones", DUPLICATE_HINT),
         ("truncated duplicates", is_duplicate & is_truncated, truncated_message, truncated_hint),
     ):
         if mask.any():
-            severity: Severity = "doubtful" if mask.mean() >= 0.05 else "note"
             document = int(mask.argmax())
-            original = int(firsts[inverse[document]])
-            locations = target.row_location(document), target.row_location(original)
-            yield from target.report_rows(severity, kind, mask, message, hint.format(*locations))
+            locations = map(target.documents.row_location, (document, int(firsts[inverse[document]])))
+            yield from target.report_rows(kind, mask, message, hint.format(*locations), doubtful=0.05)
 
 
 def find_constant_answers(target: CheckTarget) -> Iterator[Finding]:
@@ -262,9 +248,8 @@ def find_constant_answers(target: CheckTarget) -> Iterator[Finding]:
         hashes, counts = np.unique(target.stats.answer_hash[has_answer], return_counts=True)
         fraction = counts.max() / has_answer.sum()
         mask = has_answer & (target.stats.answer_hash == hashes[counts.argmax()]) & (fraction >= 0.5)
-        severity: Severity = "doubtful" if fraction >= 0.8 else "note"
-        message, hint = "{rows} {have} the same answer", "Check that this is intended"
-        yield from target.report_rows(severity, "constant answers", mask, message, hint)
+        message, doubtful = "{rows} {have} the same answer", 0.0 if fraction >= 0.8 else math.inf
+        yield from target.report_rows("constant answers", mask, message, "Check that this is intended", doubtful)
 
 
 def count_labels(target: CheckTarget) -> tuple[np.ndarray, np.ndarray]:
@@ -298,67 +283,58 @@ def find_absent_classes(target: CheckTarget) -> Iterator[Finding]:
 
 
 def find_truncated_rows(target: CheckTarget) -> Iterator[Finding]:
-    mask = target.lengths < target.full_lengths
-    severity: Severity = "doubtful" if mask.mean() >= 0.01 else "note"
-    message = f"{{rows}} {{are}} truncated to {target.context.max_length:,} tokens and scored without their end"
-    hint = "Raise `max_length`, or set `excess_length_strategy: drop`"
-    yield from target.report_rows(severity, "truncated rows", mask, message, hint)
+    message = "{rows} {are} truncated to {limit} and scored without their end"
+    yield from target.report_rows("truncated rows", target.is_truncated, message, TRUNCATION_HINT, doubtful=0.01)
 
 
 def find_short_rows(target: CheckTarget) -> Iterator[Finding]:
     mask = target.starts_row & (target.lengths <= 2)
-    yield from target.report_rows("doubtful", "short", mask, "{rows} {have} only one or two tokens", "Remove them")
+    yield from target.report_rows("short", mask, "{rows} {have} only one or two tokens", "Remove them")
 
 
 def find_bos_problems(target: CheckTarget) -> Iterator[Finding]:
     """Rows with two BOS tokens, and a dataset without the BOS token that the tokenizer adds to texts."""
     is_double, bos_text = target.stats.double_bos, target.tokenizer.names.get("bos_token", "")
     message = f"{{rows}} {{begin}} with {bos_text} twice: the text contains it, and the tokenizer adds it"
-    severity: Severity = "wrong" if is_double.mean() >= 0.5 else "doubtful"
-    yield from target.report_rows(severity, "bos", is_double, message, "Remove it from the text or the chat template")
+    yield from target.report_rows("bos", is_double, message, "Remove it from the text or the chat template", wrong=0.5)
     plain, with_bos = (target.tokenizer.encode_texts(["a"], special)[0][:1] for special in (False, True))
     is_missing = target.starts_row & (target.stats.first_token != with_bos[0])
     if with_bos != plain and is_missing.sum() >= 0.5 * target.starts_row.sum():
         token = target.tokenizer.model.id_to_token(with_bos[0])
         message = f"{{rows}} {{do}} not begin with {token}, which this tokenizer adds to the start of texts"
-        yield from target.report_rows("doubtful", "bos", is_missing, message, "Add it to the chat template")
+        yield from target.report_rows("bos", is_missing, message, "Add it to the chat template")
 
 
 def find_unknown_tokens(target: CheckTarget) -> Iterator[Finding]:
     fraction = float(target.stats.num_unknown.sum()) / max(int(target.lengths.sum()), 1)
-    severity: Severity = "doubtful" if fraction >= 0.001 else "note"
+    doubtful = 0.0 if fraction >= 0.001 else math.inf
     message = f"{{rows}} {{contain}} text that the tokenizer cannot encode: {format_percent(fraction)} unknown tokens"
     hint = "Check that the tokenizer supports this language"
-    yield from target.report_rows(severity, "unknown tokens", target.stats.num_unknown > 0, message, hint)
+    yield from target.report_rows("unknown tokens", target.stats.num_unknown > 0, message, hint, doubtful)
 
 
-FLAG_FINDINGS: dict[DocFlags, tuple[Severity, str, str, str]] = {
+FLAG_FINDINGS = {
     DocFlags.SPECIAL_IN_TEXT: (
-        "doubtful",
         "special tokens",
         "messages of {rows} contain the text of a special token, which becomes that token",
         "Remove it from the text",
     ),
     DocFlags.PROMPT_TRAINED: (
-        "doubtful",
         "prompt in targets",
         "the prompt of the answer is part of the target tokens in {rows}",
         "Start the {% generation %} block of the chat template after it",
     ),
     DocFlags.TOOLS_NOT_RENDERED: (
-        "doubtful",
         "tools unused",
         "{rows} {have} tools or calls that the chat template does not render",
         "Set a `chat_template` that does, or remove them",
     ),
     DocFlags.REASONING_DROPPED: (
-        "note",
         "reasoning dropped",
         "the chat template drops reasoning of {rows}",
         "To train on it, set a `chat_template` that renders it",
     ),
     DocFlags.CONTENT_LOST: (
-        "doubtful",
         "content lost",
         "the chat template does not render all message content of {rows}",
         "Set a `chat_template` that does",
@@ -367,8 +343,9 @@ FLAG_FINDINGS: dict[DocFlags, tuple[Severity, str, str, str]] = {
 
 
 def find_flagged_rows(target: CheckTarget) -> Iterator[Finding]:
-    for flag, (severity, kind, message, hint) in FLAG_FINDINGS.items():
-        yield from target.report_rows(severity, kind, (target.doc_flags & flag) > 0, message, hint)
+    for flag, (kind, message, hint) in FLAG_FINDINGS.items():
+        doubtful = math.inf if flag is DocFlags.REASONING_DROPPED else 0.0
+        yield from target.report_rows(kind, (target.doc_flags & flag) > 0, message, hint, doubtful)
 
 
 def find_poor_packing(target: CheckTarget) -> Iterator[Finding]:
@@ -402,22 +379,19 @@ def find_missing_special_tokens(target: CheckTarget) -> Iterator[Finding]:
 def find_overlap(train: CheckTarget, held_out: CheckTarget) -> Iterator[Finding]:
     """Held-out rows that are in the training data, and those whose prompt is."""
     is_same = np.isin(held_out.hashes, train.hashes)
-    severity: Severity = "wrong" if (is_same & ~held_out.is_truncated).mean() >= 0.5 else "doubtful"
     message = "{rows} {are} also in `data`: their loss does not measure generalization"
     hint = "Remove them from one of both, or use separate slices of a `split`"
-    yield from held_out.report_rows(severity, "overlap", is_same & ~held_out.is_truncated, message, hint)
-    limit = f"{held_out.context.max_length:,} tokens"
-    message = f"{{rows}} {{are}} equal to rows of `data` when truncated to {limit}: their loss may not be meaningful"
+    yield from held_out.report_rows("overlap", is_same & ~held_out.is_truncated, message, hint, wrong=0.5)
+    message = "{rows} {are} equal to rows of `data` when truncated to {limit}: their loss may not be meaningful"
     hint = "Raise `max_length`, or remove them from one of both"
-    yield from held_out.report_rows("doubtful", "truncated overlap", is_same & held_out.is_truncated, message, hint)
+    yield from held_out.report_rows("truncated overlap", is_same & held_out.is_truncated, message, hint)
     prompts, counts = np.unique(train.stats.prompt_hash[train.stats.first_target > 0], return_counts=True)
     rare_prompts = prompts[counts <= max(10, len(train) // 200)]  # common prompts, such as instructions, are no overlap
     has_prompt = ~held_out.stats.all_targets & (held_out.stats.first_target > 0)
     same_prompt = ~is_same & has_prompt & np.isin(held_out.stats.prompt_hash, rare_prompts)
-    severity = "doubtful" if same_prompt.mean() >= 0.05 else "note"
     message = "{rows} {have} the prompt of a row of `data`, with another answer"
     hint = "Remove them from one of both if evaluation needs new prompts"
-    yield from held_out.report_rows(severity, "same prompts", same_prompt, message, hint)
+    yield from held_out.report_rows("same prompts", same_prompt, message, hint, doubtful=0.05)
 
 
 Check = Callable[[CheckTarget], Iterator[Finding]]
@@ -453,12 +427,10 @@ REWARD_CHECKS: tuple[Check, ...] = (find_truncated_rows, find_constant_labels)
 
 def run_checks(target: CheckTarget, *extra_checks: Check) -> Iterator[Finding]:
     """Findings of all checks that apply to the use of the rows."""
-    if target.context.reward_target is None:
-        checks = [*CHECKS, *extra_checks]
-    else:
-        checks = [check for check in (*CHECKS, *extra_checks) if check not in GENERATION_CHECKS]
-        checks += REWARD_CHECKS
-    return chain.from_iterable(check(target) for check in checks)
+    is_reward = target.context.reward_target is not None
+    for check in (*CHECKS, *extra_checks, *(REWARD_CHECKS if is_reward else ())):
+        if not (is_reward and check in GENERATION_CHECKS):
+            yield from check(target)
 
 
 def run_data_checks(train: CheckTarget, held_out: CheckTarget | None = None) -> list[Finding]:

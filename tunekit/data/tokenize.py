@@ -48,7 +48,7 @@ def render_conversation(tokenizer: Tokenizer, conversation: Conversation, train_
     """Render a conversation with the chat template."""
     turns, tools = target_turns(conversation, train_on), conversation.tools
     messages = detect_features(tokenizer.template(tools), tokenizer).adapt_messages(conversation.messages)
-    targets = "all" if train_on == "all" else turns
+    targets = None if train_on == "all" else tuple(turns)
     text, target_spans, flags = loss_mask.render_with_mask(tokenizer, messages, tools, targets)
     return MaskedText(text, target_spans, flags | find_doc_flags(tokenizer, conversation, text, turns))
 

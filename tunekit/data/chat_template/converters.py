@@ -4,12 +4,13 @@ import re
 from os.path import commonprefix
 from typing import Any
 
-from tunekit.data.chat_template.json_values import json_type, parse_json
 from tunekit.data.chat_template.messages import (
     Conversation,
     Message,
     format_value,
+    json_type,
     make_conversation,
+    parse_json,
     parse_tool_call,
     parse_tools,
     suggest_word,

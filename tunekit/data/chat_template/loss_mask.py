@@ -5,8 +5,8 @@ Spans come from the template's `{% generation %}` blocks, or else from the bound
 (template_pattern.py).
 """
 
-from collections.abc import Container, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Container
+from typing import Any, NamedTuple
 
 from tunekit.data.chat_template.template_pattern import TemplatePattern, find_pattern, padded_sentinel
 from tunekit.data.chat_template.turn_boundaries import (
@@ -28,7 +28,6 @@ from tunekit.data.token_cache import TokenizerEncoding
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
-TrainOn = Literal["assistant", "last", "all"]
 PROBE_TOOLS = [{"type": "function", "function": {"name": "a", "description": "b", "parameters": {"type": "object"}}}]
 MAX_PATTERNS = 500  # size of the cache of span patterns
 
@@ -53,19 +52,16 @@ class SpanPattern(NamedTuple):
 
 
 def render_with_mask(
-    tokenizer: Tokenizer, messages: Messages, tools: Tools, train_on: TrainOn | Sequence[int]
+    tokenizer: Tokenizer, messages: Messages, tools: Tools, targets: tuple[int, ...] | None
 ) -> MaskedConversation:
-    """Render a conversation and find its target spans. `train_on` may be a list of message indices, ascending.
+    """Render a conversation and find the spans of the messages `targets`, ascending indices; None: the full text.
 
     The end token of a turn is part of its span. Raise UserError if the mask would be ambiguous.
     """
     text, blocks = tokenizer.template(tools).render_with_spans(tokenizer.template_context(messages, tools))
     check_encodable(text)
-    if train_on == "all":
+    if targets is None:
         return MaskedConversation(text, [(0, len(text))], DocFlags(0))
-    targets = target_turns(messages, train_on) if isinstance(train_on, str) else tuple(train_on)
-    if not targets:
-        raise UserError("no target tokens: the conversation has no assistant message")
     sentinels = SentinelMessages(tokenizer, messages, tools)
     span_pattern = get_span_pattern(tokenizer, sentinels, tools, targets)
     spans = None if span_pattern.pattern is None else span_pattern.pattern.match(text, sentinels.texts)
@@ -96,12 +92,6 @@ def generation_blocks(tokenizer: Tokenizer, text: str, messages: Messages, tools
     if not template.has_generation_blocks:
         return []
     return template.generation_spans(text, tokenizer.template_context(messages, tools))
-
-
-def target_turns(messages: Messages, train_on: str) -> tuple[int, ...]:
-    """Return the indices of all assistant messages, or of the last one."""
-    turns = tuple(index for index, message in enumerate(messages) if message["role"] == "assistant")
-    return turns[-1:] if train_on == "last" else turns
 
 
 def check_encodable(text: str) -> None:
@@ -175,8 +165,8 @@ def generation_spans(
     """
     blocks = generation_blocks(rendered.tokenizer, rendered.text, rendered.messages, rendered.tools)
     owners = [find_owner(rendered, block) for block in blocks]
-    turns = target_turns(rendered.messages, "assistant")
-    if None in owners and not set(turns) <= set(targets):
+    turns = {index for index, message in enumerate(rendered.messages) if message["role"] == "assistant"}
+    if None in owners and not turns <= set(targets):
         raise AmbiguousMaskError(
             f"ambiguous loss mask: the chat template marks {len(blocks)} generation blocks in {len(turns)} assistant "
             f"turns, and one of them contains no message content. {MASK_HINT}"

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from tunekit.data.chat_template.messages import REASONING, Message
+from tunekit.data.chat_template.messages import REASONING_KEYS, Message
 from tunekit.data.chat_template.template import ChatTemplate
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
 QUESTION, ANSWER, TOOL_NAME, EXTRA_KEY = "qaz", "wsx", "edc", "rfv"  # strings that no template contains
-KNOWN_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *REASONING})
+KNOWN_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *REASONING_KEYS})
 CALL_ID = "call{:05}"  # some templates require nine characters
 EMPTY_CONTENTS: tuple[Message, ...] = ({"content": None}, {"content": ""}, {})  # content of a message with only calls
 

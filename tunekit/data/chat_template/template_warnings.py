@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from tunekit.data.chat_template.messages import REASONING, Conversation, Message
+from tunekit.data.chat_template.messages import REASONING_KEYS, Conversation, Message
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.tokenizer import Tokenizer
 
@@ -37,7 +37,7 @@ def flag_calls_and_reasoning(message: Message, text: str, is_target: bool) -> Do
     flags = DocFlags(0)
     if not all(call["function"]["name"] in text for call in message.get("tool_calls", ())):
         flags |= DocFlags.TOOLS_NOT_RENDERED
-    reasoning = next((message[name] for name in REASONING if name in message), "")
+    reasoning = next((message[name] for name in REASONING_KEYS if name in message), "")
     if is_target and reasoning.strip() not in text:
         flags |= DocFlags.REASONING_DROPPED
     return flags

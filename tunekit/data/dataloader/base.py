@@ -1,6 +1,7 @@
 """Interface of the data loaders: micro-batches by step."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.sampler import RowOrder
 from tunekit.data.dataloader.summary import DataSummary
 from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+from tunekit.errors import UserError
 
 
 class DataLoader(ABC):
@@ -51,7 +53,23 @@ class DataLoader(ABC):
 
     @abstractmethod
     def check_vocab(self, vocab_size: int) -> None:
-        """Raise UserError if the model has no embedding for a token."""
+        """Raise UserError if the model has no embedding for a token, now or when a later block is read."""
+
+    def check_token_ids(self, datasets: Iterable[TokenizedDataset], vocab_size: int) -> None:
+        """Raise UserError if the model has no embedding for a token of these documents, or for padding."""
+        max_token = max(self.collator.pad_id, *(int(dataset.tokens.max()) for dataset in datasets))
+        if max_token >= vocab_size:
+            raise UserError(
+                f"data: token id {max_token} is outside the model's vocabulary of {vocab_size} tokens. "
+                "Use the tokenizer of this model."
+            )
+
+    def check_same_data(self, saved: Any, current: Any) -> None:
+        """Raise UserError if the fingerprint of a saved state is another one."""
+        if saved != current:
+            raise UserError(
+                "data: the dataset has changed since the run started. Restore the original data, or pass --overwrite."
+            )
 
     @abstractmethod
     def state_dict(self, step: int) -> dict[str, Any]:
@@ -79,6 +97,5 @@ class DataLoader(ABC):
     def summary(self) -> DataSummary:
         """Statistics of an epoch; with streaming data, of the first block."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Stop background work."""
+    def close(self) -> None:  # noqa: B027 - only streams have any
+        """Stop background work, if any."""

@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.data.dataloader.mixture import ConcatDataset
 from tunekit.data.dataloader.packing import pack_rows
 from tunekit.data.dataloader.shared_prefix import SharedPrefixRows
 from tunekit.data.doc_flags import DocFlags
-from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset, first_target
+from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, Document, TokenizedDataset, first_target
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 IGNORE = -100
@@ -92,7 +91,7 @@ class Batch:
 
     def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> "Batch":
         """Copy of the batch with `fn` applied to its tensors, except those that stay on the CPU."""
-        tensors = {name: fn(value) for name in TENSOR_FIELDS if (value := vars(self)[name]) is not None}
+        tensors = {name: fn(value) for name in TENSOR_FIELDS if (value := getattr(self, name)) is not None}
         mismatched = None if self.mismatched is None else self.mismatched.map_tensors(fn)
         return replace(self, **tensors, mismatched=mismatched)
 

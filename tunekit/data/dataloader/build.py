@@ -59,33 +59,26 @@ def make_dataloader(
         with_document_ids,
     )
     if is_streaming(mixture):
-        feeds = make_feeds(mixture, tokenizer, dist, bad_rows_file)
+        feeds: list[DocumentFeed] = []
+        for i, config in enumerate(mixture.dataset_configs):
+            if config.streaming:
+                feeds.append(StreamFeed(config, tokenizer, bad_rows_file))
+            else:
+                dataset = load_dataset(config, tokenizer, dist, bad_rows_file)
+                feeds.append(MapFeed(dataset, config.docs_per_row, dist.seed + i, mixture.shuffle))
         stream = BlockStream(mixture, feeds, dist.seed, collator.global_batch_size)
         return StreamingDataLoader(mixture, stream, collator)
-    datasets = tuple(preprocess.preprocess_dataset(config, tokenizer, dist) for config in mixture.dataset_configs)
-    for dataset in datasets:
-        append_bad_rows(dataset, bad_rows_file)
-    return MapDataLoader(mixture, datasets, collator, dist.seed)
+    datasets = (load_dataset(config, tokenizer, dist, bad_rows_file) for config in mixture.dataset_configs)
+    return MapDataLoader(mixture, tuple(datasets), collator, dist.seed)
 
 
-def make_feeds(
-    mixture: MixtureBase, tokenizer: Tokenizer, dist: DistributedContext, bad_rows_file: Path | None
-) -> list[DocumentFeed]:
-    """Document feeds of a mixture with streaming data."""
-    feeds: list[DocumentFeed] = []
-    for i, config in enumerate(mixture.dataset_configs):
-        if config.streaming:
-            feeds.append(StreamFeed(config, tokenizer, bad_rows_file))
-        else:
-            dataset = preprocess.preprocess_dataset(config, tokenizer, dist)
-            append_bad_rows(dataset, bad_rows_file)
-            feeds.append(MapFeed(dataset, config.docs_per_row, dist.seed + i, mixture.shuffle))
-    return feeds
-
-
-def append_bad_rows(dataset: TokenizedDataset, path: Path | None) -> None:
-    """Append the skipped rows of a dataset to a JSON Lines file."""
-    if path is not None and dataset.summary.bad_rows is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
+def load_dataset(
+    config: DatasetConfig, tokenizer: Tokenizer, dist: DistributedContext, bad_rows_file: Path | None
+) -> TokenizedDataset:
+    """Preprocess a dataset, and append its skipped rows to a JSON Lines file."""
+    dataset = preprocess.preprocess_dataset(config, tokenizer, dist)
+    if bad_rows_file is not None and dataset.summary.bad_rows is not None:
+        bad_rows_file.parent.mkdir(parents=True, exist_ok=True)
+        with bad_rows_file.open("ab") as file:
             file.write(dataset.summary.bad_rows.read_bytes())
+    return dataset

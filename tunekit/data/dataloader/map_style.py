@@ -7,10 +7,10 @@ import numpy as np
 from tunekit.data.dataloader import shared_prefix
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.batch import Batch, Collator
-from tunekit.data.dataloader.mixture import ConcatDataset, EpochSampler, MixtureBase
+from tunekit.data.dataloader.mixture import EpochSampler, MixtureBase
 from tunekit.data.dataloader.sampler import RowOrder, StepIndex, unit_documents, unit_lengths
 from tunekit.data.dataloader.summary import DatasetSummary, DataSummary
-from tunekit.data.preprocess.tokenized_dataset import Document, PreprocessSummary, TokenizedDataset
+from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, Document, PreprocessSummary, TokenizedDataset
 from tunekit.errors import UserError
 
 
@@ -48,12 +48,7 @@ class MapDataLoader(DataLoader):
         return self.step_index.num_steps(epochs)
 
     def check_vocab(self, vocab_size: int) -> None:
-        max_token = max(self.collator.pad_id, *(int(dataset.tokens.max()) for dataset in self.datasets))
-        if max_token >= vocab_size:
-            raise UserError(
-                f"data: token id {max_token} is outside the model's vocabulary of {vocab_size} tokens. "
-                "Use the tokenizer of this model."
-            )
+        self.check_token_ids(self.datasets, vocab_size)
 
     @property
     def fingerprint(self) -> str:
@@ -68,13 +63,7 @@ class MapDataLoader(DataLoader):
         return {"rows": self.documents.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state != self.state_dict(0):
-            raise UserError(
-                "data: the dataset has changed since the run started. Restore the original data, or pass --overwrite."
-            )
-
-    def close(self) -> None:
-        """Do nothing: there is no background work."""
+        self.check_same_data(state, self.state_dict(0))
 
     @property
     def summary(self) -> DataSummary:
@@ -90,7 +79,7 @@ class MapDataLoader(DataLoader):
                 description=describe_rows(dataset, count == total),
                 rows=count,
                 tokens=num_tokens,
-                num_target_tokens=num_target_tokens(dataset, count / total),
+                num_target_tokens=round(dataset.num_target_tokens * (count / total)),
                 passes=count / total,
                 noun="document" if dataset.summary.split else "row",
             )
@@ -115,11 +104,6 @@ class MapDataLoader(DataLoader):
 
     def row_locations(self, step: int) -> list[str]:
         return [self.documents.row_location(int(index)) for row in self.document_indices(step) for index in row]
-
-
-def num_target_tokens(dataset: TokenizedDataset, passes: float) -> int:
-    """Number of target tokens in `passes` passes over a dataset."""
-    return round(dataset.num_target_tokens * passes)
 
 
 def describe_rows(dataset: TokenizedDataset, once: bool, skipped: str = "skipped") -> str:

@@ -1,9 +1,7 @@
 """Mixtures of datasets: how many rows of each dataset an epoch contains, by weights, repeats, and limits."""
 
-import hashlib
 import math
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
@@ -11,7 +9,6 @@ import numpy as np
 
 from tunekit.config.choices import kind_name
 from tunekit.data.datasets import DataConfig, DatasetConfig, SFTDataset
-from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 
@@ -62,7 +59,7 @@ class MixtureBase(DataConfig):
         defaults = {field.name: field.default for field in fields(DatasetConfig)}
         for i, member in enumerate(self.datasets):
             for name in SHARED_KEYS:
-                if vars(member.dataset)[name] not in (defaults[name], vars(self)[name]):
+                if getattr(member.dataset, name) not in (defaults[name], getattr(self, name)):
                     raise FieldError(
                         f"datasets.{i}.dataset.{name}", "must be the same for all datasets. Set it next to `datasets`"
                     )
@@ -105,8 +102,8 @@ class MixtureBase(DataConfig):
     @property
     def dataset_configs(self) -> tuple[DatasetConfig, ...]:
         """Configs of the datasets, with the keys that the mixture sets for all of them."""
-        shared_values = {name: vars(self)[name] for name in SHARED_KEYS}
-        return tuple(replace(member.dataset, **shared_values) for member in self.datasets)
+        values = {name: getattr(self, name) for name in SHARED_KEYS}
+        return tuple(replace(member.dataset, **values) for member in self.datasets)
 
     def resolve(self) -> "MixtureBase":
         """Replace `auto` datasets by what their rows are. Raise UserError if only some of them are pairs."""
@@ -216,40 +213,3 @@ class EpochSampler:
         if not self.shuffle:
             return np.arange(self.sizes[dataset])
         return np.random.default_rng([self.seed % 2**32, dataset, pass_index]).permutation(self.sizes[dataset])
-
-
-class ConcatDataset:
-    """Documents of several datasets as one sequence."""
-
-    def __init__(self, datasets: Sequence[TokenizedDataset]) -> None:
-        self.datasets = datasets
-        self.starts = np.cumsum([0, *(len(dataset) for dataset in datasets)]).tolist()
-        self.lengths = np.concatenate([dataset.lengths for dataset in datasets])
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of the documents."""
-        return hashlib.sha256("".join(dataset.fingerprint for dataset in self.datasets).encode()).hexdigest()
-
-    def locate(self, index: int) -> tuple[TokenizedDataset, int]:
-        """Dataset of a document, and the index of the document in it."""
-        dataset = bisect_right(self.starts, index) - 1
-        if not 0 <= dataset < len(self.datasets):
-            raise IndexError(index)
-        return self.datasets[dataset], index - self.starts[dataset]
-
-    def row_location(self, index: int) -> str:
-        """File and row of a document."""
-        dataset, i = self.locate(index)
-        return dataset.row_location(i)
-
-    def __len__(self) -> int:
-        return self.starts[-1]
-
-    def __getitem__(self, index: int) -> Document:
-        dataset, i = self.locate(index)
-        return dataset[i]
-
-    def __iter__(self) -> Iterator[Document]:
-        for dataset in self.datasets:
-            yield from dataset

@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -23,12 +24,8 @@ class PackingPlan(NamedTuple):
 
     def rows(self, first: int, last: int) -> list[np.ndarray]:
         """Documents of the rows from `first` to before `last`."""
-        return [self.documents[start:end] for start, end in zip(*self.row_bounds(first, last), strict=True)]
-
-    def row_bounds(self, first: int, last: int) -> tuple[list[int], list[int]]:
-        """Starts and ends in `documents` of the rows from `first` to before `last`."""
         bounds = self.bounds[first : min(last, len(self)) + 1].tolist()
-        return bounds[:-1], bounds[1:]
+        return [self.documents[start:end] for start, end in pairwise(bounds)]
 
     def reorder(self, order: np.ndarray) -> "PackingPlan":
         """Same rows in another order."""

@@ -1,7 +1,6 @@
 """Datasets of the preference recipe: pairs or unpaired answers, given as `kind` or detected, or a mixture."""
 
 from dataclasses import dataclass
-from itertools import islice
 from typing import ClassVar
 
 from tunekit.data.dataloader.mixture import MixtureBase, MixtureMemberBase
@@ -14,10 +13,7 @@ from tunekit.data.datasets import (
 )
 from tunekit.data.format_detection import PREFERENCE_RULES, FormatRule
 from tunekit.data.readers.open_dataset import open_dataset
-from tunekit.data.readers.row_reader import Row
 from tunekit.errors import UserError
-
-MAX_PROBED_ROWS = 100  # rows that are read to detect the format
 
 
 @dataclass(frozen=True)
@@ -28,16 +24,11 @@ class FirstRowDetected(DetectedDataset):
 
     def resolve(self) -> DatasetConfig:
         """Config of the detected format. Raise UserError if no row can be read."""
-        problem = "has no rows"
         reader = open_dataset(self.source, self.split, self.max_samples, self.streaming)
-        for row in islice(reader.rows, MAX_PROBED_ROWS):
-            try:
-                fields = self.apply_transforms(row.fields) if isinstance(row, Row) else None
-                if fields is not None:
-                    return self.detect(fields)
-            except UserError as error:
-                problem = str(error)
-        raise UserError(f"{self.source}: {problem}")
+        config, error_message = self.probe_rows(reader, self.detect)
+        if config is None:
+            raise UserError(f"{self.source}: {error_message}")
+        return config
 
 
 @dataclass(frozen=True)

@@ -2,33 +2,16 @@
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.profiler import record_function
 
 from tunekit import devices
+from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.batch import Batch
 
 DATA_WAIT = "tunekit::data"  # in profiler traces
-
-
-class BatchSource(Protocol):
-    """Micro-batches by step, and the state to resume from a step."""
-
-    def __getitem__(self, step: int) -> list[Batch]: ...
-
-    def state_dict(self, step: int) -> dict[str, Any]:
-        """State after `step` steps."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def row_locations(self, step: int) -> list[str]:
-        """Files and lines of the rows of a step, on all ranks. The step was read not long ago."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class Prefetcher:
@@ -38,7 +21,7 @@ class Prefetcher:
     GPU, micro-batches are in pinned memory.
     """
 
-    def __init__(self, data: BatchSource, device: torch.device) -> None:
+    def __init__(self, data: DataLoader, device: torch.device) -> None:
         self.data, self.pin_memory = data, devices.is_pinned_on(device)
         self.step = self.end = 0
         self.data_time = 0.0  # seconds that the last `next` waited

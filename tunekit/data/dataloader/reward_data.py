@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tunekit.data.dataloader.preference_data import FirstRowDetected, PreferenceMixture
-from tunekit.data.datasets import DatasetConfig, PreferenceDataset
+from tunekit.data.datasets import DatasetConfig, PreferenceDataset, UnsplitRowsBase
 from tunekit.data.format_detection import REWARD_RULES, FormatRule
-from tunekit.data.reward_datasets import LabeledBase, LabeledDataset, StepwiseDataset
+from tunekit.data.reward_datasets import LabeledDataset, StepwiseDataset
 
 
 @dataclass(frozen=True)
-class AutoRewardDataset(LabeledBase, FirstRowDetected):
+class AutoRewardDataset(UnsplitRowsBase, FirstRowDetected):
     """Rows whose format is detected from the columns of the first row. The default if `kind` is omitted.
 
     Columns `chosen` and `rejected` are pairs; `prompt`, `completions` and `labels` are answers with labeled steps;

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tunekit.data.dataloader.mixture import ConcatDataset
-from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset, first_target
+from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, Document, TokenizedDataset, first_target
 
 
 def shared_prefix_length(first: Document, other: Document) -> int:

@@ -5,11 +5,12 @@ A block is a pure function of the seed, its index, and the positions of its sour
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from tunekit.data.preprocess.preprocess import (
 )
 from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedChunk, TokenizedDataset
 from tunekit.data.readers.open_dataset import open_dataset
-from tunekit.data.readers.row_reader import BadRow, FileOffset, RowChunk
+from tunekit.data.readers.row_reader import FileOffset, RowChunk
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
@@ -50,36 +51,45 @@ class StreamPosition(NamedTuple):
     num_documents: int = 0
 
 
-class DocumentFeed(Protocol):
+class DocumentFeed(ABC):
     """Endless documents, read in dataset rows of one or more documents."""
 
     position: StreamPosition
     description: str
 
-    def seek(self, position: StreamPosition) -> None: ...
+    @abstractmethod
+    def seek(self, position: StreamPosition) -> None:
+        """Continue from another position."""
 
-    def take(self, num_rows: int) -> LocatedDocuments: ...
+    @abstractmethod
+    def take(self, num_rows: int) -> LocatedDocuments:
+        """Documents of the next dataset rows."""
 
-    def fingerprint(self) -> str: ...
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Hash of the rows."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:  # noqa: B027 - only some feeds block
+        """Make a thread that reads from this feed fail soon."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027
+        """Stop the preprocessing workers, if any."""
 
 
-class StreamFeed:
+class StreamFeed(DocumentFeed):
     """Documents of a source that is read repeatedly, as needed. Bad rows are listed in `bad_rows_file`."""
 
     def __init__(self, config: DatasetConfig, tokenizer: Tokenizer, bad_rows_file: Path | None) -> None:
         self.config, self.tokenizer, self.bad_rows_file = config, config.prepare_tokenizer(tokenizer), bad_rows_file
         self.reader = open_dataset(config.source, config.split, config.max_samples, streaming=True)
         self.description = f"{describe_format(config, self.reader)}, a stream".removeprefix(", ")
-        self.bad_rows, self.listed_rows = BadRowPolicy(config, None), read_locations(bad_rows_file)
+        self.bad_rows, self.listed_rows = BadRowPolicy(config, None), set[str]()
+        # Resumed runs and later passes read the same rows again.
+        self.listed_rows.update(bad_row.where for bad_row in read_bad_rows(bad_rows_file))
         self.stopped = False
         self.open(StreamPosition())
 
     def seek(self, position: StreamPosition) -> None:
-        """Continue from another position."""
         self.close()
         self.open(position)
 
@@ -131,10 +141,11 @@ class StreamFeed:
         new = [bad_row for bad_row in chunk.bad_rows if bad_row.where not in self.listed_rows]
         if new and self.bad_rows_file is not None:
             self.listed_rows.update(bad_row.where for bad_row in new)
-            append_bad_rows(new, self.bad_rows_file)
+            self.bad_rows_file.parent.mkdir(parents=True, exist_ok=True)
+            with self.bad_rows_file.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(bad_row._asdict()) + "\n" for bad_row in new)
 
     def take(self, num_rows: int) -> LocatedDocuments:
-        """Documents of the next dataset rows."""
         documents: LocatedDocuments = []
         for _ in range(num_rows * self.config.docs_per_row):
             self.position, document, location = next(self.documents)
@@ -145,15 +156,13 @@ class StreamFeed:
         return self.reader.digest()
 
     def stop(self) -> None:
-        """Make a thread that reads from this feed fail soon."""
         self.stopped = True
 
     def close(self) -> None:
-        """Stop the preprocessing workers."""
         self.tokenized.close()
 
 
-class MapFeed:
+class MapFeed(DocumentFeed):
     """Documents of a preprocessed dataset, in passes that each have their own order."""
 
     def __init__(self, dataset: TokenizedDataset, docs_per_row: int, seed: int, shuffle: bool) -> None:
@@ -165,7 +174,6 @@ class MapFeed:
         self.position = position
 
     def take(self, num_rows: int) -> LocatedDocuments:
-        """Documents of the next dataset rows."""
         indices: list[int] = []
         if num_rows:
             rows = self.sampler.take(0, self.position.num_documents, num_rows)
@@ -175,12 +183,6 @@ class MapFeed:
 
     def fingerprint(self) -> str:
         return self.dataset.fingerprint
-
-    def stop(self) -> None:
-        """Do nothing: reading does not block."""
-
-    def close(self) -> None:
-        """Do nothing: there is no background work."""
 
 
 class ShuffleBlock(NamedTuple):
@@ -275,15 +277,3 @@ class BlockStream:
         """Stop the preprocessing workers of all feeds."""
         for feed in self.feeds:
             feed.close()
-
-
-def read_locations(path: Path | None) -> set[str]:
-    """Locations of the bad rows that a file lists: resumed runs and later passes read the same rows again."""
-    return set() if path is None or not path.is_file() else {bad_row.where for bad_row in read_bad_rows(path)}
-
-
-def append_bad_rows(bad_rows: Sequence[BadRow], path: Path) -> None:
-    """Append skipped rows to a JSON Lines file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(bad_row._asdict()) + "\n" for bad_row in bad_rows)

@@ -53,12 +53,8 @@ class StreamingDataLoader(DataLoader):
 
     def start_block(self, block: ShuffleBlock) -> None:
         """Make a block the current one. Raise UserError if the model has no embedding for one of its tokens."""
-        max_token = max(self.collator.pad_id, int(block.documents.tokens.max()))
-        if self.vocab_size is not None and max_token >= self.vocab_size:
-            raise UserError(
-                f"data: token id {max_token} is outside the model's vocabulary of {self.vocab_size} tokens. "
-                "Use the tokenizer of this model."
-            )
+        if self.vocab_size is not None:
+            self.check_token_ids([block.documents], self.vocab_size)
         self.block, self.first_step = block, self.end_step
         self.end_step += -(-len(block.plan) // self.collator.global_batch_size)
         starts = self.block_starts | {
@@ -105,7 +101,6 @@ class StreamingDataLoader(DataLoader):
         self.start_block(self.first_block)
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raise UserError, now or when a later block is read, if the model has no embedding for a token."""
         self.vocab_size, self.end_step = vocab_size, self.first_step
         self.start_block(self.block)
 
@@ -116,27 +111,14 @@ class StreamingDataLoader(DataLoader):
         """Round index, source positions, and first step of the block that contains `step`."""
         first_step = max(start for start in self.block_starts if start <= step)
         round_index, positions = self.block_starts[first_step]
-        marks = [
-            [
-                position.num_passes,
-                None if position.chunk_position is None else list(position.chunk_position),
-                position.num_documents,
-            ]
-            for position in positions
-        ]
+        marks = [[num_passes, chunk and list(chunk), num_documents] for num_passes, chunk, num_documents in positions]
         return {"block": round_index, "first": first_step, "marks": marks, "rows": self.source_fingerprints}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["rows"] != self.source_fingerprints:
-            raise UserError(
-                "data: the dataset has changed since the run started. Restore the original data, or pass --overwrite."
-            )
+        self.check_same_data(state["rows"], self.source_fingerprints)
         if self.next_block is not None:
             self.next_block.result()
-        positions = [
-            StreamPosition(num_passes, None if chunk is None else tuple(chunk), num_documents)
-            for num_passes, chunk, num_documents in state["marks"]
-        ]
+        positions = [StreamPosition(passes, chunk and tuple(chunk), count) for passes, chunk, count in state["marks"]]
         self.blocks.seek(state["block"], positions)
         self.next_block, self.block_starts, self.end_step = None, {}, state["first"]
         self.start_block(self.blocks.next())

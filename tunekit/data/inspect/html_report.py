@@ -91,18 +91,14 @@ def format_row(example: ExampleView, tokenizer: Tokenizer) -> str:
     if example.spans:
         head += f" · {example.num_tokens:,} tokens, {example.num_target_tokens:,} target tokens"
     remark = f'<p class="doubtful"><strong>{escape(example.remark)}</strong></p>' if example.remark else ""
-    texts = "".join(
-        f'{format_annotation(span)}<p class="text">{"".join(format_tokens(span, tokenizer))}</p>'
-        for span in example.spans
-    )
+    texts = ""
+    for span in example.spans:
+        texts += f"<h4>{escape(span.annotation)}</h4>" if span.annotation else ""
+        texts += f'<p class="text">{"".join(format_tokens(span, tokenizer))}</p>'
     return (
         f'<section class="card row" id="{anchor(example.config_key, example.location)}"><h3>{example.name}</h3>'
         f'<div class="faint">{head}</div>{remark}{texts}</section>\n'
     )
-
-
-def format_annotation(span: TokenSpan) -> str:
-    return f"<h4>{escape(span.annotation)}</h4>" if span.annotation else ""
 
 
 def format_tokens(span: TokenSpan, tokenizer: Tokenizer) -> Iterator[str]:

@@ -8,17 +8,16 @@ from typing import Any, Protocol, runtime_checkable
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.build import build_dataloader
 from tunekit.data.dataloader.mixture import MixtureBase
+from tunekit.data.datasets import DatasetConfig
 from tunekit.data.inspect.examples import ExampleSampler, ExampleView, make_example
 from tunekit.data.inspect.stats import DatasetStats, compute_stats
 from tunekit.data.preprocess.preprocess import read_bad_rows
-from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.data.readers.row_reader import BadRow
 from tunekit.data.row_checks import CheckTarget, Finding, format_percent, run_data_checks
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 
-CONFIG_KEYS = ("data", "eval_data")
 MAX_BAD_ROWS = 5  # bad rows that are listed with their reasons
 MakeTargets = Callable[[Any, Mapping[str, DataLoader], Tokenizer], list[CheckTarget]]
 
@@ -44,13 +43,33 @@ class DataReport:
         }
 
 
-@runtime_checkable
 class ReadsRows(Protocol):
     """A config of a recipe that reads rows."""
+
+    model: str
 
     def open_tokenizer(self) -> Tokenizer:
         """The tokenizer of the rows. Reads no weights."""
         ...
+
+
+@runtime_checkable
+class TrainsOnRows(ReadsRows, Protocol):
+    """A config of a training recipe."""
+
+    data: DatasetConfig | MixtureBase
+    eval_data: DatasetConfig | MixtureBase | None
+    global_batch_size: int
+    micro_batch_size: int
+    seed: int
+
+
+@runtime_checkable
+class EvaluatesRows(ReadsRows, Protocol):
+    """A config of the recipe `evaluate`."""
+
+    data: DatasetConfig | MixtureBase | None
+    batch_size: int
 
 
 def build_report(cfg: Any, rows: int | list[str], make_targets: MakeTargets) -> DataReport:
@@ -59,15 +78,17 @@ def build_report(cfg: Any, rows: int | list[str], make_targets: MakeTargets) -> 
     `rows` is the number of rows to show of each dataset, or a list of row numbers and locations. `make_targets`
     prepares the input of the data checks, as in training.
     """
-    if not isinstance(cfg, ReadsRows):
+    if isinstance(cfg, TrainsOnRows):
+        data, seed = {"data": cfg.data, "eval_data": cfg.eval_data}, cfg.seed
+        batch_sizes = cfg.global_batch_size, cfg.micro_batch_size
+    elif isinstance(cfg, EvaluatesRows):
+        data, seed, batch_sizes = {"data": cfg.data}, 0, (cfg.batch_size, cfg.batch_size)
+    else:
         raise UserError("the recipe of this config does not train on data")
-    tokenizer, fields = cfg.open_tokenizer(), vars(cfg)
-    mixtures = {key: MixtureBase.from_config(fields[key]) for key in CONFIG_KEYS if fields.get(key) is not None}
-    dist = DistributedContext(fields.get("seed", 0), "cpu")
-    batch_size = fields["global_batch_size" if "global_batch_size" in fields else "batch_size"]
-    micro_batch_size = fields.get("micro_batch_size", batch_size)
+    tokenizer, dist = cfg.open_tokenizer(), DistributedContext(seed, "cpu")
+    mixtures = {key: MixtureBase.from_config(config) for key, config in data.items() if config is not None}
     loaders = {
-        key: build_dataloader(skip_bad_rows(mixture), tokenizer, batch_size, micro_batch_size, dist)
+        key: build_dataloader(skip_bad_rows(mixture), tokenizer, *batch_sizes, dist)
         for key, mixture in mixtures.items()
     }
     targets = make_targets(cfg, loaders, tokenizer)
@@ -84,7 +105,7 @@ def build_report(cfg: Any, rows: int | list[str], make_targets: MakeTargets) -> 
     for loader in loaders.values():
         loader.close()
     examples = tuple(examples_of_findings(targets, findings, shown))
-    return DataReport(fields["model"], tokenizer, stats, tuple(findings), shown, examples)
+    return DataReport(cfg.model, tokenizer, stats, tuple(findings), shown, examples)
 
 
 def skip_bad_rows(mixture: MixtureBase) -> MixtureBase:
@@ -102,14 +123,11 @@ def find_bad_rows(mixtures: Mapping[str, MixtureBase], loaders: Mapping[str, Dat
         # A stream has one TokenizedDataset for all of its datasets.
         for dataset, documents in zip(mixture.dataset_configs, loaders[key].datasets, strict=False):
             count, rows = documents.summary.skipped, documents.summary.rows
-            for bad_row in islice(iter_bad_rows(documents), 1):
+            for bad_row in islice(read_bad_rows(documents.summary.bad_rows), 1):
                 is_error = dataset.on_bad_row == "error" or count > dataset.max_bad_row_fraction * rows
                 hint = "Fix or remove them" if is_error else "They are skipped (`on_bad_row: skip`)"
-                allowed = (
-                    f", `max_bad_row_fraction` allows {format_percent(dataset.max_bad_row_fraction)}"
-                    if dataset.on_bad_row == "skip"
-                    else ""
-                )
+                limit = f", `max_bad_row_fraction` allows {format_percent(dataset.max_bad_row_fraction)}"
+                allowed = limit if dataset.on_bad_row == "skip" else ""
                 summary = f"{count:,} of {rows:,} rows {'is' if count == 1 else 'are'} bad"
                 reason = bad_row.reason.removesuffix(".")  # findings add the period
                 message = f"{summary} ({format_percent(count / rows)}{allowed}): {reason}"
@@ -119,14 +137,8 @@ def find_bad_rows(mixtures: Mapping[str, MixtureBase], loaders: Mapping[str, Dat
 
 def first_bad_rows(loader: DataLoader) -> tuple[BadRow, ...]:
     """Return the first bad rows of a loader."""
-    bad_rows = (bad_row for documents in loader.datasets for bad_row in iter_bad_rows(documents))
+    bad_rows = (bad_row for documents in loader.datasets for bad_row in read_bad_rows(documents.summary.bad_rows))
     return tuple(islice(bad_rows, MAX_BAD_ROWS))
-
-
-def iter_bad_rows(documents: TokenizedDataset) -> Iterator[BadRow]:
-    file = documents.summary.bad_rows
-    if file is not None:
-        yield from read_bad_rows(file)
 
 
 def first_examples(samplers: Mapping[str, list[ExampleSampler]], count: int) -> tuple[ExampleView, ...]:
@@ -156,4 +168,4 @@ def examples_of_findings(
         for row, where in zip(finding.documents, finding.row_locations, strict=False):
             if (key, where) not in seen:
                 seen.add((key, where))
-                yield make_example(key, *targets_by_key[key].locate(row))
+                yield make_example(key, *targets_by_key[key].documents.locate(row))

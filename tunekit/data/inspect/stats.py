@@ -113,8 +113,8 @@ class DatasetStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, with named tuples as dictionaries."""
-        records = {name: [record._asdict() for record in vars(self)[name]] for name in ("sources", "bad")}
-        return asdict(self) | records
+        sources, bad = ([record._asdict() for record in records] for records in (self.sources, self.bad))
+        return asdict(self) | {"sources": sources, "bad": bad}
 
 
 def summarize_sources(mixture: MixtureBase, loader: DataLoader) -> tuple[DatasetSummary, ...]:

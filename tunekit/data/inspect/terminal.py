@@ -3,6 +3,7 @@
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from tunekit.data.inspect.examples import ExampleView, TokenSpan
 from tunekit.data.inspect.stats import DatasetStats, Histogram
@@ -55,7 +56,7 @@ def styled_tokens(
 ) -> Iterator[tuple[str, str]]:
     """Yield the style and text of each visible token, with brackets if there are no colors."""
     tokens = display_tokens(tokenizer, span.tokens, span.roles)
-    for group in group_by_role(tokens):
+    for group in (list(group) for _, group in groupby(tokens, key=lambda token: token.role)):
         opening, closing = ("", "") if terminal.has_color else BRACKETS[group[0].role]
         texts, tail_start = visible_text(group), len(group) - EDGE_TOKENS
         is_shortened = not full and tail_start > EDGE_TOKENS + MIN_HIDDEN_TOKENS
@@ -66,18 +67,6 @@ def styled_tokens(
                 continue
             prefix, suffix = opening if index == 0 else "", closing if index + 1 == len(group) else ""
             yield token_style(token, index), f"{prefix}{text}{suffix}"
-
-
-def group_by_role(tokens: Sequence[DisplayToken]) -> Iterator[list[DisplayToken]]:
-    """Yield runs of consecutive tokens with the same role."""
-    group: list[DisplayToken] = []
-    for token in tokens:
-        if group and token.role is not group[0].role:
-            yield group
-            group = []
-        group.append(token)
-    if group:
-        yield group
 
 
 def token_style(token: DisplayToken, index: int) -> str:

@@ -104,16 +104,14 @@ def build_temporary(build: BuildFn) -> TokenizedDataset:
 
 
 @contextmanager
-def raise_disk_full(entry: Path, required_bytes: Callable[[], float | None] = lambda: None) -> Iterator[None]:
-    """Turn OSError into UserError. `required_bytes` estimates the size of the full entry."""
+def raise_disk_full(entry: Path) -> Iterator[None]:
+    """Turn OSError into UserError."""
     try:
         yield
     except OSError as error:
-        reason, size = os.strerror(error.errno or errno.EIO).lower(), required_bytes()
-        space = "" if size is None else f"needs about {format_bytes(size)}, "
-        space += f"{format_bytes(free_bytes(entry))} free"
+        reason, free = os.strerror(error.errno or errno.EIO).lower(), format_bytes(free_bytes(entry))
         raise UserError(
-            f"{entry.parent}: cannot write preprocessed rows: {reason} ({space}). Free disk space "
+            f"{entry.parent}: cannot write preprocessed rows: {reason} ({free} free). Free disk space "
             f"(`tune cache clear`), or set {store.CACHE_VARIABLE} to another directory."
         ) from error
 
@@ -141,12 +139,8 @@ class CacheLock:
 
     def is_same_run(self) -> bool:
         """Whether the owner of the exclusive lock is a rank of the same run: waiting for it is expected."""
-        return worker_env.is_worker() and self.owner_run() == worker_env.rendezvous_id()
-
-    def owner_run(self) -> str:
-        """Rendezvous id of the last owner of the exclusive lock."""
         self.file.seek(0)
-        return self.file.read()
+        return worker_env.is_worker() and self.file.read() == worker_env.rendezvous_id()
 
     def acquire(self, operation: int) -> bool:
         """Call flock until it locks the current file of this path. Return False if it would block."""
@@ -180,14 +174,12 @@ class CacheEntry:
 
 def list_entries() -> list[CacheEntry]:
     """All complete entries, most recently used first."""
-    entries = [read_entry(path) for path in entry_dirs() if path.suffix != PARTIAL and is_complete(path)]
+    entries = []
+    for path in entry_dirs():
+        if path.suffix != PARTIAL and is_complete(path):
+            file = path / METADATA_FILE
+            entries.append(CacheEntry(path, json.loads(file.read_text("utf-8")), dir_bytes(path), file.stat().st_mtime))
     return sorted(entries, key=lambda entry: entry.used, reverse=True)
-
-
-def read_entry(path: Path) -> CacheEntry:
-    """Read the metadata of an entry."""
-    metadata = json.loads((path / METADATA_FILE).read_text("utf-8"))
-    return CacheEntry(path, metadata, dir_bytes(path), (path / METADATA_FILE).stat().st_mtime)
 
 
 def entry_dirs() -> Iterator[Path]:

@@ -1,12 +1,8 @@
 """Preprocessing: tokenize all rows of a dataset in worker processes, or open the cached result."""
 
 import json
-import re
 import time
-from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
 from tqdm import tqdm
@@ -16,15 +12,12 @@ from tunekit.data.preprocess import cache, user_modules, worker, worker_pool
 from tunekit.data.preprocess.fingerprint import fingerprint
 from tunekit.data.preprocess.tokenized_dataset import TokenizedChunk, TokenizedDataset, TokenizedDatasetWriter
 from tunekit.data.readers.open_dataset import open_dataset
-from tunekit.data.readers.row_reader import CHUNK_ROWS, BadRow, Row, RowChunk, RowReader
+from tunekit.data.readers.row_reader import CHUNK_ROWS, BadRow, RowChunk, RowReader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 
 MIN_POOL_ROWS = 2_000  # fewer rows are done before worker processes have started
-MAX_PROBED_ROWS = 100  # rows that are read to describe the format
-NUMBER = re.compile(r"\d[\d,.]*")
-MAX_REASONS = 1_000  # kinds of errors that are counted separately
 
 
 def preprocess_dataset(config: DatasetConfig, tokenizer: Tokenizer, dist: DistributedContext) -> TokenizedDataset:
@@ -32,11 +25,14 @@ def preprocess_dataset(config: DatasetConfig, tokenizer: Tokenizer, dist: Distri
     tokenizer = config.prepare_tokenizer(tokenizer)
     reader = open_dataset(config.source, config.split, config.max_samples)
     key = fingerprint(config, tokenizer, reader)
-    dataset = cache.get_or_build(key, PreprocessJob(config, tokenizer, reader, dist), dist.log)
-    if dataset.summary.bad_rows is not None:  # a cached dataset may have been built with a higher limit
-        bad_rows = BadRowPolicy(config, None)
-        bad_rows.add(read_bad_rows(dataset.summary.bad_rows), dataset.summary.rows)
-        bad_rows.check()
+
+    def build(directory: Path) -> None:
+        write_documents(directory, config, tokenizer, reader, dist)
+
+    dataset = cache.get_or_build(key, build, dist.log)
+    bad_rows = BadRowPolicy(config, None)
+    bad_rows.add(read_bad_rows(dataset.summary.bad_rows), dataset.summary.rows)
+    bad_rows.check()  # a cached dataset may have been built with a higher limit
     return dataset
 
 
@@ -68,53 +64,37 @@ def num_workers(config: DatasetConfig, num_rows: int | None) -> int:
 
 
 def describe_format(config: DatasetConfig, reader: RowReader) -> str:
-    """Description of the format of the first row that can be read."""
-    for row in islice(reader.rows, MAX_PROBED_ROWS):
-        with suppress(UserError):  # reported when the rows are preprocessed
-            fields = config.apply_transforms(row.fields) if isinstance(row, Row) else None
-            if fields is not None:
-                return config.describe(fields)
-    return ""
+    """Description of the format of the first row that can be read. Errors are reported when rows are preprocessed."""
+    return config.probe_rows(reader, config.describe)[0] or ""
 
 
-class PreprocessJob:
-    """Writes the documents of a dataset into a directory."""
-
-    def __init__(
-        self, config: DatasetConfig, tokenizer: Tokenizer, reader: RowReader, dist: DistributedContext
-    ) -> None:
-        self.config, self.tokenizer, self.reader, self.dist = config, tokenizer, reader, dist
-
-    def __call__(self, directory: Path) -> None:
-        config, total, start_time = self.config, self.reader.count, time.time()
-        bad_rows = BadRowPolicy(config, total)
-        hide_bar = not self.dist.is_main_process or None
-        bar = tqdm(total=total, desc="preprocessing", unit=" rows", disable=hide_bar, leave=False)
-        with bar, TokenizedDatasetWriter(directory, describe_format(config, self.reader)) as writer:
-            for chunk in tokenize_chunks(config, self.tokenizer, self.reader.chunks(), num_workers(config, total)):
-                bad_rows.add(chunk.bad_rows, chunk.rows)
-                with cache.raise_disk_full(directory, lambda: estimate_size(writer, total)):
-                    writer.add(chunk)
-                bar.update(chunk.rows)
-            bad_rows.check()
-            if not writer.counts["documents"]:
-                counts = writer.summary.format("bad")
-                raise UserError(f"{config.source}: no row has target tokens: {counts}{bad_rows.example}")
+def write_documents(
+    directory: Path, config: DatasetConfig, tokenizer: Tokenizer, reader: RowReader, dist: DistributedContext
+) -> None:
+    """Write the documents of a dataset into a directory."""
+    total, start_time = reader.count, time.time()
+    bad_rows, hide_bar = BadRowPolicy(config, total), not dist.is_main_process or None
+    bar = tqdm(total=total, desc="preprocessing", unit=" rows", disable=hide_bar, leave=False)
+    with bar, TokenizedDatasetWriter(directory, describe_format(config, reader)) as writer:
+        for chunk in tokenize_chunks(config, tokenizer, reader.chunks(), num_workers(config, total)):
+            bad_rows.add(chunk.bad_rows, chunk.rows)
             with cache.raise_disk_full(directory):
-                seconds = time.time() - start_time
-                writer.finish(source=config.source, split=config.split, made=start_time, seconds=seconds)
+                writer.add(chunk)
+            bar.update(chunk.rows)
+        bad_rows.check()
+        if not writer.counts["documents"]:
+            counts = writer.summary.format("bad")
+            raise UserError(f"{config.source}: no row has target tokens: {counts}{bad_rows.example}")
+        with cache.raise_disk_full(directory):
+            seconds = time.time() - start_time
+            writer.finish(source=config.source, split=config.split, made=start_time, seconds=seconds)
 
 
-def estimate_size(writer: TokenizedDatasetWriter, total: int | None) -> float | None:
-    """Estimated bytes of all rows, from those that are written; None if unknown."""
-    num_written = writer.summary.rows
-    return None if total is None or not num_written else writer.size / num_written * total
-
-
-def read_bad_rows(path: Path) -> Iterator[BadRow]:
-    """Bad rows that a JSON Lines file lists."""
-    with path.open(encoding="utf-8") as file:
-        yield from (BadRow(**json.loads(line)) for line in file)
+def read_bad_rows(path: Path | None) -> Iterator[BadRow]:
+    """Bad rows that a JSON Lines file lists; none without a file."""
+    if path is not None and path.is_file():
+        with path.open(encoding="utf-8") as file:
+            yield from (BadRow(**json.loads(line)) for line in file)
 
 
 class BadRowPolicy:
@@ -124,7 +104,6 @@ class BadRowPolicy:
         self.config, self.total = config, total
         self.num_rows = self.num_bad = 0
         self.first: BadRow | None = None
-        self.reasons: Counter[str] = Counter()
 
     def add(self, bad_rows: Iterable[BadRow], num_rows: int) -> None:
         """Count the bad rows among `num_rows` more rows. Raise UserError as soon as there are too many."""
@@ -132,8 +111,6 @@ class BadRowPolicy:
         for bad_row in bad_rows:
             if self.config.on_bad_row == "error":
                 raise UserError(f"{bad_row.where}: {bad_row.reason}")
-            reason = NUMBER.sub("N", bad_row.reason)
-            self.reasons[reason if reason in self.reasons or len(self.reasons) < MAX_REASONS else "others"] += 1
             self.num_bad, self.first = self.num_bad + 1, self.first or bad_row
         if self.total is not None and self.num_bad > self.config.max_bad_row_fraction * self.total:
             self.raise_error()
@@ -149,10 +126,8 @@ class BadRowPolicy:
         return "" if self.first is None else f"; first: {self.first.where}: {self.first.reason}"
 
     def raise_error(self) -> None:
-        """Raise UserError with the most common reasons."""
-        reasons = "; ".join(f"{count:,}x {reason}" for reason, count in self.reasons.most_common(3))
-        first = self.first.where if self.first else "unknown"
+        """Raise UserError with the number of bad rows, and the first one."""
         raise UserError(
             f"{self.config.source}: {self.num_bad:,} of {self.num_rows:,} rows are invalid or have no target tokens "
-            f"(max_bad_row_fraction={self.config.max_bad_row_fraction:g}): {reasons} (first: {first})"
+            f"(max_bad_row_fraction={self.config.max_bad_row_fraction:g}){self.example}"
         )

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -117,7 +118,7 @@ class PreprocessSummary:
         """Counts as text. `skipped` is the word for bad rows."""
         labels = {"filtered": "removed by a transform", "skipped": skipped, "dropped": "dropped as too long"}
         labels |= {"split": "split into several"}
-        counts = [f"{vars(self)[name]:,} {label}" for name, label in labels.items() if vars(self)[name]]
+        counts = [f"{count:,} {label}" for name, label in labels.items() if (count := getattr(self, name))]
         return ", ".join([f"{self.rows:,} row{'' if self.rows == 1 else 's'}", *counts])
 
     def add_chunk(self, chunk: TokenizedChunk) -> "PreprocessSummary":
@@ -214,6 +215,43 @@ class TokenizedDataset:
 
     def __iter__(self) -> Iterator[Document]:
         return map(self.__getitem__, range(len(self)))
+
+
+class ConcatDataset:
+    """Documents of several datasets as one sequence."""
+
+    def __init__(self, datasets: Sequence[TokenizedDataset]) -> None:
+        self.datasets = datasets
+        self.starts = np.cumsum([0, *(len(dataset) for dataset in datasets)]).tolist()
+        self.lengths = np.concatenate([dataset.lengths for dataset in datasets])
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the documents."""
+        return hashlib.sha256("".join(dataset.fingerprint for dataset in self.datasets).encode()).hexdigest()
+
+    def locate(self, index: int) -> tuple[TokenizedDataset, int]:
+        """Dataset of a document, and the index of the document in it."""
+        dataset = bisect_right(self.starts, index) - 1
+        if not 0 <= dataset < len(self.datasets):
+            raise IndexError(index)
+        return self.datasets[dataset], index - self.starts[dataset]
+
+    def row_location(self, index: int) -> str:
+        """File and row of a document."""
+        dataset, i = self.locate(index)
+        return dataset.row_location(i)
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, index: int) -> Document:
+        dataset, i = self.locate(index)
+        return dataset[i]
+
+    def __iter__(self) -> Iterator[Document]:
+        for dataset in self.datasets:
+            yield from dataset
 
 
 def map_file(path: Path, dtype: np.dtype) -> np.ndarray:
@@ -326,11 +364,6 @@ class TokenizedDatasetWriter:
         if chunk.bad_rows:
             with (self.directory / BAD_ROWS).open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(bad_row._asdict(), ensure_ascii=True) + "\n" for bad_row in chunk.bad_rows)
-
-    @property
-    def size(self) -> int:
-        """Bytes written."""
-        return sum(file.tell() for file in self.files.values())
 
     def finish(self, **metadata: Any) -> None:
         """Flush all files and write the metadata file. `metadata` adds keys for `tune cache`."""

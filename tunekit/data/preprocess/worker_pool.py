@@ -158,16 +158,12 @@ class WorkerPool:
         time_left = min(worker.start_time for worker in busy.values()) + CHUNK_TIMEOUT - time.monotonic()
         timeout = 0.0 if self.num_returned in self.results else max(time_left, 0.1)
         for pipe in connection.wait(list(busy), timeout):
-            self.receive_result(busy[pipe])
+            message = busy[pipe].receive()
+            if message is not None:
+                self.results[busy[pipe].chunk_index], busy[pipe].chunk = message, None
         for worker in busy.values():
             if worker.chunk is not None and time.monotonic() - worker.start_time > CHUNK_TIMEOUT:
                 self.results[worker.chunk_index] = self.retry_row_by_row(worker)
-
-    def receive_result(self, worker: WorkerProcess) -> None:
-        """Receive a message of a worker, and store it if it is a result."""
-        message = worker.receive()
-        if message is not None:
-            self.results[worker.chunk_index], worker.chunk = message, None
 
     def retry_row_by_row(self, slow: WorkerProcess) -> TokenizedChunk | UserError:
         """Replace a worker that has timed out. Return the result of its chunk, or an error that names the slow row."""
