@@ -1,18 +1,27 @@
-"""Tasks by name: the bundled ones, and those of lm-evaluation-harness, which is imported only if it is needed."""
+"""Tasks by name: the bundled ones, and those of lm-evaluation-harness, which is imported only if it is needed.
+
+The bundled tasks are questions as in the training text of the bundled model, and tool calls. Some facts also occur in
+the training text; stories, texts to copy, and tool calls do not.
+"""
 
 import importlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from tunekit import assets
 from tunekit.config.suggestions import closest_match
+from tunekit.data.datasets import ChatDataset
+from tunekit.data.readers.row_reader import Row
+from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
-from tunekit.evaluation import bundled_tasks
-from tunekit.evaluation.generation_eval import GenerationEvaluator
+from tunekit.evaluation.generation_eval import GenerationEvaluator, LocatedDocument
 from tunekit.evaluation.results import TaskResult
 
 ALL_BUNDLED = "nano"
+BUNDLED_MAX_LENGTH = 1024  # tokens of a row; the context length of the bundled model
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class TaskSelection:
         """Results of all selected tasks. `loaded_tasks` is the result of `load`."""
         results = []
         for task in self.bundled:
-            documents = bundled_tasks.task_documents(task, evaluator.tokenizer, self.limit)
+            documents = task_documents(task, evaluator.tokenizer, self.limit)
             results.append(evaluator(task, documents)[1])
         if self.harness_tasks:
             module = import_adapter(self.harness_tasks)
@@ -80,6 +89,21 @@ class TaskSelection:
                 adapter, self.harness_tasks, loaded_tasks, self.limit, self.apply_chat_template
             )
         return results
+
+
+def task_documents(task: str, tokenizer: Tokenizer, limit: int | None) -> list[LocatedDocument]:
+    """The first `limit` rows of a task in the chat template of the model, or all of them."""
+    with assets.TASKS[task].open(encoding="utf-8") as file:
+        rows = [
+            Row(f"{task} row {number}", json.loads(line)) for number, line in enumerate(islice(file, limit), start=1)
+        ]
+    dataset = ChatDataset(task, max_length=BUNDLED_MAX_LENGTH)
+    located: list[LocatedDocument] = []
+    for row, documents in zip(rows, dataset.encode_rows(dataset.prepare_tokenizer(tokenizer), rows), strict=True):
+        if not isinstance(documents, list):
+            raise UserError(f"tasks: {task} cannot be evaluated: {documents}")
+        located += [(row.where, document) for document in documents]
+    return located
 
 
 def import_adapter(tasks: Sequence[str]) -> Any:

@@ -20,10 +20,10 @@ from tests.helpers import harness_tasks
 from tunekit import assets, build
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
-from tunekit.evaluation import bundled_tasks, lm_eval_adapter
+from tunekit.evaluation import lm_eval_adapter
 from tunekit.evaluation.generation_eval import GenerationEvaluator
 from tunekit.evaluation.results import TaskResult
-from tunekit.evaluation.tasks import TaskSelection
+from tunekit.evaluation.tasks import TaskSelection, task_documents
 from tunekit.generation.generate import SamplingConfig
 from tunekit.models.precision import PrecisionConfig
 from tunekit.quantization.config import NF4Config, NoQuantization
@@ -97,7 +97,7 @@ def test_metrics_match_transformers(
             assert list(actual[task][name].values) == values
     for name in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
         assert actual["read"][name].value == pytest.approx(results["read"][f"{name},none"], rel=1e-5)
-        assert actual["read"][name].higher is False
+        assert actual["read"][name].higher_is_better is False
     rows = sorted(expected["samples"]["sums"], key=lambda row: row["doc_id"])
     assert list(actual["sums"]["acc"].rows) == [row["doc_hash"] for row in rows]
     assert len(set(actual["sums"]["acc"].rows)) > 5
@@ -203,7 +203,7 @@ def test_bundled_rows_are_identified_by_location(adapter_model: lm_eval_adapter.
     evaluator = GenerationEvaluator(
         adapter_model.model, adapter_model.text_tokenizer, SamplingConfig(max_new_tokens=4), 4, adapter_model.dist
     )
-    rows = bundled_tasks.task_documents("nano/facts", adapter_model.text_tokenizer, 3)
+    rows = task_documents("nano/facts", adapter_model.text_tokenizer, 3)
     no_targets = rows[1][1]._replace(loss_mask=np.zeros_like(rows[1][1].loss_mask))
     complete, with_gap = evaluator("facts", rows)[1], evaluator("facts", [rows[0], ("nothing", no_targets), rows[2]])[1]
     for actual, expected in ((complete, [1, 2, 3]), (with_gap, [1, 3])):

@@ -9,8 +9,7 @@ import pytest
 from tunekit import assets
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
-from tunekit.evaluation import bundled_tasks
-from tunekit.evaluation.tasks import TaskSelection
+from tunekit.evaluation.tasks import TaskSelection, task_documents
 
 NANO = assets.MODELS["tunekit/nano"]
 
@@ -18,12 +17,12 @@ NANO = assets.MODELS["tunekit/nano"]
 def test_task_rows_are_reproducible_and_unique() -> None:
     tokenizer = Tokenizer.open(NANO)
     for task in assets.TASKS:
-        first, second = (bundled_tasks.task_documents(task, tokenizer, None) for _ in range(2))
+        first, second = (task_documents(task, tokenizer, None) for _ in range(2))
         texts = [tuple(document.tokens.tolist()) for _, document in first]
         assert len(set(texts)) == 200
         assert texts == [tuple(document.tokens.tolist()) for _, document in second]
         assert [row for row, _ in first] == [row for row, _ in second]
-        assert len(bundled_tasks.task_documents(task, tokenizer, 7)) == 7
+        assert len(task_documents(task, tokenizer, 7)) == 7
         assert all(len(document.tokens) == document.full_length for _, document in first)
 
 
