@@ -41,7 +41,7 @@ def make_documents() -> TokenizedDataset:
         make_document(first_prompt, continuation),
         make_document(answer + (first_prompt[0] == answer[0]), continuation),
     ]
-    return TokenizedDataset(
+    return TokenizedDataset.from_documents(
         [
             *documents,
             make_document(first_prompt, continuation),

@@ -237,7 +237,7 @@ def test_answer_starts_match_each_document() -> None:
     for row in rows:
         spans = list(unpack_documents(collator.collate([[row]])))
         expected.append(answer_start(spans[0]) if spans else 0)
-    dataset = TokenizedDataset(rows)
+    dataset = TokenizedDataset.from_documents(rows)
     assert answer_starts(dataset, 0, 200).tolist() == expected and len(set(expected)) > 5
     assert answer_starts(dataset, 17, 60).tolist() == expected[17:60]
 

@@ -2,12 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 from tunekit.config.choices import kind_name
 from tunekit.data import tokenize
@@ -24,7 +23,7 @@ from tunekit.data.doc_flags import DocFlags
 from tunekit.data.format_detection import FormatRule, RowFormat, detect_format
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.readers.open_dataset import find_data_files, parse_split
-from tunekit.data.readers.row_reader import BadRow, Row, RowReader
+from tunekit.data.readers.row_reader import BadRow, Row
 from tunekit.data.row_errors import format_user_code_error
 from tunekit.data.tokenize import MaskedText, TrainOn
 from tunekit.data.tokenizer import Tokenizer
@@ -34,8 +33,6 @@ from tunekit.errors import FieldError, UserError
 
 EncodedRow = list[Document] | BadRow | None
 Fields = dict[str, Any]
-Result = TypeVar("Result")
-MAX_PROBED_ROWS = 100  # rows that are read to detect or describe the format
 # Without a key path: a dataset config does not know its own, nor its index in a mixture.
 SKIP_HINT = "Fix the row, or set `on_bad_row: skip` next to the `source` of this file"
 
@@ -106,7 +103,7 @@ class DatasetConfig(DataConfig):
     def fingerprint_keys(self) -> dict[str, Any]:
         """Keys that change the documents of a row, with their values."""
         names = (field.name for field in dataclasses.fields(self))
-        return {name: vars(self)[name] for name in names if name not in self.loader_keys}
+        return {name: getattr(self, name) for name in names if name not in self.loader_keys}
 
     def resolve(self) -> "DatasetConfig":
         """Config of the format that the rows have; for `auto` datasets that must know it before training."""
@@ -124,16 +121,16 @@ class DatasetConfig(DataConfig):
         """Texts of a row, one for each document. Raise UserError for an invalid row."""
         raise NotImplementedError
 
-    def encode_rows(self, tokenizer: Tokenizer, rows: Sequence[Row | BadRow]) -> list[EncodedRow]:
+    def encode_rows(self, tokenizer: Tokenizer, rows: Iterable[Row | BadRow]) -> list[EncodedRow]:
         """Result of each row: documents, [] if dropped as too long, a BadRow, or None if a transform removes it."""
-        rendered = [self.render_row(tokenizer, row) for row in rows]
-        texts = [text for result in rendered if isinstance(result, list) for text in result]
+        rendered = [(row, self.render_row(tokenizer, row)) for row in rows]
+        texts = [text for _, result in rendered if isinstance(result, list) for text in result]
         documents = iter(tokenize.tokenize_texts(tokenizer, texts))
         return [
             self.limit_row_length(row, result, [next(documents) for _ in result])
             if isinstance(result, list)
             else result
-            for row, result in zip(rows, rendered, strict=True)
+            for row, result in rendered
         ]
 
     def render_row(self, tokenizer: Tokenizer, row: Row | BadRow) -> list[MaskedText] | BadRow | None:
@@ -150,18 +147,6 @@ class DatasetConfig(DataConfig):
             if message is None:
                 raise
             return BadRow(row.where, message)
-
-    def probe_rows(self, reader: RowReader, fn: Callable[[Fields], Result]) -> tuple[Result | None, str]:
-        """Result of `fn` for the first row for which it raises no UserError; or None, and the last error."""
-        error_message = "has no rows"
-        for row in islice(reader.rows, MAX_PROBED_ROWS):
-            try:
-                fields = self.apply_transforms(row.fields) if isinstance(row, Row) else None
-                if fields is not None:
-                    return fn(fields), ""
-            except UserError as error:
-                error_message = str(error)
-        return None, error_message
 
     def apply_transforms(self, fields: Fields) -> Fields | None:
         """Columns after all transforms; None if one of them removes the row."""
@@ -370,8 +355,8 @@ class DetectedDataset(TextOrChatMixin):
         cls = next((cls for cls in self.candidates if kind_name(cls) == row_format.kind), None)
         if cls is None:
             raise UserError(f"this recipe does not support {row_format.description}. {self.expected_columns}")
-        names = {field.name for field in dataclasses.fields(cls)}
-        values: dict[str, Any] = {name: value for name, value in vars(self).items() if name in names}
+        own, names = ({field.name for field in dataclasses.fields(config)} for config in (self, cls))
+        values: dict[str, Any] = {name: getattr(self, name) for name in own & names}
         return cls(**values, **dict[str, Any](row_format.columns))
 
     def describe(self, fields: Fields) -> str:

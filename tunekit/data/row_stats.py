@@ -1,7 +1,8 @@
 """Statistics of each document for the data checks, computed by numpy in blocks of bounded memory."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,8 +12,7 @@ from tunekit.data.tokenizer import Tokenizer
 BLOCK_TOKENS = 1 << 21  # tokens that are processed at a time
 
 
-@dataclass(frozen=True)
-class RowStats:
+class RowStats(NamedTuple):
     """Arrays of (documents,). A turn is a span of adjacent target tokens; documents without a prompt have none.
 
     Hashes are 64 bits. They are equal for equal tokens, within one process.
@@ -57,7 +57,7 @@ def measure_rows(datasets: Sequence[TokenizedDataset], tokenizer: Tokenizer, max
     """Statistics of all documents of some datasets. No document may be empty."""
     context = make_context(tokenizer, max_length)
     blocks = [measure_block(dataset, context, *block) for dataset in datasets for block in iter_blocks(dataset.bounds)]
-    return RowStats(*(np.concatenate([vars(block)[field.name] for block in blocks]) for field in fields(RowStats)))
+    return RowStats(*map(np.concatenate, zip(*blocks, strict=True)))
 
 
 def iter_blocks(bounds: np.ndarray) -> Iterator[tuple[int, int]]:

@@ -13,8 +13,7 @@ from tunekit.errors import UserError
 from tunekit.hub import errors
 
 RUNS = "runs/"  # configs write runs here: such a name is never looked up on the Hub, which can be slow to refuse
-HINT = f"names that begin with {RUNS} are directories of runs and are never looked up on the Hub"
-OURS = "tunekit/"
+BUNDLED = "tunekit/"
 # Everything except weights. Model card and license are copied into what is trained from the model.
 NO_WEIGHTS = ("*.json", "*.jinja", "tokenizer.model", "*.txt", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
 
@@ -43,12 +42,12 @@ def resolve_model_dir(name: str, files: Files = READ) -> Path:
     directory = Path(name).expanduser()
     if directory.is_dir():
         return directory
-    if name.startswith(OURS):
+    if name.startswith(BUNDLED):
         raise UserError(assets.suggest_asset(name))
     parts = split_repo_revision(name)
     if parts is None:
-        hint = f". Train it first, or specify another model; {HINT}." if name.startswith(RUNS) else ""
-        raise UserError(f"{name}: directory not found{hint}")
+        hint = ". Train it first, or specify another model: it is the directory of a run, not a name on the Hub."
+        raise UserError(f"{name}: directory not found{hint if name.startswith(RUNS) else ''}")
     repo, revision = parts
     snapshot = download_repo(repo, revision, files)
     if files == READ and not any(snapshot.glob("*.safetensors")):  # an old repository that has only pickled weights
@@ -59,7 +58,7 @@ def resolve_model_dir(name: str, files: Files = READ) -> Path:
 def split_repo_revision(name: str) -> tuple[str, str | None] | None:
     """Repository and revision of a name on the Hub; None for a directory and for a name that looks like a path."""
     repo, _, revision = name.partition("@")
-    local = name.startswith((".", "/", "~", RUNS, OURS)) or "\\" in name or repo.count("/") > 1
+    local = name.startswith((".", "/", "~", RUNS, BUNDLED)) or "\\" in name or repo.count("/") > 1
     return None if local or Path(name).is_dir() else (repo, revision or None)
 
 

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, ClassVar, NamedTuple
@@ -89,22 +89,20 @@ class CometConfig:
 
 
 Tracker = TensorBoardConfig | WandBConfig | MLflowConfig | TrackioConfig | CometConfig
-# Module of each tracker, which is also the name of the package extra.
-MODULES = {
-    TensorBoardConfig: "tensorboard",
-    WandBConfig: "wandb",
-    MLflowConfig: "mlflow",
-    TrackioConfig: "trackio",
-    CometConfig: "comet",
-}
 
 
+@dataclass
 class ThroughputCounter:
     """Counts tokens and time since the last metric line, of step `last_step`. Saved in the training state."""
 
-    def __init__(self, step: int = 0) -> None:
-        self.num_tokens = self.num_target_tokens = 0  # since step 0
-        self.reset(step)
+    num_tokens: int = 0  # since step 0, as are the target tokens
+    num_target_tokens: int = 0
+    last_step: int = 0
+    tokens: int = 0
+    target_tokens: int = 0
+    data_time: float = 0.0
+    seconds: float = 0.0
+    compile_time: float = 0.0
 
     def reset(self, step: int) -> None:
         self.last_step, self.tokens, self.target_tokens = step, 0, 0
@@ -118,10 +116,11 @@ class ThroughputCounter:
         self.num_target_tokens += num_target_tokens
 
     def state_dict(self) -> dict[str, float]:
-        return dict(vars(self))
+        return asdict(self)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        vars(self).update(state)
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 class PendingLine(NamedTuple):
@@ -160,7 +159,7 @@ class MetricLogger:
         report_to: Iterable[Tracker] = (),
     ) -> None:
         self.log_every, self.dist, self.num_steps, self.start = log_every, dist, num_steps, start
-        self.counter = counter or ThroughputCounter(start)
+        self.counter = counter or ThroughputCounter(last_step=start)
         trackers = report_to if dist.is_main_process else ()
         self.trackers = [open_tracker(tracker, folder, start, resolved or {}) for tracker in trackers]
         self.file = open_metrics_file(folder / FILE, start) if dist.is_main_process else None
@@ -362,7 +361,7 @@ class TerminalLogger:
 
 def open_tracker(tracker: Tracker, folder: Path, start: int, resolved: Mapping):
     """Open an experiment tracker and import its package. Raises UserError if that fails."""
-    kind = MODULES[type(tracker)]
+    kind = tracker.kind  # the module, and the extra of the package
     try:
         module = importlib.import_module(f"tunekit.loggers.{kind}")
     except ImportError as error:

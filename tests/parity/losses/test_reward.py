@@ -50,7 +50,7 @@ def make_documents(steps: bool) -> TokenizedDataset:
         values = np.arange(mask.sum()) % 3 if steps else np.array([number % 3])
         flags = DocFlags.STEPWISE if steps else DocFlags(0)
         documents.append(Document(tokens, mask, length, flags, values.astype(np.float32)))
-    return TokenizedDataset(documents)
+    return TokenizedDataset.from_documents(documents)
 
 
 def make_batches(

@@ -24,7 +24,7 @@ def make_documents() -> TokenizedDataset:
         tokens[0], mask = 1000 + row, rng.random(len(tokens)) < 0.5
         mask[-1] = True
         rows.append(Document(tokens, mask, len(tokens)))
-    return TokenizedDataset(rows)
+    return TokenizedDataset.from_documents(rows)
 
 
 def make_loader(dist, micro: int = BATCH, packed: bool = False, shuffle: bool = True) -> MapDataLoader:

@@ -153,11 +153,11 @@ def test_margins_of_pairs_reach_the_batch(tokenizer, make_dist, tmp_path) -> Non
 def test_labels_change_the_digest() -> None:
     tokens, mask = np.arange(4, dtype=np.int32), np.ones(4, bool)
     digests = {
-        TokenizedDataset([Document(tokens, mask, 4, values=np.array([value], np.float32))]).fingerprint
+        TokenizedDataset.from_documents([Document(tokens, mask, 4, values=np.array([value], np.float32))]).fingerprint
         for value in (0.0, 1.0)
     }
     assert len(digests) == 2
-    without_values = TokenizedDataset([Document(tokens, mask, 4)])
+    without_values = TokenizedDataset.from_documents([Document(tokens, mask, 4)])
     assert without_values.fingerprint not in digests
     assert math.isnan(without_values[0].value)
 
@@ -166,7 +166,7 @@ BAD_ROWS = {
     "no label": (LabeledDataset("x"), {"text": "fox"}, "label"),
     "null label": (LabeledDataset("x"), {"text": "fox", "label": None}, "label: "),
     "class name without class_names": (LabeledDataset("x"), {"text": "fox", "label": "good"}, "'good'"),
-    "long class name": (LabeledDataset("x"), {"text": "fox", "label": "a" * 99}, f"label: '{'a' * 40}..'"),
+    "long class name": (LabeledDataset("x"), {"text": "fox", "label": "a" * 99}, f"label: '{'a' * 39}..."),
     "unknown class": (LabeledDataset("x", class_names=("a", "b")), {"text": "fox", "label": "c"}, "a, b"),
     "class index too high": (LabeledDataset("x", class_names=("a", "b")), {"text": "fox", "label": 2}, "class_names"),
     "infinite label": (LabeledDataset("x"), {"text": "fox", "label": math.inf}, "label: "),

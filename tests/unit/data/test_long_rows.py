@@ -12,7 +12,7 @@ from tunekit.data.truncation import fit_documents
 @pytest.mark.parametrize(("dropped", "is_reported"), [(18, True), (2, True), (1, False), (0, False)])
 def test_dropped_rows_are_reported(nano: Tokenizer, dropped: int, is_reported: bool) -> None:
     """Rows that were removed for other reasons do not count."""
-    rows = TokenizedDataset(make_rows(nano, 20 - dropped), [f"a:{row}" for row in range(20 - dropped)])
+    rows = TokenizedDataset.from_documents(make_rows(nano, 20 - dropped), [f"a:{row}" for row in range(20 - dropped)])
     rows.summary = PreprocessSummary(rows=30, filtered=6, skipped=4, dropped=dropped)
     findings = run_data_checks(CheckTarget("data", [rows], nano, CheckContext(LIMIT)))
     assert [finding.kind for finding in findings] == ["dropped rows"] * is_reported

@@ -30,7 +30,7 @@ def make_documents() -> TokenizedDataset:
         tokens = rng.integers(10, 900, rng.integers(4, LENGTH + 1)).astype(np.int32)
         tokens[0], mask = 1000 + number, np.arange(len(tokens)) >= len(tokens) // 2
         documents.append(Document(tokens, mask, len(tokens), (DocFlags.DESIRABLE, DocFlags.UNDESIRABLE)[number % 2]))
-    return TokenizedDataset(documents)
+    return TokenizedDataset.from_documents(documents)
 
 
 def build_loader(dist, rows: DatasetConfig, micro: int = BATCH) -> MapDataLoader:

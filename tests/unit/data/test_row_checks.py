@@ -45,7 +45,7 @@ def make_rows(tokenizer: Tokenizer, count: int = 40, first: int = 0) -> list[Doc
 
 
 def make_target(tokenizer: Tokenizer, documents: list[Document], name: str = "data", **context) -> CheckTarget:
-    rows = TokenizedDataset(documents, [f"{name}.jsonl:{row}" for row in range(1, len(documents) + 1)])
+    rows = TokenizedDataset.from_documents(documents, [f"{name}.jsonl:{row}" for row in range(1, len(documents) + 1)])
     return CheckTarget(name, [rows], tokenizer, CheckContext(**{"max_length": LIMIT, **context}))
 
 
@@ -214,7 +214,7 @@ def test_split_windows_are_no_fault(nano: Tokenizer) -> None:
             for i, row in enumerate(long_rows)
             for window in fit_documents(row, length, "split", length // 4)
         ]
-        rows = TokenizedDataset([window for window, _ in windows], [location for _, location in windows])
+        rows = TokenizedDataset.from_documents([window for window, _ in windows], [location for _, location in windows])
         assert len(rows) > 5 * len(long_rows)
         assert not run_data_checks(CheckTarget("data", [rows], nano, CheckContext(length)))
 
@@ -222,7 +222,7 @@ def test_split_windows_are_no_fault(nano: Tokenizer) -> None:
 def test_rows_are_counted_instead_of_their_windows(nano: Tokenizer) -> None:
     row = make_document(nano, ("Count", " ".join(map(str, range(60)))))
     windows = fit_documents(row, 32, "split", 8)
-    rows = TokenizedDataset(windows * 2, ["a:1"] * len(windows) + ["a:2"] * len(windows))
+    rows = TokenizedDataset.from_documents(windows * 2, ["a:1"] * len(windows) + ["a:2"] * len(windows))
     (duplicates,) = (
         finding
         for finding in run_data_checks(CheckTarget("data", [rows], nano, CheckContext(32)))
@@ -236,7 +236,7 @@ def test_text_windows_are_no_cut_answers(nano: Tokenizer) -> None:
     """Windows of a long text end anywhere; only the last one ends with eos."""
     tokens = np.array(nano.encode("Once there was a cat, and it had a hat. " * 40, special=True), np.int32)
     windows = [tokens[start : start + LIMIT] for start in range(0, len(tokens) - 2, LIMIT - 1)]
-    dataset = TokenizedDataset(
+    dataset = TokenizedDataset.from_documents(
         [Document(window, np.ones(len(window), bool), len(window)) for window in windows], ["a:1"] * len(windows)
     )
     assert not run_data_checks(CheckTarget("data", [dataset], nano, CheckContext(LIMIT)))
@@ -370,8 +370,8 @@ def test_prompt_of_many_rows_is_no_overlap(nano: Tokenizer) -> None:
 def test_mix_is_checked_as_one_dataset(nano: Tokenizer) -> None:
     rows = make_rows(nano)
     datasets = [
-        TokenizedDataset(rows[:25], ["a:1"] * 25),
-        TokenizedDataset(rows[25:] + rows[:3], [f"b:{row}" for row in range(18)]),
+        TokenizedDataset.from_documents(rows[:25], ["a:1"] * 25),
+        TokenizedDataset.from_documents(rows[25:] + rows[:3], [f"b:{row}" for row in range(18)]),
     ]
     (finding,) = run_data_checks(CheckTarget("data", datasets, nano, CheckContext(LIMIT)))
     assert (finding.kind, finding.count, finding.row_locations) == ("duplicates", 3, ("b:15", "b:16", "b:17"))
@@ -431,7 +431,9 @@ def tokenize_dataset(dataset: ChatDataset, tokenizer: Tokenizer) -> TokenizedDat
     prepared = dataset.prepare_tokenizer(tokenizer)
     rows = list(open_dataset(dataset.source, dataset.split, dataset.max_samples).rows)
     documents = list(iter_documents(dataset.encode_rows(prepared, rows), [row.where for row in rows]))
-    return TokenizedDataset([document for document, _ in documents], [location for _, location in documents])
+    return TokenizedDataset.from_documents(
+        [document for document, _ in documents], [location for _, location in documents]
+    )
 
 
 def iter_documents(results, locations: list[str]) -> Iterator[tuple[Document, str]]:

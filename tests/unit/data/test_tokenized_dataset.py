@@ -59,7 +59,7 @@ def test_documents_round_trip(sizes: list, size: int, tmp_path_factory: pytest.T
     documents = [make_document(length, seed, cut) for seed, (length, cut, _) in enumerate(sizes)]
     locations = [where for *_, where in sizes]
     written = write_documents(tmp_path_factory.mktemp("docs"), documents, locations, size)
-    in_memory = TokenizedDataset(documents, locations)
+    in_memory = TokenizedDataset.from_documents(documents, locations)
     for dataset in (written, in_memory):
         assert len(dataset) == len(documents)
         assert all(is_same(dataset[i], expected) for i, expected in enumerate(documents))
@@ -77,17 +77,18 @@ def test_documents_round_trip(sizes: list, size: int, tmp_path_factory: pytest.T
 def test_digest_depends_on_tokens_masks_and_bounds_only() -> None:
     first, second = make_document(5, 0), make_document(4, 1)
     digests = {
-        TokenizedDataset(docs).fingerprint
+        TokenizedDataset.from_documents(docs).fingerprint
         for docs in ([first, second], [second, first], [first], [first, second, second])
     }
     joined = Document(np.append(first.tokens, second.tokens), np.append(first.loss_mask, second.loss_mask), 9)
     digests |= {
-        TokenizedDataset([joined]).fingerprint,
-        TokenizedDataset([first._replace(loss_mask=~first.loss_mask), second]).fingerprint,
+        TokenizedDataset.from_documents([joined]).fingerprint,
+        TokenizedDataset.from_documents([first._replace(loss_mask=~first.loss_mask), second]).fingerprint,
     }
     assert len(digests) == 6
     assert (
-        TokenizedDataset([first, second], ["a:1", "a:2"]).fingerprint == TokenizedDataset([first, second]).fingerprint
+        TokenizedDataset.from_documents([first, second], ["a:1", "a:2"]).fingerprint
+        == TokenizedDataset.from_documents([first, second]).fingerprint
     )
 
 

@@ -13,7 +13,6 @@ import torch
 
 from tunekit.errors import UserError
 from tunekit.loggers.metric_logger import (
-    MODULES,
     CometConfig,
     MetricLogger,
     MLflowConfig,
@@ -52,15 +51,15 @@ def losses(folder):
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("kind", PACKAGES)
 def test_missing_package_names_the_extra(tmp_path, monkeypatch, kind):
-    package, module = PACKAGES[kind], f"tunekit.loggers.{MODULES[kind]}"
+    package, module = PACKAGES[kind], f"tunekit.loggers.{kind.kind}"
     for name in [name for name in sys.modules if name.partition(".")[0] == package or name == module]:
         monkeypatch.delitem(sys.modules, name)
     if kind is TensorBoardConfig:
         monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
-    expected = rf"report_to: .*{package}.*'tunekit\[{MODULES[kind]}\]'"
+    expected = rf"report_to: .*{package}.*'tunekit\[{kind.kind}\]'"
     with pytest.raises(UserError, match=expected):
         MetricLogger(tmp_path / "run", MAIN, num_steps=1, report_to=(kind(),))
     assert not (tmp_path / "run").exists()

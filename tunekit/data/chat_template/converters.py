@@ -40,15 +40,11 @@ def from_sharegpt(value: Any, column: str, system: Any = None, tools: Any = None
     system_messages = to_system_messages(system)
     if system_messages and conversation.messages[0]["role"] == "system":
         raise UserError(f"{column}[0]: the row has a system message and a column 'system'. Remove one of them.")
-    conversation = conversation._replace(tools=schemas and [wrap_tool_schema(schema) for schema in schemas])
-    return prepend_messages(system_messages, conversation)
-
-
-def prepend_messages(leading: list[Message], conversation: Conversation) -> Conversation:
-    """Insert messages before a conversation."""
-    flags = conversation.train_flags and [None] * len(leading) + conversation.train_flags
-    messages = leading + conversation.messages
-    return conversation._replace(messages=messages, train_flags=flags) if leading else conversation
+    return conversation._replace(
+        messages=system_messages + conversation.messages,
+        tools=schemas and [wrap_tool_schema(schema) for schema in schemas],
+        train_flags=conversation.train_flags and [None] * len(system_messages) + conversation.train_flags,
+    )
 
 
 def to_system_messages(system: Any) -> list[Message]:

@@ -147,7 +147,7 @@ class StepCounter(NodeTransformer):
     """Inserts charges into the syntax tree of a template where Jinja has no hook for them."""
 
     def step_filter(self, body: list[nodes.Node], line: int) -> nodes.Filter:
-        chars = sum(len(data.data) for node in body for data in find_nodes(node, nodes.TemplateData))
+        chars = sum(len(data.data) for node in body for data in node.find_all(nodes.TemplateData))
         return nodes.Filter(nodes.Const(chars), " step", [], [], None, None, lineno=line)
 
     def add_step(self, node: Any) -> Any:
@@ -192,10 +192,6 @@ class StepCounter(NodeTransformer):
 
     def add_filter(self, name: str, node: nodes.Expr) -> nodes.Expr:
         return node if is_constant(node) else nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
-
-
-def find_nodes(node: nodes.Node, kind: type) -> list[Any]:
-    return [*([node] if isinstance(node, kind) else []), *node.find_all(kind)]
 
 
 def is_constant(node: nodes.Node) -> bool:

@@ -34,7 +34,8 @@ class TemplateFeatures:
 
     def adapt_message(self, message: Message, ids: dict[str, str]) -> Message:
         if len(message) > 2:
-            message = {key: value for key, value in message.items() if self.reads_key(key)}
+            source = self.source
+            message = {k: v for k, v in message.items() if k in KNOWN_KEYS or source is None or k in source}
             if "tool_calls" in message and not message.get("content"):
                 message = self.with_empty_content(message)
             if not self.renders_call_ids:
@@ -42,9 +43,6 @@ class TemplateFeatures:
         if self.content_parts and message.get("content"):
             message = {**message, "content": to_content_parts(message["content"])}
         return message
-
-    def reads_key(self, key: str) -> bool:
-        return key in KNOWN_KEYS or self.source is None or key in self.source
 
     def with_empty_content(self, message: Message) -> Message:
         """Return a message that only calls tools, with a form of empty content that the template supports."""

@@ -227,7 +227,7 @@ class BlockStream:
             for documents, new_documents in zip(sources, self.next_round(), strict=True):
                 documents += new_documents
         located = [item for documents in sources for item in documents]
-        dataset = TokenizedDataset([document for document, _ in located], [location for _, location in located])
+        dataset = TokenizedDataset.from_documents([item for item, _ in located], [where for _, where in located])
         return ShuffleBlock(
             round_index=round_index,
             num_rounds=self.round_index - round_index,

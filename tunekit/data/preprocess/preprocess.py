@@ -2,21 +2,25 @@
 
 import json
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from tqdm import tqdm
 
-from tunekit.data.datasets import DatasetConfig
+from tunekit.data.datasets import DatasetConfig, Fields
 from tunekit.data.preprocess import cache, user_modules, worker, worker_pool
 from tunekit.data.preprocess.fingerprint import fingerprint
 from tunekit.data.preprocess.tokenized_dataset import TokenizedChunk, TokenizedDataset, TokenizedDatasetWriter
 from tunekit.data.readers.open_dataset import open_dataset
-from tunekit.data.readers.row_reader import CHUNK_ROWS, BadRow, RowChunk, RowReader
+from tunekit.data.readers.row_reader import CHUNK_ROWS, BadRow, Row, RowChunk, RowReader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 
+Result = TypeVar("Result")
+MAX_PROBED_ROWS = 100  # rows that are read to detect or describe the format
 MIN_POOL_ROWS = 2_000  # fewer rows are done before worker processes have started
 
 
@@ -65,7 +69,20 @@ def num_workers(config: DatasetConfig, num_rows: int | None) -> int:
 
 def describe_format(config: DatasetConfig, reader: RowReader) -> str:
     """Description of the format of the first row that can be read. Errors are reported when rows are preprocessed."""
-    return config.probe_rows(reader, config.describe)[0] or ""
+    return probe_rows(config, reader, config.describe)[0] or ""
+
+
+def probe_rows(config: DatasetConfig, reader: RowReader, fn: Callable[[Fields], Result]) -> tuple[Result | None, str]:
+    """Result of `fn` for the first row for which it raises no UserError; or None, and the last error."""
+    error_message = "has no rows"
+    for row in islice(reader.rows, MAX_PROBED_ROWS):
+        try:
+            fields = config.apply_transforms(row.fields) if isinstance(row, Row) else None
+            if fields is not None:
+                return fn(fields), ""
+        except UserError as error:
+            error_message = str(error)
+    return None, error_message
 
 
 def write_documents(

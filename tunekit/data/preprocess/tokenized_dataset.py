@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,7 +96,7 @@ class TokenizedChunk(NamedTuple):
     @property
     def documents(self) -> "TokenizedDataset":
         """Documents of the chunk as a dataset."""
-        return TokenizedDataset.from_flat(self.flat)
+        return TokenizedDataset(self.flat)
 
 
 @dataclass(frozen=True)
@@ -141,39 +141,14 @@ class TokenizedDataset:
     first token of a document never is.
     """
 
-    def __init__(self, documents: Iterable[Document], row_locations: Sequence[str] | None = None) -> None:
-        documents = list(documents)
-        self.set_columns(
-            flatten_documents(documents, [""] * len(documents) if row_locations is None else row_locations)
-        )
-
-    @staticmethod
-    def from_flat(flat: FlatDocuments, summary: PreprocessSummary | None = None) -> "TokenizedDataset":
-        """Dataset of flat documents."""
-        dataset = TokenizedDataset.__new__(TokenizedDataset)
-        dataset.set_columns(flat, summary or PreprocessSummary())
-        return dataset
-
-    @staticmethod
-    def open(directory: Path, lock: object = None) -> "TokenizedDataset":
-        """Memory-map the files of a `TokenizedDatasetWriter`. The dataset keeps a reference to `lock`."""
-        metadata = json.loads((directory / METADATA_FILE).read_text("utf-8"))
-        dtypes = {**COLUMNS, BOUNDS: np.dtype(np.int64)}
-        columns = {name: map_file(directory / name, dtype) for name, dtype in dtypes.items()}
-        bad_rows = directory / BAD_ROWS
-        summary = PreprocessSummary(**metadata["prepared"], bad_rows=bad_rows if bad_rows.is_file() else None)
-        dataset = TokenizedDataset.__new__(TokenizedDataset)
-        dataset.set_columns(FlatDocuments(columns, metadata["names"]), summary, metadata)
-        dataset.lock = lock
-        return dataset
-
-    def set_columns(
+    def __init__(
         self,
         flat: FlatDocuments,
         summary: PreprocessSummary = PreprocessSummary(),
         metadata: dict[str, Any] | None = None,
+        lock: object = None,
     ) -> None:
-        """Set the arrays. `metadata` has the values that are computed from them if it is None."""
+        """`metadata` has the values that are computed from the arrays if it is None. Keeps a reference to `lock`."""
         columns = flat.columns
         self.tokens, self.loss_mask, self.lengths = columns["tokens"], columns["loss_mask"], columns["lengths"]
         self.full_lengths, self.doc_flags = columns["full_lengths"], columns["doc_flags"]
@@ -184,7 +159,23 @@ class TokenizedDataset:
         counts = count_targets(columns) if metadata is None else metadata
         self.num_truncated, self.num_target_tokens = counts["truncated"], counts["targets"]
         self.stored_fingerprint: str | None = None if metadata is None else metadata["digest"]
-        self.summary, self.lock = summary, None
+        self.summary, self.lock = summary, lock
+
+    @staticmethod
+    def from_documents(documents: Sequence[Document], row_locations: Sequence[str] | None = None) -> "TokenizedDataset":
+        """Dataset in memory."""
+        locations = [""] * len(documents) if row_locations is None else row_locations
+        return TokenizedDataset(flatten_documents(documents, locations))
+
+    @staticmethod
+    def open(directory: Path, lock: object = None) -> "TokenizedDataset":
+        """Memory-map the files of a `TokenizedDatasetWriter`."""
+        metadata = json.loads((directory / METADATA_FILE).read_text("utf-8"))
+        dtypes = {**COLUMNS, BOUNDS: np.dtype(np.int64)}
+        columns = {name: map_file(directory / name, dtype) for name, dtype in dtypes.items()}
+        bad_rows = directory / BAD_ROWS
+        summary = PreprocessSummary(**metadata["prepared"], bad_rows=bad_rows if bad_rows.is_file() else None)
+        return TokenizedDataset(FlatDocuments(columns, metadata["names"]), summary, metadata, lock)
 
     @property
     def fingerprint(self) -> str:

@@ -1,35 +1,30 @@
-"""Tokenize chunks of rows, in this process or as `python -m tunekit.data.preprocess.worker FD` of a `WorkerPool`.
+"""Tokenize chunks of rows, in this process or as `python -m tunekit.data.preprocess.worker` of a `WorkerPool`.
 
 A worker process ends when the other end of its pipe is closed.
 """
 
+import mmap
 import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator, MutableSequence, Sequence
 from multiprocessing.connection import Connection
 
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedChunk, flatten_documents
-from tunekit.data.readers.row_reader import BadRow, RowChunk
+from tunekit.data.readers.row_reader import BadRow, Row, RowChunk
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
-RowCallback = Callable[[str], object]
+PROGRESS_BYTES = 8  # of the shared memory in which a worker stores the index of its row
 
 
 def tokenize_chunk(
-    config: DatasetConfig, tokenizer: Tokenizer, chunk: RowChunk, on_row: RowCallback | None = None
+    config: DatasetConfig, tokenizer: Tokenizer, chunk: RowChunk, progress: MutableSequence[int] | None = None
 ) -> TokenizedChunk:
-    """Tokenize a chunk. With `on_row`, row by row, after a call with the location of each row."""
+    """Tokenize a chunk. The index of the row that is being rendered is written to `progress`."""
     rows = list(chunk.rows())
-    if on_row is None:
-        encoded = config.encode_rows(tokenizer, rows)
-    else:
-        encoded = []
-        for row in rows:
-            on_row(row.where)
-            encoded += config.encode_rows(tokenizer, [row])
+    encoded = config.encode_rows(tokenizer, rows if progress is None else track_rows(rows, progress))
     bad_rows = [result for result in encoded if isinstance(result, BadRow)]
     valid = [(row.where, result) for row, result in zip(rows, encoded, strict=True) if isinstance(result, list)]
     documents: list[Document] = [document for _, result in valid for document in result]
@@ -40,7 +35,15 @@ def tokenize_chunk(
     return TokenizedChunk(chunk.position, len(rows), filtered, dropped, split, bad_rows, flat)
 
 
-def serve(pipe: Connection) -> None:
+def track_rows(rows: Sequence[Row | BadRow], progress: MutableSequence[int]) -> Iterator[Row | BadRow]:
+    """Rows, each after its index is written to `progress`; after the last one, their number."""
+    for index, row in enumerate(rows):
+        progress[0] = index
+        yield row
+    progress[0] = len(rows)
+
+
+def serve(pipe: Connection, progress: MutableSequence[int]) -> None:
     """Receive the config and tokenizer, then tokenize chunk by chunk."""
     modules, task = pipe.recv()
     for module in modules:
@@ -49,25 +52,18 @@ def serve(pipe: Connection) -> None:
     tokenizer.enable_cache()
     pipe.send(None)  # ready
     while True:
-        chunk, row_by_row = pipe.recv()
-        pipe.send(process_chunk(config, tokenizer, chunk, pipe.send if row_by_row else None))
-
-
-def process_chunk(
-    config: DatasetConfig, tokenizer: Tokenizer, chunk: RowChunk, on_row: RowCallback | None
-) -> TokenizedChunk | UserError:
-    """Tokenize a chunk. Return a UserError instead of raising it."""
-    try:
-        return tokenize_chunk(config, tokenizer, chunk, on_row)
-    except UserError as error:
-        return UserError(str(error))
+        try:
+            result = tokenize_chunk(config, tokenizer, pipe.recv(), progress)
+        except UserError as error:
+            result = UserError(str(error))
+        pipe.send(result)
 
 
 def main() -> None:
-    pipe = Connection(int(sys.argv[1]))
+    pipe, progress = Connection(int(sys.argv[1])), memoryview(mmap.mmap(int(sys.argv[2]), PROGRESS_BYTES)).cast("q")
     os.dup2(2, 1)  # the output of user code must not mix with the output of the command
     try:
-        serve(pipe)
+        serve(pipe, progress)
     except (EOFError, ConnectionError):  # the pool has closed the pipe
         pass
     except UserError as error:

@@ -1,5 +1,6 @@
 """Pool of worker processes that tokenize chunks of rows. Results come in order; workers end with the pool."""
 
+import mmap
 import os
 import pickle
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from itertools import islice
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,14 @@ from typing import Any
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.preprocess import user_modules
 from tunekit.data.preprocess.tokenized_dataset import TokenizedChunk
+from tunekit.data.preprocess.worker import PROGRESS_BYTES
 from tunekit.data.readers.row_reader import RowChunk
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
 MAX_CHUNKS_AHEAD = 3  # chunks per worker that may be started after the one whose result comes next
-CHUNK_TIMEOUT = 120.0  # seconds for a chunk, which takes about one; then its rows are tokenized one by one
-ROW_TIMEOUT = 60.0  # seconds for a row
-START_TIMEOUT = 60.0  # seconds until a worker is ready
+ROW_TIMEOUT = 60.0  # seconds for a row, or for the tokenizer on all rows of a chunk
+CHECK_INTERVAL = 1.0  # seconds between two looks at the progress of the workers
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # CPU limit of a container
 MAX_WORKERS = 32  # the process that sends chunks and writes results cannot serve more
@@ -37,25 +39,26 @@ class WorkerProcess:
         self.pipe, child_pipe = connection.Pipe()
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         env = {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", **dict.fromkeys(THREAD_VARIABLES, "1")}
-        command = [sys.executable, "-P", "-m", "tunekit.data.preprocess.worker", str(child_pipe.fileno())]
+        progress_fd = os.memfd_create("tunekit-progress")
+        os.ftruncate(progress_fd, PROGRESS_BYTES)
+        self.progress = memoryview(mmap.mmap(progress_fd, PROGRESS_BYTES)).cast("q")  # written by the worker
+        fds = child_pipe.fileno(), progress_fd
+        command = [sys.executable, "-P", "-m", "tunekit.data.preprocess.worker", *map(str, fds)]
         # In its own process group, so that Ctrl-C only reaches this process. The child's end of the pipe is closed
         # here, so that a worker that has died is noticed.
-        with child_pipe:
+        with child_pipe, os.fdopen(progress_fd):
             self.process = subprocess.Popen(
-                command,
-                env=os.environ | env,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[child_pipe.fileno()],
-                process_group=0,
+                command, env=os.environ | env, stdin=subprocess.DEVNULL, pass_fds=fds, process_group=0
             )
-        self.ready, self.chunk_index, self.start_time = False, -1, time.monotonic()
+        self.ready, self.chunk_index = False, -1
         self.chunk: RowChunk | None = None
+        self.position, self.position_time = (-1, 0), time.monotonic()  # the last chunk and row that were seen
         self.send(task)
 
-    def submit(self, chunk_index: int, chunk: RowChunk, row_by_row: bool = False) -> None:
-        """Send a chunk. With `row_by_row`, the worker sends the location of each row before it tokenizes the row."""
-        self.chunk_index, self.chunk, self.start_time = chunk_index, chunk, time.monotonic()
-        self.send((chunk, row_by_row))
+    def submit(self, chunk_index: int, chunk: RowChunk) -> None:
+        """Send a chunk."""
+        self.chunk_index, self.chunk = chunk_index, chunk
+        self.send(chunk)
 
     def send(self, message: Any) -> None:
         """Send a message. Raise UserError if the worker has died."""
@@ -81,10 +84,23 @@ class WorkerProcess:
         status = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         if self.chunk is None:
             return f"data.num_proc: a preprocessing worker {status} during startup. Set num_proc=0."
-        rows = list(self.chunk.rows())
-        location = f"{rows[0].where} and the next {len(rows) - 1:,} rows" if rows else "no rows"
         hint = ". If memory ran out, set a lower num_proc" if code == -signal.SIGKILL else ""
-        return f"{location}: the preprocessing worker {status}{hint}"
+        return f"{self.chunk_location()}: the preprocessing worker {status}{hint}"
+
+    def chunk_location(self) -> str:
+        """Location of the rows of the current chunk."""
+        rows = [] if self.chunk is None else list(self.chunk.rows())
+        return f"{rows[0].where} and the next {len(rows) - 1:,} rows" if rows else "no rows"
+
+    def check_progress(self) -> None:
+        """Raise UserError if a row takes too long."""
+        position, now = (self.chunk_index, self.progress[0]), time.monotonic()
+        if self.chunk is None or position != self.position:
+            self.position, self.position_time = position, now
+        elif now - self.position_time > ROW_TIMEOUT:
+            row = next(islice(self.chunk.rows(), self.progress[0], None), None)
+            location = self.chunk_location() if row is None else row.where
+            raise UserError(f"{location}: preprocessing took more than {ROW_TIMEOUT:.0f} seconds. Remove the row.")
 
     def stop(self) -> None:
         """Kill the worker."""
@@ -155,33 +171,13 @@ class WorkerPool:
         busy = {worker.pipe: worker for worker in self.workers if worker.chunk is not None or not worker.ready}
         if not busy:
             return
-        time_left = min(worker.start_time for worker in busy.values()) + CHUNK_TIMEOUT - time.monotonic()
-        timeout = 0.0 if self.num_returned in self.results else max(time_left, 0.1)
+        timeout = 0.0 if self.num_returned in self.results else CHECK_INTERVAL
         for pipe in connection.wait(list(busy), timeout):
             message = busy[pipe].receive()
             if message is not None:
                 self.results[busy[pipe].chunk_index], busy[pipe].chunk = message, None
         for worker in busy.values():
-            if worker.chunk is not None and time.monotonic() - worker.start_time > CHUNK_TIMEOUT:
-                self.results[worker.chunk_index] = self.retry_row_by_row(worker)
-
-    def retry_row_by_row(self, slow: WorkerProcess) -> TokenizedChunk | UserError:
-        """Replace a worker that has timed out. Return the result of its chunk, or an error that names the slow row."""
-        assert slow.chunk is not None
-        slow.stop()
-        self.workers[self.workers.index(slow)] = worker = WorkerProcess(self.task)
-        worker.submit(slow.chunk_index, slow.chunk, row_by_row=True)
-        location = "a row"
-        while worker.pipe.poll(ROW_TIMEOUT if worker.ready else START_TIMEOUT):
-            message = worker.receive()
-            if isinstance(message, str):
-                location = message
-            elif message is not None:
-                worker.chunk = None
-                return message
-        worker.stop()
-        self.workers.remove(worker)
-        return UserError(f"{location}: preprocessing took more than {ROW_TIMEOUT:.0f} seconds. Remove the row.")
+            worker.check_progress()
 
 
 def num_cpus() -> int:

@@ -65,15 +65,14 @@ def files_in_dir(directory: str, split: str, list_dir: Callable[[str], Iterable[
     matches = [entry for entry in candidates if entry.split == split] if split_names else candidates
     if not matches or (not split_names and split != "train"):
         raise UserError(f"{directory}: no split {split!r}. Available splits: {', '.join(split_names) or 'train'}.")
-    paths = (files_in_split_dir(entry, list_dir) if entry.is_dir else [entry.path] for entry in matches)
-    return [path for group in paths for path in group]
-
-
-def files_in_split_dir(directory: DirEntry, list_dir: Callable[[str], Iterable[DirEntry]]) -> list[str]:
-    """Return all data files in the directory of a split."""
-    paths = [entry.path for entry in sorted(list_dir(directory.path)) if is_row_file(entry)]
-    if not paths:
-        raise UserError(f"{directory.path}: no {', '.join(SUFFIXES)} files in this directory")
+    paths: list[str] = []
+    for match in matches:
+        split_files = (
+            [entry for entry in sorted(list_dir(match.path)) if is_row_file(entry)] if match.is_dir else [match]
+        )
+        if not split_files:
+            raise UserError(f"{match.path}: no {', '.join(SUFFIXES)} files in this directory")
+        paths += [entry.path for entry in split_files]
     return paths
 
 
