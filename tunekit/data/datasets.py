@@ -24,7 +24,7 @@ from tunekit.data.format_detection import FormatRule, RowFormat, detect_format
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.readers.open_dataset import find_data_files, parse_split
 from tunekit.data.readers.row_reader import BadRow, Row
-from tunekit.data.row_errors import format_user_code_error
+from tunekit.data.row_errors import USER_CODE_ERRORS, format_user_code_error
 from tunekit.data.tokenize import MaskedText, TrainOn
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.transforms import Filter, RenameColumns
@@ -142,7 +142,7 @@ class DatasetConfig(DataConfig):
             return None if fields is None else self.render(tokenizer, fields)
         except UserError as error:
             return BadRow(row.where, str(error))
-        except Exception as error:  # of user transforms and formats, which make a row a bad row
+        except USER_CODE_ERRORS as error:
             message = format_user_code_error(error, self, *self.transforms)
             if message is None:
                 raise
@@ -355,8 +355,8 @@ class DetectedDataset(TextOrChatMixin):
         cls = next((cls for cls in self.candidates if kind_name(cls) == row_format.kind), None)
         if cls is None:
             raise UserError(f"this recipe does not support {row_format.description}. {self.expected_columns}")
-        own, names = ({field.name for field in dataclasses.fields(config)} for config in (self, cls))
-        values: dict[str, Any] = {name: getattr(self, name) for name in own & names}
+        names = {field.name for field in dataclasses.fields(cls)} & {field.name for field in dataclasses.fields(self)}
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
         return cls(**values, **dict[str, Any](row_format.columns))
 
     def describe(self, fields: Fields) -> str:

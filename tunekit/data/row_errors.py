@@ -10,6 +10,17 @@ from tunekit.errors import UserError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+# Exceptions of user transforms and formats that make a row a bad row.
+USER_CODE_ERRORS = (
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    AssertionError,
+    RuntimeError,
+    OSError,
+)
 
 
 def format_user_code_error(error: Exception, *configs: object) -> str | None:

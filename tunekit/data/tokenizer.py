@@ -273,10 +273,24 @@ def read_model(directory: Path) -> tokenizers.Tokenizer:
             "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     content = read_json(path)
-    try:
+    with TokenizerFileErrors(path):
         return tokenizers.Tokenizer.from_str(json.dumps(content))
-    except Exception as error:  # the library raises no subclass of it
-        raise UserError(f"{path}: is not a valid tokenizer ({error}). Download it again.") from error
+
+
+class TokenizerFileErrors:
+    """Turns the plain `Exception` that the tokenizers library raises for an invalid file into UserError.
+
+    A context manager, because `except Exception` would also catch all other errors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is Exception:
+            raise UserError(f"{self.path}: is not a valid tokenizer ({error}). Download it again.") from error
 
 
 def read_template(path: Path) -> str:
