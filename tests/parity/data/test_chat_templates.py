@@ -10,7 +10,8 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.helpers.chat_families import AMBIGUOUS, CALL, FAMILIES, TEMPLATE_DIR, Family, write_family
-from tunekit.data.chat_template.loss_mask import find_target_spans, get_span_pattern, render_with_mask, token_range
+from tests.helpers.loss_masks import render_targets, target_texts
+from tunekit.data.chat_template.loss_mask import find_target_spans, get_span_pattern
 from tunekit.data.chat_template.template import TAG
 from tunekit.data.chat_template.turn_boundaries import SENTINELS, RenderedPrefixes, SentinelMessages
 from tunekit.data.doc_flags import DocFlags
@@ -48,14 +49,6 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def open_tokenizer(families: dict[str, Path], name: str) -> Tokenizer:
     return TOKENIZERS.setdefault(name, Tokenizer.open(families[name]))
-
-
-def target_texts(tokenizer: Tokenizer, conversation: list[dict], tools=None, train_on="assistant") -> list[str]:
-    """Text of each run of target tokens."""
-    text, spans, _ = render_with_mask(tokenizer, conversation, tools, train_on)
-    encoding = tokenizer.encode_rendered([text])[0]
-    ranges = [token_range(encoding, text, span, tokenizer.special_ids) for span in spans]
-    return [tokenizer.decode(encoding.ids[start:end], special=True) for start, end in ranges]
 
 
 def conversations_of(family: Family) -> list[tuple[list[dict], list[dict] | None]]:
@@ -193,8 +186,7 @@ def test_ambiguous_mask_is_an_error(name: str, families: dict[str, Path]) -> Non
 
 def test_flags_of_missing_end_token_and_prompt_in_targets(families: dict[str, Path]) -> None:
     flags_by_family = {
-        name: render_with_mask(open_tokenizer(families, name), CONVERSATION, None, "assistant").doc_flags
-        for name in FAMILIES
+        name: render_targets(open_tokenizer(families, name), CONVERSATION).doc_flags for name in FAMILIES
     }
     assert {name for name, flags in flags_by_family.items() if DocFlags.MISSING_END_TOKEN in flags} == {"glm4"}
     assert {name for name, flags in flags_by_family.items() if DocFlags.PROMPT_TRAINED in flags} == {"smollm3"}
@@ -309,7 +301,7 @@ def test_words_of_other_turns_are_no_targets(families, row: tuple[str, list[dict
     tokenizer = open_tokenizer(families, name)
     words = [f"word{chr(97 + index)}" for index in range(len(conversation))]
     try:
-        text, spans, _ = render_with_mask(tokenizer, conversation, None, targets)
+        text, spans, _ = render_targets(tokenizer, conversation, None, targets)
     except UserError as error:
         assert "messages[" in str(error) or "chat template" in str(error)
         return

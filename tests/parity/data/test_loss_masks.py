@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tunekit.data.chat_template.loss_mask import render_with_mask, token_range
+from tests.helpers.loss_masks import render_targets, target_texts
+from tunekit.data.chat_template.loss_mask import token_range
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
@@ -18,14 +19,6 @@ CONVERSATION = [
     {"role": "assistant", "content": "naïve\n\n  café 你好"},
 ]
 FIRST, LAST = CONVERSATION[1]["content"], CONVERSATION[3]["content"]
-
-
-def target_texts(tokenizer: Tokenizer, conversation: list[dict], train_on="assistant") -> list[str]:
-    """Text of each run of target tokens."""
-    text, spans, _ = render_with_mask(tokenizer, conversation, None, train_on)
-    encoding = tokenizer.encode_rendered([text])[0]
-    ranges = [token_range(encoding, text, span, tokenizer.special_ids) for span in spans]
-    return [tokenizer.decode(encoding.ids[start:end], special=True) for start, end in ranges]
 
 
 @pytest.mark.parametrize(
@@ -46,10 +39,12 @@ def test_targets_are_assistant_turns_with_their_end_tokens(
 ) -> None:
     tokenizer = Tokenizer.open(tokenizer_dirs[name])
     assert target_texts(tokenizer, CONVERSATION) == expected
-    assert target_texts(tokenizer, CONVERSATION, "last") == expected[-1:]
+    assert target_texts(tokenizer, CONVERSATION, train_on="last") == expected[-1:]
     assert target_texts(tokenizer, CONVERSATION[:2]) == [expected[-1].replace(LAST, FIRST)]
     text = tokenizer.render(CONVERSATION)
-    assert target_texts(tokenizer, CONVERSATION, "all") == [tokenizer.decode(tokenizer.encode(text), special=True)]
+    assert target_texts(tokenizer, CONVERSATION, train_on="all") == [
+        tokenizer.decode(tokenizer.encode(text), special=True)
+    ]
 
 
 def test_rendered_reasoning_is_target(tokenizer_dirs: dict[str, Path]) -> None:
@@ -78,7 +73,7 @@ def test_end_token_of_the_last_turn_only_makes_masks_ambiguous(tmp_path, tokeniz
     tokenizer = Tokenizer.open(tokenizer_dirs["plain"], str(tmp_path / "form.jinja"))
     with pytest.raises(UserError, match=r"messages\[1\]: "):
         target_texts(tokenizer, CONVERSATION)
-    assert target_texts(tokenizer, CONVERSATION, "last") == [f" {LAST}\n<|endoftext|>"]
+    assert target_texts(tokenizer, CONVERSATION, train_on="last") == [f" {LAST}\n<|endoftext|>"]
 
 
 @pytest.mark.parametrize(("prompt_suffix", "is_clear"), [(" <think>", True), ("<think>", False), ("\n<think>", False)])
@@ -107,7 +102,7 @@ def test_blocks_must_match_turns_to_select_the_last(block, blocks, tmp_path, tok
     )
     tokenizer = Tokenizer.open(tokenizer_dirs["chatml"], str(tmp_path / "form.jinja"))
     with pytest.raises(UserError, match=f"{4 + blocks} generation blocks.* 2 assistant turns"):
-        target_texts(tokenizer, CONVERSATION, "last")
+        target_texts(tokenizer, CONVERSATION, train_on="last")
 
 
 @pytest.mark.parametrize("condition", ["'good' in m.content", "m.content | length > 5"])
@@ -134,7 +129,7 @@ SHAPE_NAMES = ["chatml", "headers", "turns", "brackets", "closed", "plain"]
 def test_targets_have_exact_character_bounds(tokenizer_dirs: dict[str, Path], texts: list[str], name: str) -> None:
     tokenizer = TOKENIZERS.setdefault(name, Tokenizer.open(tokenizer_dirs[name]))
     conversation = [{**message, "content": text} for message, text in zip(CONVERSATION, texts, strict=True)]
-    text, spans, _ = render_with_mask(tokenizer, conversation, None, "assistant")
+    text, spans, _ = render_targets(tokenizer, conversation)
     encoding = tokenizer.encode_rendered([text])[0]
     for (start, end), content in zip(spans, texts[1::2], strict=True):
         assert content.strip() in text[start:end]
@@ -154,7 +149,7 @@ def test_generation_mask_equals_transformers_on_ascii_text(tokenizer_dirs: dict[
         {**message, "content": message["content"].encode("ascii", "replace").decode()} for message in CONVERSATION
     ]
     expected = theirs.apply_chat_template(conversation, return_assistant_tokens_mask=True, return_dict=True)
-    text, spans, _ = render_with_mask(ours, conversation, None, "assistant")
+    text, spans, _ = render_targets(ours, conversation)
     encoding = ours.encode_rendered([text])[0]
     mask = [0] * len(encoding)
     for span in spans:

@@ -382,8 +382,8 @@ def test_block_size_does_not_change_stats(nano: Tokenizer, monkeypatch: pytest.M
     one_block = make_target(nano, rows).stats
     monkeypatch.setattr(row_stats, "BLOCK_TOKENS", 70)
     small_blocks = make_target(nano, rows).stats
-    for name, value in vars(one_block).items():
-        np.testing.assert_array_equal(value, vars(small_blocks)[name], name)
+    for name, value in one_block._asdict().items():
+        np.testing.assert_array_equal(value, getattr(small_blocks, name), name)
 
 
 def test_stats_equal_those_of_a_loop(nano: Tokenizer) -> None:
@@ -398,13 +398,13 @@ def test_stats_equal_those_of_a_loop(nano: Tokenizer) -> None:
     stats = make_target(nano, rows).stats
     for index, row in enumerate(rows):
         expected = expected_stats(row, set(nano.special_ids), nano.bos)
-        assert {name: vars(stats)[name][index] for name in expected} == expected
+        assert {name: getattr(stats, name)[index] for name in expected} == expected
     for name, get_tokens in (
         ("token_hash", lambda row: row.tokens),
         ("answer_hash", lambda row: row.tokens[row.loss_mask]),
     ):
         texts = [get_tokens(row).tobytes() for row in rows]
-        values = vars(stats)[name].tolist()
+        values = getattr(stats, name).tolist()
         assert len(set(values)) == len(set(texts)) == len(set(zip(values, texts, strict=True)))
 
 
