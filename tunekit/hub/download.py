@@ -46,8 +46,9 @@ def resolve_model_dir(name: str, files: Files = READ) -> Path:
         raise UserError(assets.suggest_asset(name))
     parts = split_repo_revision(name)
     if parts is None:
-        hint = ". Train it first, or specify another model: it is the directory of a run, not a name on the Hub."
-        raise UserError(f"{name}: directory not found{hint if name.startswith(RUNS) else ''}")
+        hint = f"names that begin with {RUNS} are directories of runs and are never looked up on the Hub"
+        hint = f". Train it first, or specify another model; {hint}." if name.startswith(RUNS) else ""
+        raise UserError(f"{name}: directory not found{hint}")
     repo, revision = parts
     snapshot = download_repo(repo, revision, files)
     if files == READ and not any(snapshot.glob("*.safetensors")):  # an old repository that has only pickled weights
