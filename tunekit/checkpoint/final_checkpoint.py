@@ -13,7 +13,11 @@ CURVES, VERIFICATION = "curves.png", "verification.json"
 
 
 def save_final(
-    adapter: NoAdapter, folder: Path, model: Decoder, source: HFCheckpoint, dist: DistributedContext | None = None
+    adapter: NoAdapter | LoRAConfig,
+    folder: Path,
+    model: Decoder,
+    source: HFCheckpoint,
+    dist: DistributedContext | None = None,
 ) -> None:
     """Save the model, or its adapter in PEFT format, into an existing directory. Must be called on all ranks."""
     if isinstance(adapter, LoRAConfig):

@@ -180,8 +180,9 @@ def layer_delta(layer: nn.Module, adapted: bool, adapter: LoRAConfig, get: Gathe
     if isinstance(layer, Linear) and adapter.init == "pissa":
         # Relative to the original weight, the delta is B A - B0 A0, of twice the rank.
         a, b = torch.cat([a, get(layer.lora_A0)]), torch.cat([b, -get(layer.lora_B0)], dim=1)
-    has_magnitude = isinstance(adapter, DoRAConfig) and isinstance(layer, Linear)
-    magnitude = get(layer.lora_magnitude_vector) if has_magnitude else None
+    magnitude = None
+    if isinstance(adapter, DoRAConfig) and isinstance(layer, Linear):
+        magnitude = get(layer.lora_magnitude_vector)
     return LoRADelta(a, b, layer.lora_scale, magnitude)
 
 

@@ -76,8 +76,8 @@ class MeshDim:
         self, output: Tensor, x: Tensor, send_counts: SplitSizes | None = None, recv_counts: SplitSizes | None = None
     ) -> None:
         """Send `send_counts` rows of `x` to each rank and receive `recv_counts` from each; equal counts by default."""
-        sizes = (counts and list(counts) for counts in (recv_counts, send_counts))
-        dist.all_to_all_single(output, x, *sizes, self.group)
+        recv_sizes, send_sizes = (counts and list(counts) for counts in (recv_counts, send_counts))
+        dist.all_to_all_single(output, x, recv_sizes, send_sizes, self.group)
 
 
 class FakeMeshDim(MeshDim):

@@ -26,7 +26,7 @@ def identity(tensor: Tensor) -> Tensor:
 class LinearWeight(InitMixin):
     """Weight (out, in) of a layer, or (E, out, in) of experts, and its bias. Both may be local shards."""
 
-    weight: nn.Parameter
+    weight: Tensor
     bias: nn.Parameter | None
     rowwise_mesh: ShardGroup | None = None  # ranks that hold the other inputs; their outputs are summed
 

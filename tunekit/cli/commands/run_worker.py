@@ -20,7 +20,7 @@ from tunekit.checkpoint import atomic, run_dir
 from tunekit.cli import recipe_loader
 from tunekit.config.dump import to_plain_config
 from tunekit.distributed import worker_env
-from tunekit.distributed.parallel_dims import Distributable
+from tunekit.distributed.parallel_dims import Distributable, ParallelConfig
 from tunekit.distributed.signals import StopFile
 from tunekit.errors import UserError
 
@@ -79,7 +79,7 @@ def report_to_launcher(args: argparse.Namespace) -> None:
 def run_summary(args: argparse.Namespace) -> dict[str, Any]:
     """Summary of a run for the launcher. If the run is complete, the recipe prints this and the launch is skipped."""
     launch, (recipe, cfg) = args.launch, load_and_check(args)
-    folder, parallel = run_dir_of(recipe, cfg), cfg.parallel if isinstance(cfg, Distributable) else None
+    folder, parallel = run_dir_of(recipe, cfg), parallel_of(cfg)
     count = launch.nproc_per_node * launch.nodes
     if parallel is not None:
         parallel.resolve_dims(count)
@@ -99,6 +99,11 @@ def run_summary(args: argparse.Namespace) -> dict[str, Any]:
         run_dir.check_is_run_dir(folder)
     timeout = TIMEOUT if parallel is None else parallel.hang_timeout_seconds
     return {"folder": folder and str(folder), "finished": finished, "digest": config_digest(cfg), "timeout": timeout}
+
+
+def parallel_of(cfg: Any) -> ParallelConfig | None:
+    """The `parallel` section of a config, if it has one."""
+    return cfg.parallel if isinstance(cfg, Distributable) else None
 
 
 def config_digest(cfg: Any) -> str:
