@@ -112,7 +112,7 @@ def check_inputs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     shape, key_shape = q.shape, k.shape
     check_dim("rope", "q", q, 4)
     check_dim("rope", "k", k, 4)
-    check_tensor("rope", "k", k, (*shape[:2], *key_shape[2:]), q.dtype, q.device)
+    check_tensor("rope", "k", k, (shape[0], shape[1], key_shape[2], key_shape[3]), q.dtype, q.device)
     check_dtype("rope", "cos", cos, torch.float32)
     check_tensor("rope", "sin", sin, cos.shape, torch.float32, q.device)
     width = min(shape[3], key_shape[3])
