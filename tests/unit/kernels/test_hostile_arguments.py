@@ -447,9 +447,9 @@ def run(function: Callable[..., Any], tensors: Tensors) -> list[Tensor]:
 
 def copy_storage(x: Tensor) -> Tensor:
     """Copy with the same layout, in a storage that ends with the tensor: sanitizers detect accesses beyond it."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    length = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
     first = x.storage_offset()
-    storage = torch.as_strided(x, (first + extent,), (1,), 0).clone()
+    storage = torch.as_strided(x, (first + length,), (1,), 0).clone()
     return storage.as_strided(x.shape, x.stride(), first)
 
 
