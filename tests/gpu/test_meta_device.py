@@ -1,7 +1,8 @@
 """Training steps with the meta device as the GPU: no mixture of devices, and the host never waits."""
 
 from dataclasses import replace
-from typing import Any
+from types import ModuleType
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ from tunekit.losses.dpo import (
     Hinge,
     NCAPair,
     Robust,
+    Sigmoid,
     SigmoidNorm,
     SPPOHard,
 )
@@ -46,12 +48,15 @@ from tunekit.losses.reference_free import CPO, ORPO, AlphaPO, SFTTerm, SimPO
 from tunekit.losses.reward import BradleyTerry, Classification, ProcessReward, Regression, RewardLoss
 from tunekit.losses.unpaired import BCO, KTO, APOZeroUnpaired
 from tunekit.memory.config import MemoryConfig
-from tunekit.optim.config import MuonConfig, SGDConfig
+from tunekit.optim.config import AdamW8bitConfig, AdamWConfig, MuonConfig, SGDConfig
 from tunekit.quantization.config import Float8Config, FP4Config, NF4Config, NoQuantization
+from tunekit.recipes import distill, preference, reward, sft
 
-PAIRED = (DPO, SigmoidNorm, Hinge, IPO, Robust, EXOPair, NCAPair, BCOPair, SPPOHard, AOT, AOTUnpaired,
+PAIRED = (DPO, Sigmoid, SigmoidNorm, Hinge, IPO, Robust, EXOPair, NCAPair, BCOPair, SPPOHard, AOT, AOTUnpaired,
           APOZero, APODown, DiscoPOP, SFTTerm, CPO, SimPO, AlphaPO, ORPO)  # fmt: skip
 UNPAIRED = KTO, BCO, APOZeroUnpaired
+REWARD = BradleyTerry(center_rewards_coefficient=0.1), Classification(), Regression(), ProcessReward()
+DISTILLATION = ForwardKL(), ReverseKL(kd_ratio=0.8), SymmetricKL(), SkewedKL(), SkewedReverseKL(), JensenShannon()
 
 # Every pair of an adapter and a format, and of either and a way to save memory, is near one of these.
 CHOICES: dict[str, tuple[NoAdapter | LoRAConfig, NoQuantization, MemoryConfig, Any]] = {
@@ -67,7 +72,7 @@ CHOICES: dict[str, tuple[NoAdapter | LoRAConfig, NoQuantization, MemoryConfig, A
         LoRAConfig(4, target_modules=("all-linear", "embed", "head"), loraplus_lr_ratio=4.0),
         NF4Config(True),
         MemoryConfig(),
-        SGDConfig(),
+        AdamWConfig(),
     ),
     "lora with norms, fp4": (
         LoRAConfig(4, modules_to_save=("norms",), bias="all"),
@@ -81,9 +86,28 @@ CHOICES: dict[str, tuple[NoAdapter | LoRAConfig, NoQuantization, MemoryConfig, A
         MemoryConfig(activation_checkpointing="selective"),
         SGDConfig(),
     ),
-    "dora": (DoRAConfig(4), NoQuantization(), MemoryConfig(activation_checkpointing="full"), SGDConfig()),
+    "dora": (DoRAConfig(4), NoQuantization(), MemoryConfig(activation_checkpointing="full"), AdamW8bitConfig()),
     "dora, float8": (DoRAConfig(4, dropout=0.1), Float8Config(), MemoryConfig(), SGDConfig()),
 }
+
+
+def read_choices(recipe: ModuleType, key: str) -> set[type]:
+    """The classes that a key of a recipe's config accepts."""
+    pending, choices = [get_type_hints(recipe.CONFIG)[key]], set()
+    while pending:
+        hint = pending.pop()
+        pending.extend(get_args(hint))
+        choices |= {hint} if isinstance(hint, type) and not get_args(hint) else set()
+    return choices
+
+
+@pytest.mark.parametrize("recipe", [sft, preference, reward, distill])
+def test_every_choice_of_the_recipes_has_a_step(recipe: ModuleType) -> None:
+    """Losses, adapters, quantization formats and optimizers: a new one needs a step here."""
+    tested = {CrossEntropy, *PAIRED, *UNPAIRED, *map(type, (*REWARD, *DISTILLATION))}
+    tested.update(type(choice) for choices in CHOICES.values() for choice in choices)
+    keys = ("loss", "adapter", "quantization", "optimizer")
+    assert {choice for key in keys for choice in read_choices(recipe, key)} <= tested
 
 
 def test_rules_catch_what_a_gpu_refuses_or_waits_for() -> None:
@@ -133,9 +157,7 @@ def test_mismatched_answers_and_prompts(terms: tuple[PreferenceLoss, ...], packe
     assert not rules.blocking_copies
 
 
-@pytest.mark.parametrize(
-    "loss", [BradleyTerry(center_rewards_coefficient=0.1), Classification(), Regression(), ProcessReward()], ids=str
-)
+@pytest.mark.parametrize("loss", REWARD, ids=str)
 def test_reward_losses(loss: RewardLoss) -> None:
     run, score = run_on_meta(), loss.score_head(0)
     model = build_model(read_spec("llama3.2", score, layers=1))
@@ -149,11 +171,7 @@ def test_reward_losses(loss: RewardLoss) -> None:
 
 
 @pytest.mark.parametrize("top", [None, 5])
-@pytest.mark.parametrize(
-    "loss",
-    [ForwardKL(), ReverseKL(kd_ratio=0.8), SymmetricKL(), SkewedKL(), SkewedReverseKL(), JensenShannon()],
-    ids=str,
-)
+@pytest.mark.parametrize("loss", DISTILLATION, ids=str)
 def test_distillation_losses(loss: Any, top: int | None) -> None:
     run = run_on_meta()
     model = build_model(read_spec("llama3.2", layers=1))
