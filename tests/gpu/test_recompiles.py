@@ -107,6 +107,21 @@ def test_a_layer_with_experts_is_one_graph(adapter: NoAdapter | LoRAConfig) -> N
 
 
 @pytest.mark.usefixtures("flash_on_cpu")
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3"])
+def test_routers_of_other_families_are_one_graph_too(name: str) -> None:
+    """With biases and clamped activations; with shared experts, and groups of experts."""
+    backend, spec, draw = CompileCounterWithBackend("eager"), representative_spec(name), random.Random(0)
+    model = build_model(spec, device=CPU)
+    init_weights(model, 0)
+    model.compute_dtype, model.flatten_rows = torch.bfloat16, True
+    for layer in model.layers:
+        layer.compile(backend=backend, dynamic=True, fullgraph=True)
+    for _ in range(3):
+        gradients(model, packed_batch(draw, spec.vocab))
+    assert backend.frame_count == len(model.layers)
+
+
+@pytest.mark.usefixtures("flash_on_cpu")
 @pytest.mark.parametrize("name", ["llama3.2", "gemma3"])
 def test_prompts_compile_nothing_new(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first pass of a generation, whose rows are documents, is one graph for each layer too."""
