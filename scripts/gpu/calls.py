@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,6 +42,7 @@ QLORA_OPTIONS = (
     ("adapter.init=pissa",),
     ("memory.activation_checkpointing=full",),
 )
+CPU_FACTOR = 4  # time limits of jobs on a CPU, in units of those on a GPU
 FOR_GPUS = {"memory.activation_offloading=true"}  # options that a CPU refuses
 PREFERENCE_LOSSES = ("simpo", "orpo", "kto")
 
@@ -176,6 +178,8 @@ def main() -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no GPU")
     jobs, workers = CALLS[args.call](args.device)
+    if args.device == "cpu":
+        jobs = [replace(job, seconds=CPU_FACTOR * job.seconds) for job in jobs]
     if workers > 1:  # or threads of all jobs wait for the same cores
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // (2 * workers))))
     call = Call(args.call, args.output, start + args.seconds, heading(args.device))

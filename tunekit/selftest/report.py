@@ -81,7 +81,7 @@ def markdown(document: Mapping[str, Any]) -> str:
     ]
     failed = [check for check in document["checks"] if check["status"] == "failed"]
     if failed:
-        parts.append("## Failed\n\n" + "\n".join(map(failure, failed)))
+        parts.append("## Failed\n\n" + "\n".join(map(failure, failed)) + "\n")
     parts.append("## System\n\n" + table(("item", "value"), system_rows(document["system"])))
     groups = dict.fromkeys(c["check"].partition(".")[0] for c in document["checks"] if c["check"] != SYSTEM)
     for group in groups:
