@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from tunekit.cli import main as cli
 from tunekit.cli.commands.selftest import INDENT, format_row
 from tunekit.kernels import rope
 from tunekit.selftest import report
-from tunekit.selftest.checklist import ALWAYS, SYSTEM
+from tunekit.selftest.checklist import ALWAYS, CHECKS, SYSTEM
 from tunekit.selftest.result import Outcome
 from tunekit.selftest.system import VARIABLES
 
@@ -73,7 +74,14 @@ def test_a_broken_kernel_is_named(tmp_path: Path) -> None:
     assert done.stderr.startswith("failed: kernels.rope: ") and "gradient of q" in done.stderr
     expected = {SYSTEM: "passed", COMPILE: "passed", "kernels.rope": "failed", "kernels.float8": "passed"}
     assert statuses(tmp_path / "tunekit-selftest.json") == expected
-    assert "## Failed" in (tmp_path / "tunekit-selftest.md").read_text()
+    text = (tmp_path / "tunekit-selftest.md").read_text()
+    assert "## Failed\n\n- **kernels.rope**: " in text and "\n\n## System" in text
+
+
+def test_every_check_is_documented() -> None:
+    text = (ROOT / "docs/selftest.md").read_text()
+    named = {name for row in text.splitlines() if row.startswith("| `") for name in re.findall(r"`(\w+)`", row)}
+    assert named >= {check.short_name for check in CHECKS}
 
 
 @pytest.mark.parametrize(
