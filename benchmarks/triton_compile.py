@@ -2,7 +2,9 @@
 
     python benchmarks/triton_compile.py --table benchmarks/results/DATE-triton-compile.md
     python benchmarks/triton_compile.py --quick --json -  # what CI compiles
-    python benchmarks/triton_compile.py --all             # 5,000 compilations
+    python benchmarks/triton_compile.py --all             # 5,000 compilations, 16 CPU minutes
+    python benchmarks/triton_compile.py --all --targets sm_90 --json sm_90.json  # one of nine parts
+    python benchmarks/triton_compile.py --all --merge *.json --table FILE        # report of all parts
     PYTHONPATH=.venv/triton-3.6 python benchmarks/triton_compile.py --all  # with another version of Triton
 
 Never set TRITON_INTERPRET: interpreted kernels are not compiled.
@@ -20,6 +22,7 @@ import shlex
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -195,11 +198,13 @@ def prepare_worker(cache: str) -> None:
 
 
 def read_results(files: list[str]) -> list[CompileResult]:
-    """Results of several runs with this version of Triton, by kernel; those that are in more than one count once."""
-    entries = [entry for file in files for entry in json.loads(Path(file).read_text("utf-8"))]
-    assert {entry.pop("triton") for entry in entries} == {triton.__version__}, "results of another version of Triton"
-    results = [CompileResult(**entry | {"seconds": 0.0}) for entry in entries]
-    return sorted(dict.fromkeys(results), key=lambda result: result.kernel)
+    """Results of several runs with this version of Triton, by kernel. Results in more than one file count once."""
+    merged: Counter[CompileResult] = Counter()
+    for file in files:
+        entries = json.loads(Path(file).read_text("utf-8"))
+        assert {entry.pop("triton") for entry in entries} == {triton.__version__}, "results of another Triton"
+        merged |= Counter(CompileResult(**entry | {"seconds": 0.0}) for entry in entries)
+    return sorted(merged.elements(), key=lambda result: result.kernel)
 
 
 def format_table(results: list[CompileResult], targets: list[str]) -> str:
@@ -228,22 +233,22 @@ def format_range(numbers: Iterable[int]) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def describe_command(form: str) -> str:
-    arguments = ["--merge", "FILES", "--table", "FILE"] if form == "merge" else sys.argv[1:]
-    return shlex.join(["python", "benchmarks/triton_compile.py", *arguments])
+def describe_command(args: argparse.Namespace) -> str:
+    merge = [*(["--all"] if args.form == "all" else []), "--merge", "FILES", "--table", "FILE"]
+    return shlex.join(["python", "benchmarks/triton_compile.py", *(merge if args.merge else sys.argv[1:])])
 
 
-def format_report(results: list[CompileResult], targets: list[str], form: str) -> str:
+def format_report(results: list[CompileResult], targets: list[str], form: str, command: str) -> str:
     spilled = [r for r in results if r.spills]
     spills = sorted({(r.kernel, r.variant, r.pointers, r.target, r.spills) for r in spilled}, key=lambda r: -r[4])
     failures = sum(bool(result.error) for result in results)
     lines = [f"- {size} B: `{kernel}` {variant} ({types}), {target}" for kernel, variant, types, target, size in spills]
-    return f"""# Triton kernels, compiled for nine GPUs
+    return f"""# Triton kernels, compiled for {len(targets)} GPUs
 
 {date.today()}, {describe_versions()}, Python {platform.python_version()},
 {describe_hardware(torch.device("cpu"))}, no GPU:
 Triton's compiler with its own ptxas and LLVM. Nothing on this page has run on a GPU.
-`{describe_command(form)}`
+`{command}`
 
 {COVERAGE[form]}
 A cell is registers of a thread (lowest and highest) / bytes that a thread spills (most) / bytes of shared memory of a
@@ -266,7 +271,7 @@ def parse_arguments() -> argparse.Namespace:
         "--largest", dest="form", action="store_const", const="largest", help="the largest of each kernel"
     )
     forms.add_argument("--all", dest="form", action="store_const", const="all", help="each block size and alignment")
-    forms.add_argument("--merge", nargs="+", metavar="JSON", help="results of earlier runs; compile nothing")
+    parser.add_argument("--merge", nargs="+", metavar="JSON", help="results of earlier runs; compile nothing")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", help="write all results here; -: to standard output")
     parser.add_argument("--table", help="write a Markdown report here")
@@ -278,13 +283,13 @@ def main() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("triton_compile.py: TRITON_INTERPRET is set. Unset it: interpreted kernels are not compiled.")
     targets = args.targets.split(",")
-    form = "merge" if args.merge else args.form or "variants"
+    form = args.form or ("merge" if args.merge else "variants")
     results = read_results(args.merge) if args.merge else compile_all(targets, form, args.processes)
     if args.json:
         text = json.dumps([asdict(result) | {"triton": triton.__version__} for result in results], indent=0)
         sys.stdout.write(text) if args.json == "-" else Path(args.json).write_text(text, "utf-8")
     if args.table:
-        Path(args.table).write_text(format_report(results, targets, form), "utf-8")
+        Path(args.table).write_text(format_report(results, targets, form, describe_command(args)), "utf-8")
     if errors := [result for result in results if result.error]:
         sys.exit(f"{len(errors)} of {len(results)} failed, the first: {errors[0]}")
 
