@@ -2,7 +2,7 @@
 
     python benchmarks/triton_compile.py --table benchmarks/results/DATE-triton-compile.md
     python benchmarks/triton_compile.py --quick --json -  # what CI compiles
-    python benchmarks/triton_compile.py --all             # 5,000 compilations, 16 CPU minutes
+    python benchmarks/triton_compile.py --all             # 5,000 compilations, 20 CPU minutes
     python benchmarks/triton_compile.py --all --targets sm_90 --json sm_90.json  # one of nine parts
     python benchmarks/triton_compile.py --all --merge *.json --table FILE        # report of all parts
     PYTHONPATH=.venv/triton-3.6 python benchmarks/triton_compile.py --all  # with another version of Triton
