@@ -1,7 +1,7 @@
 """Speed and memory of tunekit on a GPU, compared with hardware limits and transformers + peft (+ bitsandbytes), in
 ten minutes.
 
-    python benchmarks/gpu.py [limits dequantize lora qlora full memory vocabulary theirs kernels] [--small]
+    python benchmarks/gpu.py [limits dequantize lora qlora full memory vocabulary transformers_steps kernels] [--small]
 
 Each section runs as a process with its own time limit, so that one that fails or hangs does not affect the others.
 Results are written after each section. All weights are random. `--small` runs the same code with small sizes on any

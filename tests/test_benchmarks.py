@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+GPU_SCRIPTS = Path(__file__).parents[1] / "scripts/gpu"
 SCRIPTS = sorted(file.stem for file in BENCHMARKS.glob("*.py") if "ArgumentParser(" in file.read_text("utf-8"))
 REQUIRED_PACKAGES = {"compare": "matplotlib", "ladder": "matplotlib", "scaling": "matplotlib"}
 REQUIRED_PACKAGES |= dict.fromkeys(("triton_checks", "triton_compile"), "triton")
@@ -20,3 +21,12 @@ def test_help_is_printed(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     with pytest.raises(SystemExit, match="0"):
         runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
     assert "usage:" in capsys.readouterr().out
+
+
+def test_the_speed_call_names_sections_of_the_gpu_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUT", "results")
+    for directory in (BENCHMARKS, GPU_SCRIPTS):
+        monkeypatch.syspath_prepend(directory)
+    jobs, _ = runpy.run_path(str(GPU_SCRIPTS / "calls.py"))["speed"]("cpu")
+    sections = runpy.run_path(str(BENCHMARKS / "gpu.py"))["SECTIONS"]
+    assert {job.name for job in jobs} <= {section.__name__ for section in sections}

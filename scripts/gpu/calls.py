@@ -127,7 +127,7 @@ def speed(device: str) -> tuple[list[Job], int]:
     """Sections of benchmarks/gpu.py with their own time limits, the most important ones first."""
     small = ["--small"] if device == "cpu" else []
     sections = {"limits": 45, "dequantize": 45, "lora": 90, "qlora": 90, "full": 70, "memory": 80, "vocabulary": 45}
-    sections["theirs"] = 110
+    sections["transformers_steps"] = 110
     results = ["--results", os.environ["OUT"]]
     file = str(ROOT / "benchmarks/gpu.py")
     jobs = [python(name, seconds, file, name, *small, *results, summary=4) for name, seconds in sections.items()]

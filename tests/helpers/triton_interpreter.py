@@ -14,8 +14,8 @@ def version_of(package: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-# Loop bounds of the interpreter are arrays of one element, which NumPy 2.4 and newer do not convert to int. Fixed in Triton
-# 3.7.
+# Loop bounds of the interpreter are arrays of one element, which NumPy 2.4 and newer do not convert to int. Triton 3.7
+# fixes it.
 requires_interpreter_loops = pytest.mark.skipif(
     version_of("triton") < (3, 7) and version_of("numpy") >= (2, 4),
     reason="the interpreter of Triton 3.6 cannot run loops with NumPy 2.4 or newer",
