@@ -18,7 +18,7 @@ from tunekit.selftest.compare import (
     require_fast_version,
     require_triton_launches,
 )
-from tunekit.selftest.context import CheckFunction, Context
+from tunekit.selftest.context import Context
 from tunekit.selftest.result import Result
 
 EPS = 1e-5
@@ -39,7 +39,7 @@ def check_glu(context: Context) -> Result:
     return comparison.result()
 
 
-def check_norm(context: Context) -> Result:
+def check_rms_norm(context: Context) -> Result:
     comparison = Comparison(context, require_fast_version(context, rms_norm))
     with require_triton_launches(context):
         for family, (offset, late) in NORMS.items():
@@ -116,12 +116,3 @@ def adapt(bases: list[Linear], x: Tensor, *factors: Tensor) -> tuple[Tensor, ...
 def adapt_reference(weights: list[Tensor], x: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
     pairs = zip(weights, factors[::2], factors[1::2], strict=True)
     return tuple(x @ weight.T + SCALE * (x @ a.T) @ b.T for weight, a, b in pairs)
-
-
-CHECKS: dict[str, CheckFunction] = {
-    "glu": check_glu,
-    "norm": check_norm,
-    "rope": check_rope,
-    "linear": check_linear,
-    "lora": check_lora,
-}

@@ -14,7 +14,7 @@ from tunekit.kernels.adamw8bit import BLOCK, AdamWHyperparams, Moments
 from tunekit.kernels.cross_entropy import CrossEntropyTerms, linear_cross_entropy, token_losses, token_losses_reference
 from tunekit.kernels.kl_divergence import FullTargets, KLMixture
 from tunekit.selftest.compare import BF16, DTYPE_NAMES, Comparison, require_fast_version, require_triton_launches
-from tunekit.selftest.context import CheckFunction, Context
+from tunekit.selftest.context import Context
 from tunekit.selftest.result import CheckFailedError, Result
 
 TOKENS, DIM, VOCAB = 70, 64, 1031
@@ -83,7 +83,7 @@ class PlainHead:
         yield self.weight
 
 
-def check_divergence(context: Context) -> Result:
+def check_kl_divergence(context: Context) -> Result:
     comparison = Comparison(context, require_fast_version(context, kl_divergence))
     with require_triton_launches(context):
         compare_divergences(context, comparison)
@@ -152,10 +152,3 @@ def check_optimizer_steps(comparison: Comparison, name: str, count: int, dtype: 
 def zero_moments(count: int, device: torch.device) -> Moments:
     first, second = (torch.zeros(count, dtype=torch.uint8, device=device) for _ in range(2))
     return Moments(first, second, torch.zeros(2, -(-count // BLOCK), device=device))
-
-
-CHECKS: dict[str, CheckFunction] = {
-    "cross_entropy": check_cross_entropy,
-    "divergence": check_divergence,
-    "adamw8bit": check_adamw8bit,
-}

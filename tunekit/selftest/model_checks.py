@@ -16,7 +16,7 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.generation.generate import SamplingConfig, generate_batch
 from tunekit.models.decoder import Decoder
 from tunekit.selftest import nano
-from tunekit.selftest.context import CheckFunction, Context
+from tunekit.selftest.context import Context
 from tunekit.selftest.result import CheckFailedError, Result
 from tunekit.training.packing_check import LIMITS, PackingProbe, document_spans, logit_differences
 
@@ -135,10 +135,3 @@ def check_same_weights(full: Path, resumed: Path) -> None:
     for name, tensor in expected.items():
         if name not in actual or not torch.equal(tensor.view(torch.uint8), actual[name].view(torch.uint8)):
             raise CheckFailedError(f"{name} of the resumed run differs from that of the uninterrupted run")
-
-
-CHECKS: dict[str, CheckFunction] = {
-    "packing": check_packing,
-    "generation": check_generation,
-    "resume": check_resume,
-}

@@ -21,7 +21,7 @@ from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.models.decoder import Decoder
 from tunekit.selftest import nano
 from tunekit.selftest.compare import relative_error
-from tunekit.selftest.context import CheckFunction, Context
+from tunekit.selftest.context import Context
 from tunekit.selftest.result import CheckFailedError, CheckSkippedError, Result
 
 LENGTHS = (90, 33, 61, 80, 47, 64)
@@ -150,6 +150,3 @@ def run_ranks(directory: Path, device: str, count: int, more: tuple[str, ...]) -
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()][-LOG_LINES:]
         raise CheckFailedError(f"{count} processes ended with code {done.returncode}: {' | '.join(lines)}")
-
-
-CHECKS: dict[str, CheckFunction] = {"one_rank": check_one_rank, "several_ranks": check_several_ranks}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tunekit.kernels import float8, gemv, nf4
 from tunekit.selftest.compare import BF16, DTYPE_NAMES, FP32, Comparison, require_fast_version, require_triton_launches
-from tunekit.selftest.context import CheckFunction, Context
+from tunekit.selftest.context import Context
 from tunekit.selftest.result import CheckSkippedError, Result
 
 OUT, INNER = 160, 512
@@ -46,6 +46,9 @@ def check_four_bits(kind: str, context: Context) -> Result:
             expected = nf4.dequantize_reference(stored.packed, unpacked, kind)
             check_stored(comparison, name, (nf4, kind), stored, expected)
     return comparison.result()
+
+
+check_nf4, check_fp4 = partial(check_four_bits, "nf4"), partial(check_four_bits, "fp4")
 
 
 def check_stored(
@@ -89,7 +92,7 @@ def check_float8(context: Context) -> Result:
     return comparison.result()
 
 
-def check_few(context: Context) -> Result:
+def check_gemv(context: Context) -> Result:
     """Products of up to eight rows of bf16 on the CPU, as in generation."""
     if context.device.type != "cpu":
         raise CheckSkippedError("a kernel for the CPU")
@@ -101,11 +104,3 @@ def check_few(context: Context) -> Result:
             expected = F.linear(x.to(FP32), weight.to(FP32), bias.to(FP32))
             comparison.check(f"{rows} rows", gemv.gemv(x, weight, bias), expected)
     return comparison.result()
-
-
-CHECKS: dict[str, CheckFunction] = {
-    "nf4": partial(check_four_bits, "nf4"),
-    "fp4": partial(check_four_bits, "fp4"),
-    "float8": check_float8,
-    "few": check_few,
-}

@@ -2,7 +2,6 @@
 
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
+from multiprocessing import Pipe
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any
 
@@ -84,13 +84,12 @@ class Runner:
             if message is None:
                 self.add(self.interrupted(worker, checks[finished], time.monotonic() - started))
                 return finished + 1
-            if "started" in message:
-                started, limit = time.monotonic(), checks[finished].seconds
-            elif "check" in message:
-                self.add(Outcome(**message))
-                finished, started, limit = finished + 1, time.monotonic(), self.start_seconds
-            elif "closing" in message:
+            if message == "closing":
                 break
+            started, limit = time.monotonic(), checks[finished].seconds
+            if isinstance(message, Outcome):
+                self.add(message)
+                finished, limit = finished + 1, self.start_seconds
         return finished
 
     def interrupted(self, worker: "Worker", check: Check, seconds: float) -> Outcome:
@@ -118,39 +117,22 @@ class Worker:
     """A worker process with its own process group, which is killed at the end of the `with` block."""
 
     def __init__(self, job: dict[str, Any], log: IO[bytes]) -> None:
-        read, write = os.pipe()
+        self.output, self.hangs = log, False
+        self.connection, writer = Pipe(duplex=False)
         env = {key: value for key, value in os.environ.items() if key not in FOREIGN} | OFFLINE
-        self.process = subprocess.Popen(
-            [*WORKER, str(write)],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            env=env,
-            pass_fds=[write],
-            start_new_session=True,
-        )
-        os.close(write)
-        self.output, self.pipe, self.buffer = log, read, b""
-        self.hangs = False
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(read, selectors.EVENT_READ)
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError), self.process.stdin as stdin:
-            stdin.write(json.dumps(job).encode())
+        command = [*WORKER, str(writer.fileno()), json.dumps(job)]
+        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        with writer:
+            self.process = subprocess.Popen(
+                command, env=env, pass_fds=[writer.fileno()], start_new_session=True, **streams
+            )
 
-    def receive(self, seconds: float) -> dict[str, Any] | None:
+    def receive(self, seconds: float) -> str | Outcome | None:
         """The next message; None if the worker has ended or is silent for this number of seconds."""
-        end = time.monotonic() + seconds
-        while b"\n" not in self.buffer:
-            if not self.selector.select(max(0.0, end - time.monotonic())):
-                self.hangs = True
-                return None
-            data = os.read(self.pipe, 65536)
-            if not data:
-                return None
-            self.buffer += data
-        line, _, self.buffer = self.buffer.partition(b"\n")
-        return json.loads(line)
+        self.hangs = not self.connection.poll(max(0.0, seconds))
+        with suppress(EOFError):
+            return None if self.hangs else self.connection.recv()
+        return None
 
     def end(self) -> int:
         """Stop the worker and its children if it hangs; the exit code."""
@@ -174,5 +156,4 @@ class Worker:
     def __exit__(self, *error: object) -> None:
         self.kill()
         self.process.wait()
-        self.selector.close()
-        os.close(self.pipe)
+        self.connection.close()

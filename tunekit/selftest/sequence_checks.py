@@ -12,7 +12,7 @@ from tunekit.kernels import attention_cpu, attention_gpu, gated_delta_rule, grou
 from tunekit.kernels.attention import AttentionParams, attention
 from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.selftest.compare import BF16, DTYPE_NAMES, FP32, Comparison
-from tunekit.selftest.context import CheckFunction, Context
+from tunekit.selftest.context import Context
 from tunekit.selftest.result import CheckSkippedError, Result
 
 ROWS, LENGTH, HEADS, KV_HEADS, DIM = 2, 150, 4, 2, 64
@@ -116,7 +116,7 @@ def visible(case: Case) -> Tensor:
     return seen
 
 
-def check_delta(context: Context) -> Result:
+def check_gated_delta_rule(context: Context) -> Result:
     """The gated delta rule in chunks, and the short convolution before it."""
     comparison = Comparison(context, "torch")
     for dtype, label in DTYPE_NAMES.items():
@@ -167,7 +167,7 @@ def convolve_reference(x: Tensor, weight: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def check_experts(context: Context) -> Result:
+def check_grouped_mm(context: Context) -> Result:
     """Products of rows with the weights of their experts, one of which has no rows."""
     x = torch.empty(1, 64, dtype=BF16, device=context.device)
     comparison = Comparison(context, "Triton" if grouped_mm.needs_triton(x) else "torch grouped_mm")
@@ -190,11 +190,3 @@ def experts_product(function, sizes: Tensor, x: Tensor, weight: Tensor, bias: Te
 def experts_reference(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor) -> Tensor:
     rows = zip(x.split(sizes.tolist()), weight, bias, strict=True)
     return torch.cat([part @ w.T + b for part, w, b in rows])
-
-
-CHECKS: dict[str, CheckFunction] = {
-    "attention": check_attention,
-    "flex_attention": check_flex_attention,
-    "delta": check_delta,
-    "experts": check_experts,
-}

@@ -28,7 +28,7 @@ from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import Attention, DecoderSpec
 from tunekit.optim.config import AdamWConfig
 from tunekit.quantization.config import NF4Config, NoQuantization
-from tunekit.selftest.context import CheckFunction, Context, synchronize
+from tunekit.selftest.context import Context, synchronize
 from tunekit.selftest.nano import packing, random_documents
 from tunekit.selftest.result import CheckSkippedError, Result
 
@@ -51,13 +51,6 @@ class Method:
     weights: NoQuantization
     adapter: NoAdapter | LoRAConfig
     operations: int
-
-
-LORA, QLORA, FULL = (
-    Method(NoQuantization(), LoRAConfig(16), 4),
-    Method(NF4Config(), LoRAConfig(16), 4),
-    Method(NoQuantization(), NoAdapter(), 6),
-)
 
 
 class Limits(NamedTuple):
@@ -126,6 +119,11 @@ def check_step(method: Method, context: Context) -> Result:
             continue
         return report_step(step, limits, {"layers": len(spec.layers), "tokens": rows * length})
     raise CheckSkippedError(f"not enough GPU memory for {GPU_ROWS[-1][1]} tokens")
+
+
+check_lora_step = partial(check_step, Method(NoQuantization(), LoRAConfig(16), 4))
+check_qlora_step = partial(check_step, Method(NF4Config(), LoRAConfig(16), 4))
+check_full_step = partial(check_step, Method(NoQuantization(), NoAdapter(), 6))
 
 
 def check_on_cpu(method: Method, context: Context, limits: Limits, spec: DecoderSpec) -> Result:
@@ -270,11 +268,3 @@ def memory_needed(method: Method, spec: DecoderSpec, layers: int, dtype: torch.d
         model = Decoder(replace(spec, layers=spec.layers[:layers]))
     per_weight = 4 if isinstance(method.adapter, NoAdapter) else 1
     return per_weight * dtype.itemsize * sum(p.numel() for p in model.parameters())
-
-
-CHECKS: dict[str, CheckFunction] = {
-    "limits": check_limits,
-    "lora_step": partial(check_step, LORA),
-    "qlora_step": partial(check_step, QLORA),
-    "full_step": partial(check_step, FULL),
-}

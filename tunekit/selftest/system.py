@@ -16,7 +16,7 @@ from torch.cuda import nccl
 
 from tunekit import devices, env_info
 from tunekit.kernels import cache_dir, cpp_extension
-from tunekit.selftest.context import CheckFunction, Context
+from tunekit.selftest.context import Context
 from tunekit.selftest.result import CheckFailedError, CheckSkippedError, Result
 
 PACKAGES = ("tunekit", "torch", "triton", "safetensors", "tokenizers", "huggingface_hub", "datasets", "numpy")
@@ -30,7 +30,7 @@ DRIVER_FILE = Path("/proc/driver/nvidia/version")
 SECONDS = 10  # time limit of nvidia-smi
 
 
-def collect_versions(context: Context) -> Result:
+def check_versions(context: Context) -> Result:
     """Everything that a maintainer asks for first."""
     values: dict[str, Any] = {
         "python": platform.python_version(),
@@ -115,7 +115,7 @@ def nccl_version() -> str | None:
     return ".".join(map(str, nccl.version()))
 
 
-def compile_kernels(context: Context) -> Result:
+def check_compile(context: Context) -> Result:
     """Build the C++ kernels, or take them from the cache, so that no later check waits for the compiler."""
     if context.device.type != "cpu":
         raise CheckSkippedError("C++ kernels are for the CPU")
@@ -144,6 +144,3 @@ def build_error(source: Path) -> Exception | None:
     except (OSError, subprocess.SubprocessError) as error:
         return RuntimeError(f"{source.name}: {error}")
     return None
-
-
-CHECKS: dict[str, CheckFunction] = {"versions": collect_versions, "compile": compile_kernels}

@@ -1,17 +1,16 @@
-"""A process that runs checks and reports each of them as a line of JSON: `python -m tunekit.selftest.worker FD`.
+"""A process that runs the checks of a job and sends their outcomes: `python -m tunekit.selftest.worker FD JOB`.
 
-The job is read from standard input. The parent process sees which check was running if this process crashes or hangs.
+The parent process sees which check was running if this process crashes or hangs.
 """
 
 import faulthandler
 import json
-import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
 from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -25,19 +24,20 @@ from tunekit.selftest.context import CheckFunction, Context
 from tunekit.selftest.result import CheckFailedError, CheckSkippedError, Outcome, Result
 
 NO_DEVICE = 3  # exit code: the requested device does not exist
+Send = Callable[[str | Outcome], None]  # "started", an outcome, or "closing": a new worker is needed
 
 
 class Recorder:
     """`with Recorder(...)`: runs a check. Every error of the check becomes an outcome."""
 
-    def __init__(self, name: str, send: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, name: str, send: Send) -> None:
         self.name, self.send = name, send
         self.result = Result("")
         self.is_broken = False  # the error may have left the device unusable
 
     def __enter__(self) -> "Recorder":
         self.start = time.perf_counter()
-        self.send({"started": self.name})
+        self.send("started")
         return self
 
     def __exit__(
@@ -55,7 +55,7 @@ class Recorder:
             traceback.print_exception(error)
             outcome = Outcome(self.name, "failed", seconds, describe_error(error))
             self.is_broken = True
-        self.send(asdict(outcome))
+        self.send(outcome)
         return True
 
 
@@ -67,7 +67,7 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:400]}{at}"
 
 
-def run_checks(job: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> None:
+def run_checks(job: dict[str, Any], send: Send) -> None:
     """Run checks until the last one, or until an error may have left the GPU unusable: the parent starts a new worker
     for the others."""
     try:
@@ -76,28 +76,21 @@ def run_checks(job: dict[str, Any], send: Callable[[dict[str, Any]], None]) -> N
         raise SystemExit(NO_DEVICE) from None
     if job["device"] not in ("auto", device.type):
         raise SystemExit(NO_DEVICE)
-    send({"ready": True})
     for name, module in job["checks"]:
         with TemporaryDirectory(dir=job["directory"]) as directory, Recorder(name, send) as recorder:
-            function: CheckFunction = import_module(module).CHECKS[name.rpartition(".")[2]]
+            function: CheckFunction = getattr(import_module(module), f"check_{name.rpartition('.')[2]}")
             torch.manual_seed(0)
             recorder.result = function(Context(device, job["quick"], Path(directory)))
         if recorder.is_broken and device.type != "cpu":
-            send({"closing": True})
+            send("closing")
             return
 
 
 def main() -> None:
-    """Read the job, run the checks, send the outcomes."""
+    """Run the checks of the job, and send the outcomes."""
     faulthandler.enable()
-    job = json.load(sys.stdin)
-    with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as pipe:
-
-        def send(message: dict[str, Any]) -> None:
-            pipe.write(json.dumps(message) + "\n")
-            pipe.flush()
-
-        run_checks(job, send)
+    with Connection(int(sys.argv[1]), readable=False) as connection:
+        run_checks(json.loads(sys.argv[2]), connection.send)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ from tunekit.selftest import model_checks
 from tunekit.selftest.checklist import CHECKS, SYSTEM, Check, select_checks
 from tunekit.selftest.compare import Comparison, require_triton_launches
 from tunekit.selftest.context import Context, synchronize
+from tunekit.selftest.elementwise_checks import check_glu
 from tunekit.selftest.process_checks import check_one_rank, check_several_ranks, num_ranks
 from tunekit.selftest.result import CheckFailedError, CheckSkippedError
 
 KERNELS = Path(__file__).parents[3] / "kernels"
-# Files that contain no kernel, and those whose kernel is checked under another name.
+# Files that contain no kernel.
 HELPERS = {
     "__init__",
     "recompute",
@@ -30,13 +31,6 @@ HELPERS = {
 }
 HELPERS |= {"device_tensors", "device_to_host", "sequence_layout"}
 HELPERS |= {"attention_choice", "attention_decode", "attention_ranges", "triton_support"}
-CHECK_NAMES = {
-    "gated_delta_rule": "delta",
-    "gemv": "few",
-    "grouped_mm": "experts",
-    "kl_divergence": "divergence",
-    "rms_norm": "norm",
-}
 
 
 def context(device: str) -> Context:
@@ -45,7 +39,7 @@ def context(device: str) -> Context:
 
 def test_every_kernel_has_a_check() -> None:
     files = {path.stem for path in KERNELS.glob("*.py")} - HELPERS
-    kernels = {CHECK_NAMES.get(stem, stem) for stem in files if not stem.endswith(("_triton", "_gpu", "_cpu"))}
+    kernels = {stem for stem in files if not stem.endswith(("_triton", "_gpu", "_cpu"))}
     assert kernels <= {check.short_name for check in CHECKS if check.group == "kernels"}
 
 
@@ -55,7 +49,9 @@ def test_sharding_over_one_rank_changes_no_number() -> None:
 
 def test_every_check_has_a_function() -> None:
     for check in CHECKS:
-        assert callable(import_module(f"tunekit.selftest.{check.module}").CHECKS[check.short_name]), check.name
+        assert callable(getattr(import_module(f"tunekit.selftest.{check.module}"), f"check_{check.short_name}")), (
+            check.name
+        )
 
 
 @pytest.mark.parametrize(
@@ -85,10 +81,8 @@ def test_a_fallback_on_a_gpu_is_skipped_and_does_not_pass() -> None:
 
 
 def test_other_devices_skip_compiled_kernels() -> None:
-    check = next(check for check in CHECKS if check.short_name == "glu")
-    function = import_module(f"tunekit.selftest.{check.module}").CHECKS["glu"]
     with pytest.raises(CheckSkippedError, match="meta"):
-        function(context("meta"))
+        check_glu(context("meta"))
 
 
 def test_devices_without_a_backend_skip_checks_of_processes() -> None:

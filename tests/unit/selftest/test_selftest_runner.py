@@ -15,28 +15,26 @@ import os, signal, subprocess, sys, threading
 from pathlib import Path
 from tunekit.selftest.result import CheckFailedError, CheckSkippedError, Result
 
-def crash(context):
+def check_crash(context):
     os.kill(os.getpid(), signal.SIGSEGV)
 
-def hang(context):
+def check_hang(context):
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     Path(os.environ["CHILD_FILE"]).write_text(str(child.pid))
     threading.Event().wait()
 
-def error(context):
+def check_error(context):
     raise ZeroDivisionError("by zero")
 
-def wrong(context):
+def check_wrong(context):
     raise CheckFailedError("off by one")
 
-def absent(context):
+def check_absent(context):
     raise CheckSkippedError("no such device")
 
-def fine(context):
+def check_fine(context):
     (context.directory / "file").write_text("x")
     return Result("all fine", {"number": 1.5})
-
-CHECKS = {name: globals()[name] for name in ("crash", "hang", "error", "wrong", "absent", "fine")}
 """
 
 
