@@ -41,12 +41,13 @@ from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import DecoderSpec, MoE
 from tunekit.optim.config import AdamW8bitConfig, AdamWConfig, MuonConfig
 from tunekit.plan import onednn_cache
+from tunekit.plan.auxiliary_models import dtypes
 from tunekit.plan.estimate import estimate
 from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.layer_profile import CPU, ProbeStep, rows
 from tunekit.plan.memory import PROCESS
 from tunekit.plan.onednn_cache import process_bytes
-from tunekit.plan.workload import Workload, dtypes
+from tunekit.plan.workload import Workload
 from tunekit.quantization.config import NF4Config, NoQuantization
 
 GIVEN_BACK = 2**16  # freed blocks of at least this many bytes are returned to the system immediately

@@ -183,17 +183,21 @@ def resolve_model(
     name: str, files: download.Files = download.READ
 ) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig, Tokenizer]:
     """Checkpoint, adapter and tokenizer of a directory, Hub name or finished run. An adapter comes with its base."""
-    path = final_dir_of(download.resolve_model_dir(name, files=files))
-    if not (path / peft_adapter.CONFIG).is_file():
-        checkpoint = HFCheckpoint.open(path, name)
-        return checkpoint, FrozenModel(), Tokenizer.open(path).with_vocab_size(checkpoint.spec.vocab, path)
-    base = peft_adapter.PeftConfigFile.open(path).base_name
-    checkpoint = peft_adapter.with_adapter_score_head(
-        path, HFCheckpoint.open(download.resolve_model_dir(base, files=files), base)
-    )
-    adapter = replace(peft_adapter.read_adapter_config(path, checkpoint), adapter_path=str(path))
+    checkpoint, adapter = resolve_checkpoint(name, files)
+    path = Path(adapter.adapter_path or checkpoint.path)
     tokenizer_dir = path if (path / "tokenizer.json").is_file() else checkpoint.path
     return checkpoint, adapter, Tokenizer.open(tokenizer_dir).with_vocab_size(checkpoint.spec.vocab, tokenizer_dir)
+
+
+def resolve_checkpoint(name: str, files: download.Files) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig]:
+    """Checkpoint and adapter, as `resolve_model` returns them. Needs no tokenizer."""
+    path = final_dir_of(download.resolve_model_dir(name, files))
+    if not (path / peft_adapter.CONFIG).is_file():
+        return HFCheckpoint.open(path, name), FrozenModel()
+    base = peft_adapter.PeftConfigFile.open(path).base_name
+    checkpoint = HFCheckpoint.open(download.resolve_model_dir(base, files), base)
+    checkpoint = peft_adapter.with_adapter_score_head(path, checkpoint)
+    return checkpoint, replace(peft_adapter.read_adapter_config(path, checkpoint), adapter_path=str(path))
 
 
 def final_dir_of(path: Path) -> Path:

@@ -31,19 +31,20 @@ def processor() -> str:
 
 def memory() -> list[str]:
     """Size of the host memory; empty if the system does not report it."""
+    total = memory_info("MemTotal")
+    return [] if total is None else [f"{total / 2**30:.0f} GiB"]
+
+
+def memory_info(field: str) -> int | None:
+    """Bytes in a field of /proc/meminfo; None if the system does not report them."""
     lines = MEMORY_INFO.read_text().splitlines() if MEMORY_INFO.is_file() else []
-    return [f"{int(line.split()[1]) / 2**20:.0f} GiB" for line in lines if line.startswith("MemTotal:")]
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
 
 
 def available_memory() -> int | None:
     """Bytes of host memory that this process can still allocate; None if the system does not report them."""
-    sizes = [size for size in (available_in_machine(), available_in_container()) if size is not None]
+    sizes = [size for size in (memory_info("MemAvailable"), available_in_container()) if size is not None]
     return min(sizes, default=None)
-
-
-def available_in_machine() -> int | None:
-    lines = MEMORY_INFO.read_text().splitlines() if MEMORY_INFO.is_file() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def available_in_container() -> int | None:

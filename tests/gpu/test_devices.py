@@ -86,8 +86,9 @@ def test_rows_do_not_contradict_themselves() -> None:
         assert row.tested == (row.name == "cpu"), "a row is tested once docs/gpus.md says on which device"
 
 
-def test_warp_sizes_of_amd_gpus() -> None:
-    assert find_row(Device("cuda", arch="gfx90a")).warp_size == 64 and find_row(DEVICES["RX 7900"]).warp_size == 32
+def test_generations_of_amd_gpus() -> None:
+    assert find_row(Device("cuda", arch="gfx90a")).name == "rocm-cdna"
+    assert find_row(DEVICES["RX 7900"]).name == "rocm-rdna"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Plans for GPUs: rates of each precision, time of launches, and buffers inside kernels."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,17 +16,16 @@ from tunekit.data.datasets import TextDataset
 from tunekit.errors import UserError
 from tunekit.kernels import fake_mode
 from tunekit.kernels.gated_delta_rule import CHUNK, gated_delta_rule
-from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import MLP, Attention, DecoderSpec, Layer, Rope
-from tunekit.optim.config import AdamWConfig
 from tunekit.plan import estimate, hardware, report
 from tunekit.plan.hardware import GIB, KINDS, ClusterSpec, GPUSpec
 from tunekit.plan.memory_tracker import MemoryTracker
 from tunekit.plan.operations import Operations, count, flash_workspace
 from tunekit.plan.workload import Workload, make_workload, settled_precision, without_flash
 from tunekit.quantization.config import NF4Config, NoQuantization
+from tunekit.recipes.sft import SFTConfig
 
 NEW = ("t4", "v100", "a40", "a6000", "l40", "rtx3060", "rtx4080", "rtx5080", "rtx6000-ada", "rtxpro6000", "h20",
        "gh200", "b300", "mi300x")  # fmt: skip
@@ -85,20 +83,9 @@ def test_tf32_is_refused_where_there_is_none() -> None:
     assert settled_precision(PrecisionConfig("tf32"), on(KINDS["a100"])).compute_dtype == "tf32"
 
 
-def config(**changes: object) -> SimpleNamespace:
-    values = {
-        "model": "tunekit/nano",
-        "data": TextDataset("rows.jsonl", max_length=64),
-        "adapter": LoRAConfig(),
-        "quantization": NoQuantization(),
-        "precision": PrecisionConfig(),
-        "memory": MemoryConfig(),
-        "optimizer": AdamWConfig(),
-        "loss": CrossEntropy(),
-        "global_batch_size": 4,
-        "micro_batch_size": 2,
-    }
-    return SimpleNamespace(**{**values, **changes})
+def config() -> SFTConfig:
+    data = TextDataset("rows.jsonl", max_length=64)
+    return SFTConfig(model="tunekit/nano", data=data, output_dir="run", adapter=LoRAConfig(), global_batch_size=4)
 
 
 def test_a_config_is_planned_for_the_card() -> None:

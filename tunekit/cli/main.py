@@ -16,6 +16,8 @@ from tunekit.config.secrets import message_text
 from tunekit.errors import RunStopped, UserError
 from tunekit.kernels import cache_dir
 
+AddArgument = Callable[..., argparse.Action]
+
 
 class Parser(argparse.ArgumentParser):
     """Argument parser that raises `UserError`, so that its errors are printed like all others."""
@@ -24,182 +26,147 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see `{self.prog} --help`)")
 
 
-def _ls(verb: Parser) -> None:
-    verb.add_argument("filter", nargs="?", default="", metavar="FILTER", help="part of a name; or `presets`")
-    verb.add_argument("--json", action="store_true", help="machine-readable JSON output")
+def _ls(add: AddArgument) -> None:
+    add("filter", nargs="?", default="", metavar="FILTER", help="part of a name; or `presets`")
+    add("--json", action="store_true", help="machine-readable JSON output")
 
 
-def _cp(verb: Parser) -> None:
-    verb.add_argument("name", metavar="NAME", help="recipe or config")
-    verb.add_argument(
-        "dest", nargs="?", default=".", metavar="FILE", help="new file or directory (default: current directory)"
-    )
-    verb.add_argument("--force", action="store_true", help="overwrite an existing file")
+def _cp(add: AddArgument) -> None:
+    add("name", metavar="NAME", help="recipe or config")
+    add("dest", nargs="?", default=".", metavar="FILE", help="new file or directory (default: current directory)")
+    add("--force", action="store_true", help="overwrite an existing file")
 
 
-def _cat(verb: Parser) -> None:
-    verb.add_argument("name", metavar="NAME", help="recipe or config")
+def _cat(add: AddArgument) -> None:
+    add("name", metavar="NAME", help="recipe or config")
 
 
-def _validate(verb: Parser) -> None:
-    verb.add_argument("config", metavar="CONFIG", help="name or file of a config")
-    verb.add_argument("overrides", nargs="*", metavar="key=value", help="override values of the config")
-    verb.add_argument("--recipe", metavar="RECIPE", help="name or file (default: the config's `recipe`)")
-    _imports(verb)
-
-
-def _plan(verb: Parser) -> None:
-    verb.add_argument("config", metavar="CONFIG", help="name or file of a config")
-    verb.add_argument("overrides", nargs="*", metavar="key=value", help="override values of the config")
+def _plan(add: AddArgument) -> None:
     gpus = {"dest": "gpus", "type": _count, "metavar": "N", "help": "GPUs per node (default: none, the CPU)"}
-    verb.add_argument("--nproc-per-node", "--gpus", **gpus)
-    verb.add_argument(
-        "--nnodes", dest="nodes", type=_count, default=1, metavar="N", help="number of nodes (default: 1)"
-    )
-    verb.add_argument("--gpu-type", metavar="NAME", help="such as h100, a100, b200, l40s, t4, rtx4090, mi300x")
-    verb.add_argument("--gpu-memory", metavar="SIZE", help="memory of a GPU, such as 80G (default: that of its type)")
-    verb.add_argument("--gpu-tflops", type=_positive, metavar="N", help="bf16 peak of a GPU of unknown type")
-    verb.add_argument(
-        "--mfu", type=_positive, default=0.45, metavar="P", help="model FLOPs utilization (default: 0.45)"
-    )
-    verb.add_argument("--gpu-hour-price", type=_positive, metavar="N", help="price of one GPU for one hour")
-    verb.add_argument(
-        "--auto", action="store_true", help="search for the fastest config that fits; print its overrides"
-    )
-    verb.add_argument("--output", metavar="FILE", help="write the config found by --auto to a file")
-    verb.add_argument("--json", action="store_true", help="machine-readable JSON output")
-    verb.add_argument("--recipe", metavar="RECIPE", help="name or file (default: the config's `recipe`)")
-    _imports(verb)
+    add("--nproc-per-node", "--gpus", **gpus)
+    add("--nnodes", dest="nodes", type=_count, default=1, metavar="N", help="number of nodes (default: 1)")
+    add("--gpu-type", metavar="NAME", help="such as h100, a100, b200, l40s, t4, rtx4090, mi300x")
+    add("--gpu-memory", metavar="SIZE", help="memory of a GPU, such as 80G (default: that of its type)")
+    add("--gpu-tflops", type=_positive, metavar="N", help="bf16 peak of a GPU of unknown type")
+    add("--mfu", type=_positive, default=0.45, metavar="P", help="model FLOPs utilization (default: 0.45)")
+    add("--gpu-hour-price", type=_positive, metavar="N", help="price of one GPU for one hour")
+    add("--auto", action="store_true", help="search for the fastest config that fits; print its overrides")
+    add("--output", metavar="FILE", help="write the config found by --auto to a file")
+    add("--json", action="store_true", help="machine-readable JSON output")
+    _config(add)
 
 
-def _data(verb: Parser) -> None:
-    verb.add_argument("config", metavar="CONFIG", help="name or file of a config")
-    verb.add_argument("overrides", nargs="*", metavar="key=value", help="override values of the config")
-    verb.add_argument("--num-rows", type=_number, metavar="N", help="number of rows to show (default: 3; in HTML 30)")
-    verb.add_argument("--row", action="append", default=[], metavar="K", help="show this row: number or file:line")
-    verb.add_argument("--no-color", action="store_true", help="plain text without colors")
-    verb.add_argument(
-        "--html", nargs="?", const="data.html", metavar="FILE", help="also write an HTML report (default: data.html)"
-    )
-    verb.add_argument("--json", action="store_true", help="machine-readable JSON output")
-    verb.add_argument("--recipe", metavar="RECIPE", help="name or file (default: the config's `recipe`)")
-    _imports(verb)
+def _data(add: AddArgument) -> None:
+    add("--num-rows", type=_number, metavar="N", help="number of rows to show (default: 3; in HTML 30)")
+    add("--row", action="append", default=[], metavar="K", help="show this row: number or file:line")
+    add("--no-color", action="store_true", help="plain text without colors")
+    add("--html", nargs="?", const="data.html", metavar="FILE", help="also write an HTML report (default: data.html)")
+    add("--json", action="store_true", help="machine-readable JSON output")
+    _config(add)
 
 
-def _run(verb: Parser) -> None:
-    verb.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or a recipe file")
-    verb.add_argument("overrides", nargs="*", metavar="CONFIG key=value", help="config (name or file), then overrides")
-    verb.add_argument("--config", metavar="CONFIG", help="config, if it is not the second argument")
-    verb.add_argument("--overwrite", action="store_true", help="train again; deletes the results in the run directory")
+def _run(add: AddArgument) -> None:
+    add("recipe", metavar="RECIPE", help="name of a recipe, or a recipe file")
+    add("overrides", nargs="*", metavar="CONFIG key=value", help="config (name or file), then overrides")
+    add("--config", metavar="CONFIG", help="config, if it is not the second argument")
+    add("--overwrite", action="store_true", help="train again; deletes the results in the run directory")
     gpus = {"dest": "gpus", "type": _count, "metavar": "N", "help": "processes per node, one per GPU (default: 1)"}
-    verb.add_argument("--nproc-per-node", "--gpus", **gpus)
+    add("--nproc-per-node", "--gpus", **gpus)
     nodes = {"dest": "nodes", "type": _count, "default": 1, "metavar": "N"}
-    verb.add_argument("--nnodes", help="number of nodes; each runs the same command (default: 1)", **nodes)
+    add("--nnodes", help="number of nodes; each runs the same command (default: 1)", **nodes)
     endpoint = "host name of one of the nodes and a free port on it"
-    verb.add_argument("--rdzv-endpoint", dest="rendezvous", metavar="HOST:PORT", help=endpoint)
-    verb.add_argument("--node-rank", type=_number, metavar="K", help="0 for the first node (default: by arrival)")
+    add("--rdzv-endpoint", dest="rendezvous", metavar="HOST:PORT", help=endpoint)
+    add("--node-rank", type=_number, metavar="K", help="0 for the first node (default: by arrival)")
     restarts = "restarts from the last training state after a process fails (default: 0)"
-    verb.add_argument("--max-restarts", type=_number, default=0, metavar="N", help=restarts)
-    verb.add_argument(
-        "--slurm", metavar="KEY=VALUE,...", help="submit to Slurm: nodes=4,gpus=8,time=4:00:00,partition=x"
-    )
-    verb.add_argument("--dry-run", action="store_true", help="with --slurm: write the script, submit nothing")
-    _imports(verb)
+    add("--max-restarts", type=_number, default=0, metavar="N", help=restarts)
+    add("--slurm", metavar="KEY=VALUE,...", help="submit to Slurm: nodes=4,gpus=8,time=4:00:00,partition=x")
+    add("--dry-run", action="store_true", help="with --slurm: write the script, submit nothing")
+    _imports(add)
 
 
-def _download(verb: Parser) -> None:
-    verb.add_argument("repo", metavar="REPO", help="name on the Hugging Face Hub, such as Qwen/Qwen3-0.6B")
-    verb.add_argument("--revision", metavar="NAME", help="branch, tag or commit")
-    verb.add_argument(
-        "--include", action="append", default=[], metavar="GLOB", help="download only these files; repeatable"
-    )
-    verb.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="skip these files; repeatable")
-    verb.add_argument("--local-dir", metavar="DIR", help="target directory (default: the Hugging Face cache)")
-    verb.add_argument("--token", metavar="TOKEN", help="access token (default: $HF_TOKEN, or that of `hf auth login`)")
+def _download(add: AddArgument) -> None:
+    add("repo", metavar="REPO", help="name on the Hugging Face Hub, such as Qwen/Qwen3-0.6B")
+    add("--revision", metavar="NAME", help="branch, tag or commit")
+    add("--include", action="append", default=[], metavar="GLOB", help="download only these files; repeatable")
+    add("--exclude", action="append", default=[], metavar="GLOB", help="skip these files; repeatable")
+    add("--local-dir", metavar="DIR", help="target directory (default: the Hugging Face cache)")
+    add("--token", metavar="TOKEN", help="access token (default: $HF_TOKEN, or that of `hf auth login`)")
 
 
-def _push(verb: Parser) -> None:
-    verb.add_argument("folder", metavar="FOLDER", help="directory of a run, a model or an adapter")
-    verb.add_argument("repo", metavar="REPO", help="owner/name on the Hugging Face Hub; created if it does not exist")
-    verb.add_argument("--private", action="store_true", help="create a private repository")
-    verb.add_argument("--revision", metavar="NAME", help="branch; created if it does not exist (default: main)")
-    verb.add_argument("--create-pr", action="store_true", help="open a pull request instead of changing the branch")
-    verb.add_argument("--commit-message", metavar="TEXT", help="commit message")
-    verb.add_argument("--merge-adapter", action="store_true", help="upload the merged model instead of the adapter")
-    verb.add_argument(
-        "--merged-dir", metavar="DIR", help="keep the merged model in DIR (default: deleted after the upload)"
-    )
-    verb.add_argument("--force", action="store_true", help="upload unverified models too; the model card states it")
-    verb.add_argument("--dry-run", action="store_true", help="list the files without uploading")
-    verb.add_argument("--token", metavar="TOKEN", help="access token (default: $HF_TOKEN, or that of `hf auth login`)")
+def _push(add: AddArgument) -> None:
+    add("folder", metavar="FOLDER", help="directory of a run, a model or an adapter")
+    add("repo", metavar="REPO", help="owner/name on the Hugging Face Hub; created if it does not exist")
+    add("--private", action="store_true", help="create a private repository")
+    add("--revision", metavar="NAME", help="branch; created if it does not exist (default: main)")
+    add("--create-pr", action="store_true", help="open a pull request instead of changing the branch")
+    add("--commit-message", metavar="TEXT", help="commit message")
+    add("--merge-adapter", action="store_true", help="upload the merged model instead of the adapter")
+    add("--merged-dir", metavar="DIR", help="keep the merged model in DIR (default: deleted after the upload)")
+    add("--force", action="store_true", help="upload unverified models too; the model card states it")
+    add("--dry-run", action="store_true", help="list the files without uploading")
+    add("--token", metavar="TOKEN", help="access token (default: $HF_TOKEN, or that of `hf auth login`)")
 
 
-def _merge(verb: Parser) -> None:
-    verb.add_argument("base", metavar="BASE", help="directory of a model or a run, or a name on the Hub")
-    verb.add_argument("adapter", metavar="ADAPTER", help="directory of an adapter or a run, or a name on the Hub")
-    verb.add_argument("out", metavar="DIR", help="output directory")
-    verb.add_argument("--force", action="store_true", help="do not fail if the verification fails")
+def _merge(add: AddArgument) -> None:
+    add("base", metavar="BASE", help="directory of a model or a run, or a name on the Hub")
+    add("adapter", metavar="ADAPTER", help="directory of an adapter or a run, or a name on the Hub")
+    add("out", metavar="DIR", help="output directory")
+    add("--force", action="store_true", help="do not fail if the verification fails")
 
 
-def _export(verb: Parser) -> None:
-    verb.add_argument("model", metavar="MODEL", help="directory of a model or a run, or a name on the Hub")
-    verb.add_argument("out", metavar="OUT", help="output file, such as model.gguf; for nf4 and fp4 a directory")
+def _export(add: AddArgument) -> None:
+    add("model", metavar="MODEL", help="directory of a model or a run, or a name on the Hub")
+    add("out", metavar="OUT", help="output file, such as model.gguf; for nf4 and fp4 a directory")
     kinds = (
         "bf16, f16, f32, q8_0, q4_0 .. (default: dtype of the model); bitsandbytes: nf4, fp4, also with -double-quant"
     )
-    verb.add_argument("--type", metavar="TYPE", help=kinds)
+    add("--type", metavar="TYPE", help=kinds)
 
 
-def _chat(verb: Parser) -> None:
-    verb.add_argument("model", metavar="MODEL", help="directory of a model or a run, or a name on the Hub")
-    verb.add_argument("--system-prompt", metavar="TEXT", help="system message")
-    verb.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0: greedy decoding (default: 0.7)")
-    verb.add_argument(
-        "--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling probability (default: 0.95)"
-    )
-    verb.add_argument(
-        "--max-new-tokens", type=_count, default=1024, metavar="N", help="maximum answer length (default: 1024)"
-    )
-    verb.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of sampling")
+def _chat(add: AddArgument) -> None:
+    add("model", metavar="MODEL", help="directory of a model or a run, or a name on the Hub")
+    add("--system-prompt", metavar="TEXT", help="system message")
+    add("--temperature", type=float, default=0.7, metavar="T", help="0: greedy decoding (default: 0.7)")
+    add("--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling probability (default: 0.95)")
+    add("--max-new-tokens", type=_count, default=1024, metavar="N", help="maximum answer length (default: 1024)")
+    add("--seed", type=int, default=0, metavar="N", help="random seed of sampling")
 
 
-def _selftest(verb: Parser) -> None:
-    verb.add_argument(
-        "--device", choices=("auto", "cpu", "cuda", "xpu", "mps"), default="auto", help="default: a GPU if available"
-    )
+def _selftest(add: AddArgument) -> None:
+    add("--device", choices=("auto", "cpu", "cuda", "xpu", "mps"), default="auto", help="default: a GPU if available")
     output = "JSON report; Markdown next to it (default: tunekit-selftest.json)"
-    verb.add_argument("--output", default="tunekit-selftest.json", metavar="FILE", help=output)
-    verb.add_argument(
-        "--quick", action="store_true", help="skip training runs, multi-process checks and steps of a 1B model"
-    )
+    add("--output", default="tunekit-selftest.json", metavar="FILE", help=output)
+    add("--quick", action="store_true", help="skip training runs, multi-process checks and steps of a 1B model")
     only = "check or group: kernels, model, processes, speed; repeatable"
-    verb.add_argument("--only", action="append", default=[], metavar="NAME", help=only)
+    add("--only", action="append", default=[], metavar="NAME", help=only)
 
 
-def _options(verb: Parser) -> None:
-    verb.add_argument("recipe", metavar="RECIPE", help="name or file of a recipe")
-    verb.add_argument("--schema", action="store_true", help="print a JSON Schema for editors instead of Markdown")
+def _options(add: AddArgument) -> None:
+    add("recipe", metavar="RECIPE", help="name or file of a recipe")
+    add("--schema", action="store_true", help="print a JSON Schema for editors instead of Markdown")
 
 
-def _cache(verb: Parser) -> None:
-    verb.add_argument("action", nargs="?", choices=("show", "clear"), default="show", help="default: show")
-    verb.add_argument("keys", nargs="*", metavar="KEY", help="keys to clear, or their prefixes")
-    verb.add_argument("--older-than", metavar="AGE", help="entries not used for AGE, such as 30d or 12h")
-    verb.add_argument("--all", action="store_true", help="clear all entries")
+def _cache(add: AddArgument) -> None:
+    add("action", nargs="?", choices=("show", "clear"), default="show", help="default: show")
+    add("keys", nargs="*", metavar="KEY", help="keys to clear, or their prefixes")
+    add("--older-than", metavar="AGE", help="entries not used for AGE, such as 30d or 12h")
+    add("--all", action="store_true", help="clear all entries")
 
 
-def _completion(verb: Parser) -> None:
-    verb.add_argument("shell", choices=("bash", "zsh", "fish"), help="print a script for this shell to source")
+def _completion(add: AddArgument) -> None:
+    add("shell", choices=("bash", "zsh", "fish"), help="print a script for this shell to source")
 
 
-def _imports(verb: Parser) -> None:
-    options = {
-        "action": "append",
-        "default": [],
-        "metavar": "FILE",
-        "help": "Python file that defines additional kinds",
-    }
-    verb.add_argument("--import", dest="imports", **options)
+def _config(add: AddArgument) -> None:
+    add("config", metavar="CONFIG", help="name or file of a config")
+    add("overrides", nargs="*", metavar="key=value", help="override values of the config")
+    add("--recipe", metavar="RECIPE", help="name or file (default: the config's `recipe`)")
+    _imports(add)
+
+
+def _imports(add: AddArgument) -> None:
+    description = "Python file that defines additional kinds"
+    add("--import", dest="imports", action="append", default=[], metavar="FILE", help=description)
 
 
 def _count(word: str) -> int:
@@ -220,11 +187,11 @@ def _number(word: str) -> int:
     return int(word)
 
 
-VERBS: dict[str, tuple[str, Callable[[Parser], None]]] = {
+VERBS: dict[str, tuple[str, Callable[[AddArgument], None]]] = {
     "ls": ("list recipes and configs", _ls),
     "cp": ("copy a recipe or config for editing", _cp),
     "cat": ("print a recipe or config", _cat),
-    "validate": ("check a config without running it", _validate),
+    "validate": ("check a config without running it", _config),
     "plan": ("estimate memory, communication and time of a config", _plan),
     "data": ("inspect and check the training data of a config", _data),
     "run": ("run a recipe", _run),
@@ -250,7 +217,7 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
         parsers[name] = verbs.add_parser(
             name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
         )
-        add_arguments(parsers[name])
+        add_arguments(parsers[name].add_argument)
         parsers[name].add_argument("--debug", action="store_true", help="show the traceback of an error")
     return top, parsers
 

@@ -1,5 +1,6 @@
 """Load a recipe and its validated config from command-line arguments."""
 
+import argparse
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +15,22 @@ from tunekit.errors import UserError
 REQUIRED_NAMES = ("CONFIG", "check", "main")
 
 
+def find_config_and_recipe(args: argparse.Namespace) -> tuple[Path, str]:
+    """File of the config, and the recipe that `--recipe` or the config names."""
+    path = registry.find_config(args.config)
+    recipe = args.recipe or registry.recipe_of_config(path)
+    if recipe is None:
+        raise UserError(f"{path}: missing recipe. Add a line such as 'recipe: sft', or pass --recipe sft")
+    return path, recipe
+
+
 def load_recipe(word: str) -> ModuleType:
     """Import a recipe: `CONFIG` is its config class, `check` validates a config, and `main` runs it."""
     path = registry.find_recipe(word)
     shipped = path == registry.list_recipes().get(path.stem)
-    module = importlib.import_module(f"tunekit.recipes.{path.stem}") if shipped else _import_user_recipe(path)
+    # Naming a recipe file on the command line means that the user trusts it.
+    name = f"tunekit.recipes.{path.stem}"
+    module = importlib.import_module(name) if shipped else import_file(f"own_{path.stem}", path)
     missing = [name for name in REQUIRED_NAMES if name not in vars(module)]
     if missing:
         raise UserError(f"{path}: a recipe must define {', '.join(missing)}. Start from `tune cp sft my_sft.py`")
@@ -42,11 +54,6 @@ def load_recipe_config(module: ModuleType, word: str, overrides: Sequence[str], 
         if "=" not in override:
             raise UserError(f"'{override}': overrides must be key=value, such as seed=1")
     return load.load_config(module.CONFIG, path, overrides, [_file(item) for item in imports])
-
-
-def _import_user_recipe(path: Path) -> ModuleType:
-    """Import a recipe file of the user. Naming it on the command line means that the user trusts it."""
-    return import_file(f"own_{path.stem}", path)
 
 
 def _file(word: str) -> Path:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, Generic, Protocol, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Generic, Protocol, Union, get_args, get_origin, get_type_hints, runtime_checkable
 
 from tunekit.config.node import YamlNode
 
@@ -21,10 +21,35 @@ class FieldSlot:
     default: Any = REQUIRED
 
 
+@runtime_checkable
+class NamedKind(Protocol):
+    """Class with a name in configs. Its subclasses need names of their own."""
+
+    kind: ClassVar[str]
+
+
+@runtime_checkable
+class DefaultKind(Protocol):
+    """Class that is used if a config names no kind. Its subclasses are not."""
+
+    is_default: ClassVar[bool]
+
+
+@runtime_checkable
+class AnyKeyKind(Protocol):
+    """Class whose keys are kept if an override selects another kind that has them."""
+
+    accepts_any_key: ClassVar[bool]
+
+
+@cache
 def kind_name(cls: type) -> str:
     """Name of a choice in a config: its own `kind`, else its class name in lower case, without a final `Config`."""
-    kind = vars(cls).get("kind")
-    return kind if isinstance(kind, str) else cls.__name__.lower().removesuffix("config")
+    if isinstance(cls, NamedKind):
+        bases = [base for base in cls.__bases__ if isinstance(base, NamedKind)]
+        if not any(base.kind == cls.kind for base in bases):
+            return cls.kind
+    return cls.__name__.lower().removesuffix("config")
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:
@@ -92,8 +117,10 @@ class ChoiceRegistry:
             if type(slot.default) is cls:
                 return kind
         options = _dataclass_options(slot)
-        defaults = options if len(options) == 1 else [cls for cls in options if vars(cls).get("is_default")]
-        return kind_name(defaults[0]) if defaults else None
+        if len(options) > 1:
+            flagged = [cls for cls in options if isinstance(cls, DefaultKind)]
+            options = [cls for cls in flagged if not any(base in flagged for base in cls.__mro__[1:])]
+        return kind_name(options[0]) if options else None
 
     def single(self, slot: FieldSlot) -> FieldSlot | None:
         """Slot of one element, if the slot is a list of dataclasses, which also accepts a single one."""
@@ -113,9 +140,7 @@ class ChoiceRegistry:
     def keys_to_keep(self, slot: FieldSlot, old: Any, new: Any) -> set[str]:
         """Keys to keep if an override changes the kind: all keys of the new kind if the old kind has `accepts_any_key`,
         otherwise none."""
-        cls = self.kinds(slot).get(old)
-        accepts_any_key = cls is not None and any(vars(base).get("accepts_any_key") for base in cls.__mro__)
-        return set(self.kind_slots(slot, new)) if accepts_any_key else set()
+        return set(self.kind_slots(slot, new)) if isinstance(self.kinds(slot).get(old), AnyKeyKind) else set()
 
     def kind_slots(self, slot: FieldSlot, kind: Any) -> dict[str, FieldSlot]:
         """Keys of a kind in this slot; empty if the kind does not exist."""

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tunekit.config.build import ConfigBuilder
-from tunekit.config.choices import field_slots
-from tunekit.config.defaults import with_defaults
+from tunekit.config.choices import REQUIRED, FieldSlot, field_slots
+from tunekit.config.dump import to_plain_value
 from tunekit.config.errors import ErrorCollector
-from tunekit.config.interpolate import resolve_references
-from tunekit.config.node import COMMAND, FAILED, YamlNode, to_plain
+from tunekit.config.errors import Path as KeyPath
+from tunekit.config.interpolate import get_child, referenced_keys, resolve_references
+from tunekit.config.node import COMMAND, FAILED, YamlNode, to_node, to_plain
 from tunekit.config.overrides import Overrides
 from tunekit.config.user_code import load_user_choices
 from tunekit.config.yaml_parser import Source, format_value, read_config
@@ -50,10 +51,26 @@ def _without_recipe(root: YamlNode, cls: type, problems: ErrorCollector) -> Yaml
     node = root.value.get("recipe")
     if node is None or node.at == COMMAND or "recipe" in field_slots(cls):
         return root
-    _check_recipe(node, problems)
+    if not isinstance(node.value, str | None) and node.value is not FAILED:
+        problems.add(node.at, ("recipe",), f"expected the name of a recipe, got {format_value(node.value)}")
     return YamlNode({key: child for key, child in root.value.items() if key != "recipe"}, root.at)
 
 
-def _check_recipe(node: YamlNode, problems: ErrorCollector) -> None:
-    if not isinstance(node.value, str | None) and node.value is not FAILED:
-        problems.add(node.at, ("recipe",), f"expected the name of a recipe, got {format_value(node.value)}")
+def with_defaults(root: YamlNode, cls: type, overrides: Overrides) -> YamlNode:
+    """Add the defaults of all referenced keys to the tree."""
+    for path in dict.fromkeys(referenced_keys(root)):
+        default = _default(root, FieldSlot(cls), path, overrides)
+        if default is not REQUIRED:
+            root = overrides.put(root, path, (), to_node(default, root.at, overrides.problems), FieldSlot(cls))
+    return root
+
+
+def _default(root: YamlNode, slot: FieldSlot | None, path: KeyPath, overrides: Overrides) -> object:
+    """Default of a key that exists and is not set, as plain data; otherwise `REQUIRED`."""
+    node: YamlNode | None = root
+    for part in path:
+        slot = overrides.slot_of(slot, node or YamlNode({}), part)
+        node = get_child(node, part) if node else None
+    if slot is None or slot.default is REQUIRED or node is not None:
+        return REQUIRED
+    return to_plain_value(slot.default, slot.hint)

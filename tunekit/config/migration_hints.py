@@ -21,7 +21,7 @@ class KeyHint(NamedTuple):
     where: Key | None = None
 
 
-TABLE = (
+NOTED_KEYS = (
     KeyHint("learning_rate", "optimizer.lr"),
     KeyHint("optim", "optimizer", "adamw, adamw8bit, muon or sgd"),
     KeyHint("lr_scheduler_type", "lr_scheduler", "cosine, linear, constant or wsd"),
@@ -220,131 +220,74 @@ TABLE = (
         "the weight of the distillation loss; loss.alpha is the skew of skewed_kl, adapter.alpha the scale of LoRA",
         "teacher",
     ),
-    # tunekit 0.1, top level
-    KeyHint("out", "output_dir"),
-    KeyHint("out", "output_path"),
-    KeyHint("validation", "eval_data"),
+    # tunekit 0.1, where more than the name has changed
     KeyHint("checks", "data_checks", "error or warn"),
-    KeyHint("weights", "quantization"),
-    KeyHint("schedule", "lr_scheduler"),
-    KeyHint("log.every", "log_every"),
-    KeyHint("log.to", "report_to"),
     KeyHint("log", "log_every", "and `report_to`"),
-    KeyHint("guard", "step_guard"),
-    KeyHint("profile", "profiler"),
-    KeyHint("push", "push_to_hub"),
-    KeyHint("micro_batch", "micro_batch_size"),
-    KeyHint("on_policy.batch", "on_policy.batch_size"),
-    KeyHint("batch", "global_batch_size"),
-    KeyHint("batch", "batch_size"),
-    KeyHint("profiler.steps", "profiler.active"),
-    KeyHint("steps", "max_steps"),
-    KeyHint("clip", "max_grad_norm"),
-    KeyHint("save_async", "async_save"),
-    KeyHint("keep", "save_total_limit"),
-    KeyHint("validate_every", "eval_every"),
-    KeyHint("patience", "early_stopping_patience"),
-    KeyHint("tail", "ld_alpha"),
-    KeyHint("shots", "num_fewshot"),
-    KeyHint("include", "include_path"),
-    KeyHint("chat", "apply_chat_template"),
     KeyHint("raw", "apply_chat_template", "negated: set apply_chat_template=false"),
-    KeyHint("examples", "num_completions_to_print"),
-    # tunekit 0.1, sections
     KeyHint("memory.recompute recompute", "memory.activation_checkpointing", "none, full or selective"),
-    KeyHint("memory.offload", "memory.activation_offloading"),
-    KeyHint("step_in_backward", "memory.optimizer_in_bwd"),
-    KeyHint("memory.compile", "compile"),
-    KeyHint("compute", "precision.compute_dtype"),
-    KeyHint("trained", "precision.master_dtype"),
-    KeyHint("frozen", "precision.frozen_dtype"),
-    KeyHint("nested", "quantization.double_quant"),
-    KeyHint("targets", "adapter.target_modules"),
-    KeyHint("rslora", "adapter.use_rslora"),
-    KeyHint("plus", "adapter.loraplus_lr_ratio"),
-    KeyHint("adapter.start", "adapter.adapter_path"),
-    KeyHint("ranks", "adapter.rank_pattern"),
-    KeyHint("alphas", "adapter.alpha_pattern"),
-    KeyHint("whole", "adapter.modules_to_save"),
-    KeyHint("untie", "adapter.untie_embeddings"),
-    KeyHint("optimizer.decay", "optimizer.weight_decay"),
-    KeyHint("lr_scheduler.decay", "lr_scheduler.decay_ratio"),
-    KeyHint("warmup", "lr_scheduler.warmup_steps"),
-    KeyHint("floor", "lr_scheduler.min_lr_ratio"),
-    KeyHint("replicate", "parallel.dp_replicate"),
-    KeyHint("shard", "parallel.dp_shard"),
-    KeyHint("context", "parallel.cp"),
-    KeyHint("tensor", "parallel.tp"),
-    KeyHint("expert", "parallel.ep"),
-    KeyHint("reshard", "parallel.reshard_after_forward"),
-    KeyHint("prefetch", "parallel.prefetch_layers"),
     KeyHint("gather", "parallel.all_gather_dtype", "param or compute"),
-    KeyHint("parallel.offload", "parallel.cpu_offload"),
-    KeyHint("timeout", "parallel.hang_timeout_seconds"),
-    KeyHint("nan", "step_guard.on_nan"),
-    KeyHint("spike", "step_guard.spike_factor"),
-    KeyHint("of", "step_guard.spike_metric"),
-    KeyHint("window", "step_guard.spike_window"),
-    KeyHint("step_guard.answer", "step_guard.on_spike"),
-    KeyHint("step_guard.most", "step_guard.max_interventions"),
-    KeyHint("forgetting.every", "forgetting.eval_every"),
-    KeyHint("forgetting.most", "forgetting.max_loss_increase"),
-    KeyHint("forgetting.answer", "forgetting.on_exceed"),
-    KeyHint("profiler.start", "profiler.skip_first"),
-    KeyHint("profiler.memory", "profiler.profile_memory"),
-    KeyHint("repo", "push_to_hub.repo_id"),
-    KeyHint("push_to_hub.every", "push_to_hub.push_every"),
-    KeyHint("branch", "push_to_hub.revision"),
-    KeyHint("merged", "push_to_hub.merge_adapter"),
-    # tunekit 0.1, data
-    KeyHint("length", "data.max_length"),
-    KeyHint("pack", "data.packing"),
-    KeyHint("data.limit", "data.max_samples"),
-    KeyHint("too_long", "data.excess_length_strategy"),
     KeyHint("bad_rows", "data.on_bad_row", "error or skip"),
-    KeyHint("most_bad", "data.max_bad_row_fraction"),
-    KeyHint("stream", "data.streaming"),
-    KeyHint("workers", "data.num_proc"),
-    KeyHint("data.template", "data.chat_template"),
-    KeyHint("learn", "data.train_on"),
-    KeyHint("data.end", "data.eos_token"),
-    KeyHint("data.parts parts", "data.datasets"),
-    KeyHint("data.messages", "data.messages_column"),
-    KeyHint("data.conversations", "data.conversations_column"),
-    KeyHint("data.prompt", "data.prompt_column"),
-    KeyHint("data.completion", "data.completion_column"),
-    KeyHint("data.completions", "data.completions_column"),
-    KeyHint("data.response", "data.response_column"),
-    KeyHint("data.input", "data.input_column"),
-    KeyHint("data.system", "data.system_prompt"),
-    KeyHint("system", "system_prompt"),
-    KeyHint("data.column", "data.text_column"),
-    KeyHint("data.text", "data.text_column"),
-    KeyHint("data.chosen", "data.chosen_column"),
-    KeyHint("data.rejected", "data.rejected_column"),
-    KeyHint("data.margin", "data.margin_column"),
-    KeyHint("data.label", "data.label_column"),
-    KeyHint("data.labels", "data.labels_column"),
-    KeyHint("data.classes", "data.class_names"),
-    KeyHint("separator", "data.step_separator"),
-    # tunekit 0.1, losses, teachers, sampling
-    KeyHint("loss.smoothing", "loss.label_smoothing"),
-    KeyHint("loss.divergence", "loss.f_divergence"),
-    KeyHint("loss.tau", "loss.discopop_tau"),
     KeyHint("loss.per", "loss.reduction", "token_mean or sequence_mean"),
-    KeyHint("loss.nll", "loss.cpo_alpha"),
-    KeyHint("loss.gamma", "loss.simpo_gamma"),
-    KeyHint("loss.good", "loss.desirable_weight"),
-    KeyHint("loss.bad", "loss.undesirable_weight"),
-    KeyHint("loss.center", "loss.center_rewards_coefficient"),
-    KeyHint("loss.classes", "loss.num_labels"),
     KeyHint("truth", "loss.kd_ratio", "1 - truth"),
-    KeyHint("teacher.weights", "teacher.quantization"),
-    KeyHint("teacher.top", "teacher.top_k"),
-    KeyHint("teacher.folder", "teacher.logits_dir"),
-    KeyHint("on_policy.share", "on_policy.lmbda"),
-    KeyHint("on_policy.tokens", "on_policy.max_new_tokens"),
-    KeyHint("sampling.tokens", "sampling.max_new_tokens"),
+)
+
+# Keys of tunekit 0.1, by the section of the new key: old=new. As in `KeyHint.names`, `section.key` matches in this
+# section only.
+RENAMED_KEYS = {
+    "": (
+        "out=output_dir out=output_path validation=eval_data weights=quantization schedule=lr_scheduler "
+        "log.every=log_every log.to=report_to guard=step_guard profile=profiler push=push_to_hub "
+        "micro_batch=micro_batch_size batch=global_batch_size batch=batch_size steps=max_steps clip=max_grad_norm "
+        "save_async=async_save keep=save_total_limit validate_every=eval_every patience=early_stopping_patience "
+        "tail=ld_alpha shots=num_fewshot include=include_path chat=apply_chat_template memory.compile=compile "
+        "examples=num_completions_to_print system=system_prompt"
+    ),
+    "on_policy": "on_policy.batch=batch_size on_policy.share=lmbda on_policy.tokens=max_new_tokens",
+    "profiler": "profiler.steps=active profiler.start=skip_first profiler.memory=profile_memory",
+    "memory": "memory.offload=activation_offloading step_in_backward=optimizer_in_bwd",
+    "precision": "compute=compute_dtype trained=master_dtype frozen=frozen_dtype",
+    "quantization": "nested=double_quant",
+    "adapter": (
+        "targets=target_modules rslora=use_rslora plus=loraplus_lr_ratio adapter.start=adapter_path ranks=rank_pattern "
+        "alphas=alpha_pattern whole=modules_to_save untie=untie_embeddings"
+    ),
+    "optimizer": "optimizer.decay=weight_decay",
+    "lr_scheduler": "lr_scheduler.decay=decay_ratio warmup=warmup_steps floor=min_lr_ratio",
+    "parallel": (
+        "replicate=dp_replicate shard=dp_shard context=cp tensor=tp expert=ep reshard=reshard_after_forward "
+        "prefetch=prefetch_layers parallel.offload=cpu_offload timeout=hang_timeout_seconds"
+    ),
+    "step_guard": (
+        "nan=on_nan spike=spike_factor of=spike_metric window=spike_window step_guard.answer=on_spike "
+        "step_guard.most=max_interventions"
+    ),
+    "forgetting": "forgetting.every=eval_every forgetting.most=max_loss_increase forgetting.answer=on_exceed",
+    "push_to_hub": "repo=repo_id push_to_hub.every=push_every branch=revision merged=merge_adapter",
+    "data": (
+        "length=max_length pack=packing data.limit=max_samples too_long=excess_length_strategy "
+        "most_bad=max_bad_row_fraction stream=streaming workers=num_proc data.template=chat_template learn=train_on "
+        "data.end=eos_token data.parts=datasets parts=datasets data.messages=messages_column "
+        "data.conversations=conversations_column data.prompt=prompt_column data.completion=completion_column "
+        "data.completions=completions_column data.response=response_column data.input=input_column "
+        "data.system=system_prompt data.column=text_column data.text=text_column data.chosen=chosen_column "
+        "data.rejected=rejected_column data.margin=margin_column data.label=label_column data.labels=labels_column "
+        "data.classes=class_names separator=step_separator"
+    ),
+    "loss": (
+        "loss.smoothing=label_smoothing loss.divergence=f_divergence loss.tau=discopop_tau loss.nll=cpo_alpha "
+        "loss.gamma=simpo_gamma loss.good=desirable_weight loss.bad=undesirable_weight "
+        "loss.center=center_rewards_coefficient loss.classes=num_labels"
+    ),
+    "teacher": "teacher.weights=quantization teacher.top=top_k teacher.folder=logits_dir",
+    "sampling": "sampling.tokens=max_new_tokens",
+}
+TABLE = (
+    *NOTED_KEYS,
+    *(
+        KeyHint(old, f"{section}.{new}" if section else new)
+        for section, pairs in RENAMED_KEYS.items()
+        for old, new in (pair.split("=") for pair in pairs.split())
+    ),
 )
 
 RENAMED_KINDS = {

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
+from typing import ClassVar, Protocol, runtime_checkable
 
 from tunekit.config.choices import (
     REQUIRED,
@@ -19,6 +20,13 @@ from tunekit.config.node import YamlNode
 _MAX_NAMES = 12  # maximum number of names in a message
 
 
+@runtime_checkable
+class DescribedKind(Protocol):
+    """Class of a group of kinds that messages list together."""
+
+    description: ClassVar[str]
+
+
 def closest_match(word: str, words: Iterable[str]) -> str | None:
     """Most similar of `words`, ignoring case."""
     by_lower_case = {other.lower(): other for other in words}
@@ -33,8 +41,7 @@ def unknown_kind_message(kind: str, kinds: Mapping[str, type]) -> str:
     suggestion = f", did you mean '{nearest}'?" if nearest else "."
     groups: dict[str, list[str]] = {}
     for name, cls in kinds.items() if len(kinds) > _MAX_NAMES else ():
-        description = next((vars(base)["description"] for base in cls.__mro__ if "description" in vars(base)), "others")
-        groups.setdefault(description, []).append(name)
+        groups.setdefault(cls.description if isinstance(cls, DescribedKind) else "others", []).append(name)
     group_texts = [f"{description}: {', '.join(members)}" for description, members in groups.items()]
     names = "; ".join(group_texts) if len(group_texts) > 1 else join_with_or(kinds)
     return f"unknown kind '{kind}'{suggestion} Available: {names}"

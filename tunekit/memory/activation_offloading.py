@@ -39,7 +39,7 @@ class ActivationOffloader:
         return run
 
     def pack(self, x: Tensor) -> "Tensor | OffloadedTensor":
-        if x.nbytes < MIN_OFFLOAD_BYTES or self.is_weight(x):
+        if x.nbytes < MIN_OFFLOAD_BYTES or x in self.weights:  # or a view of one
             return x
         key = x.data_ptr(), x._version, x.dtype, x.shape, x.stride()
         if key not in self.offloaded:
@@ -51,10 +51,6 @@ class ActivationOffloader:
     def unpack(self, saved: "Tensor | OffloadedTensor") -> Tensor:
         self.last = None  # the next forward pass starts a new chain
         return saved if isinstance(saved, Tensor) else saved.restore()
-
-    def is_weight(self, x: Tensor) -> bool:
-        """Whether a tensor is a weight or a view of one. Weights are not offloaded."""
-        return x in self.weights
 
 
 class Addresses:

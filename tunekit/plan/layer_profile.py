@@ -70,8 +70,7 @@ class ParamSize(NamedTuple):
     expert: bool = False  # whether expert parallelism shards it
 
 
-@dataclass(frozen=True)
-class LayerPass:
+class LayerPass(NamedTuple):
     """Intervals of one micro-batch, forward and backward. Layers are indexed by kind."""
 
     before: MemoryInterval

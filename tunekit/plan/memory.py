@@ -55,26 +55,6 @@ class MemoryEstimate:
         return max(self.phases, key=lambda name: self.phases[name].total)
 
 
-@dataclass
-class MemoryTimeline:
-    """Bytes by component at the current point of a simulated step, and the peak of each phase."""
-
-    current: dict[str, int]
-    peaks: dict[str, MemoryPeak] = field(default_factory=dict)
-
-    def record(self, phase: str, where: str, kind: str, peak: int, gathered: int = 0) -> None:
-        """Record an interval that allocates `peak` bytes of `kind` and `gathered` bytes of weights temporarily."""
-        parts = dict(self.current)
-        parts[kind] = parts.get(kind, 0) + peak
-        parts["gathered"] = parts.get("gathered", 0) + gathered
-        moment = MemoryPeak(where, parts)
-        if phase not in self.peaks or moment.total > self.peaks[phase].total:
-            self.peaks[phase] = moment
-
-    def add(self, kind: str, bytes: int) -> None:
-        self.current[kind] = self.current.get(kind, 0) + bytes
-
-
 class AuxiliaryMemory(NamedTuple):
     """Bytes of the auxiliary models on one rank."""
 
@@ -193,6 +173,23 @@ class RankMemoryModel:
         widening = 4 // self.task.compute.itemsize if self.task.parallel.all_gather_dtype == "compute" else 1
         return widening * self.full_gradient_bytes(kind)
 
+    def gathered_layers(self, i: int, direction: int) -> int:
+        """Bytes of the gathered weights of layer i, of prefetched layers, and of earlier ones that stay gathered."""
+        if not self.flows:
+            return 0
+        num_prefetched = max(1, self.task.parallel.prefetch_layers)
+        first, last = (i, i + num_prefetched) if direction > 0 else (i - num_prefetched, i)
+        if not self.task.parallel.reshard_after_forward:
+            first = 0
+        return self.before[min(len(self.step.kinds), last + 1)] - self.before[max(0, first)]
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of activations that a micro-batch offloads to the host."""
+        if not self.task.memory.activation_offloading:
+            return 0
+        return sum(self.gathered_step.first.layers[kind].retained for kind in self.step.kinds[:-OFFLOAD_WINDOW])
+
     @cached_property
     def delays_reduction(self) -> bool:
         """Whether gradients are reduced only in the last micro-batch of a step, as in distributed/fsdp.py."""
@@ -209,53 +206,27 @@ def build_memory_model(task: Workload, sizes: ParallelDims) -> RankMemoryModel:
     return RankMemoryModel(task, sizes, step, gathered_step)
 
 
-def estimate_memory(memory_model: RankMemoryModel, machine: ClusterSpec) -> MemoryEstimate:
+def estimate_memory(model: RankMemoryModel, machine: ClusterSpec) -> MemoryEstimate:
     """Simulate one step and return the memory of one rank."""
-    task, sizes, step, gathered_step = (
-        memory_model.task,
-        memory_model.sizes,
-        memory_model.step,
-        memory_model.gathered_step,
-    )
-    components = {
-        "weights": memory_model.weights,
-        "optimizer": memory_model.states,
-        "process": process_bytes(memory_model, machine),
-    }
-    host = 0
-    if memory_model.is_cpu_offloaded:
-        host = memory_model.weights + memory_model.states + memory_model.reduced
-        components["weights"] = components["optimizer"] = 0
-    components["auxiliary"] = memory_model.auxiliary.weights
-    timeline = MemoryTimeline(components)
-    record_load(memory_model, timeline)
-    if task.auxiliary:
-        timeline.record(
-            "forward", "the auxiliary model", "other", memory_model.auxiliary.peak, memory_model.auxiliary.gathered
-        )
-    first = gathered_step.first
-    host += offloaded_bytes(memory_model)
-    record_micro_batch(memory_model, timeline, first, machine, first=True)
-    if task.num_micro_batches(sizes) > 1 and not memory_model.flows:
-        record_micro_batch(memory_model, timeline, gathered_step.later, machine, first=False)
-    elif task.num_micro_batches(sizes) > 1:
-        record_micro_batch(memory_model, timeline, first, machine, first=False)
-    timeline.record("step", "step of the optimizer", "other", 0 if memory_model.is_cpu_offloaded else step.update.peak)
-    timeline.current["gradients"] = 0
-    record_save(memory_model, timeline)
-    return MemoryEstimate({name: add_fragmentation(timeline.peaks[name], machine) for name in PHASES}, host)
+    weights, states, host = model.weights, model.states, model.offloaded_bytes
+    if model.is_cpu_offloaded:
+        host += weights + states + model.reduced
+        weights = states = 0
+    process = process_bytes(model, machine)
+    components = {"weights": weights, "optimizer": states, "process": process, "auxiliary": model.auxiliary.weights}
+    simulation = StepSimulation(model, machine, components)
+    simulation.run()
+    return MemoryEstimate({name: add_fragmentation(simulation.peaks[name], machine) for name in PHASES}, host)
 
 
-def process_bytes(memory_model: RankMemoryModel, machine: ClusterSpec) -> int:
+def process_bytes(model: RankMemoryModel, machine: ClusterSpec) -> int:
     """Bytes of a process that are not in tensors."""
-    if machine.kind is None:
-        sparse = any(weight.expert for unit in memory_model.step.layers for weight in unit)
-        return PROCESS + (
-            onednn_cache.CACHE_CAPACITY * onednn_cache.onednn_kernel_bytes()
-            if sparse and memory_model.task.compute == torch.bfloat16
-            else 0
-        )
-    return DRIVER + (COMM_BUFFER_BYTES if machine.devices > 1 else 0)
+    if machine.kind is not None:
+        return DRIVER + (COMM_BUFFER_BYTES if machine.devices > 1 else 0)
+    has_experts = any(weight.expert for unit in model.step.layers for weight in unit)
+    if not has_experts or model.task.compute != torch.bfloat16:
+        return PROCESS
+    return PROCESS + onednn_cache.CACHE_CAPACITY * onednn_cache.onednn_kernel_bytes()
 
 
 def add_fragmentation(moment: MemoryPeak, machine: ClusterSpec) -> MemoryPeak:
@@ -267,141 +238,113 @@ def add_fragmentation(moment: MemoryPeak, machine: ClusterSpec) -> MemoryPeak:
     return MemoryPeak(moment.where, parts)
 
 
-def record_load(memory_model: RankMemoryModel, timeline: MemoryTimeline) -> None:
-    """Record the loading of weights, one full tensor at a time."""
-    params = [weight for unit in memory_model.units for weight in unit]
-    widest = max(weight.bytes for weight in params)
-    state = timeline.current.pop("optimizer")
-    widening = 8 if memory_model.task.quantization.keeps_prequantized else 1  # fp32 instead of 4 bits
-    timeline.record("load", "reading the largest tensor", "other", widest * widening)
-    timeline.current["optimizer"] = state
+@dataclass
+class StepSimulation:
+    """Bytes by component at the current point of a simulated step, and the peak of each phase."""
 
+    model: RankMemoryModel
+    machine: ClusterSpec
+    current: dict[str, int]
+    peaks: dict[str, MemoryPeak] = field(default_factory=dict)
 
-def record_save(memory_model: RankMemoryModel, timeline: MemoryTimeline) -> None:
-    """Record the saving of weights: each layer is written, read back and compared."""
-    layer = max(sum(weight.bytes for weight in unit) for unit in memory_model.step.layers)
-    timeline.record("save", "a layer is compared with what was written", "other", layer)
+    def record(self, phase: str, where: str, kind: str, peak: int, gathered: int = 0) -> None:
+        """Record an interval that allocates `peak` bytes of `kind` and `gathered` bytes of weights temporarily."""
+        parts = dict(self.current)
+        parts[kind] = parts.get(kind, 0) + peak
+        parts["gathered"] = parts.get("gathered", 0) + gathered
+        moment = MemoryPeak(where, parts)
+        if phase not in self.peaks or moment.total > self.peaks[phase].total:
+            self.peaks[phase] = moment
 
+    def add(self, kind: str, bytes: int) -> None:
+        self.current[kind] = self.current.get(kind, 0) + bytes
 
-def offloaded_bytes(memory_model: RankMemoryModel) -> int:
-    """Bytes of activations that a micro-batch offloads to the host."""
-    if not memory_model.task.memory.activation_offloading:
-        return 0
-    return sum(
-        memory_model.gathered_step.first.layers[kind].retained for kind in memory_model.step.kinds[:-OFFLOAD_WINDOW]
-    )
+    def run(self) -> None:
+        """Load the weights, run all micro-batches and the optimizer step, and save."""
+        model, task, profile = self.model, self.model.task, self.model.gathered_step
+        self.load()
+        if task.auxiliary:
+            self.record("forward", "the auxiliary model", "other", model.auxiliary.peak, model.auxiliary.gathered)
+        self.run_micro_batch(profile.first, first=True)
+        if task.num_micro_batches(model.sizes) > 1:
+            self.run_micro_batch(profile.first if model.flows else profile.later, first=False)
+        self.record("step", "step of the optimizer", "other", 0 if model.is_cpu_offloaded else model.step.update.peak)
+        self.current["gradients"] = 0
+        # Each layer is written, read back and compared.
+        layer = max(sum(weight.bytes for weight in unit) for unit in model.step.layers)
+        self.record("save", "a layer is compared with what was written", "other", layer)
 
+    def load(self) -> None:
+        """Load the weights, one full tensor at a time."""
+        largest = max(weight.bytes for unit in self.model.units for weight in unit)
+        state = self.current.pop("optimizer")
+        widening = 8 if self.model.task.quantization.keeps_prequantized else 1  # fp32 instead of 4 bits
+        self.record("load", "reading the largest tensor", "other", largest * widening)
+        self.current["optimizer"] = state
 
-def record_micro_batch(
-    memory_model: RankMemoryModel, timeline: MemoryTimeline, step: LayerPass, machine: ClusterSpec, first: bool
-) -> None:
-    """Record the forward and backward pass of one micro-batch."""
-    kinds, task = memory_model.step.kinds, memory_model.task
-    root = memory_model.gathered(None) + memory_model.auxiliary.gathered_root
-    timeline.record("forward", "embedding", "other", step.before.peak, root)
-    timeline.add("activations", step.before.retained)
-    saved: list[int] = []
-    for i, kind in enumerate(kinds):
-        layer = step.layers[kind]
-        timeline.record(
-            "forward",
-            f"layer {i + 1} of {len(kinds)}",
-            "other",
-            layer.peak + dequantized_bytes(task, memory_model, kind, machine),
-            root + gathered_layer_bytes(memory_model, kinds, i, 1),
-        )
-        saved.append(layer.retained)
-        timeline.add("activations", saved[-1])
-        if task.memory.activation_offloading and i >= OFFLOAD_WINDOW:
-            timeline.add("activations", -saved[i - OFFLOAD_WINDOW])
-    record_backward(memory_model, timeline, step, machine, first)
+    def run_micro_batch(self, step: LayerPass, first: bool) -> None:
+        """Run the forward and backward pass of one micro-batch."""
+        model, kinds = self.model, self.model.step.kinds
+        root = model.gathered(None) + model.auxiliary.gathered_root
+        self.record("forward", "embedding", "other", step.before.peak, root)
+        self.add("activations", step.before.retained)
+        for i, kind in enumerate(kinds):
+            peak, gathered = step.layers[kind].peak + self.dequantized(kind), root + model.gathered_layers(i, 1)
+            self.record("forward", f"layer {i + 1} of {len(kinds)}", "other", peak, gathered)
+            self.add("activations", step.layers[kind].retained)
+            if model.task.memory.activation_offloading and i >= OFFLOAD_WINDOW:
+                self.add("activations", -step.layers[kinds[i - OFFLOAD_WINDOW]].retained)
+        self.run_backward(step, first)
 
+    def run_backward(self, step: LayerPass, first: bool) -> None:
+        """Run the backward pass, from the loss to the embedding."""
+        model, kinds, root = self.model, self.model.step.kinds, self.model.gathered(None)
+        remaining = model.before[-1] if model.flows and not model.task.parallel.reshard_after_forward else 0
+        self.record("forward", "loss", "logits", step.head.peak + self.extra_logits(), root + remaining)
+        self.add("logits", step.head.retained)
+        self.record("backward", "loss", "logits", step.head_back.peak, root + remaining)
+        self.add("logits", step.head_back.retained)
+        reducing = 0
+        for i in reversed(range(len(kinds))):
+            kind, layer = kinds[i], step.layers_back[kinds[i]]
+            peak, gathered = layer.peak + self.dequantized(kind), root + model.gathered_layers(i, -1) + reducing
+            self.record("backward", f"layer {i + 1} of {len(kinds)}", "other", peak, gathered)
+            if model.task.memory.activation_offloading and i >= OFFLOAD_WINDOW:  # copied back from the host
+                self.add("activations", step.layers[kinds[i - OFFLOAD_WINDOW]].retained)
+            self.add_gradients(layer, kind, first)
+            reducing = model.reduced_gradient_bytes(kind) if model.flows else 0
+        self.record("backward", "embedding", "other", step.before_back.peak, root + reducing)
+        self.current["activations"] = self.current["logits"] = 0
+        if first:
+            self.add("gradients", model.device_gradient_bytes(model.step.root))
 
-def record_backward(
-    memory_model: RankMemoryModel, timeline: MemoryTimeline, step: LayerPass, machine: ClusterSpec, first: bool
-) -> None:
-    """Record the backward pass, from the loss to the embedding."""
-    kinds, root = memory_model.step.kinds, memory_model.gathered(None)
-    remaining = (
-        0 if memory_model.task.parallel.reshard_after_forward or not memory_model.flows else memory_model.before[-1]
-    )
-    timeline.record(
-        "forward", "loss", "logits", step.head.peak + extra_logits_bytes(memory_model, machine), root + remaining
-    )
-    timeline.add("logits", step.head.retained)
-    timeline.record("backward", "loss", "logits", step.head_back.peak, root + remaining)
-    record_gradients(memory_model, timeline, step.head_back, None, first)
-    reducing = 0
-    for i in reversed(range(len(kinds))):
-        kind, layer = kinds[i], step.layers_back[kinds[i]]
-        dequantized = dequantized_bytes(memory_model.task, memory_model, kind, machine)
-        gathered = root + gathered_layer_bytes(memory_model, kinds, i, -1) + reducing
-        timeline.record("backward", f"layer {i + 1} of {len(kinds)}", "other", layer.peak + dequantized, gathered)
-        if memory_model.task.memory.activation_offloading and i >= OFFLOAD_WINDOW:  # copied back from the host
-            timeline.add("activations", step.layers[kinds[i - OFFLOAD_WINDOW]].retained)
-        record_gradients(memory_model, timeline, layer, kind, first)
-        reducing = memory_model.reduced_gradient_bytes(kind) if memory_model.flows else 0
-    last = step.before_back
-    timeline.record("backward", "embedding", "other", last.peak, root + reducing)
-    free_activations(memory_model, timeline, first)
+    def add_gradients(self, interval: MemoryInterval, kind: int, first: bool) -> None:
+        """Update activations and gradients after the backward pass of a layer."""
+        model = self.model
+        full_gradients = 0 if model.task.memory.optimizer_in_bwd else model.full_gradient_bytes(kind)
+        self.add("activations", interval.retained - (full_gradients if first or model.flows else 0))
+        if first:
+            is_delayed = model.delays_reduction and model.flows
+            local_gradients = model.device_gradient_bytes(model.step.layers[kind])
+            self.add("gradients", full_gradients if is_delayed else local_gradients)
 
+    def dequantized(self, kind: int) -> int:
+        """Bytes of a 4-bit weight that a GPU dequantizes before the matmul."""
+        if self.machine.kind is None:
+            return 0
+        weights = self.model.step.layers[kind]
+        sizes = [weight.bytes for weight in weights if weight.name.endswith(".quantized_weight")]
+        return 2 * max(sizes, default=0) * self.model.task.compute.itemsize
 
-def record_gradients(
-    memory_model: RankMemoryModel, timeline: MemoryTimeline, interval: MemoryInterval, kind: int | None, first: bool
-) -> None:
-    """Update activations and gradients after the backward pass of a layer (`kind`) or of the head (None)."""
-    if kind is None:
-        timeline.add("logits", interval.retained)
-        return
-    full_gradients = memory_model.full_gradient_bytes(kind) if not memory_model.task.memory.optimizer_in_bwd else 0
-    new_gradients = full_gradients if first or memory_model.flows else 0
-    timeline.add("activations", interval.retained - new_gradients)
-    if first:
-        unit = memory_model.step.layers[kind]
-        timeline.add(
-            "gradients",
-            full_gradients
-            if memory_model.delays_reduction and memory_model.flows
-            else memory_model.device_gradient_bytes(unit),
-        )
-
-
-def free_activations(memory_model: RankMemoryModel, timeline: MemoryTimeline, first: bool) -> None:
-    """Free all activations at the end of a micro-batch; gradients stay."""
-    timeline.current["activations"] = timeline.current["logits"] = 0
-    if first:
-        timeline.add("gradients", memory_model.device_gradient_bytes(memory_model.step.root))
-
-
-def gathered_layer_bytes(memory_model: RankMemoryModel, kinds: Sequence[int], i: int, direction: int) -> int:
-    """Bytes of the gathered weights of layer i, of prefetched layers, and of earlier layers that are not resharded."""
-    if not memory_model.flows:
-        return 0
-    parallel, count, before = memory_model.task.parallel, len(kinds), memory_model.before
-    num_prefetched = max(1, parallel.prefetch_layers)
-    first, last = (i, i + num_prefetched) if direction > 0 else (i - num_prefetched, i)
-    if not parallel.reshard_after_forward:
-        first = 0
-    return before[min(count, last + 1)] - before[max(0, first)]
-
-
-def dequantized_bytes(task: Workload, memory_model: RankMemoryModel, kind: int, machine: ClusterSpec) -> int:
-    """Bytes of a 4-bit weight that a GPU dequantizes before the matmul."""
-    if machine.kind is None:
-        return 0
-    sizes = [weight.bytes for weight in memory_model.step.layers[kind] if weight.name.endswith(".quantized_weight")]
-    return 2 * max(sizes, default=0) * task.compute.itemsize
-
-
-def extra_logits_bytes(memory_model: RankMemoryModel, machine: ClusterSpec) -> int:
-    """Bytes by which a chunk of logits is larger on a GPU than on the CPU."""
-    if machine.kind is None:
-        return 0
-    task, vocab = memory_model.task, -(-memory_model.task.source.spec.vocab // memory_model.sizes.tp)
-    is_trained = any(weight.trained and weight.name.startswith(("embed", "head")) for weight in memory_model.step.root)
-    row, parts = vocab * task.compute.itemsize, -(-task.tokens(memory_model.sizes) // TOKEN_MULTIPLE)
-    max_blocks = {
-        device: (1 + is_trained) * bytes // row // TOKEN_MULTIPLE or 1 for device, bytes in CHUNK_BYTES.items()
-    }
-    sizes = {device: TOKEN_MULTIPLE * -(-parts // -(-parts // count)) * row for device, count in max_blocks.items()}
-    return sizes["cuda"] - sizes["cpu"]
+    def extra_logits(self) -> int:
+        """Bytes by which a chunk of logits is larger on a GPU than on the CPU."""
+        if self.machine.kind is None:
+            return 0
+        model, task, vocab = self.model, self.model.task, -(-self.model.task.source.spec.vocab // self.model.sizes.tp)
+        is_trained = any(weight.trained and weight.name.startswith(("embed", "head")) for weight in model.step.root)
+        row, parts = vocab * task.compute.itemsize, -(-task.tokens(model.sizes) // TOKEN_MULTIPLE)
+        max_blocks = {
+            device: (1 + is_trained) * bytes // row // TOKEN_MULTIPLE or 1 for device, bytes in CHUNK_BYTES.items()
+        }
+        sizes = {device: TOKEN_MULTIPLE * -(-parts // -(-parts // count)) * row for device, count in max_blocks.items()}
+        return sizes["cuda"] - sizes["cpu"]

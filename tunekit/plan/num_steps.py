@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.sampler import StepIndex
@@ -28,12 +28,24 @@ class StepCount:
     exact: bool = True  # False if rows are packed, because their tokens are estimated
 
 
-def count_steps(cfg: Any) -> StepCount | None:
+class StepOptions(Protocol):
+    """The config keys that determine the number of steps."""
+
+    @property
+    def max_steps(self) -> int | None: ...
+    @property
+    def data(self) -> DatasetConfig | MixtureBase: ...
+    @property
+    def global_batch_size(self) -> int: ...
+    @property
+    def epochs(self) -> int: ...
+
+
+def count_steps(cfg: StepOptions) -> StepCount | None:
     """Return `max_steps`, or count the rows. None if the rows are not local files or are streamed."""
-    options = vars(cfg)
-    if options.get("max_steps") is not None:
-        return StepCount(options["max_steps"])
-    mix = MixtureBase.from_config(options["data"])
+    if cfg.max_steps is not None:
+        return StepCount(cfg.max_steps)
+    mix = MixtureBase.from_config(cfg.data)
     try:
         tables = [open_rows(rows) for rows in mix.dataset_configs]
     except (UserError, OSError):  # data preparation reports these errors
@@ -49,8 +61,8 @@ def count_steps(cfg: Any) -> StepCount | None:
             for n, table in zip(rows_per_member, filter(None, tables), strict=True)
         ]
         rows = max(1, round(sum(num_tokens) / mix.max_length))
-    steps = StepIndex(lambda _: rows, options["global_batch_size"]).num_steps(options["epochs"])
-    return StepCount(steps, sum(rows_per_member), options["epochs"], mix.capacity is None)
+    steps = StepIndex(lambda _: rows, cfg.global_batch_size).num_steps(cfg.epochs)
+    return StepCount(steps, sum(rows_per_member), cfg.epochs, mix.capacity is None)
 
 
 def open_rows(rows: DatasetConfig) -> RowReader | None:

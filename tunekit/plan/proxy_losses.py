@@ -67,12 +67,12 @@ def teacher(model: Decoder) -> Head:
     return HEADS[model]
 
 
-def proxy_loss(options: dict[str, Any], spec: DecoderSpec) -> Any:
+def proxy_loss(loss: Any, spec: DecoderSpec, has_reference: bool) -> Any:
     """Return the loss of a config, or its proxy for preference, reward and distillation losses."""
-    if isinstance(options["loss"], CrossEntropy):
-        return options["loss"]
-    if isinstance(options["loss"], KLDivergenceLoss):
-        return ProxyDistillLoss(options["loss"])
+    if isinstance(loss, CrossEntropy):
+        return loss
+    if isinstance(loss, KLDivergenceLoss):
+        return ProxyDistillLoss(loss)
     if spec.score is not None:
         return ProxyRewardLoss()
-    return ProxyPreferenceLoss() if "reference" in options else CrossEntropy()
+    return ProxyPreferenceLoss() if has_reference else CrossEntropy()

@@ -1,6 +1,8 @@
 """Reports of a plan as text and as JSON."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from tunekit.plan.estimate import Estimate
@@ -44,23 +46,15 @@ def format_header(plan: Estimate) -> str:
     task, sizes = plan.task, plan.sizes
     memory_model = plan.memory_model
     params = [weight for unit in memory_model.units for weight in unit]
-    trained = sum(weight.trained * count_elements(weight.shape) for weight in params)
+    trained = sum(weight.trained * math.prod(weight.shape) for weight in params)
     passes = "1 pass" if task.num_micro_batches(sizes) == 1 else f"{task.num_micro_batches(sizes)} passes"
     micro_batch = f"{task.micro(sizes)} pairs x 2" if task.docs_per_row == 2 else str(task.micro(sizes))
     rows = f"{micro_batch} x {task.max_length:,} tokens in a pass, {passes} a step"
-    shares = {name: vars(sizes)[name] for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep")}
-    shared = ", ".join(f"{name} {count}" for name, count in shares.items() if count > 1)
+    shared = ", ".join(f"{name} {count}" for name, count in asdict(sizes).items() if count > 1)
     where = f"{task.source.name} on {plan.machine.label}"
     lines = [where, f"each rank: {rows}" if plan.machine.devices > 1 else rows]
     lines[1] += f"; {trained:,} weights are trained" if max(sizes.tp, sizes.ep) == 1 else ""
     return "\n".join([*lines, *([f"shared as: {shared}"] if shared else [])])
-
-
-def count_elements(shape: Iterable[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def format_memory(plan: Estimate) -> str:
@@ -240,7 +234,7 @@ def report_json(plan: Estimate, changes: Sequence[Suggestion], result: SearchRes
     data: dict[str, Any] = {
         "model": plan.task.source.name,
         "machine": plan.machine.label,
-        "sharing": {name: vars(plan.sizes)[name] for name in ("dp_replicate", "dp_shard", "cp", "tp", "ep")},
+        "sharing": asdict(plan.sizes),
         "phases": {n: {"total": m.total, "where": m.where, **m.parts} for n, m in plan.memory.phases.items()},
         "peak": plan.peak.total,
         "largest": largest_component(plan.memory),

@@ -6,7 +6,7 @@ tries 8-bit optimizer states, then optimizer steps in the backward pass, then 16
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -18,9 +18,9 @@ from tunekit.optim.config import AdamW8bitConfig, AdamWConfig
 from tunekit.plan.estimate import Estimate, estimate, meta_model, resolve_dims
 from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.layer_profile import LayerPass, MemoryInterval, StepProfile
-from tunekit.plan.memory import RankMemoryModel, estimate_memory
+from tunekit.plan.memory import RankMemoryModel, build_memory_model, estimate_memory
 from tunekit.plan.step_time import estimate_step_time
-from tunekit.plan.workload import Workload, profile_workload
+from tunekit.plan.workload import Workload
 
 CHECKPOINTING_MODES = ("none", "selective", "full")
 MAX_MICRO_BATCH_ROWS = 64  # largest micro-batch that is tried
@@ -127,7 +127,7 @@ def vary_micro_batch(task: Workload, now: Estimate) -> Iterator[tuple[float, Wor
     """Yield candidates with the two largest micro-batch sizes (powers of two) that fit."""
     try:
         sizes = resolve_dims(with_one_micro_batch(task, now), now.machine)
-        profiles = [profiled_model(task, sizes, rows) for rows in (1, 2)]
+        one, two = (profiled_model(task, sizes, rows) for rows in (1, 2))
     except (UserError, FieldError):
         return
     model, max_rows = meta_model(task, sizes), min(task.rows(sizes), MAX_MICRO_BATCH_ROWS)
@@ -136,10 +136,10 @@ def vary_micro_batch(task: Workload, now: Estimate) -> Iterator[tuple[float, Wor
     for rows in reversed(counts):
         candidate = replace(task, micro_batch_size=rows)
         memory_model = replace(
-            profiles[0],
+            one,
             task=candidate,
-            step=extrapolate(profiles, rows, "step"),
-            gathered_step=extrapolate(profiles, rows, "gathered_step"),
+            step=extrapolate(one.step, two.step, rows),
+            gathered_step=extrapolate(one.gathered_step, two.gathered_step, rows),
         )
         if num_fitting < 2 and estimate_memory(memory_model, now.machine).peak.total <= memory_limit(now.machine):
             num_fitting += 1
@@ -156,32 +156,28 @@ def with_one_micro_batch(task: Workload, now: Estimate) -> Workload:
 def profiled_model(task: Workload, sizes: ParallelDims, rows: int) -> RankMemoryModel:
     """Memory model with `rows` rows in each micro-batch."""
     passes = 1 if task.memory.optimizer_in_bwd else 2
-    probe = replace(task, micro_batch_size=rows, global_batch_size=rows * passes * sizes.dp_size)
-    step = profile_workload(probe, sizes)
-    light = sizes.grad_avg_size > 1 and task.parallel.all_gather_dtype == "compute"
-    return RankMemoryModel(probe, sizes, step, profile_workload(probe, sizes, as_gathered=True) if light else step)
+    return build_memory_model(
+        replace(task, micro_batch_size=rows, global_batch_size=rows * passes * sizes.dp_size), sizes
+    )
 
 
-def extrapolate(models: list[RankMemoryModel], rows: int, name: str) -> StepProfile:
+def extrapolate(one: StepProfile, two: StepProfile, rows: int) -> StepProfile:
     """Extrapolate the profiles of one and two rows linearly to `rows` rows."""
-    first, second = (vars(model)[name] for model in models)
 
     def extrapolate_interval(a: MemoryInterval, b: MemoryInterval) -> MemoryInterval:
         peak, retained = (x + (rows - 1) * (y - x) for x, y in zip(a[:2], b[:2], strict=True))
         return MemoryInterval(peak, retained, a.operations)
 
     def extrapolate_pass(a: LayerPass, b: LayerPass) -> LayerPass:
-        values = {}
-        for key, x in vars(a).items():
-            y = vars(b)[key]
-            values[key] = (
+        pairs = zip(a, b, strict=True)
+        return LayerPass(
+            *(
                 extrapolate_interval(x, y) if isinstance(x, MemoryInterval) else tuple(map(extrapolate_interval, x, y))
+                for x, y in pairs
             )
-        return LayerPass(**values)
+        )
 
-    return replace(
-        first, first=extrapolate_pass(first.first, second.first), later=extrapolate_pass(first.later, second.later)
-    )
+    return replace(one, first=extrapolate_pass(one.first, two.first), later=extrapolate_pass(one.later, two.later))
 
 
 def words(task: Workload, new: Workload) -> tuple[str, ...]:
@@ -193,8 +189,13 @@ def words(task: Workload, new: Workload) -> tuple[str, ...]:
         overrides.append("optimizer=adamw8bit")
     if new.max_grad_norm != task.max_grad_norm:
         overrides.append(f"max_grad_norm={new.max_grad_norm:g}")
-    for section in ("precision", "memory", "parallel"):
-        old, changed = vars(vars(task)[section]), vars(vars(new)[section])
+    pairs = {
+        "precision": (task.precision, new.precision),
+        "memory": (task.memory, new.memory),
+        "parallel": (task.parallel, new.parallel),
+    }
+    for section, configs in pairs.items():
+        old, changed = map(asdict, configs)
         overrides += [f"{section}.{key}={format_value(value)}" for key, value in changed.items() if value != old[key]]
     return tuple(overrides)
 

@@ -16,8 +16,7 @@ from tunekit.models.linear import GroupedLinear, Linear
 from tunekit.models.spec import Attention, DecoderSpec, DeltaNet, DenseMoE, LatentAttention, Layer, MoE
 from tunekit.plan.auxiliary_models import AuxiliaryModel
 from tunekit.plan.hardware import CALL_SECONDS, HOST_BANDWIDTH, LAUNCH_SECONDS, ClusterSpec
-from tunekit.plan.layer_profile import LayerPass
-from tunekit.plan.memory import RankMemoryModel, offloaded_bytes
+from tunekit.plan.memory import RankMemoryModel
 from tunekit.plan.operations import Operations
 from tunekit.quantization.config import NoQuantization
 
@@ -79,31 +78,23 @@ def estimate_step_time(memory_model: RankMemoryModel, net: Decoder, machine: Clu
 
 def operations(memory_model: RankMemoryModel) -> Operations:
     """Operations that the host launches in a step, without collectives and auxiliary models."""
-    task, step, passes = memory_model.task, memory_model.step, memory_model.task.num_micro_batches(memory_model.sizes)
-    total = micro_batch_operations(memory_model, step.first).plus(
-        micro_batch_operations(memory_model, step.later), passes - 1
-    )
-    forward = Operations()
+    task, step, total = memory_model.task, memory_model.step, Operations()
+    passes = task.num_micro_batches(memory_model.sizes)
+    for micro_batch, times in ((step.first, 1), (step.later, passes - 1)):
+        for interval in (micro_batch.before, micro_batch.head, micro_batch.head_back, micro_batch.before_back):
+            total = total.plus(interval.operations, times)
+        for kind in step.kinds:
+            for interval in (micro_batch.layers[kind], micro_batch.layers_back[kind]):
+                total = total.plus(layer_operations(memory_model, interval.operations), times)
     for kind in step.kinds:
-        forward = forward.plus(layer_operations(memory_model, step.first.layers[kind].operations))
-    total = total.plus(forward, passes * task.num_reference_passes)
+        forward = layer_operations(memory_model, step.first.layers[kind].operations)
+        total = total.plus(forward, passes * task.num_reference_passes)
     # The profile has one layer of each kind; operations of the optimizer scale with the number of trained weights.
     units = [step.root, *step.layers]
     profiled_trained, total_trained = (
         sum(weight.trained for unit in group for weight in unit) for group in (units, memory_model.units)
     )
     return total.plus(step.update.operations, total_trained / max(1, profiled_trained))
-
-
-def micro_batch_operations(memory_model: RankMemoryModel, step: LayerPass) -> Operations:
-    """Operations of one micro-batch."""
-    total = Operations()
-    for interval in (step.before, step.head, step.head_back, step.before_back):
-        total = total.plus(interval.operations)
-    for kind in memory_model.step.kinds:
-        for interval in (step.layers[kind], step.layers_back[kind]):
-            total = total.plus(layer_operations(memory_model, interval.operations))
-    return total
 
 
 def layer_operations(memory_model: RankMemoryModel, layer: Operations) -> Operations:
@@ -114,7 +105,7 @@ def layer_operations(memory_model: RankMemoryModel, layer: Operations) -> Operat
 def host_transfer_bytes(memory_model: RankMemoryModel) -> int:
     """Bytes copied between device and host in a step: activations both ways, weights for each all-gather."""
     passes = memory_model.task.num_micro_batches(memory_model.sizes)
-    away = 2 * passes * offloaded_bytes(memory_model)
+    away = 2 * passes * memory_model.offloaded_bytes
     if not memory_model.is_cpu_offloaded:
         return away
     rounds = 2 if memory_model.task.parallel.reshard_after_forward else 1

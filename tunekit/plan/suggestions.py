@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from tunekit.adapters.config import LoRAConfig
 from tunekit.errors import FieldError, UserError
@@ -14,12 +13,7 @@ from tunekit.quantization.config import NF4Config
 MIN_SAVING = 0.02  # minimum saving, as a fraction of the peak
 
 
-class Alternative(NamedTuple):
-    """Workload with one option changed, its overrides and their description."""
-
-    words: str
-    does: str
-    task: Workload
+Alternative = tuple[str, str, Workload]  # overrides, their description, and the workload with them
 
 
 @dataclass(frozen=True)
@@ -35,13 +29,13 @@ class Suggestion:
 def suggest_changes(now: Estimate) -> list[Suggestion]:
     """Return the changes that need less memory, sorted by savings."""
     suggestions = []
-    for other in (*of_step(now), *of_model(now), *of_devices(now)):
+    for words, does, task in (*of_step(now), *of_model(now), *of_devices(now)):
         try:
-            then = estimate(other.task, now.machine)
+            then = estimate(task, now.machine)
         except (UserError, FieldError):  # incompatible with other options
             continue
         if (saves := now.peak.total - then.peak.total) > MIN_SAVING * now.peak.total:
-            suggestions.append(Suggestion(other.words, other.does, saves, then))
+            suggestions.append(Suggestion(words, does, saves, then))
     return sorted(suggestions, key=lambda change: -change.saves)
 
 
@@ -49,22 +43,16 @@ def of_step(now: Estimate) -> Iterator[Alternative]:
     """Yield changes of activation memory and micro-batch size."""
     task, memory = now.task, now.task.memory
     if memory.activation_checkpointing == "none":
-        recomputed = replace(task, memory=replace(memory, activation_checkpointing="full"))
-        yield Alternative(
-            "memory.activation_checkpointing=full", "each layer runs again in the backward pass", recomputed
-        )
+        full = replace(task, memory=replace(memory, activation_checkpointing="full"))
+        yield "memory.activation_checkpointing=full", "each layer runs again in the backward pass", full
         if not task.compile:
             selective = replace(task, memory=replace(memory, activation_checkpointing="selective"))
-            yield Alternative(
-                "memory.activation_checkpointing=selective", "norms, rotations and gates run again", selective
-            )
-    if (rows := task.micro(now.sizes)) > 1 and not memory.optimizer_in_bwd:
-        yield Alternative(
-            f"micro_batch_size={rows // 2}", "fewer rows in a forward pass", replace(task, micro_batch_size=rows // 2)
-        )
+            yield "memory.activation_checkpointing=selective", "norms, rotations and gates run again", selective
+    if (rows := task.micro(now.sizes) // 2) and not memory.optimizer_in_bwd:
+        yield f"micro_batch_size={rows}", "fewer rows in a forward pass", replace(task, micro_batch_size=rows)
     if now.machine.kind is not None and not memory.activation_offloading:
         offloaded = replace(task, memory=replace(memory, activation_offloading=True))
-        yield Alternative("memory.activation_offloading=true", "activations wait on the host", offloaded)
+        yield "memory.activation_offloading=true", "activations wait on the host", offloaded
 
 
 def of_model(now: Estimate) -> Iterator[Alternative]:
@@ -72,19 +60,17 @@ def of_model(now: Estimate) -> Iterator[Alternative]:
     task, full = now.task, not isinstance(now.task.adapter, LoRAConfig)
     if type(task.optimizer) is AdamWConfig:
         small = replace(task, optimizer=AdamW8bitConfig())
-        yield Alternative("optimizer=adamw8bit", "two bytes of state per weight instead of eight", small)
+        yield "optimizer=adamw8bit", "two bytes of state per weight instead of eight", small
     if full and task.precision.master_dtype == "fp32":
         half = replace(task, precision=replace(task.precision, master_dtype="bf16"))
-        yield Alternative("precision.master_dtype=bf16", "weights, gradients and state in 16 bits", half)
+        yield "precision.master_dtype=bf16", "weights, gradients and state in 16 bits", half
     if full and not task.memory.optimizer_in_bwd and task.num_micro_batches(now.sizes) == 1:
         early = replace(task, memory=replace(task.memory, optimizer_in_bwd=True), max_grad_norm=0.0)
-        yield Alternative("memory.optimizer_in_bwd=true max_grad_norm=0", "no gradient outlives its layer", early)
+        yield "memory.optimizer_in_bwd=true max_grad_norm=0", "no gradient outlives its layer", early
     if full and not task.random:
-        yield Alternative(
-            "adapter=lora", "small updates are trained, weights stay", replace(task, adapter=LoRAConfig())
-        )
+        yield "adapter=lora", "small updates are trained, weights stay", replace(task, adapter=LoRAConfig())
     if not full and not isinstance(task.quantization, NF4Config):
-        yield Alternative("quantization=nf4", "frozen weights in four bits", replace(task, quantization=NF4Config()))
+        yield "quantization=nf4", "frozen weights in four bits", replace(task, quantization=NF4Config())
 
 
 def of_devices(now: Estimate) -> Iterator[Alternative]:
@@ -94,18 +80,16 @@ def of_devices(now: Estimate) -> Iterator[Alternative]:
         return
     if now.machine.kind is not None and not parallel.cpu_offload:
         offloaded = replace(task, parallel=replace(parallel, cpu_offload=True))
-        yield Alternative("parallel.cpu_offload=true", "weights and optimizer wait on the host", offloaded)
+        yield "parallel.cpu_offload=true", "weights and optimizer wait on the host", offloaded
     if not parallel.reshard_after_forward:
         freed = replace(task, parallel=replace(parallel, reshard_after_forward=True))
-        yield Alternative("parallel.reshard_after_forward=true", "weights are freed after each layer", freed)
+        yield "parallel.reshard_after_forward=true", "weights are freed after each layer", freed
     if now.sizes.dp_replicate > 1:
         divided = replace(task, parallel=replace(parallel, dp_replicate=1, dp_shard=None))
-        yield Alternative(
-            "parallel.dp_replicate=1 parallel.dp_shard=null", "weights are divided over all devices", divided
-        )
+        yield "parallel.dp_replicate=1 parallel.dp_shard=null", "weights are divided over all devices", divided
     if parallel.all_gather_dtype == "param" and task.precision.master_dtype == "fp32":
         light = replace(task, parallel=replace(parallel, all_gather_dtype="compute"))
-        yield Alternative("parallel.all_gather_dtype=compute", "weights travel in 16 bits", light)
+        yield "parallel.all_gather_dtype=compute", "weights travel in 16 bits", light
     if (ranks := 2 * parallel.tp) <= now.machine.per_host:
         split = replace(task, parallel=replace(parallel, tp=ranks))
-        yield Alternative(f"parallel.tp={ranks}", "each layer is shared by that many devices", split)
+        yield f"parallel.tp={ranks}", "each layer is shared by that many devices", split

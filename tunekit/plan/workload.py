@@ -9,6 +9,7 @@ from tunekit import assets, build
 from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.dataloader.mixture import MixtureBase
+from tunekit.data.datasets import DatasetConfig
 from tunekit.devices import check_tf32, has_fast_bf16
 from tunekit.distributed.parallel_dims import ParallelConfig, ParallelDims
 from tunekit.distributed.parallelize import parallelize_fake
@@ -20,7 +21,9 @@ from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import DecoderSpec
 from tunekit.plan.auxiliary_models import (
     AuxiliaryModel,
+    HasReference,
     auxiliary_models,
+    dtypes,
     list_omissions,
     num_reference_passes,
     without_initial_adapter,
@@ -30,20 +33,28 @@ from tunekit.plan.layer_profile import CPU, LossFn, OptimizerFactory, ProbeStep,
 from tunekit.plan.proxy_losses import proxy_loss
 from tunekit.quantization.config import NoQuantization
 
-REQUIRED_FIELDS = (
-    "model",
-    "data",
-    "adapter",
-    "quantization",
-    "precision",
-    "memory",
-    "optimizer",
-    "loss",
-    "global_batch_size",
-    "micro_batch_size",
-)
 CONFIG = download.Files(("config.json",))
 PROFILES: dict[tuple[DecoderSpec, str], StepProfile] = {}  # cached by all options that the profile depends on
+
+
+@runtime_checkable
+class TrainingOptions(build.ModelChoices, Protocol):
+    """The config keys that determine memory and step time."""
+
+    @property
+    def data(self) -> DatasetConfig | MixtureBase: ...
+    @property
+    def parallel(self) -> ParallelConfig: ...
+    @property
+    def optimizer(self) -> OptimizerFactory: ...
+    @property
+    def loss(self) -> Any: ...
+    @property
+    def global_batch_size(self) -> int: ...
+    @property
+    def micro_batch_size(self) -> int: ...
+    @property
+    def max_grad_norm(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -96,34 +107,34 @@ class Workload:
 
 def make_workload(cfg: Any, machine: ClusterSpec) -> Workload:
     """Build the workload of a config. Raise UserError if the recipe trains no model."""
-    options = vars(cfg)
-    if missing := [name for name in REQUIRED_FIELDS if name not in options]:
-        raise UserError(f"nothing to plan: this recipe trains no model (its config has no `{missing[0]}`)")
-    source = with_head(cfg, HFCheckpoint.open(download.resolve_model_dir(options["model"], CONFIG), options["model"]))
-    precision = settled_precision(options["precision"], machine)
+    if not isinstance(cfg, TrainingOptions):
+        raise UserError("nothing to plan: this recipe trains no model")
+    source = with_head(cfg, HFCheckpoint.open(download.resolve_model_dir(cfg.model, CONFIG), cfg.model))
+    precision = settled_precision(cfg.precision, machine)
     device = "cpu" if machine.kind is None else "cuda"
-    copied_fields = ("adapter", "memory", "optimizer")
-    mix = resolve_mixture(MixtureBase.from_config(options["data"]))
-    models = tuple(auxiliary_models(options, source, precision))
+    mix = resolve_mixture(MixtureBase.from_config(cfg.data))
+    models = tuple(auxiliary_models(cfg, source, precision))
     return Workload(
         source=source,
         max_length=mix.capacity or mix.max_length,
         docs_per_row=1 if mix.packing else mix.docs_per_row,
-        loss=proxy_loss(options, source.spec),
+        loss=proxy_loss(cfg.loss, source.spec, isinstance(cfg, HasReference)),
         auxiliary=models,
-        num_reference_passes=num_reference_passes(options, models),
-        omissions=(*list_omissions(options), *without_flash(machine)),
+        num_reference_passes=num_reference_passes(cfg, models),
+        omissions=(*list_omissions(cfg), *without_flash(machine)),
         precision=precision,
-        parallel=options.get("parallel", ParallelConfig()).resolve_auto(device),
-        max_grad_norm=options.get("max_grad_norm", 0.0),
-        random=options.get("init") == "random",
+        parallel=cfg.parallel.resolve_auto(device),
+        max_grad_norm=cfg.max_grad_norm,
+        random=cfg.init == "random",
         device=device,
         flash=machine.kind is not None and machine.kind.capabilities.flash,
-        global_batch_size=options["global_batch_size"],
-        micro_batch_size=options["micro_batch_size"],
-        quantization=options["quantization"],
-        compile=options.get("compile", False),
-        **{name: options[name] for name in copied_fields},
+        global_batch_size=cfg.global_batch_size,
+        micro_batch_size=cfg.micro_batch_size,
+        quantization=cfg.quantization,
+        compile=cfg.compile,
+        adapter=cfg.adapter,
+        memory=cfg.memory,
+        optimizer=cfg.optimizer,
     )
 
 
@@ -146,15 +157,8 @@ def without_flash(machine: ClusterSpec) -> list[str]:
     return [f"not planned: {machine.kind.label} has no FlashAttention: long rows need more memory and time than this"]
 
 
-@runtime_checkable
-class HasHead(Protocol):
-    def with_head(self, checkpoint: HFCheckpoint) -> HFCheckpoint: ...
-
-
-def with_head(cfg: Any, source: HFCheckpoint) -> HFCheckpoint:
+def with_head(cfg: TrainingOptions, source: HFCheckpoint) -> HFCheckpoint:
     """Add the head that a recipe trains. A preset has no tokenizer; any tokenizer works, because no rows are read."""
-    if not isinstance(cfg, HasHead):
-        return source
     has_tokenizer = (source.tokenizer_path / "tokenizer.json").is_file()
     return cfg.with_head(source if has_tokenizer else replace(source, tokenizer_dir=next(iter(assets.MODELS.values()))))
 
@@ -171,16 +175,8 @@ def build_rank_model(task: Workload, sizes: ParallelDims) -> Decoder:
     """Build the model of one rank on the meta device, with its dtypes."""
     net = build.build_meta_model(task.source, task.quantization, without_initial_adapter(task.adapter))
     parallelize_fake(net, sizes)
-    stored = {} if task.random else dtypes(task.source, net)
-    task.precision.apply(net, stored, CPU)
+    task.precision.apply(net, {} if task.random else dtypes(task.source, net), CPU)
     return net
-
-
-def dtypes(source: HFCheckpoint, net: Decoder) -> dict[str, torch.dtype]:
-    """Dtypes of the weights of a checkpoint; the default of config.json if there are no weights."""
-    if source.has_weights:
-        return source.dtypes
-    return dict.fromkeys(net.shapes, source.default_dtype)
 
 
 def profile_workload(task: Workload, sizes: ParallelDims, as_gathered: bool = False) -> StepProfile:
@@ -200,18 +196,8 @@ def probe_step(task: Workload, sizes: ParallelDims) -> ProbeStep:
     """Options of the step that is profiled."""
     memory = replace(task.memory, activation_offloading=False)
     rows, num_micro_batches = task.micro(sizes) * task.docs_per_row, min(task.num_micro_batches(sizes), 2)
-    return ProbeStep(
-        task.adapter,
-        memory,
-        task.optimizer,
-        task.loss,
-        task.max_grad_norm,
-        rows,
-        task.max_length,
-        num_micro_batches,
-        task.device,
-        task.flash,
-    )
+    options = task.adapter, memory, task.optimizer, task.loss, task.max_grad_norm
+    return ProbeStep(*options, rows, task.max_length, num_micro_batches, task.device, task.flash)
 
 
 def cast_params(net: Decoder, dtype: torch.dtype) -> None:

@@ -18,9 +18,8 @@ from tunekit.models.decoder import Decoder
 from tunekit.selftest import nano
 from tunekit.selftest.context import Context
 from tunekit.selftest.result import CheckFailedError, Result
-from tunekit.training.packing_check import LIMITS, PackingProbe, document_spans, logit_differences
+from tunekit.training.packing_check import LIMITS, PackingProbe, logit_differences
 
-LENGTHS = (90, 33, 61, 80, 47, 64)  # of documents, three in each row
 PROMPTS = (5, 17, 30)  # lengths
 NEW_TOKENS = 24
 STEPS, SAVED = 4, 2  # of a run, and the step after which it is interrupted
@@ -37,12 +36,9 @@ def check_packing(context: Context) -> Result:
     for compute in computations(context):
         with DistributedContext(0, context.device.type) as dist:
             model = nano.open_model(dist, compute)
-            documents = nano.random_documents(model.spec.vocab, LENGTHS)
-            rows = [documents[: len(documents) // 2], documents[len(documents) // 2 :]]
-            batch, layout = nano.packing(256).collate_rows(rows)
-            trial = PackingProbe(batch.to(dist.device), documents, document_spans(batch, layout))
+            batch, documents, spans = nano.packed_batch(model.spec.vocab)
             with torch.no_grad():
-                errors = logit_differences(model, trial, dist)
+                errors = logit_differences(model, PackingProbe(batch.to(dist.device), documents, spans), dist)
         worst[compute], limit = max(errors), LIMITS[model.compute_dtype or torch.float32]
         if not all(value <= limit for value in errors):
             position = max(range(len(errors)), key=errors.__getitem__)

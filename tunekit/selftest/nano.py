@@ -10,15 +10,16 @@ import numpy as np
 from tunekit import build
 from tunekit.checkpoint import run_dir
 from tunekit.cli import recipe_loader
-from tunekit.data.dataloader.batch import Collator
+from tunekit.data.dataloader.batch import Batch, Collator
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.distributed.context import DistributedContext
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
+from tunekit.training.packing_check import document_spans
 
 NAME = "tunekit/nano"
 CONFIG = "nano/tools_full"
-ROWS = 2  # of a packed batch
+LENGTHS = (90, 33, 61, 80, 47, 64)  # of the documents of a packed batch
 # A run that reads, trains, validates nothing and saves within seconds.
 SHORT_RUN = ("eval_data=null", "global_batch_size=8", "micro_batch_size=4", "log_every=1")
 
@@ -35,9 +36,16 @@ def random_documents(vocab: int, lengths: Sequence[int], trained: float = 0.5) -
     return [Document(ids, np.arange(len(ids)) >= (1 - trained) * len(ids), len(ids)) for ids in tokens]
 
 
-def packing(capacity: int, rows: int = ROWS) -> Collator:
+def packing(capacity: int, rows: int) -> Collator:
     """A layout of packed rows."""
     return Collator(rows, rows, 0, 1, 0, capacity)
+
+
+def packed_batch(vocab: int) -> tuple[Batch, list[Document], list[slice]]:
+    """Two packed rows of three documents each, the documents, and the span of each in the flattened rows."""
+    documents = random_documents(vocab, LENGTHS)
+    batch, layout = packing(256, 2).collate_rows([documents[:3], documents[3:]])
+    return batch, documents, document_spans(batch, layout)
 
 
 def overrides(directory: Path, device: str, *more: str) -> tuple[str, ...]:

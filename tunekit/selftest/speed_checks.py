@@ -115,7 +115,8 @@ def check_step(method: Method, context: Context) -> Result:
         try:
             step = measure_step(method, spec, (rows, length), context)
         except torch.OutOfMemoryError:
-            free_memory(context.device)
+            gc.collect()
+            devices.empty_cache(context.device)
             continue
         return report_step(step, limits, {"layers": len(spec.layers), "tokens": rows * length})
     raise CheckSkippedError(f"not enough GPU memory for {GPU_ROWS[-1][1]} tokens")
@@ -128,11 +129,12 @@ check_full_step = partial(check_step, Method(NoQuantization(), NoAdapter(), 6))
 
 def check_on_cpu(method: Method, context: Context, limits: Limits, spec: DecoderSpec) -> Result:
     """A step of a model with fewer layers."""
-    needed = HEADROOM * memory_needed(method, spec, CPU_LAYERS, limits.dtype)
+    smaller, total = replace(spec, layers=spec.layers[:CPU_LAYERS]), len(spec.layers)
+    states = 4 if isinstance(method.adapter, NoAdapter) else 1  # weights, gradients and two moments
+    needed = HEADROOM * states * limits.dtype.itemsize * sum(p.numel() for p in meta_model(smaller).parameters())
     available = env_info.available_memory()
     if available is not None and available < needed:
         raise CheckSkippedError(f"needs {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are available")
-    smaller, total = replace(spec, layers=spec.layers[:CPU_LAYERS]), len(spec.layers)
     fast = (n for n in CPU_TOKENS if operations_of(method, smaller, n) <= CPU_SECONDS * limits.rate)
     tokens = next(fast, CPU_TOKENS[-1])
     step = measure_step(method, smaller, (1, tokens), context)
@@ -144,8 +146,7 @@ def check_on_cpu(method: Method, context: Context, limits: Limits, spec: Decoder
 
 def operations_of(method: Method, spec: DecoderSpec, tokens: int) -> float:
     """Operations of a step of one row."""
-    with torch.device("meta"):
-        model = Decoder(spec)
+    model = meta_model(spec)
     method.adapter.apply(model)
     return count_operations(model, build_batch(spec.vocab, 1, tokens), method.operations)
 
@@ -180,7 +181,8 @@ def model_spec() -> DecoderSpec:
 def measure_step(method: Method, spec: DecoderSpec, shape: tuple[int, int], context: Context) -> Step:
     """Time, operations and bytes of a step of a model with random weights."""
     device = context.device
-    reset_peak_memory(device)
+    if devices.capabilities(device).memory_stats:
+        torch.get_device_module(device).reset_peak_memory_stats(device)
     model = build_model(method, spec, device)
     batch = build_batch(spec.vocab, *shape).to(device)
     optimizer, loss = AdamWConfig(lr=1e-5).build(method.adapter.param_groups(model)), CrossEntropy()
@@ -195,20 +197,14 @@ def measure_step(method: Method, spec: DecoderSpec, shape: tuple[int, int], cont
     return Step(seconds, count_operations(model, batch, method.operations), count_bytes(model), peak)
 
 
-def free_memory(device: torch.device) -> None:
-    gc.collect()
-    devices.empty_cache(device)
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    if devices.capabilities(device).memory_stats:
-        torch.get_device_module(device).reset_peak_memory_stats(device)
+def meta_model(spec: DecoderSpec) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(spec)
 
 
 def build_model(method: Method, spec: DecoderSpec, device: torch.device) -> Decoder:
     """Build a model as recipes do, with random numbers instead of a checkpoint."""
-    with torch.device("meta"):
-        model = Decoder(spec)
+    model = meta_model(spec)
     method.weights.apply(model)
     method.adapter.apply(model)
     dtype = "bf16" if devices.has_fast_bf16(device) else "fp32"
@@ -260,11 +256,3 @@ def count_bytes(model: Decoder) -> float:
     parameters = [*model.parameters()]
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
     return 2 * sum(p.nbytes for p in parameters) + 8 * trained
-
-
-def memory_needed(method: Method, spec: DecoderSpec, layers: int, dtype: torch.dtype) -> float:
-    """Bytes of weights, gradients and moments of a model with this number of layers."""
-    with torch.device("meta"):
-        model = Decoder(replace(spec, layers=spec.layers[:layers]))
-    per_weight = 4 if isinstance(method.adapter, NoAdapter) else 1
-    return per_weight * dtype.itemsize * sum(p.numel() for p in model.parameters())

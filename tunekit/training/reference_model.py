@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -35,10 +36,8 @@ Loaders = Mapping[str, DataLoader | None]  # by config key: `data` and `eval_dat
 
 
 @dataclass(frozen=True)
-class DisableAdapterReference:
-    """The same model with its adapter disabled: no memory, and one more forward pass."""
-
-    kind: ClassVar[str] = "disable_adapter"
+class BaseReference(ABC):
+    """Source of the reference log-probabilities. By default each step has a forward pass, of no second model."""
 
     def copies(self, adapter: NoAdapter | LoRAConfig, loss: Sequence[PreferenceLoss]) -> bool:
         """Whether a second model is in memory."""
@@ -49,7 +48,31 @@ class DisableAdapterReference:
         return True
 
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
-        check_reference_is_used("disable_adapter", terms)
+        """Raise FieldError if no loss needs a reference, or if this one does not work with the config."""
+        if not any(term.needs_reference for term in terms.terms):
+            losses = " and ".join(kind_name(type(term)) for term in terms.terms)
+            raise FieldError("reference", f"{kind_name(type(self))}: {losses} needs no reference. Remove the key.")
+
+    @abstractmethod
+    def open(
+        self,
+        run: RunContext,
+        checkpoint: HFCheckpoint,
+        model: Decoder,
+        loaders: Loaders,
+        objective: PreferenceObjective,
+    ) -> ReferenceLogps:
+        """The functions that compute the reference log-probabilities of a batch."""
+
+
+@dataclass(frozen=True)
+class DisableAdapterReference(BaseReference):
+    """The same model with its adapter disabled: no memory, and one more forward pass."""
+
+    kind: ClassVar[str] = "disable_adapter"
+
+    def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
+        super().check(cfg, terms)
         if (reason := disable_adapter_problem(cfg.adapter)) is not None:
             raise FieldError("reference", f"{reason}. Set reference=copy or reference=precomputed.")
 
@@ -72,19 +95,13 @@ class DisableAdapterReference:
 
 
 @dataclass(frozen=True)
-class CopiedReference:
+class CopiedReference(BaseReference):
     """A second, frozen model, quantized and sharded like the first one; the only choice if all weights are trained."""
 
     kind: ClassVar[str] = "copy"
 
     def copies(self, adapter: NoAdapter | LoRAConfig, loss: Sequence[PreferenceLoss]) -> bool:
         return True
-
-    def needs_forward_pass(self, loss: Sequence[PreferenceLoss]) -> bool:
-        return True
-
-    def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
-        check_reference_is_used("copy", terms)
 
     def open(
         self,
@@ -105,19 +122,16 @@ class CopiedReference:
 
 
 @dataclass(frozen=True)
-class PrecomputedReference:
+class PrecomputedReference(BaseReference):
     """Log-probabilities that are computed once, before the first step, and stored in the run directory."""
 
     kind: ClassVar[str] = "precomputed"
-
-    def copies(self, adapter: NoAdapter | LoRAConfig, loss: Sequence[PreferenceLoss]) -> bool:
-        return False
 
     def needs_forward_pass(self, loss: Sequence[PreferenceLoss]) -> bool:
         return False
 
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
-        check_reference_is_used("precomputed", terms)
+        super().check(cfg, terms)
         if is_streaming(cfg.data):
             raise FieldError("reference", "precomputed: not available for streamed rows. Use disable_adapter or copy.")
         if any(term.needs_mismatched for term in terms.terms):
@@ -160,7 +174,7 @@ def num_precompute_epochs(cfg: TrainConfig, data: DataLoader) -> int:
 
 
 @dataclass(frozen=True)
-class AutoReference:
+class AutoReference(BaseReference):
     """`disable_adapter` where the model without its adapter is the one before training, else `copy`."""
 
     kind: ClassVar[str] = "auto"
@@ -189,14 +203,6 @@ class AutoReference:
         return reference.open(run, checkpoint, model, loaders, objective)
 
 
-Reference = AutoReference | DisableAdapterReference | CopiedReference | PrecomputedReference
-
-
-def check_reference_is_used(kind: str, terms: PreferenceObjective) -> None:
-    """Raise FieldError if no loss needs a reference."""
-    if not any(term.needs_reference for term in terms.terms):
-        losses = " and ".join(kind_name(type(term)) for term in terms.terms)
-        raise FieldError("reference", f"{kind}: {losses} needs no reference. Remove the key.")
 
 
 def disable_adapter_problem(adapter: NoAdapter | LoRAConfig) -> str | None:

@@ -11,6 +11,7 @@ from tests.helpers.plan_workloads import build_workload, make_checkpoint
 from tunekit import assets
 from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.cli import recipe_loader
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.mixture import Mixture, MixtureMember
 from tunekit.data.datasets import TextDataset
@@ -298,15 +299,9 @@ def test_hardware_options() -> None:
     assert hardware.gpu_by_memory(141 * GIB) == KINDS["h200"]
 
 
-def test_oom_report(tmp_path: Path) -> None:
-    class Config:
-        pass
-
-    cfg = Config()
-    vars(cfg).update(
-        vars(build_workload(make_checkpoint(DENSE)))
-        | {"model": "tunekit/nano", "data": TextDataset("rows.jsonl", max_length=64)}
-    )
+def test_oom_report() -> None:
+    recipe = recipe_loader.load_recipe("sft")
+    cfg = recipe_loader.load_recipe_config(recipe, "nano/tools_full", ["micro_batch_size=1", "data.max_length=64"], [])
     text = oom_report.format_oom_report(cfg, CPU)
     assert "out of memory: a step needs about" in text and "optimizer=adamw8bit" in text
     assert text.count("\n") < 15

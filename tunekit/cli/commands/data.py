@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tunekit.cli import recipe_loader, registry
+from tunekit.cli import recipe_loader
 from tunekit.config.load import load_config
 from tunekit.data.inspect import html_report, terminal
 from tunekit.data.inspect.report import DataReport, build_report
@@ -37,10 +37,7 @@ def main(args: argparse.Namespace) -> None:
 
 def read_config(args: argparse.Namespace) -> Any:
     """Load the config without the checks that need the model. Only its tokenizer is used."""
-    path = registry.find_config(args.config)
-    name = args.recipe or registry.recipe_of_config(path)
-    if name is None:
-        raise UserError(f"{path}: missing recipe. Add a line such as 'recipe: sft', or pass --recipe sft")
+    path, name = recipe_loader.find_config_and_recipe(args)
     recipe = recipe_loader.load_recipe(name)
     return load_config(recipe.CONFIG, path, args.overrides, [Path(file) for file in args.imports])
 

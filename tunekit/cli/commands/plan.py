@@ -9,7 +9,7 @@ from typing import Any
 
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
-from tunekit.cli import recipe_loader, registry
+from tunekit.cli import recipe_loader
 from tunekit.config.dump import dump_yaml
 from tunekit.errors import UserError
 from tunekit.hub import download
@@ -21,10 +21,7 @@ from tunekit.plan.workload import make_workload
 
 def main(args: argparse.Namespace) -> None:
     """Print the estimate, and the config found by --auto."""
-    path = registry.find_config(args.config)
-    name = args.recipe or registry.recipe_of_config(path)
-    if name is None:
-        raise UserError(f"{path}: missing recipe. Add a line such as 'recipe: sft', or pass --recipe sft")
+    path, name = recipe_loader.find_config_and_recipe(args)
     recipe = recipe_loader.load_recipe(name)
     cluster = parse_cluster(args)
     cfg = recipe_loader.load_recipe_config(recipe, args.config, args.overrides, args.imports)
