@@ -28,7 +28,7 @@ from tunekit.training.early_stopping import EarlyStopping
 from tunekit.training.export import export_final
 from tunekit.training.forgetting import ForgettingMonitor
 from tunekit.training.packing_check import check_packing
-from tunekit.training.reference_model import AutoReference, Reference
+from tunekit.training.reference_model import AutoReference, Reference, ReferenceInputs
 from tunekit.training.run_context import RunContext
 from tunekit.training.setup import build_optimizer, load_model, open_dataloader
 from tunekit.training.step_guard import StepGuard
@@ -84,7 +84,8 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
     check_data(cfg, loaders, tokenizer, dist)
     model = load_model(checkpoint, cfg, dist)
     objective = cfg.objective.prepare_data(model, train_data, eval_data, dist)
-    objective = replace(objective, reference=cfg.reference.open(run, checkpoint, model, loaders, objective))
+    reference_inputs = ReferenceInputs(run, checkpoint, model, loaders, objective)
+    objective = replace(objective, reference=cfg.reference.open(reference_inputs))
     run.begin()
 
     optimizer = build_optimizer(cfg, model, dist)

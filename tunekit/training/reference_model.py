@@ -32,7 +32,16 @@ from tunekit.training.config import TrainConfig
 from tunekit.training.run_context import RunContext
 
 FILE = "reference.npz"
-Loaders = Mapping[str, DataLoader | None]  # by config key: `data` and `eval_data`
+
+
+class ReferenceInputs(NamedTuple):
+    """The parts of a run that a reference is made of."""
+
+    run: RunContext
+    checkpoint: HFCheckpoint
+    model: Decoder
+    loaders: Mapping[str, DataLoader | None]  # by config key: `data` and `eval_data`
+    objective: PreferenceObjective
 
 
 @dataclass(frozen=True)
@@ -54,14 +63,7 @@ class BaseReference(ABC):
             raise FieldError("reference", f"{kind_name(type(self))}: {losses} needs no reference. Remove the key.")
 
     @abstractmethod
-    def open(
-        self,
-        run: RunContext,
-        checkpoint: HFCheckpoint,
-        model: Decoder,
-        loaders: Loaders,
-        objective: PreferenceObjective,
-    ) -> ReferenceLogps:
+    def open(self, inputs: ReferenceInputs) -> ReferenceLogps:
         """The functions that compute the reference log-probabilities of a batch."""
 
 
@@ -76,19 +78,12 @@ class DisableAdapterReference(BaseReference):
         if (reason := disable_adapter_problem(cfg.adapter)) is not None:
             raise FieldError("reference", f"{reason}. Set reference=copy or reference=precomputed.")
 
-    def open(
-        self,
-        run: RunContext,
-        checkpoint: HFCheckpoint,
-        model: Decoder,
-        loaders: Loaders,
-        objective: PreferenceObjective,
-    ) -> ReferenceLogps:
-        adapter, compute_logps = run.cfg.adapter, objective.logps_fn(model)
+    def open(self, inputs: ReferenceInputs) -> ReferenceLogps:
+        adapter, compute_logps = inputs.run.cfg.adapter, inputs.objective.logps_fn(inputs.model)
         assert isinstance(adapter, LoRAConfig)
 
         def compute_reference_logps(batch: Batch) -> Tensor:
-            with adapter.disabled(model):
+            with adapter.disabled(inputs.model):
                 return compute_logps(batch)
 
         return ReferenceLogps(compute_reference_logps, compute_reference_logps)
@@ -103,21 +98,12 @@ class CopiedReference(BaseReference):
     def copies(self, adapter: NoAdapter | LoRAConfig, loss: Sequence[PreferenceLoss]) -> bool:
         return True
 
-    def open(
-        self,
-        run: RunContext,
-        checkpoint: HFCheckpoint,
-        model: Decoder,
-        loaders: Loaders,
-        objective: PreferenceObjective,
-    ) -> ReferenceLogps:
-        cfg = run.cfg
+    def open(self, inputs: ReferenceInputs) -> ReferenceLogps:
+        cfg, dist, from_scratch = inputs.run.cfg, inputs.run.dist, inputs.run.cfg.init == "random"
         adapter = FrozenModel() if isinstance(cfg.adapter, NoAdapter) else cfg.adapter
-        from_scratch = cfg.init == "random"
-        copy = build.build_model(
-            checkpoint, cfg.quantization, adapter, cfg.precision, MemoryConfig(), run.dist, from_scratch
-        )
-        compute_logps = objective.logps_fn(copy.requires_grad_(False).eval())
+        options = cfg.quantization, adapter, cfg.precision, MemoryConfig()
+        copy = build.build_model(inputs.checkpoint, *options, dist, from_scratch)
+        compute_logps = inputs.objective.logps_fn(copy.requires_grad_(False).eval())
         return ReferenceLogps(compute_logps, compute_logps)
 
 
@@ -140,20 +126,13 @@ class PrecomputedReference(BaseReference):
                 "precomputed: kto needs other mismatched answers in each step. Use disable_adapter or copy.",
             )
 
-    def open(
-        self,
-        run: RunContext,
-        checkpoint: HFCheckpoint,
-        model: Decoder,
-        loaders: Loaders,
-        objective: PreferenceObjective,
-    ) -> ReferenceLogps:
-        train_data, eval_data = loaders["data"], loaders["eval_data"]
+    def open(self, inputs: ReferenceInputs) -> ReferenceLogps:
+        run, train_data, eval_data = inputs.run, inputs.loaders["data"], inputs.loaders["eval_data"]
         assert train_data is not None
-        jobs = [(train_data, run.dir, num_precompute_epochs(run.cfg, train_data))]
-        jobs += [(eval_data, run.dir / "eval", 1)] if eval_data else []
+        jobs = [PrecomputeJob(train_data, run.dir, num_precompute_epochs(run.cfg, train_data))]
+        jobs += [PrecomputeJob(eval_data, run.dir / "eval", 1)] if eval_data else []
         # No training state is restored yet: the model is the one that training starts from.
-        tables = [ReferenceLogpTable.load(run, checkpoint, model, objective, PrecomputeJob(*job)) for job in jobs]
+        tables = [ReferenceLogpTable.load(inputs, job) for job in jobs]
         return ReferenceLogps(*(table.look_up for table in tables))
 
 
@@ -188,21 +167,16 @@ class AutoReference(BaseReference):
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
         """No requirements."""
 
-    def open(
-        self,
-        run: RunContext,
-        checkpoint: HFCheckpoint,
-        model: Decoder,
-        loaders: Loaders,
-        objective: PreferenceObjective,
-    ) -> ReferenceLogps:
-        if not any(term.needs_reference for term in objective.terms):
+    def open(self, inputs: ReferenceInputs) -> ReferenceLogps:
+        if not self.needs_forward_pass(inputs.objective.terms):
             return ReferenceLogps()
-        can_disable = disable_adapter_problem(run.cfg.adapter) is None
-        reference = DisableAdapterReference() if can_disable else CopiedReference()
-        return reference.open(run, checkpoint, model, loaders, objective)
+        can_disable = disable_adapter_problem(inputs.run.cfg.adapter) is None
+        return (DisableAdapterReference() if can_disable else CopiedReference()).open(inputs)
 
 
+
+
+Reference = AutoReference | DisableAdapterReference | CopiedReference | PrecomputedReference
 
 
 def disable_adapter_problem(adapter: NoAdapter | LoRAConfig) -> str | None:
@@ -228,22 +202,19 @@ class ReferenceLogpTable:
         return self.logps[batch.document_indices]
 
     @staticmethod
-    def load(
-        run: RunContext, checkpoint: HFCheckpoint, model: Decoder, objective: PreferenceObjective, job: PrecomputeJob
-    ) -> "ReferenceLogpTable":
+    def load(inputs: ReferenceInputs, job: PrecomputeJob) -> "ReferenceLogpTable":
         """Read the table from the run directory, or compute and write it. With --overwrite it is always computed."""
-        data, file, dist = job.data, job.directory / FILE, run.dist
-        key = reference_fingerprint(run.cfg, checkpoint, objective, data)
+        data, file, run, dist = job.data, job.directory / FILE, inputs.run, inputs.run.dist
+        key = reference_fingerprint(run.cfg, inputs.checkpoint, inputs.objective, data)
         # The epochs of a mixture may each contain some of the documents only: an incomplete table is valid for that
         # many epochs of the same mixture.
         members = [(member.weight, member.repeat, member.max_samples_per_epoch) for member in data.mixture.datasets]
         incomplete_key = f"{key} {members} {data.mixture.temperature} {data.mixture.shuffle}"
-        cached = None
+        logps = None
         if not run.overwrite:
-            cached = dist.run_on_main(partial(read_cached_logps, file, key, incomplete_key, job.epochs))
-        logps = cached
+            logps = dist.run_on_main(partial(read_cached_logps, file, key, incomplete_key, job.epochs))
         if logps is None:
-            logps = compute_reference_logps(objective.logps_fn(model), data, job.epochs, dist)
+            logps = compute_reference_logps(inputs.objective.logps_fn(inputs.model), data, job.epochs, dist)
             new_key = incomplete_key if np.isnan(logps).any() else key
             dist.run_on_main(partial(write_cached_logps, file, new_key, job.epochs, logps))
         return ReferenceLogpTable(torch.from_numpy(logps).to(dist.device))
