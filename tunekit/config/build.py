@@ -52,9 +52,6 @@ class ConfigBuilder:
             return self.choice(slot, node.value, node, path)
         if isinstance(node.value, str) and (len(kinds) > 1 or node.value in kinds):
             return self.choice(slot, {"kind": replace(node, bare=True)}, node, path)
-        return self.add_type_error(slot, node, path)
-
-    def add_type_error(self, slot: FieldSlot, node: YamlNode, path: Path) -> Any:
         got = f", got {format_value(node.value)}"
         self.problems.add(node.at, path, f"expected {self.expected(slot)}{got}{_type_hint(slot, node)}")
         return FAILED

@@ -67,9 +67,7 @@ def element_type(arguments: tuple[Any, ...], index: int) -> Any:
     return arguments[0] if arguments[-1] is Ellipsis else arguments[min(index, len(arguments) - 1)]
 
 
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
+_hints = cache(get_type_hints)
 
 
 def _default(field: Field) -> Any:

@@ -40,7 +40,8 @@ def _class_field_comments(cls: type) -> dict[str, str]:
     }
     comment_lines = {line: text for line, text in comments.items() if lines[line - 1].lstrip().startswith("#")}
     field_texts = {}
-    for node in _body(source):
+    tree = ast.parse(source).body[0]
+    for node in tree.body if isinstance(tree, ast.ClassDef) else ():
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             trailing = comments.get(node.end_lineno or node.lineno, "")
             text = (
@@ -50,11 +51,6 @@ def _class_field_comments(cls: type) -> dict[str, str]:
             )
             field_texts |= {node.target.id: text} if text else {}
     return field_texts
-
-
-def _body(source: str) -> list[ast.stmt]:
-    tree = ast.parse(source).body[0]
-    return tree.body if isinstance(tree, ast.ClassDef) else []
 
 
 def _comment_above(comment_lines: dict[int, str], line: int) -> str:

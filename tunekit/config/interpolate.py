@@ -77,7 +77,7 @@ class ReferenceCheck:
             if isinstance(node.value, str):
                 weight = len(node.value) + self.references(node, path, hops)
             else:
-                weight = 1 + sum(self.weight(child, (*path, key), hops) for key, child in _items(node))
+                weight = 1 + sum(self.weight(child, (*path, key), hops) for key, child in node.items())
             self.open.discard(path)
             self.weights[path] = weight
         return self.weights[path]
@@ -135,9 +135,3 @@ def referenced_keys(node: YamlNode) -> Iterator[Path]:
         yield from (split_key(key) for _, key, _ in _OPEN.findall(node.value) if _KEY.fullmatch(key))
     for child in node.children():
         yield from referenced_keys(child)
-
-
-def _items(node: YamlNode) -> list[tuple[str, YamlNode]]:
-    if isinstance(node.value, dict):
-        return list(node.value.items())
-    return [(str(i), child) for i, child in enumerate(node.value)] if isinstance(node.value, list) else []

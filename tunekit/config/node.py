@@ -20,11 +20,15 @@ class YamlNode:
     text: str | None = None  # original text of an unquoted scalar
     bare: bool = False  # whether the value is a kind without `kind:`
 
-    def children(self) -> Iterator["YamlNode"]:
+    def items(self) -> Iterator[tuple[str, "YamlNode"]]:
+        """Keys or indices, and the nodes below them."""
         if isinstance(self.value, dict):
-            yield from self.value.values()
+            yield from self.value.items()
         elif isinstance(self.value, list):
-            yield from self.value
+            yield from ((str(i), child) for i, child in enumerate(self.value))
+
+    def children(self) -> Iterator["YamlNode"]:
+        yield from (child for _, child in self.items())
 
     def find(self, path: Path) -> "YamlNode":
         """Node at `path`, or its nearest ancestor in the config."""

@@ -202,8 +202,9 @@ class ForwardWalk:
         self.start, self.forward = live.bytes, False
         self.before = live.operations
         for i, layer in enumerate(net.layers):
-            layer.register_forward_pre_hook(self.pre_forward_hook(i))
-            layer.register_forward_hook(self.forward_hook(i))
+            if i == 0:
+                layer.register_forward_pre_hook(self.note_before)
+            layer.register_forward_hook(partial(self.note_layer, i))
 
     def run(self, step: ProbeStep) -> LayerPass:
         """Run one micro-batch forward and backward."""
@@ -244,30 +245,23 @@ class ForwardWalk:
         self.start, self.before = self.live.bytes, self.live.operations
         return interval
 
-    def pre_forward_hook(self, i: int) -> Callable[..., None]:
-        def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if self.forward and i == 0:
-                self.note("before", 0)
-                if inputs[0].requires_grad:
-                    inputs[0].register_hook(self.gradient_hook("back", 0))
+    def note_before(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Hook before the first layer."""
+        if self.forward:
+            self.note("before", 0)
+            if inputs[0].requires_grad:
+                inputs[0].register_hook(partial(self.note_gradient, "back", 0))
 
-        return hook
+    def note_layer(self, i: int, _: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Hook after a layer."""
+        if self.forward:
+            self.note("layer", i)
+            if output.requires_grad:
+                name, index = ("head_back", 0) if i == self.count - 1 else ("back", i + 1)
+                output.register_hook(partial(self.note_gradient, name, index))
 
-    def forward_hook(self, i: int) -> Callable[..., None]:
-        def hook(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-            if self.forward:
-                self.note("layer", i)
-                last = i == self.count - 1
-                if output.requires_grad:
-                    output.register_hook(self.gradient_hook(*(("head_back", 0) if last else ("back", i + 1))))
-
-        return hook
-
-    def gradient_hook(self, name: str, index: int) -> Callable[[Tensor], None]:
-        def hook(_: Tensor) -> None:
-            self.note(name, index)
-
-        return hook
+    def note_gradient(self, name: str, index: int, _: Tensor) -> None:
+        self.note(name, index)
 
 
 def rows(step: ProbeStep) -> Batch:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -37,18 +38,14 @@ class MemoryTracker(TorchDispatchMode):
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
             if key not in self.known and size:
-                self.known[key] = weakref.ref(storage, self.on_free(key, size))
+                self.known[key] = weakref.ref(storage, partial(self.forget, key, size))
                 self.bytes += size
         self.peak = max(self.peak, self.bytes)
 
-    def on_free(self, key: int, size: int) -> Any:
-        """Return the callback that subtracts a storage when it is freed."""
-
-        def forget(_: Any) -> None:
-            del self.known[key]
-            self.bytes -= size
-
-        return forget
+    def forget(self, key: int, size: int, _: Any) -> None:
+        """Subtract a storage that was freed."""
+        del self.known[key]
+        self.bytes -= size
 
     def mark(self) -> int:
         """Return the peak since the last call, and reset it."""

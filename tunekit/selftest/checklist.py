@@ -1,6 +1,6 @@
 """The checks of `tune selftest`, in the order in which they run. Imports nothing heavy: the parent process reads it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tunekit.config.suggestions import closest_match
@@ -72,8 +72,4 @@ def select_checks(names: Sequence[str], checks: Sequence[Check] = CHECKS) -> lis
             match = closest_match(name, sorted(known))
             hint = f"; did you mean '{match}'?" if match else f". Known checks: {', '.join(c.name for c in checks)}"
             raise UserError(f"--only: no check '{name}'{hint}")
-    return [check for check in checks if not names or is_named(check, names)]
-
-
-def is_named(check: Check, names: Iterable[str]) -> bool:
-    return not {check.name, check.short_name, check.group}.isdisjoint(names)
+    return [c for c in checks if not names or not {c.name, c.short_name, c.group}.isdisjoint(names)]

@@ -1,6 +1,7 @@
 """Kernels that read and write each number once, and the linear layers with casts and LoRA."""
 
 from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -30,25 +31,21 @@ RANK, SCALE = 8, 0.5
 def check_glu(context: Context) -> Result:
     comparison = Comparison(context, require_fast_version(context, glu))
     with require_triton_launches(context):
-        for act in sorted(glu.FUSED_ACTIVATIONS):
-            for shape in SHAPES:
-                for dtype, label in DTYPE_NAMES.items():
-                    inputs = {"gate": torch.randn(shape).to(dtype), "up": torch.randn(shape).to(dtype)}
-                    name = f"{act} {label} {list(shape)}"
-                    comparison.check_function(name, partial(glu.gated_activation, act), glu.ACTIVATIONS[act], inputs)
+        for act, shape, (dtype, label) in product(sorted(glu.FUSED_ACTIVATIONS), SHAPES, DTYPE_NAMES.items()):
+            inputs = {"gate": torch.randn(shape).to(dtype), "up": torch.randn(shape).to(dtype)}
+            name = f"{act} {label} {list(shape)}"
+            comparison.check_function(name, partial(glu.gated_activation, act), glu.ACTIVATIONS[act], inputs)
     return comparison.result()
 
 
 def check_rms_norm(context: Context) -> Result:
     comparison = Comparison(context, require_fast_version(context, rms_norm))
     with require_triton_launches(context):
-        for family, (offset, late) in NORMS.items():
-            for shape in SHAPES:
-                for dtype, label in DTYPE_NAMES.items():
-                    inputs = {"x": torch.randn(shape).to(dtype), "weight": torch.rand(shape[-1]) + 0.5}
-                    fast = partial(rms_norm.rms_norm, eps=EPS, offset=offset, late=late)
-                    reference = partial(rms_norm.reference, eps=EPS, offset=offset, late=late)
-                    comparison.check_function(f"{family} {label} {list(shape)}", fast, reference, inputs)
+        for (family, (offset, late)), shape, (dtype, label) in product(NORMS.items(), SHAPES, DTYPE_NAMES.items()):
+            inputs = {"x": torch.randn(shape).to(dtype), "weight": torch.rand(shape[-1]) + 0.5}
+            fast = partial(rms_norm.rms_norm, eps=EPS, offset=offset, late=late)
+            reference = partial(rms_norm.reference, eps=EPS, offset=offset, late=late)
+            comparison.check_function(f"{family} {label} {list(shape)}", fast, reference, inputs)
     return comparison.result()
 
 
@@ -58,17 +55,16 @@ def check_rope(context: Context) -> Result:
         "halves": {},
         "pairs": {"interleaved": True},
         "pairs to halves": {"interleaved": True, "interleaved_output": False},
+        "last channels": {"last": True},
     }
-    layouts |= {"last channels": {"last": True}}
     with require_triton_launches(context):
-        for layout, options in layouts.items():
-            for dtype, label in DTYPE_NAMES.items():
-                angles = torch.rand(2, 57, 1, 16) * 6.28
-                tables = rope.RopeTables(angles.cos(), angles.sin(), **options)
-                moved = tables._replace(cos=tables.cos.to(context.device), sin=tables.sin.to(context.device))
-                inputs = {"q": torch.randn(2, 57, 6, 48).to(dtype), "k": torch.randn(2, 57, 3, 48).to(dtype)}
-                fast, reference = partial(rope.apply_rope, tables=moved), partial(rotate_reference, tables)
-                comparison.check_function(f"{layout} {label}", fast, reference, inputs)
+        for (layout, options), (dtype, label) in product(layouts.items(), DTYPE_NAMES.items()):
+            angles = torch.rand(2, 57, 1, 16) * 6.28
+            tables = rope.RopeTables(angles.cos(), angles.sin(), **options)
+            moved = tables._replace(cos=tables.cos.to(context.device), sin=tables.sin.to(context.device))
+            inputs = {"q": torch.randn(2, 57, 6, 48).to(dtype), "k": torch.randn(2, 57, 3, 48).to(dtype)}
+            fast, reference = partial(rope.apply_rope, tables=moved), partial(rotate_reference, tables)
+            comparison.check_function(f"{layout} {label}", fast, reference, inputs)
     return comparison.result()
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -30,9 +31,8 @@ MIXTURES = {
 def check_cross_entropy(context: Context) -> Result:
     comparison = Comparison(context, require_fast_version(context, cross_entropy))
     with require_triton_launches(context):
-        for name, terms in TERMS.items():
-            for dtype, label in DTYPE_NAMES.items():
-                check_token_losses(comparison, f"{name} {label}", terms, dtype)
+        for (name, terms), (dtype, label) in product(TERMS.items(), DTYPE_NAMES.items()):
+            check_token_losses(comparison, f"{name} {label}", terms, dtype)
         for dtype, label in DTYPE_NAMES.items():
             inputs = {"hidden": torch.randn(TOKENS, DIM).to(dtype), "weight": torch.randn(VOCAB, DIM).to(dtype) * 0.1}
             targets = torch.randint(VOCAB, (TOKENS,))
@@ -86,19 +86,14 @@ class PlainHead:
 def check_kl_divergence(context: Context) -> Result:
     comparison = Comparison(context, require_fast_version(context, kl_divergence))
     with require_triton_launches(context):
-        compare_divergences(context, comparison)
-    return comparison.result()
-
-
-def compare_divergences(context: Context, comparison: Comparison) -> None:
-    for name, mixture in MIXTURES.items():
-        for dtype, label in DTYPE_NAMES.items():
+        for (name, mixture), (dtype, label) in product(MIXTURES.items(), DTYPE_NAMES.items()):
             teacher = torch.randn(TOKENS, DIM).to(dtype), torch.randn(VOCAB, DIM).to(dtype) * 0.2
             inputs = {"hidden": torch.randn(TOKENS, DIM).to(dtype), "weight": torch.randn(VOCAB, DIM).to(dtype) * 0.2}
             moved = teacher[0].to(context.device), teacher[1].to(context.device)
             fast = partial(divergence_from, teacher=moved, mixture=mixture)
             reference = partial(divergence_reference, teacher=teacher, mixture=mixture)
             comparison.check_function(f"{name} {label}", fast, reference, inputs)
+    return comparison.result()
 
 
 def divergence_from(hidden: Tensor, weight: Tensor, teacher: tuple[Tensor, Tensor], mixture: KLMixture) -> Tensor:
@@ -122,9 +117,8 @@ def check_adamw8bit(context: Context) -> Result:
     """Codes and weights of three steps."""
     comparison = Comparison(context, require_fast_version(context, adamw8bit))
     with require_triton_launches(context):
-        for count in (70_000, 300):
-            for dtype, label in DTYPE_NAMES.items():
-                check_optimizer_steps(comparison, f"{count} weights in {label}", count, dtype)
+        for count, (dtype, label) in product((70_000, 300), DTYPE_NAMES.items()):
+            check_optimizer_steps(comparison, f"{count} weights in {label}", count, dtype)
     return comparison.result()
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -44,9 +45,8 @@ def check_attention(context: Context) -> Result:
     on_gpu = context.device.type == "cuda"
     dtypes = (BF16,) if on_gpu else (FP32, BF16)
     comparison = Comparison(context, attention_version(context, dtypes[0]))
-    for name, case in (CASES if on_gpu else CASES | CAPPED).items():
-        for dtype in dtypes:
-            check_case(comparison, f"{name} {DTYPE_NAMES[dtype]}", case, dtype)
+    for (name, case), dtype in product((CASES if on_gpu else CASES | CAPPED).items(), dtypes):
+        check_case(comparison, f"{name} {DTYPE_NAMES[dtype]}", case, dtype)
     return comparison.result()
 
 

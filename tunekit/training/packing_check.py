@@ -4,13 +4,13 @@ A few documents of the first step are run twice: packed as in training, and each
 masks, states or kernels changes the logits.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
@@ -99,12 +99,8 @@ def logit_differences(model: Decoder, probe: PackingProbe, dist: DistributedCont
             differences.append(float(torch.stack([per_token.mean(), per_token[:NUM_FIRST].mean()]).max()))
         return hidden
 
-    forward_packed(model, probe.batch, compare)
+    model(probe.batch.tokens, probe.batch.positions, probe.batch.layout, head_fn=compare)
     return differences
-
-
-def forward_packed(model: Decoder, batch: Batch, head_fn: Callable[[Tensor, Head], Tensor]) -> None:
-    model(batch.tokens, batch.positions, batch.layout, head_fn=head_fn)
 
 
 def to_batch(document: Document, dist: DistributedContext) -> Tensor:
@@ -125,7 +121,7 @@ def first_leaking_layer(model: Decoder, probe: PackingProbe, index: int, limit: 
     """` in layer N (class)` of the first layer whose output changes for a document; empty if there is none."""
     with record_layer_outputs(model) as outputs:
         model(to_batch(probe.documents[index], dist), head_fn=hidden_states)
-        forward_packed(model, probe.batch, hidden_states)
+        model(probe.batch.tokens, probe.batch.positions, probe.batch.layout, head_fn=hidden_states)
     num_layers, span = len(outputs) // 2, probe.spans[index]
     for layer, (alone, packed) in enumerate(zip(outputs[:num_layers], outputs[num_layers:], strict=True)):
         expected = own_tokens(alone.flatten(0, 1), span).float()
@@ -139,11 +135,7 @@ def first_leaking_layer(model: Decoder, probe: PackingProbe, index: int, limit: 
 def record_layer_outputs(model: Decoder) -> Iterator[list[Tensor]]:
     """The outputs of all layers, in the order of execution."""
     outputs: list[Tensor] = []
-
-    def record(layer: nn.Module, inputs: object, output: Tensor) -> None:
-        outputs.append(output)
-
-    hooks = [layer.register_forward_hook(record) for layer in model.layers]
+    hooks = [layer.register_forward_hook(lambda _layer, _inputs, out: outputs.append(out)) for layer in model.layers]
     yield outputs
     for hook in hooks:
         hook.remove()

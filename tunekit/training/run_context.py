@@ -92,10 +92,6 @@ class RunContext:
         return self.stack.__exit__(kind, error, traceback)
 
     @property
-    def state_dir(self) -> Path:
-        return self.dir / run_dir.STATE
-
-    @property
     def final_dir(self) -> Path:
         return self.dir / run_dir.FINAL
 
@@ -116,7 +112,7 @@ class RunContext:
         background = self.dist.device.type != "cpu" if cfg.async_save == "auto" else cfg.async_save
         keep = cfg.save_total_limit
         inner = optimizer.inner
-        return Checkpointer(self.state_dir, model, inner, lr_scheduler, keep, self.dist, background, **stateful)
+        return Checkpointer(self.dir / run_dir.STATE, model, inner, lr_scheduler, keep, self.dist, background, **stateful)
 
     def open_logger(self, num_steps: int, step: int, throughput: ThroughputCounter) -> MetricLogger:
         """The metric logger of a run that starts or resumes at `step`."""

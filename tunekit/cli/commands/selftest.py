@@ -23,7 +23,7 @@ def main(args: argparse.Namespace) -> None:
     """Run the checks, print a table, write the report. Exits with 1 if a check fails."""
     checks = select_checks([*ALWAYS, *args.only] if args.only else [])
     json_file, markdown_file = report_files(args.output)
-    print_header(checks)
+    print(f"{len(checks)} checks, up to 3 minutes; nothing is downloaded or sent\n", flush=True)
     start = time.monotonic()
     outcomes = run(Runner(args.device, args.quick, print_outcome), checks)
     options = {"device": args.device, "quick": args.quick, "only": args.only}
@@ -64,10 +64,6 @@ def report_files(output: str) -> tuple[Path, Path]:
         if file.is_dir() or (file.exists() and not os.access(file, os.W_OK)) or not cache_dir.is_writable(path.parent):
             raise UserError(f"--output {output}: cannot write {file}. Pass --output with a file in another directory.")
     return files
-
-
-def print_header(checks: list[Check]) -> None:
-    print(f"{len(checks)} checks, up to 3 minutes; nothing is downloaded or sent\n", flush=True)
 
 
 def print_outcome(outcome: Outcome) -> None:
