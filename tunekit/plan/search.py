@@ -127,7 +127,7 @@ def vary_micro_batch(task: Workload, now: Estimate) -> Iterator[tuple[float, Wor
     """Yield candidates with the two largest micro-batch sizes (powers of two) that fit."""
     try:
         sizes = resolve_dims(with_one_micro_batch(task, now), now.machine)
-        one, two = (profiled_model(task, sizes, rows) for rows in (1, 2))
+        first, second = (profiled_model(task, sizes, rows) for rows in (1, 2))
     except (UserError, FieldError):
         return
     model, max_rows = meta_model(task, sizes), min(task.rows(sizes), MAX_MICRO_BATCH_ROWS)
@@ -136,10 +136,10 @@ def vary_micro_batch(task: Workload, now: Estimate) -> Iterator[tuple[float, Wor
     for rows in reversed(counts):
         candidate = replace(task, micro_batch_size=rows)
         memory_model = replace(
-            one,
+            first,
             task=candidate,
-            step=extrapolate(one.step, two.step, rows),
-            gathered_step=extrapolate(one.gathered_step, two.gathered_step, rows),
+            step=extrapolate(first.step, second.step, rows),
+            gathered_step=extrapolate(first.gathered_step, second.gathered_step, rows),
         )
         if num_fitting < 2 and estimate_memory(memory_model, now.machine).peak.total <= memory_limit(now.machine):
             num_fitting += 1
@@ -161,7 +161,7 @@ def profiled_model(task: Workload, sizes: ParallelDims, rows: int) -> RankMemory
     )
 
 
-def extrapolate(one: StepProfile, two: StepProfile, rows: int) -> StepProfile:
+def extrapolate(a: StepProfile, b: StepProfile, rows: int) -> StepProfile:
     """Extrapolate the profiles of one and two rows linearly to `rows` rows."""
 
     def extrapolate_interval(a: MemoryInterval, b: MemoryInterval) -> MemoryInterval:
@@ -177,7 +177,7 @@ def extrapolate(one: StepProfile, two: StepProfile, rows: int) -> StepProfile:
             )
         )
 
-    return replace(one, first=extrapolate_pass(one.first, two.first), later=extrapolate_pass(one.later, two.later))
+    return replace(a, first=extrapolate_pass(a.first, b.first), later=extrapolate_pass(a.later, b.later))
 
 
 def words(task: Workload, new: Workload) -> tuple[str, ...]:

@@ -68,12 +68,10 @@ class Runner:
             for check in checks:
                 self.add(Outcome(check.name, "skipped", 0.0, f"time limit of {self.total_seconds:g} s reached"))
             return len(checks)
-        with TemporaryFile() as log, Worker(self.job(checks), log) as worker:
-            return self.follow(worker, checks)
-
-    def job(self, checks: Sequence[Check]) -> dict[str, Any]:
         names = [(check.name, f"{self.package}.{check.module}") for check in checks]
-        return {"device": self.device, "quick": self.quick, "checks": names, "directory": self.directory}
+        job = {"device": self.device, "quick": self.quick, "checks": names, "directory": self.directory}
+        with TemporaryFile() as log, Worker(job, log) as worker:
+            return self.follow(worker, checks)
 
     def follow(self, worker: "Worker", checks: Sequence[Check]) -> int:
         """Receive outcomes. Returns how many there were."""

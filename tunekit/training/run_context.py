@@ -110,9 +110,9 @@ class RunContext:
         """The training states of this run. `stateful`: everything else that changes during a run, by name."""
         cfg = self.cfg
         background = self.dist.device.type != "cpu" if cfg.async_save == "auto" else cfg.async_save
-        keep = cfg.save_total_limit
-        inner = optimizer.inner
-        return Checkpointer(self.dir / run_dir.STATE, model, inner, lr_scheduler, keep, self.dist, background, **stateful)
+        options = cfg.save_total_limit, self.dist, background
+        directory = self.dir / run_dir.STATE
+        return Checkpointer(directory, model, optimizer.inner, lr_scheduler, *options, **stateful)
 
     def open_logger(self, num_steps: int, step: int, throughput: ThroughputCounter) -> MetricLogger:
         """The metric logger of a run that starts or resumes at `step`."""
