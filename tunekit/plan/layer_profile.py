@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tunekit.adapters.config import NoAdapter
+from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.data.dataloader.batch import Batch
 from tunekit.distributed.context import DistributedContext
 from tunekit.kernels import fake_mode
@@ -39,7 +39,7 @@ class OptimizerFactory(Protocol):
 class ProbeStep(NamedTuple):
     """Options of a training step that determine its memory."""
 
-    adapter: NoAdapter
+    adapter: NoAdapter | LoRAConfig
     memory: MemoryConfig
     optimizer: OptimizerFactory
     loss: LossFn

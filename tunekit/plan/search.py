@@ -168,13 +168,17 @@ def extrapolate(a: StepProfile, b: StepProfile, rows: int) -> StepProfile:
         peak, retained = (x + (rows - 1) * (y - x) for x, y in zip(a[:2], b[:2], strict=True))
         return MemoryInterval(peak, retained, a.operations)
 
+    def extrapolate_layers(a: tuple[MemoryInterval, ...], b: tuple[MemoryInterval, ...]) -> tuple[MemoryInterval, ...]:
+        return tuple(map(extrapolate_interval, a, b))
+
     def extrapolate_pass(a: LayerPass, b: LayerPass) -> LayerPass:
-        pairs = zip(a, b, strict=True)
         return LayerPass(
-            *(
-                extrapolate_interval(x, y) if isinstance(x, MemoryInterval) else tuple(map(extrapolate_interval, x, y))
-                for x, y in pairs
-            )
+            extrapolate_interval(a.before, b.before),
+            extrapolate_layers(a.layers, b.layers),
+            extrapolate_interval(a.head, b.head),
+            extrapolate_interval(a.head_back, b.head_back),
+            extrapolate_layers(a.layers_back, b.layers_back),
+            extrapolate_interval(a.before_back, b.before_back),
         )
 
     return replace(a, first=extrapolate_pass(a.first, b.first), later=extrapolate_pass(a.later, b.later))

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from tunekit import assets, build
-from tunekit.adapters.config import NoAdapter
+from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.datasets import DatasetConfig
@@ -65,7 +65,7 @@ class Workload:
     max_length: int  # tokens of a row
     global_batch_size: int
     micro_batch_size: int
-    adapter: NoAdapter
+    adapter: NoAdapter | LoRAConfig
     quantization: NoQuantization
     precision: PrecisionConfig
     memory: MemoryConfig

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
@@ -135,7 +135,11 @@ def first_leaking_layer(model: Decoder, probe: PackingProbe, index: int, limit: 
 def record_layer_outputs(model: Decoder) -> Iterator[list[Tensor]]:
     """The outputs of all layers, in the order of execution."""
     outputs: list[Tensor] = []
-    hooks = [layer.register_forward_hook(lambda _layer, _inputs, out: outputs.append(out)) for layer in model.layers]
+
+    def record(layer: nn.Module, inputs: object, output: Tensor) -> None:
+        outputs.append(output)
+
+    hooks = [layer.register_forward_hook(record) for layer in model.layers]
     yield outputs
     for hook in hooks:
         hook.remove()
