@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> None:
     else:
         device, num_devices = available_devices(cfg)
         args.launch.check_nproc_per_node(device, num_devices)
-        if num_devices > 1 and args.gpus is None and isinstance(cfg, Distributable):
+        if num_devices > 1 and args.gpus is None and parallel_of(cfg) is not None:
             print(f"1 of {num_devices} GPUs is used. Pass --nproc-per-node {num_devices} to use all", file=sys.stderr)
     folder = run_dir_of(recipe, cfg)
     with nullcontext() if folder is None else StopFile(folder):
@@ -118,6 +118,11 @@ def available_devices(cfg: Any) -> tuple[str, int]:
     counts = {} if choice == "cpu" else device_table.count_devices()
     kind = device_table.choose_type(choice, counts)
     return kind, counts.get(kind, 0)
+
+
+def parallel_of(cfg: Any) -> ParallelConfig | None:
+    """Parallelism of a config; None if the recipe runs in one process."""
+    return cfg.parallel if isinstance(cfg, Distributable) else None
 
 
 def run_dir_of(recipe: ModuleType, cfg: Any) -> Path | None:
