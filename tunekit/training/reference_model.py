@@ -174,8 +174,6 @@ class AutoReference(BaseReference):
         return (DisableAdapterReference() if can_disable else CopiedReference()).open(inputs)
 
 
-
-
 Reference = AutoReference | DisableAdapterReference | CopiedReference | PrecomputedReference
 
 
