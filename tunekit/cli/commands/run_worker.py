@@ -101,11 +101,6 @@ def run_summary(args: argparse.Namespace) -> dict[str, Any]:
     return {"folder": folder and str(folder), "finished": finished, "digest": config_digest(cfg), "timeout": timeout}
 
 
-def parallel_of(cfg: Any) -> ParallelConfig | None:
-    """The `parallel` section of a config, if it has one."""
-    return cfg.parallel if isinstance(cfg, Distributable) else None
-
-
 def config_digest(cfg: Any) -> str:
     """Hash of the config and the library versions, which must be equal on all nodes."""
     versions = [metadata.version(name) for name in ("tunekit", "torch")]
