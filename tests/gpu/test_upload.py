@@ -13,7 +13,7 @@ from tunekit import build
 from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.load_model import load_weights
-from tunekit.models import weight_storage
+from tunekit.models import weight_init
 from tunekit.models.precision import PrecisionConfig
 from tunekit.models.weight_init import upload
 from tunekit.quantization.config import NoQuantization
@@ -47,7 +47,7 @@ def test_weights_are_sent_as_they_are_stored(name: str, tmp_path: Path) -> None:
 
 
 def test_large_tensors_are_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_storage, "UPLOAD_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(weight_init, "UPLOAD_CHUNK_BYTES", 1000)
     source, target = torch.randn(100, 40).bfloat16(), torch.empty(100, 40, device="meta")
     with Transfers() as transfers:
         upload(target, source)

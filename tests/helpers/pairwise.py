@@ -29,7 +29,9 @@ def cover_pairs(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 def pairwise(indirect: Sequence[str] = (), **axes: Iterable[Any]) -> pytest.MarkDecorator:
     """`pytest.mark.parametrize` with the values of each parameter. Keys of mappings are the ids of their values."""
     labeled = {
-        name: [*values.items()] if isinstance(values, Mapping) else [(str(value), value) for value in values]
+        name: [*values.items()]
+        if isinstance(values, Mapping)
+        else [(getattr(value, "__name__", str(value)), value) for value in values]
         for name, values in axes.items()
     }
     by_size = sorted(labeled, key=lambda name: -len(labeled[name]))  # large columns first need fewer rows
