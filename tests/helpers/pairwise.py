@@ -26,6 +26,11 @@ def cover_pairs(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     return rows
 
 
+def label_of(value: Any) -> str:
+    """Name of a function or class; any other value as text."""
+    return getattr(value, "__name__", str(value))
+
+
 def pairwise(indirect: Sequence[str] = (), **axes: Iterable[Any]) -> pytest.MarkDecorator:
     """`pytest.mark.parametrize` with the values of each parameter. Keys of mappings are the ids of their values."""
     labeled = {
