@@ -90,3 +90,34 @@ def test_recipes_and_subcommands_do_not_import_each_other() -> None:
         files = {file: path for file, path in FILES.items() if file.startswith(folder) and path.stem != "__init__"}
         assert files
         assert not [(file, name) for file, path in files.items() for name in imports(path) if name.startswith(prefix)]
+
+
+def package_graph() -> dict[str, set[str]]:
+    """Packages that each package imports; without the packages that others of these import in turn."""
+    graph = {name: set() for layer in LAYERS for name in layer}
+    for _, package, to in package_imports():
+        if (package, to) not in ALLOWED_CYCLES:
+            graph[package].add(to)
+
+    def reachable(package: str) -> set[str]:
+        return graph[package].union(*map(reachable, graph[package]))
+
+    return {package: targets - set().union(*map(reachable, targets)) for package, targets in graph.items()}
+
+
+def draw_packages() -> str:
+    """Mermaid diagram of the layers, highest first, and of the imports between packages."""
+    lines = ["flowchart TD"]
+    for level, names in reversed([*enumerate(LAYERS, start=1)]):
+        lines.append(f'    subgraph layer{level}["layer {level}"]')
+        lines += [f"        {name}" for name in sorted(names)]
+        lines.append("    end")
+    for package, targets in sorted(package_graph().items()):
+        lines += [f"    {package} --> {to}" for to in sorted(targets)]
+    return "\n".join(lines)
+
+
+def test_documented_package_graph_is_current() -> None:
+    """To update the diagram: `python -c "from tests.test_layers import draw_packages; print(draw_packages())"`."""
+    page = (ROOT / "docs/architecture.md").read_text("utf-8")
+    assert page.partition("```mermaid\n")[2].partition("\n```")[0] == draw_packages()

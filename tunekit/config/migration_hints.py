@@ -150,7 +150,7 @@ NOTED_KEYS = (
     # model and data
     KeyHint("checkpointer", "model", "a directory or a name on the Hub; its files are found"),
     KeyHint("model_revision", "model", "NAME@REVISION"),
-    KeyHint("dataset_text_field", "data.text_column", "requires data.kind=text", "data.prompt_column"),
+    KeyHint("dataset_text_field", "data.text_column", "requires data.kind=text", "data.completion_column"),
     KeyHint("dataset_num_proc preprocessing_num_workers", "data.num_proc"),
     KeyHint("shuffle_dataset", "data.shuffle"),
     KeyHint("padding_free packing_strategy eval_packing", "data.packing"),
