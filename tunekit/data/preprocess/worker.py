@@ -7,7 +7,7 @@ import mmap
 import os
 import pickle
 import sys
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 
 from tunekit.data.datasets import DatasetConfig
@@ -20,7 +20,7 @@ PROGRESS_BYTES = 8  # of the shared memory in which a worker stores the index of
 
 
 def tokenize_chunk(
-    config: DatasetConfig, tokenizer: Tokenizer, chunk: RowChunk, progress: MutableSequence[int] | None = None
+    config: DatasetConfig, tokenizer: Tokenizer, chunk: RowChunk, progress: memoryview | None = None
 ) -> TokenizedChunk:
     """Tokenize a chunk. The index of the row that is being rendered is written to `progress`."""
     rows = list(chunk.rows())
@@ -35,7 +35,7 @@ def tokenize_chunk(
     return TokenizedChunk(chunk.position, len(rows), filtered, dropped, split, bad_rows, flat)
 
 
-def track_rows(rows: Sequence[Row | BadRow], progress: MutableSequence[int]) -> Iterator[Row | BadRow]:
+def track_rows(rows: Sequence[Row | BadRow], progress: memoryview) -> Iterator[Row | BadRow]:
     """Rows, each after its index is written to `progress`; after the last one, their number."""
     for index, row in enumerate(rows):
         progress[0] = index
@@ -43,7 +43,7 @@ def track_rows(rows: Sequence[Row | BadRow], progress: MutableSequence[int]) -> 
     progress[0] = len(rows)
 
 
-def serve(pipe: Connection, progress: MutableSequence[int]) -> None:
+def serve(pipe: Connection, progress: memoryview) -> None:
     """Receive the config and tokenizer, then tokenize chunk by chunk."""
     modules, task = pipe.recv()
     for module in modules:
