@@ -6,6 +6,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -39,14 +40,14 @@ class WorkerProcess:
         self.pipe, child_pipe = connection.Pipe()
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         env = {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", **dict.fromkeys(THREAD_VARIABLES, "1")}
-        progress_fd = os.memfd_create("tunekit-progress")
-        os.ftruncate(progress_fd, PROGRESS_BYTES)
-        self.progress = memoryview(mmap.mmap(progress_fd, PROGRESS_BYTES)).cast("q")  # written by the worker
-        fds = child_pipe.fileno(), progress_fd
+        progress_file = tempfile.TemporaryFile()  # noqa: SIM115
+        progress_file.truncate(PROGRESS_BYTES)
+        self.progress = memoryview(mmap.mmap(progress_file.fileno(), PROGRESS_BYTES)).cast("q")  # written by the worker
+        fds = child_pipe.fileno(), progress_file.fileno()
         command = [sys.executable, "-P", "-m", "tunekit.data.preprocess.worker", *map(str, fds)]
         # In its own process group, so that Ctrl-C only reaches this process. The child's end of the pipe is closed
         # here, so that a worker that has died is noticed.
-        with child_pipe, os.fdopen(progress_fd):
+        with child_pipe, progress_file:
             self.process = subprocess.Popen(
                 command, env=os.environ | env, stdin=subprocess.DEVNULL, pass_fds=fds, process_group=0
             )
