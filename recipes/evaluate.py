@@ -48,9 +48,9 @@ class EvaluateConfig:
     apply_chat_template: bool = False  # Format harness questions with the chat template
     limit: int | None = None  # First N rows of `data` and of each task
     baseline: str | None = None  # A second model to compare with, such as the one before training
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: SamplingConfig = SamplingConfig()  # How completions are generated
     quantization: NoQuantization | NF4Config | FP4Config | Float8Config = NoQuantization()  # Of both models
-    precision: PrecisionConfig = PrecisionConfig()
+    precision: PrecisionConfig = PrecisionConfig()  # dtypes of weights and computation
     batch_size: int = 32  # Rows per forward pass
     num_completions_to_print: int = 3  # Number of answers to print
     output_path: str | None = None  # JSON file for the results

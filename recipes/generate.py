@@ -38,9 +38,9 @@ class GenerateConfig:
     split: str = "train"  # Split of `source`
     system_prompt: str | None = None  # System message
     apply_chat_template: bool = True  # Format prompts with the chat template; false: continue the text
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: SamplingConfig = SamplingConfig()  # How completions are generated
     quantization: NoQuantization | NF4Config | FP4Config | Float8Config = NoQuantization()  # How the weights are stored
-    precision: PrecisionConfig = PrecisionConfig()
+    precision: PrecisionConfig = PrecisionConfig()  # dtypes of weights and computation
     batch_size: int = 16  # Prompts per forward pass
     output_path: str | None = None  # JSONL file for prompts and answers; null: print them
     parallel: ParallelConfig = REPLICATED  # How several devices share the prompts or the weights

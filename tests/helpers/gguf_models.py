@@ -12,9 +12,9 @@ from tests.helpers.moe_shapes import QWEN2
 from tests.helpers.random_checkpoints import SHAPES
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.export.gguf_export import write_gguf
+from tunekit.export.gguf_plan import GGUFPlan, build_gguf_plan
 from tunekit.export.gguf_reader import GGUFCheckpoint
 from tunekit.export.quant_types import parse_quant_type
-from tunekit.export.tensor_map import TensorMap, build_tensor_map
 
 NAMES = ("llama2", "llama3.1", "llama3.2", "llama-biases", "llama-linear", "llama-yarn", "smollm2", "smollm3")
 NAMES += ("granite", "granite-tied", "mistral", "mistral-null", "ministral", "ministral3", "ministral3-sliding")
@@ -50,11 +50,11 @@ def make_checkpoint(directory: Path, shape: dict[str, Any]) -> Path:
     return checkpoints.save(checkpoints.build(shape), directory)
 
 
-def export_checkpoint(directory: Path, out: Path, quant_type: str = "f32") -> tuple[TensorMap, GGUFCheckpoint]:
+def export_checkpoint(directory: Path, out: Path, quant_type: str = "f32") -> tuple[GGUFPlan, GGUFCheckpoint]:
     """Write a checkpoint as a GGUF file without a tokenizer, and open the file."""
-    tensor_map = build_tensor_map(HFCheckpoint.open(directory), parse_quant_type(quant_type))
-    write_gguf(out, tensor_map, {"tokenizer.ggml.model": "none"})
-    return tensor_map, GGUFCheckpoint.open(out)
+    gguf_plan = build_gguf_plan(HFCheckpoint.open(directory), parse_quant_type(quant_type))
+    write_gguf(out, gguf_plan, {"tokenizer.ggml.model": "none"})
+    return gguf_plan, GGUFCheckpoint.open(out)
 
 
 def write_byte_level_bpe(

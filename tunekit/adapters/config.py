@@ -200,9 +200,9 @@ class LoRAConfig:
             layer.lora_B = empty_param(layer.experts, layer.out_features, rank)
             layer.update = self.forward_experts
         else:
-            self.wrap_linear(layer, rank)
+            self.add_to_linear(layer, rank)
 
-    def wrap_linear(self, layer: Linear, rank: int) -> None:
+    def add_to_linear(self, layer: Linear, rank: int) -> None:
         if self.init == "pissa" and rank > min(layer.out_features, layer.in_features):
             shape = [layer.out_features, layer.in_features]
             raise UserError(f"adapter.rank: must be <= {min(shape)} for pissa in a layer of shape {shape}, got {rank}")

@@ -203,7 +203,7 @@ def find_fp8(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
     return TensorGroup(name, tensor, (*names, *unused))
 
 
-def find_int8(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
+def find_int8_weights(name: str, checkpoint: QuantFormat) -> TensorGroup | None:
     module = name.removesuffix("weight")
     names = name, f"{module}SCB"
     if module == name or names[1] not in checkpoint.reader.tensors:
@@ -245,7 +245,7 @@ def exact_tensors(tensors: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
     }
 
 
-FINDERS = (find_mxfp4, find_fp8, find_int8, find_4bit)
+FINDERS = (find_mxfp4, find_fp8, find_int8_weights, find_4bit)
 
 
 def require_consistent(condition: bool, name: str, meta: TensorMeta) -> None:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from tunekit.checkpoint import peft_adapter
 from tunekit.checkpoint.atomic import check_free_space
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
-from tunekit.checkpoint.lora_weights import WEIGHT, LoRADelta, transformers_key
+from tunekit.checkpoint.lora_delta import WEIGHT, LoRADelta, transformers_key
 from tunekit.checkpoint.peft_adapter import owner_module
 from tunekit.checkpoint.peft_reader import AdapterContents, TargetTensors, read_contents
 from tunekit.checkpoint.safetensors_io import OpenFiles, SafetensorsWriter, TensorReader, TensorSlice, TorchPickleTensor

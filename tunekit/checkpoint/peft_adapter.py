@@ -18,7 +18,7 @@ from tunekit.checkpoint.atomic import DeferredError, check_free_space, wrap_writ
 from tunekit.checkpoint.classification_head import with_score_head
 from tunekit.checkpoint.dcp_planner import reshard
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, TensorReader
-from tunekit.checkpoint.lora_weights import WEIGHT, LoRADelta, LoRATarget, transformers_key
+from tunekit.checkpoint.lora_delta import WEIGHT, LoRADelta, LoRATarget, transformers_key
 from tunekit.checkpoint.peft_reader import (
     BASE_LAYER,
     BLOCKS_KEY,
@@ -55,7 +55,7 @@ EXPERT_NAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 @dataclass(frozen=True)
-class PeftTensor:
+class SavedDelta:
     """LoRA delta of one checkpoint tensor, to be saved."""
 
     name: str
@@ -154,7 +154,7 @@ def lora_targets(model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> l
 
 def peft_tensors(
     target: LoRATarget, model: Decoder, adapter: LoRAConfig, source: HFCheckpoint, get: Gather
-) -> list[PeftTensor]:
+) -> list[SavedDelta]:
     """LoRA deltas of a target, one per checkpoint tensor."""
     layers, experts = adapter.target_layers(model), any(isinstance(m, GroupedLinear) for m in model.modules())
     deltas = [layer_delta(model.get_submodule(name), name in layers, adapter, get) for name in target.layers]
@@ -163,7 +163,7 @@ def peft_tensors(
     for tensor, delta in zip(target.tensor_names(deltas[0].a.shape[0]), target.to_checkpoint(deltas), strict=True):
         is_expert = experts and last_components(tensor.removesuffix(WEIGHT)) in EXPERT_NAMES and delta.magnitude is None
         flags = delta.a.ndim == 3 or is_expert, isinstance(layer, Embedding), source.family.transposed_experts
-        tensors.append(PeftTensor(tensor, delta, *flags, blocks))
+        tensors.append(SavedDelta(tensor, delta, *flags, blocks))
     return tensors
 
 
@@ -186,7 +186,7 @@ def layer_delta(layer: nn.Module, adapted: bool, adapter: LoRAConfig, get: Gathe
     return LoRADelta(a, b, layer.lora_scale, magnitude)
 
 
-def module_prefixes(tensors: Iterable[PeftTensor]) -> dict[str, str]:
+def module_prefixes(tensors: Iterable[SavedDelta]) -> dict[str, str]:
     """Module prefix of each tensor. PEFT wraps an expert module once per adapted tensor, the first one innermost."""
     modules: dict[str, list[str]] = {}
     for tensor in tensors:
@@ -238,7 +238,7 @@ def base_layer_name(name: str) -> str:
 
 
 def peft_config(
-    updates: list[PeftTensor], saved: Iterable[str], model: Decoder, adapter: LoRAConfig, source: HFCheckpoint
+    updates: list[SavedDelta], saved: Iterable[str], model: Decoder, adapter: LoRAConfig, source: HFCheckpoint
 ) -> dict[str, Any]:
     """Contents of adapter_config.json. `saved` are the names of fully saved tensors."""
     sizes = {item.key: (item.delta.rank, effective_alpha(item.delta, adapter)) for item in updates}

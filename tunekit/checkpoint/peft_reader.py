@@ -15,7 +15,7 @@ from torch import Tensor
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.adapters.patterns import compile_pattern
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, TensorMeta, read_header, read_json
-from tunekit.checkpoint.lora_weights import WEIGHT, LoRADelta, LoRATarget, transformers_key
+from tunekit.checkpoint.lora_delta import WEIGHT, LoRADelta, LoRATarget, transformers_key
 from tunekit.checkpoint.safetensors_io import read_metadata
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
@@ -142,7 +142,7 @@ class PeftConfigFile:
 
 
 @dataclass(frozen=True)
-class PeftTensor:
+class StoredDelta:
     """LoRA delta of one checkpoint tensor in an adapter file."""
 
     names: Mapping[str, str]  # names in the file by factor, such as lora_A
@@ -174,7 +174,7 @@ class TargetTensors:
     """Adapter tensors of the layers of one target."""
 
     target: LoRATarget
-    tensors: tuple[PeftTensor, ...]
+    tensors: tuple[StoredDelta, ...]
     blocks: tuple[tuple[int, float], ...]  # ranks and scales of the layers, if the file has them
 
     def load_deltas(self, get: Get, shapes: Mapping[str, Shape]) -> dict[str, LoRADelta]:
@@ -338,16 +338,18 @@ class AdapterReader:
         parsed = [self.build_tensor(tensor, factors[tensor], shape, swapped) for tensor, shape in shapes]
         return TargetTensors(target, tuple(parsed), self.valid_blocks(self.blocks.get(tensors[0]), target, parsed))
 
-    def valid_blocks(self, blocks: Any, target: LoRATarget, tensors: list[PeftTensor]) -> tuple[tuple[int, float], ...]:
+    def valid_blocks(
+        self, blocks: Any, target: LoRATarget, tensors: list[StoredDelta]
+    ) -> tuple[tuple[int, float], ...]:
         """Ranks and scales of the fused layers; empty if they do not match the tensors, which may have been edited."""
         parsed = tuple((int(rank), float(scale)) for rank, scale in blocks or ())
         same_rank = sum(rank for rank, _ in parsed) == sum(tensor.rank for tensor in tensors)
         return parsed if same_rank and len(parsed) == len(target.layers) else ()
 
-    def build_tensor(self, tensor: str, names: dict[str, str], shape: Shape, swapped: bool) -> PeftTensor:
+    def build_tensor(self, tensor: str, names: dict[str, str], shape: Shape, swapped: bool) -> StoredDelta:
         key = tensor if self.config.is_target_parameter(tensor) else tensor.removesuffix(WEIGHT)
         rank, alpha = self.config.rank_and_alpha(key, self.adapter)
-        result = PeftTensor(names, rank, self.adapter.scale(rank, alpha), shape, len(shape) == 3 and swapped)
+        result = StoredDelta(names, rank, self.adapter.scale(rank, alpha), shape, len(shape) == 3 and swapped)
         if len(shape) == 3 and self.tensors[names["lora_A"]].shape != result.expected_shapes()["lora_A"]:
             result = replace(result, swapped=not result.swapped)  # saved by an older PEFT without a version
         for kind, name in names.items():

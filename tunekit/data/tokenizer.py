@@ -123,12 +123,12 @@ class Tokenizer:
     @cached_property
     def special_texts(self) -> re.Pattern[str]:
         """Pattern of the special tokens and stop tokens."""
-        return any_of(self.special_ids.values())
+        return compile_alternation(self.special_ids.values())
 
     @cached_property
     def stop_texts(self) -> re.Pattern[str]:
         """Pattern of the stop tokens."""
-        return any_of(text for token, text in self.special_ids.items() if token in self.stops)
+        return compile_alternation(text for token, text in self.special_ids.items() if token in self.stops)
 
     @cached_property
     def digest(self) -> str:
@@ -233,7 +233,7 @@ class TextStreamer:
         return self.tokenizer.decode(self.ids)[len(self.tokenizer.decode(self.ids[: self.printed])) :]
 
 
-def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+def compile_alternation(texts: Iterable[str]) -> re.Pattern[str]:
     """Pattern that matches any of some texts, the longest possible one."""
     longest_first = sorted(filter(None, texts), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")

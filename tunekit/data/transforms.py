@@ -42,7 +42,8 @@ class Filter(RowTransform):
     """Keep rows whose columns have these values: `columns: {language: [en, fr], checked: true}`."""
 
     kind: ClassVar[str] = "filter"
-    columns: dict[str, str | int | float | bool | tuple[str | int | float | bool, ...]]  # A list: one of the values
+    # Values that a row must have to be kept, by column; a list: one of them
+    columns: dict[str, str | int | float | bool | tuple[str | int | float | bool, ...]]
 
     def __call__(self, fields: Fields) -> Fields | None:
         if missing := [name for name in self.columns if name not in fields]:

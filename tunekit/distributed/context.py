@@ -306,14 +306,14 @@ def build_mesh(
     groups = []
     for dim, name in enumerate(names):
         if sizes[dim] == 1 and dist.get_world_size() > 1:
-            self_group[:] = self_group or [group_along(ranks, dim, "own", timeout)]
+            self_group[:] = self_group or [mesh_group(ranks, dim, "own", timeout)]
             groups += self_group
         else:
-            groups.append(group_along(ranks, dim, f"mesh_{name}", timeout))
+            groups.append(mesh_group(ranks, dim, f"mesh_{name}", timeout))
     return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=names)
 
 
-def group_along(ranks: Tensor, dim: int, name: str, timeout: timedelta) -> dist.ProcessGroup:
+def mesh_group(ranks: Tensor, dim: int, name: str, timeout: timedelta) -> dist.ProcessGroup:
     """Process group of this rank along one mesh dimension. All ranks create all groups in the same order."""
     rows = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
     if len(rows) == 1:  # all ranks: the default group

@@ -1,6 +1,6 @@
 """Rendezvous of several nodes that run one job and end together. Does not import torch.
 
-Each node runs the same command. The node of `--rdzv-endpoint` runs the RendezvousHost. All nodes, including this one,
+Each node runs the same command. The node of `--rdzv-endpoint` runs the RendezvousServer. All nodes, including this one,
 connect to it, send a keep-alive message once a second, and report the result of their workers. A node that sends
 nothing for LOST_SECONDS is lost. TCP recovers from shorter network failures.
 """
@@ -82,7 +82,7 @@ class Connection:
 
 @dataclass(eq=False)
 class Participant:
-    """State of a connected node in the RendezvousHost. It has a name after its join request."""
+    """State of a connected node in the RendezvousServer. It has a name after its join request."""
 
     connection: Connection
     request: dict[str, Any] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Participant:
         return self.request["name"]
 
 
-class RendezvousHost:
+class RendezvousServer:
     """Server of the rendezvous. Runs in the launcher of one node, which calls `poll` repeatedly."""
 
     def __init__(self, listener: socket.socket, num_nodes: int, timeout: float) -> None:
@@ -192,13 +192,13 @@ class RendezvousHost:
 
 
 class MultiNodeRendezvous:
-    """Client of the rendezvous on this node. Also runs the RendezvousHost if the endpoint is on this node."""
+    """Client of the rendezvous on this node. Also runs the RendezvousServer if the endpoint is on this node."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec, self.timeout = spec, min(LOST_SECONDS, spec.timeout)
         self.host, self.port = spec.launch_config.parse_endpoint()
         listener = create_listener(self.host, self.port, spec.launch_config.node_rank)
-        self.rendezvous_host = listener and RendezvousHost(listener, spec.launch_config.nodes, self.timeout)
+        self.rendezvous_host = listener and RendezvousServer(listener, spec.launch_config.nodes, self.timeout)
         self.connection: Connection | None = None
         self.messages: list[dict[str, Any]] = []
         self.joined_nodes: list[str] = []
@@ -245,7 +245,7 @@ class MultiNodeRendezvous:
         return RunResult("failed", 1, self.format_timeout())
 
     def join(self, start: int, port: int) -> None:
-        """Try to connect to the RendezvousHost, which may not have started yet, and send a join request."""
+        """Try to connect to the RendezvousServer, which may not have started yet, and send a join request."""
         try:
             sock = socket.create_connection((self.host, self.port), timeout=2.0)
         except OSError:
@@ -339,7 +339,7 @@ def find_mismatch(requests: list[dict[str, Any]]) -> str | None:
 
 
 def create_listener(host: str, port: int, node_rank: int | None) -> socket.socket | None:
-    """Listening socket if this node runs the RendezvousHost: node rank 0, or the node with the endpoint's address."""
+    """Listening socket if this node runs the RendezvousServer: node rank 0, or the node with the endpoint's address."""
     if node_rank is not None and node_rank > 0:
         return None
     try:
@@ -356,7 +356,7 @@ def create_listener(host: str, port: int, node_rank: int | None) -> socket.socke
         return socket.create_server(("", port), backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE and node_rank is None:
-            return None  # another process of this machine runs the RendezvousHost
+            return None  # another process of this machine runs the RendezvousServer
         raise UserError(f"--rdzv-endpoint {host}:{port}: cannot listen there: {error.strerror}") from error
 
 

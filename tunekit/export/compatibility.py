@@ -7,7 +7,7 @@ from typing import Any
 
 from tunekit.errors import UserError
 from tunekit.export.architecture import DIVISORS
-from tunekit.export.gguf_to_spec import rope_factor_tensors, rope_scaling_factors
+from tunekit.export.gguf_to_spec import make_rope_factor_tensors, rope_scaling_factors
 from tunekit.models.spec import Attention, DecoderSpec, Layer, MoE, Norm, Rope
 
 TOLERANCE = 1e-6  # fields are fp32
@@ -44,7 +44,7 @@ def normalize_spec(value: Any) -> Any:
 
 def normalize_rope(rope: Rope, head_dim: int) -> Rope:
     """Normalize RoPE to frequency divisors and non-interleaved channels."""
-    divisors = rope_factor_tensors(rope, head_dim).get(DIVISORS)
+    divisors = make_rope_factor_tensors(rope, head_dim).get(DIVISORS)
     scaling = rope.scaling if divisors is None else rope_scaling_factors(divisors)
     return replace(rope, scaling=scaling, interleaved=False, dims=rope.dims or head_dim)
 

@@ -16,6 +16,7 @@ from tunekit.checkpoint.safetensors_io import TensorReader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.export.compatibility import check_spec_matches
+from tunekit.export.gguf_plan import GGUFPlan, build_gguf_plan
 from tunekit.export.gguf_reader import GGUFCheckpoint
 from tunekit.export.lazy_merge import LazyMergedCheckpoint
 from tunekit.export.quant_types import (
@@ -26,7 +27,6 @@ from tunekit.export.quant_types import (
     tensor_bytes,
     type_name_of,
 )
-from tunekit.export.tensor_map import TensorMap, build_tensor_map
 from tunekit.export.tokenizer import read_vocabulary
 from tunekit.export.vocabulary import Vocabulary
 from tunekit.publishing.base_model import read_base_model
@@ -64,7 +64,7 @@ def export(
     """Export a model, with its adapter merged, to a GGUF file. Raises UserError before writing if unsupported."""
     model = LazyMergedCheckpoint.with_adapter(source, adapter)
     type_name = type_name_of(source.dtypes[EMBED]) if type_name is None else type_name
-    plan = build_tensor_map(model, parse_quant_type(type_name))
+    plan = build_gguf_plan(model, parse_quant_type(type_name))
     vocabulary, notes = read_vocabulary(tokenizer, plan.spec.vocab, str(source.path))
     write_gguf(out, plan, source_fields(source, name, model is not source) | vocabulary.to_fields())
     file = GGUFCheckpoint.open(out)
@@ -88,7 +88,7 @@ def source_fields(source: HFCheckpoint, name: str, derived: bool) -> dict[str, A
     return fields
 
 
-def write_gguf(out: Path, plan: TensorMap, fields: Mapping[str, Any]) -> None:
+def write_gguf(out: Path, plan: GGUFPlan, fields: Mapping[str, Any]) -> None:
     """Write a file atomically. `fields` are added to those of the plan."""
     if out.is_dir():
         raise UserError(f"{out}: is a directory. Specify a file, such as {out / 'model.gguf'}.")
@@ -104,7 +104,7 @@ def write_gguf(out: Path, plan: TensorMap, fields: Mapping[str, Any]) -> None:
             write_padding(file, alignment)
 
 
-def write_header(file: Path, plan: TensorMap, fields: Mapping[str, Any]) -> int:
+def write_header(file: Path, plan: GGUFPlan, fields: Mapping[str, Any]) -> int:
     """Write everything before the tensor data. Returns the alignment of tensors in bytes."""
     writer = GGUFWriter(file, plan.arch.name)
     for key, value in fields.items():
@@ -124,7 +124,7 @@ def write_padding(file: IO[bytes], alignment: int) -> None:
     file.write(bytes(-file.tell() % alignment))
 
 
-def check_rounding(file: GGUFCheckpoint, plan: TensorMap, vocabulary: Vocabulary) -> dict[str, RoundingError]:
+def check_rounding(file: GGUFCheckpoint, plan: GGUFPlan, vocabulary: Vocabulary) -> dict[str, RoundingError]:
     """Rounding errors by type. Raises UserError if the file is wrong; it is not deleted."""
     check_spec_matches(plan.spec, file.spec, plan.arch.name, str(file.path))
     if Vocabulary.from_fields(file.config) != vocabulary:

@@ -139,7 +139,7 @@ def rope_scaling_factors(divisors: tuple[float, ...]) -> LongRopeScaling:
     return LongRopeScaling(divisors, divisors, 0, 1.0)
 
 
-def rope_factor_tensors(rope: Rope | None, head_dim: int) -> dict[str, tuple[float, ...]]:
+def make_rope_factor_tensors(rope: Rope | None, head_dim: int) -> dict[str, tuple[float, ...]]:
     """Tensors of frequency divisors (dims / 2,): one for Llama 3.1, two for LongRoPE."""
     match rope and rope.scaling:
         case Llama3Scaling():

@@ -23,7 +23,7 @@ def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class LinearWeight(InitMixin):
+class LinearBase(InitMixin):
     """Weight (out, in) of a layer, or (E, out, in) of experts, and its bias. Both may be local shards."""
 
     weight: Tensor
@@ -56,7 +56,7 @@ class LinearWeight(InitMixin):
             nn.init.zeros_(self.bias)
 
 
-class Linear(nn.Linear, LinearWeight):
+class Linear(nn.Linear, LinearBase):
     """Linear layer that casts its weight to the dtype of the input: master weights may be fp32 and matmuls bf16.
 
     Quantization overrides the methods that read the weight; an adapter sets `update`. Parameter names stay the same.
@@ -98,7 +98,7 @@ class Linear(nn.Linear, LinearWeight):
         return self.matmul(input) if self.update is None else self.update((self,), input)[0]
 
 
-class GroupedLinear(LinearWeight):
+class GroupedLinear(LinearBase):
     """Linear layers of all experts in one weight, with the same extension points as Linear."""
 
     update: "Callable[[Sequence[GroupedLinear], Tensor, Tensor], tuple[Tensor, ...]] | None" = None

@@ -115,7 +115,7 @@ class MuonConfig:
 
     kind: ClassVar[str] = "muon"
     lr: float = 2e-4
-    momentum: float = 0.95
+    momentum: float = 0.95  # Momentum of the gradients of matrices
     weight_decay: float = 0.0  # Decoupled weight decay; not applied to norms and biases
     betas: tuple[float, ...] = (0.9, 0.95)  # AdamW betas for the other weights
     eps: float = 1e-8  # AdamW epsilon for the other weights
@@ -140,7 +140,7 @@ class SGDConfig:
 
     kind: ClassVar[str] = "sgd"
     lr: float = 1e-2
-    momentum: float = 0.0
+    momentum: float = 0.0  # Momentum of the gradients
     weight_decay: float = 0.0  # Decoupled weight decay; not applied to norms and biases
 
     def __post_init__(self) -> None:

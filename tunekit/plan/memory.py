@@ -125,10 +125,12 @@ class RankMemoryModel:
             root, layers, pass_bytes = model.get_memory(self.sizes, probe_step(self.task, self.sizes))
             weights += sum(self.shard_bytes(weight, weight.bytes) for unit in (root, *layers) for weight in unit)
             sizes = sorted(sum(weight.bytes for weight in unit) for unit in layers)
-            root_bytes = sum(weight.bytes for weight in root) if self.flows else 0
-            gathered = max(gathered, root_bytes + (sum(sizes[-2:]) if self.flows else 0))
+            root_bytes = sum(weight.bytes for weight in root) if self.has_collectives else 0
+            gathered = max(gathered, root_bytes + (sum(sizes[-2:]) if self.has_collectives else 0))
             gathered_root += root_bytes * model.encloses_student
-            all_gathered += sum(weight.bytes for unit in (root, *layers) for weight in unit) if self.flows else 0
+            all_gathered += (
+                sum(weight.bytes for unit in (root, *layers) for weight in unit) if self.has_collectives else 0
+            )
             peak = max(peak, pass_bytes + (0 if model.encloses_student else self.chunk))
         return AuxiliaryMemory(weights, gathered, gathered_root, peak, all_gathered)
 
@@ -139,18 +141,18 @@ class RankMemoryModel:
         return min(CHUNK_BYTES[self.task.device], logits_bytes // self.sizes.tp)
 
     @property
-    def flows(self) -> bool:
+    def has_collectives(self) -> bool:
         """Whether weights are gathered and gradients are reduced."""
         return self.sizes.grad_avg_size > 1
 
     @property
     def is_cpu_offloaded(self) -> bool:
         """Whether weight shards are offloaded to the host."""
-        return self.flows and self.task.parallel.cpu_offload
+        return self.has_collectives and self.task.parallel.cpu_offload
 
     def gathered(self, kind: int | None) -> int:
         """Bytes of the gathered weights of a kind of layer; None: of the root."""
-        return self.full_weight_bytes[kind] if self.flows else 0
+        return self.full_weight_bytes[kind] if self.has_collectives else 0
 
     @cached_property
     def full_weight_bytes(self) -> dict[int | None, int]:
@@ -175,7 +177,7 @@ class RankMemoryModel:
 
     def gathered_layers(self, i: int, direction: int) -> int:
         """Bytes of the gathered weights of layer i, of prefetched layers, and of earlier ones that stay gathered."""
-        if not self.flows:
+        if not self.has_collectives:
             return 0
         num_prefetched = max(1, self.task.parallel.prefetch_layers)
         first, last = (i, i + num_prefetched) if direction > 0 else (i - num_prefetched, i)
@@ -267,7 +269,7 @@ class StepSimulation:
             self.record("forward", "the auxiliary model", "other", model.auxiliary.peak, model.auxiliary.gathered)
         self.run_micro_batch(profile.first, first=True)
         if task.num_micro_batches(model.sizes) > 1:
-            self.run_micro_batch(profile.first if model.flows else profile.later, first=False)
+            self.run_micro_batch(profile.first if model.has_collectives else profile.later, first=False)
         self.record("step", "step of the optimizer", "other", 0 if model.is_cpu_offloaded else model.step.update.peak)
         self.current["gradients"] = 0
         # Each layer is written, read back and compared.
@@ -299,7 +301,7 @@ class StepSimulation:
     def run_backward(self, step: LayerPass, first: bool) -> None:
         """Run the backward pass, from the loss to the embedding."""
         model, kinds, root = self.model, self.model.step.kinds, self.model.gathered(None)
-        remaining = model.before[-1] if model.flows and not model.task.parallel.reshard_after_forward else 0
+        remaining = model.before[-1] if model.has_collectives and not model.task.parallel.reshard_after_forward else 0
         self.record("forward", "loss", "logits", step.head.peak + self.extra_logits(), root + remaining)
         self.add("logits", step.head.retained)
         self.record("backward", "loss", "logits", step.head_back.peak, root + remaining)
@@ -312,7 +314,7 @@ class StepSimulation:
             if model.task.memory.activation_offloading and i >= OFFLOAD_WINDOW:  # copied back from the host
                 self.add("activations", step.layers[kinds[i - OFFLOAD_WINDOW]].retained)
             self.add_gradients(layer, kind, first)
-            reducing = model.reduced_gradient_bytes(kind) if model.flows else 0
+            reducing = model.reduced_gradient_bytes(kind) if model.has_collectives else 0
         self.record("backward", "embedding", "other", step.before_back.peak, root + reducing)
         self.current["activations"] = self.current["logits"] = 0
         if first:
@@ -322,9 +324,9 @@ class StepSimulation:
         """Update activations and gradients after the backward pass of a layer."""
         model = self.model
         full_gradients = 0 if model.task.memory.optimizer_in_bwd else model.full_gradient_bytes(kind)
-        self.add("activations", interval.retained - (full_gradients if first or model.flows else 0))
+        self.add("activations", interval.retained - (full_gradients if first or model.has_collectives else 0))
         if first:
-            is_delayed = model.delays_reduction and model.flows
+            is_delayed = model.delays_reduction and model.has_collectives
             local_gradients = model.device_gradient_bytes(model.step.layers[kind])
             self.add("gradients", full_gradients if is_delayed else local_gradients)
 

@@ -36,7 +36,7 @@ COMPONENT_LABELS = {
 def format_report(plan: Estimate, changes: Sequence[Suggestion]) -> str:
     """Format the full report."""
     parts = [format_header(plan), format_memory(plan), format_verdict(plan, changes)]
-    parts += [format_traffic(plan)] if plan.step_time.flows else []
+    parts += [format_traffic(plan)] if plan.step_time.comm_volumes else []
     parts += [format_time(plan), "\n".join(plan.task.omissions)]
     return "\n\n".join(part for part in parts if part)
 
@@ -121,7 +121,7 @@ def largest_component(estimate: MemoryEstimate) -> str:
 def format_traffic(plan: Estimate) -> str:
     """Format the table of communication volumes."""
     rows = [["sent by each rank in a step", "GiB", "ranks", "GB/s", "seconds"]]
-    for flow in plan.step_time.flows:
+    for flow in plan.step_time.comm_volumes:
         speed = plan.machine.bandwidth(flow.ranks, flow.stride)
         known = [] if speed == float("inf") else [f"{speed / 1e9:.0f}", f"{flow.bytes / speed:.2f}"]
         rows.append([f"{flow.kind}: {flow.tensors}", format_gib(flow.bytes), str(flow.ranks), *(known or ["", ""])])
@@ -241,7 +241,9 @@ def report_json(plan: Estimate, changes: Sequence[Suggestion], result: SearchRes
         "host": plan.memory.host,
         "fits": plan.fits,
         "changes": [{"words": c.words, "does": c.does, "saves": c.saves} for c in changes],
-        "traffic": [{"kind": f.kind, "what": f.tensors, "bytes": f.bytes, "ranks": f.ranks} for f in step_time.flows],
+        "traffic": [
+            {"kind": f.kind, "what": f.tensors, "bytes": f.bytes, "ranks": f.ranks} for f in step_time.comm_volumes
+        ],
         "tokens": plan.tokens,
         "steps": None if plan.step_count is None else plan.step_count.steps,
         "flops": step_time.flops,

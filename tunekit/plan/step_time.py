@@ -41,7 +41,7 @@ class StepTime:
     """FLOPs, communication volumes and seconds of one step on a rank. Seconds are None if the speed is unknown."""
 
     flops: float
-    flows: tuple[CommVolume, ...]
+    comm_volumes: tuple[CommVolume, ...]
     compute: float | None
     hidden: float = 0.0  # seconds of communication that overlaps with computation
     exposed_comm: float = 0.0  # seconds of communication that does not overlap
@@ -62,10 +62,10 @@ class StepTime:
 def estimate_step_time(memory_model: RankMemoryModel, net: Decoder, machine: ClusterSpec) -> StepTime:
     """Estimate the time of one step. `net` is the model of a rank on the meta device."""
     flops = count_flops(memory_model, net)
-    flows = tuple(flow for flow in list_comm_volumes(memory_model) if flow.bytes and flow.ranks > 1)
+    comm_volumes = tuple(flow for flow in list_comm_volumes(memory_model) if flow.bytes and flow.ranks > 1)
     if machine.kind is None:
-        return StepTime(flops, flows, None)
-    times = {flow: flow.bytes / machine.bandwidth(flow.ranks, flow.stride) for flow in flows}
+        return StepTime(flops, comm_volumes, None)
+    times = {flow: flow.bytes / machine.bandwidth(flow.ranks, flow.stride) for flow in comm_volumes}
     hidden = sum(time for flow, time in times.items() if flow.hidden)
     exposed_comm = sum(time for flow, time in times.items() if not flow.hidden)
     compute = flops / (machine.kind.rate(memory_model.task.precision.compute_dtype) * 1e12 * machine.mfu)
@@ -73,7 +73,7 @@ def estimate_step_time(memory_model: RankMemoryModel, net: Decoder, machine: Clu
     done = operations(memory_model)
     launch = LAUNCH_SECONDS * done.launches + CALL_SECONDS * done.calls
     optimizer = optimizer_seconds(memory_model, machine.kind.memory)
-    return StepTime(flops, flows, compute, hidden, exposed_comm, host_transfer, optimizer, done.launches, launch)
+    return StepTime(flops, comm_volumes, compute, hidden, exposed_comm, host_transfer, optimizer, done.launches, launch)
 
 
 def operations(memory_model: RankMemoryModel) -> Operations:

@@ -95,11 +95,13 @@ class TrainConfig:
     adapter: NoAdapter | LoRAConfig | DoRAConfig = (
         NoAdapter()
     )  # Trained weights: all of them (`none`), or LoRA or DoRA adapters
-    optimizer: AdamWConfig | AdamW8bitConfig | MuonConfig | SGDConfig = AdamWConfig()
+    optimizer: AdamWConfig | AdamW8bitConfig | MuonConfig | SGDConfig = AdamWConfig()  # Optimizer
     # Learning rate schedule
     lr_scheduler: CosineLRConfig | LinearLRConfig | ConstantLRConfig | WSDConfig = CosineLRConfig()
-    precision: PrecisionConfig = PrecisionConfig()
-    memory: MemoryConfig = MemoryConfig()
+    precision: PrecisionConfig = PrecisionConfig()  # dtypes of weights and computation
+    memory: MemoryConfig = (
+        MemoryConfig()
+    )  # Activation checkpointing and offloading, optimizer step in the backward pass
     parallel: ParallelConfig = ParallelConfig()  # How several devices share the model and the data
     step_guard: StepGuardConfig = StepGuardConfig()  # Detect NaN, Inf and loss spikes
     forgetting: ForgettingConfig | None = None  # Stop when the loss on a held-out task rises (catastrophic forgetting)

@@ -65,8 +65,8 @@ def llama_logits(path: Path, rows: list[list[int]]) -> Tensor:
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_logits_equal_tunekit(name: str, tmp_path: Path) -> None:
     directory, out = make_checkpoint(tmp_path / "model", SUPPORTED[name]), tmp_path / "model.gguf"
-    tensor_map, _ = export_checkpoint(directory, out)
-    rows = random_tokens(length=min(40, tensor_map.spec.context)).tolist()
+    gguf_plan, _ = export_checkpoint(directory, out)
+    rows = random_tokens(length=min(40, gguf_plan.spec.context)).tolist()
     expected = layerwise_forward.checkpoint_logits(HFCheckpoint.open(directory), FrozenModel(), rows, FP32, CPU)
     largest, mean, top1, _ = verify.logit_diffs([expected], llama_logits(out, rows))[0]
     assert mean < (1e-3 if name in GELU else 1e-5) and largest < (0.1 if name in GELU else 1e-3) and top1 == 1.0

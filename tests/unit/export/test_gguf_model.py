@@ -33,10 +33,10 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.export.architecture import ARCHITECTURES, FUSED, MODULES
 from tunekit.export.gguf_export import export, source_fields
+from tunekit.export.gguf_plan import build_gguf_plan
 from tunekit.export.lazy_merge import LazyMergedCheckpoint
 from tunekit.export.pretokenizer import QWEN2
 from tunekit.export.quant_types import QUANT_TYPES, parse_quant_type
-from tunekit.export.tensor_map import build_tensor_map
 from tunekit.models.weight_map import as_tuple
 
 CPU = torch.device("cpu")
@@ -56,8 +56,8 @@ WIDE = LLAMA | {"hidden_size": 256, "intermediate_size": 512, "num_attention_hea
 def test_exported_file_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
     """A model built from the file gives the logits of transformers for the checkpoint."""
     directory = make_checkpoint(tmp_path / "model", SUPPORTED[name])
-    tensor_map, gguf_file = export_checkpoint(directory, tmp_path / "model.gguf")
-    rows = random_tokens(length=min(23, tensor_map.spec.context))
+    gguf_plan, gguf_file = export_checkpoint(directory, tmp_path / "model.gguf")
+    rows = random_tokens(length=min(23, gguf_plan.spec.context))
     with torch.no_grad():
         expected = load_transformers_model(directory)(rows).logits.flatten(0, 1)
     assert (
@@ -111,21 +111,21 @@ def has_architecture(name: str) -> bool:
 def test_unsupported_model_of_a_known_architecture_is_rejected(name: str, tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, SHAPES[name])
     with pytest.raises(UserError) as error:
-        build_tensor_map(HFCheckpoint.open(directory), parse_quant_type("f32"))
+        build_gguf_plan(HFCheckpoint.open(directory), parse_quant_type("f32"))
     assert UNSUPPORTED[name] in str(error.value)
 
 
 def test_unknown_architecture_is_rejected_with_the_known_ones(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path, SHAPES["gpt-oss"])
     with pytest.raises(UserError, match=r"gpt_oss.*llama.*gemma2"):
-        build_tensor_map(HFCheckpoint.open(directory), parse_quant_type("f32"))
+        build_gguf_plan(HFCheckpoint.open(directory), parse_quant_type("f32"))
 
 
 def test_context_is_limited_to_an_unsupported_sliding_window(tmp_path: Path) -> None:
-    tensor_map, gguf_file = export_checkpoint(
+    gguf_plan, gguf_file = export_checkpoint(
         make_checkpoint(tmp_path / "model", SHAPES["mistral"]), tmp_path / "model.gguf"
     )
-    assert len(tensor_map.notes) == 1 and all(text in tensor_map.notes[0] for text in ("llama", " 5 ", "64"))
+    assert len(gguf_plan.notes) == 1 and all(text in gguf_plan.notes[0] for text in ("llama", " 5 ", "64"))
     assert gguf_file.config["llama.context_length"] == 5
 
 
@@ -200,11 +200,11 @@ def test_adapter_is_merged_during_export(name: str, adapter: LoRAConfig, tmp_pat
     merge.merge_adapter(source, adapter_dir, merged_dir, quiet=True)
     expected = dict(
         (tensor_entry.name, tensor)
-        for tensor_entry, tensor in build_tensor_map(HFCheckpoint.open(merged_dir), parse_quant_type("f32")).tensors()
+        for tensor_entry, tensor in build_gguf_plan(HFCheckpoint.open(merged_dir), parse_quant_type("f32")).tensors()
     )
     actual = dict(
         (tensor_entry.name, tensor)
-        for tensor_entry, tensor in build_tensor_map(
+        for tensor_entry, tensor in build_gguf_plan(
             LazyMergedCheckpoint.with_adapter(source, replace(adapter, adapter_path=str(adapter_dir))),
             parse_quant_type("f32"),
         ).tensors()

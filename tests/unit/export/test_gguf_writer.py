@@ -22,11 +22,11 @@ from pathlib import Path
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.export.gguf_export import check_rounding
 from tunekit.export.quant_types import parse_quant_type
-from tunekit.export.tensor_map import build_tensor_map
+from tunekit.export.gguf_plan import build_gguf_plan
 from tunekit.export.gguf_reader import GGUFCheckpoint
 from tunekit.export.vocabulary import Vocabulary
 from tunekit.export.gguf_export import write_gguf
-plan = build_tensor_map(HFCheckpoint.open(Path(sys.argv[1])), parse_quant_type(sys.argv[2]))
+plan = build_gguf_plan(HFCheckpoint.open(Path(sys.argv[1])), parse_quant_type(sys.argv[2]))
 vocabulary = Vocabulary("gpt2", ["a"], [1], ["a a"])
 def anonymous_kib():  # without pages of memory-mapped files
     return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])

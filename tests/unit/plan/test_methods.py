@@ -189,7 +189,7 @@ def test_extra_forward_passes_take_time(tmp_path: Path) -> None:
 
 def test_weights_of_a_reference_copy_are_gathered(tmp_path: Path) -> None:
     plan = plan_config(make_config(tmp_path, "dpo")[1], 2)
-    sent = {flow.tensors: flow.bytes for flow in plan.step_time.flows}
+    sent = {flow.tensors: flow.bytes for flow in plan.step_time.comm_volumes}
     assert sent["weights of the other model"] == pytest.approx(sent["weights, forward"] / 2, rel=0.01)  # in 16 bits
 
 

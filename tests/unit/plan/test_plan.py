@@ -133,7 +133,7 @@ def test_communication_volume_matches_theory() -> None:
     workload = llama_workload("llama3_1_8b", global_batch_size=8)
     plan = estimate.estimate(workload, H100)
     weights = 8_030_261_248 * 4
-    sent = {flow.tensors: flow.bytes for flow in plan.step_time.flows}
+    sent = {flow.tensors: flow.bytes for flow in plan.step_time.comm_volumes}
     assert sent["weights, forward"] == pytest.approx(weights * 7 / 8, rel=1e-3)
     assert sent["gradients"] == pytest.approx(weights * 7 / 8, rel=1e-3)
     root = 2 * 128256 * 4096 * 4
@@ -168,7 +168,7 @@ def test_replicas_all_reduce_over_nodes() -> None:
     plan = estimate.estimate(
         llama_workload("llama3_1_8b", parallel=ParallelConfig(dp_replicate=2)), replace(H100, devices=16, hosts=2)
     )
-    (flow,) = (flow for flow in plan.step_time.flows if flow.kind == "all-reduce")
+    (flow,) = (flow for flow in plan.step_time.comm_volumes if flow.kind == "all-reduce")
     assert flow.ranks == 2 and flow.stride == 8
     assert plan.machine.bandwidth(flow.ranks, flow.stride) == KINDS["h100"].far * 1e9
 

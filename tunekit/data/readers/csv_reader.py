@@ -78,6 +78,9 @@ class CsvFile(RowFile):
             where, names = f"{self.file.name}:{record.line}", record.values
             if isinstance(names, str):
                 raise UserError(f"{where}: malformed CSV: {names}")
+            if len(names) == 1 and (delimiter := next((c for c in ";\t|" if c in names[0]), None)):
+                problem = f"the header has one column {names[0][:60]!r}, which contains {delimiter!r}"
+                raise UserError(f"{where}: {problem}. Use commas as delimiters.")
             if duplicates := [name for name in names if names.count(name) > 1]:
                 raise UserError(f"{where}: duplicate column {duplicates[0]!r} in the header")
             return names

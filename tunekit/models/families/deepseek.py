@@ -14,7 +14,7 @@ from tunekit.models.families.base import (
     with_default_config,
     yarn_mscale,
 )
-from tunekit.models.families.moe import EXPERTS, HUB, OURS, ROUTER, moe_spec
+from tunekit.models.families.moe_base import EXPERTS, HUB, OURS, ROUTER, moe_spec
 from tunekit.models.spec import DecoderSpec, LatentAttention, Layer, MoE
 from tunekit.models.weight_map import KeyRule
 

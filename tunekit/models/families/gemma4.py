@@ -20,7 +20,7 @@ from tunekit.models.families.base import (
     text_model_table,
     with_default_config,
 )
-from tunekit.models.families.moe import moe_spec, stacked_expert_table
+from tunekit.models.families.moe_base import moe_spec, stacked_expert_table
 from tunekit.models.spec import Attention, DecoderSpec, DenseMoE, Layer, LinearScaling, Norm, PerLayerInput, Rope
 from tunekit.models.weight_map import HubOnly, KeyRule, with_prefix
 

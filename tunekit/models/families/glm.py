@@ -13,7 +13,7 @@ from tunekit.models.families.base import (
     with_default_config,
 )
 from tunekit.models.families.deepseek import SHARED, sigmoid_moe
-from tunekit.models.families.moe import EXPERTS, ROUTER
+from tunekit.models.families.moe_base import EXPERTS, ROUTER
 from tunekit.models.spec import DecoderSpec, Layer, Norm
 from tunekit.models.weight_map import KeyRule
 

@@ -12,7 +12,7 @@ from tunekit.models.families.base import (
     rope_scaling_config,
     with_default_config,
 )
-from tunekit.models.families.moe import HUB, OURS, moe_spec, stacked_expert_table
+from tunekit.models.families.moe_base import HUB, OURS, moe_spec, stacked_expert_table
 from tunekit.models.spec import DecoderSpec, Layer, Norm
 from tunekit.models.weight_map import Fused, KeyRule
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tunekit.models.families.base import LLAMA, Config, attention_spec, decoder_spec, mlp_spec, with_default_config
-from tunekit.models.families.moe import OURS, moe_spec, stacked_expert_table
+from tunekit.models.families.moe_base import OURS, moe_spec, stacked_expert_table
 from tunekit.models.spec import DecoderSpec, Layer
 from tunekit.models.weight_map import Fused, KeyRule
 

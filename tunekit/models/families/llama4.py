@@ -16,7 +16,7 @@ from tunekit.models.families.base import (
     text_model_table,
     with_default_config,
 )
-from tunekit.models.families.moe import OURS, moe_spec, stacked_expert_table
+from tunekit.models.families.moe_base import OURS, moe_spec, stacked_expert_table
 from tunekit.models.spec import AttnTemperatureTuning, DecoderSpec, Layer, Norm
 from tunekit.models.weight_map import KeyRule, with_prefix
 

@@ -14,7 +14,7 @@ from tunekit.models.families.base import (
     text_model_table,
     with_default_config,
 )
-from tunekit.models.families.moe import EXPERTS, OURS, ROUTER, expert_table, moe_spec
+from tunekit.models.families.moe_base import EXPERTS, OURS, ROUTER, expert_table, moe_spec
 from tunekit.models.spec import AttnTemperatureTuning, DecoderSpec, Layer
 from tunekit.models.weight_map import KeyRule
 

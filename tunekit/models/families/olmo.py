@@ -15,7 +15,7 @@ from tunekit.models.families.base import (
     rope_for_layer_type,
     with_default_config,
 )
-from tunekit.models.families.moe import EXPERTS, ROUTER, moe_spec
+from tunekit.models.families.moe_base import EXPERTS, ROUTER, moe_spec
 from tunekit.models.spec import Attention, DecoderSpec, Layer, Norm
 from tunekit.models.weight_map import KeyRule
 

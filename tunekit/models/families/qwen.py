@@ -16,7 +16,7 @@ from tunekit.models.families.base import (
     text_model_table,
     with_default_config,
 )
-from tunekit.models.families.moe import EXPERTS, HUB, OURS, ROUTER, moe_spec
+from tunekit.models.families.moe_base import EXPERTS, HUB, OURS, ROUTER, moe_spec
 from tunekit.models.spec import MLP, DecoderSpec, Layer, MoE, Norm
 from tunekit.models.weight_map import KeyRule
 

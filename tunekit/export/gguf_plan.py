@@ -13,7 +13,7 @@ from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint
 from tunekit.checkpoint.load_model import check_tensors, check_tied_head
 from tunekit.export.architecture import Architecture, get_architecture
 from tunekit.export.compatibility import check_spec_matches
-from tunekit.export.gguf_to_spec import GGUFSpec, RopeFactors, rope_factor_tensors
+from tunekit.export.gguf_to_spec import GGUFSpec, RopeFactors, make_rope_factor_tensors
 from tunekit.export.metadata import attention_fields, model_fields
 from tunekit.export.quant_types import QuantType, fallback_type, tensor_bytes
 from tunekit.models.decoder import TIED, Decoder
@@ -46,7 +46,7 @@ class GGUFEntry:
 
 
 @dataclass(frozen=True)
-class TensorMap:
+class GGUFPlan:
     """Contents of a GGUF file except for its tokenizer."""
 
     source: HFCheckpoint
@@ -87,7 +87,7 @@ class TensorMap:
                     yield from zip(mapping.ours, loaded, strict=True)
 
 
-def build_tensor_map(source: HFCheckpoint, quant_type: QuantType) -> TensorMap:
+def build_gguf_plan(source: HFCheckpoint, quant_type: QuantType) -> GGUFPlan:
     """Plan the export of a checkpoint. Raises UserError if llama.cpp would compute a different model."""
     where = str(source.path)
     arch = get_architecture(source.config, where)
@@ -99,13 +99,13 @@ def build_tensor_map(source: HFCheckpoint, quant_type: QuantType) -> TensorMap:
     names = [name for name in names if not (name == TIED and spec.tie_word_embeddings)]
     mixers = map(attention_fields, reversed(spec.layers))
     last_rope = next((mixer for mixer in mixers if mixer.rope is not None), None)
-    rope_factors = {} if last_rope is None else rope_factor_tensors(last_rope.rope, last_rope.head_dim)
+    rope_factors = {} if last_rope is None else make_rope_factor_tensors(last_rope.rope, last_rope.head_dim)
     check_spec_matches(spec, GGUFSpec(model_fields(spec, arch), arch, names, rope_factors).spec(), arch.name, where)
     entries = [GGUFEntry((name,), name, (len(values),), Kind.F32) for name, values in rope_factors.items()]
     entries += [build_entry(match, model, arch, quant_type) for match in complete_matches(names, arch)]
     if any(not mapping.ours for mapping in source.all_key_mappings):
         notes = (*notes, "only the text model is exported, without vision and multi-token prediction modules")
-    return TensorMap(source, arch, spec, quant_type, tuple(entries), model.shapes, rope_factors, notes)
+    return GGUFPlan(source, arch, spec, quant_type, tuple(entries), model.shapes, rope_factors, notes)
 
 
 def limit_context(spec: DecoderSpec, arch: Architecture) -> tuple[DecoderSpec, tuple[str, ...]]:

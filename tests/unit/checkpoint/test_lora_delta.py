@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.random_checkpoints import relative_error
-from tunekit.checkpoint.lora_weights import LoRADelta, LoRATarget
+from tunekit.checkpoint.lora_delta import LoRADelta, LoRATarget
 from tunekit.models.weight_map import Fused, Identity, Stack, Transposed
 
 OUT = (6, 2, 4)
