@@ -40,14 +40,18 @@ from tunekit.env_info import describe_hardware
 METHODS = ("lora", "qlora", "full")
 
 
-def tunekit(setup: RunSetup, task: Work, folder: Path, overrides: tuple[str, ...] = ()) -> tuple[dict, int]:
-    """One `tune run sft` with `overrides`."""
+def sft_config(setup: RunSetup, task: Work, folder: Path) -> dict:
+    """Config of tunekit's recipe sft."""
     source, length = str(folder / "texts.jsonl"), task.length
     data = {"kind": "text", "source": source, "max_length": length, "packing": True, "shuffle": False}
-    lora = {"kind": "lora", "rank": task.rank, "alpha": task.alpha, "start": str(setup.folder / "adapter")}
-    adapter = "full" if task.method == "full" else lora
-    sft = tunekit_config(setup, task, recipe="sft", data=data, adapter=adapter)
-    return run_tunekit(setup, sft, folder, overrides)
+    lora = {"kind": "lora", "rank": task.rank, "alpha": task.alpha, "adapter_path": str(setup.folder / "adapter")}
+    adapter = "none" if task.method == "full" else lora
+    return tunekit_config(setup, task, recipe="sft", data=data, adapter=adapter)
+
+
+def tunekit(setup: RunSetup, task: Work, folder: Path, overrides: tuple[str, ...] = ()) -> tuple[dict, int]:
+    """One `tune run sft` with `overrides`."""
+    return run_tunekit(setup, sft_config(setup, task, folder), folder, overrides)
 
 
 def turn(setup: RunSetup, task: Work, results: ContestantResult, folder: Path, drop: int) -> None:

@@ -55,15 +55,15 @@ BENCHMARKS = Path(__file__).parent
 MODEL = "tunekit/smollm2_135m"
 CONFIGS: dict[str, dict[str, Any]] = {
     "full": {},
-    "full, 2 passes a step": {"batch": 4},
+    "full, 2 micro-batches": {"global_batch_size": 4},
     "full, recompute": {"memory": MemoryConfig(activation_checkpointing="full")},
     "full, selective recompute": {"memory": MemoryConfig(activation_checkpointing="selective")},
     "full, 8-bit AdamW": {"optimizer": AdamW8bitConfig()},
     "full, bf16 weights": {"precision": PrecisionConfig("bf16", master_dtype="bf16")},
-    "full, step in backward": {"memory": MemoryConfig(optimizer_in_bwd=True), "clip": 0.0},
+    "full, step in backward": {"memory": MemoryConfig(optimizer_in_bwd=True), "max_grad_norm": 0.0},
     "full, Muon": {"optimizer": MuonConfig()},
     "lora": {"adapter": LoRAConfig()},
-    "lora, nf4": {"adapter": LoRAConfig(), "weights": NF4Config()},
+    "lora, nf4": {"adapter": LoRAConfig(), "quantization": NF4Config()},
     "2 ranks": {"parallel": ParallelConfig()},
     "2 ranks, bf16 travels": {"parallel": ParallelConfig(all_gather_dtype="compute")},
     "2 ranks, 2 copies": {"parallel": ParallelConfig(dp_replicate=2)},

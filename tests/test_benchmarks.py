@@ -1,10 +1,14 @@
 """Benchmarks can be imported and print their help. They run by hand, so broken imports would go unnoticed."""
 
+import json
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+
+from tunekit.config.load import load_config
+from tunekit.recipes.sft import SFTConfig
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 GPU_SCRIPTS = Path(__file__).parents[1] / "scripts/gpu"
@@ -21,6 +25,24 @@ def test_help_is_printed(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     with pytest.raises(SystemExit, match="0"):
         runpy.run_path(str(BENCHMARKS / f"{name}.py"), run_name="__main__")
     assert "usage:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_compared_configs_are_valid(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    compare = runpy.run_path(str(BENCHMARKS / "compare.py"))
+    setup, task = compare["RunSetup"](tmp_path, (), {}), compare["Work"](method)
+    config = compare["sft_config"](setup, task, tmp_path) | {"output_dir": str(tmp_path / "out")}
+    (tmp_path / "sft.yaml").write_text(json.dumps(config))
+    assert load_config(SFTConfig, tmp_path / "sft.yaml").max_steps == task.steps
+
+
+def test_planned_configs_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    plan = runpy.run_path(str(BENCHMARKS / "plan.py"))
+    tasks = [plan["make_task"](name, 1) for name in plan["CONFIGS"]]
+    assert {task.global_batch_size for task in tasks} == {2, 4}
 
 
 def test_the_speed_call_names_sections_of_the_gpu_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
