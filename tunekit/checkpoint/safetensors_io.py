@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from mmap import ACCESS_COPY, MADV_DONTNEED, PAGESIZE, mmap
 from pathlib import Path
@@ -51,6 +52,7 @@ PICKLE_ERRORS = (pickle.UnpicklingError, zipfile.BadZipFile, struct.error, Asser
 PICKLE_ERRORS += (ArithmeticError, EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 CHUNK = 2**24  # bytes per read of a thread
 HEADER_LENGTH = struct.Struct("<Q")
+MAX_NAME_LENGTH = 1000  # characters of a tensor name
 FORMAT = {"format": "pt"}  # required by transformers
 Entries = Mapping[str, tuple[Shape, torch.dtype]]
 
@@ -197,6 +199,8 @@ class TensorReader:
 
 def read_header(file: Path) -> dict[str, TensorMeta]:
     """Metadata of all tensors of a safetensors file, whose header and length the library validates first."""
+    if not file.is_file():  # a FIFO would block
+        raise UserError(f"{file}: not a regular file")
     try:
         with safe_open(file, framework="pt") as checked:
             checked.keys()
@@ -204,6 +208,8 @@ def read_header(file: Path) -> dict[str, TensorMeta]:
         raise UserError(f"{file}: corrupt or truncated file ({error}). Download it again.") from error
     size, entries = read_raw_header(file)
     begin = HEADER_LENGTH.size + size
+    if invalid := next((name for name in entries if not name.isprintable() or len(name) > MAX_NAME_LENGTH), None):
+        raise UserError(f"{file}: invalid tensor name {invalid[:80]!r}")
     return {
         name: TensorSlice(file, tuple(e["shape"]), parse_dtype(file, name, e["dtype"]), begin + e["data_offsets"][0])
         for name, e in entries.items()
@@ -215,7 +221,17 @@ def read_raw_header(file: Path) -> tuple[int, dict[str, Any]]:
     """Length and JSON of a header that was validated before."""
     with file.open("rb") as stream:
         (size,) = HEADER_LENGTH.unpack(stream.read(HEADER_LENGTH.size))
-        return size, json.loads(stream.read(size))
+        return size, json.loads(stream.read(size), object_pairs_hook=partial(unique_entries, file))
+
+
+def unique_entries(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises UserError for a repeated name, of which the library takes the last."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{file}: tensor {repeated!r} is in the header twice")
+    return entries
 
 
 def parse_dtype(file: Path, key: str, kind: str) -> torch.dtype:

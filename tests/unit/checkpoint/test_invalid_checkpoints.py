@@ -1,6 +1,7 @@
 """Damaged, incomplete or unknown checkpoint directories give a one-line error that names file and tensor."""
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +132,36 @@ def test_damaged_weights_are_rejected(damage: Callable[[bytes], bytes], director
     file = directory / WEIGHTS
     file.write_bytes(damage(file.read_bytes()))
     assert_rejected(f"{file}: ", directory)
+
+
+def repeat_first_tensor(data: bytes) -> bytes:
+    """A file whose header has its first tensor twice."""
+    (size,) = struct.unpack("<Q", data[:8])
+    entries = json.loads(data[8 : 8 + size])
+    name = next(key for key in entries if key != "__metadata__")
+    header = json.dumps({name: entries[name]})[:-1].encode() + b"," + data[9 : 8 + size].lstrip()
+    return with_header_length(len(header), header + data[8 + size :])
+
+
+def test_repeated_tensor_is_rejected(directory: Path) -> None:
+    file = directory / WEIGHTS
+    file.write_bytes(repeat_first_tensor(file.read_bytes()))
+    assert_rejected("is in the header twice", directory)
+
+
+@pytest.mark.parametrize("name", ["a\nerror: forged line", "a\x1b[31m", "a\u202eb", "x" * 10**6])
+def test_unprintable_tensor_name_is_rejected(name: str, directory: Path) -> None:
+    edit_weights(directory, lambda tensors: tensors.update({name: torch.ones(1)}))
+    with pytest.raises(UserError, match="invalid tensor name") as error:
+        load_model(directory)
+    assert len(str(error.value)) < 1000 and "\n" not in str(error.value) and "\x1b" not in str(error.value)
+
+
+def test_fifo_is_rejected(directory: Path) -> None:
+    (directory / WEIGHTS).unlink()
+    os.mkfifo(directory / WEIGHTS)
+    with pytest.raises(UserError):
+        load_model(directory)
 
 
 def test_damaged_shard_is_named(shards: Path) -> None:

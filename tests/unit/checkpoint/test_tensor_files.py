@@ -26,8 +26,12 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> 
     return data.view(dtype).view(shape)
 
 
+def is_valid_name(name: str) -> bool:
+    return name != "__metadata__" and name.isprintable()
+
+
 tensors = st.dictionaries(
-    st.text(st.characters(codec="utf-8"), min_size=1, max_size=8).filter(lambda name: name != "__metadata__"),
+    st.text(st.characters(codec="utf-8"), min_size=1, max_size=8).filter(is_valid_name),
     st.tuples(st.lists(st.integers(0, 3), max_size=3).map(tuple), st.sampled_from(list(DTYPES.values()))),
     max_size=6,
 )
