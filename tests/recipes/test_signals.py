@@ -12,7 +12,8 @@ RUN = ("run", "sft", "sft.yaml")
 LONG = (*RUN, "max_steps=60", "save_every=100", "eval_every=100")
 # Slow steps, so that a signal after the first one arrives before the last.
 SLOW_STEPS = """
-import time
+import signal, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 from tunekit.loggers.metric_logger import MetricLogger
 step = MetricLogger.log_step
 MetricLogger.log_step = lambda *args, **more: (step(*args, **more), time.sleep(0.5))

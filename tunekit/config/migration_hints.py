@@ -120,7 +120,7 @@ NOTED_KEYS = (
     # numbers and details of the optimizer, schedule and loop
     KeyHint("adam_beta1 adam_beta2", "optimizer.betas", "[0.9, 0.95]"),
     KeyHint("adam_epsilon", "optimizer.eps"),
-    KeyHint("optim_args", "optimizer", "its arguments are keys, such as optimizer.eps=0.000001"),
+    KeyHint("optim_args", "optimizer", "its arguments are keys, such as optimizer.betas=[0.9,0.999]"),
     KeyHint("lr_scheduler_kwargs", "lr_scheduler", "its arguments are keys, such as lr_scheduler.min_lr_ratio=0.1"),
     KeyHint(
         "per_device_eval_batch_size batch_size_val eval_batch_size",
@@ -150,7 +150,7 @@ NOTED_KEYS = (
     # model and data
     KeyHint("checkpointer", "model", "a directory or a name on the Hub; its files are found"),
     KeyHint("model_revision", "model", "NAME@REVISION"),
-    KeyHint("dataset_text_field", "data.text_column", "requires data.kind=text", "data.completion_column"),
+    KeyHint("dataset_text_field", "data.text_column", "of recipe sft with data.kind=text"),
     KeyHint("dataset_num_proc preprocessing_num_workers", "data.num_proc"),
     KeyHint("shuffle_dataset", "data.shuffle"),
     KeyHint("padding_free packing_strategy eval_packing", "data.packing"),

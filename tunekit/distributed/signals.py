@@ -18,8 +18,12 @@ STOP_FILE_POLL_SECONDS = 1.0  # interval between checks for the file
 
 def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
     """Install a handler and return the previous ones. SIGHUP stays ignored in processes that `nohup` has started."""
-    ignored = {number for number in STOP_SIGNALS if signal.getsignal(number) == signal.SIG_IGN}
-    return {number: signal.signal(number, handler) for number in STOP_SIGNALS if number not in ignored}
+    return {number: signal.signal(number, handler) for number in STOP_SIGNALS if not is_kept_ignored(number)}
+
+
+def is_kept_ignored(number: int) -> bool:
+    """Whether a process was started to ignore SIGHUP, as `nohup` does."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def write_notice(number: int, text: str) -> None:

@@ -5,7 +5,7 @@ import faulthandler
 import os
 import signal
 
-from tunekit.distributed.signals import STOP_SIGNALS
+from tunekit.distributed.signals import STOP_SIGNALS, is_kept_ignored
 
 # Set in addition to the variables of torchrun. PARENT marks workers of `tune run`.
 PARENT, HEARTBEAT, STACKS, LOG, LISTENER = (
@@ -42,7 +42,7 @@ def init_worker() -> None:
     faulthandler.register(STACKS_SIGNAL, file=int(os.environ[STACKS]), all_threads=True)
     # Python raises KeyboardInterrupt in Python code only, not while a collective waits for other ranks.
     for number in STOP_SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under `nohup`
+        if not is_kept_ignored(number):
             signal.signal(number, signal.SIG_DFL)
 
 

@@ -16,6 +16,7 @@ from tests.helpers.ranks import run_ranks
 from tunekit.config.errors import FieldErrors
 from tunekit.data.dataloader.prefetch import DATA_WAIT
 from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.signals import STOP_SIGNALS
 from tunekit.errors import FieldError, UserError
 from tunekit.loggers import metric_logger
 from tunekit.training import profiler as profile
@@ -289,7 +290,7 @@ def test_profile_of_two_ranks(tmp_path: Path) -> None:
             breakdown = step_breakdown(json.load(lines)["traceEvents"])
         (all_reduce,) = breakdown.collectives
         assert (breakdown.steps, all_reduce.kind, all_reduce.calls) == (2, "all-reduce", 4)
-        assert all_reduce.bytes == 2 * (64 * 64 * 4 + 3 * 8)
+        assert all_reduce.bytes == 2 * (64 * 64 * 4 + (1 + len(STOP_SIGNALS)) * 8)
         assert breakdown.exposed > 0
     text = (tmp_path / DIRECTORY / TABLE).read_text()
     assert len(re.findall(r"^\| [01] \|", text, re.MULTILINE)) == 2
