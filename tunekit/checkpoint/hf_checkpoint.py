@@ -222,7 +222,7 @@ class HFCheckpoint:
     def default_dtype(self) -> torch.dtype:
         """Dtype of config.json, fp32 if it has none. Used for tensors that are not in the checkpoint."""
         name = self.config_dtype or "float32"
-        if name not in CONFIG_DTYPES:
+        if not isinstance(name, str) or name not in CONFIG_DTYPES:
             problem = f"dtype must be one of {', '.join(CONFIG_DTYPES)}, got {name!r}"
             raise UserError(f"{self.path / 'config.json'}: {problem}")
         return CONFIG_DTYPES[name]

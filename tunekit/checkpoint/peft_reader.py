@@ -108,7 +108,7 @@ class PeftConfigFile:
             return adapter_class(rank, alpha, dropout, use_rslora=use_rslora, bias=bias)
         except KeyError as error:
             raise UserError(f"{self.file}: {error} is missing") from error
-        except (TypeError, ValueError) as error:
+        except (OverflowError, TypeError, ValueError) as error:
             raise UserError(f"{self.file}: {error}") from error
 
     def rank_and_alpha(self, key: str, adapter: LoRAConfig) -> tuple[int, float]:
@@ -125,7 +125,7 @@ class PeftConfigFile:
                 if (number := type(default)(value)) <= 0:
                     raise ValueError(f"must be > 0, got {number}")
                 return number
-            except (TypeError, ValueError) as error:
+            except (OverflowError, TypeError, ValueError) as error:
                 raise UserError(f"{self.file}: {table}: {pattern}: {error}") from error
         return default
 
