@@ -36,7 +36,7 @@ class SFTConfig(TrainConfig):
 
     data: SFTData  # Training rows
     eval_data: SFTData | None = None  # Held-out rows for evaluation during training
-    loss: CrossEntropy = CrossEntropy()  # Cross-entropy of the target tokens
+    loss: CrossEntropy = CrossEntropy()
 
 
 CONFIG = SFTConfig

@@ -120,8 +120,8 @@ NOTED_KEYS = (
     # numbers and details of the optimizer, schedule and loop
     KeyHint("adam_beta1 adam_beta2", "optimizer.betas", "[0.9, 0.95]"),
     KeyHint("adam_epsilon", "optimizer.eps"),
-    KeyHint("optim_args", "optimizer", "its arguments are keys, such as optimizer.betas=[0.9,0.999]"),
-    KeyHint("lr_scheduler_kwargs", "lr_scheduler", "its arguments are keys, such as lr_scheduler.min_lr_ratio=0.1"),
+    KeyHint("optim_args", "optimizer", "its arguments are keys of this section"),
+    KeyHint("lr_scheduler_kwargs", "lr_scheduler", "its arguments are keys of this section"),
     KeyHint(
         "per_device_eval_batch_size batch_size_val eval_batch_size",
         "micro_batch_size",
