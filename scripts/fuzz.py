@@ -20,7 +20,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000, help="mutations of each file (default: 1000)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    found = 0
+    num_findings = 0
     for name in args.files:
         with tempfile.TemporaryDirectory() as folder:
             write_corpus(Path(folder))
@@ -29,8 +29,8 @@ def main() -> int:
         counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
         print(f"{name}: {counts}; {time.perf_counter() - start:.0f} s", flush=True)
         print(*findings[:20], sep="\n", flush=True)
-        found += len(findings)
-    return int(found > 0)
+        num_findings += len(findings)
+    return int(num_findings > 0)
 
 
 if __name__ == "__main__":

@@ -289,7 +289,7 @@ class TokenizerFileErrors:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is Exception:
+        if kind is Exception or (kind is not None and kind.__name__ == "PanicException"):  # of Rust, a BaseException
             raise UserError(f"{self.path}: is not a valid tokenizer ({error}). Download it again.") from error
 
 
