@@ -111,6 +111,10 @@ def read_adapter(folder: Path) -> None:
         file.rank_and_alpha(name, file.adapter)
 
 
+def read_config(folder: Path) -> None:
+    load_config(SFTConfig, folder / "sft.yaml")
+
+
 def read_rows(folder: Path) -> None:
     for _ in open_dataset(str(folder / "rows.jsonl"), "train").rows:
         pass
@@ -125,7 +129,7 @@ TARGETS: dict[str, tuple[Reader, str]] = {  # what reads the file, by file
     "tokenizer.json": (read_tokenizer, "json"),
     "chat_template.jinja": (read_tokenizer, "bytes"),
     "adapter_config.json": (read_adapter, "json"),
-    "sft.yaml": (lambda folder: load_config(SFTConfig, folder / "sft.yaml") and None, "bytes"),
+    "sft.yaml": (read_config, "bytes"),
     "rows.jsonl": (read_rows, "bytes"),
 }
 

@@ -2,6 +2,7 @@
 
 import re
 import unicodedata
+from collections.abc import Callable
 from typing import Any
 
 HIDDEN = "***"
@@ -18,13 +19,13 @@ def hide_secrets(text: str) -> str:
     return HUB_TOKEN.sub(HIDDEN, QUERY.sub(rf"\1{HIDDEN}", CREDENTIALS.sub(f"{HIDDEN}@", text)))
 
 
-def hide_secrets_in(value: Any) -> Any:
-    """Hide the secrets of all strings in plain data."""
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Plain data with all strings changed, except keys."""
     if isinstance(value, dict):
-        return {key: hide_secrets_in(child) for key, child in value.items()}
+        return {key: map_strings(child, change) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [hide_secrets_in(child) for child in value]
-    return hide_secrets(value) if isinstance(value, str) else value
+        return [map_strings(child, change) for child in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def has_hidden_secret(address: str) -> bool:

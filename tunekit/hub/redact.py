@@ -7,7 +7,7 @@ from typing import Any
 
 from huggingface_hub import get_token
 
-from tunekit.config.secrets import HIDDEN, hide_secrets
+from tunekit.config.secrets import HIDDEN, hide_secrets, map_strings
 
 # Names of environment variables whose values are secret.
 SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|(?:API|ACCESS|PRIVATE)?_?KEY)(?:_|$)", re.I)
@@ -17,11 +17,7 @@ ABSOLUTE = re.compile(r"(?:~|[A-Za-z]:\\|/).*", re.S)
 
 def redact_tree(value: Any) -> Any:
     """Redact all strings in plain data."""
-    if isinstance(value, dict):
-        return {key: redact_tree(child) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-        return [redact_tree(child) for child in value]
-    return redact_text(redact_path(value)) if isinstance(value, str) else value
+    return map_strings(value, lambda text: redact_text(redact_path(text)))
 
 
 def redact_path(path: str) -> str:

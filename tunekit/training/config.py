@@ -99,9 +99,7 @@ class TrainConfig:
     # Learning rate schedule
     lr_scheduler: CosineLRConfig | LinearLRConfig | ConstantLRConfig | WSDConfig = CosineLRConfig()
     precision: PrecisionConfig = PrecisionConfig()  # dtypes of weights and computation
-    memory: MemoryConfig = (
-        MemoryConfig()
-    )  # Activation checkpointing and offloading, optimizer step in the backward pass
+    memory: MemoryConfig = MemoryConfig()  # Activation checkpointing and offloading, optimizer_in_bwd
     parallel: ParallelConfig = ParallelConfig()  # How several devices share the model and the data
     step_guard: StepGuardConfig = StepGuardConfig()  # Detect NaN, Inf and loss spikes
     forgetting: ForgettingConfig | None = None  # Stop when the loss on a held-out task rises (catastrophic forgetting)

@@ -17,7 +17,7 @@ from tunekit.checkpoint import atomic, final_checkpoint, run_dir, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.training_state import Checkpointer, Stateful
 from tunekit.config.dump import dump_yaml, to_plain_config
-from tunekit.config.secrets import hide_secrets, hide_secrets_in
+from tunekit.config.secrets import hide_secrets, map_strings
 from tunekit.distributed import flight_recorder, worker_env
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.launcher import LOGS
@@ -118,7 +118,7 @@ class RunContext:
         """The metric logger of a run that starts or resumes at `step`."""
         if step:
             self.dist.log(f"resuming from step {step} of {num_steps}")
-        config = hide_secrets_in(to_plain_config(self.cfg, self.recipe))  # trackers are shared
+        config = map_strings(to_plain_config(self.cfg, self.recipe), hide_secrets)  # trackers are shared
         return MetricLogger(
             self.dir, self.dist, num_steps, step, config, throughput, self.cfg.log_every, self.cfg.report_to
         )

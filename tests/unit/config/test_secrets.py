@@ -2,7 +2,7 @@
 
 import pytest
 
-from tunekit.config.secrets import has_hidden_secret, hide_secrets, hide_secrets_in, message_text
+from tunekit.config.secrets import has_hidden_secret, hide_secrets, map_strings, message_text
 
 ADDRESSES = {
     "https://user:SECRET@host/x.jsonl": "https://***@host/x.jsonl",
@@ -20,7 +20,7 @@ ADDRESSES = {
 def test_secrets_are_hidden_once(address: str, shown: str) -> None:
     assert hide_secrets(address) == shown == hide_secrets(shown)
     assert has_hidden_secret(shown) or "://" not in shown
-    assert hide_secrets_in({"data": [{"source": address}], "n": 1}) == {"data": [{"source": shown}], "n": 1}
+    assert map_strings({"data": [{"source": address}], "n": 1}, hide_secrets) == {"data": [{"source": shown}], "n": 1}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Checks of the values of a config.json, and of the DecoderSpec read from it, before anything is allocated."""
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -24,7 +23,9 @@ class Range(NamedTuple):
 
     def __str__(self) -> str:
         kind = "an integer" if self.is_integer else "a number"
-        return f"{kind} {'above' if self.excludes_low else 'from'} {self.low:.15g} to {self.high:.15g}"
+        if self.excludes_low:
+            return f"{kind} above {self.low:.15g} and at most {self.high:.15g}"
+        return f"{kind} from {self.low:.15g} to {self.high:.15g}"
 
 
 SIZE, SIZE_OR_ZERO = Range(1, MAX_SIZE, True), Range(0, MAX_SIZE, True)
@@ -89,11 +90,9 @@ def shorten(value: object) -> str:
 
 def check_spec(spec: DecoderSpec) -> None:
     """Raise ValueError if the sizes of a layer contradict each other."""
-    for i, layer in enumerate(dict.fromkeys(spec.layers)):
+    for layer in dict.fromkeys(spec.layers):
         if problem := next(layer_problems(layer), None):
             raise ValueError(problem)
-        if isinstance(layer.mixer, Attention) and not (layer.mixer.kv_shared_layer or 0) < len(spec.layers):
-            raise ValueError(f"layer {i} reuses keys and values of layer {layer.mixer.kv_shared_layer}")
 
 
 def layer_problems(layer: Layer) -> Iterator[str]:
@@ -119,8 +118,6 @@ def rope_problems(rope: Rope, head_dim: int) -> Iterator[str]:
     dims = head_dim if rope.dims is None else rope.dims
     if not 2 <= dims <= head_dim or dims % 2:
         yield f"RoPE must rotate an even number of the {head_dim} channels of a head, at least 2; got {dims}"
-    if math.isinf(rope.theta) or rope.theta <= 0:
-        yield f"rope_theta must be positive, got {rope.theta}"
 
 
 def moe_problems(moe: MoE) -> Iterator[str]:
