@@ -142,8 +142,6 @@ def head_dim(c: Config) -> int:
 def attention_spec(c: Config, **changes: Any) -> Attention:
     heads = c["num_attention_heads"]
     kv_heads = c.get("num_key_value_heads") or heads
-    if heads % kv_heads:
-        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     fields = {"bias": bool(c["attention_bias"]), "out_bias": bool(c["attention_bias"]), "rope": rope_from_config(c)}
     return Attention(heads, kv_heads, head_dim(c), **(fields | changes))
 

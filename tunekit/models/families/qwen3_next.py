@@ -53,10 +53,6 @@ def hybrid(c: Config, make_ffn: Callable[[int], FeedForward], grouped: bool = Fa
         norm=Norm(c["rms_norm_eps"]),
         grouped=grouped,
     )
-    if net.v_heads % net.k_heads:
-        raise ValueError(
-            f"linear_num_value_heads {net.v_heads} is not a multiple of linear_num_key_heads {net.k_heads}"
-        )
     mixers = {LINEAR: net, FULL: attention_spec(c, qk_norm=norm, output_gate=True)}
     types = layer_types(c, all_but_every_nth(c["full_attention_interval"], c, LINEAR), LINEAR)
     layers = (Layer(mixers[kind], make_ffn(i)) for i, kind in enumerate(types))
