@@ -123,10 +123,10 @@ def find_corrupt_file(folder: Path, subset: slice = ALL) -> Path | None:
     """
     try:
         sums = json.loads((folder / MARK).read_text(encoding="utf-8"))
-    except ValueError:
+        files = {folder / name: expected for name, expected in [*sums.items()][subset]}
+        return next((file for file, value in files.items() if not file.is_file() or checksum(file) != value), None)
+    except (ValueError, AttributeError, RecursionError):  # not JSON, not an object, nested too deeply
         return folder / MARK
-    files = {folder / name: expected for name, expected in [*sums.items()][subset]}
-    return next((file for file, value in files.items() if not file.is_file() or checksum(file) != value), None)
 
 
 def write_text_atomic(path: Path, text: str) -> None:

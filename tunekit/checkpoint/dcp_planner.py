@@ -7,7 +7,8 @@ be read with any other layout.
 import math
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
@@ -50,6 +51,11 @@ ALLOWED_GLOBALS = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},  # Python 3.13
 }
+# Raised for a state file that cannot be parsed or contains values of other types. Its checksum may be right.
+READ_ERRORS = (
+    *(pickle.UnpicklingError, ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError),
+    *(OSError, RuntimeError, TypeError, ValueError),
+)
 TENSOR_OVERHEAD = 4096  # bytes per tensor in addition to its data: a zip header and a metadata entry
 
 
@@ -182,13 +188,6 @@ def write_metadata(folder: Path, metadata: Metadata, results: Sequence[ShardWrit
     return checksums | {name: value for result in results for name, value in result.checksums.items()}
 
 
-def load_shards(folder: Path, shards: LocalShards, metadata: Metadata) -> None:
-    """Read the shards of this rank in place."""
-    reader, planner = FileSystemReader(folder), LoadPlanner(shards, metadata)
-    reader.set_up_storage_reader(metadata, True)
-    reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
-
-
 class CorruptStateError(Exception):
     """A state file is truncated, changed, or has unexpected contents."""
 
@@ -196,14 +195,33 @@ class CorruptStateError(Exception):
         super().__init__(f"{file}: file is corrupt or truncated")
 
 
+@contextmanager
+def wrap_read_errors(file: Path) -> Iterator[None]:
+    """Turn errors inside the block, which reads a state file or directory, into a CorruptStateError about it."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except READ_ERRORS as error:
+        raise CorruptStateError(file) from error
+
+
+def load_shards(folder: Path, shards: LocalShards, metadata: Metadata) -> None:
+    """Read the shards of this rank in place."""
+    reader, planner = FileSystemReader(folder), LoadPlanner(shards, metadata)
+    with wrap_read_errors(folder):
+        reader.set_up_storage_reader(metadata, True)
+        reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
+
+
 def read_metadata(folder: Path) -> Metadata:
     """Read the DCP metadata without running code from the pickle."""
-    try:
+    with wrap_read_errors(folder / METADATA):
         metadata = MetadataUnpickler(BytesIO((folder / METADATA).read_bytes())).load()
-    except pickle.UnpicklingError as error:
-        raise CorruptStateError(folder / METADATA) from error
-    metadata.storage_meta = metadata.storage_meta or StorageMeta()
-    return metadata
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"unexpected {type(metadata)}")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        return metadata
 
 
 class MetadataUnpickler(pickle.Unpickler):

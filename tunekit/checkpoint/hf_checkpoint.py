@@ -154,10 +154,11 @@ class HFCheckpoint:
         is_mapping = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
         if not weight_map or not is_mapping:
             raise UserError(f"{self.index}: 'weight_map' must map tensor names to file names")
+        files = {path.name for path in self.path.iterdir() if path.is_file()}
         for name in dict.fromkeys(weight_map.values()):
             if Path(name).name != name:
                 raise UserError(f"{self.index}: {name!r} is outside the directory")
-            if not (self.path / name).is_file():
+            if name not in files:
                 raise UserError(f"{self.index}: file {name} not found. Download the checkpoint again.")
         return weight_map
 

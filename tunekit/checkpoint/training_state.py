@@ -8,7 +8,6 @@ Every rank writes its shards. With background saving, training continues once th
 """
 
 import math
-import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +30,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tunekit import devices, env_info
 from tunekit.checkpoint import atomic, dcp_planner
-from tunekit.checkpoint.dcp_planner import CorruptStateError, LocalShard, LocalShards, WritePlan, reshard
+from tunekit.checkpoint.dcp_planner import (
+    CorruptStateError,
+    LocalShard,
+    LocalShards,
+    WritePlan,
+    reshard,
+    wrap_read_errors,
+)
 from tunekit.checkpoint.host_copy import HostCopies
 from tunekit.distributed.context import HOST_TIMEOUT, DistributedContext
 from tunekit.distributed.sharding import ShardSlice, shard_slice, to_local
@@ -201,7 +207,9 @@ class Checkpointer:
         if not states:
             return 0
         self.dist.run_on_all(partial(self.check_files, states))  # all files are verified before one is opened
-        return self.load(self.dist.run_on_all(partial(self.open_newest, states)))
+        state = self.dist.run_on_all(partial(self.open_newest, states))
+        with newest_state(states):
+            return self.load(state)
 
     def clean_up(self) -> list[Path]:
         """Remove partial directories of an interrupted save, and return the complete states."""
@@ -221,25 +229,32 @@ class Checkpointer:
         with newest_state(states) as folder:
             rng_path = folder / rng_file(self.dist)
             rng = read_plain(rng_path) if rng_path.is_file() else {}  # none if there are more ranks now
-            return LoadedState(folder, dcp_planner.read_metadata(folder), read_plain(folder / PROGRESS), rng)
+            return LoadedState(folder, dcp_planner.read_metadata(folder), read_progress(folder), rng)
 
     def load(self, state: LoadedState) -> int:
         """Load a state in place and return its step. Everything is validated before any tensor changes."""
         reshard(self.model)
-        names = state.progress.get("stateful", {}).keys()
+        names = state.progress["stateful"].keys()
         if difference := ", ".join(sorted(names ^ self.stateful.keys())):
             reason = f"saved by another recipe or version of tunekit (differs in: {difference})"
             raise UserError(f"{state.folder}: {reason}. Pass --overwrite to restart.")
-        shards = self.matching_tensors(state.metadata.state_dict_metadata, state.progress["groups"], state.folder)
+        with wrap_read_errors(state.folder):
+            shards = self.matching_tensors(state.metadata.state_dict_metadata, state.progress["groups"], state.folder)
         dcp_planner.load_shards(state.folder, shards, state.metadata)
-        for group, values in zip(self.optimizer.param_groups, state.progress["groups"], strict=True):
+        with wrap_read_errors(state.folder / PROGRESS):
+            self.load_progress(state.progress, shards)
+        with wrap_read_errors(state.folder / rng_file(self.dist)):
+            restore_rng_states(state.rng_states, self.dist.device)
+        return state.progress["step"]
+
+    def load_progress(self, progress: Mapping[str, Any], shards: LocalShards) -> None:
+        """Restore everything but tensors, which were loaded into `shards`."""
+        for group, values in zip(self.optimizer.param_groups, progress["groups"], strict=True):
             restore_group(group, values)
-        self.schedule.load_state_dict(state.progress["schedule"])
+        self.schedule.load_state_dict(progress["schedule"])
         for name, item in self.stateful.items():
             tensors = {key: shards[f"{name}.{key}"].tensor for key in tensor_values(item.state_dict())}
-            item.load_state_dict(state.progress["stateful"][name] | tensors)
-        restore_rng_states(state.rng_states, self.dist.device)
-        return state.progress["step"]
+            item.load_state_dict(progress["stateful"][name] | tensors)
 
     def trained_tensors(self) -> dict[str, LocalShard]:
         """Trained parameters and all buffers by name, as references that loading fills in place.
@@ -406,10 +421,17 @@ def serialize(values: dict) -> bytes:
 
 
 def read_plain(file: Path) -> dict:
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CorruptStateError(file) from error
+    with wrap_read_errors(file):
+        return {**torch.load(file, map_location="cpu", weights_only=True)}
+
+
+def read_progress(folder: Path) -> dict:
+    """Read the step, the LR scheduler, the param groups and the stateful objects of a state."""
+    progress = read_plain(folder / PROGRESS)
+    with wrap_read_errors(folder / PROGRESS):
+        if progress["step"] != int(folder.name):
+            raise ValueError(f"step {progress['step']}")
+        return progress | {"stateful": {**progress.get("stateful", {})}}
 
 
 def restore_group(group: dict, values: dict) -> None:
@@ -418,8 +440,16 @@ def restore_group(group: dict, values: dict) -> None:
             continue
         if isinstance(group[name], Tensor):
             group[name].copy_(value)
+        elif isinstance(group[name], tuple):
+            group[name] = tuple(to_float(saved) for saved, _ in zip(value, group[name], strict=True))
         else:
-            group[name] = value
+            group[name] = to_float(value)
+
+
+def to_float(value: Any) -> float:
+    if not abs(number := float(value)) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{number}")
+    return number
 
 
 def rng_file(dist: DistributedContext) -> str:
