@@ -1,6 +1,7 @@
 """A run that ended for any reason is resumed by the same command, with bit-identical results."""
 
 import random
+import shutil
 import signal
 import time
 
@@ -225,3 +226,22 @@ def test_evaluation_does_not_change_training(workspace):
     assert [line for line in without_eval if "loss" in line] == [line for line in with_eval if "loss" in line]
     assert [line["step"] for line in with_eval if "eval/loss" in line] == [0, 3, 6], "before the first step too"
     assert not [line for line in without_eval if "eval/loss" in line]
+
+
+@pytest.mark.parametrize("deleted", [".", "metrics.jsonl", "state"])
+def test_run_goes_on_after_its_files_were_deleted(workspace, monkeypatch, deleted):
+    """The directory is written again, and the next start finds a complete run."""
+    save = Checkpointer.save
+
+    def deleting(state, step):
+        save(state, step)
+        if step == 3:
+            path = workspace.folder / "out" / deleted
+            path.unlink() if path.is_file() else shutil.rmtree(path)
+
+    monkeypatch.setattr(Checkpointer, "save", deleting)
+    assert workspace.run_tune(*RUN, "output_dir=intact", "save_every=100").code == 0
+    done = workspace.run_tune(*RUN)
+    assert done.code == 0 and ("was deleted during the run" in done.err) == (deleted == "."), done.err
+    assert workspace.is_same_run("out", "intact")
+    assert "run is complete" in workspace.run_tune(*RUN).err

@@ -121,12 +121,24 @@ def find_corrupt_file(folder: Path, subset: slice = ALL) -> Path | None:
 
     `subset` selects the files to read.
     """
-    try:
-        sums = json.loads((folder / MARK).read_text(encoding="utf-8"))
-        files = {folder / name: expected for name, expected in [*sums.items()][subset]}
-        return next((file for file, value in files.items() if not file.is_file() or checksum(file) != value), None)
-    except (ValueError, AttributeError, RecursionError):  # not JSON, not an object, nested too deeply
+    sums = read_mark(folder)
+    if sums is None:
         return folder / MARK
+    files = {folder / name: expected for name, expected in [*sums.items()][subset]}
+    return next((file for file, value in files.items() if not file.is_file() or checksum(file) != value), None)
+
+
+def find_missing_file(folder: Path) -> Path | None:
+    """Return a missing file of a complete directory; None if all files exist."""
+    return next((folder / name for name in read_mark(folder) or {MARK: 0} if not (folder / name).is_file()), None)
+
+
+def read_mark(folder: Path) -> dict[str, int] | None:
+    """Checksums of the files of a complete directory, from its marker; None if that is corrupt."""
+    try:
+        return {**json.loads((folder / MARK).read_text(encoding="utf-8"))}
+    except (ValueError, TypeError, RecursionError):  # not JSON, not an object, nested too deeply
+        return None
 
 
 def write_text_atomic(path: Path, text: str) -> None:

@@ -44,6 +44,17 @@ class RunDir:
         """Write the config after all checks have passed. With `overwrite`, delete earlier results now."""
         self.dist.run_on_main(partial(write_config, self.folder, self.started_on, self.resolved, self.overwrite))
 
+    def restore_deleted(self) -> bool:
+        """Lock the directory and write its config again if it was deleted during the run. Returns whether it was."""
+        if not self.dist.is_main_process or (self.folder / LOCK).exists():
+            return False
+        with atomic.wrap_write_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock.enter_context(acquire_lock(self.folder))
+        if not (self.folder / CONFIG).exists():
+            write_config(self.folder, self.started_on, self.resolved, overwrite=False)
+        return True
+
     def close(self) -> None:
         self.lock.close()
 
@@ -70,6 +81,8 @@ def open_run_dir(
     """
     dist = dist or DistributedContext(device="cpu")
     with ExitStack() as stack:
+        if dist.is_main_process and not (out / CONFIG).exists() and (parts := complete_parts(out)):
+            dist.log(f"warning: {out / CONFIG} is missing. The config cannot be compared with that of {parts[-1]}.")
         lock = partial(lock_run_dir, stack, out, resolved, mutable_keys, overwrite, continue_hint)
         started_on = dist.run_on_main(lock)
         return RunDir(out, stack.pop_all(), started_on, resolved, dist, overwrite)
@@ -86,7 +99,7 @@ def lock_run_dir(
         started_on = date.today() if overwrite else start_date(out)
     except OSError as error:
         raise UserError(f"output_dir: cannot write to {out}: {error.strerror}. Set another output_dir.") from error
-    if not overwrite and has_results(out):
+    if not overwrite and has_results(out) and (out / CONFIG).exists():
         check_same_config(out, resolved, mutable_keys, continue_hint)
     if not overwrite or not (out / CONFIG).is_file():
         write_config(out, started_on, resolved, overwrite)
@@ -100,9 +113,27 @@ def write_config(out: Path, started_on: date, resolved: str, overwrite: bool) ->
 
 
 def check_is_run_dir(out: Path) -> None:
-    """Raise UserError if a directory contains files but no run."""
-    if out.is_dir() and not (out / CONFIG).is_file() and {path.name for path in out.iterdir()} - EARLY_FILES:
+    """Raise UserError if a directory contains files but no run: neither a config nor a complete state or result."""
+    if not out.is_dir() or (out / CONFIG).is_file() or complete_parts(out):
+        return
+    if {path.name for path in out.iterdir()} - EARLY_FILES:
         raise UserError(f"output_dir: {out} is not empty and not a run directory. Set another output_dir.")
+
+
+def complete_parts(out: Path) -> list[Path]:
+    """Complete training states and results in a run directory."""
+    return [
+        mark.parent for mark in sorted([*out.glob(f"{STATE}/*/{atomic.MARK}"), *out.glob(f"{FINAL}/{atomic.MARK}")])
+    ]
+
+
+def check_final_files(out: Path) -> None:
+    """Raise UserError if a file of a complete result was deleted."""
+    missing = atomic.find_missing_file(out / FINAL)
+    if missing is not None:
+        rest = [str(path) for path in complete_parts(out) if path.name != FINAL]
+        remedy = f"to write it again from {rest[-1]}" if rest else "to train again: no training state is left"
+        raise UserError(f"{missing}: file is missing. Delete the directory {out / FINAL} and rerun {remedy}.")
 
 
 def start_date(out: Path) -> date:

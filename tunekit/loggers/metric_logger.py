@@ -234,6 +234,7 @@ class MetricLogger:
         """Delete the lines after `step`, when the run rolls back to it. The counter was restored with the state."""
         self.flush()
         if self.file is not None:
+            self.file = restore_deleted(self.file)
             os.truncate(self.file.name, bytes_up_to_step(Path(self.file.name), step))
         self.terminal.advance(step)
         self.clock, self.compiled = time.perf_counter(), compile_seconds()
@@ -291,6 +292,7 @@ class MetricLogger:
             return
         line = encode_line(step, values)
         try:
+            self.file = restore_deleted(self.file)
             num_bytes = self.file.write(line)
         except OSError as error:
             raise UserError(f"{self.file.name}: write failed, {error.strerror}. Fix the disk and rerun.") from error
@@ -383,16 +385,29 @@ def open_metrics_file(file: Path, start: int) -> IO[bytes]:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.is_file():
             os.truncate(file, bytes_up_to_step(file, start) if start else 0)  # atomic
-        return file.open("ab", buffering=0)
+        return file.open("a+b", buffering=0)
     except OSError as error:
         raise UserError(f"{file}: write failed, {error.strerror}. Set another output_dir.") from error
+
+
+def restore_deleted(file: IO[bytes]) -> IO[bytes]:
+    """Write an open file under its name again if it was deleted. Returns the open file."""
+    if os.fstat(file.fileno()).st_nlink > 0:
+        return file
+    path = Path(file.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file.seek(0)
+    path.write_bytes(file.read())
+    file.close()
+    return path.open("a+b", buffering=0)
 
 
 def write_final_metrics(folder: Path, step: int, **values: float) -> None:
     """Append a final line, for values that are known after training. Replaces such a line of an interrupted run."""
     file = folder / FILE
     try:
-        os.truncate(file, bytes_up_to_step(file, step, before=f'"{next(iter(values))}"'))
+        if file.exists():
+            os.truncate(file, bytes_up_to_step(file, step, before=f'"{next(iter(values))}"'))
         with file.open("ab") as out:
             out.write(encode_line(step, values))
     except OSError as error:

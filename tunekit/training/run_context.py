@@ -77,6 +77,7 @@ class RunContext:
             self.is_complete = not self.overwrite and dist.run_on_main(partial(atomic.is_complete, self.final_dir))
             if self.is_complete:
                 verify.raise_if_failed(self.final_dir)
+                dist.run_on_main(partial(run_dir.check_final_files, self.dir))
                 dist.log(f"{self.final_dir}: this run is complete. Pass --overwrite to train again.")
             self.profiler = Profiler(cfg.profiler, self.dir, dist)
             self.uploader = HubUploader(cfg.push_to_hub, self.dir, dist)
@@ -127,6 +128,8 @@ class RunContext:
 
     def begin_step(self, step: int, logger: MetricLogger) -> None:
         """Send a heartbeat, start or stop the profiler, and seed the random numbers of this step."""
+        if self.files.restore_deleted():
+            self.dist.log(f"warning: {self.dir} was deleted during the run. Its config and metrics are written again.")
         with logger.pause():
             self.profiler.begin_step(step)
         self.dist.begin_step(step)

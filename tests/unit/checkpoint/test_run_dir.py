@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.wait import wait_until
 from tunekit.checkpoint import atomic
-from tunekit.checkpoint.run_dir import open_run_dir
+from tunekit.checkpoint.run_dir import check_final_files, open_run_dir
 from tunekit.errors import UserError
 
 CONFIG = "recipe: sft\nseed: 1\nout: runs/a\noptimizer:\n  kind: adamw\n  lr: 0.0001\nlog:\n  every: 1\n"
@@ -173,3 +173,26 @@ def test_start_date_is_kept(tmp_path):
     with open_run_dir(tmp_path / "a", CONFIG, LIVE) as run_dir:
         assert run_dir.started_on == date(2020, 2, 29)
         assert config_text(run_dir) == CONFIG
+
+
+def test_complete_parts_are_used_without_the_config(tmp_path, capsys):
+    with open_run_dir(tmp_path / "a", CONFIG, LIVE) as run_dir:
+        write_results(run_dir)
+    (tmp_path / "a/config.yaml").unlink()
+    open_run_dir(tmp_path / "a", CONFIG, LIVE).close()
+    assert f"{tmp_path}/a/config.yaml is missing" in capsys.readouterr().err
+    assert config_text(run_dir) == CONFIG
+    with pytest.raises(UserError, match="different config"):
+        open_run_dir(tmp_path / "a", CONFIG.replace("seed: 1", "seed: 2"), LIVE)
+
+
+def test_deleted_file_of_the_result_is_named(tmp_path):
+    with open_run_dir(tmp_path / "a", CONFIG, LIVE) as run_dir:
+        write_results(run_dir)
+    check_final_files(tmp_path / "a")
+    (tmp_path / "a/final/x").unlink()
+    with pytest.raises(UserError, match=r"final/x: file is missing\..*state/00000001"):
+        check_final_files(tmp_path / "a")
+    atomic.remove_dir(tmp_path / "a/state/00000001")
+    with pytest.raises(UserError, match="no training state is left"):
+        check_final_files(tmp_path / "a")
