@@ -16,6 +16,9 @@ from tunekit.config.secrets import message_text
 from tunekit.errors import RunStopped, UserError
 from tunekit.kernels import cache_dir
 
+OUT_OF_MEMORY = re.compile(
+    "allocate memory|can't start new thread|failed to map segment|error return without exception set|out of memory"
+)
 AddArgument = Callable[..., argparse.Action]
 
 
@@ -299,7 +302,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has closed the pipe, as in `tune ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (UserError, OSError, MemoryError) as error:
+    except (UserError, OSError, MemoryError, RuntimeError, SystemError, ImportError) as error:
+        if not isinstance(error, UserError | OSError) and not is_out_of_memory(error):
+            raise
         if "--debug" in words:
             traceback.print_exc()
         print(f"error: {message_text(describe(error))}", file=sys.stderr)
@@ -312,10 +317,15 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the system refused memory or a thread to this process. Libraries report it in many ways."""
+    return isinstance(error, MemoryError) or bool(OUT_OF_MEMORY.search(str(error)))
+
+
 def describe(error: BaseException) -> str:
     """Message of an error; of the operating system with the name of the file."""
-    if isinstance(error, MemoryError):
-        return f"out of memory: {error or 'the system gives this process no more'}"
+    if is_out_of_memory(error):
+        return f"out of memory: {str(error) or 'the system gives this process no more'}"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)

@@ -22,6 +22,25 @@ SIMPLE_KEYS = {"role", "content"}  # the keys of most messages
 INCOMPLETE_CHAR = "\ufffd"
 
 
+class TokenizerErrors:
+    """Turns the plain `Exception` and the panics that the tokenizers library raises into UserError.
+
+    A context manager, because `except Exception` would also catch all other errors.
+    """
+
+    def __init__(self, problem: str, fix: str) -> None:
+        self.problem, self.fix = problem, fix
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is Exception or (kind is not None and kind.__name__ == "PanicException"):  # of Rust, a BaseException
+            raise UserError(f"{self.problem} ({error}). {self.fix}") from error
+
+
+ENCODING_ERRORS = TokenizerErrors("the tokenizer fails on a text", "Check the patterns in tokenizer.json.")
+
+
 class Tokenizer:
     """Tokenizer of a checkpoint, with its special tokens, its chat templates, and the ids that end an answer."""
 
@@ -103,7 +122,8 @@ class Tokenizer:
 
     def enable_cache(self) -> None:
         """Cache the tokens of words, to encode many texts faster. No effect if it could change a token."""
-        self.token_cache = TokenCache.from_model(self.model)
+        with ENCODING_ERRORS:
+            self.token_cache = TokenCache.from_model(self.model)
 
     def special_token(self, name: str) -> int | None:
         """Id of a special token of the tokenizer config, such as `eos_token`; None if it has none."""
@@ -152,16 +172,18 @@ class Tokenizer:
 
     def encode_texts(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
         """Token ids of many texts, encoded on all cores."""
-        encodings = self.model.encode_batch_fast(list(texts), add_special_tokens=False)
-        if special and self.post_processor is not None:
-            encodings = [self.post_processor.process(encoding) for encoding in encodings]
-        return [encoding.ids for encoding in encodings]
+        with ENCODING_ERRORS:
+            encodings = self.model.encode_batch_fast(list(texts), add_special_tokens=False)
+            if special and self.post_processor is not None:
+                encodings = [self.post_processor.process(encoding) for encoding in encodings]
+            return [encoding.ids for encoding in encodings]
 
     def encode_rendered(self, texts: Sequence[str]) -> Sequence[TokenizerEncoding]:
         """Encodings, with character offsets, of rendered conversations. Training and generation both use it."""
-        if self.token_cache is not None:
-            return self.token_cache.encode(texts)
-        return self.model.encode_batch(list(texts), add_special_tokens=False)
+        with ENCODING_ERRORS:
+            if self.token_cache is not None:
+                return self.token_cache.encode(texts)
+            return self.model.encode_batch(list(texts), add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Text of token ids. Special tokens are left out unless `special`."""
@@ -203,8 +225,11 @@ class Tokenizer:
     def encode_prompt(
         self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
     ) -> list[int]:
-        """Token ids of a conversation and the start of the answer."""
-        return self.encode(self.render(messages, tools, prompt=True))
+        """Token ids of a conversation and the start of the answer. Raises UserError if there are none."""
+        ids = self.encode(self.render(messages, tools, prompt=True))
+        if not ids:
+            raise UserError(f"{self.template(tools).name}: the chat template renders the prompt as an empty text")
+        return ids
 
 
 class TextStreamer:
@@ -273,24 +298,8 @@ def read_model(directory: Path) -> tokenizers.Tokenizer:
             "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     content = read_json(path)
-    with TokenizerFileErrors(path):
+    with TokenizerErrors(f"{path}: is not a valid tokenizer", "Download it again."):
         return tokenizers.Tokenizer.from_str(json.dumps(content))
-
-
-class TokenizerFileErrors:
-    """Turns the plain `Exception` that the tokenizers library raises for an invalid file into UserError.
-
-    A context manager, because `except Exception` would also catch all other errors.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is Exception or (kind is not None and kind.__name__ == "PanicException"):  # of Rust, a BaseException
-            raise UserError(f"{self.path}: is not a valid tokenizer ({error}). Download it again.") from error
 
 
 def read_template(path: Path) -> str:
@@ -320,5 +329,7 @@ def read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, tupl
         return {name: (read_template(path), str(path)) for name, path in files.items()}
     value, path = config.get("chat_template"), str(directory / "tokenizer_config.json")
     if isinstance(value, list):
-        return {item["name"]: (item["template"], path) for item in value}
+        items = [item for item in value if isinstance(item, dict)]
+        pairs = {item.get("name"): item.get("template") for item in items if isinstance(item.get("name"), str)}
+        return {name: (text, path) for name, text in pairs.items() if isinstance(text, str)}
     return {"default": (value, path)} if isinstance(value, str) else {}

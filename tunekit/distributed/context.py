@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 from tunekit import devices
+from tunekit.config.secrets import message_text
 from tunekit.distributed import flight_recorder, worker_env
 from tunekit.distributed.attention_setup import configure_attention
 from tunekit.distributed.heartbeat import HeartbeatWriter
@@ -152,7 +153,7 @@ class DistributedContext:
     def log(self, message: str) -> None:
         """Print a line on the main process, above a progress bar if there is one."""
         if self.is_main_process:
-            tqdm.write(message, file=sys.stderr)
+            tqdm.write(message_text(message), file=sys.stderr)
 
     @property
     def is_main_process(self) -> bool:

@@ -27,6 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tunekit import devices
+from tunekit.config.secrets import message_text
 from tunekit.data.dataloader.batch import Batch
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
@@ -348,7 +349,7 @@ class TerminalLogger:
     def print_line(self, text: str) -> None:
         """Print a line above the progress bar."""
         if self.is_main:
-            tqdm.write(text, file=sys.stderr)
+            tqdm.write(message_text(text), file=sys.stderr)
 
     def print_pending(self) -> None:
         if self.pending_line:

@@ -25,6 +25,7 @@ from tunekit.checkpoint.final_checkpoint import CURVES, VERIFICATION
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
 from tunekit.checkpoint.run_dir import EVALUATION, FINAL
 from tunekit.config import dump
+from tunekit.config.secrets import escape_control
 from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.readers.open_dataset import find_data_files, parse_split
 from tunekit.data.tokenizer import Tokenizer
@@ -309,11 +310,11 @@ def data_section(info: ModelCardInfo) -> str:
             source, split = config["source"], config["split"]
             numbers = source_stats.rows, source_stats.tokens, source_stats.num_target_tokens
             numbers = ["a stream", "", ""] if loader.summary.is_streaming else [f"{number:,}" for number in numbers]
-            counts.append([key, f"`{redact.redact_path(source)}`", split, *numbers])
+            counts.append([key, code_span(redact.redact_path(source)), split, *numbers])
             if loader.summary.is_streaming:  # not read completely
                 continue
             files = find_data_files(source, parse_split(split).name)
-            hashes += [[key, f"`{file.name}`", f"`{sha256(file)}`"] for file in files or ()]
+            hashes += [[key, code_span(file.name), f"`{sha256(file)}`"] for file in files or ()]
             if not files:  # a remote dataset may change
                 hashes.append([key, "all tokens", f"`{loader.fingerprint}`"])
     sources = format_table(["", "source", "split", "rows", "tokens", "target tokens"], counts)
@@ -374,6 +375,13 @@ def reproduction_section(info: ModelCardInfo) -> str:
         f"```sh\ntune run {info.recipe} config.yaml\n```\n\nwith this config. Paths are shortened to their last "
         f"component.\n\n<details>\n<summary>config.yaml</summary>\n\n```yaml\n{text}```\n\n</details>"
     )
+
+
+def code_span(text: str) -> str:
+    """Markdown code span of any text: its fence is longer than all backticks in the text."""
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{space}{escape_control(text)}{space}{fence}"
 
 
 def format_table(header: list[str], rows: list[list[str]]) -> str:

@@ -1,9 +1,10 @@
 """HTML report of `tune data`: one self-contained file, with dark and light colors, for large and small screens."""
 
+import html
 from collections.abc import Iterator
-from html import escape
 from pathlib import Path
 
+from tunekit.config.secrets import escape_control
 from tunekit.data.inspect.examples import ExampleView, TokenSpan
 from tunekit.data.inspect.report import DataReport
 from tunekit.data.inspect.stats import DatasetStats, Histogram
@@ -15,6 +16,11 @@ ASSETS_DIR = Path(__file__).parent
 CSS_CLASSES = {TokenRole.CONTEXT: "", TokenRole.TARGET: "l", TokenRole.DROPPED: "d"}
 # Rows are untrusted text. Should escaping fail, the page still cannot load or send anything.
 CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def escape(text: str) -> str:
+    """Text as HTML, with visible control characters."""
+    return html.escape(escape_control(text))
 
 
 def render_html(report: DataReport, title: str) -> str:
@@ -82,7 +88,7 @@ def format_finding(finding: Finding) -> str:
 
 def anchor(config_key: str, location: str) -> str:
     """Return the id of a row's element."""
-    return escape(f"{config_key}:{location}".replace(" ", "_"), quote=True)
+    return escape(f"{config_key}:{location}".replace(" ", "_"))
 
 
 def format_row(example: ExampleView, tokenizer: Tokenizer) -> str:
@@ -105,7 +111,7 @@ def format_tokens(span: TokenSpan, tokenizer: Tokenizer) -> Iterator[str]:
     tokens = display_tokens(tokenizer, span.tokens, span.roles)
     for token, text in zip(tokens, visible_text(tokens), strict=True):
         ids, position = " ".join(map(str, token.ids)), token.index + 1
-        yield f'<i{class_attribute(token)} n="{ids}" p="{position}">{escape(text, quote=False)}</i>'
+        yield f'<i{class_attribute(token)} n="{ids}" p="{position}">{escape(text)}</i>'
 
 
 def class_attribute(token: DisplayToken) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from tunekit.config.secrets import escape_control
 from tunekit.data.inspect.examples import ExampleView, TokenSpan
 from tunekit.data.inspect.stats import DatasetStats, Histogram
 from tunekit.data.inspect.token_display import DisplayToken, TokenRole, display_tokens, visible_text
@@ -38,7 +39,7 @@ class TerminalSize:
 
 def format_row(example: ExampleView, tokenizer: Tokenizer, terminal: TerminalSize, full: bool = True) -> Iterator[str]:
     """Format a row as lines. Unless `full`, the middle of long groups of tokens of one role is hidden."""
-    summary = example.location
+    summary = escape_control(example.location)
     if example.spans:
         summary += f"  {example.num_tokens:,} tokens, {example.num_target_tokens:,} target tokens"
     yield terminal.paint(BOLD, example.name) + f"  {summary}"
@@ -118,7 +119,7 @@ def wrap_text(text: str, terminal: TerminalSize, style: str = "", indent: int = 
     """Wrap a text at spaces into lines that are indented by `indent` columns."""
     margin = " " * indent
     line = margin
-    for word in text.split(" "):
+    for word in escape_control(text).split(" "):
         if line != margin and display_width(line) + display_width(word) >= terminal.width:
             yield terminal.paint(style, line)
             line = margin
@@ -128,7 +129,7 @@ def wrap_text(text: str, terminal: TerminalSize, style: str = "", indent: int = 
 
 def format_stats(stats: DatasetStats, terminal: TerminalSize) -> Iterator[str]:
     """Format the statistics and histograms of a dataset."""
-    yield terminal.paint(BOLD, stats.config_key) + f"  {stats.name}"
+    yield terminal.paint(BOLD, stats.config_key) + f"  {escape_control(stats.name)}"
     for line in stats.lines():
         yield from wrap_text(line, terminal, indent=2)
     yield ""
