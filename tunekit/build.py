@@ -32,6 +32,7 @@ from tunekit.quantization.config import NoQuantization
 from tunekit.system import format_bytes
 
 UNQUANTIZED = NoQuantization()
+MIN_ADDRESS_SPACE = 700_000_000  # bytes, for threads, libraries that are loaded later and small models
 
 
 class ModelChoices(Protocol):
@@ -129,8 +130,14 @@ def build_model(  # noqa: PLR0913
 
 
 def check_host_memory(checkpoint: HFCheckpoint, model: Decoder, dist: DistributedContext) -> None:
-    """Raise UserError if the local weights alone do not fit into host memory; a system without enough kills the run."""
-    available = env_info.available_memory()
+    """Raise UserError if the local weights alone do not fit into host memory; a system without enough kills the run.
+
+    Under a limit of the address space, libraries crash in many ways.
+    """
+    available, address_space = env_info.available_memory(), env_info.available_address_space()
+    if address_space is not None and address_space < MIN_ADDRESS_SPACE:
+        sizes = f"{format_bytes(address_space)} of address space; at least {format_bytes(MIN_ADDRESS_SPACE)} are needed"
+        raise UserError(f"not enough memory: `ulimit -v` leaves {sizes}. Raise the limit.")
     if dist.device.type != "cpu" or available is None:
         return
     tensors = (*model.parameters(), *model.buffers())

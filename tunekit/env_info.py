@@ -2,6 +2,7 @@
 
 import os
 import platform
+import resource
 from importlib import metadata
 from pathlib import Path
 
@@ -45,6 +46,14 @@ def available_memory() -> int | None:
     """Bytes of host memory that this process can still allocate; None if the system does not report them."""
     sizes = [size for size in (memory_info("MemAvailable"), available_in_container()) if size is not None]
     return min(sizes, default=None)
+
+
+def available_address_space() -> int | None:
+    """Bytes of address space that `ulimit -v` leaves to this process; None without a limit."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return max(0, limit - int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize())
 
 
 def available_in_container() -> int | None:

@@ -17,7 +17,8 @@ from tunekit.errors import RunStopped, UserError
 from tunekit.kernels import cache_dir
 
 OUT_OF_MEMORY = re.compile(
-    "allocate memory|can't start new thread|failed to map segment|error return without exception set|out of memory"
+    "allocate memory|can't start new thread|failed to map segment|out of memory"
+    "|without exception set|without setting an exception"  # SystemError
 )
 AddArgument = Callable[..., argparse.Action]
 
@@ -324,7 +325,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def describe(error: BaseException) -> str:
     """Message of an error; of the operating system with the name of the file."""
-    if is_out_of_memory(error):
+    if not isinstance(error, UserError) and is_out_of_memory(error):
         return f"out of memory: {str(error) or 'the system gives this process no more'}"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

@@ -173,7 +173,7 @@ def write_card(folder: Path, header: ModelCardData, name: str, sections: Tree) -
     headings = {title: f"## {title}" if title else f"# {name}" for title in sections}
     body = [f"{headings[title]}\n\n{text.strip()}" for title, text in sections.items()]
     text = "\n\n".join([f"---\n{header.to_yaml()}\n---", *body]) + "\n"
-    (folder / CARD).write_text(redact.redact_text(text), encoding="utf-8")
+    (folder / CARD).write_text(escape_control(redact.redact_text(text)), encoding="utf-8")
 
 
 def card_metadata(
@@ -381,7 +381,7 @@ def code_span(text: str) -> str:
     """Markdown code span of any text: its fence is longer than all backticks in the text."""
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     space = " " if text.startswith("`") or text.endswith("`") else ""
-    return f"{fence}{space}{escape_control(text)}{space}{fence}"
+    return f"{fence}{space}{text}{space}{fence}"
 
 
 def format_table(header: list[str], rows: list[list[str]]) -> str:
