@@ -29,7 +29,7 @@ from tunekit.kernels import (
 from tunekit.kernels.adamw8bit import AdamWHyperparams, Moments
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-FLOATS = (BF16, FP32)  # of activations and trained weights: `precision` has no fp16
+FLOATS = (BF16, FP16, FP32)  # of activations
 STORED = (BF16, FP16, FP32)  # of checkpoints: weights are quantized from these, and merged into these
 TOKENS = 2048
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")

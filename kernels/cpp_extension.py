@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import cache
 from pathlib import Path
 
@@ -81,6 +81,11 @@ def run_compiler(command: list[str]) -> None:
     if result.returncode != 0:
         errors = [line for line in result.stderr.splitlines() if "error" in line] or [f"exit code {result.returncode}"]
         raise OSError(errors[0])
+
+
+def has_kernel(dtype: torch.dtype, device: torch.device, compiled: Container[torch.dtype]) -> bool:
+    """Whether a dtype has a kernel: on a CPU those that C++ is compiled for, on a GPU also fp16."""
+    return dtype in compiled or (dtype == torch.float16 and device.type == "cuda")
 
 
 def use_torch_fallback(x: Tensor, lib: Callable[[], ctypes.CDLL | None], min_size: int = 0) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tunekit.kernels import fake_mode
 from tunekit.kernels.argument_checks import check_tensor
-from tunekit.kernels.cpp_extension import contiguous_rows, load_library, use_torch_fallback
+from tunekit.kernels.cpp_extension import contiguous_rows, has_kernel, load_library, use_torch_fallback
 from tunekit.kernels.recompute import mark_recomputable
 
 SOURCE = Path(__file__).with_name("glu.cpp")
@@ -46,7 +46,7 @@ def gated_activation(act: str, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def needs_reference(act: str, gate: Tensor, up: Tensor) -> bool:
-    is_compatible = gate.shape == up.shape and gate.dtype == up.dtype and gate.dtype in DTYPES
+    is_compatible = gate.shape == up.shape and gate.dtype == up.dtype and has_kernel(gate.dtype, gate.device, DTYPES)
     return act not in FUSED_ACTIVATIONS or not is_compatible or use_torch_fallback(gate, compiled, MIN_SIZE)
 
 

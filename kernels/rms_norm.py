@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tunekit.kernels import fake_mode
 from tunekit.kernels.argument_checks import check_contiguous, check_tensor
-from tunekit.kernels.cpp_extension import contiguous_rows, load_library, use_torch_fallback
+from tunekit.kernels.cpp_extension import contiguous_rows, has_kernel, load_library, use_torch_fallback
 from tunekit.kernels.recompute import mark_recomputable
 
 SOURCE = Path(__file__).with_name("norm.cpp")
@@ -29,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, 
     recompute = partial(rms_norm, eps=eps, offset=offset, late=late)
     if needs_reference(x):
         return mark_recomputable(reference(x, weight, eps, offset, late), recompute, x, weight)
-    if weight is not None and weight.dtype not in DTYPES:
+    if weight is not None and not has_kernel(weight.dtype, x.device, DTYPES):
         weight = weight.float()
     # For single tokens, the overhead of a custom operator exceeds the time of the norm.
     kernel = rms_norm_op if torch.is_grad_enabled() or fake_mode.is_fake() else forward
@@ -37,7 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, 
 
 
 def needs_reference(x: Tensor) -> bool:
-    return x.dtype not in DTYPES or use_torch_fallback(x, compiled)
+    return not has_kernel(x.dtype, x.device, DTYPES) or use_torch_fallback(x, compiled)
 
 
 def reference(x: Tensor, weight: Tensor | None, eps: float, offset: float, late: bool) -> Tensor:

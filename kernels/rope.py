@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tunekit.kernels import fake_mode
 from tunekit.kernels.argument_checks import check_dim, check_dtype, check_tensor
-from tunekit.kernels.cpp_extension import load_library, use_torch_fallback
+from tunekit.kernels.cpp_extension import has_kernel, load_library, use_torch_fallback
 
 SOURCE = Path(__file__).with_name("rope.cpp")
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -40,7 +40,7 @@ def apply_rope(q: Tensor, k: Tensor, tables: RopeTables) -> tuple[Tensor, Tensor
 
 
 def needs_reference(q: Tensor, k: Tensor) -> bool:
-    return q.dtype not in DTYPES or q.dtype != k.dtype or use_torch_fallback(q, compiled)
+    return not has_kernel(q.dtype, q.device, DTYPES) or q.dtype != k.dtype or use_torch_fallback(q, compiled)
 
 
 def reference(x: Tensor, tables: RopeTables) -> Tensor:

@@ -172,7 +172,7 @@ def train_until_complete(soak: Soak, case: str, out: str, counts: Counter[str]) 
 
 
 def describe_difference(case: str, first: Path, other: Path) -> str:
-    """What differs between the results of two runs; "" if nothing does."""
+    """Describe the difference between the results of two runs; "" if they are equal."""
     exact = case != "one or two ranks"
     a, b = (
         {k: v for f in sorted(d.glob("final/*.safetensors")) for k, v in load_file(f).items()} for d in (first, other)

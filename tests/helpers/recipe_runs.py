@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -18,6 +19,7 @@ from tunekit import assets
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.save_model import save_model
+from tunekit.checkpoint.training_state import Checkpointer
 from tunekit.cli import main as cli
 from tunekit.data.datasets import ChatDataset
 from tunekit.models.decoder import Decoder
@@ -109,12 +111,26 @@ class Workspace:
             "grad_norm",
             "lr",
             "eval/loss",
+            "loss_scale",
+            "num_overflows",
             "verify/max_logit_diff",
             "verify/mean_logit_diff",
             "verify/top1_agreement",
         }
         rows = map(json.loads, (self.folder / out / "metrics.jsonl").read_text().splitlines())
         return [{name: value for name, value in row.items() if name in timeless} for row in rows]
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Send SIGTERM when a run has saved this step."""
+    save = Checkpointer.save
+
+    def stopping(checkpointer: Checkpointer, current: int) -> None:
+        save(checkpointer, current)
+        if current == step:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Checkpointer, "save", stopping)
 
 
 def addition_rows(start: int, count: int) -> str:

@@ -8,6 +8,7 @@ import time
 import pytest
 import yaml
 
+from tests.helpers.recipe_runs import stop_after
 from tunekit.checkpoint.training_state import Checkpointer
 from tunekit.loggers.metric_logger import MetricLogger
 
@@ -71,18 +72,6 @@ def test_sigkill_at_any_moment_does_not_change_the_result(workspace, method):
             runs += 1
     run_and_time(workspace, *args, f"output_dir={out}")
     assert workspace.is_same_run("out", out)
-
-
-def stop_after(monkeypatch, step):
-    """Send SIGTERM when a run has saved this step."""
-    save = Checkpointer.save
-
-    def stopping(state, current):
-        save(state, current)
-        if current == step:
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(Checkpointer, "save", stopping)
 
 
 IN_BACKWARD = ("max_grad_norm=0", "micro_batch_size=4", "memory.optimizer_in_bwd=true")

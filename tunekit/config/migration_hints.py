@@ -99,7 +99,7 @@ NOTED_KEYS = (
     ),
     KeyHint("enable_activation_offloading", "memory.activation_offloading"),
     KeyHint("torch_compile", "compile"),
-    KeyHint("bf16 fp16 dtype torch_dtype", "precision.compute_dtype", "bf16 or fp32"),
+    KeyHint("bf16 fp16 dtype torch_dtype", "precision.compute_dtype", "auto, bf16, fp16 or fp32"),
     KeyHint(
         "resume_from_checkpoint auto_resume",
         "",

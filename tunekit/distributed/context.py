@@ -26,6 +26,7 @@ from tunekit.config.secrets import message_text
 from tunekit.distributed import flight_recorder, worker_env
 from tunekit.distributed.attention_setup import configure_attention
 from tunekit.distributed.heartbeat import HeartbeatWriter
+from tunekit.distributed.loss_scaler import LossScaler
 from tunekit.distributed.parallel_dims import ParallelConfig, ParallelDims
 from tunekit.distributed.signals import STOP_SIGNALS
 from tunekit.errors import RunStopped, UserError
@@ -80,6 +81,7 @@ class DistributedContext:
         self.host_group: dist.ProcessGroup | None = None  # gloo group of all ranks
         self.delays_gradient_sync = True  # reduce gradients once per step instead of in each pass
         self.step = 0  # current step
+        self.loss_scaler = LossScaler()
 
     @classmethod
     def single_process(cls) -> "DistributedContext":
@@ -209,9 +211,12 @@ class DistributedContext:
         return value
 
     @property
-    def grad_scale(self) -> int:
-        """Factor of the loss: FSDP averages gradients over ranks, this turns the average into a sum."""
-        return self.dims.grad_avg_size
+    def grad_scale(self) -> float:
+        """Factor of the loss: FSDP averages gradients over ranks, this turns the average into a sum.
+
+        In fp16, it also keeps gradients in the range of the dtype, until the optimizer unscales them.
+        """
+        return self.dims.grad_avg_size * self.loss_scaler.scale
 
     def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None:
         """Set whether the next backward pass reduces gradients over ranks: in the last micro-batch of a step.

@@ -209,7 +209,7 @@ class MetricLogger:
     def begin_line(self, step: int, metrics: Mapping[str, Tensor | float]) -> PendingLine:
         """Start the copy of all metrics to the host in one transfer, and collect the values that are on the host."""
         copy = copy_to_host(metrics.values())
-        stats = self.throughput(step)
+        stats = self.throughput(step) | self.dist.loss_scaler.metrics()
         num_steps = max(1, step - self.counter.last_step)
         local = {"data_time": self.counter.data_time / num_steps} | memory_stats(self.dist.device)
         stats |= dict(zip(local, self.dist.max_over_ranks(*local.values()), strict=True))

@@ -21,6 +21,8 @@ CPU = torch.device("cpu")
 MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 CHEAP = {"rms_norm", "rotate", "gated"}  # names of custom ops that are recomputed
 
+NO_LOSS_SCALING = "not compatible with the loss scaling of fp16. Set precision.compute_dtype=fp32."
+
 
 @dataclass(frozen=True)
 class MemoryConfig:
@@ -66,6 +68,11 @@ class MemoryConfig:
         """Raise FieldError if gradients are to be clipped: with optimizer_in_bwd the norm is known too late."""
         if self.optimizer_in_bwd and max_grad_norm > 0:
             raise FieldError("memory.optimizer_in_bwd", "not compatible with gradient clipping. Set max_grad_norm=0.")
+
+    def check_loss_scaling(self) -> None:
+        """Raise FieldError if gradients are to be unscaled: with optimizer_in_bwd, overflows are known too late."""
+        if self.optimizer_in_bwd:
+            raise FieldError("memory.optimizer_in_bwd", NO_LOSS_SCALING)
 
     def check_num_micro_batches(self, rows: int, micro_batch_size: int) -> None:
         """Raise UserError if a step of `rows` rows per rank needs gradient accumulation with optimizer_in_bwd."""

@@ -10,18 +10,19 @@ from tunekit import devices
 from tunekit.models.decoder import Decoder
 from tunekit.models.moe import Router
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "tf32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
     """Frozen weights as stored in the checkpoint, trained weights in fp32 (small updates are lost in bf16)."""
 
-    # dtype of activations and matmuls; `auto`: bf16 where the hardware is faster with it
-    compute_dtype: Literal["auto", "bf16", "fp32", "tf32"] = "auto"
+    # dtype of activations and matmuls; `auto`: bf16 where the hardware is fast with it, else fp16 on NVIDIA GPUs, else
+    # fp32. fp16 trains with dynamic loss scaling
+    compute_dtype: Literal["auto", "bf16", "fp16", "fp32", "tf32"] = "auto"
     master_dtype: Literal["bf16", "fp32"] = "fp32"  # dtype of trained weights, their gradients and the optimizer state
-    # dtype of frozen weights; `checkpoint`: as stored
-    frozen_dtype: Literal["checkpoint", "bf16", "fp32"] = "checkpoint"
+    # dtype of frozen weights; `checkpoint`: as stored, but fp16 instead of bf16 if that is the compute_dtype
+    frozen_dtype: Literal["checkpoint", "bf16", "fp16", "fp32"] = "checkpoint"
 
     def check(self, device: torch.device) -> None:
         """Raise UserError if a device does not support this precision."""
@@ -36,8 +37,7 @@ class PrecisionConfig:
 
     def apply(self, model: Decoder, checkpoint_dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
         """Set the dtypes of a model on the meta device. `checkpoint_dtypes` are by parameter name."""
-        best = torch.bfloat16 if devices.has_fast_bf16(device) else torch.float32
-        model.compute_dtype = DTYPES.get(self.compute_dtype, best)
+        model.compute_dtype = DTYPES[resolve_auto(self.compute_dtype, device)]
         # Routers are small and sensitive, and often stored in a wider dtype than other weights.
         routers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Router))
         for name, parameter in model.named_parameters():
@@ -45,4 +45,13 @@ class PrecisionConfig:
                 continue
             frozen = None if name.startswith(routers) else DTYPES.get(self.frozen_dtype)
             dtype = frozen or checkpoint_dtypes.get(name, torch.float32)
+            if frozen is None and dtype == torch.bfloat16 and model.compute_dtype == torch.float16:
+                dtype = torch.float16  # a GPU without bf16 would convert it in each matmul
             parameter.data = parameter.data.to(DTYPES[self.master_dtype] if parameter.requires_grad else dtype)
+
+
+def resolve_auto(compute_dtype: str, device: torch.device) -> str:
+    """The compute dtype that `auto` selects on a device; any other is unchanged."""
+    if compute_dtype != "auto":
+        return compute_dtype
+    return "bf16" if devices.has_fast_bf16(device) else "fp16" if devices.capabilities(device).fp16 else "fp32"

@@ -24,10 +24,15 @@ class TrainOptimizer:
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients to a norm of at most `max_norm`; 0 disables clipping.
 
-        Returns the norm before clipping: 0-dim fp32, over all parameters and ranks.
+        Returns the norm before clipping: 0-dim fp32, over all parameters and ranks. Gradients that overflowed because
+        of the loss scale are dropped, and their norm is 0.
         """
         all_reduce_tp_gradients(self.params, self.dist)
+        self.dist.loss_scaler.unscale(self.params)
         grad_norm = total_grad_norm(self.params, self.dist)
+        if self.dist.loss_scaler.update(grad_norm):
+            self.zero_grad()
+            return torch.zeros_like(grad_norm)
         if max_norm:
             clip_gradients(self.params, grad_norm, max_norm)
         return grad_norm

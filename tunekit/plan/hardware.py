@@ -33,10 +33,11 @@ class GPUSpec:
         return find_row(self.device)
 
     def rate(self, compute: str) -> float:
-        """TFLOP/s in a `precision.compute_dtype`. bf16 without hardware support runs at the rate of fp32."""
+        """TFLOP/s in a `precision.compute_dtype`. One without hardware support runs at the rate of fp32."""
         if compute == "tf32":
             return self.fp32 if self.tf32 is None else self.tf32
-        return self.tflops if compute == "bf16" and self.capabilities.bf16 else self.fp32
+        has_tensor_cores = {"bf16": self.capabilities.bf16, "fp16": self.capabilities.fp16}
+        return self.tflops if has_tensor_cores.get(compute) else self.fp32
 
     def scaled(self, tflops: float) -> "GPUSpec":
         """A GPU without a name that is faster or slower in proportion."""

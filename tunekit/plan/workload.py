@@ -10,14 +10,14 @@ from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.datasets import DatasetConfig
-from tunekit.devices import check_tf32, has_fast_bf16
+from tunekit.devices import check_tf32
 from tunekit.distributed.parallel_dims import ParallelConfig, ParallelDims
 from tunekit.distributed.parallelize import parallelize_fake
 from tunekit.errors import UserError
 from tunekit.hub import download
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
-from tunekit.models.precision import PrecisionConfig
+from tunekit.models.precision import DTYPES, PrecisionConfig, resolve_auto
 from tunekit.models.spec import DecoderSpec
 from tunekit.plan.auxiliary_models import (
     AuxiliaryModel,
@@ -85,7 +85,7 @@ class Workload:
     @property
     def compute(self) -> torch.dtype:
         """The dtype of matmuls; `settled_precision` has replaced `auto`, since this knows no device."""
-        return torch.bfloat16 if self.precision.compute_dtype == "bf16" else torch.float32
+        return DTYPES[self.precision.compute_dtype]
 
     def rows(self, sizes: ParallelDims) -> int:
         """Number of rows of a rank in a step."""
@@ -146,8 +146,10 @@ def settled_precision(precision: PrecisionConfig, machine: ClusterSpec) -> Preci
         check_tf32(machine.kind.label, machine.kind.capabilities)
     if precision.compute_dtype != "auto":
         return precision
-    fast = has_fast_bf16(CPU) if machine.kind is None else machine.kind.capabilities.bf16
-    return replace(precision, compute_dtype="bf16" if fast else "fp32")
+    if machine.kind is None:
+        return replace(precision, compute_dtype=resolve_auto("auto", CPU))
+    supported = machine.kind.capabilities
+    return replace(precision, compute_dtype="bf16" if supported.bf16 else "fp16" if supported.fp16 else "fp32")
 
 
 def without_flash(machine: ClusterSpec) -> list[str]:

@@ -148,6 +148,8 @@ class TrainConfig:
             )
             raise FieldError("memory.activation_checkpointing", problem)
         self.memory.check_clipping(self.max_grad_norm)
+        if self.precision.compute_dtype == "fp16":
+            self.memory.check_loss_scaling()
         self.step_guard.check_optimizer(self.memory.optimizer_in_bwd)
         if (profiler := resolve_profiler(self.profiler)) is not None:
             profiler.check_num_steps(self.max_steps)

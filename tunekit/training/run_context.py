@@ -113,6 +113,8 @@ class RunContext:
         background = self.dist.device.type != "cpu" if cfg.async_save == "auto" else cfg.async_save
         options = cfg.save_total_limit, self.dist, background
         directory = self.dir / run_dir.STATE
+        if self.dist.loss_scaler.state_dict():  # in fp16
+            stateful["loss_scaler"] = self.dist.loss_scaler
         return Checkpointer(directory, model, optimizer.inner, lr_scheduler, *options, **stateful)
 
     def open_logger(self, num_steps: int, step: int, throughput: ThroughputCounter) -> MetricLogger:

@@ -1,5 +1,7 @@
 """Construction of the parts that all training recipes use: data, model, optimizer."""
 
+import torch
+
 from tunekit import build
 from tunekit.checkpoint.dcp_planner import reshard
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -8,7 +10,11 @@ from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.loss_scaler import DynamicLossScaler
+from tunekit.errors import UserError
+from tunekit.memory.config import NO_LOSS_SCALING
 from tunekit.models.decoder import Decoder
+from tunekit.models.precision import resolve_auto
 from tunekit.optim.train_optimizer import TrainOptimizer
 from tunekit.plan import free_memory
 from tunekit.training.config import TrainConfig
@@ -28,13 +34,19 @@ def load_model(checkpoint: HFCheckpoint, cfg: TrainConfig, dist: DistributedCont
     dist.heartbeat.record(0, "load")
     free_memory.check(cfg, dist)
     from_scratch = cfg.init == "random"
+    if cfg.precision.compute_dtype == "auto" and (dtype := resolve_auto("auto", dist.device)) != "bf16":
+        dist.log(f"precision.compute_dtype: auto selects {dtype}: this device has no fast bf16 matmuls")
     return build.build_model(
         checkpoint, cfg.quantization, cfg.adapter, cfg.precision, cfg.memory, dist, from_scratch, cfg.compile
     )
 
 
 def build_optimizer(cfg: TrainConfig, model: Decoder, dist: DistributedContext) -> TrainOptimizer:
-    """The optimizer of the trained weights."""
+    """The optimizer of the trained weights. In fp16, the loss is scaled from now on."""
+    if model.compute_dtype == torch.float16:
+        if cfg.memory.optimizer_in_bwd:  # found by the config only if it says fp16, not auto
+            raise UserError(f"memory.optimizer_in_bwd: {NO_LOSS_SCALING}")
+        dist.loss_scaler = DynamicLossScaler()
     reshard(model)  # forward passes before training may have gathered parameters, which are other tensors
     layer_params = (param for layer in model.layers for param in layer.parameters())
     optimizer = cfg.optimizer.build(cfg.adapter.param_groups(model), layer_params)
