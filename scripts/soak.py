@@ -106,7 +106,7 @@ class Soak:
 
     def disturb(self, process: subprocess.Popen[bytes], case: str, out: str, fault: str) -> None:
         """Wait for a random moment of the run, and inject the fault."""
-        moment = self.rng.choice([None, None, f"state/{self.rng.randint(1, 20)}.partial", "final.partial"])
+        moment = self.rng.choice([None, None, f"state/{self.rng.randint(1, 20):08}.partial", "final.partial"])
         deadline = time.monotonic() + (self.rng.uniform(0, self.seconds) if moment is None else 600)
         while process.poll() is None and time.monotonic() < deadline:
             if moment and any((self.directory / out).glob(moment)):
@@ -142,7 +142,7 @@ class Soak:
         return code, (self.directory / "log").read_text(errors="replace")
 
     def choose_fault(self, case: str) -> str:
-        faults = ["SIGKILL", "SIGKILL", "SIGKILL", *SIGNALS, "full disk", "none"]
+        faults = [*["SIGKILL"] * 6, *SIGNALS, "full disk", "none"]
         return self.rng.choice([*faults, *["cut connections"] * 6] if case == "Hub" else faults)
 
 
