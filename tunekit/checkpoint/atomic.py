@@ -125,7 +125,15 @@ def find_corrupt_file(folder: Path, subset: slice = ALL) -> Path | None:
     if sums is None:
         return folder / MARK
     files = {folder / name: expected for name, expected in [*sums.items()][subset]}
-    return next((file for file, value in files.items() if not file.is_file() or checksum(file) != value), None)
+    return next((file for file, value in files.items() if not is_intact(file, value)), None)
+
+
+def is_intact(file: Path, expected: int) -> bool:
+    """Whether a file can be read and has this checksum."""
+    try:
+        return file.is_file() and checksum(file) == expected
+    except OSError:
+        return False
 
 
 def find_missing_file(folder: Path) -> Path | None:
