@@ -367,35 +367,6 @@ class DetectedDataset(TextOrChatMixin):
 
 
 @dataclass(frozen=True)
-class AutoDataset(DetectedDataset):
-    """Rows whose format is detected from their columns. The default if `kind` is omitted.
-
-    The first match is used: `messages` or `conversations` (OpenAI or ShareGPT), `prompt` and `completion`,
-    `instruction` and `output`, `text`. Plain texts are split into several rows unless they are dropped.
-    """
-
-    kind: ClassVar[str] = "auto"
-    is_default: ClassVar[bool] = True
-    candidates: ClassVar[tuple[type[DatasetConfig], ...]] = (
-        ChatDataset,
-        ShareGPTDataset,
-        InstructDataset,
-        CompletionDataset,
-        TextDataset,
-    )
-    expected_columns: ClassVar[str] = "Set a supported `kind`, or use the recipe `preference` for preference data"
-
-    def limit_length(self, text: MaskedText, document: Document) -> list[Document]:
-        if text.is_continuable and self.excess_length_strategy == "truncate":
-            return fit_documents(document, self.max_length, "split", 1)
-        return super().limit_length(text, document)
-
-
-# Datasets of the recipes that train on target tokens.
-SFTDataset = AutoDataset | ChatDataset | ShareGPTDataset | InstructDataset | CompletionDataset | TextDataset
-
-
-@dataclass(frozen=True)
 class UnsplitRowsBase(DatasetConfig):
     """Rows that are compared or labeled as a whole, and cannot be split."""
 

@@ -43,6 +43,7 @@ SHAREGPT = {
     name: format_rule("sharegpt", "ShareGPT", {name: list}, "conversations_column").row_format
     for name in MESSAGE_COLUMNS
 }
+PRETOKENIZED = format_rule("pretokenized", "token ids", {"input_ids": list})
 RULES = (
     format_rule("preference", "preference pairs", {"chosen": TEXT_TYPES, "rejected": TEXT_TYPES}),
     format_rule(
@@ -52,6 +53,7 @@ RULES = (
     ),
     format_rule("completion", "prompts with completions", {"prompt": TEXT_TYPES, "completion": TEXT_TYPES}),
     format_rule("instruct", "Alpaca", {"instruction": str, "output": str}),
+    format_rule("segments", "segments", {"segments": list}),
     format_rule("text", "plain text", {"text": str}),
 )
 LABEL_TYPES = (bool, int, float, str)
@@ -71,7 +73,7 @@ REWARD_RULES = (
 
 def detect_format(fields: Mapping[str, Any], first_rules: Sequence[FormatRule] = ()) -> RowFormat:
     """Format of a row. `first_rules` are tried before all others. Raise UserError if no rule matches."""
-    if row_format := match_rule(fields, first_rules):
+    if row_format := match_rule(fields, (*first_rules, PRETOKENIZED)):
         return row_format
     for name in MESSAGE_COLUMNS:
         if name in fields and isinstance(messages := parse_json_cell(fields[name], SPEAKER_KEYS), list):

@@ -25,6 +25,7 @@ class MaskedText(NamedTuple):
 
     `end_token` is the EOS token of plain text, which also gets the tokenizer's BOS token; None for text that a chat
     template has rendered. `values` are the label or margin, or one label for each span (stepwise, without EOS).
+    `document` has the tokens of a row without text, which is tokenized already.
     """
 
     text: str
@@ -32,6 +33,7 @@ class MaskedText(NamedTuple):
     doc_flags: DocFlags = DocFlags(0)
     end_token: int | None = None
     values: tuple[float, ...] = ()
+    document: Document | None = None
 
     @property
     def is_stepwise(self) -> bool:
@@ -117,8 +119,11 @@ def render_plain_text(text: str, end_token: int, start: int = 0) -> MaskedText:
 
 def tokenize_texts(tokenizer: Tokenizer, texts: Sequence[MaskedText]) -> list[Document]:
     """Tokenize texts in one batch."""
-    encodings = tokenizer.encode_rendered([masked.text for masked in texts])
-    return [to_document(tokenizer, *pair) for pair in zip(texts, encodings, strict=True)]
+    encodings = iter(tokenizer.encode_rendered([masked.text for masked in texts if masked.document is None]))
+    return [
+        to_document(tokenizer, masked, next(encodings)) if masked.document is None else masked.document
+        for masked in texts
+    ]
 
 
 def to_document(tokenizer: Tokenizer, masked: MaskedText, encoding: TokenizerEncoding) -> Document:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from tunekit.data.chat_template.turn_boundaries import SENTINEL_NUMBER
 from tunekit.data.datasets import (
-    AutoDataset,
     ChatDataset,
     CompletionDataset,
     DatasetConfig,
@@ -23,6 +22,7 @@ from tunekit.data.datasets import (
 )
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.readers.row_reader import BadRow, Row
+from tunekit.data.sft_datasets import AutoDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 

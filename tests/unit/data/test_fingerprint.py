@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from tunekit.config.user_code import load_user_choices
-from tunekit.data.datasets import AutoDataset, ChatDataset, DatasetConfig, TextDataset
+from tunekit.data.datasets import ChatDataset, DatasetConfig, TextDataset
 from tunekit.data.preprocess import fingerprint as keys
 from tunekit.data.preprocess import preprocess
 from tunekit.data.readers.open_dataset import open_dataset
+from tunekit.data.sft_datasets import AutoDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.transforms import RenameColumns
 from tunekit.recipes.sft import SFTConfig

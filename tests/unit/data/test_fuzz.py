@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tunekit.data.datasets import (
-    AutoDataset,
     ChatDataset,
     CompletionDataset,
     DatasetConfig,
@@ -20,6 +19,7 @@ from tunekit.data.datasets import (
     UnpairedPreferenceDataset,
 )
 from tunekit.data.readers.row_reader import BadRow, Row
+from tunekit.data.sft_datasets import AutoDataset, PretokenizedDataset, SegmentsDataset
 from tunekit.data.tokenizer import Tokenizer
 
 TOKENIZERS: dict[str, Tokenizer] = {}
@@ -77,6 +77,7 @@ MESSAGES = mostly(st.lists(mostly(MESSAGE), max_size=5))
 TURN = st.fixed_dictionaries(
     {"from": mostly(st.sampled_from(["human", "gpt", "function_call"])), "value": mostly(ANY_TEXT)}
 )
+SEGMENT = st.fixed_dictionaries({"text": mostly(ANY_TEXT), "train": mostly(st.booleans())})
 SIDE = mostly(st.one_of(ANY_TEXT, MESSAGES))
 TRAIN_ON = st.sampled_from(["assistant", "last", "all", "per_message", ("user", "tool"), ("assistant",)])
 FIELDS = st.fixed_dictionaries(
@@ -96,6 +97,15 @@ FIELDS = st.fixed_dictionaries(
         "rejected": SIDE,
         "label": mostly(st.booleans()),
         "text": mostly(ANY_TEXT),
+        "segments": mostly(st.lists(mostly(SEGMENT), max_size=4)),
+    },
+)
+TOKEN_FIELDS = st.fixed_dictionaries(
+    {"input_ids": mostly(st.lists(mostly(st.integers(0, 30)), max_size=4))},
+    optional={
+        "labels": mostly(st.lists(mostly(st.sampled_from([-100, 1])), max_size=4)),
+        "completion_mask": mostly(st.lists(st.integers(0, 1), max_size=4)),
+        "attention_mask": mostly(st.lists(st.integers(0, 1), max_size=4)),
     },
 )
 
@@ -111,11 +121,13 @@ def dataset_configs(train_on: Any) -> list[DatasetConfig]:
         PreferenceDataset("x", train_on=preference_train_on),
         UnpairedPreferenceDataset("x", train_on=preference_train_on),
         TextDataset("x"),
+        SegmentsDataset("x"),
+        PretokenizedDataset("x"),
     ]
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
-@given(FIELDS, TRAIN_ON, st.sampled_from(NAMES))
+@given(st.one_of(FIELDS, TOKEN_FIELDS), TRAIN_ON, st.sampled_from(NAMES))
 def test_every_row_gives_documents_or_a_bad_row(
     tokenizer_dirs: dict[str, Path], fields: dict, train_on: Any, name: str
 ) -> None:

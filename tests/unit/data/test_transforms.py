@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from tunekit.cli import main as cli
-from tunekit.data.datasets import AutoDataset
 from tunekit.data.readers.row_reader import BadRow, Row
+from tunekit.data.sft_datasets import AutoDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.transforms import Filter, RenameColumns, RowTransform
 from tunekit.errors import FieldError, UserError

@@ -8,7 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from tunekit.config.choices import kind_name
-from tunekit.data.datasets import DataConfig, DatasetConfig, SFTDataset
+from tunekit.data.datasets import DataConfig, DatasetConfig
+from tunekit.data.sft_datasets import SFTDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 
