@@ -21,7 +21,7 @@ from tunekit.distributed.sharding import full_tensor
 from tunekit.generation.generate import SamplingConfig, generate_batch
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.precision import PrecisionConfig
-from tunekit.optim.config import AdamWConfig
+from tunekit.optim.config import AdamWConfig, SGDConfig
 from tunekit.quantization.config import NoQuantization
 from tunekit.recipes import sft
 
@@ -38,7 +38,7 @@ class Case:
     weights: NoQuantization = NoQuantization()
     parallel: ParallelConfig = ParallelConfig()
     memory: MemoryConfig = MemoryConfig()
-    optimizer: AdamWConfig = AdamWConfig(lr=0.01)
+    optimizer: AdamWConfig | SGDConfig = AdamWConfig(lr=0.01)
     precision: PrecisionConfig = FP32
     packed: bool = False
     micro_batch: int = 1
@@ -94,7 +94,7 @@ def train_case(case: Case) -> Outcome:
             model="m", data=TextDataset("t"), output_dir="o", adapter=case.adapter, max_grad_norm=case.clip
         )
         cfg = replace(cfg, optimizer=case.optimizer)
-        optimizer = case.optimizer.build(case.adapter.param_groups(model))
+        optimizer = case.optimizer.build(case.optimizer.apply_lr_pattern(case.adapter.param_groups(model), model))
         train_optimizer = case.memory.wrap_optimizer(optimizer, dist)
         for step in range(case.steps):
             dist.seed_step(step)

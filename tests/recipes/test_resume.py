@@ -1,12 +1,15 @@
 """A run that ended for any reason is resumed by the same command, with bit-identical results."""
 
 import random
+import re
 import shutil
 import signal
 import time
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from tests.helpers.recipe_runs import stop_after
 from tunekit.checkpoint.training_state import Checkpointer
@@ -97,6 +100,19 @@ def test_stopped_run_resumes_bit_exactly_with_each_optimizer(workspace, monkeypa
     assert workspace.run_tune(*args, "output_dir=broken").code == 143
     assert workspace.run_tune(*args, "output_dir=broken").code == 0
     assert workspace.is_same_run("out", "broken")
+
+
+def test_frozen_weights_do_not_change_when_a_run_resumes(workspace, monkeypatch):
+    args = (*RUN, "adapter={kind: none, trainable_modules: [attn, norms], frozen_modules: [q_proj]}")
+    args += ("optimizer={kind: adamw, lr: 1e-2, lr_pattern: {norms: 1e-3, v_proj: 2e-2}}",)
+    assert workspace.run_tune(*args).code == 0
+    stop_after(monkeypatch, 3)
+    assert workspace.run_tune(*args, "output_dir=broken").code == 143
+    assert workspace.run_tune(*args, "output_dir=broken").code == 0
+    assert workspace.is_same_run("out", "broken")
+    base = load_file(workspace.model / "model.safetensors")
+    changed = {name for name, tensor in workspace.tensors("out").items() if not torch.equal(tensor, base[name])}
+    assert changed == {name for name in base if re.search(r"norm|[kvo]_proj", name)}
 
 
 def test_optimizer_in_bwd_gives_the_same_result(workspace):

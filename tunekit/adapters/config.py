@@ -1,16 +1,22 @@
 """Trained parameters: all weights, or LoRA and DoRA adapters of frozen layers."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tunekit.adapters.patterns import compile_pattern
+from tunekit.adapters.module_patterns import (
+    as_tuple,
+    check_patterns,
+    last_component,
+    match_modules,
+    module_params,
+    values_by_module,
+)
 from tunekit.devices import fork_rng
 from tunekit.distributed.sharding import copy_to_shard, shard_slice, unsharded
 from tunekit.errors import FieldError, UserError
@@ -23,33 +29,36 @@ from tunekit.models.weight_map import Shape
 
 Layer = Linear | GroupedLinear | Embedding
 ParamGroups = Iterator[tuple[list[nn.Parameter], float]]
-Number = TypeVar("Number", int, float)
-
 TIED_MODULES = {"embed", "head"}  # share one weight in models with tied embeddings
 
 INITIAL_BUFFERS = {"lora_A0": "lora_A.weight", "lora_B0": "lora_B.weight"}  # buffer of initial values -> parameter
 
-MODULE_GROUPS = {  # patterns of complete module names
-    "attn": r"layers\.\d+\.attn\..+",
-    "mlp": r"layers\.\d+\.mlp\.(?!(.+\.)?experts\.).+",
-    "all-linear": r"layers\.\d+\.(attn|mlp)\.(?!(.+\.)?experts\.).+",
-    "experts": r"layers\.\d+\.mlp\.(.+\.)?experts\..+",
-    "lm_head": "head",
-    "embed_tokens": "embed",
-    "norm": "norm",
-    "norms": r"(.+\.)?\w*norm",
-}
-
 
 @dataclass(frozen=True)
 class NoAdapter:
-    """Train every weight."""
+    """Train the weights of the model: all of them, or those of some modules."""
 
     kind: ClassVar[str] = "none"
     adapter_path: ClassVar[None] = None  # training starts from the checkpoint
+    # Module groups, names or regular expressions; all other weights are frozen. Empty: train all weights
+    trainable_modules: str | tuple[str, ...] = ()
+    frozen_modules: str | tuple[str, ...] = ()  # Modules that are not trained, even if `trainable_modules` has them
+
+    def __post_init__(self) -> None:
+        for key in ("trainable_modules", "frozen_modules"):
+            check_patterns(key, as_tuple(getattr(self, key)))
 
     def apply(self, model: Decoder) -> None:
-        """Leave the model unchanged."""
+        """Freeze the weights that are not trained. A score head is always trained."""
+        if self.trainable_modules:
+            trained = module_params(model, "adapter.trainable_modules", self.trainable_modules)
+            trained |= set() if model.spec.score is None else set(model.head.parameters())
+            for parameter in [p for p in model.parameters() if p not in trained]:
+                parameter.requires_grad_(False)
+        for parameter in module_params(model, "adapter.frozen_modules", self.frozen_modules):
+            parameter.requires_grad_(False)
+        if self.frozen_modules and not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UserError("adapter.frozen_modules: no weights are left to train. Remove some modules.")
 
     def init_weights(self, model: Decoder, seed: int) -> None:
         """Do nothing: no parameters were added."""
@@ -112,11 +121,8 @@ class LoRAConfig:
                 raise FieldError("alpha_pattern", f"{pattern}: must be > 0, got {alpha}")
         fields = {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
         fields |= {"target_modules": as_tuple(self.target_modules), "modules_to_save": as_tuple(self.modules_to_save)}
-        for key, pattern in ((key, pattern) for key, patterns in fields.items() for pattern in patterns):
-            try:
-                compile_pattern(pattern)
-            except ValueError as error:
-                raise FieldError(key, f"{pattern!r} is not a valid regular expression: {error}") from error
+        for key, patterns in fields.items():
+            check_patterns(key, patterns)
 
     def target_layers(self, model: Decoder) -> dict[str, Layer]:
         """Layers that match `target_modules`, by name."""
@@ -124,15 +130,15 @@ class LoRAConfig:
         return {
             name: names[name]
             for pattern in as_tuple(self.target_modules)
-            for name in match_modules("target_modules", pattern, names)
+            for name in match_modules("adapter.target_modules", pattern, names)
         }
 
     def ranks_and_alphas(self, names: Iterable[str]) -> dict[str, tuple[int, float]]:
         """Rank and alpha by layer name."""
         names = list(names)
         ranks, alphas = (
-            values_by_module("rank_pattern", self.rank_pattern, names),
-            values_by_module("alpha_pattern", self.alpha_pattern, names),
+            values_by_module("adapter.rank_pattern", self.rank_pattern, names),
+            values_by_module("adapter.alpha_pattern", self.alpha_pattern, names),
         )
         return {name: (ranks.get(name, self.rank), alphas.get(name, self.alpha)) for name in names}
 
@@ -162,7 +168,7 @@ class LoRAConfig:
         saved = dict.fromkeys(
             name
             for pattern in as_tuple(self.modules_to_save)
-            for name in match_modules("modules_to_save", pattern, modules)
+            for name in match_modules("adapter.modules_to_save", pattern, modules)
         )
         saved |= {} if model.spec.score is None else {"head": None}  # a score head is always trained
         tied = TIED_MODULES if model.spec.tie_word_embeddings and not TIED_MODULES.isdisjoint(adapted) else set()
@@ -406,37 +412,6 @@ def lora_factors(layer: Linear | GroupedLinear) -> tuple[Tensor, Tensor]:
     if isinstance(layer, Linear):
         return layer.lora_A.weight, layer.lora_B.weight
     return layer.lora_A, layer.lora_B
-
-
-def last_component(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def as_tuple(patterns: str | tuple[str, ...]) -> tuple[str, ...]:
-    """A tuple of one pattern, or the given tuple."""
-    return (patterns,) if isinstance(patterns, str) else patterns
-
-
-def match_modules(key: str, target: str, names: Iterable[str]) -> list[str]:
-    """Names that belong to a module group, or that match a pattern in full or in their last component.
-
-    For example, `q_proj` matches every q_proj. Raises UserError if there is no match.
-    """
-    pattern, is_group = MODULE_GROUPS.get(target, target), target in MODULE_GROUPS
-    hits = [n for n in names if re.fullmatch(pattern, n) or (not is_group and re.fullmatch(pattern, last_component(n)))]
-    if not hits:
-        available = ", ".join(dict.fromkeys(last_component(name) for name in names))
-        kind = {"target_modules": "layer", "modules_to_save": "module"}.get(key, "adapted layer")
-        raise UserError(f"adapter.{key}: no {kind} matches {target!r}. Available: {available}.")
-    return hits
-
-
-def values_by_module(key: str, values: Mapping[str, Number], names: Iterable[str]) -> dict[str, Number]:
-    """Convert values by pattern to values by name; the first match wins."""
-    by_name: dict[str, Number] = {}
-    for pattern, value in values.items():
-        by_name = dict.fromkeys(match_modules(key, pattern, names), value) | by_name
-    return by_name
 
 
 def pissa_factors(weight: Tensor, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

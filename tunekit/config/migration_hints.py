@@ -159,6 +159,8 @@ NOTED_KEYS = (
     KeyHint("r", "adapter.rank", "requires adapter=lora"),
     KeyHint("init_lora_weights", "adapter.init", "default or pissa; requires adapter=lora"),
     KeyHint("lora_bias", "adapter.bias", "none, lora_only or all"),
+    KeyHint("unfrozen_parameters", "adapter.trainable_modules", "patterns of modules; requires adapter=none"),
+    KeyHint("embedding_lr lr_groups", "optimizer.lr_pattern", "{embed_tokens: 1e-6}"),
     KeyHint("ensure_weight_tying", "adapter.untie_embeddings", "negated: embeddings stay tied by default"),
     # preference
     KeyHint(

@@ -1,8 +1,8 @@
 """Configs of optimizers and learning rate schedules. container.py implements the optimizers that torch lacks."""
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from tunekit.adapters.module_patterns import check_patterns, values_by_module
 from tunekit.devices import capabilities
 from tunekit.distributed.sharding import shard_slice, to_local
 from tunekit.errors import FieldError
@@ -65,17 +66,48 @@ def check_betas(name: str, values: tuple[float, ...]) -> None:
 
 
 @dataclass(frozen=True)
-class AdamWConfig:
+class OptimizerConfig:
+    """Learning rates of all weights, and of those of some modules."""
+
+    lr: float = 2e-4
+    # Learning rates of modules, by module pattern; the first match wins. With LoRA, of the adapters of these modules
+    lr_pattern: dict[str, float] = field(default_factory=dict, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_positive("lr", self.lr)
+        check_patterns("lr_pattern", self.lr_pattern)
+        for pattern, lr in self.lr_pattern.items():
+            if not lr > 0:
+                raise FieldError("lr_pattern", f"{pattern}: must be > 0, got {lr}. To freeze: adapter.frozen_modules")
+
+    def apply_lr_pattern(self, trained: TrainedGroups, model: nn.Module) -> Iterator[tuple[list[nn.Parameter], float]]:
+        """Split groups by the learning rates of their modules. Weights without one are first."""
+        modules: dict[nn.Parameter, list[str]] = {}  # of each trained weight; a tied weight has two
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                owner = name.partition(".lora_")[0] if ".lora_" in name else name.rpartition(".")[0]
+                modules.setdefault(parameter, []).append(owner)
+        names = dict.fromkeys(name for owners in modules.values() for name in owners)
+        rates = values_by_module("optimizer.lr_pattern", self.lr_pattern, names)
+        for parameters, factor in trained:
+            groups: dict[float, list[nn.Parameter]] = {self.lr: []}
+            for parameter in parameters:
+                rate = next((rates[name] for name in modules[parameter] if name in rates), self.lr)
+                groups.setdefault(rate, []).append(parameter)
+            yield from ((group, factor * rate / self.lr) for rate, group in groups.items())
+
+
+@dataclass(frozen=True)
+class AdamWConfig(OptimizerConfig):
     """AdamW: Adam with decoupled weight decay (arXiv:1711.05101). Fused if torch supports it on the device."""
 
     kind: ClassVar[str] = "adamw"
-    lr: float = 2e-4
     betas: tuple[float, ...] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0  # Decoupled weight decay; not applied to norms and biases
 
     def __post_init__(self) -> None:
-        check_positive("lr", self.lr)
+        super().__post_init__()
         check_betas("betas", self.betas)
         check_positive("eps", self.eps)
 
@@ -107,21 +139,20 @@ def is_worth_quantizing(weight: nn.Parameter) -> bool:
 
 
 @dataclass(frozen=True)
-class MuonConfig:
+class MuonConfig(OptimizerConfig):
     """Muon (arXiv:2502.16982): orthogonalized momentum for matrices, with half the state of AdamW.
 
     Embeddings, lm_head and vectors use AdamW. Updates are scaled so that learning rates of AdamW apply.
     """
 
     kind: ClassVar[str] = "muon"
-    lr: float = 2e-4
     momentum: float = 0.95  # Momentum of the gradients of matrices
     weight_decay: float = 0.0  # Decoupled weight decay; not applied to norms and biases
     betas: tuple[float, ...] = (0.9, 0.95)  # AdamW betas for the other weights
     eps: float = 1e-8  # AdamW epsilon for the other weights
 
     def __post_init__(self) -> None:
-        check_positive("lr", self.lr)
+        super().__post_init__()
         check_betas("betas", self.betas)
         check_positive("eps", self.eps)
         if not 0 <= self.momentum < 1:
@@ -135,16 +166,13 @@ class MuonConfig:
 
 
 @dataclass(frozen=True)
-class SGDConfig:
+class SGDConfig(OptimizerConfig):
     """Stochastic gradient descent; has no optimizer state unless momentum is used."""
 
     kind: ClassVar[str] = "sgd"
     lr: float = 1e-2
     momentum: float = 0.0  # Momentum of the gradients
     weight_decay: float = 0.0  # Decoupled weight decay; not applied to norms and biases
-
-    def __post_init__(self) -> None:
-        check_positive("lr", self.lr)
 
     def build(self, trained: TrainedGroups, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
         return torch.optim.SGD(param_groups(trained, self.lr, self.weight_decay), momentum=self.momentum)

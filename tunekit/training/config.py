@@ -181,10 +181,11 @@ def check_training(cfg: TrainConfig) -> None:
         cfg.precision.check(device)
         cfg.parallel.check(device.type, 1)
     checkpoint = build.read_checkpoint(cfg)
-    shapes = build.build_meta_model(checkpoint, cfg.quantization, cfg.adapter).shapes
+    model = build.build_meta_model(checkpoint, cfg.quantization, cfg.adapter)
+    list(cfg.optimizer.apply_lr_pattern(cfg.adapter.param_groups(model), model))
     build.check_parallelizable(checkpoint, cfg.quantization, cfg.adapter, cfg.parallel)
     if cfg.init == "pretrained" and download.cached_commit(checkpoint.path) is None:  # not downloaded in full yet
-        load_model.check_tensors(checkpoint, shapes)
+        load_model.check_tensors(checkpoint, model.shapes)
     tokenizer = build.open_tokenizer(checkpoint)
     for dataset in filter(None, (cfg.data, cfg.eval_data)):
         dataset.check_source()

@@ -49,5 +49,6 @@ def build_optimizer(cfg: TrainConfig, model: Decoder, dist: DistributedContext) 
         dist.loss_scaler = DynamicLossScaler()
     reshard(model)  # forward passes before training may have gathered parameters, which are other tensors
     layer_params = (param for layer in model.layers for param in layer.parameters())
-    optimizer = cfg.optimizer.build(cfg.adapter.param_groups(model), layer_params)
+    trained = cfg.optimizer.apply_lr_pattern(cfg.adapter.param_groups(model), model)
+    optimizer = cfg.optimizer.build(trained, layer_params)
     return cfg.memory.wrap_optimizer(optimizer, dist)

@@ -1,0 +1,77 @@
+"""Modules that a config selects by group, name, or regular expression."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from torch import nn
+
+from tunekit.adapters.patterns import compile_pattern
+from tunekit.errors import FieldError, UserError
+
+Number = TypeVar("Number", int, float)
+
+NOUNS = {  # what a key selects; other keys select modules
+    "adapter.target_modules": "layer",
+    "adapter.rank_pattern": "adapted layer",
+    "adapter.alpha_pattern": "adapted layer",
+    "optimizer.lr_pattern": "trained module",
+}
+
+MODULE_GROUPS = {  # patterns of complete module names
+    "attn": r"layers\.\d+\.attn\..+",
+    "mlp": r"layers\.\d+\.mlp\.(?!(.+\.)?experts\.).+",
+    "all-linear": r"layers\.\d+\.(attn|mlp)\.(?!(.+\.)?experts\.).+",
+    "experts": r"layers\.\d+\.mlp\.(.+\.)?experts\..+",
+    "lm_head": "head",
+    "embed_tokens": "embed",
+    "norm": "norm",
+    "norms": r"(.+\.)?\w*norm",
+}
+
+
+def last_component(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def as_tuple(patterns: str | tuple[str, ...]) -> tuple[str, ...]:
+    """A tuple of one pattern, or the given tuple."""
+    return (patterns,) if isinstance(patterns, str) else patterns
+
+
+def match_modules(key: str, target: str, names: Iterable[str]) -> list[str]:
+    """Names that belong to a module group, or that match a pattern in full or in their last component.
+
+    For example, `q_proj` matches every q_proj. Raises UserError if there is no match.
+    """
+    pattern, is_group = MODULE_GROUPS.get(target, target), target in MODULE_GROUPS
+    hits = [n for n in names if re.fullmatch(pattern, n) or (not is_group and re.fullmatch(pattern, last_component(n)))]
+    if not hits:
+        available = dict.fromkeys(last_component(name) for name in names)
+        listed = ", ".join(name for name in available if not name.isdigit())
+        raise UserError(f"{key}: no {NOUNS.get(key, 'module')} matches {target!r}. Available: {listed}.")
+    return hits
+
+
+def values_by_module(key: str, values: Mapping[str, Number], names: Iterable[str]) -> dict[str, Number]:
+    """Convert values by pattern to values by name; the first match wins."""
+    by_name: dict[str, Number] = {}
+    for pattern, value in values.items():
+        by_name = dict.fromkeys(match_modules(key, pattern, names), value) | by_name
+    return by_name
+
+
+def check_patterns(key: str, patterns: Iterable[str]) -> None:
+    """Raise FieldError for an invalid regular expression."""
+    for pattern in patterns:
+        try:
+            compile_pattern(pattern)
+        except ValueError as error:
+            raise FieldError(key, f"{pattern!r} is not a valid regular expression: {error}") from error
+
+
+def module_params(model: nn.Module, key: str, patterns: str | tuple[str, ...]) -> set[nn.Parameter]:
+    """Parameters of the modules that match any pattern, with those of their submodules."""
+    modules = {name: module for name, module in model.named_modules() if name and [*module.parameters()]}
+    names = {name for pattern in as_tuple(patterns) for name in match_modules(key, pattern, modules)}
+    return {parameter for name in names for parameter in modules[name].parameters()}
