@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tunekit.build import open_checkpoint, open_tokenizer
+from tunekit.build import open_checkpoint, open_tokenizer, read_checkpoint
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import SFTData
@@ -45,6 +45,7 @@ CONFIG = SFTConfig
 def check(cfg: SFTConfig) -> None:
     """Raise UserError for everything that can be found without reading weights."""
     check_training(cfg)
+    cfg.loss.router_coefs(read_checkpoint(cfg).spec)
 
 
 def main(cfg: SFTConfig, overwrite: bool = False) -> None:
@@ -66,6 +67,7 @@ def train(cfg: SFTConfig, run: RunContext) -> None:
     loaders = {"data": train_data, "eval_data": eval_data}
     check_data(cfg, loaders, tokenizer, dist)
     model = load_model(checkpoint, cfg, dist)
+    cfg.loss.prepare(model)
     run.begin()
 
     optimizer = build_optimizer(cfg, model, dist)
@@ -107,7 +109,8 @@ def train(cfg: SFTConfig, run: RunContext) -> None:
                 step = guard.roll_back(checkpointer, logger)  # to the last training state; skips the data since then
                 continue
             step += 1
-            logger.log_step(step, batches, prefetcher.data_time, loss=loss, grad_norm=grad_norm, lr=lr)
+            metrics = cfg.loss.pop_metrics(model, dist)
+            logger.log_step(step, batches, prefetcher.data_time, loss=loss, grad_norm=grad_norm, lr=lr, **metrics)
 
             due = run.due_after(step, num_steps)
             with logger.pause():  # not part of the step time

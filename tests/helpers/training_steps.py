@@ -19,6 +19,7 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.distributed.sharding import full_tensor
 from tunekit.generation.generate import SamplingConfig, generate_batch
+from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.precision import PrecisionConfig
 from tunekit.optim.config import AdamWConfig, SGDConfig
@@ -46,6 +47,7 @@ class Case:
     steps: int = 5
     length: int = LENGTH  # of rows
     vocab: int = VOCAB  # tokens of rows are below this
+    loss: CrossEntropy = CrossEntropy()
     pairs: Literal["", "whole", "shared"] = ""  # the common prefix is repeated (whole) or shared
 
 
@@ -93,7 +95,8 @@ def train_case(case: Case) -> Outcome:
         cfg = sft.SFTConfig(
             model="m", data=TextDataset("t"), output_dir="o", adapter=case.adapter, max_grad_norm=case.clip
         )
-        cfg = replace(cfg, optimizer=case.optimizer)
+        cfg = replace(cfg, optimizer=case.optimizer, loss=case.loss)
+        case.loss.prepare(model)
         optimizer = case.optimizer.build(case.optimizer.apply_lr_pattern(case.adapter.param_groups(model), model))
         train_optimizer = case.memory.wrap_optimizer(optimizer, dist)
         for step in range(case.steps):

@@ -227,6 +227,13 @@ class SequenceParallelRegion(NoParallel):
 
     mesh_dim: MeshDim
 
+    @property
+    def index(self) -> int:
+        return self.mesh_dim.index
+
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
+        return self.mesh_dim.all_reduce_sum(x.detach().clone()) + (x - x.detach())
+
     def enter(self, x: Tensor, shape: torch.Size | None = None) -> Tensor:
         tokens = all_gather(x, 1, self.mesh_dim)
         return tokens if shape is None else tokens[0, : shape.numel()].view(*shape, -1)

@@ -23,9 +23,10 @@ from tunekit.models.forward_context import (
 from tunekit.models.gated_delta_net import GatedDeltaNet
 from tunekit.models.linear import Embedding, Linear
 from tunekit.models.mla import MultiLatentAttention
-from tunekit.models.moe import DenseMoEFeedForward, MixtureOfExperts
+from tunekit.models.moe import DenseMoEFeedForward, MixtureOfExperts, Router
 from tunekit.models.norm import RMSNorm, make_norm
 from tunekit.models.rope import rope_tables
+from tunekit.models.router_stats import RouterStats
 from tunekit.models.spec import (
     MLP,
     Attention,
@@ -129,6 +130,8 @@ class Decoder(nn.Module):
     tp_region: NoParallel = NO_PARALLEL  # tokens between layers, under sequence parallelism
     cp_sharding: SequenceSharding = UNSHARDED  # tokens of each row on this rank
     compute_device: torch.device | None = None  # where layers run, if weights are offloaded
+    router_stats: RouterStats | None = None  # of the last pass, if the loss needs them
+    neftune_noise_alpha: float | None = None  # scale of the noise on embeddings in training; None: no noise
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
@@ -271,6 +274,8 @@ class Decoder(nn.Module):
         """Hidden states (B, S, dim) after the final norm, of the tokens that this rank holds between layers."""
         x = self.embed(tokens)
         x = self.tp_region.leave(x if self.compute_dtype is None else x.to(self.compute_dtype))
+        if self.neftune_noise_alpha is not None and self.training and torch.is_grad_enabled():
+            x = x + self.draw_noise(tokens, self.neftune_noise_alpha / (context.row_length * self.spec.dim) ** 0.5, x)
         x = x if self.spec.embed_scale == 1 else x * torch.tensor(self.spec.embed_scale, dtype=x.dtype)
         if self.flatten_rows and torch.is_grad_enabled():
             x.requires_grad_()
@@ -283,6 +288,18 @@ class Decoder(nn.Module):
             else:
                 x = layer(x, context, None if cache is None else cache.layers[i], layer_inputs[i])
         return self.norm(x)
+
+    def record_routers(self) -> None:
+        """Let all routers add the tokens of training passes to `router_stats`."""
+        self.router_stats = RouterStats()
+        for module in self.modules():
+            if isinstance(module, Router):
+                module.stats = self.router_stats
+
+    def draw_noise(self, tokens: Tensor, bound: float, like: Tensor) -> Tensor:
+        """Uniform noise in [-bound, bound] for the local tokens. TP ranks draw the same, each for all tokens."""
+        noise = torch.empty(*tokens.shape, self.spec.dim, dtype=like.dtype, device=like.device).uniform_(-bound, bound)
+        return self.tp_region.local_tokens(noise)
 
     def make_cache(self, batch: int, slots: int) -> KVCache:
         """Empty cache for `slots` positions of `batch` rows."""

@@ -11,6 +11,7 @@ from tunekit.kernels.grouped_mm import copy_by_expert, invert, permute_rows
 from tunekit.models.feed_forward import GatedMLP
 from tunekit.models.linear import GroupedLinear, Linear, shared_input_linears
 from tunekit.models.norm import RMSNorm, make_norm
+from tunekit.models.router_stats import RouterStats
 from tunekit.models.spec import MLP, DenseMoE, MoE
 from tunekit.models.tp_region import NO_PARALLEL, NoParallel
 from tunekit.models.weight_init import InitMixin, normal_init
@@ -25,6 +26,7 @@ class Router(InitMixin):
     selection_bias: nn.Parameter | None
     scale: nn.Parameter | None
     per_expert_scale: nn.Parameter | None
+    stats: RouterStats | None = None  # for auxiliary losses
 
     def __init__(self, dim: int, spec: MoE) -> None:
         super().__init__()
@@ -49,6 +51,8 @@ class Router(InitMixin):
             case "sigmoid":
                 scores = logits.sigmoid()
         chosen = self.selection_scores(scores.detach()).topk(spec.top_k, dim=-1).indices
+        if self.stats is not None and torch.is_grad_enabled():
+            self.stats.add(self, logits, chosen)
         weights = scores.gather(-1, chosen)
         match spec.scoring_func:
             case "top_softmax":

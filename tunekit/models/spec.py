@@ -165,6 +165,7 @@ class MoE:
     shared_intermediate_size: int = 0  # of the shared expert; 0: no shared expert
     shared_gate: bool = False
     router_norm: Norm | None = None  # Gemma 4: norm and scale of the router input
+    router_aux_loss_coef: float = 0.0  # weight of the load-balancing loss; 0 unless config.json turns it on
 
 
 @dataclass(frozen=True, slots=True)

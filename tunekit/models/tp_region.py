@@ -9,6 +9,15 @@ from torch import Tensor
 class NoParallel:
     """Layer without tensor parallelism: all tokens and weights are local. `distributed` replaces it by collectives."""
 
+    @property
+    def index(self) -> int:
+        """Index of this rank among those that share the layer."""
+        return 0
+
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
+        """Sum over these ranks. Its gradient is passed to each rank once."""
+        return x
+
     def enter(self, x: Tensor, shape: torch.Size | None = None) -> Tensor:
         """All tokens (B, S, dim) from the local ones. Without `shape` (B, S), rows may be joined and padded."""
         return x

@@ -1,5 +1,6 @@
 """The config of training recipes, and the checks that need no weights."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -105,6 +106,8 @@ class TrainConfig:
     forgetting: ForgettingConfig | None = None  # Stop when the loss on a held-out task rises (catastrophic forgetting)
     profiler: ProfilerConfig | bool = False  # Profile some steps with torch.profiler; `true` uses the defaults
     push_to_hub: PushToHubConfig | None = None  # Upload the result to the Hugging Face Hub
+    # NEFTune (arXiv:2310.05914): scale of uniform noise on the input embeddings in training, such as 5; null: no noise
+    neftune_noise_alpha: float | None = None
     init: Literal["pretrained", "random"] = "pretrained"  # `random`: train from scratch what config.json describes
     tokenizer: str | None = None  # Directory or Hub name of another tokenizer; null: the checkpoint's
     device: DeviceChoice = "auto"  # `auto`: the first of cuda, xpu and mps that torch finds, else cpu
@@ -132,6 +135,9 @@ class TrainConfig:
             for name in COUNTS
             if (value := getattr(self, name)) is not None and value < 1
         ]
+        if self.neftune_noise_alpha is not None and not 0 < self.neftune_noise_alpha < math.inf:
+            problem = f"must be > 0, got {self.neftune_noise_alpha}. Set null for no noise"
+            errors.append(FieldError("neftune_noise_alpha", problem))
         if self.max_grad_norm < 0:
             errors.append(FieldError("max_grad_norm", f"must be >= 0, got {self.max_grad_norm}"))
         if problem := invalid_path(self.output_dir):

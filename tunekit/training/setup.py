@@ -36,9 +36,11 @@ def load_model(checkpoint: HFCheckpoint, cfg: TrainConfig, dist: DistributedCont
     from_scratch = cfg.init == "random"
     if cfg.precision.compute_dtype == "auto" and (dtype := resolve_auto("auto", dist.device)) != "bf16":
         dist.log(f"precision.compute_dtype: auto selects {dtype}: this device has no fast bf16 matmuls")
-    return build.build_model(
+    model = build.build_model(
         checkpoint, cfg.quantization, cfg.adapter, cfg.precision, cfg.memory, dist, from_scratch, cfg.compile
     )
+    model.neftune_noise_alpha = cfg.neftune_noise_alpha
+    return model
 
 
 def build_optimizer(cfg: TrainConfig, model: Decoder, dist: DistributedContext) -> TrainOptimizer:

@@ -20,6 +20,7 @@ IGNORE = -100
 # Rows are padded to a multiple of this many tokens: kernels are compiled and tuned for each new shape.
 LENGTH_MULTIPLE = 16
 TENSOR_FIELDS = ("tokens", "targets", "positions", "document_ids", "doc_flags", "document_indices", "labels")
+TENSOR_FIELDS += ("row_lengths",)
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Batch:
     - `cu_seqlens`: (documents + 1,) int32 on the CPU, bounds of the documents in the B * S flattened tokens; padding
       of a row counts as a document. None: each row is one document with padding at its end
     - `num_target_tokens`: number of targets that are not IGNORE; `num_tokens`: number of tokens without padding
+    - `row_lengths` (B,): tokens of each row without padding; None: no row is padded
 
     Batches of preference and reward data also have:
 
@@ -59,6 +61,14 @@ class Batch:
     mismatched: "Batch | None" = None
     shared_prefixes: Tensor | None = None
     num_full_targets: int | None = None
+    row_lengths: Tensor | None = None
+
+    @property
+    def token_mask(self) -> Tensor:
+        """Whether a token is not padding, (B, S) bool."""
+        if self.row_lengths is None:
+            return torch.ones_like(self.tokens, dtype=torch.bool)
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.row_lengths[:, None]
 
     @cached_property
     def layout(self) -> SequenceLayout | None:
@@ -240,6 +250,7 @@ class Collator:
             cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if self.capacity else None,
             num_target_tokens=int((targets != IGNORE).sum()),
             num_tokens=sum(sizes),
+            row_lengths=torch.tensor(sizes),
         )
 
 
@@ -256,7 +267,11 @@ def empty_batch(batch: Batch) -> Batch:
     """Same batch without targets, whose tokens belong to no document."""
     num_full_targets = None if batch.num_full_targets is None else 0
     targets = torch.full_like(batch.targets, IGNORE)
-    empty = replace(batch, targets=targets, num_target_tokens=0, num_tokens=0, num_full_targets=num_full_targets)
+    row_lengths = None if batch.row_lengths is None else torch.zeros_like(batch.row_lengths)
+    empty = replace(
+        batch, targets=targets, num_target_tokens=0, num_tokens=0, num_full_targets=num_full_targets,
+        row_lengths=row_lengths,
+    )  # fmt: skip
     if batch.document_ids is None or batch.doc_flags is None or batch.document_indices is None or batch.labels is None:
         return empty
     return replace(

@@ -32,6 +32,7 @@ def stacked_expert_table(
 
 EXPERTS = expert_table(f"{OURS}.experts", f"{HUB}.experts")
 ROUTER = (KeyRule(f"{OURS}.router", f"{HUB}.gate"),)
+DEFAULT_AUX_LOSS_COEF = 0.001  # of transformers, in nearly all families
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")  # one key, by family
 
 
@@ -43,6 +44,8 @@ def moe_spec(c: Config, hidden: int, **changes: Any) -> MoE:
     if top_k > count:
         raise ValueError(f"num_experts_per_tok {top_k} must be <= the number of experts, {count}")
     values: dict[str, Any] = {"act": mlp_spec(c).act} | changes
+    if c.get("output_router_logits"):
+        values["router_aux_loss_coef"] = c.get("router_aux_loss_coef", DEFAULT_AUX_LOSS_COEF) or 0.0
     return MoE(count, top_k, hidden, **values)
 
 
