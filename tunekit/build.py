@@ -1,9 +1,10 @@
 """Construction of models for training and inference. The only place that fixes the order of its steps."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -41,6 +42,8 @@ class ModelChoices(Protocol):
     @property
     def model(self) -> str: ...
     @property
+    def config_overrides(self) -> Mapping[str, Any]: ...
+    @property
     def tokenizer(self) -> str | None: ...
     @property
     def init(self) -> Literal["pretrained", "random"]: ...
@@ -74,6 +77,7 @@ def open_checkpoint(cfg: ModelChoices) -> HFCheckpoint:
 def read_checkpoint(cfg: ModelChoices, files: download.Files = download.SMALL) -> HFCheckpoint:
     """The checkpoint to train, from its small files: nothing is known about its tensors."""
     checkpoint = HFCheckpoint.open(download.resolve_model_dir(cfg.model, files), cfg.model)
+    checkpoint = checkpoint.with_config_overrides(cfg.config_overrides)
     if cfg.tokenizer is not None:
         checkpoint = replace(checkpoint, tokenizer_dir=download.resolve_model_dir(cfg.tokenizer, download.SMALL))
     return cfg.with_head(checkpoint)
@@ -203,7 +207,7 @@ def resolve_checkpoint(name: str, files: download.Files) -> tuple[HFCheckpoint, 
         return HFCheckpoint.open(path, name), FrozenModel()
     base = peft_adapter.PeftConfigFile.open(path).base_name
     checkpoint = HFCheckpoint.open(download.resolve_model_dir(base, files), base)
-    checkpoint = peft_adapter.with_adapter_score_head(path, checkpoint)
+    checkpoint = peft_adapter.with_adapter_config(path, checkpoint)
     return checkpoint, replace(peft_adapter.read_adapter_config(path, checkpoint), adapter_path=str(path))
 
 

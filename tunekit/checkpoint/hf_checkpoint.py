@@ -20,6 +20,7 @@ from tunekit.checkpoint.safetensors_io import (
 )
 from tunekit.errors import UserError
 from tunekit.models.decoder import TIED
+from tunekit.models.families.config_overrides import override_config
 from tunekit.models.families.registry import Family, find_family
 from tunekit.models.spec import DecoderSpec
 from tunekit.models.weight_map import KeyMapping, KeyRule, load_mappings, match_hub_name, to_hub_name
@@ -70,6 +71,7 @@ class HFCheckpoint:
     spec: DecoderSpec
     tokenizer_dir: Path | None = field(default=None, kw_only=True)  # overrides `path`
     keeps_prequantized: bool = field(default=False, kw_only=True)  # read 4-bit weights as fp32, unrounded
+    config_changes: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # keys with overridden values
     new_head: int | None = field(default=None, kw_only=True)  # seed of a score head that is not in the files
 
     @property
@@ -85,6 +87,18 @@ class HFCheckpoint:
         config = read_json(file)
         dequantize.check_quant_format(config, str(file))
         return HFCheckpoint(path, name or str(path), config, *find_family(config, str(file)))
+
+    def with_config_overrides(self, overrides: Mapping[str, Any]) -> "HFCheckpoint":
+        """The checkpoint with other values in its config.json. Raises UserError for unknown keys or invalid values."""
+        if not overrides:
+            return self
+        try:
+            config = override_config(self.config, overrides)
+        except ValueError as error:
+            raise UserError(f"config_overrides: {error}") from error
+        family, spec = find_family(config, f"{self.path / 'config.json'} with `config_overrides`")
+        changes = {key: value for key, value in config.items() if key not in self.config or self.config[key] != value}
+        return replace(self, config=config, family=family, spec=spec, config_changes=changes)
 
     @cached_property
     def tensors(self) -> dict[str, TensorMeta]:

@@ -23,6 +23,7 @@ from tunekit.checkpoint.peft_reader import (
     BASE_LAYER,
     BLOCKS_KEY,
     CONFIG,
+    CONFIG_KEY,
     HEAD_KEY,
     PREFIX,
     TENSORS,
@@ -97,6 +98,7 @@ def save_adapter(
     entries = {PREFIX + name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
     blocks = {tensor.name: tensor.blocks for tensor in planned if len(tensor.blocks) > 1}
     metadata = FORMAT | ({BLOCKS_KEY: json.dumps(blocks)} if blocks else {}) | head_metadata(source)
+    metadata |= config_metadata(source)
     config_text = json.dumps(peft_config(planned, saved_meta, model, adapter, source), indent=2)
     dist.run_on_main(partial(create_adapter_files, folder, source, entries, metadata, config_text))
     deferred = DeferredError()
@@ -334,8 +336,9 @@ def base_model_ref(source: HFCheckpoint) -> tuple[str, str | None]:
     return name, revision or None
 
 
-def with_adapter_score_head(folder: Path, source: HFCheckpoint) -> HFCheckpoint:
-    """Return the base with the score head of the adapter, if the adapter has one."""
+def with_adapter_config(folder: Path, source: HFCheckpoint) -> HFCheckpoint:
+    """Return the base with the config overrides and the score head of the adapter, if the adapter has them."""
+    source = source.with_config_overrides(read_config_changes(folder))
     if not PeftConfigFile.open(folder).has_score_head or source.spec.score is not None:
         return source
     score, metadata = read_score_head(folder), read_head_metadata(folder)
@@ -343,6 +346,18 @@ def with_adapter_score_head(folder: Path, source: HFCheckpoint) -> HFCheckpoint:
         score = replace(score, pad_token_id=Tokenizer.open(source.tokenizer_path).pad)
     names = tuple((metadata.get("id2label") or {}).values())
     return with_score_head(source, score, names=names, problem=metadata.get("problem_type"))
+
+
+def config_metadata(source: HFCheckpoint) -> dict[str, str]:
+    """File metadata with the overridden keys of config.json, and the RoPE base that a new scaling needs."""
+    theta = {"rope_theta": source.config["rope_theta"]} if "rope_theta" in source.config else {}
+    changes = {**theta, **source.config_changes} if "rope_scaling" in source.config_changes else source.config_changes
+    return {CONFIG_KEY: json.dumps(changes)} if changes else {}
+
+
+def read_config_changes(folder: Path) -> dict[str, Any]:
+    """Overridden keys of the base's config.json; empty if the adapter was trained without any."""
+    return json.loads(read_metadata(folder / TENSORS).get(CONFIG_KEY, "{}"))
 
 
 def head_metadata(source: HFCheckpoint) -> dict[str, str]:

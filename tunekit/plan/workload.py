@@ -109,7 +109,8 @@ def make_workload(cfg: Any, machine: ClusterSpec) -> Workload:
     """Build the workload of a config. Raise UserError if the recipe trains no model."""
     if not isinstance(cfg, TrainingOptions):
         raise UserError("nothing to plan: this recipe trains no model")
-    source = with_head(cfg, HFCheckpoint.open(download.resolve_model_dir(cfg.model, CONFIG), cfg.model))
+    source = HFCheckpoint.open(download.resolve_model_dir(cfg.model, CONFIG), cfg.model)
+    source = with_head(cfg, source.with_config_overrides(cfg.config_overrides))
     precision = settled_precision(cfg.precision, machine)
     device = "cpu" if machine.kind is None else "cuda"
     mix = resolve_mixture(MixtureBase.from_config(cfg.data))

@@ -187,7 +187,9 @@ def usage_snippet(
             load = LOAD_QUANTIZED.replace("{kind}", kind).replace("{nested}", nested)
         note += "" if is_public else f" `{base}` is the directory of the base."
     auto = "AutoModelForCausalLM" if head is None else SCORE_TASKS[head.task][0]
-    code = load.format(auto=auto, base=base, name=name, head="" if head is None else head.load_options)
+    options = "" if head is None else head.load_options
+    options += config_options(folder) if is_adapter(folder) else ""
+    code = load.format(auto=auto, base=base, name=name, head=options)
     code += LOAD_TOKENIZER.format(name=name)
     template = has_template(folder)
     if head is not None:
@@ -196,6 +198,15 @@ def usage_snippet(
         return f"{note}\n\n```python\n{code}\n```"
     code += GENERATE.format(inputs=CHAT_INPUTS if template else TEXT_INPUTS)
     return f"{note}\n\n```python\n{code}```\n\n```sh\ntune chat {name}\n```"
+
+
+def config_options(folder: Path) -> str:
+    """Arguments with which transformers loads the base of an adapter that was trained with other config values."""
+    changes = peft_adapter.read_config_changes(folder)
+    theta, scaling = changes.pop("rope_theta", None), changes.pop("rope_scaling", None)
+    if theta is not None:
+        changes["rope_parameters"] = {"rope_theta": theta, "rope_type": "default"} | (scaling or {})
+    return "".join(f", {key}={value!r}" for key, value in changes.items())
 
 
 def is_adapter(folder: Path) -> bool:

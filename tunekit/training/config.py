@@ -1,7 +1,7 @@
 """The config of training recipes, and the checks that need no weights."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tunekit import build, devices
@@ -56,6 +56,8 @@ LIVE_KEYS = frozenset(
     }
 )
 
+ConfigValue = str | int | float | bool | None | tuple[str | int | float | bool, ...]  # of a key of config.json
+
 COUNTS = (  # keys that must be positive
     "global_batch_size",
     "micro_batch_size",
@@ -86,6 +88,11 @@ class TrainConfig:
     """The keys that all training recipes share."""
 
     model: str  # Checkpoint directory, Hub name, or tunekit/nano
+    # Other values for keys of the model's config.json, such as `{max_position_embeddings: 131072, rope_scaling:
+    # {rope_type: yarn, factor: 4}}`; written into the config.json of the result
+    config_overrides: dict[str, ConfigValue | dict[str, ConfigValue | dict[str, ConfigValue]]] = field(
+        default_factory=dict
+    )
     data: DatasetConfig | MixtureBase  # Training rows; each recipe lists the kinds that it reads
     output_dir: str  # Run directory: config, metrics, training states and the final checkpoint
     eval_data: DatasetConfig | MixtureBase | None = None  # Held-out rows for evaluation during training

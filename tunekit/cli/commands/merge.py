@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> None:
         raise UserError(
             f"{args.base}: BASE is an adapter. Use its base model, {peft_adapter.PeftConfigFile.open(base).base_name}"
         )
-    source = peft_adapter.with_adapter_score_head(adapter, HFCheckpoint.open(base, args.base))
+    source = peft_adapter.with_adapter_config(adapter, HFCheckpoint.open(base, args.base))
     adapter_config = replace(peft_adapter.read_adapter_config(adapter, source), adapter_path=str(adapter))
     trained_on = peft_adapter.PeftConfigFile.open(adapter).values.get("base_model_name_or_path")
     if trained_on not in (None, args.base, peft_adapter.base_model_ref(source)[0]):
