@@ -20,7 +20,7 @@ from tunekit.checkpoint.safetensors_io import (
 )
 from tunekit.errors import UserError
 from tunekit.models.decoder import TIED
-from tunekit.models.families.config_overrides import override_config
+from tunekit.models.families.config_overrides import model_section, override_config
 from tunekit.models.families.registry import Family, find_family
 from tunekit.models.spec import DecoderSpec
 from tunekit.models.weight_map import KeyMapping, KeyRule, load_mappings, match_hub_name, to_hub_name
@@ -32,6 +32,7 @@ LAYOUTS = ((WEIGHTS, INDEX, "*.safetensors"), (PICKLE, PICKLE_INDEX, PICKLE))
 # RoPE buffers in early Llama checkpoints, which can be computed from config.json.
 ROPE_BUFFER = ".rotary_emb.inv_freq"
 EMBED = "embed.weight"
+MISSING = object()
 # Weights with any other dtype are refused.
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -97,7 +98,8 @@ class HFCheckpoint:
         except ValueError as error:
             raise UserError(f"config_overrides: {error}") from error
         family, spec = find_family(config, f"{self.path / 'config.json'} with `config_overrides`")
-        changes = {key: value for key, value in config.items() if key not in self.config or self.config[key] != value}
+        saved = model_section(dict(self.config))
+        changes = {key: value for key, value in model_section(config).items() if saved.get(key, MISSING) != value}
         return replace(self, config=config, family=family, spec=spec, config_changes=changes)
 
     @cached_property

@@ -29,6 +29,7 @@ from tunekit.checkpoint.peft_reader import (
     TENSORS,
     AdapterContents,
     PeftConfigFile,
+    read_config_changes,
     read_contents,
     unstack_factors,
 )
@@ -41,6 +42,7 @@ from tunekit.distributed.sharding import copy_to_shard, full_tensor, shard_slice
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
 from tunekit.models.families import classifiers
+from tunekit.models.families.config_overrides import model_section
 from tunekit.models.linear import Embedding, Gather, GroupedLinear, Linear
 from tunekit.models.spec import ScoreHead
 from tunekit.models.weight_map import KeyMatch, expand_experts
@@ -355,11 +357,6 @@ def config_metadata(source: HFCheckpoint) -> dict[str, str]:
     return {CONFIG_KEY: json.dumps(changes)} if changes else {}
 
 
-def read_config_changes(folder: Path) -> dict[str, Any]:
-    """Overridden keys of the base's config.json; empty if the adapter was trained without any."""
-    return json.loads(read_metadata(folder / TENSORS).get(CONFIG_KEY, "{}"))
-
-
 def head_metadata(source: HFCheckpoint) -> dict[str, str]:
     """File metadata with the class names of a score head, which adapter_config.json cannot contain."""
     if source.spec.score is None:
@@ -446,6 +443,7 @@ def fill_layer(layer: nn.Module, delta: LoRADelta) -> None:
 
 def check_adapter_fits(folder: Path, model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> set[str]:
     """Return the names of the parameters that an adapter loads. Raises UserError if it does not match the config."""
+    check_same_base_config(folder, source)
     contents = read_contents(folder, source)
     layers, deltas = adapter.target_layers(model), contents.meta_deltas()
     names = {name for mapping in contents.saved_mappings for name in mapping.ours}
@@ -468,6 +466,17 @@ def check_adapter_fits(folder: Path, model: Decoder, adapter: LoRAConfig, source
             if not math.isclose(expected, actual, rel_tol=1e-9):
                 raise UserError(f"adapter.{key}: {expected}, but the adapter in {folder} has {actual} for {name}")
     return names | {name for name, _ in model.named_parameters() if ".lora_" in name}
+
+
+def check_same_base_config(folder: Path, source: HFCheckpoint) -> None:
+    """Raise UserError if an adapter was trained with other overrides of its base's config.json."""
+    section = model_section(dict(source.config))
+    for key, value in read_config_changes(folder).items():
+        if section.get(key) != value:
+            problem = (
+                f"the adapter in {folder} was trained with {json.dumps(value)}, got {json.dumps(section.get(key))}"
+            )
+            raise UserError(f"config_overrides.{key}: {problem}. Set the value of the adapter.")
 
 
 def check_same_options(folder: Path, adapter: LoRAConfig, saved: LoRAConfig) -> None:

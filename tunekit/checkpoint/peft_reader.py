@@ -360,3 +360,18 @@ class AdapterReader:
                 shapes = f"has shape {actual}, expected {expected}"
                 raise UserError(f"{self.file}: {name.removeprefix(PREFIX)} {shapes}; {hint}")
         return result
+
+
+def read_config_changes(folder: Path) -> dict[str, Any]:
+    """Overridden keys of the base's config.json; empty if the adapter was trained without any."""
+    file = folder / TENSORS
+    if not file.is_file():
+        return {}
+    read_header(file)  # validates the file
+    try:
+        changes = json.loads(read_metadata(file).get(CONFIG_KEY, "{}"))
+    except ValueError as error:
+        raise UserError(f"{file}: metadata {CONFIG_KEY!r}: not valid JSON ({error})") from error
+    if not isinstance(changes, dict):
+        raise UserError(f"{file}: metadata {CONFIG_KEY!r}: must be a JSON object")
+    return changes

@@ -226,7 +226,7 @@ class ChatDataset(ConversationDataset):
     messages_column: str = "messages"  # Column of the messages
 
     def to_conversation(self, fields: Fields) -> Conversation:
-        messages = get_column(fields, self.messages_column, "messages")
+        messages = get_column(fields, self.messages_column, "messages_column")
         return make_conversation(messages, self.messages_column, fields.get("tools"))
 
 
@@ -242,7 +242,7 @@ class ShareGPTDataset(ConversationDataset):
     conversations_column: str = "conversations"  # Column of the items
 
     def to_conversation(self, fields: Fields) -> Conversation:
-        items = get_column(fields, self.conversations_column, "conversations")
+        items = get_column(fields, self.conversations_column, "conversations_column")
         return converters.from_sharegpt(items, self.conversations_column, fields.get("system"), fields.get("tools"))
 
 
@@ -261,11 +261,11 @@ class InstructDataset(ConversationDataset):
     system_prompt: str | None = None  # System message of rows without a column `system`
 
     def to_conversation(self, fields: Fields) -> Conversation:
-        prompt = get_string(fields, self.prompt_column, "prompt")
+        prompt = get_string(fields, self.prompt_column, "prompt_column")
         if self.input_column is not None and (self.input_column != "input" or fields.get("input") is not None):
-            input_text = get_string(fields, self.input_column, "input")
+            input_text = get_string(fields, self.input_column, "input_column")
             prompt = f"{prompt}\n\n{input_text}" if input_text else prompt
-        response = get_string(fields, self.response_column, "response")
+        response = get_string(fields, self.response_column, "response_column")
         system = fields.get("system") or self.system_prompt
         return converters.from_instruct(prompt, response, system, fields.get("history"))
 
@@ -302,8 +302,8 @@ class CompletionDataset(TextOrChatMixin):
     completion_column: str = "completion"  # Column of the completion
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        prompt = parse_json_cell(get_column(fields, self.prompt_column, "prompt"))
-        completion = parse_json_cell(get_column(fields, self.completion_column, "completion"))
+        prompt = parse_json_cell(get_column(fields, self.prompt_column, "prompt_column"))
+        completion = parse_json_cell(get_column(fields, self.completion_column, "completion_column"))
         if isinstance(prompt, str) and isinstance(completion, str):
             start = 0 if self.train_on == "all" else len(prompt)
             return [tokenize.render_plain_text(prompt + completion, self.eos_token_id(tokenizer), start)]
@@ -325,7 +325,7 @@ class TextDataset(EosTokenMixin):
         return tokenizer
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        text = get_string(fields, self.text_column, "column")
+        text = get_string(fields, self.text_column, "text_column")
         return [tokenize.render_plain_text(text, self.eos_token_id(tokenizer))]
 
 
@@ -410,8 +410,8 @@ class PreferenceDataset(PreferenceBase):
         return f"preference pairs (columns {self.chosen_column!r}, {self.rejected_column!r})"
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        chosen = get_answer(fields, self.chosen_column, "chosen")
-        rejected = get_answer(fields, self.rejected_column, "rejected")
+        chosen = get_answer(fields, self.chosen_column, "chosen_column")
+        rejected = get_answer(fields, self.rejected_column, "rejected_column")
         prompt = parse_json_cell(fields.get(self.prompt_column))
         if chosen == rejected:
             raise UserError(f"{self.chosen_column} and {self.rejected_column} must differ")
@@ -444,7 +444,7 @@ class UnpairedPreferenceDataset(PreferenceBase, CompletionDataset):
         return f"unpaired preferences (columns {', '.join(map(repr, columns))})"
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        label = get_column(fields, self.label_column, "label")
+        label = get_column(fields, self.label_column, "label_column")
         if not isinstance(label, bool):
             raise UserError(f"{self.label_column}: must be true or false, got {json_type(label)}")
         (text,) = super().render(tokenizer, fields)

@@ -44,13 +44,13 @@ class LabeledDataset(UnsplitRowsBase, EosTokenMixin, ChatTemplateMixin):
         return f"texts with labels (column {self.label_column!r})"
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        value = self.label_value(get_column(fields, self.label_column, "label"))
+        value = self.label_value(get_column(fields, self.label_column, "label_column"))
         messages = parse_json_cell(fields.get(self.messages_column))
         if messages is not None:
             conversation = make_conversation(messages, self.messages_column, fields.get("tools"))
             text = tokenize.render_conversation(tokenizer, conversation, "all")
         else:
-            content = get_string(fields, self.text_column, "text")
+            content = get_string(fields, self.text_column, "text_column")
             text = tokenize.render_plain_text(content, self.eos_token_id(tokenizer))
         return [text._replace(values=(value,))]
 
@@ -95,8 +95,8 @@ class StepwiseDataset(UnsplitRowsBase, EosTokenMixin, ChatTemplateMixin):
         return f"steps with labels (columns {self.completions_column!r}, {self.labels_column!r})"
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        steps = get_column(fields, self.completions_column, "completions")
-        labels = get_column(fields, self.labels_column, "labels")
+        steps = get_column(fields, self.completions_column, "completions_column")
+        labels = get_column(fields, self.labels_column, "labels_column")
         values, answer = self.step_labels(steps, labels), "".join(step + self.step_separator for step in steps)
         text = self.render_answer(tokenizer, fields, answer)
         lengths = (len(step + self.step_separator) for step in steps)
@@ -106,7 +106,7 @@ class StepwiseDataset(UnsplitRowsBase, EosTokenMixin, ChatTemplateMixin):
 
     def render_answer(self, tokenizer: Tokenizer, fields: Fields, answer: str) -> MaskedText:
         """Render the prompt of a row, followed by the unchanged answer."""
-        prompt = parse_json_cell(get_column(fields, self.prompt_column, "prompt"))
+        prompt = parse_json_cell(get_column(fields, self.prompt_column, "prompt_column"))
         if isinstance(prompt, str):
             return tokenize.render_plain_text(prompt + answer, self.eos_token_id(tokenizer))
         if not isinstance(prompt, list):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunekit.checkpoint import peft_adapter
+from tunekit.checkpoint import peft_adapter, peft_reader
 from tunekit.checkpoint.hf_checkpoint import read_json
 from tunekit.hub import redact
 from tunekit.models.families import classifiers
@@ -202,7 +202,7 @@ def usage_snippet(
 
 def config_options(folder: Path) -> str:
     """Arguments with which transformers loads the base of an adapter that was trained with other config values."""
-    changes = peft_adapter.read_config_changes(folder)
+    changes = peft_reader.read_config_changes(folder)
     theta, scaling = changes.pop("rope_theta", None), changes.pop("rope_scaling", None)
     if theta is not None:
         changes["rope_parameters"] = {"rope_theta": theta, "rope_type": "default"} | (scaling or {})

@@ -21,7 +21,7 @@ def override_config(config: Config, overrides: Config) -> dict[str, Any]:
     RoPE scaling is stored where the file has it, with the context before scaling. Raises ValueError for unknown keys.
     """
     result = copy.deepcopy(dict(config))
-    section = result["text_config"] if isinstance(result.get("text_config"), dict) else result
+    section = model_section(result)
     known, context = {*KNOWN_KEYS, *section}, original_context(section)
     for key, value in overrides.items():
         if key in FIXED_KEYS or key not in known:
@@ -32,7 +32,14 @@ def override_config(config: Config, overrides: Config) -> dict[str, Any]:
             rope[key] = value
     if "rope_scaling" in overrides:
         set_rope_scaling(section, context)
+    elif "rope_parameters" in overrides:
+        section.pop("rope_scaling", None)  # which would win
     return result
+
+
+def model_section(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of config.json that describes the text model."""
+    return config["text_config"] if isinstance(config.get("text_config"), dict) else config
 
 
 def describe_problem(key: str, known: set[str]) -> str:
