@@ -234,7 +234,7 @@ def test_evaluation_does_not_change_training(workspace):
 
 
 @pytest.mark.parametrize("deleted", [".", "metrics.jsonl", "state"])
-def test_run_goes_on_after_its_files_were_deleted(workspace, monkeypatch, deleted):
+def test_run_continues_after_its_files_were_deleted(workspace, monkeypatch, deleted):
     """The directory is written again, and the next start finds a complete run."""
     save = Checkpointer.save
 
