@@ -6,7 +6,7 @@ tune run evaluate nano/known tasks=[nano,arc_easy] limit=100
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,8 @@ from pathlib import Path
 from tunekit import build
 from tunekit.checkpoint.atomic import check_writable, write_text_atomic
 from tunekit.checkpoint.classification_head import require_language_model
+from tunekit.data.chat_template.chat_format import unread_warning, with_chat_format
+from tunekit.data.chat_template.named_templates import TemplateKwargs, check_template_kwargs
 from tunekit.data.dataloader.build import build_dataloader
 from tunekit.data.dataloader.mixture import SFTData, dataset_title, is_streaming
 from tunekit.data.tokenizer import Tokenizer
@@ -46,6 +48,9 @@ class EvaluateConfig:
     num_fewshot: int | None = None  # Few-shot examples per question; null: as the task defines
     include_path: str | None = None  # Directory with your own lm-evaluation-harness tasks; their code is executed
     apply_chat_template: bool = False  # Format harness questions with the chat template
+    chat_template: str | None = None  # Jinja file, or the name of a bundled template, that replaces the models'
+    # Values of template variables, such as {enable_thinking: false}
+    chat_template_kwargs: TemplateKwargs = field(default_factory=dict)
     limit: int | None = None  # First N rows of `data` and of each task
     baseline: str | None = None  # A second model to compare with, such as the one before training
     sampling: SamplingConfig = SamplingConfig()  # How completions are generated
@@ -64,6 +69,7 @@ class EvaluateConfig:
             raise FieldError("data", "nothing to evaluate. Set data or tasks.")
         if self.data is not None and is_streaming(self.data):
             raise FieldError("data", "cannot be streamed. Set streaming=false; limit sets the number of rows.")
+        check_template_kwargs(self.chat_template_kwargs)
         assert self.named is not None  # its own checks
 
     @property
@@ -72,7 +78,11 @@ class EvaluateConfig:
 
     def open_tokenizer(self) -> Tokenizer:
         """The tokenizer of the rows. Reads no weights."""
-        return build.resolve_model(self.model, download.SMALL)[2]
+        return self.with_chat_format(build.resolve_model(self.model, download.SMALL)[2])
+
+    def with_chat_format(self, tokenizer: Tokenizer) -> Tokenizer:
+        """The tokenizer of a model with the chat template of this config."""
+        return with_chat_format(tokenizer, self.chat_template, self.chat_template_kwargs)
 
 
 CONFIG = EvaluateConfig
@@ -82,6 +92,7 @@ def check(cfg: EvaluateConfig) -> None:
     """Raise UserError if a model, the rows or a task do not exist."""
     for name in filter(None, (cfg.model, cfg.baseline)):
         source, adapter, tokenizer = build.resolve_model(name, download.SMALL)
+        tokenizer = cfg.with_chat_format(tokenizer)
         require_language_model(source, name)
         build.check_parallelizable(source, cfg.quantization, adapter, cfg.parallel)
         if cfg.data is not None:
@@ -109,6 +120,9 @@ def evaluate_model(name: str, cfg: EvaluateConfig, dist: DistributedContext) -> 
     """Questions of the rows, and the results of one model, which is freed afterwards."""
     tasks = cfg.named.load()  # before weights are read: some tasks are downloaded
     model, tokenizer = build.load_for_inference(name, cfg.precision, dist, cfg.quantization)
+    tokenizer = cfg.with_chat_format(tokenizer)
+    if warning := unread_warning(tokenizer):
+        dist.log(f"warning: {warning}")
     evaluator = GenerationEvaluator(model, tokenizer, cfg.sampling, cfg.batch_size, dist)
     questions, results = [], []
     if cfg.data is not None:

@@ -6,13 +6,15 @@ tune run generate nano/generate source=questions.jsonl output_path=answers.jsonl
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from tunekit import build
 from tunekit.checkpoint.atomic import write_text_atomic
+from tunekit.data.chat_template.chat_format import unread_warning, with_chat_format
 from tunekit.data.chat_template.messages import parse_messages
+from tunekit.data.chat_template.named_templates import TemplateKwargs, check_template_kwargs
 from tunekit.data.chat_template.template_features import detect_features
 from tunekit.data.readers.open_dataset import find_data_files, open_dataset
 from tunekit.data.readers.row_reader import require_row
@@ -38,6 +40,9 @@ class GenerateConfig:
     split: str = "train"  # Split of `source`
     system_prompt: str | None = None  # System message
     apply_chat_template: bool = True  # Format prompts with the chat template; false: continue the text
+    chat_template: str | None = None  # Jinja file, or the name of a bundled template, that replaces the model's
+    # Values of template variables, such as {enable_thinking: false}
+    chat_template_kwargs: TemplateKwargs = field(default_factory=dict)
     sampling: SamplingConfig = SamplingConfig()  # How completions are generated
     quantization: NoQuantization | NF4Config | FP4Config | Float8Config = NoQuantization()  # How the weights are stored
     precision: PrecisionConfig = PrecisionConfig()  # dtypes of weights and computation
@@ -51,14 +56,18 @@ class GenerateConfig:
             raise FieldError("prompts", "no prompts. Set prompts or source.")
         if self.batch_size < 1:
             raise FieldError("batch_size", f"must be >= 1, got {self.batch_size}")
+        check_template_kwargs(self.chat_template_kwargs)
 
 
 CONFIG = GenerateConfig
 
 
 def check(cfg: GenerateConfig) -> None:
-    """Raise UserError if the model or the rows do not exist."""
-    source, adapter, _ = build.resolve_model(cfg.model, download.SMALL)
+    """Raise UserError if the model or the rows do not exist, or the prompts need a chat template and have none."""
+    source, adapter, tokenizer = build.resolve_model(cfg.model, download.SMALL)
+    tokenizer = with_chat_format(tokenizer, cfg.chat_template, cfg.chat_template_kwargs)
+    if cfg.apply_chat_template:
+        tokenizer.template()
     build.check_parallelizable(source, cfg.quantization, adapter, cfg.parallel)
     if cfg.source is not None:
         find_data_files(cfg.source, cfg.split)
@@ -69,6 +78,9 @@ def main(cfg: GenerateConfig) -> None:
     with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as dist:
         cfg.parallel.check_inference(dist.world_size)
         model, tokenizer = build.load_for_inference(cfg.model, cfg.precision, dist, cfg.quantization)
+        tokenizer = with_chat_format(tokenizer, cfg.chat_template, cfg.chat_template_kwargs)
+        if warning := unread_warning(tokenizer):
+            dist.log(f"warning: {warning}")
         texts = list(read_prompts(cfg))
         prompts = [encode_prompt(text, tokenizer, cfg) for text in texts]
         outputs = generate_all(model, prompts, cfg.sampling, tokenizer.stops, cfg.batch_size, dist)

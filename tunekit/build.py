@@ -16,6 +16,9 @@ from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.load_model import check_tensors, load_weights
 from tunekit.checkpoint.run_dir import CONFIG, FINAL, METRICS, STATE
+from tunekit.data.chat_template.chat_format import with_chat_format
+from tunekit.data.dataloader.mixture import MixtureBase
+from tunekit.data.datasets import DatasetConfig
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.fsdp import allocate, apply_fsdp
@@ -43,6 +46,8 @@ class ModelChoices(Protocol):
     def model(self) -> str: ...
     @property
     def config_overrides(self) -> Mapping[str, Any]: ...
+    @property
+    def data(self) -> DatasetConfig | MixtureBase: ...
     @property
     def tokenizer(self) -> str | None: ...
     @property
@@ -80,14 +85,18 @@ def read_checkpoint(cfg: ModelChoices, files: download.Files = download.SMALL) -
     checkpoint = checkpoint.with_config_overrides(cfg.config_overrides)
     if cfg.tokenizer is not None:
         checkpoint = replace(checkpoint, tokenizer_dir=download.resolve_model_dir(cfg.tokenizer, download.SMALL))
+    data = MixtureBase.from_config(cfg.data)
+    if data.chat_template is not None or data.chat_template_kwargs:
+        tokenizer = Tokenizer.open(checkpoint.tokenizer_path)
+        tokenizer = with_chat_format(tokenizer, data.chat_template, data.chat_template_kwargs)
+        checkpoint = replace(checkpoint, chat_tokenizer=tokenizer)
     return cfg.with_head(checkpoint)
 
 
 def open_tokenizer(checkpoint: HFCheckpoint, today: date | None = None) -> Tokenizer:
     """The tokenizer of a checkpoint. Chat templates that print the date print `today`."""
-    tokenizer = Tokenizer.open(checkpoint.tokenizer_path).with_vocab_size(
-        checkpoint.spec.vocab, checkpoint.tokenizer_path
-    )
+    tokenizer = checkpoint.chat_tokenizer or Tokenizer.open(checkpoint.tokenizer_path)
+    tokenizer = tokenizer.with_vocab_size(checkpoint.spec.vocab, checkpoint.tokenizer_path)
     return tokenizer if today is None else tokenizer.with_date(today)
 
 

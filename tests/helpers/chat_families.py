@@ -1,12 +1,17 @@
-"""Model families: chat templates (chat_templates/*.jinja), special tokens, and the target text of each kind of turn."""
+"""Model families: chat templates, special tokens, and the target text of each kind of turn.
+
+Templates are those of the package, and others in chat_templates/.
+"""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.helpers.tokenizers import Shape, write_tokenizer
+from tunekit.data.chat_template.named_templates import TEMPLATES
 
 TEMPLATE_DIR = Path(__file__).parent / "chat_templates"
+BUNDLED = {"gemma3": "gemma"}  # names of families whose template ships with the package under another name
 LLAMA3 = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>")
 IM = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 THINK = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -58,6 +63,7 @@ def same_twice(turn: str) -> tuple[str, str]:
 EMPTY = "<think>\n\n</think>\n\n"
 THOUGHT = "<think>\nBy heart.\n</think>\n\n"
 FAMILIES = {
+    "alpaca": Family(("<s>", "</s>"), "<s>", "</s>", same_twice("{}</s>")),
     "chatml": Family(IM, None, "<|im_end|>", same_twice("{}<|im_end|>")),
     "zephyr": Family(("<s>", "</s>"), "<s>", "</s>", same_twice("{}</s>")),
     "llama2": Family(("<s>", "</s>"), "<s>", "</s>", same_twice(" {} </s>"), metaspace=True),
@@ -139,10 +145,16 @@ FAMILIES = {
 AMBIGUOUS = {"command_r7b": Family(COMMAND, COMMAND[0], "<|END_OF_TURN_TOKEN|>", same_twice("{}"))}
 
 
+def read_family_template(name: str) -> str:
+    """Text of the chat template of a family: one of the package, or of the tests."""
+    path = TEMPLATES.get(BUNDLED.get(name, name), TEMPLATE_DIR / f"{name}.jinja")
+    return path.read_text(encoding="utf-8")
+
+
 def write_family(directory: Path, name: str) -> Path:
     """Write the tokenizer directory of a family."""
     family = {**FAMILIES, **AMBIGUOUS}[name]
-    template = (TEMPLATE_DIR / f"{name}.jinja").read_text(encoding="utf-8")
+    template = read_family_template(name)
     shape = Shape(template, family.special, family.bos, family.eos, family.plain, family.metaspace)
     path = write_tokenizer(directory, shape)
     token_ids = {

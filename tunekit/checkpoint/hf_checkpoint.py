@@ -18,6 +18,7 @@ from tunekit.checkpoint.safetensors_io import (
     read_header,
     read_pickle_header,
 )
+from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.models.decoder import TIED
 from tunekit.models.families.config_overrides import model_section, override_config
@@ -71,6 +72,7 @@ class HFCheckpoint:
     family: Family
     spec: DecoderSpec
     tokenizer_dir: Path | None = field(default=None, kw_only=True)  # overrides `path`
+    chat_tokenizer: Tokenizer | None = field(default=None, kw_only=True)  # with another chat template, saved as well
     keeps_prequantized: bool = field(default=False, kw_only=True)  # read 4-bit weights as fp32, unrounded
     config_changes: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # keys with overridden values
     new_head: int | None = field(default=None, kw_only=True)  # seed of a score head that is not in the files

@@ -4,6 +4,7 @@ Other tensors are copied bit for bit. Peak memory is one tensor of the base, its
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -21,6 +22,7 @@ from tunekit.checkpoint.peft_adapter import owner_module
 from tunekit.checkpoint.peft_reader import AdapterContents, TargetTensors, read_contents
 from tunekit.checkpoint.safetensors_io import OpenFiles, SafetensorsWriter, TensorReader, TensorSlice, TorchPickleTensor
 from tunekit.checkpoint.save_model import (
+    GENERATION_CONFIG,
     copy_companion_files,
     plan_shards,
     source_layout,
@@ -196,6 +198,8 @@ def write_companion_files(base: HFCheckpoint, adapter: Path, folder: Path) -> No
     has_tokenizer = any((adapter / name).is_file() for name in TOKENIZER_FILES)
     tokenizer = adapter if has_tokenizer else base.tokenizer_dir
     copy_companion_files(base.path, folder, skip=unrelated_files(base), tokenizer=tokenizer)
+    if (adapter / GENERATION_CONFIG).is_file():  # with the stop tokens of its chat template
+        shutil.copyfile(adapter / GENERATION_CONFIG, folder / GENERATION_CONFIG)
     write_config(folder, base)
 
 

@@ -34,7 +34,7 @@ from tunekit.checkpoint.peft_reader import (
     unstack_factors,
 )
 from tunekit.checkpoint.safetensors_io import FORMAT, Entries, SafetensorsWriter, read_header, read_metadata
-from tunekit.checkpoint.save_model import GENERATION_CONFIG, copy_companion_files, full_weight
+from tunekit.checkpoint.save_model import GENERATION_CONFIG, copy_companion_files, full_weight, write_chat_format
 from tunekit.config.choices import kind_name
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
@@ -119,6 +119,7 @@ def create_adapter_files(
     with wrap_write_errors(folder), SafetensorsWriter(folder / TENSORS, entries, metadata=metadata):
         skipped = ("config.json", GENERATION_CONFIG)
         copy_companion_files(source.path, folder, skip=skipped, tokenizer=source.tokenizer_dir)
+        write_chat_format(folder, source)
         (folder / CONFIG).write_text(config_text + "\n", encoding="utf-8")
 
 

@@ -19,6 +19,7 @@ from tunekit.checkpoint.dcp_planner import reshard
 from tunekit.checkpoint.dequantize import QUANTIZATION_KEY, PrequantizedTensor
 from tunekit.checkpoint.hf_checkpoint import INDEX, PICKLE_INDEX, WEIGHTS, HFCheckpoint, read_json
 from tunekit.checkpoint.safetensors_io import Entries, SafetensorsWriter, TensorReader, TensorSlice
+from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.sharding import full_tensor
 from tunekit.models.decoder import TIED, Decoder
@@ -28,8 +29,19 @@ from tunekit.models.weight_map import KeyMapping, Shape, save_mappings
 SHARD_BYTES = 5 * 10**9  # bytes per file if the source has no weight files
 GENERATION_CONFIG = "generation_config.json"  # generation defaults and EOS token ids
 # Files of a checkpoint other than its weights.
-COMPANIONS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt", "LICENSE*", "NOTICE*", "USE_POLICY*")
-TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt")
+COMPANIONS = (
+    "*.json",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "*.model",
+    "merges.txt",
+    "vocab.txt",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+TEMPLATES = ("chat_template*", "additional_chat_templates/*.jinja")
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", *TEMPLATES, "vocab.*", "merges.txt")
 
 
 def save_model(
@@ -62,6 +74,7 @@ def create_model_files(folder: Path, source: HFCheckpoint, shards: dict[str, lis
     check_free_space(folder, sum(map(tensor_bytes, entries.values())))
     with wrap_write_errors(folder), ExitStack() as stack:
         copy_companion_files(source.path, folder, skip=unrelated_files(source), tokenizer=source.tokenizer_dir)
+        write_chat_format(folder, source)
         open_writers(stack, folder, source, shards, entries)
         write_index(folder, shards, entries, source)
         write_config(folder, source)
@@ -117,7 +130,38 @@ def copy_matching(source: Path, target: Path, patterns: Iterable[str], skipped: 
     for pattern in patterns:
         for file in sorted(source.glob(pattern)):
             if file.name not in skipped:
-                shutil.copyfile(file, target / file.name)
+                path = target / file.relative_to(source)
+                path.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, path)
+
+
+def write_chat_format(folder: Path, source: HFCheckpoint) -> None:
+    """Replace the chat templates in a saved checkpoint, and add their stop tokens, if the run has others."""
+    tokenizer = source.chat_tokenizer
+    if tokenizer is None:
+        return
+    for file in (file for pattern in TEMPLATES for file in folder.glob(pattern)):
+        file.unlink()
+    for name, text in tokenizer.template_texts.items():
+        path = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    config_file = folder / "tokenizer_config.json"
+    config = read_json(config_file) if config_file.is_file() else {}
+    if config.pop("chat_template", None) is not None:
+        config_file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if source.spec.score is None:
+        write_stop_tokens(folder / GENERATION_CONFIG, source.tokenizer_path, tokenizer.stops)
+
+
+def write_stop_tokens(file: Path, tokenizer_dir: Path, stops: frozenset[int]) -> None:
+    """Write a generation config with stop tokens, if they differ from those of the tokenizer's directory."""
+    if stops == Tokenizer.open(tokenizer_dir).stops:
+        return
+    original = tokenizer_dir / GENERATION_CONFIG
+    config = read_json(original) if original.is_file() else {}
+    config["eos_token_id"] = sorted(stops)
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def output_mappings(model: Decoder, source: HFCheckpoint) -> list[KeyMapping]:

@@ -130,6 +130,10 @@ def _export(add: AddArgument) -> None:
 def _chat(add: AddArgument) -> None:
     add("model", metavar="MODEL", help="directory of a model or a run, or a name on the Hub")
     add("--system-prompt", metavar="TEXT", help="system message")
+    add("--chat-template", metavar="NAME", help="Jinja file or bundled template (default: that of the model)")
+    add(
+        "--chat-template-kwargs", metavar="{NAME: VALUE}", help="values of template variables: {enable_thinking: false}"
+    )
     add("--temperature", type=float, default=0.7, metavar="T", help="0: greedy decoding (default: 0.7)")
     add("--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling probability (default: 0.95)")
     add("--max-new-tokens", type=_count, default=1024, metavar="N", help="maximum answer length (default: 1024)")

@@ -63,7 +63,8 @@ NOTED_KEYS = (
     KeyHint("dataset datasets dataset_name dataset_path train_file", "data.source"),
     KeyHint("eval_dataset dataset_val val_set_size", "eval_data", "rows as in `data`, with another `split`"),
     KeyHint("packed sample_packing", "data.packing"),
-    KeyHint("chat_template_path", "data.chat_template"),
+    KeyHint("chat_template_path chat_template", "data.chat_template"),
+    KeyHint("chat_template_kwargs", "data.chat_template_kwargs"),
     KeyHint(
         "train_on_inputs train_on_input completion_only_loss assistant_only_loss masking_strategy roles_to_train",
         "data.train_on",

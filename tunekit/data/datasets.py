@@ -3,14 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from tunekit.config.choices import kind_name
 from tunekit.data import tokenize
 from tunekit.data.chat_template import converters
+from tunekit.data.chat_template.chat_format import with_chat_format
 from tunekit.data.chat_template.messages import (
     Conversation,
     get_column,
@@ -19,6 +19,7 @@ from tunekit.data.chat_template.messages import (
     make_conversation,
     parse_json_cell,
 )
+from tunekit.data.chat_template.named_templates import TemplateKwargs, check_template_kwargs, find_template
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.format_detection import FormatRule, RowFormat, detect_format
 from tunekit.data.preprocess.tokenized_dataset import Document
@@ -52,18 +53,9 @@ class DatasetConfig(DataConfig):
 
     # Keys that do not change the documents of a row.
     loader_keys: ClassVar[frozenset[str]] = frozenset(
-        {
-            "source",
-            "split",
-            "max_samples",
-            "packing",
-            "shuffle",
-            "streaming",
-            "num_proc",
-            "on_bad_row",
-            "max_bad_row_fraction",
-        }
-    )
+        {"source", "split", "max_samples", "packing", "shuffle", "streaming", "num_proc", "on_bad_row",
+         "max_bad_row_fraction"}
+    )  # fmt: skip
     docs_per_row: ClassVar[int] = 1  # documents of a row that is not split
     has_document_ids: ClassVar[bool] = False  # whether losses need the document of each token
 
@@ -102,7 +94,7 @@ class DatasetConfig(DataConfig):
 
     def fingerprint_keys(self) -> dict[str, Any]:
         """Keys that change the documents of a row, with their values."""
-        names = (field.name for field in dataclasses.fields(self))
+        names = (item.name for item in dataclasses.fields(self))
         return {name: getattr(self, name) for name in names if name not in self.loader_keys}
 
     def resolve(self) -> "DatasetConfig":
@@ -177,14 +169,20 @@ class ChatTemplateMixin(DatasetConfig):
 
     # Jinja file, or the name of a bundled template, that replaces the checkpoint's chat template
     chat_template: str | None = None
+    # Values of template variables, such as {enable_thinking: false}
+    chat_template_kwargs: TemplateKwargs = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_template_kwargs(self.chat_template_kwargs)
 
     def check_source(self) -> None:
         super().check_source()
-        if self.chat_template is not None and not Path(self.chat_template).expanduser().is_file():
-            raise UserError(f"{self.chat_template}: chat template file not found")
+        if self.chat_template is not None:
+            find_template(self.chat_template)
 
     def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        return tokenizer if self.chat_template is None else tokenizer.with_template(self.chat_template)
+        return with_chat_format(tokenizer, self.chat_template, self.chat_template_kwargs)
 
 
 @dataclass(frozen=True)
@@ -355,7 +353,7 @@ class DetectedDataset(TextOrChatMixin):
         cls = next((cls for cls in self.candidates if kind_name(cls) == row_format.kind), None)
         if cls is None:
             raise UserError(f"this recipe does not support {row_format.description}. {self.expected_columns}")
-        names = {field.name for field in dataclasses.fields(cls)} & {field.name for field in dataclasses.fields(self)}
+        names = {item.name for item in dataclasses.fields(cls)} & {item.name for item in dataclasses.fields(self)}
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
         return cls(**values, **dict[str, Any](row_format.columns))
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from tunekit.data.chat_template.chat_format import find_end_of_turn, split_markers, unread_warning
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, TokenizedDataset
 from tunekit.data.row_stats import RowStats, measure_rows
@@ -192,6 +193,19 @@ def find_empty_answers(target: CheckTarget) -> Iterator[Finding]:
     effect = "the model may only learn to prefer or avoid them" if is_preference else "the model learns to stop at once"
     message = f"{{rows}} {{have}} an empty answer: {effect}"
     yield from target.report_rows("empty answers", mask, message, "Remove them")
+
+
+def find_template_problems(target: CheckTarget) -> Iterator[Finding]:
+    """Values that the chat template does not read, and markers that are several tokens each."""
+    tokenizer = target.tokenizer
+    if message := unread_warning(tokenizer):
+        hint = "Remove them, or use a template that reads them"
+        yield target.report("doubtful", "template variables", message, hint)
+    if markers := split_markers(tokenizer):
+        severity: Severity = "note" if find_end_of_turn(tokenizer) else "doubtful"
+        message = f"the chat template writes {' and '.join(markers)}, which this tokenizer splits into several tokens"
+        hint = "Use a template whose markers are tokens of the model, or add them as tokens"
+        yield target.report(severity, "template markers", message, hint)
 
 
 def find_truncated_answers(target: CheckTarget) -> Iterator[Finding]:
@@ -402,6 +416,7 @@ CHECKS: tuple[Check, ...] = (
     find_bos_problems,
     find_flagged_rows,
     find_unknown_stop_tokens,
+    find_template_problems,
     find_truncated_answers,
     find_dropped_rows,
     find_empty_answers,

@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from tunekit.data.chat_template.messages import REASONING_KEYS
+from tunekit.data.chat_template.named_templates import TEMPLATES, find_template, read_template, with_defaults
 from tunekit.data.chat_template.template import ChatTemplate
 from tunekit.data.token_cache import TokenCache, TokenizerEncoding
 from tunekit.errors import UserError
@@ -52,6 +53,7 @@ class Tokenizer:
         stops: frozenset[int] = frozenset(),
     ) -> None:
         self.model, self.names, self.templates = model, dict(names), dict(templates)
+        self.template_kwargs: dict[str, Any] = {}  # values of template variables
         self.compiled: dict[str, ChatTemplate] = {}
         self.shapes: dict[Any, Any] = {}  # span patterns of conversations with the same roles and keys
         self.token_cache: TokenCache | None = None  # see `enable_cache`
@@ -67,7 +69,7 @@ class Tokenizer:
 
     @staticmethod
     def open(directory: Path, template: str | None = None) -> "Tokenizer":
-        """Read the tokenizer of a checkpoint. `template` is a Jinja file that replaces its chat template."""
+        """Read the tokenizer of a checkpoint. `template` is the name or file of another chat template."""
         config = read_json(directory / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # older tokenizers have their special tokens in another file
             config = {**config, **read_json(directory / "special_tokens_map.json")}
@@ -79,18 +81,9 @@ class Tokenizer:
         tokenizer = Tokenizer(read_model(directory), special_token_texts(config), templates, frozenset(eos_ids))
         return tokenizer if template is None else tokenizer.with_template(template)
 
-    def with_template(self, path: str) -> "Tokenizer":
-        """Copy of the tokenizer with the chat template of a file."""
-        try:
-            text = Path(path).expanduser().read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise UserError(f"{path}: file not found. Set `chat_template` to a Jinja file") from None
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise UserError(f"{path}: cannot read the chat template: {reason}") from None
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: cannot read the chat template: {error}") from None
-        return self.copy_with(templates={"default": (text, path)}, compiled={})
+    def with_template(self, name: str) -> "Tokenizer":
+        """Copy of the tokenizer with a chat template of the package, or of a file."""
+        return self.copy_with(templates={"default": (read_template(find_template(name)), name)}, compiled={})
 
     def with_date(self, today: date) -> "Tokenizer":
         """Copy with a fixed date, for templates that print it: a run resumed on another day renders the same text."""
@@ -113,7 +106,8 @@ class Tokenizer:
         """Copy with other fields, and without cached values that depend on them."""
         tokenizer = copy.copy(self)
         vars(tokenizer).update(fields, shapes={})
-        vars(tokenizer).pop("digest", None)
+        for name in ("digest", "special_ids", "special_texts", "stop_texts"):
+            vars(tokenizer).pop(name, None)
         return tokenizer
 
     def __getstate__(self) -> dict[str, Any]:
@@ -155,9 +149,8 @@ class Tokenizer:
         """Hash of all that affects the tokens of a conversation, in hexadecimal digits."""
         prints_date = any("strftime_now" in text for text, _ in self.templates.values())
         day = str(self.today or date.today()) if prints_date else None
-        texts = {name: text for name, (text, _) in self.templates.items()}
         model = self.model.to_str(), None if self.post_processor is None else pickle.dumps(self.post_processor).hex()
-        values = [*model, self.names, texts, sorted(self.stops), self.vocab_size, day]
+        values = [*model, self.names, self.template_texts, sorted(self.stops), self.vocab_size, day]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str, special: bool = False) -> list[int]:
@@ -195,11 +188,17 @@ class Tokenizer:
         if name not in self.templates:
             names = f" named 'default', only {', '.join(self.templates)}" if self.templates else ""
             raise UserError(
-                f"the tokenizer has no chat template{names}. Set `chat_template` to a Jinja file, or train on text"
+                f"the tokenizer has no chat template{names}. Set `chat_template` to a Jinja file or "
+                f"one of {', '.join(TEMPLATES)}, or train on text"
             )
         if name not in self.compiled:
             self.compiled[name] = ChatTemplate(*self.templates[name])
         return self.compiled[name]
+
+    @property
+    def template_texts(self) -> dict[str, str]:
+        """Chat templates by name, with `template_kwargs` as defaults: they render the same text in other programs."""
+        return {name: with_defaults(text, self.template_kwargs) for name, (text, _) in self.templates.items()}
 
     def template_context(
         self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None, prompt: bool = False
@@ -209,6 +208,7 @@ class Tokenizer:
         today = self.today
         return {
             **({} if today is None else {"strftime_now": lambda fmt: today.strftime(fmt)}),
+            **self.template_kwargs,
             **self.names,
             "messages": messages,
             "tools": tools,
@@ -300,13 +300,6 @@ def read_model(directory: Path) -> tokenizers.Tokenizer:
     content = read_json(path)
     with TokenizerErrors(f"{path}: is not a valid tokenizer", "Download it again."):
         return tokenizers.Tokenizer.from_str(json.dumps(content))
-
-
-def read_template(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot read the chat template: {error}") from None
 
 
 def special_token_texts(config: Mapping[str, Any]) -> dict[str, str]:

@@ -76,7 +76,7 @@ class LMEvalAdapter(TemplateLM):
         return self.text_tokenizer.encode(string, special=special)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        return self.text_tokenizer.templates["default"][0] if chat_template else None
+        return self.text_tokenizer.template_texts["default"] if chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The conversation in the chat template; without a generation prompt, it ends with the last message text."""

@@ -158,7 +158,7 @@ def special_fields(tokenizer: Tokenizer) -> tuple[dict[str, Any], tuple[str, ...
     fields |= {KEYS.ADD_BOS: before == [tokenizer.bos], KEYS.ADD_EOS: after == [tokenizer.eos]}
     if before not in ([], [tokenizer.bos]) or after not in ([], [tokenizer.eos]):
         notes.append(f"llama.cpp adds no tokens around a text, but this tokenizer adds {before} and {after}")
-    for name, (text, _) in tokenizer.templates.items():
+    for name, text in tokenizer.template_texts.items():
         fields[KEYS.CHAT_TEMPLATE if name == "default" else KEYS.CHAT_TEMPLATE_N.format(name=name)] = text
     fields[KEYS.CHAT_TEMPLATES] = sorted(set(tokenizer.templates) - {"default"}) or None
     return {key: value for key, value in fields.items() if value is not None}, tuple(notes)

@@ -39,7 +39,12 @@ class TrainsInSteps(Protocol):
 def check_targets(cfg: Any, loaders: Mapping[str, DataLoader | None], tokenizer: Tokenizer) -> list[CheckTarget]:
     """The datasets of a config with what the checks need to know about them. `loaders`: by config key."""
     return [
-        CheckTarget(key, loader.datasets, tokenizer, check_context(cfg, key, loader, tokenizer.vocab_size))
+        CheckTarget(
+            key,
+            loader.datasets,
+            loader.mixture.prepare_tokenizer(tokenizer),
+            check_context(cfg, key, loader, tokenizer.vocab_size),
+        )
         for key, loader in loaders.items()
         if loader is not None
     ]

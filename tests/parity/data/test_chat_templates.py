@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from tests.helpers.chat_families import AMBIGUOUS, CALL, FAMILIES, TEMPLATE_DIR, Family, write_family
+from tests.helpers.chat_families import AMBIGUOUS, CALL, FAMILIES, Family, read_family_template, write_family
 from tests.helpers.loss_masks import render_targets, target_texts
 from tunekit.data.chat_template.loss_mask import find_target_spans, get_span_pattern
 from tunekit.data.chat_template.template import TAG
@@ -206,7 +206,7 @@ ROLES = ["system", "user", "assistant", "model", "tool"]
 
 def template_markup(name: str) -> list[str]:
     """Everything that a family's template can write around message contents."""
-    tags = TAG.findall((TEMPLATE_DIR / f"{name}.jinja").read_text(encoding="utf-8"))
+    tags = TAG.findall(read_family_template(name))
     return sorted({*tags, *FAMILIES[name].special, *ROLES, "\n"})
 
 

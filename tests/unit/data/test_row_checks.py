@@ -480,10 +480,8 @@ def test_ordinary_chats_have_no_faults(tmp_path: Path, nano: Tokenizer) -> None:
 
 
 # GLM ends the last turn with nothing, SmolLM3 marks the prompt as generated, Mistral drops a system message from some
-# conversations, Zephyr writes no bos, which its tokenizer adds to texts. The end token of Gemma is named in a
-# generation_config.json, which these directories lack.
+# conversations. The end token of Gemma is named in a generation_config.json, which these directories lack.
 KNOWN_FAULTS = {
-    "zephyr": {"bos"},
     "mistral": {"content lost"},
     "glm4": {"terminators"},
     "smollm3": {"prompt in targets"},

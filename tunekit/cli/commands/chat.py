@@ -4,8 +4,12 @@ import argparse
 import readline
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from tunekit import build
+from tunekit.config.load import load_config
+from tunekit.data.chat_template.chat_format import unread_warning, with_chat_format
+from tunekit.data.chat_template.named_templates import TemplateKwargs, check_template_kwargs, find_template
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
 from tunekit.generation import generate
@@ -13,6 +17,24 @@ from tunekit.models.precision import PrecisionConfig
 
 Message = dict[str, str]
 AnswerFn = Callable[[list[Message]], Iterator[str]]  # conversation -> chunks of the answer
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """Values of the flags --chat-template and --chat-template-kwargs."""
+
+    chat_template: str | None = None
+    chat_template_kwargs: TemplateKwargs = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_template_kwargs(self.chat_template_kwargs)
+        if self.chat_template is not None:
+            find_template(self.chat_template)
+
+    @staticmethod
+    def from_args(args: argparse.Namespace) -> "ChatFormat":
+        values = {"chat_template": args.chat_template, "chat_template_kwargs": args.chat_template_kwargs}
+        return load_config(ChatFormat, None, [f"{key}={text}" for key, text in values.items() if text is not None])
 
 
 def main(args: argparse.Namespace) -> None:
@@ -23,7 +45,11 @@ def main(args: argparse.Namespace) -> None:
         )
     except FieldError as error:
         raise UserError(f"--{error.field.replace('_', '-')} {error.message}") from error
+    chat_format = ChatFormat.from_args(args)
     model, tokenizer = build.load_for_inference(args.model, PrecisionConfig(), DistributedContext())
+    tokenizer = with_chat_format(tokenizer, chat_format.chat_template, chat_format.chat_template_kwargs)
+    if warning := unread_warning(tokenizer):
+        print(f"warning: {warning}", file=sys.stderr)
     chat_loop(lambda messages: generate.stream_text(model, tokenizer, messages, sampling), args.system_prompt)
 
 

@@ -71,6 +71,7 @@ class ChatTemplate:
             variables = meta.find_undeclared_variables(tree)
             self.has_generation_blocks = GENERATION_START in variables
             variables |= optional_variables(tree)
+            self.variables = variables
             self.unset_variables = sorted(variables - STANDARD_VARIABLES - set(sandbox.globals))[:8]
             self.tags = find_tags(tree)
             self.tag_pattern = re.compile(f"({'|'.join(map(re.escape, self.tags)) or '(?!)'})")

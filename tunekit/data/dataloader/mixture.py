@@ -2,18 +2,21 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
 from tunekit.config.choices import kind_name
-from tunekit.data.datasets import DataConfig, DatasetConfig
+from tunekit.data.chat_template.chat_format import with_chat_format
+from tunekit.data.chat_template.named_templates import TemplateKwargs, check_template_kwargs
+from tunekit.data.datasets import ChatTemplateMixin, DataConfig, DatasetConfig
 from tunekit.data.sft_datasets import SFTDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 
 SHARED_KEYS = ("max_length", "packing", "shuffle")  # keys that a mixture sets for all of its datasets
+TEMPLATE_KEYS = ("chat_template", "chat_template_kwargs")  # the same, for those that a chat template renders
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,9 @@ class MixtureBase(DataConfig):
     max_length: int = 2048  # Maximum tokens per row
     packing: bool = False  # Pack whole documents into rows of `max_length` tokens, without cross-document attention
     shuffle: bool = True  # Shuffle the rows of all datasets; false: one dataset after the other, in file order
+    chat_template: str | None = None  # Jinja file, or the name of a bundled template, for all datasets
+    # Values of template variables; a dataset may add more, which are only for its rows
+    chat_template_kwargs: TemplateKwargs = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not self.datasets:
@@ -57,9 +63,11 @@ class MixtureBase(DataConfig):
         if not 1 <= self.temperature < math.inf:
             raise FieldError("temperature", f"must be >= 1, got {self.temperature}")
         self.check_weights()
-        defaults = {field.name: field.default for field in fields(DatasetConfig)}
+        check_template_kwargs(self.chat_template_kwargs)
+        defaults = {item.name: item.default for item in fields(ChatTemplateMixin)}
         for i, member in enumerate(self.datasets):
-            for name in SHARED_KEYS:
+            has_template = isinstance(member.dataset, ChatTemplateMixin)
+            for name in (*SHARED_KEYS, "chat_template") if has_template else SHARED_KEYS:
                 if getattr(member.dataset, name) not in (defaults[name], getattr(self, name)):
                     raise FieldError(
                         f"datasets.{i}.dataset.{name}", "must be the same for all datasets. Set it next to `datasets`"
@@ -86,9 +94,10 @@ class MixtureBase(DataConfig):
         """The mixture itself, or a mixture of one dataset."""
         if isinstance(config, MixtureBase):
             return config
-        return MixtureBase(
-            (MixtureMemberBase(config),), max_length=config.max_length, packing=config.packing, shuffle=config.shuffle
-        )
+        values: dict[str, Any] = {name: getattr(config, name) for name in SHARED_KEYS}
+        if isinstance(config, ChatTemplateMixin):
+            values |= {name: getattr(config, name) for name in TEMPLATE_KEYS}
+        return MixtureBase((MixtureMemberBase(config),), **values)
 
     @property
     def docs_per_row(self) -> int:
@@ -104,7 +113,15 @@ class MixtureBase(DataConfig):
     def dataset_configs(self) -> tuple[DatasetConfig, ...]:
         """Configs of the datasets, with the keys that the mixture sets for all of them."""
         values = {name: getattr(self, name) for name in SHARED_KEYS}
-        return tuple(replace(member.dataset, **values) for member in self.datasets)
+        configs = (replace(member.dataset, **values) for member in self.datasets)
+        return tuple(self.with_shared_template(config) for config in configs)
+
+    def with_shared_template(self, config: DatasetConfig) -> DatasetConfig:
+        """Config of a dataset with the chat template of the mixture, if a template renders its rows."""
+        if not isinstance(config, ChatTemplateMixin):
+            return config
+        kwargs = {**self.chat_template_kwargs, **config.chat_template_kwargs}
+        return replace(config, chat_template=self.chat_template, chat_template_kwargs=kwargs)
 
     def resolve(self) -> "MixtureBase":
         """Replace `auto` datasets by what their rows are. Raise UserError if only some of them are pairs."""
@@ -120,10 +137,10 @@ class MixtureBase(DataConfig):
             config.check_source()
 
     def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer. Raise UserError if it cannot encode the rows of a dataset."""
+        """Tokenizer with the chat template of all rows. Raise UserError if it cannot encode the rows of a dataset."""
         for config in self.dataset_configs:
             config.prepare_tokenizer(tokenizer)
-        return tokenizer
+        return with_chat_format(tokenizer, self.chat_template, self.chat_template_kwargs)
 
     def rows_per_epoch(self, num_rows: Sequence[int]) -> tuple[int, ...]:
         """Rows of each dataset in an epoch, for datasets of `num_rows`."""

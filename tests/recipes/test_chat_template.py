@@ -1,0 +1,90 @@
+"""The chat template of a run, with the values of its variables, is in the result and in all that is made of it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.helpers.chat_families import EMPTY, read_family_template
+from tests.helpers.recipe_runs import Workspace
+from tunekit.data.chat_template.named_templates import TEMPLATES
+from tunekit.data.inspect.token_display import TokenRole
+from tunekit.data.tokenizer import Tokenizer
+
+QUESTION = [{"role": "user", "content": "What is 1 plus 1?"}]
+CHATML_PROMPT = "<|begin|><|im_start|>user\nWhat is 1 plus 1?<|im_end|>\n<|im_start|>assistant\n"
+RUN = ("run", "sft", "sft.yaml", "model=base", "max_steps=1", "output_dir=run")
+IM_END = 7
+
+
+@pytest.fixture
+def base(workspace: Workspace) -> Path:
+    """A checkpoint without a chat template, whose tokenizer has the tokens of ChatML."""
+    path = Path(shutil.copytree(workspace.model, workspace.folder / "base"))
+    (path / "chat_template.jinja").unlink()
+    text = (path / "tokenizer.json").read_text()
+    (path / "tokenizer.json").write_text(text.replace("<|system|>", "<|im_start|>").replace("<|tool|>", "<|im_end|>"))
+    return path
+
+
+def prompt_of(directory: Path, **options: object) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    return tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True, **options)
+
+
+def stop_ids(directory: Path) -> list[int]:
+    return json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
+
+
+def run_ok(workspace: Workspace, *args: str) -> str:
+    result = workspace.run_tune(*args)
+    assert result.code == 0, result.err
+    return result.err
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_result_has_the_template_of_the_run(adapter: str, workspace: Workspace, base: Path) -> None:
+    run_ok(workspace, *RUN, f"adapter={adapter}", "data.chat_template=chatml")  # eval_data inherits it
+    final = workspace.folder / "run/final"
+    assert (final / "chat_template.jinja").read_text() == TEMPLATES["chatml"].read_text()
+    assert prompt_of(final) == CHATML_PROMPT
+    assert stop_ids(base) == [3, 2] and stop_ids(final) == [2, 3, IM_END]
+    for model in ("run", "run/final"):
+        run_ok(workspace, "run", "generate", "nano/generate", f"model={model}", "prompts=[Hi]", "device=cpu")
+    if adapter == "lora":
+        run_ok(workspace, "merge", "base", "run", "merged", "--force")
+        merged = workspace.folder / "merged"
+        assert prompt_of(merged) == CHATML_PROMPT and stop_ids(merged) == stop_ids(final)
+
+
+def test_values_of_template_variables_are_defaults_of_the_result(workspace: Workspace, base: Path) -> None:
+    Path("qwen3.jinja").write_text(read_family_template("qwen3"))
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "{{ 'of the base' }}"}))
+    options = ("data.chat_template=qwen3.jinja", "data.chat_template_kwargs.enable_thinking=false")
+    run_ok(workspace, *RUN, "adapter=lora", *options, "data.chat_template_kwargs.date=x", "data_checks=warn")
+    final = workspace.folder / "run/final"
+    assert "chat_template" not in json.loads((final / "tokenizer_config.json").read_text())
+    assert prompt_of(final).endswith(EMPTY) and not prompt_of(final, enable_thinking=True).endswith(EMPTY)
+    shown = workspace.run_tune("data", "sft.yaml", "model=base", *options, "--json").out
+    (span,) = json.loads(shown)["rows"][0]["spans"]
+    roles, tokens = span["roles"], span["tokens"]
+    targets = [token for token, role in zip(tokens, roles, strict=True) if role == TokenRole.TARGET]
+    assert Tokenizer.open(base).decode(targets, special=True) == "It is 2!<|im_end|>"
+
+
+def test_models_without_a_template_are_used_with_a_named_one(workspace: Workspace, base: Path) -> None:
+    args = ("run", "generate", "nano/generate", "model=base", "prompts=[Hi]", "device=cpu")
+    missing = workspace.run_tune(*args)
+    assert missing.code == 2 and "no chat template. Set `chat_template` to a Jinja file or one of alpaca" in missing.err
+    assert not run_ok(workspace, *args, "chat_template=chatml")
+    warning = run_ok(workspace, *args, "chat_template=chatml", "chat_template_kwargs.enable_thinking=false")
+    assert warning == "warning: chat_template_kwargs: the chat template does not read enable_thinking\n"
+    unknown = workspace.run_tune(*args, "chat_template=chatmll")
+    assert unknown.code == 2 and "chat_template: chatmll is not a file or a template" in unknown.err
+    data = "data={kind: chat, source: held.jsonl, max_length: 64}"
+    evaluate = ("run", "evaluate", "nano/tools", "model=base", "baseline=null", data, "device=cpu", "limit=1")
+    run_ok(workspace, *evaluate, "chat_template=chatml")
+    assert workspace.run_tune(*evaluate).code == 2

@@ -1,0 +1,52 @@
+"""The chat format of a config: its template, the values of template variables, and the token that ends a turn."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tunekit.data.chat_template.template_features import ANSWER, QUESTION, detect_features
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import UserError
+
+MARKER = re.compile(r"<\|\w+\|>|<(?:start|end)_of_turn>")
+
+
+def with_chat_format(tokenizer: Tokenizer, chat_template: str | None, kwargs: Mapping[str, Any]) -> Tokenizer:
+    """Copy of a tokenizer with another chat template, whose end-of-turn token ends an answer, and with `kwargs`.
+
+    `chat_template` is a name or a file; None keeps the tokenizer's.
+    """
+    if chat_template is not None:
+        tokenizer = tokenizer.with_template(chat_template)
+        tokenizer = tokenizer.copy_with(stops=tokenizer.stops | find_end_of_turn(tokenizer))
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in kwargs.items()}
+    return tokenizer.copy_with(template_kwargs={**tokenizer.template_kwargs, **values}) if kwargs else tokenizer
+
+
+def find_end_of_turn(tokenizer: Tokenizer) -> set[int]:
+    """Id of the special token that the chat template writes after an answer; empty if there is none."""
+    messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+    try:
+        text = tokenizer.render(detect_features(tokenizer.template(), tokenizer).adapt_messages(messages))
+    except UserError:
+        return set()
+    match = tokenizer.special_texts.match(text.rpartition(ANSWER)[2].lstrip())
+    return {tokenizer.model.token_to_id(match[0])} if match and match[0] else set()
+
+
+def split_markers(tokenizer: Tokenizer) -> list[str]:
+    """Markers such as <|im_start|> in the text of the chat template that are not tokens."""
+    markers = dict.fromkeys(MARKER.findall(tokenizer.templates.get("default", ("", ""))[0]))
+    return [marker for marker in markers if tokenizer.model.token_to_id(marker) is None]
+
+
+def unread_kwargs(tokenizer: Tokenizer) -> list[str]:
+    """Names in `template_kwargs` that the chat template does not read."""
+    kwargs = tokenizer.template_kwargs
+    return [name for name in kwargs if name not in tokenizer.template().variables]
+
+
+def unread_warning(tokenizer: Tokenizer) -> str:
+    """Message about the names of `unread_kwargs`; empty without any."""
+    names = ", ".join(unread_kwargs(tokenizer))
+    return f"chat_template_kwargs: the chat template does not read {names}" if names else ""
