@@ -92,7 +92,7 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
     lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
     prefetcher = Prefetcher(train_data, dist.device)
     guard = StepGuard(cfg.step_guard, dist, prefetcher)
-    early_stopping = EarlyStopping(cfg.early_stopping_patience)
+    early_stopping = EarlyStopping(cfg)
     throughput = ThroughputCounter()
     checkpointer = run.open_checkpointer(
         model, optimizer, lr_scheduler, data=prefetcher, guard=guard, early_stopping=early_stopping,
@@ -106,7 +106,7 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
     with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
         if step == 0 and eval_data:
             run.begin_eval(0)
-            logger.log_eval(0, cfg.loss.evaluate(model, eval_data, dist))
+            early_stopping.check_metric(logger.log_eval(0, cfg.loss.evaluate(model, eval_data, dist)))
         forgetting.begin(model, step, logger)
         if step == 0 and guard.may_roll_back:
             checkpointer.save(0)
@@ -136,15 +136,15 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
                     run.push_checkpoint(step, num_steps, model, checkpoint)
                 if due.eval and eval_data:
                     run.begin_eval(step)
-                    early_stopping.update(logger.log_eval(step, cfg.loss.evaluate(model, eval_data, dist)))
+                    early_stopping.update(step, logger.log_eval(step, cfg.loss.evaluate(model, eval_data, dist)))
                 if due.forgetting:
                     forgetting.evaluate(model, step, logger)
-                if due.save or early_stopping.triggered or forgetting.exceeded:
+                if due.save or early_stopping.needs_save(step) or forgetting.exceeded:
                     checkpointer.save(step)
                     run.exit_if_stop_requested(step, num_steps)
                     forgetting.raise_if_exceeded(step)
                 checkpointer.poll()  # raises if a save in the background has failed
-        run.log_early_stop(step, num_steps)
+        step = early_stopping.finish(checkpointer, step, num_steps)  # loads the best weights
     export_final(run, model, checkpoint, loaders, step)
 
 

@@ -69,6 +69,7 @@ class PendingSave:
     shards: LocalShards
     plan: WritePlan
     extra_files: Mapping[str, bytes]  # of this rank, by file name
+    step_to_keep: int | None  # of a state that is not deleted, however old
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class Checkpointer:
         self.write_plan: WritePlan | None = None
         self.copies = HostCopies()
         self.async_save: AsyncSave | None = None
+        self.step_to_keep: Callable[[], int | None] = lambda: None  # of the best state so far
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -158,9 +160,8 @@ class Checkpointer:
         progress["stateful"] = {name: plain_values(item.state_dict()) for name, item in self.stateful.items()}
         files = {PROGRESS: progress} if self.dist.is_main_process else {}
         files |= {rng_file(self.dist): rng_states(self.dist.device)}
-        return PendingSave(
-            self.folder / f"{step:08d}", shards, self.write_plan, {name: serialize(v) for name, v in files.items()}
-        )
+        contents = {name: serialize(value) for name, value in files.items()}
+        return PendingSave(self.folder / f"{step:08d}", shards, self.write_plan, contents, self.step_to_keep())
 
     def has_memory(self, job: PendingSave) -> bool:
         """Whether host memory can hold copies of the shards that the ranks of this node write."""
@@ -198,7 +199,8 @@ class Checkpointer:
             checksums = dcp_planner.write_metadata(partial_dir, job.plan.metadata, results)
             atomic.commit_dir(partial_dir, job.folder, checksums)
             for old in complete_states(self.folder)[: -self.keep]:
-                atomic.remove_dir(old)
+                if int(old.name) != job.step_to_keep:
+                    atomic.remove_dir(old)
 
     def restore(self) -> int:
         """Load the newest complete state in place and return its step; 0 if no state exists."""
@@ -246,6 +248,22 @@ class Checkpointer:
         with wrap_read_errors(state.folder / rng_file(self.dist)):
             restore_rng_states(state.rng_states, self.dist.device)
         return state.progress["step"]
+
+    def load_weights(self, step: int) -> None:
+        """Load the trained weights of the state after `step` steps in place, and nothing else."""
+        self.wait()
+        folder = self.folder / f"{step:08d}"
+        self.dist.run_on_all(partial(self.check_weights, folder))
+        reshard(self.model)
+        dcp_planner.load_shards(folder, self.trained_tensors(), dcp_planner.read_metadata(folder))
+
+    def check_weights(self, folder: Path) -> None:
+        """Raise UserError if this state is missing or has a corrupt file. Ranks share the files."""
+        subset = slice(self.dist.rank, None, self.dist.world_size)
+        corrupt = atomic.find_corrupt_file(folder, subset) if atomic.is_complete(folder) else folder
+        if corrupt is not None:
+            remedy = f"Restore {folder}, which has the best weights, or set load_best_model_at_end=false."
+            raise UserError(f"{corrupt}: missing, corrupt or truncated. {remedy}")
 
     def load_progress(self, progress: Mapping[str, Any], shards: LocalShards) -> None:
         """Restore everything but tensors, which were loaded into `shards`."""

@@ -247,11 +247,11 @@ class MetricLogger:
         self.write(step, numbers)
         self.terminal.print_line(f"step {step}: " + ", ".join(f"{name} {value:.6g}" for name, value in numbers.items()))
 
-    def log_eval(self, step: int, metrics: Mapping[str, float]) -> float:
-        """Log the metrics of an evaluation as `eval/<name>`, and return its loss."""
+    def log_eval(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Log the metrics of an evaluation as `eval/<name>`, and return them."""
         other_metrics = {f"eval/{name}": value for name, value in metrics.items() if name != "loss"}
         self.log(step, **{"eval/loss": metrics["loss"]}, **other_metrics)
-        return metrics["loss"]
+        return metrics
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -404,11 +404,14 @@ def restore_deleted(file: IO[bytes]) -> IO[bytes]:
 
 
 def write_final_metrics(folder: Path, step: int, **values: float) -> None:
-    """Append a final line, for values that are known after training. Replaces such a line of an interrupted run."""
+    """Append a final line, for values that are known after training. Replaces such a line of an interrupted run.
+
+    `step` is that of the weights, which may be an earlier one than the last.
+    """
     file = folder / FILE
     try:
         if file.exists():
-            os.truncate(file, bytes_up_to_step(file, step, before=f'"{next(iter(values))}"'))
+            os.truncate(file, bytes_up_to_step(file, sys.maxsize, before=f'"{next(iter(values))}"'))
         with file.open("ab") as out:
             out.write(encode_line(step, values))
     except OSError as error:

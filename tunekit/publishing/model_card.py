@@ -230,6 +230,7 @@ def results_section(lines: Lines) -> str:
     picture = f"![loss, learning rate and gradient norm]({CURVES})\n\n"
     if not losses:
         return picture
+    losses = [pair for pair in losses if pair[0] <= lines[-1]["step"]]  # the last line is about the saved weights
     points = [losses[0], losses[-1]] if losses[0][0] == 0 and len(losses) > 1 else losses[-1:]
     steps = ["before training" if step == 0 else f"after step {step:,}" for step, _ in points]
     accuracies = {line["step"]: line[name] for line in lines for name in ACCURACIES if line.get(name) is not None}
@@ -265,11 +266,13 @@ def training_section(info: ModelCardInfo, lines: Lines, base: BaseModelInfo) -> 
     tokens, targets = (max((line[key] for line in steps), default=0) for key in ("num_tokens", "num_target_tokens"))
     starts = [0, *(line["step"] for line in steps)]
     seconds = sum(line["step_time"] * (line["step"] - start) for start, line in zip(starts, steps, strict=False))
+    last_step, saved_step = max((line["step"] for line in steps), default=0), lines[-1]["step"] if lines else 0
+    best = f"; the weights are those after step {saved_step:,}, the best evaluation" if saved_step < last_step else ""
     peak = max((line["peak_memory"] for line in steps if "peak_memory" in line), default=0)
     facts = {
         "base model" if not info.is_from_scratch else "architecture": base.link,
         "trained": describe_parameters(info),
-        "steps": f"{max((line['step'] for line in steps), default=0):,}",
+        "steps": f"{last_step:,}{best}",
         "tokens": f"{tokens:,}, of which {targets:,} are target tokens",
         "time": f"{timedelta(seconds=round(seconds))} ({tokens / max(seconds, 1e-9):,.0f} tokens per second)",
         "hardware": env_info.describe_hardware(info.device),

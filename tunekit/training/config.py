@@ -44,6 +44,7 @@ LIVE_KEYS = frozenset(
         "log_every",
         "report_to",
         "save_total_limit",
+        "load_best_model_at_end",
         "save_every",
         "async_save",
         "push_to_hub",
@@ -128,7 +129,11 @@ class TrainConfig:
     async_save: bool | Literal["auto"] = "auto"
     save_total_limit: int = 1  # Number of training states to keep
     eval_every: int = 500  # Steps between two evaluations
-    early_stopping_patience: int | None = None  # Evaluations without a lower loss before the run stops
+    early_stopping_patience: int | None = None  # Evaluations without a better metric before the run stops
+    # The result has the weights of the best evaluation, not the last ones; null: with early_stopping_patience
+    load_best_model_at_end: bool | None = None
+    metric_for_best_model: str = "loss"  # Metric of the evaluation, such as `loss` or `rewards/accuracies`
+    greater_is_better: bool | None = None  # Whether a higher metric is better; null: unless its name ends with `loss`
     log_every: int = 1  # Steps between two metric lines; the device is only read then
     report_to: tuple[Tracker, ...] = ()  # Experiment trackers that receive the metrics, such as `[wandb]`
     compile: bool = False  # Compile each layer with torch.compile
@@ -151,8 +156,11 @@ class TrainConfig:
             errors.append(FieldError("output_dir", problem))
         if errors:
             raise FieldErrors(errors)
-        if self.early_stopping_patience is not None and self.eval_data is None:
-            raise FieldError("early_stopping_patience", "requires eval_data")
+        for name in ("early_stopping_patience", "load_best_model_at_end"):
+            if getattr(self, name) and self.eval_data is None:
+                raise FieldError(name, "requires eval_data")
+        if self.metric_for_best_model != "loss" and not (self.early_stopping_patience or self.load_best_model_at_end):
+            raise FieldError("metric_for_best_model", "requires load_best_model_at_end or early_stopping_patience")
         check_finite(self.data, self.max_steps, self.eval_data)
         self.check_trainable()
         if self.compile and self.memory.activation_checkpointing == "selective":

@@ -1,25 +1,94 @@
-"""Early stopping on the evaluation loss."""
+"""The best step of a run by a metric of its evaluations: early stopping, and the weights of the result."""
 
 import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from tunekit.checkpoint.training_state import Checkpointer
+from tunekit.errors import UserError
+
+
+class EarlyStoppingOptions(Protocol):
+    """The config keys that `EarlyStopping` reads."""
+
+    @property
+    def early_stopping_patience(self) -> int | None: ...
+    @property
+    def load_best_model_at_end(self) -> bool | None: ...
+    @property
+    def metric_for_best_model(self) -> str: ...
+    @property
+    def greater_is_better(self) -> bool | None: ...
 
 
 class EarlyStopping:
-    """Counts evaluations without a lower loss. `triggered` after `patience` of them in a row; None: never."""
+    """Finds the best step of a run, whose training state is kept. A training state contains all that it knows.
 
-    def __init__(self, patience: int | None) -> None:
-        self.patience, self.best, self.num_worse = patience, math.inf, 0
+    if ... or early_stopping.needs_save(step) or ...:
+        checkpointer.save(step)                                      # keeps the state of `step_to_keep`
+    step = early_stopping.finish(checkpointer, step, num_steps)      # loads the best weights
+    """
 
-    def update(self, loss: float) -> None:
-        """Take the loss of one evaluation into account."""
-        self.num_worse = 0 if loss < self.best else self.num_worse + 1
-        self.best = min(self.best, loss)
+    def __init__(self, cfg: EarlyStoppingOptions) -> None:
+        self.patience, self.metric = cfg.early_stopping_patience, metric_name(cfg.metric_for_best_model)
+        self.loads_best = (
+            self.patience is not None if cfg.load_best_model_at_end is None else cfg.load_best_model_at_end
+        )
+        greater = not self.metric.endswith("loss") if cfg.greater_is_better is None else cfg.greater_is_better
+        self.sign = -1 if greater else 1
+        self.best: float | None = None
+        self.best_step: int | None = None
+        self.num_worse = 0
+
+    def check_metric(self, metrics: Mapping[str, float]) -> None:
+        """Raise UserError if the evaluation does not have the metric."""
+        if self.metric not in metrics:
+            names = ", ".join(metrics)
+            raise UserError(f"metric_for_best_model: the evaluation has no metric {self.metric!r}. Use one of {names}.")
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of one evaluation into account. NaN is never better."""
+        value = metrics[self.metric]
+        if self.sign * value < (math.inf if self.best is None else self.sign * self.best):
+            self.best, self.best_step, self.num_worse = value, step, 0
+        else:
+            self.num_worse += 1
 
     @property
     def triggered(self) -> bool:
+        """Whether `patience` evaluations in a row were not better; never without a patience."""
         return self.patience is not None and self.num_worse >= self.patience
 
-    def state_dict(self) -> dict[str, float]:
-        return {"best": self.best, "num_worse": self.num_worse}
+    def needs_save(self, step: int) -> bool:
+        """Whether the training state of this step must be saved: the best so far, or the last one."""
+        return self.triggered or self.step_to_keep == step
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.best, self.num_worse = state["best"], int(state["num_worse"])
+    @property
+    def step_to_keep(self) -> int | None:
+        """Step whose training state must not be deleted."""
+        return self.best_step if self.loads_best else None
+
+    def finish(self, checkpointer: Checkpointer, step: int, num_steps: int) -> int:
+        """Load the best weights if they are the result. Returns the step of the weights that the model then has."""
+        name, log = f"eval/{self.metric}", checkpointer.dist.log
+        if step < num_steps:
+            comparison = "lower" if self.sign > 0 else "higher"
+            log(f"early stopping after step {step}: no {comparison} {name} in {self.patience} evaluations")
+        if self.loads_best and self.best_step is None:
+            log(f"warning: no evaluation has a finite {name}: the result has the last weights")
+        if self.step_to_keep in (None, step):
+            return step
+        checkpointer.load_weights(self.step_to_keep)
+        log(f"best {name}: {self.best:.6g} after step {self.best_step}, whose weights are the result")
+        return self.step_to_keep
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "best_step": self.best_step, "num_worse": self.num_worse}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.best_step, self.num_worse = state["best"], state["best_step"], state["num_worse"]
+
+
+def metric_name(name: str) -> str:
+    """Name of a metric without the prefix of evaluations, which is eval_ in transformers."""
+    return name.removeprefix("eval/").removeprefix("eval_")

@@ -30,6 +30,7 @@ from tunekit.plan import oom_report
 from tunekit.publishing import publish
 from tunekit.publishing.publish import HubUploader
 from tunekit.training.config import LIVE_KEYS, TrainConfig
+from tunekit.training.early_stopping import EarlyStopping
 from tunekit.training.profiler import Profiler
 
 SignalHandler = Callable[[int, FrameType | None], Any] | int | None
@@ -106,7 +107,12 @@ class RunContext:
         self.files.start()
 
     def open_checkpointer(
-        self, model: Decoder, optimizer: TrainOptimizer, lr_scheduler: LRScheduler, **stateful: Stateful
+        self,
+        model: Decoder,
+        optimizer: TrainOptimizer,
+        lr_scheduler: LRScheduler,
+        early_stopping: EarlyStopping,
+        **stateful: Stateful,
     ) -> Checkpointer:
         """The training states of this run. `stateful`: everything else that changes during a run, by name."""
         cfg = self.cfg
@@ -115,7 +121,11 @@ class RunContext:
         directory = self.dir / run_dir.STATE
         if self.dist.loss_scaler.state_dict():  # in fp16
             stateful["loss_scaler"] = self.dist.loss_scaler
-        return Checkpointer(directory, model, optimizer.inner, lr_scheduler, *options, **stateful)
+        checkpointer = Checkpointer(
+            directory, model, optimizer.inner, lr_scheduler, *options, early_stopping=early_stopping, **stateful
+        )
+        checkpointer.step_to_keep = lambda: early_stopping.step_to_keep
+        return checkpointer
 
     def open_logger(self, num_steps: int, step: int, throughput: ThroughputCounter) -> MetricLogger:
         """The metric logger of a run that starts or resumes at `step`."""
@@ -149,12 +159,6 @@ class RunContext:
             forgetting=cfg.forgetting is not None and (is_last or step % cfg.forgetting.eval_every == 0),
             save=is_last or step % cfg.save_every == 0 or self.stop_requested is not None,
         )
-
-    def log_early_stop(self, step: int, num_steps: int) -> None:
-        """Log that the loop has ended before the last step, if it has."""
-        if step < num_steps:
-            patience = self.cfg.early_stopping_patience
-            self.dist.log(f"early stopping after step {step}: no lower eval/loss in {patience} evaluations")
 
     def push_checkpoint(self, step: int, num_steps: int, model: Decoder, checkpoint: HFCheckpoint) -> None:
         """Write a checkpoint of the model and upload it in the background."""

@@ -22,7 +22,6 @@ from tunekit.optim.config import (
     SGDConfig,
     WSDConfig,
 )
-from tunekit.training.early_stopping import EarlyStopping
 
 
 def learning_rates(schedule: LRSchedulerConfig, steps: int) -> list[float]:
@@ -127,28 +126,6 @@ def test_steps_match_torch(config: AdamWConfig | SGDConfig, make_torch_optimizer
             p.grad = (p.detach() * 3 + step).sin()
             optimizer.step()
     torch.testing.assert_close(ours, theirs)
-
-
-def test_patience_counts_evaluations_without_improvement() -> None:
-    patience = EarlyStopping(2)
-    for loss, stops in [
-        (3.0, False),
-        (2.0, False),
-        (2.0, False),
-        (1.9, False),
-        (2.5, False),
-        (1.9, True),
-        (1.0, False),
-    ]:
-        patience.update(loss)
-        assert patience.triggered == stops
-    restored = EarlyStopping(2)
-    restored.load_state_dict(patience.state_dict())
-    assert restored.best == 1.0
-    never = EarlyStopping(None)
-    for _ in range(9):
-        never.update(1.0)
-    assert not never.triggered
 
 
 @pytest.mark.parametrize(
