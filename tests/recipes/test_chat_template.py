@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from tests.helpers.chat_families import EMPTY, read_family_template
 from tests.helpers.recipe_runs import Workspace
+from tunekit import assets
 from tunekit.data.chat_template.named_templates import TEMPLATES
 from tunekit.data.inspect.token_display import TokenRole
 from tunekit.data.tokenizer import Tokenizer
@@ -19,14 +20,18 @@ RUN = ("run", "sft", "sft.yaml", "model=base", "max_steps=1", "output_dir=run")
 IM_END = 7
 
 
-@pytest.fixture
-def base(workspace: Workspace) -> Path:
-    """A checkpoint without a chat template, whose tokenizer has the tokens of ChatML."""
-    path = Path(shutil.copytree(workspace.model, workspace.folder / "base"))
+def copy_base(source: Path, path: Path) -> Path:
+    """Copy a checkpoint without its chat template, with the tokens of ChatML."""
+    shutil.copytree(source, path)
     (path / "chat_template.jinja").unlink()
     text = (path / "tokenizer.json").read_text()
     (path / "tokenizer.json").write_text(text.replace("<|system|>", "<|im_start|>").replace("<|tool|>", "<|im_end|>"))
     return path
+
+
+@pytest.fixture
+def base(workspace: Workspace) -> Path:
+    return copy_base(workspace.model, workspace.folder / "base")
 
 
 def prompt_of(directory: Path, **options: object) -> str:
@@ -59,7 +64,8 @@ def test_result_has_the_template_of_the_run(adapter: str, workspace: Workspace, 
         assert prompt_of(merged) == CHATML_PROMPT and stop_ids(merged) == stop_ids(final)
 
 
-def test_values_of_template_variables_are_defaults_of_the_result(workspace: Workspace, base: Path) -> None:
+def test_values_of_template_variables_are_defaults_of_the_result(workspace: Workspace) -> None:
+    base = copy_base(assets.MODELS["tunekit/nano"], workspace.folder / "base")
     Path("qwen3.jinja").write_text(read_family_template("qwen3"))
     config = json.loads((base / "tokenizer_config.json").read_text())
     (base / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": "{{ 'of the base' }}"}))
@@ -68,6 +74,12 @@ def test_values_of_template_variables_are_defaults_of_the_result(workspace: Work
     final = workspace.folder / "run/final"
     assert "chat_template" not in json.loads((final / "tokenizer_config.json").read_text())
     assert prompt_of(final).endswith(EMPTY) and not prompt_of(final, enable_thinking=True).endswith(EMPTY)
+    answer = ("run", "generate", "nano/generate", "model=run", "prompts=[Hi]", "device=cpu", "output_path=a.jsonl")
+    answers, off = set(), "chat_template_kwargs.enable_thinking=false"
+    for thinking in ((), (off,), (off.replace("false", "true"),)):
+        run_ok(workspace, *answer, *thinking, "sampling.max_new_tokens=30")
+        answers.add(Path("a.jsonl").read_text())
+    assert len(answers) == 2, "the default is that of the run, and can be overridden"
     shown = workspace.run_tune("data", "sft.yaml", "model=base", *options, "--json").out
     (span,) = json.loads(shown)["rows"][0]["spans"]
     roles, tokens = span["roles"], span["tokens"]

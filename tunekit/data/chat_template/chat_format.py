@@ -31,7 +31,7 @@ def find_end_of_turn(tokenizer: Tokenizer) -> set[int]:
     except UserError:
         return set()
     match = tokenizer.special_texts.match(text.rpartition(ANSWER)[2].lstrip())
-    return {tokenizer.model.token_to_id(match[0])} if match and match[0] else set()
+    return {token for token, special in tokenizer.special_ids.items() if match and match[0] == special}
 
 
 def split_markers(tokenizer: Tokenizer) -> list[str]:
