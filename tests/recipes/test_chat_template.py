@@ -100,3 +100,16 @@ def test_models_without_a_template_are_used_with_a_named_one(workspace: Workspac
     evaluate = ("run", "evaluate", "nano/tools", "model=base", "baseline=null", data, "device=cpu", "limit=1")
     run_ok(workspace, *evaluate, "chat_template=chatml")
     assert workspace.run_tune(*evaluate).code == 2
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_other_templates_of_the_base_are_kept(adapter: str, workspace: Workspace, base: Path) -> None:
+    (base / "chat_template.jinja").write_text(TEMPLATES["chatml"].read_text())
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates/tool_use.jinja").write_text("{{ day }}")
+    run_ok(workspace, *RUN, f"adapter={adapter}")
+    template = workspace.folder / "run/final/additional_chat_templates/tool_use.jinja"
+    assert template.read_text() == "{{ day }}"
+    run_ok(workspace, *RUN, f"adapter={adapter}", "data.chat_template_kwargs.day=Sunday", "--overwrite")
+    tokenizer = AutoTokenizer.from_pretrained(workspace.folder / "run/final")
+    assert tokenizer.apply_chat_template(QUESTION, tools=[{"name": "add"}], tokenize=False) == "Sunday"
