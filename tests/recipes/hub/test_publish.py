@@ -136,11 +136,14 @@ def test_missing_write_access_is_an_error_before_training(sandbox: Sandbox) -> N
 
 @pytest.mark.slow
 def test_merged_model_is_uploaded_instead_of_the_adapter(sandbox: Sandbox) -> None:
-    done = train(sandbox, "push_to_hub.merge_adapter=true", "push_to_hub.push_every=4")
+    template = "data.chat_template_kwargs.day=Sunday"
+    done = train(sandbox, "push_to_hub.merge_adapter=true", "push_to_hub.push_every=4", template)
     assert done.code == 0, done.err
     repo = sandbox.hub.repos["ann/tools"]
     step, final = (load(commit.files["model.safetensors"].data) for commit in repo.history("main")[1::-1])
     assert "adapter_config.json" not in repo.files and step.keys() == final.keys()
+    texts = [commit.files["chat_template.jinja"].data for commit in repo.history("main")[:2]]
+    assert all(text.startswith(b"{%- if day is not defined %}") for text in texts), "the template of the run"
     assert json.loads(repo.files["verification.json"])["passed"] is True
     card = repo.files["README.md"].decode()
     assert card_problems(card) == ([], []) and "library_name: transformers" in card
