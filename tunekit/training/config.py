@@ -142,6 +142,17 @@ class TrainConfig:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        self.check_values()
+        self.check_best_model()
+        check_finite(self.data, self.max_steps, self.eval_data)
+        self.check_trainable()
+        self.check_memory()
+        self.step_guard.check_optimizer(self.memory.optimizer_in_bwd)
+        if (profiler := resolve_profiler(self.profiler)) is not None:
+            profiler.check_num_steps(self.max_steps)
+
+    def check_values(self) -> None:
+        """Raise FieldErrors for all values that are out of range."""
         errors = [
             FieldError(name, f"must be >= 1, got {value}")
             for name in COUNTS
@@ -156,13 +167,17 @@ class TrainConfig:
             errors.append(FieldError("output_dir", problem))
         if errors:
             raise FieldErrors(errors)
+
+    def check_best_model(self) -> None:
+        """Raise FieldError if the best model is asked for, but never determined."""
         for name in ("early_stopping_patience", "load_best_model_at_end"):
             if getattr(self, name) and self.eval_data is None:
                 raise FieldError(name, "requires eval_data")
         if self.metric_for_best_model != "loss" and not (self.early_stopping_patience or self.load_best_model_at_end):
             raise FieldError("metric_for_best_model", "requires load_best_model_at_end or early_stopping_patience")
-        check_finite(self.data, self.max_steps, self.eval_data)
-        self.check_trainable()
+
+    def check_memory(self) -> None:
+        """Raise FieldError if an option of `memory` does not go with another key."""
         if self.compile and self.memory.activation_checkpointing == "selective":
             problem = (
                 "not compatible with torch.compile, which decides itself what to recompute. Set it to none or full."
@@ -171,9 +186,6 @@ class TrainConfig:
         self.memory.check_clipping(self.max_grad_norm)
         if self.precision.compute_dtype == "fp16":
             self.memory.check_loss_scaling()
-        self.step_guard.check_optimizer(self.memory.optimizer_in_bwd)
-        if (profiler := resolve_profiler(self.profiler)) is not None:
-            profiler.check_num_steps(self.max_steps)
 
     def check_trainable(self) -> None:
         """Raise FieldError if the trained weights cannot be trained or saved."""
