@@ -114,7 +114,7 @@ int64_t losses(T* logits, const int64_t* targets, const float* weights, float* o
             out[r] = work(of, targets[r], vocab, weights ? weights[r] : 1.0f, terms, wanted);
         } else {
             out[r] = 0;
-            if (wanted) std::memset(of, 0, vocab * sizeof(T));
+            if (wanted && vocab) std::memset(of, 0, vocab * sizeof(T));
         }
     }
     return wrong;

@@ -150,7 +150,7 @@ NOTED_KEYS = (
     KeyHint("hub_strategy", "push_to_hub.push_every", "a number of optimizer steps; null pushes the result only"),
     # model and data
     KeyHint("checkpointer", "model", "a directory or a name on the Hub; its files are found"),
-    KeyHint("overrides_of_model_config rope_scaling", "config_overrides", "keys of config.json"),
+    KeyHint("overrides_of_model_config rope_scaling", "config_overrides", "a mapping of keys of the model config"),
     KeyHint("model_revision", "model", "NAME@REVISION"),
     KeyHint("dataset_text_field", "data.text_column", "of recipe sft with data.kind=text"),
     KeyHint("dataset_num_proc preprocessing_num_workers", "data.num_proc"),
