@@ -95,8 +95,8 @@ def read_checkpoint(cfg: ModelChoices, files: download.Files = download.SMALL) -
 
 def open_tokenizer(checkpoint: HFCheckpoint, today: date | None = None) -> Tokenizer:
     """The tokenizer of a checkpoint. Chat templates that print the date print `today`."""
-    tokenizer = checkpoint.chat_tokenizer or Tokenizer.open(checkpoint.tokenizer_path)
-    tokenizer = tokenizer.with_vocab_size(checkpoint.spec.vocab, checkpoint.tokenizer_path)
+    path, spec = checkpoint.tokenizer_path, checkpoint.spec
+    tokenizer = (checkpoint.chat_tokenizer or Tokenizer.open(path)).with_vocab_size(spec.vocab, path, spec.context)
     return tokenizer if today is None else tokenizer.with_date(today)
 
 
@@ -206,7 +206,8 @@ def resolve_model(
     checkpoint, adapter = resolve_checkpoint(name, files)
     path = Path(adapter.adapter_path or checkpoint.path)
     tokenizer_dir = path if (path / "tokenizer.json").is_file() else checkpoint.path
-    return checkpoint, adapter, Tokenizer.open(tokenizer_dir).with_vocab_size(checkpoint.spec.vocab, tokenizer_dir)
+    spec, tokenizer = checkpoint.spec, Tokenizer.open(tokenizer_dir)
+    return checkpoint, adapter, tokenizer.with_vocab_size(spec.vocab, tokenizer_dir, spec.context)
 
 
 def resolve_checkpoint(name: str, files: download.Files) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig]:

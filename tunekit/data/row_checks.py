@@ -227,6 +227,15 @@ def find_dropped_rows(target: CheckTarget) -> Iterator[Finding]:
             yield Finding("doubtful", "dropped rows", target.config_key, text, hint, summary.dropped, fraction)
 
 
+def find_rows_beyond_context(target: CheckTarget) -> Iterator[Finding]:
+    """Documents longer than the positions that the model was trained on."""
+    context = target.tokenizer.max_position_embeddings
+    if context is not None:
+        message = f"{{rows}} {{are}} longer than the {context:,} positions of the model (`max_position_embeddings`)"
+        hint = f"Lower `max_length` to {context}, or use a model with a longer context"
+        yield from target.report_rows("context length", target.lengths > context, message, hint)
+
+
 def find_low_target_fraction(target: CheckTarget) -> Iterator[Finding]:
     fraction = float(target.stats.targets.sum()) / max(int(target.lengths.sum()), 1)
     if 0 < fraction < 0.01:
@@ -419,6 +428,7 @@ CHECKS: tuple[Check, ...] = (
     find_template_problems,
     find_truncated_answers,
     find_dropped_rows,
+    find_rows_beyond_context,
     find_empty_answers,
     find_constant_answers,
     find_duplicates,

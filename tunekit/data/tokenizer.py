@@ -59,6 +59,7 @@ class Tokenizer:
         self.token_cache: TokenCache | None = None  # see `enable_cache`
         self.today: date | None = None
         self.vocab_size: int | None = None  # number of embeddings of the model, if known
+        self.max_position_embeddings: int | None = None  # context length of the model, if known
         # The post-processor, which adds BOS and EOS, is applied separately: it may also remove spaces from offsets.
         self.post_processor, model.post_processor = model.post_processor, None
         model.no_truncation()
@@ -89,8 +90,9 @@ class Tokenizer:
         """Copy with a fixed date, for templates that print it: a run resumed on another day renders the same text."""
         return self.copy_with(today=today)
 
-    def with_vocab_size(self, vocab_size: int, path: object) -> "Tokenizer":
-        """Copy for a model with `vocab_size` embeddings. `path` is the checkpoint, for error messages.
+    def with_vocab_size(self, vocab_size: int, path: object, max_positions: int | None = None) -> "Tokenizer":
+        """Copy for a model with `vocab_size` embeddings and a context of `max_positions` tokens. `path` is the
+        checkpoint, for error messages.
 
         Added tokens may have higher ids: Gemma 3 has one for images, also in text-only models. `encode` rejects them.
         """
@@ -100,7 +102,7 @@ class Tokenizer:
                 f"{path}: the tokenizer has {num_base_tokens} tokens, but the model has {vocab_size} embeddings. "
                 "Restore the tokenizer.json of this model."
             )
-        return self.copy_with(vocab_size=vocab_size)
+        return self.copy_with(vocab_size=vocab_size, max_position_embeddings=max_positions)
 
     def copy_with(self, **fields: Any) -> "Tokenizer":
         """Copy with other fields, and without cached values that depend on them."""

@@ -30,7 +30,7 @@ from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.readers.open_dataset import find_data_files, parse_split
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.hub import redact
-from tunekit.loggers import metric_logger
+from tunekit.loggers import divergence, metric_logger
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.publishing import snippets
 from tunekit.publishing.base_model import (
@@ -86,7 +86,7 @@ def write_model_card(folder: Path, info: ModelCardInfo) -> None:
     sections = {
         "": summary_section(info, base) + snippets.describe_scores(folder),
         "Use": usage_section(folder, name, base, info.config.get("quantization"), detect_prompt_format(info)),
-        "Results": results_section(lines) + evaluation_section(info.run),
+        "Results": divergence_warning(lines) + results_section(lines) + evaluation_section(info.run),
         "Training": training_section(info, lines, base),
         "Data": data_section(info),
         "Verification": verification_section(folder),
@@ -222,6 +222,17 @@ def detect_prompt_format(info: ModelCardInfo) -> PromptFormat:
     tokenizer, tokens = Tokenizer.open(info.source.tokenizer_path), document.tokens[:-1].tolist()
     text_tokens = tokenizer.encode_texts([tokenizer.decode(tokens)], True)[0][: len(tokens)]
     return PromptFormat(text_tokens != tokens, info.config["data"].get("step_separator", UNKNOWN_FORMAT.separator))
+
+
+def find_divergence(lines: Lines) -> str | None:
+    """Message if the last training losses of a run are far above the first one."""
+    losses = [line["loss"] for line in lines if line.get("loss") is not None]
+    return divergence.describe_divergence(losses[0], losses[1:]) if losses else None
+
+
+def divergence_warning(lines: Lines) -> str:
+    problem = find_divergence(lines)
+    return f"> **Warning:** {problem}.\n\n" if problem else ""
 
 
 def results_section(lines: Lines) -> str:

@@ -1,10 +1,11 @@
 """Checks of the rows of a config: before every training run, and for `tune data`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from tunekit import build
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.row_checks import CheckContext, CheckTarget, Finding, run_data_checks
 from tunekit.data.tokenizer import Tokenizer
@@ -12,6 +13,7 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.losses.reward import RewardLoss
 from tunekit.optim.config import LRSchedulerConfig, resolve_steps
+from tunekit.training.config import TrainConfig
 
 MAX_LINES = 8  # in the log
 
@@ -76,6 +78,15 @@ def check_data(
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         problem = f"{errors[0]}{more}".removesuffix(".")
         raise UserError(f"{problem}. Inspect the rows with `tune data`, or set data_checks=warn.")
+
+
+def long_row_warnings(cfg: TrainConfig) -> Iterator[str]:
+    """Warnings about a `max_length` above the context of the model. Rows are not read, and packed ones ignored."""
+    context = build.read_checkpoint(cfg).spec.context
+    for key, data in (("data", cfg.data), ("eval_data", cfg.eval_data)):
+        if data is not None and not data.packing and data.max_length > context:
+            limit = f"the {context:,} positions of {cfg.model} (max_position_embeddings)"
+            yield f"{key}.max_length: {data.max_length:,} exceeds {limit}. `tune data` counts the longer rows."
 
 
 def warn_data(cfg: Any, data: DataLoader, tokenizer: Tokenizer, dist: DistributedContext) -> None:

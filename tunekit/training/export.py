@@ -37,6 +37,8 @@ def export_final(
         info = model_card.ModelCardInfo(run.recipe, config, run.dir, checkpoint, model, loaders, dist.device)
         dist.run_on_main(partial(write_model_card, directory, run.dir, info, step, result))
     dist.log(f"finished: {final_dir}\n{result}")
+    if dist.is_main_process and (problem := model_card.find_divergence(metric_logger.read_metrics(run.dir))):
+        dist.log(f"warning: {problem}. Do not use this result. Lower optimizer.lr and train again with --overwrite.")
     verify.raise_if_failed(final_dir)
 
 

@@ -19,14 +19,16 @@ from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
 from tunekit.kernels.device_to_host import HostCopy
+from tunekit.loggers import divergence
 from tunekit.loggers.metric_logger import MetricLogger
 
-MIN_WINDOW = 8  # steps; the median of fewer is too noisy to define a spike
+MIN_WINDOW = 8  # steps; the median of fewer is too noisy to define a spike: their maximum is used
 MAX_ROWS_SHOWN = 16  # in a message
 STOP_HINT = (
     "Saved training states are unchanged. Inspect these rows, lower optimizer.lr, or set step_guard.on_nan=skip or "
     "step_guard.on_spike=skip."
 )
+DIVERGENCE_HINT = "Stop the run, and lower optimizer.lr or raise lr_scheduler.warmup_steps."
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class StepGuardConfig:
     kind: ClassVar[str] = "step_guard"
     # Action on NaN or Inf in loss or gradient norm: end the run, skip the step, or ignore it
     on_nan: Literal["stop", "skip", "ignore"] = "stop"
-    spike_factor: float | None = None  # A step is a spike above this multiple of the running median; null: off
+    # A step is a spike above this multiple of the running median, at first of the maximum so far; null: off
+    spike_factor: float | None = None
     spike_metric: Literal["grad_norm", "loss"] = "grad_norm"  # Metric that is checked for spikes
     spike_window: int = 50  # Steps in the running median
     # Action on a spike; `rollback`: restore the last training state and skip the data since then
@@ -107,6 +110,9 @@ class StepGuard:
         self.num_rollbacks = 0
         self.num_consecutive_skips = 0
         self.values: deque[float] = deque(maxlen=config.spike_window)
+        self.losses: deque[float] = deque(maxlen=divergence.WINDOW)  # of the last steps
+        self.first_loss: float | None = None
+        self.diverged = False  # a warning has been logged
 
     @property
     def may_roll_back(self) -> bool:
@@ -133,11 +139,13 @@ class StepGuard:
         """
         if logger.pending or (logger.is_due(self.last_step + 1) and not logger.lag):
             self.read(logger.lag)
+            self.warn_of_divergence()
         return self.handle_anomaly(logger)
 
     def check_all(self, logger: MetricLogger) -> None:
         """Read all values and write pending metric lines. Raises UserError if the run must stop."""
         self.read()
+        self.warn_of_divergence()
         rolls_back = self.handle_anomaly(logger)
         assert not rolls_back, "values that can cause a rollback are read before the update"
         logger.flush()
@@ -148,7 +156,17 @@ class StepGuard:
         unread, self.unread = self.unread[:count], self.unread[count:]
         for step, copy in unread:
             loss, grad_norm = copy.read()
+            self.losses.append(loss)
+            self.first_loss = loss if self.first_loss is None else self.first_loss
             self.anomaly = self.anomaly or self.find_anomaly(step, loss, grad_norm)
+
+    def warn_of_divergence(self) -> None:
+        """Log once that the losses of the last steps are far above the first one."""
+        if self.first_loss is None or self.diverged or len(self.losses) < divergence.WINDOW:
+            return
+        if problem := divergence.describe_divergence(self.first_loss, list(self.losses)):
+            self.diverged = True
+            self.dist.log(f"warning: step {self.last_step + 1}: {problem}. {DIVERGENCE_HINT}")
 
     def find_anomaly(self, step: int, loss: float, grad_norm: float) -> Anomaly | None:
         config = self.config
@@ -156,10 +174,10 @@ class StepGuard:
             problem = f"loss is {loss}" if not math.isfinite(loss) else f"grad_norm is {grad_norm}"
             return None if config.on_nan == "ignore" else self.limit_action(step, problem, config.on_nan)
         value = loss if config.spike_metric == "loss" else grad_norm
-        if config.spike_factor is not None and len(self.values) >= MIN_WINDOW:
-            typical = median(self.values)
-            if value > config.spike_factor * typical:
-                ratio = f"{value / typical:.3g} times the median of the last {len(self.values)} steps"
+        if config.spike_factor is not None and self.values:
+            name, typical = ("median", median) if len(self.values) >= MIN_WINDOW else ("maximum", max)
+            if value > config.spike_factor * typical(self.values):
+                ratio = f"{value / typical(self.values):.3g} times the {name} of the last {len(self.values)} steps"
                 return self.limit_action(step, f"{config.spike_metric} is {value:.4g}, {ratio}", config.on_spike)
         self.values.append(value)
         self.num_consecutive_skips = 0
@@ -217,12 +235,17 @@ class StepGuard:
             "num_rollbacks": self.num_rollbacks,
             "num_consecutive_skips": self.num_consecutive_skips,
             "values": list(self.values),
+            "losses": list(self.losses),
+            "first_loss": self.first_loss,
+            "diverged": self.diverged,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.skipped_data, self.num_rollbacks = state["skipped_data"], state["num_rollbacks"]
         self.num_consecutive_skips = state["num_consecutive_skips"]
         self.values = deque(state["values"], self.config.spike_window)
+        self.losses, self.first_loss = deque(state["losses"], divergence.WINDOW), state["first_loss"]
+        self.diverged = state["diverged"]
 
 
 def format_rows(rows: Sequence[str]) -> str:

@@ -67,6 +67,15 @@ def mask_last_targets(document: Document, *, drop: int) -> Document:
     return document._replace(loss_mask=mask)
 
 
+def test_rows_beyond_the_context_are_reported(nano: Tokenizer) -> None:
+    documents = make_rows(nano)
+    longest = max(len(document.tokens) for document in documents)
+    count = sum(len(document.tokens) == longest for document in documents)
+    assert not check_rows(nano.with_vocab_size(2048, "model", longest), documents)
+    finding = check_rows(nano.with_vocab_size(2048, "model", longest - 1), documents)["context length"]
+    assert (finding.severity, finding.count) == ("doubtful", count)
+
+
 Plant = Callable[[Tokenizer, list[Document]], list[Document]]
 
 

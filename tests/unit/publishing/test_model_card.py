@@ -361,3 +361,10 @@ def test_front_matter_is_yaml(run: Path) -> None:
     head = re.match(r"---\n(.*?)\n---\n", read_text(run / "final"), re.S)
     assert head is not None
     assert yaml.safe_load(head[1]) == read_metadata(run / "final")
+
+
+def test_diverged_run_has_a_warning() -> None:
+    losses = [5.0, None, 9.0, 30.0, 31.0, 29.0]
+    lines = [{"step": step, "loss": loss} for step, loss in enumerate(losses)]
+    assert "5 at the start to 29.5" in model_card.divergence_warning([{"step": 0, "eval/loss": 1.0}, *lines])
+    assert model_card.divergence_warning(lines[:3]) == model_card.divergence_warning([]) == ""

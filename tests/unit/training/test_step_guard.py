@@ -73,7 +73,7 @@ def test_device_is_read_only_when_polled() -> None:
 
 def test_spike_is_relative_to_the_median_of_accepted_steps() -> None:
     config = StepGuardConfig(spike_factor=3.0, spike_window=8, max_interventions=9)
-    norms = [1.0, 5.0] * 2 + [1.0] * 4 + [2.9, 3.1, 1.0, 30.0, 1.0]
+    norms = [1.0, 2.9] * 2 + [1.0] * 4 + [2.9, 3.1, 1.0, 30.0, 1.0]
     assert run_guard(make_guard(config), [1.0] * len(norms), norms) == [True] * 9 + [False, True, False, True]
     growing = [1.5**n for n in range(40)]  # the median follows accepted steps
     assert all(run_guard(make_guard(StepGuardConfig(spike_factor=20.0, spike_window=8)), [1.0] * 40, growing))
@@ -87,6 +87,23 @@ def test_spike_is_relative_to_the_median_of_accepted_steps() -> None:
     assert not all(
         run_guard(make_guard(StepGuardConfig(spike_factor=3.0, spike_window=8, spike_metric="loss")), [1.0] * 9 + [4.0])
     )
+
+
+def test_spike_among_the_first_steps_is_relative_to_their_maximum() -> None:
+    config = StepGuardConfig(spike_factor=3.0, spike_metric="loss")
+    assert run_guard(make_guard(config), [7.8, 636.0, 6782.0, 8.0, 23.0]) == [True, False, False, True, True]
+
+
+def test_divergence_is_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for losses, count in (([5.0] * 8 + [30.0] * 20, 1), ([1.0] + [2.0] * 20, 0), ([0.1] * 9 + [50.0] + [0.1] * 9, 0)):
+        guard = make_guard(StepGuardConfig())
+        for step, loss in enumerate(losses):
+            guard.accepts(step, torch.tensor(loss), FINITE)
+            guard.warn_of_divergence()
+        assert capsys.readouterr().err.count("diverged") == count
+        restored = make_guard(StepGuardConfig())
+        restored.load_state_dict(guard.state_dict())
+        assert restored.state_dict() == guard.state_dict()
 
 
 def test_guard_stops_after_max_interventions() -> None:

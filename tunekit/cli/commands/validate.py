@@ -1,12 +1,18 @@
 """`tune validate`: check a config without running it."""
 
 import argparse
+import sys
 
 from tunekit.cli import recipe_loader
+from tunekit.training.config import TrainConfig
+from tunekit.training.data_checks import long_row_warnings
 
 
 def main(args: argparse.Namespace) -> None:
     """Check the config against its recipe."""
-    path, recipe = recipe_loader.find_config_and_recipe(args)
-    recipe_loader.load_checked_config(recipe_loader.load_recipe(recipe), args.config, args.overrides, args.imports)
+    path, name = recipe_loader.find_config_and_recipe(args)
+    recipe = recipe_loader.load_recipe(name)
+    cfg = recipe_loader.load_checked_config(recipe, args.config, args.overrides, args.imports)
+    for warning in long_row_warnings(cfg) if isinstance(cfg, TrainConfig) else ():
+        print(f"warning: {warning}", file=sys.stderr)
     print(f"valid: {path}")
