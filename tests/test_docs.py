@@ -97,11 +97,8 @@ def resolved_configs() -> dict[str, str]:
 
 def check_command(command: list[str]) -> None:
     """Run the command if it is fast. Otherwise parse its arguments and load its config."""
-    if (
-        command[0] in cli.VERBS and len(command) == 1 or command[0] == "run" and len(command) == 2
-    ):  # only the name of a verb
-        assert command[0] != "run" or command[-1] in ("run", *registry.list_recipes())
-        return
+    if command[0] in cli.VERBS and len(command) == 1 or command[1:] in ([name] for name in registry.list_recipes()):
+        return  # only the name of a verb, or of a recipe
     top, parsers = cli.make_parser()
     args, unknown_args = top.parse_known_args(command)
     if args.verb is None:
@@ -110,14 +107,15 @@ def check_command(command: list[str]) -> None:
     if args.verb in EXECUTED_VERBS:
         cli.dispatch(command)
     elif args.verb in ("run", "validate"):
-        config, overrides = (
-            (args.config, args.overrides) if args.verb == "validate" else run_verb.split_config_and_overrides(args)
-        )
-        path = registry.find_config(config)
+        if args.verb == "run":
+            run_verb.resolve_recipe_and_config(args)
+        path = registry.find_config(args.config)
         recipe = args.recipe or registry.recipe_of_config(path)
-        assert recipe is not None, f"{config} names no recipe"
+        assert recipe is not None, f"{args.config} names no recipe"
         assert recipe.endswith(".py") or recipe == registry.recipe_of_config(path)
-        load_config(recipe_loader.load_recipe(recipe).CONFIG, path, overrides, [Path(file) for file in args.imports])
+        load_config(
+            recipe_loader.load_recipe(recipe).CONFIG, path, args.overrides, [Path(file) for file in args.imports]
+        )
 
 
 def test_commands_parse_and_name_existing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

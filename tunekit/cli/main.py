@@ -70,7 +70,7 @@ def _data(add: AddArgument) -> None:
 
 
 def _run(add: AddArgument) -> None:
-    add("recipe", metavar="RECIPE", help="name of a recipe, or a recipe file")
+    add("recipe", metavar="RECIPE", help="recipe or recipe file; may be omitted if the config has a line `recipe:`")
     add("overrides", nargs="*", metavar="CONFIG key=value", help="config (name or file), then overrides")
     add("--config", metavar="CONFIG", help="config, if it is not the second argument")
     add("--overwrite", action="store_true", help="train again; deletes the results in the run directory")
@@ -238,6 +238,8 @@ def dispatch(words: Sequence[str]) -> None:
     if words and not words[0].startswith("-") and words[0] not in VERBS:
         suggestion = registry.did_you_mean(words[0], VERBS)
         raise UserError(f"unknown subcommand '{words[0]}'{suggestion or '.'} Run `tune --help` for a list")
+    if words and words[0] in parsers:
+        words = [dashed_option(word, parsers[words[0]]) for word in words]
     args, rest = top.parse_known_args(words)
     if args.version:
         versions = (f"{name} {metadata.version(name)}" for name in ("tunekit", "torch"))
@@ -247,6 +249,13 @@ def dispatch(words: Sequence[str]) -> None:
     else:
         _merge_overrides(args, rest, parsers[args.verb])
         import_module(f"tunekit.cli.commands.{args.verb}").main(args)
+
+
+def dashed_option(word: str, verb: Parser) -> str:
+    """The option that an argument such as `--nproc_per_node=2` spells with underscores; any other argument itself."""
+    name, equals, value = word.partition("=")
+    dashed = name.replace("_", "-")
+    return dashed + equals + value if name.startswith("--") and dashed in verb._option_string_actions else word
 
 
 def _merge_overrides(args: argparse.Namespace, rest: list[str], verb: Parser) -> None:

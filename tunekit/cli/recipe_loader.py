@@ -20,7 +20,8 @@ def find_config_and_recipe(args: argparse.Namespace) -> tuple[Path, str]:
     path = registry.find_config(args.config)
     recipe = args.recipe or registry.recipe_of_config(path)
     if recipe is None:
-        raise UserError(f"{path}: missing recipe. Add a line such as 'recipe: sft', or pass --recipe sft")
+        command = f"tune run sft {args.config}"
+        raise UserError(f"{path}: missing recipe. Add a line 'recipe: sft', or pass --recipe sft (run: `{command}`)")
     return path, recipe
 
 

@@ -36,18 +36,30 @@ def find_recipe(word: str) -> Path:
 
 def find_config(word: str) -> Path:
     """Find the file of a config: a local file if it exists, otherwise one of the package. `.yaml` is optional."""
-    local = [path for path in (Path(word), Path(f"{word}.yaml")) if path.is_file()]
+    local = _local_configs(word)
     return local[0] if local else _find_by_name("config", word, list_configs())
+
+
+def is_config(word: str) -> bool:
+    """Whether a word names a config, and not a recipe. True for a YAML file that does not exist."""
+    if word.removesuffix(".py") in list_recipes() or word.endswith(".py"):
+        return False
+    return bool(_local_configs(word)) or word.endswith((".yaml", ".yml")) or word in list_configs()
 
 
 def find_recipe_or_config(word: str) -> Path:
     """Find the file of a recipe or a config."""
     if word.removesuffix(".py") in list_recipes() or word.endswith(".py"):
         return find_recipe(word)
-    names = list_configs()
-    if Path(word).is_file() or Path(f"{word}.yaml").is_file() or word.removesuffix(".yaml") in names:
-        return find_config(word)
-    return _find_by_name("recipe or config", word, list_recipes() | names)
+    return (
+        find_config(word)
+        if is_config(word)
+        else _find_by_name("recipe or config", word, list_recipes() | list_configs())
+    )
+
+
+def _local_configs(word: str) -> list[Path]:
+    return [path for path in (Path(word), Path(f"{word}.yaml")) if path.is_file()]
 
 
 def summary_line(path: Path) -> str:
@@ -85,5 +97,8 @@ def _find_by_name(kind: str, word: str, known: dict[str, Path]) -> Path:
     if name not in known:
         if kind == "recipe" and (hint := suggest_recipe(name)):
             raise UserError(f"no recipe '{word}': {hint}")
+        if Path(word).suffix in (".yaml", ".yml"):
+            hint = did_you_mean(name, known) or f", and no {kind} of tunekit has this name."
+            raise UserError(f"{word}: no such file{hint} Run `tune ls` for a list")
         raise UserError(f"no {kind} '{word}'{did_you_mean(name, known) or '.'} Run `tune ls` for a list")
     return known[name]

@@ -316,6 +316,12 @@ RENAMED_KINDS = {
     "skewedkl": "skewed_kl",
     "skewedreversekl": "skewed_reverse_kl",
     "jensenshannon": "jensen_shannon",
+    "4bit": "nf4",
+    "fp8": "float8",
+}
+KIND_NOTES = {  # kinds of other trainers that are several keys here
+    "qlora": "QLoRA is adapter=lora quantization=nf4",
+    "qdora": "QDoRA is adapter=dora quantization=nf4",
 }
 
 PREFERENCE = "it is a loss of recipe preference: tune run preference CONFIG loss={name}"

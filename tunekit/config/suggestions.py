@@ -14,7 +14,7 @@ from tunekit.config.choices import (
     union_members,
 )
 from tunekit.config.errors import Path
-from tunekit.config.migration_hints import RENAMED_KINDS, find_hint
+from tunekit.config.migration_hints import KIND_NOTES, RENAMED_KINDS, find_hint
 from tunekit.config.node import YamlNode
 
 _MAX_NAMES = 12  # maximum number of names in a message
@@ -39,6 +39,8 @@ def unknown_kind_message(kind: str, kinds: Mapping[str, type]) -> str:
     renamed = RENAMED_KINDS.get(kind)
     nearest = renamed if renamed in kinds else closest_match(kind, kinds)
     suggestion = f", did you mean '{nearest}'?" if nearest else "."
+    if kind in KIND_NOTES:
+        suggestion = f": {KIND_NOTES[kind]}."
     groups: dict[str, list[str]] = {}
     for name, cls in kinds.items() if len(kinds) > _MAX_NAMES else ():
         groups.setdefault(cls.description if isinstance(cls, DescribedKind) else "others", []).append(name)

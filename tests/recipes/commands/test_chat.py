@@ -38,7 +38,13 @@ def test_each_answer_sees_the_whole_conversation(
 
 
 def test_reset_keeps_the_system_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_chat("a\n/reset\nb\n/quit\nc\n", monkeypatch, capsys, "Be kind.") == ["2 system a", "2 system b"]
+    for end in ("/quit", "/exit"):
+        lines = f"a\n/reset\nb\n{end}\nc\n"
+        assert run_chat(lines, monkeypatch, capsys, "Be kind.") == ["2 system a", "2 system b"]
+
+
+def test_help_is_no_question(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_chat("/help\na\n", monkeypatch, capsys) == [chat.COMMANDS, "1 user a"]
 
 
 def test_interrupted_answer_stays_in_the_conversation(
@@ -47,10 +53,19 @@ def test_interrupted_answer_stays_in_the_conversation(
     assert run_chat("interrupt\nb\n", monkeypatch, capsys) == ["1 user ", "3 user b"]
 
 
-def test_error_does_not_end_the_conversation(
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_error_ends_a_piped_conversation_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_chat("fail\nb\n", monkeypatch, capsys)[-1].endswith("b")
+    with pytest.raises(UserError, match="too long"):
+        run_chat("fail\nb\n", monkeypatch, capsys)
+    monkeypatch.setattr("sys.stdin", Terminal("fail\nb\n"))
+    chat.chat_loop(fake_answer)
+    assert capsys.readouterr().out.rstrip("> ").splitlines()[-1].endswith("b")
 
 
 def test_run_directory_resolves_to_its_final_checkpoint(tmp_path: Path) -> None:

@@ -86,6 +86,13 @@ def test_version_includes_torch_and_python(capsys: pytest.CaptureFixture[str]) -
         (["run", "sft", "epochs=1"], "CONFIG [key=value ...]"),
         (["run", "sft", "qwen3/8b_lora", "epochs"], "key=value"),
         (["run", "sft", "--config"], "--config"),
+        (["run", "sft", "nope.yaml"], "nope.yaml: no such file"),
+        (["run", "qwen3/8b_loar"], "did you mean 'qwen3/8b_lora'"),
+        (["run", "nope.yaml"], "nope.yaml: no such file"),
+        (["run", "sft", "dir/8b_laro.yml"], "dir/8b_laro.yml: no such file"),
+        (["run", "--nproc_per_node", "0", "sft", "qwen3/8b_lora"], "must be a positive integer, got '0'"),
+        (["validate", "qwen3/8b_lora", "adapter=qlora"], "adapter=lora quantization=nf4"),
+        (["validate", "qwen3/8b_lora", "quantization=4bit"], "did you mean 'nf4'"),
         (["run", "nope.py", "qwen3/8b_lora"], "no recipe 'nope.py'"),
         (["run", "sft", "--nproc-per-node", "0", "qwen3/8b_lora"], "must be a positive integer, got '0'"),
         (["run"], "RECIPE"),
@@ -176,6 +183,21 @@ def test_overrides_and_options_can_be_mixed(count: Path, capsys: pytest.CaptureF
     for args in variants:
         assert cli.main(["run", *args]) == 0
         assert capsys.readouterr().out == "a=b a=b\n"
+
+
+def test_run_finds_the_recipe_in_the_config(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "tune run sft count.yaml" in run_with_error(capsys, "run", "count.yaml")
+    assert cli.main(["run", "count.py", "count.yaml"]) == 0
+    (count / "other.yaml").write_text("recipe: sft\nword: sheep\n")
+    capsys.readouterr()
+    assert cli.main(["run", "other", "seed=1"]) == 2
+    assert "output_dir: is required" in capsys.readouterr().err  # a key of sft
+
+
+def test_options_may_have_underscores(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--nproc_per_node=1", "--max_restarts", "0", "count.py", "count", "word=--node_rank"]) == 0
+    assert "--node_rank" in capsys.readouterr().out
+    assert "did you mean" in run_with_error(capsys, "run", "--nproc_per_nod", "1", "count.py", "count")
 
 
 def test_run_checks_before_it_runs(count: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from tunekit.models.precision import PrecisionConfig
 
 Message = dict[str, str]
 AnswerFn = Callable[[list[Message]], Iterator[str]]  # conversation -> chunks of the answer
+COMMANDS = "/reset starts a new conversation, /quit, /exit or Ctrl-D exits, Ctrl-C stops an answer, /help shows this"
 
 
 @dataclass(frozen=True)
@@ -50,19 +51,28 @@ def main(args: argparse.Namespace) -> None:
     tokenizer = with_chat_format(tokenizer, chat_format.chat_template, chat_format.chat_template_kwargs)
     if warning := unread_warning(tokenizer):
         print(f"warning: {warning}", file=sys.stderr)
+    tokenizer.encode_prompt([*start_messages(args.system_prompt), {"role": "user", "content": "Hello"}])  # or raises
     chat_loop(lambda messages: generate.stream_text(model, tokenizer, messages, sampling), args.system_prompt)
 
 
+def start_messages(system: str | None) -> list[Message]:
+    return [{"role": "system", "content": system}] if system else []
+
+
 def chat_loop(answer: AnswerFn, system: str | None = None) -> None:
-    """Read questions and print answers. An interrupted answer stays in the conversation up to the interruption."""
-    start = [{"role": "system", "content": system}] if system else []
-    messages = list(start)
+    """Read questions and print answers. An interrupted answer stays in the conversation up to the interruption.
+
+    Raises UserError if a piped question cannot be answered. In a terminal, the conversation continues without it.
+    """
+    messages = start_messages(system)
     if sys.stdin.isatty():
         readline.set_auto_history(True)
-        print("/reset starts a new conversation, /quit or Ctrl-D exits, Ctrl-C stops an answer")
-    while (line := read_question()) not in (None, "/quit"):
+        print(COMMANDS)
+    while (line := read_question()) not in (None, "/quit", "/exit"):
         if line == "/reset":
-            messages = list(start)
+            messages = start_messages(system)
+        elif line == "/help":
+            print(COMMANDS)
         elif line:
             messages = print_answer(answer, [*messages, {"role": "user", "content": line}])
 
@@ -88,6 +98,8 @@ def print_answer(answer: AnswerFn, messages: list[Message]) -> list[Message]:
     except KeyboardInterrupt:
         pass
     except UserError as error:
+        if not sys.stdin.isatty():
+            raise
         print(f"error: {error}", file=sys.stderr)
     print()
     return [*messages, {"role": "assistant", "content": "".join(chunks)}] if chunks else messages[:-1]

@@ -5,7 +5,7 @@ import os
 from importlib import import_module
 from pathlib import Path
 
-from tunekit.cli import recipe_loader
+from tunekit.cli import recipe_loader, registry
 from tunekit.distributed import launcher, worker_env
 from tunekit.distributed.heartbeat import HeartbeatWriter
 from tunekit.distributed.launch_config import LaunchConfig, WorkerSpec
@@ -16,7 +16,7 @@ from tunekit.errors import UserError
 
 def main(args: argparse.Namespace) -> None:
     """Run in this process, or in worker processes. A launcher process never imports torch."""
-    args.config, args.overrides = split_config_and_overrides(args)
+    resolve_recipe_and_config(args)
     args.launch = launch_config(args)
     uses_workers = args.launch.needs_launcher or args.slurm is not None
     if worker_env.is_tune_worker():
@@ -74,11 +74,20 @@ def worker_args(args: argparse.Namespace) -> tuple[str, ...]:
     return ("run", args.recipe, "--config", args.config, *args.overrides, *imports, *debug)
 
 
+def resolve_recipe_and_config(args: argparse.Namespace) -> None:
+    """Set recipe, config and overrides. Without a recipe, the first argument is a config that names its recipe."""
+    if registry.is_config(args.recipe):
+        args.recipe, args.overrides = None, [args.recipe, *args.overrides]
+    args.config, args.overrides = split_config_and_overrides(args)
+    args.recipe = args.recipe or recipe_loader.find_config_and_recipe(args)[1]
+
+
 def split_config_and_overrides(args: argparse.Namespace) -> tuple[str, list[str]]:
     """Config and overrides. The config is the first positional argument unless `--config` is given."""
     if args.config:
         return args.config, args.overrides
     if not args.overrides or ("=" in args.overrides[0] and not Path(args.overrides[0]).is_file()):
+        registry.find_recipe_or_config(args.recipe)  # or a better error
         usage = f"Usage: tune run {args.recipe} CONFIG [key=value ...]"
         raise UserError(f"missing config. {usage}. List configs with: tune ls {args.recipe}")
     return args.overrides[0], args.overrides[1:]
