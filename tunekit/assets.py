@@ -4,6 +4,7 @@ A preset is the config.json of a public model without weights, for training from
 """
 
 import difflib
+import re
 from pathlib import Path
 
 BUNDLED = Path(__file__).parent / "bundled"  # written by scripts/nano/
@@ -17,6 +18,17 @@ TASKS["nano/tools"] = BUNDLED / "tools/test.jsonl"
 def model_dir(name: str) -> Path | None:
     """Directory of a bundled checkpoint or preset; None if `name` is neither."""
     return MODELS.get(name) or PRESETS.get(name)
+
+
+# Words in the names of models that do not change their shape: variants, dates and versions of the weights.
+VARIANT = re.compile(r"meta|instruct|it|chat|base|hf|pt|thinking|\d{4}|v0\.\d|\d+k")
+
+
+def preset_of(repo: str) -> str | None:
+    """Preset with the shape of a model on the Hub, judged by the name of the model; None if there is none."""
+    words = re.split("[-_]", repo.partition("@")[0].rpartition("/")[2].lower())
+    shape = "".join(word for word in words if not VARIANT.fullmatch(word)).replace(".", "")
+    return next((name for name in PRESETS if name.partition("/")[2].replace("_", "") == shape), None)
 
 
 def suggest_asset(name: str) -> str:

@@ -1,18 +1,20 @@
 """Frozen models that are in memory with the trained model: a reference copy or a teacher."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from tunekit import build
+from tunekit import assets, build
 from tunekit.adapters.config import FrozenModel, LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.distillation.on_policy import OnPolicyConfig
 from tunekit.distillation.teacher import TeacherConfig
 from tunekit.distributed.parallel_dims import ParallelDims
 from tunekit.distributed.parallelize import parallelize_fake
+from tunekit.errors import UserError
 from tunekit.hub import download
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
@@ -107,9 +109,22 @@ def auxiliary_models(cfg: object, source: HFCheckpoint, precision: PrecisionConf
         adapter = cfg.adapter if isinstance(cfg.adapter, LoRAConfig) else FrozenModel()
         yield AuxiliaryModel("the copy", source, cfg.quantization, precision, without_initial_adapter(adapter))
     if isinstance(cfg, HasTeacher) and (teacher := cfg.teacher).runs_in_each_step():
-        teacher_source, adapter = build.resolve_checkpoint(teacher.model, CONFIG)
+        teacher_source, adapter = build.resolve_checkpoint(model_or_preset(teacher.model), CONFIG)
         options = teacher.quantization, teacher.precision, without_initial_adapter(adapter)
         yield AuxiliaryModel("the teacher", teacher_source, *options, encloses_student=True)
+
+
+def model_or_preset(name: str) -> str:
+    """The model, or with a note the preset of its shape if its config.json cannot be downloaded."""
+    try:
+        download.resolve_model_dir(name, CONFIG)
+    except UserError as error:
+        preset = assets.preset_of(name) if download.split_repo_revision(name) else None
+        if preset is None:
+            raise
+        print(f"{str(error).removesuffix('.')}. Planning with the shape of {preset}", file=sys.stderr)
+        return preset
+    return name
 
 
 def without_initial_adapter(adapter: NoAdapter | LoRAConfig) -> NoAdapter | LoRAConfig:

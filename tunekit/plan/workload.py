@@ -25,6 +25,7 @@ from tunekit.plan.auxiliary_models import (
     auxiliary_models,
     dtypes,
     list_omissions,
+    model_or_preset,
     num_reference_passes,
     without_initial_adapter,
 )
@@ -109,7 +110,8 @@ def make_workload(cfg: Any, machine: ClusterSpec) -> Workload:
     """Build the workload of a config. Raise UserError if the recipe trains no model."""
     if not isinstance(cfg, TrainingOptions):
         raise UserError("nothing to plan: this recipe trains no model")
-    source = HFCheckpoint.open(download.resolve_model_dir(cfg.model, CONFIG), cfg.model)
+    model = model_or_preset(cfg.model)
+    source = HFCheckpoint.open(download.resolve_model_dir(model, CONFIG), model)
     source = with_head(cfg, source.with_config_overrides(cfg.config_overrides))
     precision = settled_precision(cfg.precision, machine)
     device = "cpu" if machine.kind is None else "cuda"

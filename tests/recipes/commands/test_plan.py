@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tunekit import assets
 from tunekit.cli import main as cli
 
 CONFIG = (
@@ -113,3 +114,25 @@ def test_usage_errors_are_one_line(
 def test_recipe_without_training_has_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "nano/generate"]) == 2
     assert "trains no model" in capsys.readouterr().err
+
+
+def test_preset_replaces_a_model_that_cannot_be_downloaded(
+    config_path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert cli.main(["plan", config_path, "max_steps=10", "model=Qwen/Qwen3-0.6B"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("tunekit/qwen3_0_6b on") and err.startswith("Qwen/Qwen3-0.6B: ") and err.count("\n") == 1
+    for name in ("Qwen/Qwen3-0.7B", "./Qwen3-0.6B"):
+        assert cli.main(["plan", config_path, "max_steps=10", f"model={name}"]) == 2
+
+
+@pytest.mark.parametrize(("name", "preset"), [
+    ("meta-llama/Llama-3.1-8B-Instruct", "llama3_1_8b"), ("google/gemma-3-1b-it", "gemma3_1b"),
+    ("allenai/OLMo-2-1124-7B-Instruct", "olmo2_7b"), ("Qwen/Qwen2.5-0.5B@abc", "qwen2_5_0_5b"),
+    ("microsoft/Phi-3-mini-4k-instruct", "phi3_mini"), ("zai-org/GLM-4.5-Air", "glm4_5_air"),
+    ("Qwen/Qwen3-8B-FP8", None), ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", None),
+])  # fmt: skip
+def test_presets_are_found_by_the_names_of_models(name: str, preset: str | None) -> None:
+    assert assets.preset_of(name) == (preset and f"tunekit/{preset}")

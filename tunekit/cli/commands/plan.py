@@ -46,7 +46,8 @@ def main(args: argparse.Namespace) -> None:
 
 def missing_weights_note(cfg: Any, source: HFCheckpoint) -> str:
     """Note that the written config needs weights before it can run; empty if it has them."""
-    if source.has_weights or cfg.init == "random" or download.cached_commit(source.path) is not None:
+    is_on_hub = source.name != cfg.model or download.cached_commit(source.path) is not None
+    if is_on_hub or source.has_weights or cfg.init == "random":
         return ""
     return f"; {cfg.model} has no weights: set model= to a checkpoint or init=random before running it"
 
