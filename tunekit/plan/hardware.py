@@ -137,6 +137,7 @@ def gpu_by_name(text: str) -> GPUSpec:
 
 
 def gpu_by_memory(memory: int) -> GPUSpec:
-    """Return the fastest GPU with about that much memory, or the default GPU."""
+    """Return the fastest GPU with about that much memory, or an unknown GPU as fast as the default one."""
+    default = KINDS[DEFAULT_KIND]
     kinds = [kind for kind in KINDS.values() if abs(kind.gib * GIB / memory - 1) < MEMORY_TOLERANCE]
-    return max(kinds, key=lambda kind: kind.tflops, default=KINDS[DEFAULT_KIND])
+    return max(kinds, key=lambda kind: kind.tflops, default=replace(default, label=f"GPU with {default.label} speed"))

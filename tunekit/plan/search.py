@@ -37,10 +37,15 @@ class SearchResult:
     plan: Estimate
 
 
+def check_memory_is_known(machine: ClusterSpec) -> None:
+    """Raise UserError if no search is possible, as for the CPU."""
+    if machine.memory is None:
+        raise UserError("--auto: the memory of a device is unknown. Set --gpu-type h100 or --gpu-memory 80G")
+
+
 def search_config(now: Estimate) -> SearchResult:
     """Find the fastest overrides that fit. Raise UserError if nothing fits."""
-    if now.machine.memory is None:
-        raise UserError("--auto: the memory of a device is unknown. Set --gpu-type h100 or --gpu-memory 80G")
+    check_memory_is_known(now.machine)
     for task in list_fallbacks(now.task):
         candidates = sorted(list_candidates(replace(now, task=task)), key=partial(rank, now.task))
         for _, candidate in candidates[:NUM_MEASURED]:  # extrapolated profiles are verified

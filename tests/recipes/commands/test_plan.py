@@ -7,6 +7,7 @@ import pytest
 
 from tunekit import assets
 from tunekit.cli import main as cli
+from tunekit.plan import hardware
 
 CONFIG = (
     "model: tunekit/llama3_2_1b\ndata: {kind: text, source: rows.jsonl, max_length: 512}\n"
@@ -136,3 +137,13 @@ def test_preset_replaces_a_model_that_cannot_be_downloaded(
 ])  # fmt: skip
 def test_presets_are_found_by_the_names_of_models(name: str, preset: str | None) -> None:
     assert assets.preset_of(name) == (preset and f"tunekit/{preset}")
+
+
+def test_search_on_the_cpu_is_refused_at_once(config_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", config_path, "max_steps=10", "--auto"]) == 2
+    out, err = capsys.readouterr()
+    assert "--gpu-type" in err and not out
+
+
+def test_gpu_of_unknown_size_has_no_name() -> None:
+    assert hardware.gpu_by_memory(hardware.GIB).label == "GPU with H100 speed"

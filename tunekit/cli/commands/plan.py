@@ -24,6 +24,8 @@ def main(args: argparse.Namespace) -> None:
     path, name = recipe_loader.find_config_and_recipe(args)
     recipe = recipe_loader.load_recipe(name)
     cluster = parse_cluster(args)
+    if args.auto or args.output:
+        search.check_memory_is_known(cluster)
     cfg = recipe_loader.load_recipe_config(recipe, args.config, args.overrides, args.imports)
     plan = replace(estimate.estimate(make_workload(cfg, cluster), cluster), step_count=count_steps(cfg))
     changes = suggestions.suggest_changes(plan)
@@ -56,7 +58,10 @@ def assumed_gpu_note(args: argparse.Namespace, cluster: ClusterSpec) -> str:
     """Note about the GPU type that is assumed without --gpu-type."""
     assert cluster.kind is not None and cluster.memory is not None
     if args.gpu_memory is not None:
-        return f"no --gpu-type given: assuming the speed of {cluster.kind.label}; set --gpu-type for another GPU\n"
+        assumed = (
+            cluster.kind.label if cluster.kind not in hardware.KINDS.values() else f"the speed of {cluster.kind.label}"
+        )
+        return f"no --gpu-type given: assuming {assumed}; set --gpu-type for another GPU\n"
     assumed = f"{cluster.kind.label} with {cluster.memory / GIB:.0f} GiB"
     return f"no --gpu-type given: assuming {assumed}; set --gpu-type or --gpu-memory for another GPU\n"
 
