@@ -1,4 +1,9 @@
-"""Exceptions with one-line messages for users."""
+"""Exceptions with one-line messages for users, and the place of exceptions in their code."""
+
+import traceback
+from typing import NamedTuple
+
+USER_MODULES = ("own_", "tunekit_import_")  # prefixes of the modules of recipe files and of `--import`
 
 
 class UserError(Exception):
@@ -19,3 +24,22 @@ class RunStopped(Exception):
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.code = code
+
+
+class UserCodeError(NamedTuple):
+    """An exception in a file of the user: `file:line: Exception: message`, and the traceback from that line on."""
+
+    message: str
+    stack: str
+
+
+def find_user_code(error: BaseException) -> UserCodeError | None:
+    """The innermost line of user code that an exception has passed; None if there is none."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    inside = [i for i, (frame, _) in enumerate(frames) if frame.f_globals.get("__name__", "").startswith(USER_MODULES)]
+    if not inside or isinstance(error, UserError | RunStopped):
+        return None
+    frame, line = frames[inside[-1]]
+    message = " ".join(traceback.format_exception_only(error)[-1].split())
+    stack = "".join(traceback.format_tb(error.__traceback__)[inside[-1] :])
+    return UserCodeError(f"{frame.f_code.co_filename}:{line}: {message}", stack)

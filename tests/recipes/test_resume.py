@@ -250,3 +250,14 @@ def test_run_continues_after_its_files_were_deleted(workspace, monkeypatch, dele
     assert done.code == 0 and ("was deleted during the run" in done.err) == (deleted == "."), done.err
     assert workspace.is_same_run("out", "intact")
     assert "run is complete" in workspace.run_tune(*RUN).err
+
+
+def test_evaluation_loss_does_not_depend_on_the_training_loss(workspace):
+    losses = []
+    for number, loss in enumerate(("loss.z_loss=0", "loss.label_smoothing=0.5")):
+        out = f"out{number}"
+        assert workspace.run_tune(*RUN, loss, f"output_dir={out}", "max_steps=1").code == 0
+        losses.append(workspace.deterministic_metrics(out))
+    plain, smoothed = losses
+    assert plain[0] == smoothed[0] and "eval/loss" in plain[0]
+    assert plain[1]["loss"] < smoothed[1]["loss"]

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from tunekit.cli import registry
 from tunekit.config.secrets import message_text
-from tunekit.errors import RunStopped, UserError
+from tunekit.errors import RunStopped, UserError, find_user_code
 from tunekit.kernels import cache_dir
 
 OUT_OF_MEMORY = re.compile(
@@ -323,6 +323,11 @@ def main(words: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"error: {message_text(describe(error))}", file=sys.stderr)
         return 2
+    except Exception as error:
+        if (place := find_user_code(error)) is None:
+            raise
+        print(f"error: {message_text(place.message)}\n{place.stack}", end="", file=sys.stderr)
+        return 1
     except RunStopped as stopped:
         print(stopped, file=sys.stderr)
         return stopped.code

@@ -213,6 +213,16 @@ def test_validate_reports_all_errors(count: Path, capsys: pytest.CaptureFixture[
     assert "wrod" in err and "did you mean" in err and "many" in err and "Traceback" not in err
 
 
+def test_exception_in_user_code_names_file_and_line(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (count / "count.py").read_text().replace("if cfg.to == 0:", "if 1 / cfg.to < 0:")
+    (count / "count.py").write_text(text)
+    line = text.splitlines().index("    if 1 / cfg.to < 0:") + 1
+    assert cli.main(["run", "count.py", "count", "to=0"]) == 1
+    first, *stack = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: ") and first.endswith(f"count.py:{line}: ZeroDivisionError: division by zero")
+    assert "in main" in stack[0] and "Traceback" not in stack[0]
+
+
 def test_config_of_another_recipe_is_an_error(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (count / "other.yaml").write_text("recipe: dpo\nword: sheep\n")
     assert "written for the recipe 'dpo'" in run_with_error(capsys, "run", "sft", "other")
