@@ -13,6 +13,7 @@ from tunekit.data.chat_template import converters
 from tunekit.data.chat_template.chat_format import with_chat_format
 from tunekit.data.chat_template.messages import (
     Conversation,
+    MissingColumnError,
     get_column,
     get_string,
     json_type,
@@ -21,7 +22,7 @@ from tunekit.data.chat_template.messages import (
 )
 from tunekit.data.chat_template.named_templates import TemplateKwargs, check_template_kwargs, find_template
 from tunekit.data.doc_flags import DocFlags
-from tunekit.data.format_detection import FormatRule, RowFormat, detect_format
+from tunekit.data.format_detection import FormatRule, RowFormat, detect_format, suggest_kind
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.readers.open_dataset import find_data_files, parse_split
 from tunekit.data.readers.row_reader import BadRow, Row
@@ -132,6 +133,8 @@ class DatasetConfig(DataConfig):
         try:
             fields = self.apply_transforms(row.fields)
             return None if fields is None else self.render(tokenizer, fields)
+        except MissingColumnError as error:
+            return BadRow(row.where, f"{str(error)[:-1]}{suggest_kind(row.fields, kind_name(type(self)))}.")
         except UserError as error:
             return BadRow(row.where, str(error))
         except USER_CODE_ERRORS as error:

@@ -86,6 +86,16 @@ def detect_format(fields: Mapping[str, Any], first_rules: Sequence[FormatRule] =
     raise UserError(f"unknown format with columns: {columns}. Set `kind`, or rename columns with `transforms`")
 
 
+def suggest_kind(fields: Mapping[str, Any], kind: str) -> str:
+    """Continuation of a message about a row that lacks a column of its `kind`, if it has those of another kind."""
+    is_preference = any(rule.row_format.kind == kind for rule in PREFERENCE_RULES)
+    try:
+        found = detect_format(fields, PREFERENCE_RULES if is_preference else RULES[len(PREFERENCE_RULES) :])
+    except UserError:
+        return ""
+    return "" if found.kind == kind else f", or `kind: {found.kind}`: the row has the format of {found.description}"
+
+
 def match_rule(fields: Mapping[str, Any], rules: Sequence[FormatRule]) -> RowFormat | None:
     """Format of the first rule whose columns a row has."""
     for row_format, types in rules:

@@ -531,6 +531,23 @@ def test_invalid_preferences_name_column_and_value(fields: dict, values: list[st
     assert all(value in reason for value in values)
 
 
+@pytest.mark.parametrize(
+    ("dataset", "fields", "suggestion"),
+    [
+        (PreferenceDataset("x"), {"prompt": "a", "completion": "b", "label": True}, "`kind: unpaired_preference`"),
+        (UnpairedPreferenceDataset("x"), {"prompt": "a", "chosen": "b", "rejected": "c"}, "`kind: preference`"),
+        (ChatDataset("x"), {"prompt": "a", "completion": "b", "label": True}, "`kind: completion`"),
+        (InstructDataset("x"), {"messages": CONVERSATION}, "`kind: chat`"),
+        (ChatDataset("x"), {"text": "a"}, "`messages_column`, or `kind: text`"),
+        (ChatDataset("x"), {"talk": CONVERSATION}, "Set `messages_column`."),
+    ],
+)
+def test_rows_of_another_kind_are_named(
+    dataset: DatasetConfig, fields: dict, suggestion: str, tokenizer: Tokenizer
+) -> None:
+    assert suggestion in reject_reason(dataset, tokenizer, fields)
+
+
 def test_label_of_unpaired_row_sets_flag(tokenizer: Tokenizer) -> None:
     rows = [
         {"prompt": [QUESTION], "completion": [ANSWER], "label": True},

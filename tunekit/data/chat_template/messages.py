@@ -29,11 +29,15 @@ class Conversation(NamedTuple):
     column: str = "messages"  # where the messages are from, for error messages
 
 
+class MissingColumnError(UserError):
+    """A row without a column that its kind needs."""
+
+
 def get_column(fields: Mapping[str, Any], name: str, option: str) -> Any:
     """Return a column of a row. `option` is the config key that contains the column's name."""
     if name not in fields:
         columns = ", ".join(map(str, fields)) or "none"
-        raise UserError(f"the row has no column {name!r} (columns: {columns}). Set `{option}`.")
+        raise MissingColumnError(f"the row has no column {name!r} (columns: {columns}). Set `{option}`.")
     return fields[name]
 
 
