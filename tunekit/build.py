@@ -14,6 +14,7 @@ from tunekit.adapters.config import FrozenModel, LoRAConfig, NoAdapter
 from tunekit.checkpoint import atomic, peft_adapter
 from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.lazy_merge import LazyMergedCheckpoint
 from tunekit.checkpoint.load_model import check_tensors, load_weights
 from tunekit.checkpoint.run_dir import CONFIG, FINAL, METRICS, STATE
 from tunekit.data.chat_template.chat_format import with_chat_format
@@ -71,26 +72,44 @@ class ModelChoices(Protocol):
 def open_checkpoint(cfg: ModelChoices) -> HFCheckpoint:
     """The checkpoint to train and its tokenizer, downloaded if necessary. Reads config.json and tensor names.
 
-    Raises UserError if a tensor of the model is missing or has another shape.
+    If all weights are trained and `model` is an adapter, it is merged into its base when weights are read. Raises
+    UserError if a tensor of the model is missing or has another shape, or for an adapter on an adapter.
     """
-    checkpoint = read_checkpoint(cfg, download.READ)
+    checkpoint, adapter = read_checkpoint_and_adapter(cfg, download.READ)
     if cfg.init == "pretrained":
+        if adapter.adapter_path is not None and not isinstance(cfg.adapter, NoAdapter):
+            base, path = checkpoint.name, adapter.adapter_path
+            raise UserError(
+                f"{cfg.model}: an adapter of {base}. To continue its training, set model={base} "
+                f"adapter.adapter_path={path}. To train another one on top of it, run `tune merge {base} {path} OUT`, "
+                "and set model=OUT."
+            )
+        checkpoint = LazyMergedCheckpoint.with_adapter(checkpoint, adapter)
         check_tensors(checkpoint, build_meta_model(checkpoint, cfg.quantization, cfg.adapter).shapes)
     return checkpoint
 
 
 def read_checkpoint(cfg: ModelChoices, files: download.Files = download.SMALL) -> HFCheckpoint:
-    """The checkpoint to train, from its small files: nothing is known about its tensors."""
-    checkpoint = HFCheckpoint.open(download.resolve_model_dir(cfg.model, files), cfg.model)
+    """The checkpoint to train, from its small files: nothing is known about its tensors. The base of an adapter."""
+    return read_checkpoint_and_adapter(cfg, files)[0]
+
+
+def read_checkpoint_and_adapter(
+    cfg: ModelChoices, files: download.Files
+) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig]:
+    """The checkpoint to train with its tokenizer, and the adapter that `model` is, if it is one."""
+    checkpoint, adapter = resolve_checkpoint(cfg.model, files)
     checkpoint = checkpoint.with_config_overrides(cfg.config_overrides)
     if cfg.tokenizer is not None:
         checkpoint = replace(checkpoint, tokenizer_dir=download.resolve_model_dir(cfg.tokenizer, download.SMALL))
+    elif adapter.adapter_path is not None and (Path(adapter.adapter_path) / "tokenizer.json").is_file():
+        checkpoint = replace(checkpoint, tokenizer_dir=Path(adapter.adapter_path))
     data = MixtureBase.from_config(cfg.data)
     if data.chat_template is not None or data.chat_template_kwargs:
         tokenizer = Tokenizer.open(checkpoint.tokenizer_path)
         tokenizer = with_chat_format(tokenizer, data.chat_template, data.chat_template_kwargs)
         checkpoint = replace(checkpoint, chat_tokenizer=tokenizer)
-    return cfg.with_head(checkpoint)
+    return cfg.with_head(checkpoint), adapter
 
 
 def open_tokenizer(checkpoint: HFCheckpoint, today: date | None = None) -> Tokenizer:
@@ -212,7 +231,10 @@ def resolve_model(
 
 def resolve_checkpoint(name: str, files: download.Files) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig]:
     """Checkpoint and adapter, as `resolve_model` returns them. Needs no tokenizer."""
-    path = final_dir_of(download.resolve_model_dir(name, files))
+    directory = download.resolve_model_dir(name, files)
+    path = final_dir_of(directory)
+    if path != directory:
+        name = str(path)  # an adapter that is trained on a run names its `final/` as its base
     if not (path / peft_adapter.CONFIG).is_file():
         return HFCheckpoint.open(path, name), FrozenModel()
     base = peft_adapter.PeftConfigFile.open(path).base_name

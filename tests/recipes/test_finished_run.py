@@ -75,3 +75,30 @@ def test_run_interrupted_after_its_last_step_completes(workspace, monkeypatch):
     assert "verify/mean_logit_diff" in workspace.deterministic_metrics("out")[-1]
     assert workspace.run_tune(*RUN).code == 0
     assert workspace.is_same_run("whole", "out")
+
+
+def test_run_with_an_adapter_is_merged_when_all_weights_are_trained(workspace):
+    assert workspace.run_tune(*LORA).code == 0
+    assert workspace.run_tune("merge", str(workspace.model), "out", "merged").code == 0
+    for name in ("out", "merged"):
+        assert workspace.run_tune(*RUN, f"model={name}", f"output_dir=from-{name}").code == 0
+    assert workspace.is_same_run("from-out", "from-merged")
+
+
+def test_training_of_an_adapter_continues(workspace):
+    assert workspace.run_tune(*LORA).code == 0
+    for name in ("out", "out/final"):
+        assert workspace.run_tune(*LORA, f"model={name}", "output_dir=continued", "--overwrite").code == 0
+        path = "adapter.adapter_path=out/final"
+        assert workspace.run_tune(*LORA, path, "output_dir=explicit", "--overwrite").code == 0
+        assert workspace.is_same_run("continued", "explicit")
+    refused = workspace.run_tune(*LORA, "model=out", "adapter.rank=8", "output_dir=other")
+    assert refused.code == 2 and refused.err.endswith("Set adapter.rank=4.\n")
+
+
+def test_adapter_on_a_run_names_its_final_checkpoint(workspace):
+    assert workspace.run_tune(*RUN).code == 0
+    assert workspace.run_tune(*LORA, "model=out", "output_dir=adapter").code == 0
+    config = json.loads((workspace.folder / "adapter/final/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(workspace.folder / "out/final")
+    assert workspace.run_tune("validate", "sft.yaml", "model=adapter").code == 0

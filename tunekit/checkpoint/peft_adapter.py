@@ -465,7 +465,8 @@ def check_adapter_fits(folder: Path, model: Decoder, adapter: LoRAConfig, source
         actual_sizes = delta.rank, effective_alpha(delta, adapter)
         for key, expected, actual in zip(("rank", "alpha"), sizes[name], actual_sizes, strict=True):
             if not math.isclose(expected, actual, rel_tol=1e-9):
-                raise UserError(f"adapter.{key}: {expected}, but the adapter in {folder} has {actual} for {name}")
+                problem = f"{expected}, but the adapter in {folder} has {actual} for {name}"
+                raise UserError(f"adapter.{key}: {problem}. Set adapter.{key}={actual:g}.")
     return names | {name for name, _ in model.named_parameters() if ".lora_" in name}
 
 

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from tunekit.cli import registry
 from tunekit.config import load
@@ -13,6 +13,15 @@ from tunekit.config.user_code import import_file
 from tunekit.errors import UserError
 
 REQUIRED_NAMES = ("CONFIG", "check", "main")
+
+
+@runtime_checkable
+class ContinuesAdapter(Protocol):
+    """A config of a training recipe, whose `model` may be an adapter or a finished run."""
+
+    def continue_adapter(self) -> "ContinuesAdapter":
+        """The config that continues the training of this adapter, if an adapter is trained."""
+        ...
 
 
 def find_config_and_recipe(args: argparse.Namespace) -> tuple[Path, str]:
@@ -54,7 +63,8 @@ def load_recipe_config(module: ModuleType, word: str, overrides: Sequence[str], 
     for override in overrides:
         if "=" not in override:
             raise UserError(f"'{override}': overrides must be key=value, such as seed=1")
-    return load.load_config(module.CONFIG, path, overrides, [_file(item) for item in imports])
+    cfg = load.load_config(module.CONFIG, path, overrides, [_file(item) for item in imports])
+    return cfg.continue_adapter() if isinstance(cfg, ContinuesAdapter) else cfg
 
 
 def _file(word: str) -> Path:

@@ -14,6 +14,7 @@ from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.atomic import check_free_space
 from tunekit.checkpoint.dequantize import QUANTIZATION_KEY
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
+from tunekit.checkpoint.lazy_merge import LazyMergedCheckpoint
 from tunekit.checkpoint.merge import CONFIG, mark_untied, write_companion_files
 from tunekit.checkpoint.safetensors_io import Entries, SafetensorsWriter
 from tunekit.checkpoint.save_model import (
@@ -25,7 +26,6 @@ from tunekit.checkpoint.save_model import (
     write_index,
 )
 from tunekit.errors import UserError
-from tunekit.export.lazy_merge import LazyMergedCheckpoint
 from tunekit.kernels import nf4
 from tunekit.models.decoder import Decoder
 from tunekit.models.weight_map import Fused, Identity, KeyMapping

@@ -12,13 +12,13 @@ from tqdm import tqdm
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.atomic import atomic_file, check_free_space
 from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint
+from tunekit.checkpoint.lazy_merge import LazyMergedCheckpoint
 from tunekit.checkpoint.safetensors_io import TensorReader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.export.compatibility import check_spec_matches
 from tunekit.export.gguf_plan import GGUFPlan, build_gguf_plan
 from tunekit.export.gguf_reader import GGUFCheckpoint
-from tunekit.export.lazy_merge import LazyMergedCheckpoint
 from tunekit.export.quant_types import (
     QUANT_TYPES,
     encode_tensor,

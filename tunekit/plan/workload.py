@@ -111,8 +111,8 @@ def make_workload(cfg: Any, machine: ClusterSpec) -> Workload:
     if not isinstance(cfg, TrainingOptions):
         raise UserError("nothing to plan: this recipe trains no model")
     model = model_or_preset(cfg.model)
-    source = HFCheckpoint.open(download.resolve_model_dir(model, CONFIG), model)
-    source = with_head(cfg, source.with_config_overrides(cfg.config_overrides))
+    source = build.resolve_checkpoint(model, CONFIG)[0].with_config_overrides(cfg.config_overrides)
+    source = with_head(cfg, source)
     precision = settled_precision(cfg.precision, machine)
     device = "cpu" if machine.kind is None else "cuda"
     mix = resolve_mixture(MixtureBase.from_config(cfg.data))

@@ -1,8 +1,9 @@
 """The config of training recipes, and the checks that need no weights."""
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, Self
 
 from tunekit import build, devices
 from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
@@ -193,6 +194,22 @@ class TrainConfig:
             raise FieldError("quantization", "quantized weights cannot be trained. Set adapter=lora or adapter=dora.")
         if self.init == "random" and not isinstance(self.adapter, NoAdapter):
             raise FieldError("init", "random weights under an adapter are not saved. Set adapter=none.")
+
+    def continue_adapter(self) -> Self:
+        """This config, with the base of `model` and `adapter.adapter_path` if an adapter is trained and `model` is one.
+
+        `model` is then the directory of an adapter, or of a finished run that trained one.
+        """
+        if (
+            isinstance(self.adapter, NoAdapter)
+            or self.adapter.adapter_path is not None
+            or not Path(self.model).is_dir()
+        ):
+            return self
+        base, adapter = build.resolve_checkpoint(self.model, download.SMALL)
+        if adapter.adapter_path is None:
+            return self
+        return replace(self, model=base.name, adapter=replace(self.adapter, adapter_path=adapter.adapter_path))
 
     def with_head(self, checkpoint: HFCheckpoint) -> HFCheckpoint:
         """The checkpoint with the head that is trained; here the language model head, which it must have."""

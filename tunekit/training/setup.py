@@ -36,6 +36,8 @@ def load_model(checkpoint: HFCheckpoint, cfg: TrainConfig, dist: DistributedCont
     from_scratch = cfg.init == "random"
     if cfg.precision.compute_dtype == "auto" and (dtype := resolve_auto("auto", dist.device)) != "bf16":
         dist.log(f"precision.compute_dtype: auto selects {dtype}: this device has no fast bf16 matmuls")
+    if cfg.adapter.adapter_path is not None:
+        dist.log(f"training continues the adapter {cfg.adapter.adapter_path} of {checkpoint.name}")
     model = build.build_model(
         checkpoint, cfg.quantization, cfg.adapter, cfg.precision, cfg.memory, dist, from_scratch, cfg.compile
     )

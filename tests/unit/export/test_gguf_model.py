@@ -29,12 +29,12 @@ from tests.helpers.random_checkpoints import (
 from tunekit.adapters.config import DoRAConfig, FrozenModel, LoRAConfig
 from tunekit.checkpoint import layerwise_forward, merge, peft_adapter, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.lazy_merge import LazyMergedCheckpoint
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.export.architecture import ARCHITECTURES, FUSED, MODULES
 from tunekit.export.gguf_export import export, source_fields
 from tunekit.export.gguf_plan import build_gguf_plan
-from tunekit.export.lazy_merge import LazyMergedCheckpoint
 from tunekit.export.pretokenizer import QWEN2
 from tunekit.export.quant_types import QUANT_TYPES, parse_quant_type
 from tunekit.models.weight_map import as_tuple

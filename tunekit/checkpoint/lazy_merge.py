@@ -51,7 +51,10 @@ class LazyMergedCheckpoint(HFCheckpoint):
         with LazyMerger(base, contents) as tensors:
             tied = base.spec.tie_word_embeddings and not tensors.merged.untied
         spec = replace(base.spec, tie_word_embeddings=tied)
-        return LazyMergedCheckpoint(base.path, base.name, base.config, base.family, spec, base, contents)
+        fields = base.path, base.name, base.config, base.family, spec, base, contents
+        return LazyMergedCheckpoint(
+            *fields, tokenizer_dir=base.tokenizer_dir, config_changes=base.config_changes, new_head=base.new_head
+        )
 
     @cached_property
     def tensors(self) -> dict[str, TensorMeta]:
