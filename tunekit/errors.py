@@ -19,7 +19,10 @@ class FieldError(ValueError):
 
 
 class RunStopped(Exception):
-    """A run that was stopped by a signal and has saved its state. The CLI prints the message and exits with `code`."""
+    """The end of a command before its time, such as a signal to a run, which has saved its state.
+
+    The CLI prints the message and exits with `code`.
+    """
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)

@@ -87,10 +87,9 @@ def test_run_with_an_adapter_is_merged_when_all_weights_are_trained(workspace):
 
 def test_training_of_an_adapter_continues(workspace):
     assert workspace.run_tune(*LORA).code == 0
-    for name in ("out", "out/final"):
-        assert workspace.run_tune(*LORA, f"model={name}", "output_dir=continued", "--overwrite").code == 0
-        path = "adapter.adapter_path=out/final"
-        assert workspace.run_tune(*LORA, path, "output_dir=explicit", "--overwrite").code == 0
+    assert workspace.run_tune(*LORA, "adapter.adapter_path=out/final", "output_dir=explicit").code == 0
+    for adapter, name in (("adapter.rank=4", "out/final"), ("adapter=lora", "out")):  # the default rank is 16
+        assert workspace.run_tune(*LORA, adapter, f"model={name}", "output_dir=continued", "--overwrite").code == 0
         assert workspace.is_same_run("continued", "explicit")
     refused = workspace.run_tune(*LORA, "model=out", "adapter.rank=8", "output_dir=other")
     assert refused.code == 2 and refused.err.endswith("Set adapter.rank=4.\n")

@@ -311,7 +311,8 @@ def main(words: Sequence[str] | None = None) -> int:
     sys.unraisablehook = redeliver_interrupt
     set_torch_env()
     try:
-        dispatch(words)
+        with UserCodeErrors():
+            dispatch(words)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe, as in `tune ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -323,11 +324,6 @@ def main(words: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"error: {message_text(describe(error))}", file=sys.stderr)
         return 2
-    except Exception as error:
-        if (place := find_user_code(error)) is None:
-            raise
-        print(f"error: {message_text(place.message)}\n{place.stack}", end="", file=sys.stderr)
-        return 1
     except RunStopped as stopped:
         print(stopped, file=sys.stderr)
         return stopped.code
@@ -339,6 +335,20 @@ def main(words: Sequence[str] | None = None) -> int:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the system refused memory or a thread to this process. Libraries report it in many ways."""
     return isinstance(error, MemoryError) or bool(OUT_OF_MEMORY.search(str(error)))
+
+
+class UserCodeErrors:
+    """Context manager that ends the command with exit code 1 after an exception in a file of the user.
+
+    File and line are printed first, then the traceback from there on. Other exceptions are bugs of tunekit.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and (place := find_user_code(error)) is not None:
+            raise RunStopped(f"error: {message_text(place.message)}\n{place.stack.rstrip()}", 1) from error
 
 
 def describe(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """The config of training recipes, and the checks that need no weights."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, Self
 
@@ -198,7 +198,8 @@ class TrainConfig:
     def continue_adapter(self) -> Self:
         """This config, with the base of `model` and `adapter.adapter_path` if an adapter is trained and `model` is one.
 
-        `model` is then the directory of an adapter, or of a finished run that trained one.
+        `model` is then the directory of an adapter, or of a finished run that trained one. Keys of `adapter` that have
+        their default values are set to those of this adapter.
         """
         if (
             isinstance(self.adapter, NoAdapter)
@@ -209,7 +210,10 @@ class TrainConfig:
         base, adapter = build.resolve_checkpoint(self.model, download.SMALL)
         if adapter.adapter_path is None:
             return self
-        return replace(self, model=base.name, adapter=replace(self.adapter, adapter_path=adapter.adapter_path))
+        cls, names = type(self.adapter), [field.name for field in fields(adapter)]
+        changed = {name for name in names if getattr(self.adapter, name) != getattr(cls(), name)}
+        values = {name: getattr(self.adapter if name in changed else adapter, name) for name in names}
+        return replace(self, model=base.name, adapter=cls(**values))
 
     def with_head(self, checkpoint: HFCheckpoint) -> HFCheckpoint:
         """The checkpoint with the head that is trained; here the language model head, which it must have."""
