@@ -90,10 +90,14 @@ def suggest_kind(fields: Mapping[str, Any], kind: str) -> str:
     """Continuation of a message about a row that lacks a column of its `kind`, if it has those of another kind."""
     is_preference = any(rule.row_format.kind == kind for rule in PREFERENCE_RULES)
     try:
-        found = detect_format(fields, PREFERENCE_RULES if is_preference else RULES[len(PREFERENCE_RULES) :])
+        row_format = detect_format(fields, PREFERENCE_RULES if is_preference else RULES[len(PREFERENCE_RULES) :])
     except UserError:
         return ""
-    return "" if found.kind == kind else f", or `kind: {found.kind}`: the row has the format of {found.description}"
+    return (
+        ""
+        if row_format.kind == kind
+        else f", or `kind: {row_format.kind}`: the row has the format of {row_format.description}"
+    )
 
 
 def match_rule(fields: Mapping[str, Any], rules: Sequence[FormatRule]) -> RowFormat | None:
