@@ -50,6 +50,8 @@ CONFIGS = {
         ("early_stopping_patience", "eval_data"),
     ),
     "missing model": (("model=./nowhere",), ("./nowhere",)),
+    "GGUF file": (("model=./x.gguf",), ("x.gguf", "safetensors")),
+    "file with a split": (("data.source=rows.jsonl:train",), ("rows.jsonl:train", "source: rows.jsonl")),
     "missing rows": (("data.source=nowhere.jsonl",), ("nowhere.jsonl",)),
     "missing template": (("data.chat_template=nowhere.jinja",), ("nowhere.jinja",)),
     "missing split": (("data.split=test",), ("rows.jsonl", "test")),
@@ -74,6 +76,23 @@ CONFIGS = {
 def test_config_error_names_the_key(workspace, args, texts):
     expect_error(workspace, *RUN, *args, texts=texts)
     assert not (workspace.folder / "out").exists()
+
+
+def test_missing_model_and_missing_rows_are_reported_together(workspace):
+    result = workspace.run_tune(
+        "validate", "sft.yaml", "model=./nowhere", "data.source=a.jsonl", "eval_data.source=b.jsonl"
+    )
+    assert result.code == 2
+    lines = result.err.splitlines()
+    assert (
+        len(lines) == 3 and lines[0].startswith("error: ./nowhere") and "a.jsonl" in lines[1] and "b.jsonl" in lines[2]
+    )
+
+
+def test_max_length_beyond_the_context_is_a_warning(workspace):
+    assert "warning" not in workspace.run_tune("validate", "sft.yaml").err
+    result = workspace.run_tune("validate", "sft.yaml", "data.max_length=99999")
+    assert result.code == 0 and result.err.startswith("warning: data.max_length: 99,999 exceeds")
 
 
 def test_missing_config_is_an_error(workspace):

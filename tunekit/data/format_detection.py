@@ -93,11 +93,9 @@ def suggest_kind(fields: Mapping[str, Any], kind: str) -> str:
         row_format = detect_format(fields, PREFERENCE_RULES if is_preference else RULES[len(PREFERENCE_RULES) :])
     except UserError:
         return ""
-    return (
-        ""
-        if row_format.kind == kind
-        else f", or `kind: {row_format.kind}`: the row has the format of {row_format.description}"
-    )
+    if row_format.kind == kind:
+        return ""
+    return f", or `kind: {row_format.kind}`: the row has the format of {row_format.description}"
 
 
 def match_rule(fields: Mapping[str, Any], rules: Sequence[FormatRule]) -> RowFormat | None:

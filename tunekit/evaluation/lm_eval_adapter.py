@@ -248,6 +248,7 @@ def load_tasks(tasks: Sequence[str], shots: int | None, include: str | None) -> 
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)
     torch.manual_seed(DEFAULT_OTHER_SEED)
+    errors.configure_client()
     with wrap_task_errors(tasks), hide_progress_bars(sys.stderr.isatty()):
         loaded: Any = find_task_manager(tasks, include).load(list(tasks))
     for name, task in loaded["tasks"].items():

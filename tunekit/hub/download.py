@@ -14,6 +14,7 @@ from tunekit.hub import errors
 
 RUNS = "runs/"  # configs write runs here: such a name is never looked up on the Hub, which can be slow to refuse
 BUNDLED = "tunekit/"
+WEIGHT_FILES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 # Everything except weights. Model card and license are copied into what is trained from the model.
 NO_WEIGHTS = ("*.json", "*.jinja", "tokenizer.model", "*.txt", "README.md", "LICENSE*", "NOTICE*", "USE_POLICY*")
 
@@ -42,6 +43,9 @@ def resolve_model_dir(name: str, files: Files = READ) -> Path:
     directory = Path(name).expanduser()
     if directory.is_dir():
         return directory
+    if directory.suffix in WEIGHT_FILES:
+        hint = "A model is a directory with config.json and safetensors, or a Hub name"
+        raise UserError(f"{name}: a single {directory.suffix} file cannot be used as a model. {hint}.")
     if name.startswith(BUNDLED):
         raise UserError(assets.suggest_asset(name))
     parts = split_repo_revision(name)

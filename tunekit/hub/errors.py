@@ -7,12 +7,14 @@ import json
 import math
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
+from urllib.request import getproxies
 
 from huggingface_hub import constants, get_session, get_token, set_client_factory
 from huggingface_hub.errors import (
@@ -37,6 +39,7 @@ MAX_ATTEMPTS = 6
 MAX_DELAY = 300  # seconds; the command fails if the Hub asks for a longer delay
 TIMEOUT_VARIABLE = "TUNEKIT_HUB_TIMEOUT"  # timeout of a request, in seconds without data
 DEFAULT_TIMEOUT = 120.0
+RESOLVED_HOSTS: set[str] = set()
 REPEAT_HINT = "Repeat the command later; complete files are kept"
 
 
@@ -65,16 +68,38 @@ def retry(fn: Callable[[], T], name: str, progress: Callable[[], int] = lambda: 
             attempt += 1
 
 
+class HubUnreachableError(OfflineModeIsEnabled):
+    """The host name of the Hub cannot be resolved. The client and `datasets` then use their caches at once."""
+
+
 @cache
 def configure_client() -> None:
-    """Set a timeout for requests, because the client has none. Disables progress bars without a terminal."""
+    """Set a timeout for requests, because the client has none, and fail at once without a network.
+
+    Disables progress bars without a terminal.
+    """
     if not sys.stderr.isatty():
         disable_progress_bars()
     timeout = request_timeout()
     client = get_session()
     client_class, hooks = type(client), client.event_hooks
     if client.timeout.read is None:  # otherwise the user has set one
+        hooks = {**hooks, "request": [*hooks.get("request", []), lambda request: require_network(request.url.host)]}
         set_client_factory(lambda: client_class(event_hooks=hooks, follow_redirects=True, timeout=timeout))
+
+
+def require_network(host: str) -> None:
+    """Raise HubUnreachableError if a host name cannot be resolved. The client would try that again for half a minute.
+
+    A host that was resolved once is not checked again, nor with a proxy, which resolves names itself.
+    """
+    if host in RESOLVED_HOSTS or not {"http", "https", "all"}.isdisjoint(getproxies()):
+        return
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise HubUnreachableError(f"cannot resolve {host}: {error.strerror}") from None
+    RESOLVED_HOSTS.add(host)
 
 
 def request_timeout() -> float:
@@ -124,6 +149,7 @@ def root_cause(error: BaseException) -> BaseException:
     is_wrapper = isinstance(error, RuntimeError) or (
         isinstance(error, LocalEntryNotFoundError)
         and isinstance(error.__cause__, (HfHubHTTPError, OfflineModeIsEnabled))
+        and not isinstance(error.__cause__, HubUnreachableError)
     )
     return root_cause(error.__cause__) if is_wrapper and error.__cause__ else error
 
@@ -137,6 +163,7 @@ def explain_error(error: BaseException, name: str, revision: str | None) -> str:
         RevisionNotFoundError: f"{name}: no revision '{revision or 'main'}'. See {hub}/{name}/tree/main.",
         RepositoryNotFoundError: f"{name}: no accessible model at {hub}. Check the name; a private or gated model "
         "requires `hf auth login` or HF_TOKEN.",
+        HubUnreachableError: f"{name}: {hub} cannot be reached: its name cannot be resolved",
         OfflineModeIsEnabled: f"{name}: HF_HUB_OFFLINE disables access to {hub}",
         LocalEntryNotFoundError: f"{name}: no local directory, not complete in the cache, and {hub} cannot be reached",
     }

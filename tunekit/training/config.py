@@ -16,7 +16,7 @@ from tunekit.data.datasets import DatasetConfig
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.devices import DeviceChoice
 from tunekit.distributed.parallel_dims import ParallelConfig
-from tunekit.errors import FieldError
+from tunekit.errors import FieldError, UserError
 from tunekit.hub import download
 from tunekit.loggers.metric_logger import Tracker
 from tunekit.memory.config import MemoryConfig
@@ -234,7 +234,7 @@ def check_training(cfg: TrainConfig) -> None:
             check_compile(device)
         cfg.precision.check(device)
         cfg.parallel.check(device.type, 1)
-    checkpoint = build.read_checkpoint(cfg)
+    checkpoint = read_checkpoint_and_sources(cfg)
     model = build.build_meta_model(checkpoint, cfg.quantization, cfg.adapter)
     list(cfg.optimizer.apply_lr_pattern(cfg.adapter.param_groups(model), model))
     build.check_parallelizable(checkpoint, cfg.quantization, cfg.adapter, cfg.parallel)
@@ -242,7 +242,23 @@ def check_training(cfg: TrainConfig) -> None:
         load_model.check_tensors(checkpoint, model.shapes)
     tokenizer = build.open_tokenizer(checkpoint)
     for dataset in filter(None, (cfg.data, cfg.eval_data)):
-        dataset.check_source()
         dataset.prepare_tokenizer(tokenizer)
     if cfg.forgetting is not None:
         cfg.forgetting.check(checkpoint.spec, tokenizer)
+
+
+def read_checkpoint_and_sources(cfg: TrainConfig) -> HFCheckpoint:
+    """The checkpoint. Raises UserError with one line for each model or data source that does not exist."""
+    problems, checkpoint = [], None
+    try:
+        checkpoint = build.read_checkpoint(cfg)
+    except UserError as error:
+        problems.append(str(error))
+    for dataset in filter(None, (cfg.data, cfg.eval_data)):
+        try:
+            dataset.check_source()
+        except UserError as error:
+            problems.append(str(error))
+    if problems or checkpoint is None:
+        raise UserError("\n".join(problems))
+    return checkpoint

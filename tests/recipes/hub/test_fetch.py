@@ -179,6 +179,7 @@ def test_concurrent_downloads_fetch_a_large_file_once(sandbox: Sandbox) -> None:
         (["owner/model", "--token", f"{TOKEN}\n"], {}, "token"),
         (["owner/model"], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE"),
         (["owner/model"], {"HF_ENDPOINT": "http://127.0.0.1:1"}, "http://127.0.0.1:1"),
+        (["owner/model"], {"HF_ENDPOINT": "http://hub.invalid"}, "http://hub.invalid"),
     ],
 )
 def test_failed_download_is_a_one_line_error(args: list[str], env: dict[str, str], part: str, sandbox: Sandbox) -> None:

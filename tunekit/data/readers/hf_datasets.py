@@ -14,6 +14,7 @@ from tunekit.data.readers.data_files import file_format
 from tunekit.data.readers.remote_files import RemoteFile, open_filesystem
 from tunekit.data.readers.row_reader import CHUNK_ROWS, FileOffset, FileShard, RowChunk
 from tunekit.errors import UserError
+from tunekit.hub.errors import configure_client
 
 Result = TypeVar("Result")
 COMMIT_IN_URL = re.compile(r"@[0-9a-f]{40}/")  # removed in error messages
@@ -66,6 +67,7 @@ def load_from_hub(name: str, split: str, load: Callable[[str, str | None, str | 
     """Call `load(path, config, revision)` for `owner/name:config@revision` and convert its errors to UserErrors."""
     path_and_config, _, revision = name.partition("@")
     path, _, config = path_and_config.partition(":")
+    configure_client()
     try:
         return load(path, config or None, revision or None)
     except (DatasetsError, HTTPError, OSError, ValueError) as error:

@@ -134,6 +134,9 @@ def find_data_files(source: str, split: str) -> list[Path] | None:
         check_train_split(source, split)
         matches = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
         return [Path(file) for file in files_matching(source, map(str, matches))]
+    name = source.partition(":")[0]
+    if source != name and Path(name).expanduser().is_file():
+        raise UserError(f"{source}: no such file or directory. For the file {name}, set `source: {name}`")
     if file_format(source) or HUB_NAME.fullmatch(source) is None:
         raise UserError(f"{source}: no such file or directory")
     return None
