@@ -74,8 +74,8 @@ class DatasetConfig(DataConfig):
     num_proc: int | None = None  # Preprocessing processes; null: one per core
 
     def __post_init__(self) -> None:
-        if not self.source:
-            raise FieldError("source", "must be a file, a directory, or a dataset name, got ''")
+        if not self.source or not isinstance(self.source, str):
+            raise FieldError("source", f"must be a file, a directory, or a dataset name, got {str(self.source)[:80]!r}")
         try:
             parse_split(self.split)
         except ValueError as error:

@@ -548,6 +548,12 @@ def test_rows_of_another_kind_are_named(
     assert suggestion in reject_reason(dataset, tokenizer, fields)
 
 
+def test_rows_in_memory_are_no_source() -> None:
+    for source in ("", [{"text": "a"}]):
+        with pytest.raises(FieldError, match="source"):
+            TextDataset(source)  # pyright: ignore[reportArgumentType]
+
+
 def test_label_of_unpaired_row_sets_flag(tokenizer: Tokenizer) -> None:
     rows = [
         {"prompt": [QUESTION], "completion": [ANSWER], "label": True},
