@@ -162,6 +162,8 @@ def train_until_complete(soak: Soak, case: str, out: str, counts: Counter[str]) 
             time.sleep(1)
             continue
         counts[fault if code else "none"] += 1
+        if "Fatal Python error: init_" in output:  # a signal before Python has started
+            continue
         is_rank = code != 1 or "was killed by SIGKILL" in output
         unexpected = code not in EXIT_CODES[fault] or not is_rank or "Traceback" in output
         if unexpected:
