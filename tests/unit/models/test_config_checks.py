@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.moe_shapes import GEMMA4
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.assets import BUNDLED
 from tunekit.build import build_model
@@ -55,6 +56,8 @@ INVALID = {
     "rms_norm_eps": (-1e-6, 2.0, float("inf")),
     "rope_theta": (0, -1, float("nan"), float("inf")),
     "layer_types": (3, "full_attention"),
+    "tie_word_embeddings": ("false", [1, 2], {}, 2),
+    "attention_bias": ("no", 0.5),
     "rope_scaling": ("yarn", [1]),
 }
 
@@ -78,6 +81,19 @@ def set_value(config: dict[str, Any], path: tuple[str, ...], value: object) -> N
 def test_invalid_values_are_refused_by_name(key: str, value: object) -> None:
     with pytest.raises(UserError, match=rf"^config\.json: .*{key}"):
         find_family({**CONFIGS[0], key: value}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size_per_layer_input": 60}, "vocab_size_per_layer_input 60 is less than vocab_size 67"),
+        ({"per_layer_config": {"0": {"head_dim": -4}}}, r"per_layer_config\.0\.head_dim must be an integer from 1"),
+        ({"per_layer_config": [3]}, "per_layer_config must be an object"),
+    ],
+)
+def test_invalid_values_of_single_layers_and_embeddings(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        find_family(GEMMA4 | changes, "config.json")
 
 
 def test_mutated_configs_are_read_or_refused() -> None:

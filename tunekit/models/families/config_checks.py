@@ -59,7 +59,22 @@ KEYS_BY_RANGE = {
     NON_NEGATIVE: "initializer_range mscale mscale_all_dim attn_scale llama_4_scaling_beta",
 }
 RANGES = {key: allowed for allowed, keys in KEYS_BY_RANGE.items() for key in keys.split()}
-SECTIONS = ("text_config", "rope_parameters", "rope_scaling")
+FLAGS = [
+    "attention_bias",
+    "mlp_bias",
+    "qkv_bias",
+    "tie_word_embeddings",
+    "use_sliding_window",
+    "use_qk_norm",
+    "norm_topk_prob",
+    "rope_interleave",
+    "truncate",
+    "attn_temperature_tuning",
+    "attention_k_eq_v",
+    "enable_moe_block",
+    "use_double_wide_mlp",
+]
+SECTIONS = ("text_config", "rope_parameters", "rope_scaling", "per_layer_config")
 FACTORS = ("short_factor", "long_factor")
 LISTS = (*FACTORS, "layer_types", "no_rope_layers", "mlp_only_layers", "moe_layers")
 
@@ -72,6 +87,8 @@ def check_config_values(config: Mapping[str, Any], prefix: str = "") -> None:
         allowed = RANGES.get(key)
         if allowed is not None and value not in allowed:
             raise ValueError(f"{prefix}{key} must be {allowed}, got {shorten(value)}")
+        if key in FLAGS and value not in (True, False):
+            raise ValueError(f"{prefix}{key} must be true or false, got {shorten(value)}")
         if key in LISTS and not isinstance(value, list):
             raise ValueError(f"{prefix}{key} must be a list, got {shorten(value)}")
         if key in FACTORS and not all(item in POSITIVE for item in value):
@@ -90,6 +107,8 @@ def shorten(value: object) -> str:
 
 def check_spec(spec: DecoderSpec) -> None:
     """Raise ValueError if the sizes of a layer contradict each other."""
+    if spec.per_layer is not None and spec.per_layer.vocab < spec.vocab:
+        raise ValueError(f"vocab_size_per_layer_input {spec.per_layer.vocab} is less than vocab_size {spec.vocab}")
     for layer in dict.fromkeys(spec.layers):
         if problem := next(layer_problems(layer), None):
             raise ValueError(problem)
