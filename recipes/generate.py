@@ -67,7 +67,7 @@ def check(cfg: GenerateConfig) -> None:
     source, adapter, tokenizer = build.resolve_model(cfg.model, download.SMALL)
     tokenizer = with_chat_format(tokenizer, cfg.chat_template, cfg.chat_template_kwargs)
     if cfg.apply_chat_template:
-        tokenizer.template()
+        tokenizer.template()  # raises UserError if there is none
     build.check_parallelizable(source, cfg.quantization, adapter, cfg.parallel)
     if cfg.source is not None:
         find_data_files(cfg.source, cfg.split)

@@ -45,7 +45,7 @@ CONFIG = SFTConfig
 def check(cfg: SFTConfig) -> None:
     """Raise UserError for everything that can be found without reading weights."""
     check_training(cfg)
-    cfg.loss.router_coefs(read_checkpoint(cfg).spec)
+    cfg.loss.check_routers(read_checkpoint(cfg).spec, cfg.compile)
 
 
 def main(cfg: SFTConfig, overwrite: bool = False) -> None:

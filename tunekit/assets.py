@@ -20,12 +20,12 @@ def model_dir(name: str) -> Path | None:
     return MODELS.get(name) or PRESETS.get(name)
 
 
-# Words in the names of models that do not change their shape: variants, dates and versions of the weights.
+# Components of model names that do not change the architecture: variants, dates and versions of the weights.
 VARIANT = re.compile(r"meta|instruct|it|chat|base|hf|pt|thinking|\d{4}|v0\.\d|\d+k")
 
 
 def preset_of(repo: str) -> str | None:
-    """Preset with the shape of a model on the Hub, judged by the name of the model; None if there is none."""
+    """Preset with the architecture and size of a Hub model, found by its name; None if there is none."""
     words = re.split("[-_]", repo.partition("@")[0].rpartition("/")[2].lower())
     shape = "".join(word for word in words if not VARIANT.fullmatch(word)).replace(".", "")
     return next((name for name in PRESETS if name.partition("/")[2].replace("_", "") == shape), None)

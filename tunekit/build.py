@@ -90,7 +90,7 @@ def open_checkpoint(cfg: ModelChoices) -> HFCheckpoint:
 
 
 def read_checkpoint(cfg: ModelChoices, files: download.Files = download.SMALL) -> HFCheckpoint:
-    """The checkpoint to train, from its small files: nothing is known about its tensors. The base of an adapter."""
+    """The checkpoint to train, from its small files, without its tensors; the base if `model` is an adapter."""
     return read_checkpoint_and_adapter(cfg, files)[0]
 
 
@@ -162,9 +162,9 @@ def build_model(  # noqa: PLR0913
 
 
 def check_host_memory(checkpoint: HFCheckpoint, model: Decoder, dist: DistributedContext) -> None:
-    """Raise UserError if the local weights alone do not fit into host memory; a system without enough kills the run.
+    """Raise UserError if the local weights alone do not fit into host memory; otherwise the system kills the run.
 
-    Under a limit of the address space, libraries crash in many ways.
+    Also checks the limit of the address space, at which libraries crash in many ways.
     """
     available, address_space = env_info.available_memory(), env_info.available_address_space()
     if address_space is not None and address_space < MIN_ADDRESS_SPACE:

@@ -1,4 +1,4 @@
-"""Exceptions with one-line messages for users, and the place of exceptions in their code."""
+"""Exceptions with one-line messages for users, and the location of exceptions in user code."""
 
 import traceback
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class FieldError(ValueError):
 
 
 class RunStopped(Exception):
-    """The end of a command before its time, such as a signal to a run, which has saved its state.
+    """Ends a command early, such as a run that has saved its state after a signal.
 
     The CLI prints the message and exits with `code`.
     """
@@ -29,20 +29,20 @@ class RunStopped(Exception):
         self.code = code
 
 
-class UserCodeError(NamedTuple):
+class UserCodeLocation(NamedTuple):
     """An exception in a file of the user: `file:line: Exception: message`, and the traceback from that line on."""
 
     message: str
     stack: str
 
 
-def find_user_code(error: BaseException) -> UserCodeError | None:
-    """The innermost line of user code that an exception has passed; None if there is none."""
+def find_user_code(error: BaseException) -> UserCodeLocation | None:
+    """Innermost line of user code in the traceback of an exception; None if there is none."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    inside = [i for i, (frame, _) in enumerate(frames) if frame.f_globals.get("__name__", "").startswith(USER_MODULES)]
-    if not inside or isinstance(error, UserError | RunStopped):
+    indices = [i for i, (frame, _) in enumerate(frames) if frame.f_globals.get("__name__", "").startswith(USER_MODULES)]
+    if not indices or isinstance(error, UserError | RunStopped):
         return None
-    frame, line = frames[inside[-1]]
+    frame, line = frames[indices[-1]]
     message = " ".join(traceback.format_exception_only(error)[-1].split())
-    stack = "".join(traceback.format_tb(error.__traceback__)[inside[-1] :])
-    return UserCodeError(f"{frame.f_code.co_filename}:{line}: {message}", stack)
+    stack = "".join(traceback.format_tb(error.__traceback__)[indices[-1] :])
+    return UserCodeLocation(f"{frame.f_code.co_filename}:{line}: {message}", stack)

@@ -58,7 +58,7 @@ def test_result_has_the_weights_of_the_best_step(adapter: str, workspace: Worksp
     best = min(losses, key=lambda step: losses[step])
     assert 2 <= best < 16 and losses[16] > losses[best], losses
     assert saved_steps("out") == [best, 16], "the best state is kept next to the newest one"
-    assert f"best eval/loss: {losses[best]:.6g} after step {best}, whose weights are the result" in log
+    assert f"best eval/loss: {losses[best]:.6g} after step {best}. The result has" in log
     last = json.loads(Path("out/metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == best and last["verify/max_logit_diff"] == 0
     card = Path("out/final/README.md").read_text()
@@ -128,7 +128,7 @@ def test_best_step_survives_a_rollback(workspace: Workspace, monkeypatch: pytest
     losses = eval_losses("out")
     best = max(losses, key=lambda step: losses[step])
     assert "Rolled back to step 10" in log and best < 10 and saved_steps("out") == [best, 16]
-    assert f"after step {best}, whose weights are the result" in log
+    assert f"after step {best}. The result has" in log
     monkeypatch.undo()
     monkeypatch.chdir(workspace.folder)
     stop = (*args, "lr_scheduler=linear", "optimizer.lr=0.1", "output_dir=plain")

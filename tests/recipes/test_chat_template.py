@@ -95,7 +95,7 @@ def test_models_without_a_template_are_used_with_a_named_one(workspace: Workspac
     warning = run_ok(workspace, *args, "chat_template=chatml", "chat_template_kwargs.enable_thinking=false")
     assert warning == "warning: chat_template_kwargs: the chat template does not read enable_thinking\n"
     unknown = workspace.run_tune(*args, "chat_template=chatmll")
-    assert unknown.code == 2 and "chat_template: chatmll is not a file or a template" in unknown.err
+    assert unknown.code == 2 and "chat_template: 'chatmll' is not a file" in unknown.err
     data = "data={kind: chat, source: held.jsonl, max_length: 64}"
     evaluate = ("run", "evaluate", "nano/tools", "model=base", "baseline=null", data, "device=cpu", "limit=1")
     run_ok(workspace, *evaluate, "chat_template=chatml")

@@ -49,7 +49,7 @@ class NoAdapter:
             check_patterns(key, as_tuple(getattr(self, key)))
 
     def apply(self, model: Decoder) -> None:
-        """Freeze the weights that are not trained. A score head is always trained."""
+        """Freeze the weights that are not trained. A score head is trained unless `frozen_modules` contains it."""
         if self.trainable_modules:
             trained = module_params(model, "adapter.trainable_modules", self.trainable_modules)
             trained |= set() if model.spec.score is None else set(model.head.parameters())

@@ -51,11 +51,11 @@ ALLOWED_GLOBALS = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},  # Python 3.13
 }
-# Raised for a state file that cannot be parsed or contains values of other types. Its checksum may be right.
+# Raised for a state file that cannot be parsed or contains values of other types. Its checksum can still be correct.
 READ_ERRORS = (
-    *(pickle.UnpicklingError, ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError),
-    *(OSError, RuntimeError, TypeError, ValueError),
-)
+    pickle.UnpicklingError, ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError,
+    OSError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
 TENSOR_OVERHEAD = 4096  # bytes per tensor in addition to its data: a zip header and a metadata entry
 
 
@@ -197,7 +197,7 @@ class CorruptStateError(Exception):
 
 @contextmanager
 def wrap_read_errors(file: Path) -> Iterator[None]:
-    """Turn errors inside the block, which reads a state file or directory, into a CorruptStateError about it."""
+    """Turn errors of the block, which reads a state file or directory, into CorruptStateErrors."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -72,9 +72,9 @@ class HFCheckpoint:
     family: Family
     spec: DecoderSpec
     tokenizer_dir: Path | None = field(default=None, kw_only=True)  # overrides `path`
-    chat_tokenizer: Tokenizer | None = field(default=None, kw_only=True)  # with another chat template, saved as well
+    chat_tokenizer: Tokenizer | None = field(default=None, kw_only=True)  # has the chat template to save
     keeps_prequantized: bool = field(default=False, kw_only=True)  # read 4-bit weights as fp32, unrounded
-    config_changes: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # keys with overridden values
+    config_changes: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # overridden keys of config.json
     new_head: int | None = field(default=None, kw_only=True)  # seed of a score head that is not in the files
 
     @property
@@ -92,13 +92,13 @@ class HFCheckpoint:
         return HFCheckpoint(path, name or str(path), config, *find_family(config, str(file)))
 
     def with_config_overrides(self, overrides: Mapping[str, Any]) -> "HFCheckpoint":
-        """The checkpoint with other values in its config.json. Raises UserError for unknown keys or invalid values."""
+        """Copy with overridden keys of config.json. Raises UserError for unknown keys or invalid values."""
         if not overrides:
             return self
         try:
             config = override_config(self.config, overrides)
         except ValueError as error:
-            raise UserError(f"config_overrides: {error}") from error
+            raise UserError(f"config_overrides.{error}") from error
         family, spec = find_family(config, f"{self.path / 'config.json'} with `config_overrides`")
         saved = model_section(dict(self.config))
         changes = {key: value for key, value in model_section(config).items() if saved.get(key, MISSING) != value}

@@ -352,7 +352,7 @@ def with_adapter_config(folder: Path, source: HFCheckpoint) -> HFCheckpoint:
 
 
 def config_metadata(source: HFCheckpoint) -> dict[str, str]:
-    """File metadata with the overridden keys of config.json, and the RoPE base that a new scaling needs."""
+    """File metadata with the overridden keys of config.json, and the `rope_theta` that a new scaling needs."""
     theta = {"rope_theta": source.config["rope_theta"]} if "rope_theta" in source.config else {}
     changes = {**theta, **source.config_changes} if "rope_scaling" in source.config_changes else source.config_changes
     return {CONFIG_KEY: json.dumps(changes)} if changes else {}
@@ -471,7 +471,7 @@ def check_adapter_fits(folder: Path, model: Decoder, adapter: LoRAConfig, source
 
 
 def check_same_base_config(folder: Path, source: HFCheckpoint) -> None:
-    """Raise UserError if an adapter was trained with other overrides of its base's config.json."""
+    """Raise UserError if an adapter was trained with `config_overrides` that the base does not have."""
     section = model_section(dict(source.config))
     for key, value in read_config_changes(folder).items():
         if section.get(key) != value:

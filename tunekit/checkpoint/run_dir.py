@@ -45,7 +45,7 @@ class RunDir:
         self.dist.run_on_main(partial(write_config, self.folder, self.started_on, self.resolved, self.overwrite))
 
     def restore_deleted(self) -> bool:
-        """Lock the directory and write its config again if it was deleted during the run. Returns whether it was."""
+        """Write the directory, its lock and config again if it was deleted during the run. Returns whether it was."""
         if not self.dist.is_main_process or (self.folder / LOCK).exists():
             return False
         with atomic.wrap_write_errors(self.folder):
@@ -81,8 +81,8 @@ def open_run_dir(
     """
     dist = dist or DistributedContext(device="cpu")
     with ExitStack() as stack:
-        if dist.is_main_process and not (out / CONFIG).exists() and (parts := complete_parts(out)):
-            dist.log(f"warning: {out / CONFIG} is missing. The config cannot be compared with that of {parts[-1]}.")
+        if dist.is_main_process and not (out / CONFIG).exists() and (complete := find_complete_dirs(out)):
+            dist.log(f"warning: {out / CONFIG} is missing. The config cannot be compared with that of {complete[-1]}.")
         lock = partial(lock_run_dir, stack, out, resolved, mutable_keys, overwrite, continue_hint)
         started_on = dist.run_on_main(lock)
         return RunDir(out, stack.pop_all(), started_on, resolved, dist, overwrite)
@@ -114,25 +114,24 @@ def write_config(out: Path, started_on: date, resolved: str, overwrite: bool) ->
 
 def check_is_run_dir(out: Path) -> None:
     """Raise UserError if a directory contains files but no run: neither a config nor a complete state or result."""
-    if not out.is_dir() or (out / CONFIG).is_file() or complete_parts(out):
+    if not out.is_dir() or (out / CONFIG).is_file() or find_complete_dirs(out):
         return
     if {path.name for path in out.iterdir()} - EARLY_FILES:
         raise UserError(f"output_dir: {out} is not empty and not a run directory. Set another output_dir.")
 
 
-def complete_parts(out: Path) -> list[Path]:
+def find_complete_dirs(out: Path) -> list[Path]:
     """Complete training states and results in a run directory."""
-    return [
-        mark.parent for mark in sorted([*out.glob(f"{STATE}/*/{atomic.MARK}"), *out.glob(f"{FINAL}/{atomic.MARK}")])
-    ]
+    patterns = f"{STATE}/*/{atomic.MARK}", f"{FINAL}/{atomic.MARK}"
+    return [mark.parent for mark in sorted(mark for pattern in patterns for mark in out.glob(pattern))]
 
 
 def check_final_files(out: Path) -> None:
     """Raise UserError if a file of a complete result was deleted."""
     missing = atomic.find_missing_file(out / FINAL)
     if missing is not None:
-        rest = [str(path) for path in complete_parts(out) if path.name != FINAL]
-        remedy = f"to write it again from {rest[-1]}" if rest else "to train again: no training state is left"
+        states = [str(path) for path in find_complete_dirs(out) if path.name != FINAL]
+        remedy = f"to write it again from {states[-1]}" if states else "to train again: no training state is left"
         raise UserError(f"{missing}: file is missing. Delete the directory {out / FINAL} and rerun {remedy}.")
 
 

@@ -69,7 +69,7 @@ class PendingSave:
     shards: LocalShards
     plan: WritePlan
     extra_files: Mapping[str, bytes]  # of this rank, by file name
-    step_to_keep: int | None  # of a state that is not deleted, however old
+    step_to_keep: int | None  # step of the best state, which is not deleted
 
 
 @dataclass(frozen=True)
@@ -448,7 +448,7 @@ def read_progress(folder: Path) -> dict:
     progress = read_plain(folder / PROGRESS)
     with wrap_read_errors(folder / PROGRESS):
         if progress["step"] != int(folder.name):
-            raise ValueError(f"step {progress['step']}")
+            raise ValueError(f"unexpected step {progress['step']}")
         return progress | {"stateful": {**progress.get("stateful", {})}}
 
 
@@ -466,7 +466,7 @@ def restore_group(group: dict, values: dict) -> None:
 
 def to_float(value: Any) -> float:
     if not abs(number := float(value)) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"{number}")
+        raise ValueError(f"{number} is not a finite fp32 number")
     return number
 
 

@@ -239,7 +239,7 @@ def dispatch(words: Sequence[str]) -> None:
         suggestion = registry.did_you_mean(words[0], VERBS)
         raise UserError(f"unknown subcommand '{words[0]}'{suggestion or '.'} Run `tune --help` for a list")
     if words and words[0] in parsers:
-        words = [dashed_option(word, parsers[words[0]]) for word in words]
+        words = [normalize_option(word, parsers[words[0]]) for word in words]
     args, rest = top.parse_known_args(words)
     if args.version:
         versions = (f"{name} {metadata.version(name)}" for name in ("tunekit", "torch"))
@@ -251,8 +251,8 @@ def dispatch(words: Sequence[str]) -> None:
         import_module(f"tunekit.cli.commands.{args.verb}").main(args)
 
 
-def dashed_option(word: str, verb: Parser) -> str:
-    """The option that an argument such as `--nproc_per_node=2` spells with underscores; any other argument itself."""
+def normalize_option(word: str, verb: Parser) -> str:
+    """Replace underscores in the name of an option, as in `--nproc_per_node=2`. Other arguments are unchanged."""
     name, equals, value = word.partition("=")
     dashed = name.replace("_", "-")
     return dashed + equals + value if name.startswith("--") and dashed in verb._option_string_actions else word
@@ -340,15 +340,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 class UserCodeErrors:
     """Context manager that ends the command with exit code 1 after an exception in a file of the user.
 
-    File and line are printed first, then the traceback from there on. Other exceptions are bugs of tunekit.
+    File and line are printed first, then the traceback from that line on. Other exceptions are bugs of tunekit.
     """
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and (place := find_user_code(error)) is not None:
-            raise RunStopped(f"error: {message_text(place.message)}\n{place.stack.rstrip()}", 1) from error
+        if isinstance(error, Exception) and (location := find_user_code(error)) is not None:
+            raise RunStopped(f"error: {message_text(location.message)}\n{location.stack.rstrip()}", 1) from error
 
 
 def describe(error: BaseException) -> str:

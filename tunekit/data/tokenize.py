@@ -25,7 +25,7 @@ class MaskedText(NamedTuple):
 
     `end_token` is the EOS token of plain text, which also gets the tokenizer's BOS token; None for text that a chat
     template has rendered. `values` are the label or margin, or one label for each span (stepwise, without EOS).
-    `document` has the tokens of a row without text, which is tokenized already.
+    `document` has the tokens of a row that is already tokenized; `text` is then empty.
     """
 
     text: str

@@ -91,9 +91,9 @@ class Tokenizer:
         return self.copy_with(today=today)
 
     def with_vocab_size(self, vocab_size: int, path: object, max_positions: int | None = None) -> "Tokenizer":
-        """Copy for a model with `vocab_size` embeddings and a context of `max_positions` tokens. `path` is the
-        checkpoint, for error messages.
+        """Copy for a model with `vocab_size` embeddings and a context of `max_positions` tokens.
 
+        `path` is the checkpoint, for error messages.
         Added tokens may have higher ids: Gemma 3 has one for images, also in text-only models. `encode` rejects them.
         """
         num_base_tokens = self.model.get_vocab_size(with_added_tokens=False)

@@ -70,8 +70,8 @@ class HeartbeatWriter:
         """
         if error is None or isinstance(error, RunStopped):
             return
-        place = find_user_code(error)
-        reason = (place.message if place else f"{type(error).__name__}: {error}").encode(errors="replace")
+        location = find_user_code(error)
+        reason = (location.message if location else f"{type(error).__name__}: {error}").encode(errors="replace")
         FAILURE_STRUCT.pack_into(self.memory, self.start + HEARTBEAT_STRUCT.size, time.monotonic(), reason)
         if worker_env.is_tune_worker() and isinstance(error, Exception) and not isinstance(error, UserError):
             stack = "".join(traceback.format_exception(error))

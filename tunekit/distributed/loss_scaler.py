@@ -52,7 +52,7 @@ class DynamicLossScaler(LossScaler):
         torch._foreach_mul_(grads, 1 / self.scale)  # pyright: ignore[reportPrivateImportUsage]
 
     def update(self, grad_norm: Tensor) -> bool:
-        """At a scale of 1, a gradient that is not finite is not due to scaling: the step guard acts on it."""
+        """Adapt the scale. At a scale of 1, scaling does not cause overflows: the step guard handles them."""
         if not math.isfinite(grad_norm.item()) and self.scale > 1:
             self.scale, self.num_good_steps = self.scale / 2, 0
             self.num_overflows += 1

@@ -69,7 +69,7 @@ def retry(fn: Callable[[], T], name: str, progress: Callable[[], int] = lambda: 
 
 
 class HubUnreachableError(OfflineModeIsEnabled):
-    """The host name of the Hub cannot be resolved. The client and `datasets` then use their caches at once."""
+    """The host name of the Hub cannot be resolved. The client and `datasets` then use their caches without retries."""
 
 
 @cache
@@ -163,7 +163,7 @@ def explain_error(error: BaseException, name: str, revision: str | None) -> str:
         RevisionNotFoundError: f"{name}: no revision '{revision or 'main'}'. See {hub}/{name}/tree/main.",
         RepositoryNotFoundError: f"{name}: no accessible model at {hub}. Check the name; a private or gated model "
         "requires `hf auth login` or HF_TOKEN.",
-        HubUnreachableError: f"{name}: {hub} cannot be reached: its name cannot be resolved",
+        HubUnreachableError: f"{name}: {hub} cannot be reached: its host name cannot be resolved",
         OfflineModeIsEnabled: f"{name}: HF_HUB_OFFLINE disables access to {hub}",
         LocalEntryNotFoundError: f"{name}: no local directory, not complete in the cache, and {hub} cannot be reached",
     }

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from statistics import median
 
-WINDOW = 8  # losses; one bad batch is no divergence
+WINDOW = 8  # losses; one bad batch is not a divergence
 
 
 def describe_divergence(first: float, later: Sequence[float]) -> str | None:
-    """Message if the median of the last losses exceeds the first loss by more than its size, or by 1; else None."""
+    """Message if the median of the last losses is above the first loss by more than 1 and by more than |first|."""
     last = median(later[-WINDOW:]) if later else first
     if not last > first + max(abs(first), 1.0):
         return None

@@ -24,7 +24,6 @@ class CrossEntropy:
 
     label_smoothing: float = 0.0  # Probability mass of the target that is spread evenly over the vocabulary
     z_loss: float = 0.0  # Weight of the squared log-normalizer, which keeps logits from drifting
-
     # Weight of the load-balancing loss of MoE routers (arXiv:2101.03961); null: that of config.json if it has
     # `output_router_logits: true`, else 0
     router_aux_loss_coef: float | None = None
@@ -49,16 +48,20 @@ class CrossEntropy:
         default = experts[0].router_aux_loss_coef if experts else 0.0
         return default if self.router_aux_loss_coef is None else self.router_aux_loss_coef, self.router_z_loss_coef
 
+    def check_routers(self, spec: DecoderSpec, is_compiled: bool) -> None:
+        """Raise UserError if router losses are set for a model without experts, or with compiled layers."""
+        if any(self.router_coefs(spec)) and is_compiled:
+            remedy = "Set compile=false, or loss.router_aux_loss_coef=0 and loss.router_z_loss_coef=0."
+            raise UserError(f"compile: not compatible with router losses. {remedy}")
+
     def prepare(self, model: Decoder) -> None:
         """Let the routers of a model record what their losses need."""
+        self.check_routers(model.spec, model.flatten_rows)
         if any(self.router_coefs(model.spec)):
-            if model.flatten_rows:
-                problem = "compiled layers cannot record the losses of routers. Set compile=false, or"
-                raise UserError(f"compile: {problem} loss.router_aux_loss_coef=0.")
             model.record_routers()
 
     def __call__(self, model: Decoder, batch: Batch) -> Tensor:
-        """Sum of the loss over the target tokens of a batch. In training, the losses of routers are added to each."""
+        """Sum of the loss over the target tokens of a batch. In training, each has the router losses added to it."""
         targets, target_rows = local_targets(model, batch)
         stats = model.router_stats if torch.is_grad_enabled() else None
         if stats is not None:
@@ -78,7 +81,7 @@ class CrossEntropy:
         return loss + total * batch.num_target_tokens - total.detach() * (batch.num_target_tokens - num_local)
 
     def pop_metrics(self, model: Decoder, dist: DistributedContext) -> dict[str, Tensor]:
-        """Means of the losses of routers since the last call, over the targets of all ranks; empty without any."""
+        """Means of the router losses since the last call, over the target tokens of all ranks; empty without any."""
         if (stats := model.router_stats) is None or stats.totals is None:
             return {}
         *sums, num_targets = dist.all_reduce_sum(stats.totals).unbind()

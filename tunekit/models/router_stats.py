@@ -24,14 +24,12 @@ class RouterStats:
     """
 
     def __init__(self) -> None:
-        self.sums: dict[
-            object, Tensor
-        ] = {}  # (2 * experts + 1,): chosen tokens, probabilities, squared log-normalizers
+        # By router, (2 * experts + 1,): tokens per expert, probabilities per expert, squared log-normalizers.
+        self.sums: dict[object, Tensor] = {}
         self.mask = torch.ones(0)  # (tokens,) of this rank
         self.cp_sharding, self.tp_region = UNSHARDED, NO_PARALLEL
-        self.totals: Tensor | None = (
-            None  # (3,): both losses times their targets, and the targets, since the last metrics
-        )
+        # (3,): both losses, weighted by target tokens, and the number of target tokens, since the last metrics.
+        self.totals: Tensor | None = None
 
     def begin(self, model: RouterModel, token_mask: Tensor) -> None:
         """Start a pass over tokens (B, S), of which padding is not counted."""
@@ -63,6 +61,6 @@ class RouterStats:
         return torch.cat([experts * (counts / tokens * (probs / tokens)).sum()[None], z / tokens])
 
     def add_to_means(self, losses: Tensor, num_targets: int) -> None:
-        """Add the losses (2,) of a micro-batch with this number of targets on this rank."""
+        """Add the losses (2,) of a micro-batch that has `num_targets` target tokens on this rank."""
         added = torch.cat([losses.detach() * num_targets, losses.new_full((1,), num_targets)])
         self.totals = added if self.totals is None else self.totals + added

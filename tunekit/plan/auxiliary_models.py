@@ -115,14 +115,14 @@ def auxiliary_models(cfg: object, source: HFCheckpoint, precision: PrecisionConf
 
 
 def model_or_preset(name: str) -> str:
-    """The model, or with a note the preset of its shape if its config.json cannot be downloaded."""
+    """The model; if its config.json cannot be downloaded, the preset with its shape. Prints a note then."""
     try:
         download.resolve_model_dir(name, CONFIG)
     except UserError as error:
         preset = assets.preset_of(name) if download.split_repo_revision(name) else None
         if preset is None:
             raise
-        print(f"{str(error).removesuffix('.')}. Planning with the shape of {preset}", file=sys.stderr)
+        print(f"{str(error).removesuffix('.')}. Planning with the preset {preset}.", file=sys.stderr)
         return preset
     return name
 

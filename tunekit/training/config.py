@@ -170,7 +170,7 @@ class TrainConfig:
             raise FieldErrors(errors)
 
     def check_best_model(self) -> None:
-        """Raise FieldError if the best model is asked for, but never determined."""
+        """Raise FieldError for keys of the best model without evaluations, or without effect."""
         for name in ("early_stopping_patience", "load_best_model_at_end"):
             if getattr(self, name) and self.eval_data is None:
                 raise FieldError(name, "requires eval_data")
@@ -178,7 +178,7 @@ class TrainConfig:
             raise FieldError("metric_for_best_model", "requires load_best_model_at_end or early_stopping_patience")
 
     def check_memory(self) -> None:
-        """Raise FieldError if an option of `memory` does not go with another key."""
+        """Raise FieldError if an option of `memory` is not compatible with another key."""
         if self.compile and self.memory.activation_checkpointing == "selective":
             problem = (
                 "not compatible with torch.compile, which decides itself what to recompute. Set it to none or full."
@@ -196,10 +196,10 @@ class TrainConfig:
             raise FieldError("init", "random weights under an adapter are not saved. Set adapter=none.")
 
     def continue_adapter(self) -> Self:
-        """This config, with the base of `model` and `adapter.adapter_path` if an adapter is trained and `model` is one.
+        """Config that continues the training of the adapter `model`; this config if `model` is no adapter directory.
 
-        `model` is then the directory of an adapter, or of a finished run that trained one. Keys of `adapter` that have
-        their default values are set to those of this adapter.
+        Sets `model` to its base and `adapter.adapter_path` to its directory, which may be that of a finished run. Keys
+        of `adapter` that have their default values are set to those of this adapter.
         """
         if (
             isinstance(self.adapter, NoAdapter)
@@ -248,7 +248,7 @@ def check_training(cfg: TrainConfig) -> None:
 
 
 def read_checkpoint_and_sources(cfg: TrainConfig) -> HFCheckpoint:
-    """The checkpoint. Raises UserError with one line for each model or data source that does not exist."""
+    """The checkpoint. Raises UserError with a line for each model or data source that does not exist."""
     problems, checkpoint = [], None
     try:
         checkpoint = build.read_checkpoint(cfg)

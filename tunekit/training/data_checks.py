@@ -81,7 +81,10 @@ def check_data(
 
 
 def long_row_warnings(cfg: TrainConfig) -> Iterator[str]:
-    """Warnings about a `max_length` above the context of the model. Rows are not read, and packed ones ignored."""
+    """Warnings about a `max_length` above the context of the model. Reads no rows.
+
+    Packed rows are not checked: their documents may be shorter.
+    """
     context = build.read_checkpoint(cfg).spec.context
     for key, data in (("data", cfg.data), ("eval_data", cfg.eval_data)):
         if data is not None and not data.packing and data.max_length > context:

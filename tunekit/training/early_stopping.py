@@ -22,7 +22,7 @@ class EarlyStoppingOptions(Protocol):
 
 
 class EarlyStopping:
-    """Finds the best step of a run, whose training state is kept. A training state contains all that it knows.
+    """Finds the best step of a run, whose training state is kept. Training states contain its own state.
 
     if ... or early_stopping.needs_save(step) or ...:
         checkpointer.save(step)                                      # keeps the state of `step_to_keep`
@@ -75,11 +75,11 @@ class EarlyStopping:
             comparison = "lower" if self.sign > 0 else "higher"
             log(f"early stopping after step {step}: no {comparison} {name} in {self.patience} evaluations")
         if self.loads_best and self.best_step is None:
-            log(f"warning: no evaluation has a finite {name}: the result has the last weights")
+            log(f"warning: no evaluation has a finite {name}. The result has the last weights.")
         if self.step_to_keep in (None, step):
             return step
         checkpointer.load_weights(self.step_to_keep)
-        log(f"best {name}: {self.best:.6g} after step {self.best_step}, whose weights are the result")
+        log(f"best {name}: {self.best:.6g} after step {self.best_step}. The result has the weights of this step.")
         return self.step_to_keep
 
     def state_dict(self) -> dict[str, Any]:

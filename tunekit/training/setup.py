@@ -37,7 +37,7 @@ def load_model(checkpoint: HFCheckpoint, cfg: TrainConfig, dist: DistributedCont
     if cfg.precision.compute_dtype == "auto" and (dtype := resolve_auto("auto", dist.device)) != "bf16":
         dist.log(f"precision.compute_dtype: auto selects {dtype}: this device has no fast bf16 matmuls")
     if cfg.adapter.adapter_path is not None:
-        dist.log(f"training continues the adapter {cfg.adapter.adapter_path} of {checkpoint.name}")
+        dist.log(f"continuing the training of adapter {cfg.adapter.adapter_path} (base: {checkpoint.name})")
     model = build.build_model(
         checkpoint, cfg.quantization, cfg.adapter, cfg.precision, cfg.memory, dist, from_scratch, cfg.compile
     )
@@ -48,7 +48,7 @@ def load_model(checkpoint: HFCheckpoint, cfg: TrainConfig, dist: DistributedCont
 def build_optimizer(cfg: TrainConfig, model: Decoder, dist: DistributedContext) -> TrainOptimizer:
     """The optimizer of the trained weights. In fp16, the loss is scaled from now on."""
     if model.compute_dtype == torch.float16:
-        if cfg.memory.optimizer_in_bwd:  # found by the config only if it says fp16, not auto
+        if cfg.memory.optimizer_in_bwd:  # the config is checked for fp16, but `auto` depends on the device
             raise UserError(f"memory.optimizer_in_bwd: {NO_LOSS_SCALING}")
         dist.loss_scaler = DynamicLossScaler()
     reshard(model)  # forward passes before training may have gathered parameters, which are other tensors

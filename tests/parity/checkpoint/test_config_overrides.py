@@ -158,11 +158,12 @@ def test_text_model_of_a_multimodal_checkpoint_is_overridden(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        ({"rope_scalling": {}}, "config_overrides: rope_scalling .* 'rope_scaling'"),
-        ({"attention_dropuot": 0.1}, "config_overrides: attention_dropuot .*attention_dropout"),
-        ({"zzz": 1}, "config_overrides: zzz "),
-        ({"model_type": "qwen3"}, "config_overrides: model_type cannot"),
+        ({"rope_scalling": {}}, r"^config_overrides\.rope_scalling: .* 'rope_scaling'"),
+        ({"attention_dropuot": 0.1}, r"^config_overrides\.attention_dropuot: .*attention_dropout"),
+        ({"zzz": 1}, r"^config_overrides\.zzz: "),
+        ({"model_type": "qwen3"}, r"^config_overrides\.model_type: cannot"),
         ({"max_position_embeddings": 0}, ".*config_overrides.*max_position_embeddings must be"),
+        ({"rope_scaling": "yarn"}, r"^config_overrides\.rope_scaling must be an object, got 'yarn'"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ".*config_overrides.*'dynamic' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ".*config_overrides.*low_freq_factor"),
     ],

@@ -96,7 +96,7 @@ def test_template_comes_from_a_file_a_list_or_the_config(tokenizer_dirs: dict[st
     assert Tokenizer.open(directory).render(CONVERSATION) == theirs == "from a file"
     (tmp_path / "own.jinja").write_text("my own")
     assert Tokenizer.open(directory, str(tmp_path / "own.jinja")).render(CONVERSATION) == "my own"
-    with pytest.raises(UserError, match="chat_template: missing.jinja is not a file or a template"):
+    with pytest.raises(UserError, match="chat_template: 'missing.jinja' is not a file"):
         Tokenizer.open(directory, "missing.jinja")
 
 

@@ -175,7 +175,7 @@ def test_start_date_is_kept(tmp_path):
         assert config_text(run_dir) == CONFIG
 
 
-def test_complete_parts_are_used_without_the_config(tmp_path, capsys):
+def test_complete_states_are_used_without_the_config(tmp_path, capsys):
     with open_run_dir(tmp_path / "a", CONFIG, LIVE) as run_dir:
         write_results(run_dir)
     (tmp_path / "a/config.yaml").unlink()

@@ -12,9 +12,9 @@ MARKER = re.compile(r"<\|\w+\|>|<(?:start|end)_of_turn>")
 
 
 def with_chat_format(tokenizer: Tokenizer, chat_template: str | None, kwargs: Mapping[str, Any]) -> Tokenizer:
-    """Copy of a tokenizer with another chat template, whose end-of-turn token ends an answer, and with `kwargs`.
+    """Copy of a tokenizer with another chat template, and with values of its variables.
 
-    `chat_template` is a name or a file; None keeps the tokenizer's.
+    `chat_template` is a name or a file; None keeps that of the tokenizer. Its end-of-turn token ends answers.
     """
     if chat_template is not None:
         tokenizer = tokenizer.with_template(chat_template)
@@ -35,7 +35,7 @@ def find_end_of_turn(tokenizer: Tokenizer) -> set[int]:
 
 
 def split_markers(tokenizer: Tokenizer) -> list[str]:
-    """Markers such as <|im_start|> in the text of the chat template that are not tokens."""
+    """Markers in the chat template, such as <|im_start|>, that the tokenizer splits into several tokens."""
     markers = dict.fromkeys(MARKER.findall(tokenizer.templates.get("default", ("", ""))[0]))
     return [marker for marker in markers if tokenizer.model.token_to_id(marker) is None]
 
@@ -47,6 +47,6 @@ def unread_kwargs(tokenizer: Tokenizer) -> list[str]:
 
 
 def unread_warning(tokenizer: Tokenizer) -> str:
-    """Message about the names of `unread_kwargs`; empty without any."""
+    """Warning about template variables that the chat template does not read; empty without any."""
     names = ", ".join(unread_kwargs(tokenizer))
     return f"chat_template_kwargs: the chat template does not read {names}" if names else ""

@@ -17,7 +17,9 @@ def find_template(name: str) -> Path:
     path = TEMPLATES.get(name) or Path(name).expanduser()
     if not path.is_file():
         names = ", ".join(TEMPLATES)
-        raise UserError(f"chat_template: {name} is not a file or a template. Set it to a Jinja file or one of {names}")
+        raise UserError(
+            f"chat_template: {name!r} is not a file or a bundled template. Set a Jinja file or one of {names}."
+        )
     return path
 
 

@@ -19,8 +19,10 @@ from tunekit.kernels.sequence_layout import SequenceLayout
 IGNORE = -100
 # Rows are padded to a multiple of this many tokens: kernels are compiled and tuned for each new shape.
 LENGTH_MULTIPLE = 16
-TENSOR_FIELDS = ("tokens", "targets", "positions", "document_ids", "doc_flags", "document_indices", "labels")
-TENSOR_FIELDS += ("row_lengths",)
+TENSOR_FIELDS = (
+    "tokens", "targets", "positions", "row_lengths", "document_ids", "doc_flags", "document_indices",
+    "labels",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 
 SHARED_KEYS = ("max_length", "packing", "shuffle")  # keys that a mixture sets for all of its datasets
-TEMPLATE_KEYS = ("chat_template", "chat_template_kwargs")  # the same, for those that a chat template renders
+TEMPLATE_KEYS = ("chat_template", "chat_template_kwargs")  # also shared, by datasets with a chat template
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class MixtureBase(DataConfig):
     packing: bool = False  # Pack whole documents into rows of `max_length` tokens, without cross-document attention
     shuffle: bool = True  # Shuffle the rows of all datasets; false: one dataset after the other, in file order
     chat_template: str | None = None  # Jinja file, or the name of a bundled template, for all datasets
-    # Values of template variables; a dataset may add more, which are only for its rows
+    # Values of template variables; each dataset may add more, for its own rows
     chat_template_kwargs: TemplateKwargs = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class MixtureBase(DataConfig):
         return tuple(self.with_shared_template(config) for config in configs)
 
     def with_shared_template(self, config: DatasetConfig) -> DatasetConfig:
-        """Config of a dataset with the chat template of the mixture, if a template renders its rows."""
+        """Config of a dataset with the chat template of the mixture, if the dataset uses one."""
         if not isinstance(config, ChatTemplateMixin):
             return config
         kwargs = {**self.chat_template_kwargs, **config.chat_template_kwargs}
@@ -137,7 +137,7 @@ class MixtureBase(DataConfig):
             config.check_source()
 
     def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Tokenizer with the chat template of all rows. Raise UserError if it cannot encode the rows of a dataset."""
+        """Tokenizer with the chat template of the mixture. Raise UserError if it cannot encode a dataset."""
         for config in self.dataset_configs:
             config.prepare_tokenizer(tokenizer)
         return with_chat_format(tokenizer, self.chat_template, self.chat_template_kwargs)

@@ -1,4 +1,4 @@
-"""Other values for keys of config.json: a longer context, another RoPE scaling."""
+"""Overrides of keys of config.json, such as a longer context or another RoPE scaling."""
 
 import copy
 import difflib
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunekit.models.families.base import OPTIONAL, Config, rope_scaling_config
-from tunekit.models.families.config_checks import LISTS, RANGES
+from tunekit.models.families.config_checks import LISTS, RANGES, check_config_values
 
 FIXED_KEYS = ("model_type", "architectures", "quantization_config", "text_config")
 ROPE_KEYS = ("rope_theta", "partial_rotary_factor")  # also in `rope_parameters`, whose values win
@@ -16,20 +16,22 @@ SCALED_CONTEXT = ("llama3", "longrope", "yarn")  # RoPE types that depend on the
 
 
 def override_config(config: Config, overrides: Config) -> dict[str, Any]:
-    """config.json with other values; of multimodal models, of their text model.
+    """config.json with overridden keys, which are those of the text model in multimodal models.
 
-    RoPE scaling is stored where the file has it, with the context before scaling. Raises ValueError for unknown keys.
+    RoPE scaling is stored where the file has it, with the context before scaling. Raises ValueError with a message
+    that starts with the key.
     """
     result = copy.deepcopy(dict(config))
     section = model_section(result)
     known, context = {*KNOWN_KEYS, *section}, original_context(section)
     for key, value in overrides.items():
         if key in FIXED_KEYS or key not in known:
-            raise ValueError(f"{key} {describe_problem(key, known)}")
+            raise ValueError(f"{key}: {describe_problem(key, known)}")
         section[key] = to_json(value)
         rope = section.get("rope_parameters")
         if key in ROPE_KEYS and isinstance(rope, dict) and key in rope and "rope_parameters" not in overrides:
             rope[key] = value
+    check_config_values(section)
     if "rope_scaling" in overrides:
         set_rope_scaling(section, context)
     elif "rope_parameters" in overrides:
@@ -48,7 +50,7 @@ def describe_problem(key: str, known: set[str]) -> str:
         return "cannot be overridden. Remove it."
     matches = difflib.get_close_matches(key, known - {*FIXED_KEYS}, 1)
     hint = f"Did you mean {matches[0]!r}?" if matches else "Remove it."
-    return f"is no key of config.json that this model reads. {hint}"
+    return f"not a key of config.json that this model reads. {hint}"
 
 
 def to_json(value: Any) -> Any:
