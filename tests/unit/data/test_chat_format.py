@@ -83,7 +83,7 @@ def test_names_that_a_template_does_not_read_are_reported(qwen3: Path) -> None:
 
 @pytest.mark.parametrize("name", ["chatmll", "missing.jinja"])
 def test_unknown_template_lists_the_names(name: str) -> None:
-    with pytest.raises(UserError, match=f"chat_template: {name} is not a file .* {', '.join(TEMPLATES)}"):
+    with pytest.raises(UserError, match=f"chat_template: '{name}' is not a file .* {', '.join(TEMPLATES)}"):
         ChatDataset("tunekit/tools", chat_template=name).check_source()
 
 

@@ -51,9 +51,8 @@ def main(args: argparse.Namespace) -> None:
     tokenizer = with_chat_format(tokenizer, chat_format.chat_template, chat_format.chat_template_kwargs)
     if warning := unread_warning(tokenizer):
         print(f"warning: {warning}", file=sys.stderr)
-    tokenizer.encode_prompt(
-        [*start_messages(args.system_prompt), {"role": "user", "content": "Hello"}]
-    )  # raises if it cannot
+    # An unusable chat template is an error now, and not only after the first question.
+    tokenizer.encode_prompt([*start_messages(args.system_prompt), {"role": "user", "content": "Hello"}])
     chat_loop(lambda messages: generate.stream_text(model, tokenizer, messages, sampling), args.system_prompt)
 
 
