@@ -260,5 +260,5 @@ def read_checkpoint_and_sources(cfg: TrainConfig) -> HFCheckpoint:
         except UserError as error:
             problems.append(str(error))
     if problems or checkpoint is None:
-        raise UserError("\n".join(problems))
+        raise UserError("\n".join(dict.fromkeys(problems)))  # an unknown chat template is reported by both
     return checkpoint
