@@ -191,7 +191,7 @@ def test_tf32_is_refused_by_the_check_of_a_config(device: str) -> None:
     "override",
     ["device=gpu", "device=cuda:1", "deterministic=maybe", "parallel.cpu_offload=true",
      "memory.activation_offloading=true",
-     "precision.compute_dtype=fp16", "precision.compute_dtype=tf32"],
+     "precision.compute_dtype=fp8", "precision.compute_dtype=tf32"],
 )  # fmt: skip
 def test_mistakes_of_device_options_name_the_key(override: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["validate", "nano/tools_lora", override]) == 2

@@ -55,7 +55,7 @@ def test_kinds_are_plausible() -> None:
 
 @pytest.mark.parametrize(("name", "compute", "rate"), [
     ("h100", "bf16", 989), ("h100", "fp32", 67), ("h100", "tf32", 494), ("a100", "fp32", 19.5), ("a100", "tf32", 156),
-    ("t4", "bf16", 8.1), ("t4", "fp32", 8.1), ("v100", "bf16", 15.7), ("mi300x", "fp32", 163.4), ("h20", "bf16", 148),
+    ("t4", "bf16", 8.1), ("t4", "fp16", 65), ("t4", "fp32", 8.1), ("v100", "bf16", 15.7), ("mi300x", "fp32", 163.4), ("h20", "bf16", 148),
 ])  # fmt: skip
 def test_rates_of_each_precision(name: str, compute: str, rate: float) -> None:
     assert KINDS[name].rate(compute) == rate
@@ -68,7 +68,7 @@ def test_a_gpu_without_a_name_keeps_the_proportions() -> None:
     assert kind.rate("fp32") == 2 * 67 and kind.rate("tf32") == 2 * 494 and KINDS["t4"].scaled(130).tf32 is None
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("t4", "fp32"), ("v100", "fp32"), ("a100", "bf16"), ("mi300x", "bf16")])
+@pytest.mark.parametrize(("name", "dtype"), [("t4", "fp16"), ("v100", "fp16"), ("a100", "bf16"), ("mi300x", "bf16")])
 def test_auto_is_what_the_card_can_do(name: str, dtype: str) -> None:
     assert settled_precision(PrecisionConfig(), on(KINDS[name])).compute_dtype == dtype
     assert bool(without_flash(on(KINDS[name]))) == (name in ("t4", "v100"))
@@ -89,7 +89,7 @@ def config() -> SFTConfig:
 
 
 def test_a_config_is_planned_for_the_card() -> None:
-    for name, dtype in (("t4", torch.float32), ("h100", torch.bfloat16)):
+    for name, dtype in (("t4", torch.float16), ("h100", torch.bfloat16)):
         workload = make_workload(config(), on(KINDS[name]))
         assert workload.compute == dtype and workload.flash == (name == "h100")
 

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import math
 import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from tunekit.errors import UserError
 
 SIMPLE_KEYS = {"role", "content"}  # the keys of most messages
 INCOMPLETE_CHAR = "\ufffd"
+MAX_NORMALIZER_GROWTH = 1000  # factor of the length of a text; known tokenizers have up to 3
 
 
 class TokenizerErrors:
@@ -300,8 +302,21 @@ def read_model(directory: Path) -> tokenizers.Tokenizer:
             "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     content = read_json(path)
+    if max_growth(content.get("normalizer")) > MAX_NORMALIZER_GROWTH:
+        raise UserError(f"{path}: the normalizer can make a text more than {MAX_NORMALIZER_GROWTH} times longer")
     with TokenizerErrors(f"{path}: is not a valid tokenizer", "Download it again."):
         return tokenizers.Tokenizer.from_str(json.dumps(content))
+
+
+def max_growth(normalizer: Any) -> int:
+    """How many times longer the replacements of a normalizer can make a text: they may follow one another."""
+    if not isinstance(normalizer, dict):
+        return 1
+    steps = normalizer.get("normalizers")
+    if isinstance(steps, list):
+        return math.prod(map(max_growth, steps))
+    content = normalizer.get("content")
+    return max(1, len(content)) if isinstance(content, str) else 1
 
 
 def special_token_texts(config: Mapping[str, Any]) -> dict[str, str]:

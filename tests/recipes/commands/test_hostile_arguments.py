@@ -106,3 +106,12 @@ def test_markup_and_control_characters_of_a_file_name_are_escaped(
     output = "".join(capsys.readouterr())
     assert not any(character in text for text in (output, card, page) for character in "\x1b\u202e")
     assert "``a`<img src=x onerror=alert(7)>`b\\x1b[31m\\u202e.jsonl``" in card and "<img" not in page
+
+
+def test_normalizer_that_multiplies_texts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = json.loads((BUNDLED_MODEL / "tokenizer.json").read_text())
+    replace = {"type": "Replace", "pattern": {"String": "h"}, "content": "h" * 100}
+    normalizer = {"type": "Sequence", "normalizers": [replace] * 5}
+    write_model(tmp_path / "model", tokenizer=json.dumps(content | {"normalizer": normalizer}))
+    assert cli.main(["run", "generate", "nano/generate", f"model={tmp_path}/model", "prompts=[hi]"]) == 2
+    assert "tokenizer.json: the normalizer can make a text more than 1000 times longer" in capsys.readouterr().err

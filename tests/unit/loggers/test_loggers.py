@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tunekit.distributed.loss_scaler import LossScaler
 from tunekit.errors import UserError
 from tunekit.loggers.metric_logger import (
     CometConfig,
@@ -27,6 +28,7 @@ MAIN = SimpleNamespace(
     rank=0,
     max_over_ranks=lambda *values: [*values],
     sum_each_count=lambda *counts: [*counts],
+    loss_scaler=LossScaler(),
 )
 RESOLVED = {"seed": 1, "optimizer": {"kind": "adamw", "lr": 1e-4}}
 PACKAGES = {

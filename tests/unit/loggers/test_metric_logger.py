@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.helpers.wait import wait_until
+from tunekit.distributed.loss_scaler import LossScaler
 from tunekit.errors import UserError
 from tunekit.loggers import metric_logger
 from tunekit.loggers.metric_logger import FILE, MetricLogger, ThroughputCounter, memory_stats, write_final_metrics
@@ -29,8 +30,15 @@ def identity(*values):
     return [*values]
 
 
-MAIN = SimpleNamespace(is_main_process=True, device=CPU, rank=0, max_over_ranks=identity, sum_each_count=identity)
-OTHER = SimpleNamespace(is_main_process=False, device=CPU, rank=1, max_over_ranks=identity, sum_each_count=identity)
+MAIN = SimpleNamespace(
+    is_main_process=True,
+    device=CPU,
+    rank=0,
+    max_over_ranks=identity,
+    sum_each_count=identity,
+    loss_scaler=LossScaler(),
+)
+OTHER = SimpleNamespace(**vars(MAIN) | {"is_main_process": False, "rank": 1})
 
 
 def read_lines(folder):
