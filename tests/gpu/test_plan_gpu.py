@@ -55,7 +55,8 @@ def test_kinds_are_plausible() -> None:
 
 @pytest.mark.parametrize(("name", "compute", "rate"), [
     ("h100", "bf16", 989), ("h100", "fp32", 67), ("h100", "tf32", 494), ("a100", "fp32", 19.5), ("a100", "tf32", 156),
-    ("t4", "bf16", 8.1), ("t4", "fp16", 65), ("t4", "fp32", 8.1), ("v100", "bf16", 15.7), ("mi300x", "fp32", 163.4), ("h20", "bf16", 148),
+    ("t4", "bf16", 8.1), ("t4", "fp16", 65), ("t4", "fp32", 8.1),
+    ("v100", "bf16", 15.7), ("mi300x", "fp32", 163.4), ("h20", "bf16", 148),
 ])  # fmt: skip
 def test_rates_of_each_precision(name: str, compute: str, rate: float) -> None:
     assert KINDS[name].rate(compute) == rate
