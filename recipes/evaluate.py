@@ -14,7 +14,7 @@ from pathlib import Path
 from tunekit import build
 from tunekit.checkpoint.atomic import check_writable, write_text_atomic
 from tunekit.checkpoint.classification_head import require_language_model
-from tunekit.data.chat_template.chat_format import unread_warning, with_chat_format
+from tunekit.data.chat_template.chat_format import describe_unread_kwargs, with_chat_format
 from tunekit.data.chat_template.named_templates import TemplateKwargs, check_template_kwargs
 from tunekit.data.dataloader.build import build_dataloader
 from tunekit.data.dataloader.mixture import SFTData, dataset_title, is_streaming
@@ -121,7 +121,7 @@ def evaluate_model(name: str, cfg: EvaluateConfig, dist: DistributedContext) -> 
     tasks = cfg.named.load()  # before weights are read: some tasks are downloaded
     model, tokenizer = build.load_for_inference(name, cfg.precision, dist, cfg.quantization)
     tokenizer = cfg.with_chat_format(tokenizer)
-    if warning := unread_warning(tokenizer):
+    if warning := describe_unread_kwargs(tokenizer):
         dist.log(f"warning: {warning}")
     evaluator = GenerationEvaluator(model, tokenizer, cfg.sampling, cfg.batch_size, dist)
     questions, results = [], []

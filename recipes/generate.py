@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tunekit import build
 from tunekit.checkpoint.atomic import write_text_atomic
-from tunekit.data.chat_template.chat_format import unread_warning, with_chat_format
+from tunekit.data.chat_template.chat_format import describe_unread_kwargs, with_chat_format
 from tunekit.data.chat_template.messages import parse_messages
 from tunekit.data.chat_template.named_templates import TemplateKwargs, check_template_kwargs
 from tunekit.data.chat_template.template_features import detect_features
@@ -79,7 +79,7 @@ def main(cfg: GenerateConfig) -> None:
         cfg.parallel.check_inference(dist.world_size)
         model, tokenizer = build.load_for_inference(cfg.model, cfg.precision, dist, cfg.quantization)
         tokenizer = with_chat_format(tokenizer, cfg.chat_template, cfg.chat_template_kwargs)
-        if warning := unread_warning(tokenizer):
+        if warning := describe_unread_kwargs(tokenizer):
             dist.log(f"warning: {warning}")
         texts = list(read_prompts(cfg))
         prompts = [encode_prompt(text, tokenizer, cfg) for text in texts]

@@ -24,7 +24,7 @@ def model_dir(name: str) -> Path | None:
 VARIANT = re.compile(r"meta|instruct|it|chat|base|hf|pt|thinking|\d{4}|v0\.\d|\d+k")
 
 
-def preset_of(repo: str) -> str | None:
+def find_preset(repo: str) -> str | None:
     """Preset with the architecture and size of a Hub model, found by its name; None if there is none."""
     words = re.split("[-_]", repo.partition("@")[0].rpartition("/")[2].lower())
     shape = "".join(word for word in words if not VARIANT.fullmatch(word)).replace(".", "")

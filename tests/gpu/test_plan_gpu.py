@@ -23,7 +23,7 @@ from tunekit.plan import estimate, hardware, report
 from tunekit.plan.hardware import GIB, KINDS, ClusterSpec, GPUSpec
 from tunekit.plan.memory_tracker import MemoryTracker
 from tunekit.plan.operations import Operations, count, flash_workspace
-from tunekit.plan.workload import Workload, make_workload, settled_precision, without_flash
+from tunekit.plan.workload import Workload, make_workload, resolve_precision, without_flash
 from tunekit.quantization.config import NF4Config, NoQuantization
 from tunekit.recipes.sft import SFTConfig
 
@@ -71,17 +71,17 @@ def test_a_gpu_without_a_name_keeps_the_proportions() -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), [("t4", "fp16"), ("v100", "fp16"), ("a100", "bf16"), ("mi300x", "bf16")])
 def test_auto_is_what_the_card_can_do(name: str, dtype: str) -> None:
-    assert settled_precision(PrecisionConfig(), on(KINDS[name])).compute_dtype == dtype
+    assert resolve_precision(PrecisionConfig(), on(KINDS[name])).compute_dtype == dtype
     assert bool(without_flash(on(KINDS[name]))) == (name in ("t4", "v100"))
     best = "bf16" if devices.has_fast_bf16(torch.device("cpu")) else "fp32"
-    assert settled_precision(PrecisionConfig(), ClusterSpec()).compute_dtype == best
+    assert resolve_precision(PrecisionConfig(), ClusterSpec()).compute_dtype == best
 
 
 def test_tf32_is_refused_where_there_is_none() -> None:
     for where in (ClusterSpec(), on(KINDS["t4"]), on(KINDS["mi300x"])):
         with pytest.raises(UserError, match="precision.compute_dtype: tf32"):
-            settled_precision(PrecisionConfig("tf32"), where)
-    assert settled_precision(PrecisionConfig("tf32"), on(KINDS["a100"])).compute_dtype == "tf32"
+            resolve_precision(PrecisionConfig("tf32"), where)
+    assert resolve_precision(PrecisionConfig("tf32"), on(KINDS["a100"])).compute_dtype == "tf32"
 
 
 def config() -> SFTConfig:

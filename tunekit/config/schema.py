@@ -132,7 +132,8 @@ def _type_label(hint: Any) -> str:
             items = [_type_label(item) for item in get_args(member) if item is not Ellipsis]
             labels.append(f"list of {', '.join(items)}")
         elif get_origin(member) is dict:
-            labels.append(f"mapping to {_type_label(get_args(member)[1])}")
+            values = _type_label(get_args(member)[1])
+            labels.append("mapping" if " or " in values else f"mapping to {values}")
         elif member in TYPE_LABELS:
             labels.append(TYPE_LABELS[member])
     return " or ".join(labels)

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from tunekit.data.chat_template.chat_format import find_end_of_turn, split_markers, unread_warning
+from tunekit.data.chat_template.chat_format import describe_unread_kwargs, find_end_of_turn, find_split_markers
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, TokenizedDataset
 from tunekit.data.row_stats import RowStats, measure_rows
@@ -198,10 +198,10 @@ def find_empty_answers(target: CheckTarget) -> Iterator[Finding]:
 def find_template_problems(target: CheckTarget) -> Iterator[Finding]:
     """Values that the chat template does not read, and markers that are several tokens each."""
     tokenizer = target.tokenizer
-    if message := unread_warning(tokenizer):
+    if message := describe_unread_kwargs(tokenizer):
         hint = "Remove them, or use a template that reads them"
         yield target.report("doubtful", "template variables", message, hint)
-    if markers := split_markers(tokenizer):
+    if markers := find_split_markers(tokenizer):
         severity: Severity = "note" if find_end_of_turn(tokenizer) else "doubtful"
         message = f"the chat template writes {' and '.join(markers)}, which this tokenizer splits into several tokens"
         hint = "Use a template whose markers are tokens of the model, or add them as tokens"

@@ -119,7 +119,7 @@ def model_or_preset(name: str) -> str:
     try:
         download.resolve_model_dir(name, CONFIG)
     except UserError as error:
-        preset = assets.preset_of(name) if download.split_repo_revision(name) else None
+        preset = assets.find_preset(name) if download.split_repo_revision(name) else None
         if preset is None:
             raise
         print(f"{str(error).removesuffix('.')}. Planning with the preset {preset}.", file=sys.stderr)

@@ -85,7 +85,7 @@ class Workload:
 
     @property
     def compute(self) -> torch.dtype:
-        """The dtype of matmuls; `settled_precision` has replaced `auto`, since this knows no device."""
+        """The dtype of matmuls; `resolve_precision` has replaced `auto`, since this knows no device."""
         return DTYPES[self.precision.compute_dtype]
 
     def rows(self, sizes: ParallelDims) -> int:
@@ -113,7 +113,7 @@ def make_workload(cfg: Any, machine: ClusterSpec) -> Workload:
     model = model_or_preset(cfg.model)
     source = build.resolve_checkpoint(model, CONFIG)[0].with_config_overrides(cfg.config_overrides)
     source = with_head(cfg, source)
-    precision = settled_precision(cfg.precision, machine)
+    precision = resolve_precision(cfg.precision, machine)
     device = "cpu" if machine.kind is None else "cuda"
     mix = resolve_mixture(MixtureBase.from_config(cfg.data))
     models = tuple(auxiliary_models(cfg, source, precision))
@@ -141,7 +141,7 @@ def make_workload(cfg: Any, machine: ClusterSpec) -> Workload:
     )
 
 
-def settled_precision(precision: PrecisionConfig, machine: ClusterSpec) -> PrecisionConfig:
+def resolve_precision(precision: PrecisionConfig, machine: ClusterSpec) -> PrecisionConfig:
     """Resolve `auto` for a machine. Raise UserError if the machine does not support the dtype."""
     if machine.kind is None:
         precision.check(CPU)

@@ -136,7 +136,7 @@ def test_preset_replaces_a_model_that_cannot_be_downloaded(
     ("Qwen/Qwen3-8B-FP8", None), ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", None),
 ])  # fmt: skip
 def test_presets_are_found_by_the_names_of_models(name: str, preset: str | None) -> None:
-    assert assets.preset_of(name) == (preset and f"tunekit/{preset}")
+    assert assets.find_preset(name) == (preset and f"tunekit/{preset}")
 
 
 def test_search_on_the_cpu_is_refused_at_once(config_path: str, capsys: pytest.CaptureFixture[str]) -> None:

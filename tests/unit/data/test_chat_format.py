@@ -10,9 +10,9 @@ from tests.helpers.chat_families import EMPTY, read_family_template, write_famil
 from tests.helpers.loss_masks import target_texts
 from tunekit.config.load import load_config
 from tunekit.data.chat_template.chat_format import (
+    describe_unread_kwargs,
     find_end_of_turn,
-    split_markers,
-    unread_warning,
+    find_split_markers,
     with_chat_format,
 )
 from tunekit.data.chat_template.named_templates import TEMPLATES, with_defaults
@@ -69,15 +69,17 @@ def test_end_of_turn_of_another_template_stops_generation(qwen3: Path, tmp_path:
     assert tokenizer.stops == base.stops | {end} and tokenizer.stop_texts.fullmatch("<end_of_turn>")
     assert with_chat_format(base, "alpaca", {}).stops == base.stops, "its turns end with the EOS token"
     assert find_end_of_turn(with_chat_format(base, "chatml", {})) == set()
-    assert split_markers(with_chat_format(base, "chatml", {})) == ["<|im_start|>", "<|im_end|>"]
-    assert split_markers(with_chat_format(Tokenizer.open(qwen3), "chatml", {})) == []
+    assert find_split_markers(with_chat_format(base, "chatml", {})) == ["<|im_start|>", "<|im_end|>"]
+    assert find_split_markers(with_chat_format(Tokenizer.open(qwen3), "chatml", {})) == []
 
 
 def test_names_that_a_template_does_not_read_are_reported(qwen3: Path) -> None:
     tokenizer = Tokenizer.open(qwen3)
-    assert not unread_warning(tokenizer)
-    assert not unread_warning(with_chat_format(tokenizer, None, {"enable_thinking": True}))
-    message = unread_warning(with_chat_format(tokenizer, None, {"enable_thinking": True, "thinking": 1, "day": ""}))
+    assert not describe_unread_kwargs(tokenizer)
+    assert not describe_unread_kwargs(with_chat_format(tokenizer, None, {"enable_thinking": True}))
+    message = describe_unread_kwargs(
+        with_chat_format(tokenizer, None, {"enable_thinking": True, "thinking": 1, "day": ""})
+    )
     assert message == "chat_template_kwargs: the chat template does not read thinking, day"
 
 

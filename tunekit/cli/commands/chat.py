@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tunekit import build
 from tunekit.config.load import load_config
-from tunekit.data.chat_template.chat_format import unread_warning, with_chat_format
+from tunekit.data.chat_template.chat_format import describe_unread_kwargs, with_chat_format
 from tunekit.data.chat_template.named_templates import TemplateKwargs, check_template_kwargs, find_template
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> None:
     chat_format = ChatFormat.from_args(args)
     model, tokenizer = build.load_for_inference(args.model, PrecisionConfig(), DistributedContext())
     tokenizer = with_chat_format(tokenizer, chat_format.chat_template, chat_format.chat_template_kwargs)
-    if warning := unread_warning(tokenizer):
+    if warning := describe_unread_kwargs(tokenizer):
         print(f"warning: {warning}", file=sys.stderr)
     # An unusable chat template is an error now, and not only after the first question.
     tokenizer.encode_prompt([*start_messages(args.system_prompt), {"role": "user", "content": "Hello"}])

@@ -34,19 +34,19 @@ def find_end_of_turn(tokenizer: Tokenizer) -> set[int]:
     return {token for token, special in tokenizer.special_ids.items() if match and match[0] == special}
 
 
-def split_markers(tokenizer: Tokenizer) -> list[str]:
+def find_split_markers(tokenizer: Tokenizer) -> list[str]:
     """Markers in the chat template, such as <|im_start|>, that the tokenizer splits into several tokens."""
     markers = dict.fromkeys(MARKER.findall(tokenizer.templates.get("default", ("", ""))[0]))
     return [marker for marker in markers if tokenizer.model.token_to_id(marker) is None]
 
 
-def unread_kwargs(tokenizer: Tokenizer) -> list[str]:
+def find_unread_kwargs(tokenizer: Tokenizer) -> list[str]:
     """Names in `template_kwargs` that the chat template does not read."""
     kwargs = tokenizer.template_kwargs
     return [name for name in kwargs if name not in tokenizer.template().variables]
 
 
-def unread_warning(tokenizer: Tokenizer) -> str:
+def describe_unread_kwargs(tokenizer: Tokenizer) -> str:
     """Warning about template variables that the chat template does not read; empty without any."""
-    names = ", ".join(unread_kwargs(tokenizer))
+    names = ", ".join(find_unread_kwargs(tokenizer))
     return f"chat_template_kwargs: the chat template does not read {names}" if names else ""
