@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedChunk, flatten_documents
 from tunekit.data.readers.row_reader import BadRow, Row, RowChunk
-from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.tokenizer import Tokenizer, TokenizerErrors
 from tunekit.errors import UserError
 
 PROGRESS_BYTES = 8  # of the shared memory in which a worker stores the index of its row
@@ -48,7 +48,8 @@ def serve(pipe: Connection, progress: memoryview) -> None:
     modules, task = pipe.recv()
     for module in modules:
         module.load()
-    config, tokenizer = pickle.loads(task)
+    with TokenizerErrors("the tokenizer cannot be copied to a worker process", "Check tokenizer.json."):
+        config, tokenizer = pickle.loads(task)
     tokenizer.enable_cache()
     pipe.send(None)  # ready
     while True:
