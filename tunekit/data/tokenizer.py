@@ -339,7 +339,6 @@ def read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, tupl
         return {name: (read_template(path), str(path)) for name, path in files.items()}
     value, path = config.get("chat_template"), str(directory / "tokenizer_config.json")
     if isinstance(value, list):
-        items = [item for item in value if isinstance(item, dict)]
-        pairs = {item.get("name"): item.get("template") for item in items if isinstance(item.get("name"), str)}
-        return {name: (text, path) for name, text in pairs.items() if isinstance(text, str)}
+        pairs = [(item.get("name"), item.get("template")) for item in value if isinstance(item, dict)]
+        return {name: (text, path) for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
     return {"default": (value, path)} if isinstance(value, str) else {}
