@@ -235,7 +235,7 @@ class MetricLogger:
         """Delete the lines after `step`, when the run rolls back to it. The counter was restored with the state."""
         self.flush()
         if self.file is not None:
-            self.file = restore_deleted(self.file)
+            self.file = reopen_if_deleted(self.file)
             os.truncate(self.file.name, bytes_up_to_step(Path(self.file.name), step))
         self.terminal.advance(step)
         self.clock, self.compiled = time.perf_counter(), compile_seconds()
@@ -293,7 +293,7 @@ class MetricLogger:
             return
         line = encode_line(step, values)
         try:
-            self.file = restore_deleted(self.file)
+            self.file = reopen_if_deleted(self.file)
             num_bytes = self.file.write(line)
         except OSError as error:
             raise UserError(f"{self.file.name}: write failed, {error.strerror}. Fix the disk and rerun.") from error
@@ -391,7 +391,7 @@ def open_metrics_file(file: Path, start: int) -> IO[bytes]:
         raise UserError(f"{file}: write failed, {error.strerror}. Set another output_dir.") from error
 
 
-def restore_deleted(file: IO[bytes]) -> IO[bytes]:
+def reopen_if_deleted(file: IO[bytes]) -> IO[bytes]:
     """Write an open file under its name again if it was deleted. Returns the open file."""
     if os.fstat(file.fileno()).st_nlink > 0:
         return file

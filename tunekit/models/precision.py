@@ -54,4 +54,9 @@ def resolve_auto(compute_dtype: str, device: torch.device) -> str:
     """The compute dtype that `auto` selects on a device; any other is unchanged."""
     if compute_dtype != "auto":
         return compute_dtype
-    return "bf16" if devices.has_fast_bf16(device) else "fp16" if devices.capabilities(device).fp16 else "fp32"
+    return choose_compute_dtype(devices.has_fast_bf16(device), devices.capabilities(device).fp16)
+
+
+def choose_compute_dtype(bf16: bool, fp16: bool) -> str:
+    """The compute dtype of hardware that is fast with bf16, or with fp16, or with neither."""
+    return "bf16" if bf16 else "fp16" if fp16 else "fp32"

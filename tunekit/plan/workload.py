@@ -17,7 +17,7 @@ from tunekit.errors import UserError
 from tunekit.hub import download
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
-from tunekit.models.precision import DTYPES, PrecisionConfig, resolve_auto
+from tunekit.models.precision import DTYPES, PrecisionConfig, choose_compute_dtype, resolve_auto
 from tunekit.models.spec import DecoderSpec
 from tunekit.plan.auxiliary_models import (
     AuxiliaryModel,
@@ -152,7 +152,7 @@ def resolve_precision(precision: PrecisionConfig, machine: ClusterSpec) -> Preci
     if machine.kind is None:
         return replace(precision, compute_dtype=resolve_auto("auto", CPU))
     supported = machine.kind.capabilities
-    return replace(precision, compute_dtype="bf16" if supported.bf16 else "fp16" if supported.fp16 else "fp32")
+    return replace(precision, compute_dtype=choose_compute_dtype(supported.bf16, supported.fp16))
 
 
 def without_flash(machine: ClusterSpec) -> list[str]:

@@ -140,7 +140,7 @@ class RunContext:
 
     def begin_step(self, step: int, logger: MetricLogger) -> None:
         """Send a heartbeat, start or stop the profiler, and seed the random numbers of this step."""
-        if self.files.restore_deleted():
+        if step % self.cfg.save_every == 0 and self.files.restore_deleted():
             self.dist.log(f"warning: {self.dir} was deleted during the run. Its config and metrics are written again.")
         with logger.pause():
             self.profiler.begin_step(step)

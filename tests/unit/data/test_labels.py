@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers.encode_rows import encode_document, encode_row
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.batch import IGNORE, Batch
 from tunekit.data.dataloader.build import build_dataloader
@@ -14,7 +15,7 @@ from tunekit.data.dataloader.reward_data import AutoRewardDataset
 from tunekit.data.datasets import DatasetConfig, PreferenceDataset, UnpairedPreferenceDataset
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
-from tunekit.data.readers.row_reader import BadRow, Row
+from tunekit.data.readers.row_reader import BadRow
 from tunekit.data.reward_datasets import LabeledDataset, StepwiseDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
@@ -23,18 +24,6 @@ from tunekit.errors import FieldError, UserError
 @pytest.fixture(scope="module")
 def tokenizer(tokenizer_dirs: dict[str, Path]) -> Tokenizer:
     return Tokenizer.open(tokenizer_dirs["headers"])
-
-
-def encode_row(dataset: DatasetConfig, tokenizer: Tokenizer, fields: dict) -> list[Document] | BadRow | None:
-    (result,) = dataset.encode_rows(dataset.prepare_tokenizer(tokenizer), [Row("rows.jsonl:1", fields)])
-    return result
-
-
-def encode_document(dataset: DatasetConfig, tokenizer: Tokenizer, fields: dict) -> Document:
-    result = encode_row(dataset, tokenizer, fields)
-    assert isinstance(result, list), result
-    (document,) = result
-    return document
 
 
 def build_loader(

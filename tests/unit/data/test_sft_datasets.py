@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.encode_rows import encode_document, encode_row
 from tunekit.data.dataloader.batch import IGNORE
 from tunekit.data.dataloader.build import build_dataloader
-from tunekit.data.datasets import DatasetConfig
 from tunekit.data.preprocess.tokenized_dataset import Document
-from tunekit.data.readers.row_reader import BadRow, Row
+from tunekit.data.readers.row_reader import BadRow
 from tunekit.data.sft_datasets import AutoDataset, PretokenizedDataset, SegmentsDataset
 from tunekit.data.tokenizer import Tokenizer
 
@@ -18,18 +18,6 @@ from tunekit.data.tokenizer import Tokenizer
 @pytest.fixture(scope="module")
 def tokenizer(tokenizer_dirs: dict[str, Path]) -> Tokenizer:
     return Tokenizer.open(tokenizer_dirs["chatml"])
-
-
-def encode_row(dataset: DatasetConfig, tokenizer: Tokenizer, fields: dict) -> list[Document] | BadRow | None:
-    (result,) = dataset.encode_rows(dataset.prepare_tokenizer(tokenizer), [Row("rows.jsonl:1", fields)])
-    return result
-
-
-def encode_document(dataset: DatasetConfig, tokenizer: Tokenizer, fields: dict) -> Document:
-    result = encode_row(dataset, tokenizer, fields)
-    assert isinstance(result, list), result
-    (document,) = result
-    return document
 
 
 CONVERSATION = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
