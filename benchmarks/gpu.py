@@ -51,6 +51,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TINY = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "head_dim": 64}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 BF16 = torch.bfloat16
+PEER_ROWS = 2  # with 4, transformers needs more than 80 GB
 
 
 @dataclass(frozen=True)
@@ -213,17 +214,23 @@ def repeated(fn: Callable[[], object], size: Size) -> float:
 
 
 def lora(size: Size) -> dict[str, float]:
-    """Step of an 8B Llama with bf16 weights and rank 16 on all linear layers, 4 rows of 2,048 tokens, as in
-    `theirs`.
+    """Step of an 8B Llama with bf16 weights and rank 16 on all linear layers, 4 rows of 2,048 tokens, then 2 rows, as
+    in `transformers_steps`.
     """
-    return steps(
-        size, "tunekit/llama3_1_8b", NoQuantization(), LoRAConfig(16), rows=4, length=2048, factor=4, packed=False
-    )
+    return steps_of_rows(size, NoQuantization())
 
 
 def qlora(size: Size) -> dict[str, float]:
     """The same with NF4 weights."""
-    return steps(size, "tunekit/llama3_1_8b", NF4Config(), LoRAConfig(16), rows=4, length=2048, factor=4, packed=False)
+    return steps_of_rows(size, NF4Config())
+
+
+def steps_of_rows(size: Size, weights: NoQuantization) -> dict[str, float]:
+    options = {"length": 2048, "factor": 4, "packed": False}
+    results = steps(size, "tunekit/llama3_1_8b", weights, LoRAConfig(16), rows=4, **options)
+    gc.collect()
+    fewer = steps(size, "tunekit/llama3_1_8b", weights, LoRAConfig(16), rows=PEER_ROWS, **options)
+    return results | {f"{PEER_ROWS} rows {key}": value for key, value in fewer.items()}
 
 
 def full(size: Size) -> dict[str, float]:
@@ -262,11 +269,19 @@ def loss(hidden: torch.Tensor, targets: torch.Tensor, head: Head) -> None:
 
 
 def transformers_steps(size: Size) -> dict[str, float]:
-    """transformers + peft in the same step: rows with one document each, for which SDPA needs no mask."""
-    results = run_transformers(size, None, "lora")
-    gc.collect()
+    """transformers + peft in the same step, without and with the kernels of Liger: 2 rows with one document each, for
+    which SDPA needs no mask.
+    """
+    cases: dict[str, str | None] = {"lora": None}
     if try_import("bitsandbytes"):
-        results |= run_transformers(size, "nf4", "qlora")
+        cases["qlora"] = "nf4"
+    results = {}
+    for kernels in ("", "liger ") if try_import("liger_kernel") else ("",):
+        if kernels:
+            importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama()
+        for name, four in cases.items():
+            results |= run_transformers(size, four, kernels + name)
+            gc.collect()
     return results
 
 
@@ -280,7 +295,8 @@ def run_transformers(size: Size, four: str | None, name: str) -> dict[str, float
     lora_config = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     net = peft.get_peft_model(net, lora_config)
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-5, fused=True)
-    tokens = torch.randint(0, config.vocab_size, size.tokens(4, 2048), device=DEVICE)
+    tokens = torch.randint(0, config.vocab_size, size.tokens(PEER_ROWS, 2048), device=DEVICE)
+    net.train()
 
     def step() -> None:
         with torch.autocast(DEVICE.type, BF16):

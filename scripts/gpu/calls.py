@@ -29,6 +29,9 @@ FULL_OPTIONS = (
     ("optimizer=adamw8bit",),
     ("optimizer=muon",),
     ("precision.compute_dtype=fp32",),
+    ("precision.compute_dtype=tf32",),
+    ("precision.compute_dtype=fp16",),
+    ("deterministic=true",),
     ("precision.master_dtype=bf16",),
     ("save_every=2",),
     ("profiler=true",),
@@ -40,10 +43,12 @@ QLORA_OPTIONS = (
     ("quantization={kind: nf4, double_quant: true}",),
     ("adapter.kind=dora",),
     ("adapter.init=pissa",),
+    ("precision.compute_dtype=fp16",),
+    ("compile=true",),
     ("memory.activation_checkpointing=full",),
 )
 CPU_FACTOR = 4  # time limits of jobs on a CPU, in units of those on a GPU
-FOR_GPUS = {"memory.activation_offloading=true"}  # options that a CPU refuses
+FOR_GPUS = {"memory.activation_offloading=true", "precision.compute_dtype=tf32"}  # options that a CPU refuses
 PREFERENCE_LOSSES = ("simpo", "orpo", "kto")
 
 
