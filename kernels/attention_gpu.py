@@ -268,9 +268,12 @@ def compiled_flex_attention() -> Callable[..., Any]:
     """Compiled flex_attention, with a raised recompile limit.
 
     After 8 variants, torch would run FlexAttention uncompiled, with all scores in memory. `fullgraph` makes it raise.
+    A second scale or softcap in a process must be a constant, too: with symbolic ones, the backward pass fails to
+    compile (torch 2.11: "Pending unbacked symbols").
     """
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, FLEX_VARIANTS)
+    config.specialize_float = True
     return torch.compile(flex_attention, fullgraph=True)
 
 

@@ -23,6 +23,7 @@ from tunekit.devices import ACCELERATORS
 from tunekit.kernels import fake_mode, grouped_mm
 from tunekit.kernels.argument_checks import check_contiguous, check_tensor
 from tunekit.kernels.cpp_extension import load_library
+from tunekit.kernels.nf4_codes import bounds_and_codes, code_values, dynamic_map
 from tunekit.kernels.triton_support import uses_triton
 
 BLOCK, DOUBLE_QUANT_BLOCK = 64, 256  # weights per scale; scales per scale of the second level
@@ -30,15 +31,6 @@ BLOCK, DOUBLE_QUANT_BLOCK = 64, 256  # weights per scale; scales per scale of th
 # of 20 bytes per value of the full weight. A multiple of both block sizes, so that chunks do not change results.
 QUANTIZE_CHUNK = 2**24
 MIN_SCALE = 1e-38  # avoids division by zero in blocks of zeros
-TABLES = {  # values of the 16 codes
-    "nf4": (
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-    ),
-    "fp4": tuple(sign * x / 192 for sign in (1, -1) for x in (0, 1, 128, 192, 64, 96, 32, 48)),
-}  # fmt: skip
 # Values that are dequantized at a time, and multiplied while they are in the cache. Dequantizing full weights of
 # 4096 x 4096 was no faster and needs 4 times the memory; tiles of a quarter were 10% slower (benchmarks/results).
 TILE_SIZE = 2**22
@@ -51,37 +43,6 @@ MAX_FUSED_ROWS = 8
 MAX_FUSED_ROWS_GPU = 8
 SOURCE = Path(__file__).with_name("nf4.cpp")
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # supported by nf4.cpp
-
-
-@cache
-def code_values(kind: str, device: torch.device) -> Tensor:
-    """Values (16,) of the 4-bit codes, fp32."""
-    return torch.tensor(TABLES[kind], device=device)
-
-
-@cache
-def sorted_codes(kind: str) -> tuple[Tensor, Tensor]:
-    """Midpoints (15,) between neighboring values, and the codes (16,) sorted by value."""
-    numbers, codes = code_values(kind, torch.device("cpu")).sort(stable=True)
-    return (numbers[:-1] + numbers[1:]) / 2, codes.to(torch.uint8)
-
-
-@cache
-def dynamic_map(device: torch.device) -> Tensor:
-    """Dynamic 8-bit map (arXiv:1511.04561): 256 sorted values in [-1, 1], denser near zero. fp32 (256,)."""
-    numbers = [0.0, 1.0]
-    for i in range(7):
-        edges = torch.linspace(0.1, 1, 2**i + 1)
-        middles = 10.0 ** (i - 6) * ((edges[:-1] + edges[1:]) / 2)
-        numbers += [*middles.tolist(), *(-middles).tolist()]
-    return torch.tensor(sorted(numbers), device=device)
-
-
-@cache
-def bounds_and_codes(kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`sorted_codes` on a device."""
-    bounds, codes = sorted_codes(kind)
-    return bounds.to(device), codes.to(device)
 
 
 def quantize(weight: Tensor, kind: str = "nf4") -> tuple[Tensor, Tensor]:
@@ -109,7 +70,7 @@ def quantize_chunk(flat: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         return quantize_reference(flat, kind)
     packed = torch.empty(flat.numel() // 2, dtype=torch.uint8)
     scales = torch.empty(flat.numel() // BLOCK)
-    bounds, codes = sorted_codes(kind)
+    bounds, codes = bounds_and_codes(kind, flat.device)
     tensors = flat, bounds, codes, packed, scales
     lib.encode(*(t.data_ptr() for t in tensors), len(scales), torch.get_num_threads())
     return packed, scales

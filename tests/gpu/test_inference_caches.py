@@ -1,16 +1,18 @@
 """Tensors that a generation or an evaluation leaves in caches are fit for a training step of the same shape."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.random_checkpoints import load_model, make_batch, make_checkpoint, random_tokens
 from tests.unit.kernels.test_attention_gpu import flash_backward, flash_forward
 from tunekit.generation.generate import SamplingConfig, generate_batch
-from tunekit.kernels import attention_gpu, sequence_layout
+from tunekit.kernels import attention_gpu, fake_mode, nf4, nf4_codes, sequence_layout
 from tunekit.kernels.device_tensors import DeviceConstants
 from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
 from tunekit.losses.cross_entropy import CrossEntropy
@@ -56,3 +58,31 @@ def test_constants_are_made_once_per_device() -> None:
     assert constants(3, device=CPU) is constants(3, device=CPU)
     assert constants(3, device=torch.device("meta")).is_meta
     assert built == [3, 3]
+
+
+def test_tables_outlive_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = [value for value in vars(nf4_codes).values() if isinstance(value, DeviceConstants)]
+    for constants in tables:
+        monkeypatch.setattr(constants, "tensors", {})
+    weight = torch.randn(4, 64)
+    with fake_mode.fake_mode("cuda"), FakeTensorMode() as fake:
+        packed, scales = nf4.quantize(fake.from_tensor(weight))
+        nf4.dequantize(packed.view(4, 32), scales.view(4, 1).view(torch.uint8), None)
+        nf4.dynamic_map(CPU)
+    assert tables
+    packed, scales = nf4.quantize(weight)
+    restored = nf4.dequantize(packed.view(4, 32), scales.view(4, 1).view(torch.uint8), None)
+    assert type(restored) is Tensor
+    torch.testing.assert_close(restored, weight, rtol=0, atol=0.16 * weight.abs().max().item())
+
+
+def test_no_cached_function_returns_tensors() -> None:
+    """Their tensors could be fake, or created in inference mode; `DeviceConstants` avoids both."""
+    pattern = re.compile(r"@(?:functools\.)?(?:lru_)?cache[^\n]*\ndef (\w+)[^:]*\([^)]*\) -> [^\n]*Tensor")
+    found = [
+        f"{file.name}: {name}"
+        for folder in ("kernels", "tunekit", "recipes")
+        for file in (Path(__file__).parents[2] / folder).rglob("*.py")
+        for name in pattern.findall(file.read_text())
+    ]
+    assert found == ["attention_gpu.py: softcap_mod"]  # a function of tensors

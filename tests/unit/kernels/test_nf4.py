@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import relative_error
 from tests.helpers.triton_interpreter import requires_interpreter_loops
-from tunekit.kernels import nf4
+from tunekit.kernels import nf4, nf4_codes
 
 KERNEL = nf4
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -28,7 +28,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def code_boundaries(kind: str) -> Tensor:
     """Boundaries between codes and the adjacent floats on both sides, in blocks whose scale is 1."""
-    bounds = nf4.sorted_codes(kind)[0]
+    bounds = nf4.bounds_and_codes(kind, torch.device("cpu"))[0]
     near = torch.stack([bounds, bounds.nextafter(torch.tensor(2.0)), bounds.nextafter(torch.tensor(-2.0))]).flatten()
     return torch.cat([near, torch.ones(64 - len(near))]).repeat(2, 1)
 
@@ -85,7 +85,7 @@ def dequantize_reference(parts: list[Tensor | None], kind: str = "nf4") -> Tenso
         groups = torch.arange(scales.numel()).view(scales.shape) // 256
         scales = nf4.dynamic_map(packed.device).double()[scales.int()] * largest[groups] + largest[-1]
     codes = torch.stack([packed // 16, packed % 16], -1).flatten(-2)
-    return torch.tensor(nf4.TABLES[kind]).double()[codes.int()] * scales.repeat_interleave(64, -1)
+    return torch.tensor(nf4_codes.TABLES[kind]).double()[codes.int()] * scales.repeat_interleave(64, -1)
 
 
 # bitsandbytes
@@ -157,7 +157,7 @@ def test_codes_are_the_nearest(name: str, kind: str, backend: str) -> None:
     weight = INPUTS[name](kind)
     scales = weight.double().view(-1, 64).abs().amax(1, keepdim=True).clamp(min=1e-30)
     exact_ratios = (weight.double().view(-1, 64) / scales)[..., None]
-    nearest = (exact_ratios - torch.tensor(nf4.TABLES[kind]).double()).abs().amin(-1)
+    nearest = (exact_ratios - torch.tensor(nf4_codes.TABLES[kind]).double()).abs().amin(-1)
     ratios = dequantize_reference(quantize(weight, kind=kind), kind).view(-1, 64) / scales
     assert ((ratios - exact_ratios[..., 0]).abs() - nearest).max() < 1e-6
 
