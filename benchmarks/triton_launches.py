@@ -21,6 +21,7 @@ from tunekit.kernels import (
     glu_triton,
     grouped_mm_triton,
     kl_divergence_triton,
+    nf4_matmul_triton,
     nf4_triton,
     probe_triton,
     rms_norm_triton,
@@ -141,11 +142,11 @@ def launch_nf4(out: int, width: int, nested: bool, dtype: torch.dtype = BF16) ->
 
 
 def launch_nf4_gemv(
-    rows: int, out: int, width: int, nested: bool, dtype: torch.dtype = BF16, bias: bool = False
+    rows: int, out: int, width: int, nested: bool, dtype: torch.dtype = BF16, bias: bool = False, kind: str = "nf4"
 ) -> None:
     tables = empty_meta(16, dtype=FP32), empty_meta(256, dtype=FP32)
     x, b = empty_meta(rows, width, dtype=dtype), empty_meta(out, dtype=dtype) if bias else None
-    nf4_triton.matmul_fused(x, empty_nf4_weight(out, width, nested), *tables, b)
+    nf4_matmul_triton.matmul_fused(x, empty_nf4_weight(out, width, nested), kind, *tables, b)
 
 
 def launch_nf4_quantize(count: int, dtype: torch.dtype = BF16) -> None:
@@ -156,13 +157,18 @@ def launch_nf4_variants() -> None:
     for nested in (False, True):
         for dtype in STORED:
             launch_nf4(4096, 4096, nested, dtype)
-        for dtype in FLOATS:
-            for rows in (1, 2, 4, 8):
-                launch_nf4_gemv(rows, 4096, 4096, nested, dtype)
-                launch_nf4_gemv(rows, 4096, 4096, nested, dtype, bias=True)
     for dtype in STORED:
         for count in (4096 * 4096, 64 * 77, 64 * 77 + 16, 1001):
             launch_nf4_quantize(count, dtype)
+
+
+def launch_nf4_matmul_variants() -> None:
+    for dtype in FLOATS:
+        for rows in (1, 2) if dtype == FP32 else (1, 2, 8):
+            for nested in (False, True):
+                launch_nf4_gemv(rows, 4096, 4096, nested, dtype)
+            launch_nf4_gemv(rows, 4096, 4096, True, dtype, bias=True)
+            launch_nf4_gemv(rows, 4096, 4096, True, dtype, kind="fp4")
 
 
 def launch_float8(blocks: int, dtype: torch.dtype = BF16) -> None:
@@ -263,10 +269,14 @@ def launch_nf4_large() -> None:
     for nested in (False, True):
         launch_nf4(2**15 + 2**14, 2**16, nested)  # 1.6e9 bytes: they fit an int32 and twice as many do not
         launch_nf4(2**17, 2**16, nested)
-        launch_nf4_gemv(8, 2**17, 2**16, nested)
-        launch_nf4_gemv(2, 2**17, 2**16, nested)
     for count in (2**31 - 64, 2**31 - 1, 2**33, 2**33 + 7):
         launch_nf4_quantize(count)
+
+
+def launch_nf4_matmul_large() -> None:
+    for nested in (False, True):
+        launch_nf4_gemv(8, 2**17, 2**16, nested)
+        launch_nf4_gemv(2, 2**17, 2**16, nested)
 
 
 def launch_float8_large() -> None:
@@ -313,7 +323,10 @@ def launch_adamw8bit_step(tokens: int, step: int) -> None:
 def launch_nf4_step(tokens: int, step: int) -> None:
     launch_nf4(64 + tokens % 7, 4096, nested=True)  # experts, projections: weights of many sizes
     launch_nf4_quantize((64 + tokens % 7) * 4096)
-    launch_nf4_gemv(1, 4096, 4096, nested=True)
+
+
+def launch_nf4_matmul_step(tokens: int, step: int) -> None:
+    launch_nf4_gemv(1, 4096 + 64 * (tokens % 7), 4096, nested=True)
 
 
 def launch_float8_step(tokens: int, step: int) -> None:
@@ -356,6 +369,7 @@ LAUNCHES = {
     "grouped_mm_triton": KernelLaunches(launch_experts_variants, launch_experts_large, launch_experts_step),
     "float8_triton": KernelLaunches(launch_float8_variants, launch_float8_large, launch_float8_step),
     "glu_triton": KernelLaunches(launch_glu_variants, launch_glu_large, launch_glu_step),
+    "nf4_matmul_triton": KernelLaunches(launch_nf4_matmul_variants, launch_nf4_matmul_large, launch_nf4_matmul_step),
     "nf4_triton": KernelLaunches(launch_nf4_variants, launch_nf4_large, launch_nf4_step),
     "rms_norm_triton": KernelLaunches(launch_norm_variants, launch_norm_large, launch_norm_step),
     "probe_triton": KernelLaunches(launch_probe, launch_probe, launch_probe),

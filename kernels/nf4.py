@@ -38,9 +38,6 @@ TILE_SIZE = 2**22
 # rows took 0.35 to 0.9 of the time of a bf16 matmul, 8 rows the same time, and 12 rows longer than dequantizing first
 # (benchmarks/results).
 MAX_FUSED_ROWS = 8
-# The same limit on a GPU, where dequantizing writes and reads 4 bytes for each half byte that the fused kernel reads.
-# The break-even point differs between GPUs: `benchmarks/nf4.py gpu` prints a table.
-MAX_FUSED_ROWS_GPU = 8
 SOURCE = Path(__file__).with_name("nf4.cpp")
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # supported by nf4.cpp
 
@@ -239,6 +236,12 @@ def gpu() -> ModuleType:
     return importlib.import_module("tunekit.kernels.nf4_triton")
 
 
+@cache
+def gpu_matmul() -> ModuleType:
+    """Triton kernels for few rows."""
+    return importlib.import_module("tunekit.kernels.nf4_matmul_triton")
+
+
 class ScratchBuffer(threading.local):
     """Reusable memory for a tile of each dtype: new memory would cost page faults in each call."""
 
@@ -323,9 +326,9 @@ def register_operator(name: str, schema: str) -> Callable[[Callable[..., Tensor]
     "nf4_product", "(Tensor x, Tensor packed, Tensor scales, Tensor? outer, str kind, Tensor? bias) -> Tensor"
 )
 def forward(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None) -> Tensor:
-    if 0 < x.numel() <= MAX_FUSED_ROWS_GPU * x.shape[-1] and uses_triton(x):
-        tables = code_values(kind, x.device), dynamic_map(x.device)
-        return gpu().matmul_fused(x.flatten(0, -2), (packed, scales, outer), *tables, bias).view(*x.shape[:-1], -1)
+    if x.numel() and uses_triton(x) and x.numel() <= gpu_matmul().max_rows(x.dtype, x.device) * x.shape[-1]:
+        weight, tables = (packed, scales, outer), (code_values(kind, x.device), dynamic_map(x.device))
+        return gpu_matmul().matmul_fused(x.flatten(0, -2), weight, kind, *tables, bias).view(*x.shape[:-1], -1)
     if x.device.type != "cpu":
         return F.linear(x, dequantize(packed, scales, outer, kind, x.dtype), bias)
     y = x.new_empty(*x.shape[:-1], len(packed))

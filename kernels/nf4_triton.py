@@ -1,4 +1,4 @@
-"""Triton kernels that dequantize, quantize and multiply 4-bit weights. Loaded by nf4.py on GPUs."""
+"""Triton kernels that dequantize and quantize 4-bit weights. Loaded by nf4.py on GPUs."""
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
 # pyright: reportGeneralTypeIssues=false
@@ -75,45 +75,6 @@ def quantize_kernel(  # noqa: PLR0913 (kernels take scalars as separate argument
     tl.store(scales + block, absmax, full)
 
 
-@triton.jit
-def add(a, b):
-    return a + b
-
-
-@triton.jit(do_not_specialize=["groups"])
-def few_kernel(  # noqa: PLR0913
-    x, packed, scales, outer, table, fine, bias, y, rows, out, width, groups,
-    ROWS: tl.constexpr, OUT: tl.constexpr, WIDTH: tl.constexpr, NEST: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """y = x W^T + b for up to ROWS rows. `width` is the number of bytes per row of W; sums are fp32."""
-    to = tl.program_id(0) * OUT + tl.arange(0, OUT)
-    row = tl.arange(0, ROWS)
-    total = tl.full((OUT, ROWS), 0.0, tl.float32)
-    for start in range(0, width, WIDTH):
-        at = start + tl.arange(0, WIDTH)
-        place = to[:, None].to(tl.int64) * width + at[None, :]
-        real = (to < out)[:, None] & (at < width)[None, :]
-        byte = tl.load(packed + place, real, 0)
-        block = place // (BLOCK // 2)
-        scale = tl.load(scales + block, real, 0)
-        if NEST:
-            largest = tl.load(outer + block // NESTED, real, 0)
-            scale = tl.load(fine + scale.to(tl.int32)) * largest + tl.load(outer + groups)
-        first = tl.load(table + (byte >> 4).to(tl.int32)) * scale
-        second = tl.load(table + (byte & 15).to(tl.int32)) * scale
-        first = first.to(x.dtype.element_ty).to(tl.float32)  # rounded as in `dequantize`
-        second = second.to(x.dtype.element_ty).to(tl.float32)
-        x_mask = (row < rows)[:, None] & (at < width)[None, :]
-        pair = x + row[:, None] * 2 * width + 2 * at[None, :]
-        even, odd = tl.load(pair, x_mask, 0).to(tl.float32), tl.load(pair + 1, x_mask, 0).to(tl.float32)
-        both = first[:, None, :] * even[None, :, :] + second[:, None, :] * odd[None, :, :]
-        total += tl.reduce(both, 2, add)
-    if BIAS:
-        total += tl.load(bias + to, to < out, 0).to(tl.float32)[:, None]
-    y_mask = (to < out)[:, None] & (row < rows)[None, :]
-    tl.store(y + row[None, :] * out + to[:, None], total.to(y.dtype.element_ty), y_mask)
-
-
 def check_quantized(packed: Tensor, scales: Tensor, outer: Tensor | None) -> None:
     """Raise ValueError unless there are as many scales as blocks, stored contiguously as bytes. See NF4Weight."""
     blocks = triton.cdiv(2 * packed.numel(), BLOCK.value)
@@ -124,54 +85,6 @@ def check_quantized(packed: Tensor, scales: Tensor, outer: Tensor | None) -> Non
     check_shape("nf4", "scales", scales.view(-1), (blocks * (4 if outer is None else 1),))
     if outer is not None:
         check_shape("nf4", "outer", outer, (4 * (triton.cdiv(blocks, NESTED.value) + 1),))
-
-
-def tile_shape(rows: int) -> tuple[int, int]:
-    """Outputs per program of `few_kernel`, and bytes per weight row and iteration.
-
-    Decoding is limited by memory latency, so the bytes in flight per SM matter. A 4096 x 4096 projection has 512
-    programs of 8 outputs, 3.9 per SM of an H200: tiles of 8 x 128 bytes have 4 KB in flight, and 4.8 TB/s at a latency
-    of 0.7 us need 25 KB. Tiles of 4 x 512 bytes have 15.5 KB in flight (48 registers, 10 programs fit). More rows need
-    registers for their sums: with 8 rows, wider tiles would have as many bytes in flight, and more loads.
-    """
-    return (4, 512) if rows <= 2 else (8, 128)
-
-
-def matmul_fused(
-    x: Tensor, weight: tuple[Tensor, Tensor, Tensor | None], table: Tensor, fine: Tensor, bias: Tensor | None
-) -> Tensor:
-    """x W^T + b (N, out) for few rows x (N, in), without writing the dequantized weight to memory."""
-    packed, scales, outer = weight
-    (out, width), rows = packed.shape, len(x)
-    check_quantized(packed, scales, outer)
-    check_tensor("nf4", "x", x, (rows, 2 * width), x.dtype, packed.device)
-    if bias is not None:
-        check_tensor("nf4", "bias", bias, (out,), bias.dtype, x.device)
-        check_contiguous("nf4", "bias", bias)
-    y = x.new_empty(rows, out)
-    outputs, bytes_ = tile_shape(rows)
-    groups = triton.cdiv(2 * packed.numel(), BLOCK.value * NESTED.value)
-    few_kernel[(triton.cdiv(out, outputs),)](
-        x.contiguous(),
-        packed,
-        scales.view(torch.float32) if outer is None else scales,
-        table if outer is None else outer.view(torch.float32),
-        table,
-        fine,
-        table if bias is None else bias,
-        y,
-        rows,
-        out,
-        width,
-        groups,
-        ROWS=triton.next_power_of_2(rows),
-        OUT=outputs,
-        WIDTH=bytes_,
-        NEST=outer is not None,
-        BIAS=bias is not None,
-        enable_fp_fusion=False,
-    )
-    return y
 
 
 def dequantize(

@@ -29,7 +29,9 @@ from tunekit.selftest import nano
 
 LENGTHS = (20, 22, 18, 30)
 ROWS = {"packed": [[0, 1], [2, 3]], "padded": [[0], [1], [2], [3]]}
-MIN_COSINE, MAX_DIFFERENCE = 0.97, 0.05  # of gradients; of losses, relative and absolute
+# Of gradients; of losses, relative and absolute. Random models can be sensitive to rounding: gradients may differ from
+# fp32 as much as those of bf16 on the CPU, and a little more where a router chooses other experts.
+MIN_COSINE, MAX_DIFFERENCE, MARGIN = 0.97, 0.05, 0.05
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5]]
 
 
@@ -51,18 +53,24 @@ def loss_and_gradients(model: Decoder, layout: str, device: str) -> tuple[float,
     return loss.item(), torch.cat([p.grad.flatten().double().cpu() for _, p in named if p.grad is not None])
 
 
+def cosine(a: Tensor, b: Tensor) -> float:
+    return torch.nn.functional.cosine_similarity(a, b, 0).item()
+
+
 def check_family(name: str, device: str, folder: Path) -> bool:
     """Print a line for each layout. Whether all numbers are near."""
     source = HFCheckpoint.open(make_checkpoint(folder, name), name)
-    reference, model = build(source, "cpu", "fp32"), build(source, device, "bf16")
+    reference, rounded, model = build(source, "cpu", "fp32"), build(source, "cpu", "bf16"), build(source, device, "bf16")
     good = True
     for layout in ROWS:
         expected, gradients = loss_and_gradients(reference, layout, "cpu")
+        usual = cosine(gradients, loss_and_gradients(rounded, layout, "cpu")[1])
         actual, others = loss_and_gradients(model, layout, device)
-        cosine = torch.nn.functional.cosine_similarity(gradients, others, 0).item()
-        near = abs(actual - expected) < MAX_DIFFERENCE * (abs(expected) + 1) and cosine > MIN_COSINE
+        found = cosine(gradients, others)
+        near = abs(actual - expected) < MAX_DIFFERENCE * (abs(expected) + 1) and found > min(MIN_COSINE, usual - MARGIN)
         good = good and near
-        print(f"{name} {layout}: loss {expected:.4f} {actual:.4f}, cosine {cosine:.4f}{'' if near else ' FAIL'}")
+        losses = f"loss {expected:.4f} {actual:.4f}"
+        print(f"{name} {layout}: {losses}, cosine {found:.4f}, CPU {usual:.4f}{'' if near else ' FAIL'}")
     sampling = SamplingConfig(max_new_tokens=6, temperature=0)
     answers = [generate_batch(net, PROMPTS, sampling, frozenset()) for net in (reference, model)]
     print(f"{name}: generated tokens {'equal' if answers[0] == answers[1] else f'differ: {answers}'}", flush=True)

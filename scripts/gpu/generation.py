@@ -42,6 +42,18 @@ def generate(model: Decoder, name: str, device: torch.device) -> None:
             print(f"{name} cudnn={cudnn} rows {rows}: {text}", flush=True)
 
 
+def decode_kernels(model: Decoder, name: str) -> None:
+    """The longest kernels of 32 tokens of one row, and of eight."""
+    for rows in (1, 8):
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            generate_batch(model, [PROMPT] * rows, SamplingConfig(max_new_tokens=32, temperature=0), frozenset())
+            torch.cuda.synchronize()
+        averages = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)[:10]
+        for event in averages:
+            milliseconds = event.self_device_time_total / 1e3
+            print(f"{name} rows {rows}: {milliseconds:8.2f} ms {event.count:6} calls  {event.key[:90]}", flush=True)
+
+
 def training_step(model: Decoder, name: str, size: gpu.Size) -> None:
     """Host waits, host time and the longest kernels of a LoRA step."""
     data = gpu.batch(model.spec.vocab, *size.tokens(4, 2048))
@@ -80,6 +92,7 @@ def main() -> None:
         model = gpu.model(size.config("tunekit/llama3_1_8b"), weights, LoRAConfig(16), MemoryConfig(), precision)
         generate(model, name, device)
         if device.type == "cuda":
+            decode_kernels(model, name)
             training_step(model, name, size)
             del model
             torch.cuda.empty_cache()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import relative_error
-from tests.helpers.triton_interpreter import requires_interpreter_loops
+from tests.helpers.triton_interpreter import interpret, requires_interpreter_loops
 from tunekit.kernels import nf4, nf4_codes
 
 KERNEL = nf4
@@ -329,6 +329,12 @@ def test_interpreted_dequantize(shape: tuple[int, ...], dtype, nested: bool, int
         assert torch.equal(actual, expected)
 
 
+@pytest.fixture
+def interpreted_matmul(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The kernels for few rows, run by Triton's interpreter."""
+    return interpret("tunekit.kernels.nf4_matmul_triton", monkeypatch)
+
+
 @requires_interpreter_loops
 @pairwise(
     sizes=[(1, 1, 64), (2, 5, 1088), (3, 9, 576), (5, 33, 320), (8, 300, 64)],
@@ -336,17 +342,42 @@ def test_interpreted_dequantize(shape: tuple[int, ...], dtype, nested: bool, int
     nested=[False, True],
 )
 def test_interpreted_product_of_few_rows(
-    sizes: tuple[int, int, int], dtype, nested: bool, interpreted: ModuleType
+    sizes: tuple[int, int, int], dtype, nested: bool, interpreted_matmul: ModuleType
 ) -> None:
     rows, out, inner = sizes
+    dtype = torch.half if rows > 2 else dtype  # the interpreter multiplies the bits of bf16 matrices
     tensors, x, bias = quantize(random(out, inner), nested), random(rows, inner, seed=1).to(dtype), random(out, seed=2)
     tables = nf4.code_values("nf4", x.device), nf4.dynamic_map(x.device)
     expected = x.double() @ dequantize_reference(tensors).T
-    tolerance = 3e-2 if dtype == BF16 else 1e-5  # the interpreter truncates where a GPU rounds
+    # The interpreter truncates to bf16 where a GPU rounds.
+    tolerance = {BF16: 3e-2, torch.half: 2e-3, FP32: 1e-5}[dtype]
     for b in (None, bias.to(dtype)):
-        actual = interpreted.matmul_fused(x, tuple(tensors), *tables, b)
+        actual = interpreted_matmul.matmul_fused(x, tuple(tensors), "nf4", *tables, b)
         exact = expected if b is None else expected + b.double()
         assert actual.dtype == dtype and relative_error(actual.double(), exact) < tolerance
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_product_of_few_rows_on_a_gpu(kind: str, nested: bool) -> None:
+    for dtype, tolerance in ((BF16, 6e-3), (torch.half, 1e-3), (FP32, 1e-6)):
+        for rows, out, inner in (
+            (1, 1, 64),
+            (1, 300, 576),
+            (2, 33, 14336),
+            (3, 33, 320),
+            (8, 300, 1088),
+            (16, 70, 4096),
+        ):
+            packed, scales = nf4.quantize(random(out, inner).cuda(), kind)
+            codes, outer = nf4.double_quantize(scales) if nested else (scales, None)
+            parts = packed.view(out, -1), codes.view(torch.uint8).view(out, -1)
+            weight = (*parts, None if outer is None else outer.view(torch.uint8), kind)
+            x, bias = random(rows, inner, seed=1).cuda().to(dtype), random(out, seed=2).cuda().to(dtype)
+            exact = x.double() @ nf4.dequantize(*weight, FP32).double().T + bias.double()
+            assert relative_error(nf4.matmul(x, *weight, bias).double(), exact) < tolerance, (dtype, rows, out, inner)
 
 
 @pytest.mark.gpu

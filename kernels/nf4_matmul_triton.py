@@ -1,0 +1,209 @@
+"""Product of few rows and a 4-bit weight, without writing the dequantized weight to memory. Loaded by nf4.py on GPUs.
+
+The limit is the time to read the packed weight. Lookups of code values in memory take many times as long, so
+codes are converted in registers: PRMT selects bytes of the fp16 values by four codes at once.
+"""
+
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false
+# Triton is not available on macOS and Windows.
+
+import struct
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import driver
+
+from tunekit.kernels.argument_checks import check_contiguous, check_tensor
+from tunekit.kernels.nf4_codes import TABLES
+from tunekit.kernels.nf4_triton import BLOCK, BYTES, NESTED, check_quantized
+
+GEMV_ROWS, DOT_ROWS = 2, 16  # maximum numbers of rows
+GEMV_TILE = {"OUT": 4, "BLOCKS": 32, "num_warps": 4}
+DOT_TILE = {"OUT": 16, "BLOCKS": 2, "PARTS": 8, "num_warps": 8, "num_stages": 1}
+
+
+def conversion(kind: str) -> str:
+    """PTX that converts 4 bytes to the fp16 values of their upper codes ($0, $1) and of their lower codes ($2, $3).
+
+    A selector of PRMT has 4 bits per output byte, as many as a code: the lower three choose one of 8 bytes, here the
+    values of 8 codes. So there are two lookups, for codes below and from 8, and the fourth bit chooses between them.
+    """
+    values = b"".join(struct.pack("<e", value) for value in TABLES[kind])
+    planes = {name: values[start::2] for start, name in ((0, "low"), (1, "high"))}
+    words = {
+        (name, i): f"0x{int.from_bytes(plane[4 * i : 4 * i + 4], 'little'):08x}"
+        for name, plane in planes.items()
+        for i in range(4)
+    }
+    lines = ["and.b32 sel, $4, 0x77777777;", "shr.u32 half, $4, 1;", "and.b32 half, half, 0x44444444;"]
+    lines += ["or.b32 half, half, 0x32103210;"]
+    for upper, lower in (("$0", "$2"), ("$1", "$3")):
+        for name in planes:
+            first, second, third, fourth = (words[name, i] for i in range(4))
+            lines += [f"mov.b32 a, {first};", f"mov.b32 b, {second};", "prmt.b32 a, a, b, sel;"]
+            lines += [f"mov.b32 b, {third};", f"mov.b32 c, {fourth};", "prmt.b32 b, b, c, sel;"]
+            lines += [f"prmt.b32 {name}, a, b, half;"]
+        lines += [f"prmt.b32 {upper}, low, high, 0x7351;", f"prmt.b32 {lower}, low, high, 0x6240;"]
+        lines += ["shr.u32 sel, sel, 16;", "shr.u32 half, half, 16;"]
+    return "{ .reg .b32 sel, half, a, b, c, low, high; " + " ".join(lines) + " }"
+
+
+CONVERSIONS = {kind: tl.constexpr(conversion(kind)) for kind in TABLES}
+NF4, FP4 = CONVERSIONS["nf4"], CONVERSIONS["fp4"]
+
+
+@triton.jit
+def code_numbers(byte, table, KIND: tl.constexpr):
+    """fp32 values of the upper and of the lower codes. KIND `table`: exact, and without PTX."""
+    if KIND == "table":
+        return tl.load(table + (byte >> 4).to(tl.int32)), tl.load(table + (byte & 15).to(tl.int32))
+    asm: tl.constexpr = NF4 if KIND == "nf4" else FP4
+    first, second = tl.inline_asm_elementwise(
+        asm, "=&r,=&r,=&r,=&r,r", [byte], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+    )
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def add(a, b):  # tl.sum does not work in the interpreter if it was enabled after triton was imported
+    return a + b
+
+
+@triton.jit
+def load_scale(scales, outer, fine, index, mask, groups, NEST: tl.constexpr):
+    scale = tl.load(scales + index, mask, 0)
+    if NEST:
+        scale = tl.load(fine + scale.to(tl.int32)) * tl.load(outer + index // NESTED, mask, 0) + tl.load(outer + groups)
+    return scale
+
+
+@triton.jit(do_not_specialize=["groups"])
+def gemv_kernel(  # noqa: PLR0913 (kernels take scalars as separate arguments)
+    x, packed, scales, outer, table, fine, bias, y, rows, out, width, groups,
+    ROWS: tl.constexpr, OUT: tl.constexpr, BLOCKS: tl.constexpr,
+    KIND: tl.constexpr, NEST: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """y = x W^T + b for one or two rows, in fp32. `width` is the number of bytes per row of W."""
+    to = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    row = tl.arange(0, ROWS)
+    blocks = width // BYTES
+    first_block = to.to(tl.int64) * blocks
+    total = tl.full((ROWS, OUT, BLOCKS, BYTES), 0.0, tl.float32)  # summed over threads only once, at the end
+    for start in range(0, blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)
+        at = block[:, None] * BYTES + tl.arange(0, BYTES)[None, :]
+        real = (to < out)[:, None] & (block < blocks)[None, :]
+        byte = tl.load(packed + (first_block * BYTES)[:, None, None] + at[None, :, :], real[:, :, None], 0)
+        index = first_block[:, None] + block[None, :]
+        scale = load_scale(scales, outer, fine, index, real, groups, NEST)[:, :, None]
+        first, second = code_numbers(byte, table, KIND)
+        x_mask = (row < rows)[:, None, None] & (block < blocks)[None, :, None]
+        pair = x + row[:, None, None] * 2 * width + 2 * at[None, :, :]
+        even, odd = tl.load(pair, x_mask, 0).to(tl.float32), tl.load(pair + 1, x_mask, 0).to(tl.float32)
+        total += (first[None] * even[:, None] + second[None] * odd[:, None]) * scale[None]
+    result = tl.reduce(tl.reshape(total, (ROWS, OUT, BLOCKS * BYTES)), 2, add)
+    if BIAS:
+        result += tl.load(bias + to, to < out, 0).to(tl.float32)[None, :]
+    mask = (row < rows)[:, None] & (to < out)[None, :]
+    tl.store(y + row[:, None] * out + to[None, :], result.to(y.dtype.element_ty), mask)
+
+
+@triton.jit(do_not_specialize=["groups"])
+def dot_kernel(  # noqa: PLR0913 (kernels take scalars as separate arguments)
+    x, packed, scales, outer, table, fine, bias, y, rows, out, width, groups,
+    ROWS: tl.constexpr, OUT: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
+    KIND: tl.constexpr, NEST: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """y = x W^T + b for up to 16 rows, on tensor cores. Weights are rounded to the dtype of x as in `dequantize`.
+
+    Each warp sums a part of the columns: there are too few tiles of 16 outputs to keep a GPU busy with a warp each.
+    """
+    to = tl.program_id(0) * OUT + tl.arange(0, OUT)
+    row = tl.arange(0, ROWS)
+    blocks = width // BYTES
+    first_block = to.to(tl.int64) * blocks
+    total = tl.full((PARTS, OUT, ROWS), 0.0, tl.float32)
+    for start in range(0, blocks, PARTS * BLOCKS):
+        block = start + tl.arange(0, PARTS)[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+        at = block[:, :, None] * BYTES + tl.arange(0, BYTES)[None, None, :]
+        real = (to < out)[None, :, None] & (block < blocks)[:, None, :]
+        start_of_row = (first_block * BYTES)[None, :, None, None]
+        byte = tl.load(packed + start_of_row + at[:, None], real[:, :, :, None], 0)
+        index = first_block[None, :, None] + block[:, None, :]
+        scale = load_scale(scales, outer, fine, index, real, groups, NEST)[:, :, :, None]
+        first, second = code_numbers(byte, table, KIND)
+        kind = x.dtype.element_ty
+        both = tl.join((first * scale).to(kind), (second * scale).to(kind))
+        weight = tl.reshape(both, (PARTS, OUT, 2 * BLOCKS * BYTES))
+        column = (start + tl.arange(0, PARTS) * BLOCKS)[:, None] * 2 * BYTES + tl.arange(0, 2 * BLOCKS * BYTES)[None, :]
+        x_mask = (column < 2 * width)[:, :, None] & (row < rows)[None, None, :]
+        values = tl.load(x + row[None, None, :] * 2 * width + column[:, :, None], x_mask, 0)
+        total = tl.dot(weight, values, total)
+    result = tl.reduce(total, 0, add)
+    if BIAS:
+        result += tl.load(bias + to, to < out, 0).to(tl.float32)[:, None]
+    mask = (to < out)[:, None] & (row < rows)[None, :]
+    tl.store(y + row[None, :] * out + to[:, None], result.to(y.dtype.element_ty), mask)
+
+
+@cache
+def max_rows(dtype: torch.dtype, device: torch.device) -> int:
+    """Maximum number of rows of `matmul_fused` on a GPU. On Turing, `dot_kernel` would not use tensor cores."""
+    use_dot = dtype != torch.float32 and torch.cuda.get_device_capability(device) >= (8, 0)
+    return DOT_ROWS if use_dot else GEMV_ROWS
+
+
+def matmul_fused(
+    x: Tensor,
+    weight: tuple[Tensor, Tensor, Tensor | None],
+    kind: str,
+    table: Tensor,
+    fine: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """x W^T + b (N, out) for few rows x (N, in)."""
+    packed, scales, outer = weight
+    (out, width), rows = packed.shape, len(x)
+    check_quantized(packed, scales, outer)
+    check_tensor("nf4", "x", x, (rows, 2 * width), x.dtype, packed.device)
+    if bias is not None:
+        check_tensor("nf4", "bias", bias, (out,), bias.dtype, x.device)
+        check_contiguous("nf4", "bias", bias)
+    y = x.new_empty(rows, out)
+    kernel, options = choose_kernel(rows)
+    kernel[(triton.cdiv(out, options["OUT"]),)](
+        x.contiguous(),
+        packed,
+        scales.view(torch.float32) if outer is None else scales,
+        table if outer is None else outer.view(torch.float32),
+        table,
+        fine,
+        table if bias is None else bias,
+        y,
+        rows,
+        out,
+        width,
+        triton.cdiv(2 * packed.numel(), BLOCK.value * NESTED.value),
+        KIND=kind if x.dtype != torch.float32 and supports_ptx(kernel) else "table",
+        NEST=outer is not None,
+        BIAS=bias is not None,
+        **options,
+    )
+    return y
+
+
+def supports_ptx(kernel: Any) -> bool:
+    """Whether the kernel is compiled for an NVIDIA GPU, not for one of AMD, nor run by Triton's interpreter."""
+    return isinstance(kernel, triton.JITFunction) and driver.active.get_current_target().backend == "cuda"
+
+
+def choose_kernel(rows: int) -> tuple[Any, dict[str, int]]:
+    """The kernel and its options."""
+    if rows <= GEMV_ROWS:
+        return gemv_kernel, {"ROWS": rows, **GEMV_TILE}
+    return dot_kernel, {"ROWS": DOT_ROWS, **DOT_TILE}
