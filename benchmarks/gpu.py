@@ -315,7 +315,7 @@ def quantize_bitsandbytes(net: nn.Module) -> None:
             quantized = modules.Linear4bit(
                 layer.in_features, layer.out_features, bias=False, compute_dtype=BF16, quant_type="nf4"
             )
-            quantized.weight = modules.Params4bit(layer.weight.data.cpu(), requires_grad=False, quant_type="nf4")
+            quantized.weight = modules.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
             owner, _, leaf = name.rpartition(".")
             setattr(net.get_submodule(owner), leaf, quantized.to(DEVICE))
 

@@ -60,7 +60,11 @@ def cosine(a: Tensor, b: Tensor) -> float:
 def check_family(name: str, device: str, folder: Path) -> bool:
     """Print a line for each layout. Whether all numbers are near."""
     source = HFCheckpoint.open(make_checkpoint(folder, name), name)
-    reference, rounded, model = build(source, "cpu", "fp32"), build(source, "cpu", "bf16"), build(source, device, "bf16")
+    reference, rounded, model = (
+        build(source, "cpu", "fp32"),
+        build(source, "cpu", "bf16"),
+        build(source, device, "bf16"),
+    )
     good = True
     for layout in ROWS:
         expected, gradients = loss_and_gradients(reference, layout, "cpu")
