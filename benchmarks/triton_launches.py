@@ -141,7 +141,7 @@ def launch_nf4(out: int, width: int, nested: bool, dtype: torch.dtype = BF16) ->
     nf4_triton.dequantize(*empty_nf4_weight(out, width, nested), *tables, dtype)
 
 
-def launch_nf4_gemv(
+def launch_nf4_matmul(
     rows: int, out: int, width: int, nested: bool, dtype: torch.dtype = BF16, bias: bool = False, kind: str = "nf4"
 ) -> None:
     tables = empty_meta(16, dtype=FP32), empty_meta(256, dtype=FP32)
@@ -163,12 +163,12 @@ def launch_nf4_variants() -> None:
 
 
 def launch_nf4_matmul_variants() -> None:
-    for dtype in FLOATS:
-        for rows in (1, 2) if dtype == FP32 else (1, 2, 8):
+    for dtype in (BF16, torch.float16):
+        for rows in (1, 8):
             for nested in (False, True):
-                launch_nf4_gemv(rows, 4096, 4096, nested, dtype)
-            launch_nf4_gemv(rows, 4096, 4096, True, dtype, bias=True)
-            launch_nf4_gemv(rows, 4096, 4096, True, dtype, kind="fp4")
+                launch_nf4_matmul(rows, 4096, 4096, nested, dtype)
+            launch_nf4_matmul(rows, 4096, 4096, True, dtype, bias=True)
+            launch_nf4_matmul(rows, 4096, 4096, True, dtype, kind="fp4")
 
 
 def launch_float8(blocks: int, dtype: torch.dtype = BF16) -> None:
@@ -275,8 +275,7 @@ def launch_nf4_large() -> None:
 
 def launch_nf4_matmul_large() -> None:
     for nested in (False, True):
-        launch_nf4_gemv(8, 2**17, 2**16, nested)
-        launch_nf4_gemv(2, 2**17, 2**16, nested)
+        launch_nf4_matmul(8, 2**17, 2**16, nested)
 
 
 def launch_float8_large() -> None:
@@ -326,7 +325,7 @@ def launch_nf4_step(tokens: int, step: int) -> None:
 
 
 def launch_nf4_matmul_step(tokens: int, step: int) -> None:
-    launch_nf4_gemv(1, 4096 + 64 * (tokens % 7), 4096, nested=True)
+    launch_nf4_matmul(1, 4096 + 64 * (tokens % 7), 4096, nested=True)
 
 
 def launch_float8_step(tokens: int, step: int) -> None:

@@ -338,23 +338,39 @@ def interpreted_matmul(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @requires_interpreter_loops
 @pairwise(
     sizes=[(1, 1, 64), (2, 5, 1088), (3, 9, 576), (5, 33, 320), (8, 300, 64)],
-    dtype=[FP32, BF16],
+    kind=["nf4", "fp4"],
     nested=[False, True],
 )
 def test_interpreted_product_of_few_rows(
-    sizes: tuple[int, int, int], dtype, nested: bool, interpreted_matmul: ModuleType
+    sizes: tuple[int, int, int], kind: str, nested: bool, interpreted_matmul: ModuleType
 ) -> None:
     rows, out, inner = sizes
-    dtype = torch.half if rows > 2 else dtype  # the interpreter multiplies the bits of bf16 matrices
-    tensors, x, bias = quantize(random(out, inner), nested), random(rows, inner, seed=1).to(dtype), random(out, seed=2)
-    tables = nf4.code_values("nf4", x.device), nf4.dynamic_map(x.device)
-    expected = x.double() @ dequantize_reference(tensors).T
-    # The interpreter truncates to bf16 where a GPU rounds.
-    tolerance = {BF16: 3e-2, torch.half: 2e-3, FP32: 1e-5}[dtype]
-    for b in (None, bias.to(dtype)):
-        actual = interpreted_matmul.matmul_fused(x, tuple(tensors), "nf4", *tables, b)
-        exact = expected if b is None else expected + b.double()
-        assert actual.dtype == dtype and relative_error(actual.double(), exact) < tolerance
+    # fp16: the interpreter multiplies the bits of bf16 matrices.
+    x, bias = random(rows, inner, seed=1).half(), random(out, seed=2).half()
+    packed, scales, outer, _ = four_bits(random(out, inner), kind, nested)
+    tables = nf4.code_values(kind, x.device), nf4.dynamic_map(x.device)
+    weight = nf4.dequantize(packed, scales, outer, kind, torch.float32)
+    for b in (None, bias):
+        actual = interpreted_matmul.matmul_fused(x, (packed, scales, outer), kind, *tables, b)
+        assert actual.dtype == torch.half
+        assert product_error(actual, x, weight, b) < 1e-3
+
+
+def four_bits(weight: Tensor, kind: str, nested: bool) -> tuple[Tensor, Tensor, Tensor | None, str]:
+    """Arguments of `nf4.matmul` after x."""
+    packed, scales = nf4.quantize(weight, kind)
+    codes, outer = nf4.double_quantize(scales) if nested else (scales, None)
+    out = len(weight)
+    parts = packed.view(out, -1), codes.view(torch.uint8).view(out, -1)
+    return *parts, None if outer is None else outer.view(torch.uint8), kind
+
+
+def product_error(actual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
+    """Largest error of a product, relative to the sum of the magnitudes of its terms."""
+    exact, magnitudes = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+    if bias is not None:
+        exact, magnitudes = exact + bias.double(), magnitudes + bias.double().abs()
+    return ((actual.double() - exact).abs() / magnitudes).max().item()
 
 
 @pytest.mark.gpu
@@ -362,22 +378,15 @@ def test_interpreted_product_of_few_rows(
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_product_of_few_rows_on_a_gpu(kind: str, nested: bool) -> None:
-    for dtype, tolerance in ((BF16, 6e-3), (torch.half, 1e-3), (FP32, 1e-6)):
-        for rows, out, inner in (
-            (1, 1, 64),
-            (1, 300, 576),
-            (2, 33, 14336),
-            (3, 33, 320),
-            (8, 300, 1088),
-            (16, 70, 4096),
-        ):
-            packed, scales = nf4.quantize(random(out, inner).cuda(), kind)
-            codes, outer = nf4.double_quantize(scales) if nested else (scales, None)
-            parts = packed.view(out, -1), codes.view(torch.uint8).view(out, -1)
-            weight = (*parts, None if outer is None else outer.view(torch.uint8), kind)
+    sizes = (1, 1, 64), (1, 300, 576), (2, 33, 14336), (3, 33, 320), (8, 300, 1088), (16, 70, 4096)
+    for dtype, tolerance in ((BF16, 8e-3), (torch.half, 1e-3), (FP32, 1e-6)):
+        for rows, out, inner in sizes:
+            weight = four_bits(random(out, inner).cuda(), kind, nested)
             x, bias = random(rows, inner, seed=1).cuda().to(dtype), random(out, seed=2).cuda().to(dtype)
-            exact = x.double() @ nf4.dequantize(*weight, FP32).double().T + bias.double()
-            assert relative_error(nf4.matmul(x, *weight, bias).double(), exact) < tolerance, (dtype, rows, out, inner)
+            exact = nf4.dequantize(*weight, FP32)
+            for b in (None, bias):
+                error = product_error(nf4.matmul(x, *weight, b), x, exact, b)
+                assert error < tolerance, (dtype, rows, out, inner, error)
 
 
 @pytest.mark.gpu
