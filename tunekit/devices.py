@@ -62,16 +62,19 @@ CPU = Capabilities(
     "cpu", tested=True, bf16=True, fused_adamw=True, nf4="cpp", compile=True, backend="gloo"
 )  # fmt: skip
 AMPERE = Capabilities(
-    "cuda", bf16=True, fp16=True, tf32=True, flash=True, flash_lse=True, flex=True, triton=True, fused_adamw=True,
-    nf4="triton", compile=True, pinned_memory=True, own_memory=True, graphs=True, memory_stats=True, backend="nccl",
+    "cuda", tested=True, bf16=True, fp16=True, tf32=True, flash=True, flash_lse=True, flex=True, triton=True,
+    fused_adamw=True, nf4="triton", compile=True, pinned_memory=True, own_memory=True, graphs=True,
+    memory_stats=True, backend="nccl",
 )  # fmt: skip
 # T4, RTX 20: tensor cores for fp16 only. torch's FlashAttention and FlexAttention need 8.0.
-TURING = replace(AMPERE, name="cuda-turing", bf16=False, tf32=False, flash=False, flash_lse=False, flex=False)
+TURING = replace(
+    AMPERE, name="cuda-turing", tested=False, bf16=False, tf32=False, flash=False, flash_lse=False, flex=False
+)
 # V100 and older. Triton supports 7.5 and newer, and torch.compile generates Triton.
 VOLTA = replace(TURING, name="cuda-volta", triton=False, nf4="torch", compile=False)
 PASCAL = replace(VOLTA, name="cuda-pascal", fp16=False)
 # The log-sum-exp of ROCm's FlashAttention is (documents, heads, longest). TF32 needs an environment variable there.
-CDNA = replace(AMPERE, name="rocm-cdna", tf32=False, flash_lse=False)
+CDNA = replace(AMPERE, name="rocm-cdna", tested=False, tf32=False, flash_lse=False)
 RDNA = replace(CDNA, name="rocm-rdna")
 # Triton for Intel GPUs exists; the kernels of tunekit have never been compiled for it.
 XPU = Capabilities(

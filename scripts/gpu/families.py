@@ -68,13 +68,14 @@ def check_family(name: str, device: str, folder: Path) -> bool:
     good = True
     for layout in ROWS:
         expected, gradients = loss_and_gradients(reference, layout, "cpu")
-        usual = cosine(gradients, loss_and_gradients(rounded, layout, "cpu")[1])
+        on_cpu = cosine(gradients, loss_and_gradients(rounded, layout, "cpu")[1])
         actual, others = loss_and_gradients(model, layout, device)
-        found = cosine(gradients, others)
-        near = abs(actual - expected) < MAX_DIFFERENCE * (abs(expected) + 1) and found > min(MIN_COSINE, usual - MARGIN)
+        alike = cosine(gradients, others)
+        near = abs(actual - expected) < MAX_DIFFERENCE * (abs(expected) + 1)
+        near = near and alike > min(MIN_COSINE, on_cpu - MARGIN)
         good = good and near
         losses = f"loss {expected:.4f} {actual:.4f}"
-        print(f"{name} {layout}: {losses}, cosine {found:.4f}, CPU {usual:.4f}{'' if near else ' FAIL'}")
+        print(f"{name} {layout}: {losses}, cosine {alike:.4f}, CPU {on_cpu:.4f}{'' if near else ' FAIL'}")
     sampling = SamplingConfig(max_new_tokens=6, temperature=0)
     answers = [generate_batch(net, PROMPTS, sampling, frozenset()) for net in (reference, model)]
     print(f"{name}: generated tokens {'equal' if answers[0] == answers[1] else f'differ: {answers}'}", flush=True)

@@ -79,10 +79,10 @@ def test_tables_outlive_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_cached_function_returns_tensors() -> None:
     """Their tensors could be fake, or created in inference mode; `DeviceConstants` avoids both."""
     pattern = re.compile(r"@(?:functools\.)?(?:lru_)?cache[^\n]*\ndef (\w+)[^:]*\([^)]*\) -> [^\n]*Tensor")
-    found = [
+    names = [
         f"{file.name}: {name}"
         for folder in ("kernels", "tunekit", "recipes")
         for file in (Path(__file__).parents[2] / folder).rglob("*.py")
         for name in pattern.findall(file.read_text())
     ]
-    assert found == ["attention_gpu.py: softcap_mod"]  # a function of tensors
+    assert names == ["attention_gpu.py: softcap_mod"]  # a function of tensors
