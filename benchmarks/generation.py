@@ -25,7 +25,8 @@ from tunekit.adapters.config import FrozenModel
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.distributed.context import DistributedContext
 from tunekit.env_info import describe_hardware
-from tunekit.generation.generate import SamplingConfig, generate_batch
+from tunekit.generation.generate import generate_batch
+from tunekit.generation.sampling import SamplingConfig
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig

@@ -6,41 +6,32 @@ tune run evaluate nano/known tasks=[nano,arc_easy] limit=100
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from tunekit import build
 from tunekit.checkpoint.atomic import check_writable, write_text_atomic
-from tunekit.checkpoint.classification_head import require_language_model
-from tunekit.data.chat_template.chat_format import describe_unread_kwargs, with_chat_format
-from tunekit.data.chat_template.named_templates import TemplateKwargs, check_template_kwargs
 from tunekit.data.dataloader.build import build_dataloader
 from tunekit.data.dataloader.mixture import SFTData, dataset_title, is_streaming
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.devices import DeviceChoice
 from tunekit.distributed.context import DistributedContext
-from tunekit.distributed.parallel_dims import REPLICATED, ParallelConfig
 from tunekit.errors import FieldError
 from tunekit.evaluation.generation_eval import GenerationEvaluator, Question, with_source
+from tunekit.evaluation.inference_config import InferenceConfig
 from tunekit.evaluation.results import ModelResult
 from tunekit.evaluation.significance import paired_differences
 from tunekit.evaluation.table import results_table
 from tunekit.evaluation.tasks import TaskSelection
-from tunekit.generation.generate import SamplingConfig
-from tunekit.hub import download
-from tunekit.models.precision import PrecisionConfig
 from tunekit.publishing import model_card
-from tunekit.quantization.config import Float8Config, FP4Config, NF4Config, NoQuantization
 from tunekit.training import data_checks
 
 
-@dataclass(frozen=True)
-class EvaluateConfig:
-    """The keys of this recipe."""
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(InferenceConfig):
+    """The keys of this recipe. Those of the model are also those of `baseline`."""
 
-    model: str  # Directory of a checkpoint, adapter or run; a Hub name; tunekit/nano
+    baseline: str | None = None  # A second model to compare with, such as the one before training
     data: SFTData | None = None  # Held-out rows; the last target message of each is the expected answer
     tasks: tuple[
         str, ...
@@ -48,28 +39,19 @@ class EvaluateConfig:
     num_fewshot: int | None = None  # Few-shot examples per question; null: as the task defines
     include_path: str | None = None  # Directory with your own lm-evaluation-harness tasks; their code is executed
     apply_chat_template: bool = False  # Format harness questions with the chat template
-    chat_template: str | None = None  # Jinja file, or the name of a bundled template, that replaces the models'
-    # Values of template variables, such as {enable_thinking: false}
-    chat_template_kwargs: TemplateKwargs = field(default_factory=dict)
     limit: int | None = None  # First N rows of `data` and of each task
-    baseline: str | None = None  # A second model to compare with, such as the one before training
-    sampling: SamplingConfig = SamplingConfig()  # How completions are generated
-    quantization: NoQuantization | NF4Config | FP4Config | Float8Config = NoQuantization()  # Of both models
-    precision: PrecisionConfig = PrecisionConfig()  # dtypes of weights and computation
     batch_size: int = 32  # Rows per forward pass
     num_completions_to_print: int = 3  # Number of answers to print
     output_path: str | None = None  # JSON file for the results
-    parallel: ParallelConfig = REPLICATED  # How several devices share the rows or the weights
-    device: DeviceChoice = "auto"  # `auto`: the first of cuda, xpu and mps that torch finds, else cpu
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.batch_size < 1:
             raise FieldError("batch_size", f"must be >= 1, got {self.batch_size}")
         if self.data is None and not self.tasks:
             raise FieldError("data", "nothing to evaluate. Set data or tasks.")
         if self.data is not None and is_streaming(self.data):
             raise FieldError("data", "cannot be streamed. Set streaming=false; limit sets the number of rows.")
-        check_template_kwargs(self.chat_template_kwargs)
         assert self.named is not None  # its own checks
 
     @property
@@ -78,11 +60,7 @@ class EvaluateConfig:
 
     def open_tokenizer(self) -> Tokenizer:
         """The tokenizer of the rows. Reads no weights."""
-        return self.with_chat_format(build.resolve_model(self.model, download.SMALL)[2])
-
-    def with_chat_format(self, tokenizer: Tokenizer) -> Tokenizer:
-        """The tokenizer of a model with the chat template of this config."""
-        return with_chat_format(tokenizer, self.chat_template, self.chat_template_kwargs)
+        return self.check_model(self.model)
 
 
 CONFIG = EvaluateConfig
@@ -91,10 +69,7 @@ CONFIG = EvaluateConfig
 def check(cfg: EvaluateConfig) -> None:
     """Raise UserError if a model, the rows or a task do not exist."""
     for name in filter(None, (cfg.model, cfg.baseline)):
-        source, adapter, tokenizer = build.resolve_model(name, download.SMALL)
-        tokenizer = cfg.with_chat_format(tokenizer)
-        require_language_model(source, name)
-        build.check_parallelizable(source, cfg.quantization, adapter, cfg.parallel)
+        tokenizer = cfg.check_model(name)
         if cfg.data is not None:
             cfg.data.prepare_tokenizer(tokenizer)
     if cfg.data is not None:
@@ -119,10 +94,7 @@ def main(cfg: EvaluateConfig) -> list[ModelResult]:
 def evaluate_model(name: str, cfg: EvaluateConfig, dist: DistributedContext) -> tuple[list[Question], ModelResult]:
     """Questions of the rows, and the results of one model, which is freed afterwards."""
     tasks = cfg.named.load()  # before weights are read: some tasks are downloaded
-    model, tokenizer = build.load_for_inference(name, cfg.precision, dist, cfg.quantization)
-    tokenizer = cfg.with_chat_format(tokenizer)
-    if warning := describe_unread_kwargs(tokenizer):
-        dist.log(f"warning: {warning}")
+    model, tokenizer = cfg.load_model(name, dist)
     evaluator = GenerationEvaluator(model, tokenizer, cfg.sampling, cfg.batch_size, dist)
     questions, results = [], []
     if cfg.data is not None:

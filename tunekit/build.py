@@ -37,6 +37,7 @@ from tunekit.quantization.config import NoQuantization
 from tunekit.system import format_bytes
 
 UNQUANTIZED = NoQuantization()
+NO_OVERRIDES: Mapping[str, Any] = {}
 MIN_ADDRESS_SPACE = 700_000_000  # bytes, for threads, libraries that are loaded later and small models
 
 
@@ -209,20 +210,22 @@ def load_for_inference(
     dist: DistributedContext,
     quantization: NoQuantization = UNQUANTIZED,
     allow_score_head: bool = False,
+    config_overrides: Mapping[str, Any] = NO_OVERRIDES,
 ) -> tuple[Decoder, Tokenizer]:
     """The model of a checkpoint, adapter or run, and its tokenizer. Raises UserError without a language model head,
     unless `allow_score_head`."""
-    checkpoint, adapter, tokenizer = resolve_model(name)
+    checkpoint, adapter, tokenizer = resolve_model(name, config_overrides=config_overrides)
     if not allow_score_head:
         require_language_model(checkpoint, name)
     return build_model(checkpoint, quantization, adapter, precision, MemoryConfig(), dist), tokenizer
 
 
 def resolve_model(
-    name: str, files: download.Files = download.READ
+    name: str, files: download.Files = download.READ, config_overrides: Mapping[str, Any] = NO_OVERRIDES
 ) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig, Tokenizer]:
     """Checkpoint, adapter and tokenizer of a directory, Hub name or finished run. An adapter comes with its base."""
     checkpoint, adapter = resolve_checkpoint(name, files)
+    checkpoint = checkpoint.with_config_overrides(config_overrides)
     path = Path(adapter.adapter_path or checkpoint.path)
     tokenizer_dir = path if (path / "tokenizer.json").is_file() else checkpoint.path
     spec, tokenizer = checkpoint.spec, Tokenizer.open(tokenizer_dir)

@@ -19,7 +19,8 @@ from tunekit import build as assemble
 from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.distributed.context import DistributedContext
-from tunekit.generation.generate import SamplingConfig, generate_batch
+from tunekit.generation.generate import generate_batch
+from tunekit.generation.sampling import SamplingConfig
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder

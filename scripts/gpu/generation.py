@@ -12,7 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tunekit.adapters.config import LoRAConfig
-from tunekit.generation.generate import SamplingConfig, generate_batch
+from tunekit.generation.generate import generate_batch
+from tunekit.generation.sampling import SamplingConfig
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig

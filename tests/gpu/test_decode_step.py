@@ -16,7 +16,8 @@ from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import load_model, make_checkpoint, random_tokens, relative_error
 from tests.unit.kernels.test_attention import make_sinks, naive_attention, visible_mask
 from tunekit.generation import generate
-from tunekit.generation.generate import SamplingConfig, generate_batch
+from tunekit.generation.generate import generate_batch
+from tunekit.generation.sampling import SamplingConfig
 from tunekit.kernels import attention_choice, attention_cpu, attention_decode, glu, rms_norm, rope
 from tunekit.kernels.attention import AttentionParams
 from tunekit.kernels.attention_decode import CachePositions, attend_decode
@@ -57,7 +58,7 @@ def step_ops(name: str, sampling: SamplingConfig, *used: int, rows: int = 4) -> 
     model = build_model(build_config(name, **WIDE[name]))
     cache = model.make_cache(rows, 4000)
     numbers = torch.empty(rows, sampling.max_new_tokens, device="meta")
-    loop = DecodeLoop(model, cache, [used[0]] * rows, numbers, sampling.sample)
+    loop = DecodeLoop(model, cache, [used[0]] * rows, sampling.sample, numbers)
     recorded = []
     for count in used:
         cache.cache_length = count

@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.random_checkpoints import load_model, make_batch, make_checkpoint, random_tokens
 from tests.unit.kernels.test_attention_gpu import flash_backward, flash_forward
-from tunekit.generation.generate import SamplingConfig, generate_batch
+from tunekit.generation.generate import generate_batch
+from tunekit.generation.sampling import SamplingConfig
 from tunekit.kernels import attention_gpu, fake_mode, nf4, nf4_codes, sequence_layout
 from tunekit.kernels.device_tensors import DeviceConstants
 from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout

@@ -22,7 +22,8 @@ from tunekit.distributed.clip_grad import total_grad_norm
 from tunekit.distributed.context import HOST_TIMEOUT, TIMEOUT_MARGIN, DistributedContext
 from tunekit.distributed.fsdp import allocate, apply_fsdp
 from tunekit.distributed.parallel_dims import ParallelConfig
-from tunekit.generation.generate import SamplingConfig, launch_steps
+from tunekit.generation.generate import launch_steps
+from tunekit.generation.sampling import SamplingConfig
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder

@@ -18,7 +18,8 @@ from tunekit.data.datasets import TextDataset
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.distributed.sharding import full_tensor
-from tunekit.generation.generate import SamplingConfig, generate_batch
+from tunekit.generation.generate import generate_batch
+from tunekit.generation.sampling import SamplingConfig
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.precision import PrecisionConfig

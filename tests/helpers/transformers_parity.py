@@ -29,7 +29,8 @@ from tests.helpers.random_checkpoints import (
 from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint import atomic, final_checkpoint, save_model
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
-from tunekit.generation.generate import SamplingConfig, generate_batch
+from tunekit.generation.generate import generate_batch
+from tunekit.generation.sampling import SamplingConfig
 from tunekit.models.decoder import Decoder
 
 TransformersModel = transformers.PreTrainedModel

@@ -76,3 +76,39 @@ def test_raw_prompts_are_continued(workspace, run_generate):
     """Without the chat template, the text differs."""
     template = run_generate("prompts=[It is]")
     assert run_generate("prompts=[It is]", "apply_chat_template=false") != template
+
+
+def test_several_answers_to_each_prompt(run_generate):
+    """Answer k to prompt i of n is row i * n + k of the random numbers, whatever the batch."""
+    args = ("sampling={temperature: 1.5, max_new_tokens: 12, seed: 5}", f"prompts={json.dumps(PROMPTS[2:])}")
+    rows = run_generate(*args, "num_return_sequences=3", "batch_size=2")
+    assert [row["prompt"] for row in rows] == [prompt for prompt in PROMPTS[2:] for _ in range(3)]
+    repeated = [prompt for prompt in PROMPTS[2:] for _ in range(3)]
+    assert run_generate(*args, f"prompts={json.dumps(repeated)}") == rows
+    assert len({row["answer"] for row in rows[:3]}) > 1
+
+
+@pytest.mark.parametrize(("args", "key"), [
+    (["num_return_sequences=2"], "num_return_sequences"), (["num_return_sequences=0"], "num_return_sequences"),
+    (["sampling.stop_strings=['']"], "sampling.stop_strings"), (["config_overrides.no_key=1"], "config_overrides"),
+])  # fmt: skip
+def test_unusable_options_are_one_line_errors(workspace, run_generate, args, key):
+    run_generate()  # writes the config
+    result = workspace.run_tune("run", "generate", "generate.yaml", *args)
+    assert result.code == 2 and key in result.err
+
+
+def test_config_overrides_reach_the_model(run_generate):
+    """With scaled positions, the memorized answers are lost."""
+    overrides = "config_overrides={rope_scaling: {rope_type: linear, factor: 8.0}}"
+    assert run_generate(overrides) != run_generate()
+
+
+def test_tools_of_a_row_are_in_its_prompt(run_generate, workspace):
+    template = "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}{{ messages[-1].content }}"
+    (workspace.folder / "tools.jinja").write_text(template)
+    messages = [{"role": "user", "content": "is"}]
+    rows = [{"messages": messages, "tools": [{"name": "What"}]}, {"prompt": "What is"}]
+    (workspace.folder / "source.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers = run_generate("prompts=[]", "source=source.jsonl", "chat_template=tools.jinja")
+    assert answers[0]["answer"] == answers[1]["answer"]

@@ -22,8 +22,8 @@ MetricLogger.log_step = lambda *args, **more: (step(*args, **more), time.sleep(0
 MARK_FIRST_ANSWER = """
 from pathlib import Path
 from tunekit.recipes import generate
-answers = generate.generate_all
-generate.generate_all = lambda *args: (Path("answering").touch(), answers(*args))[1]
+answers = generate.generate_texts
+generate.generate_texts = lambda *args: (Path("answering").touch(), answers(*args))[1]
 """
 
 

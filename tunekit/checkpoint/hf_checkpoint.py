@@ -35,6 +35,8 @@ ROPE_BUFFER = ".rotary_emb.inv_freq"
 EMBED = "embed.weight"
 MISSING = object()
 # Weights with any other dtype are refused.
+ConfigValue = str | int | float | bool | None | tuple[str | int | float | bool, ...]  # of a key of config.json
+ConfigOverrides = dict[str, ConfigValue | dict[str, ConfigValue | dict[str, ConfigValue]]]
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 

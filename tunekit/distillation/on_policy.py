@@ -15,7 +15,8 @@ from tunekit.data.row_checks import format_percent
 from tunekit.data.row_stats import iter_blocks
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError
-from tunekit.generation.generate import SamplingConfig, generate_tokens
+from tunekit.generation.generate import generate_tokens
+from tunekit.generation.sampling import SamplingConfig
 from tunekit.models.decoder import Decoder
 from tunekit.models.weight_init import named_generator
 
@@ -39,7 +40,9 @@ class OnPolicyConfig:
             raise FieldError("lmbda", f"must be >= 0 and <= 1, got {self.lmbda}")
         if self.batch_size < 1:
             raise FieldError("batch_size", f"must be >= 1, got {self.batch_size}")
-        SamplingConfig(self.temperature, self.top_k, self.top_p, self.max_new_tokens)  # validates these fields
+        SamplingConfig(
+            self.temperature, self.top_k, self.top_p, max_new_tokens=self.max_new_tokens
+        )  # validates these fields
 
     def check(self, max_length: int, kd_ratio: float) -> None:
         """Raise FieldError if a row has no space for a prompt and an answer, or if part of the loss is cross-entropy.
@@ -153,7 +156,8 @@ class StudentSampler:
         answers: list[list[int]] = [[] for _ in prompts]
         finished: set[int] = set()
         cfg = self.cfg
-        sampling = NamedRowSampling(cfg.temperature, cfg.top_k, cfg.top_p, cfg.max_new_tokens, dist.seed, tuple(names))
+        options = {"max_new_tokens": cfg.max_new_tokens, "seed": dist.seed, "names": tuple(names)}
+        sampling = NamedRowSampling(cfg.temperature, cfg.top_k, cfg.top_p, **options)
         for tokens in generate_tokens(model, prompts or [[self.layout.pad_id]], sampling, finished=finished):
             for row in set(range(len(prompts))) - finished:
                 answers[row].append(tokens[row])

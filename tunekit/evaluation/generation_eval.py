@@ -10,7 +10,8 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.evaluation.loglikelihood import ScoredTokens, score_rows
 from tunekit.evaluation.results import Metric, TaskResult
-from tunekit.generation.generate import SamplingConfig, generate_all
+from tunekit.generation.generate import generate_texts
+from tunekit.generation.sampling import SamplingConfig
 from tunekit.models.decoder import Decoder
 
 LocatedDocument = tuple[str, Document]  # file and row of a document, and the document
@@ -41,8 +42,8 @@ class GenerationEvaluator:
         metrics = self.loss_metrics(rows)
         questions = list(iter_questions(rows, self.tokenizer))
         prompts = [question.prompt for question in questions]
-        outputs = generate_all(self.model, prompts, self.sampling, self.tokenizer.stops, self.batch_size, self.dist)
-        completions = tuple(self.tokenizer.decode(tokens).strip() for tokens in outputs)
+        texts = generate_texts(self.model, self.tokenizer, prompts, self.sampling, self.batch_size, self.dist)
+        completions = tuple(text.strip() for text in texts)
         if questions:
             matches = [float(text == question.expected) for text, question in zip(completions, questions, strict=True)]
             metrics.append(Metric.mean("exact_match", matches, rows=[question.row for question in questions]))

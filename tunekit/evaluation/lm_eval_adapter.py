@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from io import StringIO
 from itertools import groupby
@@ -30,12 +30,13 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.evaluation.loglikelihood import ScoredTokens, score_rows
 from tunekit.evaluation.results import Metric, TaskResult
-from tunekit.generation.generate import SamplingConfig, generate_all
+from tunekit.generation.generate import generate_texts
+from tunekit.generation.sampling import SamplingConfig
 from tunekit.hub import errors
 from tunekit.models.decoder import Decoder
 
 # Values of generation_kwargs that have no effect and are accepted.
-NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "num_return_sequences": 1}
+NEUTRAL = {"num_beams": 1, "num_return_sequences": 1}
 MAX_QUOTE = 60  # characters of each text of a request in an error message
 MAX_REASON = 300  # characters of the reason in an error message
 DEFAULT_MAX_NEW_TOKENS = 256  # as in the harness
@@ -145,72 +146,51 @@ class LMEvalAdapter(TemplateLM):
         """Completions up to a stop string. Requests with equal settings share forward passes, the longest first."""
         pairs = [cast("tuple[str, dict[str, Any]]", request.args) for request in requests]
         prompts = [self.tok_encode(text) for text, _ in pairs]
-        handlers = [RequestHandler.from_kwargs(generation_kwargs) for _, generation_kwargs in pairs]
+        samplings = [to_sampling(generation_kwargs) for _, generation_kwargs in pairs]
         for request, prompt in zip(requests, prompts, strict=True):
             if not prompt:
                 raise row_error(request, "the prompt has no tokens. Fix the row, or doc_to_text of the task.")
-        order = sorted(range(len(requests)), key=lambda i: (repr(handlers[i]), -len(prompts[i])))
+        order = sorted(range(len(requests)), key=lambda i: (repr(samplings[i]), -len(prompts[i])))
         completions: dict[int, str] = {}
-        for handler, group in groupby(order, key=lambda i: handlers[i]):
+        for sampling, group in groupby(order, key=lambda i: samplings[i]):
             indices = list(group)
-            outputs = self.generate(handler, [prompts[i] for i in indices])
+            outputs = self.generate(sampling, [prompts[i] for i in indices])
             completions.update(zip(indices, outputs, strict=True))
         return [completions[i] for i in range(len(requests))]
 
-    def generate(self, handler: "RequestHandler", prompts: list[list[int]]) -> list[str]:
+    def generate(self, sampling: SamplingConfig, prompts: list[list[int]]) -> list[str]:
         """Completions of prompts, which are truncated on the left to leave space for the new tokens."""
-        max_prompt = self.max_length - handler.sampling.max_new_tokens
+        max_prompt = self.max_length - sampling.max_new_tokens
         if max_prompt < 1:
-            problem = f"max_gen_toks is {handler.sampling.max_new_tokens}, and the context length is {self.max_length}"
+            problem = f"max_gen_toks is {sampling.max_new_tokens}, and the context length is {self.max_length}"
             raise UserError(f"tasks: {problem}. Define your own task with a smaller max_gen_toks.")
-        tokenizer, until = self.text_tokenizer, handler.until
-        num_checked = max((len(text.encode()) for text in until), default=0) + 4  # a token has at least one byte
-        stops = tokenizer.stops | {token for token, text in tokenizer.special_ids.items() if text in until}
-
-        def has_stop_string(answer: Sequence[int]) -> bool:
-            last_text = tokenizer.decode(answer[-num_checked:]) if until else ""
-            return any(text in last_text for text in until)
-
         prompts = [prompt[-max_prompt:] for prompt in prompts]
-        sampling = handler.sampling
-        outputs = generate_all(self.model, prompts, sampling, stops, self.batch_size, self.dist, has_stop_string)
-        return [cut_at_stop(tokenizer.decode(tokens), until) for tokens in outputs]
+        return generate_texts(self.model, self.text_tokenizer, prompts, sampling, self.batch_size, self.dist)
 
 
 def row_error(request: Instance, problem: str) -> UserError:
     return UserError(f"tasks: row {request.doc_id} of {request.task_name or 'a task'}: {problem}")
 
 
-@dataclass(frozen=True)
-class RequestHandler:
-    """Sampling settings and stop strings of a request."""
-
-    sampling: SamplingConfig
-    until: tuple[str, ...]
-
-    @staticmethod
-    def from_kwargs(generation_kwargs: Mapping[str, Any]) -> "RequestHandler":
-        """Settings from the `generation_kwargs` of a task. Raises UserError for unsupported ones."""
-        options: dict[str, Any] = {**normalize_gen_kwargs(dict(generation_kwargs), DEFAULT_MAX_NEW_TOKENS)}
-        until = tuple(text for text in options.pop("until", None) or () if text)
-        max_new_tokens, do_sample = options.pop("max_gen_toks"), options.pop("do_sample")
-        temperature = float(options.pop("temperature", 1.0 if do_sample else 0.0)) if do_sample else 0.0
-        options.pop("temperature", None)
-        sampling = SamplingConfig(
-            temperature, options.pop("top_k", None) or None, float(options.pop("top_p", 1.0)), int(max_new_tokens)
-        )
-        if unknown := [name for name, value in options.items() if NEUTRAL.get(name) != value]:
-            raise UserError(
-                f"tasks: {unknown[0]} in generation_kwargs is not supported. Define your own task without it."
-            )
-        return RequestHandler(sampling, until)
-
-
-def cut_at_stop(text: str, until: Sequence[str]) -> str:
-    """The text before the first stop string."""
-    for stop in until:
-        text = text.split(stop)[0]
-    return text
+def to_sampling(generation_kwargs: Mapping[str, Any]) -> SamplingConfig:
+    """Sampling options from the `generation_kwargs` of a task. Raises UserError for unsupported ones."""
+    options: dict[str, Any] = {**normalize_gen_kwargs(dict(generation_kwargs), DEFAULT_MAX_NEW_TOKENS)}
+    until = tuple(text for text in options.pop("until", None) or () if text)
+    max_new_tokens, do_sample = options.pop("max_gen_toks"), options.pop("do_sample")
+    temperature = float(options.pop("temperature", 1.0 if do_sample else 0.0)) if do_sample else 0.0
+    options.pop("temperature", None)
+    sampling = SamplingConfig(
+        temperature,
+        options.pop("top_k", None) or None,
+        float(options.pop("top_p", 1.0)),
+        float(options.pop("min_p", None) or 0.0),
+        float(options.pop("repetition_penalty", 1.0)),
+        stop_strings=until,
+        max_new_tokens=int(max_new_tokens),
+    )
+    if unknown := [name for name, value in options.items() if NEUTRAL.get(name) != value]:
+        raise UserError(f"tasks: {unknown[0]} in generation_kwargs is not supported. Define your own task without it.")
+    return sampling
 
 
 @cache

@@ -2,82 +2,26 @@
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
+from tunekit.data.chat_template.chat_format import encode_conversation
+from tunekit.data.chat_template.messages import Message
 from tunekit.data.tokenizer import TextStreamer, Tokenizer
 from tunekit.distributed.attention_setup import configure_attention
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import FieldError, UserError
+from tunekit.errors import UserError
+from tunekit.generation.sampling import SamplingConfig
+from tunekit.generation.stop_strings import StopStrings
 from tunekit.models.decode import DecodeLoop, DrawnTokens
 from tunekit.models.decoder import Decoder
 from tunekit.models.forward_context import KVCache, has_static_shapes
-from tunekit.models.weight_init import named_generator
 
 MIN_TOKENS_TO_SHRINK = 8  # finished rows are removed from a batch if at least this many tokens remain
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """Sampling options. The samples of a row depend on the seed and the index of the row, not on other rows."""
-
-    temperature: float = 0.0  # Sampling temperature; 0: greedy decoding
-    top_k: int | None = None  # Sample from the k most likely tokens; null: all
-    top_p: float = 1.0  # Sample from the most likely tokens with this total probability (nucleus sampling)
-    max_new_tokens: int = 256  # Maximum length of an answer in tokens
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise FieldError("temperature", f"must be >= 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise FieldError("top_k", f"must be >= 1, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise FieldError("top_p", f"must be > 0 and <= 1, got {self.top_p}")
-        if self.max_new_tokens < 1:
-            raise FieldError("max_new_tokens", f"must be >= 1, got {self.max_new_tokens}")
-
-    def uniform_numbers(self, rows: int, first: int = 0) -> Tensor:
-        """Uniform random numbers (rows, max_new_tokens); `first` is the index of the first row."""
-        names = (f"row {first + row}" for row in range(rows))
-        return torch.stack(
-            [torch.rand(self.max_new_tokens, generator=named_generator(self.seed, name)) for name in names]
-        )
-
-    def sample(self, logits: Tensor, numbers: Tensor) -> Tensor:
-        """Next tokens (B,) from logits (B, vocab) and a uniform number for each row (B,)."""
-        if self.temperature == 0:
-            return logits.argmax(-1)
-        probabilities = (logits.float() / self.temperature).softmax(-1)
-        if self.top_k is None and self.top_p == 1:
-            return sample_index(probabilities, numbers)
-        probabilities, tokens = self.sort_top_k(probabilities)
-        preceding = probabilities.cumsum(-1) - probabilities  # total probability of more likely tokens
-        nucleus = preceding < self.top_p * probabilities.sum(-1, keepdim=True)
-        return tokens.gather(-1, sample_index(probabilities * nucleus, numbers)[:, None]).squeeze(-1)
-
-    def sort_top_k(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities and ids (B, top_k) in descending order; ties are sorted by id."""
-        if self.top_k is None:
-            return probabilities.sort(dim=-1, descending=True, stable=True)
-        # The bits of positive floats are ordered like the floats. Appending the id makes all keys different, so that
-        # topk has the same result on all devices.
-        last = probabilities.shape[-1] - 1
-        keys = (probabilities.view(torch.int32).long() << 32) + torch.arange(last, -1, -1, device=probabilities.device)
-        tokens = last - (keys.topk(min(self.top_k, last + 1), dim=-1).values & 0xFFFFFFFF)
-        return probabilities.gather(-1, tokens), tokens
-
-
-def sample_index(weights: Tensor, numbers: Tensor) -> Tensor:
-    """Sample an index (B,) from weights (B, N) with uniform numbers (B,). Indices of zero weights are never sampled."""
-    sums = weights.cumsum(-1)
-    total = sums[:, -1:]
-    threshold = torch.minimum(numbers.to(sums)[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(sums, threshold, right=True).squeeze(-1)
 
 
 def generate_tokens(
@@ -126,8 +70,9 @@ def launch_steps(
     slots, edges = max(map(len, rows)) + sampling.max_new_tokens, model.rope_switch_lengths
     lengths = [len(row) for row in rows]
     numbers = sampling.uniform_numbers(len(rows), first).to(model.device)
+    seen = sampling.seen_tokens(rows, model.spec.vocab, model.device)
     logits, cache = prefill(model, rows, slots)
-    loop = DecodeLoop(model, cache, lengths, numbers, sampling.sample)
+    loop = DecodeLoop(model, cache, lengths, sampling.sample, numbers, seen)
     sampled = loop.take(logits)
     for i in range(1, sampling.max_new_tokens):
         yield sampled
@@ -136,7 +81,7 @@ def launch_steps(
                 rows[row].append(token)
         if any(length + i - 1 in edges for length in lengths):
             logits, cache = prefill(model, rows, slots)
-            loop = DecodeLoop(model, cache, [len(row) for row in rows], numbers, sampling.sample, drawn=i)
+            loop = DecodeLoop(model, cache, [len(row) for row in rows], sampling.sample, numbers, seen, drawn=i)
             sampled = loop.take(logits)
             continue
         left = sampling.max_new_tokens - i
@@ -228,21 +173,46 @@ def generate_all(
     return [answer for first in sorted(batches) for answer in batches[first]]
 
 
-def stream_text(
-    model: Decoder, tokenizer: Tokenizer, messages: Sequence[dict[str, str]], sampling: SamplingConfig
+def generate_texts(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    batch_size: int,
+    dist: DistributedContext,
+) -> list[str]:
+    """Texts of the answers to all prompts, up to the first stop string; otherwise as `generate_all`."""
+    stop = StopStrings(tokenizer, sampling.stop_strings)
+    answers = generate_all(model, prompts, sampling, stop.token_ids, batch_size, dist, stop.is_finished)
+    return [stop.cut(tokenizer.decode(answer)) for answer in answers]
+
+
+def stream_text(  # noqa: PLR0913
+    model: Decoder,
+    tokenizer: Tokenizer,
+    messages: list[Message],
+    sampling: SamplingConfig,
+    tools: list[dict[str, Any]] | None = None,
+    first: int = 0,
 ) -> Iterator[str]:
-    """Yield the answer to a conversation as printable text chunks."""
-    prompt = tokenizer.encode_prompt(messages)
+    """Yield the answer to a conversation as printable text chunks. `first` is the row index of its random numbers."""
+    prompt = encode_conversation(tokenizer, messages, tools)
     max_tokens = model.spec.context - len(prompt)
     if max_tokens < 1:
         raise UserError(
             f"the conversation has {len(prompt)} tokens, but the context length of the model is {model.spec.context}"
         )
-    text = TextStreamer(tokenizer)
-    for count, (token,) in enumerate(generate_tokens(model, [prompt], sampling), start=1):
-        if token in tokenizer.stops:
+    stop = StopStrings(tokenizer, sampling.stop_strings)
+    streamer, text = TextStreamer(tokenizer), ""
+    for count, (token,) in enumerate(generate_tokens(model, [prompt], sampling, first), start=1):
+        if token in stop.token_ids:
             break
-        yield text.add(token)
+        text += streamer.add(token)
+        if stop.is_in(text):
+            break
+        printable = stop.printable(text)
+        yield printable
+        text = text[len(printable) :]
         if count == max_tokens:
             break
-    yield text.flush()
+    yield stop.cut(text + streamer.flush())

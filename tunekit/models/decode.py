@@ -16,7 +16,8 @@ from tunekit.models.decoder import Decoder
 from tunekit.models.forward_context import KVCache
 
 Step = Callable[[], None]
-Choose = Callable[[Tensor, Tensor], Tensor]  # next tokens (B,) from logits (B, vocab) and uniform numbers (B,)
+# Next tokens (B,) from logits (B, vocab), uniform numbers (B,), and a mask (B, vocab) of the tokens of each row or None
+Choose = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 WARMUP_STEPS = 2  # the first one loads kernels, the second one shows whether anything still waits for the host
 # Warnings of torch's debug mode: of each wait, and once per process that the mode does not detect all of them.
 WAIT, NOTICE = "called a synchronizing CUDA operation", "Synchronization debug mode is a prototype feature"
@@ -41,11 +42,18 @@ class DecodeLoop:
     number of tokens drawn. The host only counts.
     """
 
-    def __init__(
-        self, model: Decoder, cache: KVCache, lengths: Sequence[int], numbers: Tensor, choose: Choose, drawn: int = 0
+    def __init__(  # noqa: PLR0913
+        self,
+        model: Decoder,
+        cache: KVCache,
+        lengths: Sequence[int],
+        choose: Choose,
+        numbers: Tensor,
+        seen: Tensor | None = None,
+        drawn: int = 0,
     ) -> None:
         device = numbers.device
-        self.model, self.cache, self.choose, self.numbers = model, cache, choose, numbers
+        self.model, self.cache, self.choose, self.numbers, self.seen = model, cache, choose, numbers, seen
         self.rows = list(range(len(lengths)))  # numbers of the rows in the batch
         self.lengths = list(lengths)  # initial length of each row, by number
         self.positions = torch.tensor(lengths, device=device)[:, None] - 1  # (B, 1) of the last tokens
@@ -71,7 +79,9 @@ class DecodeLoop:
 
     def draw(self, logits: Tensor) -> None:
         number = self.numbers.index_select(1, self.index)[:, 0]
-        self.tokens.copy_(self.choose(logits, number)[:, None])
+        self.tokens.copy_(self.choose(logits, number, self.seen)[:, None])
+        if self.seen is not None:
+            self.seen.scatter_(1, self.tokens, True)
         self.positions += 1
         self.index += 1
 
@@ -82,6 +92,7 @@ class DecodeLoop:
         self.cache.select_rows(index)
         self.tokens, self.positions = self.tokens.index_select(0, index), self.positions.index_select(0, index)
         self.numbers = self.numbers.index_select(0, index)
+        self.seen = None if self.seen is None else self.seen.index_select(0, index)
         self.rows = list(rows)
         self.graph = StepGraph(self.run_step, get_capture(self.model))
 

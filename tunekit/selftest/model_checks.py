@@ -13,7 +13,8 @@ from tunekit import devices
 from tunekit.checkpoint import run_dir
 from tunekit.checkpoint.final_checkpoint import VERIFICATION
 from tunekit.distributed.context import DistributedContext
-from tunekit.generation.generate import SamplingConfig, generate_batch
+from tunekit.generation.generate import generate_batch
+from tunekit.generation.sampling import SamplingConfig
 from tunekit.models.decoder import Decoder
 from tunekit.selftest import nano
 from tunekit.selftest.context import Context

@@ -9,7 +9,7 @@ from tunekit import build, devices
 from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
 from tunekit.checkpoint import load_model
 from tunekit.checkpoint.classification_head import require_language_model
-from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.hf_checkpoint import ConfigOverrides, HFCheckpoint
 from tunekit.config.errors import FieldErrors
 from tunekit.data.dataloader.mixture import MixtureBase, check_finite
 from tunekit.data.datasets import DatasetConfig
@@ -58,8 +58,6 @@ LIVE_KEYS = frozenset(
     }
 )
 
-ConfigValue = str | int | float | bool | None | tuple[str | int | float | bool, ...]  # of a key of config.json
-
 COUNTS = (  # keys that must be positive
     "global_batch_size",
     "micro_batch_size",
@@ -92,9 +90,7 @@ class TrainConfig:
     model: str  # Checkpoint directory, Hub name, or tunekit/nano
     # Other values for keys of the model's config.json, such as `{max_position_embeddings: 131072, rope_scaling:
     # {rope_type: yarn, factor: 4}}`; written into the config.json of the result
-    config_overrides: dict[str, ConfigValue | dict[str, ConfigValue | dict[str, ConfigValue]]] = field(
-        default_factory=dict
-    )
+    config_overrides: ConfigOverrides = field(default_factory=dict)
     data: DatasetConfig | MixtureBase  # Training rows; each recipe lists the kinds that it reads
     output_dir: str  # Run directory: config, metrics, training states and the final checkpoint
     eval_data: DatasetConfig | MixtureBase | None = None  # Held-out rows for evaluation during training

@@ -11,7 +11,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.recipe_runs import addition_rows
 from tunekit.data.datasets import ChatDataset
 from tunekit.distributed.parallel_dims import ParallelConfig
-from tunekit.generation.generate import SamplingConfig
+from tunekit.generation.sampling import SamplingConfig
 from tunekit.models.precision import PrecisionConfig
 from tunekit.recipes import evaluate, generate
 

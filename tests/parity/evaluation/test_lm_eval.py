@@ -24,7 +24,7 @@ from tunekit.evaluation import lm_eval_adapter
 from tunekit.evaluation.generation_eval import GenerationEvaluator
 from tunekit.evaluation.results import TaskResult
 from tunekit.evaluation.tasks import TaskSelection, task_documents
-from tunekit.generation.generate import SamplingConfig
+from tunekit.generation.sampling import SamplingConfig
 from tunekit.models.precision import PrecisionConfig
 from tunekit.quantization.config import NF4Config, NoQuantization
 

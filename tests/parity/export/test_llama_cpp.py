@@ -28,6 +28,7 @@ from tunekit.export.gguf_export import export
 from tunekit.export.pretokenizer import PRE_TOKENIZERS
 from tunekit.export.tokenizer import TEXTS, read_vocabulary
 from tunekit.generation import generate
+from tunekit.generation.sampling import SamplingConfig
 
 llama_cpp: Any = pytest.importorskip("llama_cpp")
 CPU = torch.device("cpu")
@@ -101,9 +102,7 @@ def test_answer_of_the_nano_model_is_the_same(nano: tuple[str, Path]) -> None:
     llama.close()
     assert (
         answer.strip()
-        == "".join(
-            generate.stream_text(model, tokenizer, question, generate.SamplingConfig(0.0, max_new_tokens=24))
-        ).strip()
+        == "".join(generate.stream_text(model, tokenizer, question, SamplingConfig(0.0, max_new_tokens=24))).strip()
     )
 
 

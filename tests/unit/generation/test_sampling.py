@@ -5,11 +5,19 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    AutoModelForCausalLM,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from tests.helpers.random_checkpoints import load_model, make_checkpoint, random_tokens
 from tunekit.errors import FieldError
-from tunekit.generation.generate import SamplingConfig, generate_batch
+from tunekit.generation.generate import generate_batch
+from tunekit.generation.sampling import SamplingConfig
 
 SAMPLING_CONFIGS = [
     SamplingConfig(1.0),
@@ -21,17 +29,33 @@ SAMPLING_CONFIGS = [
     SamplingConfig(1.5, top_p=0.01),
     SamplingConfig(1.0, top_k=5, top_p=0.8),
     SamplingConfig(3.0, top_k=6, top_p=0.5),
+    SamplingConfig(1.0, min_p=0.1),
+    SamplingConfig(1.0, min_p=1.0),
+    SamplingConfig(2.0, top_k=8, min_p=0.2),
+    SamplingConfig(0.7, top_p=0.9, min_p=0.3),
+    SamplingConfig(1.0, repetition_penalty=1.7),
+    SamplingConfig(0.8, top_k=7, top_p=0.9, min_p=0.05, repetition_penalty=0.6),
 ]
+SEEN = [3, 7, 7, 0]  # tokens of a row
 
 
 def exact_probs(sampling: SamplingConfig, logits: Tensor) -> Tensor:
-    """Probabilities (vocab,) of the warpers of transformers."""
-    scores = TemperatureLogitsWarper(sampling.temperature)(None, logits[None])
-    if sampling.top_k is not None:
-        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
-    if sampling.top_p < 1:
-        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
+    """Probabilities (vocab,) after the tokens SEEN, of logits processors of transformers, in their order."""
+    processors = [
+        RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
+        TemperatureLogitsWarper(sampling.temperature),
+        TopKLogitsWarper(sampling.top_k or len(logits)),
+        TopPLogitsWarper(sampling.top_p),
+        MinPLogitsWarper(sampling.min_p),
+    ]
+    scores = logits[None]
+    for processor in processors:
+        scores = processor(torch.tensor([SEEN]), scores)
     return scores.softmax(-1)[0]
+
+
+def seen_tokens(sampling: SamplingConfig, count: int) -> Tensor | None:
+    return sampling.seen_tokens([SEEN] * count, 12, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("sampling", SAMPLING_CONFIGS)
@@ -40,7 +64,7 @@ def test_token_frequencies_match_their_probabilities(sampling: SamplingConfig) -
     logits = 2 * torch.randn(12, generator=torch.Generator().manual_seed(3))
     count = 20_000
     numbers = (torch.arange(count) + 0.5) / count
-    sampled = sampling.sample(logits.expand(count, 12), numbers)
+    sampled = sampling.sample(logits.expand(count, 12), numbers, seen_tokens(sampling, count))
     frequencies = torch.bincount(sampled, minlength=12) / count
     expected = exact_probs(sampling, logits)
     assert (frequencies - expected).abs().max() < 2 / count
@@ -51,7 +75,7 @@ def test_extreme_random_numbers_select_allowed_tokens() -> None:
     logits = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
     for sampling in SAMPLING_CONFIGS:
         for number in (0.0, 1 - 2**-24):
-            sampled = sampling.sample(logits, torch.full((5,), number))
+            sampled = sampling.sample(logits, torch.full((5,), number), seen_tokens(sampling, 5))
             for row in range(5):
                 assert exact_probs(sampling, logits[row])[sampled[row]] > 0
 
@@ -92,9 +116,38 @@ def test_each_row_ends_at_its_first_stop_token(tmp_path: Path) -> None:
     assert stopped[2] == []
 
 
+def test_greedy_answers_with_a_penalty_equal_transformers(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "qwen2")
+    model, oracle = load_model(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint).float().eval()
+    prompts = [random_tokens(1, length, seed=length)[0].tolist() for length in (9, 1, 5)]
+    answers = {}
+    for penalty in (1.0, 1.3, 0.7):
+        sampling = SamplingConfig(repetition_penalty=penalty, max_new_tokens=12)
+        answers[penalty] = generate_batch(model, prompts, sampling, frozenset())
+        for prompt, answer in zip(prompts, answers[penalty], strict=True):
+            options = {"repetition_penalty": penalty, "max_new_tokens": 12, "eos_token_id": None, "do_sample": False}
+            ids = oracle.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **options)
+            assert answer == ids[0, len(prompt) :].tolist()
+    assert answers[1.0] != answers[1.3] != answers[0.7]
+
+
+def test_penalized_rows_keep_their_tokens_when_others_finish(tmp_path: Path) -> None:
+    """Rows that are finished leave the batch, with their columns of the state."""
+    model = load_model(make_checkpoint(tmp_path, "qwen2"))
+    sampling = SamplingConfig(repetition_penalty=1.3, max_new_tokens=24)
+    prompts = [random_tokens(1, length, seed=length)[0].tolist() for length in (9, 1, 5, 2)]
+    together = generate_batch(model, prompts, sampling, frozenset())
+    stopped = generate_batch(
+        model, prompts, sampling, frozenset(), is_finished=lambda answer: answer[0] != together[1][0]
+    )
+    assert stopped[1] == together[1]
+
+
 @pytest.mark.parametrize(("values", "field"), [
     ({"temperature": -1.0}, "temperature"), ({"top_k": 0}, "top_k"), ({"top_p": 0.0}, "top_p"),
-    ({"top_p": 1.1}, "top_p"), ({"max_new_tokens": 0}, "max_new_tokens"),
+    ({"top_p": 1.1}, "top_p"), ({"max_new_tokens": 0}, "max_new_tokens"), ({"min_p": -0.1}, "min_p"),
+    ({"min_p": 1.1}, "min_p"), ({"repetition_penalty": 0.0}, "repetition_penalty"),
+    ({"stop_strings": ("",)}, "stop_strings"),
 ])  # fmt: skip
 def test_invalid_values_name_their_field(values: dict, field: str) -> None:
     with pytest.raises(FieldError) as caught:

@@ -40,7 +40,8 @@ from tunekit.config.errors import ConfigError
 from tunekit.config.load import load_config
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import RunStopped, UserError
-from tunekit.generation.generate import SamplingConfig, generate_batch
+from tunekit.generation.generate import generate_batch
+from tunekit.generation.sampling import SamplingConfig
 from tunekit.kernels import nf4
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder

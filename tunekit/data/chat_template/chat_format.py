@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from tunekit.data.chat_template.messages import Message
 from tunekit.data.chat_template.template_features import ANSWER, QUESTION, detect_features
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
@@ -21,6 +22,14 @@ def with_chat_format(tokenizer: Tokenizer, chat_template: str | None, kwargs: Ma
         tokenizer = tokenizer.copy_with(stops=tokenizer.stops | find_end_of_turn(tokenizer))
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in kwargs.items()}
     return tokenizer.copy_with(template_kwargs={**tokenizer.template_kwargs, **values}) if kwargs else tokenizer
+
+
+def encode_conversation(
+    tokenizer: Tokenizer, messages: list[Message], tools: list[dict[str, Any]] | None = None
+) -> list[int]:
+    """Token ids of a conversation, in formats that the template supports, and of the start of the answer."""
+    features = detect_features(tokenizer.template(tools), tokenizer)
+    return tokenizer.encode_prompt(features.adapt_messages(messages), tools)
 
 
 def find_end_of_turn(tokenizer: Tokenizer) -> set[int]:

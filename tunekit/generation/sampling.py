@@ -1,0 +1,99 @@
+"""Sampling of the next tokens: a function of the logits, a uniform number for each row, and its earlier tokens.
+
+Options have the names and the order of the logits processors of transformers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tunekit.errors import FieldError
+from tunekit.models.weight_init import named_generator
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """Sampling options. The samples of a row depend on the seed and the index of the row, not on other rows."""
+
+    temperature: float = 0.0  # Sampling temperature; 0: greedy decoding
+    top_k: int | None = None  # Sample from the k most likely tokens; null: all
+    top_p: float = 1.0  # Sample from the most likely tokens with this total probability (nucleus sampling)
+    # Sample from the tokens with at least this fraction of the highest probability (arXiv:2407.01082), such as 0.05
+    min_p: float = 0.0
+    # Divide positive and multiply negative logits of tokens that the prompt or the answer contains by this number
+    # (arXiv:1909.05858); 1: no penalty
+    repetition_penalty: float = 1.0
+    stop_strings: tuple[str, ...] = ()  # Texts that end an answer, besides the stop tokens; not part of the answer
+    max_new_tokens: int = 256  # Maximum length of an answer in tokens
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise FieldError("temperature", f"must be >= 0, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise FieldError("top_k", f"must be >= 1, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise FieldError("top_p", f"must be > 0 and <= 1, got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise FieldError("min_p", f"must be >= 0 and <= 1, got {self.min_p}")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise FieldError("repetition_penalty", f"must be > 0, got {self.repetition_penalty}. Set 1 for no penalty.")
+        if "" in self.stop_strings:
+            raise FieldError("stop_strings", "must not contain an empty text")
+        if self.max_new_tokens < 1:
+            raise FieldError("max_new_tokens", f"must be >= 1, got {self.max_new_tokens}")
+
+    def uniform_numbers(self, rows: int, first: int = 0) -> Tensor:
+        """Uniform random numbers (rows, max_new_tokens); `first` is the index of the first row."""
+        names = (f"row {first + row}" for row in range(rows))
+        return torch.stack(
+            [torch.rand(self.max_new_tokens, generator=named_generator(self.seed, name)) for name in names]
+        )
+
+    def seen_tokens(self, rows: Sequence[Sequence[int]], vocab: int, device: torch.device) -> Tensor | None:
+        """Mask (B, vocab) of the tokens of each row; None if no option reads it. The caller adds sampled tokens."""
+        if self.repetition_penalty == 1:
+            return None
+        seen = torch.zeros(len(rows), vocab, dtype=torch.bool)
+        for row, tokens in enumerate(rows):
+            seen[row, torch.tensor(tokens)] = True
+        return seen.to(device)
+
+    def sample(self, logits: Tensor, numbers: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Next tokens (B,) from logits (B, vocab), a uniform number for each row (B,), and its `seen_tokens`."""
+        if seen is not None:
+            logits = logits.float()
+            penalized = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
+            logits = torch.where(seen, penalized, logits)
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        weights, tokens = (logits.float() / self.temperature).softmax(-1), None
+        if self.top_k is not None or self.top_p < 1:
+            weights, tokens = self.sort_top_k(weights)
+            preceding = weights.cumsum(-1) - weights  # total probability of more likely tokens
+            weights = weights * (preceding < self.top_p * weights.sum(-1, keepdim=True))
+        if self.min_p > 0:
+            weights = weights * (weights >= self.min_p * weights.amax(-1, keepdim=True))
+        index = sample_index(weights, numbers)
+        return index if tokens is None else tokens.gather(-1, index[:, None]).squeeze(-1)
+
+    def sort_top_k(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities and ids (B, top_k) in descending order; ties are sorted by id."""
+        if self.top_k is None:
+            return probabilities.sort(dim=-1, descending=True, stable=True)
+        # The bits of positive floats are ordered like the floats. Appending the id makes all keys different, so that
+        # topk has the same result on all devices.
+        last = probabilities.shape[-1] - 1
+        keys = (probabilities.view(torch.int32).long() << 32) + torch.arange(last, -1, -1, device=probabilities.device)
+        tokens = last - (keys.topk(min(self.top_k, last + 1), dim=-1).values & 0xFFFFFFFF)
+        return probabilities.gather(-1, tokens), tokens
+
+
+def sample_index(weights: Tensor, numbers: Tensor) -> Tensor:
+    """Sample an index (B,) from weights (B, N) with uniform numbers (B,). Indices of zero weights are never sampled."""
+    sums = weights.cumsum(-1)
+    total = sums[:, -1:]
+    threshold = torch.minimum(numbers.to(sums)[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(sums, threshold, right=True).squeeze(-1)
