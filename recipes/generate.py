@@ -44,7 +44,7 @@ class GenerateConfig(InferenceConfig):
             if getattr(self, key) < 1:
                 raise FieldError(key, f"must be >= 1, got {getattr(self, key)}")
         if self.num_return_sequences > 1 and self.sampling.temperature == 0:
-            raise FieldError("num_return_sequences", "greedy answers are all the same. Set sampling.temperature.")
+            raise FieldError("num_return_sequences", "greedy answers are equal. Set sampling.temperature.")
 
 
 CONFIG = GenerateConfig

@@ -134,10 +134,17 @@ def _chat(add: AddArgument) -> None:
     add(
         "--chat-template-kwargs", metavar="{NAME: VALUE}", help="values of template variables: {enable_thinking: false}"
     )
-    add("--temperature", type=float, default=0.7, metavar="T", help="0: greedy decoding (default: 0.7)")
-    add("--top-p", type=float, default=0.95, metavar="P", help="nucleus sampling probability (default: 0.95)")
-    add("--max-new-tokens", type=_count, default=1024, metavar="N", help="maximum answer length (default: 1024)")
-    add("--seed", type=int, default=0, metavar="N", help="random seed of sampling")
+    add("--config-overrides", metavar="{KEY: VALUE}", help="other values for keys of config.json")
+    add("--tools", metavar="FILE", help="JSON file with a list of tools")
+    add("--quantization", metavar="KIND", help="how the weights are stored: nf4, fp4 or float8")
+    add("--temperature", type=float, metavar="T", help="0: greedy decoding (default: 0.7)")
+    add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens (default: all)")
+    add("--top-p", type=float, metavar="P", help="nucleus sampling probability (default: 0.95)")
+    add("--min-p", type=float, metavar="P", help="minimum probability, relative to the highest one (default: 0)")
+    add("--repetition-penalty", type=float, metavar="X", help="penalty on tokens that occur already (default: 1, none)")
+    add("--stop-strings", nargs="+", metavar="TEXT", help="texts that end an answer")
+    add("--max-new-tokens", type=_count, metavar="N", help="maximum answer length (default: 1024)")
+    add("--seed", type=int, metavar="N", help="random seed of sampling (default: 0)")
 
 
 def _selftest(add: AddArgument) -> None:

@@ -194,8 +194,12 @@ def stream_text(  # noqa: PLR0913
     sampling: SamplingConfig,
     tools: list[dict[str, Any]] | None = None,
     first: int = 0,
+    answer: list[int] | None = None,
 ) -> Iterator[str]:
-    """Yield the answer to a conversation as printable text chunks. `first` is the row index of its random numbers."""
+    """Yield the answer to a conversation as printable text chunks, and append its token ids to `answer`.
+
+    `first` is the row index of its random numbers.
+    """
     prompt = encode_conversation(tokenizer, messages, tools)
     max_tokens = model.spec.context - len(prompt)
     if max_tokens < 1:
@@ -205,6 +209,8 @@ def stream_text(  # noqa: PLR0913
     stop = StopStrings(tokenizer, sampling.stop_strings)
     streamer, text = TextStreamer(tokenizer), ""
     for count, (token,) in enumerate(generate_tokens(model, [prompt], sampling, first), start=1):
+        if answer is not None:
+            answer.append(token)
         if token in stop.token_ids:
             break
         text += streamer.add(token)

@@ -37,5 +37,5 @@ class StopStrings:
 
     def printable(self, text: str) -> str:
         """The text without an end that may be the start of a stop string."""
-        held = (n for stop in self.texts for n in range(1, len(stop)) if text.endswith(stop[:n]))
-        return text[: len(text) - max(held, default=0)]
+        lengths = (n for stop in self.texts for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        return text[: len(text) - max(lengths, default=0)]

@@ -13,7 +13,7 @@ from tunekit.generation.stop_strings import StopStrings
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
 
-MESSAGES = [{"role": "user", "content": "Tell me a story about a cat."}]
+MESSAGES = [{"role": "user", "content": "What is the story of the cat and the ball?"}]
 NUM_TOKENS = 60
 
 
@@ -31,26 +31,25 @@ def answer(nano: tuple[Decoder, Tokenizer], *stop_strings: str) -> str:
 
 
 def test_answers_end_where_those_of_transformers_end(nano: tuple[Decoder, Tokenizer]) -> None:
-    whole = answer(nano)
+    full = answer(nano)
     path = assets.model_dir("tunekit/nano")
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path).float()
     prompt = torch.tensor([nano[1].encode_prompt(MESSAGES)])
-    for stop in (whole[8:11], whole[20:23], whole[5], whole[-4:]):  # within, at and across the ends of tokens
+    for stop in (full[8:11], full[20:23], full[5], full[-4:]):  # within, at and across the ends of tokens
         ids = model.generate(
             prompt, stop_strings=[stop], tokenizer=tokenizer, max_new_tokens=NUM_TOKENS, do_sample=False
         )
         expected = tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True)
         assert stop in expected
-        assert answer(nano, stop) == expected[: expected.index(stop)] == whole[: whole.index(stop)]
+        assert answer(nano, stop) == expected[: expected.index(stop)] == full[: full.index(stop)]
 
 
 def test_first_of_several_texts_ends_an_answer(nano: tuple[Decoder, Tokenizer]) -> None:
-    whole = answer(nano)
+    full = answer(nano)
     assert (
-        answer(nano, "not in it", whole[12:15], whole[6:9])
-        == whole[: min(whole.index(whole[12:15]), whole.index(whole[6:9]))]
+        answer(nano, "not in it", full[12:15], full[6:9]) == full[: min(full.index(full[12:15]), full.index(full[6:9]))]
     )
-    assert answer(nano, "not in it") == whole
+    assert answer(nano, "not in it") == full
 
 
 def test_special_token_is_a_stop_token(nano: tuple[Decoder, Tokenizer]) -> None:

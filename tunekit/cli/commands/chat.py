@@ -1,87 +1,209 @@
 """`tune chat`: chat with a model. Answers are streamed."""
 
 import argparse
+import json
 import readline
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from tunekit import build
+from tunekit.checkpoint.atomic import wrap_write_errors
 from tunekit.config.load import load_config
-from tunekit.data.chat_template.chat_format import describe_unread_kwargs, with_chat_format
-from tunekit.data.chat_template.named_templates import TemplateKwargs, check_template_kwargs, find_template
+from tunekit.data.chat_template.chat_format import encode_conversation
+from tunekit.data.chat_template.messages import Message, parse_json, parse_tools
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import FieldError, UserError
-from tunekit.generation import generate
-from tunekit.models.precision import PrecisionConfig
+from tunekit.errors import UserError
+from tunekit.evaluation.inference_config import InferenceConfig
+from tunekit.generation.generate import stream_text
+from tunekit.generation.sampling import SamplingConfig
+from tunekit.generation.token_probabilities import render_probabilities, token_probabilities
 
-Message = dict[str, str]
-AnswerFn = Callable[[list[Message]], Iterator[str]]  # conversation -> chunks of the answer
-COMMANDS = "/reset starts a new conversation, /quit, /exit or Ctrl-D exits, Ctrl-C stops an answer, /help shows this"
+# Chunks of the answer to a conversation; the number selects random numbers, and token ids are appended to the list.
+AnswerFn = Callable[[list[Message], int, list[int]], Iterator[str]]
+ShowTokensFn = Callable[[list[Message], list[int]], str]  # conversation, ids of the answer -> a web page
+BLOCK = '"""'
+COMMANDS = {
+    "/help": "show this",
+    "/reset": "start a new conversation",
+    "/system": "TEXT: start a new conversation with this system prompt; without a text: with none",
+    "/tool": "TEXT: send the result of a tool call",
+    "/retry": "sample another answer to the last message",
+    "/save": "FILE: append the conversation to a JSONL file, as a row of training data",
+    "/tokens": "FILE: write a web page with the probability of each token of the last answer",
+    "/quit": "or /exit, or Ctrl-D",
+}
+HELP = "\n".join([
+    *(f"{name:8} {text}" for name, text in COMMANDS.items()),
+    f'Ctrl-C stops an answer. Several lines: end a line with \\, or write {BLOCK} before and after the text.',
+])  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ChatFormat:
-    """Values of the flags --chat-template and --chat-template-kwargs."""
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(InferenceConfig):
+    """Values of the flags. Those of `sampling` have the names of its keys."""
 
-    chat_template: str | None = None
-    chat_template_kwargs: TemplateKwargs = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_template_kwargs(self.chat_template_kwargs)
-        if self.chat_template is not None:
-            find_template(self.chat_template)
+    sampling: SamplingConfig = SamplingConfig(0.7, top_p=0.95, max_new_tokens=1024)
 
     @staticmethod
-    def from_args(args: argparse.Namespace) -> "ChatFormat":
-        values = {"chat_template": args.chat_template, "chat_template_kwargs": args.chat_template_kwargs}
-        return load_config(ChatFormat, None, [f"{key}={text}" for key, text in values.items() if text is not None])
+    def from_args(args: argparse.Namespace) -> "ChatConfig":
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "seed")
+        values = {f"sampling.{name}": getattr(args, name) for name in names}
+        values |= {"sampling.stop_strings": json.dumps(args.stop_strings) if args.stop_strings else None}
+        names = ("chat_template", "chat_template_kwargs", "config_overrides", "quantization")
+        values |= {"model": json.dumps(args.model)} | {name: getattr(args, name) for name in names}
+        return load_config(ChatConfig, None, [f"{key}={value}" for key, value in values.items() if value is not None])
 
 
 def main(args: argparse.Namespace) -> None:
     """Load the model and chat until the input ends."""
+    cfg, tools = ChatConfig.from_args(args), read_tools(args.tools)
+    # An unusable chat template is an error before the weights are read, and not only after the first question.
+    chat = Chat(args.system_prompt)
+    encode_conversation(cfg.check_model(cfg.model), [*chat.messages, {"role": "user", "content": "Hello"}], tools)
+    model, tokenizer = cfg.load_model(cfg.model, DistributedContext())
+
+    def answer(messages: list[Message], number: int, tokens: list[int]) -> Iterator[str]:
+        return stream_text(model, tokenizer, messages, cfg.sampling, tools, number, tokens)
+
+    def show_tokens(messages: list[Message], tokens: list[int]) -> str:
+        prompt = encode_conversation(tokenizer, messages, tools)
+        return render_probabilities(tokenizer, prompt, token_probabilities(model, prompt, tokens), cfg.model)
+
+    chat_loop(answer, chat, show_tokens)
+
+
+def read_tools(file: str | None) -> list[dict[str, Any]] | None:
+    """Tool schemas of a JSON file, which has a list of them."""
+    if file is None:
+        return None
     try:
-        sampling = generate.SamplingConfig(
-            args.temperature, top_p=args.top_p, max_new_tokens=args.max_new_tokens, seed=args.seed
-        )
-    except FieldError as error:
-        raise UserError(f"--{error.field.replace('_', '-')} {error.message}") from error
-    chat_format = ChatFormat.from_args(args)
-    model, tokenizer = build.load_for_inference(args.model, PrecisionConfig(), DistributedContext())
-    tokenizer = with_chat_format(tokenizer, chat_format.chat_template, chat_format.chat_template_kwargs)
-    if warning := describe_unread_kwargs(tokenizer):
-        print(f"warning: {warning}", file=sys.stderr)
-    # An unusable chat template is an error now, and not only after the first question.
-    tokenizer.encode_prompt([*start_messages(args.system_prompt), {"role": "user", "content": "Hello"}])
-    chat_loop(lambda messages: generate.stream_text(model, tokenizer, messages, sampling), args.system_prompt)
+        text = Path(file).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        problem = f"cannot read {file}: {error.strerror}"
+        raise UserError(f"--tools: {problem}. Set it to a JSON file with a list of tools.") from error
+    return parse_tools(parse_json(text, file), file)
 
 
-def start_messages(system: str | None) -> list[Message]:
-    return [{"role": "system", "content": system}] if system else []
+@dataclass
+class Chat:
+    """A conversation. A command or a message that fails leaves it as it was."""
+
+    system: str | None = None
+    messages: list[Message] = field(init=False)
+    tokens: list[int] = field(default_factory=list)  # of the last answer
+    num_answers: int = 0
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    @property
+    def last_answer(self) -> list[Message]:
+        """The last answer, if it is the last message."""
+        return [message for message in self.messages[-1:] if message["role"] == "assistant"]
+
+    def send(self, answer: AnswerFn, *new: Message) -> None:
+        """Stream the answer to new messages. An interrupted answer stays in the conversation up to the interruption."""
+        chunks, tokens = [], []
+        try:
+            for chunk in answer([*self.messages, *new], self.num_answers, tokens):
+                chunks.append(chunk)
+                print(chunk, end="", flush=True)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            print()
+        if chunks:
+            self.messages += [*new, {"role": "assistant", "content": "".join(chunks)}]
+            self.num_answers, self.tokens = self.num_answers + 1, tokens
+
+    def retry(self, answer: AnswerFn) -> None:
+        if not self.last_answer:
+            raise UserError("/retry: there is no answer yet. Write a message first.")
+        messages = self.messages
+        self.messages = messages[:-1]
+        try:
+            self.send(answer)
+        finally:
+            if not self.last_answer:
+                self.messages = messages
+
+    def run_command(self, name: str, text: str, answer: AnswerFn, show_tokens: ShowTokensFn) -> None:
+        """Run a command other than /quit. Raises UserError if that is not possible."""
+        if name == "/help":
+            print(HELP)
+        elif name == "/reset":
+            self.reset()
+        elif name == "/system":
+            self.system = text or None
+            self.reset()
+        elif name == "/retry":
+            self.retry(answer)
+        elif name not in COMMANDS:
+            raise UserError(f"{name}: unknown command. /help lists all commands.")
+        elif not text:
+            raise UserError(f"{name}: an argument is missing. /help describes it.")
+        elif name == "/tool":
+            self.send(answer, {"role": "tool", "content": text})
+        else:
+            self.write(name, Path(text), show_tokens)
+
+    def write(self, name: str, file: Path, show_tokens: ShowTokensFn) -> None:
+        """Write the file of /save or /tokens."""
+        if not self.last_answer:
+            raise UserError(f"{name}: there is no answer yet. Write a message first.")
+        with wrap_write_errors(file):
+            if name == "/save":
+                with file.open("a", encoding="utf-8") as lines:
+                    lines.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+            else:
+                file.write_text(show_tokens(self.messages[:-1], self.tokens), encoding="utf-8")
+        print(f"written to {file}")
 
 
-def chat_loop(answer: AnswerFn, system: str | None = None) -> None:
-    """Read questions and print answers. An interrupted answer stays in the conversation up to the interruption.
+def no_tokens(messages: list[Message], tokens: list[int]) -> str:
+    raise UserError("/tokens: this model does not show its tokens")
 
-    Raises UserError if a piped question cannot be answered. In a terminal, the conversation continues without it.
+
+def chat_loop(answer: AnswerFn, chat: Chat, show_tokens: ShowTokensFn = no_tokens) -> None:
+    """Read messages and commands until the input ends.
+
+    Raises UserError if a piped line fails. In a terminal, the conversation continues without it.
     """
-    messages = start_messages(system)
     if sys.stdin.isatty():
         readline.set_auto_history(True)
-        print(COMMANDS)
-    while (line := read_question()) not in (None, "/quit", "/exit"):
-        if line == "/reset":
-            messages = start_messages(system)
-        elif line == "/help":
-            print(COMMANDS)
-        elif line:
-            messages = print_answer(answer, [*messages, {"role": "user", "content": line}])
+        print(HELP)
+    while (text := read_message()) is not None:
+        name, _, rest = text.partition(" ")
+        if name in ("/quit", "/exit"):
+            return
+        try:
+            if name.startswith("/") and name[1:].isalpha():
+                chat.run_command(name, rest.strip(), answer, show_tokens)
+            elif text:
+                chat.send(answer, {"role": "user", "content": text})
+        except UserError as error:
+            if not sys.stdin.isatty():
+                raise
+            print(f"error: {error}", file=sys.stderr)
 
 
-def read_question() -> str | None:
-    """Read a line; None at the end of the input. Ctrl-C clears the line."""
+def read_message() -> str | None:
+    """Read a line, or several that a backslash or quotes join; None at the end of the input. Ctrl-C discards them."""
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        text = read_line("> ").strip()
+        if text.startswith(BLOCK):
+            text = text.removeprefix(BLOCK)
+            while not text.endswith(BLOCK):
+                text += "\n" + read_line(". ")
+            return text.removesuffix(BLOCK).strip("\n")
+        while text.endswith("\\"):
+            text = text[:-1] + "\n" + read_line(". ")
+        return text
     except EOFError:
         return None
     except KeyboardInterrupt:
@@ -89,18 +211,5 @@ def read_question() -> str | None:
         return ""
 
 
-def print_answer(answer: AnswerFn, messages: list[Message]) -> list[Message]:
-    """Stream the answer. Returns the conversation including it, or without the question if there is no answer."""
-    chunks: list[str] = []
-    try:
-        for chunk in answer(messages):
-            chunks.append(chunk)
-            print(chunk, end="", flush=True)
-    except KeyboardInterrupt:
-        pass
-    except UserError as error:
-        if not sys.stdin.isatty():
-            raise
-        print(f"error: {error}", file=sys.stderr)
-    print()
-    return [*messages, {"role": "assistant", "content": "".join(chunks)}] if chunks else messages[:-1]
+def read_line(prompt: str) -> str:
+    return input(prompt if sys.stdin.isatty() else "")

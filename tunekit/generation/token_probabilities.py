@@ -1,0 +1,100 @@
+"""Probabilities of the tokens of a text, and a web page that shows them."""
+
+import html
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tunekit.config.secrets import escape_control
+from tunekit.data.inspect.token_display import decode_groups, show_whitespace
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.models.decoder import Decoder
+
+NUM_ALTERNATIVES = 5
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+body {{ margin: 1rem auto; max-width: 62rem; font: 16px/2 system-ui, sans-serif; color: #1d2327; background: #fbfbf9; }}
+p {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
+i {{ font-style: normal; border-radius: .2rem; margin-right: 1px; padding: .1rem 0; }}
+.context {{ color: #69727a; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p>Probabilities of the model, before temperature and other sampling options: {legend}. Point at a token for its \
+probability and the most likely tokens.</p>
+<p><span class="context">{prompt}</span>{answer}</p>
+</body>
+</html>
+"""
+
+
+class TokenProbability(NamedTuple):
+    """Probability of a token after the tokens before it, and the most likely tokens with theirs."""
+
+    token: int
+    probability: float
+    alternatives: list[tuple[int, float]]
+
+
+def token_probabilities(model: Decoder, prompt: Sequence[int], answer: Sequence[int]) -> list[TokenProbability]:
+    """Probability of each token of an answer, in one forward pass."""
+    if not answer:
+        return []
+    targets = torch.tensor(answer, device=model.device)
+
+    def read(hidden: Tensor, head: nn.Module) -> Tensor:
+        """(n, 2k + 1): the log-probability of the target, those of the k most likely tokens, and their ids."""
+        chunks = []
+        for rows, tokens in zip(hidden[0, len(prompt) - 1 :].split(256), targets.split(256), strict=True):
+            logprobs = head(rows).float().log_softmax(-1)
+            values, ids = logprobs.topk(min(NUM_ALTERNATIVES, logprobs.shape[-1]))
+            chunks.append(torch.cat([logprobs.gather(1, tokens[:, None]), values, ids.float()], 1))
+        return torch.cat(chunks)
+
+    model.eval()
+    with torch.inference_mode():
+        table = model(torch.tensor([[*prompt, *answer[:-1]]], device=model.device), head_fn=read).double().cpu()
+    probabilities, ids = table.split([(table.shape[1] + 1) // 2, table.shape[1] // 2], dim=1)
+    rows = zip(answer, probabilities.exp().tolist(), ids.long().tolist(), strict=True)
+    return [TokenProbability(token, first, list(zip(ids, rest, strict=True))) for token, (first, *rest), ids in rows]
+
+
+def render_probabilities(
+    tokenizer: Tokenizer, prompt: Sequence[int], answer: Sequence[TokenProbability], title: str
+) -> str:
+    """A web page of a prompt and an answer. The color of a token is from red (0) over yellow to green (1)."""
+    groups = decode_groups(tokenizer, [item.token for item in answer])
+    shown, index = [], 0
+    for ids, text, special in groups:
+        items, index = answer[index : index + len(ids)], index + len(ids)
+        tooltip = "\n".join(describe(tokenizer, item) for item in items)
+        probability = min(item.probability for item in items)
+        shown.append(colored(text if special else show_whitespace(text, False, False), probability, tooltip))
+    legend = " ".join(colored(f"{percent}%", percent / 100) for percent in (0, 25, 50, 75, 100))
+    context = escape(tokenizer.decode(prompt, special=True))
+    return PAGE.format(title=escape(title), legend=legend, prompt=context, answer="".join(shown))
+
+
+def colored(text: str, probability: float, tooltip: str = "") -> str:
+    style = f"background: hsl({120 * probability:.0f} 75% 80%)"
+    return f'<i style="{style}" title="{escape(tooltip)}">{escape(text)}</i>'
+
+
+def describe(tokenizer: Tokenizer, item: TokenProbability) -> str:
+    """Probability of a token, then the most likely tokens, one per line."""
+    pairs = [(item.token, item.probability), *item.alternatives]
+    decoded = [tokenizer.decode([token], special=True) for token, _ in pairs]
+    lines = [f"{pair[1]:.2%} {text!r} ({pair[0]})" for pair, text in zip(pairs, decoded, strict=True)]
+    return "\n".join([lines[0], "most likely:", *lines[1:]])
+
+
+def escape(text: str) -> str:
+    return html.escape(escape_control(text))
