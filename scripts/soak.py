@@ -33,7 +33,7 @@ from tests.helpers.hub.http_handler import Fault
 from tests.helpers.hub.server import Hub, User
 from tests.helpers.kill_ranks import kill_process, worker_pids
 from tunekit import assets
-from tunekit.loggers.metric_logger import read_metrics
+from tunekit.loggers.metrics_file import read_metrics
 
 SHARED = [
     *(

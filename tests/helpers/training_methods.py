@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tunekit.config import load
-from tunekit.loggers import metric_logger
+from tunekit.loggers import metrics_file
 
 # Recipe and data section of each method.
 CHATS = "data: {{kind: chat, source: {folder}/chats.jsonl, max_length: 64, packing: {pack}}}"
@@ -85,7 +85,7 @@ def step_metrics(case: Case, folder: Path, model: Path, out: Path) -> dict[str, 
     recipe: Any = importlib.import_module(f"tunekit.recipes.{METHODS[case.method][0]}")
     recipe.export_final = lambda *_: None
     recipe.main(load.load_config(recipe.CONFIG, make_config(case, folder, model, out)))
-    lines = [line for line in metric_logger.read_metrics(out) if "loss" in line]
+    lines = [line for line in metrics_file.read_metrics(out) if "loss" in line]
     return {name: [line[name] for line in lines] for name in lines[0] if is_deterministic(name)}
 
 

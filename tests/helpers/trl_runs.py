@@ -15,7 +15,7 @@ from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.build import build_dataloader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
-from tunekit.loggers import metric_logger
+from tunekit.loggers import metrics_file
 from tunekit.optim.config import AdamWConfig, ConstantLRConfig
 from tunekit.training.config import TrainConfig
 
@@ -63,7 +63,7 @@ def open_full_steps(cfg: TrainConfig) -> DataLoader:
 
 def step_metrics(run: str | Path) -> list[dict[str, Any]]:
     """Metrics of each step of a run."""
-    return [line for line in metric_logger.read_metrics(Path(run)) if "loss" in line]
+    return [line for line in metrics_file.read_metrics(Path(run)) if "loss" in line]
 
 
 def trl_options(cfg: TrainConfig) -> dict[str, Any]:

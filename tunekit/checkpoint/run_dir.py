@@ -18,6 +18,7 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 
 CONFIG, METRICS, STATE, FINAL, LOCK = "config.yaml", "metrics.jsonl", "state", "final", ".lock"
+COMPLETIONS = "completions.jsonl"  # answers of the model in training
 EVALUATION = "evaluation.json"  # results of the recipe `evaluate`
 UPLOAD = "upload"  # checkpoints that are being uploaded
 LENGTH_KEYS = {"max_steps", "epochs"}  # keys that users change to continue a finished run
@@ -148,7 +149,7 @@ def erase_results(out: Path) -> None:
         for name in (STATE, FINAL, UPLOAD, *LOGS):
             for suffix in (atomic.PARTIAL, atomic.PREVIOUS, ""):
                 atomic.remove_dir(out / (name + suffix))
-        for name in (METRICS, EVALUATION):
+        for name in (METRICS, COMPLETIONS, EVALUATION):
             (out / name).unlink(missing_ok=True)
     except OSError as error:
         problem = f"cannot delete results in {out}: {error.strerror}"

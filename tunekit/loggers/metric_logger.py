@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,9 +32,10 @@ from tunekit.data.dataloader.batch import Batch
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.kernels.device_to_host import HostCopy, read_lag
+from tunekit.loggers.metrics_file import COMPLETIONS, FILE, StepLog
 
-FILE = "metrics.jsonl"
 PRINT_INTERVAL = 10.0
+MAX_PROMPT = 80  # characters of a prompt that are printed
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,10 @@ class MetricLogger:
         self.counter = counter or ThroughputCounter(last_step=start)
         trackers = report_to if dist.is_main_process else ()
         self.trackers = [open_tracker(tracker, folder, start, resolved or {}) for tracker in trackers]
-        self.file = open_metrics_file(folder / FILE, start) if dist.is_main_process else None
+        self.file = StepLog(folder / FILE, start) if dist.is_main_process else None
+        self.completions = StepLog(folder / COMPLETIONS, start) if dist.is_main_process else None
+        if self.file is not None:
+            self.file.open()  # raises if it cannot be written
         self.terminal = TerminalLogger(num_steps, start, dist.is_main_process)
         self.clock, self.compiled = time.perf_counter(), compile_seconds()
         self.mean_step_time = 0.0  # seconds per step, smoothed
@@ -187,8 +191,8 @@ class MetricLogger:
         self.terminal.close()
         for tracker in self.trackers:
             tracker.close()
-        if self.file is not None:
-            self.file.close()
+        for file in filter(None, (self.file, self.completions)):
+            file.close()
 
     def log_step(self, step: int, batches: Sequence[Batch], data_time: float, **metrics: Tensor | float) -> None:
         """Count the tokens of a step, over all ranks, and log its metrics if a line is due.
@@ -234,9 +238,8 @@ class MetricLogger:
     def rewind(self, step: int) -> None:
         """Delete the lines after `step`, when the run rolls back to it. The counter was restored with the state."""
         self.flush()
-        if self.file is not None:
-            self.file = reopen_if_deleted(self.file)
-            os.truncate(self.file.name, bytes_up_to_step(Path(self.file.name), step))
+        for file in filter(None, (self.file, self.completions)):
+            file.rewind(step)
         self.terminal.advance(step)
         self.clock, self.compiled = time.perf_counter(), compile_seconds()
 
@@ -252,6 +255,18 @@ class MetricLogger:
         other_metrics = {f"eval/{name}": value for name, value in metrics.items() if name != "loss"}
         self.log(step, **{"eval/loss": metrics["loss"]}, **other_metrics)
         return metrics
+
+    def log_completions(self, step: int, rows: Sequence[Mapping[str, Any]], num_to_print: int) -> None:
+        """Write answers of the model, one line each, to `completions.jsonl` and trackers, and print the first ones."""
+        self.flush()
+        if self.completions is None:
+            return
+        self.completions.write(step, rows)
+        for tracker in self.trackers:
+            tracker.log_completions(step, rows)
+        for row in rows[:num_to_print]:
+            prompt, completion = (json.dumps(row[key], ensure_ascii=False) for key in ("prompt", "completion"))
+            self.terminal.print_line(f"step {step}: {shorten_start(prompt)} -> {completion}")
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -291,14 +306,7 @@ class MetricLogger:
     def write(self, step: int, values: dict[str, float]) -> None:
         if self.file is None:
             return
-        line = encode_line(step, values)
-        try:
-            self.file = reopen_if_deleted(self.file)
-            num_bytes = self.file.write(line)
-        except OSError as error:
-            raise UserError(f"{self.file.name}: write failed, {error.strerror}. Fix the disk and rerun.") from error
-        if num_bytes != len(line):
-            raise UserError(f"{self.file.name}: write failed, the disk is full. Free disk space and rerun.")
+        self.file.write(step, [values])
         for tracker in self.trackers:
             tracker.log(step, values)
 
@@ -377,80 +385,6 @@ def open_tracker(tracker: Tracker, folder: Path, start: int, resolved: Mapping):
         raise UserError(f"report_to: {kind} cannot be opened: {reason}") from error
 
 
-def open_metrics_file(file: Path, start: int) -> IO[bytes]:
-    """Open the metrics file for appending, truncated after step `start`: later lines will be written again.
-
-    A run that starts at step 0 starts with an empty file, because step 0 is logged again.
-    """
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if file.is_file():
-            os.truncate(file, bytes_up_to_step(file, start) if start else 0)  # atomic
-        return file.open("a+b", buffering=0)
-    except OSError as error:
-        raise UserError(f"{file}: write failed, {error.strerror}. Set another output_dir.") from error
-
-
-def reopen_if_deleted(file: IO[bytes]) -> IO[bytes]:
-    """Write an open file under its name again if it was deleted. Returns the open file."""
-    if os.fstat(file.fileno()).st_nlink > 0:
-        return file
-    path = Path(file.name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file.seek(0)
-    path.write_bytes(file.read())
-    file.close()
-    return path.open("a+b", buffering=0)
-
-
-def write_final_metrics(folder: Path, step: int, **values: float) -> None:
-    """Append a final line, for values that are known after training. Replaces such a line of an interrupted run.
-
-    `step` is that of the weights, which may be an earlier one than the last.
-    """
-    file = folder / FILE
-    try:
-        if file.exists():
-            os.truncate(file, bytes_up_to_step(file, sys.maxsize, before=f'"{next(iter(values))}"'))
-        with file.open("ab") as out:
-            out.write(encode_line(step, values))
-    except OSError as error:
-        raise UserError(f"{file}: write failed, {error.strerror}. Fix the disk and rerun.") from error
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Read the metrics of a run. Skips incomplete lines, which a killed run may leave."""
-    file = folder / FILE
-    if not file.is_file():
-        return []
-    return [json.loads(line) for line in file.read_bytes().splitlines() if line_step(line) < math.inf]
-
-
-def encode_line(step: int, values: Mapping[str, float]) -> bytes:
-    finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-    return json.dumps({"step": step} | finite, allow_nan=False).encode() + b"\n"
-
-
-def bytes_up_to_step(file: Path, start: int, before: str = "\n") -> int:
-    """Number of bytes up to the first line that is incomplete, of a step after `start`, or contains `before`."""
-    size = 0
-    with file.open("rb") as lines:
-        for line in lines:
-            if not line.endswith(b"\n") or before.encode() in line[:-1] or line_step(line) > start:
-                break
-            size += len(line)
-    return size
-
-
-def line_step(line: bytes) -> float:
-    """Step of a line; Inf if the line is invalid, as after a power failure."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return math.inf
-    return value["step"] if isinstance(value, dict) and isinstance(value.get("step"), int) else math.inf
-
-
 def compile_seconds() -> float:
     """Total time of torch.compile so far, forward and backward. Its module is imported on first use."""
     dynamo = sys.modules.get("torch._dynamo.utils")
@@ -490,6 +424,11 @@ def copy_to_host(values: Iterable[Tensor | float]) -> HostCopy | None:
     """Start a copy of the tensors in `values` to the host, in one transfer; None if there are none."""
     tensors = [v.detach().to(devices.accumulation_dtype(v.device)) for v in values if isinstance(v, Tensor)]
     return HostCopy(torch.stack(tensors)) if tensors else None
+
+
+def shorten_start(text: str) -> str:
+    """The end of a text, which is that of the question in a prompt."""
+    return text if len(text) <= MAX_PROMPT else f"...{text[-MAX_PROMPT:]}"
 
 
 def format_si(value: float) -> str:

@@ -30,7 +30,7 @@ from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.readers.open_dataset import find_data_files, parse_split
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.hub import redact
-from tunekit.loggers import divergence, metric_logger
+from tunekit.loggers import divergence, metrics_file
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.publishing import snippets
 from tunekit.publishing.base_model import (
@@ -81,7 +81,7 @@ class ModelCardInfo:
 
 def write_model_card(folder: Path, info: ModelCardInfo) -> None:
     """Write the card and the plot of the metrics into the checkpoint directory of a run."""
-    lines, base, name = metric_logger.read_metrics(info.run), read_base_model(info.source), info.run.resolve().name
+    lines, base, name = metrics_file.read_metrics(info.run), read_base_model(info.source), info.run.resolve().name
     importlib.import_module("tunekit.publishing.plots").plot_metrics(lines, folder / CURVES)
     sections = {
         "": summary_section(info, base) + snippets.describe_scores(folder),

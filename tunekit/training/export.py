@@ -9,7 +9,7 @@ from tunekit.checkpoint import atomic, final_checkpoint, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.config.dump import to_plain_config
 from tunekit.data.dataloader.build import DataLoader
-from tunekit.loggers import metric_logger
+from tunekit.loggers import metrics_file
 from tunekit.models.decoder import Decoder
 from tunekit.publishing import model_card
 from tunekit.training.run_context import RunContext
@@ -37,7 +37,7 @@ def export_final(
         info = model_card.ModelCardInfo(run.recipe, config, run.dir, checkpoint, model, loaders, dist.device)
         dist.run_on_main(partial(write_model_card, directory, run.dir, info, step, result))
     dist.log(f"finished: {final_dir}\n{result}")
-    if dist.is_main_process and (problem := model_card.find_divergence(metric_logger.read_metrics(run.dir))):
+    if dist.is_main_process and (problem := model_card.find_divergence(metrics_file.read_metrics(run.dir))):
         dist.log(f"warning: {problem}. Do not use this result. Lower optimizer.lr and train again with --overwrite.")
     verify.raise_if_failed(final_dir)
 
@@ -47,5 +47,5 @@ def write_model_card(
 ) -> None:
     """Write the verification into the metrics, and README.md with plots into the checkpoint."""
     with atomic.wrap_write_errors(directory):
-        metric_logger.write_final_metrics(run_dir, step, **result.metrics)
+        metrics_file.write_final_metrics(run_dir, step, **result.metrics)
         model_card.write_model_card(directory, info)

@@ -9,7 +9,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.recipe_runs import addition_rows
 from tests.helpers.run_segments import RunSegment, run_segments
 from tunekit.distributed.parallel_dims import ParallelConfig
-from tunekit.loggers.metric_logger import read_metrics
+from tunekit.loggers.metrics_file import read_metrics
 
 CONFIG = """\
 model: {model}

@@ -20,8 +20,9 @@ import torch
 from tests.helpers.wait import wait_until
 from tunekit.distributed.loss_scaler import LossScaler
 from tunekit.errors import UserError
-from tunekit.loggers import metric_logger
-from tunekit.loggers.metric_logger import FILE, MetricLogger, ThroughputCounter, memory_stats, write_final_metrics
+from tunekit.loggers import metric_logger, metrics_file
+from tunekit.loggers.metric_logger import MetricLogger, ThroughputCounter, memory_stats
+from tunekit.loggers.metrics_file import FILE, write_final_metrics
 
 CPU = torch.device("cpu")
 
@@ -395,9 +396,9 @@ def test_final_metrics_are_written_once(tmp_path, tail):
 
 
 def test_incomplete_last_line_is_not_read(tmp_path):
-    assert metric_logger.read_metrics(tmp_path) == []
+    assert metrics_file.read_metrics(tmp_path) == []
     (tmp_path / FILE).write_bytes(b'{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
-    assert metric_logger.read_metrics(tmp_path) == [{"step": 1, "loss": 1.0}]
+    assert metrics_file.read_metrics(tmp_path) == [{"step": 1, "loss": 1.0}]
 
 
 META = SimpleNamespace(**vars(MAIN) | {"device": torch.device("meta")})  # the host does not wait for this device

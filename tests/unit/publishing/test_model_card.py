@@ -27,7 +27,7 @@ from tunekit.data.dataloader.mixture import Mixture, MixtureMember
 from tunekit.data.datasets import ChatDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
-from tunekit.loggers import metric_logger
+from tunekit.loggers import metrics_file
 from tunekit.optim.config import AdamWConfig
 from tunekit.publishing import model_card
 from tunekit.quantization.config import NF4Config
@@ -111,7 +111,7 @@ def test_metadata_names_base_license_and_library(run: Path) -> None:
 
 
 def test_losses_match_the_metrics_file(run: Path) -> None:
-    eval_losses = {line["step"]: line["eval/loss"] for line in metric_logger.read_metrics(run) if "eval/loss" in line}
+    eval_losses = {line["step"]: line["eval/loss"] for line in metrics_file.read_metrics(run) if "eval/loss" in line}
     assert list(eval_losses) == [0, 2, 4]
     assert eval_losses[0] != eval_losses[4]
     losses = row_cells(run / "final", "loss on held-out rows, in nats per target token")
@@ -152,7 +152,7 @@ def test_training_section_has_parameter_counts_and_options(run: Path) -> None:
     assert method.startswith("lora, rank 4, alpha 32, target_modules all-linear")
     assert f"{num_trained:,} parameters" in method and f"{num_base:,}" in method
     assert row_cells(run / "final", "steps") == [str(STEPS)]
-    tokens = max(line["num_tokens"] for line in metric_logger.read_metrics(run) if "loss" in line)
+    tokens = max(line["num_tokens"] for line in metrics_file.read_metrics(run) if "loss" in line)
     assert row_cells(run / "final", "tokens")[0].startswith(f"{tokens:,}, of which")
     assert row_cells(run / "final", "optimizer") == ["adamw, lr 0.01, betas 0.9 0.95, eps 1e-08"]
     assert row_cells(run / "final", "seed") == ["0"]
@@ -172,7 +172,7 @@ def test_verification_is_reported(run: Path) -> None:
     assert result is not None
     assert result["passed"]
     assert row_cells(run / "final", "top-1 agreement") == [f"100.0% of {result['tokens']}"]
-    line = metric_logger.read_metrics(run)[-1]
+    line = metrics_file.read_metrics(run)[-1]
     assert line == {
         "step": STEPS,
         "verify/max_logit_diff": 0.0,

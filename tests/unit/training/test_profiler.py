@@ -18,7 +18,7 @@ from tunekit.data.dataloader.prefetch import DATA_WAIT
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.signals import STOP_SIGNALS
 from tunekit.errors import FieldError, UserError
-from tunekit.loggers import metric_logger
+from tunekit.loggers import metric_logger, metrics_file
 from tunekit.training import profiler as profile
 from tunekit.training.profiler import (
     DIRECTORY,
@@ -295,7 +295,7 @@ def test_profile_of_two_ranks(tmp_path: Path) -> None:
     text = (tmp_path / DIRECTORY / TABLE).read_text()
     assert len(re.findall(r"^\| [01] \|", text, re.MULTILINE)) == 2
     assert "| all-reduce | 2 |" in text
-    (line,) = metric_logger.read_metrics(tmp_path)
+    (line,) = metrics_file.read_metrics(tmp_path)
     assert (line["data_time"], line["num_tokens"]) == (1.25, 14)
 
 
