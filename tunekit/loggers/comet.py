@@ -6,6 +6,7 @@ from uuid import uuid4
 
 import comet_ml
 
+from tunekit.loggers.completions_table import Rows, to_markdown
 from tunekit.loggers.run_id import run_id
 
 OPEN_ERRORS = (OSError, ValueError)
@@ -34,6 +35,9 @@ class Logger:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.experiment.log_metrics(dict(values), step=step)
+
+    def log_completions(self, step: int, rows: Rows) -> None:
+        self.experiment.log_text(to_markdown(rows), step=step)
 
     def close(self) -> None:
         self.experiment.end()

@@ -10,6 +10,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
+from tunekit.loggers.completions_table import Rows, to_markdown
 from tunekit.loggers.run_id import run_id
 
 OPEN_ERRORS = (MlflowException,)
@@ -40,6 +41,9 @@ class Logger:
         now = int(time.time() * 1000)
         metrics = [Metric(name, value, now, step) for name, value in values.items()]
         self.sent = self.client.log_batch(self.id, metrics=metrics, synchronous=False)
+
+    def log_completions(self, step: int, rows: Rows) -> None:
+        self.client.log_text(self.id, to_markdown(rows), f"completions/step_{step}.md")
 
     def close(self) -> None:
         """Finish the run. Errors are only warnings, because `metrics.jsonl` has all metrics."""

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
+from tunekit.loggers.completions_table import Rows, to_markdown
+
 OPEN_ERRORS = (OSError,)
 
 
@@ -18,6 +20,9 @@ class Logger:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
+
+    def log_completions(self, step: int, rows: Rows) -> None:
+        self.writer.add_text("completions", to_markdown(rows), step)
 
     def close(self) -> None:
         self.writer.close()

@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import pandas
 import trackio
+
+from tunekit.loggers.completions_table import Rows, to_table
 
 OPEN_ERRORS = (OSError, ValueError)
 
@@ -22,6 +25,11 @@ class Logger:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
+
+    def log_completions(self, step: int, rows: Rows) -> None:
+        columns, data = to_table(rows)
+        table = trackio.Table(dataframe=pandas.DataFrame(data, columns=columns))
+        self.run.log({"completions": table}, step=step)
 
     def close(self) -> None:
         self.run.finish()

@@ -6,6 +6,7 @@ from uuid import uuid4
 
 import wandb
 
+from tunekit.loggers.completions_table import Rows, to_table
 from tunekit.loggers.run_id import run_id
 
 OPEN_ERRORS = (wandb.Error,)
@@ -28,6 +29,10 @@ class Logger:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
+
+    def log_completions(self, step: int, rows: Rows) -> None:
+        columns, data = to_table(rows)
+        self.run.log({"completions": wandb.Table(columns=columns, data=data)}, step=step)
 
     def close(self) -> None:
         self.run.finish()

@@ -30,6 +30,7 @@ MAIN = SimpleNamespace(
     sum_each_count=lambda *counts: [*counts],
     loss_scaler=LossScaler(),
 )
+COMPLETION = {"prompt": "a|b?", "completion": "two `lines`\nof text", "expected": None}
 RESOLVED = {"seed": 1, "optimizer": {"kind": "adamw", "lr": 1e-4}}
 PACKAGES = {
     TensorBoardConfig: "tensorboard",
@@ -46,6 +47,7 @@ def train(folder, service, first, last, resolved=RESOLVED):
             batch = SimpleNamespace(num_tokens=10, num_target_tokens=4)
             logger.log_step(step, [batch], 0.0, loss=1 / step, grad_norm=2.0, lr=1e-4)
         logger.log(last, validation_loss=0.5)
+        logger.log_completions(last, [COMPLETION], 1)
 
 
 def losses(folder):
@@ -88,6 +90,10 @@ def test_tensorboard_receives_the_metrics(tmp_path):
     assert [point.step for point in read.Scalars("loss")] == [1, 2, 3, 4]
     assert read.Scalars("validation_loss")[-1].value == 0.5
     assert "adamw" in str(read.Tensors("config/text_summary")[0])
+    texts = {
+        point.step: point.tensor_proto.string_val[0].decode() for point in read.Tensors("completions/text_summary")
+    }
+    assert sorted(texts) == [3, 4] and "a\\|b?" in texts[4] and "two `lines`↵of text" in texts[4]
 
 
 @requires("mlflow")
@@ -105,6 +111,8 @@ def test_mlflow_receives_the_metrics(tmp_path, monkeypatch):
     assert {point.step: point.value for point in points} == pytest.approx(losses(tmp_path / "run"))
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
     assert run.data.params["optimizer.lr"] == "0.0001"
+    names = [file.path for file in client.list_artifacts(run.info.run_id, "completions")]
+    assert names == ["completions/step_2.md", "completions/step_4.md"]
 
 
 @requires("mlflow")
@@ -140,6 +148,9 @@ def test_wandb_offline_receives_the_metrics(tmp_path):
     assert files
     assert all(name in file.name for file in files)
     assert any(b"validation_loss" in file.read_bytes() for file in files)
+    tables = list((tmp_path / "run" / "wandb").glob("offline-run-*/files/media/table/*.table.json"))
+    contents = [json.loads(table.read_text()) for table in tables]
+    assert contents == [{"columns": list(COMPLETION), "data": [["a|b?", COMPLETION["completion"], ""]]}] * 2
 
 
 @requires("wandb")
@@ -166,6 +177,7 @@ def test_trackio_receives_the_metrics(tmp_path):
         rows = [(step, json.loads(values)) for step, values in base.execute("SELECT step, metrics FROM metrics")]
     logged = {step: values["loss"] for step, values in rows if "loss" in values}
     assert logged == pytest.approx(losses(tmp_path / "run"))
+    assert [step for step, values in rows if "completions" in values] == [2, 4]
 
 
 @requires("comet_ml")
@@ -177,3 +189,6 @@ def test_comet_offline_receives_the_metrics(tmp_path):
     assert files
     text = b"".join(zipfile.ZipFile(file).read("messages.json") for file in files)
     assert b"validation_loss" in text
+    archives = [zipfile.ZipFile(file) for file in files]
+    contents = [archive.read(name) for archive in archives for name in archive.namelist()]
+    assert sum(b"two `lines`" in content for content in contents) == 2
