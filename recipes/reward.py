@@ -26,6 +26,7 @@ from tunekit.training.data_checks import check_data
 from tunekit.training.early_stopping import EarlyStopping
 from tunekit.training.export import export_final
 from tunekit.training.forgetting import ForgettingMonitor
+from tunekit.training.generation_monitor import GenerationMonitor
 from tunekit.training.packing_check import check_packing
 from tunekit.training.run_context import RunContext
 from tunekit.training.setup import build_optimizer, load_model, open_dataloader
@@ -79,6 +80,7 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
     train_data = open_dataloader(cfg.data, tokenizer, cfg, run)
     eval_data = cfg.eval_data and open_dataloader(cfg.eval_data, tokenizer, cfg, run, "eval")
     forgetting = ForgettingMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
+    generation = GenerationMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
     loaders = {"data": train_data, "eval_data": eval_data}
     check_data(cfg, loaders, tokenizer, dist)
     model = load_model(checkpoint, cfg, dist)
@@ -88,7 +90,7 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
     run.begin()
 
     optimizer = build_optimizer(cfg, model, dist)
-    num_steps = cfg.max_steps or train_data.num_steps(cfg.epochs)
+    num_steps = run.plan_steps(train_data)
     lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
     prefetcher = Prefetcher(train_data, dist.device)
     guard = StepGuard(cfg.step_guard, dist, prefetcher)
@@ -104,9 +106,10 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
     logger = run.open_logger(num_steps, step, throughput)
 
     with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
-        if step == 0 and eval_data:
+        if step == 0 and cfg.has_evaluation:
             run.begin_eval(0)
-            early_stopping.check_metric(logger.log_eval(0, cfg.loss.evaluate(model, eval_data, dist)))
+            metrics = cfg.loss.evaluate(model, eval_data, dist) if eval_data else {}
+            early_stopping.check_metric(logger.log_eval(0, metrics | generation.evaluate(model, 0, logger)))
         forgetting.begin(model, step, logger)
         if step == 0 and guard.may_roll_back:
             checkpointer.save(0)
@@ -134,9 +137,11 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
                     guard.check_all(logger)  # raises if a step was not finite, before its weights are used
                 if due.push:
                     run.push_checkpoint(step, num_steps, model, checkpoint)
-                if due.eval and eval_data:
+                if due.eval:
                     run.begin_eval(step)
-                    early_stopping.update(step, logger.log_eval(step, cfg.loss.evaluate(model, eval_data, dist)))
+                    metrics = cfg.loss.evaluate(model, eval_data, dist) if eval_data else {}
+                    metrics |= generation.evaluate(model, step, logger)
+                    early_stopping.update(step, logger.log_eval(step, metrics))
                 if due.forgetting:
                     forgetting.evaluate(model, step, logger)
                 if due.save or early_stopping.needs_save(step) or forgetting.exceeded:

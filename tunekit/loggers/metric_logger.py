@@ -13,6 +13,7 @@ import math
 import os
 import resource
 import sys
+import textwrap
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from tunekit.kernels.device_to_host import HostCopy, read_lag
 from tunekit.loggers.metrics_file import COMPLETIONS, FILE, StepLog
 
 PRINT_INTERVAL = 10.0
-MAX_PROMPT = 80  # characters of a prompt that are printed
+MAX_PROMPT, MAX_ANSWER = 80, 400  # characters that are printed
 
 
 @dataclass(frozen=True)
@@ -252,8 +253,8 @@ class MetricLogger:
 
     def log_eval(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Log the metrics of an evaluation as `eval/<name>`, and return them."""
-        other_metrics = {f"eval/{name}": value for name, value in metrics.items() if name != "loss"}
-        self.log(step, **{"eval/loss": metrics["loss"]}, **other_metrics)
+        names = sorted(metrics, key=lambda name: name != "loss")  # the loss first
+        self.log(step, **{f"eval/{name}": metrics[name] for name in names})
         return metrics
 
     def log_completions(self, step: int, rows: Sequence[Mapping[str, Any]], num_to_print: int) -> None:
@@ -265,8 +266,9 @@ class MetricLogger:
         for tracker in self.trackers:
             tracker.log_completions(step, rows)
         for row in rows[:num_to_print]:
-            prompt, completion = (json.dumps(row[key], ensure_ascii=False) for key in ("prompt", "completion"))
-            self.terminal.print_line(f"step {step}: {shorten_start(prompt)} -> {completion}")
+            prompt, answer = (json.dumps(row[key], ensure_ascii=False) for key in ("prompt", "completion"))
+            prompt = prompt if len(prompt) <= MAX_PROMPT else f"...{prompt[-MAX_PROMPT:]}"  # the end has the question
+            self.terminal.print_line(f"step {step}: {prompt} -> {textwrap.shorten(answer, MAX_ANSWER)}")
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -424,11 +426,6 @@ def copy_to_host(values: Iterable[Tensor | float]) -> HostCopy | None:
     """Start a copy of the tensors in `values` to the host, in one transfer; None if there are none."""
     tensors = [v.detach().to(devices.accumulation_dtype(v.device)) for v in values if isinstance(v, Tensor)]
     return HostCopy(torch.stack(tensors)) if tensors else None
-
-
-def shorten_start(text: str) -> str:
-    """The end of a text, which is that of the question in a prompt."""
-    return text if len(text) <= MAX_PROMPT else f"...{text[-MAX_PROMPT:]}"
 
 
 def format_si(value: float) -> str:

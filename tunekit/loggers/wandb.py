@@ -32,7 +32,7 @@ class Logger:
 
     def log_completions(self, step: int, rows: Rows) -> None:
         columns, data = to_table(rows)
-        self.run.log({"completions": wandb.Table(columns=columns, data=data)}, step=step)
+        self.run.log({"completions": wandb.Table(columns=[*columns], data=[*data])}, step=step)
 
     def close(self) -> None:
         self.run.finish()

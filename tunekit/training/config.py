@@ -11,7 +11,7 @@ from tunekit.checkpoint import load_model
 from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.checkpoint.hf_checkpoint import ConfigOverrides, HFCheckpoint
 from tunekit.config.errors import FieldErrors
-from tunekit.data.dataloader.mixture import MixtureBase, check_finite
+from tunekit.data.dataloader.mixture import MixtureBase, check_finite, is_streaming
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.devices import DeviceChoice
@@ -35,6 +35,8 @@ from tunekit.optim.config import (
 from tunekit.publishing.publish import PushToHubConfig
 from tunekit.quantization.config import Float8Config, FP4Config, NF4Config, NoQuantization
 from tunekit.training.forgetting import ForgettingConfig
+from tunekit.training.generation_monitor import GenerationEvalConfig
+from tunekit.training.intervals import Interval, interval_error
 from tunekit.training.profiler import ProfilerConfig, resolve_profiler
 from tunekit.training.step_guard import StepGuardConfig
 
@@ -63,9 +65,7 @@ COUNTS = (  # keys that must be positive
     "micro_batch_size",
     "epochs",
     "max_steps",
-    "save_every",
     "save_total_limit",
-    "eval_every",
     "early_stopping_patience",
     "log_every",
 )
@@ -109,6 +109,8 @@ class TrainConfig:
     parallel: ParallelConfig = ParallelConfig()  # How several devices share the model and the data
     step_guard: StepGuardConfig = StepGuardConfig()  # Detect NaN, Inf and loss spikes
     forgetting: ForgettingConfig | None = None  # Stop when the loss on a held-out task rises (catastrophic forgetting)
+    # Prompts that the model in training answers at each evaluation, and metrics of the answers
+    generation_eval: GenerationEvalConfig | None = None
     profiler: ProfilerConfig | bool = False  # Profile some steps with torch.profiler; `true` uses the defaults
     push_to_hub: PushToHubConfig | None = None  # Upload the result to the Hugging Face Hub
     # NEFTune (arXiv:2310.05914): scale of uniform noise on the input embeddings in training, such as 5; null: no noise
@@ -121,11 +123,12 @@ class TrainConfig:
     epochs: int = 1  # Passes over the training rows
     max_steps: int | None = None  # Optimizer steps; overrides `epochs`
     max_grad_norm: float = 1.0  # Maximum gradient norm; 0 disables clipping
-    save_every: int = 500  # Steps between two training states, from which a run resumes
+    # Steps between two training states, from which a run resumes; a value below 1 is a fraction of all steps; `epoch`
+    save_every: Interval = 500
     # Write training states in the background, from a copy in host memory; `auto`: on GPUs
     async_save: bool | Literal["auto"] = "auto"
     save_total_limit: int = 1  # Number of training states to keep
-    eval_every: int = 500  # Steps between two evaluations
+    eval_every: Interval = 500  # Steps between two evaluations; a value below 1 is a fraction of all steps; `epoch`
     early_stopping_patience: int | None = None  # Evaluations without a better metric before the run stops
     # The result has the weights of the best evaluation, not the last ones; null: with early_stopping_patience
     load_best_model_at_end: bool | None = None
@@ -155,6 +158,11 @@ class TrainConfig:
             for name in COUNTS
             if (value := getattr(self, name)) is not None and value < 1
         ]
+        is_stream = is_streaming(self.data)
+        intervals: dict[str, Interval] = {"save_every": self.save_every, "eval_every": self.eval_every}
+        if self.forgetting is not None:
+            intervals["forgetting.eval_every"] = self.forgetting.eval_every
+        errors += filter(None, (interval_error(key, every, is_stream) for key, every in intervals.items()))
         if self.neftune_noise_alpha is not None and not 0 < self.neftune_noise_alpha < math.inf:
             problem = f"must be > 0, got {self.neftune_noise_alpha}. Set null for no noise"
             errors.append(FieldError("neftune_noise_alpha", problem))
@@ -168,10 +176,15 @@ class TrainConfig:
     def check_best_model(self) -> None:
         """Raise FieldError for keys of the best model without evaluations, or without effect."""
         for name in ("early_stopping_patience", "load_best_model_at_end"):
-            if getattr(self, name) and self.eval_data is None:
-                raise FieldError(name, "requires eval_data")
+            if getattr(self, name) and not self.has_evaluation:
+                raise FieldError(name, "requires eval_data or generation_eval")
         if self.metric_for_best_model != "loss" and not (self.early_stopping_patience or self.load_best_model_at_end):
             raise FieldError("metric_for_best_model", "requires load_best_model_at_end or early_stopping_patience")
+
+    @property
+    def has_evaluation(self) -> bool:
+        """Whether the model is evaluated every `eval_every` steps."""
+        return self.eval_data is not None or self.generation_eval is not None
 
     def check_memory(self) -> None:
         """Raise FieldError if an option of `memory` is not compatible with another key."""
@@ -241,6 +254,8 @@ def check_training(cfg: TrainConfig) -> None:
         dataset.prepare_tokenizer(tokenizer)
     if cfg.forgetting is not None:
         cfg.forgetting.check(checkpoint.spec, tokenizer)
+    if cfg.generation_eval is not None:
+        cfg.generation_eval.check(checkpoint.spec, tokenizer)
 
 
 def read_checkpoint_and_sources(cfg: TrainConfig) -> HFCheckpoint:

@@ -16,6 +16,7 @@ from tunekit.losses import cross_entropy
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.models.decoder import Decoder
 from tunekit.models.spec import DecoderSpec
+from tunekit.training.intervals import Interval
 
 HINT = (
     "Start over with --overwrite and a lower optimizer.lr, or with such rows in data. To continue anyway, set "
@@ -28,14 +29,13 @@ class ForgettingConfig:
     """Held-out rows whose loss may not rise much. It is measured before the first step and during training."""
 
     data: SFTData  # Held-out rows of a skill that the model has before training
-    eval_every: int = 100  # Steps between two evaluations; one more after the last step
+    # Steps between two evaluations; a value below 1 is a fraction of all steps; `epoch`. One more after the last step
+    eval_every: Interval = 100
     max_loss_increase: float = 0.1  # Allowed increase over the loss before training, in nats per token
     # Action on a larger increase; `stop`: save and end the run
     on_exceed: Literal["stop", "warn"] = "stop"
 
     def __post_init__(self) -> None:
-        if self.eval_every < 1:
-            raise FieldError("eval_every", f"must be >= 1, got {self.eval_every}")
         if not self.max_loss_increase > 0:
             raise FieldError("max_loss_increase", f"must be > 0, got {self.max_loss_increase}")
         if is_streaming(self.data):

@@ -29,6 +29,7 @@ from tunekit.losses.preference_objective import PreferenceObjective, ReferenceLo
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
 from tunekit.training.config import TrainConfig
+from tunekit.training.intervals import StepPlan
 from tunekit.training.run_context import RunContext
 
 FILE = "reference.npz"
@@ -146,10 +147,10 @@ class PrecomputeJob(NamedTuple):
 
 def num_precompute_epochs(cfg: TrainConfig, data: DataLoader) -> int:
     """Number of epochs that the run may read, including the data that rollbacks skip."""
-    num_steps = cfg.max_steps or data.num_steps(cfg.epochs)
+    plan = StepPlan.from_config(cfg, data)
     max_rollbacks = cfg.step_guard.max_interventions if cfg.step_guard.may_roll_back else 0
-    max_skipped = max_rollbacks * min(cfg.save_every, num_steps)
-    return next(n for n in count(1) if data.num_steps(n) >= num_steps + max_skipped)
+    max_skipped = max_rollbacks * plan.max_gap(cfg.save_every)
+    return next(n for n in count(1) if data.num_steps(n) >= plan.num_steps + max_skipped)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.training_state import Checkpointer, Stateful
 from tunekit.config.dump import dump_yaml, to_plain_config
 from tunekit.config.secrets import hide_secrets, map_strings
+from tunekit.data.dataloader.base import DataLoader
 from tunekit.distributed import flight_recorder, worker_env
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.launcher import LOGS
@@ -31,6 +32,7 @@ from tunekit.publishing import publish
 from tunekit.publishing.publish import HubUploader
 from tunekit.training.config import LIVE_KEYS, TrainConfig
 from tunekit.training.early_stopping import EarlyStopping
+from tunekit.training.intervals import StepPlan
 from tunekit.training.profiler import Profiler
 
 SignalHandler = Callable[[int, FrameType | None], Any] | int | None
@@ -106,6 +108,11 @@ class RunContext:
         """Everything is loaded and checked. Write config.yaml; with --overwrite, first erase the previous results."""
         self.files.start()
 
+    def plan_steps(self, train_data: DataLoader) -> int:
+        """Number of optimizer steps. From now on, it is known when evaluations and training states are due."""
+        self.plan = StepPlan.from_config(self.cfg, train_data)
+        return self.plan.num_steps
+
     def open_checkpointer(
         self,
         model: Decoder,
@@ -140,7 +147,7 @@ class RunContext:
 
     def begin_step(self, step: int, logger: MetricLogger) -> None:
         """Send a heartbeat, start or stop the profiler, and seed the random numbers of this step."""
-        if step % self.cfg.save_every == 0 and self.files.restore_deleted():
+        if self.plan.is_due(self.cfg.save_every, step) and self.files.restore_deleted():
             self.dist.log(f"warning: {self.dir} was deleted during the run. Its config and metrics are written again.")
         with logger.pause():
             self.profiler.begin_step(step)
@@ -152,12 +159,12 @@ class RunContext:
 
     def due_after(self, step: int, num_steps: int) -> Due:
         """Actions that are due after `step` steps. All ranks get the same answer."""
-        cfg, is_last = self.cfg, step == num_steps
+        cfg, plan, is_last = self.cfg, self.plan, step == num_steps
         return Due(
             push=self.uploader.is_due(step, num_steps),
-            eval=cfg.eval_data is not None and (is_last or step % cfg.eval_every == 0),
-            forgetting=cfg.forgetting is not None and (is_last or step % cfg.forgetting.eval_every == 0),
-            save=is_last or step % cfg.save_every == 0 or self.stop_requested is not None,
+            eval=cfg.has_evaluation and (is_last or plan.is_due(cfg.eval_every, step)),
+            forgetting=cfg.forgetting is not None and (is_last or plan.is_due(cfg.forgetting.eval_every, step)),
+            save=is_last or plan.is_due(cfg.save_every, step) or self.stop_requested is not None,
         )
 
     def push_checkpoint(self, step: int, num_steps: int, model: Decoder, checkpoint: HFCheckpoint) -> None:
