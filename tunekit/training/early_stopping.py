@@ -41,14 +41,14 @@ class EarlyStopping:
         self.num_worse = 0
 
     def check_metric(self, metrics: Mapping[str, float]) -> None:
-        """Raise UserError if the evaluation does not have the metric."""
-        if self.metric not in metrics:
+        """Raise UserError if the metric decides something and the evaluation does not have it."""
+        if self.metric not in metrics and (self.loads_best or self.patience is not None):
             names = ", ".join(metrics)
             raise UserError(f"metric_for_best_model: the evaluation has no metric {self.metric!r}. Use one of {names}.")
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of one evaluation into account. NaN is never better."""
-        value = metrics[self.metric]
+        """Take the metrics of one evaluation into account. NaN and a missing metric are never better."""
+        value = metrics.get(self.metric, math.nan)
         if self.sign * value < (math.inf if self.best is None else self.sign * self.best):
             self.best, self.best_step, self.num_worse = value, step, 0
         else:

@@ -16,7 +16,7 @@ from tunekit.losses import cross_entropy
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.models.decoder import Decoder
 from tunekit.models.spec import DecoderSpec
-from tunekit.training.intervals import Interval
+from tunekit.training.intervals import Interval, interval_error
 
 HINT = (
     "Start over with --overwrite and a lower optimizer.lr, or with such rows in data. To continue anyway, set "
@@ -36,6 +36,8 @@ class ForgettingConfig:
     on_exceed: Literal["stop", "warn"] = "stop"
 
     def __post_init__(self) -> None:
+        if error := interval_error("eval_every", self.eval_every, is_stream=False):
+            raise error
         if not self.max_loss_increase > 0:
             raise FieldError("max_loss_increase", f"must be > 0, got {self.max_loss_increase}")
         if is_streaming(self.data):
