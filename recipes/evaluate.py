@@ -17,6 +17,7 @@ from tunekit.data.dataloader.mixture import SFTData, dataset_title, is_streaming
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError
+from tunekit.evaluation.answer_checks import AnswerChecks
 from tunekit.evaluation.generation_eval import GenerationEvaluator, Question, with_source
 from tunekit.evaluation.inference_config import InferenceConfig
 from tunekit.evaluation.results import ModelResult
@@ -33,6 +34,9 @@ class EvaluateConfig(InferenceConfig):
 
     baseline: str | None = None  # A second model to compare with, such as the one before training
     data: SFTData | None = None  # Held-out rows; the last target message of each is the expected answer
+    # Regular expression that an answer to `data` must contain; the groups of its last match must be those in the row
+    regex: str | None = None
+    json_schema: str | None = None  # JSON file; answers must be JSON that this schema allows. Needs package jsonschema
     tasks: tuple[
         str, ...
     ] = ()  # `nano`, `nano/facts`, ...; or lm-evaluation-harness tasks such as `[arc_easy, hellaswag]`
@@ -52,7 +56,11 @@ class EvaluateConfig(InferenceConfig):
             raise FieldError("data", "nothing to evaluate. Set data or tasks.")
         if self.data is not None and is_streaming(self.data):
             raise FieldError("data", "cannot be streamed. Set streaming=false; limit sets the number of rows.")
-        assert self.named is not None  # its own checks
+        assert self.named is not None and self.checks is not None  # their own checks
+
+    @property
+    def checks(self) -> AnswerChecks:
+        return AnswerChecks(self.regex, self.json_schema)
 
     @property
     def named(self) -> TaskSelection:
@@ -75,6 +83,7 @@ def check(cfg: EvaluateConfig) -> None:
     if cfg.data is not None:
         cfg.data.check_source()
     cfg.named.check()
+    assert (cfg.checks.validator is None) == (cfg.json_schema is None)  # raises UserError
 
 
 def main(cfg: EvaluateConfig) -> list[ModelResult]:
@@ -102,7 +111,8 @@ def evaluate_model(name: str, cfg: EvaluateConfig, dist: DistributedContext) -> 
         data.check_vocab(model.spec.vocab)
         if name == cfg.model:
             data_checks.warn_data(cfg, data, tokenizer, dist)
-        questions, result = evaluator(dataset_title(cfg.data), islice(with_source(data.datasets), cfg.limit))
+        rows = islice(with_source(data.datasets), cfg.limit)
+        questions, result = evaluator(dataset_title(cfg.data), rows, cfg.checks)
         results.append(result)
     return questions, ModelResult(name, (*results, *cfg.named.evaluate(evaluator, name, tasks)))
 

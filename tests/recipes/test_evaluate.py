@@ -160,3 +160,24 @@ def test_config_errors_are_reported_before_weights_are_read(
     assert "file/figures.json" in tune("output_path=file/figures.json")
     assert "is a directory" in tune("output_path=.")
     assert "`tasks` contains none" in tune("num_fewshot=3")
+
+
+def test_answers_are_checked_by_pattern_and_schema(run_evaluate, workspace):
+    """Answers are "It is 2!": the groups of the pattern equal those of the row, and a schema of texts needs quotes."""
+    (workspace.folder / "schema.json").write_text('{"type": "string"}')
+    printed, (_, after), _ = run_evaluate("regex='(\\d)'", "json_schema=schema.json")
+    rows = [json.loads(line)["messages"] for line in (workspace.folder / "asked.jsonl").read_text().splitlines()]
+    digits = [[character for character in text if character.isdigit()][-1:] for text in after["each"]["answers"]]
+    expected = [[character for character in row[-1]["content"] if character.isdigit()][-1:] for row in rows]
+    matches = [float(bool(a) and a == b) for a, b in zip(digits, expected, strict=True)]
+    assert after["each"]["regex_match"]["values"] == matches and sum(matches) >= 4
+    assert after["each"]["json_schema_match"]["values"] == [0.0] * len(rows)
+    assert "json_schema_match" in printed
+
+
+def test_config_overrides_reach_both_models(run_evaluate, workspace):
+    plain = run_evaluate()[1]
+    scaled = run_evaluate("config_overrides={rope_scaling: {rope_type: linear, factor: 8.0}}")[1]
+    assert all(first["loss"] != second["loss"] for first, second in zip(plain, scaled, strict=True))
+    result = workspace.run_tune("run", "evaluate", "evaluate.yaml", "json_schema=nope.json")
+    assert result.code == 2 and result.err.startswith("error: json_schema: nope.json: ")

@@ -8,12 +8,14 @@ from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
+from tunekit.evaluation.answer_checks import AnswerChecks
 from tunekit.evaluation.loglikelihood import ScoredTokens, score_rows
 from tunekit.evaluation.results import Metric, TaskResult
 from tunekit.generation.generate import generate_texts
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.models.decoder import Decoder
 
+EXACT_MATCH = AnswerChecks()
 LocatedDocument = tuple[str, Document]  # file and row of a document, and the document
 
 
@@ -36,7 +38,9 @@ class GenerationEvaluator:
     batch_size: int  # rows in one forward pass
     dist: DistributedContext
 
-    def __call__(self, task: str, rows: Iterable[LocatedDocument]) -> tuple[list[Question], TaskResult]:
+    def __call__(
+        self, task: str, rows: Iterable[LocatedDocument], checks: AnswerChecks = EXACT_MATCH
+    ) -> tuple[list[Question], TaskResult]:
         """Questions and metrics of a task. Metrics that no row contributes to are left out."""
         rows = list(rows)
         metrics = self.loss_metrics(rows)
@@ -45,8 +49,10 @@ class GenerationEvaluator:
         texts = generate_texts(self.model, self.tokenizer, prompts, self.sampling, self.batch_size, self.dist)
         completions = tuple(text.strip() for text in texts)
         if questions:
-            matches = [float(text == question.expected) for text, question in zip(completions, questions, strict=True)]
-            metrics.append(Metric.mean("exact_match", matches, rows=[question.row for question in questions]))
+            pairs, locations = zip(completions, questions, strict=True), [question.row for question in questions]
+            scores = [checks.scores(text, question.expected) for text, question in pairs]
+            for name in scores[0]:
+                metrics.append(Metric.mean(name, [float(score[name]) for score in scores], rows=locations))
         return questions, TaskResult(task, tuple(metrics), completions)
 
     def loss_metrics(self, rows: Iterable[LocatedDocument]) -> list[Metric]:

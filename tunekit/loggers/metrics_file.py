@@ -51,7 +51,9 @@ class StepLog:
     def rewind(self, step: int) -> None:
         """Delete the lines after a step."""
         if self.file is not None:
-            os.truncate(self.open().name, bytes_up_to_step(self.path, step))
+            self.open()
+        if self.path.is_file():
+            os.truncate(self.path, bytes_up_to_step(self.path, step))
 
     def close(self) -> None:
         if self.file is not None:

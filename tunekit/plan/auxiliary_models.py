@@ -52,6 +52,11 @@ class HasForgetting(Protocol):
     forgetting: object
 
 
+@runtime_checkable
+class HasGeneration(Protocol):
+    generation_eval: object
+
+
 class AuxiliaryModelMemory(NamedTuple):
     """Parameters of an auxiliary model on one rank (root and layers), and peak bytes of its forward pass."""
 
@@ -142,3 +147,5 @@ def list_omissions(cfg: object) -> Iterator[str]:
         yield "not planned: the teacher, which is in memory only while it precomputes its logits"
     if isinstance(cfg, HasForgetting) and cfg.forgetting is not None:
         yield "not planned: the time of the forgetting evaluation"
+    if isinstance(cfg, HasGeneration) and cfg.generation_eval is not None:
+        yield "not planned: answers of generation_eval: their time and KV cache"

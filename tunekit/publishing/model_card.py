@@ -9,7 +9,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -52,6 +52,7 @@ CONFIG_KEYS = ("quantization", "loss", "optimizer", "lr_scheduler", "precision",
 CONFIG_KEYS += ("micro_batch_size", "epochs", "max_steps", "max_grad_norm", "seed")
 # Metrics of preference pairs and classes, whose loss is not per token.
 ACCURACIES = ("eval/rewards/accuracies", "eval/accuracy")
+ANSWER_METRICS = ("exact_match", "regex_match", "json_schema_match")  # of `generation_eval`
 UNKNOWN_FORMAT = PromptFormat()
 DISABLED = (None, False, 0, "none", "", (), [], {})
 
@@ -236,22 +237,34 @@ def divergence_warning(lines: Lines) -> str:
 
 
 def results_section(lines: Lines) -> str:
-    """Held-out loss before and after training, and the plot of the metrics."""
-    losses = [(line["step"], line["eval/loss"]) for line in lines if line.get("eval/loss") is not None]
+    """Metrics of held-out rows and of answers before and after training, and the plot of the metrics."""
     picture = f"![loss, learning rate and gradient norm]({CURVES})\n\n"
-    if not losses:
+    # The last line is about the saved weights. A loss that is not finite is null.
+    evaluated = [line for line in lines if line["step"] <= lines[-1]["step"] and has_evaluation(line)]
+    if not evaluated:
         return picture
-    losses = [pair for pair in losses if pair[0] <= lines[-1]["step"]]  # the last line is about the saved weights
-    points = [losses[0], losses[-1]] if losses[0][0] == 0 and len(losses) > 1 else losses[-1:]
-    steps = ["before training" if step == 0 else f"after step {step:,}" for step, _ in points]
-    accuracies = {line["step"]: line[name] for line in lines for name in ACCURACIES if line.get(name) is not None}
-    if accuracies:
-        rows = [["loss on held-out rows", *(f"{loss:.4f}" for _, loss in points)]]
-        rows.append(["accuracy", *(f"{accuracies[step]:.1%}" if step in accuracies else "" for step, _ in points)])
-    else:
-        rows = [["loss on held-out rows, in nats per target token", *(f"{loss:.4f}" for _, loss in points)]]
-        rows.append(["perplexity", *(f"{math.exp(min(loss, 700)):.4g}" for _, loss in points)])
+    points = [evaluated[0], evaluated[-1]] if evaluated[0]["step"] == 0 and len(evaluated) > 1 else evaluated[-1:]
+    steps = ["before training" if line["step"] == 0 else f"after step {line['step']:,}" for line in points]
+    rows = [
+        [title, *("" if line.get(name) is None else number_format(line[name]) for line in points)]
+        for name, title, number_format in result_rows(evaluated)
+        if any(line.get(name) is not None for line in points)
+    ]
     return f"{format_table(['', *steps], rows)}\n\n{picture}"
+
+
+def has_evaluation(line: Mapping[str, Any]) -> bool:
+    return any(value is not None for name, value in line.items() if name.startswith("eval/"))
+
+
+def result_rows(lines: Lines) -> Iterator[tuple[str, str, Callable[[float], str]]]:
+    """Metric, title and number format of the rows of the table of results."""
+    has_accuracy = any(name in line for line in lines for name in ACCURACIES)
+    yield "eval/loss", "loss on held-out rows" + ("" if has_accuracy else ", in nats per target token"), "{:.4f}".format
+    if not has_accuracy:
+        yield "eval/loss", "perplexity", lambda loss: f"{math.exp(min(loss, 700)):.4g}"
+    yield from ((name, "accuracy", "{:.1%}".format) for name in ACCURACIES)
+    yield from ((f"eval/{name}", f"{name} of answers", "{:.1%}".format) for name in ANSWER_METRICS)
 
 
 def evaluation_section(run: Path) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from tunekit.data.chat_template.chat_format import encode_conversation
 from tunekit.data.dataloader.build import build_dataloader
@@ -28,6 +28,7 @@ class GenerationEvalConfig:
     The metrics `exact_match`, `regex_match` and `json_schema_match` are fractions of the answers.
     """
 
+    kind: ClassVar[str] = "generation_eval"
     prompts: tuple[str, ...] = ()  # User messages to answer
     data: SFTData | None = None  # Held-out rows whose last answers are generated; `max_samples` limits them
     sampling: SamplingConfig = SamplingConfig()  # How answers are generated

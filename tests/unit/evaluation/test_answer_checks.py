@@ -12,7 +12,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 
 
 @pytest.mark.parametrize(("pattern", "answer", "expected", "passes"), [
-    (r"\d", "no number", "no number", False),
+    (r"\d", "seven", "seven", False),
     (r"\d", "7", "8", True),  # without groups, the pattern only has to occur
     (r"#### (\d+)", "Half of 8 is 4. #### 4", "4 + 0 = 4 #### 4", True),
     (r"#### (\d+)", "#### 5", "#### 4", False),

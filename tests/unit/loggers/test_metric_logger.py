@@ -42,8 +42,8 @@ MAIN = SimpleNamespace(
 OTHER = SimpleNamespace(**vars(MAIN) | {"is_main_process": False, "rank": 1})
 
 
-def read_lines(folder):
-    return [json.loads(line, parse_constant=pytest.fail) for line in (folder / FILE).read_text().splitlines()]
+def read_lines(folder, name=FILE):
+    return [json.loads(line, parse_constant=pytest.fail) for line in (folder / name).read_text().splitlines()]
 
 
 def log_step(logger, step, loss=1.0, **values):
@@ -82,6 +82,22 @@ def test_each_step_writes_a_line(tmp_path):
         assert line["target_tokens_per_second"] == pytest.approx(4 / line["step_time"])
         assert line["tokens_per_second"] == pytest.approx(10 / line["step_time"])
         assert 0 < line["memory_allocated"] <= line["peak_memory"]
+
+
+def test_completions_end_where_a_run_resumes_or_rolls_back_to(tmp_path):
+    def log(start, *steps, rewind=None):
+        with MetricLogger(tmp_path, MAIN, num_steps=9, start=start) as logger:
+            for step in steps:
+                logger.log_completions(step, [{"prompt": "a", "completion": str(step)}] * 2, 0)
+            if rewind is not None:
+                logger.rewind(rewind)
+        return [line["completion"] for line in read_lines(tmp_path, "completions.jsonl")]
+
+    assert log(0, 0, 1, 2, 3) == ["0", "0", "1", "1", "2", "2", "3", "3"]
+    assert log(2, 4) == ["0", "0", "1", "1", "2", "2", "4", "4"]
+    assert log(4, 5, rewind=2) == ["0", "0", "1", "1", "2", "2"]
+    assert log(2, rewind=1) == ["0", "0", "1", "1"], "before the first answers of a resumed run"
+    assert log(0, 0) == ["0", "0"], "a new run"
 
 
 def test_device_is_read_once_per_line(tmp_path):
