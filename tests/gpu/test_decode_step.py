@@ -50,6 +50,8 @@ SAMPLINGS = {
     "temperature": SamplingConfig(1.0, max_new_tokens=64),
     "top-k and top-p": SamplingConfig(0.7, top_k=50, top_p=0.9, max_new_tokens=64),
     "top-p": SamplingConfig(0.7, top_p=0.9, max_new_tokens=64),
+    "min-p": SamplingConfig(0.7, min_p=0.1, max_new_tokens=64),
+    "repetition penalty": SamplingConfig(0.7, repetition_penalty=1.2, max_new_tokens=64),
 }
 
 
@@ -58,7 +60,8 @@ def step_ops(name: str, sampling: SamplingConfig, *used: int, rows: int = 4) -> 
     model = build_model(build_config(name, **WIDE[name]))
     cache = model.make_cache(rows, 4000)
     numbers = torch.empty(rows, sampling.max_new_tokens, device="meta")
-    loop = DecodeLoop(model, cache, [used[0]] * rows, sampling.sample, numbers)
+    seen = sampling.seen_tokens([[1]] * rows, model.spec.vocab, torch.device("meta"))
+    loop = DecodeLoop(model, cache, [used[0]] * rows, sampling.sample, numbers, seen)
     recorded = []
     for count in used:
         cache.cache_length = count

@@ -60,8 +60,10 @@ def main(args: argparse.Namespace) -> None:
     """Load the model and chat until the input ends."""
     cfg, tools = ChatConfig.from_args(args), read_tools(args.tools)
     # An unusable chat template is an error before the weights are read, and not only after the first question.
-    chat = Chat(args.system_prompt)
-    encode_conversation(cfg.check_model(cfg.model), [*chat.messages, {"role": "user", "content": "Hello"}], tools)
+    chat, tokenizer = Chat(args.system_prompt), cfg.check_model(cfg.model)
+    encode_conversation(tokenizer, [*chat.messages, {"role": "user", "content": "Hello"}], tools)
+    if tools and "tools" not in tokenizer.template(tools).variables:
+        print("warning: --tools: the chat template of this model does not read tools", file=sys.stderr)
     model, tokenizer = cfg.load_model(cfg.model, DistributedContext())
 
     def answer(messages: list[Message], number: int, tokens: list[int]) -> Iterator[str]:
@@ -176,7 +178,7 @@ def chat_loop(answer: AnswerFn, chat: Chat, show_tokens: ShowTokensFn = no_token
     """
     if sys.stdin.isatty():
         readline.set_auto_history(True)
-        print(HELP)
+        print("/help lists all commands. Ctrl-C stops an answer, Ctrl-D ends.")
     while (text := read_message()) is not None:
         name, _, rest = text.partition(" ")
         if name in ("/quit", "/exit"):
