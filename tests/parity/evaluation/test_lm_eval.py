@@ -130,6 +130,16 @@ def test_likelihoods_and_answers_match_transformers(
             assert actual == pytest.approx(expected, abs=1e-4, rel=1e-6)
 
 
+def test_repetition_penalty_matches_transformers(hf_model: Any, adapter_model: lm_eval_adapter.LMEvalAdapter) -> None:
+    answers = []
+    for penalty in (1.0, 1.8):
+        options = {"until": ["."], "max_gen_toks": 12, "repetition_penalty": penalty}
+        requests = [Instance("generate_until", {}, ("What is the cat called? The cat is", options), 0, ("a", 0, 1))]
+        answers.append(adapter_model.generate_until(requests))
+        assert answers[-1] == hf_model.generate_until(requests, disable_tqdm=True)
+    assert answers[0] != answers[1]
+
+
 def copy_without_bos(directory: Path) -> Path:
     """Copy of the nano model whose tokenizer adds no BOS token, like Qwen's."""
     shutil.copytree(NANO, directory)
