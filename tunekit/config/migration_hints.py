@@ -135,6 +135,8 @@ NOTED_KEYS = (
         "generation_eval",
         "a section: {prompts: [...], sampling: {max_new_tokens: 128}}",
     ),
+    KeyHint("do_sample", "sampling.temperature", "0: greedy decoding"),
+    KeyHint("stop until", "sampling.stop_strings", "a list of texts"),
     KeyHint("eval_on_start", "eval_data", "is always evaluated before the first step"),
     KeyHint("save_strategy save_every_n_epochs", "save_every", "a number of optimizer steps, or epoch"),
     KeyHint("save_only_model save_adapter_weights_only", "save_total_limit", "training states are apart from `final/`"),
