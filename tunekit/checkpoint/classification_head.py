@@ -1,4 +1,4 @@
-"""Checkpoints with a score head, for sequence or token classification and reward models."""
+"""Checkpoints with a score head, for sequence or token classification and reward models, or without any head."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -59,8 +59,22 @@ def label_names(source: HFCheckpoint, score: ScoreHead) -> Sequence[str]:
     return [labels[str(i)] for i in range(score.labels)] if labels else [f"LABEL_{i}" for i in range(score.labels)]
 
 
+def without_head(source: HFCheckpoint) -> HFCheckpoint:
+    """Return `source` as a base model, which has no head. Raises UserError if it has a score head."""
+    if source.spec.score is not None:
+        raise UserError(f"model: {source.name} has a score head, not embeddings. Use a base language model.")
+    config = {**source.config, "architectures": [classifiers.base_architecture(source.config)]}
+    family, spec = find_family(config, str(source.path / "config.json"))
+    return replace(source, config=config, family=family, spec=spec)
+
+
 def require_language_model(source: HFCheckpoint, name: str | None = None) -> None:
-    """Raise UserError if a checkpoint has a score head. `name` is how the user referred to it."""
+    """Raise UserError if a checkpoint has another head, or none. `name` is how the user referred to it."""
+    if source.is_base_model:
+        raise UserError(
+            f"{name or source.name}: an embedding model without a language model head, which cannot generate text. "
+            "Use a language model, or continue training with the recipe embed."
+        )
     if source.spec.score is not None:
         outputs = describe_outputs(source.spec.score)
         raise UserError(

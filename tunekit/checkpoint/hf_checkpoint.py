@@ -21,6 +21,7 @@ from tunekit.checkpoint.safetensors_io import (
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.models.decoder import TIED
+from tunekit.models.families.classifiers import is_base_model
 from tunekit.models.families.config_overrides import model_section, override_config
 from tunekit.models.families.registry import Family, find_family
 from tunekit.models.spec import DecoderSpec
@@ -78,6 +79,12 @@ class HFCheckpoint:
     keeps_prequantized: bool = field(default=False, kw_only=True)  # read 4-bit weights as fp32, unrounded
     config_changes: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # overridden keys of config.json
     new_head: int | None = field(default=None, kw_only=True)  # seed of a score head that is not in the files
+    companions: Mapping[str, str] = field(default_factory=dict, kw_only=True)  # further files to save, by name
+
+    @property
+    def is_base_model(self) -> bool:
+        """Whether it has no head: an embedding model."""
+        return is_base_model(self.config)
 
     @property
     def tokenizer_path(self) -> Path:

@@ -28,9 +28,11 @@ from tunekit.checkpoint.save_model import (
     source_layout,
     tensor_bytes,
     unrelated_files,
+    write_companions,
     write_config,
     write_index,
 )
+from tunekit.checkpoint.sentence_transformers import copy_modules
 from tunekit.models.decoder import TIED
 from tunekit.models.weight_map import Identity, KeyMapping, Shape, Stack, match_hub_name
 
@@ -200,6 +202,8 @@ def write_companion_files(base: HFCheckpoint, adapter: Path, folder: Path) -> No
     copy_companion_files(base.path, folder, skip=unrelated_files(base), tokenizer=tokenizer)
     if (adapter / GENERATION_CONFIG).is_file():  # with the stop tokens of its chat template
         shutil.copyfile(adapter / GENERATION_CONFIG, folder / GENERATION_CONFIG)
+    copy_modules(adapter, folder)
+    write_companions(folder, base)
     write_config(folder, base)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tunekit.adapters.config import TIED_MODULES, DoRAConfig, LoRAConfig, lora_factors
 from tunekit.checkpoint.atomic import DeferredError, check_free_space, wrap_write_errors
-from tunekit.checkpoint.classification_head import with_score_head
+from tunekit.checkpoint.classification_head import with_score_head, without_head
 from tunekit.checkpoint.dcp_planner import reshard
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, TensorReader
 from tunekit.checkpoint.lora_delta import WEIGHT, LoRADelta, LoRATarget, transformers_key
@@ -24,6 +24,7 @@ from tunekit.checkpoint.peft_reader import (
     BLOCKS_KEY,
     CONFIG,
     CONFIG_KEY,
+    EMBEDDING_TASK,
     HEAD_KEY,
     PREFIX,
     TENSORS,
@@ -34,7 +35,13 @@ from tunekit.checkpoint.peft_reader import (
     unstack_factors,
 )
 from tunekit.checkpoint.safetensors_io import FORMAT, Entries, SafetensorsWriter, read_header, read_metadata
-from tunekit.checkpoint.save_model import GENERATION_CONFIG, copy_companion_files, full_weight, write_chat_format
+from tunekit.checkpoint.save_model import (
+    GENERATION_CONFIG,
+    copy_companion_files,
+    full_weight,
+    write_chat_format,
+    write_companions,
+)
 from tunekit.config.choices import kind_name
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
@@ -120,6 +127,7 @@ def create_adapter_files(
         skipped = ("config.json", GENERATION_CONFIG)
         copy_companion_files(source.path, folder, skip=skipped, tokenizer=source.tokenizer_dir)
         write_chat_format(folder, source)
+        write_companions(folder, source)
         (folder / CONFIG).write_text(config_text + "\n", encoding="utf-8")
 
 
@@ -260,7 +268,7 @@ def peft_config(
     other_modules = {owner_module(tensor) for tensor in tensors} - modules_to_save | unrelated
     return {
         "peft_type": "LORA",
-        "task_type": task_type(source.spec.score),
+        "task_type": EMBEDDING_TASK if source.is_base_model else task_type(source.spec.score),
         "base_model_name_or_path": base_model_ref(source)[0],
         "revision": base_model_ref(source)[1],
         "r": rank,
@@ -340,8 +348,10 @@ def base_model_ref(source: HFCheckpoint) -> tuple[str, str | None]:
 
 
 def with_adapter_config(folder: Path, source: HFCheckpoint) -> HFCheckpoint:
-    """Return the base with the config overrides and the score head of the adapter, if the adapter has them."""
+    """Return the base with the config overrides of the adapter, and its score head, or no head for embeddings."""
     source = source.with_config_overrides(read_config_changes(folder))
+    if PeftConfigFile.open(folder).task_type == EMBEDDING_TASK:
+        return without_head(source)
     if not PeftConfigFile.open(folder).has_score_head or source.spec.score is not None:
         return source
     score, metadata = read_score_head(folder), read_head_metadata(folder)

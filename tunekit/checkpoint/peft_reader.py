@@ -32,6 +32,7 @@ LORA_TENSOR = re.compile(
     rf"(?P<module>.+?)(?P<inner>(?:{re.escape(BASE_LAYER)})*)"
     r"\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
 )
+EMBEDDING_TASK = "FEATURE_EXTRACTION"  # PEFT task type of a model without a head
 HEAD_MODULES = ("classifier", "score")  # PEFT lists both in modules_to_save of any classifier
 FACTOR_PAIRS = {frozenset({"lora_A", "lora_B"}), frozenset({"lora_embedding_A", "lora_embedding_B"})}
 # Keys of unsupported PEFT features; each must have one of these values. The first is the default.

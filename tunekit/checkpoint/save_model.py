@@ -75,6 +75,7 @@ def create_model_files(folder: Path, source: HFCheckpoint, shards: dict[str, lis
     with wrap_write_errors(folder), ExitStack() as stack:
         copy_companion_files(source.path, folder, skip=unrelated_files(source), tokenizer=source.tokenizer_dir)
         write_chat_format(folder, source)
+        write_companions(folder, source)
         open_writers(stack, folder, source, shards, entries)
         write_index(folder, shards, entries, source)
         write_config(folder, source)
@@ -122,8 +123,8 @@ def copy_companion_files(source: Path, target: Path, skip: Iterable[str] = (), t
 
 
 def unrelated_files(source: HFCheckpoint) -> tuple[str, ...]:
-    """Files of the source that do not apply to a checkpoint with a score head."""
-    return () if source.spec.score is None else (GENERATION_CONFIG,)
+    """Files of the source that do not apply to a checkpoint that cannot generate text."""
+    return (GENERATION_CONFIG,) if source.spec.score is not None or source.is_base_model else ()
 
 
 def copy_matching(source: Path, target: Path, patterns: Iterable[str], skipped: set[str]) -> None:
@@ -150,8 +151,21 @@ def write_chat_format(folder: Path, source: HFCheckpoint) -> None:
     config = read_json(config_file) if config_file.is_file() else {}
     if config.pop("chat_template", None) is not None:
         config_file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    if source.spec.score is None:
+    if source.spec.score is None and not source.is_base_model:
         write_stop_tokens(folder / GENERATION_CONFIG, source.tokenizer_path, tokenizer.stops)
+
+
+def write_companions(folder: Path, source: HFCheckpoint) -> None:
+    """Write the further files of a checkpoint. Texts without an answer are scored in batches: set the padding token."""
+    for name, text in source.companions.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    config_file = folder / "tokenizer_config.json"
+    config = read_json(config_file) if config_file.is_file() else {}
+    if config and not config.get("pad_token") and (source.spec.score is not None or source.is_base_model):
+        model = Tokenizer.open(folder)
+        config["pad_token"] = model.model.id_to_token(model.pad)
+        config_file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_stop_tokens(file: Path, tokenizer_dir: Path, stops: frozenset[int]) -> None:

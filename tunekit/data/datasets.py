@@ -57,7 +57,6 @@ class DatasetConfig(DataConfig):
         {"source", "split", "max_samples", "packing", "shuffle", "streaming", "num_proc", "on_bad_row",
          "max_bad_row_fraction"}
     )  # fmt: skip
-    docs_per_row: ClassVar[int] = 1  # documents of a row that is not split
     has_document_ids: ClassVar[bool] = False  # whether losses need the document of each token
 
     source: str  # File, directory, bundled dataset (tunekit/tools), Hub name, or URL
@@ -88,6 +87,11 @@ class DatasetConfig(DataConfig):
             raise FieldError("max_bad_row_fraction", f"must be from 0 to 1, got {self.max_bad_row_fraction}")
         if self.num_proc is not None and self.num_proc < 0:
             raise FieldError("num_proc", f"must be >= 0, got {self.num_proc}")
+
+    @property
+    def docs_per_row(self) -> int:
+        """Documents of a row that is not split."""
+        return 1
 
     def check_source(self) -> None:
         """Raise UserError if the source or its split does not exist. Reads no rows."""
@@ -400,12 +404,15 @@ class PreferenceDataset(PreferenceBase):
     """
 
     kind: ClassVar[str] = "preference"
-    docs_per_row: ClassVar[int] = 2
 
     prompt_column: str = "prompt"  # Column of the prompt, which rows may lack
     chosen_column: str = "chosen"  # Column of the preferred answer
     rejected_column: str = "rejected"  # Column of the other answer
     margin_column: str = "margin"  # Column of the target reward margin, which rows may lack
+
+    @property
+    def docs_per_row(self) -> int:
+        return 2
 
     def describe(self, fields: Fields) -> str:
         return f"preference pairs (columns {self.chosen_column!r}, {self.rejected_column!r})"

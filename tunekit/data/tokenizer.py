@@ -175,6 +175,21 @@ class Tokenizer:
                 encodings = [self.post_processor.process(encoding) for encoding in encodings]
             return [encoding.ids for encoding in encodings]
 
+    def encode_with_special(self, texts: Sequence[str], max_length: int) -> tuple[list[int], int]:
+        """Token ids of one text or a pair of texts with special tokens, and their number without truncation.
+
+        Texts are truncated before special tokens are added; of a pair, the longer text first, as in transformers.
+        """
+        with ENCODING_ERRORS:
+            encodings = [self.model.encode(text, add_special_tokens=False) for text in texts]
+            lengths, post_processor = [len(encoding) for encoding in encodings], self.post_processor
+            added = 0 if post_processor is None else post_processor.num_special_tokens_to_add(len(texts) == 2)
+            for encoding, limit in zip(encodings, longest_first(lengths, max(max_length - added, 0)), strict=True):
+                encoding.truncate(limit)
+            if post_processor is not None:
+                encodings = [post_processor.process(*encodings)]
+            return [token for encoding in encodings for token in encoding.ids], sum(lengths) + added
+
     def encode_rendered(self, texts: Sequence[str]) -> Sequence[TokenizerEncoding]:
         """Encodings, with character offsets, of rendered conversations. Training and generation both use it."""
         with ENCODING_ERRORS:
@@ -234,6 +249,15 @@ class Tokenizer:
         if not ids:
             raise UserError(f"{self.template(tools).name}: the chat template renders the prompt as an empty text")
         return ids
+
+
+def longest_first(lengths: Sequence[int], total: int) -> list[int]:
+    """Lengths of texts of `lengths` tokens that are truncated to `total` tokens: the longer one first."""
+    if sum(lengths) <= total:
+        return [*lengths]
+    shorter = min(*lengths, total // 2) if len(lengths) == 2 else 0
+    is_first = len(lengths) == 2 and lengths[0] <= lengths[1]
+    return ([shorter, total - shorter] if is_first else [total - shorter, shorter])[: len(lengths)]
 
 
 class TextStreamer:

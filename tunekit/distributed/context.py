@@ -278,13 +278,16 @@ class DistributedContext:
         self.heartbeat.record(step, "step")
         self.seed_step(step)
 
-    def seed_step(self, step: int) -> None:
+    def seed_step(self, step: int, micro_batch: int = 0) -> None:
         """Seed random numbers (dropout) by (seed, step, rank), so that a resumed run draws the same.
+
+        `micro_batch` seeds a micro-batch that runs forward twice.
 
         Tensor parallel ranks, which share tokens, draw the same; context parallel ranks draw different numbers.
         """
         rank = self.rank // self.dims.tp
-        torch.manual_seed(random.Random(f"{self.seed} {step} {rank}").getrandbits(63))
+        key = f"{self.seed} {step} {rank}" + (f" {micro_batch}" if micro_batch else "")
+        torch.manual_seed(random.Random(key).getrandbits(63))
 
 
 def rank_coords(rank: int, dims: ParallelDims) -> RankCoords:

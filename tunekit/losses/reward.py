@@ -21,6 +21,7 @@ from tunekit.data.row_checks import RewardTarget
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
 from tunekit.losses.cross_entropy import local_targets
+from tunekit.losses.document_outputs import document_labels, document_scores
 from tunekit.losses.metric_sums import MetricSums, eval_steps
 from tunekit.models.decoder import Decoder, Head
 from tunekit.models.spec import ScoreHead
@@ -283,39 +284,3 @@ class ProcessReward(RewardLoss):
 
 
 RewardFamily = BradleyTerry | Classification | Regression | ProcessReward
-
-
-def document_scores(model: Decoder, batch: Batch) -> Tensor:
-    """Scores (D, labels) in fp32 of the documents of a batch, at the last token of each that is not padding."""
-    count, score = len(document_labels(batch)), model.spec.score
-    assert score is not None and batch.document_ids is not None
-    last = last_token_index(batch.document_ids, batch.tokens, count, score.pad_token_id)
-    # Document index at the last token of each document, -1 at all other tokens
-    doc_ids = torch.full_like(batch.document_ids, -1).flatten()
-    doc_ids = doc_ids.scatter(0, last, torch.arange(count, device=last.device))
-    doc_ids = model.cp_sharding.local_tokens(doc_ids.view_as(batch.document_ids), -1).flatten()
-    local_count = count if doc_ids.numel() == batch.document_ids.numel() else int((doc_ids >= 0).sum())
-    rows = (doc_ids >= 0).nonzero_static(size=local_count).squeeze(1)
-
-    def read(hidden: Tensor, head: Head) -> Tensor:
-        scores = head(hidden.flatten(0, 1)[rows].float())  # fp32 costs little for one token per document
-        return scores.new_zeros(count, score.labels).index_add(0, doc_ids[rows], scores)
-
-    scores = model(batch.tokens, batch.positions, batch.layout, head_fn=read, sharded=True)
-    return model.cp_sharding.all_reduce_sum(scores)
-
-
-def last_token_index(document_ids: Tensor, tokens: Tensor, count: int, pad: int | None) -> Tensor:
-    """Index (D,) in the flattened rows of the last token of each document that is not padding, else of its first."""
-    positions, mask = torch.arange(document_ids.numel(), device=document_ids.device), document_ids >= 0
-    unpadded = mask if pad is None else mask & (tokens != pad)
-    # Masked tokens go to an extra entry, which is dropped
-    all_ids, unpadded_ids = (document_ids.where(selected, count).flatten() for selected in (mask, unpadded))
-    first = positions.new_full((count + 1,), document_ids.numel()).scatter_reduce(0, all_ids, positions, "amin")
-    return first.scatter_reduce(0, unpadded_ids, positions, "amax")[:count]
-
-
-def document_labels(batch: Batch) -> Tensor:
-    """Label or value of each document, (D,)."""
-    assert batch.labels is not None, "not a batch of labeled documents"
-    return batch.labels

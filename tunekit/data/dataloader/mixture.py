@@ -128,7 +128,8 @@ class MixtureBase(DataConfig):
         members = tuple(replace(member, dataset=member.dataset.resolve()) for member in self.datasets)
         if len({member.dataset.docs_per_row for member in members}) > 1:
             kinds = ", ".join(f"{member.dataset.source} ({kind_name(type(member.dataset))})" for member in members)
-            raise UserError(f"datasets: must be all pairs or all single answers, got {kinds}")
+            problem = "must be all pairs, all single answers, or rows with the same number of negatives"
+            raise UserError(f"datasets: {problem}, got {kinds}")
         return replace(self, datasets=members)
 
     def check_source(self) -> None:

@@ -21,7 +21,9 @@ from tunekit.errors import UserError
 class FirstRowDetected(DetectedDataset):
     """Rows of one format, detected from the first row: all rows must have the same number of documents."""
 
-    docs_per_row: ClassVar[int] = 2  # upper bound until `resolve`
+    @property
+    def docs_per_row(self) -> int:
+        return 2  # upper bound until `resolve`
 
     def resolve(self) -> DatasetConfig:
         """Config of the detected format. Raise UserError if no row can be read."""

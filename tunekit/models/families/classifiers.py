@@ -1,11 +1,13 @@
-"""Classification checkpoints: their class names in transformers, and how config.json and tensor names identify them."""
+"""Checkpoints without a language model head, of classifiers and of embedding models: their class names in transformers,
+and how config.json and tensor names identify them."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from tunekit.models.families.base import Config
 from tunekit.models.spec import ScoreHead
-from tunekit.models.weight_map import KeyRule
+from tunekit.models.weight_map import KeyRule, as_tuple
 
 DOCUMENTS, TOKENS = "ForSequenceClassification", "ForTokenClassification"
 # Values of `model_type` with such classes in transformers, whose names start with the type in camel case.
@@ -53,3 +55,25 @@ def inner_text_config(config: Config) -> Mapping[str, Any]:
 def classifier_table(rows: tuple[KeyRule, ...]) -> tuple[KeyRule, ...]:
     """Names in a classification checkpoint, from those of the language model."""
     return tuple(KeyRule("head", HEAD) if row.ours == "head" else row for row in rows)
+
+
+def base_architecture(config: Config) -> str:
+    """transformers class of the model without a head."""
+    kind, (name, *_) = config["model_type"], config.get("architectures") or [""]
+    prefix = re.sub(r"(For[A-Z]\w+|LMHeadModel|Model)?$", "", name, count=1) or kind.title().replace("_", "")
+    return prefix + ("Text" if kind.endswith("_text") and not prefix.endswith("Text") else "") + "Model"
+
+
+def is_base_model(config: Config) -> bool:
+    """Whether the class in `architectures` has no head: an embedding model."""
+    architectures = config.get("architectures") or [""]
+    return isinstance(architectures, list) and bool(re.search(r"(?<!LMHead)Model$", str(architectures[0])))
+
+
+def base_model_table(rows: tuple[KeyRule, ...]) -> tuple[KeyRule, ...]:
+    """Names of the tensors of a base model, whose modules are not below `model`, and which has no head."""
+    return tuple(
+        KeyRule(row.ours, tuple(name.removeprefix("model.") for name in as_tuple(row.hub)), row.op)
+        for row in rows
+        if row.ours != "head"
+    )

@@ -104,6 +104,8 @@ def find_family(config: Config, where: str) -> tuple[Family, DecoderSpec]:
         spec = family.spec(config)
         check_spec(spec)
         family = replace(family, table=family.config_table(config) + family.table)
+        if classifiers.is_base_model(config):
+            return without_head(family, spec), replace(spec, tie_word_embeddings=True)
         score = classifiers.score_head(config)
         return (family, spec) if score is None else (with_score_head(family), spec.with_score_head(score))
     except KeyError as error:
@@ -119,3 +121,13 @@ def with_score_head(family: Family) -> Family:
     table, modules = map(classifiers.classifier_table, (family.table, family.module_table))
     lm_heads = tuple(row for row in family.modules if row.ours == "head")
     return replace(family, table=table, module_table=modules, unused_heads=lm_heads)
+
+
+def without_head(family: Family, spec: DecoderSpec) -> Family:
+    """The family with the names of a base model, with or without the prefix of a language model.
+
+    The decoder ties its head to the embedding, so that it needs no weights. Heads in the files are not read or saved.
+    """
+    modules = classifiers.base_model_table(family.modules)
+    unused_heads = () if spec.tie_word_embeddings else tuple(row for row in family.modules if row.ours == "head")
+    return replace(family, table=family.table + modules, module_table=modules, unused_heads=unused_heads)

@@ -1,0 +1,177 @@
+"""Embedding models: texts to vectors, from queries with documents that answer them or from pairs with a similarity.
+
+tune run embed nano/embed
+tune run embed my_embed.yaml model=Qwen/Qwen3-0.6B loss.scale=50 global_batch_size=1024 micro_batch_size=32
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tunekit.build import open_checkpoint, open_tokenizer
+from tunekit.checkpoint.classification_head import without_head
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.sentence_transformers import EmbeddingModules, read_pooling
+from tunekit.data.dataloader.batch import Batch
+from tunekit.data.dataloader.embedding_data import EmbeddingData, read_prompts
+from tunekit.data.dataloader.mixture import MixtureBase
+from tunekit.data.dataloader.prefetch import Prefetcher
+from tunekit.errors import FieldError
+from tunekit.loggers.metric_logger import ThroughputCounter
+from tunekit.losses.document_outputs import Pooling
+from tunekit.losses.embedding import EmbeddingFamily, MultipleNegativesRanking, gather_embeddings
+from tunekit.losses.embedding_metrics import Embedder, evaluate_embeddings
+from tunekit.training.config import TrainConfig, check_training
+from tunekit.training.data_checks import check_data
+from tunekit.training.early_stopping import EarlyStopping
+from tunekit.training.export import export_final
+from tunekit.training.packing_check import check_packing
+from tunekit.training.run_context import RunContext
+from tunekit.training.setup import build_optimizer, load_model, open_dataloader
+from tunekit.training.step_guard import StepGuard
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedConfig(TrainConfig):
+    """The keys of this recipe."""
+
+    data: EmbeddingData  # Training rows: queries with documents, or pairs of texts with a similarity
+    eval_data: EmbeddingData | None = None  # Held-out rows for evaluation during training
+    loss: EmbeddingFamily = MultipleNegativesRanking()  # Which similarities are high
+    # Tokens of a text that its embedding comes from: `lasttoken`, `mean` of all, or `cls` (the first); null: as in the
+    # checkpoint if it is an embedding model, else `lasttoken`
+    pooling: Pooling | None = None
+    normalize: bool = True  # Saved embeddings have norm 1. Losses use cosine similarities in any case
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parallel.tp > 1:
+            raise FieldError("parallel.tp", "not supported by this recipe. Use parallel.dp_shard.")
+        if self.neftune_noise_alpha is not None:
+            raise FieldError("neftune_noise_alpha", "not supported by this recipe, which embeds each text twice.")
+        if self.forgetting is not None:
+            raise FieldError("forgetting", "an embedding model generates no text. Remove it.")
+        for key, data in (("data", self.data), ("eval_data", self.eval_data)):
+            if data is not None:
+                self.loss.check_datasets(data, key)
+
+    def with_head(self, checkpoint: HFCheckpoint) -> HFCheckpoint:
+        """The checkpoint without a head, and the files with which sentence-transformers opens the result."""
+        checkpoint = without_head(checkpoint)
+        self.loss.check_dim(checkpoint.spec.dim)
+        return replace(checkpoint, companions=self.modules(checkpoint).files())
+
+    def modules(self, checkpoint: HFCheckpoint) -> EmbeddingModules:
+        """What follows the decoder."""
+        pooling = self.pooling or read_pooling(self.adapter.adapter_path, checkpoint.tokenizer_path, checkpoint.path)
+        max_length, prompts = MixtureBase.from_config(self.data).max_length, read_prompts(self.data)
+        return EmbeddingModules(checkpoint.spec.dim, pooling or "lasttoken", self.normalize, max_length, prompts)
+
+
+CONFIG = EmbedConfig
+
+
+def check(cfg: EmbedConfig) -> None:
+    """Raise UserError for everything that can be found without reading weights."""
+    check_training(cfg)
+    for data in filter(None, (cfg.data, cfg.eval_data)):
+        MixtureBase.from_config(data).resolve()
+
+
+def main(cfg: EmbedConfig, overwrite: bool = False) -> None:
+    """Train, or resume training, and write a model for sentence-transformers to `final/` in the run directory."""
+    with RunContext(cfg, "embed", overwrite) as run:
+        if not run.is_complete:
+            train(cfg, run)
+        run.push_result()
+
+
+def train(cfg: EmbedConfig, run: RunContext) -> None:
+    """Everything between an open run directory and the exported result."""
+    dist = run.dist  # collectives; the identity on one process
+    checkpoint = open_checkpoint(cfg)  # config.json and tensor names; weights are read by load_model
+    tokenizer = open_tokenizer(checkpoint, run.start_date)
+    train_data = open_dataloader(cfg.data, tokenizer, cfg, run)
+    eval_data = cfg.eval_data and open_dataloader(cfg.eval_data, tokenizer, cfg, run, "eval")
+    loaders = {"data": train_data, "eval_data": eval_data}
+    check_data(cfg, loaders, tokenizer, dist)
+    model = load_model(checkpoint, cfg, dist)
+    embedder = Embedder(model, cfg.modules(checkpoint).pooling, dist)
+    run.begin()
+
+    optimizer = build_optimizer(cfg, model, dist)
+    num_steps = cfg.max_steps or train_data.num_steps(cfg.epochs)
+    lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
+    prefetcher = Prefetcher(train_data, dist.device)
+    guard = StepGuard(cfg.step_guard, dist, prefetcher)
+    early_stopping = EarlyStopping(cfg)
+    throughput = ThroughputCounter()
+    checkpointer = run.open_checkpointer(
+        model, optimizer, lr_scheduler, data=prefetcher, guard=guard, early_stopping=early_stopping,
+        throughput=throughput,
+    )  # fmt: skip
+    step = checkpointer.restore()  # 0 in a new run
+    if step == 0:
+        check_packing(model, train_data, dist)
+    logger = run.open_logger(num_steps, step, throughput)
+
+    with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
+        if step == 0 and eval_data:
+            run.begin_eval(0)
+            early_stopping.check_metric(logger.log_eval(0, evaluate_embeddings(embedder, eval_data, cfg.loss)))
+        if step == 0 and guard.may_roll_back:
+            checkpointer.save(0)
+        run.handle_signals()
+        while step < num_steps and not early_stopping.triggered:
+            run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
+            batches = prefetcher.next()  # the micro-batches of this rank
+            loss = forward_backward(embedder, batches, cfg, train_data.mixture.docs_per_row)
+            grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
+            if not guard.accepts(step, loss, grad_norm):  # NaN, Inf or a spike
+                optimizer.zero_grad()  # without gradients, `step` changes no weight
+            optimizer.step()
+            optimizer.zero_grad()
+            lr = lr_scheduler.get_last_lr()[0]
+            lr_scheduler.step()
+            if guard.needs_rollback(logger):
+                step = guard.roll_back(checkpointer, logger)  # to the last training state; skips the data since then
+                continue
+            step += 1
+            logger.log_step(step, batches, prefetcher.data_time, loss=loss, grad_norm=grad_norm, lr=lr)
+
+            due = run.due_after(step, num_steps)
+            with logger.pause():  # not part of the step time
+                if due.any:
+                    guard.check_all(logger)  # raises if a step was not finite, before its weights are used
+                if due.push:
+                    run.push_checkpoint(step, num_steps, model, checkpoint)
+                if due.eval and eval_data:
+                    run.begin_eval(step)
+                    metrics = evaluate_embeddings(embedder, eval_data, cfg.loss)
+                    early_stopping.update(step, logger.log_eval(step, metrics))
+                if due.save or early_stopping.needs_save(step):
+                    checkpointer.save(step)
+                    run.exit_if_stop_requested(step, num_steps)
+                checkpointer.poll()  # raises if a save in the background has failed
+        step = early_stopping.finish(checkpointer, step, num_steps)  # loads the best weights
+    export_final(run, model, checkpoint, loaders, step)
+
+
+def forward_backward(embedder: Embedder, batches: list[Batch], cfg: EmbedConfig, docs_per_row: int) -> Tensor:
+    """Compute the gradients of one optimizer step. Returns the loss of its rows, over all ranks.
+
+    The loss needs the embeddings of all rows, but the graph of a single micro-batch is in memory: each is embedded
+    without gradients first, and again to pass on the gradients of its embeddings (GradCache, arXiv:2101.06983).
+    """
+    dist, is_single = embedder.dist, len(batches) == 1  # a single micro-batch keeps its graph
+    with torch.set_grad_enabled(is_single):
+        embeddings = [embedder(batch, i) for i, batch in enumerate(batches)]
+    step = gather_embeddings(embeddings, batches, docs_per_row, dist)
+    loss, gradients = cfg.loss.with_gradient(step, dist)
+    sizes = [len(output) for output in embeddings]
+    for i, (batch, gradient) in enumerate(zip(batches, gradients.split(sizes), strict=True)):
+        dist.set_gradient_sync(embedder.model, enabled=i == len(batches) - 1)  # in the last micro-batch only
+        output = embeddings[i] if is_single else embedder(batch, i)
+        ((output * gradient).sum() * dist.grad_scale).backward()  # FSDP averages gradients; this makes it a sum
+    return loss

@@ -1,0 +1,40 @@
+"""Datasets of the embed recipe: queries with documents, or pairs of texts with a similarity, or a mixture."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tunekit.data.dataloader.mixture import MixtureBase, MixtureMemberBase
+from tunekit.data.datasets import DatasetConfig
+from tunekit.data.embedding_datasets import RetrievalDataset, SimilarityDataset
+
+
+@dataclass(frozen=True)
+class EmbeddingMixtureMember(MixtureMemberBase):
+    """One dataset of a mixture. An epoch contains it `repeat` times; with weights, at most.
+
+    Mixtures with streaming data have no epochs: weights are fractions of each block.
+    """
+
+    kind: ClassVar[str] = "part"
+    dataset: RetrievalDataset | SimilarityDataset
+
+
+@dataclass(frozen=True)
+class EmbeddingMixture(MixtureBase):
+    """Rows of several datasets, all of one kind and with the same number of hard negatives.
+
+    Without weights, an epoch contains all rows of all datasets, subject to `repeat` and `max_samples_per_epoch`.
+    Weights set the fractions. A temperature above 1 makes them more even (rows to the power of 1 / temperature).
+    """
+
+    kind: ClassVar[str] = "mixture"
+    datasets: tuple[EmbeddingMixtureMember, ...]
+
+
+EmbeddingData = RetrievalDataset | SimilarityDataset | EmbeddingMixture  # datasets of the embed recipe
+
+
+def read_prompts(data: DatasetConfig | MixtureBase) -> dict[str, str]:
+    """Prompts that are saved with the model: those of the first dataset."""
+    dataset = MixtureBase.from_config(data).dataset_configs[0]
+    return dataset.prompts if isinstance(dataset, RetrievalDataset | SimilarityDataset) else {}

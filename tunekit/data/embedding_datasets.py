@@ -1,0 +1,223 @@
+"""Datasets of texts that are embedded or scored as they are: with the special tokens of the tokenizer, without labels
+on tokens. sentence-transformers makes the same tokens of the same texts."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import count, takewhile
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from tunekit.data.chat_template.messages import get_column, json_type
+from tunekit.data.datasets import SKIP_HINT, Fields, UnsplitRowsBase, to_number
+from tunekit.data.doc_flags import DocFlags
+from tunekit.data.preprocess.preprocess import probe_rows
+from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.readers.open_dataset import open_dataset
+from tunekit.data.tokenize import MaskedText
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import FieldError, UserError
+
+NO_FLAGS = DocFlags(0)
+# Column names of public datasets, in the order of preference.
+QUERIES, POSITIVES, NEGATIVES = ("query", "anchor", "question"), ("positive", "pos", "answer"), ("negative", "neg")
+
+
+@dataclass(frozen=True)
+class WholeTextDataset(UnsplitRowsBase):
+    """Rows of texts, or pairs of texts, each of which becomes a document of at most `max_length` tokens."""
+
+    def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
+        return tokenizer
+
+    def encode(
+        self, tokenizer: Tokenizer, texts: Iterable[str], value: float | None = None, flags: DocFlags = NO_FLAGS
+    ) -> MaskedText:
+        """Document of a text, or of a pair of texts, truncated before special tokens are added."""
+        ids, full_length = tokenizer.encode_with_special(tuple(texts), self.max_length)
+        if not ids:
+            raise UserError(f"a text has no tokens. {SKIP_HINT}")
+        values = np.array([] if value is None else [value], np.float32)
+        document = Document(np.array(ids, np.int32), np.ones(len(ids), bool), full_length, flags, values)
+        return MaskedText("", [], document=document)
+
+    def limit_length(self, text: MaskedText, document: Document) -> list[Document]:
+        """Keep a document of any length, even of a single token, unless truncated documents are dropped."""
+        is_truncated = document.full_length > len(document.tokens)
+        return [] if is_truncated and self.excess_length_strategy == "drop" else [document]
+
+
+@dataclass(frozen=True)
+class RetrievalDataset(WholeTextDataset):
+    """A query, a document that answers it, and any number of hard negatives: documents that do not.
+
+    Negatives are a text, a list of texts, or columns with numbers (`negative_1`, `negative_2`). In-batch negatives
+    need no column: they are the documents of the other rows of a step.
+    """
+
+    kind: ClassVar[str] = "retrieval"
+    is_default: ClassVar[bool] = True
+    query_column: str | None = None  # Column of the query; null: the first of query, anchor, question
+    positive_column: str | None = None  # Column of the document; null: the first of positive, pos, answer
+    negative_column: str | None = None  # Column of the hard negatives; null: the first of negative, neg
+    # Hard negatives per row, of which each row must have at least as many; null: as many as the first row has
+    num_negatives: int | None = None
+    query_prompt: str = ""  # Text before each query; saved with the model, as the prompt of `encode_query`
+    document_prompt: str = ""  # Text before each document; saved with the model, for `encode_document`
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_negatives is not None and self.num_negatives < 0:
+            raise FieldError("num_negatives", f"must be >= 0, got {self.num_negatives}")
+
+    @property
+    def docs_per_row(self) -> int:
+        return 2 + (self.num_negatives or 0)
+
+    @property
+    def prompts(self) -> dict[str, str]:
+        """Prompts by their name in sentence-transformers."""
+        return {"query": self.query_prompt, "document": self.document_prompt}
+
+    def resolve(self) -> Self:
+        """Config with the columns and the number of negatives of the first row."""
+        if None not in (self.query_column, self.positive_column, self.negative_column, self.num_negatives):
+            return self
+        reader = open_dataset(self.source, self.split, self.max_samples, self.streaming)
+        config, error_message = probe_rows(self, reader, self.detect)
+        if config is None:
+            raise UserError(f"{self.source}: {error_message}")
+        return config
+
+    def detect(self, fields: Fields) -> Self:
+        """Config of the format of a row."""
+        choices = {"query_column": QUERIES, "positive_column": POSITIVES, "negative_column": NEGATIVES}
+        columns: dict[str, Any] = {
+            key: next((name for name in names if name in fields or f"{name}_1" in fields), names[0])
+            for key, names in choices.items()
+            if vars(self)[key] is None
+        }
+        config = replace(self, **columns)
+        config.texts(fields, 0)
+        found = len(config.negatives(fields)) if self.num_negatives is None else self.num_negatives
+        return replace(config, num_negatives=found)
+
+    def describe(self, fields: Fields) -> str:
+        names = [name for name in (self.query_column, self.positive_column) if name]
+        return f"queries with documents (columns {', '.join(map(repr, names))}; {self.num_negatives} hard negatives)"
+
+    def texts(self, fields: Fields, num_negatives: int) -> list[str]:
+        """Query, positive, and the first negatives of a row."""
+        assert self.query_column is not None and self.positive_column is not None, "a config that is not resolved"
+        query, positive = (
+            as_texts(get_column(fields, name, option), name)[:1]
+            for name, option in ((self.query_column, "query_column"), (self.positive_column, "positive_column"))
+        )
+        negatives = self.negatives(fields) if num_negatives else []
+        if len(negatives) < num_negatives:
+            problem = f"must have {num_negatives} hard negatives, as `num_negatives` or the first row say"
+            raise UserError(f"{self.negative_column}: {problem}, got {len(negatives)}. Lower `num_negatives`")
+        return [*query, *positive, *negatives[:num_negatives]]
+
+    def negatives(self, fields: Fields) -> list[str]:
+        """All hard negatives of a row."""
+        assert self.negative_column is not None, "a config that is not resolved"
+        name = self.negative_column
+        numbered = takewhile(fields.__contains__, (f"{name}_{i}" for i in count(1)))
+        values = [(column, fields[column]) for column in (name, *numbered) if fields.get(column) is not None]
+        return [text for column, value in values for text in as_texts(value, column, required=False)]
+
+    def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+        query, *documents = self.texts(fields, self.num_negatives or 0)
+        texts = [self.query_prompt + query, *(self.document_prompt + document for document in documents)]
+        return [self.encode(tokenizer, [text]) for text in texts]
+
+
+@dataclass(frozen=True)
+class SimilarityDataset(WholeTextDataset):
+    """Two texts and how similar they are."""
+
+    kind: ClassVar[str] = "similarity"
+    sentence1_column: str = "sentence1"  # Column of the first text
+    sentence2_column: str = "sentence2"  # Column of the second text
+    score_column: str = "score"  # Column of the similarity: a number, true or false
+    prompt: str = ""  # Text before each of them; saved with the model as the prompt `similarity`
+
+    @property
+    def docs_per_row(self) -> int:
+        return 2
+
+    @property
+    def prompts(self) -> dict[str, str]:
+        """Prompts by their name in sentence-transformers."""
+        return {"similarity": self.prompt} if self.prompt else {}
+
+    def describe(self, fields: Fields) -> str:
+        return f"pairs of texts with a similarity (column {self.score_column!r})"
+
+    def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+        score = to_number(get_column(fields, self.score_column, "score_column"), self.score_column)
+        columns = (self.sentence1_column, "sentence1_column"), (self.sentence2_column, "sentence2_column")
+        texts = [as_texts(get_column(fields, name, option), name)[0] for name, option in columns]
+        return [self.encode(tokenizer, [self.prompt + text], score) for text in texts]
+
+
+@dataclass(frozen=True)
+class RerankingDataset(WholeTextDataset):
+    """A query, a document, and how relevant the document is. Both texts are scored together, as a pair of texts."""
+
+    kind: ClassVar[str] = "reranking"
+    query_column: str = "query"  # Column of the query
+    document_column: str = "document"  # Column of the document
+    label_column: str = "label"  # Column of the relevance: a number from 0 to 1, true or false
+    query_prompt: str = ""  # Text before each query
+    document_prompt: str = ""  # Text between query and document, such as "\n"
+
+    def describe(self, fields: Fields) -> str:
+        return f"queries and documents with a label (column {self.label_column!r})"
+
+    def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+        label = to_number(get_column(fields, self.label_column, "label_column"), self.label_column)
+        columns = (self.query_column, "query_column"), (self.document_column, "document_column")
+        query, document = (as_texts(get_column(fields, name, option), name)[0] for name, option in columns)
+        return [self.encode(tokenizer, (self.query_prompt + query, self.document_prompt + document), label)]
+
+
+@dataclass(frozen=True)
+class RerankingPairsDataset(RetrievalDataset):
+    """A query, a document that answers it, and one that does not. Each is scored with the query, as a pair of texts."""
+
+    kind: ClassVar[str] = "reranking_pairs"
+    num_negatives: int | None = 1  # Hard negatives per row: 1
+    query_prompt: str = ""  # Text before each query
+    document_prompt: str = ""  # Text between query and document, such as "\n"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_negatives != 1:
+            raise FieldError("num_negatives", f"must be 1, got {self.num_negatives}: a pair has two documents")
+
+    @property
+    def docs_per_row(self) -> int:
+        return 2
+
+    def describe(self, fields: Fields) -> str:
+        return "queries, each with a relevant and an irrelevant document"
+
+    def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
+        query, *documents = self.texts(fields, 1)
+        flags = DocFlags.DESIRABLE, DocFlags.UNDESIRABLE
+        return [
+            self.encode(tokenizer, (self.query_prompt + query, self.document_prompt + document), flags=flag)
+            for document, flag in zip(documents, flags, strict=True)
+        ]
+
+
+def as_texts(value: Any, name: str, required: bool = True) -> list[str]:
+    """Texts of a column that has one text or a list of them."""
+    texts = value if isinstance(value, list) else [value]
+    wrong = next((text for text in texts if not isinstance(text, str)), None)
+    if wrong is not None or (required and not texts):
+        received = json_type(wrong) if texts else "an empty list"
+        raise UserError(f"{name}: must be a text or a list of texts, got {received}. {SKIP_HINT}")
+    return texts

@@ -1,0 +1,130 @@
+"""Metrics of embeddings of held-out rows, with the names of sentence-transformers: retrieval and rank correlation."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tunekit.data.dataloader.batch import Batch
+from tunekit.data.dataloader.build import DataLoader
+from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, TokenizedDataset
+from tunekit.distributed.context import DistributedContext
+from tunekit.losses.document_outputs import Pooling, document_embeddings
+from tunekit.losses.embedding import EmbeddingLoss, gather_embeddings
+from tunekit.losses.metric_sums import eval_steps
+from tunekit.models.decoder import Decoder
+
+TOP = 10  # documents of a ranking that count
+CHUNK_QUERIES = 1024  # queries whose similarities to all documents are in memory at a time
+
+
+@dataclass(frozen=True)
+class Embedder:
+    """A model with its pooling. In training, a call with the same `index` in a step draws the same dropout."""
+
+    model: Decoder
+    pooling: Pooling
+    dist: DistributedContext
+
+    def __call__(self, batch: Batch, index: int = 0) -> Tensor:
+        """Embeddings (D, dim) in fp32 of micro-batch `index` of a step."""
+        self.dist.seed_step(self.dist.step, index)
+        return document_embeddings(self.model, batch.to(self.dist.device), self.pooling)
+
+
+@torch.no_grad()
+def evaluate_embeddings(embedder: Embedder, data: DataLoader, loss: EmbeddingLoss) -> dict[str, float]:
+    """Mean loss of the rows, and metrics of `EmbeddingTable`."""
+    dist, docs_per_row = embedder.dist, data.mixture.docs_per_row
+    table = EmbeddingTable(data.datasets, embedder.model.spec.dim, dist.device)
+    total, num_rows = torch.zeros((), device=dist.device), 0
+    for batches in eval_steps(embedder.model, data, dist):
+        embeddings = [embedder(batch) for batch in batches]
+        step = gather_embeddings(embeddings, batches, docs_per_row, dist)
+        total += loss.without_gradient(step, dist) * step.num_rows
+        num_rows += step.num_rows
+        for batch, output in zip(batches, embeddings, strict=True):
+            assert batch.document_indices is not None
+            table.add(batch.document_indices.to(dist.device), output)
+    table.rows = dist.all_reduce_sum(table.rows)
+    return {"loss": float(total / num_rows), **table.metrics(docs_per_row)}
+
+
+class EmbeddingTable:
+    """Embeddings (documents, dim) of all documents of a data loader, filled in any order and on all ranks."""
+
+    def __init__(self, datasets: Sequence[TokenizedDataset], dim: int, device: torch.device) -> None:
+        self.documents = ConcatDataset(datasets)
+        self.rows = torch.zeros(len(self.documents), dim + 1, device=device)  # the last column counts
+
+    def add(self, indices: Tensor, embeddings: Tensor) -> None:
+        """Add the embeddings (D, dim) of documents with these indices (D,)."""
+        self.rows.index_add_(0, indices, F.pad(embeddings, (0, 1), value=1.0))
+
+    def metrics(self, docs_per_row: int) -> dict[str, float]:
+        """Metrics of all rows that were added: Spearman's correlation if they have scores, else those of retrieval."""
+        counts = self.rows[:, -1].view(-1, docs_per_row)
+        seen = (counts > 0).all(1).nonzero().flatten().cpu()
+        indices = (seen[:, None] * docs_per_row + torch.arange(docs_per_row)).numpy()
+        embeddings = F.normalize(self.rows[:, :-1], dim=1)
+        first = self.documents[int(indices[0, 0])]
+        if not math.isnan(first.value):
+            scores = np.array([self.documents[int(i)].value for i in indices[:, 0]])
+            left, right = (embeddings[indices[:, i].tolist()] for i in range(2))
+            return similarity_metrics((left * right).sum(1).cpu().numpy(), scores)
+        texts = {int(i): self.documents[int(i)].tokens.tobytes() for i in indices.flat}
+        return retrieval_metrics(embeddings, indices, texts)
+
+
+def retrieval_metrics(embeddings: Tensor, indices: np.ndarray, texts: dict[int, bytes]) -> dict[str, float]:
+    """Accuracy, MRR and NDCG of the 10 most similar documents of each query, of the documents of all rows.
+
+    `indices` (rows, docs) are a query, its relevant document, and others. Equal `texts` are one query or document; a
+    query of several rows has several relevant documents.
+    """
+    queries = {texts[int(i)]: int(i) for i in indices[:, 0]}
+    documents = {texts[int(i)]: int(i) for i in indices[:, 1:].flat}
+    numbers = {text: number for number, text in enumerate(documents)}
+    relevant: dict[bytes, set[int]] = {text: set() for text in queries}
+    for query, positive, *_ in indices.tolist():
+        relevant[texts[query]].add(numbers[texts[positive]])
+    corpus, hits = embeddings[[*documents.values()]], []
+    for chunk in torch.tensor([*queries.values()]).split(CHUNK_QUERIES):
+        ranking = (embeddings[chunk.to(embeddings.device)] @ corpus.T).topk(min(TOP, len(corpus)), dim=1).indices
+        rankings = zip(ranking.tolist(), chunk.tolist(), strict=True)
+        hits += [
+            [number in relevant[texts[query]] for number in numbers_of_query] for numbers_of_query, query in rankings
+        ]
+    is_hit = np.array(hits, float)
+    discounts = 1 / np.log2(np.arange(2, is_hit.shape[1] + 2))
+    ideal = np.array([discounts[: len(relevant[text])].sum() for text in queries])
+    first = np.where(is_hit.any(1), 1 / (is_hit.argmax(1) + 1), 0.0)
+    return {
+        "cosine_accuracy@1": float(is_hit[:, 0].mean()),
+        f"cosine_mrr@{TOP}": float(first.mean()),
+        f"cosine_ndcg@{TOP}": float(((is_hit * discounts).sum(1) / ideal).mean()),
+    }
+
+
+def similarity_metrics(similarities: np.ndarray, scores: np.ndarray) -> dict[str, float]:
+    """Correlations of similarities with scores; NaN if one of them is constant."""
+    pearson = correlation(similarities, scores)
+    return {"pearson_cosine": pearson, "spearman_cosine": correlation(ranks(similarities), ranks(scores))}
+
+
+def correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """Pearson's correlation; NaN if one of both is constant."""
+    x, y = x - x.mean(), y - y.mean()
+    norm = float(np.sqrt((x**2).sum() * (y**2).sum()))
+    return float((x * y).sum() / norm) if norm else math.nan
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks of values; equal values have the mean of their ranks."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return (ends - (counts - 1) / 2)[inverse]
