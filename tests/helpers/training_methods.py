@@ -13,6 +13,9 @@ from tunekit.loggers import metrics_file
 # Recipe and data section of each method.
 CHATS = "data: {{kind: chat, source: {folder}/chats.jsonl, max_length: 64, packing: {pack}}}"
 PAIRS = "data: {{kind: preference, source: {folder}/pairs.jsonl, max_length: 64, packing: {pack}}}"
+TRIPLETS = """data: {{kind: retrieval, source: {folder}/pairs.jsonl, max_length: 64, packing: {pack},
+  query_column: prompt, positive_column: chosen, negative_column: rejected}}
+loss: {{kind: multiple_negatives_ranking, scale: 5.0}}"""
 METHODS = {
     "sft": ("sft", CHATS),
     "dpo": ("preference", PAIRS),
@@ -20,6 +23,7 @@ METHODS = {
     "orpo": ("preference", PAIRS + "\nloss: orpo"),
     "kto": ("preference", PAIRS + "\nloss: kto"),
     "reward": ("reward", PAIRS),
+    "embed": ("embed", TRIPLETS),
     "distill": ("distill", CHATS + "\nteacher: {{model: {folder}/teacher/model, precision: {{compute_dtype: fp32}}}}"),
 }
 ADAPTERS = {

@@ -20,6 +20,7 @@ from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder, Head
 
 NUM_ROWS, DOCS_PER_ROW, MAX_TOKENS = 2, 3, 96  # of the probe; a unit of a preference pair counts as one document
+NUM_LENGTHS = 12  # different lengths of documents
 NUM_FIRST = 8  # first tokens of a document: they have the least context of their own, so a leak shows most there
 # Limits of the RMS difference of a token's logits, in their standard deviations. Rounding causes 1e-6 in fp32 and 0.01
 # to 0.04 in bf16, where matmuls of other shapes sum in another order; a leak causes 0.1 to 1.
@@ -42,7 +43,7 @@ def check_packing(model: Decoder, data: DataLoader, dist: DistributedContext) ->
     if data.collator.capacity is None or len(sample) < 2:
         return
     # Different lengths, so that document boundaries are not at multiples of a kernel's block size.
-    documents = [document.prefix(MAX_TOKENS - 7 * i) for i, (_, document) in enumerate(sample)]
+    documents = [document.prefix(MAX_TOKENS - 7 * (i % NUM_LENGTHS)) for i, (_, document) in enumerate(sample)]
     rows = [documents[first : first + docs_per_row] for first in range(0, len(documents), docs_per_row)]
     batch, packed_rows = data.collator.collate_rows(rows)
     probe = PackingProbe(batch.to(dist.device), documents, document_spans(batch, packed_rows))
