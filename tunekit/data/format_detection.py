@@ -68,6 +68,8 @@ REWARD_RULES = (
     format_rule("stepwise", "steps with labels", {"prompt": TEXT_TYPES, "completions": list, "labels": list}),
     format_rule("labeled", "conversations with labels", {"messages": list, "label": LABEL_TYPES}),
     format_rule("labeled", "texts with labels", {"text": str, "label": LABEL_TYPES}),
+    format_rule("reranking", "queries and documents", {"query": str, "document": str, "label": LABEL_TYPES}),
+    format_rule("reranking_pairs", "triplets", {"query": str, "positive": TEXT_TYPES, "negative": TEXT_TYPES}),
 )
 
 

@@ -15,6 +15,7 @@ from tunekit.data.dataloader.batch import IGNORE, Batch
 from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.datasets import DatasetConfig, DetectedDataset, PreferenceDataset
+from tunekit.data.embedding_datasets import RerankingDataset, RerankingPairsDataset
 from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.data.reward_datasets import LabeledDataset, StepwiseDataset
 from tunekit.data.row_checks import RewardTarget
@@ -62,7 +63,7 @@ class RewardMetrics:
 class RewardLoss:
     """Base class of losses of a model with a score head. Losses are sums over units."""
 
-    dataset_type: ClassVar[type[DatasetConfig]] = LabeledDataset  # kind of dataset that the loss needs
+    dataset_types: ClassVar[tuple[type[DatasetConfig], ...]] = (LabeledDataset, RerankingDataset)  # that it can use
     problem_type: ClassVar[str | None] = None  # `problem_type` in config.json of transformers
     labels_are_classes: ClassVar[bool] = False  # labels are class indices
 
@@ -78,23 +79,32 @@ class RewardLoss:
     def check_datasets(self, mix: MixtureBase, key: str) -> None:
         """Raise UserError for a dataset of another kind. Datasets whose kind is not detected yet are accepted."""
         for dataset in mix.dataset_configs:
-            if isinstance(dataset, DetectedDataset | self.dataset_type):
+            if isinstance(dataset, (DetectedDataset, *self.dataset_types)):
                 continue
-            loss, actual, expected = (kind_name(kind) for kind in (type(self), type(dataset), self.dataset_type))
+            loss, actual = kind_name(type(self)), kind_name(type(dataset))
+            expected = " or ".join(map(kind_name, self.dataset_types))
             problem = f"{key}: loss={loss} needs {expected} rows, but {dataset.source} has {actual} rows"
-            matching = [kind_name(k) for k in RewardLoss.__subclasses__() if isinstance(dataset, k.dataset_type)]
+            matching = [kind_name(k) for k in RewardLoss.__subclasses__() if isinstance(dataset, k.dataset_types)]
             remedy = f"Set loss={' or '.join(matching)}, or set" if matching else "Set"
             if key == "eval_data":  # the loss follows from `data`, and evaluation is optional
                 remedy = "Set eval_data=null, or set"
             raise UserError(f"{problem}. {remedy} {key}.source and {key}.kind={expected}.")
 
     def check_labels(self, datasets: Iterable[TokenizedDataset], labels: int) -> None:
-        """Raise UserError with the row of the first label that is not one of `labels` classes."""
-        for dataset in datasets if self.labels_are_classes else ():
-            invalid = is_invalid_label(values := torch.tensor(dataset.values), labels).nonzero().flatten()
+        """Raise UserError with the row of the first label that the loss cannot use with `labels` scores."""
+        for dataset in datasets:
+            invalid = self.is_invalid(values := torch.tensor(dataset.values), labels).nonzero().flatten()
             if len(invalid) and dataset.value_ends is not None:
                 row = dataset.row_location(int(np.searchsorted(dataset.value_ends, int(invalid[0]), side="right")))
-                raise UserError(f"{row}: {invalid_label_message(values[invalid], labels)}")
+                raise UserError(f"{row}: {self.invalid_message(values[invalid], labels)}")
+
+    def is_invalid(self, values: Tensor, labels: int) -> Tensor:
+        """Mask of the labels that the loss cannot use."""
+        classes = (values < 0) | (values >= labels) | (values % 1 != 0)
+        return classes if self.labels_are_classes else torch.zeros_like(classes)
+
+    def invalid_message(self, values: Tensor, labels: int) -> str:
+        return f"label {float(values[0]):g} is not a class index from 0 to {labels - 1}. See loss.num_labels."
 
     def prepare_data(self, model: Decoder, loaders: Mapping[str, DataLoader | None]) -> None:
         """Check that the labels fit the head, and share prompts in packed rows where the model can."""
@@ -118,8 +128,8 @@ class RewardLoss:
     def num_units(self, batch: Batch, labels: int) -> int:
         """Number of units of a batch. Raises UserError for invalid labels, which streamed rows may contain."""
         values = document_labels(batch)
-        if self.labels_are_classes and len(invalid := values[is_invalid_label(values, labels)]):
-            raise UserError(f"data: {invalid_label_message(invalid, labels)}")
+        if len(invalid := values[self.is_invalid(values, labels)]):
+            raise UserError(f"data: {self.invalid_message(invalid, labels)}")
         return len(values)
 
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
@@ -145,15 +155,6 @@ def check_reward_data(
             raise FieldError("eval_data.class_names", "must be the same as data.class_names, in the same order")
 
 
-def is_invalid_label(values: Tensor, labels: int) -> Tensor:
-    """Mask of the values that are not class indices below `labels`."""
-    return (values < 0) | (values >= labels) | (values % 1 != 0)
-
-
-def invalid_label_message(values: Tensor, labels: int) -> str:
-    return f"label {float(values[0]):g} is not a class index from 0 to {labels - 1}. See loss.num_labels."
-
-
 @dataclass(frozen=True)
 class BradleyTerry(RewardLoss):
     """Bradley-Terry loss of pairs, with the margin of Llama 2 (arXiv:2307.09288, section 3.2.2).
@@ -162,7 +163,7 @@ class BradleyTerry(RewardLoss):
     """
 
     kind: ClassVar[str] = "bradley_terry"
-    dataset_type: ClassVar = PreferenceDataset
+    dataset_types: ClassVar = (PreferenceDataset, RerankingPairsDataset)
 
     # Weight of (r_chosen + r_rejected)², which keeps rewards around zero (arXiv:2312.09244)
     center_rewards_coefficient: float = 0.0
@@ -241,11 +242,43 @@ class Regression(RewardLoss):
 
 
 @dataclass(frozen=True)
+class BinaryCrossEntropy(RewardLoss):
+    """Binary cross-entropy of each document, whose score is the logit of its label, from 0 to 1: for rerankers."""
+
+    kind: ClassVar[str] = "binary_cross_entropy"
+    problem_type: ClassVar = "multi_label_classification"
+
+    pos_weight: float = 1.0  # Weight of labels of 1, such as the number of irrelevant documents per relevant one
+
+    def __post_init__(self) -> None:
+        if not 0 < self.pos_weight < math.inf:
+            raise FieldError("pos_weight", f"must be > 0, got {self.pos_weight}")
+
+    def score_head(self, pad: int, names: int = 0) -> ScoreHead:
+        if names > 2:
+            raise FieldError("data.class_names", f"must be at most 2 names, got {names}. Or set loss=classification.")
+        return super().score_head(pad)
+
+    def is_invalid(self, values: Tensor, labels: int) -> Tensor:
+        return (values < 0) | (values > 1)
+
+    def invalid_message(self, values: Tensor, labels: int) -> str:
+        return f"label {float(values[0]):g} is not from 0 to 1. Scale the labels, or set loss=regression."
+
+    def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
+        rewards, labels = document_scores(model, batch).squeeze(1), document_labels(batch)
+        weight = rewards.new_tensor(self.pos_weight)
+        loss = F.binary_cross_entropy_with_logits(rewards, labels, pos_weight=weight, reduction="sum")
+        is_correct = (rewards > 0) == (labels > 0.5)
+        return RewardOutput(loss, {"accuracy": is_correct.float().sum(), "rewards/mean": rewards.sum()}, rewards)
+
+
+@dataclass(frozen=True)
 class ProcessReward(RewardLoss):
     """Cross-entropy of the label of each step of an answer, scored at the last token of the step (arXiv:2305.20050)."""
 
     kind: ClassVar[str] = "process_reward"
-    dataset_type: ClassVar = StepwiseDataset
+    dataset_types: ClassVar = (StepwiseDataset,)
     labels_are_classes: ClassVar = True
 
     num_labels: int = 2  # Number of step labels; 2: incorrect and correct
@@ -263,8 +296,8 @@ class ProcessReward(RewardLoss):
 
     def num_units(self, batch: Batch, labels: int) -> int:
         step_labels = batch.targets[batch.targets != IGNORE]
-        if len(invalid := step_labels[is_invalid_label(step_labels, labels)]):
-            raise UserError(f"data: {invalid_label_message(invalid, labels)}")
+        if len(invalid := step_labels[self.is_invalid(step_labels, labels)]):
+            raise UserError(f"data: {self.invalid_message(invalid, labels)}")
         return len(step_labels)
 
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
@@ -283,4 +316,4 @@ class ProcessReward(RewardLoss):
         )
 
 
-RewardFamily = BradleyTerry | Classification | Regression | ProcessReward
+RewardFamily = BradleyTerry | Classification | Regression | BinaryCrossEntropy | ProcessReward

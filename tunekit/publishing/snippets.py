@@ -119,6 +119,8 @@ class ScoreHeadInfo:
             return f"It predicts for each step of an answer {classes}, at the last token of the step."
         if self.problem == "regression":
             return "It predicts a number for a text."
+        if self.problem == "multi_label_classification":
+            return "It predicts how relevant a document is to a query: the logit of a probability."
         if self.score.labels > 1:
             classes = ", ".join(f"`{name}`" for name in self.names.values()) or self.score.labels
             return f"It predicts the class of a text: {classes}."

@@ -31,7 +31,7 @@ class FirstRowDetected(DetectedDataset):
         config, error_message = probe_rows(self, reader, self.detect)
         if config is None:
             raise UserError(f"{self.source}: {error_message}")
-        return config
+        return config.resolve()
 
 
 @dataclass(frozen=True)
