@@ -1,16 +1,17 @@
-"""Models with a score head: rewards from pairs, classes or values of texts, and step-wise correctness of answers.
+"""Models with a score head: rewards from pairs, rerankers, classes or values of texts, and correctness of steps.
 
 tune run reward nano/reward
 tune run reward llama3_2/1b_reward data.max_length=1024 loss.center_rewards_coefficient=0.01
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from tunekit.build import open_checkpoint, open_tokenizer
 from tunekit.checkpoint.classification_head import with_score_head
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.sentence_transformers import reranker_files
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.prefetch import Prefetcher
@@ -83,6 +84,7 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
     generation = GenerationMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
     loaders = {"data": train_data, "eval_data": eval_data}
     check_data(cfg, loaders, tokenizer, dist)
+    checkpoint = replace(checkpoint, companions=reranker_files(train_data.mixture))
     model = load_model(checkpoint, cfg, dist)
     cfg.loss.prepare_data(model, loaders)
     if checkpoint.new_head is not None or cfg.init == "random":

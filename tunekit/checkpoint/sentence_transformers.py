@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from tunekit.checkpoint.hf_checkpoint import read_json
+from tunekit.data.dataloader.mixture import MixtureBase
+from tunekit.data.embedding_datasets import RerankingDataset, RerankingPairsDataset
 from tunekit.errors import UserError
 from tunekit.losses.document_outputs import Pooling
 
@@ -47,7 +49,33 @@ class EmbeddingModules:
             TRANSFORMER: {"max_seq_length": self.max_length, "do_lower_case": False},
             POOLING: {"word_embedding_dimension": self.dim, **pooling, "include_prompt": True},
         }
-        return {name: json.dumps(content, indent=2) + "\n" for name, content in contents.items()}
+        return to_json(contents)
+
+
+def reranker_files(mixture: MixtureBase) -> dict[str, str]:
+    """Files with which CrossEncoder encodes pairs of texts as `mixture` does; none for other rows.
+
+    Without them, it would render the texts with the chat template of the model, if there is one.
+    """
+    kinds = RerankingDataset | RerankingPairsDataset
+    if not all(isinstance(dataset, kinds) for dataset in mixture.dataset_configs):
+        return {}
+    transformer = "sentence_transformers.base.modules.transformer.Transformer"
+    contents = {
+        MODULES: [{"idx": 0, "name": "0", "path": "", "type": transformer}],
+        PROMPTS: {"model_type": "CrossEncoder", "activation_fn": "torch.nn.modules.activation.Sigmoid", "prompts": {}},
+        TRANSFORMER: {
+            "transformer_task": "sequence-classification",
+            "modality_config": {"text": {"method": "forward", "method_output_name": "logits"}},
+            "module_output_name": "scores",
+            "max_seq_length": mixture.max_length,
+        },
+    }
+    return to_json(contents)
+
+
+def to_json(contents: Mapping[str, Any]) -> dict[str, str]:
+    return {name: json.dumps(content, indent=2) + "\n" for name, content in contents.items()}
 
 
 def read_pooling(*directories: Path | str | None) -> Pooling | None:

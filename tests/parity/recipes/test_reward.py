@@ -10,6 +10,8 @@ import datasets
 import pytest
 import torch
 import transformers
+from sentence_transformers import CrossEncoder
+from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
 
@@ -29,9 +31,17 @@ from tunekit import build
 from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint import atomic, save_model
 from tunekit.data.datasets import PreferenceDataset
+from tunekit.data.embedding_datasets import RerankingDataset, RerankingPairsDataset
 from tunekit.data.reward_datasets import LabeledDataset, StepwiseDataset
 from tunekit.distributed.context import DistributedContext
-from tunekit.losses.reward import BradleyTerry, Classification, ProcessReward, Regression, RewardLoss
+from tunekit.losses.reward import (
+    BinaryCrossEntropy,
+    BradleyTerry,
+    Classification,
+    ProcessReward,
+    Regression,
+    RewardLoss,
+)
 from tunekit.optim.config import SGDConfig
 from tunekit.recipes import reward
 
@@ -163,3 +173,34 @@ def test_labeled_steps_match_transformers(loss: RewardLoss, tmp_path: Path) -> N
         assert values == pytest.approx([line[name] for line in expected], rel=1e-5), name
     tensors = load_scoring_model(tmp_path / "run" / "final").state_dict()
     assert all(relative_error(tensors[name], tensor) < 1e-5 for name, tensor in reference.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["reranking", "reranking_pairs"])
+def test_reranker_steps_match_cross_encoder(kind: str, tmp_path: Path) -> None:
+    """Losses of sentence-transformers with the weights before and after a step, also of truncated pairs."""
+    random_text, prompt = make_text_generator(), "w5 "
+    rows = [{name: random_text(1, 20) for name in ("query", "positive", "negative")} for _ in range(BATCH)]
+    lines = [{**row, "document": row["positive"], "label": i / 3} for i, row in enumerate(rows)]
+    dataset = RerankingDataset if kind == "reranking" else RerankingPairsDataset
+    data = dataset(write_rows(tmp_path, lines), max_length=20, document_prompt=prompt)
+    loss = BinaryCrossEntropy(3.0) if kind == "reranking" else BradleyTerry()
+    cfg = make_config(tmp_path, data=data, loss=loss, max_steps=2)
+
+    def cross_encoder_loss(final: Path) -> float:
+        options: Any = {"device": "cpu", "activation_fn": torch.nn.Identity(), "model_kwargs": {"dtype": torch.float32}}
+        model = CrossEncoder(str(final), **options)
+        assert model.num_labels == 1 and model.tokenizer.chat_template is not None
+        queries, documents, negatives = ([row[name] for row in rows] for name in ("query", "positive", "negative"))
+        documents, negatives = ([prompt + text for text in texts] for texts in (documents, negatives))
+        if kind == "reranking":
+            oracle = BinaryCrossEntropyLoss(model, pos_weight=torch.tensor(3.0))
+            return float(oracle([queries, documents], torch.tensor([line["label"] for line in lines])).detach())
+        scores, others = (torch.tensor(model.predict([*zip(queries, t, strict=True)])) for t in (documents, negatives))
+        return -float(torch.nn.functional.logsigmoid(scores - others).mean())
+
+    reward.main(replace(cfg, optimizer=SGDConfig(lr=1e-30), max_steps=1, output_dir=str(tmp_path / "zero")))
+    reward.main(replace(cfg, max_steps=1, output_dir=str(tmp_path / "one")))
+    reward.main(cfg)
+    losses = [line["loss"] for line in step_metrics(cfg.output_dir)]
+    expected = [cross_encoder_loss(tmp_path / name / "final") for name in ("zero", "one")]
+    assert losses == pytest.approx(expected, rel=1e-5) and abs(losses[0] - losses[1]) > 1e-3
