@@ -182,9 +182,10 @@ def test_reranker_steps_match_cross_encoder(kind: str, tmp_path: Path) -> None:
     rows = [{name: random_text(1, 20) for name in ("query", "positive", "negative")} for _ in range(BATCH)]
     lines = [{**row, "document": row["positive"], "label": i / 3} for i, row in enumerate(rows)]
     dataset = RerankingDataset if kind == "reranking" else RerankingPairsDataset
-    data = dataset(write_rows(tmp_path, lines), max_length=20, document_prompt=prompt)
-    loss = BinaryCrossEntropy(3.0) if kind == "reranking" else BradleyTerry()
-    cfg = make_config(tmp_path, data=data, loss=loss, max_steps=2)
+    cfg, loss = make_config(tmp_path), BinaryCrossEntropy(3.0) if kind == "reranking" else BradleyTerry()
+    cfg = replace(
+        cfg, loss=loss, max_steps=2, data=dataset(write_rows(tmp_path, lines), max_length=20, document_prompt=prompt)
+    )
 
     def cross_encoder_loss(final: Path) -> float:
         options: Any = {"device": "cpu", "activation_fn": torch.nn.Identity(), "model_kwargs": {"dtype": torch.float32}}
