@@ -4,10 +4,16 @@ import argparse
 from pathlib import Path
 
 from scripts.nano.preferences import write_preferences
+from scripts.nano.retrieval import write_retrieval
 from scripts.nano.tasks import write_tasks
 from scripts.nano.tools import write_tools
 
-WRITERS = {"preferences": write_preferences, "tasks": write_tasks, "tools": write_tools}
+WRITERS = {
+    "preferences": write_preferences,
+    "retrieval": write_retrieval,
+    "tasks": write_tasks,
+    "tools": write_tools,
+}
 
 
 def main() -> None:
