@@ -17,9 +17,9 @@ from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.embedding_data import EmbeddingData, read_prompts
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.prefetch import Prefetcher
+from tunekit.data.embedding_datasets import Pooling
 from tunekit.errors import FieldError
 from tunekit.loggers.metric_logger import ThroughputCounter
-from tunekit.losses.document_outputs import Pooling
 from tunekit.losses.embedding import EmbeddingFamily, MultipleNegativesRanking, gather_embeddings
 from tunekit.losses.embedding_metrics import Embedder, evaluate_embeddings
 from tunekit.training.config import TrainConfig, check_training
@@ -38,7 +38,7 @@ class EmbedConfig(TrainConfig):
 
     data: EmbeddingData  # Training rows: queries with documents, or pairs of texts with a similarity
     eval_data: EmbeddingData | None = None  # Held-out rows for evaluation during training
-    loss: EmbeddingFamily = MultipleNegativesRanking()  # Which similarities are high
+    loss: EmbeddingFamily = MultipleNegativesRanking()  # How similarities are trained
     # Tokens of a text that its embedding comes from: `lasttoken`, `mean` of all, or `cls` (the first); null: as in the
     # checkpoint if it is an embedding model, else `lasttoken`
     pooling: Pooling | None = None
@@ -63,7 +63,7 @@ class EmbedConfig(TrainConfig):
         return replace(checkpoint, companions=self.modules(checkpoint).files())
 
     def modules(self, checkpoint: HFCheckpoint) -> EmbeddingModules:
-        """What follows the decoder."""
+        """Pooling, normalization and prompts of the result."""
         pooling = self.pooling or read_pooling(self.adapter.adapter_path, checkpoint.tokenizer_path, checkpoint.path)
         max_length, prompts = MixtureBase.from_config(self.data).max_length, read_prompts(self.data)
         return EmbeddingModules(checkpoint.spec.dim, pooling or "lasttoken", self.normalize, max_length, prompts)

@@ -9,9 +9,8 @@ from typing import Any, get_args
 
 from tunekit.checkpoint.hf_checkpoint import read_json
 from tunekit.data.dataloader.mixture import MixtureBase
-from tunekit.data.embedding_datasets import RerankingDataset, RerankingPairsDataset
+from tunekit.data.embedding_datasets import Pooling, RerankingDataset, RerankingPairsDataset
 from tunekit.errors import UserError
-from tunekit.losses.document_outputs import Pooling
 
 MODULES, PROMPTS, TRANSFORMER = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
 POOLING = "1_Pooling/config.json"

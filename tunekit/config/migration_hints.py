@@ -1,4 +1,5 @@
-"""Replacements for keys and recipes of other trainers (TRL, PEFT, torchtune, axolotl, LLaMA-Factory) and tunekit 0.1.
+"""Replacements for keys and recipes of other trainers (TRL, PEFT, torchtune, axolotl, LLaMA-Factory,
+sentence-transformers) and tunekit 0.1.
 
 Identical names need no entry: they work, or the error names the section that has the key.
 """
@@ -210,6 +211,26 @@ NOTED_KEYS = (
         "data.class_names",
         "the names in their order; requires loss=classification data.kind=labeled",
     ),
+    # embed
+    KeyHint("temperature", "loss.scale", "1 / temperature", "loss.partition_mode"),
+    KeyHint(
+        "gather_across_devices negatives_cross_device",
+        "",
+        "always on: the documents of all devices compete in the loss",
+        "loss.partition_mode",
+    ),
+    KeyHint(
+        "mini_batch_size",
+        "micro_batch_size",
+        "the loss compares all `global_batch_size` rows of a step; gradients of embeddings are always cached",
+        "loss.partition_mode",
+    ),
+    KeyHint("pooling_mode pooling_method sentence_pooling_method", "pooling", "lasttoken, mean or cls"),
+    KeyHint("normalize_embeddings", "normalize"),
+    KeyHint("prompts query_instruction query_instruction_for_retrieval", "data.query_prompt", "", "pooling"),
+    KeyHint("passage_instruction passage_instruction_for_retrieval", "data.document_prompt", "", "pooling"),
+    KeyHint("train_group_size", "data.num_negatives", "hard negatives only: train_group_size - 1", "pooling"),
+    KeyHint("query_max_len passage_max_len query_max_length passage_max_length", "data.max_length", "of each text"),
     # distill
     KeyHint("teacher_model_name_or_path teacher_model teacher_checkpointer", "teacher.model"),
     KeyHint("teacher_model_revision", "teacher.model", "NAME@REVISION"),
@@ -323,6 +344,12 @@ RENAMED_KINDS = {
     "skewedkl": "skewed_kl",
     "skewedreversekl": "skewed_reverse_kl",
     "jensenshannon": "jensen_shannon",
+    "MultipleNegativesRankingLoss": "multiple_negatives_ranking",
+    "CachedMultipleNegativesRankingLoss": "multiple_negatives_ranking",
+    "infonce": "multiple_negatives_ranking",
+    "CoSENTLoss": "cosent",
+    "CosineSimilarityLoss": "cosine_similarity",
+    "BinaryCrossEntropyLoss": "binary_cross_entropy",
     "4bit": "nf4",
     "fp8": "float8",
 }
@@ -348,7 +375,10 @@ RECIPES = (
     ("grpo ppo rloo reinforce gspo dapo gmpo dr_grpo online_dpo nash_md xpo rlhf rlvr", ONLINE),
     ("ppo_full_finetune_single_device grpo_full_finetune_distributed", ONLINE),
     ("rm reward_model reward_modeling", REWARD.format(name="bradley_terry")),
-    ("bradley_terry classification regression process_reward", REWARD),
+    ("bradley_terry classification regression binary_cross_entropy process_reward", REWARD),
+    ("reranker rerank cross_encoder", REWARD.format(name="binary_cross_entropy")),
+    ("multiple_negatives_ranking cosent cosine_similarity", "it is a loss of recipe embed: tune run embed nano/embed"),
+    ("embedding embeddings sentence_transformer retriever", "it is recipe embed: tune run embed nano/embed"),
     ("prm", REWARD.format(name="process_reward")),
     ("gkd kd distillation minillm knowledge_distillation_single_device knowledge_distillation_distributed",
      "it is recipe distill: tune run distill CONFIG"),

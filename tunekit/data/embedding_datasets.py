@@ -4,7 +4,7 @@ on tokens. sentence-transformers makes the same tokens of the same texts."""
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from tunekit.data.tokenize import MaskedText
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 
+Pooling = Literal["mean", "lasttoken", "cls"]  # tokens whose hidden states are the embedding of a text
 NO_FLAGS = DocFlags(0)
 # Column names of public datasets, in the order of preference.
 QUERIES, POSITIVES, NEGATIVES = ("query", "anchor", "question"), ("positive", "pos", "answer"), ("negative", "neg")
@@ -79,9 +80,14 @@ class RetrievalDataset(WholeTextDataset):
         """Prompts by their name in sentence-transformers."""
         return {"query": self.query_prompt, "document": self.document_prompt}
 
+    @property
+    def is_resolved(self) -> bool:
+        """Whether all columns and the number of negatives are known."""
+        return None not in (self.query_column, self.positive_column, self.negative_column, self.num_negatives)
+
     def resolve(self) -> Self:
         """Config with the columns and the number of negatives of the first row."""
-        if None not in (self.query_column, self.positive_column, self.negative_column, self.num_negatives):
+        if self.is_resolved:
             return self
         reader = open_dataset(self.source, self.split, self.max_samples, self.streaming)
         config, error_message = probe_rows(self, reader, self.detect)
@@ -99,12 +105,14 @@ class RetrievalDataset(WholeTextDataset):
         }
         config = replace(self, **columns)
         config.texts(fields, 0)
-        found = len(config.negatives(fields)) if self.num_negatives is None else self.num_negatives
-        return replace(config, num_negatives=found)
+        num_negatives = len(config.negatives(fields)) if self.num_negatives is None else self.num_negatives
+        return replace(config, num_negatives=num_negatives)
 
     def describe(self, fields: Fields) -> str:
-        names = [name for name in (self.query_column, self.positive_column) if name]
-        return f"queries with documents (columns {', '.join(map(repr, names))}; {self.num_negatives} hard negatives)"
+        negatives = f" and {self.num_negatives} hard negative{'s' * (self.num_negatives != 1)}" * bool(
+            self.num_negatives
+        )
+        return f"queries with documents{negatives} (columns {self.query_column!r}, {self.positive_column!r})"
 
     def texts(self, fields: Fields, num_negatives: int) -> list[str]:
         """Query, positive, and the first negatives of a row."""
@@ -128,7 +136,8 @@ class RetrievalDataset(WholeTextDataset):
         return [text for column, value in values for text in as_texts(value, column, required=False)]
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        query, *documents = self.texts(fields, self.num_negatives or 0)
+        config = self if self.is_resolved else self.detect(fields)
+        query, *documents = config.texts(fields, config.num_negatives or 0)
         texts = [self.query_prompt + query, *(self.document_prompt + document for document in documents)]
         return [self.encode(tokenizer, [text]) for text in texts]
 
@@ -205,7 +214,7 @@ class RerankingPairsDataset(RetrievalDataset):
         return "queries, each with a relevant and an irrelevant document"
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        query, *documents = self.texts(fields, 1)
+        query, *documents = (self if self.is_resolved else self.detect(fields)).texts(fields, 1)
         flags = DocFlags.DESIRABLE, DocFlags.UNDESIRABLE
         return [
             self.encode(tokenizer, (self.query_prompt + query, self.document_prompt + document), flags=flag)

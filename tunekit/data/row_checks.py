@@ -49,7 +49,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class RewardTarget:
-    """Target of a model with a score head: pairs, or labels with `num_labels` classes (None: not classes)."""
+    """Target of a model that generates no text: pairs, or labels with `num_labels` classes (None: not classes)."""
 
     kind: Literal["pairs", "labels"]
     num_labels: int | None = None

@@ -1,15 +1,13 @@
 """Outputs of a model for whole documents: scores at one of their tokens, or embeddings pooled from all of them."""
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tunekit.data.dataloader.batch import Batch
+from tunekit.data.embedding_datasets import Pooling
 from tunekit.models.decoder import Decoder, Head
-
-Pooling = Literal["mean", "lasttoken", "cls"]
 
 
 def document_embeddings(model: Decoder, batch: Batch, pooling: Pooling) -> Tensor:

@@ -50,11 +50,11 @@ def gather_embeddings(
     local[:, -1] = torch.cat([document_labels(batch) for batch in batches]).to(local.device)
     counts = dist.sum_each_count(*[len(local) * (rank == dist.dp_rank) for rank in range(dist.dims.dp_size)])
     start = sum(counts[: dist.dp_rank])
-    own = slice(start, start + len(local))
+    local_rows = slice(start, start + len(local))
     rows = local.new_zeros(sum(counts), local.shape[1])
-    rows[own] = local
+    rows[local_rows] = local
     rows = (dist.all_reduce_sum(rows) / dist.dims.cp).view(-1, docs_per_row, local.shape[1])
-    return StepEmbeddings(rows[..., :-1], rows[..., -1], own)
+    return StepEmbeddings(rows[..., :-1], rows[..., -1], local_rows)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class EmbeddingLoss:
 
     @property
     def target(self) -> RewardTarget:
-        """What the rows are for, for the data checks."""
+        """Target of the rows, for the data checks."""
         return RewardTarget("pairs")
 
     def check_datasets(self, data: DatasetConfig | MixtureBase, key: str) -> None:

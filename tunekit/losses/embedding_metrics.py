@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
+from tunekit.data.embedding_datasets import Pooling
 from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, TokenizedDataset
 from tunekit.distributed.context import DistributedContext
-from tunekit.losses.document_outputs import Pooling, document_embeddings
+from tunekit.losses.document_outputs import document_embeddings
 from tunekit.losses.embedding import EmbeddingLoss, gather_embeddings
 from tunekit.losses.metric_sums import eval_steps
 from tunekit.models.decoder import Decoder

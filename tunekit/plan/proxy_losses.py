@@ -1,4 +1,4 @@
-"""Losses with the memory of preference, reward and distillation losses, which need no real rows."""
+"""Losses with the memory of preference, reward, embedding and distillation losses, which need no real rows."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +11,7 @@ from tunekit.data.dataloader.batch import Batch
 from tunekit.kernels.cross_entropy import token_logps_and_entropies
 from tunekit.kernels.kl_divergence import FullTargets
 from tunekit.losses.cross_entropy import CrossEntropy, local_targets
+from tunekit.losses.embedding import EmbeddingLoss
 from tunekit.losses.kl_divergence import KLDivergenceLoss
 from tunekit.models.decoder import Decoder, Head
 from tunekit.models.spec import DecoderSpec
@@ -43,6 +44,17 @@ class ProxyRewardLoss:
 
 
 @dataclass(frozen=True)
+class ProxyEmbeddingLoss:
+    """Hidden states of all tokens in fp32, as pooling reads them. The similarities of a step are not counted."""
+
+    def __call__(self, model: Decoder, batch: Batch) -> Tensor:
+        def read(hidden: Tensor, head: Head) -> Tensor:
+            return hidden.float().sum()
+
+        return model(batch.tokens, batch.positions, batch.layout, head_fn=read, sharded=True)
+
+
+@dataclass(frozen=True)
 class ProxyDistillLoss:
     """KL divergence to a teacher with a head of its own. The weights of the teacher are counted elsewhere.
 
@@ -68,7 +80,9 @@ def teacher(model: Decoder) -> Head:
 
 
 def proxy_loss(loss: Any, spec: DecoderSpec, has_reference: bool) -> Any:
-    """Return the loss of a config, or its proxy for preference, reward and distillation losses."""
+    """Return the loss of a config, or its proxy for other losses than cross-entropy."""
+    if isinstance(loss, EmbeddingLoss):
+        return ProxyEmbeddingLoss()
     if isinstance(loss, CrossEntropy):
         return loss
     if isinstance(loss, KLDivergenceLoss):

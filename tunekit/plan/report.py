@@ -48,7 +48,8 @@ def format_header(plan: Estimate) -> str:
     params = [weight for unit in memory_model.units for weight in unit]
     trained = sum(weight.trained * math.prod(weight.shape) for weight in params)
     passes = "1 pass" if task.num_micro_batches(sizes) == 1 else f"{task.num_micro_batches(sizes)} passes"
-    micro_batch = f"{task.micro(sizes)} pairs x 2" if task.docs_per_row == 2 else str(task.micro(sizes))
+    micro_batch, noun = str(task.micro(sizes)), "pairs" if task.docs_per_row == 2 else "rows"
+    micro_batch += f" {noun} x {task.docs_per_row}" if task.docs_per_row > 1 else ""
     rows = f"{micro_batch} x {task.max_length:,} tokens in a pass, {passes} a step"
     shared = ", ".join(f"{name} {count}" for name, count in asdict(sizes).items() if count > 1)
     where = f"{task.source.name} on {plan.machine.label}"

@@ -15,6 +15,7 @@ from tunekit.distributed.parallel_dims import ParallelConfig, ParallelDims
 from tunekit.distributed.parallelize import parallelize_fake
 from tunekit.errors import UserError
 from tunekit.hub import download
+from tunekit.losses.embedding import EmbeddingLoss
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import DTYPES, PrecisionConfig, choose_compute_dtype, resolve_auto
@@ -56,6 +57,11 @@ class TrainingOptions(build.ModelChoices, Protocol):
     def micro_batch_size(self) -> int: ...
     @property
     def max_grad_norm(self) -> float: ...
+
+
+def embeds_twice(cfg: TrainingOptions) -> bool:
+    """Whether a step runs forward without gradients first, for the embeddings of several micro-batches."""
+    return isinstance(cfg.loss, EmbeddingLoss) and cfg.global_batch_size > cfg.micro_batch_size
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ def make_workload(cfg: Any, machine: ClusterSpec) -> Workload:
         docs_per_row=1 if mix.packing else mix.docs_per_row,
         loss=proxy_loss(cfg.loss, source.spec, isinstance(cfg, HasReference)),
         auxiliary=models,
-        num_reference_passes=num_reference_passes(cfg, models),
+        num_reference_passes=num_reference_passes(cfg, models) + int(embeds_twice(cfg)),
         omissions=(*list_omissions(cfg), *without_flash(machine)),
         precision=precision,
         parallel=cfg.parallel.resolve_auto(device),

@@ -51,7 +51,13 @@ EVALUATION_MARKERS = ("<!-- evaluation -->", "<!-- /evaluation -->")
 CONFIG_KEYS = ("quantization", "loss", "optimizer", "lr_scheduler", "precision", "global_batch_size")
 CONFIG_KEYS += ("micro_batch_size", "epochs", "max_steps", "max_grad_norm", "seed")
 # Metrics of preference pairs and classes, whose loss is not per token.
-ACCURACIES = ("eval/rewards/accuracies", "eval/accuracy")
+ACCURACIES = {  # names of metrics in the card
+    "eval/rewards/accuracies": "accuracy",
+    "eval/accuracy": "accuracy",
+    "eval/cosine_accuracy@1": "accuracy of the first document",
+    "eval/cosine_ndcg@10": "NDCG@10",
+    "eval/spearman_cosine": "Spearman correlation",
+}
 ANSWER_METRICS = ("exact_match", "regex_match", "json_schema_match")  # of `generation_eval`
 UNKNOWN_FORMAT = PromptFormat()
 DISABLED = (None, False, 0, "none", "", (), [], {})
@@ -186,7 +192,7 @@ def card_metadata(
     return ModelCardData(
         base_model=repo,
         base_model_relation=None if repo is None else "adapter" if is_adapter else relation,
-        library_name="peft" if is_adapter else "transformers",
+        library_name=snippets.library_name(folder),
         pipeline_tag=snippets.pipeline_tag(folder),
         datasets=datasets or None,
         tags=tags,
@@ -263,7 +269,7 @@ def result_rows(lines: Lines) -> Iterator[tuple[str, str, Callable[[float], str]
     yield "eval/loss", "loss on held-out rows" + ("" if has_accuracy else ", in nats per target token"), "{:.4f}".format
     if not has_accuracy:
         yield "eval/loss", "perplexity", lambda loss: f"{math.exp(min(loss, 700)):.4g}"
-    yield from ((name, "accuracy", "{:.1%}".format) for name in ACCURACIES)
+    yield from ((name, title, "{:.1%}".format) for name, title in ACCURACIES.items())
     yield from ((f"eval/{name}", f"{name} of answers", "{:.1%}".format) for name in ANSWER_METRICS)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunekit.checkpoint import peft_adapter, peft_reader
+from tunekit.checkpoint import peft_adapter, peft_reader, sentence_transformers
 from tunekit.checkpoint.hf_checkpoint import read_json
 from tunekit.hub import redact
 from tunekit.models.families import classifiers
@@ -31,6 +31,14 @@ from transformers import {auto}, AutoTokenizer, BitsAndBytesConfig
 bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="{kind}", bnb_4bit_use_double_quant={nested})
 base = {auto}.from_pretrained("{base}"{head}, quantization_config=bits)
 model = PeftModel.from_pretrained(base, "{name}")
+"""
+EMBED = """\
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("{name}")
+query = model.encode_query("Where is the red hat?")
+documents = model.encode_document(["The red hat is in the hall.", "The blue bag is in the attic."])
+print(model.similarity(query, documents))
 """
 LOAD_TOKENIZER = """\
 tokenizer = AutoTokenizer.from_pretrained("{name}")
@@ -157,13 +165,24 @@ class PromptFormat:
 
 
 def describe_scores(folder: Path) -> str:
-    """Sentence about the scores of a model; empty for a language model."""
+    """Sentence about the outputs of a model; empty for a language model."""
+    if is_embedding_model(folder):
+        return " It embeds texts for search: those with a similar meaning have similar vectors."
     head = ScoreHeadInfo.from_dir(folder)
     return "" if head is None else f" {head.description}"
 
 
+def library_name(folder: Path) -> str:
+    """Library that opens the model."""
+    if is_embedding_model(folder):
+        return "sentence-transformers"
+    return "peft" if is_adapter(folder) else "transformers"
+
+
 def pipeline_tag(folder: Path) -> str:
     """Pipeline tag of the Hub."""
+    if is_embedding_model(folder):
+        return "sentence-similarity"
     head = ScoreHeadInfo.from_dir(folder)
     return "text-generation" if head is None else SCORE_TASKS[head.task][1]
 
@@ -181,6 +200,8 @@ def usage_snippet(
     `base` is the name of the base, `is_public` whether it is on the Hub, `quantization` that of the base of an adapter.
     """
     note = f"`{name}` is the directory of this model, or its name on the Hub."
+    if is_embedding_model(folder):
+        return f"{note}\n\n```python\n{EMBED.format(name=name)}```"
     load, head = LOAD, ScoreHeadInfo.from_dir(folder)
     if is_adapter(folder):
         base, load = base or redact.redact_path(peft_adapter.PeftConfigFile.open(folder).base_name), LOAD_ADAPTER
@@ -209,6 +230,10 @@ def config_options(folder: Path) -> str:
     if theta is not None:
         changes["rope_parameters"] = {"rope_theta": theta, "rope_type": "default"} | (scaling or {})
     return "".join(f", {key}={value!r}" for key, value in changes.items())
+
+
+def is_embedding_model(folder: Path) -> bool:
+    return (folder / sentence_transformers.POOLING).is_file()
 
 
 def is_adapter(folder: Path) -> bool:

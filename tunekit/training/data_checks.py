@@ -11,6 +11,7 @@ from tunekit.data.row_checks import CheckContext, CheckTarget, Finding, run_data
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
+from tunekit.losses.embedding import EmbeddingLoss
 from tunekit.losses.reward import RewardLoss
 from tunekit.optim.config import LRSchedulerConfig, resolve_steps
 from tunekit.training.config import TrainConfig
@@ -56,7 +57,7 @@ def check_context(cfg: Any, key: str, loader: DataLoader, vocab: int | None) -> 
     """How the config uses the rows of one key: limits, packing, steps and warmup, labels."""
     max_length = loader.mixture.max_length
     packed = None if loader.order.capacity is None else np.diff(loader.order.plan(0).bounds)
-    scored = cfg.loss.target if isinstance(cfg, HasLoss) and isinstance(cfg.loss, RewardLoss) else None
+    scored = cfg.loss.target if isinstance(cfg, HasLoss) and isinstance(cfg.loss, RewardLoss | EmbeddingLoss) else None
     if key != "data" or not isinstance(cfg, TrainsInSteps):
         return CheckContext(max_length, vocab, packed, reward_target=scored)
     num_steps = cfg.max_steps or loader.num_steps(cfg.epochs)  # a streamed dataset needs max_steps

@@ -176,9 +176,9 @@ def test_adapter_and_its_merge_open_in_sentence_transformers(rows: list[dict[str
     (tmp_path / "merged").mkdir()
     merge.merge_adapter(source, final, tmp_path / "merged", quiet=True)
     check_result(tmp_path / "merged", ours, rows)
-    again = replace(cfg, model=str(final), pooling=None, output_dir=str(tmp_path / "again"), max_steps=1)
-    embed.main(again.continue_adapter())
-    assert sentence_transformers.read_pooling(tmp_path / "again" / "final") == "mean"
+    second = replace(cfg, model=str(final), pooling=None, output_dir=str(tmp_path / "second"), max_steps=1)
+    embed.main(second.continue_adapter())
+    assert sentence_transformers.read_pooling(tmp_path / "second" / "final") == "mean"
 
 
 def test_training_continues_from_an_embedding_model(rows: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -186,10 +186,10 @@ def test_training_continues_from_an_embedding_model(rows: list[dict[str, Any]], 
     cfg = make_config(tmp_path, rows, "llama3.1", pooling="mean", max_steps=1)
     embed.main(cfg)
     open_model(tmp_path / "run" / "final").save(str(tmp_path / "saved"))
-    again = replace(cfg, model=str(tmp_path / "saved"), pooling=None, output_dir=str(tmp_path / "again"), max_steps=2)
-    embed.main(again)
-    final = tmp_path / "again" / "final"
+    second = replace(cfg, model=str(tmp_path / "saved"), pooling=None, output_dir=str(tmp_path / "second"), max_steps=2)
+    embed.main(second)
+    final = tmp_path / "second" / "final"
     assert sentence_transformers.read_pooling(final) == "mean"
     assert HFCheckpoint.open(final).tensors.keys() == HFCheckpoint.open(tmp_path / "saved").tensors.keys()
-    ours = torch.nn.functional.normalize(our_embeddings(final, again), dim=-1)
+    ours = torch.nn.functional.normalize(our_embeddings(final, second), dim=-1)
     check_result(final, ours, rows)
