@@ -13,7 +13,7 @@ LAYERS = (
     {"recipes", "cli", "selftest"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-ORACLE_PACKAGES = {"transformers", "peft", "trl", "bitsandbytes"}
+ORACLE_PACKAGES = {"transformers", "peft", "trl", "bitsandbytes", "sentence_transformers"}
 # Packages that import each other: the self-test runs recipes as the command line does.
 ALLOWED_CYCLES = {("selftest", "cli")}
 FILES = {f"{folder}/{path.relative_to(ROOT / folder)}": path for folder in ("tunekit", "recipes", "kernels")

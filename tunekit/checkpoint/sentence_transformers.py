@@ -85,10 +85,11 @@ def read_pooling(*directories: Path | str | None) -> Pooling | None:
         return None
     config = read_json(file)
     mode = config.get("pooling_mode") or next((mode for key, mode in POOLING_KEYS.items() if config.get(key)), None)
-    if mode not in get_args(Pooling) or not config.get("include_prompt", True):
-        problem = "without prompts (include_prompt)" if mode in get_args(Pooling) else f"with {mode or 'another mode'}"
-        raise UserError(f"{file}: pooling {problem} is not supported. Set pooling={', '.join(get_args(Pooling))}.")
-    return mode
+    pooling: Pooling | None = next((known for known in POOLING_KEYS.values() if known == mode), None)
+    if pooling is None or not config.get("include_prompt", True):
+        problem = "without prompts (include_prompt)" if pooling else f"with {mode or 'another mode'}"
+        raise UserError(f"{file}: pooling {problem} is not supported. Set pooling={' or '.join(get_args(Pooling))}.")
+    return pooling
 
 
 def copy_modules(source: Path, target: Path) -> None:

@@ -123,8 +123,8 @@ class RetrievalDataset(WholeTextDataset):
         )
         negatives = self.negatives(fields) if num_negatives else []
         if len(negatives) < num_negatives:
-            problem = f"must have {num_negatives} hard negatives, as `num_negatives` or the first row say"
-            raise UserError(f"{self.negative_column}: {problem}, got {len(negatives)}. Lower `num_negatives`")
+            problem = f"the row has {len(negatives)} hard negatives, but {num_negatives} are required (by default those"
+            raise UserError(f"{self.negative_column}: {problem} of the first row). Set a lower `num_negatives`")
         return [*query, *positive, *negatives[:num_negatives]]
 
     def negatives(self, fields: Fields) -> list[str]:
@@ -225,8 +225,8 @@ class RerankingPairsDataset(RetrievalDataset):
 def as_texts(value: Any, name: str, required: bool = True) -> list[str]:
     """Texts of a column that has one text or a list of them."""
     texts = value if isinstance(value, list) else [value]
-    wrong = next((text for text in texts if not isinstance(text, str)), None)
-    if wrong is not None or (required and not texts):
-        received = json_type(wrong) if texts else "an empty list"
+    wrong = [text for text in texts if not isinstance(text, str)]
+    if wrong or (required and not texts):
+        received = json_type(wrong[0]) if wrong else "an empty list"
         raise UserError(f"{name}: must be a text or a list of texts, got {received}. {SKIP_HINT}")
     return texts

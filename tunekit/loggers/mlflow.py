@@ -39,7 +39,8 @@ class Logger:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        metrics = [Metric(name, value, now, step) for name, value in values.items()]
+        # names must not contain @, as in cosine_ndcg@10
+        metrics = [Metric(name.replace("@", "_at_"), value, now, step) for name, value in values.items()]
         self.sent = self.client.log_batch(self.id, metrics=metrics, synchronous=False)
 
     def log_completions(self, step: int, rows: Rows) -> None:
