@@ -13,9 +13,9 @@ from tunekit.loggers import metrics_file
 # Recipe and data section of each method.
 CHATS = "data: {{kind: chat, source: {folder}/chats.jsonl, max_length: 64, packing: {pack}}}"
 PAIRS = "data: {{kind: preference, source: {folder}/pairs.jsonl, max_length: 64, packing: {pack}}}"
-TRIPLETS = """data: {{kind: retrieval, source: {folder}/pairs.jsonl, max_length: 64, packing: {pack},
-  query_column: prompt, positive_column: chosen, negative_column: rejected}}
-loss: {{kind: multiple_negatives_ranking, scale: 5.0}}"""
+TRIPLETS = "data: {{kind: retrieval, source: {folder}/pairs.jsonl, max_length: 64, packing: {pack}, "
+TRIPLETS += "query_column: prompt, positive_column: chosen, negative_column: rejected}}\n"
+TRIPLETS += "loss: {{kind: multiple_negatives_ranking, scale: 5.0}}"
 METHODS = {
     "sft": ("sft", CHATS),
     "dpo": ("preference", PAIRS),

@@ -94,7 +94,7 @@ def test_early_stopping_ends_with_the_best_weights(workspace: Workspace) -> None
     assert same_weights(workspace, "out", "short")
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "reward", "distill"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "reward", "embed", "distill"])
 def test_all_recipes_keep_the_best_weights(
     method: str, workspace: Workspace, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from tunekit.config.migration_hints import RECIPES, TABLE, KeyHint, find_hint, s
 DOCS = Path(__file__).parents[3] / "docs"
 # keys that no config class has
 KEYS_OUTSIDE_CONFIGS = {"num_labels", "id2label", "label2id", "margin", "peft_config", "ref_model"}
-TRAINING_RECIPES = ("sft", "preference", "reward", "distill")
+TRAINING_RECIPES = ("sft", "preference", "reward", "embed", "distill")
 
 
 # keys whose hint lists values

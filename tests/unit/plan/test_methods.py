@@ -49,6 +49,8 @@ CASES = {
     "dpo, cached": ("preference", "preference", "none", "reference: precomputed\n"),
     "orpo": ("preference", "preference", "none", "loss: orpo\n"),
     "reward": ("reward", "preference", "none", ""),
+    "embed": ("embed", "retrieval", "none", ""),
+    "embed, lora": ("embed", "retrieval", "lora", ""),
     "distill": ("distill", "chat", "none", TEACHER),
     "distill, lora": ("distill", "chat", "lora", TEACHER),
 }
@@ -60,11 +62,11 @@ def write_rows(folder: Path, kind: str) -> None:
         {"role": "user", "content": "Hi"},
         *({"role": "assistant", "content": w * 400} for w in ("a b ", "c d ")),
     )
-    row = (
-        {"messages": [question, answer]}
-        if kind == "chat"
-        else {"prompt": [question], "chosen": [answer], "rejected": [rejected]}
-    )
+    row = {
+        "chat": {"messages": [question, answer]},
+        "preference": {"prompt": [question], "chosen": [answer], "rejected": [rejected]},
+        "retrieval": {"query": answer["content"], "positive": rejected["content"]},
+    }[kind]
     (folder / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 16)
 
 
