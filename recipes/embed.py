@@ -14,14 +14,13 @@ from tunekit.checkpoint.classification_head import without_head
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.sentence_transformers import EmbeddingModules, read_pooling
 from tunekit.data.dataloader.batch import Batch
-from tunekit.data.dataloader.embedding_data import EmbeddingData, read_prompts
-from tunekit.data.dataloader.mixture import MixtureBase
+from tunekit.data.dataloader.embedding_data import EmbeddingData, check_rows, read_text_options
 from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.data.embedding_datasets import Pooling
 from tunekit.errors import FieldError
 from tunekit.loggers.metric_logger import ThroughputCounter
 from tunekit.losses.embedding import EmbeddingFamily, MultipleNegativesRanking, gather_embeddings
-from tunekit.losses.embedding_metrics import Embedder, evaluate_embeddings
+from tunekit.losses.embedding_metrics import Embedder, evaluate
 from tunekit.training.config import TrainConfig, check_training
 from tunekit.training.data_checks import check_data
 from tunekit.training.early_stopping import EarlyStopping
@@ -39,8 +38,7 @@ class EmbedConfig(TrainConfig):
     data: EmbeddingData  # Training rows: queries with documents, or pairs of texts with a similarity
     eval_data: EmbeddingData | None = None  # Held-out rows for evaluation during training
     loss: EmbeddingFamily = MultipleNegativesRanking()  # How similarities are trained
-    # Tokens of a text that its embedding comes from: `lasttoken`, `mean` of all, or `cls` (the first); null: as in the
-    # checkpoint if it is an embedding model, else `lasttoken`
+    # Tokens that an embedding comes from; `cls` is the first. null: as in an embedding model, else `lasttoken`
     pooling: Pooling | None = None
     normalize: bool = True  # Saved embeddings have norm 1. Losses use cosine similarities in any case
 
@@ -48,13 +46,10 @@ class EmbedConfig(TrainConfig):
         super().__post_init__()
         if self.parallel.tp > 1:
             raise FieldError("parallel.tp", "not supported by this recipe. Use parallel.dp_shard.")
-        if self.neftune_noise_alpha is not None:
-            raise FieldError("neftune_noise_alpha", "not supported by this recipe, which embeds each text twice.")
-        if self.forgetting is not None:
-            raise FieldError("forgetting", "an embedding model generates no text. Remove it.")
-        for key, data in (("data", self.data), ("eval_data", self.eval_data)):
-            if data is not None:
-                self.loss.check_datasets(data, key)
+        for key in ("forgetting", "neftune_noise_alpha"):
+            if vars(self)[key] is not None:
+                raise FieldError(key, "not supported by this recipe. Remove it.")
+        self.loss.check_datasets(self.data, self.eval_data)
 
     def with_head(self, checkpoint: HFCheckpoint) -> HFCheckpoint:
         """The checkpoint without a head, and the files with which sentence-transformers opens the result."""
@@ -65,7 +60,7 @@ class EmbedConfig(TrainConfig):
     def modules(self, checkpoint: HFCheckpoint) -> EmbeddingModules:
         """Pooling, normalization and prompts of the result."""
         pooling = self.pooling or read_pooling(self.adapter.adapter_path, checkpoint.tokenizer_path, checkpoint.path)
-        max_length, prompts = MixtureBase.from_config(self.data).max_length, read_prompts(self.data)
+        max_length, prompts = read_text_options(self.data)
         return EmbeddingModules(checkpoint.spec.dim, pooling or "lasttoken", self.normalize, max_length, prompts)
 
 
@@ -75,8 +70,7 @@ CONFIG = EmbedConfig
 def check(cfg: EmbedConfig) -> None:
     """Raise UserError for everything that can be found without reading weights."""
     check_training(cfg)
-    for data in filter(None, (cfg.data, cfg.eval_data)):
-        MixtureBase.from_config(data).resolve()
+    check_rows(cfg.data, cfg.eval_data)
 
 
 def main(cfg: EmbedConfig, overwrite: bool = False) -> None:
@@ -119,7 +113,7 @@ def train(cfg: EmbedConfig, run: RunContext) -> None:
     with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
         if step == 0 and eval_data:
             run.begin_eval(0)
-            early_stopping.check_metric(logger.log_eval(0, evaluate_embeddings(embedder, eval_data, cfg.loss)))
+            early_stopping.check_metric(logger.log_eval(0, evaluate(embedder, eval_data, cfg.loss)))
         if step == 0 and guard.may_roll_back:
             checkpointer.save(0)
         run.handle_signals()
@@ -148,8 +142,7 @@ def train(cfg: EmbedConfig, run: RunContext) -> None:
                     run.push_checkpoint(step, num_steps, model, checkpoint)
                 if due.eval and eval_data:
                     run.begin_eval(step)
-                    metrics = evaluate_embeddings(embedder, eval_data, cfg.loss)
-                    early_stopping.update(step, logger.log_eval(step, metrics))
+                    early_stopping.update(step, logger.log_eval(step, evaluate(embedder, eval_data, cfg.loss)))
                 if due.save or early_stopping.needs_save(step):
                     checkpointer.save(step)
                     run.exit_if_stop_requested(step, num_steps)
@@ -161,16 +154,15 @@ def train(cfg: EmbedConfig, run: RunContext) -> None:
 def forward_backward(embedder: Embedder, batches: list[Batch], cfg: EmbedConfig, docs_per_row: int) -> Tensor:
     """Compute the gradients of one optimizer step. Returns the loss of its rows, over all ranks.
 
-    The loss needs the embeddings of all rows, but the graph of a single micro-batch is in memory: each is embedded
-    without gradients first, and again to pass on the gradients of its embeddings (GradCache, arXiv:2101.06983).
+    Each micro-batch is embedded without gradients first, for the loss of all rows, and again to pass on the gradients
+    of its embeddings (GradCache, arXiv:2101.06983).
     """
     dist, is_single = embedder.dist, len(batches) == 1  # a single micro-batch keeps its graph
     with torch.set_grad_enabled(is_single):
         embeddings = [embedder(batch, i) for i, batch in enumerate(batches)]
     step = gather_embeddings(embeddings, batches, docs_per_row, dist)
     loss, gradients = cfg.loss.with_gradient(step, dist)
-    sizes = [len(output) for output in embeddings]
-    for i, (batch, gradient) in enumerate(zip(batches, gradients.split(sizes), strict=True)):
+    for i, (batch, gradient) in enumerate(zip(batches, gradients.split([*map(len, embeddings)]), strict=True)):
         dist.set_gradient_sync(embedder.model, enabled=i == len(batches) - 1)  # in the last micro-batch only
         output = embeddings[i] if is_single else embedder(batch, i)
         ((output * gradient).sum() * dist.grad_scale).backward()  # FSDP averages gradients; this makes it a sum

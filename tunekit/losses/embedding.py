@@ -80,9 +80,11 @@ class EmbeddingLoss:
         """Target of the rows, for the data checks."""
         return RewardTarget("pairs")
 
-    def check_datasets(self, data: DatasetConfig | MixtureBase, key: str) -> None:
+    def check_datasets(self, data: DatasetConfig | MixtureBase, eval_data: DatasetConfig | MixtureBase | None) -> None:
         """Raise UserError for rows of another kind."""
-        for dataset in MixtureBase.from_config(data).dataset_configs:
+        rows = {"data": data} | ({} if eval_data is None else {"eval_data": eval_data})
+        datasets = ((key, dataset) for key in rows for dataset in MixtureBase.from_config(rows[key]).dataset_configs)
+        for key, dataset in datasets:
             if not isinstance(dataset, self.dataset_type):
                 loss, kind, other = (kind_name(cls) for cls in (type(self), self.dataset_type, type(dataset)))
                 matching = [kind_name(c) for c in EmbeddingLoss.__subclasses__() if isinstance(dataset, c.dataset_type)]

@@ -38,7 +38,7 @@ class Embedder:
 
 
 @torch.no_grad()
-def evaluate_embeddings(embedder: Embedder, data: DataLoader, loss: EmbeddingLoss) -> dict[str, float]:
+def evaluate(embedder: Embedder, data: DataLoader, loss: EmbeddingLoss) -> dict[str, float]:
     """Mean loss of the rows, and metrics of `EmbeddingTable`."""
     dist, docs_per_row = embedder.dist, data.mixture.docs_per_row
     table = EmbeddingTable(data.datasets, embedder.model.spec.dim, dist.device)

@@ -28,15 +28,15 @@ LENGTH = 20
 def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, embed.EmbedConfig]:
     """Each step sees all rows. Their number is odd, so one of two ranks has fewer of them."""
     folder, generator = tmp_path_factory.mktemp("embed"), torch.Generator().manual_seed(5)
-    for file, count in (("rows", 7), ("held", 5)):
+    for file, count in (("rows", 7), ("eval", 5)):
         names = ("query", "positive", "negative", "sentence1", "sentence2")
         rows = [{name: random_text(generator) for name in names} | {"score": i % 3} for i in range(count)]
         (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    train, held = (str(folder / f"{file}.jsonl") for file in ("rows", "held"))
+    train, evaluation = (str(folder / f"{file}.jsonl") for file in ("rows", "eval"))
     pairs = embed.EmbedConfig(
         model=str(save(build(DENSE), folder / "model")),
         data=RetrievalDataset(train, max_length=LENGTH),
-        eval_data=RetrievalDataset(held, max_length=LENGTH),
+        eval_data=RetrievalDataset(evaluation, max_length=LENGTH),
         loss=MultipleNegativesRanking(scale=5.0, matryoshka_dims=(128, 32)),
         output_dir=str(folder / "out"),
         optimizer=AdamWConfig(lr=0.003, eps=0.1),
@@ -51,7 +51,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, embed.EmbedCo
     )
     scored = replace(
         pairs, loss=CoSENT(), data=SimilarityDataset(train, max_length=LENGTH), adapter=LoRAConfig(4),
-        eval_data=SimilarityDataset(held, max_length=LENGTH), quantization=NF4Config(), pooling="mean",
+        eval_data=SimilarityDataset(evaluation, max_length=LENGTH), quantization=NF4Config(), pooling="mean",
     )  # fmt: skip
     packed = {
         f"{name}, packed": replace(

@@ -34,7 +34,15 @@ class EmbeddingMixture(MixtureBase):
 EmbeddingData = RetrievalDataset | SimilarityDataset | EmbeddingMixture  # datasets of the embed recipe
 
 
-def read_prompts(data: DatasetConfig | MixtureBase) -> dict[str, str]:
-    """Prompts that are saved with the model: those of the first dataset."""
-    dataset = MixtureBase.from_config(data).dataset_configs[0]
-    return dataset.prompts if isinstance(dataset, RetrievalDataset | SimilarityDataset) else {}
+def check_rows(*data: DatasetConfig | MixtureBase | None) -> None:
+    """Raise UserError if the first rows are invalid, or if datasets do not fit each other."""
+    for config in filter(None, data):
+        MixtureBase.from_config(config).resolve()
+
+
+def read_text_options(data: DatasetConfig | MixtureBase) -> tuple[int, dict[str, str]]:
+    """Maximum tokens of a text, and the prompts that are saved with the model: those of the first dataset."""
+    mixture = MixtureBase.from_config(data)
+    dataset = mixture.dataset_configs[0]
+    prompts = dataset.prompts if isinstance(dataset, RetrievalDataset | SimilarityDataset) else {}
+    return mixture.max_length, prompts
