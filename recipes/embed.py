@@ -46,7 +46,7 @@ class EmbedConfig(TrainConfig):
         super().__post_init__()
         if self.parallel.tp > 1:
             raise FieldError("parallel.tp", "not supported by this recipe. Use parallel.dp_shard.")
-        for key in ("forgetting", "neftune_noise_alpha"):
+        for key in ("forgetting", "generation_eval", "neftune_noise_alpha"):
             if vars(self)[key] is not None:
                 raise FieldError(key, "not supported by this recipe. Remove it.")
         self.loss.check_datasets(self.data, self.eval_data)
@@ -95,7 +95,7 @@ def train(cfg: EmbedConfig, run: RunContext) -> None:
     run.begin()
 
     optimizer = build_optimizer(cfg, model, dist)
-    num_steps = cfg.max_steps or train_data.num_steps(cfg.epochs)
+    num_steps = run.plan_steps(train_data)
     lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
     prefetcher = Prefetcher(train_data, dist.device)
     guard = StepGuard(cfg.step_guard, dist, prefetcher)
