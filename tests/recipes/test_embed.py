@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.recipe_runs import SHARED_CONFIG, Workspace
 from tests.recipes.test_resume import stop_after
-from tunekit.loggers import metric_logger
+from tunekit.loggers import metrics_file
 
 CONFIG = """\
 recipe: embed
@@ -90,7 +90,7 @@ def test_dropout_is_the_same_in_both_passes(embed_workspace: Workspace) -> None:
     for size in (2, 4):
         changes = ("adapter={kind: lora, rank: 4, dropout: 0.5}", f"micro_batch_size={size}", f"output_dir=size{size}")
         assert embed_workspace.run_tune(*RUN, *changes, "optimizer={kind: sgd, lr: 0.01}").code == 0
-        losses.append([line["loss"] for line in metric_logger.read_metrics(Path(f"size{size}")) if "loss" in line])
+        losses.append([line["loss"] for line in metrics_file.read_metrics(Path(f"size{size}")) if "loss" in line])
     assert len(losses[0]) == 5 and losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
 
 
@@ -98,7 +98,7 @@ def test_metrics_and_best_model(embed_workspace: Workspace) -> None:
     options = ("load_best_model_at_end=true", "metric_for_best_model=cosine_ndcg@10", "eval_every=1")
     result = embed_workspace.run_tune(*RUN, *options)
     assert result.code == 0
-    evaluations = [line for line in metric_logger.read_metrics(Path("out")) if "eval/loss" in line]
+    evaluations = [line for line in metrics_file.read_metrics(Path("out")) if "eval/loss" in line]
     best = max(evaluations[1:], key=lambda line: line["eval/cosine_ndcg@10"])
     assert best["step"] == 5 or f"after step {best['step']}. The result has the weights of this step" in result.err
     card = Path("out/final/README.md").read_text()
@@ -116,5 +116,5 @@ def test_embedding_model_cannot_generate(embed_workspace: Workspace) -> None:
 def test_bundled_example_learns(workspace: Workspace) -> None:
     """Held-out facts are found among 400, of which half differ from the right one in a single word."""
     assert workspace.run_tune("run", "embed", "nano/embed", "max_steps=20", "output_dir=out").code == 0
-    first, *_, last = (line for line in metric_logger.read_metrics(Path("out")) if "eval/loss" in line)
+    first, *_, last = (line for line in metrics_file.read_metrics(Path("out")) if "eval/loss" in line)
     assert first["eval/cosine_accuracy@1"] < 0.1 and last["eval/cosine_accuracy@1"] > 0.9

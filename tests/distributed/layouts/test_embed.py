@@ -15,7 +15,7 @@ from tests.helpers.ranks import run_ranks
 from tunekit.adapters.config import LoRAConfig
 from tunekit.data.embedding_datasets import RetrievalDataset, SimilarityDataset
 from tunekit.distributed.parallel_dims import ParallelConfig
-from tunekit.loggers import metric_logger
+from tunekit.loggers import metrics_file
 from tunekit.losses.embedding import CoSENT, MultipleNegativesRanking
 from tunekit.optim.config import AdamWConfig, ConstantLRConfig
 from tunekit.quantization.config import NF4Config
@@ -64,7 +64,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, embed.EmbedCo
 
 def eval_metrics(cfg: embed.EmbedConfig) -> list[float]:
     """All metrics of all evaluations."""
-    lines = metric_logger.read_metrics(Path(cfg.output_dir))
+    lines = metrics_file.read_metrics(Path(cfg.output_dir))
     return [line[name] for line in lines for name in sorted(line) if name.startswith("eval/")]
 
 
