@@ -21,10 +21,10 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 MIN_SIZE = 2**14
 
 
-def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Activation of gpt-oss: (up + 1) * gate * sigmoid(1.702 gate), with gate <= 7 and |up| <= 7."""
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return (up + 1) * (gate * (gate * 1.702).sigmoid())
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
+    """Activation of gpt-oss: (up + 1) * gate * sigmoid(alpha gate), with gate <= limit and |up| <= limit."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * (gate * alpha).sigmoid())
 
 
 ACTIVATIONS = {
@@ -36,13 +36,18 @@ ACTIVATIONS = {
 FUSED_ACTIVATIONS = frozenset(ACTIVATIONS) - {"gelu"}  # of the form x * sigmoid(...)
 
 
-def gated_activation(act: str, gate: Tensor, up: Tensor) -> Tensor:
-    """ACTIVATIONS[act](gate, up), usually act(gate) * up, for tensors of equal shape."""
-    if needs_reference(act, gate, up):
+def gated_activation(act: str, gate: Tensor, up: Tensor, constants: tuple[float, float] | None = None) -> Tensor:
+    """ACTIVATIONS[act](gate, up), usually act(gate) * up, for tensors of equal shape.
+
+    `constants` are a limit and an alpha of `clamped_swiglu` other than those of the kernels.
+    """
+    if constants is not None:
+        y = clamped_swiglu(gate, up, *constants)
+    elif needs_reference(act, gate, up):
         y = ACTIVATIONS[act](gate, up)
     else:
         y = (gated_op if torch.is_grad_enabled() or fake_mode.is_fake() else forward)(gate, up, act)
-    return mark_recomputable(y, partial(gated_activation, act), gate, up)
+    return mark_recomputable(y, partial(gated_activation, act, constants=constants), gate, up)
 
 
 def needs_reference(act: str, gate: Tensor, up: Tensor) -> bool:

@@ -53,6 +53,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3-moe-sliding": QWEN3 | SLIDING | {"norm_topk_prob": True, "tie_word_embeddings": True},
     "gpt-oss": GPT_OSS | {"rope_parameters": YARN | {"rope_theta": 1.5e5, "truncate": False}},
     "gpt-oss-usual": GPT_OSS | {"attention_bias": False},
+    "gpt-oss-limits": GPT_OSS | {"swiglu_limit": 0.8, "swiglu_alpha": 1.3},
     "olmoe": OLMOE,
     "granite-moe": GRANITE,
     "glm4-moe": GLM | {"attention_bias": True},

@@ -104,7 +104,7 @@ class Experts(nn.Module):
 
     def __init__(self, dim: int, spec: MoE) -> None:
         super().__init__()
-        self.act = spec.act
+        self.act, self.swiglu = spec.act, spec.swiglu
         self.gate_proj = GroupedLinear(spec.experts, dim, spec.intermediate_size, spec.bias)
         self.up_proj = GroupedLinear(spec.experts, dim, spec.intermediate_size, spec.bias)
         self.down_proj = GroupedLinear(spec.experts, spec.intermediate_size, dim, spec.bias)
@@ -118,7 +118,7 @@ class Experts(nn.Module):
     def forward_local(self, x: Tensor, sizes: Tensor) -> Tensor:
         """Outputs of the experts on this rank."""
         gate_and_up = shared_input_linears((self.gate_proj, self.up_proj), x, sizes)
-        return self.down_proj(gated_activation(self.act, *gate_and_up), sizes)
+        return self.down_proj(gated_activation(self.act, *gate_and_up, self.swiglu), sizes)
 
 
 class MixtureOfExperts(nn.Module):

@@ -152,6 +152,7 @@ class MoE:
     top_k: int
     intermediate_size: int
     act: Act = "silu"
+    swiglu: tuple[float, float] | None = None  # limit and alpha of clamped_swiglu; None: those of gpt-oss
     # top_*: over the selected experts only
     scoring_func: Literal["softmax", "sigmoid", "top_softmax", "top_sigmoid"] = "softmax"
     norm_topk_prob: bool = True  # weights of the selected experts sum to 1

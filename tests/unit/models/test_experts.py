@@ -353,7 +353,7 @@ def test_all_weights_are_initialized(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "change", "expected"), [
     ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok 6 .* 5"),
     ("qwen3-moe", {"num_local_experts": None}, "number of experts is missing"),
-    ("gpt-oss", {"swiglu_limit": 9.0}, "swiglu_limit 9.0 is not supported, only 7.0"),
+    ("gpt-oss", {"swiglu_limit": 0}, "swiglu_limit must be a number above 0"),
     ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported, only 1"),
     ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
     ("gemma4-shared", {"num_kv_shared_layers": 7}, "num_kv_shared_layers 7: no full_attention layer"),

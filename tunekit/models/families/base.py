@@ -146,11 +146,15 @@ def attention_spec(c: Config, **changes: Any) -> Attention:
     return Attention(heads, kv_heads, head_dim(c), **(fields | changes))
 
 
-def mlp_spec(c: Config) -> MLP:
+def activation(c: Config) -> Act:
     act = c["hidden_act"]
     if act not in ACTS:
         raise ValueError(f"hidden_act {act!r} is not supported, only {', '.join(ACTS)}")
-    return MLP(c["intermediate_size"], ACTS[act], bool(c["mlp_bias"]))
+    return ACTS[act]
+
+
+def mlp_spec(c: Config) -> MLP:
+    return MLP(c["intermediate_size"], activation(c), bool(c["mlp_bias"]))
 
 
 def decoder_spec(c: Config, layers: Iterable[Layer], **changes: Any) -> DecoderSpec:

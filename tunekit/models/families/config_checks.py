@@ -54,7 +54,8 @@ KEYS_BY_RANGE = {
     POSITIVE: (
         "rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow "
         "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping attention_multiplier "
-        "embedding_multiplier residual_multiplier logits_scaling routed_scaling_factor floor_scale"
+        "embedding_multiplier residual_multiplier logits_scaling routed_scaling_factor floor_scale swiglu_limit "
+        "swiglu_alpha"
     ),
     NON_NEGATIVE: "initializer_range mscale mscale_all_dim attn_scale llama_4_scaling_beta",
 }

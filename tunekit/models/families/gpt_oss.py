@@ -8,7 +8,6 @@ from tunekit.models.families.base import (
     alternate_layers,
     attention_spec,
     decoder_spec,
-    reject_config_values,
     rope_scaling_config,
     with_default_config,
 )
@@ -27,19 +26,20 @@ TABLE = (
     KeyRule(f"{EXPERTS[0]}.down_proj.bias", f"{EXPERTS[1]}.down_proj_bias"),
     *LLAMA,
 )
-SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+SWIGLU = (7.0, 1.702)  # limit and alpha of all published models
 ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 ROPE |= {"original_max_position_embeddings": 4096}
 DEFAULTS = {"head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128}
+DEFAULTS |= {"swiglu_limit": SWIGLU[0], "swiglu_alpha": SWIGLU[1]}
 DEFAULTS |= {"attention_bias": True, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "max_position_embeddings": 131_072}
 
 
 def spec(config: Config) -> DecoderSpec:
     c = with_default_config(config, **DEFAULTS)
     c["rope_scaling"] = rope_scaling_config(config) or ROPE
-    reject_config_values(c, SWIGLU)
-    experts = {"act": "clamped_swiglu", "scoring_func": "top_softmax", "norm_topk_prob": False}
-    experts |= {"router_bias": True, "bias": True}
+    swiglu = c["swiglu_limit"], c["swiglu_alpha"]
+    experts = {"act": "clamped_swiglu", "swiglu": None if swiglu == SWIGLU else swiglu}
+    experts |= {"scoring_func": "top_softmax", "norm_topk_prob": False, "router_bias": True, "bias": True}
     moe = moe_spec(c, c["intermediate_size"], **experts)
     full = attention_spec(c, sinks=True)
     mixers = alternate_layers(c, 2, replace(full, window=c["sliding_window"]), full)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tunekit.models.families.base import Config, mlp_spec
+from tunekit.models.families.base import Config, activation
 from tunekit.models.spec import MoE
 from tunekit.models.weight_map import Fused, HubOnly, Identity, KeyRule, Stack, Transposed
 
@@ -43,7 +43,7 @@ def moe_spec(c: Config, hidden: int, **changes: Any) -> MoE:
         raise ValueError(f"number of experts is missing: set one of {', '.join(NUM_EXPERTS_KEYS)}")
     if top_k > count:
         raise ValueError(f"num_experts_per_tok {top_k} must be <= the number of experts, {count}")
-    values: dict[str, Any] = {"act": mlp_spec(c).act} | changes
+    values: dict[str, Any] = {"act": activation(c)} | changes
     if c.get("output_router_logits"):
         values["router_aux_loss_coef"] = c.get("router_aux_loss_coef", DEFAULT_AUX_LOSS_COEF) or 0.0
     return MoE(count, top_k, hidden, **values)

@@ -72,9 +72,8 @@ def dense(config: Config) -> DecoderSpec:
 
 
 def moe(config: Config) -> DecoderSpec:
-    """Qwen3.5 with MoE in every layer, with normalized weights; config.json has no dense width."""
-    width = config.get("moe_intermediate_size") or EXPERTS3_5["moe_intermediate_size"]
-    c = with_default_config(config, **DEFAULTS, **EXPERTS3_5, intermediate_size=width)
+    """Qwen3.5 with MoE in every layer, with normalized weights."""
+    c = with_default_config(config, **DEFAULTS, **EXPERTS3_5)
     return hybrid(c, lambda _: moe_with_shared_gate(c))
 
 
