@@ -22,6 +22,8 @@ GEMMA2 |= {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 15.0}
 GEMMA3 = GEMMA | {"model_type": "gemma3_text", "sliding_window": 5, "query_pre_attn_scalar": 20}
 GEMMA3_ROPE = {"full_attention": LINEAR | {"rope_theta": 1e6}}
 GEMMA3_ROPE |= {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+COHERE = HEADS | {"logit_scale": 0.7, "pad_token_id": 0}
+STRETCHED = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
 PHI = HEADS | {"model_type": "phi3", "pad_token_id": 0}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.3, 1.6]}
 LONG |= {"long_factor": [1.5, 2.0, 4.0, 7.0], "original_max_position_embeddings": 16}
@@ -36,6 +38,9 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers":
 VIT = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
 VIT |= {"image_size": 8, "patch_size": 4}
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "patch_size": 4}
+MLLAMA_VISION = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "attention_heads": 2}
+MLLAMA_VISION |= {"num_global_layers": 1, "image_size": 8, "patch_size": 4, "intermediate_layers_indices": [0]}
+MLLAMA_VISION |= {"vision_output_dim": 32, "max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]}
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 1]}
 
 
@@ -85,6 +90,17 @@ DENSE: dict[str, dict[str, Any]] = {
     "phi4-mini": PHI
     | {"hidden_size": 96, "original_max_position_embeddings": 12}
     | {"rope_parameters": LONG | {"partial_rotary_factor": 0.5, "attention_factor": 1.1}},
+    "seed-oss": HEADS | {"model_type": "seed_oss", "head_dim": 12},
+    "seed-oss-biases": HEADS
+    | {"model_type": "seed_oss", "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    "cohere": COHERE | {"model_type": "cohere"},
+    "cohere-biases": COHERE | {"model_type": "cohere", "attention_bias": True, "tie_word_embeddings": False},
+    "cohere2": COHERE | {"model_type": "cohere2", "sliding_window": 5, "num_hidden_layers": 5},
+    "ernie4.5": HEADS | {"model_type": "ernie4_5", "head_dim": 12},
+    "ernie4.5-biases": HEADS | {"model_type": "ernie4_5", "use_bias": True, "tie_word_embeddings": False},
+    "hunyuan": HEADS | {"model_type": "hunyuan_v1_dense", "head_dim": 12, "rope_parameters": STRETCHED},
+    "hunyuan-biases": HEADS
+    | {"model_type": "hunyuan_v1_dense", "head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
     "glm": GLM | {"model_type": "glm"},
     "glm4": GLM | {"attention_bias": False, "tie_word_embeddings": True},
     "glm4-whole": GLM | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
@@ -101,6 +117,10 @@ DENSE: dict[str, dict[str, Any]] = {
     "qwen3-sliding": QWEN3 | SLIDING,
     "gemma3-vision": {"model_type": "gemma3", "vision_config": VIT, "mm_tokens_per_image": 4}
     | wrap_in_multimodal(GEMMA3 | {"num_hidden_layers": 7, "tie_word_embeddings": True}),
+    "llama3.2-vision": {"model_type": "mllama", "vision_config": MLLAMA_VISION}
+    | wrap_in_multimodal(
+        HEADS | {"model_type": "mllama_text_model", "rope_parameters": LLAMA3, "cross_attention_layers": [1]}
+    ),
     "mistral3-vision": {"model_type": "mistral3", "vision_config": VIT | {"model_type": "pixtral", "head_dim": 8}}
     | wrap_in_multimodal(MISTRAL | {"sliding_window": None, "head_dim": 12}),
     "ministral3-vision": {"model_type": "mistral3", "vision_config": VIT | {"model_type": "pixtral", "head_dim": 8}}

@@ -19,6 +19,8 @@ GPT_OSS |= {"sliding_window": 5, "intermediate_size": 32, "num_hidden_layers": 4
 SHARED = {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 SHARED |= {"first_k_dense_replace": 1}
 OLMOE = HEADS | {"model_type": "olmoe", "num_experts": 7, "num_experts_per_tok": 3, "intermediate_size": 20}
+ERNIE = HEADS | {"model_type": "ernie4_5_moe", "moe_num_experts": 7, "moe_k": 3, "moe_intermediate_size": 20}
+ERNIE |= {"num_hidden_layers": 4}
 GRANITE = HEADS | {"model_type": "granitemoe", "num_local_experts": 5, "num_experts_per_tok": 2}
 GRANITE |= {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.6}
 GRANITE |= {"logits_scaling": 1.7, "tie_word_embeddings": True}
@@ -55,6 +57,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "gpt-oss-usual": GPT_OSS | {"attention_bias": False},
     "gpt-oss-limits": GPT_OSS | {"swiglu_limit": 0.8, "swiglu_alpha": 1.3},
     "olmoe": OLMOE,
+    "ernie4.5-moe": ERNIE,
+    "ernie4.5-moe-interval": ERNIE
+    | {"moe_layer_start_index": 0, "moe_layer_end_index": 2, "moe_layer_interval": 2, "moe_num_shared_experts": 0},
     "granite-moe": GRANITE,
     "glm4-moe": GLM | {"attention_bias": True},
     "glm4-moe-norms": GLM | {"use_qk_norm": True, "n_group": 2, "topk_group": 1, "norm_topk_prob": False},

@@ -114,6 +114,41 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         | {"partial_rotary_factor": 0.75, "sliding_window": 262144, "tie_word_embeddings": True, "lm_head_bias": False},
         3_836_021_760,
     ),
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": (
+        config("seed_oss", (5120, 27648, 64, 80, 8, 155136), head_dim=128, attention_bias=True, rms_norm_eps=1e-6)
+        | {"attention_out_bias": False, "rope_theta": 10000000.0, "max_position_embeddings": 524288}
+        | {"tie_word_embeddings": False},
+        36_151_104_512,
+    ),
+    "CohereLabs/c4ai-command-r-v01": (
+        config("cohere", (8192, 22528, 40, 64, 64, 256000), layer_norm_eps=1e-5, logit_scale=0.0625)
+        | {"max_position_embeddings": 8192, "rope_theta": 8000000.0, "use_qk_norm": False},
+        34_980_831_232,
+    ),
+    "CohereLabs/c4ai-command-r7b-12-2024": (
+        config("cohere2", (4096, 14336, 32, 32, 8, 256000), layer_norm_eps=1e-5, logit_scale=0.25)
+        | {"max_position_embeddings": 8192, "rope_theta": 50000, "sliding_window": 4096, "sliding_window_pattern": 4},
+        8_028_033_024,
+    ),
+    "baidu/ERNIE-4.5-0.3B-PT": (
+        config("ernie4_5", (1024, 3072, 18, 16, 2, 103424), head_dim=128, rms_norm_eps=1e-5, rope_theta=500000.0)
+        | {"max_position_embeddings": 131072, "use_bias": False, "tie_word_embeddings": True},
+        360_748_032,
+    ),
+    "tencent/Hunyuan-7B-Instruct": (
+        config("hunyuan_v1_dense", (4096, 14336, 32, 32, 8, 128167), head_dim=128, rms_norm_eps=1e-5)
+        | {"rope_theta": 10000.0, "max_position_embeddings": 32768, "tie_word_embeddings": True}
+        | {"rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0}
+           | {"mscale_all_dim": 1.0, "type": "dynamic"}},
+        7_504_568_320,
+    ),
+    "meta-llama/Llama-3.2-11B-Vision-Instruct": (
+        {"model_type": "mllama"}
+        | {"text_config": config("mllama_text_model", (4096, 14336, 40, 32, 8, 128256), rms_norm_eps=1e-5)
+           | {"rope_theta": 500000.0, "max_position_embeddings": 131072, "tie_word_embeddings": False}
+           | {"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]}},
+        8_030_294_016,
+    ),
     "zai-org/glm-4-9b-chat-hf": (
         config("glm", (4096, 13696, 40, 32, 2, 151552), rms_norm_eps=1.5625e-07, max_position_embeddings=131072)
         | {"head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 10000.0},

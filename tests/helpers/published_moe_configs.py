@@ -35,6 +35,14 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         | {"num_experts_per_tok": 2, "sliding_window": None, "rope_theta": 1000000.0, "rms_norm_eps": 1e-5},
         46_702_792_704,
     ),
+    "baidu/ERNIE-4.5-21B-A3B-PT": (
+        {"model_type": "ernie4_5_moe", "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28}
+        | {"num_attention_heads": 20, "num_key_value_heads": 4, "vocab_size": 103424, "moe_num_experts": 64}
+        | {"moe_k": 6, "moe_num_shared_experts": 2, "moe_intermediate_size": 1536, "moe_layer_start_index": 1}
+        | {"moe_layer_end_index": 27, "moe_layer_interval": 1, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+        | {"max_position_embeddings": 131072, "use_bias": False, "tie_word_embeddings": True},
+        21_825_437_888,
+    ),
     "Qwen/Qwen1.5-MoE-A2.7B": (
         {"model_type": "qwen2_moe", "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24}
         | {"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 151936, "num_experts": 60}

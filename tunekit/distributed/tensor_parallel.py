@@ -54,6 +54,11 @@ def shard_layers(model: Decoder, mesh_dim: MeshDim, expert_parallel: bool) -> No
 
 def shard_vocabulary(model: Decoder, mesh_dim: MeshDim) -> None:
     """Split embedding and head by vocabulary ids."""
+    if model.spec.extra_embeddings:
+        raise UserError(
+            f"parallel.tp: the embedding has {model.spec.extra_embeddings} rows outside the vocabulary, which cannot be "
+            "split. Use parallel.dp_shard or parallel.cp."
+        )
     vocab_shard = VocabShard(mesh_dim, mesh_dim.split_sizes(model.spec.vocab))
     model.embed.vocab_shard = model.head.vocab_shard = vocab_shard
     shard_parameters(model, "embed", VOCAB_DIMS, vocab_shard.sizes, mesh_dim, "tensor")

@@ -17,6 +17,7 @@ from tunekit.models.forward_context import (
     ForwardContext,
     KVCache,
     LayerCache,
+    LayerKVCache,
     SequenceSharding,
     has_static_shapes,
 )
@@ -85,21 +86,37 @@ class PerLayerGate(nn.Module):
         return x + self.norm(self.per_layer_projection(gated_activation(self.act, self.per_layer_input_gate(x), token)))
 
 
+class NoMixer(nn.Module):
+    """Layer without a token mixer."""
+
+    rope_key = None  # no position embeddings
+    rope_index: int | None = None
+    layer_index, shares_kv = 0, False  # no keys and values to share
+    supports_prefixes = True
+
+    def make_cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> LayerKVCache:
+        """Cache without slots."""
+        return LayerKVCache((batch, 0, 0, 0), (batch, 0, 0, 0), dtype, device)
+
+
 class Block(InitMixin):
-    """A token mixer and a feed-forward layer, each with its norms and a residual connection."""
+    """A token mixer and a feed-forward layer, or one of the two, each with its norms and a residual connection."""
 
     layer_scalar: nn.Parameter | None
 
     def __init__(self, spec: Layer, model: DecoderSpec) -> None:
         super().__init__()
         pre_norm, post_norm = (model.norm if on else None for on in (spec.pre_norm, spec.post_norm))
-        self.scale = model.residual_scale
-        self.attn_norm = make_norm(model.dim, pre_norm)
-        self.attn = MIXERS[type(spec.mixer)](model.dim, spec.mixer)
-        self.attn_post_norm = make_norm(model.dim, post_norm)
-        self.mlp_norm = make_norm(model.dim, None if isinstance(spec.ffn, DenseMoE) else pre_norm)
-        self.mlp = FFNS[type(spec.ffn)](model.dim, spec.ffn)
-        self.mlp_post_norm = make_norm(model.dim, post_norm)
+        self.scale, self.parallel = model.residual_scale, spec.parallel
+        self.attn_norm = self.attn_post_norm = self.mlp_norm = self.mlp_post_norm = nn.Identity()
+        self.attn = NoMixer() if spec.mixer is None else MIXERS[type(spec.mixer)](model.dim, spec.mixer)
+        if spec.mixer is not None:
+            self.attn_norm, self.attn_post_norm = make_norm(model.dim, pre_norm), make_norm(model.dim, post_norm)
+        self.mlp = None if spec.ffn is None else FFNS[type(spec.ffn)](model.dim, spec.ffn)
+        if spec.ffn is not None:
+            reads_input = spec.parallel or isinstance(spec.ffn, DenseMoE)
+            self.mlp_norm = make_norm(model.dim, None if reads_input else pre_norm)
+            self.mlp_post_norm = make_norm(model.dim, post_norm)
         self.token = None if model.per_layer is None else PerLayerGate(model.per_layer, model)
         scalar = nn.Parameter(torch.ones(1), requires_grad=False)
         self.register_parameter("layer_scalar", scalar if spec.scaled else None)
@@ -107,8 +124,11 @@ class Block(InitMixin):
     def forward(
         self, x: Tensor, context: ForwardContext, cache: LayerCache | None = None, token: Tensor | None = None
     ) -> Tensor:
-        x = self.add(x, self.attn_post_norm(self.attn(self.attn_norm(x), context, cache)))
-        x = self.add(x, self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
+        y = self.attn_norm(x)
+        if not isinstance(self.attn, NoMixer):
+            x = self.add(x, self.attn_post_norm(self.attn(y, context, cache)))
+        if self.mlp is not None:
+            x = self.add(x, self.mlp_post_norm(self.mlp(y if self.parallel else self.mlp_norm(x))))
         x = x if self.token is None else self.token(x, token)
         return x if self.layer_scalar is None else x * self.layer_scalar.to(x.dtype)
 
@@ -136,11 +156,11 @@ class Decoder(nn.Module):
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.embed = Embedding(spec.vocab, spec.dim)
+        self.embed = Embedding(spec.vocab + spec.extra_embeddings, spec.dim)
         self.per_layer = None if spec.per_layer is None else PerLayerEmbedding(spec.per_layer, spec)
         blocks = nn.ModuleList(Block(layer, spec) for layer in spec.layers)
         self.layers = cast("Iterable[Block]", blocks)  # a ModuleList is not generic
-        self.norm = RMSNorm(spec.dim, spec.norm)
+        self.norm = make_norm(spec.dim, spec.norm)
         self.head = Head(spec)
         self.tie()
         self.ropes = self.index_layers()

@@ -1,4 +1,4 @@
-"""RMS norm."""
+"""RMS norm, with or without centering."""
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ class RMSNorm(InitMixin):
         self.register_parameter("weight", nn.Parameter(torch.ones(dim)) if spec.weight else None)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.spec.centered:
+            centered = x.float() - x.float().mean(-1, keepdim=True)
+            return rms_norm(centered, self.weight, self.spec.eps, self.spec.offset, True).type_as(x)
         return rms_norm(x, self.weight, self.spec.eps, self.spec.offset, self.spec.scale_in_fp32)
 
     def init_weights(self, generator: torch.Generator, std: float) -> None:

@@ -14,6 +14,7 @@ class Norm:
     offset: float = 0.0  # Gemma and Qwen3.5 store weight - 1
     weight: bool = True  # False: no trainable scale
     scale_in_fp32: bool = False  # multiply by the weight in fp32, before the cast to the activation dtype
+    centered: bool = False  # Cohere: subtract the mean first (a layer norm without bias)
     over_all_heads: bool = False  # OLMo: one QK norm over all heads instead of one per head
 
 
@@ -193,10 +194,12 @@ FeedForward = MLP | MoE | DenseMoE
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Decoder layer: a token mixer and a feed-forward layer, each with norms and a residual connection."""
+    """Decoder layer: a token mixer and a feed-forward layer, each with norms and a residual connection. Layers of some
+    families have only one of the two; a layer without both is the identity."""
 
-    mixer: Mixer
-    ffn: FeedForward
+    mixer: Mixer | None
+    ffn: FeedForward | None
+    parallel: bool = False  # Cohere: both read the same normalized input
     pre_norm: bool = True
     post_norm: bool = False
     scaled: bool = False  # Gemma 4: multiply the layer output by a stored scalar
@@ -225,6 +228,7 @@ class DecoderSpec:
     tie_word_embeddings: bool = False  # lm_head shares the embedding's weight
     initializer_range: float = 0.02
     context: int = 2048
+    extra_embeddings: int = 0  # Llama 3.2 Vision: rows of the embedding that are not in the vocabulary
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0

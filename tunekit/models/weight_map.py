@@ -86,6 +86,17 @@ class Transposed(Identity):
 
 
 @dataclass(frozen=True)
+class Unsqueezed(Identity):
+    """Hub tensors with one more dimension of size 1, the first one."""
+
+    def load(self, tensors: list[Tensor], shapes: list[Shape]) -> list[Tensor]:
+        return [tensor.squeeze(0) for tensor in tensors]
+
+    def save(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [tensor[None] for tensor in tensors]
+
+
+@dataclass(frozen=True)
 class KeyRule:
     """Our modules or tensors, those of the Hub, and the conversion between them. A single name needs no tuple."""
 

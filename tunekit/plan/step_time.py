@@ -132,8 +132,8 @@ def count_flops(memory_model: RankMemoryModel, net: Decoder) -> float:
         if kind not in flops_of_kind:
             flops_of_kind[kind] = linear_flops(layer, num_active_experts(spec))
         forward, back = flops_of_kind[kind]
-        # Context parallel ranks have tokens from both ends of a row: equal work. TP does not shard DeltaNet.
-        heads = 1 if isinstance(spec.mixer, DeltaNet) else sizes.tp
+        # Context parallel ranks have tokens from both ends of a row: equal work. TP does not shard recurrent mixers.
+        heads = sizes.tp if isinstance(spec.mixer, Attention | LatentAttention) else 1
         pairs = attention(spec, task.max_length) / heads
         total += (1 + task.num_reference_passes + num_recomputed) * (forward + pairs) + back + FLASH_BACK * pairs
     head = 2.0 * net.head.in_features * net.head.out_features
@@ -183,7 +183,7 @@ def attention(spec: Layer, length: int) -> float:
         return 4.0 * mixer.heads * mixer.head_dim * seen
     if isinstance(mixer, LatentAttention):
         return 2.0 * mixer.heads * (mixer.nope_dim + mixer.rope_dim + mixer.v_dim) * length / 2
-    return 4.0 * mixer.v_heads * mixer.k_dim * mixer.v_dim
+    return 4.0 * mixer.v_heads * mixer.k_dim * mixer.v_dim if isinstance(mixer, DeltaNet) else 0.0
 
 
 # Communication

@@ -12,12 +12,13 @@ from tunekit.models.weight_map import KeyRule, as_tuple
 DOCUMENTS, TOKENS = "ForSequenceClassification", "ForTokenClassification"
 # Values of `model_type` with such classes in transformers, whose names start with the type in camel case.
 MODEL_TYPES = """
-deepseek_v2 deepseek_v3 gemma gemma2 gemma3 gemma3_text glm glm4 gpt_oss llama ministral ministral3 mistral mixtral
-olmo2 olmo3 phi3 qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_text qwen3_moe qwen3_next smollm3
+deepseek_v2 deepseek_v3 gemma gemma2 gemma3 gemma3_text glm glm4 gpt_oss hunyuan_v1_dense llama ministral ministral3
+mistral mixtral olmo2 olmo3 phi3 qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3
 """
-SPECIAL_PREFIXES = {"qwen3_5": "Qwen3_5", "qwen3_5_text": "Qwen3_5Text", "smollm3": "SmolLM3"}
+SPECIAL_PREFIXES = {"hunyuan_v1_dense": "HunYuanDenseV1"}
+SPECIAL_PREFIXES |= {"qwen3_5": "Qwen3_5", "qwen3_5_text": "Qwen3_5Text", "smollm3": "SmolLM3"}
 # Without a token classification class in transformers.
-DOCUMENTS_ONLY = {"deepseek_v2", "gemma3", "gemma3_text", "olmo2", "olmo3", "qwen3_5_text"}
+DOCUMENTS_ONLY = {"deepseek_v2", "gemma3", "gemma3_text", "hunyuan_v1_dense", "olmo2", "olmo3", "qwen3_5_text"}
 HEAD = "score"  # its name in checkpoints
 
 

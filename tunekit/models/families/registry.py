@@ -7,15 +7,19 @@ from dataclasses import dataclass, replace
 from tunekit.errors import UserError
 from tunekit.models.families import (
     classifiers,
+    cohere,
     deepseek,
+    ernie,
     gemma,
     gemma4,
     glm,
     gpt_oss,
     granite,
+    hunyuan,
     llama,
     llama4,
     mistral,
+    mllama,
     moe_base,
     olmo,
     phi,
@@ -46,8 +50,12 @@ class Family:
 
 
 FAMILIES = {
+    "cohere": Family(cohere.cohere),
+    "cohere2": Family(cohere.cohere2),
     "deepseek_v2": Family(deepseek.v2, deepseek.TABLE),
     "deepseek_v3": Family(deepseek.v3, deepseek.TABLE, moe_base.mtp_layers),
+    "ernie4_5": Family(ernie.ernie),
+    "ernie4_5_moe": Family(ernie.ernie_moe, ernie.MOE_TABLE, module_table=ernie.MODULES),
     "gemma": Family(gemma.gemma),
     "gemma2": Family(gemma.gemma2, gemma.TABLE),
     "gemma3": Family(gemma.vision, gemma.VISION),
@@ -60,6 +68,7 @@ FAMILIES = {
     "gpt_oss": Family(gpt_oss.spec, gpt_oss.TABLE),
     "granite": Family(granite.granite),
     "granitemoe": Family(granite.granite_moe, granite.TABLE, module_table=granite.LIVE),
+    "hunyuan_v1_dense": Family(hunyuan.dense, hunyuan.TABLE),
     "kimi_k2": Family(deepseek.v3, deepseek.TABLE, moe_base.mtp_layers),
     "llama": Family(llama.spec),
     "llama4": Family(llama4.vision, llama4.VISION, module_table=llama4.LIVE, transposed_experts=True),
@@ -69,6 +78,7 @@ FAMILIES = {
     "mistral": Family(mistral.mistral),
     "mistral3": Family(mistral.vision, mistral.VISION),
     "mixtral": Family(mistral.mixtral, mistral.MIXTRAL_TABLE, module_table=(*moe_base.ROUTER, *moe_base.EXPERTS)),
+    "mllama": Family(mllama.vision, mllama.TABLE, mllama.config_table),
     "olmo2": Family(olmo.olmo2, olmo.TABLE),
     "olmo3": Family(olmo.olmo3, olmo.TABLE),
     "olmoe": Family(olmo.olmoe, olmo.MOE_TABLE),
@@ -85,6 +95,7 @@ FAMILIES = {
     "qwen3_moe": Family(qwen.qwen3_moe, qwen.MOE_TABLE),
     "qwen3_next": Family(qwen3_next.spec, qwen3_next.TABLE),
     "qwen3_vl": Family(qwen.qwen3_vision, qwen.VISION),
+    "seed_oss": Family(llama.seed_oss),
     "smollm3": Family(llama.smollm3),
 }
 
