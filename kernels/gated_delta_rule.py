@@ -247,29 +247,36 @@ def unit_lower_inverse(x: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(x, identity, upper=False, unitriangular=True)
 
 
-def short_convolution(
-    x: Tensor, weight: Tensor, layout: SequenceLayout | None = None, previous: Tensor | None = None
+def short_convolution(  # noqa: PLR0913
+    x: Tensor,
+    weight: Tensor,
+    layout: SequenceLayout | None = None,
+    previous: Tensor | None = None,
+    bias: Tensor | None = None,
+    silu: bool = True,
 ) -> Tensor:
-    """SiLU of a causal depthwise convolution: x (B, S, C), weight (C, K) with the tap of the current token last.
+    """Causal depthwise convolution, by default with SiLU: x (B, S, C), weight (C, K) with the tap of the current token
+    last, bias (C,).
 
     `previous` (B, K - 1, C) are the tokens before the rows, by default zeros. The convolution does not cross the
     documents of `layout`.
     """
-    width = weight.shape[-1] - 1
+    width, activation = weight.shape[-1] - 1, F.silu if silu else torch.Tensor.contiguous
     if layout is None:
         padded = F.pad(x, (0, 0, width, 0)) if previous is None else torch.cat([previous, x], dim=1)
-        return F.silu(convolve(padded, weight)).type_as(x)
+        return activation(convolve(padded, weight, bias)).type_as(x)
     bounds = get_bounds(layout, width, x.device)  # with `width` zeros before each document
     padded = x.new_zeros(1, x.shape[0] * x.shape[1] + width * (len(layout.cu_seqlens) - 1), x.shape[-1])
     padded = padded.index_copy(1, bounds.gather_index, x.flatten(0, 1)[None])
-    return F.silu(convolve(padded, weight).index_select(1, bounds.before)).view_as(x).type_as(x)
+    return activation(convolve(padded, weight, bias).index_select(1, bounds.before)).view_as(x).type_as(x)
 
 
-def convolve(x: Tensor, weight: Tensor) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Depthwise convolution (B, S, C) of `x` (B, S + K - 1, C) without padding, in fp32."""
     first_tap, *other_taps = weight.float().unbind(-1)
     length = x.shape[1] - len(other_taps)
     y = x[:, :length] * first_tap
+    y = y if bias is None else y + bias.float()
     for i, tap in enumerate(other_taps, start=1):
         y = torch.addcmul(y, x[:, i : i + length], tap)
     return y

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from transformers import AutoModelForCausalLM, SeedOssConfig
+from transformers import AutoModelForCausalLM, HeliumConfig
 
 from tunekit import assets, build
 from tunekit.adapters.config import NoAdapter
@@ -251,24 +251,25 @@ def test_example_family_matches_transformers(work_dir: Path, monkeypatch: pytest
     (text,) = code_blocks("docs/families.md", "python")
     names: dict[str, Any] = {}
     exec(compile(text, "families.md", "exec"), names)
-    monkeypatch.setitem(FAMILIES, "seed_oss", Family(names["spec"]))
+    monkeypatch.setitem(FAMILIES, "helium", Family(names["spec"]))
     torch.manual_seed(0)
-    config = SeedOssConfig(
+    config = HeliumConfig(
         vocab_size=97,
         hidden_size=48,
         num_hidden_layers=3,
         num_attention_heads=6,
         num_key_value_heads=2,
-        head_dim=12,
+        head_dim=8,
         intermediate_size=80,
         max_position_embeddings=128,
+        attention_bias=True,
     )
     theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, parameter in theirs.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)  # zeros would hide a bias that is added at the wrong position
-    theirs.save_pretrained(work_dir / "seed")
-    source, run = HFCheckpoint.open(work_dir / "seed"), DistributedContext(device="cpu")
+    theirs.save_pretrained(work_dir / "helium")
+    source, run = HFCheckpoint.open(work_dir / "helium"), DistributedContext(device="cpu")
     ours = build.build_model(source, NoQuantization(), NoAdapter(), PrecisionConfig("fp32"), MemoryConfig(), run).eval()
     tokens = torch.randint(97, (2, 17))
     with torch.no_grad():

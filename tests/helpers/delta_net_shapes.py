@@ -1,4 +1,4 @@
-"""Shapes of small models with gated delta nets."""
+"""Shapes of small models with recurrent mixers: gated delta nets and short convolutions."""
 
 from typing import Any
 
@@ -27,6 +27,11 @@ MROPE = ROPE | {"mrope_section": [1, 1, 1], "mrope_interleaved": True}
 YARN = ROPE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
+LFM2 = {key: value for key, value in BASE.items() if key not in ("rms_norm_eps", "head_dim")}
+LFM2 |= {"model_type": "lfm2", "hidden_size": 48, "norm_eps": 1e-3, "block_multiple_of": 4, "pad_token_id": 0}
+LFM2 |= {"layer_types": ["conv", "full_attention", "conv"]}
+
+
 def wrap_in_multimodal(shape: dict[str, Any]) -> dict[str, Any]:
     """Config of a multimodal model with this text model."""
     outer = {"model_type": shape["model_type"].removesuffix("_text"), "vision_config": VISION}
@@ -42,6 +47,9 @@ DELTA: dict[str, dict[str, Any]] = {
     "qwen3.5-tied": QWEN | EQUAL | {"tie_word_embeddings": True, "num_hidden_layers": 4, "layer_types": None},
     "qwen3.5-yarn": QWEN | {"rope_parameters": YARN, "linear_conv_kernel_dim": 2, "attention_bias": True},
     "qwen3.5-moe": SPARSE,
+    "lfm2": LFM2,
+    "lfm2-biases": LFM2
+    | {"conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": False, "block_auto_adjust_ff_dim": False},
     "qwen3.5-moe-tied": SPARSE | EQUAL | {"tie_word_embeddings": True, "rope_parameters": ROPE | {"rope_theta": 1e4}},
     "qwen3.5-vision": wrap_in_multimodal(QWEN | {"rope_parameters": MROPE}),
     "qwen3.5-vision-tied": wrap_in_multimodal(QWEN | EQUAL | {"rope_parameters": MROPE, "tie_word_embeddings": True}),

@@ -142,6 +142,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
            | {"mscale_all_dim": 1.0, "type": "dynamic"}},
         7_504_568_320,
     ),
+    "LiquidAI/LFM2-1.2B": (
+        config("lfm2", (2048, 12288, 16, 32, 8, 65536), norm_eps=1e-5, rope_theta=1000000.0, conv_L_cache=3)
+        | {"block_ff_dim": 12288, "block_auto_adjust_ff_dim": True, "block_multiple_of": 256, "conv_bias": False}
+        | {"block_ffn_dim_multiplier": 1.0, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "max_position_embeddings": 128000},
+        1_170_340_608,
+    ),
     "meta-llama/Llama-3.2-11B-Vision-Instruct": (
         {"model_type": "mllama"}
         | {"text_config": config("mllama_text_model", (4096, 14336, 40, 32, 8, 128256), rms_norm_eps=1e-5)

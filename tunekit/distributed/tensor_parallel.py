@@ -21,10 +21,10 @@ from tunekit.kernels.nf4 import BLOCK
 from tunekit.models.attention import AllHeadNorm, SelfAttention
 from tunekit.models.decoder import Decoder
 from tunekit.models.feed_forward import GatedMLP
-from tunekit.models.gated_delta_net import GatedDeltaNet
 from tunekit.models.linear import GroupedLinear, Linear
 from tunekit.models.mla import MultiLatentAttention
 from tunekit.models.moe import Experts, MixtureOfExperts
+from tunekit.models.recurrent import RecurrentMixer
 from tunekit.models.tp_region import NO_PARALLEL
 
 # Layers that are sharded by outputs (colwise), and by inputs (rowwise).
@@ -56,7 +56,7 @@ def shard_vocabulary(model: Decoder, mesh_dim: MeshDim) -> None:
     """Split embedding and head by vocabulary ids."""
     if model.spec.extra_embeddings:
         raise UserError(
-            f"parallel.tp: the embedding has {model.spec.extra_embeddings} rows outside the vocabulary, which cannot be "
+            f"parallel.tp: the embedding has {model.spec.extra_embeddings} rows outside the vocabulary and cannot be "
             "split. Use parallel.dp_shard or parallel.cp."
         )
     vocab_shard = VocabShard(mesh_dim, mesh_dim.split_sizes(model.spec.vocab))
@@ -89,7 +89,7 @@ class TensorParallelPlan:
                 module.heads = module.spec.heads // self.mesh_dim.size
                 module.tp_region = SequenceParallelRegion(self.mesh_dim)
                 self.shard_linears(module)
-            case GatedDeltaNet():
+            case RecurrentMixer():
                 module.tp_region = ReplicatedRegion(self.mesh_dim)
             case GatedMLP():
                 self.check_divisible("hidden channels", module.gate_proj.out_features)

@@ -21,11 +21,13 @@ from tunekit.models.forward_context import (
     SequenceSharding,
     has_static_shapes,
 )
+from tunekit.models.gated_convolution import GatedConvolution
 from tunekit.models.gated_delta_net import GatedDeltaNet
 from tunekit.models.linear import Embedding, Linear
 from tunekit.models.mla import MultiLatentAttention
 from tunekit.models.moe import DenseMoEFeedForward, MixtureOfExperts, Router
 from tunekit.models.norm import RMSNorm, make_norm
+from tunekit.models.recurrent import RecurrentMixer
 from tunekit.models.rope import rope_tables
 from tunekit.models.router_stats import RouterStats
 from tunekit.models.spec import (
@@ -40,6 +42,7 @@ from tunekit.models.spec import (
     MoE,
     PerLayerInput,
     Rope,
+    ShortConv,
 )
 from tunekit.models.tp_region import NO_PARALLEL, NoParallel
 from tunekit.models.weight_init import InitMixin
@@ -51,6 +54,7 @@ MIXERS: dict[type, Callable[..., Any]] = {
     Attention: SelfAttention,
     LatentAttention: MultiLatentAttention,
     DeltaNet: GatedDeltaNet,
+    ShortConv: GatedConvolution,
 }
 FFNS: dict[type, Callable[..., Any]] = {MLP: GatedMLP, MoE: MixtureOfExperts, DenseMoE: DenseMoEFeedForward}
 
@@ -86,12 +90,9 @@ class PerLayerGate(nn.Module):
         return x + self.norm(self.per_layer_projection(gated_activation(self.act, self.per_layer_input_gate(x), token)))
 
 
-class NoMixer(nn.Module):
+class NoMixer(RecurrentMixer):
     """Layer without a token mixer."""
 
-    rope_key = None  # no position embeddings
-    rope_index: int | None = None
-    layer_index, shares_kv = 0, False  # no keys and values to share
     supports_prefixes = True
 
     def make_cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> LayerKVCache:

@@ -7,25 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tunekit.kernels.gated_delta_rule import gated_delta_rule, short_convolution
+from tunekit.kernels.gated_delta_rule import gated_delta_rule
 from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.models.forward_context import ForwardContext
 from tunekit.models.linear import Linear, shared_input_linears
 from tunekit.models.norm import RMSNorm
+from tunekit.models.recurrent import CausalConv1d, RecurrentMixer, RecurrentState, token_mask
 from tunekit.models.spec import DeltaNet
-from tunekit.models.tp_region import NO_PARALLEL, NoParallel
-from tunekit.models.weight_init import InitMixin, normal_init
-
-
-class DeltaState:
-    """Generation state: the last conv - 1 inputs (B, conv - 1, C) of the convolution, and the recurrent states."""
-
-    def __init__(self, tail: Tensor, states: Tensor) -> None:
-        self.tail, self.states = tail, states
-
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep only these rows, in this order."""
-        self.tail, self.states = self.tail.index_select(0, rows), self.states.index_select(0, rows)
 
 
 class DeltaProjections(NamedTuple):
@@ -37,14 +25,8 @@ class DeltaProjections(NamedTuple):
     a: Tensor
 
 
-class GatedDeltaNet(InitMixin):
+class GatedDeltaNet(RecurrentMixer):
     """Projections, short convolution, gated delta rule, and gated RMS norm (arXiv:2412.06464)."""
-
-    rope_key = None  # no position embeddings
-    rope_index: int | None = None
-    layer_index, shares_kv = 0, False  # no keys and values to share
-    supports_prefixes = False  # states of a prefix cannot be shared
-    tp_region: NoParallel = NO_PARALLEL  # communication under tensor parallelism
 
     def __init__(self, dim: int, spec: DeltaNet) -> None:
         super().__init__()
@@ -62,7 +44,7 @@ class GatedDeltaNet(InitMixin):
         self.norm = RMSNorm(spec.v_dim, spec.norm)
         self.out_proj = Linear(v, dim, bias=False)
 
-    def forward(self, x: Tensor, context: ForwardContext, cache: DeltaState | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: ForwardContext, cache: RecurrentState | None = None) -> Tensor:
         x = context.gather(self.tp_region.enter(x, context.positions.shape))  # the recurrence needs all earlier tokens
         projections = self.project_grouped(x) if self.spec.grouped else self.project(x)
         decay = -self.A_log.float().exp() * F.softplus(projections.a.float() + self.dt_bias.float())
@@ -93,29 +75,23 @@ class GatedDeltaNet(InitMixin):
 
     def mix(self, qkv: Tensor, decay: Tensor, beta: Tensor, layout: SequenceLayout | None) -> Tensor:
         """Outputs (B, S, H, V) for complete rows, or for the documents in them."""
-        qkv = short_convolution(qkv, self.conv1d.weight.squeeze(1), layout)
-        return gated_delta_rule(*self.split_heads(qkv), decay, beta, layout)[0]
+        return gated_delta_rule(*self.split_heads(self.conv1d(qkv, layout)), decay, beta, layout)[0]
 
-    def prefill(self, qkv: Tensor, decay: Tensor, beta: Tensor, context: ForwardContext, cache: DeltaState) -> Tensor:
+    def prefill(
+        self, qkv: Tensor, decay: Tensor, beta: Tensor, context: ForwardContext, cache: RecurrentState
+    ) -> Tensor:
         """Outputs of the first tokens; updates the cache. Padding neither decays a state nor writes to it."""
-        inputs = torch.cat([cache.tail, qkv], dim=1)
-        lengths = torch.full_like(qkv[:, 0, 0], qkv.shape[1], dtype=torch.long)
-        lengths = lengths if context.lengths is None else context.lengths
-        is_token = (torch.arange(qkv.shape[1], device=qkv.device) < lengths[:, None])[..., None]
-        mixed = short_convolution(qkv, self.conv1d.weight.squeeze(1), previous=cache.tail)
-        qkv_heads = self.split_heads(mixed)
+        is_token, qkv_heads = token_mask(qkv, context), self.split_heads(self.conv1d.prefill(qkv, context, cache))
         y, cache.states = gated_delta_rule(*qkv_heads, decay * is_token, beta * is_token, state=cache.states)
-        last = lengths[:, None] + torch.arange(cache.tail.shape[1], device=qkv.device)
-        cache.tail = inputs.take_along_dim(last[..., None], dim=1)
         return y
 
-    def decode(self, qkv: Tensor, decay: Tensor, beta: Tensor, context: ForwardContext, cache: DeltaState) -> Tensor:
+    def decode(
+        self, qkv: Tensor, decay: Tensor, beta: Tensor, context: ForwardContext, cache: RecurrentState
+    ) -> Tensor:
         """Outputs of one token per row. Updates states in place, because a captured graph has fixed addresses."""
-        mixed = short_convolution(qkv, self.conv1d.weight.squeeze(1), previous=cache.tail)
-        y, states = gated_delta_rule(*self.split_heads(mixed), decay, beta, state=cache.states)
-        tail = torch.cat([cache.tail[:, 1:], qkv], dim=1)[:, : cache.tail.shape[1]]
+        qkv_heads = self.split_heads(self.conv1d.decode(qkv, cache))
+        y, states = gated_delta_rule(*qkv_heads, decay, beta, state=cache.states)
         cache.states.copy_(states)
-        cache.tail.copy_(tail)
         return y
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,25 +100,14 @@ class GatedDeltaNet(InitMixin):
         s = self.spec
         return q.unflatten(-1, (-1, s.k_dim)), k.unflatten(-1, (-1, s.k_dim)), v.unflatten(-1, (-1, s.v_dim))
 
-    def make_cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> DeltaState:
+    def make_cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> RecurrentState:
         """Empty state. Its size does not depend on `slots`."""
         s = self.spec
         tail = torch.zeros(batch, s.conv - 1, sum(self.widths), dtype=dtype, device=device)
-        return DeltaState(tail, torch.zeros(batch, s.v_heads, s.k_dim, s.v_dim, device=device))
+        return RecurrentState(tail, torch.zeros(batch, s.v_heads, s.k_dim, s.v_dim, device=device))
 
     def init_weights(self, generator: torch.Generator, std: float) -> None:
         """Draw decays that differ between heads, as in Mamba 2 (arXiv:2405.21060)."""
         decays = torch.empty(self.A_log.shape).uniform_(0.01, 16, generator=generator)
         self.weight_storage.copy(self.A_log, decays.log())
         nn.init.ones_(self.dt_bias)
-
-
-class CausalConv1d(InitMixin):
-    """Weights (C, 1, K) of a depthwise convolution over time."""
-
-    def __init__(self, channels: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(channels, 1, width))
-
-    def init_weights(self, generator: torch.Generator, std: float) -> None:
-        self.weight_storage.copy(self.weight, normal_init(self.weight.shape, std, generator))

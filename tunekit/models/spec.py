@@ -136,6 +136,14 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, slots=True)
+class ShortConv:
+    """Gated short convolution of LFM2: the state is the last inputs."""
+
+    conv: int  # kernel size
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class MLP:
     """Gated feed-forward layer: down(act(gate(x)) * up(x))."""
 
@@ -188,7 +196,7 @@ class PerLayerInput:
     act: Act = "gelu_tanh"
 
 
-Mixer = Attention | LatentAttention | DeltaNet
+Mixer = Attention | LatentAttention | DeltaNet | ShortConv
 FeedForward = MLP | MoE | DenseMoE
 
 

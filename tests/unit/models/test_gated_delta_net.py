@@ -33,7 +33,8 @@ from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
 from tunekit.models.families.registry import find_family
 from tunekit.models.forward_context import ForwardContext
-from tunekit.models.gated_delta_net import DeltaState, GatedDeltaNet
+from tunekit.models.gated_delta_net import GatedDeltaNet
+from tunekit.models.recurrent import RecurrentState
 from tunekit.models.spec import DeltaNet
 from tunekit.quantization.config import NoQuantization
 
@@ -80,10 +81,10 @@ def test_padding_does_not_change_the_state(name: str, tmp_path: Path) -> None:
     rows = [random_tokens(1, length, seed=length)[0] for length in lengths]
 
     @torch.no_grad()
-    def run_and_get_states(batch: Tensor, lengths: list[int]) -> list[DeltaState]:
+    def run_and_get_states(batch: Tensor, lengths: list[int]) -> list[RecurrentState]:
         cache = model.make_cache(len(batch), 30)
         model(batch, cache=cache, lengths=torch.tensor(lengths))
-        return [layer for layer in cache.layers if isinstance(layer, DeltaState)]
+        return [layer for layer in cache.layers if isinstance(layer, RecurrentState)]
 
     together = run_and_get_states(pad_sequence(rows, batch_first=True, padding_value=3), lengths)
     assert len(together) == len(delta_nets(model)) > 0

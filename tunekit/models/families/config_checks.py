@@ -43,7 +43,7 @@ KEYS_BY_RANGE = {
         "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim "
         "num_experts_per_tok top_k_experts n_group topk_group decoder_sparse_step full_attention_interval "
         "sliding_window_pattern interleave_moe_layer_step no_rope_layer_interval "
-        "moe_k moe_layer_interval"
+        "moe_k moe_layer_interval conv_L_cache block_multiple_of block_ff_dim"
     ),
     SIZE_OR_ZERO: (
         "qk_nope_head_dim num_experts num_local_experts n_routed_experts n_shared_experts max_window_layers "
@@ -51,12 +51,12 @@ KEYS_BY_RANGE = {
         "num_nextn_predict_layers num_mtp_layers moe_num_experts moe_num_shared_experts moe_layer_start_index"
     ),
     POSITION: "sliding_window",
-    FRACTION: "rms_norm_eps layer_norm_eps partial_rotary_factor",
+    FRACTION: "rms_norm_eps layer_norm_eps norm_eps partial_rotary_factor",
     POSITIVE: (
         "rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow "
         "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping attention_multiplier "
         "embedding_multiplier residual_multiplier logits_scaling routed_scaling_factor floor_scale swiglu_limit "
-        "swiglu_alpha logit_scale alpha"
+        "swiglu_alpha logit_scale alpha block_ffn_dim_multiplier"
     ),
     NON_NEGATIVE: "initializer_range mscale mscale_all_dim attn_scale llama_4_scaling_beta",
 }
@@ -65,6 +65,9 @@ FLAGS = [
     "attention_bias",
     "attention_out_bias",
     "use_bias",
+    "conv_bias",
+    "tie_embedding",
+    "block_auto_adjust_ff_dim",
     "mlp_bias",
     "qkv_bias",
     "tie_word_embeddings",
@@ -80,7 +83,15 @@ FLAGS = [
 ]
 SECTIONS = ("text_config", "rope_parameters", "rope_scaling", "per_layer_config")
 FACTORS = ("short_factor", "long_factor")
-LISTS = (*FACTORS, "layer_types", "no_rope_layers", "mlp_only_layers", "moe_layers", "cross_attention_layers")
+LISTS = (
+    *FACTORS,
+    "layer_types",
+    "no_rope_layers",
+    "mlp_only_layers",
+    "moe_layers",
+    "cross_attention_layers",
+    "full_attn_idxs",
+)
 
 
 def check_config_values(config: Mapping[str, Any], prefix: str = "") -> None:

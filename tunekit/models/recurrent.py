@@ -1,0 +1,79 @@
+"""Parts of mixers with a state of fixed size: base class, generation state, and the causal convolution over time."""
+
+import torch
+from torch import Tensor, nn
+
+from tunekit.kernels.gated_delta_rule import short_convolution
+from tunekit.kernels.sequence_layout import SequenceLayout
+from tunekit.models.forward_context import ForwardContext
+from tunekit.models.tp_region import NO_PARALLEL, NoParallel
+from tunekit.models.weight_init import InitMixin, normal_init
+
+
+class RecurrentState:
+    """Generation state: the last inputs (B, K - 1, C) of the convolution, and the recurrent states (B, ...) in fp32."""
+
+    def __init__(self, tail: Tensor, states: Tensor) -> None:
+        self.tail, self.states = tail, states
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep only these rows, in this order."""
+        self.tail, self.states = self.tail.index_select(0, rows), self.states.index_select(0, rows)
+
+
+class RecurrentMixer(InitMixin):
+    """Mixer without keys and values, which every tensor parallel rank computes in full."""
+
+    rope_key = None  # no position embeddings
+    rope_index: int | None = None
+    layer_index, shares_kv = 0, False  # no keys and values to share
+    supports_prefixes = False  # states of a prefix cannot be shared
+    tp_region: NoParallel = NO_PARALLEL  # communication under tensor parallelism
+
+    def init_weights(self, generator: torch.Generator, std: float) -> None:
+        """No direct parameters."""
+
+
+def token_mask(x: Tensor, context: ForwardContext) -> Tensor:
+    """Which tokens of padded rows (B, S, C) are no padding, (B, S, 1)."""
+    return torch.arange(x.shape[1], device=x.device)[:, None] < row_lengths(x, context)[:, None, None]
+
+
+def row_lengths(x: Tensor, context: ForwardContext) -> Tensor:
+    """Number of tokens (B,) of padded rows (B, S, C)."""
+    return x.new_full((len(x),), x.shape[1], dtype=torch.long) if context.lengths is None else context.lengths
+
+
+class CausalConv1d(InitMixin):
+    """Depthwise convolution over time: weights (C, 1, K), with the tap of the current token last."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, channels: int, width: int, bias: bool = False, silu: bool = True) -> None:
+        super().__init__()
+        self.silu = silu  # apply SiLU to the outputs
+        self.weight = nn.Parameter(torch.zeros(channels, 1, width))
+        self.register_parameter("bias", nn.Parameter(torch.zeros(channels)) if bias else None)
+
+    def forward(self, x: Tensor, layout: SequenceLayout | None = None, previous: Tensor | None = None) -> Tensor:
+        """Outputs (B, S, C) for complete rows, for the documents in them, or after `previous` (B, K - 1, C) inputs."""
+        return short_convolution(x, self.weight.squeeze(1), layout, previous, self.bias, self.silu)
+
+    def prefill(self, x: Tensor, context: ForwardContext, cache: RecurrentState) -> Tensor:
+        """Outputs of the first tokens. The cache keeps the last inputs before the padding."""
+        y = self(x, previous=cache.tail)
+        last = row_lengths(x, context)[:, None] + torch.arange(cache.tail.shape[1], device=x.device)
+        cache.tail = torch.cat([cache.tail, x], dim=1).take_along_dim(last[..., None], dim=1)
+        return y
+
+    def decode(self, x: Tensor, cache: RecurrentState) -> Tensor:
+        """Outputs of one token per row. Updates the cache in place, because a captured graph has fixed addresses."""
+        y = self(x, previous=cache.tail)
+        cache.tail.copy_(torch.cat([cache.tail[:, 1:], x], dim=1)[:, : cache.tail.shape[1]])
+        return y
+
+    def init_weights(self, generator: torch.Generator, std: float) -> None:
+        """Draw normal weights and zero the bias."""
+        self.weight_storage.copy(self.weight, normal_init(self.weight.shape, std, generator))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
