@@ -31,9 +31,10 @@ ACTIVATIONS = {
     "silu": lambda gate, up: F.silu(gate) * up,
     "gelu": lambda gate, up: F.gelu(gate) * up,
     "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "relu": lambda gate, up: F.relu(gate) * up,
     "clamped_swiglu": clamped_swiglu,
 }
-FUSED_ACTIVATIONS = frozenset(ACTIVATIONS) - {"gelu"}  # of the form x * sigmoid(...)
+FUSED_ACTIVATIONS = frozenset(ACTIVATIONS) - {"gelu", "relu"}  # of the form x * sigmoid(...)
 
 
 def gated_activation(act: str, gate: Tensor, up: Tensor, constants: tuple[float, float] | None = None) -> Tensor:

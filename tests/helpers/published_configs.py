@@ -29,6 +29,11 @@ VISION = {
     "num_heads": 16,
     "num_position_embeddings": 2304,
 }
+MAMBA = {"mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128, "mamba_d_conv": 4, "mamba_expand": 2}
+MAMBA |= {"mamba_conv_bias": True, "mamba_proj_bias": False}
+NEMOTRON = {"mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "mlp_hidden_act": "relu2"}
+NEMOTRON |= {"use_conv_bias": True, "use_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
+NEMOTRON |= {"time_step_limit": [0.0, float("inf")]}
 
 
 def config(model_type: str, sizes: tuple[int, int, int, int, int | None, int], **options: Any) -> dict[str, Any]:
@@ -154,6 +159,48 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
            | {"rope_theta": 500000.0, "max_position_embeddings": 131072, "tie_word_embeddings": False}
            | {"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]}},
         8_030_294_016,
+    ),
+    "ibm-ai-platform/Bamba-9B-v1": (
+        config("bamba", (4096, 14336, 32, 32, 8, 128256), rms_norm_eps=1e-5, rope_theta=10000.0) | MAMBA
+        | {"attn_layer_indices": [9, 18, 27], "mamba_n_heads": 128, "max_position_embeddings": 262144},
+        9_780_235_392,
+    ),
+    "ibm-granite/granite-4.0-h-tiny": (
+        config("granitemoehybrid", (1536, 512, 40, 12, 4, 100352), rms_norm_eps=1e-5, rope_theta=10000) | MAMBA
+        | {"layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)], "mamba_n_heads": 48}
+        | {"num_local_experts": 64, "num_experts_per_tok": 6, "shared_intermediate_size": 1024}
+        | {"position_embedding_type": "nope", "embedding_multiplier": 12, "attention_multiplier": 0.0078125}
+        | {"residual_multiplier": 0.22, "logits_scaling": 6, "tie_word_embeddings": True},
+        6_939_037_248,
+    ),
+    "ibm-granite/granite-4.0-micro": (
+        config("granitemoehybrid", (2560, 8192, 40, 40, 8, 100352), rms_norm_eps=1e-5, rope_theta=10000000)
+        | {"layer_types": ["attention"] * 40, "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_d_head": "auto"}
+        | {"shared_intermediate_size": 8192, "position_embedding_type": "rope", "embedding_multiplier": 12}
+        | {"attention_multiplier": 0.015625, "residual_multiplier": 0.22, "logits_scaling": 10}
+        | {"max_position_embeddings": 131072, "tie_word_embeddings": True},
+        3_402_836_480,
+    ),
+    "tiiuae/Falcon-H1-0.5B-Instruct": (
+        config("falcon_h1", (1024, 2048, 36, 8, 2, 32784), head_dim=64, rms_norm_eps=1e-5, rope_theta=1e11) | MAMBA
+        | {"mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_rms_norm": False, "mamba_norm_before_gate": False}
+        | {"max_position_embeddings": 16384, "tie_word_embeddings": False, "mlp_multipliers": [0.88, 0.29]}
+        | {"ssm_multipliers": [0.3, 0.25, 0.3, 0.5, 0.3]},  # real length, made-up values
+        521_411_104,
+    ),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (
+        config("nemotron_h", (2688, 1856, 52, 32, 2, 131072), head_dim=128, layer_norm_epsilon=1e-5) | NEMOTRON
+        | {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "mamba_num_heads": 64}
+        | {"n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "n_group": 1}
+        | {"moe_shared_expert_intermediate_size": 3712, "topk_group": 1, "routed_scaling_factor": 2.5}
+        | {"norm_topk_prob": True, "max_position_embeddings": 262144},
+        31_577_940_288,
+    ),
+    "nvidia/Nemotron-H-8B-Base-8K": (
+        config("nemotron_h", (4096, 21504, 52, 32, 8, 131072), head_dim=128, layer_norm_epsilon=1e-5) | NEMOTRON
+        | {"hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "mamba_num_heads": 128}
+        | {"max_position_embeddings": 8192},
+        8_100_852_736,
     ),
     "zai-org/glm-4-9b-chat-hf": (
         config("glm", (4096, 13696, 40, 32, 2, 151552), rms_norm_eps=1.5625e-07, max_position_embeddings=131072)

@@ -23,7 +23,7 @@ from tunekit.errors import FieldError, UserError
 from tunekit.kernels.grouped_mm import grouped_mm
 from tunekit.kernels.lora import CPU_CHUNK_SIZE, LoRAWeights, lora_linear, lora_row_norms
 from tunekit.models.decoder import Decoder
-from tunekit.models.linear import Embedding, GroupedLinear, Linear
+from tunekit.models.linear import Embedding, GroupedLinear, Linear, LinearBase
 from tunekit.models.weight_init import named_generator
 from tunekit.models.weight_map import Shape
 
@@ -126,7 +126,8 @@ class LoRAConfig:
 
     def target_layers(self, model: Decoder) -> dict[str, Layer]:
         """Layers that match `target_modules`, by name."""
-        names = {n: m for n, m in model.named_modules() if isinstance(m, Layer) and ".lora_" not in n}
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, Layer) and ".lora_" not in n}
+        names = {n: m for n, m in layers.items() if not isinstance(m, LinearBase) or m.is_adaptable}
         return {
             name: names[name]
             for pattern in as_tuple(self.target_modules)

@@ -25,7 +25,7 @@ def shard_experts(model: Decoder, mesh_dim: MeshDim) -> None:
     if not experts:
         raise UserError("parallel.ep: this model has no experts. Set parallel.ep=1.")
     for name, module in experts.items():
-        module.dispatcher = TokenDispatcher(mesh_dim, module.gate_proj.experts)
+        module.dispatcher = TokenDispatcher(mesh_dim, module.up_proj.experts)
         for leaf, layer in module.named_children():
             shard_expert_layer(model, f"{name}.{leaf}", layer, mesh_dim)
 

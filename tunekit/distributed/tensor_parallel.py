@@ -92,7 +92,7 @@ class TensorParallelPlan:
             case RecurrentMixer():
                 module.tp_region = ReplicatedRegion(self.mesh_dim)
             case GatedMLP():
-                self.check_divisible("hidden channels", module.gate_proj.out_features)
+                self.check_divisible("hidden channels", module.up_proj.out_features)
                 module.tp_region = SequenceParallelRegion(self.mesh_dim)
                 self.shard_linears(module)
             case MixtureOfExperts() if not self.expert_parallel:

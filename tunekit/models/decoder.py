@@ -24,6 +24,7 @@ from tunekit.models.forward_context import (
 from tunekit.models.gated_convolution import GatedConvolution
 from tunekit.models.gated_delta_net import GatedDeltaNet
 from tunekit.models.linear import Embedding, Linear
+from tunekit.models.mamba2 import AttentionAndMamba2, Mamba2Mixer
 from tunekit.models.mla import MultiLatentAttention
 from tunekit.models.moe import DenseMoEFeedForward, MixtureOfExperts, Router
 from tunekit.models.norm import RMSNorm, make_norm
@@ -39,7 +40,9 @@ from tunekit.models.spec import (
     LatentAttention,
     Layer,
     LongRopeScaling,
+    Mamba2,
     MoE,
+    ParallelMixers,
     PerLayerInput,
     Rope,
     ShortConv,
@@ -55,6 +58,8 @@ MIXERS: dict[type, Callable[..., Any]] = {
     LatentAttention: MultiLatentAttention,
     DeltaNet: GatedDeltaNet,
     ShortConv: GatedConvolution,
+    Mamba2: Mamba2Mixer,
+    ParallelMixers: AttentionAndMamba2,
 }
 FFNS: dict[type, Callable[..., Any]] = {MLP: GatedMLP, MoE: MixtureOfExperts, DenseMoE: DenseMoEFeedForward}
 
@@ -111,8 +116,10 @@ class Block(InitMixin):
         self.scale, self.parallel = model.residual_scale, spec.parallel
         self.attn_norm = self.attn_post_norm = self.mlp_norm = self.mlp_post_norm = nn.Identity()
         self.attn = NoMixer() if spec.mixer is None else MIXERS[type(spec.mixer)](model.dim, spec.mixer)
+        if spec.mixer is not None or spec.parallel:
+            self.attn_norm = make_norm(model.dim, pre_norm)
         if spec.mixer is not None:
-            self.attn_norm, self.attn_post_norm = make_norm(model.dim, pre_norm), make_norm(model.dim, post_norm)
+            self.attn_post_norm = make_norm(model.dim, post_norm)
         self.mlp = None if spec.ffn is None else FFNS[type(spec.ffn)](model.dim, spec.ffn)
         if spec.ffn is not None:
             reads_input = spec.parallel or isinstance(spec.ffn, DenseMoE)

@@ -1,5 +1,7 @@
 """Dense feed-forward layer."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from tunekit.kernels.glu import gated_activation
@@ -9,17 +11,29 @@ from tunekit.models.tp_region import NO_PARALLEL, NoParallel
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)), or without a gate down(act(up(x)) * up(x))."""
 
     tp_region: NoParallel = NO_PARALLEL  # communication with ranks that hold other hidden channels
 
     def __init__(self, dim: int, spec: MLP) -> None:
         super().__init__()
-        self.act = spec.act
-        self.gate_proj = Linear(dim, spec.intermediate_size, bias=spec.bias)
+        self.act, self.scales = spec.act, spec.scales
+        self.gate_proj = Linear(dim, spec.intermediate_size, bias=spec.bias) if spec.gated else None
         self.up_proj = Linear(dim, spec.intermediate_size, bias=spec.bias)
         self.down_proj = Linear(spec.intermediate_size, dim, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_and_up = shared_input_linears((self.gate_proj, self.up_proj), self.tp_region.enter(x))
-        return self.tp_region.leave(self.down_proj(gated_activation(self.act, *gate_and_up)))
+        x = self.tp_region.enter(x)
+        gate, up = project_gate_and_up(self.gate_proj, self.up_proj, x)
+        gate = gate if self.scales[0] == 1 else gate * self.scales[0]
+        y = self.down_proj(gated_activation(self.act, gate, up))
+        return self.tp_region.leave(y if self.scales[1] == 1 else y * self.scales[1])
+
+
+def project_gate_and_up(gate_proj: Any, up_proj: Any, *args: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs of both projections for the same input. Without a gate, the second one is its own gate."""
+    if gate_proj is None:
+        up = up_proj(*args)
+        return up, up
+    gate, up = shared_input_linears((gate_proj, up_proj), *args)
+    return gate, up

@@ -28,6 +28,7 @@ class LinearBase(InitMixin):
 
     weight: Tensor
     bias: nn.Parameter | None
+    is_adaptable = True  # whether adapters may target the layer
     rowwise_mesh: ShardGroup | None = None  # ranks that hold the other inputs; their outputs are summed
 
     @property

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from tunekit.kernels.glu import gated_activation
 from tunekit.kernels.grouped_mm import copy_by_expert, invert, permute_rows
-from tunekit.models.feed_forward import GatedMLP
-from tunekit.models.linear import GroupedLinear, Linear, shared_input_linears
+from tunekit.models.feed_forward import GatedMLP, project_gate_and_up
+from tunekit.models.linear import GroupedLinear, Linear
 from tunekit.models.norm import RMSNorm, make_norm
 from tunekit.models.router_stats import RouterStats
 from tunekit.models.spec import MLP, DenseMoE, MoE
@@ -98,15 +98,16 @@ class Router(InitMixin):
 
 
 class Experts(nn.Module):
-    """Gated feed-forward layers of all experts."""
+    """Feed-forward layers of all experts."""
 
     dispatcher: "Callable[[ExpertFn, Tensor, Tensor], Tensor] | None" = None  # sends rows to the ranks of their experts
 
     def __init__(self, dim: int, spec: MoE) -> None:
         super().__init__()
         self.act, self.swiglu = spec.act, spec.swiglu
-        self.gate_proj = GroupedLinear(spec.experts, dim, spec.intermediate_size, spec.bias)
-        self.up_proj = GroupedLinear(spec.experts, dim, spec.intermediate_size, spec.bias)
+        sizes = spec.experts, dim, spec.intermediate_size
+        self.gate_proj = GroupedLinear(*sizes, spec.bias) if spec.gated else None
+        self.up_proj = GroupedLinear(*sizes, spec.bias)
         self.down_proj = GroupedLinear(spec.experts, spec.intermediate_size, dim, spec.bias)
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
@@ -117,8 +118,8 @@ class Experts(nn.Module):
 
     def forward_local(self, x: Tensor, sizes: Tensor) -> Tensor:
         """Outputs of the experts on this rank."""
-        gate_and_up = shared_input_linears((self.gate_proj, self.up_proj), x, sizes)
-        return self.down_proj(gated_activation(self.act, *gate_and_up, self.swiglu), sizes)
+        gate, up = project_gate_and_up(self.gate_proj, self.up_proj, x, sizes)
+        return self.down_proj(gated_activation(self.act, gate, up, self.swiglu), sizes)
 
 
 class MixtureOfExperts(nn.Module):
@@ -131,7 +132,7 @@ class MixtureOfExperts(nn.Module):
         self.spec = spec
         self.router, self.experts = Router(dim, spec), Experts(dim, spec)
         width = spec.shared_intermediate_size
-        self.shared = GatedMLP(dim, MLP(width, spec.act)) if width else None
+        self.shared = GatedMLP(dim, MLP(width, spec.act, gated=spec.gated)) if width else None
         self.shared_gate = Linear(dim, 1, bias=False) if spec.shared_gate else None
 
     def forward(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Act = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
+Act = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +144,42 @@ class ShortConv:
 
 
 @dataclass(frozen=True, slots=True)
+class Mamba2:
+    """State space model of Mamba 2 (arXiv:2405.21060): a state of fixed size instead of keys and values."""
+
+    heads: int
+    head_dim: int
+    groups: int  # of heads that share B and C; channels are normalized by group
+    state_dim: int
+    conv: int  # kernel size of the short convolution
+    conv_bias: bool = True
+    bias: bool = False
+    out_bias: bool = False
+    norm: Norm | None = Norm()  # None: only a gate
+    norm_before_gate: bool = False
+    multipliers: tuple[float, ...] | None = None  # Falcon-H1: of the projected gate, inputs, B, C and step sizes
+    adaptable_out_proj: bool = True  # False: PEFT refuses LoRA on out_proj
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelMixers:
+    """Falcon-H1: sum of attention and Mamba 2, with factors on the inputs and outputs of each."""
+
+    attention: Attention
+    mamba: Mamba2
+    attention_scales: tuple[float, float] = (1.0, 1.0)
+    mamba_scales: tuple[float, float] = (1.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
 class MLP:
     """Gated feed-forward layer: down(act(gate(x)) * up(x))."""
 
     intermediate_size: int
     act: Act = "silu"
     bias: bool = False
+    gated: bool = True  # False: the up projection is its own gate; with relu, this is the squared ReLU
+    scales: tuple[float, float] = (1.0, 1.0)  # Falcon-H1: of the gate and of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +201,7 @@ class MoE:
     router_bias: bool = False
     router_in_fp32: bool = False  # router matmul and expert weighting in fp32
     bias: bool = False
+    gated: bool = True  # as in MLP
     apply_router_weight_on_input: bool = False  # weight the expert inputs instead of outputs
     shared_intermediate_size: int = 0  # of the shared expert; 0: no shared expert
     shared_gate: bool = False
@@ -196,7 +227,7 @@ class PerLayerInput:
     act: Act = "gelu_tanh"
 
 
-Mixer = Attention | LatentAttention | DeltaNet | ShortConv
+Mixer = Attention | LatentAttention | DeltaNet | ShortConv | Mamba2 | ParallelMixers
 FeedForward = MLP | MoE | DenseMoE
 
 

@@ -14,9 +14,10 @@ from tunekit.memory.config import MemoryConfig
 from tunekit.quantization.config import NF4Config
 
 TENSOR, CONTEXT, EXPERT = ParallelConfig(tp=2), ParallelConfig(cp=2), ParallelConfig(ep=2)
-# These families cover sliding windows, softcaps, sinks, chunks, latent attention, delta nets, gates, shared keys
-# and parallel blocks.
+# These families cover sliding windows, softcaps, sinks, chunks, latent attention, delta nets, gates, shared keys,
+# parallel blocks, short convolutions and Mamba 2.
 FAMILIES = ["gemma2", "gpt-oss", "deepseek-v3", "qwen3.5", "qwen3-next", "llama4", "gemma4", "gemma4-moe-shared"]
+FAMILIES += ["cohere2", "lfm2-biases", "falcon-h1", "nemotron-h", "granite4"]
 TP_FAMILIES = [*FAMILIES, "gemma3", "deepseek-v3-plain", "granite-moe", "phi4-mini", "llama-biases"]
 CP_FAMILIES = [*FAMILIES, "phi4-mini", "ministral3-sliding", "olmo3", "smollm2"]
 EXPERT_LORA = LoRAConfig(4, 8.0, target_modules=("attn", "experts"))

@@ -134,7 +134,7 @@ def has_experts(spec: DecoderSpec) -> bool:
 DENSE = LoRAConfig(
     4,
     use_rslora=True,
-    rank_pattern={"gate_proj": 5},
+    rank_pattern={"up_proj": 5},
     alpha_pattern={"o_proj": 3.0},
     modules_to_save=("head", "embed", "norms"),
 )

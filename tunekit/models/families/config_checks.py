@@ -3,7 +3,18 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tunekit.models.spec import Attention, DecoderSpec, DeltaNet, DenseMoE, LatentAttention, Layer, MoE, Rope
+from tunekit.models.spec import (
+    Attention,
+    DecoderSpec,
+    DeltaNet,
+    DenseMoE,
+    LatentAttention,
+    Layer,
+    Mamba2,
+    MoE,
+    ParallelMixers,
+    Rope,
+)
 
 MAX_SIZE, MAX_VOCAB, MAX_LAYERS, MAX_POSITIONS = 2**20, 2**24, 1000, 2**40
 
@@ -41,22 +52,27 @@ KEYS_BY_RANGE = {
         "hidden_size intermediate_size intermediate_size_mlp moe_intermediate_size head_dim global_head_dim v_head_dim "
         "qk_rope_head_dim kv_lora_rank q_lora_rank num_attention_heads num_key_value_heads num_global_key_value_heads "
         "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim "
-        "num_experts_per_tok top_k_experts n_group topk_group decoder_sparse_step full_attention_interval "
+        "top_k_experts n_group topk_group decoder_sparse_step full_attention_interval "
         "sliding_window_pattern interleave_moe_layer_step no_rope_layer_interval "
-        "moe_k moe_layer_interval conv_L_cache block_multiple_of block_ff_dim"
+        "moe_k moe_layer_interval conv_L_cache block_multiple_of block_ff_dim "
+        "mamba_n_heads mamba_d_ssm mamba_n_groups mamba_d_state mamba_d_conv mamba_expand mamba_num_heads "
+        "mamba_head_dim ssm_state_size n_groups conv_kernel"
     ),
     SIZE_OR_ZERO: (
         "qk_nope_head_dim num_experts num_local_experts n_routed_experts n_shared_experts max_window_layers "
         "shared_expert_intermediate_size first_k_dense_replace hidden_size_per_layer_input num_kv_shared_layers "
-        "num_nextn_predict_layers num_mtp_layers moe_num_experts moe_num_shared_experts moe_layer_start_index"
+        "num_nextn_predict_layers num_mtp_layers moe_num_experts moe_num_shared_experts moe_layer_start_index "
+        "num_experts_per_tok shared_intermediate_size moe_shared_expert_intermediate_size"
     ),
     POSITION: "sliding_window",
-    FRACTION: "rms_norm_eps layer_norm_eps norm_eps partial_rotary_factor",
+    FRACTION: "rms_norm_eps layer_norm_eps norm_eps layer_norm_epsilon partial_rotary_factor",
     POSITIVE: (
         "rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow "
         "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping attention_multiplier "
         "embedding_multiplier residual_multiplier logits_scaling routed_scaling_factor floor_scale swiglu_limit "
-        "swiglu_alpha logit_scale alpha block_ffn_dim_multiplier"
+        "swiglu_alpha logit_scale alpha block_ffn_dim_multiplier "
+        "lm_head_multiplier key_multiplier attention_in_multiplier attention_out_multiplier ssm_in_multiplier "
+        "ssm_out_multiplier"
     ),
     NON_NEGATIVE: "initializer_range mscale mscale_all_dim attn_scale llama_4_scaling_beta",
 }
@@ -66,6 +82,12 @@ FLAGS = [
     "attention_out_bias",
     "use_bias",
     "conv_bias",
+    "use_conv_bias",
+    "mamba_conv_bias",
+    "mamba_proj_bias",
+    "projectors_bias",
+    "mamba_rms_norm",
+    "mamba_norm_before_gate",
     "tie_embedding",
     "block_auto_adjust_ff_dim",
     "mlp_bias",
@@ -91,6 +113,11 @@ LISTS = (
     "moe_layers",
     "cross_attention_layers",
     "full_attn_idxs",
+    "attn_layer_indices",
+    "mlp_multipliers",
+    "ssm_multipliers",
+    "layers_block_type",
+    "time_step_limit",
 )
 
 
@@ -131,21 +158,37 @@ def check_spec(spec: DecoderSpec) -> None:
 
 def layer_problems(layer: Layer) -> Iterator[str]:
     match layer.mixer:
-        case Attention(heads, kv_heads, head_dim) as attention:
-            if heads % kv_heads:
-                yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-            if attention.rope is not None:
-                yield from rope_problems(attention.rope, head_dim)
-            if attention.window is not None and attention.window < 1:
-                yield f"sliding_window must be at least 1, got {attention.window}"
+        case Attention() as attention:
+            yield from attention_problems(attention)
         case LatentAttention() as attention:
             yield from rope_problems(attention.rope, attention.rope_dim)
         case DeltaNet() as net:
             if net.v_heads % net.k_heads:
                 yield f"linear_num_value_heads {net.v_heads} is not a multiple of linear_num_key_heads {net.k_heads}"
+        case Mamba2() as mamba:
+            yield from mamba_problems(mamba)
+        case ParallelMixers(attention, mamba):
+            yield from attention_problems(attention)
+            yield from mamba_problems(mamba)
     moe = layer.ffn.sparse if isinstance(layer.ffn, DenseMoE) else layer.ffn
     if isinstance(moe, MoE):
         yield from moe_problems(moe)
+
+
+def attention_problems(attention: Attention) -> Iterator[str]:
+    heads, kv_heads = attention.heads, attention.kv_heads
+    if heads % kv_heads:
+        yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+    if attention.rope is not None:
+        yield from rope_problems(attention.rope, attention.head_dim)
+    if attention.window is not None and attention.window < 1:
+        yield f"sliding_window must be at least 1, got {attention.window}"
+
+
+def mamba_problems(mamba: Mamba2) -> Iterator[str]:
+    for key, size in (("heads", mamba.heads), ("channels", mamba.heads * mamba.head_dim)):
+        if size % mamba.groups:
+            yield f"mamba_n_groups {mamba.groups} (or n_groups) does not divide {size} {key}"
 
 
 def rope_problems(rope: Rope, head_dim: int) -> Iterator[str]:

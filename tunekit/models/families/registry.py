@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from tunekit.errors import UserError
 from tunekit.models.families import (
+    bamba,
     classifiers,
     cohere,
     deepseek,
@@ -22,6 +23,7 @@ from tunekit.models.families import (
     mistral,
     mllama,
     moe_base,
+    nemotron,
     olmo,
     phi,
     qwen,
@@ -51,12 +53,14 @@ class Family:
 
 
 FAMILIES = {
+    "bamba": Family(bamba.bamba, bamba.TABLE),
     "cohere": Family(cohere.cohere),
     "cohere2": Family(cohere.cohere2),
     "deepseek_v2": Family(deepseek.v2, deepseek.TABLE),
     "deepseek_v3": Family(deepseek.v3, deepseek.TABLE, moe_base.mtp_layers),
     "ernie4_5": Family(ernie.ernie),
     "ernie4_5_moe": Family(ernie.ernie_moe, ernie.MOE_TABLE, module_table=ernie.MODULES),
+    "falcon_h1": Family(bamba.falcon_h1, bamba.FALCON_TABLE),
     "gemma": Family(gemma.gemma),
     "gemma2": Family(gemma.gemma2, gemma.TABLE),
     "gemma3": Family(gemma.vision, gemma.VISION),
@@ -69,6 +73,7 @@ FAMILIES = {
     "gpt_oss": Family(gpt_oss.spec, gpt_oss.TABLE),
     "granite": Family(granite.granite),
     "granitemoe": Family(granite.granite_moe, granite.TABLE, module_table=granite.LIVE),
+    "granitemoehybrid": Family(granite.hybrid, granite.HYBRID_TABLE, granite.hybrid_config_table, granite.LIVE),
     "hunyuan_v1_dense": Family(hunyuan.dense, hunyuan.TABLE),
     "kimi_k2": Family(deepseek.v3, deepseek.TABLE, moe_base.mtp_layers),
     "lfm2": Family(lfm2.spec, lfm2.TABLE),
@@ -81,6 +86,7 @@ FAMILIES = {
     "mistral3": Family(mistral.vision, mistral.VISION),
     "mixtral": Family(mistral.mixtral, mistral.MIXTRAL_TABLE, module_table=(*moe_base.ROUTER, *moe_base.EXPERTS)),
     "mllama": Family(mllama.vision, mllama.TABLE, mllama.config_table),
+    "nemotron_h": Family(nemotron.spec, nemotron.TABLE, module_table=nemotron.NAMES),
     "olmo2": Family(olmo.olmo2, olmo.TABLE),
     "olmo3": Family(olmo.olmo3, olmo.TABLE),
     "olmoe": Family(olmo.olmoe, olmo.MOE_TABLE),
