@@ -38,6 +38,10 @@ GEMMA4_MOE = GEMMA4 | {"num_hidden_layers": 4, "layer_types": ["sliding_attentio
 GEMMA4_MOE |= {"hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 7, "top_k_experts": 3}
 GEMMA4_MOE |= {"moe_intermediate_size": 20, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
 
+GEMMA3N = HEADS | {"model_type": "gemma3n_text", "head_dim": 12, "sliding_window": 5, "num_hidden_layers": 5}
+GEMMA3N |= {"vocab_size_per_layer_input": 50, "hidden_size_per_layer_input": 12, "num_kv_shared_layers": 2}
+GEMMA3N |= {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"], "pad_token_id": 0}
+GEMMA3N |= {"altup_num_inputs": 3, "laurel_rank": 6, "activation_sparsity_pattern": [0.9, 0.6, 0.0, 0.0, 0.0]}
 GEMMA4_VISION = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
 GEMMA4_VISION |= {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 8}
 GEMMA4_AUDIO = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 12}
@@ -73,6 +77,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
     | {"num_experts_per_tok": 2, "use_qk_norm": False, "attn_temperature_tuning": False, "no_rope_layer_interval": 2}
     | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
        | {"high_freq_factor": 1.0, "original_max_position_embeddings": 16}},
+    "gemma3n": GEMMA3N,
+    "gemma3n-widths": GEMMA3N
+    | {"intermediate_size": [52, 40, 52, 40, 36], "num_kv_shared_layers": 0, "altup_correct_scale": False}
+    | {"tie_word_embeddings": False},
     "gemma4": GEMMA4,
     "gemma4-shared": GEMMA4 | {"num_kv_shared_layers": 4, "use_double_wide_mlp": True},
     "gemma4-moe": GEMMA4_MOE,

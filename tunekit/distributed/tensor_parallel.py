@@ -91,6 +91,11 @@ class TensorParallelPlan:
                 self.shard_linears(module)
             case RecurrentMixer():
                 module.tp_region = ReplicatedRegion(self.mesh_dim)
+            case GatedMLP() if module.sparsity:
+                raise UserError(
+                    f"parallel.tp: {self.name} needs statistics of all hidden channels, which cannot be split over "
+                    f"{self.mesh_dim.size} devices. Use parallel.dp_shard or parallel.cp."
+                )
             case GatedMLP():
                 self.check_divisible("hidden channels", module.up_proj.out_features)
                 module.tp_region = SequenceParallelRegion(self.mesh_dim)

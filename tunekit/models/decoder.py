@@ -8,145 +8,46 @@ from torch import Tensor, nn
 
 from tunekit.kernels import attention_gpu, shared_prefix
 from tunekit.kernels.cross_entropy import VocabShard
-from tunekit.kernels.glu import gated_activation
 from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
-from tunekit.models.attention import SelfAttention
-from tunekit.models.feed_forward import GatedMLP
-from tunekit.models.forward_context import (
-    UNSHARDED,
-    ForwardContext,
-    KVCache,
-    LayerCache,
-    LayerKVCache,
-    SequenceSharding,
-    has_static_shapes,
-)
-from tunekit.models.gated_convolution import GatedConvolution
-from tunekit.models.gated_delta_net import GatedDeltaNet
+from tunekit.models.altup import AltUpBlock, JoinStreams, SplitStreams
+from tunekit.models.block import Block
+from tunekit.models.forward_context import UNSHARDED, ForwardContext, KVCache, SequenceSharding, has_static_shapes
 from tunekit.models.linear import Embedding, Linear
-from tunekit.models.mamba2 import AttentionAndMamba2, Mamba2Mixer
-from tunekit.models.mla import MultiLatentAttention
-from tunekit.models.moe import DenseMoEFeedForward, MixtureOfExperts, Router
+from tunekit.models.moe import Router
 from tunekit.models.norm import RMSNorm, make_norm
-from tunekit.models.recurrent import RecurrentMixer
 from tunekit.models.rope import rope_tables
 from tunekit.models.router_stats import RouterStats
-from tunekit.models.spec import (
-    MLP,
-    Attention,
-    DecoderSpec,
-    DeltaNet,
-    DenseMoE,
-    LatentAttention,
-    Layer,
-    LongRopeScaling,
-    Mamba2,
-    MoE,
-    ParallelMixers,
-    PerLayerInput,
-    Rope,
-    ShortConv,
-)
+from tunekit.models.spec import Attention, DecoderSpec, LongRopeScaling, PerLayerInput, Rope
 from tunekit.models.tp_region import NO_PARALLEL, NoParallel
-from tunekit.models.weight_init import InitMixin
 
 SLOT_MULTIPLE = 128  # number of cache slots on a GPU is a multiple of this, because kernels expect aligned masks
 TIED = "head.weight"  # alias of embed.weight if the head is tied
 
-MIXERS: dict[type, Callable[..., Any]] = {
-    Attention: SelfAttention,
-    LatentAttention: MultiLatentAttention,
-    DeltaNet: GatedDeltaNet,
-    ShortConv: GatedConvolution,
-    Mamba2: Mamba2Mixer,
-    ParallelMixers: AttentionAndMamba2,
-}
-FFNS: dict[type, Callable[..., Any]] = {MLP: GatedMLP, MoE: MixtureOfExperts, DenseMoE: DenseMoEFeedForward}
-
 
 class PerLayerEmbedding(nn.Module):
-    """Gemma 4: vectors of all layers, a second token embedding plus a projection of the first layer's input."""
+    """Gemma 3n and 4: vectors of all layers, a second token embedding plus a projection of the first layer's input."""
 
     def __init__(self, spec: PerLayerInput, model: DecoderSpec) -> None:
         super().__init__()
-        self.shape = len(model.layers), spec.dim
+        self.shape, self.unknown_id = (len(model.layers), spec.dim), spec.unknown_id
         self.embed = Embedding(spec.vocab, len(model.layers) * spec.dim)
         self.proj = Linear(model.dim, len(model.layers) * spec.dim, bias=False)
         self.norm = RMSNorm(spec.dim, model.norm)
 
     def forward(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         """One (B, S, dim) per layer, from `tokens` (B, S) and the input of the first layer."""
-        of_token = self.embed(tokens).to(x.dtype).unflatten(-1, self.shape) * self.shape[1] ** 0.5
+        of_token = self.look_up(tokens).to(x.dtype).unflatten(-1, self.shape) * self.shape[1] ** 0.5
         of_input = self.norm((self.proj(x) * x.shape[-1] ** -0.5).unflatten(-1, self.shape))
         return ((of_input + of_token) * 2**-0.5).unbind(2)
 
-
-class PerLayerGate(nn.Module):
-    """Adds the gated, projected vector of a layer to the residual stream."""
-
-    def __init__(self, spec: PerLayerInput, model: DecoderSpec) -> None:
-        super().__init__()
-        self.act = spec.act
-        self.per_layer_input_gate = Linear(model.dim, spec.dim, bias=False)
-        self.per_layer_projection = Linear(spec.dim, model.dim, bias=False)
-        self.norm = RMSNorm(model.dim, model.norm)
-
-    def forward(self, x: Tensor, token: Tensor) -> Tensor:
-        return x + self.norm(self.per_layer_projection(gated_activation(self.act, self.per_layer_input_gate(x), token)))
-
-
-class NoMixer(RecurrentMixer):
-    """Layer without a token mixer."""
-
-    supports_prefixes = True
-
-    def make_cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> LayerKVCache:
-        """Cache without slots."""
-        return LayerKVCache((batch, 0, 0, 0), (batch, 0, 0, 0), dtype, device)
-
-
-class Block(InitMixin):
-    """A token mixer and a feed-forward layer, or one of the two, each with its norms and a residual connection."""
-
-    layer_scalar: nn.Parameter | None
-
-    def __init__(self, spec: Layer, model: DecoderSpec) -> None:
-        super().__init__()
-        pre_norm, post_norm = (model.norm if on else None for on in (spec.pre_norm, spec.post_norm))
-        self.scale, self.parallel = model.residual_scale, spec.parallel
-        self.attn_norm = self.attn_post_norm = self.mlp_norm = self.mlp_post_norm = nn.Identity()
-        self.attn = NoMixer() if spec.mixer is None else MIXERS[type(spec.mixer)](model.dim, spec.mixer)
-        if spec.mixer is not None or spec.parallel:
-            self.attn_norm = make_norm(model.dim, pre_norm)
-        if spec.mixer is not None:
-            self.attn_post_norm = make_norm(model.dim, post_norm)
-        self.mlp = None if spec.ffn is None else FFNS[type(spec.ffn)](model.dim, spec.ffn)
-        if spec.ffn is not None:
-            reads_input = spec.parallel or isinstance(spec.ffn, DenseMoE)
-            self.mlp_norm = make_norm(model.dim, None if reads_input else pre_norm)
-            self.mlp_post_norm = make_norm(model.dim, post_norm)
-        self.token = None if model.per_layer is None else PerLayerGate(model.per_layer, model)
-        scalar = nn.Parameter(torch.ones(1), requires_grad=False)
-        self.register_parameter("layer_scalar", scalar if spec.scaled else None)
-
-    def forward(
-        self, x: Tensor, context: ForwardContext, cache: LayerCache | None = None, token: Tensor | None = None
-    ) -> Tensor:
-        y = self.attn_norm(x)
-        if not isinstance(self.attn, NoMixer):
-            x = self.add(x, self.attn_post_norm(self.attn(y, context, cache)))
-        if self.mlp is not None:
-            x = self.add(x, self.mlp_post_norm(self.mlp(y if self.parallel else self.mlp_norm(x))))
-        x = x if self.token is None else self.token(x, token)
-        return x if self.layer_scalar is None else x * self.layer_scalar.to(x.dtype)
-
-    def init_weights(self, generator: torch.Generator, std: float) -> None:
-        """Set the layer scalar to 1."""
-        if self.layer_scalar is not None:
-            nn.init.ones_(self.layer_scalar)
-
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        return x + y if self.scale == 1 else x + y * self.scale
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """Embeddings (B, S, layers * dim). As in transformers, the row that stands for unknown tokens is not trained by
+        them."""
+        if self.unknown_id is None:
+            return self.embed(tokens)
+        is_known = tokens < self.embed.num_embeddings
+        x = self.embed(tokens.where(is_known, self.unknown_id))
+        return torch.where(is_known[..., None], x, x.detach())
 
 
 class Decoder(nn.Module):
@@ -166,8 +67,11 @@ class Decoder(nn.Module):
         self.spec = spec
         self.embed = Embedding(spec.vocab + spec.extra_embeddings, spec.dim)
         self.per_layer = None if spec.per_layer is None else PerLayerEmbedding(spec.per_layer, spec)
-        blocks = nn.ModuleList(Block(layer, spec) for layer in spec.layers)
+        self.split = None if spec.altup is None else SplitStreams(spec.dim, spec.altup)
+        block = Block if spec.altup is None else AltUpBlock
+        blocks = nn.ModuleList(block(layer, spec) for layer in spec.layers)
         self.layers = cast("Iterable[Block]", blocks)  # a ModuleList is not generic
+        self.join = None if spec.altup is None else JoinStreams(spec.dim, spec.altup)
         self.norm = make_norm(spec.dim, spec.norm)
         self.head = Head(spec)
         self.tie()
@@ -310,12 +214,13 @@ class Decoder(nn.Module):
         layer_inputs = [None] * len(self.spec.layers)
         if self.per_layer is not None:
             layer_inputs = self.per_layer(self.tp_region.local_tokens(tokens), x)
+        x = x if self.split is None else self.split(x)
         for i, layer in enumerate(self.layers):
             if self.layer_call is not None and torch.is_grad_enabled():
                 x = self.layer_call(layer, x, context, None, layer_inputs[i])
             else:
                 x = layer(x, context, None if cache is None else cache.layers[i], layer_inputs[i])
-        return self.norm(x)
+        return self.norm(x if self.join is None else self.join(x))
 
     def record_routers(self) -> None:
         """Let all routers add the tokens of training passes to `router_stats`."""

@@ -14,8 +14,8 @@ class Norm:
     offset: float = 0.0  # Gemma and Qwen3.5 store weight - 1
     weight: bool = True  # False: no trainable scale
     scale_in_fp32: bool = False  # multiply by the weight in fp32, before the cast to the activation dtype
-    centered: bool = False  # Cohere: subtract the mean first (a layer norm without bias)
     over_all_heads: bool = False  # OLMo: one QK norm over all heads instead of one per head
+    centered: bool = False  # Cohere: subtract the mean first (a layer norm without bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +180,7 @@ class MLP:
     bias: bool = False
     gated: bool = True  # False: the up projection is its own gate; with relu, this is the squared ReLU
     scales: tuple[float, float] = (1.0, 1.0)  # Falcon-H1: of the gate and of the output
+    sparsity: float = 0.0  # Gemma 3n: fraction of the gate that is 0, if its values are normally distributed
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,6 @@ class MoE:
     top_k: int
     intermediate_size: int
     act: Act = "silu"
-    swiglu: tuple[float, float] | None = None  # limit and alpha of clamped_swiglu; None: those of gpt-oss
     # top_*: over the selected experts only
     scoring_func: Literal["softmax", "sigmoid", "top_softmax", "top_sigmoid"] = "softmax"
     norm_topk_prob: bool = True  # weights of the selected experts sum to 1
@@ -201,12 +201,13 @@ class MoE:
     router_bias: bool = False
     router_in_fp32: bool = False  # router matmul and expert weighting in fp32
     bias: bool = False
-    gated: bool = True  # as in MLP
     apply_router_weight_on_input: bool = False  # weight the expert inputs instead of outputs
     shared_intermediate_size: int = 0  # of the shared expert; 0: no shared expert
     shared_gate: bool = False
     router_norm: Norm | None = None  # Gemma 4: norm and scale of the router input
     router_aux_loss_coef: float = 0.0  # weight of the load-balancing loss; 0 unless config.json turns it on
+    gated: bool = True  # as in MLP
+    swiglu: tuple[float, float] | None = None  # limit and alpha of clamped_swiglu; None: those of gpt-oss
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +221,23 @@ class DenseMoE:
 
 @dataclass(frozen=True, slots=True)
 class PerLayerInput:
-    """Gemma 4: each layer receives a small embedding of the token."""
+    """Gemma 3n and 4: each layer receives a small embedding of the token."""
 
     vocab: int
     dim: int
     act: Act = "gelu_tanh"
+    unknown_id: int | None = None  # stands for tokens outside of `vocab`; None: there are none
+
+
+@dataclass(frozen=True, slots=True)
+class AltUp:
+    """Gemma 3n: alternating updates of several residual streams (arXiv:2301.13310), and a low-rank residual
+    (arXiv:2411.07501)."""
+
+    streams: int
+    laurel_rank: int
+    coef_clip: float | None = None  # limit of the coefficients in training
+    scales_output: bool = True  # scale the first stream before the gate of the per-layer input
 
 
 Mixer = Attention | LatentAttention | DeltaNet | ShortConv | Mamba2 | ParallelMixers
@@ -238,10 +251,10 @@ class Layer:
 
     mixer: Mixer | None
     ffn: FeedForward | None
-    parallel: bool = False  # Cohere: both read the same normalized input
     pre_norm: bool = True
     post_norm: bool = False
     scaled: bool = False  # Gemma 4: multiply the layer output by a stored scalar
+    parallel: bool = False  # Cohere: mixer and feed-forward layer read the same normalized input
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +286,7 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     per_layer: PerLayerInput | None = None
+    altup: AltUp | None = None
     score: ScoreHead | None = None  # None: a language model
 
     @property

@@ -18,7 +18,8 @@ from tunekit.data.dataloader.batch import Batch
 from tunekit.distributed.context import DistributedContext
 from tunekit.kernels import fake_mode
 from tunekit.memory.config import MemoryConfig
-from tunekit.models.decoder import Block, Decoder
+from tunekit.models.block import Block
+from tunekit.models.decoder import Decoder
 from tunekit.models.moe import Experts
 from tunekit.optim.train_optimizer import TrainOptimizer
 from tunekit.plan.memory_tracker import MemoryTracker

@@ -11,7 +11,8 @@ from torch import nn
 
 from tunekit import build
 from tunekit.adapters.config import FrozenModel
-from tunekit.models.decoder import Block, Decoder
+from tunekit.models.block import Block
+from tunekit.models.decoder import Decoder
 from tunekit.models.linear import GroupedLinear, Linear
 from tunekit.models.spec import Attention, DecoderSpec, DeltaNet, DenseMoE, LatentAttention, Layer, MoE
 from tunekit.plan.auxiliary_models import AuxiliaryModel

@@ -50,6 +50,7 @@ CHECKS = (
     Check("kernels.attention", "sequence_checks", 30),
     Check("kernels.flex_attention", "sequence_checks", 60, quick=False),
     Check("kernels.gated_delta_rule", "sequence_checks", 20),
+    Check("kernels.state_space", "sequence_checks", 20),
     Check("kernels.grouped_mm", "sequence_checks", 20),
     Check("model.packing", "model_checks", 30),
     Check("model.generation", "model_checks", 30),

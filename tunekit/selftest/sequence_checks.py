@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels import attention_cpu, attention_gpu, gated_delta_rule, grouped_mm
+from tunekit.kernels import attention_cpu, attention_gpu, gated_delta_rule, grouped_mm, state_space
 from tunekit.kernels.attention import AttentionParams, attention
 from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.selftest.compare import BF16, DTYPE_NAMES, FP32, Comparison
@@ -133,6 +133,20 @@ def check_gated_delta_rule(context: Context) -> Result:
     return comparison.result()
 
 
+def check_state_space(context: Context) -> Result:
+    """The state space model of Mamba 2, in chunks."""
+    comparison = Comparison(context, "torch")
+    for dtype, label in DTYPE_NAMES.items():
+        inputs = {
+            "q": torch.randn(1, LENGTH, 2, 32).to(dtype),
+            "k": torch.randn(1, LENGTH, 2, 32).to(dtype),
+            "v": torch.randn(1, LENGTH, 4, 16).to(dtype),
+            "decay": -torch.rand(1, LENGTH, 4),
+        }
+        comparison.check_function(f"scan {label}", scan, scan_reference, inputs)
+    return comparison.result()
+
+
 DOCUMENTS = (0, 67, 68, LENGTH)
 
 
@@ -151,6 +165,21 @@ def delta_rule_reference(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: T
         update = (values[t] - torch.einsum("hk,hkv->hv", k[t], state)) * beta.double()[0, t, :, None]
         state = state + k[t][:, :, None] * update[:, None]
         outputs.append(torch.einsum("hk,hkv->hv", q[t], state) * q.shape[-1] ** -0.5)
+    return torch.stack(outputs)[None].float()
+
+
+def scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+    return state_space.state_space_scan(q, k, v, decay, layout_of(DOCUMENTS))[0]
+
+
+def scan_reference(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+    """Token by token, in fp64 (arXiv:2405.21060)."""
+    q, k = (x.double().repeat_interleave(2, 2)[0] for x in (q, k))
+    outputs, state = [], v.new_zeros(4, 32, 16, dtype=torch.float64)
+    for t in range(LENGTH):
+        fade = 0.0 if t in DOCUMENTS else decay.double()[0, t, :, None, None].exp()
+        state = state * fade + k[t][:, :, None] * v.double()[0, t][:, None]
+        outputs.append(torch.einsum("hk,hkv->hv", q[t], state))
     return torch.stack(outputs)[None].float()
 
 

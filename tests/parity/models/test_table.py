@@ -45,4 +45,6 @@ def test_adapters_are_exchanged_with_peft(name: str) -> None:
 
 
 def test_all_families_are_compared() -> None:
-    assert {kind for kind in FAMILIES if kind in transformers.CONFIG_MAPPING} == FIRST_SHAPES.keys()
+    """Except the multimodal Gemma 3n, which transformers only builds with timm."""
+    known = {kind for kind in FAMILIES if kind in transformers.CONFIG_MAPPING}
+    assert known - {"gemma3n"} == FIRST_SHAPES.keys()

@@ -22,7 +22,7 @@ from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.distributed.sharding import copy_to_shard
 from tunekit.errors import FieldError, UserError
 from tunekit.hub import download
-from tunekit.models import gated_delta_net, mla, moe
+from tunekit.models import feed_forward, gated_delta_net, mla
 from tunekit.models.linear import GroupedLinear, Linear
 from tunekit.models.precision import PrecisionConfig
 from tunekit.models.weight_init import named_generator
@@ -384,7 +384,7 @@ def test_layers_with_a_shared_input_are_fused(
         )
     gradients, counts = [], []
     for unfused in (False, True):
-        for module in (mla, gated_delta_net, moe) if unfused else ():
+        for module in (mla, gated_delta_net, feed_forward) if unfused else ():
             monkeypatch.setattr(
                 module, "shared_input_linears", lambda layers, *inputs: tuple(layer(*inputs) for layer in layers)
             )

@@ -47,8 +47,8 @@ def test_packed_documents_match_separate_documents(name: str, tmp_path: Path) ->
         first, second = (model(r, positions, layout).flatten(0, 1)[99:] for r in (rows, changed))
     assert torch.equal(first, second)
     checkpointed = load_model(tmp_path, memory=MemoryConfig(activation_checkpointing="full"))
-    again = gradients(checkpointed, (checkpointed(rows, positions, layout) * weight).sum())
-    assert all(torch.equal(again[key], grad) for key, grad in actual.items())
+    recomputed = gradients(checkpointed, (checkpointed(rows, positions, layout) * weight).sum())
+    assert all(torch.equal(recomputed[key], grad) for key, grad in actual.items())
 
 
 @pytest.mark.parametrize("name", NAMES)

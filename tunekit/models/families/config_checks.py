@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tunekit.models.spec import (
+    MLP,
     Attention,
     DecoderSpec,
     DeltaNet,
@@ -54,7 +55,7 @@ KEYS_BY_RANGE = {
         "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim "
         "top_k_experts n_group topk_group decoder_sparse_step full_attention_interval "
         "sliding_window_pattern interleave_moe_layer_step no_rope_layer_interval "
-        "moe_k moe_layer_interval conv_L_cache block_multiple_of block_ff_dim "
+        "altup_num_inputs laurel_rank moe_k moe_layer_interval conv_L_cache block_multiple_of block_ff_dim "
         "mamba_n_heads mamba_d_ssm mamba_n_groups mamba_d_state mamba_d_conv mamba_expand mamba_num_heads "
         "mamba_head_dim ssm_state_size n_groups conv_kernel"
     ),
@@ -70,9 +71,8 @@ KEYS_BY_RANGE = {
         "rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow "
         "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping attention_multiplier "
         "embedding_multiplier residual_multiplier logits_scaling routed_scaling_factor floor_scale swiglu_limit "
-        "swiglu_alpha logit_scale alpha block_ffn_dim_multiplier "
-        "lm_head_multiplier key_multiplier attention_in_multiplier attention_out_multiplier ssm_in_multiplier "
-        "ssm_out_multiplier"
+        "swiglu_alpha logit_scale alpha block_ffn_dim_multiplier altup_coef_clip lm_head_multiplier key_multiplier "
+        "attention_in_multiplier attention_out_multiplier ssm_in_multiplier ssm_out_multiplier"
     ),
     NON_NEGATIVE: "initializer_range mscale mscale_all_dim attn_scale llama_4_scaling_beta",
 }
@@ -101,9 +101,11 @@ FLAGS = [
     "attn_temperature_tuning",
     "attention_k_eq_v",
     "enable_moe_block",
+    "altup_correct_scale",
     "use_double_wide_mlp",
 ]
 SECTIONS = ("text_config", "rope_parameters", "rope_scaling", "per_layer_config")
+PER_LAYER = ("intermediate_size",)  # may be a list in Gemma 3n
 FACTORS = ("short_factor", "long_factor")
 LISTS = (
     *FACTORS,
@@ -113,6 +115,7 @@ LISTS = (
     "moe_layers",
     "cross_attention_layers",
     "full_attn_idxs",
+    "activation_sparsity_pattern",
     "attn_layer_indices",
     "mlp_multipliers",
     "ssm_multipliers",
@@ -126,8 +129,8 @@ def check_config_values(config: Mapping[str, Any], prefix: str = "") -> None:
     for key, value in config.items():
         if value is None:
             continue
-        allowed = RANGES.get(key)
-        if allowed is not None and value not in allowed:
+        allowed, values = RANGES.get(key), value if key in PER_LAYER and isinstance(value, list) else [value]
+        if allowed is not None and any(item not in allowed for item in values):
             raise ValueError(f"{prefix}{key} must be {allowed}, got {shorten(value)}")
         if key in FLAGS and value not in (True, False):
             raise ValueError(f"{prefix}{key} must be true or false, got {shorten(value)}")
@@ -149,8 +152,12 @@ def shorten(value: object) -> str:
 
 def check_spec(spec: DecoderSpec) -> None:
     """Raise ValueError if the sizes of a layer contradict each other."""
-    if spec.per_layer is not None and spec.per_layer.vocab < spec.vocab:
-        raise ValueError(f"vocab_size_per_layer_input {spec.per_layer.vocab} is less than vocab_size {spec.vocab}")
+    per_layer = spec.per_layer
+    if per_layer is not None and per_layer.unknown_id is None and per_layer.vocab < spec.vocab:
+        raise ValueError(f"vocab_size_per_layer_input {per_layer.vocab} is less than vocab_size {spec.vocab}")
+    widths = (layer.ffn.intermediate_size for layer in spec.layers if isinstance(layer.ffn, MLP | MoE))
+    if (width := next((width for width in widths if not isinstance(width, int)), None)) is not None:
+        raise ValueError(f"intermediate_size must be an integer, got {shorten(width)}")
     for layer in dict.fromkeys(spec.layers):
         if problem := next(layer_problems(layer), None):
             raise ValueError(problem)

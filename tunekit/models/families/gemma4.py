@@ -132,12 +132,16 @@ def experts(c: Config) -> Any:
 
 
 def config_table(config: Config) -> tuple[KeyRule, ...]:
-    """Names of experts, if any. Files may contain unused k and v weights of layers that reuse those of others."""
+    """Names of experts, if any, and of unused weights."""
     c = with_layer_types(config)
+    return unused_kv_table(c) + (SPARSE if c["enable_moe_block"] else ())
+
+
+def unused_kv_table(c: Config) -> tuple[KeyRule, ...]:
+    """Files may contain unused k and v weights of layers that reuse those of others."""
     names = ("k_proj", "v_proj", "k_norm", "v_norm")
     shared = range(len(layer_types_with_kv(c)), c["num_hidden_layers"])
-    unused = tuple(KeyRule((), f"model.layers.{i}.self_attn.{name}", HubOnly()) for i in shared for name in names)
-    return unused + (SPARSE if c["enable_moe_block"] else ())
+    return tuple(KeyRule((), f"model.layers.{i}.self_attn.{name}", HubOnly()) for i in shared for name in names)
 
 
 def vision_config_table(config: Config) -> tuple[KeyRule, ...]:
