@@ -34,6 +34,9 @@ WIDE = {
     "llama4": {"head_dim": 64, "hidden_size": 64, "intermediate_size": 32},
     "deepseek-v3": {"hidden_size": 64, "moe_intermediate_size": 32},
     "qwen3-next": {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "falcon-h1": {"head_dim": 64, "hidden_size": 64},
+    "nemotron-h": {"head_dim": 64, "hidden_size": 64, "moe_intermediate_size": 32},
+    "lfm2": {"num_attention_heads": 2, "hidden_size": 128},
 }
 # Kernels of a layer and of the rest of a step. A captured graph launches all of them at once.
 MAX_KERNELS = {
@@ -44,6 +47,9 @@ MAX_KERNELS = {
     "llama4": (34, 13),
     "deepseek-v3": (47, 13),
     "qwen3-next": (78, 13),
+    "falcon-h1": (60, 15),
+    "nemotron-h": (25, 11),
+    "lfm2": (21, 13),
 }
 SAMPLINGS = {
     "greedy": SamplingConfig(max_new_tokens=64),
@@ -164,7 +170,7 @@ def check_decode(rule: AttentionParams, heads: tuple[int, int], sunk: bool) -> N
 
 FAMILIES = [
     "llama3.2", "mistral", "gemma2", "gemma3", "gemma4-shared", "gpt-oss", "llama4", "deepseek-v3", "qwen3-next",
-    "phi3-long",
+    "phi3-long", "cohere2", "gemma3n", "lfm2-biases", "bamba", "falcon-h1", "nemotron-h",
 ]  # fmt: skip
 PROMPTS = [random_tokens(1, length, seed=length)[0].tolist() for length in (7, 1, 12, 3)]
 

@@ -38,7 +38,9 @@ def model_fields(spec: DecoderSpec, arch: Architecture) -> dict[str, Any]:
         ATTENTION.VALUE_LENGTH: last_global.head_dim,
         ATTENTION.LAYERNORM_RMS_EPS: float(spec.norm.eps),
     }
-    fields |= ffn_fields(spec.layers[-1].ffn) | window_fields(layers, arch) | scale_fields(spec, last_global, arch)
+    ffn = spec.layers[-1].ffn
+    assert ffn is not None, "the architectures have no layers without one"
+    fields |= ffn_fields(ffn) | window_fields(layers, arch) | scale_fields(spec, last_global, arch)
     if last_global.rope is not None:
         fields |= rope_fields(last_global.rope, last_global.head_dim, arch)
     return {key.format(arch=arch.name): value for key, value in fields.items() if value is not None}

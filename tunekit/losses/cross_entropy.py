@@ -96,7 +96,7 @@ class CrossEntropy:
         return CrossEntropyTerms(head.scale, head.softcap, self.label_smoothing, self.z_loss, head.vocab_shard)
 
 
-def sparse_spec(layer: Layer) -> FeedForward:
+def sparse_spec(layer: Layer) -> FeedForward | None:
     """Feed-forward spec of a layer; of a dense layer with parallel experts, that of the experts."""
     return layer.ffn.sparse if isinstance(layer.ffn, DenseMoE) else layer.ffn
 

@@ -43,7 +43,9 @@ class JoinStreams(nn.Module):
 def match_magnitude(x: Tensor, like: Tensor) -> Tensor:
     """Scale the vectors of `x` (..., dim) to the root mean square of those of `like`."""
     target, actual = (y.square().mean(-1, keepdim=True) for y in (like, x))
-    return x * target**0.5 / actual.clamp(min=MIN_MEAN_SQUARE).sqrt()
+    # The embedding of padding may be 0, where the root has no derivative.
+    target = target.clamp(min=torch.finfo(target.dtype).tiny)
+    return x * target.sqrt() / actual.clamp(min=MIN_MEAN_SQUARE).sqrt()
 
 
 class StreamCoefficients(InitMixin):

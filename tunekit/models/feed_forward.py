@@ -3,6 +3,7 @@
 from statistics import NormalDist
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -35,7 +36,8 @@ class GatedMLP(nn.Module):
 
 def keep_largest(x: Tensor, sparsity: float) -> Tensor:
     """Excess of (..., dim) over the quantile `sparsity` of a normal distribution with the same mean and deviation."""
-    deviation = x.std(dim=-1, keepdim=True, unbiased=False)
+    variance = x.var(dim=-1, keepdim=True, unbiased=False)
+    deviation = variance.clamp(min=torch.finfo(x.dtype).tiny).sqrt()  # of a zero vector, it has no derivative
     return F.relu(x - (x.mean(dim=-1, keepdim=True) + deviation * NormalDist().inv_cdf(sparsity)))
 
 

@@ -53,6 +53,17 @@ def test_unknown_tokens_share_a_row_that_they_do_not_train(tmp_path: Path) -> No
     assert torch.equal(rows[0, 0], rows[0, 2]) and torch.equal(rows[0, 1], rows[0, 2])
 
 
+def test_zero_embeddings_have_finite_gradients(tmp_path: Path) -> None:
+    """transformers initializes the row of the padding token to 0."""
+    model = load_model(make_checkpoint(tmp_path, "gemma3n"))
+    rows = random_tokens()
+    rows[:, -3:] = 0
+    with torch.no_grad():
+        model.embed.weight[0] = 0
+    model(rows)[:, :-3].square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
 @pytest.mark.parametrize(("change", "error"), [
     ({"altup_active_idx": 1}, "altup_active_idx 1 is not supported"),
     ({"intermediate_size": [52] * 4}, "intermediate_size has 4 entries"),
