@@ -6,12 +6,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from tunekit import env_info
 from tunekit.adapters.config import FrozenModel, LoRAConfig, NoAdapter
-from tunekit.checkpoint import atomic, peft_adapter
+from tunekit.checkpoint import atomic, peft_adapter, token_rows
 from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.lazy_merge import LazyMergedCheckpoint
@@ -20,6 +19,7 @@ from tunekit.checkpoint.run_dir import CONFIG, FINAL, METRICS, STATE
 from tunekit.data.chat_template.chat_format import with_chat_format
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.datasets import DatasetConfig
+from tunekit.data.new_tokens import TokenTexts
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.fsdp import allocate, apply_fsdp
@@ -48,6 +48,10 @@ class ModelChoices(Protocol):
     def model(self) -> str: ...
     @property
     def config_overrides(self) -> Mapping[str, Any]: ...
+    @property
+    def new_tokens(self) -> TokenTexts: ...
+    @property
+    def new_special_tokens(self) -> TokenTexts: ...
     @property
     def data(self) -> DatasetConfig | MixtureBase: ...
     @property
@@ -101,16 +105,27 @@ def read_checkpoint_and_adapter(
     """The checkpoint to train with its tokenizer, and the adapter that `model` is, if it is one."""
     checkpoint, adapter = resolve_checkpoint(cfg.model, files)
     checkpoint = checkpoint.with_config_overrides(cfg.config_overrides)
+    start = adapter.adapter_path or cfg.adapter.adapter_path
+    if cfg.adapter.adapter_path is not None:
+        checkpoint = token_rows.with_adapter_tokens(Path(cfg.adapter.adapter_path), checkpoint)
     if cfg.tokenizer is not None:
         checkpoint = replace(checkpoint, tokenizer_dir=download.resolve_model_dir(cfg.tokenizer, download.SMALL))
-    elif adapter.adapter_path is not None and (Path(adapter.adapter_path) / "tokenizer.json").is_file():
-        checkpoint = replace(checkpoint, tokenizer_dir=Path(adapter.adapter_path))
+    elif start is not None and (adapter.adapter_path or checkpoint.trained_ids) and has_tokenizer(Path(start)):
+        checkpoint = replace(checkpoint, tokenizer_dir=Path(start))
+    if start is not None and (cfg.new_tokens or cfg.new_special_tokens):
+        key = "new_tokens" if cfg.new_tokens else "new_special_tokens"
+        raise UserError(f"{key}: {start} is an adapter. Merge it with `tune merge`, and train the result.")
+    checkpoint = checkpoint.with_new_tokens(cfg.new_tokens, cfg.new_special_tokens)
     data = MixtureBase.from_config(cfg.data)
     if data.chat_template is not None or data.chat_template_kwargs:
-        tokenizer = Tokenizer.open(checkpoint.tokenizer_path)
+        tokenizer = checkpoint.chat_tokenizer or Tokenizer.open(checkpoint.tokenizer_path)
         tokenizer = with_chat_format(tokenizer, data.chat_template, data.chat_template_kwargs)
         checkpoint = replace(checkpoint, chat_tokenizer=tokenizer)
     return cfg.with_head(checkpoint), adapter
+
+
+def has_tokenizer(directory: Path) -> bool:
+    return (directory / "tokenizer.json").is_file()
 
 
 def open_tokenizer(checkpoint: HFCheckpoint, today: date | None = None) -> Tokenizer:
@@ -157,7 +172,9 @@ def build_model(  # noqa: PLR0913
             dist=dist,
         )
     adapter.init_weights(model, dist.seed)
-    if adapter.adapter_path is not None:
+    if adapter.adapter_path is None:
+        token_rows.load_token_rows(model, checkpoint)
+    else:
         peft_adapter.load_adapter(Path(adapter.adapter_path), model, adapter, checkpoint)
     return model
 
@@ -184,8 +201,7 @@ def build_meta_model(
     checkpoint: HFCheckpoint, quantization: NoQuantization, adapter: NoAdapter | LoRAConfig
 ) -> Decoder:
     """The quantized model with its adapter on the meta device. Raises UserError if an existing adapter does not fit."""
-    with torch.device("meta"):
-        model = Decoder(checkpoint.spec)
+    model = checkpoint.build_meta_decoder()
     quantization.apply(model)
     adapter.apply(model)
     if adapter.adapter_path is not None:
@@ -227,7 +243,7 @@ def resolve_model(
     checkpoint, adapter = resolve_checkpoint(name, files)
     checkpoint = checkpoint.with_config_overrides(config_overrides)
     path = Path(adapter.adapter_path or checkpoint.path)
-    tokenizer_dir = path if (path / "tokenizer.json").is_file() else checkpoint.path
+    tokenizer_dir = path if has_tokenizer(path) else checkpoint.path
     spec, tokenizer = checkpoint.spec, Tokenizer.open(tokenizer_dir)
     return checkpoint, adapter, tokenizer.with_vocab_size(spec.vocab, tokenizer_dir, spec.context)
 

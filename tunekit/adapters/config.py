@@ -17,6 +17,7 @@ from tunekit.adapters.module_patterns import (
     module_params,
     values_by_module,
 )
+from tunekit.adapters.token_rows import add_token_rows, check_token_ids
 from tunekit.devices import fork_rng
 from tunekit.distributed.sharding import copy_to_shard, shard_slice, unsharded
 from tunekit.errors import FieldError, UserError
@@ -59,6 +60,9 @@ class NoAdapter:
             parameter.requires_grad_(False)
         if self.frozen_modules and not any(parameter.requires_grad for parameter in model.parameters()):
             raise UserError("adapter.frozen_modules: no weights are left to train. Remove some modules.")
+        if model.trained_ids and not model.embed.weight.requires_grad:
+            key = "trainable_modules" if self.trainable_modules else "frozen_modules"
+            raise UserError(f"adapter.{key}: the embeddings of new tokens would not be trained. Train embed_tokens.")
 
     def init_weights(self, model: Decoder, seed: int) -> None:
         """Do nothing: no parameters were added."""
@@ -95,6 +99,8 @@ class LoRAConfig:
     modules_to_save: str | tuple[str, ...] = ()  # Modules that are trained in full and saved with the adapter
     bias: Literal["none", "lora_only", "all"] = "none"  # Biases to train: none, those of adapted layers, or all
     untie_embeddings: bool = False  # Give lm_head its own weights if it shares the embedding's
+    # Ids of tokens whose embeddings are trained too, and saved on their own; those of new tokens always are
+    trainable_token_indices: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -109,6 +115,7 @@ class LoRAConfig:
             raise FieldError("adapter_path", f"not compatible with adapter.init={self.init}. Remove one of the two.")
         if not self.target_modules:
             raise FieldError("target_modules", "must name at least one module")
+        check_token_ids(self.trainable_token_indices)
         self.check_patterns()
 
     def check_patterns(self) -> None:
@@ -157,10 +164,12 @@ class LoRAConfig:
             trainable.add(model.head.weight)
         layers = self.target_layers(model)
         sizes = self.ranks_and_alphas(layers)
-        for parameter in self.modules_to_save_params(model, layers).values():
+        saved = self.modules_to_save_params(model, layers)
+        for parameter in saved.values():
             parameter.requires_grad_(parameter in trainable)
         for name, layer in layers.items():
             self.wrap_layer(layer, *sizes[name])
+        add_token_rows(model, sorted({*self.trainable_token_indices, *model.trained_ids}), {*layers}, {*saved})
 
     def modules_to_save_params(self, model: Decoder, layers: Iterable[str]) -> dict[str, nn.Parameter]:
         """Parameters of the base model that are saved with the adapters of `layers`, by name."""

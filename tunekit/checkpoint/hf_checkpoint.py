@@ -13,14 +13,16 @@ from tunekit.checkpoint import dequantize
 from tunekit.checkpoint.safetensors_io import (
     CONFIG_DTYPES,
     RandomTensor,
+    ResizedTensor,
     TensorMeta,
     TensorReader,
     read_header,
     read_pickle_header,
 )
+from tunekit.data.new_tokens import NewToken, TokenTexts, add_new_tokens
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
-from tunekit.models.decoder import TIED
+from tunekit.models.decoder import TIED, Decoder
 from tunekit.models.families.classifiers import is_base_model
 from tunekit.models.families.config_overrides import model_section, override_config
 from tunekit.models.families.registry import Family, find_family
@@ -33,7 +35,7 @@ PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 LAYOUTS = ((WEIGHTS, INDEX, "*.safetensors"), (PICKLE, PICKLE_INDEX, PICKLE))
 # RoPE buffers in early Llama checkpoints, which can be computed from config.json.
 ROPE_BUFFER = ".rotary_emb.inv_freq"
-EMBED = "embed.weight"
+EMBED, PER_LAYER_EMBED = "embed.weight", "per_layer.embed.weight"
 MISSING = object()
 # Weights with any other dtype are refused.
 ConfigValue = str | int | float | bool | None | tuple[str | int | float | bool, ...]  # of a key of config.json
@@ -80,6 +82,9 @@ class HFCheckpoint:
     config_changes: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # overridden keys of config.json
     new_head: int | None = field(default=None, kw_only=True)  # seed of a score head that is not in the files
     companions: Mapping[str, str] = field(default_factory=dict, kw_only=True)  # further files to save, by name
+    new_tokens: tuple[NewToken, ...] = field(default=(), kw_only=True)  # tokens that are not in the files
+    new_rows: Mapping[str, int] = field(default_factory=dict, kw_only=True)  # rows not in the files, by parameter
+    trained_ids: tuple[int, ...] = field(default=(), kw_only=True)  # tokens whose embeddings an adapter trains
 
     @property
     def is_base_model(self) -> bool:
@@ -113,6 +118,56 @@ class HFCheckpoint:
         changes = {key: value for key, value in model_section(config).items() if saved.get(key, MISSING) != value}
         return replace(self, config=config, family=family, spec=spec, config_changes=changes)
 
+    def with_vocab_size(self, size: int) -> "HFCheckpoint":
+        """Copy with additional rows in the embedding and the head, unless they have `size` rows."""
+        spec, sizes = self.spec, {"vocab_size": size}
+        if size <= spec.vocab:
+            return self
+        if spec.per_layer is not None:
+            sizes["vocab_size_per_layer_input"] = max(size, spec.per_layer.vocab)
+        file = str(self.path / "config.json")
+        try:
+            config = override_config(self.config, sizes)
+        except ValueError as error:
+            raise UserError(f"{file} with {size} tokens: {error}") from error
+        family, resized = find_family(config, file)
+        parameters: list[str] = [EMBED, TIED] if spec.score is None else [EMBED]
+        new_rows = dict.fromkeys(parameters, size - spec.vocab)
+        if spec.per_layer is not None and resized.per_layer is not None:
+            new_rows[PER_LAYER_EMBED] = resized.per_layer.vocab - spec.per_layer.vocab
+        return replace(self, config=config, family=family, spec=resized, new_rows=new_rows)
+
+    def with_new_tokens(self, tokens: TokenTexts, special_tokens: TokenTexts) -> "HFCheckpoint":
+        """Copy with new tokens in the tokenizer and rows for them. Embeddings may have unused rows, which come first.
+
+        Raises UserError for tokens that cannot be added.
+        """
+        if not tokens and not special_tokens:
+            return self
+        tokenizer = self.chat_tokenizer or Tokenizer.open(self.tokenizer_path)
+        tokenizer, new_tokens = add_new_tokens(tokenizer, tokens, special_tokens)
+        trained = {token.id for token in new_tokens} | {*range(self.spec.vocab, tokenizer.size)}
+        resized = self.with_vocab_size(tokenizer.size)
+        return replace(resized, chat_tokenizer=tokenizer, new_tokens=new_tokens, trained_ids=tuple(sorted(trained)))
+
+    def build_meta_decoder(self) -> Decoder:
+        """The model on the meta device, without quantization and adapter."""
+        with torch.device("meta"):
+            model = Decoder(self.spec)
+        model.trained_ids = self.trained_ids
+        return model
+
+    def resize_tensor(self, name: str, meta: TensorMeta) -> TensorMeta:
+        """Add the rows of new tokens to an embedding or head; other tensors are unchanged."""
+        match = match_hub_name(name, self.family.table)
+        parameter = match.ours[0] if match is not None and match.ours else ""
+        has_tokens = parameter == EMBED or (parameter == TIED and self.spec.score is None)
+        sources = tuple((token.id, token.init_ids) for token in self.new_tokens) if has_tokens else ()
+        if not sources and parameter not in self.new_rows:
+            return meta
+        shape = (meta.shape[0] + self.new_rows.get(parameter, 0), *meta.shape[1:])
+        return ResizedTensor(meta.file, shape, meta.dtype, meta, sources)
+
     @cached_property
     def tensors(self) -> dict[str, TensorMeta]:
         """All tensors by checkpoint name, in file order. A group of quantized tensors appears as one weight."""
@@ -121,6 +176,8 @@ class HFCheckpoint:
         tensors = {name: meta for name, meta in tensors.items() if not name.endswith(ROPE_BUFFER)}
         unused_heads = self.family.unused_heads
         weights = {name: meta for name, meta in tensors.items() if match_hub_name(name, unused_heads) is None}
+        if self.new_rows or self.new_tokens:
+            weights = {name: self.resize_tensor(name, meta) for name, meta in weights.items()}
         if self.new_head is None:
             return weights
         return {**weights, **self.random_tensors([*weights.values()][-1].file, self.new_head)}

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tunekit.adapters.config import DoRAConfig, Layer, LoRAConfig, NoAdapter, lora_factors
+from tunekit.adapters.token_rows import look_up_token_rows, replace_token_rows
 from tunekit.checkpoint import peft_adapter
 from tunekit.checkpoint.dcp_planner import reshard
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, TensorReader
 from tunekit.checkpoint.load_model import apply_mapping, check_tensors, key_mappings, load_tensor
 from tunekit.checkpoint.peft_reader import read_contents
+from tunekit.checkpoint.token_rows import load_token_rows
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.sharding import full_tensor, shard_slice
 from tunekit.models.decoder import TIED, Decoder, Head
@@ -69,8 +71,7 @@ def checkpoint_logits(
 
     `rounded_dtypes` are dtypes by parameter name; with them, logits are computed by `rounded_logits`.
     """
-    with torch.device("meta"):
-        net = Decoder(source.spec)
+    net = source.build_meta_decoder()
     quantization.apply(net)
     adapter.apply(net)
     check_tensors(source, net.shapes)
@@ -100,7 +101,7 @@ def load_on_demand(model: Decoder, load: Callable[[str], None], free: Callable[[
 def forward_logits(model: Decoder, rows: Sequence[Sequence[int]], device: torch.device) -> LazyLogits:
     """Logits at every token of the rows, which are concatenated."""
     states = hidden_states(model, rows, device)
-    return LazyLogits(model.spec.outputs, partial(head_columns, model.head, states), model.spec.score is not None)
+    return LazyLogits(model.spec.outputs, partial(head_columns, model, states), model.spec.score is not None)
 
 
 @torch.no_grad()
@@ -145,11 +146,17 @@ def hidden_states(model: Decoder, rows: Sequence[Sequence[int]], device: torch.d
 
 
 @torch.no_grad()
-def head_columns(head: Head, states: Tensor, columns: slice) -> Tensor:
+def head_columns(model: Decoder, states: Tensor, columns: slice) -> Tensor:
     """Logits (tokens, columns). All tensors of a head except LoRA A have one row per vocabulary token."""
-    parameters = {name: t[columns] for name, t in named_tensors(head).items() if "lora_A" not in name}
+    head, tensors = model.head, named_tensors(model.head)
+    if head.token_ids:  # the head has no LoRA weights and no bias
+        with torch.device("meta"):
+            head, tensors = Head(model.spec), {}
+        tensors["weight"] = replace_token_rows(model.head, model.head.weight[columns], columns.start)
+    else:
+        tensors = {name: tensor[columns] for name, tensor in tensors.items() if "lora_A" not in name}
     with eval_mode(head):
-        return functional_call(head, parameters, (states,))
+        return functional_call(head, tensors, (states,))
 
 
 @contextmanager
@@ -200,7 +207,7 @@ class RoundedPart:
 
 def lookup_rounded(layer: Embedding, tokens: Tensor, is_adapted: bool, dtype: torch.dtype) -> Tensor:
     """Rows of an embedding with its LoRA delta, rounded."""
-    rows = layer.embed(tokens).float()
+    rows = look_up_token_rows(layer, tokens, layer.embed(tokens).float())
     if is_adapted:
         delta = F.embedding(tokens, layer.lora_embedding_A.T).float() @ layer.lora_embedding_B.T.float()
         rows = rows + layer.lora_scale * delta
@@ -222,7 +229,7 @@ def merged_rows(layer: Linear | GroupedLinear, adapter: LoRAConfig | None, rows:
     """Rows of a weight, or a subset of experts, in fp32; with the LoRA delta if the layer is adapted."""
     weight = layer.weight[rows].float()
     if adapter is None:
-        return weight
+        return weight if isinstance(layer, GroupedLinear) else replace_token_rows(layer, weight, rows.start)
     a, b = lora_factors(layer)
     a, multiply_add = (a[rows], torch.baddbmm) if a.ndim == 3 else (a, torch.addmm)
     weight = multiply_add(weight, b[rows].float(), a.float(), alpha=layer.lora_scale)
@@ -243,6 +250,7 @@ def load_initial_adapter(
     contents = read_contents(Path(adapter.adapter_path), source)
     tensors = stack.enter_context(TensorReader(contents.tensors))
     peft_adapter.load_lora_weights(net, contents, tensors)
+    load_token_rows(net, source, contents.token_rows, tensors)
 
     def read(name: str) -> Tensor:
         return tensors.read_mapped(contents.file_names[name])

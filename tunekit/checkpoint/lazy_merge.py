@@ -53,7 +53,11 @@ class LazyMergedCheckpoint(HFCheckpoint):
         spec = replace(base.spec, tie_word_embeddings=tied)
         fields = base.path, base.name, base.config, base.family, spec, base, contents
         return LazyMergedCheckpoint(
-            *fields, tokenizer_dir=base.tokenizer_dir, config_changes=base.config_changes, new_head=base.new_head
+            *fields,
+            tokenizer_dir=base.tokenizer_dir,
+            chat_tokenizer=base.chat_tokenizer,
+            config_changes=base.config_changes,
+            new_head=base.new_head,
         )
 
     @cached_property

@@ -81,6 +81,9 @@ class MergedTensors:
         for target in adapter.targets:
             self.layers |= dict.fromkeys(target.load_deltas(adapter.meta_tensor, adapter.shapes), target)
         self.saved_mappings = {name: mapping for mapping in adapter.saved_mappings for name in mapping.ours}
+        self.token_rows = dict(adapter.token_rows)
+        if base.spec.tie_word_embeddings and EMBED in self.token_rows:
+            self.token_rows[TIED] = self.token_rows[EMBED]
         self.cached_delta = lru_cache(maxsize=8)(self.read_delta)  # shared by the expert tensors of a layer
         self.untied = base.spec.tie_word_embeddings  # merge embedding and head separately to compare them
         self.untied = self.untied and not self.keeps_tied_head()
@@ -121,7 +124,8 @@ class MergedTensors:
 
     def read(self, name: str) -> Tensor:
         mapping, source = self.sources[name]
-        is_changed = any(n in self.saved_mappings or n.removesuffix(WEIGHT) in self.layers for n in mapping.ours)
+        changed = {*self.saved_mappings, *self.token_rows, *(layer + WEIGHT for layer in self.layers)}
+        is_changed = not changed.isdisjoint(mapping.ours)
         return self.merge_tensor(mapping, source) if is_changed else self.tensors.read_mapped(source)
 
     def merge_tensor(self, mapping: KeyMapping, name: str) -> Tensor:
@@ -150,6 +154,8 @@ class MergedTensors:
         if layer in self.layers:
             delta = self.cached_delta(layer)
             add_delta(weight, delta if expert is None else delta.for_expert(expert))
+        if rows := self.token_rows.get(name):
+            weight[[*rows.ids]] = self.adapter_tensors[rows.name].to(weight.dtype)
         return weight
 
     def replace_weight(self, weight: Tensor, mapping: KeyMapping, index: int, expert: int | None) -> Tensor:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tunekit.adapters.config import TIED_MODULES, DoRAConfig, LoRAConfig, lora_factors
+from tunekit.adapters.token_rows import token_row_layers
+from tunekit.checkpoint import token_rows
 from tunekit.checkpoint.atomic import DeferredError, check_free_space, wrap_write_errors
 from tunekit.checkpoint.classification_head import with_score_head, without_head
 from tunekit.checkpoint.dcp_planner import reshard
@@ -104,6 +106,7 @@ def save_adapter(
     saved_meta = {name: t for group in groups for name, t in saved_tensors(group, model, adapter, to_meta).items()}
     prefixes = module_prefixes(planned)
     tensors = {name: t for tensor in planned for name, t in tensor.tensors(prefixes[tensor.name]).items()} | saved_meta
+    tensors |= token_rows.stored_rows(model, source, to_meta)
     entries = {PREFIX + name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
     blocks = {tensor.name: tensor.blocks for tensor in planned if len(tensor.blocks) > 1}
     metadata = FORMAT | ({BLOCKS_KEY: json.dumps(blocks)} if blocks else {}) | head_metadata(source)
@@ -139,12 +142,13 @@ def iter_file_tensors(
     adapter: LoRAConfig,
     source: HFCheckpoint,
 ) -> Iterator[dict[str, Tensor]]:
-    """Gather the tensors of one target after the other, then the fully trained parameters."""
+    """Gather the tensors of one target after the other, then the fully trained parameters and rows."""
     for target in targets:
         tensors = peft_tensors(target, model, adapter, source, full_tensor)
         yield {name: t for tensor in tensors for name, t in tensor.tensors(prefixes[tensor.name]).items()}
     for group in groups:
         yield saved_tensors(group, model, adapter, full_tensor)
+    yield token_rows.stored_rows(model, source, full_tensor)
 
 
 def write_tensors(folder: Path, out: SafetensorsWriter, tensors: Mapping[str, Tensor]) -> None:
@@ -282,6 +286,7 @@ def peft_config(
         "use_rslora": adapter.use_rslora,
         "use_dora": isinstance(adapter, DoRAConfig),
         "bias": adapter.bias,
+        **token_rows.token_indices(model, source),
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
@@ -348,8 +353,10 @@ def base_model_ref(source: HFCheckpoint) -> tuple[str, str | None]:
 
 
 def with_adapter_config(folder: Path, source: HFCheckpoint) -> HFCheckpoint:
-    """Return the base with the config overrides of the adapter, and its score head, or no head for embeddings."""
-    source = source.with_config_overrides(read_config_changes(folder))
+    """Return the base with the config overrides and new tokens of the adapter, and its score head, or no head for
+    embeddings.
+    """
+    source = token_rows.with_adapter_tokens(folder, source.with_config_overrides(read_config_changes(folder)))
     if PeftConfigFile.open(folder).task_type == EMBEDDING_TASK:
         return without_head(source)
     if not PeftConfigFile.open(folder).has_score_head or source.spec.score is not None:
@@ -407,6 +414,7 @@ def read_adapter_config(folder: Path, source: HFCheckpoint) -> LoRAConfig:
         alpha_pattern={re.escape(name): size[1] for name, size in sizes.items() if size[1] != alpha},
         modules_to_save=tuple(map(re.escape, sorted(full_modules))),
         untie_embeddings=source.spec.tie_word_embeddings and not keeps_tied_head(contents),
+        trainable_token_indices=contents.token_ids,
     )
 
 
@@ -427,6 +435,7 @@ def load_adapter(folder: Path, model: Decoder, adapter: LoRAConfig, source: HFCh
     contents = read_contents(folder, source)
     with TensorReader(contents.tensors) as tensors:
         load_lora_weights(model, contents, tensors)
+        token_rows.load_token_rows(model, source, contents.token_rows, tensors)
         for mapping in contents.saved_mappings:
             loaded = mapping.load([tensors[contents.file_names[name]] for name in mapping.hub], contents.shapes)
             for name, tensor in zip(mapping.ours, loaded, strict=True):
@@ -470,6 +479,10 @@ def check_adapter_fits(folder: Path, model: Decoder, adapter: LoRAConfig, source
     if not source.spec.tie_word_embeddings:
         saved = replace(saved, untie_embeddings=adapter.untie_embeddings)
     check_same_options(folder, adapter, saved)
+    ids = next((layer.token_ids for layer in token_row_layers(model).values()), ())
+    if ids != contents.token_ids:
+        problem = f"{[*ids]}, but the adapter in {folder} has {[*contents.token_ids]}"
+        raise UserError(f"adapter.trainable_token_indices: {problem}. Set the ids of the adapter.")
     sizes = adapter.ranks_and_alphas(layers)
     for name, delta in deltas.items():
         actual_sizes = delta.rank, effective_alpha(delta, adapter)

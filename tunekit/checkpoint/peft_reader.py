@@ -16,7 +16,7 @@ from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.adapters.patterns import compile_pattern
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, TensorMeta, read_header, read_json
 from tunekit.checkpoint.lora_delta import WEIGHT, LoRADelta, LoRATarget, transformers_key
-from tunekit.checkpoint.safetensors_io import read_metadata
+from tunekit.checkpoint.safetensors_io import ReplacedRows, read_metadata
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
 from tunekit.models.spec import DecoderSpec
@@ -33,12 +33,15 @@ LORA_TENSOR = re.compile(
     r"\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
 )
 EMBEDDING_TASK = "FEATURE_EXTRACTION"  # PEFT task type of a model without a head
+TOKEN_ADAPTER = ".token_adapter"  # name of the module with token rows inside an embedding or head
+TOKEN_ROWS = f"{TOKEN_ADAPTER}.trainable_tokens_delta"
+TOKEN_PARAMETERS = ("embed.weight", "head.weight")  # may have token rows
 HEAD_MODULES = ("classifier", "score")  # PEFT lists both in modules_to_save of any classifier
 FACTOR_PAIRS = {frozenset({"lora_A", "lora_B"}), frozenset({"lora_embedding_A", "lora_embedding_B"})}
 # Keys of unsupported PEFT features; each must have one of these values. The first is the default.
 UNSUPPORTED = ("use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config", "layer_replication")
 SUPPORTED_VALUES = {**dict.fromkeys(UNSUPPORTED, (None,)), "bias": ("none", "all", "lora_only")}
-SUPPORTED_VALUES |= {"lora_bias": (None, False), "trainable_token_indices": (None, [], {})}
+SUPPORTED_VALUES |= {"lora_bias": (None, False)}
 SUPPORTED_VALUES |= {"use_qalora": (None, False), "alora_invocation_tokens": (None, [])}
 # Other initializations change the base weights.
 SUPPORTED_VALUES |= {"init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal")}
@@ -67,6 +70,7 @@ class PeftConfigFile:
         for key, kinds in TYPES.items():
             if not isinstance(config.get(key), kinds | None):
                 raise UserError(f"{folder / CONFIG}: {key} must be {EXPECTED[kinds]}, got {config[key]!r}")
+        check_token_indices(folder / CONFIG, config.get("trainable_token_indices"))
         return PeftConfigFile(folder / CONFIG, config)
 
     @property
@@ -138,6 +142,12 @@ class PeftConfigFile:
             if required not in optional and not any(module.endswith(required) for module in modules):
                 raise UserError(f"{self.file}: modules_to_save contains {required}, but {TENSORS} has no tensors of it")
 
+    def token_ids(self, module: str) -> tuple[int, ...]:
+        """Ids of the token rows of a module, in the order of the file."""
+        value = self.values.get("trainable_token_indices") or []
+        ids = value if isinstance(value, list) else next((v for k, v in value.items() if module.endswith(k)), [])
+        return tuple(ids)
+
     def is_target_parameter(self, tensor: str) -> bool:
         """Whether a checkpoint tensor is in target_parameters instead of target_modules."""
         return any(f".{tensor}".endswith(f".{target}") for target in self.values.get("target_parameters") or [])
@@ -190,6 +200,14 @@ class TargetTensors:
 
 
 @dataclass(frozen=True)
+class StoredRows:
+    """Rows of an embedding or head that were trained on their own, in an adapter file."""
+
+    ids: tuple[int, ...]
+    name: str  # in the file
+
+
+@dataclass(frozen=True)
 class AdapterContents:
     """Contents of an adapter directory. Tensors are not read yet."""
 
@@ -199,6 +217,12 @@ class AdapterContents:
     saved_mappings: Sequence[KeyMapping]  # of fully saved parameters
     file_names: Mapping[str, str]  # of fully saved tensors, by checkpoint name
     shapes: Mapping[str, Shape]  # of the model parameters
+    token_rows: Mapping[str, StoredRows]  # by parameter name
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens whose rows are stored, ascending."""
+        return tuple(sorted({token for rows in self.token_rows.values() for token in rows.ids}))
 
     def meta_deltas(self) -> dict[str, LoRADelta]:
         """Deltas of all layers on the meta device."""
@@ -251,18 +275,57 @@ def read_contents(folder: Path, source: HFCheckpoint) -> AdapterContents:
     matches = {name: contents for name in tensors if (contents := LORA_TENSOR.fullmatch(name.removeprefix(PREFIX)))}
     if not matches:
         raise UserError(f"{file}: no LoRA tensors")
-    # PEFT also saves a copy of an adapted embedding or head.
-    other_names = [name for name in tensors if name not in matches and not name.endswith(BASE_LAYER + WEIGHT)]
-    names = {name.removeprefix(PREFIX).replace(BASE_LAYER, ""): name for name in other_names}
+    tensors, rows = read_token_rows(config, tensors, source)
+    names = {saved_name(name): name for name in tensors if name not in matches and is_saved_name(name)}
     mappings, unknown = load_mappings(names, source.family.table)
     if unknown:
         raise unknown_tensor_error(file, unknown[0], source)
     targets = AdapterReader(config, file, tensors, source).group_by_target(matches)
-    contents = AdapterContents(config, tensors, targets, mappings, names, model_shapes(source.spec))
+    contents = AdapterContents(config, tensors, targets, mappings, names, model_shapes(source.spec), rows)
     for mapping in mappings:
         check_saved_mapping(file, mapping, contents, source)
     config.check_modules_to_save({name[:i] for name in names for i, char in enumerate(name) if char == "."})
     return contents
+
+
+def is_saved_name(name: str) -> bool:
+    """Whether a tensor other than LoRA weights is a trained one. PEFT also saves a copy of an adapted embedding or
+    head, and embeddings with token rows if they were resized."""
+    return not name.endswith((BASE_LAYER + WEIGHT, TOKEN_ROWS)) or name.endswith(TOKEN_ADAPTER + BASE_LAYER + WEIGHT)
+
+
+def saved_name(name: str) -> str:
+    """Checkpoint name of a fully saved tensor."""
+    return name.removeprefix(PREFIX).replace(TOKEN_ADAPTER, "").replace(BASE_LAYER, "")
+
+
+def read_token_rows(
+    config: PeftConfigFile, tensors: Mapping[str, TensorMeta], source: HFCheckpoint
+) -> tuple[Mapping[str, TensorMeta], Mapping[str, StoredRows]]:
+    """Rows of tokens by parameter name. Rows of a weight that is also in the file are put into this weight."""
+    rows, changed = {}, dict(tensors)
+    for name in [name for name in tensors if name.endswith(TOKEN_ROWS)]:
+        module = name.removeprefix(PREFIX).removesuffix(TOKEN_ROWS)
+        match, ids, meta = match_hub_name(module + WEIGHT, source.family.table), config.token_ids(module), tensors[name]
+        if match is None or match.ours[0] not in TOKEN_PARAMETERS:
+            raise unknown_tensor_error(meta.file, module, source)
+        if meta.shape != (len(ids), source.spec.dim) or max(ids, default=0) >= source.spec.vocab:
+            expected = f"expected [{len(ids)}, {source.spec.dim}] for {len(ids)} ids < {source.spec.vocab}"
+            raise UserError(f"{meta.file}: {name} has shape {list(meta.shape)}, {expected}; {config.trained_for}")
+        if base := changed.get(full := f"{PREFIX}{module}{TOKEN_ADAPTER}{BASE_LAYER}{WEIGHT}"):
+            changed[full] = ReplacedRows(base.file, base.shape, base.dtype, base, meta, ids)
+        else:
+            rows[match.ours[0]] = StoredRows(ids, name)
+    if source.spec.tie_word_embeddings and len({item.ids for item in rows.values()}) > 1:
+        raise UserError(f"{config.file}: trainable_token_indices: embedding and head are tied, but have different ids")
+    return changed, rows
+
+
+def check_token_indices(file: Path, value: Any) -> None:
+    """Raise UserError unless `trainable_token_indices` is a list of ids, or lists by module."""
+    lists = [*value.values()] if isinstance(value, dict) else [value or []]
+    if not all(isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids) for ids in lists):
+        raise UserError(f"{file}: trainable_token_indices must be a list of token ids, or such lists by module")
 
 
 def check_saved_mapping(file: Path, mapping: KeyMapping, contents: AdapterContents, source: HFCheckpoint) -> None:

@@ -51,6 +51,7 @@ DTYPE_NAMES = {dtype: kind for kind, dtype in DTYPES.items()}
 PICKLE_ERRORS = (pickle.UnpicklingError, zipfile.BadZipFile, struct.error, AssertionError, AttributeError)
 PICKLE_ERRORS += (ArithmeticError, EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 CHUNK = 2**24  # bytes per read of a thread
+ROWS_PER_CHUNK = 4096  # rows of an embedding in fp64
 HEADER_LENGTH = struct.Struct("<Q")
 MAX_NAME_LENGTH = 1000  # characters of a tensor name
 FORMAT = {"format": "pt"}  # required by transformers
@@ -175,6 +176,38 @@ class RandomTensor(TensorMeta):
 
     def read(self, files: OpenFiles) -> Tensor:
         return normal_init(self.shape, self.std, named_generator(self.seed, "head")).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class ResizedTensor(TensorMeta):
+    """Embedding or head with additional rows, which are the mean of the rows of `base`, as in transformers."""
+
+    base: TensorMeta
+    row_sources: tuple[tuple[int, tuple[int, ...]], ...] = ()  # other rows, and the rows that they are the mean of
+
+    def read(self, files: OpenFiles) -> Tensor:
+        base = self.base.read(files)
+        weight = base.new_empty(self.shape)
+        weight[: len(base)] = base
+        mean = torch.stack([part.double().sum(0) for part in base.split(ROWS_PER_CHUNK)]).sum(0) / len(base)
+        weight[len(base) :] = mean
+        for row, sources in self.row_sources:
+            weight[row] = base[[*sources]].double().mean(0) if sources else mean
+        return weight
+
+
+@dataclass(frozen=True)
+class ReplacedRows(TensorMeta):
+    """Tensor with rows that are in another tensor."""
+
+    base: TensorMeta
+    rows: TensorMeta
+    ids: tuple[int, ...]
+
+    def read(self, files: OpenFiles) -> Tensor:
+        weight = self.base.read(files)
+        weight[[*self.ids]] = self.rows.read(files).to(weight.dtype)
+        return weight
 
 
 class TensorReader:

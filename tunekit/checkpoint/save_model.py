@@ -19,6 +19,7 @@ from tunekit.checkpoint.dcp_planner import reshard
 from tunekit.checkpoint.dequantize import QUANTIZATION_KEY, PrequantizedTensor
 from tunekit.checkpoint.hf_checkpoint import INDEX, PICKLE_INDEX, WEIGHTS, HFCheckpoint, read_json
 from tunekit.checkpoint.safetensors_io import Entries, SafetensorsWriter, TensorReader, TensorSlice
+from tunekit.data.new_tokens import write_new_tokens
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.sharding import full_tensor
@@ -137,8 +138,9 @@ def copy_matching(source: Path, target: Path, patterns: Iterable[str], skipped: 
 
 
 def write_chat_format(folder: Path, source: HFCheckpoint) -> None:
-    """Replace the chat templates in a saved checkpoint, and add their stop tokens, if the run has others."""
+    """Add new tokens to a saved checkpoint, and replace its chat templates and stop tokens, if the run has others."""
     tokenizer = source.chat_tokenizer
+    write_new_tokens(folder, source.new_tokens)
     if tokenizer is None:
         return
     for file in (file for pattern in TEMPLATES for file in folder.glob(pattern)):
@@ -254,7 +256,7 @@ def write_index(folder: Path, shards: dict[str, list[str]], entries: Entries, so
         return
     weight_map = {name: file for file, names in shards.items() for name in names}
     source_index = {} if source.index is None else read_json(source.index)
-    if source.index is not None and source_index["weight_map"] == weight_map:
+    if source.index is not None and source_index["weight_map"] == weight_map and not source.new_rows:
         shutil.copyfile(source.index, folder / INDEX)
         return
     metadata = (source_index.get("metadata") or {}) | {"total_size": sum(map(tensor_bytes, entries.values()))}

@@ -128,8 +128,7 @@ class ModelSource:
 
     def build_meta_model(self, device: torch.device) -> Decoder:
         """Build the unsharded model on the meta device, with matmuls in fp32."""
-        with torch.device("meta"):
-            net = Decoder(self.source.spec)
+        net = self.source.build_meta_decoder()
         self.quantization.apply(net)
         self.adapter.apply(net)
         replace(self.precision, compute_dtype="fp32").apply(net, self.source.dtypes, device)

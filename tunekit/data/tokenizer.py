@@ -106,11 +106,18 @@ class Tokenizer:
             )
         return self.copy_with(vocab_size=vocab_size, max_position_embeddings=max_positions)
 
+    def with_added_token(self, text: str, is_special: bool) -> "Tokenizer":
+        """Copy with another token, which has the next id."""
+        model = tokenizers.Tokenizer.from_str(self.model.to_str())
+        token = tokenizers.AddedToken(text, special=is_special, normalized=not is_special)
+        (model.add_special_tokens if is_special else model.add_tokens)([token])
+        return self.copy_with(model=model, token_cache=None)
+
     def copy_with(self, **fields: Any) -> "Tokenizer":
         """Copy with other fields, and without cached values that depend on them."""
         tokenizer = copy.copy(self)
         vars(tokenizer).update(fields, shapes={})
-        for name in ("digest", "special_ids", "special_texts", "stop_texts"):
+        for name in ("digest", "size", "special_ids", "special_texts", "stop_texts"):
             vars(tokenizer).pop(name, None)
         return tokenizer
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from tunekit.kernels import attention_gpu, shared_prefix
-from tunekit.kernels.cross_entropy import VocabShard
 from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
 from tunekit.models.altup import AltUpBlock, JoinStreams, SplitStreams
 from tunekit.models.block import Block
@@ -60,6 +59,7 @@ class Decoder(nn.Module):
     cp_sharding: SequenceSharding = UNSHARDED  # tokens of each row on this rank
     compute_device: torch.device | None = None  # where layers run, if weights are offloaded
     router_stats: RouterStats | None = None  # of the last pass, if the loss needs them
+    trained_ids: tuple[int, ...] = ()  # new tokens, whose embeddings an adapter trains
     neftune_noise_alpha: float | None = None  # scale of the noise on embeddings in training; None: no noise
 
     def __init__(self, spec: DecoderSpec) -> None:
@@ -84,6 +84,8 @@ class Decoder(nn.Module):
         """Share the embedding's weight with a tied head. Call again after each operation that replaces parameters."""
         if self.spec.tie_word_embeddings:
             self.head.weight = self.embed.weight
+            if self.head.token_ids:
+                self.head.lora_token_rows = self.embed.lora_token_rows
 
     def index_layers(self) -> tuple[tuple[Rope, int], ...]:
         """Number the layers and return the distinct RoPE settings: each table is computed once per forward pass."""
@@ -252,8 +254,6 @@ def flatten_to_one_row(
 
 class Head(Linear):
     """Hidden states to logits, with the family's scaling and soft cap, or to scores."""
-
-    vocab_shard: VocabShard | None = None  # ids whose logits are made here; others make the rest
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__(spec.dim, spec.outputs, bias=spec.score is not None and spec.score.bias)

@@ -71,6 +71,10 @@ class Linear(nn.Linear, LinearBase):
     lora_B0: Tensor
     lora_magnitude_vector: nn.Parameter  # (out,)
     lora_scale: float
+    lora_token_rows: nn.Parameter  # (tokens, in), replace rows of a head
+    lora_token_ids: Tensor  # (tokens,), ascending
+    token_ids: tuple[int, ...] = ()  # the same ids; empty: no rows are replaced
+    vocab_shard: VocabShard | None = None  # ids whose logits a head makes here; others make the rest
     colwise_mesh: ShardGroup | None = None  # ranks that hold the other outputs
 
     def matmul(self, x: Tensor) -> Tensor:
@@ -143,6 +147,9 @@ class Embedding(nn.Embedding, InitMixin):
     lora_embedding_A: nn.Parameter  # (rank, ids)
     lora_embedding_B: nn.Parameter  # (dim, rank)
     lora_scale: float
+    lora_token_rows: nn.Parameter  # (tokens, dim), replace rows of the weight
+    lora_token_ids: Tensor  # (tokens,), ascending
+    token_ids: tuple[int, ...] = ()  # the same ids; empty: no rows are replaced
     vocab_shard: VocabShard | None = None  # ids on this rank
 
     def reset_parameters(self) -> None:

@@ -117,6 +117,11 @@ class TrainConfig:
     neftune_noise_alpha: float | None = None
     init: Literal["pretrained", "random"] = "pretrained"  # `random`: train from scratch what config.json describes
     tokenizer: str | None = None  # Directory or Hub name of another tokenizer; null: the checkpoint's
+    # Tokens to add to the tokenizer and the model; their embeddings start as the mean of all others, or, with
+    # `{token: text}`, as the mean of those of a text. With an adapter, they are trained on their own
+    new_tokens: tuple[str, ...] | dict[str, str] = ()
+    # As `new_tokens`, for tokens such as `<|im_end|>` that are not part of the text of an answer
+    new_special_tokens: tuple[str, ...] | dict[str, str] = ()
     device: DeviceChoice = "auto"  # `auto`: the first of cuda, xpu and mps that torch finds, else cpu
     global_batch_size: int = 16  # Rows per optimizer step, over all devices
     micro_batch_size: int = 1  # Rows per forward pass on one device

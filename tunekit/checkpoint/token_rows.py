@@ -1,0 +1,95 @@
+"""Reads and writes rows of embeddings that are trained on their own: `trainable_token_indices` of PEFT."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tunekit.adapters.token_rows import token_row_layers
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.load_model import key_mappings
+from tunekit.checkpoint.lora_delta import WEIGHT, transformers_key
+from tunekit.checkpoint.peft_reader import (
+    CONFIG,
+    PREFIX,
+    TENSORS,
+    TOKEN_PARAMETERS,
+    TOKEN_ROWS,
+    PeftConfigFile,
+    StoredRows,
+    is_saved_name,
+    saved_name,
+)
+from tunekit.checkpoint.safetensors_io import TensorReader, read_header
+from tunekit.distributed.sharding import copy_to_shard
+from tunekit.models.decoder import Decoder
+from tunekit.models.linear import Gather
+from tunekit.models.weight_map import match_hub_name
+
+
+def with_adapter_tokens(folder: Path, source: HFCheckpoint) -> HFCheckpoint:
+    """Copy of a base with embedding rows for all tokens of an adapter, and the ids that the adapter trains."""
+    if not (folder / CONFIG).is_file() or not (folder / TENSORS).is_file():
+        return source
+    config, ids, size = PeftConfigFile.open(folder), set(), 0
+    for name, meta in read_header(folder / TENSORS).items():
+        if name.endswith(TOKEN_ROWS):
+            ids |= {*config.token_ids(name.removeprefix(PREFIX).removesuffix(TOKEN_ROWS))}
+        elif is_saved_name(name) and (match := match_hub_name(saved_name(name), source.family.table)):
+            size = max(size, meta.shape[0] if match.ours and match.ours[0] in TOKEN_PARAMETERS else 0)
+    resized = source.with_vocab_size(max(size, max(ids, default=0) + 1))
+    return replace(resized, trained_ids=tuple(sorted(ids)))
+
+
+@torch.no_grad()
+def load_token_rows(
+    model: Decoder,
+    source: HFCheckpoint,
+    stored: Mapping[str, StoredRows] | None = None,
+    adapter_tensors: TensorReader | None = None,
+) -> None:
+    """Fill the rows of a model from its checkpoint, then from an adapter that has `stored` some of them."""
+    for name, layer in token_row_layers(model).items():
+        if name == "head" and model.spec.tie_word_embeddings:
+            layer.lora_token_ids.copy_(torch.tensor(layer.token_ids))
+            continue
+        ids = torch.tensor(layer.token_ids)
+        rows = read_rows(source, model, name + WEIGHT, ids)
+        if stored and adapter_tensors and (item := stored.get(name + WEIGHT)):
+            rows[torch.searchsorted(ids, torch.tensor(item.ids))] = adapter_tensors[item.name].float()
+        layer.lora_token_ids.copy_(ids)
+        copy_to_shard(layer.lora_token_rows, rows)
+
+
+def read_rows(source: HFCheckpoint, model: Decoder, name: str, ids: Tensor) -> Tensor:
+    """Rows of a parameter in a checkpoint, in fp32."""
+    mapping = next(mapping for mapping in key_mappings(source, model) if name in mapping.ours)
+    with source.reader() as tensors:
+        loaded = mapping.load([tensors.read_mapped(key) for key in mapping.hub], model.shapes)
+        return loaded[mapping.ours.index(name)][ids].float()
+
+
+def stored_rows(model: Decoder, source: HFCheckpoint, get: Gather) -> dict[str, Tensor]:
+    """Tensors of an adapter file by name. PEFT ties the rows of a tied head itself."""
+    layers = token_row_layers(model)
+    names = [name for name in layers if name == "embed" or not model.spec.tie_word_embeddings]
+    return {module_name(name, source) + TOKEN_ROWS: get(layers[name].lora_token_rows) for name in names}
+
+
+def token_indices(model: Decoder, source: HFCheckpoint) -> dict[str, Any]:
+    """Entry of adapter_config.json: ids, by module if the head has rows of its own."""
+    layers = token_row_layers(model)
+    if model.spec.tie_word_embeddings or layers.keys() == {"embed"}:
+        ids: Any = next((list(layer.token_ids) for layer in layers.values()), None)
+    else:
+        names = {name: module_name(name, source).rpartition(".")[2] for name in layers}
+        ids = {names[name]: list(layer.token_ids) for name, layer in layers.items()} or None
+    return {"trainable_token_indices": ids}
+
+
+def module_name(name: str, source: HFCheckpoint) -> str:
+    """Name of the embedding or the head in transformers."""
+    return transformers_key(name + WEIGHT, source.family).hub[0].removesuffix(WEIGHT)
