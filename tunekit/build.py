@@ -114,7 +114,8 @@ def read_checkpoint_and_adapter(
         checkpoint = replace(checkpoint, tokenizer_dir=Path(start))
     if start is not None and (cfg.new_tokens or cfg.new_special_tokens):
         key = "new_tokens" if cfg.new_tokens else "new_special_tokens"
-        raise UserError(f"{key}: {start} is an adapter. Merge it with `tune merge`, and train the result.")
+        remedy = "Remove the key, or merge it with `tune merge` and train the result."
+        raise UserError(f"{key}: {start} is an adapter with its own tokens. {remedy}")
     checkpoint = checkpoint.with_new_tokens(cfg.new_tokens, cfg.new_special_tokens)
     data = MixtureBase.from_config(cfg.data)
     if data.chat_template is not None or data.chat_template_kwargs:
@@ -171,12 +172,17 @@ def build_model(  # noqa: PLR0913
             model,
             dist=dist,
         )
-    adapter.init_weights(model, dist.seed)
+    init_adapter(model, adapter, checkpoint, dist.seed)
+    return model
+
+
+def init_adapter(model: Decoder, adapter: NoAdapter | LoRAConfig, checkpoint: HFCheckpoint, seed: int) -> None:
+    """Initialize the weights of a new adapter, or load those of an existing one."""
+    adapter.init_weights(model, seed)
     if adapter.adapter_path is None:
         token_rows.load_token_rows(model, checkpoint)
     else:
         peft_adapter.load_adapter(Path(adapter.adapter_path), model, adapter, checkpoint)
-    return model
 
 
 def check_host_memory(checkpoint: HFCheckpoint, model: Decoder, dist: DistributedContext) -> None:

@@ -168,6 +168,13 @@ class HFCheckpoint:
         shape = (meta.shape[0] + self.new_rows.get(parameter, 0), *meta.shape[1:])
         return ResizedTensor(meta.file, shape, meta.dtype, meta, sources)
 
+    @property
+    def saved_changes(self) -> dict[str, Any]:
+        """Changed keys of config.json that an adapter saves, with the `rope_theta` that a new scaling needs."""
+        needs_theta = "rope_scaling" in self.config_changes and "rope_theta" in self.config
+        theta = {"rope_theta": self.config["rope_theta"]} if needs_theta else {}
+        return theta | {**self.config_changes} | ({"vocab_size": self.spec.vocab} if self.new_rows else {})
+
     @cached_property
     def tensors(self) -> dict[str, TensorMeta]:
         """All tensors by checkpoint name, in file order. A group of quantized tensors appears as one weight."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from tunekit.adapters.config import TIED_MODULES, DoRAConfig, LoRAConfig, lora_factors
-from tunekit.adapters.token_rows import token_row_layers
 from tunekit.checkpoint import token_rows
 from tunekit.checkpoint.atomic import DeferredError, check_free_space, wrap_write_errors
 from tunekit.checkpoint.classification_head import with_score_head, without_head
@@ -30,6 +29,7 @@ from tunekit.checkpoint.peft_reader import (
     HEAD_KEY,
     PREFIX,
     TENSORS,
+    VOCAB_SIZE,
     AdapterContents,
     PeftConfigFile,
     read_config_changes,
@@ -110,7 +110,7 @@ def save_adapter(
     entries = {PREFIX + name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
     blocks = {tensor.name: tensor.blocks for tensor in planned if len(tensor.blocks) > 1}
     metadata = FORMAT | ({BLOCKS_KEY: json.dumps(blocks)} if blocks else {}) | head_metadata(source)
-    metadata |= config_metadata(source)
+    metadata |= {CONFIG_KEY: json.dumps(source.saved_changes)} if source.saved_changes else {}
     config_text = json.dumps(peft_config(planned, saved_meta, model, adapter, source), indent=2)
     dist.run_on_main(partial(create_adapter_files, folder, source, entries, metadata, config_text))
     deferred = DeferredError()
@@ -356,7 +356,8 @@ def with_adapter_config(folder: Path, source: HFCheckpoint) -> HFCheckpoint:
     """Return the base with the config overrides and new tokens of the adapter, and its score head, or no head for
     embeddings.
     """
-    source = token_rows.with_adapter_tokens(folder, source.with_config_overrides(read_config_changes(folder)))
+    changes = {key: value for key, value in read_config_changes(folder).items() if key != VOCAB_SIZE}
+    source = token_rows.with_adapter_tokens(folder, source.with_config_overrides(changes))
     if PeftConfigFile.open(folder).task_type == EMBEDDING_TASK:
         return without_head(source)
     if not PeftConfigFile.open(folder).has_score_head or source.spec.score is not None:
@@ -366,13 +367,6 @@ def with_adapter_config(folder: Path, source: HFCheckpoint) -> HFCheckpoint:
         score = replace(score, pad_token_id=Tokenizer.open(source.tokenizer_path).pad)
     names = tuple((metadata.get("id2label") or {}).values())
     return with_score_head(source, score, names=names, problem=metadata.get("problem_type"))
-
-
-def config_metadata(source: HFCheckpoint) -> dict[str, str]:
-    """File metadata with the overridden keys of config.json, and the `rope_theta` that a new scaling needs."""
-    theta = {"rope_theta": source.config["rope_theta"]} if "rope_theta" in source.config else {}
-    changes = {**theta, **source.config_changes} if "rope_scaling" in source.config_changes else source.config_changes
-    return {CONFIG_KEY: json.dumps(changes)} if changes else {}
 
 
 def head_metadata(source: HFCheckpoint) -> dict[str, str]:
@@ -479,10 +473,7 @@ def check_adapter_fits(folder: Path, model: Decoder, adapter: LoRAConfig, source
     if not source.spec.tie_word_embeddings:
         saved = replace(saved, untie_embeddings=adapter.untie_embeddings)
     check_same_options(folder, adapter, saved)
-    ids = next((layer.token_ids for layer in token_row_layers(model).values()), ())
-    if ids != contents.token_ids:
-        problem = f"{[*ids]}, but the adapter in {folder} has {[*contents.token_ids]}"
-        raise UserError(f"adapter.trainable_token_indices: {problem}. Set the ids of the adapter.")
+    token_rows.check_same_tokens(folder, model, contents.token_ids)
     sizes = adapter.ranks_and_alphas(layers)
     for name, delta in deltas.items():
         actual_sizes = delta.rank, effective_alpha(delta, adapter)

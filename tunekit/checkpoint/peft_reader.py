@@ -26,7 +26,8 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 BASE_LAYER = ".base_layer"  # name of a module inside its PEFT wrapper
 BLOCKS_KEY = "parts"  # metadata of tunekit files: ranks and scales of layers that are fused in one tensor
-CONFIG_KEY = "config"  # metadata of tunekit files: overridden keys of the base's config.json
+CONFIG_KEY = "config"  # metadata of tunekit files: changed keys of the base's config.json
+VOCAB_SIZE = "vocab_size"  # one of these keys: the base was resized for new tokens
 HEAD_KEY = "head"  # metadata of tunekit files: class names of a score head
 LORA_TENSOR = re.compile(
     rf"(?P<module>.+?)(?P<inner>(?:{re.escape(BASE_LAYER)})*)"

@@ -25,6 +25,7 @@ from tunekit.checkpoint.peft_reader import (
 )
 from tunekit.checkpoint.safetensors_io import TensorReader, read_header
 from tunekit.distributed.sharding import copy_to_shard
+from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
 from tunekit.models.linear import Gather
 from tunekit.models.weight_map import match_hub_name
@@ -70,6 +71,14 @@ def read_rows(source: HFCheckpoint, model: Decoder, name: str, ids: Tensor) -> T
     with source.reader() as tensors:
         loaded = mapping.load([tensors.read_mapped(key) for key in mapping.hub], model.shapes)
         return loaded[mapping.ours.index(name)][ids].float()
+
+
+def check_same_tokens(folder: Path, model: Decoder, ids: tuple[int, ...]) -> None:
+    """Raise UserError unless a model has rows for exactly the tokens of an adapter."""
+    expected = next((layer.token_ids for layer in token_row_layers(model).values()), ())
+    if expected != ids:
+        problem = f"{[*expected]}, but the adapter in {folder} has {[*ids]}"
+        raise UserError(f"adapter.trainable_token_indices: {problem}. Set the ids of the adapter.")
 
 
 def stored_rows(model: Decoder, source: HFCheckpoint, get: Gather) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ Severities: `wrong` stops a run before training, because training on the rows is
 `note` is for information.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -204,7 +205,7 @@ def find_template_problems(target: CheckTarget) -> Iterator[Finding]:
     if markers := find_split_markers(tokenizer):
         severity: Severity = "note" if find_end_of_turn(tokenizer) else "doubtful"
         message = f"the chat template writes {' and '.join(markers)}, which this tokenizer splits into several tokens"
-        hint = "Use a template whose markers are tokens of the model, or add them as tokens"
+        hint = f"Add them with new_special_tokens={json.dumps(markers)}, or use a template whose markers are tokens"
         yield target.report(severity, "template markers", message, hint)
 
 

@@ -1,6 +1,7 @@
 """Options of a config that determine memory and step time."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from tunekit import assets, build
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.token_rows import with_adapter_tokens
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.datasets import DatasetConfig
 from tunekit.devices import check_tf32
@@ -118,7 +120,7 @@ def make_workload(cfg: Any, machine: ClusterSpec) -> Workload:
         raise UserError("nothing to plan: this recipe trains no model")
     model = model_or_preset(cfg.model)
     source = build.resolve_checkpoint(model, CONFIG)[0].with_config_overrides(cfg.config_overrides)
-    source = with_head(cfg, source)
+    source = with_head(cfg, with_new_tokens(cfg, source))
     precision = resolve_precision(cfg.precision, machine)
     device = "cpu" if machine.kind is None else "cuda"
     mix = resolve_mixture(MixtureBase.from_config(cfg.data))
@@ -170,8 +172,18 @@ def without_flash(machine: ClusterSpec) -> list[str]:
 
 def with_head(cfg: TrainingOptions, source: HFCheckpoint) -> HFCheckpoint:
     """Add the head that a recipe trains. A preset has no tokenizer; any tokenizer works, because no rows are read."""
-    has_tokenizer = (source.tokenizer_path / "tokenizer.json").is_file()
+    has_tokenizer = build.has_tokenizer(source.tokenizer_path)
     return cfg.with_head(source if has_tokenizer else replace(source, tokenizer_dir=next(iter(assets.MODELS.values()))))
+
+
+def with_new_tokens(cfg: TrainingOptions, source: HFCheckpoint) -> HFCheckpoint:
+    """Add the rows of new tokens: at most one for each token if the tokenizer is not on this machine."""
+    if cfg.adapter.adapter_path is not None:
+        source = with_adapter_tokens(Path(cfg.adapter.adapter_path), source)
+    if build.has_tokenizer(source.tokenizer_path):
+        return source.with_new_tokens(cfg.new_tokens, cfg.new_special_tokens)
+    ids = range(source.spec.vocab, source.spec.vocab + len(cfg.new_tokens) + len(cfg.new_special_tokens))
+    return replace(source.with_vocab_size(ids.stop), trained_ids=tuple(ids)) if ids else source
 
 
 def resolve_mixture(mix: MixtureBase) -> MixtureBase:
@@ -194,7 +206,8 @@ def profile_workload(task: Workload, sizes: ParallelDims, as_gathered: bool = Fa
     """Profile a step of one rank. `as_gathered`: with weights in the compute dtype, in which they are gathered."""
     step = probe_step(task, sizes)
     dims = sizes.tp, sizes.ep, sizes.cp
-    key = task.source.spec, repr((str(task.source.path), dims, task.quantization, task.precision, step, as_gathered))
+    source, options = task.source, (task.quantization, task.precision, step, as_gathered)
+    key = source.spec, repr((str(source.path), len(source.trained_ids), dims, *options))
     if key not in PROFILES:
         net = build_rank_model(task, sizes)
         if as_gathered:

@@ -21,7 +21,8 @@ LOAD_ADAPTER = """\
 from peft import PeftModel
 from transformers import {auto}, AutoTokenizer
 
-model = PeftModel.from_pretrained({auto}.from_pretrained("{base}"{head}), "{name}")
+base = {auto}.from_pretrained("{base}"{head}){resize}
+model = PeftModel.from_pretrained(base, "{name}")
 """
 LOAD_QUANTIZED = """\
 from peft import PeftModel
@@ -29,7 +30,7 @@ from transformers import {auto}, AutoTokenizer, BitsAndBytesConfig
 
 # The adapter was trained with a 4-bit base and works best with it. Requires bitsandbytes.
 bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="{kind}", bnb_4bit_use_double_quant={nested})
-base = {auto}.from_pretrained("{base}"{head}, quantization_config=bits)
+base = {auto}.from_pretrained("{base}"{head}, quantization_config=bits){resize}
 model = PeftModel.from_pretrained(base, "{name}")
 """
 EMBED = """\
@@ -212,7 +213,9 @@ def usage_snippet(
     auto = "AutoModelForCausalLM" if head is None else SCORE_TASKS[head.task][0]
     options = "" if head is None else head.load_options
     options += config_options(folder) if is_adapter(folder) else ""
-    code = load.format(auto=auto, base=base, name=name, head=options)
+    rows = peft_reader.read_config_changes(folder).get(peft_reader.VOCAB_SIZE) if is_adapter(folder) else None
+    resize = "" if rows is None else f"\nbase.resize_token_embeddings({rows})  # with rows for new tokens"
+    code = load.format(auto=auto, base=base, name=name, head=options, resize=resize)
     code += LOAD_TOKENIZER.format(name=name)
     template = has_template(folder)
     if head is not None:
@@ -226,6 +229,7 @@ def usage_snippet(
 def config_options(folder: Path) -> str:
     """Arguments with which transformers loads the base of an adapter that was trained with other config values."""
     changes = peft_reader.read_config_changes(folder)
+    changes.pop(peft_reader.VOCAB_SIZE, None)
     theta, scaling = changes.pop("rope_theta", None), changes.pop("rope_scaling", None)
     if theta is not None:
         changes["rope_parameters"] = {"rope_theta": theta, "rope_type": "default"} | (scaling or {})

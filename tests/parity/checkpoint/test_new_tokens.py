@@ -129,7 +129,7 @@ def test_descriptions_are_means_of_their_tokens(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_unused_rows_are_used_first(tmp_path: Path) -> None:
-    """As `resize_token_embeddings` only if the tokenizer has more tokens than the model."""
+    """transformers resizes only if the tokenizer has more tokens than the model."""
     base = make_checkpoint(tmp_path / "base", "llama3.2")
     content = json.loads((base / "tokenizer.json").read_text())
     content["model"]["vocab"] = {text: id for text, id in content["model"]["vocab"].items() if id < 65}
@@ -191,13 +191,13 @@ def train_rows(model: Decoder, adapter: NoAdapter | LoRAConfig) -> None:
 
 
 @pytest.mark.parametrize("by_module", [False, True])
-@pytest.mark.parametrize("grown", [False, True])
+@pytest.mark.parametrize("is_resized", [False, True])
 @pytest.mark.parametrize("shape", ["llama3.1", "llama3.2"])
-def test_rows_that_peft_has_trained(shape: str, grown: bool, by_module: bool, tmp_path: Path) -> None:
+def test_rows_that_peft_has_trained(shape: str, is_resized: bool, by_module: bool, tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base", shape)
-    model = resized(base) if grown else load_transformers_model(base)
+    model = resized(base) if is_resized else load_transformers_model(base)
     model.name_or_path = str(base)
-    ids: Any = [68, 67, 69] if grown else [9, 3]
+    ids: Any = [68, 67, 69] if is_resized else [9, 3]
     ids = {"embed_tokens": ids, "lm_head": ids} if by_module else ids
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=ids, task_type="CAUSAL_LM")
     opened = peft.get_peft_model(model, config)
@@ -205,7 +205,7 @@ def test_rows_that_peft_has_trained(shape: str, grown: bool, by_module: bool, tm
         for name, parameter in opened.named_parameters():
             if "trainable_tokens_delta" in name or "lora_B" in name:
                 parameter.normal_()
-        tokens = TOKENS if grown else random_tokens()
+        tokens = TOKENS if is_resized else random_tokens()
         logits = opened.eval()(tokens).logits
     opened.save_pretrained(tmp_path / "adapter")
     ours = load_inference_model(tmp_path / "adapter")
