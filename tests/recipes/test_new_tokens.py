@@ -27,14 +27,14 @@ def run_ok(workspace: Workspace, *args: str) -> str:
 def test_resumed_run_equals_an_uninterrupted_one(
     options: tuple[str, ...], workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_ok(workspace, *RUN, *options, "output_dir=whole")
+    run_ok(workspace, *RUN, *options, "output_dir=single")
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
         assert workspace.run_tune(*RUN, *options, "save_every=2", "output_dir=parts").code != 0
     run_ok(workspace, *RUN, *options, "save_every=2", "output_dir=parts")
     name = "model.safetensors" if options == ("adapter=none",) else "adapter_model.safetensors"
-    whole, parts = (load_file(workspace.folder / out / "final" / name) for out in ("whole", "parts"))
-    assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)
+    single, parts = (load_file(workspace.folder / out / "final" / name) for out in ("single", "parts"))
+    assert single.keys() == parts.keys() and all(torch.equal(single[key], parts[key]) for key in single)
 
 
 def test_result_answers_is_merged_and_is_continued(workspace: Workspace) -> None:
@@ -55,8 +55,8 @@ def test_result_answers_is_merged_and_is_continued(workspace: Workspace) -> None
     assert indices[0] == indices[1] == [ids[0], ids[1] - 1, ids[1]]
     run_ok(workspace, *start, "output_dir=full", "adapter=none")
     assert len(AutoTokenizer.from_pretrained("full/final")) == len(tokenizer)
-    again = workspace.run_tune(*start, "output_dir=again", LORA, *TOKENS)
-    assert again.code == 2 and again.err.startswith("error: new_tokens: ") and "is an adapter" in again.err
+    repeated = workspace.run_tune(*start, "output_dir=again", LORA, *TOKENS)
+    assert repeated.code == 2 and repeated.err.startswith("error: new_tokens: ") and "is an adapter" in repeated.err
 
 
 def test_card_resizes_the_base_for_peft(workspace: Workspace) -> None:
