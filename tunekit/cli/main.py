@@ -45,12 +45,25 @@ def _cat(add: AddArgument) -> None:
     add("name", metavar="NAME", help="recipe or config")
 
 
-def _plan(add: AddArgument) -> None:
-    gpus = {"dest": "gpus", "type": _count, "metavar": "N", "help": "GPUs per node (default: none, the CPU)"}
-    add("--nproc-per-node", "--gpus", **gpus)
-    add("--nnodes", dest="nodes", type=_count, default=1, metavar="N", help="number of nodes (default: 1)")
+def _new(add: AddArgument) -> None:
+    add("model", metavar="MODEL", help="directory of a model or a run, or a name on the Hub")
+    add("data", metavar="DATA", help="file or directory with rows, or a dataset on the Hub")
+    add("--task", choices=("sft", "preference", "reward"), help="recipe (default: by the columns of the rows)")
+    add("--full", action="store_true", help="train all weights (default: LoRA)")
+    add("--output", metavar="FILE", help="config to write (default: MODEL-DATA.yaml)")
+    add("--force", action="store_true", help="overwrite an existing file")
+    _gpus(add, "GPUs (default: those of this machine)")
+
+
+def _gpus(add: AddArgument, count: str) -> None:
+    add("--nproc-per-node", "--gpus", dest="gpus", type=_count, metavar="N", help=count)
     add("--gpu-type", metavar="NAME", help="such as h100, a100, b200, l40s, t4, rtx4090, mi300x")
     add("--gpu-memory", metavar="SIZE", help="memory of a GPU, such as 80G (default: that of its type)")
+
+
+def _plan(add: AddArgument) -> None:
+    _gpus(add, "GPUs per node (default: none, the CPU)")
+    add("--nnodes", dest="nodes", type=_count, default=1, metavar="N", help="number of nodes (default: 1)")
     add("--gpu-tflops", type=_positive, metavar="N", help="bf16 peak of a GPU of unknown type")
     add("--mfu", type=_positive, default=0.45, metavar="P", help="model FLOPs utilization (default: 0.45)")
     add("--gpu-hour-price", type=_positive, metavar="N", help="price of one GPU for one hour")
@@ -203,6 +216,7 @@ def _number(word: str) -> int:
 
 
 VERBS: dict[str, tuple[str, Callable[[AddArgument], None]]] = {
+    "new": ("write a config for a model and a dataset that fits this machine", _new),
     "ls": ("list recipes and configs", _ls),
     "cp": ("copy a recipe or config for editing", _cp),
     "cat": ("print a recipe or config", _cat),

@@ -1,0 +1,92 @@
+"""`tune new`: write a config for a model and a dataset that fits this machine."""
+
+import argparse
+import shlex
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tunekit import build, devices, env_info
+from tunekit.checkpoint import atomic
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.cli import recipe_loader
+from tunekit.cli.commands.plan import parse_cluster
+from tunekit.config import load
+from tunekit.config.dump import to_yaml
+from tunekit.errors import UserError
+from tunekit.hub import download
+from tunekit.plan import oom_report
+from tunekit.plan.auxiliary_models import model_or_preset
+from tunekit.plan.draft_config import Draft, draft_config
+from tunekit.plan.hardware import ClusterSpec
+from tunekit.plan.report import format_gib
+from tunekit.plan.sample_rows import RowSample, sample_rows
+
+
+def main(args: argparse.Namespace) -> None:
+    """Write the config, and print its plan and the next commands."""
+    sample = sample_rows(args.data, args.task)
+    source, is_complete = open_source(args.model)
+    output = Path(args.output or f"{file_stem(args.model)}-{file_stem(args.data)}.yaml")
+    if output.exists() and not args.force:
+        raise UserError(f"{output}: already exists. Pass --force to overwrite it, or --output for another file")
+    recipe, machine = recipe_loader.load_recipe(sample.task), find_machine(args)
+    load_tree = partial(load_draft, recipe.CONFIG)
+    draft = draft_config(args.model, source, sample, args.full, load_tree, machine)
+    command = shlex.join(["tune", "new", args.model, args.data])
+    atomic.write_text_atomic(output, draft.format(f"Written by `{command}` for {machine.label}"))
+    if is_complete:
+        recipe.check(recipe_loader.load_recipe_config(recipe, str(output), (), ()))
+    print(f"written: {output}", file=sys.stderr)
+    print(describe(draft, sample, output, machine))
+
+
+def load_draft(cls: type, tree: dict[str, Any]) -> Any:
+    return load.load_config(cls, to_yaml(tree))
+
+
+def open_source(model: str) -> tuple[HFCheckpoint, bool]:
+    """The checkpoint of a model with its tokenizer; or a preset with its shape, if it cannot be downloaded."""
+    name = model_or_preset(model)
+    if name != model:
+        return build.resolve_checkpoint(name, download.SMALL)[0], False
+    source, adapter = build.resolve_checkpoint(model, download.SMALL)
+    if adapter.adapter_path is not None:
+        raise UserError(f"{model}: an adapter. Merge it with `tune merge`, and use the result.")
+    if download.cached_commit(source.path) is None and not source.has_weights:
+        raise UserError(f"{model}: has no weights. Use a checkpoint, or train one from scratch: docs/checkpoints.md")
+    return source, True
+
+
+def find_machine(args: argparse.Namespace) -> ClusterSpec:
+    """The machine of the arguments; by default all GPUs of this one, or its CPU and free memory."""
+    if (args.gpus, args.gpu_type, args.gpu_memory) != (None, None, None):
+        return parse_cluster(argparse.Namespace(**vars(args), nodes=1, gpu_tflops=None, gpu_hour_price=None, mfu=0.45))
+    device = devices.select("auto")
+    if device.type == "cpu":
+        return ClusterSpec(memory=env_info.available_memory())
+    count = torch.get_device_module(device).device_count() if device.type in ("cuda", "xpu") else 1
+    return oom_report.current_hardware(device, count, 1)
+
+
+def file_stem(name: str) -> str:
+    """Last component of a model or dataset name, in lower case."""
+    return Path(name.rstrip("/")).name.partition(".")[0].lower() or "config"
+
+
+def describe(draft: Draft, sample: RowSample, output: Path, machine: ClusterSpec) -> str:
+    """The plan in one line, and the commands to type next."""
+    assert draft.plan is not None
+    run = f"tune run {output}" + (f" --nproc-per-node {machine.devices}" if machine.devices > 1 else "")
+    steps = draft.plan.step_count
+    numbers = [f"at most {format_gib(draft.plan.peak.total)} GiB of {machine.label}"]
+    numbers += [f"{steps.steps:,} steps"] if steps is not None else []
+    numbers += [f"about {draft.plan.hours:.1f} hours"] if draft.plan.hours is not None else []
+    use = f"tune chat {draft.tree['output_dir']}" if sample.task != "reward" else ""
+    rows = [(f"tune data {output}", "show the rows and their loss masks"), (run, "train; resumes if it is interrupted")]
+    rows += [(use, "talk to the result")] if use else []
+    width = max(len(command) for command, _ in rows)
+    return "\n".join([", ".join(numbers), "", "next:", *(f"  {command:{width}}  {text}" for command, text in rows)])

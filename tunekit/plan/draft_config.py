@@ -1,0 +1,188 @@
+"""A config for a model, a dataset and a machine: the first one of a user, with comments on what to change."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.config.dump import to_yaml
+from tunekit.data.chat_template.chat_format import find_split_markers, with_chat_format
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import FieldError, UserError
+from tunekit.plan.estimate import Estimate, estimate
+from tunekit.plan.hardware import ClusterSpec
+from tunekit.plan.num_steps import count_steps
+from tunekit.plan.sample_rows import RowSample, measure_lengths
+from tunekit.plan.search import memory_limit
+from tunekit.plan.workload import make_workload
+
+LENGTHS = tuple(2**n for n in range(7, 18))  # values of max_length
+DEFAULT_LENGTH = 2048
+BATCH_SIZE = 16
+MIN_PACKED_ROWS = 8 * BATCH_SIZE  # packing must leave some steps
+MAX_CLASSES = 1000  # larger integers are numbers, not classes
+COVERED = 0.995  # fraction of the rows that `max_length` must cover
+LONG_RUN_ROWS = 10_000  # rows from which one epoch is enough
+MICRO_BATCHES = (16, 8, 4, 2, 1)
+# Learning rates of LoRA and of full training, for models of `REFERENCE_DIM`; smaller ones need higher rates.
+LEARNING_RATES = {"sft": (2e-4, 2e-5), "preference": (2e-5, 1e-6), "reward": (1e-4, 1e-5)}
+REFERENCE_DIM = 2048
+LOSSES = {"unpaired_preference": "kto", "stepwise": "process_reward"}
+LoadConfig = Callable[[dict[str, Any]], Any]
+
+
+@dataclass
+class Draft:
+    """Keys of a config, and a comment for some of them."""
+
+    tree: dict[str, Any]
+    comments: dict[str, str] = field(default_factory=dict)
+    plan: Estimate | None = None
+
+    def set(self, key: str, value: Any, comment: str = "") -> None:
+        self.tree[key] = value
+        self.comments |= {key: comment} if comment else {}
+
+    def format(self, heading: str) -> str:
+        """YAML with one line for each key, after its comment."""
+        lines = [f"# {heading}"]
+        for key, value in self.tree.items():
+            lines += [f"# {self.comments[key]}"] if key in self.comments else []
+            lines.append(f"{key}: {format_value(value)}")
+        return "\n".join(lines) + "\n"
+
+
+def format_value(value: Any) -> str:
+    """Value in YAML, on one line."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {format_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(format_value, value)) + "]"
+    text = to_yaml({"x": value}).removeprefix("x:").strip()
+    return f'"{text}"' if isinstance(value, str) and text[0] not in "'\"" and set(text) & set("{}[],") else text
+
+
+def draft_config(
+    model: str, source: HFCheckpoint, sample: RowSample, full: bool, load: LoadConfig, machine: ClusterSpec
+) -> Draft:
+    """Config that trains `model` on the rows of `sample` and fits `machine`. Raise UserError if nothing fits.
+
+    `source` is the checkpoint, or its shape if its files are not on this machine.
+    """
+    draft = Draft({"recipe": sample.task, "model": model})
+    add_data(draft, source, sample, load)
+    kind = sample.row_format.kind
+    if loss := LOSSES.get(kind, label_loss(sample)):
+        draft.set("loss", loss)
+    scale = max(1.0, REFERENCE_DIM / source.spec.dim)
+    if not full:
+        draft.set("adapter", "lora", "Trains LoRA of rank 16 on all linear layers. `none` trains all weights")
+    draft.set("optimizer", {"kind": "adamw", "lr": round_rate(LEARNING_RATES[sample.task][full] * scale)})
+    draft.set("lr_scheduler", {"kind": "cosine", "warmup_steps": 0.03})
+    draft.set("micro_batch_size", 1, "Rows in a forward pass, at most as many as fit; 16 make a step")
+    if sample.count < LONG_RUN_ROWS and sample.task == "sft":
+        draft.set("epochs", 3)
+    name, stem = (Path(text.rstrip("/")).name.partition(".")[0].lower() for text in (model, sample.source))
+    draft.set("output_dir", f"runs/{name}-{stem}")
+    return fit(draft, load, machine)
+
+
+def label_loss(sample: RowSample) -> str | dict[str, Any] | None:
+    """Loss for labels: of classes, unless they are no small integers."""
+    if sample.row_format.kind != "labeled":
+        return None
+    if sample.class_names:
+        return "classification"
+    labels = [row.get("label") for row in sample.rows]
+    classes = [label for label in labels if isinstance(label, int) and 0 <= label < MAX_CLASSES]
+    is_class = len(classes) == len(labels)
+    return {"kind": "classification", "num_labels": max(classes) + 1} if is_class else "regression"
+
+
+def round_rate(rate: float) -> float:
+    return float(f"{rate:.1g}")
+
+
+def add_data(draft: Draft, source: HFCheckpoint, sample: RowSample, load: LoadConfig) -> None:
+    """Add training and held-out rows, with a chat template if the model has none."""
+    data, length = dict(sample.data), f"{sample.count:,} rows: {sample.row_format.description}"
+    max_length, packing = min(DEFAULT_LENGTH, source.spec.context), False
+    if (source.tokenizer_path / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.open(source.tokenizer_path)
+        data |= add_template(draft, tokenizer, sample)
+        tokenizer = source.with_new_tokens((), draft.tree.get("new_special_tokens", ())).chat_tokenizer or tokenizer
+        longest = load(draft.tree | {"data": data | {"max_length": source.spec.context}, "output_dir": "x"}).data
+        lengths = measure_lengths(longest, tokenizer, sample)
+        mean, covered = sum(lengths) / len(lengths), lengths[int(COVERED * (len(lengths) - 1))]
+        length += f". Tokens: {mean:,.0f} on average, {lengths[-1]:,} at most"
+        max_length = min(next((n for n in LENGTHS if n >= covered), LENGTHS[-1]), source.spec.context)
+        if truncated := sum(n > max_length for n in lengths):
+            length += f"; {truncated / len(lengths):.1%} are truncated"
+        packing = mean < max_length / 2 and sample.count * mean / max_length >= MIN_PACKED_ROWS
+    train = data | ({"split": sample.split} if sample.split != "train" else {}) | {"max_length": max_length}
+    draft.set("data", train | ({"packing": True} if packing else {}), length)
+    if sample.eval_split is not None:
+        draft.set("eval_data", data | {"split": sample.eval_split, "max_length": max_length})
+
+
+def add_template(draft: Draft, tokenizer: Tokenizer, sample: RowSample) -> dict[str, str]:
+    """Chat template for messages if the tokenizer has none, with its markers as new tokens."""
+    has_messages = any(isinstance(value, list) for value in sample.rows[0].values())
+    kinds = ("chat", "sharegpt", "instruct")
+    if tokenizer.templates or not (sample.row_format.kind in kinds or has_messages):
+        return {}
+    if markers := find_split_markers(with_chat_format(tokenizer, "chatml", {})):
+        comment = "The model has no chat template: ChatML, whose markers become tokens"
+        draft.set("new_special_tokens", markers, comment)
+    return {"chat_template": "chatml"}
+
+
+def fit(draft: Draft, load: LoadConfig, machine: ClusterSpec) -> Draft:
+    """The draft with the first options that fit: 16-bit or 4-bit weights, checkpointing, and micro-batch size."""
+    for options in list_options(draft):
+        tree = {key: value for key, value in (draft.tree | options).items() if value is not None}
+        candidate = Draft(tree, dict(draft.comments))
+        if (plan := plan_of(candidate, load, machine, 1)) is None:
+            continue
+        rows = plan.task.rows(plan.sizes)
+        for count in [count for count in MICRO_BATCHES if count <= rows]:
+            if (plan := plan_of(candidate, load, machine, count)) is not None:
+                candidate.set("micro_batch_size", count)
+                candidate.plan = replace(plan, step_count=count_steps(load(candidate.tree)))
+                explain(candidate)
+                return candidate
+    raise UserError(
+        f"nothing fits: {machine.label} has too little memory for this model. Pass --nproc-per-node and --gpu-type of "
+        "a larger machine, or use `tune plan --auto`, which also splits layers over GPUs and offloads weights"
+    )
+
+
+def list_options(draft: Draft) -> Iterator[dict[str, Any]]:
+    """Yield overrides, those that cost least time first."""
+    full = {"memory": {"activation_checkpointing": "full"}}
+    if "adapter" in draft.tree:
+        yield from ({}, full, {"quantization": "nf4"}, {"quantization": "nf4", **full})
+    else:
+        optimizer = {"optimizer": draft.tree["optimizer"] | {"kind": "adamw8bit"}}
+        yield from ({}, full, optimizer | full)
+
+
+def plan_of(draft: Draft, load: LoadConfig, machine: ClusterSpec, micro_batch_size: int) -> Estimate | None:
+    """Plan with this micro-batch size; None if it does not fit, or if the options are not compatible."""
+    try:
+        cfg = load(draft.tree | {"micro_batch_size": micro_batch_size})
+        plan = estimate(make_workload(cfg, machine), machine)
+    except FieldError:
+        return None
+    return plan if machine.memory is None or plan.peak.total <= memory_limit(machine) else None
+
+
+def explain(draft: Draft) -> None:
+    """Add comments on the options that `fit` has chosen, in the order of the keys."""
+    notes = {
+        "quantization": "16-bit weights do not fit; in four bits they do (QLoRA)",
+        "memory": "Recomputes activations in the backward pass: less memory, about 30% more time",
+    }
+    draft.comments |= {key: note for key, note in notes.items() if key in draft.tree}
+    draft.tree["output_dir"] = draft.tree.pop("output_dir")  # last

@@ -1,0 +1,87 @@
+"""The rows of a dataset for which a config is written: their format, number and lengths."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from tunekit.data.datasets import DatasetConfig
+from tunekit.data.format_detection import PREFERENCE_RULES, REWARD_RULES, RULES, RowFormat, detect_format
+from tunekit.data.readers.open_dataset import open_dataset
+from tunekit.data.readers.row_reader import BadRow, require_row
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import UserError
+
+SAMPLE_SIZE = 1000  # rows whose lengths are measured
+EVAL_SPLITS = ("test", "validation", "valid", "dev", "eval")
+MIN_ROWS_TO_SPLIT, EVAL_FRACTION = 100, 5  # rows of a dataset without such a split of which some percent are held out
+LABELED = ("stepwise", "labeled")
+TASKS = {  # formats that a recipe reads
+    "sft": ("chat", "sharegpt", "completion", "instruct", "segments", "text", "pretokenized"),
+    "preference": ("preference", "unpaired_preference"),
+    "reward": ("preference", *LABELED),
+}
+FIRST_RULES = {"sft": (), "preference": PREFERENCE_RULES, "reward": REWARD_RULES, None: (*RULES[:2], *REWARD_RULES[1:])}
+
+
+@dataclass(frozen=True)
+class RowSample:
+    """Rows of the training split, and where held-out rows are."""
+
+    source: str
+    task: str
+    row_format: RowFormat
+    count: int
+    rows: tuple[Mapping[str, Any], ...]
+    split: str
+    eval_split: str | None
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Keys of the dataset config that differ from their defaults."""
+        columns = {key: name for key, name in self.row_format.columns if key.removesuffix("_column") != name}
+        names = {"class_names": self.class_names} if self.class_names else {}
+        return {"kind": self.row_format.kind, "source": self.source, **columns, **names}
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names of the classes, if labels are texts."""
+        labels = {row.get("label") for row in self.rows} if self.row_format.kind == "labeled" else ()
+        return sorted(label for label in labels if isinstance(label, str))
+
+
+def sample_rows(source: str, task: str | None) -> RowSample:
+    """Read the first rows of a dataset. Raise UserError if it has none, or no format that `task` reads."""
+    table = open_dataset(source, "train")
+    rows = tuple(require_row(row).fields for row in islice(table.rows, SAMPLE_SIZE))
+    row_format = detect_format(rows[0], FIRST_RULES[task])
+    task = task or next(task for task, kinds in TASKS.items() if row_format.kind in kinds)
+    if row_format.kind not in TASKS[task]:
+        other = next(task for task, kinds in TASKS.items() if row_format.kind in kinds)
+        raise UserError(f"--task {task}: {source} has {row_format.description}. Use --task {other}, or other rows.")
+    count = table.count or len(rows)
+    splits = "train", find_eval_split(source)
+    if splits[1] is None and count >= MIN_ROWS_TO_SPLIT:
+        splits = f"train[:{100 - EVAL_FRACTION}%]", f"train[{100 - EVAL_FRACTION}%:]"
+    return RowSample(source, task, row_format, count, rows, *splits)
+
+
+def find_eval_split(source: str) -> str | None:
+    """Split with held-out rows; None if the dataset has none."""
+    for split in EVAL_SPLITS:
+        try:
+            open_dataset(source, split, 1)
+        except (UserError, ValueError):
+            continue
+        return split
+    return None
+
+
+def measure_lengths(data: DatasetConfig, tokenizer: Tokenizer, sample: RowSample) -> list[int]:
+    """Tokens of the documents of the sample, ascending. Raise UserError for a row that cannot be encoded."""
+    reader = open_dataset(sample.source, "train", len(sample.rows))
+    encoded = data.encode_rows(data.prepare_tokenizer(tokenizer), reader.rows)
+    for row in encoded:
+        if isinstance(row, BadRow):
+            raise UserError(f"{row.where}: {row.reason}")
+    return sorted(doc.full_length for row in encoded if isinstance(row, list) for doc in row)
