@@ -24,7 +24,7 @@ MIN_PACKED_ROWS = 8 * BATCH_SIZE  # packing must leave some steps
 MAX_CLASSES = 1000  # larger integers are numbers, not classes
 COVERED = 0.995  # fraction of the rows that `max_length` must cover
 LONG_RUN_ROWS = 10_000  # rows from which one epoch is enough
-MICRO_BATCHES = (16, 8, 4, 2, 1)
+MICRO_BATCHES = (16, 8, 4)  # tried besides 1 and 2
 # Learning rates of LoRA and of full training, for models of `REFERENCE_DIM`; smaller ones need higher rates.
 LEARNING_RATES = {"sft": (2e-4, 2e-5), "preference": (2e-5, 1e-6), "reward": (1e-4, 1e-5)}
 REFERENCE_DIM = 2048
@@ -71,10 +71,9 @@ def draft_config(
     `source` is the checkpoint, or its shape if its files are not on this machine.
     """
     draft = Draft({"recipe": sample.task, "model": model})
-    add_data(draft, source, sample, load)
-    kind = sample.row_format.kind
-    if loss := LOSSES.get(kind, label_loss(sample)):
+    if loss := sample.loss or LOSSES.get(sample.row_format.kind, label_loss(sample)):
         draft.set("loss", loss)
+    add_data(draft, source, sample, load)
     scale = max(1.0, REFERENCE_DIM / source.spec.dim)
     if not full:
         draft.set("adapter", "lora", "Trains LoRA of rank 16 on all linear layers. `none` trains all weights")
@@ -83,9 +82,13 @@ def draft_config(
     draft.set("micro_batch_size", 1, "Rows in a forward pass, at most as many as fit; 16 make a step")
     if sample.count < LONG_RUN_ROWS and sample.task == "sft":
         draft.set("epochs", 3)
-    name, stem = (Path(text.rstrip("/")).name.partition(".")[0].lower() for text in (model, sample.source))
-    draft.set("output_dir", f"runs/{name}-{stem}")
-    return fit(draft, load, machine)
+    draft.set("output_dir", f"runs/{draft_name(model, sample.source)}")
+    return fit(draft, lambda tree: load(tree | {"model": source.name}), machine)
+
+
+def draft_name(model: str, data: str) -> str:
+    """Name for a config and its run, from the last components of both names."""
+    return f"{Path(model.rstrip('/')).name}-{Path(data.rstrip('/')).name.partition('.')[0]}".lower()
 
 
 def label_loss(sample: RowSample) -> str | dict[str, Any] | None:
@@ -112,7 +115,7 @@ def add_data(draft: Draft, source: HFCheckpoint, sample: RowSample, load: LoadCo
         tokenizer = Tokenizer.open(source.tokenizer_path)
         data |= add_template(draft, tokenizer, sample)
         tokenizer = source.with_new_tokens((), draft.tree.get("new_special_tokens", ())).chat_tokenizer or tokenizer
-        longest = load(draft.tree | {"data": data | {"max_length": source.spec.context}, "output_dir": "x"}).data
+        longest = load(draft.tree | {"data": data | {"max_length": source.spec.context}, "output_dir": "runs"}).data
         lengths = measure_lengths(longest, tokenizer, sample)
         mean, covered = sum(lengths) / len(lengths), lengths[int(COVERED * (len(lengths) - 1))]
         length += f". Tokens: {mean:,.0f} on average, {lengths[-1]:,} at most"
@@ -120,6 +123,8 @@ def add_data(draft: Draft, source: HFCheckpoint, sample: RowSample, load: LoadCo
         if truncated := sum(n > max_length for n in lengths):
             length += f"; {truncated / len(lengths):.1%} are truncated"
         packing = mean < max_length / 2 and sample.count * mean / max_length >= MIN_PACKED_ROWS
+    else:
+        length += ". Lengths are unknown without the tokenizer: check max_length with `tune data`"
     train = data | ({"split": sample.split} if sample.split != "train" else {}) | {"max_length": max_length}
     draft.set("data", train | ({"packing": True} if packing else {}), length)
     if sample.eval_split is not None:
@@ -141,17 +146,14 @@ def add_template(draft: Draft, tokenizer: Tokenizer, sample: RowSample) -> dict[
 def fit(draft: Draft, load: LoadConfig, machine: ClusterSpec) -> Draft:
     """The draft with the first options that fit: 16-bit or 4-bit weights, checkpointing, and micro-batch size."""
     for options in list_options(draft):
-        tree = {key: value for key, value in (draft.tree | options).items() if value is not None}
-        candidate = Draft(tree, dict(draft.comments))
-        if (plan := plan_of(candidate, load, machine, 1)) is None:
-            continue
-        rows = plan.task.rows(plan.sizes)
-        for count in [count for count in MICRO_BATCHES if count <= rows]:
-            if (plan := plan_of(candidate, load, machine, count)) is not None:
-                candidate.set("micro_batch_size", count)
-                candidate.plan = replace(plan, step_count=count_steps(load(candidate.tree)))
-                explain(candidate)
-                return candidate
+        candidate = Draft(draft.tree | options, dict(draft.comments))
+        plan = plan_of(candidate, load, machine, 1)
+        if plan is not None and fits(plan):
+            plan = with_large_micro_batch(plan, lambda rows: plan_of(candidate, load, machine, rows))  # noqa: B023
+            candidate.set("micro_batch_size", plan.task.micro_batch_size)
+            candidate.plan = replace(plan, step_count=count_steps(load(candidate.tree)))
+            explain(candidate)
+            return candidate
     raise UserError(
         f"nothing fits: {machine.label} has too little memory for this model. Pass --nproc-per-node and --gpu-type of "
         "a larger machine, or use `tune plan --auto`, which also splits layers over GPUs and offloads weights"
@@ -162,20 +164,37 @@ def list_options(draft: Draft) -> Iterator[dict[str, Any]]:
     """Yield overrides, those that cost least time first."""
     full = {"memory": {"activation_checkpointing": "full"}}
     if "adapter" in draft.tree:
-        yield from ({}, full, {"quantization": "nf4"}, {"quantization": "nf4", **full})
+        yield from ({}, full, {"quantization": "nf4", **full})
     else:
         optimizer = {"optimizer": draft.tree["optimizer"] | {"kind": "adamw8bit"}}
         yield from ({}, full, optimizer | full)
 
 
 def plan_of(draft: Draft, load: LoadConfig, machine: ClusterSpec, micro_batch_size: int) -> Estimate | None:
-    """Plan with this micro-batch size; None if it does not fit, or if the options are not compatible."""
+    """Plan with this micro-batch size; None if the options are not compatible."""
     try:
-        cfg = load(draft.tree | {"micro_batch_size": micro_batch_size})
-        plan = estimate(make_workload(cfg, machine), machine)
+        return estimate(make_workload(load(draft.tree | {"micro_batch_size": micro_batch_size}), machine), machine)
     except FieldError:
         return None
-    return plan if machine.memory is None or plan.peak.total <= memory_limit(machine) else None
+
+
+def fits(plan: Estimate) -> bool:
+    return plan.machine.memory is None or plan.peak.total <= memory_limit(plan.machine)
+
+
+def with_large_micro_batch(one: Estimate, plan_with: Callable[[int], Estimate | None]) -> Estimate:
+    """Plan with the largest micro-batch that fits. Memory is extrapolated from one and two rows, then checked."""
+    rows = one.task.rows(one.sizes)
+    two = plan_with(2) if rows > 1 else None
+    if two is None:
+        return one
+    growth = two.peak.total - one.peak.total
+    for count in [count for count in MICRO_BATCHES if 2 < count <= rows]:
+        if one.machine.memory is None or one.peak.total + (count - 1) * growth <= memory_limit(one.machine):
+            plan = plan_with(count)
+            if plan is not None and fits(plan):
+                return plan
+    return two if fits(two) else one
 
 
 def explain(draft: Draft) -> None:

@@ -278,10 +278,11 @@ class StepSimulation:
 
     def load(self) -> None:
         """Load the weights, one full tensor at a time."""
-        largest = max(weight.bytes for unit in self.model.units for weight in unit)
-        state = self.current.pop("optimizer")
         widening = 8 if self.model.task.quantization.keeps_prequantized else 1  # fp32 instead of 4 bits
-        self.record("load", "reading the largest tensor", "other", largest * widening)
+        weights = [weight for unit in self.model.units for weight in unit]
+        largest = max(w.bytes * (widening if w.name.endswith("quantized_weight") else 1) for w in weights)
+        state = self.current.pop("optimizer")
+        self.record("load", "reading the largest tensor", "other", largest)
         self.current["optimizer"] = state
 
     def run_micro_batch(self, step: LayerPass, first: bool) -> None:

@@ -15,6 +15,7 @@ from tunekit.errors import UserError
 SAMPLE_SIZE = 1000  # rows whose lengths are measured
 EVAL_SPLITS = ("test", "validation", "valid", "dev", "eval")
 MIN_ROWS_TO_SPLIT, EVAL_FRACTION = 100, 5  # rows of a dataset without such a split of which some percent are held out
+PREFERENCE_TASKS = ("dpo", "orpo", "simpo", "kto")
 LABELED = ("stepwise", "labeled")
 TASKS = {  # formats that a recipe reads
     "sft": ("chat", "sharegpt", "completion", "instruct", "segments", "text", "pretokenized"),
@@ -35,6 +36,7 @@ class RowSample:
     rows: tuple[Mapping[str, Any], ...]
     split: str
     eval_split: str | None
+    loss: str | None = None  # that `--task` names
 
     @property
     def data(self) -> dict[str, Any]:
@@ -51,10 +53,17 @@ class RowSample:
 
 
 def sample_rows(source: str, task: str | None) -> RowSample:
-    """Read the first rows of a dataset. Raise UserError if it has none, or no format that `task` reads."""
+    """Read the first rows of a dataset. Raise UserError if it has none, or no format that `task` reads.
+
+    `task` is a recipe or a preference loss; None: the recipe that reads this format.
+    """
+    loss, task = (task, "preference") if task in PREFERENCE_TASKS else (None, task)
     table = open_dataset(source, "train")
     rows = tuple(require_row(row).fields for row in islice(table.rows, SAMPLE_SIZE))
-    row_format = detect_format(rows[0], FIRST_RULES[task])
+    try:
+        row_format = detect_format(rows[0], FIRST_RULES[task])
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
     task = task or next(task for task, kinds in TASKS.items() if row_format.kind in kinds)
     if row_format.kind not in TASKS[task]:
         other = next(task for task, kinds in TASKS.items() if row_format.kind in kinds)
@@ -63,7 +72,7 @@ def sample_rows(source: str, task: str | None) -> RowSample:
     splits = "train", find_eval_split(source)
     if splits[1] is None and count >= MIN_ROWS_TO_SPLIT:
         splits = f"train[:{100 - EVAL_FRACTION}%]", f"train[{100 - EVAL_FRACTION}%:]"
-    return RowSample(source, task, row_format, count, rows, *splits)
+    return RowSample(source, task, row_format, count, rows, *splits, None if loss == "dpo" else loss)
 
 
 def find_eval_split(source: str) -> str | None:

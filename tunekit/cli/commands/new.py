@@ -20,9 +20,9 @@ from tunekit.errors import UserError
 from tunekit.hub import download
 from tunekit.plan import oom_report
 from tunekit.plan.auxiliary_models import model_or_preset
-from tunekit.plan.draft_config import Draft, draft_config
+from tunekit.plan.draft_config import Draft, draft_config, draft_name
 from tunekit.plan.hardware import ClusterSpec
-from tunekit.plan.report import format_gib
+from tunekit.plan.report import format_duration, format_gib
 from tunekit.plan.sample_rows import RowSample, sample_rows
 
 
@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> None:
     """Write the config, and print its plan and the next commands."""
     sample = sample_rows(args.data, args.task)
     source, is_complete = open_source(args.model)
-    output = Path(args.output or f"{file_stem(args.model)}-{file_stem(args.data)}.yaml")
+    output = Path(args.output or f"{draft_name(args.model, args.data)}.yaml")
     if output.exists() and not args.force:
         raise UserError(f"{output}: already exists. Pass --force to overwrite it, or --output for another file")
     recipe, machine = recipe_loader.load_recipe(sample.task), find_machine(args)
@@ -72,11 +72,6 @@ def find_machine(args: argparse.Namespace) -> ClusterSpec:
     return oom_report.current_hardware(device, count, 1)
 
 
-def file_stem(name: str) -> str:
-    """Last component of a model or dataset name, in lower case."""
-    return Path(name.rstrip("/")).name.partition(".")[0].lower() or "config"
-
-
 def describe(draft: Draft, sample: RowSample, output: Path, machine: ClusterSpec) -> str:
     """The plan in one line, and the commands to type next."""
     assert draft.plan is not None
@@ -84,7 +79,7 @@ def describe(draft: Draft, sample: RowSample, output: Path, machine: ClusterSpec
     steps = draft.plan.step_count
     numbers = [f"at most {format_gib(draft.plan.peak.total)} GiB of {machine.label}"]
     numbers += [f"{steps.steps:,} steps"] if steps is not None else []
-    numbers += [f"about {draft.plan.hours:.1f} hours"] if draft.plan.hours is not None else []
+    numbers += [f"about {format_duration(draft.plan.hours * 3600)}"] if draft.plan.hours is not None else []
     use = f"tune chat {draft.tree['output_dir']}" if sample.task != "reward" else ""
     rows = [(f"tune data {output}", "show the rows and their loss masks"), (run, "train; resumes if it is interrupted")]
     rows += [(use, "talk to the result")] if use else []

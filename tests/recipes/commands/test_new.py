@@ -1,0 +1,107 @@
+"""`tune new`: the config that it writes is valid and runs; what it cannot find out is one line."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers.recipe_runs import Workspace
+
+CHATS = [
+    {"conversations": [{"from": "human", "value": f"What is {n} plus 1?"}, {"from": "gpt", "value": f"It is {n + 1}."}]}
+    for n in range(200)
+]
+ROWS = {
+    "chat": CHATS,
+    "few": [{"text": f"Text {n}"} for n in range(9)],
+    "kto": [{"prompt": f"Say {n}", "completion": f"{n}", "label": n % 2 == 0} for n in range(40)],
+    "pairs": [{"prompt": f"Say {n}", "chosen": f"{n}", "rejected": "no"} for n in range(40)],
+    "classes": [{"text": f"Text {n}", "label": ("bad", "good")[n % 2]} for n in range(40)],
+    "stars": [{"text": f"Text {n}", "label": n % 5} for n in range(40)],
+    "grades": [{"text": f"Text {n}", "label": n / 7} for n in range(40)],
+    "steps": [{"prompt": f"Add {n}", "completions": ["One.", "Two."], "labels": [True, False]} for n in range(40)],
+    "other": [{"foo": 1}],
+}
+
+
+@pytest.fixture(autouse=True)
+def row_files(workspace: Workspace) -> None:
+    for name, rows in ROWS.items():
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "expected"),
+    [
+        ("chat", "", {"recipe": "sft", "adapter": "lora"}),
+        ("few", "--full", {"recipe": "sft", "eval_data": None, "adapter": None}),
+        ("kto", "", {"recipe": "preference", "loss": "kto"}),
+        ("pairs", "", {"recipe": "preference", "loss": None}),
+        ("pairs", "--task orpo", {"recipe": "preference", "loss": "orpo"}),
+        ("pairs", "--task reward", {"recipe": "reward", "loss": None}),
+        ("classes", "", {"recipe": "reward", "loss": "classification"}),
+        ("stars", "", {"recipe": "reward", "loss": {"kind": "classification", "num_labels": 5}}),
+        ("grades", "", {"recipe": "reward", "loss": "regression"}),
+        ("steps", "", {"recipe": "reward", "loss": "process_reward"}),
+    ],
+)
+def test_config_follows_the_rows(rows: str, options: str, expected: dict[str, object], workspace: Workspace) -> None:
+    args = ("new", str(workspace.model), f"{rows}.jsonl", "--output", "new.yaml", *options.split())
+    result = workspace.run_tune(*args)
+    assert result.code == 0, result.err
+    tree = yaml.safe_load(Path("new.yaml").read_text())
+    assert {key: tree.get(key) for key in expected} == expected
+    assert workspace.run_tune(*args).code == 2, "an existing file is kept"
+
+
+def test_next_command_trains(workspace: Workspace) -> None:
+    result = workspace.run_tune("new", str(workspace.model), "chat.jsonl", "--output", "new.yaml")
+    command = next(line.strip() for line in result.out.splitlines() if line.startswith("  tune run"))
+    words = shlex.split(command.partition("  ")[0])[1:]
+    run = workspace.run_tune(*words, "max_steps=1", "device=cpu")
+    assert run.code == 0, run.err
+    assert (Path(yaml.safe_load(Path("new.yaml").read_text())["output_dir"]) / "final").is_dir()
+
+
+def test_model_without_a_template_gets_chatml(workspace: Workspace) -> None:
+    (workspace.model / "chat_template.jinja").rename("kept.jinja")
+    try:
+        assert workspace.run_tune("new", str(workspace.model), "chat.jsonl", "--output", "new.yaml").code == 0
+        tree = yaml.safe_load(Path("new.yaml").read_text())
+        assert tree["new_special_tokens"] == ["<|im_start|>", "<|im_end|>"]
+        assert tree["data"]["chat_template"] == tree["eval_data"]["chat_template"] == "chatml"
+        assert tree["data"]["split"] == "train[:95%]" and tree["eval_data"]["split"] == "train[95%:]"
+    finally:
+        Path("kept.jinja").rename(workspace.model / "chat_template.jinja")
+
+
+@pytest.mark.slow
+def test_config_fits_the_machine(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gated model is planned with the shape of a preset; a small GPU needs four bits."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    args = ("new", "Qwen/Qwen3-4B", "chat.jsonl", "--gpu-memory", "8G", "--output", "new.yaml")
+    result = workspace.run_tune(*args)
+    assert result.code == 0 and result.err.count("preset") == 1, result.err
+    assert yaml.safe_load(Path("new.yaml").read_text())["quantization"] == "nf4"
+    plan = json.loads(workspace.run_tune("plan", "new.yaml", "--gpu-memory", "8G", "--json").out)
+    assert plan["fits"] is True
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        ("tunekit/nano other.jsonl", "other.jsonl: unknown format"),
+        ("tunekit/nano missing.jsonl", "missing.jsonl: no such file"),
+        ("tunekit/nanoo chat.jsonl", "did you mean tunekit/nano?"),
+        ("tunekit/qwen3_8b chat.jsonl", "has no weights"),
+        ("tunekit/nano chat.jsonl --task kto", "Use --task sft"),
+        ("tunekit/nano chat.jsonl --task tokens", "--task"),
+        ("tunekit/nano", "DATA"),
+    ],
+)
+def test_mistakes_are_one_line(args: str, problem: str, workspace: Workspace) -> None:
+    result = workspace.run_tune("new", *args.split())
+    assert result.code == 2 and problem in result.err and result.err.count("\n") == 1
+    assert not [*Path().glob("nano*.yaml")]
