@@ -182,19 +182,21 @@ def fits(plan: Estimate) -> bool:
     return plan.machine.memory is None or plan.peak.total <= memory_limit(plan.machine)
 
 
-def with_large_micro_batch(one: Estimate, plan_with: Callable[[int], Estimate | None]) -> Estimate:
+def with_large_micro_batch(smallest: Estimate, plan_with: Callable[[int], Estimate | None]) -> Estimate:
     """Plan with the largest micro-batch that fits. Memory is extrapolated from one and two rows, then checked."""
-    rows = one.task.rows(one.sizes)
-    two = plan_with(2) if rows > 1 else None
-    if two is None:
-        return one
-    growth = two.peak.total - one.peak.total
+    rows = smallest.task.rows(smallest.sizes)
+    double = plan_with(2) if rows > 1 else None
+    if double is None:
+        return smallest
+    growth = double.peak.total - smallest.peak.total
     for count in [count for count in MICRO_BATCHES if 2 < count <= rows]:
-        if one.machine.memory is None or one.peak.total + (count - 1) * growth <= memory_limit(one.machine):
+        if smallest.machine.memory is None or smallest.peak.total + (count - 1) * growth <= memory_limit(
+            smallest.machine
+        ):
             plan = plan_with(count)
             if plan is not None and fits(plan):
                 return plan
-    return two if fits(two) else one
+    return double if fits(double) else smallest
 
 
 def explain(draft: Draft) -> None:

@@ -1,5 +1,6 @@
 """Bundled configs load, and contain only values that differ from the defaults."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from tunekit import assets
 from tunekit.cli import recipe_loader, registry
 from tunekit.config.errors import ConfigError
 from tunekit.config.load import load_config
@@ -60,3 +62,15 @@ def test_bundled_configs_have_different_output_dirs() -> None:
     folders = [yaml.safe_load(path.read_text()).get("output_dir") for path in CONFIGS.values()]
     output_dirs = [folder for folder in folders if folder]
     assert len(output_dirs) == len(set(output_dirs))
+
+
+def test_every_family_of_the_presets_has_a_config() -> None:
+    """Configs name models on the Hub; without access to it, they are planned with the preset of the same shape."""
+    models = [yaml.safe_load(path.read_text()).get("model", "") for path in CONFIGS.values()]
+    planned = {assets.find_preset(model) for model in models}
+
+    def model_type(preset: str) -> str:
+        return json.loads((assets.PRESETS[preset] / "config.json").read_text())["model_type"]
+
+    missing = {model_type(preset) for preset in assets.PRESETS} - {model_type(preset) for preset in planned if preset}
+    assert not missing

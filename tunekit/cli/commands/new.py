@@ -13,7 +13,7 @@ from tunekit import build, devices, env_info
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.cli import recipe_loader
-from tunekit.cli.commands.plan import parse_cluster
+from tunekit.cli.cluster_args import parse_cluster
 from tunekit.config import load
 from tunekit.config.dump import to_yaml
 from tunekit.errors import UserError

@@ -10,6 +10,7 @@ from typing import Any
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.cli import recipe_loader
+from tunekit.cli.cluster_args import parse_cluster
 from tunekit.config.dump import dump_yaml
 from tunekit.errors import UserError
 from tunekit.hub import download
@@ -64,19 +65,3 @@ def assumed_gpu_note(args: argparse.Namespace, cluster: ClusterSpec) -> str:
         return f"no --gpu-type given: assuming {assumed}; set --gpu-type for another GPU\n"
     assumed = f"{cluster.kind.label} with {cluster.memory / GIB:.0f} GiB"
     return f"no --gpu-type given: assuming {assumed}; set --gpu-type or --gpu-memory for another GPU\n"
-
-
-def parse_cluster(args: argparse.Namespace) -> ClusterSpec:
-    """Cluster described by the arguments; without any of them, the CPU of this machine."""
-    memory = None if args.gpu_memory is None else hardware.parse_memory_size(args.gpu_memory)
-    if (args.gpus, args.gpu_type, memory, args.gpu_tflops) == (None, None, None, None) and args.nodes == 1:
-        return ClusterSpec(price=args.gpu_hour_price)
-    has_gpu_type = args.gpu_type is not None
-    kind = hardware.gpu_by_name(args.gpu_type) if has_gpu_type else hardware.gpu_by_memory(memory or 80 * GIB)
-    if args.gpu_tflops is not None:
-        kind = kind.scaled(args.gpu_tflops)
-    devices = (args.gpus or 1) * args.nodes
-    size = memory or int(kind.gib * GIB)
-    return ClusterSpec(
-        devices, args.nodes, kind, size, not has_gpu_type and args.gpu_tflops is None, args.gpu_hour_price, args.mfu
-    )
