@@ -304,8 +304,10 @@ def read_token_rows(
     config: PeftConfigFile, tensors: Mapping[str, TensorMeta], source: HFCheckpoint
 ) -> tuple[Mapping[str, TensorMeta], Mapping[str, StoredRows]]:
     """Rows of tokens by parameter name. Rows of a weight that is also in the file are put into this weight."""
-    rows, changed = {}, dict(tensors)
-    for name in [name for name in tensors if name.endswith(TOKEN_ROWS)]:
+    rows, changed, names = {}, dict(tensors), [name for name in tensors if name.endswith(TOKEN_ROWS)]
+    if config.values.get("trainable_token_indices") and not names:
+        raise UserError(f"{config.file}: trainable_token_indices is set, but {TENSORS} has no such rows")
+    for name in names:
         module = name.removeprefix(PREFIX).removesuffix(TOKEN_ROWS)
         match, ids, meta = match_hub_name(module + WEIGHT, source.family.table), config.token_ids(module), tensors[name]
         if match is None or match.ours[0] not in TOKEN_PARAMETERS:
