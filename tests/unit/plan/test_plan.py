@@ -322,3 +322,10 @@ def test_plan_on_one_rank_needs_no_other_rank(monkeypatch: pytest.MonkeyPatch) -
 def test_workload_profile_is_cached() -> None:
     workload = build_workload(make_checkpoint(DENSE, DENSE))
     assert profile_workload(workload, ParallelDims()) is profile_workload(workload, ParallelDims())
+
+
+def test_unquantized_embedding_is_not_widened_while_loading() -> None:
+    """Only 4-bit weights are read in fp32."""
+    plan = estimate.estimate(llama_workload("llama3_2_1b", quantization=NF4Config(), adapter=LoRAConfig()), H100)
+    embedding = 128_256 * 2048 * 2
+    assert plan.memory.phases["load"].parts["other"] == embedding
