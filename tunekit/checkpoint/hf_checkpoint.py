@@ -123,9 +123,11 @@ class HFCheckpoint:
         spec, sizes = self.spec, {"vocab_size": size}
         if size <= spec.vocab:
             return self
+        file = str(self.path / "config.json")
+        if spec.extra_embeddings or (spec.per_layer is not None and spec.per_layer.vocab < spec.vocab):
+            raise UserError(f"{file}: the embeddings of model type {self.config.get('model_type')} cannot get new rows")
         if spec.per_layer is not None:
             sizes["vocab_size_per_layer_input"] = max(size, spec.per_layer.vocab)
-        file = str(self.path / "config.json")
         try:
             config = override_config(self.config, sizes)
         except ValueError as error:

@@ -353,9 +353,7 @@ def base_model_ref(source: HFCheckpoint) -> tuple[str, str | None]:
 
 
 def with_adapter_config(folder: Path, source: HFCheckpoint) -> HFCheckpoint:
-    """Return the base with the config overrides and new tokens of the adapter, and its score head, or no head for
-    embeddings.
-    """
+    """Return the base with the config overrides, new tokens and score head of the adapter, or without a head."""
     changes = {key: value for key, value in read_config_changes(folder).items() if key != VOCAB_SIZE}
     source = token_rows.with_adapter_tokens(folder, source.with_config_overrides(changes))
     if PeftConfigFile.open(folder).task_type == EMBEDDING_TASK:
@@ -385,8 +383,7 @@ def read_score_head(folder: Path) -> ScoreHead:
     """Score head of an adapter. The pad token is that of the adapter's tokenizer, if it has one."""
     config, header, name = PeftConfigFile.open(folder), read_header(folder / TENSORS), PREFIX + classifiers.HEAD
     if f"{name}.weight" not in header:
-        reason = f"no {classifiers.HEAD}.weight, but {CONFIG} has task_type {config.task_type}"
-        raise UserError(f"{folder / TENSORS}: {reason}")
+        raise UserError(f"{folder / TENSORS}: no {classifiers.HEAD}.weight for {config.task_type} of {CONFIG}")
     pad = Tokenizer.open(folder).pad if (folder / "tokenizer.json").is_file() else None
     return ScoreHead(header[f"{name}.weight"].shape[0], config.task_type == "TOKEN_CLS", f"{name}.bias" in header, pad)
 
