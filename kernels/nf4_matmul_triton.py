@@ -5,7 +5,7 @@ codes are converted in registers: PRMT selects bytes of the fp16 values by four 
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false
 # Triton is not available on macOS and Windows.
 
 import struct
