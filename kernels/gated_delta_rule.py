@@ -13,6 +13,7 @@ from torch import Tensor
 from tunekit.devices import HALF_DTYPES
 from tunekit.kernels import fake_mode
 from tunekit.kernels.device_tensors import copy_to_device
+from tunekit.kernels.prefix_sum import prefix_sum
 from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.kernels.torch_compile import disable_compile
 from tunekit.kernels.triton_support import uses_triton
@@ -157,9 +158,9 @@ def solve_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -
     # Decay from token j to token i, summed from j to i: the difference of two cumulative sums would be NaN for -inf and
     # inaccurate for small values after large ones.
     is_past = torch.ones(v.shape[-2], v.shape[-2], dtype=torch.bool, device=v.device).tril(-1)
-    remaining_from = decay[..., None].where(is_past, 0).cumsum(-2).exp().tril()
+    remaining_from = prefix_sum(decay[..., None].where(is_past, 0).mT).mT.exp().tril()
     solution = unit_lower_inverse(k @ k.mT * remaining_from * beta[..., None]) * beta[..., None, :]
-    remaining, to_end = decay.cumsum(-1).exp()[..., None], remaining_from[..., -1, :, None]
+    remaining, to_end = prefix_sum(decay).exp()[..., None], remaining_from[..., -1, :, None]
     return Chunks(q, k, v, remaining, to_end, solution, q @ k.mT * remaining_from)
 
 

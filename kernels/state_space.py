@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tunekit.kernels.gated_delta_rule import get_bounds, join_chunks, split_chunks
+from tunekit.kernels.prefix_sum import prefix_sum
 from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.kernels.torch_compile import disable_compile
 
@@ -56,8 +57,8 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor) -> tu
     q, k, v, decay = (split_chunks(x) for x in (q[:, :, :, None], k[:, :, :, None], v, decay))
     # Decay from token j to token i, summed from j to i, as in the gated delta rule.
     is_past = torch.ones(v.shape[-2], v.shape[-2], dtype=torch.bool, device=v.device).tril(-1)
-    remaining_from = decay[..., None].where(is_past, 0).cumsum(-2).exp().tril()
-    remaining, to_end = decay.cumsum(-1).exp()[..., None], remaining_from[..., -1, :, None]
+    remaining_from = prefix_sum(decay[..., None].where(is_past, 0).mT).mT.exp().tril()
+    remaining, to_end = prefix_sum(decay).exp()[..., None], remaining_from[..., -1, :, None]
     states = [state]
     for keep, update in zip(remaining[..., -1:, :].unbind(1), (k.mT @ (to_end * v)).unbind(1), strict=True):
         states.append(torch.addcmul(update, keep, states[-1]))

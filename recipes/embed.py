@@ -47,7 +47,7 @@ class EmbedConfig(TrainConfig):
         if self.parallel.tp > 1:
             raise FieldError("parallel.tp", "not supported by this recipe. Use parallel.dp_shard.")
         for key in ("forgetting", "generation_eval", "neftune_noise_alpha"):
-            if vars(self)[key] is not None:
+            if getattr(self, key) is not None:
                 raise FieldError(key, "not supported by this recipe. Remove it.")
         self.loss.check_datasets(self.data, self.eval_data)
 
@@ -89,6 +89,8 @@ def train(cfg: EmbedConfig, run: RunContext) -> None:
     train_data = open_dataloader(cfg.data, tokenizer, cfg, run)
     eval_data = cfg.eval_data and open_dataloader(cfg.eval_data, tokenizer, cfg, run, "eval")
     loaders = {"data": train_data, "eval_data": eval_data}
+    for loader in filter(None, loaders.values()):
+        cfg.loss.check_labels(loader.datasets)
     check_data(cfg, loaders, tokenizer, dist)
     model = load_model(checkpoint, cfg, dist)
     embedder = Embedder(model, cfg.modules(checkpoint).pooling, dist)

@@ -27,7 +27,6 @@ from tunekit.training.data_checks import check_data
 from tunekit.training.early_stopping import EarlyStopping
 from tunekit.training.export import export_final
 from tunekit.training.forgetting import ForgettingMonitor
-from tunekit.training.generation_monitor import GenerationMonitor
 from tunekit.training.packing_check import check_packing
 from tunekit.training.run_context import RunContext
 from tunekit.training.setup import build_optimizer, load_model, open_dataloader
@@ -46,6 +45,8 @@ class RewardConfig(TrainConfig):
         super().__post_init__()
         if self.parallel.tp > 1:
             raise FieldError("parallel.tp", "a score head cannot be split over devices. Use parallel.dp_shard.")
+        if self.generation_eval is not None:
+            raise FieldError("generation_eval", "not supported by this recipe. Remove it.")
         check_reward_data(self.loss, self.data, self.eval_data)
 
     def with_head(self, checkpoint: HFCheckpoint) -> HFCheckpoint:
@@ -81,7 +82,6 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
     train_data = open_dataloader(cfg.data, tokenizer, cfg, run)
     eval_data = cfg.eval_data and open_dataloader(cfg.eval_data, tokenizer, cfg, run, "eval")
     forgetting = ForgettingMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
-    generation = GenerationMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
     loaders = {"data": train_data, "eval_data": eval_data}
     check_data(cfg, loaders, tokenizer, dist)
     checkpoint = replace(checkpoint, companions=reranker_files(train_data.mixture))
@@ -108,10 +108,9 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
     logger = run.open_logger(num_steps, step, throughput)
 
     with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
-        if step == 0 and cfg.has_evaluation:
+        if step == 0 and eval_data:
             run.begin_eval(0)
-            metrics = cfg.loss.evaluate(model, eval_data, dist) if eval_data else {}
-            early_stopping.check_metric(logger.log_eval(0, metrics | generation.evaluate(model, 0, logger)))
+            early_stopping.check_metric(logger.log_eval(0, cfg.loss.evaluate(model, eval_data, dist)))
         forgetting.begin(model, step, logger)
         if step == 0 and guard.may_roll_back:
             checkpointer.save(0)
@@ -139,11 +138,9 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
                     guard.check_all(logger)  # raises if a step was not finite, before its weights are used
                 if due.push:
                     run.push_checkpoint(step, num_steps, model, checkpoint)
-                if due.eval:
+                if due.eval and eval_data:
                     run.begin_eval(step)
-                    metrics = cfg.loss.evaluate(model, eval_data, dist) if eval_data else {}
-                    metrics |= generation.evaluate(model, step, logger)
-                    early_stopping.update(step, logger.log_eval(step, metrics))
+                    early_stopping.update(step, logger.log_eval(step, cfg.loss.evaluate(model, eval_data, dist)))
                 if due.forgetting:
                     forgetting.evaluate(model, step, logger)
                 if due.save or early_stopping.needs_save(step) or forgetting.exceeded:

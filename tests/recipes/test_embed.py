@@ -34,6 +34,7 @@ def embed_workspace(workspace: Workspace) -> Workspace:
     write_lines("scored", [{"sentence1": f"{n} cats", "sentence2": f"{n * n} dogs", "score": n / 9} for n in range(10)])
     write_lines("uneven", [{"query": "a", "positive": "b", "negative": ["c", "d"]}, {"query": "a", "positive": "b"}])
     write_lines("null", [{"query": "a", "positive": "b"}, {"query": "c", "positive": None}])
+    write_lines("stars", [{"sentence1": f"{n} cats", "sentence2": f"{n} dogs", "score": n} for n in (0, 1, 5, 4)])
     write_lines("words", [{"sentence1": "a", "sentence2": "b", "score": "high"}])
     Path("embed.yaml").write_text((CONFIG + SHARED_CONFIG).format(model=workspace.model))
     return workspace
@@ -47,6 +48,7 @@ def embed_workspace(workspace: Workspace) -> Workspace:
     (("data.num_negatives=-1",), "data.num_negatives: "),
     (("data.source=null.jsonl",), "null.jsonl:2: positive: "),
     (("data={kind: similarity, source: words.jsonl}", "loss=cosent", "eval_data=null"), "score: must be a number"),
+    (("data={kind: similarity, source: stars.jsonl}", "loss=cosine_similarity", "eval_data=null"), "score 5 is not"),
     (SIMILARITY, "data: loss=multiple_negatives_ranking needs retrieval rows"),
     (("loss=cosent",), "Set data.kind=similarity, or loss=multiple_negatives_ranking"),
     (("loss.matryoshka_dims=[9999]",), "loss.matryoshka_dims: must be at most"),

@@ -101,7 +101,7 @@ class RetrievalDataset(WholeTextDataset):
         columns: dict[str, Any] = {
             key: next((name for name in names if name in fields or f"{name}_1" in fields), names[0])
             for key, names in choices.items()
-            if vars(self)[key] is None
+            if getattr(self, key) is None
         }
         config = replace(self, **columns)
         config.texts(fields, 0)

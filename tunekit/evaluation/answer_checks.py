@@ -40,14 +40,16 @@ class AnswerChecks:
         where = f"{self.section}json_schema: {self.json_schema}"
         try:
             schema = json.loads(Path(self.json_schema).read_text(encoding="utf-8"))
+            check_references(schema, schema)
             cls = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
             cls.check_schema(schema)
         except OSError as error:
             raise UserError(f"{where}: cannot read the file: {error.strerror}. Set it to a JSON file.") from error
         except ValueError as error:
             raise UserError(f"{where}: not valid JSON: {error}. Fix the file.") from error
-        except jsonschema.SchemaError as error:
-            raise UserError(f"{where}: not a JSON Schema: {error.message}. Fix the file.") from error
+        except (jsonschema.SchemaError, UserError) as error:
+            problem = getattr(error, "message", str(error))
+            raise UserError(f"{where}: not a JSON Schema: {problem}. Fix the file.") from error
         return cls(schema)
 
     def scores(self, answer: str, expected: str | None) -> Mapping[str, bool]:
@@ -58,6 +60,20 @@ class AnswerChecks:
         if self.validator is not None:
             scores["json_schema_match"] = is_valid(self.validator, answer)
         return scores
+
+
+def check_references(node: Any, schema: Any) -> None:
+    """Raise UserError unless a schema is an object or a boolean, and its references are to parts of itself."""
+    if node is schema and not isinstance(schema, Mapping | bool):
+        raise UserError(f"must be an object, got {json.dumps(schema)[:50]}")
+    for value in node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ():
+        check_references(value, None if value is schema else schema)
+    if isinstance(node, Mapping) and isinstance(reference := node.get("$ref"), str):
+        part = schema
+        for name in reference.removeprefix("#").split("/")[1:]:
+            part = part.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(part, Mapping) else None
+        if part is None or not reference.startswith("#"):
+            raise UserError(f"$ref {reference} is not in the file")
 
 
 def matches(pattern: re.Pattern[str], answer: str, expected: str | None) -> bool:

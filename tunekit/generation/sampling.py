@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tunekit.errors import FieldError
+from tunekit.kernels.prefix_sum import prefix_sum
 from tunekit.models.weight_init import named_generator
 
 
@@ -27,7 +28,7 @@ class SamplingConfig:
     repetition_penalty: float = 1.0
     stop_strings: tuple[str, ...] = ()  # Texts that end an answer, besides the stop tokens; not part of the answer
     max_new_tokens: int = 256  # Maximum length of an answer in tokens
-    seed: int = 0
+    seed: int = 0  # Seed of the random numbers
 
     def __post_init__(self) -> None:
         if self.temperature < 0:
@@ -72,7 +73,7 @@ class SamplingConfig:
         weights, tokens = (logits.float() / self.temperature).softmax(-1), None
         if self.top_k is not None or self.top_p < 1:
             weights, tokens = self.sort_top_k(weights)
-            preceding = weights.cumsum(-1) - weights  # total probability of more likely tokens
+            preceding = prefix_sum(weights) - weights  # total probability of more likely tokens
             weights = weights * (preceding < self.top_p * weights.sum(-1, keepdim=True))
         if self.min_p > 0:
             weights = weights * (weights >= self.min_p * weights.amax(-1, keepdim=True))
@@ -93,7 +94,7 @@ class SamplingConfig:
 
 def sample_index(weights: Tensor, numbers: Tensor) -> Tensor:
     """Sample an index (B,) from weights (B, N) with uniform numbers (B,). Indices of zero weights are never sampled."""
-    sums = weights.cumsum(-1)
+    sums = prefix_sum(weights)
     total = sums[:, -1:]
     threshold = torch.minimum(numbers.to(sums)[:, None] * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(sums, threshold, right=True).squeeze(-1)

@@ -61,7 +61,7 @@ def token_probabilities(model: Decoder, prompt: Sequence[int], answer: Sequence[
 
     model.eval()
     with torch.inference_mode():
-        table = model(torch.tensor([[*prompt, *answer[:-1]]], device=model.device), head_fn=read).double().cpu()
+        table = model(torch.tensor([[*prompt, *answer[:-1]]], device=model.device), head_fn=read).cpu().double()
     probabilities, ids = table.split([(table.shape[1] + 1) // 2, table.shape[1] // 2], dim=1)
     rows = zip(answer, probabilities.exp().tolist(), ids.long().tolist(), strict=True)
     return [TokenProbability(token, first, list(zip(ids, rest, strict=True))) for token, (first, *rest), ids in rows]

@@ -13,7 +13,6 @@ import math
 import os
 import resource
 import sys
-import textwrap
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -253,6 +252,8 @@ class MetricLogger:
 
     def log_eval(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Log the metrics of an evaluation as `eval/<name>`, and return them."""
+        if not metrics:  # answers without checks
+            return metrics
         names = sorted(metrics, key=lambda name: name != "loss")  # the loss first
         self.log(step, **{f"eval/{name}": metrics[name] for name in names})
         return metrics
@@ -267,8 +268,9 @@ class MetricLogger:
             tracker.log_completions(step, rows)
         for row in rows[:num_to_print]:
             prompt, answer = (json.dumps(row[key], ensure_ascii=False) for key in ("prompt", "completion"))
+            answer = answer if len(answer) <= MAX_ANSWER else f"{answer[:MAX_ANSWER]}..."
             prompt = prompt if len(prompt) <= MAX_PROMPT else f"...{prompt[-MAX_PROMPT:]}"  # the end has the question
-            self.terminal.print_line(f"step {step}: {prompt} -> {textwrap.shorten(answer, MAX_ANSWER)}")
+            self.terminal.print_line(f"step {step}: {prompt} -> {answer}")
 
     @contextmanager
     def pause(self) -> Iterator[None]:

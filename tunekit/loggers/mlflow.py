@@ -44,7 +44,10 @@ class Logger:
         self.sent = self.client.log_batch(self.id, metrics=metrics, synchronous=False)
 
     def log_completions(self, step: int, rows: Rows) -> None:
-        self.client.log_text(self.id, to_markdown(rows), f"completions/step_{step}.md")
+        try:
+            self.client.log_text(self.id, to_markdown(rows), f"completions/step_{step}.md")
+        except MlflowException as error:
+            warnings.warn(f"mlflow: the answers of step {step} were not sent: {error}", stacklevel=2)
 
     def close(self) -> None:
         """Finish the run. Errors are only warnings, because `metrics.jsonl` has all metrics."""

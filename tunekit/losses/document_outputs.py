@@ -1,12 +1,15 @@
 """Outputs of a model for whole documents: scores at one of their tokens, or embeddings pooled from all of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.embedding_datasets import Pooling
+from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
+from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder, Head
 
 
@@ -22,6 +25,18 @@ def document_embeddings(model: Decoder, batch: Batch, pooling: Pooling) -> Tenso
         return sums / lengths[:count, None]
     ends = document_ends(ids, ids >= 0, count)[0 if pooling == "cls" else 1]
     return sum_over_documents(model, batch, mark_tokens(ids, ends), count, lambda hidden, _: hidden)
+
+
+def check_labels(
+    datasets: Iterable[TokenizedDataset], is_invalid: Callable[[Tensor], Tensor], message: Callable[[float], str]
+) -> None:
+    """Raise UserError with the row and the message of the first invalid label."""
+    for dataset in datasets:
+        labels = torch.tensor(dataset.values)
+        invalid = is_invalid(labels).nonzero().flatten().tolist()
+        if invalid and dataset.value_ends is not None:
+            row = dataset.row_location(int(np.searchsorted(dataset.value_ends, invalid[0], side="right")))
+            raise UserError(f"{row}: {message(float(labels[invalid[0]]))}")
 
 
 def document_scores(model: Decoder, batch: Batch) -> Tensor:

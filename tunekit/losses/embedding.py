@@ -5,7 +5,7 @@ gives the gradient of each embedding, and a second pass over the micro-batches g
 (GradCache, arXiv:2101.06983). The rows of a step compete with each other, on any number of ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -18,10 +18,12 @@ from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.embedding_datasets import RetrievalDataset, SimilarityDataset
+from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.data.row_checks import RewardTarget
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
-from tunekit.losses.document_outputs import document_labels
+from tunekit.kernels.device_tensors import copy_to_device
+from tunekit.losses.document_outputs import check_labels, document_labels
 
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
 CHUNK_ROWS = 1024  # rows whose similarities to all documents of a step are in memory at a time
@@ -47,7 +49,7 @@ def gather_embeddings(
 ) -> StepEmbeddings:
     """Embeddings (D, dim) of the micro-batches of this rank, and those of all other ranks."""
     local = torch.cat([F.pad(e.detach(), (0, 1)) for e in embeddings])
-    local[:, -1] = torch.cat([document_labels(batch) for batch in batches]).to(local.device)
+    local[:, -1] = copy_to_device(torch.cat([document_labels(batch) for batch in batches]), local.device)
     counts = dist.sum_each_count(*[len(local) * (rank == dist.dp_rank) for rank in range(dist.dims.dp_size)])
     start = sum(counts[: dist.dp_rank])
     local_rows = slice(start, start + len(local))
@@ -124,6 +126,9 @@ class EmbeddingLoss:
             for dim, weight in zip(dims, weights, strict=True):
                 yield weight * self(F.normalize(embeddings[..., :dim], dim=-1), labels, rows)
 
+    def check_labels(self, datasets: Iterable[TokenizedDataset]) -> None:
+        """Raise UserError for the first score that the loss cannot use; by default, it can use all."""
+
     def chunks(self, num_rows: int) -> list[slice]:
         """Rows whose terms are computed together; by default all."""
         return [slice(0, num_rows)]
@@ -165,14 +170,14 @@ class MultipleNegativesRanking(EmbeddingLoss):
 
     def __call__(self, embeddings: Tensor, labels: Tensor, rows: slice) -> Tensor:
         queries, documents = embeddings[:, 0], embeddings[:, 1:].transpose(0, 1)  # (documents per query, rows, dim)
-        own_query = torch.eye(len(queries), dtype=torch.bool, device=queries.device)[rows]  # (chunk, rows)
         positives, scores = documents[0][rows], {}
         for direction in self.directions:
             source = queries[rows] if direction.startswith("query") else positives
             targets, count = (documents.flatten(0, 1), len(documents)) if direction.endswith("doc") else (queries, 1)
             scores[direction] = similarities = self.scale * (source @ targets.T)
             if direction in ("query_to_query", "doc_to_doc"):  # similarities to itself, and within the row
-                scores[direction] = similarities.masked_fill(own_query.repeat(1, count), -torch.inf)
+                index = torch.arange(len(queries), device=queries.device)
+                scores[direction] = similarities.masked_fill(index[rows, None] == index.repeat(count), -torch.inf)
         log_sums = [torch.logsumexp(score, dim=1) for score in scores.values()]
         if self.partition_mode == "joint":
             log_sums = [torch.logsumexp(torch.stack(log_sums), dim=0)]
@@ -219,6 +224,9 @@ class CosineSimilarity(EmbeddingLoss):
     @property
     def target(self) -> RewardTarget:
         return RewardTarget("labels")
+
+    def check_labels(self, datasets: Iterable[TokenizedDataset]) -> None:
+        check_labels(datasets, lambda labels: labels.abs() > 1, lambda label: f"score {label:g} is not from -1 to 1")
 
     def __call__(self, embeddings: Tensor, labels: Tensor, rows: slice) -> Tensor:
         cosines = (embeddings[:, 0] * embeddings[:, 1]).sum(-1)

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,7 +21,7 @@ from tunekit.data.row_checks import RewardTarget
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
 from tunekit.losses.cross_entropy import local_targets
-from tunekit.losses.document_outputs import document_labels, document_scores
+from tunekit.losses.document_outputs import check_labels, document_labels, document_scores
 from tunekit.losses.metric_sums import MetricSums, eval_steps
 from tunekit.models.decoder import Decoder, Head
 from tunekit.models.spec import ScoreHead
@@ -92,11 +91,11 @@ class RewardLoss:
 
     def check_labels(self, datasets: Iterable[TokenizedDataset], labels: int) -> None:
         """Raise UserError with the row of the first label that the loss cannot use with `labels` scores."""
-        for dataset in datasets:
-            invalid = self.is_invalid(values := torch.tensor(dataset.values), labels).nonzero().flatten()
-            if len(invalid) and dataset.value_ends is not None:
-                row = dataset.row_location(int(np.searchsorted(dataset.value_ends, int(invalid[0]), side="right")))
-                raise UserError(f"{row}: {self.invalid_message(values[invalid], labels)}")
+        check_labels(
+            datasets,
+            lambda values: self.is_invalid(values, labels),
+            lambda value: self.invalid_message(torch.tensor([value]), labels),
+        )
 
     def is_invalid(self, values: Tensor, labels: int) -> Tensor:
         """Mask of the labels that the loss cannot use."""

@@ -1,5 +1,6 @@
 """A config for a model, a dataset and a machine: the first one of a user, with comments on what to change."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +29,7 @@ MICRO_BATCHES = (16, 8, 4)  # tried besides 1 and 2
 # Learning rates of LoRA and of full training, for models of `REFERENCE_DIM`; smaller ones need higher rates.
 LEARNING_RATES = {"sft": (2e-4, 2e-5), "preference": (2e-5, 1e-6), "reward": (1e-4, 1e-5)}
 REFERENCE_DIM = 2048
-LOSSES = {"unpaired_preference": "kto", "stepwise": "process_reward"}
+LOSSES = {"unpaired_preference": "kto", "stepwise": "process_reward", "reranking": "binary_cross_entropy"}
 LoadConfig = Callable[[dict[str, Any]], Any]
 
 
@@ -59,8 +60,9 @@ def format_value(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {format_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(format_value, value)) + "]"
-    text = to_yaml({"x": value}).removeprefix("x:").strip()
-    return f'"{text}"' if isinstance(value, str) and text[0] not in "'\"" and set(text) & set("{}[],") else text
+    if isinstance(value, str) and set(value) & set("{}[],\n"):
+        return json.dumps(value.replace("${", "\\${"), ensure_ascii=False)
+    return to_yaml({"x": value}).removeprefix("x:").strip()
 
 
 def draft_config(
@@ -97,9 +99,8 @@ def label_loss(sample: RowSample) -> str | dict[str, Any] | None:
         return None
     if sample.class_names:
         return "classification"
-    labels = [row.get("label") for row in sample.rows]
-    classes = [label for label in labels if isinstance(label, int) and 0 <= label < MAX_CLASSES]
-    is_class = len(classes) == len(labels)
+    classes = [label for label in sample.labels if isinstance(label, int) and 0 <= label < MAX_CLASSES]
+    is_class = len(classes) == len(sample.labels)
     return {"kind": "classification", "num_labels": max(classes) + 1} if is_class else "regression"
 
 

@@ -20,7 +20,7 @@ LABELED = ("stepwise", "labeled")
 TASKS = {  # formats that a recipe reads
     "sft": ("chat", "sharegpt", "completion", "instruct", "segments", "text", "pretokenized"),
     "preference": ("preference", "unpaired_preference"),
-    "reward": ("preference", *LABELED),
+    "reward": ("preference", *LABELED, "reranking", "reranking_pairs"),
 }
 FIRST_RULES = {"sft": (), "preference": PREFERENCE_RULES, "reward": REWARD_RULES, None: (*RULES[:2], *REWARD_RULES[1:])}
 
@@ -36,6 +36,7 @@ class RowSample:
     rows: tuple[Mapping[str, Any], ...]
     split: str
     eval_split: str | None
+    labels: frozenset[Any] = frozenset()  # of all rows, for a classifier
     loss: str | None = None  # that `--task` names
 
     @property
@@ -48,8 +49,7 @@ class RowSample:
     @property
     def class_names(self) -> list[str]:
         """Names of the classes, if labels are texts."""
-        labels = {row.get("label") for row in self.rows} if self.row_format.kind == "labeled" else ()
-        return sorted(label for label in labels if isinstance(label, str))
+        return sorted(label for label in self.labels if isinstance(label, str))
 
 
 def sample_rows(source: str, task: str | None) -> RowSample:
@@ -68,11 +68,20 @@ def sample_rows(source: str, task: str | None) -> RowSample:
     if row_format.kind not in TASKS[task]:
         other = next(task for task, kinds in TASKS.items() if row_format.kind in kinds)
         raise UserError(f"--task {task}: {source} has {row_format.description}. Use --task {other}, or other rows.")
+    labels = read_labels(source) if row_format.kind == "labeled" else frozenset[Any]()
     count = table.count or len(rows)
     splits = "train", find_eval_split(source)
     if splits[1] is None and count >= MIN_ROWS_TO_SPLIT:
         splits = f"train[:{100 - EVAL_FRACTION}%]", f"train[{100 - EVAL_FRACTION}%:]"
-    return RowSample(source, task, row_format, count, rows, *splits, None if loss == "dpo" else loss)
+    return RowSample(source, task, row_format, count, rows, *splits, labels, None if loss == "dpo" else loss)
+
+
+def read_labels(source: str) -> frozenset[Any]:
+    """Labels of all rows, which may be sorted by label. Raise UserError if all rows have the same one."""
+    labels = frozenset(require_row(row).fields.get("label") for row in open_dataset(source, "train").rows)
+    if len(labels) < 2:
+        raise UserError(f"{source}: all rows have label {next(iter(labels))}. A classifier needs rows of two classes.")
+    return labels
 
 
 def find_eval_split(source: str) -> str | None:

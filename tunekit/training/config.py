@@ -180,7 +180,11 @@ class TrainConfig:
 
     def check_best_model(self) -> None:
         """Raise FieldError for keys of the best model without evaluations, or without effect."""
+        answers = self.generation_eval
+        has_metrics = self.eval_data is not None or (answers is not None and answers.has_metrics)
         for name in ("early_stopping_patience", "load_best_model_at_end"):
+            if getattr(self, name) and self.has_evaluation and not has_metrics:
+                raise FieldError("generation_eval", "has no metric. Set generation_eval.data or generation_eval.regex.")
             if getattr(self, name) and not self.has_evaluation:
                 raise FieldError(name, "requires eval_data or generation_eval")
             if getattr(self, name) and self.eval_data is None and self.metric_for_best_model == "loss":

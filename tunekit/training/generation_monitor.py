@@ -47,6 +47,11 @@ class GenerationEvalConfig:
             raise FieldError("data", "cannot be streamed. Set streaming=false; max_samples limits the rows.")
         assert self.checks is not None  # its own checks
 
+    @property
+    def has_metrics(self) -> bool:
+        """Whether answers are checked, or only shown."""
+        return self.data is not None or self.regex is not None or self.json_schema is not None
+
     @cached_property
     def checks(self) -> AnswerChecks:
         return AnswerChecks(self.regex, self.json_schema, "generation_eval.")

@@ -60,6 +60,15 @@ class Terminal(io.StringIO):
         return True
 
 
+def test_saved_rows_have_the_tools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"a\n/save {tmp_path / 'rows.jsonl'}\n"))
+    chat.chat_loop(fake_answer, chat.Chat(tools=tools))
+    assert json.loads((tmp_path / "rows.jsonl").read_text())["tools"] == tools
+
+
 def test_error_ends_a_piped_conversation_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

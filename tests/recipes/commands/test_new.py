@@ -22,6 +22,11 @@ ROWS = {
     "stars": [{"text": f"Text {n}", "label": n % 5} for n in range(40)],
     "grades": [{"text": f"Text {n}", "label": n / 7} for n in range(40)],
     "steps": [{"prompt": f"Add {n}", "completions": ["One.", "Two."], "labels": [True, False]} for n in range(40)],
+    "sorted": [{"text": f"Text {n}", "label": n // 600} for n in range(1800)],
+    "sizes": [{"text": f"Text {n}", "label": ('5" pipe, {steel}', "a: ${b}")[n % 2]} for n in range(40)],
+    "relevance": [{"query": f"Q {n}", "document": f"D {n}", "label": n % 2} for n in range(40)],
+    "triplets": [{"query": f"Q {n}", "positive": f"D {n}", "negative": "no"} for n in range(40)],
+    "one": [{"text": f"Text {n}", "label": 1} for n in range(40)],
     "other": [{"foo": 1}],
 }
 
@@ -43,6 +48,11 @@ def row_files(workspace: Workspace) -> None:
         ("pairs", "--task reward", {"recipe": "reward", "loss": None}),
         ("classes", "", {"recipe": "reward", "loss": "classification"}),
         ("stars", "", {"recipe": "reward", "loss": {"kind": "classification", "num_labels": 5}}),
+        ("sorted", "", {"recipe": "reward", "loss": {"kind": "classification", "num_labels": 3}}),
+        ("sizes", "", {"recipe": "reward", "loss": "classification"}),
+        ("relevance", "", {"recipe": "reward", "loss": "binary_cross_entropy"}),
+        ("triplets", "", {"recipe": "reward", "loss": None}),
+        ("triplets", "--task reward", {"recipe": "reward", "loss": None}),
         ("grades", "", {"recipe": "reward", "loss": "regression"}),
         ("steps", "", {"recipe": "reward", "loss": "process_reward"}),
     ],
@@ -93,6 +103,7 @@ def test_config_fits_the_machine(workspace: Workspace, monkeypatch: pytest.Monke
     ("args", "problem"),
     [
         ("tunekit/nano other.jsonl", "other.jsonl: unknown format"),
+        ("tunekit/nano one.jsonl", "one.jsonl: all rows have label 1"),
         ("tunekit/nano missing.jsonl", "missing.jsonl: no such file"),
         ("tunekit/nanoo chat.jsonl", "did you mean tunekit/nano?"),
         ("tunekit/qwen3_8b chat.jsonl", "has no weights"),

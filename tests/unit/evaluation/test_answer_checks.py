@@ -44,13 +44,22 @@ def test_exact_match_needs_an_expected_answer() -> None:
     assert AnswerChecks().scores("a", None) == {}
 
 
-@pytest.mark.parametrize("content", [None, "{", '{"type": "no type"}', "[1]"])
+@pytest.mark.parametrize("content", [
+    None, "{", '{"type": "no type"}', "[1]", "5", '{"properties": {"a": {"$ref": "#/$defs/b"}}}', '{"$ref": "b.json"}',
+])  # fmt: skip
 def test_unusable_schemas_are_errors(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "schema.json").write_text(content)
     with pytest.raises(UserError, match=r"^part\.json_schema: .*schema\.json: ") as error:
         AnswerChecks(None, str(tmp_path / "schema.json"), "part.").scores("", None)
     assert "\n" not in str(error.value)
+
+
+def test_references_within_the_file(tmp_path: Path) -> None:
+    schema = '{"$defs": {"a/b": {"type": "integer"}}, "items": {"$ref": "#/$defs/a~1b"}, "type": "array"}'
+    (tmp_path / "schema.json").write_text(schema)
+    checks = AnswerChecks(json_schema=str(tmp_path / "schema.json"))
+    assert [checks.scores(text, None)["json_schema_match"] for text in ("[1, 2]", '["a"]')] == [True, False]
 
 
 def test_invalid_pattern_names_its_field() -> None:

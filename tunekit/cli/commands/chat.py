@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> None:
     """Load the model and chat until the input ends."""
     cfg, tools = ChatConfig.from_args(args), read_tools(args.tools)
     # An unusable chat template is an error before the weights are read, and not only after the first question.
-    chat, tokenizer = Chat(args.system_prompt), cfg.check_model(cfg.model)
+    chat, tokenizer = Chat(args.system_prompt, tools or []), cfg.check_model(cfg.model)
     encode_conversation(tokenizer, [*chat.messages, {"role": "user", "content": "Hello"}], tools)
     if tools and "tools" not in tokenizer.template(tools).variables:
         print("warning: --tools: the chat template of this model does not read tools", file=sys.stderr)
@@ -93,6 +93,7 @@ class Chat:
     """A conversation. A command or a message that fails leaves it as it was."""
 
     system: str | None = None
+    tools: list[dict[str, Any]] = field(default_factory=list)
     messages: list[Message] = field(init=False)
     tokens: list[int] = field(default_factory=list)  # of the last answer
     num_answers: int = 0
@@ -161,7 +162,8 @@ class Chat:
         with wrap_write_errors(file):
             if name == "/save":
                 with file.open("a", encoding="utf-8") as lines:
-                    lines.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+                    row = {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
+                    lines.write(json.dumps(row, ensure_ascii=False) + "\n")
             else:
                 file.write_text(show_tokens(self.messages[:-1], self.tokens), encoding="utf-8")
         print(f"written to {file}")
