@@ -67,7 +67,8 @@ def sample_rows(source: str, task: str | None) -> RowSample:
     task = task or next(task for task, kinds in TASKS.items() if row_format.kind in kinds)
     if row_format.kind not in TASKS[task]:
         other = next(task for task, kinds in TASKS.items() if row_format.kind in kinds)
-        raise UserError(f"--task {task}: {source} has {row_format.description}. Use --task {other}, or other rows.")
+        problem = f"--task {loss or task}: {source} has {row_format.description}"
+        raise UserError(f"{problem}. Use --task {other}, or other rows.")
     labels = read_labels(source) if row_format.kind == "labeled" else frozenset[Any]()
     count = table.count or len(rows)
     splits = "train", find_eval_split(source)

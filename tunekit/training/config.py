@@ -35,7 +35,7 @@ from tunekit.optim.config import (
 from tunekit.publishing.publish import PushToHubConfig
 from tunekit.quantization.config import Float8Config, FP4Config, NF4Config, NoQuantization
 from tunekit.training.forgetting import ForgettingConfig
-from tunekit.training.generation_monitor import GenerationEvalConfig
+from tunekit.training.generation_monitor import ANSWER_METRICS, GenerationEvalConfig
 from tunekit.training.intervals import Interval, interval_error
 from tunekit.training.profiler import ProfilerConfig, resolve_profiler
 from tunekit.training.step_guard import StepGuardConfig
@@ -180,8 +180,10 @@ class TrainConfig:
 
     def check_best_model(self) -> None:
         """Raise FieldError for keys of the best model without evaluations, or without effect."""
-        answers = self.generation_eval
-        has_metrics = self.eval_data is not None or (answers is not None and answers.has_metrics)
+        metrics = [] if self.generation_eval is None else self.generation_eval.metrics
+        has_metrics, best = self.eval_data is not None or bool(metrics), self.metric_for_best_model
+        if best in ANSWER_METRICS and best not in metrics:
+            raise FieldError("metric_for_best_model", f"{best} requires generation_eval.{ANSWER_METRICS[best]}")
         for name in ("early_stopping_patience", "load_best_model_at_end"):
             if getattr(self, name) and self.has_evaluation and not has_metrics:
                 raise FieldError("generation_eval", "has no metric. Set generation_eval.data or generation_eval.regex.")

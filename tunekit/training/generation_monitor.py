@@ -20,6 +20,8 @@ from tunekit.loggers.metric_logger import MetricLogger
 from tunekit.models.decoder import Decoder
 from tunekit.models.spec import DecoderSpec
 
+ANSWER_METRICS = {"exact_match": "data", "regex_match": "regex", "json_schema_match": "json_schema"}  # and their keys
+
 
 @dataclass(frozen=True)
 class GenerationEvalConfig:
@@ -48,9 +50,9 @@ class GenerationEvalConfig:
         assert self.checks is not None  # its own checks
 
     @property
-    def has_metrics(self) -> bool:
-        """Whether answers are checked, or only shown."""
-        return self.data is not None or self.regex is not None or self.json_schema is not None
+    def metrics(self) -> list[str]:
+        """Names of the metrics; empty if answers are only shown."""
+        return [name for name, key in ANSWER_METRICS.items() if getattr(self, key) is not None]
 
     @cached_property
     def checks(self) -> AnswerChecks:

@@ -85,9 +85,11 @@ def test_commands_change_the_conversation(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_several_lines_are_one_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = 'a\\\nb\n"""c\n\nd"""\n"""\ne\n"""\n"""f"""\n"""unfinished\n'
+    lines = 'a\\\nb\n"""c\n\nd"""\n"""\ne\n"""\n"""f"""\n'
     expected = ["1 user a", "b", "3 user c", "", "d", "5 user e", "7 user f"]
     assert run_chat(lines, monkeypatch, capsys) == expected
+    with pytest.raises(UserError, match="has no end"):
+        run_chat('"""unfinished\n', monkeypatch, capsys)
 
 
 def test_another_answer_replaces_the_last(

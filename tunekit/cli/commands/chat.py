@@ -198,9 +198,10 @@ def chat_loop(answer: AnswerFn, chat: Chat, show_tokens: ShowTokensFn = no_token
 
 def read_message() -> str | None:
     """Read a line, or several that a backslash or quotes join; None at the end of the input. Ctrl-C discards them."""
+    is_open = False
     try:
         text = read_line("> ").strip()
-        if text.startswith(BLOCK):
+        if is_open := text.startswith(BLOCK):
             text = text.removeprefix(BLOCK)
             while not text.endswith(BLOCK):
                 text += "\n" + read_line(". ")
@@ -209,6 +210,8 @@ def read_message() -> str | None:
             text = text[:-1] + "\n" + read_line(". ")
         return text
     except EOFError:
+        if is_open:
+            raise UserError(f"the text after {BLOCK} has no end. Write {BLOCK} after it.") from None
         return None
     except KeyboardInterrupt:
         print()
