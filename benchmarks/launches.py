@@ -16,6 +16,7 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from tunekit import build as assemble
 from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.dataloader.batch import Batch
 from tunekit.distributed.context import DistributedContext
 from tunekit.losses.cross_entropy import CrossEntropy
@@ -62,10 +64,11 @@ Step = Callable[[LaunchCounter], object]
 
 def tunekit_step(method: str, num_layers: int) -> Step:
     """The step of recipes/sft.py."""
-    spec = find_family(SHAPE | {"num_hidden_layers": num_layers}, "config.json")[1]
+    shape = SHAPE | {"num_hidden_layers": num_layers}
+    source = HFCheckpoint(Path(), "random", shape, *find_family(shape, "config.json"))
     adapter = NoAdapter() if method == "full" else LoRAConfig(RANK)
     model = assemble.build_meta_model(
-        SimpleNamespace(spec=spec), NF4Config(double_quant=True) if method == "qlora" else NoQuantization(), adapter
+        source, NF4Config(double_quant=True) if method == "qlora" else NoQuantization(), adapter
     )
     dist = DistributedContext.single_process()
     dist.device = CUDA

@@ -45,7 +45,14 @@ from tunekit.losses.dpo import (
 from tunekit.losses.kl_divergence import ForwardKL, JensenShannon, ReverseKL, SkewedKL, SkewedReverseKL, SymmetricKL
 from tunekit.losses.preference_base import PreferenceLoss
 from tunekit.losses.reference_free import CPO, ORPO, AlphaPO, SFTTerm, SimPO
-from tunekit.losses.reward import BradleyTerry, Classification, ProcessReward, Regression, RewardLoss
+from tunekit.losses.reward import (
+    BinaryCrossEntropy,
+    BradleyTerry,
+    Classification,
+    ProcessReward,
+    Regression,
+    RewardLoss,
+)
 from tunekit.losses.unpaired import BCO, KTO, APOZeroUnpaired
 from tunekit.memory.config import MemoryConfig
 from tunekit.optim.config import AdamW8bitConfig, AdamWConfig, MuonConfig, SGDConfig
@@ -55,7 +62,13 @@ from tunekit.recipes import distill, preference, reward, sft
 PAIRED = (DPO, Sigmoid, SigmoidNorm, Hinge, IPO, Robust, EXOPair, NCAPair, BCOPair, SPPOHard, AOT, AOTUnpaired,
           APOZero, APODown, DiscoPOP, SFTTerm, CPO, SimPO, AlphaPO, ORPO)  # fmt: skip
 UNPAIRED = KTO, BCO, APOZeroUnpaired
-REWARD = BradleyTerry(center_rewards_coefficient=0.1), Classification(), Regression(), ProcessReward()
+REWARD = (
+    BradleyTerry(center_rewards_coefficient=0.1),
+    Classification(),
+    Regression(),
+    BinaryCrossEntropy(),
+    ProcessReward(),
+)
 DISTILLATION = ForwardKL(), ReverseKL(kd_ratio=0.8), SymmetricKL(), SkewedKL(), SkewedReverseKL(), JensenShannon()
 
 # Every pair of an adapter and a format, and of either and a way to save memory, is near one of these.

@@ -48,7 +48,7 @@ class AnswerChecks:
         except ValueError as error:
             raise UserError(f"{where}: not valid JSON: {error}. Fix the file.") from error
         except (jsonschema.SchemaError, UserError) as error:
-            problem = getattr(error, "message", str(error))
+            problem = str(error) if isinstance(error, UserError) else error.message
             raise UserError(f"{where}: not a JSON Schema: {problem}. Fix the file.") from error
         return cls(schema)
 

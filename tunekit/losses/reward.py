@@ -266,7 +266,7 @@ class BinaryCrossEntropy(RewardLoss):
 
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
         rewards, labels = document_scores(model, batch).squeeze(1), document_labels(batch)
-        weight = rewards.new_tensor(self.pos_weight)
+        weight = rewards.new_full((), self.pos_weight)
         loss = F.binary_cross_entropy_with_logits(rewards, labels, pos_weight=weight, reduction="sum")
         is_correct = (rewards > 0) == (labels > 0.5)
         return RewardOutput(loss, {"accuracy": is_correct.float().sum(), "rewards/mean": rewards.sum()}, rewards)

@@ -68,7 +68,8 @@ def find_machine(args: argparse.Namespace) -> ClusterSpec:
     device = devices.select("auto")
     if device.type == "cpu":
         return ClusterSpec(memory=env_info.available_memory())
-    count = torch.get_device_module(device).device_count() if device.type in ("cuda", "xpu") else 1
+    has_several = devices.capabilities(device).backend is not None
+    count = torch.get_device_module(device).device_count() if has_several else 1
     return oom_report.current_hardware(device, count, 1)
 
 
