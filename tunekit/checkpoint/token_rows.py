@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tunekit.adapters.token_rows import token_row_layers
-from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint
 from tunekit.checkpoint.load_model import key_mappings
 from tunekit.checkpoint.lora_delta import WEIGHT, transformers_key
 from tunekit.checkpoint.peft_reader import (
@@ -40,7 +40,9 @@ def with_adapter_tokens(folder: Path, source: HFCheckpoint) -> HFCheckpoint:
         if name.endswith(TOKEN_ROWS):
             ids |= {*config.token_ids(name.removeprefix(PREFIX).removesuffix(TOKEN_ROWS))}
         elif is_saved_name(name) and (match := match_hub_name(saved_name(name), source.family.table)):
-            size = max(size, meta.shape[0] if match.ours and match.ours[0] in TOKEN_PARAMETERS else 0)
+            parameter = match.ours[0] if match.ours else ""
+            extra = source.spec.extra_embeddings if parameter == EMBED else 0
+            size = max(size, meta.shape[0] - extra if parameter in TOKEN_PARAMETERS else 0)
     resized = source.with_vocab_size(max(size, max(ids, default=0) + 1))
     return replace(resized, trained_ids=tuple(sorted(ids)))
 
