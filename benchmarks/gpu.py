@@ -51,7 +51,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TINY = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024, "head_dim": 64}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 BF16 = torch.bfloat16
-PEER_ROWS = 2  # with 4, transformers needs more than 80 GB
+PEER_ROWS = 2  # 4 rows of transformers are estimated at 75 GB
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,8 @@ class HFCheckpoint:
             return self
         file = str(self.path / "config.json")
         if spec.extra_embeddings or (spec.per_layer is not None and spec.per_layer.vocab < spec.vocab):
-            raise UserError(f"{file}: the embeddings of model type {self.config.get('model_type')} cannot get new rows")
+            problem = f"the embeddings of model type {self.config.get('model_type')} cannot get new rows"
+            raise UserError(f"{file}: {problem}. Use tokens that the tokenizer has.")
         if spec.per_layer is not None:
             sizes["vocab_size_per_layer_input"] = max(size, spec.per_layer.vocab)
         try:

@@ -40,6 +40,8 @@ class AnswerChecks:
         where = f"{self.section}json_schema: {self.json_schema}"
         try:
             schema = json.loads(Path(self.json_schema).read_text(encoding="utf-8"))
+            if not isinstance(schema, Mapping | bool):
+                raise UserError(f"must be an object, got {json.dumps(schema)[:50]}")
             check_references(schema, schema)
             cls = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
             cls.check_schema(schema)
@@ -63,11 +65,9 @@ class AnswerChecks:
 
 
 def check_references(node: Any, schema: Any) -> None:
-    """Raise UserError unless a schema is an object or a boolean, and its references are to parts of itself."""
-    if node is schema and not isinstance(schema, Mapping | bool):
-        raise UserError(f"must be an object, got {json.dumps(schema)[:50]}")
+    """Raise UserError for a reference below `node` that is not to a part of the schema."""
     for value in node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ():
-        check_references(value, None if value is schema else schema)
+        check_references(value, schema)
     if isinstance(node, Mapping) and isinstance(reference := node.get("$ref"), str):
         part = schema
         for name in reference.removeprefix("#").split("/")[1:]:

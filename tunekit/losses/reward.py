@@ -94,7 +94,7 @@ class RewardLoss:
         check_labels(
             datasets,
             lambda values: self.is_invalid(values, labels),
-            lambda value: self.invalid_message(torch.tensor([value]), labels),
+            lambda value: self.invalid_message(value, labels),
         )
 
     def is_invalid(self, values: Tensor, labels: int) -> Tensor:
@@ -102,8 +102,8 @@ class RewardLoss:
         classes = (values < 0) | (values >= labels) | (values % 1 != 0)
         return classes if self.labels_are_classes else torch.zeros_like(classes)
 
-    def invalid_message(self, values: Tensor, labels: int) -> str:
-        return f"label {float(values[0]):g} is not a class index from 0 to {labels - 1}. See loss.num_labels."
+    def invalid_message(self, value: float, labels: int) -> str:
+        return f"label {value:g} is not a class index from 0 to {labels - 1}. See loss.num_labels."
 
     def prepare_data(self, model: Decoder, loaders: Mapping[str, DataLoader | None]) -> None:
         """Check that the labels fit the head, and share prompts in packed rows where the model can."""
@@ -128,7 +128,7 @@ class RewardLoss:
         """Number of units of a batch. Raises UserError for invalid labels, which streamed rows may contain."""
         values = document_labels(batch)
         if len(invalid := values[self.is_invalid(values, labels)]):
-            raise UserError(f"data: {self.invalid_message(invalid, labels)}")
+            raise UserError(f"data: {self.invalid_message(float(invalid[0]), labels)}")
         return len(values)
 
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
@@ -261,8 +261,8 @@ class BinaryCrossEntropy(RewardLoss):
     def is_invalid(self, values: Tensor, labels: int) -> Tensor:
         return (values < 0) | (values > 1)
 
-    def invalid_message(self, values: Tensor, labels: int) -> str:
-        return f"label {float(values[0]):g} is not from 0 to 1. Scale the labels, or set loss=regression."
+    def invalid_message(self, value: float, labels: int) -> str:
+        return f"label {value:g} is not from 0 to 1. Scale the labels, or set loss=regression."
 
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
         rewards, labels = document_scores(model, batch).squeeze(1), document_labels(batch)
@@ -296,7 +296,7 @@ class ProcessReward(RewardLoss):
     def num_units(self, batch: Batch, labels: int) -> int:
         step_labels = batch.targets[batch.targets != IGNORE]
         if len(invalid := step_labels[self.is_invalid(step_labels, labels)]):
-            raise UserError(f"data: {self.invalid_message(invalid, labels)}")
+            raise UserError(f"data: {self.invalid_message(float(invalid[0]), labels)}")
         return len(step_labels)
 
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:

@@ -81,7 +81,8 @@ def check_merge(path: Path, shape: str, adapter: LoRAConfig) -> None:
     num_near_ties = has_experts(HFCheckpoint.open(path / "base").spec)
     for logits in (load_model(out)(random_tokens()), load_transformers_model(out)(random_tokens()).logits):
         errors = ((logits - expected).abs().amax(-1) / expected.abs().max()).flatten().sort(descending=True).values
-        assert errors[int(num_near_ties)] < 2e-5  # the last bit decides between equally good experts
+        # The last bit decides between equally good experts.
+        assert errors[int(num_near_ties)] < (2e-5 if shape == "bamba" else 1e-5)
     before, after = load_file(path / "base" / WEIGHTS), load_file(out / WEIGHTS)
     assert {t.dtype for t in after.values()} == {t.dtype for t in before.values()}
 
