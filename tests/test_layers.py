@@ -9,7 +9,7 @@ LAYERS = (
     {"errors", "assets", "devices", "env_info", "system", "config", "kernels"},
     {"models", "distributed"},
     {"data", "losses", "optim", "adapters", "quantization", "checkpoint", "generation", "memory", "loggers", "hub"},
-    {"build", "training", "distillation", "evaluation", "plan", "export", "publishing"},
+    {"build", "training", "distillation", "evaluation", "plan", "export", "publishing", "rollouts"},
     {"recipes", "cli", "selftest"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
