@@ -397,14 +397,14 @@ def chunk_size(count: int, vocab: int, like: Tensor, wide: bool = False) -> int:
 
 
 @disable_compile  # the number of target tokens differs from batch to batch, and each would cause a recompilation
-def linear_cross_entropy(
-    hidden: Tensor, targets: Tensor, head: LMHead, step: ChunkLoss, rows: Tensor | None = None
+def linear_cross_entropy(  # noqa: PLR0913
+    hidden: Tensor, targets: Tensor, head: LMHead, step: ChunkLoss, rows: Tensor | None = None, weights: Any = None
 ) -> Tensor:
     """Sum of the chunk loss over tokens, for `hidden` (N, dim) and `targets` (N,). `rows` restricts it to these tokens.
 
-    The head may be quantized, adapted or tied. Gradients of frozen heads are not computed.
+    `weights` are those of the tokens, or None. The head may be quantized, adapted or tied.
     """
-    return ChunkedSum.apply(*prepare_chunks(hidden, targets, head, step, rows))
+    return ChunkedSum.apply(weights, *prepare_chunks(hidden, targets, head, step, rows))
 
 
 @disable_compile  # as above
@@ -455,16 +455,16 @@ def trained_params(head: LMHead) -> list[Tensor]:
 
 class ChunkedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chunks: TokenChunks, hidden: Tensor, *trained: Tensor) -> Tensor:
-        losses, grads = chunks.run(hidden, [*trained], any(ctx.needs_input_grad))
+    def forward(ctx: Any, weights: Tensor | None, chunks: TokenChunks, hidden: Tensor, *trained: Tensor) -> Tensor:
+        losses, grads = chunks.run(hidden, [*trained], any(ctx.needs_input_grad), weights)
         ctx.dtypes = [t.dtype for t in (hidden, *trained)]
         ctx.save_for_backward(*grads)
-        return losses.sum()
+        return (losses if weights is None else losses * weights).sum()
 
     @staticmethod
     def backward(ctx: Any, *scale: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return None, *(scale_gradient(grad, scale[0]).to(dtype) for grad, dtype in pairs)
+        return None, None, *(scale_gradient(grad, scale[0]).to(dtype) for grad, dtype in pairs)
 
 
 class ChunkedPerToken(torch.autograd.Function):

@@ -112,7 +112,7 @@ def linear_kl_divergence(
     """
     chunk_loss = KLChunkLoss(mixture, head, teacher, targets)
     loss = ChunkedSum.apply(
-        *prepare_chunks(hidden, torch.arange(len(hidden), device=hidden.device), head, chunk_loss, rows)
+        None, *prepare_chunks(hidden, torch.arange(len(hidden), device=hidden.device), head, chunk_loss, rows)
     )
     return loss, sum(chunk_loss.metrics, start=torch.zeros(len(METRICS), device=hidden.device))
 

@@ -4,7 +4,7 @@ from enum import IntFlag
 
 
 class DocFlags(IntFlag):
-    """Bits of a document. The last four are properties, not oddities.
+    """Bits of a document. The last five are properties, not oddities.
 
     `loss_mask` sets MISSING_END_TOKEN and PROMPT_TRAINED, `template_warnings` the other oddities.
     """
@@ -20,3 +20,4 @@ class DocFlags(IntFlag):
     UNDESIRABLE = 1 << 17  # rejected, or labeled as bad
     STEPWISE = 1 << 18  # has a label for each step, at the last token of the step
     SPLIT = 1 << 19  # one of several windows of a row
+    WEIGHTED = 1 << 20  # has a loss weight for each target token

@@ -24,8 +24,8 @@ class MaskedText(NamedTuple):
     """Text and the character spans of its target tokens.
 
     `end_token` is the EOS token of plain text, which also gets the tokenizer's BOS token; None for text that a chat
-    template has rendered. `values` are the label or margin, or one label for each span (stepwise, without EOS).
-    `document` has the tokens of a row that is already tokenized; `text` is then empty.
+    template has rendered. `values` are the label or margin, or one label (stepwise, without EOS) or weight for each
+    span. `document` has the tokens of a row that is already tokenized; `text` is then empty.
     """
 
     text: str
@@ -52,7 +52,17 @@ def render_conversation(tokenizer: Tokenizer, conversation: Conversation, train_
     messages = detect_features(tokenizer.template(tools), tokenizer).adapt_messages(conversation.messages)
     targets = None if train_on == "all" else tuple(turns)
     text, target_spans, flags = loss_mask.render_with_mask(tokenizer, messages, tools, targets)
-    return MaskedText(text, target_spans, flags | find_doc_flags(tokenizer, conversation, text, turns))
+    masked = MaskedText(text, target_spans, flags | find_doc_flags(tokenizer, conversation, text, turns))
+    weights = message_weights(conversation, turns) if train_on == "per_message" else {}
+    if not any(weight < 1 for weight in weights):
+        return masked
+    spans = [
+        (span, weight)
+        for weight, group in weights.items()
+        for span in loss_mask.render_with_mask(tokenizer, messages, tools, group).spans
+    ]
+    target_spans, values = zip(*sorted(spans), strict=True)
+    return masked._replace(target_spans=[*target_spans], values=values, doc_flags=masked.doc_flags | DocFlags.WEIGHTED)
 
 
 def render_prompt(tokenizer: Tokenizer, conversation: Conversation) -> MaskedText:
@@ -87,14 +97,21 @@ def target_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
     return turns
 
 
+def message_weights(conversation: Conversation, turns: list[int]) -> dict[float, tuple[int, ...]]:
+    """Indices of the target messages with each loss weight."""
+    flags = conversation.train_flags or [None] * len(conversation.messages)
+    weights = {index: 1.0 if (flag := flags[index]) is None else float(flag) for index in turns}
+    return {weight: tuple(i for i in turns if weights[i] == weight) for weight in dict.fromkeys(weights.values())}
+
+
 def flagged_turns(conversation: Conversation, turns: list[int]) -> list[int]:
-    """Messages with a true flag; without any, the assistant messages without a false flag, as in OpenAI's format.
+    """Messages with a weight above 0; without any, the assistant messages without a weight, as in OpenAI's format.
 
     Flags of prompt messages are ignored.
     """
     flags = conversation.train_flags or [None] * len(conversation.messages)
     flagged = [index for index, flag in enumerate(flags) if flag and index >= conversation.num_prompt_messages]
-    return flagged or [index for index in turns if flags[index] is not False]
+    return flagged or [index for index in turns if flags[index] is None]
 
 
 def check_flags(conversation: Conversation, turns: list[int], train_on: TrainOn) -> None:
@@ -103,10 +120,11 @@ def check_flags(conversation: Conversation, turns: list[int], train_on: TrainOn)
         is_target = index in turns
         is_answer = conversation.messages[index]["role"] == "assistant"
         # A true flag of an answer that `train_on` leaves out is allowed.
-        if flag not in (None, is_target) and (is_target or not is_answer):
+        if flag is not None and (bool(flag) != is_target or 0 < flag < 1) and (is_target or not is_answer):
             value = train_on if isinstance(train_on, str) else f"[{', '.join(train_on)}]"
+            name = f"weight is {flag:g}" if 0 < flag < 1 else f"train flag is {str(bool(flag)).lower()}"
             raise UserError(
-                f"{conversation.column}[{index}]: the train flag is {str(flag).lower()}, which contradicts "
+                f"{conversation.column}[{index}]: the {name}, which contradicts "
                 f"`train_on: {value}`. Set `train_on: per_message`"
             )
 
@@ -129,13 +147,16 @@ def tokenize_texts(tokenizer: Tokenizer, texts: Sequence[MaskedText]) -> list[Do
 def to_document(tokenizer: Tokenizer, masked: MaskedText, encoding: TokenizerEncoding) -> Document:
     """Document of an encoded text: character spans become a token mask."""
     ids = np.array(encoding.ids, np.int32)
-    mask = np.zeros(len(ids), bool)
-    for span in masked.target_spans:
+    mask, weights = np.zeros(len(ids), bool), np.zeros(len(ids), np.float32)
+    for index, span in enumerate(masked.target_spans):
         start, end = loss_mask.token_range(encoding, masked.text, span, tokenizer.special_ids)
         mask[end - 1 if masked.is_stepwise else start : end] = True
+        if masked.doc_flags & DocFlags.WEIGHTED:
+            weights[start:end] = masked.values[index]
     if masked.end_token is not None:
         ids, mask = add_bos_and_end(ids, mask, bos_ids(tokenizer), masked)
-    return Document(ids, mask, len(ids), masked.doc_flags, np.array(masked.values, np.float32))
+    values = weights[mask] if masked.doc_flags & DocFlags.WEIGHTED else np.array(masked.values, np.float32)
+    return Document(ids, mask, len(ids), masked.doc_flags, values)
 
 
 def add_bos_and_end(

@@ -44,7 +44,7 @@ def split_windows(document: Document, max_length: int, context: int) -> Iterator
     """Windows of a document, from its start to its last target token."""
     is_target = document.loss_mask.copy()
     is_target[0] = False
-    targets = is_target.nonzero()[0]
+    targets, nth = is_target.nonzero()[0], document.loss_mask.cumsum() - 1
     start, num_done = 0, 0
     while num_done < len(targets):
         end = min(start + max_length, int(targets[-1]) + 1)
@@ -54,6 +54,7 @@ def split_windows(document: Document, max_length: int, context: int) -> Iterator
             yield document._replace(
                 tokens=document.tokens[start:end],
                 loss_mask=loss_mask,
+                values=document.values[nth[start:end][loss_mask]] if document.has_target_values else document.values,
                 full_length=end - start,
                 doc_flags=document.doc_flags | DocFlags.SPLIT,
             )

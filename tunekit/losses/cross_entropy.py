@@ -63,12 +63,18 @@ class CrossEntropy:
     def __call__(self, model: Decoder, batch: Batch) -> Tensor:
         """Sum of the loss over the target tokens of a batch. In training, each has the router losses added to it."""
         targets, target_rows = local_targets(model, batch)
+        weights = batch.loss_weights
+        if weights is not None:
+            if self.measure is not None:
+                raise UserError("loss: custom losses do not support message weights. Set weights to 0 or 1.")
+            weights = model.cp_sharding.local_tokens(weights, 0).flatten().index_select(0, target_rows)
         stats = model.router_stats if torch.is_grad_enabled() else None
         if stats is not None:
             stats.begin(model, batch.token_mask)
 
         def read(hidden: Tensor, head: Head) -> Tensor:
-            return linear_cross_entropy(hidden.flatten(0, 1), targets, head, self.chunk_loss(head), target_rows)
+            args = hidden.flatten(0, 1), targets, head, self.chunk_loss(head), target_rows, weights
+            return linear_cross_entropy(*args)
 
         loss = model(batch.tokens, batch.positions, batch.layout, head_fn=read, sharded=True)
         if stats is None:

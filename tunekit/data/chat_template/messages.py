@@ -24,7 +24,7 @@ class Conversation(NamedTuple):
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
-    train_flags: list[bool | None] | None = None  # `train` or `weight` of each message; None if no message has one
+    train_flags: list[float | None] | None = None  # `train` or `weight` of each message; None if no message has one
     num_prompt_messages: int = 0  # leading messages that are never targets
     column: str = "messages"  # where the messages are from, for error messages
 
@@ -79,7 +79,7 @@ def make_conversation(
     if not value:
         raise UserError(f"{column}: the conversation is empty")
     messages: list[Message] = []
-    train_flags: list[bool | None] = []
+    train_flags: list[float | None] = []
     for index, item in enumerate(value):
         try:
             item = item if to_message is None else to_message(item)
@@ -193,18 +193,18 @@ def parse_tool_call(function: Any, path: str) -> dict[str, Any]:
     return {"name": function["name"], "arguments": value}
 
 
-def parse_train_flag(item: Message) -> bool | None:
-    """Return whether a message is marked as a target by `train: true` or OpenAI's `weight: 1`; None if unmarked."""
+def parse_train_flag(item: Message) -> float | None:
+    """Return the loss weight of a message, from 0 to 1: its `weight`, or 0 or 1 for its `train`; None if unmarked."""
     train, weight = item.get("train"), item.get("weight")
     if train is not None and not isinstance(train, bool):
         raise UserError(f".train: expected a boolean, got {json_type(train)}")
     if weight is None:
-        return train
-    if isinstance(weight, bool) or weight not in (0, 1):
-        raise UserError(f".weight: must be 0 or 1, got {format_value(weight)}")
+        return None if train is None else float(train)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1:
+        raise UserError(f".weight: must be >= 0 and <= 1, got {format_value(weight)}")
     if train is not None and train != bool(weight):
         raise UserError(f": `train` is {str(train).lower()}, but `weight` is {weight}. Remove one of them.")
-    return bool(weight)
+    return float(weight)
 
 
 def check_message_order(messages: list[Message], column: str) -> None:

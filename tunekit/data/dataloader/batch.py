@@ -21,7 +21,7 @@ IGNORE = -100
 LENGTH_MULTIPLE = 16
 TENSOR_FIELDS = (
     "tokens", "targets", "positions", "row_lengths", "document_ids", "doc_flags", "document_indices",
-    "labels",
+    "labels", "loss_weights",
 )  # fmt: skip
 
 
@@ -36,6 +36,7 @@ class Batch:
       of a row counts as a document. None: each row is one document with padding at its end
     - `num_target_tokens`: number of targets that are not IGNORE; `num_tokens`: number of tokens without padding
     - `row_lengths` (B,): tokens of each row without padding; None: no row is padded
+    - `loss_weights` (B, S) fp32: weights of the targets; None: all are 1
 
     Batches of preference and reward data also have:
 
@@ -64,6 +65,7 @@ class Batch:
     shared_prefixes: Tensor | None = None
     num_full_targets: int | None = None
     row_lengths: Tensor | None = None
+    loss_weights: Tensor | None = None
 
     @property
     def token_mask(self) -> Tensor:
@@ -232,7 +234,8 @@ class Collator:
         padded = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         width = max(longest, min(padded, self.capacity or longest + LENGTH_MULTIPLE))
         tokens = np.full(len(rows) * width, self.pad_id, np.int64)
-        targets = np.full_like(tokens, IGNORE)
+        targets, weights = np.full_like(tokens, IGNORE), np.ones(len(tokens), np.float32)
+        is_weighted = any(document.doc_flags & DocFlags.WEIGHTED for row in rows for document in row)
         bounds = [0]
         for num_rows, row in enumerate(rows, 1):
             for document in row:
@@ -242,6 +245,8 @@ class Collator:
                     targets[start:end][document.loss_mask] = document.values
                 else:
                     targets[start : end - 1] = np.where(document.loss_mask[1:], document.tokens[1:], IGNORE)
+                if document.doc_flags & DocFlags.WEIGHTED:
+                    weights[start:end][document.loss_mask] = document.values
                 bounds.append(end)
             if self.capacity and bounds[-1] < num_rows * width:
                 bounds.append(num_rows * width)  # the padding of a packed row is a document
@@ -253,6 +258,7 @@ class Collator:
             num_target_tokens=int((targets != IGNORE).sum()),
             num_tokens=sum(sizes),
             row_lengths=torch.tensor(sizes),
+            loss_weights=torch.from_numpy(np.roll(weights, -1)).view(len(rows), width) if is_weighted else None,
         )
 
 

@@ -36,7 +36,7 @@ TRAILING_NUMBER = re.compile(r"(.*?)([1-9]\d{0,17})?", re.DOTALL)  # file.jsonl:
 class Document(NamedTuple):
     """Token ids (length,) int32, mask of target tokens (length,) bool, and length before truncation.
 
-    `values` (values,) float32: label or margin of the document, or one label for each step.
+    `values` (values,) float32: label or margin of the document, or one label for each step or weight for each target.
     """
 
     tokens: np.ndarray
@@ -48,12 +48,17 @@ class Document(NamedTuple):
     @property
     def value(self) -> float:
         """Label or margin of the document; NaN if it has none."""
-        return float("nan") if not len(self.values) or self.doc_flags & DocFlags.STEPWISE else float(self.values[0])
+        return float("nan") if not len(self.values) or self.has_target_values else float(self.values[0])
+
+    @property
+    def has_target_values(self) -> bool:
+        """Whether `values` belong to the target tokens: labels of steps, or loss weights."""
+        return bool(self.doc_flags & (DocFlags.STEPWISE | DocFlags.WEIGHTED))
 
     def prefix(self, length: int) -> "Document":
-        """First `length` tokens, with the labels of the steps that end in them."""
+        """First `length` tokens, with the labels or weights of their targets."""
         loss_mask = self.loss_mask[:length]
-        values = self.values[: int(loss_mask.sum())] if self.doc_flags & DocFlags.STEPWISE else self.values
+        values = self.values[: int(loss_mask.sum())] if self.has_target_values else self.values
         return self._replace(tokens=self.tokens[:length], loss_mask=loss_mask, values=values)
 
 
