@@ -47,7 +47,8 @@ def match_modules(key: str, target: str, names: Iterable[str]) -> list[str]:
     pattern, is_group = MODULE_GROUPS.get(target, target), target in MODULE_GROUPS
     hits = [n for n in names if re.fullmatch(pattern, n) or (not is_group and re.fullmatch(pattern, last_component(n)))]
     if not hits:
-        available = dict.fromkeys(last_component(name) for name in names)
+        hub_names = {MODULE_GROUPS[name]: name for name in ("lm_head", "embed_tokens")}
+        available = dict.fromkeys(hub_names.get(name, last_component(name)) for name in names)
         listed = ", ".join(name for name in available if not name.isdigit())
         raise UserError(f"{key}: no {NOUNS.get(key, 'module')} matches {target!r}. Available: {listed}.")
     return hits

@@ -193,6 +193,8 @@ def write_error(path: Path, error: OSError) -> UserError:
     """UserError for a failed write to `path`."""
     assert error.errno is not None
     reason, path = os.strerror(error.errno).lower(), final_path(path)
+    if error.errno == errno.ENOENT:
+        return UserError(f"{path}: cannot be written: no such directory. Create it, or use another path.")
     return UserError(
         f"{path}: write failed, {reason} ({format_bytes(free_bytes(path))} free). {last_complete_state(path)} "
         "Fix the disk and rerun."

@@ -26,6 +26,8 @@ class ContinuesAdapter(Protocol):
 
 def find_config_and_recipe(args: argparse.Namespace) -> tuple[Path, str]:
     """File of the config, and the recipe that `--recipe` or the config names."""
+    if args.overrides and "=" not in args.overrides[0] and not registry.is_config(args.config):
+        args.recipe, args.config, *args.overrides = args.config, *args.overrides  # as in `tune run RECIPE CONFIG`
     path = registry.find_config(args.config)
     recipe = args.recipe or registry.recipe_of_config(path)
     if recipe is None:

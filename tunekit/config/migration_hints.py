@@ -138,6 +138,9 @@ NOTED_KEYS = (
     ),
     KeyHint("do_sample", "sampling.temperature", "0: greedy decoding"),
     KeyHint("stop until", "sampling.stop_strings", "a list of texts"),
+    KeyHint("num_beams", "sampling", "answers are sampled or greedy; there is no beam search"),
+    KeyHint("special_tokens", "new_special_tokens", "tokens that are added to the tokenizer, with texts or null"),
+    KeyHint("resize_token_embeddings", "new_tokens", "added tokens resize the embeddings"),
     KeyHint("eval_on_start", "eval_data", "is always evaluated before the first step"),
     KeyHint("save_strategy save_every_n_epochs", "save_every", "a number of optimizer steps, or epoch"),
     KeyHint("save_only_model save_adapter_weights_only", "save_total_limit", "training states are apart from `final/`"),
@@ -351,6 +354,8 @@ RENAMED_KINDS = {
     "CosineSimilarityLoss": "cosine_similarity",
     "BinaryCrossEntropyLoss": "binary_cross_entropy",
     "4bit": "nf4",
+    "int4": "nf4",
+    "mnrl": "multiple_negatives_ranking",
     "fp8": "float8",
 }
 KIND_NOTES = {  # kinds of other trainers that are several keys here

@@ -88,9 +88,10 @@ def draft_config(
     return fit(draft, lambda tree: load(tree | {"model": source.name}), machine)
 
 
-def draft_name(model: str, data: str) -> str:
-    """Name for a config and its run, from the last components of both names."""
-    return f"{Path(model.rstrip('/')).name}-{Path(data.rstrip('/')).name.partition('.')[0]}".lower()
+def draft_name(model: str, data: str, task: str | None = None) -> str:
+    """Name for a config and its run, from the last components of both names, and the task if it is given."""
+    names = Path(model.rstrip("/")).name, Path(data.rstrip("/")).name.partition(".")[0], task
+    return "-".join(filter(None, names)).lower()
 
 
 def label_loss(sample: RowSample) -> str | dict[str, Any] | None:

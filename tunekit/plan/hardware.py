@@ -131,8 +131,8 @@ def gpu_by_name(text: str) -> GPUSpec:
     name = text.lower().replace(" ", "").replace("_", "-")
     if name not in KINDS:
         matches = difflib.get_close_matches(name, KINDS, 1)
-        suggestion = f"did you mean {matches[0]}?" if matches else f"known are {', '.join(KINDS)}."
-        raise UserError(f"--gpu-type {text}: {suggestion} For others say --gpu-memory and --gpu-tflops")
+        suggestion = f"unknown, did you mean {matches[0]}?" if matches else f"unknown. Known are {', '.join(KINDS)}."
+        raise UserError(f"--gpu-type {text}: {suggestion} For others, pass --gpu-memory.")
     return KINDS[name]
 
 

@@ -15,6 +15,7 @@ from tunekit.losses.embedding import EmbeddingLoss
 from tunekit.losses.reward import RewardLoss
 from tunekit.optim.config import LRSchedulerConfig, resolve_steps
 from tunekit.training.config import TrainConfig
+from tunekit.training.intervals import StepPlan
 
 MAX_LINES = 8  # in the log
 
@@ -60,7 +61,7 @@ def check_context(cfg: Any, key: str, loader: DataLoader, vocab: int | None) -> 
     scored = cfg.loss.target if isinstance(cfg, HasLoss) and isinstance(cfg.loss, RewardLoss | EmbeddingLoss) else None
     if key != "data" or not isinstance(cfg, TrainsInSteps):
         return CheckContext(max_length, vocab, packed, reward_target=scored)
-    num_steps = cfg.max_steps or loader.num_steps(cfg.epochs)  # a streamed dataset needs max_steps
+    num_steps = StepPlan.from_config(cfg, loader).num_steps  # a streamed dataset needs max_steps
     warmup_steps = resolve_steps(cfg.lr_scheduler.warmup_steps, num_steps)
     return CheckContext(max_length, vocab, packed, num_steps, warmup_steps, scored)
 

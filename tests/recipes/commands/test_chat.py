@@ -29,7 +29,7 @@ def run_chat(
     lines: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], system: str | None = None
 ) -> list[str]:
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    chat.chat_loop(fake_answer, chat.Chat(system), lambda messages, tokens: f"{len(messages)} {tokens}")
+    chat.chat_loop(fake_answer, chat.Chat(system), lambda messages, tokens, _: f"{len(messages)} {tokens}".encode())
     return capsys.readouterr().out.splitlines()
 
 
@@ -169,9 +169,9 @@ def test_run_directory_resolves_to_its_final_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("args", "option"), [
-    (["--temperature", "-1"], "temperature"), (["--top-p", "0"], "top_p"), (["--min-p", "2"], "min_p"),
-    (["--quantization", "nf5"], "quantization"), (["--tools", "nope.json"], "--tools"),
-    (["--config-overrides", "{rope: 1}"], "config_overrides.rope"), (["--stop-strings", ""], "stop_strings"),
+    (["--temperature", "-1"], "--temperature"), (["--top-p", "0"], "--top-p"), (["--min-p", "2"], "--min-p"),
+    (["--quantization", "nf5"], "--quantization"), (["--tools", "nope.json"], "--tools"),
+    (["--config-overrides", "{rope: 1}"], "--config-overrides.rope"), (["--stop-strings", ""], "--stop-strings"),
 ])  # fmt: skip
 def test_invalid_sampling_options_are_one_line_errors(
     args: list[str], option: str, capsys: pytest.CaptureFixture[str]

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from tests.helpers.random_checkpoints import load_model, make_checkpoint, random_tokens
 from tunekit import assets
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.generation.token_image import draw_probabilities, place_cells
 from tunekit.generation.token_probabilities import TokenProbability, render_probabilities, token_probabilities
 
 
@@ -59,3 +60,19 @@ def test_page_shows_text_and_escapes_it() -> None:
     shown = [(text, tooltip) for text, tooltip in page.tokens if tooltip]
     assert "".join(text for text, _ in shown) == text
     assert all(tooltip.startswith("50.00% ") and "25.00%" in tooltip for _, tooltip in shown)
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_image_has_every_token_once(kind: str) -> None:
+    path = assets.model_dir("tunekit/nano")
+    assert path is not None
+    tokenizer = Tokenizer.open(path)
+    text = "A $long$ answer, <b> caf\u00e9.\n" * 9
+    items = [TokenProbability(token, 0.5, []) for token in tokenizer.encode(text)]
+    cells = [*place_cells(tokenizer, items)]
+    assert "".join(cell[2].strip() for cell in cells).replace("\u21b5", "") == "".join(text.split())
+    for line in {cell[0] for cell in cells}:  # cells of a line do not overlap
+        ends = [(start, start + len(shown)) for number, start, shown, _ in cells if number == line]
+        assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:], strict=False))
+    data = draw_probabilities(tokenizer, items, "title", kind)
+    assert data.startswith(b"\x89PNG" if kind == "png" else b"<?xml")

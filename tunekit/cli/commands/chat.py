@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import re
 import readline
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ from tunekit.generation.token_probabilities import render_probabilities, token_p
 
 # Chunks of the answer to a conversation; the number selects random numbers, and token ids are appended to the list.
 AnswerFn = Callable[[list[Message], int, list[int]], Iterator[str]]
-ShowTokensFn = Callable[[list[Message], list[int]], str]  # conversation, ids of the answer -> a web page
+ShowTokensFn = Callable[[list[Message], list[int], str], bytes]  # conversation, ids of the answer, suffix -> a file
+IMAGES = (".png", ".svg", ".pdf")  # other files of /tokens are web pages
 BLOCK = '"""'
+KEY = re.compile(r"^(?:command line: )?(?:sampling\.)?(\w+)", re.MULTILINE)  # at the start of an error
 COMMANDS = {
     "/help": "show this",
     "/reset": "start a new conversation",
@@ -31,7 +35,7 @@ COMMANDS = {
     "/tool": "TEXT: send the result of a tool call",
     "/retry": "sample another answer to the last message",
     "/save": "FILE: append the conversation to a JSONL file, as a row of training data",
-    "/tokens": "FILE: write a web page with the probability of each token of the last answer",
+    "/tokens": "FILE: write the probability of each token of the last answer, as a .html page or a .png image",
     "/quit": "or /exit, or Ctrl-D",
 }
 HELP = "\n".join([
@@ -53,7 +57,12 @@ class ChatConfig(InferenceConfig):
         values |= {"sampling.stop_strings": json.dumps(args.stop_strings) if args.stop_strings else None}
         names = ("chat_template", "chat_template_kwargs", "config_overrides", "quantization")
         values |= {"model": json.dumps(args.model)} | {name: getattr(args, name) for name in names}
-        return load_config(ChatConfig, None, [f"{key}={value}" for key, value in values.items() if value is not None])
+        try:
+            return load_config(
+                ChatConfig, None, [f"{key}={value}" for key, value in values.items() if value is not None]
+            )
+        except UserError as error:  # names the flag instead of the key
+            raise UserError(KEY.sub(lambda match: f"--{match[1].replace('_', '-')}", str(error))) from error
 
 
 def main(args: argparse.Namespace) -> None:
@@ -69,9 +78,13 @@ def main(args: argparse.Namespace) -> None:
     def answer(messages: list[Message], number: int, tokens: list[int]) -> Iterator[str]:
         return stream_text(model, tokenizer, messages, cfg.sampling, tools, number, tokens)
 
-    def show_tokens(messages: list[Message], tokens: list[int]) -> str:
+    def show_tokens(messages: list[Message], tokens: list[int], suffix: str) -> bytes:
         prompt = encode_conversation(tokenizer, messages, tools)
-        return render_probabilities(tokenizer, prompt, token_probabilities(model, prompt, tokens), cfg.model)
+        items = token_probabilities(model, prompt, tokens)
+        if suffix in IMAGES:
+            draw = import_module("tunekit.generation.token_image").draw_probabilities
+            return draw(tokenizer, items, cfg.model, suffix[1:])
+        return render_probabilities(tokenizer, prompt, items, cfg.model).encode()
 
     chat_loop(answer, chat, show_tokens)
 
@@ -165,11 +178,11 @@ class Chat:
                     row = {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
                     lines.write(json.dumps(row, ensure_ascii=False) + "\n")
             else:
-                file.write_text(show_tokens(self.messages[:-1], self.tokens), encoding="utf-8")
+                file.write_bytes(show_tokens(self.messages[:-1], self.tokens, file.suffix.lower()))
         print(f"written to {file}")
 
 
-def no_tokens(messages: list[Message], tokens: list[int]) -> str:
+def no_tokens(messages: list[Message], tokens: list[int], suffix: str) -> bytes:
     raise UserError("/tokens: this model does not show its tokens")
 
 

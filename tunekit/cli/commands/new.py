@@ -28,14 +28,17 @@ from tunekit.plan.sample_rows import RowSample, sample_rows
 
 def main(args: argparse.Namespace) -> None:
     """Write the config, and print its plan and the next commands."""
+    if Path(args.model).is_file():
+        raise UserError(f"{args.model}: a file, but the model comes first. Usage: tune new MODEL DATA")
     sample = sample_rows(args.data, args.task)
     source, is_complete = open_source(args.model)
-    output = Path(args.output or f"{draft_name(args.model, args.data)}.yaml")
+    output = Path(args.output or f"{draft_name(args.model, args.data, args.task)}.yaml")
     if output.exists() and not args.force:
         raise UserError(f"{output}: already exists. Pass --force to overwrite it, or --output for another file")
     recipe, machine = recipe_loader.load_recipe(sample.task), find_machine(args)
     load_tree = partial(load_draft, recipe.CONFIG)
     draft = draft_config(args.model, source, sample, args.full, load_tree, machine)
+    draft.tree["output_dir"] = f"runs/{output.stem}"
     command = shlex.join(["tune", "new", args.model, args.data])
     atomic.write_text_atomic(output, draft.format(f"Written by `{command}` for {machine.label}"))
     if is_complete:
