@@ -171,7 +171,7 @@ def test_run_directory_resolves_to_its_final_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("args", "option"), [
     (["--temperature", "-1"], "--temperature"), (["--top-p", "0"], "--top-p"), (["--min-p", "2"], "--min-p"),
     (["--quantization", "nf5"], "--quantization"), (["--tools", "nope.json"], "--tools"),
-    (["--config-overrides", "{rope: 1}"], "--config-overrides.rope"), (["--stop-strings", ""], "--stop-strings"),
+    (["--config-overrides", "{rope: 1}"], "config_overrides.rope"), (["--stop-strings", ""], "--stop-strings"),
 ])  # fmt: skip
 def test_invalid_sampling_options_are_one_line_errors(
     args: list[str], option: str, capsys: pytest.CaptureFixture[str]
