@@ -6,12 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from tests.helpers.published_configs import PUBLISHED
 from tunekit import assets
 from tunekit.cli import recipe_loader, registry
 from tunekit.config.errors import ConfigError
 from tunekit.config.load import load_config
+from tunekit.plan.estimate import estimate
+from tunekit.plan.hardware import ClusterSpec, gpu_by_name
+from tunekit.plan.workload import make_workload
 
 CONFIGS = registry.list_configs()
 
@@ -74,3 +79,14 @@ def test_every_family_of_the_presets_has_a_config() -> None:
 
     missing = {model_type(preset) for preset in assets.PRESETS} - {model_type(preset) for preset in planned if preset}
     assert not missing
+
+
+@pytest.mark.parametrize("model", ["granite-4.0-h-tiny", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "Bamba-9B-v1"])
+def test_hybrid_models_fit_the_gpu_of_their_config(model: str, tmp_path: Path) -> None:
+    """Shapes without a preset: planned with the published config.json, on a GPU of 80 GB."""
+    repo = next(name for name in PUBLISHED if name.endswith(f"/{model}"))
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[repo][0]))
+    (path,) = (path for path in CONFIGS.values() if yaml.safe_load(path.read_text()).get("model") == repo)
+    cfg = load_config(recipe_loader.load_recipe("sft").CONFIG, path, [f"model={tmp_path}"])
+    cluster = ClusterSpec(kind=gpu_by_name("h100"), memory=80 * 10**9)
+    assert estimate(make_workload(cfg, cluster), cluster).fits is True
