@@ -6,7 +6,7 @@ writes them over its logits. Nothing is computed twice.
 
 import ctypes
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import repeat
@@ -15,13 +15,14 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from tunekit.devices import HALF_DTYPES
 from tunekit.kernels import fake_mode
 from tunekit.kernels.argument_checks import check_dim, check_tensor
 from tunekit.kernels.cpp_extension import load_library
+from tunekit.kernels.lm_head import LMHead, VocabShard
 from tunekit.kernels.torch_compile import disable_compile
 from tunekit.kernels.triton_support import uses_triton
 
@@ -37,52 +38,6 @@ GRAD_SLICE_SIZE = {"cpu": 2**22, "cuda": 2**26}  # elements of a weight gradient
 ROW_ALIGNMENT = 128
 SOURCE = Path(__file__).with_name("cross_entropy.cpp")
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-
-
-class VocabShard(Protocol):
-    """Shard of the vocabulary on this rank. The methods are collectives over the ranks that share the vocabulary."""
-
-    @property
-    def start(self) -> int: ...  # first local id
-
-    @property
-    def total(self) -> int: ...
-
-    @property
-    def max_size(self) -> int: ...  # size of the largest shard
-
-    def all_reduce_sum(self, x: Tensor) -> Tensor: ...  # sum over the ranks, in place
-
-    def all_reduce_max(self, x: Tensor) -> Tensor: ...  # maximum over the ranks, in place
-
-    def all_gather(self, x: Tensor) -> Tensor: ...  # (n, total) from the columns of each rank
-
-
-class LMHead(Protocol):
-    """Output layer of a model, with the logit scale and softcap of its family."""
-
-    @property
-    def weight(self) -> Tensor: ...  # (vocab, dim)
-
-    @property
-    def scale(self) -> float: ...
-
-    @property
-    def softcap(self) -> float | None: ...
-
-    @property
-    def vocab_shard(self) -> VocabShard | None: ...  # ids of `raw_logits`; None: all
-
-    @property
-    def is_plain_linear(self) -> bool:
-        """Whether `raw_logits(x)` is x W^T, without bias or adapter."""
-        ...
-
-    def raw_logits(self, x: Tensor) -> Tensor:
-        """Logits (n, vocab) for states (n, dim), without scale and softcap."""
-        ...
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
 def compute_token_losses(

@@ -31,12 +31,11 @@ from tunekit.kernels.cross_entropy import (
     AutogradHeadChunks,
     ChunkedSum,
     LinearHeadChunks,
-    LMHead,
     TokenChunks,
-    VocabShard,
     default_terms,
     prepare_chunks,
 )
+from tunekit.kernels.lm_head import LMHead, VocabShard
 from tunekit.kernels.torch_compile import disable_compile
 from tunekit.kernels.triton_support import uses_triton
 

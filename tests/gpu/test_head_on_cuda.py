@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tunekit.kernels import cross_entropy, fake_mode
-from tunekit.kernels.cross_entropy import CrossEntropyTerms, VocabShard, linear_cross_entropy
+from tunekit.kernels.cross_entropy import CrossEntropyTerms, linear_cross_entropy
+from tunekit.kernels.lm_head import VocabShard
 
 BF16, FP32 = torch.bfloat16, torch.float32
 VOCAB, DIM, TOKENS = 101, 16, 12

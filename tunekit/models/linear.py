@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tunekit.kernels.cross_entropy import VocabShard
 from tunekit.kernels.grouped_mm import grouped_mm
 from tunekit.kernels.linear import linear
+from tunekit.kernels.lm_head import VocabShard
 from tunekit.models.tp_region import ShardGroup
 from tunekit.models.weight_init import InitMixin, normal_init
 from tunekit.models.weight_map import Shape
