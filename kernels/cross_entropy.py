@@ -373,25 +373,27 @@ def token_logps(hidden: Tensor, targets: Tensor, head: LMHead, rows: Tensor | No
 
 @disable_compile  # as above
 def token_logps_and_entropies(
-    hidden: Tensor, targets: Tensor, head: LMHead, rows: Tensor | None = None
+    hidden: Tensor, targets: Tensor, head: LMHead, rows: Tensor | None = None, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities as in `token_logps`, and entropies of the predictions in nats, fp32 (N,), without gradients.
 
-    Uses the same memory, and reads the logits an additional time.
+    Logits are divided by `temperature`. Uses the same memory, and reads the logits an additional time.
     """
     entropies: list[Tensor] = []
+    terms = default_terms(head, temperature)
 
     def on_logits(logits: Tensor) -> None:
         all_logits = logits if head.vocab_shard is None else head.vocab_shard.all_gather(logits)
-        entropies.append(token_entropies(all_logits, head.scale, head.softcap))
+        entropies.append(token_entropies(all_logits, terms.scale, terms.softcap))
 
-    losses = ChunkedPerToken.apply(on_logits, *prepare_chunks(hidden, targets, head, default_terms(head), rows))
+    losses = ChunkedPerToken.apply(on_logits, *prepare_chunks(hidden, targets, head, terms, rows))
     return -losses, torch.cat(entropies) if entropies else torch.zeros_like(losses)
 
 
-def default_terms(head: LMHead) -> CrossEntropyTerms:
-    """Cross-entropy without label smoothing and z-loss."""
-    return CrossEntropyTerms(head.scale, head.softcap, vocab_shard=head.vocab_shard)
+def default_terms(head: LMHead, temperature: float = 1.0) -> CrossEntropyTerms:
+    """Cross-entropy without label smoothing and z-loss, of logits that are divided by `temperature`."""
+    softcap = None if head.softcap is None else head.softcap / temperature  # c tanh(x/c) / t = (c/t) tanh((x/t)/(c/t))
+    return CrossEntropyTerms(head.scale / temperature, softcap, vocab_shard=head.vocab_shard)
 
 
 def prepare_chunks(

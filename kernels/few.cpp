@@ -3,6 +3,7 @@
 #include "bf16.h"
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #define PAIRS __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
 
@@ -45,6 +46,14 @@ bool able() {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
 }
 
+// Number of rows of x up to which this is faster than a general matmul. With AMX (bit 22 of edx in leaf 7): 121 instead
+// of 154 us for 8 rows and 125 instead of 129 us for 4 rows of a 576 x 576 matrix, on one core of a Xeon.
+int max_tokens() {
+    unsigned eax, ebx, ecx, edx;
+    const bool has_amx = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx >> 22 & 1);
+    return has_amx ? 2 : MOST;
+}
+
 // y = x W^T + b for x (tokens, width) and W (rows, width) with row stride `stride`.
 void few(const bf16* x, const bf16* weight, const bf16* bias, bf16* y, int64_t tokens, int64_t rows, int64_t width,
          int64_t stride, int threads) {
@@ -62,6 +71,7 @@ void few(const bf16* x, const bf16* weight, const bf16* bias, bf16* y, int64_t t
 
 extern "C" {
 bool able() { return false; }
+int max_tokens() { return 0; }
 void few(const bf16*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t, int64_t, int) {}
 }
 

@@ -17,7 +17,7 @@ SOURCE = Path(__file__).with_name("few.cpp")
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: (..., in) to (..., out)."""
     lib = compiled() if is_supported(x, weight, bias) else None
-    if lib is None:
+    if lib is None or x.numel() > max_tokens() * weight.shape[1]:
         return F.linear(x, weight, bias)
     x = x.contiguous()
     rows, width = weight.shape
@@ -51,6 +51,13 @@ def is_supported_bias(bias: Tensor, weight: Tensor) -> bool:
         and bias.shape == weight.shape[:1]
         and bias.is_contiguous()
     )
+
+
+@cache
+def max_tokens() -> int:
+    """Number of rows up to which the kernel is faster than F.linear on this CPU."""
+    lib = compiled()
+    return 0 if lib is None else lib.max_tokens()
 
 
 @cache

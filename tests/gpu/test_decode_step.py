@@ -15,14 +15,19 @@ from tests.gpu.recorded_step import record_step
 from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import load_model, make_checkpoint, random_tokens, relative_error
 from tests.unit.kernels.test_attention import make_sinks, naive_attention, visible_mask
-from tunekit.generation import generate
+from tunekit.distributed.context import DistributedContext
+from tunekit.generation import engine, slot_batch
+from tunekit.generation.engine import GenerationEngine
 from tunekit.generation.generate import generate_batch
+from tunekit.generation.requests import GenerationRequest
 from tunekit.generation.sampling import SamplingConfig
+from tunekit.generation.slot_batch import DecodeStep, SlotBatch
+from tunekit.generation.token_draw import SamplingGroup
 from tunekit.kernels import attention_choice, attention_cpu, attention_decode, glu, rms_norm, rope
 from tunekit.kernels.attention import AttentionParams
 from tunekit.kernels.attention_decode import CachePositions, attend_decode
 from tunekit.models import decode, decoder, forward_context
-from tunekit.models.decode import DecodeLoop, StepGraph
+from tunekit.models.decode import StepGraph
 from tunekit.models.decoder import Decoder
 
 # Widths of real models where kernels ask for an alignment.
@@ -40,16 +45,16 @@ WIDE = {
 }
 # Kernels of a layer and of the rest of a step. A captured graph launches all of them at once.
 MAX_KERNELS = {
-    "llama3.2": (18, 13),
-    "gemma3": (22, 16),
-    "gpt-oss": (51, 13),
-    "qwen3-moe": (45, 13),
-    "llama4": (34, 13),
-    "deepseek-v3": (47, 13),
-    "qwen3-next": (78, 13),
-    "falcon-h1": (60, 15),
-    "nemotron-h": (25, 11),
-    "lfm2": (21, 13),
+    "llama3.2": (18, 17),
+    "gemma3": (22, 20),
+    "gpt-oss": (51, 17),
+    "qwen3-moe": (45, 17),
+    "llama4": (34, 17),
+    "deepseek-v3": (47, 17),
+    "qwen3-next": (78, 17),
+    "falcon-h1": (60, 19),
+    "nemotron-h": (25, 15),
+    "lfm2": (21, 17),
 }
 SAMPLINGS = {
     "greedy": SamplingConfig(max_new_tokens=64),
@@ -64,15 +69,15 @@ SAMPLINGS = {
 def step_ops(name: str, sampling: SamplingConfig, *used: int, rows: int = 4) -> tuple[Decoder, list[DecodeOps]]:
     """The operators of steps with these numbers of slots in use."""
     model = build_model(build_config(name, **WIDE[name]))
-    cache = model.make_cache(rows, 4000)
-    numbers = torch.empty(rows, sampling.max_new_tokens, device="meta")
-    seen = sampling.seen_tokens([[1]] * rows, model.spec.vocab, torch.device("meta"))
-    loop = DecodeLoop(model, cache, [used[0]] * rows, sampling.sample, numbers, seen)
+    batch = SlotBatch(model, rows, 4000, "processed_logprobs")
+    if sampling.repetition_penalty != 1:
+        batch.state.seen = torch.zeros(rows, model.spec.vocab, dtype=torch.bool, device="meta")
+    step = DecodeStep(batch, rows, SamplingGroup(sampling, None), num_logprobs=0)
     recorded = []
     for count in used:
-        cache.cache_length = count
+        step.cache.cache_length = count
         with DecodeOps() as ops, ops.watch_layers(model):
-            loop.run_step()
+            step.run_step()
         recorded.append(ops)
     return model, recorded
 
@@ -184,9 +189,9 @@ def simulated(monkeypatch: pytest.MonkeyPatch, hopper: None) -> list[Any]:
         captures.append(step)
         return record_step(step)
 
-    for module in (forward_context, decoder, generate):
+    for module in (forward_context, decoder, engine, slot_batch):
         monkeypatch.setattr(module, "has_static_shapes", lambda device: True)
-    monkeypatch.setattr(decode, "get_capture", lambda model: record)
+    monkeypatch.setattr(slot_batch, "get_capture", lambda model: record)
     monkeypatch.setattr(attention_cpu, "is_available", lambda: False)  # C++ is no operator
     for module in (rope, rms_norm, glu):
         monkeypatch.setattr(module, "use_torch_fallback", lambda *args: True)
@@ -204,6 +209,51 @@ def test_a_replayed_step_draws_the_tokens_of_eager_steps(
     answers = [generate_batch(model, PROMPTS, sampling, frozenset()) for sampling in samplings]
     assert answers == expected
     assert captures
+
+
+def run_turns(model: Decoder) -> dict[str, list[tuple[int, list[int]]]]:
+    """Requests with different options that arrive later, stop, end at their limits, and continue after more tokens."""
+    generation = GenerationEngine(model, 4, 128, DistributedContext(0, "cpu"))
+    samplings = SamplingConfig(max_new_tokens=24), SamplingConfig(0.9, top_k=9, max_new_tokens=30, seed=3)
+    requests = [
+        GenerationRequest(
+            f"{i}", PROMPTS[i % 4], samplings[i % 2], frozenset({7, 8, 9}), num_logprobs=i, keep_cache=i < 4
+        )
+        for i in range(7)
+    ]
+    outputs: dict[str, list[tuple[int, list[int]]]] = {request.request_id: [] for request in requests}
+    continued = {"1": [5, 6, 7], "2": [4], "3": [11] * 9}
+    while requests or generation.has_unfinished_requests:
+        if requests:
+            generation.add_request(requests.pop(0))
+        for output in generation.step():
+            outputs[output.request_id].append((output.token, [token for token, _ in output.top_logprobs]))
+            if output.finish_reason is not None and output.request_id in continued:
+                generation.append_tokens(output.request_id, continued.pop(output.request_id))
+    assert not continued
+    return outputs
+
+
+@pytest.mark.parametrize("name", ["llama3.2", "gemma3", "deepseek-v3", "qwen3-next", "phi3-long", "falcon-h1"])
+def test_replayed_steps_with_changing_rows(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Padded batches and reserved rows: tokens and the most likely ones are those of steps on the CPU."""
+    model = load_model(make_checkpoint(tmp_path, name))
+    expected = run_turns(model)
+    captures = request.getfixturevalue("simulated")
+    assert run_turns(model) == expected
+    assert captures or model.rope_switch_lengths
+
+
+@pytest.mark.usefixtures("simulated")
+def test_rows_without_a_request_stay_inside_the_cache(tmp_path: Path) -> None:
+    """Three rows at a time run as four, for more steps than the cache has positions."""
+    model = load_model(make_checkpoint(tmp_path, "llama3.2"))
+    generation = GenerationEngine(model, 4, 42, DistributedContext(0, "cpu"))
+    requests = [GenerationRequest(f"{i}", PROMPTS[i % 4], SamplingConfig(1.0, max_new_tokens=30)) for i in range(15)]
+    while requests or generation.has_unfinished_requests:
+        while requests and len(generation.unfinished) < 3:
+            generation.add_request(requests.pop())
+        generation.step()
 
 
 def test_a_larger_cache_is_captured_again(
@@ -309,25 +359,25 @@ def test_only_waits_are_detected_and_other_warnings_are_shown(waits: bool, debug
 # ---- Rows that have ended ----
 
 
-def test_batches_shrink_when_rows_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["CPU", "GPU"])
+def test_batches_shrink_when_rows_end(device: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """To powers of two on a GPU, which reads a token one step late."""
     model = load_model(make_checkpoint(tmp_path, "qwen2"))
     full = generate_batch(model, PROMPTS, SamplingConfig(max_new_tokens=40), frozenset())
+    if device == "GPU":
+        request.getfixturevalue("simulated")
     ends = {0: 3, 1: 5, 2: 40, 3: 20}
     sizes: list[int] = []
-    handle = model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    monkeypatch = request.getfixturevalue("monkeypatch")
+    run = slot_batch.StepGraph.run
+    monkeypatch.setattr(
+        slot_batch.StepGraph, "run", lambda graph, *args: (sizes.append(graph.step.__self__.size), run(graph, *args))[1]
+    )
     counts = {tuple(answer[:length]): length for answer, length in zip(full, ends.values(), strict=True)}
     sampling = SamplingConfig(max_new_tokens=40)
     answers = generate_batch(model, PROMPTS, sampling, frozenset(), is_finished=lambda answer: tuple(answer) in counts)
-    handle.remove()
     assert answers == [answer[: ends[row]] for row, answer in enumerate(full)]
-    assert sizes == [4] * 5 + [2] * 15 + [1] * 20
-
-
-def test_few_tokens_are_not_worth_a_smaller_batch() -> None:
-    assert generate.select_remaining(range(8), {0, 1, 2, 3, 4}, left=4) is None
-    assert generate.select_remaining(range(8), {0, 1, 2}, left=100) is None
-    assert generate.select_remaining(range(8), {0, 1, 2, 3, 5}, left=100) == [0, 4, 6, 7]
-    assert generate.select_remaining([2, 5], {2}, left=100) == [5]
+    assert sizes == ([4] * 5 + [2] * 15 + [1] * 19 if device == "GPU" else [4] * 2 + [3] * 2 + [2] * 15 + [1] * 20)
 
 
 # ---- Sampling ----

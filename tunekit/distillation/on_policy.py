@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tunekit.data.dataloader.batch import IGNORE, Batch, Collator
 from tunekit.data.dataloader.build import DataLoader
@@ -15,7 +14,8 @@ from tunekit.data.row_checks import format_percent
 from tunekit.data.row_stats import iter_blocks
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError
-from tunekit.generation.generate import generate_tokens
+from tunekit.generation.engine import GenerationEngine
+from tunekit.generation.requests import GenerationRequest
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.models.decoder import Decoder
 from tunekit.models.weight_init import named_generator
@@ -96,19 +96,6 @@ def answer_starts(documents: TokenizedDataset, start: int, stop: int) -> np.ndar
 
 
 @dataclass(frozen=True)
-class NamedRowSampling(SamplingConfig):
-    """Sampling whose random numbers depend on the name of a row instead of its index."""
-
-    names: tuple[str, ...] = ()
-
-    def uniform_numbers(self, rows: int, first: int = 0) -> Tensor:
-        names = (*self.names, *[""] * (rows - len(self.names)))
-        return torch.stack(
-            [torch.rand(self.max_new_tokens, generator=named_generator(self.seed, name)) for name in names]
-        )
-
-
-@dataclass(frozen=True)
 class StudentSampler:
     """Replaces answers in the micro-batches of a step by answers that the student generates."""
 
@@ -123,9 +110,7 @@ class StudentSampler:
             return batches
         spans = [list(unpack_documents(batch)) for batch in batches]
         selected = [span for batch_spans in spans for span in batch_spans if self.is_selected(span, dist)]
-        training = model.training
         generated = self.generate_answers(model, selected, dist)
-        model.train(training)
         answers = {id(span): answer for span, answer in zip(selected, generated, strict=True)}
         pairs = zip(batches, spans, strict=True)
         return [self.replace_answers(batch, batch_spans, answers).to(dist.device) for batch, batch_spans in pairs]
@@ -140,32 +125,19 @@ class StudentSampler:
     def generate_answers(
         self, model: Decoder, spans: Sequence[DocumentSpan], dist: DistributedContext
     ) -> list[np.ndarray]:
-        """Answer of each row, with its stop token. Ranks with fewer rows run empty batches."""
-        batch_size, answers = self.cfg.batch_size, []
-        (max_rows,) = dist.max_over_ranks(len(spans))
-        for first in range(0, int(max_rows), batch_size):
-            batch_spans = spans[first : first + batch_size]
-            prompts = [span.tokens[: answer_start(span)].tolist() for span in batch_spans]
-            answers += self.generate_batch(model, prompts, [row_name(span, dist) for span in batch_spans], dist)
-        return answers
-
-    def generate_batch(
-        self, model: Decoder, prompts: list[list[int]], names: Sequence[str], dist: DistributedContext
-    ) -> list[np.ndarray]:
-        """Answers of one batch. All ranks continue until every rank has finished, as FSDP and TP need all of them."""
-        answers: list[list[int]] = [[] for _ in prompts]
-        finished: set[int] = set()
-        cfg = self.cfg
-        options = {"max_new_tokens": cfg.max_new_tokens, "seed": dist.seed, "names": tuple(names)}
-        sampling = NamedRowSampling(cfg.temperature, cfg.top_k, cfg.top_p, **options)
-        for tokens in generate_tokens(model, prompts or [[self.layout.pad_id]], sampling, finished=finished):
-            for row in set(range(len(prompts))) - finished:
-                answers[row].append(tokens[row])
-                if tokens[row] in self.stop_ids or len(prompts[row]) + len(answers[row]) == self.max_length:
-                    finished.add(row)
-            if not dist.max_over_ranks(len(prompts) - len(finished))[0]:
-                break
-        return [np.array(answer, np.int32) for answer in answers]
+        """Answer of each row, with its stop token. Equal rows have equal answers."""
+        cfg, names = self.cfg, [row_name(span, dist) for span in spans]
+        sampling = SamplingConfig(
+            cfg.temperature, cfg.top_k, cfg.top_p, max_new_tokens=cfg.max_new_tokens, seed=dist.seed
+        )
+        requests = {
+            name: GenerationRequest(name, span.tokens[: answer_start(span)].tolist(), sampling, self.stop_ids)
+            for name, span in zip(names, spans, strict=True)
+        }
+        longest = max((len(request.prompt) for request in requests.values()), default=1)
+        engine = GenerationEngine(model, cfg.batch_size, min(self.max_length, longest + cfg.max_new_tokens), dist)
+        outputs = engine.generate([*requests.values()])
+        return [np.array([output.token for output in outputs[name]], np.int32) for name in names]
 
     def replace_answers(self, batch: Batch, spans: Sequence[DocumentSpan], answers: dict[int, np.ndarray]) -> Batch:
         """Copy of a batch with the generated answers."""

@@ -1,126 +1,46 @@
-"""Batched text generation with a KV cache."""
+"""Texts and token ids of answers to many prompts."""
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 
 from tunekit.data.chat_template.chat_format import encode_conversation
 from tunekit.data.chat_template.messages import Message
 from tunekit.data.tokenizer import TextStreamer, Tokenizer
-from tunekit.distributed.attention_setup import configure_attention
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
+from tunekit.generation.engine import GenerationEngine
+from tunekit.generation.requests import GenerationRequest, never_stop
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.generation.stop_strings import StopStrings
-from tunekit.models.decode import DecodeLoop, DrawnTokens
 from tunekit.models.decoder import Decoder
-from tunekit.models.forward_context import KVCache, has_static_shapes
-
-MIN_TOKENS_TO_SHRINK = 8  # finished rows are removed from a batch if at least this many tokens remain
 
 
-def generate_tokens(
+def generate_rows(
     model: Decoder,
-    prompts: Sequence[Sequence[int]],
+    prompts: Mapping[int, Sequence[int]],
     sampling: SamplingConfig,
-    first: int = 0,
-    finished: Collection[int] = (),
-) -> Iterator[list[int]]:
-    """Yield the next token of each row, up to `max_new_tokens` times.
+    stop_ids: frozenset[int],
+    batch_size: int,
+    is_finished: Callable[[Sequence[int]], bool] = never_stop,
+) -> Iterator[tuple[int, list[int]]]:
+    """Yield the index and the answer of each row when it is finished, without its stop token.
 
-    The caller may add row indices to `finished` between steps. Later tokens of these rows are meaningless and cheap.
+    Indices name the random numbers. Ranks that share weights have the same rows.
     """
-    # FSDP gathers weights into memory that later training steps write to, which inference tensors do not allow.
-    mode = torch.no_grad() if isinstance(model, FSDPModule) else torch.inference_mode()
-    return mode(decode_steps)(model, prompts, sampling, first, finished)
-
-
-def decode_steps(
-    model: Decoder, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, first: int, finished: Collection[int]
-) -> Iterator[list[int]]:
-    """Yield the next token of each row. Prompts are padded on the right; new tokens overwrite the padding in the cache.
-
-    The GPU computes a token while the host processes the previous one.
-    """
-    model.eval()
-    device = model.device
-    configure_attention(device)
-    launched = launch_steps(model, [list(prompt) for prompt in prompts], sampling, first, finished)
-    max_pending = 1 if has_static_shapes(device) and not model.rope_switch_lengths else 0
-    tokens, pending = dict.fromkeys(range(len(prompts)), 0), deque[DrawnTokens]()
-    for sampled in launched:
-        pending.append(sampled)
-        if len(pending) > max_pending:
-            tokens |= pending.popleft().read()
-            yield [*tokens.values()]
-    for sampled in pending:
-        tokens |= sampled.read()
-        yield [*tokens.values()]
-
-
-def launch_steps(
-    model: Decoder, rows: list[list[int]], sampling: SamplingConfig, first: int, finished: Collection[int]
-) -> Iterator[DrawnTokens]:
-    """Launch the decoding steps. Recomputes the cache at the lengths where the RoPE frequencies change (LongRoPE)."""
-    slots, edges = max(map(len, rows)) + sampling.max_new_tokens, model.rope_switch_lengths
-    lengths = [len(row) for row in rows]
-    numbers = sampling.uniform_numbers(len(rows), first).to(model.device)
-    seen = sampling.seen_tokens(rows, model.spec.vocab, model.device)
-    logits, cache = prefill(model, rows, slots)
-    loop = DecodeLoop(model, cache, lengths, sampling.sample, numbers, seen)
-    sampled = loop.take(logits)
-    for i in range(1, sampling.max_new_tokens):
-        yield sampled
-        if edges:
-            for row, token in sampled.read().items():
-                rows[row].append(token)
-        if any(length + i - 1 in edges for length in lengths):
-            logits, cache = prefill(model, rows, slots)
-            loop = DecodeLoop(model, cache, [len(row) for row in rows], sampling.sample, numbers, seen, drawn=i)
-            sampled = loop.take(logits)
-            continue
-        left = sampling.max_new_tokens - i
-        if not edges and (selected := select_remaining(loop.rows, finished, left)):
-            loop.select_rows(selected)
-        sampled = loop.advance(left)
-    yield sampled
-
-
-def select_remaining(rows: Sequence[int], finished: Collection[int], left: int) -> list[int] | None:
-    """Rows to continue with; None: all. Batch sizes shrink to powers of two, which limits the number of CUDA graphs."""
-    unfinished = [row for row in rows if row not in finished]
-    size = 1 << max(len(unfinished) - 1, 0).bit_length()
-    if left < MIN_TOKENS_TO_SHRINK or 2 * size > len(rows):
-        return None
-    finished_rows = [row for row in rows if row in finished]
-    return sorted([*unfinished, *finished_rows[: size - len(unfinished)]])
-
-
-def prefill(model: Decoder, rows: Sequence[Sequence[int]], slots: int) -> tuple[Tensor, KVCache]:
-    """Logits (B, vocab) after the last token of each row, and the KV cache of all tokens.
-
-    Logits of other tokens are not computed.
-    """
-    device = model.device
-    lengths = torch.tensor([len(row) for row in rows], device=device)
-    longest = max(map(len, rows))
-    tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
-    cache = model.make_cache(len(rows), slots)
-
-    def last(hidden: Tensor, head: nn.Module) -> Tensor:
-        return head(hidden[torch.arange(len(rows), device=device), lengths - 1])
-
-    return model(tokens, cache=cache, head_fn=last, lengths=lengths), cache
-
-
-def never_stop(answer: Sequence[int]) -> bool:
-    """Stop condition that is never met."""
-    return False
+    if not prompts:
+        return
+    max_model_len = max(map(len, prompts.values())) + sampling.max_new_tokens
+    engine = GenerationEngine(model, min(batch_size, len(prompts)), max_model_len, None)
+    rows = {f"row {row}": row for row in prompts}
+    answers: dict[str, list[int]] = {name: [] for name in rows}
+    requests = [GenerationRequest(name, prompts[row], sampling, stop_ids, is_finished) for name, row in rows.items()]
+    for name, token, _, _, finish_reason in engine.stream(requests):
+        if token not in stop_ids:
+            answers[name].append(token)
+        if finish_reason is not None:
+            yield rows[name], answers.pop(name)
 
 
 def generate_batch(
@@ -131,20 +51,13 @@ def generate_batch(
     first: int = 0,
     is_finished: Callable[[Sequence[int]], bool] = never_stop,
 ) -> list[list[int]]:
-    """Token ids of the answer to each prompt, up to a stop token (excluded) or until `is_finished(answer)`."""
-    answers: list[list[int]] = [[] for _ in prompts]
-    finished: set[int] = set()
-    for tokens in generate_tokens(model, prompts, sampling, first, finished):
-        for row in set(range(len(prompts))) - finished:
-            if tokens[row] in stop_ids:
-                finished.add(row)
-                continue
-            answers[row].append(tokens[row])
-            if is_finished(answers[row]):
-                finished.add(row)
-        if len(finished) == len(prompts):
-            break
-    return answers
+    """Token ids of the answer to each prompt, up to a stop token (excluded) or until `is_finished(answer)`.
+
+    `first` is the index of the first row, for its random numbers.
+    """
+    rows = dict(enumerate(prompts, start=first))
+    answers = dict(generate_rows(model, rows, sampling, stop_ids, len(prompts), is_finished))
+    return [answers[row] for row in rows]
 
 
 def generate_all(
@@ -156,21 +69,16 @@ def generate_all(
     dist: DistributedContext,
     is_finished: Callable[[Sequence[int]], bool] = never_stop,
 ) -> list[list[int]]:
-    """Answers to all prompts in order, in batches. Model replicas (dp_replicate) share the batches."""
-    starts = range(dist.coords.replicate * batch_size, len(prompts), dist.dims.dp_replicate * batch_size)
+    """Answers to all prompts in order, `batch_size` at once. Model replicas (dp_replicate) share the prompts."""
+    rows = {row: prompts[row] for row in range(dist.coords.replicate, len(prompts), dist.dims.dp_replicate)}
+    answers = generate_rows(model, rows, sampling, stop_ids, batch_size, is_finished)
     quiet = None if dist.is_main_process else True
     local = {}
-    for first in tqdm(starts, "answering", unit="batch", disable=quiet, leave=False):
-        local[first] = generate_batch(
-            model, prompts[first : first + batch_size], sampling, stop_ids, first, is_finished
-        )
-        dist.heartbeat.record(first, "answer")
-    batches = {
-        first: answers
-        for answers_by_start in dist.all_gather_objects(local)
-        for first, answers in answers_by_start.items()
-    }
-    return [answer for first in sorted(batches) for answer in batches[first]]
+    for row, answer in tqdm(answers, "answering", len(rows), unit="row", disable=quiet, leave=False):
+        local[row] = answer
+        dist.heartbeat.record(len(local), "answer")
+    merged = {row: answer for part in dist.all_gather_objects(local) for row, answer in part.items()}
+    return [merged[row] for row in range(len(prompts))]
 
 
 def generate_texts(
@@ -208,17 +116,16 @@ def stream_text(  # noqa: PLR0913
         )
     stop = StopStrings(tokenizer, sampling.stop_strings)
     streamer, text = TextStreamer(tokenizer), ""
-    for count, (token,) in enumerate(generate_tokens(model, [prompt], sampling, first), start=1):
+    engine = GenerationEngine(model, 1, len(prompt) + min(max_tokens, sampling.max_new_tokens), None)
+    for output in engine.stream([GenerationRequest(f"row {first}", prompt, sampling)]):
         if answer is not None:
-            answer.append(token)
-        if token in stop.token_ids:
+            answer.append(output.token)
+        if output.token in stop.token_ids:
             break
-        text += streamer.add(token)
+        text += streamer.add(output.token)
         if stop.is_in(text):
             break
         printable = stop.printable(text)
         yield printable
         text = text[len(printable) :]
-        if count == max_tokens:
-            break
     yield stop.cut(text + streamer.flush())

@@ -3,7 +3,6 @@
 Options have the names and the order of the logits processors of transformers.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from tunekit.models.weight_init import named_generator
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Sampling options. The samples of a row depend on the seed and the index of the row, not on other rows."""
+    """Sampling options. The samples of a row depend on the seed and the name of the row, not on other rows."""
 
     temperature: float = 0.0  # Sampling temperature; 0: greedy decoding
     top_k: int | None = None  # Sample from the k most likely tokens; null: all
@@ -46,24 +45,15 @@ class SamplingConfig:
         if self.max_new_tokens < 1:
             raise FieldError("max_new_tokens", f"must be >= 1, got {self.max_new_tokens}")
 
-    def uniform_numbers(self, rows: int, first: int = 0) -> Tensor:
-        """Uniform random numbers (rows, max_new_tokens); `first` is the index of the first row."""
-        names = (f"row {first + row}" for row in range(rows))
-        return torch.stack(
-            [torch.rand(self.max_new_tokens, generator=named_generator(self.seed, name)) for name in names]
-        )
-
-    def seen_tokens(self, rows: Sequence[Sequence[int]], vocab: int, device: torch.device) -> Tensor | None:
-        """Mask (B, vocab) of the tokens of each row; None if no option reads it. The caller adds sampled tokens."""
-        if self.repetition_penalty == 1:
-            return None
-        seen = torch.zeros(len(rows), vocab, dtype=torch.bool)
-        for row, tokens in enumerate(rows):
-            seen[row, torch.tensor(tokens)] = True
-        return seen.to(device)
+    def uniform_numbers(self, name: str, start: int, stop: int) -> Tensor:
+        """Uniform random numbers start to stop of the row with this name, (stop - start,)."""
+        return torch.rand(stop, generator=named_generator(self.seed, name))[start:]
 
     def sample(self, logits: Tensor, numbers: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Next tokens (B,) from logits (B, vocab), a uniform number for each row (B,), and its `seen_tokens`."""
+        """Next tokens (B,) from logits (B, vocab) and a uniform number for each row (B,).
+
+        `seen` (B, vocab) is a mask of the tokens of each row, for the repetition penalty.
+        """
         if seen is not None:
             logits = logits.float()
             penalized = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tunekit.kernels import attention_gpu, shared_prefix
@@ -74,11 +75,16 @@ class Decoder(nn.Module):
         self.join = None if spec.altup is None else JoinStreams(spec.dim, spec.altup)
         self.norm = make_norm(spec.dim, spec.norm)
         self.head = Head(spec)
+        self.value_head: ValueHead | None = None  # see `add_value_head`
         self.tie()
         self.ropes = self.index_layers()
         # Checkpoint shapes, before quantization and adapters change the modules.
         self.shapes = {name: tuple(p.shape) for name, p in self.named_parameters(remove_duplicate=False)}
         self.shards: dict[str, tuple[Any, ...]] = {}  # of local TP and EP shards, by name
+
+    def add_value_head(self) -> None:
+        """Add a trained value head, which is not part of the checkpoint."""
+        self.value_head = ValueHead(self.spec.dim)
 
     def tie(self) -> None:
         """Share the embedding's weight with a tied head. Call again after each operation that replaces parameters."""
@@ -135,12 +141,12 @@ class Decoder(nn.Module):
         `positions` (B, S) start at 0 in each document, or after the shared prefix of its document; `layout` has the
         bounds of packed documents. `head_fn(hidden, head)` replaces the head, so that a loss does not need all logits
         at once; it runs inside this call, where sharded weights are gathered. `lengths` (B,) are the row lengths
-        without padding, for the prefill pass of a cache. With `sharded`, hidden states are those of the tokens of this
+        without padding, for passes that fill a cache. With `sharded`, hidden states are those of the tokens of this
         context parallel rank.
         """
         if cache is not None and cache.is_decoding:
-            assert positions is not None and tokens.shape[1] == 1
-            return self.forward_with_context(tokens, cache.decode_context(positions), cache, head_fn)
+            assert positions is not None
+            return self.forward_with_context(tokens, cache.decode_context(positions, lengths), cache, head_fn)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         assert sharded or self.cp_sharding is UNSHARDED or not torch.is_grad_enabled(), (
@@ -276,3 +282,23 @@ class Head(Linear):
         """Apply the scaling and soft cap of the family."""
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
+
+
+class ValueHead(nn.Module):
+    """Hidden states to estimates of the rewards that follow, next to the language model head. They are 0 at first."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, dim, device="meta"))
+        self.bias = nn.Parameter(torch.empty(1, device="meta"))
+
+    def init_weights(self) -> None:
+        """Set all weights to 0."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: Tensor, region: NoParallel = NO_PARALLEL) -> Tensor:
+        """Values (N,) in fp32 of hidden states (N, dim). Gradients are those of one rank of a tensor parallel region,
+        whose ranks add them up."""
+        values = F.linear(hidden.float(), self.weight.float(), self.bias.float()).squeeze(-1)
+        return region.all_reduce_sum(values if region.index == 0 else values * 0)

@@ -1,8 +1,9 @@
 """State that layers share in a forward pass, and caches that generation keeps between passes."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -43,8 +44,8 @@ class LayerKVCache:
         at = context.cache_positions
         if at is None:
             return self.prefill(k, v, context)
-        write_token(self.k, pad_head_dim(k, self.k), at)
-        write_token(self.v, pad_head_dim(v, self.v), at)
+        write_tokens(self.k, pad_head_dim(k, self.k), at)
+        write_tokens(self.v, pad_head_dim(v, self.v), at)
         return self.k, self.v
 
     def prefill(self, k: Tensor, v: Tensor, context: "ForwardContext") -> tuple[Tensor, Tensor]:
@@ -54,17 +55,25 @@ class LayerKVCache:
         self.v[:, :length, :, : v.shape[-1]] = v
         return k, v
 
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep only these rows, in this order."""
-        self.k, self.v = self.k.index_select(0, rows), self.v.index_select(0, rows)
+    def view_rows(self, start: int, stop: int) -> Self:
+        view = copy.copy(self)
+        view.k, view.v = self.k[start:stop], self.v[start:stop]
+        return view
+
+    def copy_rows(self, source: Tensor, target: Tensor, num_slots: int) -> None:
+        for x in (self.k, self.v):
+            x[target, :num_slots] = x[source, :num_slots]
+
+    def clear(self) -> None:
+        """Slots are not visible before a token is written to them."""
 
 
-def write_token(slots: Tensor, x: Tensor, at: CachePositions) -> None:
-    """Write (B, 1, H, D) of the current tokens into `slots` (B, slots, H, D)."""
+def write_tokens(slots: Tensor, x: Tensor, at: CachePositions) -> None:
+    """Write (B, S, H, D) of the current tokens into `slots` (B, slots, H, D)."""
     if len(x) == 1 and not has_static_shapes(x.device):
-        slots[:, at.num_visible - 1 : at.num_visible] = x  # 4.6 us instead of 9.3 us with an index
+        slots[:, at.num_visible - x.shape[1] : at.num_visible] = x  # 4.6 us instead of 9.3 us with an index
     else:
-        slots.flatten(0, 1).index_copy_(0, at.write_index, x[:, 0])
+        slots.flatten(0, 1).index_copy_(0, at.write_index, x.flatten(0, 1))
 
 
 def pad_head_dim(x: Tensor, like: Tensor) -> Tensor:
@@ -76,39 +85,63 @@ def pad_head_dim(x: Tensor, like: Tensor) -> Tensor:
 class LayerCache(Protocol):
     """Generation state of one layer. Only its mixer knows the type."""
 
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep only these rows, in this order."""
+    def view_rows(self, start: int, stop: int) -> Self:
+        """Rows start to stop, which share memory with this cache."""
+        ...
+
+    def copy_rows(self, source: Tensor, target: Tensor, num_slots: int) -> None:
+        """Copy the first `num_slots` positions of rows `source` (N,) to rows `target` (N,). Rows may be swapped."""
+        ...
+
+    def clear(self) -> None:
+        """Prepare all rows for the prefill pass of other tokens."""
         ...
 
 
 class KVCache:
     """Generation state of a model. Short rows are padded on the right; later tokens overwrite the padding.
 
-    The prefill pass fills it. Each later pass adds one token per row, with shapes that depend on `num_visible` alone.
+    The prefill pass fills it. Later passes add tokens, usually one per row, with shapes that depend on `num_visible`
+    alone.
     """
 
     def __init__(self, layers: Sequence[LayerCache], num_slots: int) -> None:
         self.layers, self.num_slots = layers, num_slots
-        self.cache_length = 0  # slots written by the longest row
+        self.cache_length = 0  # slots written by the longest row, with the tokens of the next pass
         self.tables: tuple[RopeTables, ...] = ()  # of every slot, for single-token passes
         self.is_decoding = False  # the prefill pass is done
 
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep only these rows, in this order."""
+    def view_rows(self, start: int, stop: int) -> "KVCache":
+        """Rows start to stop, which share memory with this cache, before their prefill pass."""
+        return KVCache([layer.view_rows(start, stop) for layer in self.layers], self.num_slots)
+
+    def copy_rows(self, source: Tensor, target: Tensor, num_slots: int) -> None:
+        """Copy the first `num_slots` positions of rows `source` (N,) to rows `target` (N,). Rows may be swapped."""
         for layer in self.layers:
-            layer.select_rows(rows)
+            layer.copy_rows(source, target, num_slots)
+
+    def clear(self) -> None:
+        """Prepare all rows for the prefill pass of other tokens."""
+        for layer in self.layers:
+            layer.clear()
 
     def begin_decoding(self, tables: tuple[RopeTables, ...]) -> None:
         """End the prefill phase. `tables` are the RoPE tables of all slots, (num_slots, 1, 1, pairs)."""
         self.tables, self.is_decoding = tables, True
 
-    def decode_context(self, positions: Tensor) -> "ForwardContext":
-        """Context of a pass with one token per row at `positions` (B, 1)."""
+    def decode_context(self, positions: Tensor, lengths: Tensor | None) -> "ForwardContext":
+        """Context of a pass with S more tokens per row at `positions` (B, S), of which `lengths` (B,) are no padding.
+
+        All positions are valid slots, and padding does not share a slot with a token.
+        """
         cached = CachePositions(positions, self.num_slots, self.num_visible(positions.device))
-        index = positions[:, 0]
+        index, shape = positions.flatten(), positions.shape
         tables = ((table, table.cos.index_select(0, index), table.sin.index_select(0, index)) for table in self.tables)
-        rotations = tuple(table._replace(cos=cos, sin=sin) for table, cos, sin in tables)
-        return ForwardContext(positions, None, None, rotations, row_length=1, cache_positions=cached)
+        rotations = tuple(
+            table._replace(cos=cos.view(*shape, *cos.shape[2:]), sin=sin.view(*shape, *sin.shape[2:]))
+            for table, cos, sin in tables
+        )
+        return ForwardContext(positions, None, lengths, rotations, row_length=shape[1], cache_positions=cached)
 
     def num_visible(self, device: torch.device) -> int:
         """Number of slots to attend to. Static sizes grow by doubling: one captured graph serves many tokens."""
@@ -170,7 +203,12 @@ class ForwardContext:
     prefix: SharedPrefixKV | PrefixIndex | None = None  # shared prefixes of documents
     shared_kv: SharedKV = field(default_factory=SharedKV)
     prepared_layout: SequenceLayout | None = None  # the layout, or one of complete rows, with tensors on the GPU
-    cache_positions: CachePositions | None = None  # positions in the caches, in single-token passes
+    cache_positions: CachePositions | None = None  # positions in the caches, after the prefill pass
+
+    @property
+    def is_single_token(self) -> bool:
+        """Whether each row has one token, after those in the caches."""
+        return self.cache_positions is not None and self.row_length == 1
 
     def gather(self, x: Tensor) -> Tensor:
         """All tokens (B, row_length, ...) from the local ones."""

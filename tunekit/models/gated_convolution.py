@@ -24,10 +24,10 @@ class GatedConvolution(RecurrentMixer):
         x = b * x
         if cache is None:
             y = self.conv(x, context.layout)
-        elif context.cache_positions is None:
-            y = self.conv.prefill(x, context, cache)
-        else:
+        elif context.is_single_token:
             y = self.conv.decode(x, cache)
+        else:
+            y = self.conv.prefill(x, context, cache)
         return self.tp_region.leave(context.cp_sharding.local_tokens(self.out_proj(c * y)))
 
     def make_cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> RecurrentState:

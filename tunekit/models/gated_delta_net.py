@@ -50,7 +50,7 @@ class GatedDeltaNet(RecurrentMixer):
         decay = -self.A_log.float().exp() * F.softplus(projections.a.float() + self.dt_bias.float())
         beta = projections.b.float().sigmoid()
         if cache is not None:
-            step = self.prefill if context.cache_positions is None else self.decode
+            step = self.decode if context.is_single_token else self.prefill
             y = step(projections.qkv, decay, beta, context, cache)
         else:
             # Intermediate tensors of the rule need eight times the memory of its inputs.
@@ -80,9 +80,10 @@ class GatedDeltaNet(RecurrentMixer):
     def prefill(
         self, qkv: Tensor, decay: Tensor, beta: Tensor, context: ForwardContext, cache: RecurrentState
     ) -> Tensor:
-        """Outputs of the first tokens; updates the cache. Padding neither decays a state nor writes to it."""
+        """Outputs of several tokens per row; updates the cache. Padding neither decays a state nor writes to it."""
         is_token, qkv_heads = token_mask(qkv, context), self.split_heads(self.conv1d.prefill(qkv, context, cache))
-        y, cache.states = gated_delta_rule(*qkv_heads, decay * is_token, beta * is_token, state=cache.states)
+        y, states = gated_delta_rule(*qkv_heads, decay * is_token, beta * is_token, state=cache.states)
+        cache.states.copy_(states)
         return y
 
     def decode(

@@ -36,7 +36,7 @@ class Mamba2Mixer(RecurrentMixer):
         z, xbc, dt = self.project(x)
         dt = F.softplus(dt.float() + self.dt_bias.float())
         if cache is not None:
-            step = self.prefill if context.cache_positions is None else self.decode
+            step = self.decode if context.is_single_token else self.prefill
             y = step(xbc, dt, context, cache)
         else:
             # Intermediate tensors of the scan need several times the memory of its inputs.
@@ -58,9 +58,10 @@ class Mamba2Mixer(RecurrentMixer):
         return self.scan(self.conv1d(xbc, layout), dt, layout=layout)[0]
 
     def prefill(self, xbc: Tensor, dt: Tensor, context: ForwardContext, cache: RecurrentState) -> Tensor:
-        """Outputs of the first tokens; updates the cache. A step of size 0 neither decays a state nor writes to it."""
+        """Outputs of several tokens per row; updates the cache. A step of size 0 does not change a state."""
         mixed = self.conv1d.prefill(xbc, context, cache)
-        y, cache.states = self.scan(mixed, dt * token_mask(xbc, context), state=cache.states)
+        y, states = self.scan(mixed, dt * token_mask(xbc, context), state=cache.states)
+        cache.states.copy_(states)
         return y
 
     def decode(self, xbc: Tensor, dt: Tensor, context: ForwardContext, cache: RecurrentState) -> Tensor:
@@ -127,10 +128,16 @@ class ParallelState:
     def __init__(self, attn: LayerKVCache, mamba: RecurrentState) -> None:
         self.attn, self.mamba = attn, mamba
 
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep only these rows, in this order."""
-        self.attn.select_rows(rows)
-        self.mamba.select_rows(rows)
+    def view_rows(self, start: int, stop: int) -> "ParallelState":
+        return ParallelState(self.attn.view_rows(start, stop), self.mamba.view_rows(start, stop))
+
+    def copy_rows(self, source: Tensor, target: Tensor, num_slots: int) -> None:
+        self.attn.copy_rows(source, target, num_slots)
+        self.mamba.copy_rows(source, target, num_slots)
+
+    def clear(self) -> None:
+        self.attn.clear()
+        self.mamba.clear()
 
 
 class AttentionAndMamba2(RecurrentMixer):

@@ -16,9 +16,16 @@ class RecurrentState:
     def __init__(self, tail: Tensor, states: Tensor) -> None:
         self.tail, self.states = tail, states
 
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep only these rows, in this order."""
-        self.tail, self.states = self.tail.index_select(0, rows), self.states.index_select(0, rows)
+    def view_rows(self, start: int, stop: int) -> "RecurrentState":
+        return RecurrentState(self.tail[start:stop], self.states[start:stop])
+
+    def copy_rows(self, source: Tensor, target: Tensor, num_slots: int) -> None:
+        for x in (self.tail, self.states):
+            x[target] = x[source]
+
+    def clear(self) -> None:
+        self.tail.zero_()
+        self.states.zero_()
 
 
 class RecurrentMixer(InitMixin):
@@ -60,10 +67,10 @@ class CausalConv1d(InitMixin):
         return short_convolution(x, self.weight.squeeze(1), layout, previous, self.bias, self.silu)
 
     def prefill(self, x: Tensor, context: ForwardContext, cache: RecurrentState) -> Tensor:
-        """Outputs of the first tokens. The cache keeps the last inputs before the padding."""
+        """Outputs of several tokens per row. The cache keeps the last inputs before the padding."""
         y = self(x, previous=cache.tail)
         last = row_lengths(x, context)[:, None] + torch.arange(cache.tail.shape[1], device=x.device)
-        cache.tail = torch.cat([cache.tail, x], dim=1).take_along_dim(last[..., None], dim=1)
+        cache.tail.copy_(torch.cat([cache.tail, x], dim=1).take_along_dim(last[..., None], dim=1))
         return y
 
     def decode(self, x: Tensor, cache: RecurrentState) -> Tensor:

@@ -54,8 +54,10 @@ def exact_probs(sampling: SamplingConfig, logits: Tensor) -> Tensor:
     return scores.softmax(-1)[0]
 
 
-def seen_tokens(sampling: SamplingConfig, count: int) -> Tensor | None:
-    return sampling.seen_tokens([SEEN] * count, 12, torch.device("cpu"))
+def seen_tokens(count: int) -> Tensor:
+    seen = torch.zeros(count, 12, dtype=torch.bool)
+    seen[:, SEEN] = True
+    return seen
 
 
 @pytest.mark.parametrize("sampling", SAMPLING_CONFIGS)
@@ -64,7 +66,7 @@ def test_token_frequencies_match_their_probabilities(sampling: SamplingConfig) -
     logits = 2 * torch.randn(12, generator=torch.Generator().manual_seed(3))
     count = 20_000
     numbers = (torch.arange(count) + 0.5) / count
-    sampled = sampling.sample(logits.expand(count, 12), numbers, seen_tokens(sampling, count))
+    sampled = sampling.sample(logits.expand(count, 12), numbers, seen_tokens(count))
     frequencies = torch.bincount(sampled, minlength=12) / count
     expected = exact_probs(sampling, logits)
     assert (frequencies - expected).abs().max() < 2 / count
@@ -75,19 +77,21 @@ def test_extreme_random_numbers_select_allowed_tokens() -> None:
     logits = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
     for sampling in SAMPLING_CONFIGS:
         for number in (0.0, 1 - 2**-24):
-            sampled = sampling.sample(logits, torch.full((5,), number), seen_tokens(sampling, 5))
+            sampled = sampling.sample(logits, torch.full((5,), number), seen_tokens(5))
             for row in range(5):
                 assert exact_probs(sampling, logits[row])[sampled[row]] > 0
 
 
+def numbers_of(seed: int, stop: int = 200) -> Tensor:
+    sampling = SamplingConfig(1.0, seed=seed)
+    return torch.stack([sampling.uniform_numbers(f"row {row}", 0, stop) for row in range(6)])
+
+
 def test_random_numbers_depend_only_on_seed_and_row() -> None:
-    sampling = SamplingConfig(1.0, max_new_tokens=200)
-    numbers = sampling.uniform_numbers(6)
-    assert torch.equal(sampling.uniform_numbers(2, first=3), numbers[3:5])
-    assert torch.equal(SamplingConfig(1.0, max_new_tokens=50).uniform_numbers(6), numbers[:, :50])
-    seeds = [SamplingConfig(1.0, max_new_tokens=200, seed=seed).uniform_numbers(6) for seed in (0, 1, 2, 2**32, 2**40)]
-    assert torch.equal(seeds[0], numbers)
-    rows = torch.cat(seeds)
+    numbers = numbers_of(0)
+    assert torch.equal(SamplingConfig().uniform_numbers("row 3", 17, 60), numbers[3, 17:60])
+    assert torch.equal(numbers_of(0, 50), numbers[:, :50])
+    rows = torch.cat([numbers_of(seed) for seed in (0, 1, 2, 2**32, 2**40)])
     assert len(rows.unique(dim=0)) == len(rows), "no seed and no row repeats another"
     assert (torch.corrcoef(rows) - torch.eye(len(rows))).abs().max() < 0.35
     assert 0 <= rows.min() < 0.01 < 0.99 < rows.max() < 1
