@@ -268,10 +268,13 @@ def longest_first(lengths: Sequence[int], total: int) -> list[int]:
 
 
 class TextStreamer:
-    """Decodes tokens one at a time. Bytes of an incomplete character are held back until it is complete."""
+    """Decodes tokens one at a time. Bytes of an incomplete character are held back until it is complete.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self.ids, self.printed = tokenizer, [], 0
+    Special tokens are left out unless `special`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, special: bool = False) -> None:
+        self.tokenizer, self.special, self.ids, self.printed = tokenizer, special, [], 0
 
     def add(self, token: int) -> str:
         """Add a token, and return the text that it completes, often empty."""
@@ -290,7 +293,8 @@ class TextStreamer:
 
     def pending_text(self) -> str:
         """Text of the ids that are not printed yet, with incomplete characters."""
-        return self.tokenizer.decode(self.ids)[len(self.tokenizer.decode(self.ids[: self.printed])) :]
+        printed = self.tokenizer.decode(self.ids[: self.printed], self.special)
+        return self.tokenizer.decode(self.ids, self.special)[len(printed) :]
 
 
 def compile_alternation(texts: Iterable[str]) -> re.Pattern[str]:
