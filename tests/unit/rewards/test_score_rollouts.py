@@ -1,0 +1,101 @@
+"""Scores of several rewards, errors of functions of the user, and columns that are checked before training."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.rollouts import make_rollout
+from tunekit.errors import UserError
+from tunekit.rewards.answer_rewards import ExactMatch, Length
+from tunekit.rewards.base import check_rewards, reward_names, score_rollouts
+from tunekit.rewards.rejection_sampling import score_answers
+from tunekit.rewards.unit_tests import UnitTests
+from tunekit.rewards.user_function import UserFunction
+
+ROLLOUTS = [make_rollout("yes", 3, "a:1", answer="yes", level=1), make_rollout("no", 5, "a:2", answer="yes", level=2)]
+
+
+def user_function(
+    tmp_path: Path, body: str, parameters: str = "completions, **kwargs", start: str = "def"
+) -> UserFunction:
+    file = tmp_path / "reward.py"
+    file.write_text(f"{start} score({parameters}):\n    {body}\n")
+    return UserFunction(f"{file}:score")
+
+
+def test_weighted_sum_ignores_rewards_that_do_not_apply(tmp_path: Path) -> None:
+    function = user_function(tmp_path, "return [None, 4]")
+    rewards = [ExactMatch(weight=2.0), function, Length(max_tokens=3, weight=0.5)]
+    scores = score_rollouts(rewards, ROLLOUTS)
+    assert math.isnan(scores[0, 1])
+    torch.testing.assert_close(scores.nan_to_num(-1), torch.tensor([[1.0, -1, 1], [0, 4, 0]]))
+    assert [item.reward for item in score_answers(rewards, ROLLOUTS)] == [2.5, 4.0]
+
+
+def test_names_are_unique() -> None:
+    assert reward_names([ExactMatch(), Length(), ExactMatch("b")]) == ["exact_match", "length", "exact_match_2"]
+
+
+def test_function_gets_what_trl_passes(tmp_path: Path) -> None:
+    checks = (
+        "assert prompts[0] == [{'role': 'user', 'content': 'question'}]; "
+        "assert completions[1] == [{'role': 'assistant', 'content': 'no'}]; "
+        "assert completion_ids == [[2, 3, 4], [2, 3, 4, 5, 6]]; "
+    )
+    body = checks + "return [float(value) for value in level]"
+    for start in ("def", "async def"):
+        function = user_function(tmp_path, body, "prompts, completions, completion_ids, level", start)
+        assert score_rollouts([function], ROLLOUTS).tolist() == [[1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("body", "row"),
+    [
+        ("return [1 / (len(c[0]['content']) - 2) for c in completions]", "a:2"),
+        ("return [1.0]", "a:1"),
+        ("return 3", "a:1"),
+        ("return ['good', 1]", "a:1"),
+        ("return [0, float('inf')]", "a:2"),
+    ],
+)
+def test_bad_function_names_reward_and_row(tmp_path: Path, body: str, row: str) -> None:
+    with pytest.raises(UserError) as error:
+        score_rollouts([Length(), user_function(tmp_path, body)], ROLLOUTS)
+    message = str(error.value)
+    assert message.startswith(f"{row}: rewards.1 (score)") and "\n" not in message
+    if "/" in body:
+        assert f"{tmp_path / 'reward.py'}:2: ZeroDivisionError" in message
+
+
+def test_missing_columns_are_found_before_training(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"rewards\.1\.column"):
+        check_rewards([Length(), ExactMatch("solution")], ["prompt", "answer"])
+    needs_column = user_function(tmp_path, "return []", "completions, solution")
+    with pytest.raises(UserError, match=r"rewards\.0\.function.*solution"):
+        check_rewards([needs_column], ["prompt", "answer"])
+    check_rewards([needs_column], ["prompt", "solution"])
+
+
+@pytest.mark.parametrize("reference", ["missing.py:score", "reward.py:other", "reward.py", "math:sqrt", "reward.py:x"])
+def test_missing_function_is_found_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").write_text("x = 3\n")
+    with pytest.raises(UserError, match=reference.partition(":")[0]):
+        check_rewards([UserFunction(reference)], [])
+
+
+def test_unit_tests_run_the_last_code_block() -> None:
+    def score(answer: str, tests: object = ("assert double(2) == 4",)) -> float:
+        return score_rollouts([UnitTests()], [make_rollout(answer, tests=list(tests))]).item()  # type: ignore[call-overload]
+
+    good = "def double(x):\n    return 2 * x"
+    assert score(f"First\n```python\nnothing\n```\nbut then\n```python\n{good}\n```\nDone.") == 1
+    assert score(good) == 1
+    assert score(good, ["assert double(2) == 4", "assert double(2) == 5"]) == 0
+    assert score("```python\nimport sys\nsys.exit(0)\n```") == 0
+    assert score("```python\nimport os\nos._exit(0)\n```") == 0
+    assert score("```python\ndef double(x):\n    while True: pass\n```", ["import sys"]) == 1

@@ -1,0 +1,1 @@
+"""Environments that models act in: tools, observations and rewards; and a sandbox for code that models write."""

@@ -1,0 +1,1 @@
+"""Reward functions: config choices that score sampled answers."""

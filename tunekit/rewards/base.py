@@ -1,0 +1,139 @@
+"""Base of reward functions, and the rewards of rollouts as a tensor."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tunekit.config.choices import kind_name
+from tunekit.data.row_errors import USER_CODE_ERRORS
+from tunekit.distributed.context import DistributedContext
+from tunekit.errors import FieldError, UserError, find_user_code
+from tunekit.rollouts.rollout import Rollout
+
+
+@dataclass(frozen=True)
+class RewardFunction(ABC):
+    """Scores answers. The reward of an answer is the weighted sum of its scores."""
+
+    kind: ClassVar[str]
+    weight: float = field(default=1.0, kw_only=True)  # Factor of this reward in the sum of all rewards
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise FieldError("weight", f"must be a finite number, got {self.weight}")
+
+    @property
+    def name(self) -> str:
+        """Name in metrics."""
+        return kind_name(type(self))
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Columns of the rows that this reward reads, by the key that names them."""
+        return {}
+
+    def check(self, columns: Collection[str]) -> None:
+        """Raise UserError if rows with these columns cannot be scored. Reads no weights."""
+        for key, column in self.columns.items():
+            if column not in columns:
+                known = ", ".join(columns) or "none"
+                raise UserError(f"{key}: the rows have no column {column!r} (columns: {known}). Set it to one of these")
+
+    def prepare(self, dist: DistributedContext) -> None:  # noqa: B027
+        """Load what this reward needs, such as the weights of a model, on each rank before the first call."""
+
+    @abstractmethod
+    def __call__(self, rollouts: Sequence[Rollout]) -> Sequence[float | None]:
+        """Scores of rollouts; None: this reward does not apply to a rollout."""
+
+
+@dataclass(frozen=True)
+class AnswerReward(RewardFunction):
+    """A reward that looks at one answer at a time."""
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> Sequence[float | None]:
+        return [self.score(rollout) for rollout in rollouts]
+
+    @abstractmethod
+    def score(self, rollout: Rollout) -> float | None:
+        """Score of a rollout."""
+
+
+def check_rewards(rewards: Sequence[RewardFunction], columns: Collection[str]) -> None:
+    """Raise UserError, with the key of the reward, if rows with these columns cannot be scored."""
+    for index, reward in enumerate(rewards):
+        try:
+            reward.check(columns)
+        except UserError as error:
+            raise UserError(f"rewards.{index}.{error}") from None
+
+
+def reward_names(rewards: Sequence[RewardFunction]) -> list[str]:
+    """Names of rewards in metrics. The second of the same name ends in `_2`."""
+    names: list[str] = []
+    for reward in rewards:
+        count = sum(name == reward.name or name.startswith(f"{reward.name}_") for name in names) + 1
+        names.append(reward.name if count == 1 else f"{reward.name}_{count}")
+    return names
+
+
+def score_rollouts(rewards: Sequence[RewardFunction], rollouts: Sequence[Rollout]) -> Tensor:
+    """Scores (R, num_rewards) in fp32 on the CPU, without weights; NaN where a reward does not apply (None).
+
+    Raises UserError, with the reward and the row, for a reward that raises or returns something else than numbers.
+    """
+    scores = torch.empty(len(rollouts), len(rewards))
+    for index, reward in enumerate(rewards if rollouts else ()):
+        where = f"rewards.{index} ({reward.name})"
+        values = call_reward(reward, rollouts, where)
+        for row, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
+            scores[row, index] = to_number(value, f"{rollout.prompt.where}: {where}")
+    return scores
+
+
+def call_reward(reward: RewardFunction, rollouts: Sequence[Rollout], where: str) -> Sequence[Any]:
+    """Scores of rollouts, one each. Raises UserError if there are more or fewer, or if code of the user raises."""
+    try:
+        values = reward(rollouts)
+    except USER_CODE_ERRORS as error:
+        location = find_user_code(error)
+        if location is None:
+            raise
+        row = find_failing_row(reward, rollouts)
+        raise UserError(f"{row}: {where}: {location.message}. Fix the function.") from error
+    count = len(values) if isinstance(values, list | tuple | np.ndarray | Tensor) else None
+    if count != len(rollouts):
+        received = type(values).__name__ if count is None else f"{count} values"
+        raise UserError(
+            f"{rollouts[0].prompt.where}: {where}: expected a list of {len(rollouts)} numbers, got {received}. "
+            "Return one number or None for each completion."
+        )
+    return values
+
+
+def find_failing_row(reward: RewardFunction, rollouts: Sequence[Rollout]) -> str:
+    """File and row of the first rollout for which a reward raises on its own; the first of all if none does."""
+    for rollout in rollouts:
+        try:
+            reward([rollout])
+        except USER_CODE_ERRORS:
+            return rollout.prompt.where
+    return rollouts[0].prompt.where
+
+
+def to_number(value: Any, where: str) -> float:
+    """A score as a number; NaN for None. Raises UserError for other values."""
+    if value is None:
+        return math.nan
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if not isinstance(value, Real | np.bool_) or math.isinf(value):
+        raise UserError(f"{where}: expected a finite number, got {str(value)[:50]!r}. Return a number or None.")
+    return float(value)

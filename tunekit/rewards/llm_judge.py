@@ -1,0 +1,148 @@
+"""Rewards from another language model, on a server with the OpenAI protocol."""
+
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from http.client import HTTPException
+from string import Formatter
+from typing import Any, ClassVar
+
+from tunekit.config.secrets import hide_secrets
+from tunekit.errors import FieldError, UserError
+from tunekit.rewards.base import RewardFunction
+from tunekit.rollouts.rollout import Rollout
+
+PROMPT = """Rate the answer to the question from 0 (useless) to 10 (perfect).
+
+Question:
+{prompt}
+
+Answer:
+{completion}
+
+End with a line such as: Score: 7"""
+TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # HTTP statuses after which a request is repeated
+FIRST_DELAY, MAX_DELAY = 0.5, 30.0  # seconds between two attempts
+
+
+@dataclass(frozen=True)
+class LLMJudge(RewardFunction):
+    """Score that a language model writes, divided by `max_score`. Works with every server of the OpenAI protocol.
+
+    An answer of the judge without a score gives none (the other rewards decide).
+    """
+
+    kind: ClassVar[str] = "llm_judge"
+    base_url: str  # Address of the server, such as `http://localhost:8000/v1`
+    model: str  # Name of the model on the server
+    # Text for the judge. {prompt} is the last user message, {completion} the answer, {messages} the whole conversation
+    # as JSON; other names in braces are columns. Write literal braces twice: {{ }}
+    prompt: str = PROMPT
+    score_regex: str = r"(?i)score:\s*\**\s*(-?\d+(?:\.\d+)?)"  # Its last occurrence has the score in its first group
+    max_score: float = 10.0  # Scores are divided by this number
+    api_key_env: str = "OPENAI_API_KEY"  # Environment variable with the API key, which may be unset
+    temperature: float = 0.0  # Sampling temperature of the judge
+    max_tokens: int = 1024  # Longest answer of the judge
+    timeout_seconds: float = 60.0  # Longest time of a request
+    max_retries: int = 5  # Repetitions of a request after an error of the server or of the network
+    max_concurrency: int = 16  # Requests at the same time
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.base_url.startswith(("http://", "https://")):
+            raise FieldError("base_url", f"must start with http:// or https://, got {self.base_url!r}")
+        for key in ("max_score", "timeout_seconds", "max_concurrency", "max_tokens"):
+            if getattr(self, key) <= 0:
+                raise FieldError(key, f"must be > 0, got {getattr(self, key)}")
+        try:
+            if re.compile(self.score_regex).groups < 1:
+                raise FieldError("score_regex", f"must have a group, as in 'score: (.*)', got {self.score_regex!r}")
+        except re.error as error:
+            raise FieldError("score_regex", f"not a regular expression: {error}, got {self.score_regex!r}") from None
+        try:
+            self.prompt_names()
+        except ValueError as error:
+            raise FieldError("prompt", f"{error}. Write literal braces twice: {{{{ }}}}") from None
+
+    def prompt_names(self) -> list[str]:
+        """Names in braces of the prompt."""
+        return [name for _, name, _, _ in Formatter().parse(self.prompt) if name is not None]
+
+    def check(self, columns: Collection[str]) -> None:
+        """Raise UserError if the prompt names something else than the conversation and its columns."""
+        for name in self.prompt_names():
+            if name not in ("prompt", "completion", "messages", *columns):
+                known = ", ".join(("prompt", "completion", "messages", *columns))
+                raise UserError(
+                    f"prompt: the rows have no column {name!r} (known: {known}). Write literal braces twice"
+                )
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> Sequence[float | None]:
+        with ThreadPoolExecutor(self.max_concurrency) as pool:
+            return list(pool.map(self.score, rollouts))
+
+    def score(self, rollout: Rollout) -> float | None:
+        """Score of a rollout; None if the judge writes none."""
+        matches = list(re.finditer(self.score_regex, self.request_answer(self.question(rollout))))
+        try:
+            return float(matches[-1][1]) / self.max_score if matches else None
+        except (TypeError, ValueError):
+            return None
+
+    def question(self, rollout: Rollout) -> str:
+        """Prompt of the judge. Texts that are inserted may contain braces."""
+        users = [message for message in rollout.prompt.messages if message["role"] == "user"]
+        conversation = [*rollout.prompt.messages, *rollout.messages]
+        values = {
+            **{name: as_text(value) for name, value in rollout.prompt.columns.items()},
+            "prompt": as_text(users[-1]["content"] if users else ""),
+            "completion": rollout.completion,
+            "messages": json.dumps(conversation, ensure_ascii=False),
+        }
+        parts = Formatter().parse(self.prompt)
+        return "".join(text + ("" if name is None else values.get(name, "")) for text, name, _, _ in parts)
+
+    def request_answer(self, question: str) -> str:
+        """Answer of the judge. Raises UserError if the server still fails after all retries."""
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": question}],
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+        }
+        problem = ""
+        for attempt in range(self.max_retries + 1):
+            try:
+                return str(self.post(body)["choices"][0]["message"]["content"] or "")
+            except urllib.error.HTTPError as error:
+                problem = f"HTTP status {error.code}: {error.read(300).decode(errors='replace')}"
+                if error.code not in TRANSIENT:
+                    break
+            except (OSError, HTTPException) as error:
+                problem = str(error) or type(error).__name__
+            except (ValueError, LookupError, TypeError) as error:
+                problem = f"not an answer of the OpenAI protocol ({type(error).__name__}: {error})"
+                break
+            if attempt < self.max_retries:
+                time.sleep(min(FIRST_DELAY * 2**attempt, MAX_DELAY))
+        where = f"rewards: llm_judge: {hide_secrets(self.base_url)}"
+        raise UserError(f"{where}: {' '.join(problem.split())}. Check base_url, model and ${self.api_key_env}.")
+
+    def post(self, body: Mapping[str, Any]) -> Any:
+        """JSON response to a request."""
+        key = os.environ.get(self.api_key_env)
+        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+        url = self.base_url.rstrip("/") + "/chat/completions"
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=self.timeout_seconds) as response:
+            return json.load(response)
+
+
+def as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

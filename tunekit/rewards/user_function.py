@@ -1,0 +1,71 @@
+"""Rewards from a function of the user, with the signature of TRL's reward functions."""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from tunekit.config.user_code import load_attribute
+from tunekit.errors import UserError
+from tunekit.rewards.base import RewardFunction
+from tunekit.rollouts.rollout import Rollout
+
+ARGUMENTS = ("prompts", "completions", "completion_ids")
+VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+@dataclass(frozen=True)
+class UserFunction(RewardFunction):
+    """Scores from a Python function, as in TRL: `fn(prompts, completions, completion_ids, **columns)`.
+
+    Prompts and completions are lists of messages. The function returns a list with a number or None for each. It may
+    be a coroutine (`async def`).
+    """
+
+    kind: ClassVar[str] = "function"
+    function: str  # File and name of the function, such as `rewards.py:count_words`
+
+    @property
+    def name(self) -> str:
+        return self.function.rpartition(":")[2]
+
+    @cached_property
+    def callable(self) -> Callable[..., Any]:
+        function = load_attribute(self.function, "function")
+        if not callable(function):
+            raise UserError(f"function: {self.function} is not callable. Name a function.")
+        return function
+
+    @cached_property
+    def parameters(self) -> Sequence[inspect.Parameter]:
+        return tuple(inspect.signature(self.callable).parameters.values())
+
+    def check(self, columns: Collection[str]) -> None:
+        """Raise UserError if the function does not exist, or has a parameter that is no column and has no default."""
+        for parameter in self.parameters:
+            is_required = parameter.default is parameter.empty and parameter.kind not in VARIADIC
+            if is_required and parameter.name not in (*ARGUMENTS, *columns):
+                known = ", ".join((*ARGUMENTS, *columns))
+                raise UserError(
+                    f"function: {self.function} has a parameter {parameter.name!r}, but the rows have no such column "
+                    f"(known: {known}). Rename it, or add **kwargs"
+                )
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> Sequence[float | None]:
+        values: dict[str, list[Any]] = {
+            name: [rollout.prompt.columns.get(name) for rollout in rollouts]
+            for name in dict.fromkeys(name for rollout in rollouts for name in rollout.prompt.columns)
+            if name not in ("prompt", "completion")
+        }
+        values |= {
+            "prompts": [list(rollout.prompt.messages) for rollout in rollouts],
+            "completions": [list(rollout.messages) for rollout in rollouts],
+            "completion_ids": [rollout.completion_ids for rollout in rollouts],
+        }
+        names = {parameter.name for parameter in self.parameters}
+        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in self.parameters):
+            values = {name: value for name, value in values.items() if name in names}
+        result = self.callable(**values)
+        return asyncio.run(result) if inspect.iscoroutine(result) else result

@@ -1,0 +1,162 @@
+"""State of an episode: its tokens so far, and what the environment says to an answer."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from tunekit.data.chat_template.messages import Message
+from tunekit.environments.base import Environment, get_tool_schemas, get_tools
+from tunekit.environments.config import EnvironmentConfig
+from tunekit.environments.tool_calls import ToolResult, error_result, run_in_thread, run_tool
+from tunekit.errors import UserError, find_user_code
+from tunekit.rollouts.rollout import FinishReason, PromptRow, Rollout
+
+
+@dataclass(frozen=True)
+class EpisodeStart:
+    """The prompt of an episode, with the text of the environment, and its tools."""
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] | None
+
+
+@dataclass(frozen=True)
+class TurnResult:
+    """Messages that follow an answer (none: the episode ends), and the environment's numbers at the end."""
+
+    messages: Sequence[Message] = ()
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    num_failures: int = 0  # calls whose result is an error
+
+
+@dataclass(eq=False)
+class Episode:
+    """One conversation in progress."""
+
+    request_id: str
+    group: int
+    prompt: PromptRow
+    sampled: list[int] = field(default_factory=list)  # tokens of the current answer
+    tokens: list[int] = field(default_factory=list)  # after the prompt, with the current answer
+    loss_mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    num_turns: int = 0
+    num_tool_iterations: int = 0
+    num_tool_calls: int = 0
+    num_failures: int = 0
+    finish_reason: FinishReason | None = None
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def add(self, token: int, logprob: float) -> None:
+        """Add a sampled token."""
+        self.sampled.append(token)
+        self.append([token], True, [logprob])
+
+    def append(self, tokens: Sequence[int], is_sampled: bool, logprobs: Sequence[float]) -> None:
+        self.tokens += tokens
+        self.loss_mask += [is_sampled] * len(tokens)
+        self.logprobs += logprobs
+
+    def add_observation(self, tokens: Sequence[int]) -> None:
+        """Add tokens that the model did not sample, and start the next answer."""
+        self.append(tokens, False, [0.0] * len(tokens))
+        self.sampled = []
+
+    def to_rollout(self) -> Rollout:
+        """The episode after its end."""
+        assert self.finish_reason is not None
+        before = len(self.prompt.tokens)
+        counts = {"num_turns": self.num_turns, "num_tool_calls": self.num_tool_calls}
+        return Rollout(
+            prompt=self.prompt,
+            group=self.group,
+            tokens=np.array([*self.prompt.tokens, *self.tokens], np.int32),
+            loss_mask=np.array([False] * before + self.loss_mask, bool),
+            logprobs=np.array([0.0] * before + self.logprobs, np.float32),
+            finish_reason=self.finish_reason,
+            messages=tuple(self.messages),
+            environment_reward=self.reward,
+            metrics={**counts, "num_tool_failures": self.num_failures, **self.metrics},
+        )
+
+
+class EpisodeEnvironment:
+    """The environment of one episode. Its calls name the row if code of the user raises."""
+
+    def __init__(self, config: EnvironmentConfig, prompt: PromptRow) -> None:
+        self.config, self.prompt = config, prompt
+        self.environment: Environment = config.create()
+        self.tools = get_tools(self.environment)
+
+    def reset(self) -> EpisodeStart:
+        """The prompt, with the text of the environment at the end of the last user message."""
+        columns = accepted_columns(self.environment.reset, self.prompt.columns)
+        text = self.call("reset", lambda: self.environment.reset(**columns))
+        schemas = [*(self.prompt.tools or ()), *get_tool_schemas(self.environment)]
+        return EpisodeStart(with_text(self.prompt.messages, text), schemas or None)
+
+    def run_calls(self, calls: Sequence[Mapping[str, Any]]) -> TurnResult:
+        """Results of the tool calls of an answer."""
+        limit = self.config.max_tool_calls_per_turn
+        results = [run_tool(self.tools, call, self.config.tool_timeout_seconds) for call in calls[:limit]]
+        refused = ToolResult(*error_result(f"only {limit} calls are allowed at once"))
+        results += [refused] * (len(calls) - limit)
+        messages = [
+            {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": result.content}
+            for call, result in zip(calls, results, strict=True)
+        ]
+        num_failures = sum(result.is_error for result in results)
+        return TurnResult(() if self.environment.done else messages, num_failures=num_failures)
+
+    def step(self, answer: str) -> TurnResult:
+        """Observation after an answer without calls."""
+        text = self.call("step", lambda: self.environment.step(answer))
+        if text is None or self.environment.done:
+            return TurnResult()
+        return TurnResult([{"role": "user", "content": str(text)}])
+
+    def end(self, result: TurnResult) -> TurnResult:
+        """The result with reward and metrics. Closes the environment."""
+        reward = self.call("get_reward", self.environment.get_reward)
+        metrics = self.call("get_metrics", self.environment.get_metrics)
+        self.call("close", self.environment.close)
+        return replace(result, messages=(), reward=None if reward is None else float(reward), metrics=metrics)
+
+    def call(self, name: str, function: Callable[[], Any]) -> Any:
+        """Result of a method. Raises UserError with the row if it raises or hangs."""
+        where = f"{self.prompt.where}: environment {type(self.environment).__name__}.{name}"
+        seconds = self.config.tool_timeout_seconds
+        future = run_in_thread(function)
+        try:
+            error = future.exception(seconds)
+        except TimeoutError:
+            fix = "Raise environment.tool_timeout_seconds."
+            raise UserError(f"{where}: no result after {seconds:g} s. {fix}") from None
+        if error is None or isinstance(error, UserError):
+            return future.result()
+        location = find_user_code(error)
+        text = f"{type(error).__name__}: {error}" if location is None else location.message
+        raise UserError(f"{where}: {text}. Fix the row or the environment.") from error
+
+
+def accepted_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns that a function has parameters for; all of them if it takes any keyword."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(columns)
+    return {name: value for name, value in columns.items() if name in parameters}
+
+
+def with_text(messages: Sequence[Message], text: str | None) -> Sequence[Message]:
+    """Messages with a text at the end of the last user message."""
+    if text is None:
+        return messages
+    if not messages or messages[-1]["role"] != "user":
+        return [*messages, {"role": "user", "content": text}]
+    return [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{text}"}]
