@@ -1,0 +1,1 @@
+"""Server with the protocol of OpenAI on the generation engine. Requires the extra `serve`."""

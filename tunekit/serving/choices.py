@@ -1,0 +1,147 @@
+"""Answers of the model as the choices of a response: texts, tool calls, log-probabilities."""
+
+import json
+import secrets
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tunekit.data.chat_template.call_formats import CallError, Scanner, json_call
+from tunekit.data.chat_template.tool_calls import ParsedAnswer, ToolCallParser, number_calls
+from tunekit.data.tokenizer import TextStreamer, Tokenizer
+from tunekit.generation.requests import TokenOutput
+from tunekit.generation.stop_strings import StopStrings
+from tunekit.serving.request_fields import AnswerOptions
+
+MIN_LOGPROB = -9999.0  # as in vLLM
+TokenText = Callable[[int], str]
+ID_LENGTH = 9  # of a call: the templates of Mistral require it
+
+
+class ForcedCallParser:
+    """Parses answers that are constrained to be a call as a JSON object."""
+
+    def parse(self, answer: str | Sequence[int]) -> ParsedAnswer:
+        assert isinstance(answer, str)
+        try:
+            return ParsedAnswer("", None, number_calls([json_call(Scanner(answer).json("the tool call"))]))
+        except CallError as error:  # cut off by the limit on tokens
+            return ParsedAnswer(answer, None, (), str(error))
+
+    def streamable(self, text: str) -> ParsedAnswer:
+        return ParsedAnswer("")
+
+
+@dataclass
+class Choice:
+    """One answer while it is generated. `parser` is None for completions, whose text is returned as it is."""
+
+    tokenizer: Tokenizer
+    options: AnswerOptions
+    stop: StopStrings
+    parser: ToolCallParser | ForcedCallParser | None
+    prompt_tokens: Sequence[int]
+    text: str = ""  # of all tokens; in chats with special tokens
+    num_tokens: int = 0
+    tokens: list[TokenOutput] = field(
+        default_factory=list
+    )  # that belong to the text, and the stop token if the request asks for token ids
+    finish_reason: str | None = None
+    sent: ParsedAnswer = ParsedAnswer("")  # that was streamed
+
+    def __post_init__(self) -> None:
+        self.stop_tokens = self.options.stop_tokens(self.stop)
+        self.streamer = TextStreamer(self.tokenizer, special=self.parser is not None)
+
+    def add(self, output: TokenOutput) -> None:
+        """Add a token. A stop token is not part of the text."""
+        self.num_tokens += 1
+        self.finish_reason = output.finish_reason
+        is_stop_token = output.token in self.stop_tokens
+        if self.options.includes_stop_token or not is_stop_token:
+            self.tokens.append(output)
+        if not is_stop_token:
+            self.text += self.streamer.add(output.token)
+        if output.finish_reason is not None:
+            self.text += self.streamer.flush()
+            cut = self.stop.cut(self.text)
+            self.text, self.finish_reason = cut, "stop" if cut != self.text else output.finish_reason
+
+    def result(self) -> ParsedAnswer:
+        """The complete answer."""
+        if self.parser is None:
+            return ParsedAnswer(self.text)
+        parsed = self.parser.parse(self.text)
+        if parsed.tool_calls and self.finish_reason == "stop":
+            self.finish_reason = "tool_calls"
+        return parsed
+
+    def delta(self) -> ParsedAnswer:
+        """The part of the answer that was not streamed yet; with tool calls after the last token."""
+        if self.finish_reason is not None:
+            available = self.result()
+        elif self.parser is None:
+            available = ParsedAnswer(self.stop.printable(self.text))
+        else:
+            available = self.parser.streamable(self.stop.printable(self.text))
+        content = available.content[len(self.sent.content) :]
+        reasoning = (available.reasoning_content or "")[len(self.sent.reasoning_content or "") :]
+        self.sent = ParsedAnswer(
+            self.sent.content + content, (self.sent.reasoning_content or "") + reasoning, available.tool_calls
+        )
+        return ParsedAnswer(content, reasoning or None, available.tool_calls)
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def format_calls(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls with arguments in a JSON string and ids that are unique in a conversation."""
+    alphabet = string.ascii_letters + string.digits
+    return [
+        {
+            "id": call["id"]
+            if ":" in (call["id"] or "")
+            else "".join(secrets.choice(alphabet) for _ in range(ID_LENGTH)),
+            "type": "function",
+            "function": {
+                "name": call["function"]["name"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in calls
+    ]
+
+
+def finite(logprob: float) -> float:
+    """The log-probability; JSON has no -Infinity."""
+    return max(logprob, MIN_LOGPROB)
+
+
+def chat_logprobs(token_text: TokenText, tokens: Sequence[TokenOutput]) -> dict[str, Any]:
+    """Log-probabilities of tokens in the format of chats."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = token_text(token)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+
+    content = [
+        {**entry(item.token, item.logprob), "top_logprobs": [entry(*pair) for pair in item.top_logprobs]}
+        for item in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(token_text: TokenText, tokens: Sequence[TokenOutput], start: int = 0) -> dict[str, Any]:
+    """Log-probabilities of tokens in the format of completions. `start` is the offset of the first one in the text."""
+    texts = [token_text(item.token) for item in tokens]
+    offsets = [start + sum(map(len, texts[:index])) for index in range(len(texts))]
+    top = [{token_text(token): finite(logprob) for token, logprob in item.top_logprobs} for item in tokens]
+    return {
+        "tokens": texts,
+        "token_logprobs": [finite(item.logprob) for item in tokens],
+        "top_logprobs": top if any(top) else None,
+        "text_offset": offsets,
+    }

@@ -1,0 +1,120 @@
+"""Prompts of requests: tokens, limits, and how their answers are constrained and parsed."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from tunekit.data.chat_template.chat_format import encode_conversation
+from tunekit.data.chat_template.messages import Message
+from tunekit.data.chat_template.tool_calls import ToolCallParser
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import UserError
+from tunekit.serving.choices import ForcedCallParser
+from tunekit.serving.constraints import JSONGrammars, call_schema
+from tunekit.serving.errors import APIError
+from tunekit.serving.request_fields import AnswerOptions, ChatRequest, CompletionRequest
+
+Constraint = Callable[[Sequence[int]], Tensor | None] | None
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The tokens of a prompt, and how its answers are made. `constraints` has one entry for each choice."""
+
+    tokens: Sequence[int]
+    max_tokens: int
+    parser: ToolCallParser | ForcedCallParser | None
+    constraints: Sequence[Constraint]
+
+
+class PromptMaker:
+    """Makes prompts with the tokenizer and the chat template of a model or an adapter.
+
+    `max_tokens` is the limit of the server on an answer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int, max_tokens: int | None) -> None:
+        self.tokenizer, self.max_model_len, self.max_tokens = tokenizer, max_model_len, max_tokens
+        self.make_parser = lru_cache(maxsize=64)(self.parser_of)
+
+    @cached_property
+    def grammars(self) -> JSONGrammars:
+        return JSONGrammars(self.tokenizer)
+
+    def make_chat_prompt(self, request: ChatRequest) -> Prompt:
+        """Prompt of a conversation. Raises APIError."""
+        messages = [self.with_known_role(message) for message in request.conversation.messages]
+        encode = self.with_api_errors(encode_conversation, "messages")
+        tokens = encode(self.tokenizer, messages, request.tools)
+        parser = ForcedCallParser() if request.is_forced else self.make_parser(json.dumps(request.tools))
+        max_tokens = self.answer_length(len(tokens), request.options, "messages")
+        schema, param = request.options.schema, "response_format"
+        if request.is_forced:
+            schema, param = call_schema(request.tools or []), "tools"
+        return Prompt(tokens, max_tokens, parser, self.make_constraints(schema, param, request.options.num_choices))
+
+    def make_completion_prompts(self, request: CompletionRequest) -> list[Prompt]:
+        """Prompts of texts and token ids. Raises APIError."""
+        prompts, options = [], request.options
+        for text in request.prompts:
+            tokens = self.encode_prompt(text)
+            constraints = self.make_constraints(options.schema, "response_format", options.num_choices)
+            prompts.append(Prompt(tokens, self.answer_length(len(tokens), options, "prompt"), None, constraints))
+        return prompts
+
+    def parser_of(self, tools: str) -> ToolCallParser:
+        """Parser for tools as JSON. It is reused: detecting the format of calls renders a few probes."""
+        return ToolCallParser(self.tokenizer, json.loads(tools))
+
+    def with_known_role(self, message: Message) -> Message:
+        """Developer messages are system messages for templates that do not know the role."""
+        texts = self.tokenizer.template_texts.values()
+        is_unknown = message["role"] == "developer" and not any("developer" in text for text in texts)
+        return {**message, "role": "system"} if is_unknown else message
+
+    def encode_prompt(self, text: str | list[int]) -> list[int]:
+        vocab = self.tokenizer.vocab_size or self.tokenizer.size
+        encode = self.with_api_errors(self.tokenizer.encode, "prompt")
+        tokens = encode(text, True) if isinstance(text, str) else text
+        if not tokens or not all(0 <= token < vocab for token in tokens):
+            raise APIError(400, f"prompt: must have token ids from 0 to {vocab - 1}", "prompt", "invalid_value")
+        return tokens
+
+    def answer_length(self, num_prompt_tokens: int, options: AnswerOptions, param: str) -> int:
+        """Limit on the tokens of an answer. Raises APIError if they do not fit into the context."""
+        if self.max_tokens is not None and (options.max_tokens or 0) > self.max_tokens:
+            problem = f"this server allows at most {self.max_tokens} tokens per answer, got {options.max_tokens}"
+            raise APIError(400, f"max_tokens: {problem}", "max_tokens", "invalid_value")
+        space = self.max_model_len - num_prompt_tokens
+        if space < (options.max_tokens or 1):
+            answer = f" and max_tokens={options.max_tokens}" if options.max_tokens else ""
+            sizes = (
+                f"the prompt has {num_prompt_tokens} tokens{answer}, but the context has {self.max_model_len} tokens"
+            )
+            raise APIError(400, sizes, param, "context_length_exceeded")
+        return options.max_tokens or min(space, self.max_tokens or space)
+
+    def make_constraints(self, schema: dict[str, Any] | None, param: str, count: int) -> list[Constraint]:
+        """A constraint for each choice."""
+        if schema is None:
+            return [None] * count
+        return [self.grammars.compile(schema, param) for _ in range(count)]
+
+    def with_api_errors(self, function: Callable[..., T], param: str) -> Callable[..., T]:
+        """Turn errors of the user into status 400 for a field. Clients do not see the path of the template."""
+
+        def run(*args: Any) -> T:
+            try:
+                return function(*args)
+            except UserError as error:
+                message = str(error)
+                for _, path in self.tokenizer.templates.values():
+                    message = message.removeprefix(f"{path}: ")
+                raise APIError(400, message, param, "invalid_value") from None
+
+        return run

@@ -1,0 +1,259 @@
+"""Requests of the protocol: JSON to validated options, with OpenAI's names of fields and those of vLLM for others."""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tunekit.data.chat_template.messages import Conversation, json_type, make_conversation, parse_tools
+from tunekit.errors import FieldError, UserError
+from tunekit.generation.sampling import SamplingConfig
+from tunekit.generation.stop_strings import StopStrings
+from tunekit.serving.errors import APIError, invalid
+
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MIN_TEMPERATURE, MAX_SCALE = 0.01, 100.0  # logits are divided by temperatures and penalties
+SHARED = {"model", "n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop",
+          "stream", "stream_options", "response_format", "logprobs", "stop_token_ids", "ignore_eos", "return_token_ids",
+          "return_tokens_as_token_ids"}  # fmt: skip
+CHAT = {"messages", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs"}
+# Fields without an effect on the answer, and others with the only value that is supported.
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+FIXED: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "echo": (False,), "suffix": ("",),
+    "best_of": (1,), "modalities": (["text"],)}  # fmt: skip
+Tools = list[dict[str, Any]] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """How prompts are answered. `max_tokens` is None if the request has no limit."""
+
+    model: str
+    sampling: SamplingConfig
+    max_tokens: int | None
+    num_choices: int
+    is_stream: bool
+    includes_usage: bool  # whether a stream ends with the numbers of tokens
+    num_logprobs: int | None  # most likely tokens to report with each token; None: no log-probabilities
+    schema: dict[str, Any] | None  # JSON Schema of the answer
+    stop_token_ids: frozenset[int]  # end the answer, besides the stop tokens of the model
+    ignores_eos: bool  # whether the stop tokens of the model do not end the answer
+    returns_token_ids: bool  # whether choices have the ids of their tokens
+    names_tokens_by_id: bool  # whether log-probabilities name tokens as `token_id:7` instead of by their text
+
+    @property
+    def includes_stop_token(self) -> bool:
+        """Whether stop tokens are reported, as in vLLM. Clients of OpenAI expect the tokens of the text only."""
+        return self.returns_token_ids or self.names_tokens_by_id
+
+    def stop_tokens(self, stop: StopStrings) -> frozenset[int]:
+        """Ids that end the answer."""
+        eos = stop.tokenizer.stops if self.ignores_eos else frozenset()
+        return stop.token_ids - eos | self.stop_token_ids
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A conversation to answer. `is_forced`: the answer must be a call of one of the tools."""
+
+    conversation: Conversation
+    options: AnswerOptions
+    is_forced: bool
+
+    @property
+    def tools(self) -> Tools:
+        return self.conversation.tools
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """Texts or token ids to continue."""
+
+    prompts: list[str | list[int]]
+    options: AnswerOptions
+
+
+class Fields:
+    """Fields of a JSON object. Null is the same as no field."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = {key: value for key, value in values.items() if value is not None}
+
+    def check_names(self, known: set[str]) -> None:
+        for name, value in self.values.items():
+            if name in FIXED and value in FIXED[name]:
+                continue
+            if name not in known | IGNORED:
+                raise APIError(400, f"{name}: not supported by this server", name, "unsupported_parameter")
+
+    def number(self, name: str, default: float, low: float, high: float) -> float:
+        value = self.values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise invalid(name, f"must be a number, got {json_type(value)}")
+        if not low <= value <= high:
+            raise invalid(name, f"must be >= {low:g} and <= {high:g}, got {value}")
+        return float(value)
+
+    def temperature(self) -> float:
+        """Smaller temperatures than MIN_TEMPERATURE, other than 0, overflow."""
+        value = self.number("temperature", 1.0, 0, MAX_SCALE)
+        return max(value, MIN_TEMPERATURE) if value else 0.0
+
+    def integer(self, name: str, low: int, high: int | None = None) -> int | None:
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise invalid(name, f"must be an integer, got {json_type(value)}")
+        if value < low or (high is not None and value > high):
+            raise invalid(name, f"must be >= {low}{'' if high is None else f' and <= {high}'}, got {value}")
+        return value
+
+    def boolean(self, name: str) -> bool:
+        value = self.values.get(name, False)
+        if not isinstance(value, bool):
+            raise invalid(name, f"must be a boolean, got {json_type(value)}")
+        return value
+
+    def object(self, name: str) -> dict[str, Any]:
+        value = self.values.get(name, {})
+        if not isinstance(value, dict):
+            raise invalid(name, f"must be an object, got {json_type(value)}")
+        return value
+
+    def string(self, name: str) -> str:
+        value = self.values.get(name)
+        if not isinstance(value, str):
+            raise invalid(name, f"must be a string, got {json_type(value)}")
+        return value
+
+    def stop_strings(self) -> tuple[str, ...]:
+        value = self.values.get("stop", [])
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+            raise invalid("stop", "must be a text or a list of texts that are not empty")
+        if len(texts) > MAX_STOP_STRINGS:
+            raise invalid("stop", f"must have at most {MAX_STOP_STRINGS} texts, got {len(texts)}")
+        return tuple(texts)
+
+    def stop_token_ids(self) -> frozenset[int]:
+        value = self.values.get("stop_token_ids", [])
+        if value != [] and not is_tokens(value):
+            raise invalid("stop_token_ids", "must be a list of token ids")
+        return frozenset(value)
+
+    def sampling(self) -> SamplingConfig:
+        """Sampling options. Without a seed, answers differ from request to request."""
+        seed, top_k = self.integer("seed", -(2**63), 2**64 - 1), self.integer("top_k", -1)
+        try:
+            return SamplingConfig(
+                temperature=self.temperature(),
+                top_k=None if top_k in (None, 0, -1) else top_k,  # vLLM: 0 and -1 are all tokens
+                top_p=self.number("top_p", 1.0, 0, 1),
+                min_p=self.number("min_p", 0.0, 0, 1),
+                repetition_penalty=self.number("repetition_penalty", 1.0, 1 / MAX_SCALE, MAX_SCALE),
+                stop_strings=self.stop_strings(),
+                seed=secrets.randbits(62) if seed is None else abs(seed),
+            )
+        except FieldError as error:
+            raise invalid(error.field, error.message) from None
+
+    def schema(self) -> dict[str, Any] | None:
+        """JSON Schema of `response_format`."""
+        value = self.object("response_format")
+        kind = value.get("type", "text")
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return {"type": "object"}
+        inner = value.get("json_schema")
+        if kind != "json_schema" or not isinstance(inner, dict):
+            raise invalid("response_format", "must have type text, json_object, or json_schema with `json_schema`")
+        schema = inner.get("schema", {})
+        if not isinstance(schema, dict):
+            raise invalid("response_format", f"json_schema.schema must be an object, got {json_type(schema)}")
+        return schema
+
+
+def parse_options(fields: Fields, num_logprobs: int | None, max_tokens: int | None) -> AnswerOptions:
+    stream_options = fields.object("stream_options")
+    return AnswerOptions(
+        model=fields.string("model"),
+        sampling=fields.sampling(),
+        max_tokens=max_tokens,
+        num_choices=fields.integer("n", 1, MAX_CHOICES) or 1,
+        is_stream=fields.boolean("stream"),
+        includes_usage=stream_options.get("include_usage") is True,
+        num_logprobs=num_logprobs,
+        schema=fields.schema(),
+        stop_token_ids=fields.stop_token_ids(),
+        ignores_eos=fields.boolean("ignore_eos"),
+        returns_token_ids=fields.boolean("return_token_ids"),
+        names_tokens_by_id=fields.boolean("return_tokens_as_token_ids"),
+    )
+
+
+def parse_chat_request(body: Mapping[str, Any]) -> ChatRequest:
+    """Parse the body of /v1/chat/completions. Raises APIError."""
+    fields = Fields(body)
+    fields.check_names(SHARED | CHAT)
+    wants_logprobs, top = fields.boolean("logprobs"), fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if top and not wants_logprobs:
+        raise invalid("top_logprobs", "needs logprobs: true")
+    limits = [fields.integer(name, 1) for name in ("max_completion_tokens", "max_tokens")]
+    max_tokens = next((limit for limit in limits if limit is not None), None)
+    options = parse_options(fields, (top or 0) if wants_logprobs else None, max_tokens)
+    try:
+        tools = parse_tools(body.get("tools"), "tools")
+        tools, is_forced = choose_tools(tools, fields.values.get("tool_choice", "auto"))
+        conversation = make_conversation(body.get("messages"), "messages", tools)
+    except UserError as error:
+        raise APIError(400, str(error), str(error).partition("[")[0].partition(":")[0], "invalid_value") from None
+    if is_forced and options.schema is not None:
+        raise invalid("response_format", "cannot be combined with a tool_choice that requires a call")
+    return ChatRequest(conversation, options, is_forced)
+
+
+def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, bool]:
+    """The tools that an answer may call, and whether it must call one. `choice` is `tool_choice`."""
+    for index, tool in enumerate(tools or ()):
+        if not isinstance(tool.get("function"), dict) or not isinstance(tool["function"].get("name"), str):
+            raise invalid("tools", f"tools[{index}].function must be an object with a name")
+    if choice == "none" or (choice == "auto" and not tools):
+        return None, False
+    if choice in ("auto", "required"):
+        if not tools:
+            raise invalid("tool_choice", "needs tools")
+        return tools, choice == "required"
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    selected = [tool for tool in tools or () if tool["function"]["name"] == name]
+    if not selected:
+        raise invalid("tool_choice", "must be none, auto, required, or the name of a function in tools")
+    return selected, True
+
+
+def parse_completion_request(body: Mapping[str, Any]) -> CompletionRequest:
+    """Parse the body of /v1/completions. Raises APIError."""
+    fields = Fields(body)
+    fields.check_names(SHARED | {"prompt"})
+    value = fields.values.get("prompt")
+    prompts: list[Any] = value if isinstance(value, list) and not is_tokens(value) else [value]
+    if not prompts or not all(isinstance(prompt, str) or is_tokens(prompt) for prompt in prompts):
+        raise invalid("prompt", "must be a text, a list of texts, token ids, or a list of lists of token ids")
+    max_tokens = fields.integer("max_tokens", 1)
+    options = parse_options(fields, fields.integer("logprobs", 0, MAX_TOP_LOGPROBS), max_tokens or 16)
+    if len(prompts) * options.num_choices > MAX_CHOICES:
+        raise invalid("prompt", f"must have at most {MAX_CHOICES} answers, got {len(prompts) * options.num_choices}")
+    return CompletionRequest(prompts, options)
+
+
+def is_tokens(value: Any) -> bool:
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+
+
+Endpoint = Literal["chat", "completion"]
