@@ -42,6 +42,7 @@ PAGES = {
 }
 OPTIONS = {path.stem: path for path in (ROOT / "docs/options").glob("*.md")}
 BASE = {"model": "tunekit/nano", "data": {"kind": "text", "source": "rows.jsonl"}, "output_dir": "runs/docs"}
+PROMPTS = {"prompts": ["Why?"]}  # of recipes that answer
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 EXECUTED_VERBS = ("ls", "cp", "cat", "options", "completion")  # fast verbs without downloads: the tests run them
 
@@ -156,7 +157,9 @@ def config_fragments(page: str) -> Iterator[dict[str, Any]]:
 def test_configs_load() -> None:
     for page in PAGES:
         for fragment in config_fragments(page):
-            load_config(SFTConfig, BASE | ({"adapter": "lora"} if "quantization" in fragment else {}) | fragment)
+            cls = recipe_loader.load_recipe(fragment.pop("recipe", "sft")).CONFIG
+            base = {key: value for key, value in (BASE | PROMPTS).items() if key in cls.__dataclass_fields__}
+            load_config(cls, base | ({"adapter": "lora"} if "quantization" in fragment else {}) | fragment)
 
 
 @cache

@@ -9,11 +9,24 @@ LAYERS = (
     {"errors", "assets", "devices", "env_info", "system", "config", "kernels"},
     {"models", "distributed"},
     {"data", "losses", "optim", "adapters", "quantization", "checkpoint", "generation", "memory", "loggers", "hub"},
-    {"build", "training", "distillation", "evaluation", "plan", "export", "publishing", "rollouts"},
+    {
+        "build",
+        "training",
+        "distillation",
+        "evaluation",
+        "plan",
+        "export",
+        "publishing",
+        "rollouts",
+        "rewards",
+        "environments",
+        "policy",
+        "serving",
+    },
     {"recipes", "cli", "selftest"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-ORACLE_PACKAGES = {"transformers", "peft", "trl", "bitsandbytes", "sentence_transformers"}
+ORACLE_PACKAGES = {"transformers", "peft", "trl", "bitsandbytes", "sentence_transformers", "openai"}
 # Packages that import each other: the self-test runs recipes as the command line does.
 ALLOWED_CYCLES = {("selftest", "cli")}
 FILES = {f"{folder}/{path.relative_to(ROOT / folder)}": path for folder in ("tunekit", "recipes", "kernels")

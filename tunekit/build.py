@@ -145,9 +145,10 @@ def build_model(  # noqa: PLR0913
     dist: DistributedContext,
     from_scratch: bool = False,
     compile: bool = False,
+    value_head: bool = False,
 ) -> Decoder:
     """Build the model on the meta device, allocate this rank's shards, and load or initialize the weights."""
-    model = build_meta_model(checkpoint, quantization, adapter)
+    model = build_meta_model(checkpoint, quantization, adapter, value_head)
     if not from_scratch:
         check_tensors(checkpoint, model.shapes)  # before anything is allocated
     for warning in quantization.warnings(model):
@@ -177,8 +178,10 @@ def build_model(  # noqa: PLR0913
 
 
 def init_adapter(model: Decoder, adapter: NoAdapter | LoRAConfig, checkpoint: HFCheckpoint, seed: int) -> None:
-    """Initialize the weights of a new adapter, or load those of an existing one."""
+    """Initialize the weights of a new adapter, or load those of an existing one; and those of a value head."""
     adapter.init_weights(model, seed)
+    if model.value_head is not None:
+        model.value_head.init_weights()
     if adapter.adapter_path is None:
         token_rows.load_token_rows(model, checkpoint)
     else:
@@ -204,12 +207,14 @@ def check_host_memory(checkpoint: HFCheckpoint, model: Decoder, dist: Distribute
 
 
 def build_meta_model(
-    checkpoint: HFCheckpoint, quantization: NoQuantization, adapter: NoAdapter | LoRAConfig
+    checkpoint: HFCheckpoint, quantization: NoQuantization, adapter: NoAdapter | LoRAConfig, value_head: bool = False
 ) -> Decoder:
     """The quantized model with its adapter on the meta device. Raises UserError if an existing adapter does not fit."""
     model = checkpoint.build_meta_decoder()
     quantization.apply(model)
     adapter.apply(model)
+    if value_head:
+        model.add_value_head()  # after the adapter, which freezes the other weights
     if adapter.adapter_path is not None:
         peft_adapter.check_adapter_fits(Path(adapter.adapter_path), model, adapter, checkpoint)
     return model

@@ -5,12 +5,14 @@ from pathlib import Path
 
 from scripts.nano.preferences import write_preferences
 from scripts.nano.retrieval import write_retrieval
+from scripts.nano.sums import write_sums
 from scripts.nano.tasks import write_tasks
 from scripts.nano.tools import write_tools
 
 WRITERS = {
     "preferences": write_preferences,
     "retrieval": write_retrieval,
+    "sums": write_sums,
     "tasks": write_tasks,
     "tools": write_tools,
 }

@@ -16,6 +16,9 @@ PAIRS = "data: {{kind: preference, source: {folder}/pairs.jsonl, max_length: 64,
 TRIPLETS = "data: {{kind: retrieval, source: {folder}/pairs.jsonl, max_length: 64, packing: {pack}, "
 TRIPLETS += "query_column: prompt, positive_column: chosen, negative_column: rejected}}\n"
 TRIPLETS += "loss: {{kind: multiple_negatives_ranking, scale: 5.0}}"
+PROMPTS = "data: {{source: {folder}/pairs.jsonl, max_length: 64, packing: {pack}}}\n"
+PROMPTS += "rewards: [{{kind: regex_match, regex: 'w|k|z'}}, {{kind: length, max_tokens: 5}}]\n"
+PROMPTS += "num_generations: 16\nsampling: {{max_new_tokens: 6}}\n"
 METHODS = {
     "sft": ("sft", CHATS),
     "dpo": ("preference", PAIRS),
@@ -24,6 +27,9 @@ METHODS = {
     "kto": ("preference", PAIRS + "\nloss: kto"),
     "reward": ("reward", PAIRS),
     "embed": ("embed", TRIPLETS),
+    "grpo": ("grpo", PROMPTS + "loss: {{kind: dapo, beta: 0.1}}\nnum_iterations: 2"),
+    "rloo": ("grpo", PROMPTS + "loss: rloo"),
+    "ppo": ("ppo", PROMPTS + "loss: {{kl_coef: 0.1, gamma: 0.9, whiten_rewards: true}}\nnum_ppo_epochs: 2"),
     "distill": ("distill", CHATS + "\nteacher: {{model: {folder}/teacher/model, precision: {{compute_dtype: fp32}}}}"),
 }
 ADAPTERS = {
@@ -82,13 +88,14 @@ def make_config(case: Case, folder: Path, model: Path, out: Path) -> str:
 def run_all_cases(folder: Path, model: Path, out: str) -> list[dict[str, list[float]]]:
     """Metrics of all steps of each case, by name. Nothing is saved or verified."""
     torch.set_num_threads(1)
-    return [step_metrics(case, folder, model, folder / out / str(number)) for number, case in enumerate(CASES)]
+    return [run_case(case, folder, model, folder / out / str(number)) for number, case in enumerate(CASES)]
 
 
-def step_metrics(case: Case, folder: Path, model: Path, out: Path) -> dict[str, list[float]]:
+def run_case(case: Case, folder: Path, model: Path, out: Path, suffix: str = "") -> dict[str, list[float]]:
+    """Metrics of all steps, by name. `suffix` is appended to the config."""
     recipe: Any = importlib.import_module(f"tunekit.recipes.{METHODS[case.method][0]}")
     recipe.export_final = lambda *_: None
-    recipe.main(load.load_config(recipe.CONFIG, make_config(case, folder, model, out)))
+    recipe.main(load.load_config(recipe.CONFIG, make_config(case, folder, model, out) + suffix))
     lines = [line for line in metrics_file.read_metrics(out) if "loss" in line]
     return {name: [line[name] for line in lines] for name in lines[0] if is_deterministic(name)}
 

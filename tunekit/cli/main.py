@@ -161,6 +161,34 @@ def _chat(add: AddArgument) -> None:
     add("--seed", type=int, metavar="N", help="random seed of sampling (default: 0)")
 
 
+def _serve(add: AddArgument) -> None:
+    add("model", metavar="MODEL", help="directory of a model or a run, or a name on the Hub")
+    adapter = "serve a LoRA adapter of MODEL under a name of its own; repeatable"
+    add("--adapter", action="append", default=[], metavar="NAME=PATH", help=adapter)
+    add("--served-model-name", metavar="NAME", help="name of MODEL in requests (default: MODEL)")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
+    add("--port", type=_number, default=8000, metavar="N", help="port; 0: any free port (default: 8000)")
+    add("--api-key", action="append", default=[], metavar="KEY", help="key of clients (default: $TUNEKIT_API_KEY)")
+    add("--chat-template", metavar="NAME", help="Jinja file or bundled template (default: that of the model)")
+    kwargs = "values of template variables: {enable_thinking: false}"
+    add("--chat-template-kwargs", metavar="{NAME: VALUE}", help=kwargs)
+    add("--config-overrides", metavar="{KEY: VALUE}", help="other values for keys of config.json")
+    add("--quantization", metavar="KIND", help="how the weights are stored: nf4, fp4 or float8")
+    add("--dtype", metavar="DTYPE", help="dtype of computation: auto, bf16, fp16 or fp32 (default: auto)")
+    add("--max-num-seqs", type=_count, default=16, metavar="N", help="answers that are generated at once (default: 16)")
+    length = "maximum tokens of a prompt and its answer (default: the context, at most 4096)"
+    add("--max-model-len", type=_count, metavar="N", help=length)
+    add("--max-tokens", type=_count, metavar="N", help="maximum length of an answer (default: the rest of the context)")
+    modes = ("raw_logprobs", "processed_logprobs")
+    logprobs = "log-probabilities of the model, or of its logits divided by the temperature (default: raw_logprobs)"
+    add("--logprobs-mode", choices=modes, default=modes[0], help=logprobs)
+    updating = "clients may load LoRA adapters from directories of this machine, as in vLLM"
+    add("--allow-runtime-lora-updating", action="store_true", help=updating)
+    concurrent = "requests that run or wait; more are refused (default: 256)"
+    add("--max-concurrent-requests", type=_count, default=256, metavar="N", help=concurrent)
+    add("--max-request-bytes", type=_count, default=2**22, metavar="N", help="size of a request (default: 4194304)")
+
+
 def _selftest(add: AddArgument) -> None:
     add("--device", choices=("auto", "cpu", "cuda", "xpu", "mps"), default="auto", help="default: a GPU if available")
     output = "JSON report; Markdown next to it (default: tunekit-selftest.json)"
@@ -173,6 +201,12 @@ def _selftest(add: AddArgument) -> None:
 def _options(add: AddArgument) -> None:
     add("recipe", metavar="RECIPE", help="name or file of a recipe")
     add("--schema", action="store_true", help="print a JSON Schema for editors instead of Markdown")
+
+
+def _episodes(add: AddArgument) -> None:
+    add("file", metavar="FILE", help="file of episodes (episodes_path), or a run directory with episodes.jsonl")
+    add("--html", default="episodes.html", metavar="FILE", help="page to write (default: episodes.html)")
+    add("--num-rows", type=_count, default=100, metavar="N", help="number of episodes, from the end (default: 100)")
 
 
 def _cache(add: AddArgument) -> None:
@@ -230,8 +264,10 @@ VERBS: dict[str, tuple[str, Callable[[AddArgument], None]]] = {
     "merge": ("merge an adapter into its base model", _merge),
     "export": ("export a model for llama.cpp (GGUF) or bitsandbytes", _export),
     "chat": ("chat with a model", _chat),
+    "serve": ("serve a model with the protocol of OpenAI", _serve),
     "selftest": ("check kernels, model and speed on this machine, and write a report", _selftest),
     "options": ("list every option of a recipe", _options),
+    "episodes": ("write a web page to read sampled episodes turn by turn", _episodes),
     "cache": ("show or clear the cache of tokenized rows", _cache),
     "completion": ("print a script for shell completion", _completion),
 }

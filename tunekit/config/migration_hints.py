@@ -49,6 +49,7 @@ NOTED_KEYS = (
     KeyHint("hub_model_id", "push_to_hub.repo_id"),
     KeyHint("model_name_or_path base_model pretrained_model_name_or_path", "model"),
     KeyHint("model_max_length max_seq_len max_seq_length sequence_len cutoff_len", "data.max_length", "in tokens"),
+    KeyHint("max_prompt_length", "data.max_prompt_length", "longer prompts are dropped"),
     KeyHint("max_prompt_length", "data.max_length", "limits prompt plus answer; prompts have no separate limit"),
     KeyHint("max_completion_length", "on_policy.max_new_tokens", "limits the answers that the student generates"),
     KeyHint(
@@ -175,6 +176,69 @@ NOTED_KEYS = (
     KeyHint("unfrozen_parameters", "adapter.trainable_modules", "patterns of modules; requires adapter=none"),
     KeyHint("embedding_lr lr_groups", "optimizer.lr_pattern", "{embed_tokens: 1e-6}"),
     KeyHint("ensure_weight_tying", "adapter.untie_embeddings", "negated: embeddings stay tied by default"),
+    # grpo
+    KeyHint("loss_type rl", "loss", "set loss=grpo, dapo, bnpo, dr_grpo, cispo or sapo", "num_iterations"),
+    KeyHint("reward_weights", "rewards.weight", "one per reward: rewards='[{kind: length, weight: 0.5}]'"),
+    KeyHint("reward_funcs reward_functions", "rewards", "[{kind: length}]"),
+    KeyHint(
+        "ref_model ref_model_name_or_path reference_model", "reference", "always the initial policy", "num_generations"
+    ),
+    KeyHint(
+        "precompute_ref_log_probs precompute_ref_batch_size",
+        "",
+        "nothing can be computed before answers are sampled",
+        "num_generations",
+    ),
+    KeyHint("log_completions", "num_completions_to_print", "all answers are in a file of the run"),
+    KeyHint("grpo_samples group_size", "num_generations"),
+    KeyHint("ppo_epochs", "num_iterations"),
+    KeyHint("generation_batch_size", "steps_per_generation", "a multiple of `global_batch_size`"),
+    KeyHint("num_generations_eval", "", "an evaluation samples one answer to each prompt", "num_generations"),
+    KeyHint("forward_batch_size", "micro_batch_size", "", "num_generations"),
+    KeyHint("kl_coef kl_coeff", "loss.beta", "", "num_generations"),
+    KeyHint("epsilon_low", "loss.epsilon", "", "num_generations"),
+    KeyHint("vllm_importance_sampling_correction", "loss.importance_sampling_correction"),
+    KeyHint("vllm_importance_sampling_mode", "loss.importance_sampling_mode"),
+    KeyHint("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", "loss.importance_sampling_clip_max"),
+    KeyHint("vllm_importance_sampling_clip_min", "loss.importance_sampling_clip_min"),
+    KeyHint("use_vllm vllm_mode", "engine", "{kind: server, base_url: ADDRESS}; not needed for continuous batching"),
+    KeyHint(
+        "vllm_server_base_url vllm_server_host vllm_server_port", "engine.base_url", "of the engine of kind server"
+    ),
+    KeyHint("vllm_server_timeout", "engine.timeout_seconds", "of a request; start the server before the training"),
+    KeyHint("vllm_max_model_length", "data.max_length", "prompt plus answer, in tokens", "num_generations"),
+    KeyHint(
+        "vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_enable_sleep_mode vllm_group_port vllm_model_impl",
+        "",
+        "an option of the server, if it needs one",
+        "num_generations",
+    ),
+    KeyHint("use_transformers_paged", "", "answers are always sampled with continuous batching", "num_generations"),
+    KeyHint("environment_factory", "environment.environment_factory", "of an environment of kind custom"),
+    # ppo
+    KeyHint("loss_type rl", "", "this recipe has one loss", "num_mini_batches"),
+    KeyHint("ppo_epochs", "num_ppo_epochs"),
+    KeyHint(
+        "ppo_batch_size rollout_batch_size",
+        "global_batch_size",
+        "answers of an optimizer step; a generation has num_mini_batches times as many",
+        "num_mini_batches",
+    ),
+    KeyHint("local_rollout_forward_batch_size", "micro_batch_size", "", "num_mini_batches"),
+    KeyHint("response_length", "sampling.max_new_tokens"),
+    KeyHint("sft_model_path policy_model", "model", "", "num_mini_batches"),
+    KeyHint("reward_model_path reward_model reward_checkpointer", "rewards", "[{kind: reward_model, model: NAME}]"),
+    KeyHint(
+        "value_model value_checkpointer reward_and_value_model critic_lr",
+        "value_lr",
+        "values come from a head next to the language model head; this is its learning rate",
+    ),
+    KeyHint("kl_coeff init_kl_coef beta", "loss.kl_coef"),
+    KeyHint("lmbda lambda", "loss.lam"),
+    KeyHint("value_coeff vf_coeff", "loss.vf_coef"),
+    KeyHint("value_clip_range", "loss.cliprange_value"),
+    KeyHint("epsilon clip_range", "loss.cliprange", "", "num_mini_batches"),
+    KeyHint("reward_penalty penalise_no_eos", "loss.missing_eos_penalty", "a positive number, which is subtracted"),
     # preference
     KeyHint(
         "ref_model ref_model_name_or_path reference_model",
@@ -196,8 +260,7 @@ NOTED_KEYS = (
     KeyHint(
         "reward_weights reward_funcs",
         "",
-        "reward functions belong to GRPO, which is not supported; in a sum of losses (recipe preference) each loss "
-        "has a `weight`",
+        "reward functions belong to recipe grpo; in a sum of losses (recipe preference) each loss has a `weight`",
     ),
     KeyHint("label_smoothing_factor", "loss.label_smoothing", "of cross-entropy", "loss.z_loss"),
     KeyHint(
@@ -366,9 +429,10 @@ KIND_NOTES = {  # kinds of other trainers that are several keys here
 PREFERENCE = "it is a loss of recipe preference: tune run preference CONFIG loss={name}"
 REWARD = "it is a loss of recipe reward: tune run reward CONFIG loss={name}"
 ONLINE = (
-    "online reinforcement learning is not supported; recipe preference trains on pairs and labels (dpo, kto, orpo, "
-    "simpo and others), recipe reward trains reward models"
+    "it is not supported; recipes grpo and ppo train on rewards of sampled answers (grpo, dapo, rloo, ppo and others), "
+    "recipe preference on pairs and labels (dpo, kto, orpo and others)"
 )
+POLICY = "it is a loss of recipe grpo: tune run grpo CONFIG loss={name}"
 RECIPES = (
     ("dpo ipo kto orpo simpo cpo bco alphapo discopop robust hinge exo_pair sppo_hard apo_zero apo_down", PREFERENCE),
     ("rpo mpo", "it is a sum of losses of recipe preference, such as tune run preference CONFIG loss=[dpo,sft]"),
@@ -377,8 +441,12 @@ RECIPES = (
     ("full_dpo_distributed",
      "it is recipe preference with adapter=none, which needs a lower optimizer.lr than an adapter: "
      "tune run preference llama3_2/1b_dpo_lora adapter=none optimizer.lr=1e-6"),
-    ("grpo ppo rloo reinforce gspo dapo gmpo dr_grpo online_dpo nash_md xpo rlhf rlvr", ONLINE),
-    ("ppo_full_finetune_single_device grpo_full_finetune_distributed", ONLINE),
+    ("dapo gspo bnpo dr_grpo cispo sapo rloo reinforce_pp", POLICY),
+    ("reinforce rlvr", "it is recipe grpo: tune run grpo CONFIG"),
+    ("grpo_full_finetune_distributed async_grpo_full_finetune_distributed",
+     "it is recipe grpo: tune run grpo llama3_2/3b_grpo_gsm8k"),
+    ("ppo_full_finetune_single_device", "it is recipe ppo: tune run ppo mistral/7b_ppo_full"),
+    ("gmpo online_dpo nash_md xpo rlhf", ONLINE),
     ("rm reward_model reward_modeling", REWARD.format(name="bradley_terry")),
     ("bradley_terry classification regression binary_cross_entropy process_reward", REWARD),
     ("reranker rerank cross_encoder", REWARD.format(name="binary_cross_entropy")),

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import Any
 
 from tunekit.config.choices import ChoiceRegistry, iter_slots, kind_name
 from tunekit.config.errors import ConfigError, ErrorCollector
+from tunekit.errors import UserError
 
 
 def load_user_choices(root: type, files: Sequence[Path]) -> ChoiceRegistry:
@@ -52,6 +54,20 @@ def import_file(name: str, file: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses look up their module while they are created
     spec.loader.exec_module(module)
     return module
+
+
+def load_attribute(reference: str, key: str) -> Any:
+    """The function or class that `path.py:name` names. Raises UserError if there is none.
+
+    `key` is the config key that contains the reference.
+    """
+    path, _, name = reference.rpartition(":")
+    if not path.endswith(".py") or not name.isidentifier():
+        raise UserError(f"{key}: expected path.py:name, got {reference!r}. Name a Python file and what it defines.")
+    module = _import_once(Path(path))
+    if name not in vars(module):
+        raise UserError(f"{key}: {path} defines no {name!r}. Set {key} to a name in that file.")
+    return vars(module)[name]
 
 
 class UserCodeErrors:

@@ -32,7 +32,7 @@ from tunekit.data.dataloader.batch import Batch
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.kernels.device_to_host import HostCopy, read_lag
-from tunekit.loggers.metrics_file import COMPLETIONS, FILE, StepLog
+from tunekit.loggers.metrics_file import COMPLETIONS, EPISODES, FILE, StepLog
 
 PRINT_INTERVAL = 10.0
 MAX_PROMPT, MAX_ANSWER = 80, 400  # characters that are printed
@@ -166,6 +166,7 @@ class MetricLogger:
         self.trackers = [open_tracker(tracker, folder, start, resolved or {}) for tracker in trackers]
         self.file = StepLog(folder / FILE, start) if dist.is_main_process else None
         self.completions = StepLog(folder / COMPLETIONS, start) if dist.is_main_process else None
+        self.episodes = StepLog(folder / EPISODES, start) if dist.is_main_process else None
         if self.file is not None:
             self.file.open()  # raises if it cannot be written
         self.terminal = TerminalLogger(num_steps, start, dist.is_main_process)
@@ -191,7 +192,7 @@ class MetricLogger:
         self.terminal.close()
         for tracker in self.trackers:
             tracker.close()
-        for file in filter(None, (self.file, self.completions)):
+        for file in filter(None, (self.file, self.completions, self.episodes)):
             file.close()
 
     def log_step(self, step: int, batches: Sequence[Batch], data_time: float, **metrics: Tensor | float) -> None:
@@ -238,7 +239,7 @@ class MetricLogger:
     def rewind(self, step: int) -> None:
         """Delete the lines after `step`, when the run rolls back to it. The counter was restored with the state."""
         self.flush()
-        for file in filter(None, (self.file, self.completions)):
+        for file in filter(None, (self.file, self.completions, self.episodes)):
             file.rewind(step)
         self.terminal.advance(step)
         self.clock, self.compiled = time.perf_counter(), compile_seconds()
@@ -271,6 +272,11 @@ class MetricLogger:
             answer = answer if len(answer) <= MAX_ANSWER else f"{answer[:MAX_ANSWER]}..."
             prompt = prompt if len(prompt) <= MAX_PROMPT else f"...{prompt[-MAX_PROMPT:]}"  # the end has the question
             self.terminal.print_line(f"step {step}: {prompt} -> {answer}")
+
+    def log_episodes(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write sampled episodes with their tokens, one line each, to `episodes.jsonl`, for `tune episodes`."""
+        if self.episodes is not None:
+            self.episodes.write(step, rows)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

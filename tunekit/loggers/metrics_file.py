@@ -1,4 +1,4 @@
-"""Files of a run with one JSON object per line, each with its step: `metrics.jsonl` and `completions.jsonl`."""
+"""Files of a run with a JSON object per line, each with its step: metrics, answers, and episodes with their tokens."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from tunekit.errors import UserError
 
-FILE, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
+FILE, COMPLETIONS, EPISODES = "metrics.jsonl", "completions.jsonl", "episodes.jsonl"
 
 
 class StepLog:

@@ -19,6 +19,7 @@ from tunekit.hub import download
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
 from tunekit.plan.layer_profile import CPU, ParamSize, ProbeStep, inference_memory, param_sizes
+from tunekit.plan.rollout_cache import SamplesAnswers
 from tunekit.quantization.config import NoQuantization
 
 CONFIG = download.Files(("config.json", "adapter_config.json", "adapter_model.safetensors"))
@@ -143,6 +144,8 @@ def list_omissions(cfg: object) -> Iterator[str]:
         yield "not planned: generation by the student: its time and its KV cache"
     if isinstance(cfg, HasReference):
         yield "planned without shared prompts, which save memory and time"
+    if isinstance(cfg, SamplesAnswers):
+        yield "not planned: the time to sample answers"
     if isinstance(cfg, HasTeacher) and not cfg.teacher.runs_in_each_step():
         yield "not planned: the teacher, which is in memory only while it precomputes its logits"
     if isinstance(cfg, HasForgetting) and cfg.forgetting is not None:

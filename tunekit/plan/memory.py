@@ -265,6 +265,8 @@ class StepSimulation:
         """Load the weights, run all micro-batches and the optimizer step, and save."""
         model, task, profile = self.model, self.model.task, self.model.gathered_step
         self.load()
+        if cache := task.rollout_cache_bytes(model.sizes):
+            self.record("forward", "sampling of answers", "other", cache)
         if task.auxiliary:
             self.record("forward", "the auxiliary model", "other", model.auxiliary.peak, model.auxiliary.gathered)
         self.run_micro_batch(profile.first, first=True)

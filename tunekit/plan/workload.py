@@ -35,6 +35,7 @@ from tunekit.plan.auxiliary_models import (
 from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.layer_profile import CPU, LossFn, OptimizerFactory, ProbeStep, StepProfile, profile_step
 from tunekit.plan.proxy_losses import proxy_loss
+from tunekit.plan.rollout_cache import RolloutShape, rollout_cache_bytes
 from tunekit.quantization.config import NoQuantization
 
 CONFIG = download.Files(("config.json",))
@@ -90,11 +91,16 @@ class Workload:
     num_reference_passes: int = 0  # additional forward passes of the trained model without gradients
     omissions: tuple[str, ...] = ()  # warnings about costs that are not planned
     compile: bool = False
+    rollouts: RolloutShape = RolloutShape()  # answers that are sampled at once
 
     @property
     def compute(self) -> torch.dtype:
         """The dtype of matmuls; `resolve_precision` has replaced `auto`, since this knows no device."""
         return DTYPES[self.precision.compute_dtype]
+
+    def rollout_cache_bytes(self, sizes: ParallelDims) -> int:
+        """Bytes of the keys and values of sampled answers on a rank; 0 if the recipe samples none."""
+        return rollout_cache_bytes(self.source, self.rollouts, self.precision.compute_dtype, sizes, self.device)
 
     def rows(self, sizes: ParallelDims) -> int:
         """Number of rows of a rank in a step."""
@@ -143,6 +149,7 @@ def make_workload(cfg: Any, machine: ClusterSpec) -> Workload:
         micro_batch_size=cfg.micro_batch_size,
         quantization=cfg.quantization,
         compile=cfg.compile,
+        rollouts=RolloutShape.from_config(cfg),
         adapter=cfg.adapter,
         memory=cfg.memory,
         optimizer=cfg.optimizer,

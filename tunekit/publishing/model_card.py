@@ -271,6 +271,7 @@ def result_rows(lines: Lines) -> Iterator[tuple[str, str, Callable[[float], str]
         yield "eval/loss", "perplexity", lambda loss: f"{math.exp(min(loss, 700)):.4g}"
     yield from ((name, title, "{:.1%}".format) for name, title in ACCURACIES.items())
     yield from ((f"eval/{name}", f"{name} of answers", "{:.1%}".format) for name in ANSWER_METRICS)
+    yield "eval/reward", "mean reward of held-out prompts", "{:.3f}".format
 
 
 def evaluation_section(run: Path) -> str:

@@ -191,7 +191,8 @@ class TrainConfig:
                 raise FieldError(name, "requires eval_data or generation_eval")
             if getattr(self, name) and self.eval_data is None and self.metric_for_best_model == "loss":
                 raise FieldError("metric_for_best_model", "loss requires eval_data. Set exact_match or regex_match.")
-        if self.metric_for_best_model != "loss" and not (self.early_stopping_patience or self.load_best_model_at_end):
+        (default,) = (item.default for item in fields(self) if item.name == "metric_for_best_model")
+        if self.metric_for_best_model != default and not (self.early_stopping_patience or self.load_best_model_at_end):
             raise FieldError("metric_for_best_model", "requires load_best_model_at_end or early_stopping_patience")
 
     @property

@@ -29,8 +29,10 @@ def open_dataloader(
     return build_dataloader(data, tokenizer, *sizes, run.dist, run.dir / subdir, run.overwrite)
 
 
-def load_model(checkpoint: HFCheckpoint, cfg: TrainConfig, dist: DistributedContext) -> Decoder:
-    """The model to train: this rank's shards, with weights and adapter."""
+def load_model(
+    checkpoint: HFCheckpoint, cfg: TrainConfig, dist: DistributedContext, value_head: bool = False
+) -> Decoder:
+    """The model to train: this rank's shards, with weights and adapter, and with a new value head if asked for."""
     dist.heartbeat.record(0, "load")
     free_memory.check(cfg, dist)
     from_scratch = cfg.init == "random"
@@ -38,9 +40,8 @@ def load_model(checkpoint: HFCheckpoint, cfg: TrainConfig, dist: DistributedCont
         dist.log(f"precision.compute_dtype: auto selects {dtype}: this device has no fast bf16 matmuls")
     if cfg.adapter.adapter_path is not None:
         dist.log(f"continuing the training of adapter {cfg.adapter.adapter_path} (base: {checkpoint.name})")
-    model = build.build_model(
-        checkpoint, cfg.quantization, cfg.adapter, cfg.precision, cfg.memory, dist, from_scratch, cfg.compile
-    )
+    options = cfg.quantization, cfg.adapter, cfg.precision, cfg.memory
+    model = build.build_model(checkpoint, *options, dist, from_scratch, cfg.compile, value_head)
     model.neftune_noise_alpha = cfg.neftune_noise_alpha
     return model
 

@@ -21,7 +21,7 @@ from tunekit.config.migration_hints import RECIPES, TABLE, KeyHint, find_hint, s
 DOCS = Path(__file__).parents[3] / "docs"
 # keys that no config class has
 KEYS_OUTSIDE_CONFIGS = {"num_labels", "id2label", "label2id", "margin", "peft_config", "ref_model"}
-TRAINING_RECIPES = ("sft", "preference", "reward", "embed", "distill")
+TRAINING_RECIPES = ("sft", "preference", "reward", "embed", "distill", "grpo", "ppo")
 
 
 # keys whose hint lists values
@@ -29,6 +29,8 @@ NAMES_WITH_VALUE_LISTS = ("optim", "lr_scheduler", "ref_model", "bf16", "train_o
 REQUIRED_OPTIONS = {  # options that a recipe requires
     "sft": "model: m\ndata: {source: s}\noutput_dir: o\n",
     "distill": "model: m\ndata: {source: s}\noutput_dir: o\nteacher: {model: t}\n",
+    "grpo": "model: m\ndata: {source: s}\noutput_dir: o\nrewards: [{kind: length}]\n",
+    "ppo": "model: m\ndata: {source: s}\noutput_dir: o\nrewards: [{kind: length}]\n",
     "evaluate": "model: m\ndata: {source: s}\n",
     "generate": "model: m\nprompts: [p]\n",
 }
@@ -142,7 +144,19 @@ def test_config_keys_have_no_foreign_hint() -> None:
         ("nano/dpo", "max_length", "'max_length' is a key of data"),
         ("nano/dpo", "ref_model", "use reference: always the initial policy"),
         ("nano/dpo", "loss_type", "use loss: set loss=ipo"),
-        ("nano/dpo", "reward_weights", "reward functions belong to GRPO, which is not supported"),
+        ("nano/dpo", "reward_weights", "reward functions belong to recipe grpo"),
+        ("nano/grpo", "max_completion_length", "use sampling.max_new_tokens"),
+        ("nano/grpo", "max_prompt_length", "use data.max_prompt_length"),
+        ("nano/grpo", "reward_funcs", "use rewards"),
+        ("nano/grpo", "loss_type", "use loss: set loss=grpo, dapo"),
+        ("nano/grpo", "vllm_server_base_url", "use engine.base_url"),
+        ("nano/grpo", "vllm_importance_sampling_mode", "use loss.importance_sampling_mode"),
+        ("nano/ppo", "loss_type", "this recipe has one loss"),
+        ("nano/ppo", "kl_coef", "'kl_coef' is a key of loss"),
+        ("nano/ppo", "ppo_epochs", "use num_ppo_epochs"),
+        ("nano/ppo", "lmbda", "use loss.lam"),
+        ("nano/ppo", "loss.epsilon", "use loss.cliprange"),
+        ("nano/ppo", "reward_model_path", "use rewards: [{kind: reward_model"),
         ("nano/dpo", "beta", "'beta' is a key of loss.0"),
         ("nano/dpo", "loss.0.smoothing", "use loss.0.label_smoothing"),
         ("nano/dpo", "label_smoothing", "'label_smoothing' is a key of loss.0"),
@@ -266,7 +280,8 @@ def test_suggested_losses_exist() -> None:
     [
         ("dpo", "it is a loss of recipe preference: tune run preference CONFIG loss=dpo"),
         ("KTO", "tune run preference CONFIG loss=kto"),
-        ("grpo", "online reinforcement learning is not supported"),
+        ("rloo", "tune run grpo CONFIG loss=rloo"),
+        ("rlhf", "recipes grpo and ppo train on rewards of sampled answers"),
         ("prm", "tune run reward CONFIG loss=process_reward"),
         ("rm", "tune run reward CONFIG loss=bradley_terry"),
         ("regression", "tune run reward CONFIG loss=regression"),

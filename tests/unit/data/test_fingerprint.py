@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tunekit import assets
 from tunekit.config.user_code import load_user_choices
 from tunekit.data.datasets import ChatDataset, DatasetConfig, TextDataset
 from tunekit.data.preprocess import fingerprint as keys
@@ -105,6 +107,16 @@ def test_rows_and_source_change_fingerprint(rows: ChatDataset, tokenizer: Tokeni
         )
         != before
     )
+
+
+def test_directory_of_a_bundled_dataset_changes_fingerprint(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents store its files, which differ between two installations."""
+    dataset = ChatDataset(source="tunekit/tools")
+    first = compute_fingerprint(dataset, tokenizer)
+    monkeypatch.setitem(assets.DATA, "tunekit/tools", shutil.copytree(assets.DATA["tunekit/tools"], tmp_path / "tools"))
+    assert compute_fingerprint(dataset, tokenizer) != first
 
 
 def test_dataset_class_changes_fingerprint(rows: ChatDataset, tokenizer: Tokenizer) -> None:

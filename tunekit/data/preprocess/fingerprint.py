@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from tunekit import assets
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.preprocess import user_modules
 from tunekit.data.readers.row_reader import RowReader
@@ -25,8 +26,9 @@ def fingerprint(config: DatasetConfig, tokenizer: Tokenizer, reader: RowReader) 
     modules = user_modules.user_modules(config)
     if not all(module.file for module in modules):
         return None
+    source = str(assets.dataset_dir(config.source) or config.source)
     content = {
-        "rows": [config.source, reader.digest()],  # the source, because documents store the names of their files
+        "rows": [source, reader.digest()],  # the source, because documents store the names of their files
         "choice": [type(config).__qualname__, {name: repr(value) for name, value in config.fingerprint_keys().items()}],
         "own": [(module.name, module.text_hash) for module in modules],
         "tokenizer": tokenizer.digest,

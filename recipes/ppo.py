@@ -1,0 +1,181 @@
+"""Reinforcement learning from rewards of sampled answers with a value head, full or with adapters: PPO.
+
+tune run ppo nano/ppo
+tune run ppo mistral/7b_ppo_full reward.model=REWARD_MODEL
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from tunekit.build import open_checkpoint, open_tokenizer
+from tunekit.data.dataloader.prefetch import Prefetcher
+from tunekit.distributed.context import DistributedContext
+from tunekit.errors import FieldError
+from tunekit.loggers.metric_logger import ThroughputCounter
+from tunekit.losses.ppo import PPO
+from tunekit.models.decoder import Decoder
+from tunekit.policy.config import PolicyConfig, check_policy
+from tunekit.policy.objective import PolicyObjective, PolicyStep
+from tunekit.policy.ppo import PPOBuffer, PPOObjective
+from tunekit.policy.prompt_loader import check_prompts, open_prompts
+from tunekit.policy.reference import open_reference
+from tunekit.policy.rollout_buffer import RolloutSampler, check_drift, open_objective
+from tunekit.training.early_stopping import EarlyStopping
+from tunekit.training.export import export_final
+from tunekit.training.forgetting import ForgettingMonitor
+from tunekit.training.generation_monitor import GenerationMonitor
+from tunekit.training.run_context import RunContext
+from tunekit.training.setup import build_optimizer, load_model
+from tunekit.training.step_guard import StepGuard
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig(PolicyConfig):
+    """The keys of this recipe."""
+
+    loss: PPO = PPO()  # Clipped policy gradient and value loss, and how rewards become advantages
+    num_generations: int = 1  # Answers to each prompt
+    num_ppo_epochs: int = 4  # Passes over the answers of a generation
+    num_mini_batches: int = 1  # Optimizer steps of a pass, each on global_batch_size answers
+    value_lr: float | None = None  # Learning rate of the value head; null: optimizer.lr
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_counts("num_ppo_epochs", "num_mini_batches")
+        self.check_loss(self.loss)
+        if self.value_lr is not None and self.value_lr <= 0:
+            raise FieldError("value_lr", f"must be > 0, got {self.value_lr}")
+
+    @property
+    def steps_per_generation(self) -> int:
+        return self.num_mini_batches
+
+    @property
+    def num_iterations(self) -> int:
+        return self.num_ppo_epochs
+
+    @property
+    def with_value_lr(self) -> "PPOConfig":
+        """The config whose optimizer has the learning rate of the value head."""
+        rates = {} if self.value_lr is None else {"value_head": self.value_lr}
+        return replace(self, optimizer=replace(self.optimizer, lr_pattern=rates | self.optimizer.lr_pattern))
+
+
+CONFIG = PPOConfig
+
+
+def check(cfg: PPOConfig) -> None:
+    """Raise UserError for everything that can be found without reading weights."""
+    check_policy(cfg)
+
+
+def main(cfg: PPOConfig, overwrite: bool = False) -> None:
+    """Train, or resume training, and write the result to `final/` in the run directory."""
+    with RunContext(cfg, "ppo", overwrite) as run:
+        if not run.is_complete:
+            train(cfg, run)
+        run.push_result()
+
+
+def train(cfg: PPOConfig, run: RunContext) -> None:
+    """Everything between an open run directory and the exported result."""
+    dist = run.dist  # collectives; the identity on one process
+    checkpoint = open_checkpoint(cfg)  # config.json and tensor names; weights are read by load_model
+    tokenizer = open_tokenizer(checkpoint, run.start_date)
+    train_data = open_prompts(cfg.data, tokenizer, cfg.num_prompts, run, steps=cfg.steps_per_prompt)
+    eval_data = cfg.eval_data and open_prompts(cfg.eval_data, tokenizer, 1, run, "eval")
+    forgetting = ForgettingMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
+    generation = GenerationMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
+    loaders = {"data": train_data, "eval_data": eval_data}
+    check_prompts(cfg, loaders, checkpoint, dist)
+    model = load_model(checkpoint, cfg, dist, value_head=True)  # saved in training states only
+    objective = open_objective(cfg, cfg.loss, train_data, model, PPOObjective)
+    reference = open_reference(cfg.reference, cfg.loss, cfg, checkpoint, model, dist)
+    sampler = RolloutSampler.open(cfg, model, train_data.mixture.prepare_tokenizer(tokenizer), dist)
+    run.begin()
+
+    optimizer = build_optimizer(cfg.with_value_lr, model, dist)
+    num_steps = run.plan_steps(train_data)
+    lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
+    prefetcher = Prefetcher(train_data, dist.device)
+    guard = StepGuard(cfg.step_guard, dist, prefetcher)
+    early_stopping = EarlyStopping(cfg)
+    throughput = ThroughputCounter()
+    rollouts = PPOBuffer(sampler, objective, reference)
+    checkpointer = run.open_checkpointer(
+        model, optimizer, lr_scheduler, data=prefetcher, guard=guard, early_stopping=early_stopping,
+        forgetting=forgetting, throughput=throughput, rollouts=rollouts,
+    )  # fmt: skip
+    step = checkpointer.restore()  # 0 in a new run
+    logger = run.open_logger(num_steps, step, throughput)
+
+    with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
+        if step == 0 and cfg.has_evaluation:
+            run.begin_eval(0)
+            metrics = sampler.evaluate(eval_data.all_prompts()) if eval_data else {}
+            early_stopping.check_metric(logger.log_eval(0, metrics | generation.evaluate(model, 0, logger)))
+        forgetting.begin(model, step, logger)
+        if step == 0 and guard.may_roll_back:
+            checkpointer.save(0)
+        run.handle_signals()
+        while step < num_steps and not early_stopping.triggered:
+            run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
+            prefetcher.next()
+            data_step = guard.data_step(step)
+            if rollouts.needs_rollouts(data_step):
+                rollouts.sample(model, train_data.prompts(data_step), data_step, logger)
+            samples = objective.begin_step(model, *rollouts.take(data_step), dist)
+            loss, metrics = forward_backward(model, samples, objective, dist)
+            check_drift(metrics, cfg.max_logprob_drift)
+            grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
+            if not guard.accepts(step, loss, grad_norm):  # NaN, Inf or a spike
+                optimizer.zero_grad()  # without gradients, `step` changes no weight
+            optimizer.step()
+            optimizer.zero_grad()
+            lr = lr_scheduler.get_last_lr()[0]
+            lr_scheduler.step()
+            if guard.needs_rollback(logger):
+                step = guard.roll_back(checkpointer, logger)  # to the last training state; skips the data since then
+                continue
+            step += 1
+            metrics |= rollouts.metrics
+            logger.log_step(
+                step, samples.batches, prefetcher.data_time, loss=loss, grad_norm=grad_norm, lr=lr, **metrics
+            )
+
+            due = run.due_after(step, num_steps)
+            with logger.pause():  # not part of the step time
+                if due.any:
+                    guard.check_all(logger)  # raises if a step was not finite, before its weights are used
+                if due.push:
+                    run.push_checkpoint(step, num_steps, model, checkpoint)
+                if due.eval:
+                    run.begin_eval(step)
+                    metrics = sampler.evaluate(eval_data.all_prompts()) if eval_data else {}
+                    metrics |= generation.evaluate(model, step, logger)
+                    early_stopping.update(step, logger.log_eval(step, metrics))
+                if due.forgetting:
+                    forgetting.evaluate(model, step, logger)
+                if due.save or early_stopping.needs_save(step) or forgetting.exceeded:
+                    checkpointer.save(step)
+                    run.exit_if_stop_requested(step, num_steps)
+                    forgetting.raise_if_exceeded(step)
+                checkpointer.poll()  # raises if a save in the background has failed
+        step = early_stopping.finish(checkpointer, step, num_steps)  # loads the best weights
+    export_final(run, model, checkpoint, loaders, step)
+
+
+def forward_backward(
+    model: Decoder, step: PolicyStep, objective: PolicyObjective, dist: DistributedContext
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the gradients of one optimizer step. Returns its loss and its other metrics, over all ranks.
+
+    The weights of all tokens are known in advance, so micro-batches and ranks add up to the loss of the step.
+    """
+    for i, batch in enumerate(step.batches, start=1):
+        dist.set_gradient_sync(model, enabled=i == len(step.batches))  # reduce gradients in the last micro-batch only
+        loss = objective.token_loss(model, batch, step)
+        (loss * dist.grad_scale).backward()  # FSDP averages gradients over ranks; this makes it a sum
+    metrics = objective.metrics(step, dist)
+    return metrics.pop("loss"), metrics

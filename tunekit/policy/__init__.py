@@ -1,0 +1,1 @@
+"""Training on sampled answers: prompts, samples, advantages, and the policy gradient of a step."""

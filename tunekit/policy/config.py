@@ -1,0 +1,138 @@
+"""The keys that recipes with sampled answers share, and their checks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tunekit.config.choices import kind_name
+from tunekit.data.dataloader.mixture import MixtureBase
+from tunekit.data.dataloader.prompt_data import PromptData
+from tunekit.data.readers.open_dataset import find_data_files, open_dataset, parse_split
+from tunekit.data.readers.row_reader import Row
+from tunekit.environments.config import EnvironmentChoice
+from tunekit.errors import FieldError
+from tunekit.generation.sampling import SamplingConfig
+from tunekit.losses.policy_gradient import PolicyGradientLoss
+from tunekit.policy.engine_config import EngineChoice, NativeEngineConfig
+from tunekit.policy.reference import AutoPolicyReference, PolicyReference
+from tunekit.rewards.base import check_rewards
+from tunekit.rewards.config import RewardChoice
+from tunekit.training.config import TrainConfig, check_training
+
+
+@dataclass(frozen=True)
+class RolloutSamplingConfig(SamplingConfig):
+    """Sampling options of the answers to train on. Log-probabilities are those before top_k, top_p and min_p."""
+
+    temperature: float = 1.0  # Sampling temperature, by which logits are also divided in training
+    max_new_tokens: int = 512  # Maximum length of an answer in tokens (max_completion_length in TRL)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature == 0:
+            raise FieldError("temperature", "must be > 0: all answers to a prompt would be the same, got 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig(TrainConfig):
+    """Keys of recipes that train on sampled answers.
+
+    `global_batch_size` counts answers, as in TRL: a step trains `global_batch_size / num_generations` prompts.
+    """
+
+    data: PromptData  # Prompts to answer
+    eval_data: PromptData | None = None  # Held-out prompts: each gets one answer, and the mean reward is a metric
+    rewards: tuple[RewardChoice, ...] = ()  # Reward functions, whose weighted scores are added up
+    environment: EnvironmentChoice | None = None  # Tools and turns; its reward is added. null: one answer to a prompt
+    num_generations: int = 8  # Answers to each prompt
+    sampling: RolloutSamplingConfig = RolloutSamplingConfig()  # How answers are sampled
+    engine: EngineChoice = NativeEngineConfig()  # Where answers are generated
+    max_num_seqs: int = 64  # Answers that a device generates at once, or has requested from a server
+    reference: PolicyReference = AutoPolicyReference()  # Reference model; only used if the loss has a KL divergence
+    # Stop if the mean difference between the log-probabilities of sampling and training exceeds this
+    max_logprob_drift: float = 0.2
+    global_batch_size: int = 16  # Answers per optimizer step, over all devices: prompts times num_generations
+    micro_batch_size: int = 1  # Answers per forward pass on one device; with data.packing, rows of several answers
+    num_completions_to_print: int = 0  # Answers of each generation to print; all are in `completions.jsonl`
+    num_episodes_to_save: int = 8  # Answers of each generation in `episodes.jsonl` with all tokens, for `tune episodes`
+    metric_for_best_model: str = "reward"  # Metric of the evaluation, such as `reward` or `rewards/exact_match/mean`
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_counts("num_generations", "max_num_seqs")
+        if self.global_batch_size % self.num_generations:
+            problem = f"must be a multiple of num_generations={self.num_generations}, got {self.global_batch_size}"
+            raise FieldError("global_batch_size", f"{problem}. It counts answers, not prompts.")
+        self.engine.check(self.adapter)
+        if self.num_episodes_to_save < 0:
+            raise FieldError("num_episodes_to_save", f"must be >= 0, got {self.num_episodes_to_save}")
+        if self.max_logprob_drift <= 0:
+            raise FieldError("max_logprob_drift", f"must be > 0, got {self.max_logprob_drift}")
+        if not self.rewards and self.environment is None:
+            raise FieldError("rewards", "needs a reward, such as [{kind: exact_match, column: answer}], or environment")
+        for key, data in (("data", self.data), ("eval_data", self.eval_data)):
+            if data is not None and data.max_length <= self.sampling.max_new_tokens:
+                problem = f"must be more than sampling.max_new_tokens={self.sampling.max_new_tokens:,}"
+                raise FieldError(f"{key}.max_length", f"{problem}, as it includes the prompt, got {data.max_length:,}")
+
+    def check_counts(self, *names: str) -> None:
+        """Raise FieldError for keys that are less than 1."""
+        for name in names:
+            if getattr(self, name) < 1:
+                raise FieldError(name, f"must be >= 1, got {getattr(self, name)}")
+
+    def check_loss(self, loss: PolicyGradientLoss) -> None:
+        """Raise FieldError if the loss does not work with the other keys."""
+        self.reference.check(self.adapter, loss)
+        if loss.needs_groups and self.num_generations < 2:
+            problem = (
+                f"must be >= 2: {kind_name(type(loss))} compares the answers to a prompt, got {self.num_generations}"
+            )
+            raise FieldError("num_generations", problem)
+        if loss.is_sequence_level and self.parallel.cp > 1:
+            raise FieldError("parallel.cp", "must be 1 for losses with one probability ratio per answer")
+
+    @property
+    def steps_per_generation(self) -> int:
+        """Optimizer steps, each on other answers, between two generations."""
+        raise NotImplementedError
+
+    @property
+    def num_iterations(self) -> int:
+        """Passes over the answers of a generation."""
+        raise NotImplementedError
+
+    @property
+    def num_cached_seqs(self) -> int:
+        """Rows of the cache of a device that generates answers."""
+        return self.engine.num_cached_seqs(self.max_num_seqs)
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of a generation, over all devices."""
+        return self.global_batch_size * self.steps_per_generation // self.num_generations
+
+    @property
+    def steps_per_prompt(self) -> int:
+        """Optimizer steps that train on the answers of a generation."""
+        return self.steps_per_generation * self.num_iterations
+
+
+def check_policy(cfg: PolicyConfig) -> None:
+    """Raise UserError for everything that can be found without reading weights."""
+    check_training(cfg)
+    if cfg.environment is not None:
+        cfg.environment.check()
+    for data in filter(None, (cfg.data, cfg.eval_data)):
+        for columns in first_columns(data):
+            check_rewards(cfg.rewards, columns)
+
+
+def first_columns(data: PromptData) -> Iterator[list[str]]:
+    """Names of the columns of the first row of each dataset in local files."""
+    for config in MixtureBase.from_config(data).dataset_configs:
+        if find_data_files(config.source, parse_split(config.split).name) is None:
+            continue  # on the Hub: the columns are checked when the rows are read
+        rows = open_dataset(config.source, config.split, config.max_samples).rows
+        columns = (config.apply_transforms(row.fields) for row in rows if isinstance(row, Row))
+        if (fields := next(filter(None, columns), None)) is not None:
+            yield [*fields]

@@ -1,0 +1,254 @@
+"""Rollouts of each generation: sampled, scored, and kept for the optimizer steps that train on them."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from math import nan
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.distributed.context import DistributedContext
+from tunekit.errors import UserError
+from tunekit.loggers.metric_logger import MetricLogger
+from tunekit.losses.advantages import nan_std, sum_rewards
+from tunekit.losses.policy_gradient import PolicyGradientLoss, RewardSignals
+from tunekit.models.decoder import Decoder
+from tunekit.policy.config import PolicyConfig
+from tunekit.policy.engine_config import EngineLimits
+from tunekit.policy.objective import PolicyObjective
+from tunekit.policy.prompt_loader import PromptLoader
+from tunekit.policy.reference import ReferencePolicy
+from tunekit.policy.samples import PolicyCollator, PolicySamples
+from tunekit.rewards.base import reward_names, score_rollouts
+from tunekit.rollouts.engine import RolloutEngine
+from tunekit.rollouts.episode_log import episode_record
+from tunekit.rollouts.episodes import describe_rewrites, generate_rollouts
+from tunekit.rollouts.rollout import PromptRow, Rollout
+
+
+class ScoredRollouts(NamedTuple):
+    """Rollouts of all ranks; answers to one prompt are adjacent. Scores are (N, K), NaN where none applies."""
+
+    rollouts: Sequence[Rollout]
+    scores: Tensor
+    names: Sequence[str]  # of the K rewards
+    weights: Tensor  # (K,)
+
+    @property
+    def rewards(self) -> Tensor:
+        """Weighted sums (N,), NaN if no reward applies."""
+        return sum_rewards(self.scores, self.weights)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics with TRL's names."""
+        lengths = torch.tensor([float(rollout.num_sampled_tokens) for rollout in self.rollouts])
+        clipped = torch.tensor([float(rollout.finish_reason == "length") for rollout in self.rollouts])
+        metrics = {"reward": self.rewards.nanmean(), "reward_std": nan_std(self.rewards[None]).squeeze()}
+        for name, scores in zip(self.names, self.scores.unbind(1), strict=True):
+            metrics[f"rewards/{name}/mean"] = scores.nanmean()
+            metrics[f"rewards/{name}/std"] = nan_std(scores[None]).squeeze()
+        metrics |= {f"completions/{name}_length": lengths.aminmax()[name == "max"] for name in ("min", "max")}
+        metrics |= {"completions/mean_length": lengths.mean(), "completions/clipped_ratio": clipped.mean()}
+        names = {name for rollout in self.rollouts for name in rollout.metrics} if "environment" in self.names else ()
+        for name in sorted(names):
+            values = [rollout.metrics[name] for rollout in self.rollouts if name in rollout.metrics]
+            metrics[f"environment/{name}"] = torch.tensor(values, dtype=torch.float32).mean()
+        return {name: float(value) for name, value in metrics.items()}
+
+    def episodes(self, tokenizer: Tokenizer, advantages: Tensor, count: int) -> Iterator[dict[str, Any]]:
+        """Lines of `episodes.jsonl` for the first `count` rollouts, with the advantages (N, T) of their tokens."""
+        columns = zip(self.rollouts, self.rewards.tolist(), self.scores.tolist(), advantages, strict=True)
+        for rollout, reward, scores, values in islice(columns, count):
+            named_scores = {name: none_for_nan(score) for name, score in zip(self.names, scores, strict=True)}
+            token_advantages = values[rollout.prompt_length : len(rollout.tokens)].tolist()
+            yield episode_record(tokenizer, rollout, named_scores, none_for_nan(reward), token_advantages)
+
+    def rows(self, advantages: Tensor) -> list[dict[str, Any]]:
+        """Lines of `completions.jsonl`, with the mean advantage (N,) of each rollout."""
+        columns = zip(self.rollouts, self.rewards.tolist(), self.scores.tolist(), advantages.tolist(), strict=True)
+        return [
+            {
+                "prompt": str(rollout.prompt.messages[-1].get("content") or ""),
+                "completion": rollout.completion if len(rollout.messages) == 1 else list(rollout.messages),
+                "row": rollout.prompt.where,
+                "reward": none_for_nan(reward),
+                **{name: none_for_nan(score) for name, score in zip(self.names, scores, strict=True)},
+                "advantage": advantage,
+                "num_tokens": rollout.num_sampled_tokens,
+                "finish_reason": rollout.finish_reason,
+            }
+            for rollout, reward, scores, advantage in columns
+        ]
+
+
+@dataclass
+class RolloutSampler:
+    """Samples and scores answers. Each rank answers its share of the prompts."""
+
+    cfg: PolicyConfig
+    engine: RolloutEngine
+    tokenizer: Tokenizer
+    dist: DistributedContext
+
+    @staticmethod
+    def open(cfg: PolicyConfig, model: Decoder, tokenizer: Tokenizer, dist: DistributedContext) -> "RolloutSampler":
+        """A sampler with an engine of its own. `tokenizer` has the chat template of the prompts."""
+        max_length = max(data.max_length for data in (cfg.data, cfg.eval_data) if data is not None)
+        for reward in cfg.rewards:
+            reward.prepare(dist)
+        if cfg.environment is not None and (warning := describe_rewrites(tokenizer, cfg.environment)):
+            dist.log(f"warning: {warning}.")
+        engine = cfg.engine.open(cfg, model, EngineLimits(cfg.max_num_seqs, max_length), dist)
+        return RolloutSampler(cfg, engine, tokenizer, dist)
+
+    def __call__(self, prompts: Sequence[PromptRow], num_generations: int, step: int) -> ScoredRollouts:
+        """Answers of all ranks to the prompts. Collective."""
+        dist, dims, model = self.dist, self.dist.dims, self.engine.model
+        share, was_training = prompts[dist.dp_rank :: dims.dp_size], model.training
+        sampling = replace(self.cfg.sampling, seed=self.cfg.sampling.seed + dist.seed)
+        self.engine.sync_weights()
+        rollouts = generate_rollouts(
+            self.engine, self.tokenizer, share, num_generations, sampling, self.cfg.environment, step
+        )
+        self.engine.sleep()  # frees the cache for training
+        model.train(was_training)
+        if dist.rank % (dims.cp * dims.tp):
+            rollouts = []  # CP and TP ranks have the same ones: those of the first rank count
+        scores = dist.run_on_all(partial(self.score, rollouts))
+        groups = [rollout.group * dims.dp_size + dist.dp_rank for rollout in rollouts]
+        rollouts = [replace(rollout, group=group) for rollout, group in zip(rollouts, groups, strict=True)]
+        local = list(zip(rollouts, scores, strict=True))
+        ranks = dist.all_gather_objects(local)
+        pairs = sorted((pair for rank in ranks for pair in rank), key=lambda pair: pair[0].group)  # stable
+        all_rollouts, all_scores = zip(*pairs, strict=True)
+        names, weights = reward_names(self.cfg.rewards), [reward.weight for reward in self.cfg.rewards]
+        if self.cfg.environment is not None:
+            names, weights = [*names, "environment"], [*weights, 1.0]
+        return ScoredRollouts(all_rollouts, torch.stack(all_scores), names, torch.tensor(weights))
+
+    def score(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """Scores (R, K) of all rewards, that of the environment last; NaN where one does not apply."""
+        scores = score_rollouts(self.cfg.rewards, rollouts)
+        if self.cfg.environment is None:
+            return scores
+        values = [nan if rollout.environment_reward is None else rollout.environment_reward for rollout in rollouts]
+        return torch.cat([scores, torch.tensor(values, dtype=scores.dtype)[:, None]], dim=1)
+
+    def evaluate(self, prompts: Sequence[PromptRow]) -> dict[str, float]:
+        """Mean rewards and lengths of one answer to each prompt. The random numbers are always the same."""
+        spreads = ("std", "min_length", "max_length")
+        return {name: value for name, value in self(prompts, 1, 0).metrics.items() if not name.endswith(spreads)}
+
+
+class RolloutBuffer:
+    """The samples of a generation, from the first step that trains on them to the last.
+
+    Saved in training states: a run that resumes in the middle of a generation trains on the same samples.
+    """
+
+    samples_class: ClassVar[type[PolicySamples]] = PolicySamples
+
+    def __init__(self, sampler: RolloutSampler, objective: PolicyObjective, reference: ReferencePolicy | None) -> None:
+        self.sampler, self.objective, self.reference = sampler, objective, reference
+        self.generation = -1  # number of the generation; -1: none
+        self.samples: PolicySamples | None = None
+        self.metrics: dict[str, float] = {}  # of the generation
+
+    def needs_rollouts(self, data_step: int) -> bool:
+        """Whether a step has no samples yet."""
+        return self.samples is None or self.generation != data_step // self.sampler.cfg.steps_per_prompt
+
+    def sample(self, model: Decoder, prompts: Sequence[PromptRow], data_step: int, logger: MetricLogger) -> None:
+        """Sample and score answers under the current weights, and log them."""
+        start_time = time.perf_counter()
+        scored = self.sampler(prompts, self.sampler.cfg.num_generations, data_step)
+        self.generation = data_step // self.sampler.cfg.steps_per_prompt
+        self.samples, metrics = self.prepare(model, scored)
+        seconds = time.perf_counter() - start_time
+        self.metrics = {**scored.metrics, **metrics, "generation_time": seconds}
+        advantages = self.samples.advantages.sum(1) / self.samples.num_tokens.clamp(min=1)
+        rows = scored.rows(advantages)
+        number, cfg = self.sampler.dist.step + 1, self.sampler.cfg
+        logger.log_completions(number, rows, cfg.num_completions_to_print)
+        episodes = scored.episodes(self.sampler.tokenizer, self.samples.advantages, cfg.num_episodes_to_save)
+        logger.log_episodes(number, episodes)
+
+    def prepare(self, model: Decoder, scored: ScoredRollouts) -> tuple[PolicySamples, dict[str, float]]:
+        """Samples with log-probabilities and advantages, and metrics of the generation."""
+        cfg, dist, objective, loss = self.sampler.cfg, self.sampler.dist, self.objective, self.objective.loss
+        samples = PolicySamples.from_rollouts(scored.rollouts, loss.mask_truncated_completions)
+        if cfg.steps_per_prompt > 1 or loss.needs_reward_kl:
+            samples = replace(samples, old_logps=objective.score(model, samples, dist)[0])
+        if self.reference is not None:
+            samples = replace(samples, ref_logps=self.reference.token_logps(objective, samples, dist))
+        kl = samples.old_logps - samples.ref_logps if loss.needs_reward_kl else None
+        advantages = loss.advantages(RewardSignals(scored.rewards, cfg.num_generations, samples.loss_mask, kl))
+        values = advantages.values.nan_to_num(0) * samples.loss_mask
+        is_zero = advantages.reward_std.isclose(torch.zeros(())).float()
+        return replace(samples, advantages=values), {"frac_reward_zero_std": float(is_zero.mean())}
+
+    def take(self, data_step: int) -> tuple[PolicySamples, float]:
+        """Samples of a step, and the mean number of trained tokens per step of its generation.
+
+        After the last step of a generation, the buffer is empty.
+        """
+        assert self.samples is not None
+        cfg, samples = self.sampler.cfg, self.samples
+        position = data_step % cfg.steps_per_prompt
+        if position == cfg.steps_per_prompt - 1:
+            self.samples = None
+        mean_num_tokens = float(samples.num_tokens.sum()) / cfg.steps_per_generation
+        return samples[self.rows(position)], mean_num_tokens
+
+    def rows(self, position: int) -> slice | Tensor:
+        """Indices of the samples of a step, by its position in the generation."""
+        first = position % self.sampler.cfg.steps_per_generation * self.sampler.cfg.global_batch_size
+        return slice(first, first + self.sampler.cfg.global_batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        samples = None if self.samples is None else self.samples.state_dict()
+        return {"generation": self.generation, "samples": samples, "metrics": self.metrics}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generation, self.metrics = state["generation"], dict(state["metrics"])
+        self.samples = None if state["samples"] is None else self.samples_class.from_state_dict(state["samples"])
+
+
+def open_objective(
+    cfg: PolicyConfig,
+    loss: PolicyGradientLoss,
+    data: PromptLoader,
+    model: Decoder,
+    kind: type[PolicyObjective] = PolicyObjective,
+) -> PolicyObjective:
+    """The objective of a run. With `data.packing`, the answers to a prompt share it where the model supports that."""
+    max_length = data.mixture.max_length
+    collator = replace(
+        data.collator,
+        global_batch_size=cfg.global_batch_size,
+        micro_batch_size=cfg.micro_batch_size,
+        capacity=max_length if cfg.data.packing else None,
+        with_document_ids=True,
+    )
+    policy_collator = PolicyCollator(collator, cfg.num_generations, model.shares_prefixes(max_length))
+    return kind(loss, policy_collator, cfg.sampling.temperature, cfg.sampling.max_new_tokens)
+
+
+def check_drift(metrics: Mapping[str, Tensor], limit: float) -> None:
+    """Raise UserError if the log-probabilities of sampling and training differ by more than the limit."""
+    drift = float(metrics["sampling/logprob_diff"])
+    if drift > limit:
+        raise UserError(
+            f"max_logprob_drift: the log-probabilities of sampling and training differ by {drift:.3g} on average, more "
+            f"than {limit:g}. Use the same dtypes for both, set loss.importance_sampling_correction=true, or raise it."
+        )
+
+
+def none_for_nan(value: float) -> float | None:
+    return None if value != value else value
