@@ -250,7 +250,8 @@ class ScratchBuffer(threading.local):
 
     def take(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         if dtype not in self.buffers or self.buffers[dtype].numel() < rows * columns:
-            self.buffers[dtype] = torch.empty(rows * columns, dtype=dtype)
+            with torch.inference_mode(False):  # generation and training use the same memory
+                self.buffers[dtype] = torch.empty(rows * columns, dtype=dtype)
         return self.buffers[dtype][: rows * columns].view(rows, columns)
 
 

@@ -196,10 +196,11 @@ def sample_and_score(  # noqa: PLR0913
         rollouts = generate_rollouts(
             engine, tokenizer, [rows[i] for i in local], cfg.num_return_sequences, cfg.sampling, cfg.environment, 0
         )
+        if dist.rank % (dist.dims.cp * dist.dims.tp):
+            rollouts = []  # CP and TP ranks have the same ones: those of the first rank count
         rollouts = [replace(rollout, group=local[rollout.group]) for rollout in rollouts]
         results = dist.all_gather_objects(dist.run_on_all(partial(score_answers, cfg.rewards, rollouts)))
-        first_ranks = range(0, dist.world_size, dist.dims.cp * dist.dims.tp)
-        scored += sorted(chain(*(results[rank] for rank in first_ranks)), key=lambda item: item.rollout.group)
+        scored += sorted(chain(*results), key=lambda item: item.rollout.group)
         dist.heartbeat.record(first, "answer")
     return scored
 

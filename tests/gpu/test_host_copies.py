@@ -14,7 +14,6 @@ from tunekit.checkpoint.training_state import Checkpointer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.kernels.device_to_host import HostCopy
-from tunekit.models.decode import DrawnTokens
 from tunekit.plan import oom_report
 
 PINNED = torch.AcceleratorError("CUDA error: out of memory")
@@ -46,9 +45,9 @@ def test_memory_of_copies_is_exact_and_used_again() -> None:
 def test_a_copy_for_the_host_is_of_the_moment_it_was_made() -> None:
     """Tokens of a generation are drawn into one tensor, step after step, and read later."""
     tokens = torch.tensor([[3], [5]])
-    copied, drawn = HostCopy(tokens), DrawnTokens([1, 4], HostCopy(tokens[:, 0]))
+    copied, drawn = HostCopy(tokens), HostCopy(tokens[:, 0])
     tokens += 1
-    assert copied.read() == [[3], [5]] and drawn.read() == {1: 3, 4: 5}
+    assert copied.read() == [[3], [5]] and drawn.read() == [3, 5]
 
 
 @pytest.mark.parametrize("available", ["machine", "container", "enough"])

@@ -20,7 +20,23 @@ BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Pow: operator.pow,
 }
 UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
-FUNCTIONS: dict[str, Callable[..., Any]] = {"abs": abs, "min": min, "max": max, "round": round, "sqrt": math.sqrt}
+MAX_DIGITS = 308  # of the second argument of `round`: its time grows with the number
+
+
+def round_number(value: float, digits: int = 0) -> float:
+    """Round a number. Raises ValueError for more digits than a float has."""
+    if abs(digits) > MAX_DIGITS:
+        raise ValueError(f"round: digits must be from -{MAX_DIGITS} to {MAX_DIGITS}")
+    return round(value, digits) if digits else round(value)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "abs": abs,
+    "min": min,
+    "max": max,
+    "round": round_number,
+    "sqrt": math.sqrt,
+}
 
 
 class Calculator(Environment):

@@ -23,7 +23,8 @@ LIBC.syscall.restype = ctypes.c_long
 
 # Rights of Landlock: linux/landlock.h
 WRITE_FILE, READ_FILE, READ_DIR, REMOVE_FILE, MAKE_REG, TRUNCATE = (1 << bit for bit in (1, 2, 3, 5, 8, 14))
-RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15}  # number of known rights; later versions have 16
+MIN_ABI = 3  # earlier versions cannot forbid to truncate files
+RIGHTS_BY_ABI = {3: 15, 4: 15}  # number of known rights; later versions have 16
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 NO_NEW_PRIVS, SET_SECCOMP, FILTER_MODE, SET_PDEATHSIG, CAPBSET_DROP = 38, 22, 2, 1, 24
 
@@ -55,7 +56,9 @@ DENIED = {
     "quotactl_fd": (443, 443), "memfd_create": (319, 279), "memfd_secret": (447, 447),
     # memory and messages that are shared between processes
     "shmget": (29, 194), "shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186), "msgsnd": (69, 189),
-    "mq_open": (240, 180), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "shmctl": (31, 195), "semctl": (66, 191), "semop": (65, 193), "semtimedop": (220, 192), "msgctl": (71, 187),
+    "msgrcv": (70, 188), "mq_unlink": (241, 181), "mq_open": (240, 180),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
     # the kernel
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
     "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
@@ -70,7 +73,7 @@ DENIED = {
     "set_mempolicy": (238, 237), "mbind": (237, 235), "prlimit64": (302, 261), "setrlimit": (160, 164),
 }  # fmt: skip
 CLONE, CLONE3, KILL, TGKILL, FCNTL, IOCTL = (56, 220), (435, 435), (62, 129), (234, 131), (72, 25), (16, 29)
-CLONE_THREAD = 0x10000
+CLONE_THREAD, PRCTL = 0x10000, (157, 167)
 SIGNAL_COMMANDS = (8, 10, 15, 1024, 1026)  # of fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY
 HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONCLEX, FIOCLEX
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -114,6 +117,8 @@ def drop_capabilities() -> None:
 def restrict_files(directory: str) -> None:
     """Landlock: read the Python installation and system libraries; read and write `directory`; nothing else."""
     abi = check_call(LIBC.syscall(CREATE_RULESET, None, 0, 1), "landlock_create_ruleset")
+    if abi < MIN_ABI:
+        raise OSError(ENOSYS, f"Landlock has version {abi}, but {MIN_ABI} is needed (Linux 6.2)")
     handled = (1 << RIGHTS_BY_ABI.get(abi, 16)) - 1
     attributes = struct.pack("QQQ", handled, 3, 3)[: 8 if abi < 4 else 16 if abi < 6 else 24]  # files, TCP, scopes
     ruleset = LIBC.syscall(CREATE_RULESET, attributes, len(attributes), 0)
@@ -174,6 +179,13 @@ def build_filter(arch: int, column: int, pid: int) -> list[tuple[int, int, int, 
     denied = [(JUMP_EQUAL, len(SIGNAL_COMMANDS) - i, 0, v) for i, v in enumerate(SIGNAL_COMMANDS)]
     body = [(LOAD, 0, 0, ARGUMENTS + 8), *denied, (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ERRNO | EPERM)]
     program += [(JUMP_EQUAL, 0, len(body), FCNTL[column]), *body]
+    body = [
+        (LOAD, 0, 0, ARGUMENTS),
+        (JUMP_EQUAL, 1, 0, SET_PDEATHSIG),
+        (RETURN, 0, 0, ALLOW),
+        (RETURN, 0, 0, ERRNO | EPERM),
+    ]
+    program += [(JUMP_EQUAL, 0, len(body), PRCTL[column]), *body]
     return [*program, (RETURN, 0, 0, ALLOW)]
 
 

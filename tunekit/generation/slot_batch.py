@@ -13,6 +13,8 @@ from tunekit.models.decode import StepGraph, get_capture
 from tunekit.models.decoder import Decoder
 from tunekit.models.forward_context import KVCache, has_static_shapes
 
+MAX_STEPS = 64  # steps with their graphs: clients of a server choose sampling options freely
+
 
 class DecodeStep:
     """Computes one token for each of the first rows. Static: depends on no host value except `cache.num_visible`."""
@@ -83,9 +85,11 @@ class SlotBatch:
     def get_step(self, size: int, group: SamplingGroup | None, num_logprobs: int, num_visible: int) -> DecodeStep:
         """The step for a batch, with its graph."""
         key = size, group, num_logprobs, self.state.seen is None, 0 if self.capture is None else num_visible
-        if key not in self.steps:
-            self.steps[key] = DecodeStep(self, size, group, num_logprobs)
-        return self.steps[key]
+        step = self.steps.pop(key, None) or DecodeStep(self, size, group, num_logprobs)
+        self.steps[key] = step
+        if len(self.steps) > MAX_STEPS:
+            del self.steps[next(iter(self.steps))]  # the least recently used one
+        return step
 
     def prefill(self, passes: Passes, start: int, num_logprobs: int) -> Tensor:
         """Fill rows from `start` with the tokens of answers, in the order of `passes.answers`; outputs of the next."""

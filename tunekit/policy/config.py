@@ -30,6 +30,9 @@ class RolloutSamplingConfig(SamplingConfig):
         super().__post_init__()
         if self.temperature == 0:
             raise FieldError("temperature", "must be > 0: all answers to a prompt would be the same, got 0")
+        if self.repetition_penalty != 1:
+            problem = "must be 1: log-probabilities of training have no penalty"
+            raise FieldError("repetition_penalty", f"{problem}, got {self.repetition_penalty}")
 
 
 @dataclass(frozen=True, kw_only=True)

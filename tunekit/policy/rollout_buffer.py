@@ -246,7 +246,8 @@ def check_drift(metrics: Mapping[str, Tensor], limit: float) -> None:
     if drift > limit:
         raise UserError(
             f"max_logprob_drift: the log-probabilities of sampling and training differ by {drift:.3g} on average, more "
-            f"than {limit:g}. Use the same dtypes for both, set loss.importance_sampling_correction=true, or raise it."
+            f"than {limit:g}. Use the same dtypes for both, or raise it and set "
+            "loss.importance_sampling_correction=true."
         )
 
 

@@ -260,7 +260,8 @@ class EpisodeRunner:
     def clean(self, text: str) -> str:
         """A text without special tokens, which could end the message, cut to `max_tool_result_tokens`."""
         assert self.config is not None
-        text = self.tokenizer.special_texts.sub("", text)
+        while (without := self.tokenizer.special_texts.sub("", text)) != text:  # what is left may form another one
+            text = without
         tokens = self.tokenizer.encode(text)
         limit = self.config.max_tool_result_tokens
         return text if len(tokens) <= limit else self.tokenizer.decode(tokens[:limit]) + TRUNCATED

@@ -61,6 +61,7 @@ class ModelServer:
     read_tokenizer: Callable[[str], Tokenizer] | None = None  # of adapters that clients load; None: they cannot
     num_active: int = 0  # requests being answered
     is_draining: bool = False  # shutting down: new requests are refused
+    adapter_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # of loading and unloading
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
@@ -157,6 +158,8 @@ class ModelServer:
         if name != self.name and name not in self.adapters.states:
             names = ", ".join((self.name, *self.adapters.states))
             raise APIError(404, f"the model {name!r} does not exist. Use one of: {names}", "model", "model_not_found")
+        if name != self.name and name not in self.prompts:
+            raise APIError(503, f"the model {name!r} is being loaded; retry later", "model", "service_unavailable")
         return None if name == self.name else name
 
     async def load_adapter(self, request: Request) -> Response:
@@ -164,15 +167,16 @@ class ModelServer:
         fields = Fields(await self.read_body(request))
         fields.check_names({"lora_name", "lora_path"})
         name, path = fields.string("lora_name"), fields.string("lora_path")
-        if name in (self.name, *self.adapters.states):
-            raise APIError(400, f"the model {name!r} has already been loaded", "lora_name", "invalid_value")
-        assert self.read_tokenizer is not None
-        try:
-            self.prompts[name] = self.prompt_maker(await asyncio.to_thread(self.read_tokenizer, path))
-            await asyncio.wrap_future(self.thread.load_adapter(name, path))
-        except UserError as error:
-            self.prompts.pop(name, None)
-            raise APIError(400, str(error), "lora_path", "invalid_value") from None
+        async with self.adapter_lock:
+            if name in (self.name, *self.adapters.states):
+                raise APIError(400, f"the model {name!r} has already been loaded", "lora_name", "invalid_value")
+            assert self.read_tokenizer is not None
+            try:
+                prompts = self.prompt_maker(await asyncio.to_thread(self.read_tokenizer, path))
+                await asyncio.wrap_future(self.thread.load_adapter(name, path))
+            except UserError as error:
+                raise APIError(400, str(error), "lora_path", "invalid_value") from None
+            self.prompts[name] = prompts
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload_adapter(self, request: Request) -> Response:
@@ -180,33 +184,36 @@ class ModelServer:
         fields = Fields(await self.read_body(request))
         fields.check_names({"lora_name", "lora_int_id"})
         name = fields.string("lora_name")
-        if name not in self.adapters.states:
-            raise APIError(404, f"the adapter {name!r} does not exist", "lora_name", "model_not_found")
-        await asyncio.wrap_future(self.thread.unload_adapter(name))
-        del self.prompts[name]
+        async with self.adapter_lock:
+            if name not in self.adapters.states:
+                raise APIError(404, f"the adapter {name!r} does not exist", "lora_name", "model_not_found")
+            await asyncio.wrap_future(self.thread.unload_adapter(name))
+            self.prompts.pop(name, None)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def chat(self, request: Request) -> Response:
         parsed = parse_chat_request(await self.read_body(request))
         adapter = self.find_adapter(parsed.options.model)
-        prompt = await asyncio.to_thread(self.prompts[adapter].make_chat_prompt, parsed)
-        return await self.answer(request, "chat", parsed.options, adapter, [prompt])
+        maker = self.prompts[adapter]
+        prompt = await asyncio.to_thread(maker.make_chat_prompt, parsed)
+        return await self.answer(request, ("chat", maker.tokenizer), parsed.options, adapter, [prompt])
 
     async def complete(self, request: Request) -> Response:
         parsed = parse_completion_request(await self.read_body(request))
         adapter = self.find_adapter(parsed.options.model)
-        prompts = await asyncio.to_thread(self.prompts[adapter].make_completion_prompts, parsed)
-        return await self.answer(request, "completion", parsed.options, adapter, prompts)
+        maker = self.prompts[adapter]
+        prompts = await asyncio.to_thread(maker.make_completion_prompts, parsed)
+        return await self.answer(request, ("completion", maker.tokenizer), parsed.options, adapter, prompts)
 
     async def answer(
         self,
         request: Request,
-        endpoint: Endpoint,
+        chat_format: tuple[Endpoint, Tokenizer],
         options: AnswerOptions,
         adapter: str | None,
         prompts: Sequence[Prompt],
     ) -> Response:
-        tokenizer = self.prompts[adapter].tokenizer
+        endpoint, tokenizer = chat_format
         response = ResponseFormat(endpoint, tokenizer, options, sum(len(prompt.tokens) for prompt in prompts))
         stop = StopStrings(tokenizer, options.sampling.stop_strings)
         answering = Answering(self.thread, response, stop, prompts, adapter)

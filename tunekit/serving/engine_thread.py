@@ -76,8 +76,10 @@ class EngineThread:
         return self.thread.is_alive()
 
     def submit(self, requests: Iterable[QueuedRequest]) -> None:
-        """Queue requests."""
+        """Queue requests. Raises APIError if the thread has ended."""
         with self.condition:
+            if self.is_stopping:
+                raise APIError(503, "the engine has stopped", code="service_unavailable")
             self.arrived += requests
             self.condition.notify()
 
@@ -122,10 +124,14 @@ class EngineThread:
     # Thread
 
     def run(self) -> None:
-        while self.receive():
-            with self.step_errors:
-                self.admit()
-                self.send(self.engine.step() if self.running else [])
+        try:
+            while self.receive():
+                with self.step_errors:
+                    self.admit()
+                    self.send(self.engine.step() if self.running else [])
+        finally:  # no client may wait for an engine that has stopped
+            self.is_stopping = True
+            self.fail([*self.running.values(), *self.waiting, *self.arrived], APIError(503, "the engine has stopped"))
 
     def receive(self) -> bool:
         """Take new requests; wait for them if there is nothing to do. False: the thread must end."""
@@ -190,7 +196,10 @@ class EngineThread:
         self.running = {}
         for item in items:
             self.engine.abort(item.request_id)
-        self.call_loop(lambda: [item.outputs.put_nowait(APIError(500, message)) for item in items])
+        self.fail(items, APIError(500, message))
+
+    def fail(self, items: Iterable[QueuedRequest], error: APIError) -> None:
+        self.call_loop(lambda: [item.outputs.put_nowait(error) for item in items])
 
     def call_loop(self, function: Callable[[], object]) -> None:
         try:
@@ -203,5 +212,5 @@ def run_call(function: Callable[[], None], future: "Future[None]") -> None:
     """Run a function for a future."""
     try:
         future.set_result(function())
-    except (UserError, OSError, RuntimeError, ValueError) as error:  # of the caller
+    except (UserError, APIError, OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         future.set_exception(error)

@@ -409,3 +409,10 @@ def test_gpu_gives_the_same_bits_without_synchronization(nested: bool) -> None:
         assert relative_error(nf4.matmul(few_rows, *on_gpu, "nf4").cpu().double(), expected) < 1e-2
     assert relative_error(y.detach().cpu().double(), x.detach().cpu().double() @ weight.T) < 1e-2
     assert relative_error(grad.cpu().double(), weight.sum(0).expand(70, -1)) < 1e-2
+
+
+def test_scratch_memory_of_generation_serves_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nf4, "SCRATCH", nf4.ScratchBuffer())
+    with torch.inference_mode():
+        nf4.SCRATCH.take(2, 3, torch.float32)
+    nf4.SCRATCH.take(2, 3, torch.float32).copy_(torch.ones(2, 3))

@@ -57,6 +57,8 @@ def main(args: argparse.Namespace) -> None:
             adapter_set.load(name, path)
             tokenizers[name] = cfg.read_tokenizer(path)
         engine = GenerationEngine(model, args.max_num_seqs, max_model_len, dist, args.logprobs_mode)
+        if args.api_key and not all(args.api_key):
+            raise UserError("--api-key: must not be empty. Set the variable that it is read from.")
         limits = app.ServerLimits(
             api_keys=tuple(args.api_key or filter(None, [os.environ.get(API_KEY_VARIABLE)])),
             max_concurrent_requests=args.max_concurrent_requests,

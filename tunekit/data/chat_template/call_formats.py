@@ -252,9 +252,9 @@ def make_call(name: str, arguments: Any, call_id: str | None = None) -> dict[str
 
 def typed_value(text: str, schema: Any) -> Any:
     """Value of an argument that is written as text: a string if its schema says so, else JSON or a Python literal."""
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind == "string":
-        return text
+    kinds = allowed_types(schema)
+    if "string" in kinds:
+        return None if "null" in kinds and text.strip() == "null" else text
     for parse in (json.loads, ast.literal_eval):
         try:
             value = parse(text)
@@ -262,6 +262,16 @@ def typed_value(text: str, schema: Any) -> Any:
             continue
         return value if is_json(value) else text
     return text
+
+
+def allowed_types(schema: Any) -> set[str]:
+    """Types that a JSON Schema allows, also with a list of types or `anyOf`; empty if it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    kinds = schema.get("type")
+    types = {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
+    options = [item for key in ("anyOf", "oneOf") if isinstance(items := schema.get(key), list) for item in items]
+    return types.union(*map(allowed_types, options))
 
 
 def is_json(value: Any) -> bool:

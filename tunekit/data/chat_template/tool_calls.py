@@ -128,7 +128,8 @@ class ToolCallParser:
             return ParsedAnswer("\n".join(filter(None, texts)), reasoning, number_calls(calls))
         if error is not None:
             raise error
-        return ParsedAnswer(self.visible(content), reasoning)
+        content = self.visible(content)
+        return ParsedAnswer(content.strip() if self.formats else content, reasoning)
 
     def parse_harmony(self, text: str) -> ParsedAnswer:
         """Parse the messages of an answer of gpt-oss. The generation prompt has started the first one."""
@@ -161,7 +162,7 @@ class ToolCallParser:
             positions.append(0)
         delimiter = [position for position in positions if position >= 0]
         content = content[: min(delimiter)].rstrip() if delimiter else content
-        return ParsedAnswer(self.visible(content.rstrip() if self.formats else content), reasoning)
+        return ParsedAnswer(self.visible(content).strip() if self.formats else self.visible(content), reasoning)
 
     def parse_harmony_prefix(self, text: str) -> ParsedAnswer:
         parts = [part for part in text.split("<|start|>") if not RECIPIENT.search(part.partition("<|message|>")[0])]
