@@ -64,3 +64,20 @@ def steps(file: Path, rungs: Mapping[str, tuple[float, float]]) -> None:
     figure.tight_layout()
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
+
+
+def rewards(file: Path, runs: Mapping[str, tuple[Sequence[tuple[int, float]], Sequence[tuple[int, float]]]]) -> None:
+    """A panel per run: rewards by step in training (line) and on held-out rows (points)."""
+    figure, axes = pyplot.subplots(1, len(runs), figsize=(4.5 * len(runs), 3.5), squeeze=False, sharey=True)
+    for axis, (name, (training, held_out)) in zip(axes[0], runs.items(), strict=True):
+        axis.plot(*zip(*training, strict=True), color=COLORS[0], label="training")
+        axis.plot(*zip(*held_out, strict=True), "o", color=COLORS[1], label="held-out")
+        axis.set_xlabel("step")
+        axis.set_ylim(-0.02, 1.02)
+        axis.set_title(name, fontsize=10)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("mean reward")
+    axes[0][0].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)

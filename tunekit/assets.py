@@ -10,7 +10,8 @@ from pathlib import Path
 BUNDLED = Path(__file__).parent / "bundled"  # written by scripts/nano/
 MODELS = {"tunekit/nano": BUNDLED / "model"}
 PRESETS = {f"tunekit/{folder.name}": folder for folder in sorted((BUNDLED.parent / "models/presets").iterdir())}
-DATA = {f"tunekit/{name}": BUNDLED / name for name in ("preferences", "retrieval", "sums", "tools")}
+ENVIRONMENTS = ("calculator", "grid_world", "key_value_lookup")
+DATA = {f"tunekit/{name}": BUNDLED / name for name in ("preferences", "retrieval", "sums", "tools", *ENVIRONMENTS)}
 TASKS = {f"nano/{name}": BUNDLED / f"tasks/{name}.jsonl" for name in ("facts", "copying", "stories")}
 TASKS["nano/tools"] = BUNDLED / "tools/test.jsonl"
 

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from scripts.nano import environments
 from scripts.nano.preferences import write_preferences
 from scripts.nano.retrieval import write_retrieval
 from scripts.nano.sums import write_sums
@@ -15,6 +16,7 @@ WRITERS = {
     "sums": write_sums,
     "tasks": write_tasks,
     "tools": write_tools,
+    **environments.WRITERS,
 }
 
 
