@@ -60,7 +60,7 @@ def call(environment: Environment, name: str, **arguments: str) -> list[Row]:
     ]
 
 
-def solve_sum(row: Row, rng: Random) -> Row:
+def solve_sum(row: Row) -> Row:
     """A sum that the tool computes."""
     environment = Calculator()
     expression = re.findall(r"\d+ [+-] \d+", row["prompt"])[0]
@@ -69,7 +69,7 @@ def solve_sum(row: Row, rng: Random) -> Row:
     return {"messages": messages, "tools": get_tool_schemas(environment)}
 
 
-def solve_table(row: Row, rng: Random) -> Row:
+def solve_table(row: Row) -> Row:
     """Two lookups."""
     environment = KeyValueLookup()
     environment.reset(**row)
@@ -81,7 +81,7 @@ def solve_table(row: Row, rng: Random) -> Row:
     return {"messages": messages, "tools": get_tool_schemas(environment)}
 
 
-def walk_grid(row: Row, rng: Random) -> Row:
+def walk_grid(row: Row) -> Row:
     """A shortest walk to the goal."""
     environment = GridWorld()
     text: str | None = row["prompt"] + environment.reset(**row)
@@ -112,12 +112,11 @@ TASKS = {
 
 def write_environment(name: str, directory: Path, seed: int = 0) -> None:
     """Write `train.jsonl`, `test.jsonl` and `demonstrations.jsonl`, which have no task in common."""
-    rng = Random(seed)
     iter_rows, solve = TASKS[name]
-    rows = iter_rows(rng)
+    rows = iter_rows(Random(seed))
     for split, count in SIZES.items():
-        part = list(islice(rows, count))
-        write_rows(directory / f"{split}.jsonl", [solve(row, rng) for row in part] if split == "demonstrations" else part)
+        part = islice(rows, count)
+        write_rows(directory / f"{split}.jsonl", map(solve, part) if split == "demonstrations" else part)
 
 
 WRITERS = {name: partial(write_environment, name) for name in TASKS}
