@@ -31,7 +31,7 @@ def iter_sums(rng: Random) -> Iterator[Row]:
 
 
 def iter_tables(rng: Random) -> Iterator[Row]:
-    """Chains of two lookups for `key_value_lookup`: a thing that a person has, then its color."""
+    """Chains of two lookups for `key_value_lookup`: from a name to a thing, and from the thing to its color."""
     while True:
         names, things, colors = rng.sample(GIRLS + BOYS, 3), rng.sample(THINGS, 3), rng.sample(COLORS, 3)
         table = dict(zip((*names, *things), (*things, *colors), strict=True))
