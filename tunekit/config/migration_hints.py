@@ -132,6 +132,7 @@ NOTED_KEYS = (
         "eval_data",
     ),
     KeyHint("eval_strategy", "eval_every", "a number of optimizer steps, or epoch"),
+    KeyHint("log_completions", "num_completions_to_print", "all answers are in a file of the run", "num_generations"),
     KeyHint(
         "predict_with_generate log_completions generation_config eval_table_size eval_max_new_tokens",
         "generation_eval",
@@ -177,7 +178,20 @@ NOTED_KEYS = (
     KeyHint("embedding_lr lr_groups", "optimizer.lr_pattern", "{embed_tokens: 1e-6}"),
     KeyHint("ensure_weight_tying", "adapter.untie_embeddings", "negated: embeddings stay tied by default"),
     # grpo
-    KeyHint("loss_type rl", "loss", "set loss=grpo, dapo, bnpo, dr_grpo, cispo or sapo", "num_iterations"),
+    KeyHint("temperature", "sampling.temperature", "", "num_generations"),
+    KeyHint("top_p", "sampling.top_p", "", "num_generations"),
+    KeyHint("top_k", "sampling.top_k", "null for all tokens, where TRL uses 0", "num_generations"),
+    KeyHint("min_p", "sampling.min_p", "", "num_generations"),
+    KeyHint("sampling.max_tokens max_tokens", "sampling.max_new_tokens", "", "num_generations"),
+    KeyHint("clip_range loss.clip_range", "loss.epsilon", "", "num_iterations"),
+    KeyHint("total_episodes", "max_steps", "episodes / global_batch_size", "num_generations"),
+    KeyHint("tools rollout_func", "environment", "kind custom: a class whose methods are tools", "num_generations"),
+    KeyHint(
+        "loss_type rl",
+        "loss",
+        "set loss=grpo, dapo, bnpo, dr_grpo, gspo, cispo, sapo, rloo or reinforce_pp",
+        "num_iterations",
+    ),
     KeyHint("reward_weights", "rewards.weight", "one per reward: rewards='[{kind: length, weight: 0.5}]'"),
     KeyHint("reward_funcs reward_functions", "rewards", "[{kind: length}]"),
     KeyHint(
@@ -189,7 +203,6 @@ NOTED_KEYS = (
         "nothing can be computed before answers are sampled",
         "num_generations",
     ),
-    KeyHint("log_completions", "num_completions_to_print", "all answers are in a file of the run"),
     KeyHint("grpo_samples group_size", "num_generations"),
     KeyHint("ppo_epochs", "num_iterations"),
     KeyHint("generation_batch_size", "steps_per_generation", "a multiple of `global_batch_size`"),

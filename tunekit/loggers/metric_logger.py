@@ -352,9 +352,10 @@ class TerminalLogger:
         memory = f"{format_si(values.get('memory_allocated', 0.0))}B"
         if "memory_reserved" in values:
             memory += f" of {format_si(values['memory_reserved'])}B"
+        reward = f"reward {values['reward']:.3f}, " if "reward" in values else ""
         text = (
-            f"loss {values['loss']:.4f}, {format_si(values['target_tokens_per_second'])} target tok/s, {memory}, "
-            f"{tqdm.format_interval(seconds_left)} left"
+            f"{reward}loss {values['loss']:.4f}, {format_si(values['target_tokens_per_second'])} target tok/s, "
+            f"{memory}, {tqdm.format_interval(seconds_left)} left"
         )
         self.bar.set_description_str(text, refresh=False)
         self.advance(max(step, self.step))

@@ -22,12 +22,15 @@ class Logger:
         directory = folder / "mlflow"
         directory.mkdir(parents=True, exist_ok=True)
         default_uri = f"sqlite:///{directory.resolve()}/mlflow.db"
-        self.client = MlflowClient(config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri)
+        uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self.client = MlflowClient(uri or default_uri)
+        # The default of mlflow is a directory `mlruns` in the current one.
+        artifacts = None if uri else (directory.resolve() / "artifacts").as_uri()
         experiment_entity = self.client.get_experiment_by_name(config.experiment_name)
         experiment = (
             experiment_entity.experiment_id
             if experiment_entity
-            else self.client.create_experiment(config.experiment_name)
+            else self.client.create_experiment(config.experiment_name, artifact_location=artifacts)
         )
         name = config.run_name or folder.resolve().name
         self.id = run_id(directory, lambda: self.client.create_run(experiment, run_name=name).info.run_id)

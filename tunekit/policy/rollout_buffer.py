@@ -159,6 +159,7 @@ class RolloutBuffer:
         self.generation = -1  # number of the generation; -1: none
         self.samples: PolicySamples | None = None
         self.metrics: dict[str, float] = {}  # of the generation
+        self.has_warned = False  # about answers with equal rewards
 
     def needs_rollouts(self, data_step: int) -> bool:
         """Whether a step has no samples yet."""
@@ -172,6 +173,10 @@ class RolloutBuffer:
         self.samples, metrics = self.prepare(model, scored)
         seconds = time.perf_counter() - start_time
         self.metrics = {**scored.metrics, **metrics, "generation_time": seconds}
+        if metrics.get("frac_reward_zero_std") == 1 and not self.has_warned:
+            self.has_warned = True
+            problem = "all answers to each prompt have the same reward, so nothing is learned from them"
+            self.sampler.dist.log(f"doubtful: rewards: {problem}. completions.jsonl has the answers and their rewards.")
         advantages = self.samples.advantages.sum(1) / self.samples.num_tokens.clamp(min=1)
         rows = scored.rows(advantages)
         number, cfg = self.sampler.dist.step + 1, self.sampler.cfg

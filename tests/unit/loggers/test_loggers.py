@@ -113,6 +113,7 @@ def test_mlflow_receives_the_metrics(tmp_path, monkeypatch):
     assert run.data.params["optimizer.lr"] == "0.0001"
     names = [file.path for file in client.list_artifacts(run.info.run_id, "completions")]
     assert names == ["completions/step_2.md", "completions/step_4.md"]
+    assert (tmp_path / f"run/mlflow/artifacts/{run.info.run_id}/artifacts/completions/step_4.md").is_file()
 
 
 @requires("mlflow")
