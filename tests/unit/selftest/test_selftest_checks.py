@@ -29,7 +29,7 @@ HELPERS = {
     "cache_dir",
     "malloc",
 }
-HELPERS |= {"argument_checks", "device_tensors", "device_to_host", "nf4_codes", "prefix_sum", "sequence_layout"}
+HELPERS |= {"argument_checks", "device_tensors", "device_to_host", "lm_head", "nf4_codes", "prefix_sum", "sequence_layout"}
 HELPERS |= {"attention_choice", "attention_decode", "attention_ranges", "triton_support"}
 
 
