@@ -29,8 +29,8 @@ HELPERS = {
     "cache_dir",
     "malloc",
 }
-HELPERS |= {"argument_checks", "device_tensors", "device_to_host", "lm_head", "nf4_codes", "prefix_sum", "sequence_layout"}
-HELPERS |= {"attention_choice", "attention_decode", "attention_ranges", "triton_support"}
+HELPERS |= {"argument_checks", "device_tensors", "device_to_host", "nf4_codes", "prefix_sum", "sequence_layout"}
+HELPERS |= {"attention_choice", "attention_decode", "attention_ranges", "lm_head", "triton_support"}
 
 
 def context(device: str) -> Context:
