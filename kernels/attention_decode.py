@@ -81,7 +81,8 @@ def attend_decode(
     backend = choose_attention_backend(call)
     if backend is AttentionBackend.FLASH_DECODE:
         return decode_flash(q, k, v, cache_positions, params, sinks)
-    if is_single_token and q.device.type == "cpu" and sinks is None and not has_softcap:
+    is_cpu = q.device.type == "cpu" and backend is AttentionBackend.CPU
+    if is_single_token and is_cpu and sinks is None and not has_softcap:
         return decode_rows(q, k, v, cache_positions.get_slices(params), params.scale)
     k, v, mask = (
         k[:, : cache_positions.num_visible],
