@@ -1,21 +1,16 @@
 """Rewards from another language model, on a server with the OpenAI protocol."""
 
 import json
-import os
 import re
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http.client import HTTPException
 from string import Formatter
 from typing import Any, ClassVar
 
-from tunekit.config.secrets import hide_secrets
 from tunekit.errors import FieldError, UserError
 from tunekit.rewards.base import RewardFunction
+from tunekit.rollouts.openai_client import OpenAIClient
 from tunekit.rollouts.rollout import Rollout
 
 PROMPT = """Rate the answer to the question from 0 (useless) to 10 (perfect).
@@ -27,8 +22,6 @@ Answer:
 {completion}
 
 End with a line such as: Score: 7"""
-TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # HTTP statuses after which a request is repeated
-FIRST_DELAY, MAX_DELAY = 0.5, 30.0  # seconds between two attempts
 
 
 @dataclass(frozen=True)
@@ -116,32 +109,15 @@ class LLMJudge(RewardFunction):
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }
-        problem = ""
-        for attempt in range(self.max_retries + 1):
-            try:
-                return str(self.post(body)["choices"][0]["message"]["content"] or "")
-            except urllib.error.HTTPError as error:
-                problem = f"HTTP status {error.code}: {error.read(300).decode(errors='replace')}"
-                if error.code not in TRANSIENT:
-                    break
-            except (OSError, HTTPException) as error:
-                problem = str(error) or type(error).__name__
-            except (ValueError, LookupError, TypeError) as error:
-                problem = f"not an answer of the OpenAI protocol ({type(error).__name__}: {error})"
-                break
-            if attempt < self.max_retries:
-                time.sleep(min(FIRST_DELAY * 2**attempt, MAX_DELAY))
-        where = f"rewards: llm_judge: {hide_secrets(self.base_url)}"
-        raise UserError(f"{where}: {' '.join(problem.split())}. Check base_url, model and ${self.api_key_env}.")
-
-    def post(self, body: Mapping[str, Any]) -> Any:
-        """JSON response to a request."""
-        key = os.environ.get(self.api_key_env)
-        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-        url = self.base_url.rstrip("/") + "/chat/completions"
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=self.timeout_seconds) as response:
-            return json.load(response)
+        client = OpenAIClient(
+            "rewards: llm_judge", self.base_url, self.api_key_env, self.timeout_seconds, self.max_retries
+        )
+        response = client.request("chat/completions", body)
+        try:
+            return str(response["choices"][0]["message"]["content"] or "")
+        except (LookupError, TypeError) as error:
+            problem = f"not an answer of the OpenAI protocol ({type(error).__name__}: {error})"
+            raise client.error(problem) from error
 
 
 def as_text(value: Any) -> str:

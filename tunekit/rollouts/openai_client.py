@@ -64,7 +64,7 @@ class OpenAIClient:
         url = f"{self.base_url.rstrip('/')}/{path}"
         data = None if body is None else json.dumps(body).encode()
         with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=self.timeout_seconds) as reply:
-            is_json = reply.headers.get_content_type() == "application/json"
+            is_json = not reply.headers.get("Content-Type", "").startswith("text/")
             return json.load(reply) if is_json else reply.read().decode(errors="replace")
 
     def error(self, problem: str) -> UserError:

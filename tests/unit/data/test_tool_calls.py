@@ -12,7 +12,7 @@ from tests.helpers.call_templates import CALLS, open_call_family
 from tests.helpers.chat_families import AMBIGUOUS, FAMILIES, write_family
 from tunekit.build import resolve_model
 from tunekit.data.chat_template.call_detection import detect_format, render_calls, try_render
-from tunekit.data.chat_template.template_rewrites import find_rewrites, is_prefix_preserving
+from tunekit.data.chat_template.template_rewrites import find_rewrites
 from tunekit.data.chat_template.tool_calls import ToolCallParser, tool_result_tokens
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.hub import download
@@ -299,7 +299,7 @@ def test_rewrites_are_named(tokenizers: dict[str, Tokenizer]) -> None:
         "gpt_oss": ["reasoning", "end"],
         "command_r": ["whitespace"],
     }
-    assert is_prefix_preserving(tokenizers["mistral"]) and not is_prefix_preserving(tokenizers["mistral"], TOOLS)
+    assert not find_rewrites(tokenizers["mistral"]) and find_rewrites(tokenizers["mistral"], TOOLS)
 
 
 def describe_template(tokenizer: Tokenizer) -> str:

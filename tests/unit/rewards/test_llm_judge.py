@@ -11,9 +11,9 @@ import pytest
 
 from tests.helpers.rollouts import make_rollout
 from tunekit.errors import FieldError, UserError
-from tunekit.rewards import llm_judge
 from tunekit.rewards.base import check_rewards, score_rollouts
 from tunekit.rewards.llm_judge import LLMJudge
+from tunekit.rollouts import openai_client
 
 
 class JudgeServer(ThreadingHTTPServer):
@@ -48,7 +48,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[JudgeServer]:
-    monkeypatch.setattr(llm_judge, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(openai_client, "FIRST_DELAY", 0.01)
     with JudgeServer() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()

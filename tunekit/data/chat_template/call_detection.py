@@ -1,4 +1,4 @@
-"""Format of the tool calls that a chat template writes, result by rendering probe calls instead of by model family."""
+"""Format of the tool calls that a chat template writes, found by rendering probe calls instead of by model family."""
 
 import json
 from collections.abc import Iterator

@@ -15,11 +15,6 @@ Rewrite = Literal["prompt", "reasoning", "calls", "tools", "end", "whitespace"]
 THOUGHT = "yhnujm"
 
 
-def is_prefix_preserving(tokenizer: Tokenizer, tools: Tools = None) -> bool:
-    """Whether the rendering of a conversation starts with the prompt and the answer of each earlier turn."""
-    return not find_rewrites(tokenizer, tools)
-
-
 def find_rewrites(tokenizer: Tokenizer, tools: Tools = None) -> list[Rewrite]:
     """Parts of earlier turns that the template rewrites; empty if it keeps all of them.
 

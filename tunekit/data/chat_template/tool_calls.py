@@ -160,8 +160,8 @@ class ToolCallParser:
         positions = [item.find(content, self.schemas) for item in self.formats]
         if any(not item.trigger for item in self.formats) and may_start_call(content):
             positions.append(0)
-        delimiter = [position for position in positions if position >= 0]
-        content = content[: min(delimiter)].rstrip() if delimiter else content
+        starts = [position for position in positions if position >= 0]
+        content = content[: min(starts)].rstrip() if starts else content
         return ParsedAnswer(self.visible(content).strip() if self.formats else self.visible(content), reasoning)
 
     def parse_harmony_prefix(self, text: str) -> ParsedAnswer:
