@@ -1,5 +1,6 @@
 """Functions that each rank runs in tests of states and checkpoints. Every rank imports this file: keep it light."""
 
+import ctypes
 import json
 import os
 import re
@@ -34,6 +35,7 @@ from tunekit.optim.config import AdamW8bitConfig, AdamWConfig, MuonConfig
 from tunekit.publishing import publish
 from tunekit.quantization.config import NF4Config, NoQuantization
 
+M_MMAP_THRESHOLD = -3
 FP32 = PrecisionConfig("fp32", "fp32", "fp32")
 DENSE = {"model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 72, "num_hidden_layers": 2}
 DENSE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "torch_dtype": "bfloat16", "tie_word_embeddings": False}
@@ -272,9 +274,16 @@ def peak_memory(fn: Callable[[], Any]) -> tuple[int, Any]:
     return memory_status("VmHWM") - before, result
 
 
+def return_freed_memory() -> None:
+    """Return freed tensors of more than 64 KB to the kernel, or the peak would be that of the malloc arenas of all
+    threads of gloo, each of which retains what it has freed."""
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16) == 1
+
+
 def measure_memory(directory: Path, out: Path) -> tuple[int, int, int]:
     """Bytes of the local shard of a sharded model, and peak bytes of loading and saving it."""
     with DistributedContext(0, "cpu") as dist:
+        return_freed_memory()
         source, precision = HFCheckpoint.open(directory), PrecisionConfig("fp32", "fp32", "checkpoint")
         small = dist.run_on_main(partial(write_checkpoint, out.with_name("small"), DENSE))
         Case(small).model(dist)  # torch imports modules when it shards a model for the first time

@@ -91,6 +91,6 @@ def test_rank_has_its_shard_and_one_tensor(directory: Path, tmp_path: Path) -> N
     for shard_bytes, load, save in run_ranks(2, measure_memory, directory, tmp_path / "out"):
         assert 2e8 < shard_bytes < 2.4e8
         assert load < 1.6 * shard_bytes, "the full model is twice the shard"
-        assert save < 3 * LARGEST + 3e7, "gathering makes more than one copy of a tensor"
+        assert save < 1.25 * LARGEST, "one full tensor in bf16, its shards, and what is written"
     for path in HFCheckpoint.open(directory).files:
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
