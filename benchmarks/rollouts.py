@@ -1,11 +1,12 @@
 """Tokens per second of rollouts on the CPU: groups of answers of different lengths, compared with transformers.
 
-    python benchmarks/rollouts.py [--threads 2] [--prompts 64] [--answers 8] [--rounds 2] [--static 32 128 512]
+    python benchmarks/rollouts.py [--threads 2] [--prompts 64] [--answers 8] [--rounds 2] [--static 32 128 512] [--trl]
     python benchmarks/rollouts.py --decode
 
 A random Qwen3 with 4 layers in fp32. Answers have 16 to 512 tokens: lengths are log-normal around 128, as those of
-chat models, and the same for both. transformers generates static batches, in the order of the prompts, until the
-longest answer of a batch ends; the best of several batch sizes counts. Implementations alternate.
+chat models, and the same for all. transformers generates static batches, in the order of the prompts, until the
+longest answer of a batch ends; the best of several batch sizes counts. TRL's GRPOTrainer generates all answers of a
+step as one batch. Implementations alternate.
 
 With `--decode`: 8 rows of a Llama with 135 million parameters in bf16, compared with the time to read its weights.
 """
@@ -17,13 +18,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+import trl
+from datasets import Dataset
 from generation import bandwidth, bytes_per_token, make_checkpoint
 from turns import turns
 
+import tunekit
 from tunekit import build
 from tunekit.adapters.config import FrozenModel
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -96,6 +102,39 @@ def theirs(folder: Path, rows: list[list[int]], lengths: list[int], batch_size: 
     return work
 
 
+class StopAtLength(transformers.StoppingCriteria):
+    """Ends each row at its own length."""
+
+    def __init__(self, ends: torch.Tensor) -> None:
+        self.ends = ends
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **options: Any) -> torch.Tensor:
+        return input_ids.shape[1] >= self.ends
+
+
+def trl_loop(folder: Path, rows: list[list[int]], lengths: list[int], answers: int) -> Work:
+    """Generation of GRPOTrainer, which gets rows of token ids and returns the ids of their answers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    args = trl.GRPOConfig(
+        tempfile.mkdtemp(), per_device_train_batch_size=len(rows), num_generations=answers, top_k=0, use_cpu=True,
+        max_completion_length=LONGEST, bf16=False, report_to=[], gradient_checkpointing=False,
+    )  # fmt: skip
+    tokenizer = transformers.AutoTokenizer.from_pretrained(Path(tunekit.__file__).with_name("bundled") / "model")
+    prompts = Dataset.from_list([{"prompt": "unused"}])
+    trainer = trl.GRPOTrainer(model, lambda **columns: [], args, train_dataset=prompts, processing_class=tokenizer)
+    ends = torch.tensor(lengths) + max(map(len, rows))
+    generate = partial(trainer.model.generate, stopping_criteria=[StopAtLength(ends)])
+    trainer.model.generate = generate
+    trainer.generation_config.eos_token_id = None
+    trainer.generation_config.pad_token_id = trainer.eos_token_ids[0]  # what TRL cuts off
+
+    def work() -> None:
+        completions, _ = trainer._generate_single_turn(rows, None, {}, answers)
+        assert len(completions) == len(rows)
+
+    return work
+
+
 def compare_rollouts(args: argparse.Namespace) -> None:
     rows, lengths = draw_rows(args.prompts, args.answers)
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +143,10 @@ def compare_rollouts(args: argparse.Namespace) -> None:
         model = load(Path(folder), "fp32")
         works = {f"tunekit, {size} rows": ours(model, rows, lengths, size) for size in args.seqs}
         works |= {f"transformers, batches of {size}": theirs(Path(folder), rows, lengths, size) for size in args.static}
-    times = {name: statistics.median(values) for name, values in turns(works, args.rounds, args.clock).items()}
+        if args.trl:
+            works["TRL"] = trl_loop(Path(folder), rows, lengths, args.answers)
+    seconds = turns(works, args.rounds, args.clock, warmup=args.warmup)
+    times = {name: statistics.median(values) for name, values in seconds.items()}
     best = min(value for name, value in times.items() if name.startswith("transformers"))
     print(f"{len(rows)} answers with {sum(lengths):,} tokens, {min(lengths)} to {max(lengths)}\n")
     print("| | s | tokens/s | times the best static batch |")
@@ -141,6 +183,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--answers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--warmup", type=int, default=1, help="further rounds before")
+    parser.add_argument("--trl", action="store_true", help="measure the generation of GRPOTrainer, too")
     parser.add_argument("--seqs", type=int, nargs="+", default=[64], help="rows of the engine")
     parser.add_argument("--static", type=int, nargs="+", default=[32, 128, 512], help="batch sizes of transformers")
     parser.add_argument("--decode", action="store_true")

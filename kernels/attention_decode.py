@@ -1,13 +1,12 @@
 """Attention of new tokens on a KV cache of fixed size, with constant shapes and no host synchronization."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.kernels.attention import AttentionParams, attend_slots, find_visible_slots, masked_attention
 from tunekit.kernels.attention_choice import AttentionBackend, choose_attention_backend, describe_call
+from tunekit.kernels.attention_decode_cpu import check_spans, decode_cpu, is_supported
 from tunekit.kernels.torch_compile import disable_compile
 
 
@@ -23,7 +22,7 @@ class CachePositions:
         self.write_index = (self.row_starts[:-1, None] + positions).flatten()  # (B * S,) in the flattened slots
         self.masks: dict[tuple[int | None, int | None], Tensor] = {}
         self.ranges: dict[tuple[int | None, int | None], tuple[Tensor, Tensor]] = {}
-        self.slices: dict[tuple[int | None, int | None], list[slice]] = {}
+        self.spans: dict[tuple[int | None, int | None], Tensor] = {}
 
     def get_mask(self, params: AttentionParams) -> Tensor:
         """Mask (B, 1, S, num_visible) of the slots that each query attends to."""
@@ -50,14 +49,17 @@ class CachePositions:
             self.ranges[key] = starts, last - first + 1
         return self.ranges[key]
 
-    def get_slices(self, params: AttentionParams) -> list[slice]:
-        """Visible slots of each row, on the host, for S = 1."""
+    def get_spans(self, params: AttentionParams) -> Tensor:
+        """First visible slot of each row, and the slot after the last, (B, 2) on the CPU, for S = 1."""
         key = params.window, params.chunk
-        if key not in self.slices:
-            window, chunk = params.window or self.num_slots, params.chunk or self.num_slots
-            last = self.positions[:, 0].tolist()
-            self.slices[key] = [slice(max(0, at - window + 1, at - at % chunk), at + 1) for at in last]
-        return self.slices[key]
+        if key not in self.spans:
+            last = self.positions[:, 0].cpu().long()
+            first = torch.zeros_like(last) if params.window is None else (last - (params.window - 1)).clamp(min=0)
+            if params.chunk is not None:
+                first = torch.maximum(first, last - last % params.chunk)
+            self.spans[key] = torch.stack([first, last + 1], dim=1)
+            check_spans(self.spans[key], self.num_slots)
+        return self.spans[key]
 
 
 @disable_compile  # layers share tensors that are derived from the positions
@@ -82,8 +84,11 @@ def attend_decode(
     if backend is AttentionBackend.FLASH_DECODE:
         return decode_flash(q, k, v, cache_positions, params, sinks)
     is_cpu = q.device.type == "cpu" and backend is AttentionBackend.CPU
+    if is_single_token and is_cpu and is_supported(q, k, v) and not torch.is_grad_enabled():
+        spans = cache_positions.get_spans(params)
+        return decode_cpu(q[:, 0], k, v, spans, params.scale, params.softcap, sinks)[:, None]
     if is_single_token and is_cpu and sinks is None and not has_softcap:
-        return decode_rows(q, k, v, cache_positions.get_slices(params), params.scale)
+        return decode_rows(q, k, v, cache_positions.get_spans(params), params.scale)
     k, v, mask = (
         k[:, : cache_positions.num_visible],
         v[:, : cache_positions.num_visible],
@@ -111,13 +116,15 @@ def decode_flash(
     return apply_sinks(y, lse.T, sinks)[:, None]
 
 
-def decode_rows(q: Tensor, k: Tensor, v: Tensor, slices: Sequence[slice], scale: float) -> Tensor:
+def decode_rows(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float) -> Tensor:
     """One call per row on its visible slots: 2.1 ms instead of 5.3 ms on one core for 64 rows of 175 of 607 tokens."""
     queries = q[:, 0].unflatten(1, (k.shape[2], -1))  # grouped heads as queries of one key head
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     rows = [
-        F.scaled_dot_product_attention(queries[i : i + 1], k[i : i + 1, :, at], v[i : i + 1, :, at], scale=scale)
-        for i, at in enumerate(slices)
+        F.scaled_dot_product_attention(
+            queries[i : i + 1], k[i : i + 1, :, first:end], v[i : i + 1, :, first:end], scale=scale
+        )
+        for i, (first, end) in enumerate(spans.tolist())
     ]
     return torch.cat(rows).flatten(1, 2)[:, None]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tunekit.kernels.cpp_extension import load_library
 
-MAX_ROWS = 8
-SOURCE = Path(__file__).with_name("few.cpp")
+MAX_ROWS = 16
+SOURCE = Path(__file__).with_name("gemv.cpp")
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -23,7 +23,7 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows, width = weight.shape
     y = x.new_empty(*x.shape[:-1], rows)
     pointers = x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
-    lib.few(*pointers, x.numel() // width, rows, width, weight.stride(0), torch.get_num_threads())
+    lib.gemv(*pointers, x.numel() // width, rows, width, weight.stride(0), torch.get_num_threads())
     return y
 
 
@@ -67,5 +67,5 @@ def compiled() -> ctypes.CDLL | None:
     if lib is None:
         return None
     lib.able.restype = ctypes.c_bool
-    lib.few.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4, ctypes.c_int]
+    lib.gemv.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4, ctypes.c_int]
     return lib if lib.able() else None

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.random_checkpoints import relative_error
-from tunekit.kernels import attention, attention_cpu
+from tunekit.kernels import attention, attention_cpu, attention_decode
 from tunekit.kernels.attention import AttentionParams
 from tunekit.kernels.attention_decode import CachePositions, attend_decode
 from tunekit.kernels.sequence_layout import SequenceLayout
@@ -31,6 +31,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Run each test with the C++ kernel and with the torch fallback."""
     if request.param == "torch":
         monkeypatch.setattr(attention_cpu, "is_available", lambda: False)
+        monkeypatch.setattr(attention_decode, "is_supported", lambda *tensors: False)
     elif not attention_cpu.is_available():
         pytest.skip("no compiler, or a CPU without bf16 matmul")
     return request.param
@@ -130,6 +131,7 @@ def test_documents_do_not_attend_to_each_other(name: str, bounds: list[int]) -> 
         assert_same(actual, naive_attention(*flat, rule, seen, make_sinks(6)).view(3, 17, 6, 12), inputs)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", RULES)
 def test_decoding_with_cached_keys(name: str) -> None:
     """Rows are at different positions. Cache slots after them must be ignored."""
@@ -140,13 +142,28 @@ def test_decoding_with_cached_keys(name: str) -> None:
         cache_positions = CachePositions(positions, 17, max(start) + 1)
         q = torch.randn(3, 1, 6, 12)
         seen = visible_mask(positions, torch.arange(17), rule)
-        assert (
-            relative_error(attend_decode(q, k, v, cache_positions, rule).double(), naive_attention(q, k, v, rule, seen))
-            < 1e-6
-        )
-        if name in WITH_SINKS:
-            actual = attend_decode(q, k, v, cache_positions, rule, make_sinks(6))
-            assert relative_error(actual.double(), naive_attention(q, k, v, rule, seen, make_sinks(6))) < 1e-6
+        for sinks in (None, make_sinks(6)) if name in WITH_SINKS else (None,):
+            actual = attend_decode(q, k, v, cache_positions, rule, sinks)
+            assert relative_error(actual.double(), naive_attention(q, k, v, rule, seen, sinks)) < 1e-6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "v_dim"), [(5, 1, 64, 64), (9, 3, 64, 80), (8, 8, 33, 17), (12, 2, 256, 128)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_decoding_of_long_rows(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, v_dim: int) -> None:
+    """Caches are strided, and the slots that a row does not see are NaN."""
+    rows, slots, rule = 5, 700, AttentionParams(dim**-0.5)
+    q = torch.randn(rows, 1, heads, 2 * dim)[..., :dim].to(dtype)
+    k, v = (torch.randn(rows, slots, kv_heads, size + 3)[..., :size].to(dtype) for size in (dim, v_dim))
+    positions = torch.tensor([[699], [0], [15], [16], [333]])
+    seen = visible_mask(positions, torch.arange(slots), rule)
+    expected = naive_attention(q, k, v, rule, seen)
+    hidden = ~seen[:, 0, :, None, None]
+    k, v = k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.nan)
+    actual = attend_decode(q, k, v, CachePositions(positions, slots, slots), rule)
+    assert relative_error(actual.double(), expected) < (1e-6 if dtype == torch.float32 else 4e-3)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pairwise(
-    rows=[(1,), (2, 1), (3, 1), (2, 2), (5,), (6,), (7,), (8,), (9,)],
-    shape=[(1, 1), (3, 31), (33, 32), (70, 577), (300, 200)],
+    rows=[(1,), (2, 1), (3, 1), (2, 2), (5,), (6,), (7,), (8,), (9,), (15,), (16,), (17,)],
+    shape=[(1, 1), (3, 31), (33, 32), (64, 96), (70, 577), (300, 192), (300, 200)],
     bias=[False, True],
 )
 def test_products_equal_float64(rows: tuple[int, ...], shape: tuple[int, int], bias: bool) -> None:
@@ -28,10 +28,21 @@ def test_products_equal_float64(rows: tuple[int, ...], shape: tuple[int, int], b
     assert ((actual - expected).abs() <= 2**-8 * expected.abs() + 1e-6 * scale).all()
 
 
-def test_strided_tensors() -> None:
-    weight, x = random(40, 96)[::2, 3:70], random(4, 200)[:, 5:72]
+@pytest.mark.parametrize("width", [64, 67])
+def test_strided_tensors(width: int) -> None:
+    weight, x = random(140, 96)[::2, 3 : 3 + width], random(4, 200)[:, 5 : 5 + width]
     with torch.no_grad():
         torch.testing.assert_close(gemv.gemv(x, weight), F.linear(x, weight))
+
+
+def test_matmuls_of_torch_in_turns() -> None:
+    """Both use tile registers, whose shapes are a state of the thread."""
+    weight, x = random(256, 256), random(8, 256, seed=1)
+    with torch.no_grad():
+        expected = F.linear(x, weight)
+        for _ in range(3):
+            torch.testing.assert_close(gemv.gemv(x, weight), expected)
+            assert torch.equal(F.linear(x, weight), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.half], ids=str)

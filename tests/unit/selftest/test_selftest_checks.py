@@ -30,7 +30,14 @@ HELPERS = {
     "malloc",
 }
 HELPERS |= {"argument_checks", "device_tensors", "device_to_host", "nf4_codes", "prefix_sum", "sequence_layout"}
-HELPERS |= {"attention_choice", "attention_decode", "attention_ranges", "lm_head", "triton_support"}
+HELPERS |= {
+    "attention_choice",
+    "attention_decode",
+    "attention_decode_cpu",
+    "attention_ranges",
+    "lm_head",
+    "triton_support",
+}
 
 
 def context(device: str) -> Context:

@@ -1,0 +1,129 @@
+// Attention of one new token per row on a KV cache, on the CPU. A unit of work is a row and a key head, for all query
+// heads that share the key head, so that keys and values are read from memory once.
+
+#include <cmath>
+#include <cstdint>
+
+extern "C" struct Call {
+    const void *q, *k, *v;  // (B, H, D), (B, slots, H_kv, D), (B, slots, H_kv, V), last dimension contiguous
+    const float* sinks;     // (H,) or null
+    void* y;                // (B, H, V), contiguous
+    const int64_t* spans;   // (B, 2): first visible slot of each row, and the slot after the last
+    int64_t rows, heads, kv_heads, dim, v_dim;
+    int64_t q_row, q_head, k_row, k_slot, k_head, v_row, v_slot, v_head;  // strides
+    float scale, softcap;  // softcap 0: none
+    int32_t threads;
+};
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#include "attention_tiles.h"
+
+namespace {
+
+constexpr int64_t HEADS = 4;           // query heads whose products are in registers at the same time
+constexpr int64_t MIN_WORK = 1 << 18;  // multiplications, for several threads
+
+inline __m512 wide(const float* x, __mmask16 some) { return _mm512_maskz_loadu_ps(some, x); }
+inline __m512 wide(const bf16* x, __mmask16 some) {
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, x));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+
+// Dot products of N queries (N, dim) with `count` keys: scores (N, stride).
+template <typename T, int N>
+void multiply_keys(const float* q, const T* k, int64_t slot, int64_t count, int64_t dim, float* scores, int64_t stride) {
+    for (int64_t j = 0; j < count; j++, k += slot) {
+        __m512 sums[N];
+        for (int n = 0; n < N; n++) sums[n] = _mm512_setzero_ps();
+        for (int64_t i = 0; i < dim; i += LANES) {
+            const __m512 key = wide(k + i, first(dim - i));
+            for (int n = 0; n < N; n++)
+                sums[n] = _mm512_fmadd_ps(wide(q + n * dim + i, first(dim - i)), key, sums[n]);
+        }
+        for (int n = 0; n < N; n++) scores[n * stride + j] = _mm512_reduce_add_ps(sums[n]);
+    }
+}
+
+// Sums of `count` values, weighted by probabilities (N, stride): y (N, v_dim), times `factors`.
+template <typename T, int N>
+void sum_values(const float* shares, int64_t stride, const T* v, int64_t slot, int64_t count, int64_t v_dim,
+                const float* factors, T* y) {
+    for (int64_t i = 0; i < v_dim; i += LANES) {
+        const __mmask16 some = first(v_dim - i);
+        __m512 sums[N];
+        for (int n = 0; n < N; n++) sums[n] = _mm512_setzero_ps();
+        for (int64_t j = 0; j < count; j++) {
+            const __m512 value = wide(v + j * slot + i, some);
+            for (int n = 0; n < N; n++)
+                sums[n] = _mm512_fmadd_ps(_mm512_set1_ps(shares[n * stride + j]), value, sums[n]);
+        }
+        for (int n = 0; n < N; n++) store(y + n * v_dim + i, _mm512_mul_ps(sums[n], _mm512_set1_ps(factors[n])), some);
+    }
+}
+
+// Replaces dot products by 2^(score - maximum). Returns the inverse of their sum, which includes the sink.
+float take_softmax(float* scores, int64_t count, const Scale& scale, const float* sink) {
+    __m512 high = _mm512_set1_ps(sink == nullptr ? -INFINITY : *sink * LOG2E), total = _mm512_setzero_ps();
+    for (int64_t j = 0; j < count; j += LANES) {
+        const __mmask16 some = first(count - j);
+        const __m512 score = scale.score(_mm512_maskz_loadu_ps(some, scores + j));
+        _mm512_mask_storeu_ps(scores + j, some, score);
+        high = _mm512_mask_max_ps(high, some, high, score);
+    }
+    const float most = _mm512_reduce_max_ps(high);
+    for (int64_t j = 0; j < count; j += LANES) {
+        const __mmask16 some = first(count - j);
+        const __m512 share = exp2(_mm512_sub_ps(_mm512_maskz_loadu_ps(some, scores + j), _mm512_set1_ps(most)));
+        _mm512_mask_storeu_ps(scores + j, some, share);
+        total = _mm512_mask_add_ps(total, some, total, share);
+    }
+    const float rest = sink == nullptr ? 0 : std::exp2f(*sink * LOG2E - most);
+    return 1 / (_mm512_reduce_add_ps(total) + rest);
+}
+
+template <typename T, int N>
+void attend(const Call& c, int64_t row, int64_t kv_head, int64_t head) {
+    const int64_t begin = c.spans[2 * row], count = c.spans[2 * row + 1] - begin, stride = up(count, LANES);
+    float* q = room[Q_LEFT].take<float>(N * c.dim);
+    float* scores = room[SCORES].take<float>(N * stride);
+    const T* queries = static_cast<const T*>(c.q) + row * c.q_row + head * c.q_head;
+    for (int n = 0; n < N; n++)
+        for (int64_t i = 0; i < c.dim; i += LANES)
+            store(q + n * c.dim + i, wide(queries + n * c.q_head + i, first(c.dim - i)), first(c.dim - i));
+    const T* k = static_cast<const T*>(c.k) + row * c.k_row + begin * c.k_slot + kv_head * c.k_head;
+    multiply_keys<T, N>(q, k, c.k_slot, count, c.dim, scores, stride);
+    float factors[N];
+    const Scale scale(c);
+    for (int n = 0; n < N; n++)
+        factors[n] = take_softmax(scores + n * stride, count, scale, c.sinks == nullptr ? nullptr : c.sinks + head + n);
+    const T* v = static_cast<const T*>(c.v) + row * c.v_row + begin * c.v_slot + kv_head * c.v_head;
+    T* y = static_cast<T*>(c.y) + (row * c.heads + head) * c.v_dim;
+    sum_values<T, N>(scores, stride, v, c.v_slot, count, c.v_dim, factors, y);
+}
+
+template <typename T>
+void run(const Call& c) {
+    constexpr decltype(&attend<T, 1>) ATTEND[HEADS] = {attend<T, 1>, attend<T, 2>, attend<T, 3>, attend<T, 4>};
+    const int64_t group = c.heads / c.kv_heads;
+    int64_t slots = 0;
+    for (int64_t row = 0; row < c.rows; row++) slots += c.spans[2 * row + 1] - c.spans[2 * row];
+#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(c.threads) if (slots * c.heads * c.dim > MIN_WORK)
+    for (int64_t row = 0; row < c.rows; row++)
+        for (int64_t kv_head = 0; kv_head < c.kv_heads; kv_head++)
+            for (int64_t n = 0; n < group; n += HEADS)
+                ATTEND[std::min(HEADS, group - n) - 1](c, row, kv_head, kv_head * group + n);
+}
+
+}  // namespace
+
+extern "C" {
+int able() { return 1; }
+void decode_bf16(const Call* c) { run<bf16>(*c); }
+void decode_fp32(const Call* c) { run<float>(*c); }
+}
+
+#else
+
+extern "C" int able() { return 0; }
+
+#endif
