@@ -11,6 +11,7 @@ from tunekit.rewards.answer_rewards import (
     SoftOverlongPunishment,
 )
 from tunekit.rewards.llm_judge import LLMJudge
+from tunekit.rewards.math_accuracy import Accuracy
 from tunekit.rewards.reward_model import RewardModel
 from tunekit.rewards.unit_tests import UnitTests
 from tunekit.rewards.user_function import UserFunction
@@ -18,6 +19,7 @@ from tunekit.rewards.user_function import UserFunction
 RewardChoice = (
     ExactMatch
     | NumericMatch
+    | Accuracy
     | RegexMatch
     | JsonSchemaMatch
     | UnitTests

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from trl.rewards import accuracy_reward
 
 from tests.helpers.rollouts import make_rollout
 from tunekit.environments.answers import last_number
 from tunekit.errors import FieldError, UserError
+from tunekit.rewards import math_accuracy
 from tunekit.rewards.answer_rewards import (
     ExactMatch,
     GSM8KCorrectness,
@@ -19,6 +21,7 @@ from tunekit.rewards.answer_rewards import (
     SoftOverlongPunishment,
 )
 from tunekit.rewards.base import score_rollouts
+from tunekit.rewards.math_accuracy import Accuracy
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,32 @@ def test_numeric_match_has_a_tolerance() -> None:
         NumericMatch().score(make_rollout("3", answer="three"))
     with pytest.raises(UserError, match="rows.jsonl:1"):
         NumericMatch().score(make_rollout("3", answer=None))
+
+
+def test_accuracy_equals_trl() -> None:
+    solutions = [r"\frac{1}{2}", r"$x^2+2x+1$", "72", "\\boxed{5}", "no formula", r"$\{1,2\}$"]
+    answers = [
+        r"\boxed{0.5}",
+        r"\boxed{\frac{2}{4}}",
+        "$(x+1)^2$",
+        "72",
+        r"it is \boxed{72}",
+        "$5$ or $6$",
+        "",
+        r"$\{2,1\}$",
+    ]
+    rows = [(answer, solution) for answer in answers for solution in solutions]
+    completions = [[{"role": "assistant", "content": answer}] for answer, _ in rows]
+    expected = accuracy_reward(completions, [solution for _, solution in rows])
+    assert [Accuracy().score(make_rollout(answer, solution=solution)) for answer, solution in rows] == expected
+    assert {0.0, 1.0, None} == set(expected)
+
+
+def test_accuracy_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    Accuracy("gold").check(["gold"])
+    monkeypatch.setattr(math_accuracy, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"accuracy: .*tunekit\[math\]"):
+        Accuracy("gold").check(["gold"])
 
 
 def test_regex_match() -> None:
