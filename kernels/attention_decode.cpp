@@ -21,6 +21,7 @@ extern "C" struct Call {
 namespace {
 
 constexpr int64_t HEADS = 4;           // query heads whose products are in registers at the same time
+constexpr int64_t AHEAD = 16;          // slots between a key and the one that is prefetched
 constexpr int64_t MIN_WORK = 1 << 18;  // multiplications, for several threads
 
 inline __m512 wide(const float* x, __mmask16 some) { return _mm512_maskz_loadu_ps(some, x); }
@@ -29,18 +30,46 @@ inline __m512 wide(const bf16* x, __mmask16 some) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
 
-// Dot products of N queries (N, dim) with `count` keys: scores (N, stride).
+// Sums of the elements of 16 registers, in their order.
+inline __m512 sum_each(const __m512* x) {
+    __m512 a[8], b[4], c[2];
+    for (int i = 0; i < 8; i++)
+        a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+    for (int i = 0; i < 4; i++) {
+        const __m512d even = _mm512_castps_pd(a[2 * i]), odd = _mm512_castps_pd(a[2 * i + 1]);
+        b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(even, odd)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(even, odd)));
+    }
+    for (int i = 0; i < 2; i++)
+        c[i] = _mm512_add_ps(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
+                             _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
+}
+
+// Dot products of N queries (N, dim) with `count` keys: scores (N, stride), for up to 16 keys more than there are.
 template <typename T, int N>
 void multiply_keys(const float* q, const T* k, int64_t slot, int64_t count, int64_t dim, float* scores, int64_t stride) {
-    for (int64_t j = 0; j < count; j++, k += slot) {
-        __m512 sums[N];
-        for (int n = 0; n < N; n++) sums[n] = _mm512_setzero_ps();
+    constexpr int KEYS_AT_ONCE = N == 1 ? 16 : N == 2 ? 8 : 4;
+    for (int64_t j = 0; j < count; j += KEYS_AT_ONCE) {
+        const int64_t last = count - 1 - j;
+        __m512 sums[LANES];
+        for (auto& sum : sums) sum = _mm512_setzero_ps();
         for (int64_t i = 0; i < dim; i += LANES) {
-            const __m512 key = wide(k + i, first(dim - i));
-            for (int n = 0; n < N; n++)
-                sums[n] = _mm512_fmadd_ps(wide(q + n * dim + i, first(dim - i)), key, sums[n]);
+            const __mmask16 some = first(dim - i);
+            __m512 queries[N];
+            for (int n = 0; n < N; n++) queries[n] = wide(q + n * dim + i, some);
+            for (int64_t m = 0; m < KEYS_AT_ONCE; m++) {
+                const T* address = k + (j + std::min(m, last)) * slot + i;
+                _mm_prefetch(reinterpret_cast<const char*>(address + AHEAD * slot), _MM_HINT_T0);
+                const __m512 key = wide(address, some);
+                for (int n = 0; n < N; n++)
+                    sums[n * KEYS_AT_ONCE + m] = _mm512_fmadd_ps(queries[n], key, sums[n * KEYS_AT_ONCE + m]);
+            }
         }
-        for (int n = 0; n < N; n++) scores[n * stride + j] = _mm512_reduce_add_ps(sums[n]);
+        alignas(64) float found[LANES];
+        _mm512_store_ps(found, sum_each(sums));
+        for (int n = 0; n < N; n++)
+            std::memcpy(scores + n * stride + j, found + n * KEYS_AT_ONCE, KEYS_AT_ONCE * sizeof(float));
     }
 }
 
@@ -48,16 +77,32 @@ void multiply_keys(const float* q, const T* k, int64_t slot, int64_t count, int6
 template <typename T, int N>
 void sum_values(const float* shares, int64_t stride, const T* v, int64_t slot, int64_t count, int64_t v_dim,
                 const float* factors, T* y) {
+    constexpr int CHAINS = N == 1 ? 8 : N == 2 ? 4 : 2;  // independent sums, as an addition takes several cycles
     for (int64_t i = 0; i < v_dim; i += LANES) {
         const __mmask16 some = first(v_dim - i);
-        __m512 sums[N];
-        for (int n = 0; n < N; n++) sums[n] = _mm512_setzero_ps();
-        for (int64_t j = 0; j < count; j++) {
+        __m512 sums[N][CHAINS];
+        for (int n = 0; n < N; n++)
+            for (auto& sum : sums[n]) sum = _mm512_setzero_ps();
+        int64_t j = 0;
+        for (; j + CHAINS <= count; j += CHAINS)
+            for (int chain = 0; chain < CHAINS; chain++) {
+                const T* address = v + (j + chain) * slot + i;
+                _mm_prefetch(reinterpret_cast<const char*>(address + AHEAD * slot), _MM_HINT_T0);
+                const __m512 value = wide(address, some);
+                for (int n = 0; n < N; n++) {
+                    const __m512 share = _mm512_set1_ps(shares[n * stride + j + chain]);
+                    sums[n][chain] = _mm512_fmadd_ps(share, value, sums[n][chain]);
+                }
+            }
+        for (; j < count; j++) {
             const __m512 value = wide(v + j * slot + i, some);
             for (int n = 0; n < N; n++)
-                sums[n] = _mm512_fmadd_ps(_mm512_set1_ps(shares[n * stride + j]), value, sums[n]);
+                sums[n][0] = _mm512_fmadd_ps(_mm512_set1_ps(shares[n * stride + j]), value, sums[n][0]);
         }
-        for (int n = 0; n < N; n++) store(y + n * v_dim + i, _mm512_mul_ps(sums[n], _mm512_set1_ps(factors[n])), some);
+        for (int n = 0; n < N; n++) {
+            for (int chain = 1; chain < CHAINS; chain++) sums[n][0] = _mm512_add_ps(sums[n][0], sums[n][chain]);
+            store(y + n * v_dim + i, _mm512_mul_ps(sums[n][0], _mm512_set1_ps(factors[n])), some);
+        }
     }
 }
 
