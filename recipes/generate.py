@@ -7,7 +7,7 @@ tune run generate nano/rejection_sampling output_format=preference output_path=p
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -193,12 +193,13 @@ def sample_and_score(  # noqa: PLR0913
     quiet = None if dist.is_main_process else True
     for first in tqdm(range(0, len(rows), size), "answering", disable=quiet, leave=False):
         local = range(first + dist.dp_rank, min(first + size, len(rows)), dist.dims.dp_size)
-        rollouts = generate_rollouts(
-            engine, tokenizer, [rows[i] for i in local], cfg.num_return_sequences, cfg.sampling, cfg.environment, 0
+        share = {i: rows[i] for i in local}
+        generate = partial(
+            generate_rollouts, engine, tokenizer, share, cfg.num_return_sequences, cfg.sampling, cfg.environment, 0
         )
+        rollouts = dist.run_on_all(generate)
         if dist.rank % (dist.dims.cp * dist.dims.tp):
             rollouts = []  # CP and TP ranks have the same ones: those of the first rank count
-        rollouts = [replace(rollout, group=local[rollout.group]) for rollout in rollouts]
         results = dist.all_gather_objects(dist.run_on_all(partial(score_answers, cfg.rewards, rollouts)))
         scored += sorted(chain(*results), key=lambda item: item.rollout.group)
         dist.heartbeat.record(first, "answer")

@@ -1,6 +1,7 @@
 """Exceptions with one-line messages for users, and the location of exceptions in user code."""
 
 import traceback
+from collections.abc import Callable
 from typing import NamedTuple
 
 USER_MODULES = ("own_", "tunekit_import_")  # prefixes of the modules of recipe files and of `--import`
@@ -16,6 +17,24 @@ class FieldError(ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field, self.message = field, message
+
+
+class DeferredError:
+    """Runs functions until the first UserError, and raises it later, when no other rank waits in a collective."""
+
+    def __init__(self) -> None:
+        self.error: UserError | None = None
+
+    def __call__(self, fn: Callable[[], object]) -> None:
+        if self.error is None:
+            try:
+                fn()
+            except UserError as error:
+                self.error = error
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
 
 
 class RunStopped(Exception):

@@ -12,8 +12,10 @@ from tunekit.generation.sampling import SamplingConfig
 class ScriptedEngine:
     """Has the interface of `GenerationEngine`. `script(request_id, turn)` returns the token ids of an answer."""
 
-    def __init__(self, script: Callable[[str, int], Sequence[int]], max_model_len: int = 100_000) -> None:
-        self.script, self.max_model_len = script, max_model_len
+    def __init__(
+        self, script: Callable[[str, int], Sequence[int]], max_model_len: int = 100_000, max_num_seqs: int = 8
+    ) -> None:
+        self.script, self.max_model_len, self.max_num_seqs = script, max_model_len, max_num_seqs
         self.dist, self.is_sharded = DistributedContext(0, "cpu"), False
         self.model = SimpleNamespace(training=False, train=lambda mode: None)
         self.requests: dict[str, GenerationRequest] = {}

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -199,24 +199,6 @@ def write_error(path: Path, error: OSError) -> UserError:
         f"{path}: write failed, {reason} ({format_bytes(free_bytes(path))} free). {last_complete_state(path)} "
         "Fix the disk and rerun."
     )
-
-
-class DeferredError:
-    """Runs functions until the first UserError, and raises it later, when no other rank waits in a collective."""
-
-    def __init__(self) -> None:
-        self.error: UserError | None = None
-
-    def __call__(self, fn: Callable[[], object]) -> None:
-        if self.error is None:
-            try:
-                fn()
-            except UserError as error:
-                self.error = error
-
-    def raise_error(self) -> None:
-        if self.error is not None:
-            raise self.error
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tunekit.adapters.config import TIED_MODULES, DoRAConfig, LoRAConfig, lora_factors
 from tunekit.checkpoint import token_rows
-from tunekit.checkpoint.atomic import DeferredError, check_free_space, wrap_write_errors
+from tunekit.checkpoint.atomic import check_free_space, wrap_write_errors
 from tunekit.checkpoint.classification_head import with_score_head, without_head
 from tunekit.checkpoint.dcp_planner import reshard
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, TensorReader
@@ -48,7 +48,7 @@ from tunekit.config.choices import kind_name
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.sharding import copy_to_shard, full_tensor, shard_slice
-from tunekit.errors import UserError
+from tunekit.errors import DeferredError, UserError
 from tunekit.models.decoder import Decoder
 from tunekit.models.families import classifiers
 from tunekit.models.families.config_overrides import model_section

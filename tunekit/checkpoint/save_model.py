@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from tunekit.checkpoint.atomic import DeferredError, check_free_space, wrap_write_errors
+from tunekit.checkpoint.atomic import check_free_space, wrap_write_errors
 from tunekit.checkpoint.dcp_planner import reshard
 from tunekit.checkpoint.dequantize import QUANTIZATION_KEY, PrequantizedTensor
 from tunekit.checkpoint.hf_checkpoint import INDEX, PICKLE_INDEX, WEIGHTS, HFCheckpoint, read_json
@@ -23,6 +23,7 @@ from tunekit.data.new_tokens import write_new_tokens
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.sharding import full_tensor
+from tunekit.errors import DeferredError
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.models.linear import Gather, GroupedLinear, Linear
 from tunekit.models.weight_map import KeyMapping, Shape, save_mappings

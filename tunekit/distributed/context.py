@@ -267,6 +267,19 @@ class DistributedContext:
                 raise error
         return result  # type: ignore[return-value]
 
+    def gather_results(self, fn: Callable[[], T]) -> list[T]:
+        """Results of `fn` on all ranks, in rank order. A UserError on one rank is raised on all of them."""
+        result, own_error = None, None
+        try:
+            result = fn()
+        except UserError as error:
+            own_error = error
+        outcomes = self.all_gather_objects((result, own_error))
+        for _, error in outcomes:
+            if error is not None:
+                raise error
+        return [result for result, _ in outcomes]  # type: ignore[return-value]
+
     def barrier(self) -> None:
         """Wait for all ranks, without a short timeout."""
         if not self.is_single:

@@ -1,6 +1,7 @@
 """Environments as config choices, and the limits of their episodes."""
 
 from abc import ABC, abstractmethod
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ from tunekit.environments.calculator import Calculator
 from tunekit.environments.grid_world import GridWorld
 from tunekit.environments.json_answer import JsonAnswer
 from tunekit.environments.key_value_lookup import KeyValueLookup
-from tunekit.environments.openenv import OpenEnvEnvironment
+from tunekit.environments.openenv import CLIENT_ERRORS, OpenEnvEnvironment
 from tunekit.environments.python_tool import PythonTool
 from tunekit.environments.sandbox import SandboxConfig, require_sandbox
 from tunekit.errors import FieldError, UserError
@@ -49,7 +50,8 @@ class EnvironmentConfig(ABC):
     def check(self) -> None:
         """Raise UserError if no environment can be created, or its tools have no schema."""
         try:
-            get_tool_schemas(self.create())
+            with closing(self.create()) as environment:
+                get_tool_schemas(environment)
         except UserError as error:
             raise UserError(f"environment.{error}") from None
 
@@ -160,9 +162,11 @@ class OpenEnvConfig(EnvironmentConfig):
     def check(self) -> None:
         """Also raise UserError if there is no server."""
         super().check()
-        environment = self.create()
-        environment.reset()
-        environment.close()
+        with closing(self.create()) as environment:
+            try:
+                environment.reset()
+            except CLIENT_ERRORS as error:
+                raise UserError(f"environment.base_url: {self.base_url}: {error}. Check the server.") from None
 
 
 EnvironmentChoice = (

@@ -33,6 +33,11 @@ class GenerationRequest:
     allowed_tokens: Callable[[Sequence[int]], Tensor | None] | None = None
     sample_name: str | None = None  # names the random numbers instead of `request_id`
 
+    @property
+    def random_name(self) -> str:
+        """Name of the random numbers."""
+        return self.sample_name or self.request_id
+
 
 class TokenOutput(NamedTuple):
     """A sampled token. The stop token of an answer is one too."""
@@ -87,8 +92,7 @@ class Answer:
         """Uniform random numbers (max_tokens,)."""
         if self.sampling.temperature == 0:
             return torch.zeros(self.max_tokens)
-        name = self.request.sample_name or self.request.request_id
-        return self.sampling.uniform_numbers(name, self.num_drawn, self.num_drawn + self.max_tokens)
+        return self.sampling.uniform_numbers(self.request.random_name, self.num_drawn, self.num_drawn + self.max_tokens)
 
     def add(self, token: int) -> FinishReason | None:
         """Add a sampled token. Returns why the answer ends, if it does."""

@@ -102,7 +102,8 @@ class RolloutSampler:
         max_length = max(data.max_length for data in (cfg.data, cfg.eval_data) if data is not None)
         for reward in cfg.rewards:
             reward.prepare(dist)
-        if cfg.environment is not None and (warning := describe_rewrites(tokenizer, cfg.environment)):
+        environment = cfg.environment
+        if environment and (warning := dist.run_on_main(lambda: describe_rewrites(tokenizer, environment))):
             dist.log(f"warning: {warning}.")
         engine = cfg.engine.open(cfg, model, EngineLimits(cfg.max_num_seqs, max_length), dist)
         return RolloutSampler(cfg, engine, tokenizer, dist)
@@ -110,21 +111,20 @@ class RolloutSampler:
     def __call__(self, prompts: Sequence[PromptRow], num_generations: int, step: int) -> ScoredRollouts:
         """Answers of all ranks to the prompts. Collective."""
         dist, dims, model = self.dist, self.dist.dims, self.engine.model
-        share, was_training = prompts[dist.dp_rank :: dims.dp_size], model.training
+        share = {index: prompts[index] for index in range(dist.dp_rank, len(prompts), dims.dp_size)}
+        was_training = model.training
         sampling = replace(self.cfg.sampling, seed=self.cfg.sampling.seed + dist.seed)
         self.engine.sync_weights()
-        rollouts = generate_rollouts(
-            self.engine, self.tokenizer, share, num_generations, sampling, self.cfg.environment, step
+        generate = partial(
+            generate_rollouts, self.engine, self.tokenizer, share, num_generations, sampling, self.cfg.environment, step
         )
+        rollouts = dist.run_on_all(generate)
         self.engine.sleep()  # frees the cache for training
         model.train(was_training)
         if dist.rank % (dims.cp * dims.tp):
             rollouts = []  # CP and TP ranks have the same ones: those of the first rank count
         scores = dist.run_on_all(partial(self.score, rollouts))
-        groups = [rollout.group * dims.dp_size + dist.dp_rank for rollout in rollouts]
-        rollouts = [replace(rollout, group=group) for rollout, group in zip(rollouts, groups, strict=True)]
-        local = list(zip(rollouts, scores, strict=True))
-        ranks = dist.all_gather_objects(local)
+        ranks = dist.all_gather_objects(list(zip(rollouts, scores, strict=True)))
         pairs = sorted((pair for rank in ranks for pair in rank), key=lambda pair: pair[0].group)  # stable
         all_rollouts, all_scores = zip(*pairs, strict=True)
         names, weights = reward_names(self.cfg.rewards), [reward.weight for reward in self.cfg.rewards]

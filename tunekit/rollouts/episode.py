@@ -2,11 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from tunekit.config.choices import kind_name
 from tunekit.data.chat_template.messages import Message
 from tunekit.environments.base import Environment, get_tool_schemas, get_tools
 from tunekit.environments.config import EnvironmentConfig
@@ -38,6 +40,7 @@ class Episode:
     """One conversation in progress."""
 
     request_id: str
+    sample_name: str  # names the random numbers of its samples
     group: int
     prompt: PromptRow
     sampled: list[int] = field(default_factory=list)  # tokens of the current answer
@@ -91,7 +94,9 @@ class EpisodeEnvironment:
 
     def __init__(self, config: EnvironmentConfig, prompt: PromptRow) -> None:
         self.config, self.prompt = config, prompt
-        self.environment: Environment = config.create()
+        self.name = kind_name(type(config))
+        self.environment: Environment = self.call("__init__", config.create)
+        self.name, self.is_open = type(self.environment).__name__, True
         self.tools = get_tools(self.environment)
 
     def reset(self) -> EpisodeStart:
@@ -125,12 +130,23 @@ class EpisodeEnvironment:
         """The result with reward and metrics. Closes the environment."""
         reward = self.call("get_reward", self.environment.get_reward)
         metrics = self.call("get_metrics", self.environment.get_metrics)
-        self.call("close", self.environment.close)
+        self.close()
         return replace(result, messages=(), reward=None if reward is None else float(reward), metrics=metrics)
+
+    def close(self) -> None:
+        """Close the environment, if it is open."""
+        if self.is_open:
+            self.is_open = False
+            self.call("close", self.environment.close)
+
+    def discard(self) -> None:
+        """Close the environment of an episode that another error ends."""
+        with suppress(UserError):
+            self.close()
 
     def call(self, name: str, function: Callable[[], Any]) -> Any:
         """Result of a method. Raises UserError with the row if it raises or hangs."""
-        where = f"{self.prompt.where}: environment {type(self.environment).__name__}.{name}"
+        where = f"{self.prompt.where}: environment {self.name}.{name}"
         seconds = self.config.tool_timeout_seconds
         future = run_in_thread(function)
         try:

@@ -4,10 +4,12 @@ Tokens are never tokenized again: tool results and observations are appended to 
 the chat template writes between two answers.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 
 from tunekit.data.chat_template.chat_format import encode_conversation
 from tunekit.data.chat_template.messages import Message
@@ -17,12 +19,12 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.environments.base import get_tool_schemas
 from tunekit.environments.config import EnvironmentConfig
-from tunekit.errors import UserError
-from tunekit.generation.requests import GenerationRequest
+from tunekit.errors import DeferredError, UserError
+from tunekit.generation.requests import GenerationRequest, TokenOutput
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.generation.stop_strings import StopStrings
 from tunekit.rollouts.engine import RolloutEngine
-from tunekit.rollouts.episode import Episode, EpisodeEnvironment, TurnResult
+from tunekit.rollouts.episode import Episode, EpisodeEnvironment, EpisodeStart, TurnResult
 from tunekit.rollouts.rollout import PromptRow, Rollout
 
 WAIT_SECONDS = 0.05  # for tools, before ranks look again whether one of them has tokens to sample
@@ -32,7 +34,7 @@ TRUNCATED = "... (truncated)"
 def generate_rollouts(  # noqa: PLR0913
     engine: RolloutEngine,
     tokenizer: Tokenizer,
-    prompts: Sequence[PromptRow],
+    prompts: Mapping[int, PromptRow],
     num_generations: int,
     sampling: SamplingConfig,
     environment: EnvironmentConfig | None,
@@ -40,9 +42,12 @@ def generate_rollouts(  # noqa: PLR0913
 ) -> list[Rollout]:
     """`num_generations` rollouts of each prompt, in the order of the prompts. Without environment: one answer each.
 
-    `sampling.max_new_tokens` limits all tokens after the prompt, observations included. Samples depend on the seed, the
-    step, the row and the index of the generation, not on other rows or on the number of ranks. If weights are sharded,
-    all ranks must call this together. Raises UserError, with the row, if code of an environment raises.
+    `prompts` are by position in the global batch, which is the group of their rollouts. Samples depend on the seed, the
+    step, the position and the index of the generation, not on other rows or on the number of ranks.
+
+    `sampling.max_new_tokens` limits all tokens after the prompt, observations included. At most `engine.max_num_seqs`
+    environments are open at once, and all are closed in any case. If weights are sharded, all ranks must call this
+    together, and all raise the error. Raises UserError, with the row, if code of an environment raises.
     """
     training = engine.model.training
     runner = EpisodeRunner(engine, tokenizer, sampling, environment)
@@ -51,23 +56,22 @@ def generate_rollouts(  # noqa: PLR0913
     return rollouts
 
 
-def make_episodes(prompts: Sequence[PromptRow], num_generations: int, step: int) -> list[Episode]:
-    """Episodes with ids that name the random numbers of their samples."""
-    seen: Counter[str] = Counter()
-    episodes = []
-    for group, prompt in enumerate(prompts):
-        seen[prompt.where] += 1
-        repeat = f" #{seen[prompt.where]}" if seen[prompt.where] > 1 else ""  # the same row twice in a step
-        ids = (f"step {step} {prompt.where}{repeat} {index}" for index in range(num_generations))
-        episodes += [Episode(request_id, group, prompt) for request_id in ids]
-    return episodes
+def make_episodes(prompts: Mapping[int, PromptRow], num_generations: int, step: int) -> list[Episode]:
+    """Episodes with ids that name the row in errors, and with names of their random numbers."""
+    return [
+        Episode(f"{prompt.where} {position} {index}", f"step {step} row {position} {index}", position, prompt)
+        for position, prompt in prompts.items()
+        for index in range(num_generations)
+    ]
 
 
 class EpisodeRunner:
     """Runs episodes on an engine. Tools run in threads while other episodes continue.
 
+    With an environment, an episode starts when another one ends, so that as many are open as the engine has rows.
+
     Ranks that share rows (tensor and context parallel) need the same observations at the same time: the first of them
-    runs the environments, and all wait for it.
+    runs the environments, and all wait for it. A UserError is raised when no other rank waits in a collective.
     """
 
     def __init__(
@@ -84,49 +88,77 @@ class EpisodeRunner:
         self.is_leader = self.dist.rank % self.group_size == 0
         self.environments: dict[str, EpisodeEnvironment] = {}
         self.parsers: dict[str, ToolCallParser] = {}  # by the names of the tools
-        self.pending: list[tuple[Episode, Future[TurnResult] | None]] = []  # episodes whose tools run
+        self.pending: list[tuple[Episode, Future[EpisodeStart | TurnResult] | None]] = []  # whose environment acts
+        self.waiting: deque[Episode] = deque()  # episodes that have not started
         self.running: dict[str, Episode] = {}  # episodes that are not finished, by request
+        self.encoded: dict[str, list[int]] = {}  # tokens of prompts
+        self.deferred = DeferredError()
 
     def run(self, episodes: Sequence[Episode]) -> list[Rollout]:
         """Rollouts of all episodes, in their order."""
-        with ThreadPoolExecutor(1 if self.config is None else self.config.num_workers) as self.pool:
-            self.reset(episodes)
-            for episode in episodes:
-                self.running[episode.request_id] = episode
-                self.engine.add_request(self.make_request(episode))
+        num_workers = 1 if self.config is None else self.config.num_workers
+        with ThreadPoolExecutor(num_workers) as self.pool, ExitStack() as stack:
+            stack.callback(self.close_environments)
+            self.waiting.extend(episodes)
+            self.deferred(self.admit)
+            wait(self.futures)  # equal prompts enter the cache together
             while self.any_rank(bool(self.running)):
                 if self.engine.has_unfinished_requests:
-                    for output in self.engine.step():
-                        episode = self.running[output.request_id]
-                        episode.add(output.token, output.logprob)
-                        if output.finish_reason is not None:
-                            self.end_answer(episode, output.finish_reason == "length")
+                    outputs = self.engine.step()
+                    self.deferred(partial(self.add_outputs, outputs))
                     self.collect(wait_seconds=0)
                 else:
                     self.collect(WAIT_SECONDS)
+                self.deferred(self.admit)
         return [episode.to_rollout() for episode in episodes]
 
     def any_rank(self, value: bool) -> bool:
-        """Whether a value is true on a rank that must call the engine together with this one."""
-        is_shared = self.engine.is_sharded or self.group_size > 1
-        return bool(self.dist.max_over_ranks(value)[0]) if is_shared else value
+        """Whether a value is true on a rank that must call the engine together with this one.
 
-    def reset(self, episodes: Sequence[Episode]) -> None:
-        """Start the environments, and put their texts and tools into the prompts."""
-        if self.config is None:
-            return
-        starts = []
-        if self.is_leader:
-            self.environments = {item.request_id: EpisodeEnvironment(self.config, item.prompt) for item in episodes}
-            starts = list(self.pool.map(EpisodeEnvironment.reset, self.environments.values()))
-        if self.group_size > 1:
-            starts = self.dist.all_gather_objects(starts)[self.dist.rank // self.group_size * self.group_size]
-        encoded: dict[str, list[int]] = {}
-        for episode, start in zip(episodes, starts, strict=True):
-            key = repr((start.messages, start.tools))
-            if key not in encoded:
-                encoded[key] = self.encode_prompt(episode, list(start.messages), start.tools)
-            episode.prompt = replace(episode.prompt, messages=start.messages, tools=start.tools, tokens=encoded[key])
+        Raises the UserError of any of these ranks.
+        """
+        if not self.engine.is_sharded and self.group_size == 1:
+            self.deferred.raise_error()
+            return value
+        has_value, has_error = self.dist.max_over_ranks(value, self.deferred.error is not None)
+        if has_error:
+            self.dist.run_on_all(self.deferred.raise_error)
+        return bool(has_value)
+
+    # Start and end
+
+    def admit(self) -> None:
+        """Start waiting episodes."""
+        limit = len(self.waiting) if self.config is None else self.engine.max_num_seqs - len(self.running)
+        for _ in range(min(limit, len(self.waiting))):
+            episode = self.waiting.popleft()
+            self.running[episode.request_id] = episode
+            if self.config is None:
+                self.engine.add_request(self.make_request(episode))
+            else:
+                self.submit(episode, partial(self.open_environment, self.config, episode))
+
+    def open_environment(self, config: EnvironmentConfig, episode: Episode) -> EpisodeStart:
+        """Start an environment. Runs in a thread."""
+        environment = EpisodeEnvironment(config, episode.prompt)
+        self.environments[episode.request_id] = environment
+        return environment.reset()
+
+    def close_environments(self) -> None:
+        """Close the environments that are still open after an error, when no thread uses them any more."""
+        for future in self.futures:
+            future.cancel()
+        wait(self.futures)
+        list(self.pool.map(EpisodeEnvironment.discard, self.environments.values()))
+
+    def begin(self, episode: Episode, start: EpisodeStart) -> None:
+        """Request the first answer to a prompt with the text and the tools of the environment."""
+        key = repr((start.messages, start.tools))
+        if key not in self.encoded:
+            self.encoded[key] = self.encode_prompt(episode, list(start.messages), start.tools)
+        tokens = self.encoded[key]
+        episode.prompt = replace(episode.prompt, messages=start.messages, tools=start.tools, tokens=tokens)
+        self.engine.add_request(self.make_request(episode))
 
     def encode_prompt(self, episode: Episode, messages: list[Message], tools: Sequence[dict] | None) -> list[int]:
         try:
@@ -142,9 +174,18 @@ class EpisodeRunner:
             self.stop.token_ids,
             self.stop.is_finished,
             keep_cache=self.config is not None,
+            sample_name=episode.sample_name,
         )
 
     # Turns
+
+    def add_outputs(self, outputs: Sequence[TokenOutput]) -> None:
+        """Add sampled tokens to their episodes."""
+        for output in outputs:
+            episode = self.running[output.request_id]
+            episode.add(output.token, output.logprob)
+            if output.finish_reason is not None:
+                self.end_answer(episode, output.finish_reason == "length")
 
     def end_answer(self, episode: Episode, is_cut: bool) -> None:
         """Parse a finished answer, and let the environment act on it."""
@@ -161,8 +202,16 @@ class EpisodeRunner:
         episode.num_failures += error is not None
         if is_cut or self.exceeds_turns(episode, bool(calls or error)):
             episode.finish_reason = "length"
-        future = self.pool.submit(self.act, episode, message, error) if self.is_leader else None
-        self.pending.append((episode, future))
+        self.submit(episode, partial(self.act, episode, message, error))
+
+    def submit(self, episode: Episode, function: Callable[[], EpisodeStart | TurnResult]) -> None:
+        """Let the environment of an episode act in a thread, on the first rank with this row."""
+        self.pending.append((episode, self.pool.submit(function) if self.is_leader else None))
+
+    @property
+    def futures(self) -> list[Future[EpisodeStart | TurnResult]]:
+        """Those of this rank."""
+        return [future for _, future in self.pending if future is not None]
 
     def parse(self, episode: Episode) -> tuple[Message, str | None]:
         """The answer as a message, and why its tool call is malformed."""
@@ -201,40 +250,42 @@ class EpisodeRunner:
             self.collect_in_group()
             return
         if wait_seconds:
-            wait([future for _, future in self.pending if future is not None], wait_seconds, FIRST_COMPLETED)
-        pending, self.pending = self.pending, []
-        for episode, future in pending:
-            if future is not None and future.done():
-                self.continue_episode(episode, future.result())
-            else:
-                self.pending.append((episode, future))
+            wait(self.futures, wait_seconds, FIRST_COMPLETED)
+        finished = [(episode, future) for episode, future in self.pending if future is not None and future.done()]
+        self.pending = [item for item in self.pending if item not in finished]
+        for episode, future in finished:
+            self.deferred(lambda episode=episode, future=future: self.continue_episode(episode, future.result()))
 
     def collect_in_group(self) -> None:
         """Wait for all environments of the first rank with these rows."""
         if not self.any_rank(bool(self.pending)):
             return
-        results = [future.result() for _, future in self.pending if future is not None]
-        results = self.dist.all_gather_objects(results)[self.dist.rank // self.group_size * self.group_size]
+        ranks = self.dist.gather_results(lambda: [future.result() for future in self.futures])
         pending, self.pending = self.pending, []
-        for (episode, _), result in zip(pending, results, strict=True):
-            self.continue_episode(episode, result)
+        for (episode, _), result in zip(
+            pending, ranks[self.dist.rank // self.group_size * self.group_size], strict=True
+        ):
+            self.deferred(partial(self.continue_episode, episode, result))
 
-    def continue_episode(self, episode: Episode, result: TurnResult) -> None:
-        """Append what the environment said, or end the episode."""
+    def continue_episode(self, episode: Episode, result: EpisodeStart | TurnResult) -> None:
+        """Start the episode, append what the environment said, or end the episode."""
+        if isinstance(result, EpisodeStart):
+            self.begin(episode, result)
+            return
         episode.num_failures += result.num_failures
         is_ended = not result.messages
         if not is_ended:
             is_ended = not self.append(episode, result.messages)
             if is_ended:  # no space for another answer
                 episode.finish_reason = "length"
-                future = self.pool.submit(self.act, episode, {}, None) if self.is_leader else None
-                self.pending.append((episode, future))
+                self.submit(episode, partial(self.act, episode, {}, None))
                 return
         if is_ended:
             episode.reward, episode.metrics = result.reward, result.metrics
             episode.finish_reason = episode.finish_reason or "stop"
             self.engine.abort(episode.request_id)
             del self.running[episode.request_id]
+            self.environments.pop(episode.request_id, None)
 
     def append(self, episode: Episode, messages: Sequence[Message]) -> bool:
         """Append messages and the start of the next answer. Returns False, without a change, if there is no space."""
@@ -269,7 +320,8 @@ class EpisodeRunner:
 
 def describe_rewrites(tokenizer: Tokenizer, config: EnvironmentConfig) -> str:
     """Warning about parts of earlier turns that the chat template rewrites; empty if it keeps all of them."""
-    tools = get_tool_schemas(config.create()) or None
+    with closing(config.create()) as environment:
+        tools = get_tool_schemas(environment) or None
     rewrites = ", ".join(name for name in find_rewrites(tokenizer, tools) if name != "whitespace")
     return rewrites and (
         f"{tokenizer.template(tools).name}: the chat template rewrites earlier turns ({rewrites}). Episodes keep the "

@@ -204,7 +204,7 @@ class ServerEngine:
 def completion_request(model: str, answer: Answer) -> dict[str, Any]:
     """Body of a request. All sampling options are set, as servers have defaults of the model for the others."""
     sampling, request = answer.sampling, answer.request
-    seed = random.Random(f"{sampling.seed} {request.request_id} {answer.num_drawn}").getrandbits(SEED_BITS)
+    seed = random.Random(f"{sampling.seed} {request.random_name} {answer.num_drawn}").getrandbits(SEED_BITS)
     return {
         "model": model,
         "prompt": answer.context,

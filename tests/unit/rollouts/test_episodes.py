@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tunekit.data.chat_template.chat_format import encode_conversation
 from tunekit.data.chat_template.template_features import detect_features
 from tunekit.data.chat_template.template_rewrites import find_rewrites
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.environments.base import get_tool_schemas
+from tunekit.environments.base import Environment, get_tool_schemas
 from tunekit.environments.config import CalculatorConfig, CustomEnvironmentConfig, EnvironmentConfig, GridWorldConfig
 from tunekit.errors import UserError
 from tunekit.generation.sampling import SamplingConfig
@@ -74,7 +75,7 @@ def run(
     **limits: int,
 ) -> tuple[Rollout, ScriptedEngine]:
     engine = ScriptedEngine(lambda _, turn: answers[turn], **limits)
-    [rollout] = generate_rollouts(engine, tokenizer, [prompt], 1, sampling, config, 0)  # type: ignore[arg-type]
+    [rollout] = generate_rollouts(engine, tokenizer, {0: prompt}, 1, sampling, config, 0)  # type: ignore[arg-type]
     assert len(rollout.tokens) == len(rollout.loss_mask) == len(rollout.logprobs)
     assert not rollout.loss_mask[: rollout.prompt_length].any()
     np.testing.assert_array_equal(rollout.logprobs, np.where(rollout.loss_mask, np.float32(-0.5), 0))
@@ -111,9 +112,9 @@ def test_without_environment_there_is_one_answer(nano: Tokenizer) -> None:
 
 def test_rollouts_are_in_the_order_of_the_prompts(nano: Tokenizer) -> None:
     engine = ScriptedEngine(lambda request_id, _: [5] * (3 + len(request_id) % 3) + [next(iter(nano.stops))])
-    prompts = [make_prompt(nano, where=f"rows:{i}") for i in (1, 10, 1)]  # the same row twice
+    prompts = {n: make_prompt(nano, where=f"rows:{i}") for n, i in ((3, 1), (5, 10), (7, 1))}  # the same row twice
     rollouts = generate_rollouts(engine, nano, prompts, 2, SAMPLING, None, 3)  # type: ignore[arg-type]
-    assert [rollout.group for rollout in rollouts] == [0, 0, 1, 1, 2, 2]
+    assert [rollout.group for rollout in rollouts] == [3, 3, 5, 5, 7, 7]
     assert [rollout.prompt.where for rollout in rollouts] == ["rows:1"] * 2 + ["rows:10"] * 2 + ["rows:1"] * 2
 
 
@@ -215,7 +216,7 @@ def test_tools_of_different_episodes_run_at_the_same_time(nano: Tokenizer, tmp_p
     answers = [call_answer(nano, {"expression": "x"}), text_answer(nano, "done")]
     engine = ScriptedEngine(lambda _, turn: answers[turn])
     start = time.monotonic()
-    generate_rollouts(engine, nano, [make_prompt(nano, answer=1)], 8, SAMPLING, config, 0)  # type: ignore[arg-type]
+    generate_rollouts(engine, nano, {0: make_prompt(nano, answer=1)}, 8, SAMPLING, config, 0)  # type: ignore[arg-type]
     assert time.monotonic() - start < 1.2  # 8 x 0.2 s one after the other
 
 
@@ -236,6 +237,72 @@ def test_environment_that_hangs_is_named(nano: Tokenizer, tmp_path: Path) -> Non
     config = CustomEnvironmentConfig(f"{tmp_path / 'env.py'}:Slow", tool_timeout_seconds=0.1)
     with pytest.raises(UserError, match="tool_timeout_seconds"):
         run(nano, [], config, make_prompt(nano))
+
+
+class Counted(Environment):
+    """Counts the environments that are open. `failing`: the method that raises, in the third environment."""
+
+    opened: ClassVar[list["Counted"]] = []
+    failing: ClassVar[str] = ""
+    max_open: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        self.num_closed = 0
+        self.opened.append(self)
+        self.number = len(self.opened)
+        type(self).max_open = max(self.max_open, sum(item.num_closed == 0 for item in self.opened))
+
+    def _act(self, name: str) -> None:
+        if self.number == 3 and name == self.failing:
+            raise UserError(f"{name} failed")
+
+    def reset(self, **columns: Any) -> None:
+        self._act("reset")
+
+    def step(self, answer: str) -> None:
+        self._act("step")
+
+    def get_reward(self) -> float:
+        self._act("get_reward")
+        return 1.0
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+class CountedConfig(EnvironmentConfig):
+    kind: ClassVar[str] = "counted"
+
+    def create(self) -> Environment:
+        return Counted()
+
+
+@pytest.mark.parametrize("failing", ["", "reset", "step", "get_reward", "engine"])
+def test_open_environments_are_bounded_and_closed(
+    nano: Tokenizer, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    monkeypatch.setattr(Counted, "opened", [])
+    monkeypatch.setattr(Counted, "failing", failing)
+    monkeypatch.setattr(Counted, "max_open", 0)
+    answer = text_answer(nano, "x")
+    engine = ScriptedEngine(lambda _, turn: answer, max_num_seqs=4)
+    if failing == "engine":
+        monkeypatch.setattr(engine, "step", partial(exec, "raise KeyboardInterrupt"))
+    run_all = partial(generate_rollouts, engine, nano, {0: make_prompt(nano)}, 11, SAMPLING, CountedConfig(), 0)
+    if failing:
+        with pytest.raises(KeyboardInterrupt if failing == "engine" else UserError):
+            run_all()
+    else:
+        assert len(run_all()) == len(Counted.opened) == 11
+    assert Counted.opened and all(item.num_closed == 1 for item in Counted.opened)
+    assert 1 < Counted.max_open <= 4
+
+
+def test_checks_close_their_environments(nano: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "opened", [])
+    CountedConfig().check()
+    describe_rewrites(nano, CountedConfig())
+    assert [item.num_closed for item in Counted.opened] == [1, 1]
 
 
 def test_rewriting_templates_are_named(tmp_path: Path, nano: Tokenizer) -> None:

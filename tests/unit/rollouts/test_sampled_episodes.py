@@ -30,9 +30,8 @@ def loaded() -> tuple[Decoder, Tokenizer]:
 def sample(loaded: tuple[Decoder, Tokenizer], numbers: tuple[int, ...], slots: int = 4) -> list[Rollout]:
     model, tokenizer = loaded
     messages = [{"role": "user", "content": "Which way?"}]
-    prompts = [
-        PromptRow(f"rows:{n}", messages, encode_conversation(tokenizer, messages), {"grid": GRIDS[n]}) for n in numbers
-    ]
+    tokens = encode_conversation(tokenizer, messages)
+    prompts = {n: PromptRow(f"rows:{n}", messages, tokens, {"grid": GRIDS[n]}) for n in numbers}
     engine = GenerationEngine(model, slots, 512, DIST)
     return generate_rollouts(engine, tokenizer, prompts, 2, SAMPLING, GridWorldConfig(max_turns=4), 7)
 
