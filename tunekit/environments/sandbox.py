@@ -6,10 +6,13 @@ import math
 import os
 import selectors
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,17 +33,17 @@ class SandboxConfig:
     """Limits of a program. It never has network access, and reads only the standard library and its own files."""
 
     timeout_seconds: float = 5.0  # Longest run time; also limits CPU time
-    memory_mb: int = 512  # Address space in MB
-    file_mb: int = 10  # Size of all files that the program writes, in MB
+    max_memory_mb: int = 512  # Address space in MB
+    max_file_mb: int = 10  # Size of all files that the program writes, in MB
     max_files: int = 100  # Number of files that the program writes
-    output_kb: int = 256  # Size of what the program prints, in KB
+    max_output_kb: int = 256  # Size of what the program prints, in KB
 
     def __post_init__(self) -> None:
-        for key in ("timeout_seconds", "memory_mb", "file_mb", "max_files", "output_kb"):
+        for key in ("timeout_seconds", "max_memory_mb", "max_file_mb", "max_files", "max_output_kb"):
             if getattr(self, key) <= 0:
                 raise FieldError(key, f"must be > 0, got {getattr(self, key)}")
-        if self.memory_mb < 64:
-            raise FieldError("memory_mb", f"must be >= 64, Python needs that much, got {self.memory_mb}")
+        if self.max_memory_mb < 64:
+            raise FieldError("max_memory_mb", f"must be >= 64, Python needs that much, got {self.max_memory_mb}")
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,8 @@ class SandboxResult:
         """The output, and a last line that names the limit that ended the program."""
         reasons = {
             "timeout": f"TimeoutError: stopped after {limits.timeout_seconds:g} seconds",
-            "output": f"Error: stopped after {limits.output_kb} KB of output",
-            "files": f"Error: stopped after writing {limits.file_mb} MB or {limits.max_files} files",
+            "output": f"Error: stopped after {limits.max_output_kb} KB of output",
+            "files": f"Error: stopped after writing {limits.max_file_mb} MB or {limits.max_files} files",
             "killed": "Error: the program was killed",
         }
         return "\n".join(filter(None, (self.output.rstrip("\n"), reasons.get(self.outcome))))
@@ -71,59 +74,111 @@ def require_sandbox() -> None:
     run_python("pass", SandboxConfig(timeout_seconds=30))
 
 
-def run_python(program: str, limits: SandboxConfig) -> SandboxResult:
-    """Run a program. Raises UserError, without running it, if the process cannot be locked down."""
+def run_python(program: str, limits: SandboxConfig, *continuations: str) -> SandboxResult:
+    """Run a program. Raises UserError, without running it, if the process cannot be locked down.
+
+    Continuations run in its process and namespace; each reaches the process when the one before has ended.
+    """
     if sys.platform != "linux":
         raise UserError("sandbox: needs Linux with Landlock (5.13 or newer). Run code on such a machine.")
     with tempfile.TemporaryDirectory(prefix="tunekit-sandbox-") as directory:
         process, status = start(program, limits, directory)
-        with process, os.fdopen(status, "rb") as status_file:
+        with process, Sender(process, status, continuations) as sender:
             try:
-                output, outcome = read_output(process, limits, Path(directory))
+                output, outcome = read_output(process, sender, limits, Path(directory))
             finally:
                 kill(process)
-            problem = status_file.read().decode(errors="replace")
-            if problem != "ok" and (problem or outcome != "timeout"):
+            problem = sender.read_problem()
+            if problem or (not sender.is_locked_down and outcome != "timeout"):
                 raise UserError(
                     f"sandbox: the process cannot be locked down: {problem or output[-300:]}. Code runs only on Linux "
-                    "5.13 or newer with Landlock and seccomp enabled; in a container, allow them."
+                    "6.2 or newer with Landlock and seccomp enabled; in a container, allow them."
                 )
         return SandboxResult(output, outcome)
 
 
+class Sender:
+    """Sends a process its continuations. `status`: pipe on which it says "ok", or why not, then "." for each end."""
+
+    def __init__(self, process: subprocess.Popen[bytes], status: int, continuations: Sequence[str]) -> None:
+        assert process.stdin is not None
+        self.stdin, self.status, self.continuations = process.stdin, status, continuations
+        self.text = b""
+        self.ended = threading.Semaphore(0)  # programs that have ended
+
+    def __enter__(self) -> "Sender":
+        self.thread = threading.Thread(target=self.run, daemon=True)  # a pipe that is full does not hold up the reader
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.ended.release(len(self.continuations) + 1)  # the process has ended, so writing to it fails
+        self.thread.join()
+        os.close(self.status)
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError), self.stdin:
+            for program in self.continuations:
+                self.ended.acquire()
+                self.stdin.write(json.dumps(program).encode() + b"\n")
+                self.stdin.flush()
+
+    def receive(self) -> bool:
+        """Read what the process says. Returns False at its end."""
+        received = os.read(self.status, READ_SIZE)
+        self.text = (self.text + received)[:1000]
+        if self.is_locked_down and (count := received.count(b".")):
+            self.ended.release(count)
+        return bool(received)
+
+    @property
+    def is_locked_down(self) -> bool:
+        return self.text.startswith(b"ok")
+
+    def read_problem(self) -> str:
+        """Why a process that has ended could not be locked down; empty if it was, or did not get that far."""
+        while self.receive():
+            pass
+        return "" if self.is_locked_down else self.text.decode(errors="replace")
+
+
 def start(program: str, limits: SandboxConfig, directory: str) -> tuple[subprocess.Popen[bytes], int]:
-    """Start the process in a session of its own. Also returns a pipe on which it says that it is locked down."""
+    """Start the process in a session of its own. Also returns the pipe of its status; see `Sender`."""
     reader, writer = os.pipe()
     request = {
         "program": program,
         "status_fd": writer,
+        "parent": os.getpid(),
         "limits": {
             "directory": directory,
             "cpu_seconds": math.ceil(limits.timeout_seconds) + 1,
-            "memory_bytes": limits.memory_mb << 20,
-            "file_bytes": limits.file_mb << 20,
+            "memory_bytes": limits.max_memory_mb << 20,
+            "file_bytes": limits.max_file_mb << 20,
             "open_files": 32,
         },
     }
     environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-    with tempfile.TemporaryFile() as stdin:
-        stdin.write(json.dumps(request).encode())
-        stdin.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(CHILD)],
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=directory,
-            env={**environment, "HOME": directory, "TMPDIR": directory},
-            pass_fds=(writer,),
-            start_new_session=True,
-        )
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(CHILD)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=directory,
+        env={**environment, "HOME": directory, "TMPDIR": directory},
+        pass_fds=(writer,),
+        start_new_session=True,
+    )
     os.close(writer)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it could not start
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        process.stdin.flush()
     return process, reader
 
 
-def read_output(process: subprocess.Popen[bytes], limits: SandboxConfig, directory: Path) -> tuple[str, Outcome]:
+def read_output(
+    process: subprocess.Popen[bytes], sender: Sender, limits: SandboxConfig, directory: Path
+) -> tuple[str, Outcome]:
     """Output of the process until it ends or exceeds a limit."""
     assert process.stdout is not None
     deadline = time.monotonic() + limits.timeout_seconds
@@ -131,12 +186,17 @@ def read_output(process: subprocess.Popen[bytes], limits: SandboxConfig, directo
     size, outcome, is_open = 0, None, True
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
+        selector.register(sender.status, selectors.EVENT_READ)
         while is_open and outcome is None:
-            if selector.select(POLL_SECONDS):
-                chunks.append(os.read(process.stdout.fileno(), READ_SIZE))
+            for key, _ in selector.select(POLL_SECONDS):
+                if key.fd == sender.status:
+                    if not sender.receive():
+                        selector.unregister(sender.status)
+                    continue
+                chunks.append(os.read(key.fd, READ_SIZE))
                 is_open, size = bool(chunks[-1]), size + len(chunks[-1])
-            outcome = exceeded_limit(size, deadline, limits, directory)
-    output = b"".join(chunks)[: limits.output_kb << 10].decode("utf-8", "replace")
+            outcome = exceeded_limit(process.pid, size, deadline, limits, directory)
+    output = b"".join(chunks)[: limits.max_output_kb << 10].decode("utf-8", "replace")
     if outcome is not None:
         return output, outcome
     try:
@@ -146,18 +206,37 @@ def read_output(process: subprocess.Popen[bytes], limits: SandboxConfig, directo
     return output, "ok" if code == 0 else "error" if code > 0 else "killed"
 
 
-def exceeded_limit(size: int, deadline: float, limits: SandboxConfig, directory: Path) -> Outcome | None:
+def exceeded_limit(pid: int, size: int, deadline: float, limits: SandboxConfig, directory: Path) -> Outcome | None:
     """Limit that a running process exceeds."""
     if time.monotonic() > deadline:
         return "timeout"
-    if size > limits.output_kb << 10:
+    if size > limits.max_output_kb << 10:
         return "output"
-    sizes = []
-    with os.scandir(directory) as entries:  # flat: the process cannot create directories
-        for entry in entries:
-            with contextlib.suppress(FileNotFoundError):
-                sizes.append(entry.stat(follow_symlinks=False).st_size)
-    return "files" if len(sizes) > limits.max_files or sum(sizes) > limits.file_mb << 20 else None
+    sizes = file_sizes(pid, directory, limits.max_file_mb << 20)
+    return "files" if len(sizes) > limits.max_files or sum(sizes) > limits.max_file_mb << 20 else None
+
+
+def file_sizes(pid: int, directory: Path, max_bytes: int) -> Collection[int]:
+    """Sizes of all files that a process has written, also of removed ones, which exist as long as they are open.
+
+    A removed file that is only mapped into memory has an unknown size, at most that of the limit.
+    """
+    sizes: dict[tuple[int, int], int] = {}  # by device and inode
+    process, prefix = Path("/proc", str(pid)), f"{directory.resolve()}/"
+    with contextlib.suppress(OSError):  # the process has ended
+        for line in (process / "maps").read_text(errors="replace").splitlines():
+            _, _, _, device, inode, *path = line.split(maxsplit=5)
+            if path and path[0].startswith(prefix) and path[0].endswith(" (deleted)"):
+                major, minor = device.split(":")
+                sizes[os.makedev(int(major, 16), int(minor, 16)), int(inode)] = max_bytes
+    # The directory is flat: the process cannot create others. Threads may have descriptors of their own.
+    for path in (*directory.iterdir(), *process.glob("task/*/fd/*")):
+        with contextlib.suppress(OSError):  # it exists no more
+            is_open = path.parent != directory
+            status = path.stat(follow_symlinks=is_open)
+            if not is_open or (stat.S_ISREG(status.st_mode) and status.st_nlink == 0):
+                sizes[status.st_dev, status.st_ino] = status.st_size
+    return sizes.values()
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

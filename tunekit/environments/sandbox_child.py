@@ -1,10 +1,11 @@
-"""Runs the program on stdin, after the process has given up everything that could do harm. Started by `sandbox.py`.
+"""Runs the programs on stdin, after the process has given up everything that could do harm. Started by `sandbox.py`.
 
 The order is: resource limits, file access (Landlock), system calls (seccomp). A step that fails ends the process with
 code 120 before any line of the program runs. Imports only the standard library: it runs without tunekit.
 """
 
 import ctypes
+import itertools
 import json
 import linecache
 import os
@@ -196,9 +197,11 @@ def on_argument(number: int, argument: int, tests: list[tuple[int, int, int, int
     return [(JUMP_EQUAL, 0, len(body), number), *body]
 
 
-def lock_down(limits: dict) -> None:
+def lock_down(limits: dict, parent: int) -> None:
     """Give up all access. Raises OSError if a step is not possible."""
     check_call(LIBC.prctl(SET_PDEATHSIG, 9, 0, 0, 0), "prctl")  # the process ends with the one that started it
+    if os.getppid() != parent:  # which has ended before this call
+        os._exit(REFUSED)
     check_call(LIBC.prctl(NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
     drop_capabilities()
     set_limits(limits)
@@ -207,19 +210,30 @@ def lock_down(limits: dict) -> None:
 
 
 def main() -> None:
-    request = json.loads(sys.stdin.buffer.read())
+    """Run the program of the request, and then those of further lines, which come when the one before has ended."""
+    lines, null = os.fdopen(os.dup(0), "rb"), os.open("/dev/null", os.O_RDONLY)
+    os.dup2(null, 0)  # what comes later is not on stdin of the program
+    os.close(null)
+    request = json.loads(lines.readline())
     program, status = request["program"], request["status_fd"]
     try:
-        lock_down(request["limits"])
+        lock_down(request["limits"], request["parent"])
     except (OSError, ValueError) as error:
         os.write(status, str(error).encode())
         os._exit(REFUSED)
     os.write(status, b"ok")
-    os.close(status)
     sys.argv = ["program.py"]
     sys.excepthook = print_error
-    linecache.cache["program.py"] = (len(program), None, program.splitlines(keepends=True), "program.py")
-    exec(compile(program, "program.py", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+    namespace = {"__name__": "__main__", "__builtins__": __builtins__}
+    write, load, run = os.write, json.loads, exec  # a program may replace them
+    for number in itertools.count(1):
+        name = "program.py" if number == 1 else f"program_{number}.py"
+        linecache.cache[name] = (len(program), None, program.splitlines(keepends=True), name)
+        run(compile(program, name, "exec"), namespace)
+        write(status, b".")
+        if not (line := lines.readline()):
+            return
+        program = load(line)
 
 
 def print_error(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:

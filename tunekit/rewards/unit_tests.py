@@ -20,7 +20,7 @@ CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL
 class UnitTests(RewardFunction):
     """1 if the last Python code block of the answer passes the tests in a column; otherwise 0.
 
-    Code and tests run in one locked-down process; without a code block, the whole answer is the code.
+    The tests run in the locked-down process of the code, after it; without a code block, the whole answer is the code.
     """
 
     kind: ClassVar[str] = "unit_tests"
@@ -49,9 +49,12 @@ class UnitTests(RewardFunction):
             return list(pool.map(self.score, codes, tests))
 
     def score(self, code: str, tests: str) -> float:
-        """Score of code. Only a program that reaches its end prints the random text: exit() does not pass."""
+        """Score of code. Only a process whose tests have passed gets the random text that it prints at the end.
+
+        The tests reach the process when the code has ended, so that `exit()` or reading its own program do not pass.
+        """
         token = secrets.token_hex(16)
-        result = run_python(f"{code}\n\n{tests}\n\nprint('\\n{token}', flush=True)\n", self.sandbox)
+        result = run_python(code, self.sandbox, tests, f"print('\\n{token}', flush=True)")
         return float(result.outcome == "ok" and result.output.rstrip().endswith(token))
 
 

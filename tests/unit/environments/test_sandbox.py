@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +14,27 @@ from tunekit.environments.sandbox import SandboxConfig, SandboxResult, run_pytho
 from tunekit.errors import FieldError, UserError
 
 pytestmark = pytest.mark.skipif(os.uname().sysname != "Linux", reason="the sandbox needs Linux")
-LIMITS = SandboxConfig(timeout_seconds=2, memory_mb=256)
+LIMITS = SandboxConfig(timeout_seconds=2, max_memory_mb=256)
+
+
+# Files of 4 MB that have no name any more. Each of them is smaller than the limit.
+UNLINKED = """
+import mmap, os, time
+files = []
+for i in range(20):
+    file = open("x", "w+b")
+    file.write(bytes(1 << 22)); file.flush(); os.remove("x"); time.sleep(0.05)
+"""
+# A thread with a table of descriptors of its own, which keeps them open
+UNSHARED = """
+import ctypes, os, time
+def keep():
+    for i in range(4):
+        file = os.open("x", os.O_RDWR | os.O_CREAT)
+        os.write(file, bytes(1 << 22)); os.remove("x")
+    time.sleep(30)
+thread = threading.Thread(target=keep); thread.start(); thread.join()
+"""
 
 
 def run(program: str) -> SandboxResult:
@@ -53,6 +75,9 @@ def test_programs_run() -> None:
         ("import os; os.symlink('/etc/passwd', 'x')", "error", "PermissionError"),
         ("open('x', 'w').write('x' * 10**8)", "error", "File too large"),
         ("for i in range(10**6): open(str(i), 'w').write('x')", "files", ""),
+        (f"{UNLINKED}    files.append(file)", "files", ""),
+        (f"{UNLINKED}    files.append(mmap.mmap(file.fileno(), 4096)); file.close()", "files", ""),
+        (f"import threading\n{UNSHARED}", "files", ""),
         ("import os; os.kill(os.getppid(), 9)", "error", "PermissionError"),
         ("import os; os.kill(0, 9)", "error", "PermissionError"),
         ("import os; os.kill(-1, 9)", "error", "PermissionError"),
@@ -101,7 +126,42 @@ def test_nothing_runs_if_the_process_cannot_be_locked_down(tmp_path: Path, monke
     assert not (tmp_path / "ran").exists()
 
 
+def test_removed_files_may_be_used() -> None:
+    assert run("import tempfile\nwith tempfile.TemporaryFile() as f: f.write(b'x' * 9)\nprint(1)").output == "1\n"
+    program = "for i in range(200):\n    open('a', 'wb').write(bytes(1 << 20)); os.remove('a')\nprint('end')"
+    assert run(f"import os\n{program}") == SandboxResult("end\n", "ok")  # 200 MB, never more than 1 at once
+
+
+def test_stdin_is_empty() -> None:
+    assert run("import os, sys; print(repr(sys.stdin.read()), repr(os.read(0, 10)))").output == "'' b''\n"
+    assert "OSError" in run("import os; os.write(0, b'x')").output
+
+
+def test_continuations_arrive_when_the_program_has_ended() -> None:
+    search = "import gc, sys\nprint(any(chr(119) + 'ord17' in str(x) for x in (*gc.get_objects(), sys._getframe(1).f_locals)))\n"
+    result = run_python(f"{search}x = 1", LIMITS, "x += 1  # word17", "print(x)")
+    assert result == SandboxResult("False\n2\n", "ok")
+    large = "x = 1\n" * 50_000  # does not fit into a pipe
+    assert run_python(large, LIMITS, large, "print(x)") == SandboxResult("1\n", "ok")
+    for program in ("exit()", "1 / 0", "import os; os._exit(0)", "import os; os.close(0)\nexit()"):
+        assert "reached" not in run_python(program, LIMITS, "print('reached')", large).output
+    assert "ZeroDivision" in run_python("def f(): 1 / 0", LIMITS, "f()", "print('reached')").output
+
+
+def test_process_ends_if_its_parent_has_ended_before() -> None:
+    program = (
+        "import os, sys; sys.path.insert(0, sys.argv[1])\n"
+        "from tunekit.environments import sandbox\n"
+        "sandbox.os.getpid = lambda: 1 << 30\n"
+        "from tunekit.errors import UserError\n"
+        "try: print(sandbox.run_python('print(1)', sandbox.SandboxConfig()))\n"
+        "except UserError as error: print('refused')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program, "."], capture_output=True, text=True)
+    assert result.stdout == "refused\n"
+
+
 def test_limits_are_checked() -> None:
-    for values in ({"timeout_seconds": 0}, {"memory_mb": 10}, {"max_files": -1}):
+    for values in ({"timeout_seconds": 0}, {"max_memory_mb": 10}, {"max_files": -1}):
         with pytest.raises(FieldError):
             SandboxConfig(**values)

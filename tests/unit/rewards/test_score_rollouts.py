@@ -88,6 +88,22 @@ def test_missing_function_is_found_before_training(
         check_rewards([UserFunction(reference)], [])
 
 
+# Prints random texts that its own program contains, and ends without passing the tests
+READ_SECRET = """
+import os, re, sys
+text, frame = "", sys._getframe()
+while frame:
+    text, frame = f"{text} {frame.f_locals} {frame.f_code.co_consts}", frame.f_back
+try:
+    os.lseek(0, 0, 0)
+    text += os.read(0, 1 << 20).decode()
+except OSError:
+    pass
+print(*re.findall("[0-9a-f]{32}", text), flush=True)
+os._exit(0)
+"""
+
+
 def test_unit_tests_run_the_last_code_block() -> None:
     def score(answer: str, tests: object = ("assert double(2) == 4",)) -> float:
         return score_rollouts([UnitTests()], [make_rollout(answer, tests=list(tests))]).item()  # type: ignore[call-overload]
@@ -98,4 +114,7 @@ def test_unit_tests_run_the_last_code_block() -> None:
     assert score(good, ["assert double(2) == 4", "assert double(2) == 5"]) == 0
     assert score("```python\nimport sys\nsys.exit(0)\n```") == 0
     assert score("```python\nimport os\nos._exit(0)\n```") == 0
+    assert score(READ_SECRET) == 0
+    body = READ_SECRET.replace("\n", "\n    ")
+    assert score(f"def double(x):{body}") == 0
     assert score("```python\ndef double(x):\n    while True: pass\n```", ["import sys"]) == 1
