@@ -184,7 +184,7 @@ def _serve(add: AddArgument) -> None:
     add("--logprobs-mode", choices=modes, default=modes[0], help=logprobs)
     updating = "clients may load LoRA adapters from directories of this machine, as in vLLM"
     add("--allow-runtime-lora-updating", action="store_true", help=updating)
-    concurrent = "requests that run or wait; more are refused (default: 256)"
+    concurrent = "answers that run or wait, `n` per prompt; more are refused (default: 256)"
     add("--max-concurrent-requests", type=_count, default=256, metavar="N", help=concurrent)
     add("--max-request-bytes", type=_count, default=2**22, metavar="N", help="size of a request (default: 4194304)")
 

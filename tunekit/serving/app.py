@@ -25,7 +25,7 @@ from tunekit.generation.stop_strings import StopStrings
 from tunekit.serving.adapter_set import AdapterSet
 from tunekit.serving.answering import Answering
 from tunekit.serving.engine_thread import EngineThread
-from tunekit.serving.errors import APIError
+from tunekit.serving.errors import APIError, invalid
 from tunekit.serving.prompts import Prompt, PromptMaker
 from tunekit.serving.request_fields import (
     AnswerOptions,
@@ -37,6 +37,7 @@ from tunekit.serving.request_fields import (
 from tunekit.serving.responses import ResponseFormat
 
 Handler = Callable[[Request], Awaitable[Response]]
+NUM_ANSWERS = "tunekit.num_answers"  # of a request, in its scope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class ServerLimits:
     """Limits on requests. Keys: the keys that clients may use; empty: no authentication."""
 
     api_keys: tuple[str, ...] = ()
-    max_concurrent_requests: int = 256
+    max_concurrent_requests: int = 256  # each of the `n` answers to a prompt is one
     max_tokens: int | None = None  # of an answer
     max_request_bytes: int = 4 * 2**20
 
@@ -59,7 +60,7 @@ class ModelServer:
     adapters: AdapterSet
     limits: ServerLimits
     read_tokenizer: Callable[[str], Tokenizer] | None = None  # of adapters that clients load; None: they cannot
-    num_active: int = 0  # requests being answered
+    num_active: int = 0  # answers that run or wait; a request counts as one until it is parsed
     is_draining: bool = False  # shutting down: new requests are refused
     adapter_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # of loading and unloading
     created: int = field(default_factory=lambda: int(time.time()))
@@ -79,13 +80,13 @@ class ModelServer:
         await asyncio.to_thread(self.thread.stop)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application. Counts requests until their response ends."""
+        """The ASGI application. Counts the answers of requests until their response ends."""
         is_request = scope["type"] == "http" and scope["method"] == "POST"
         self.num_active += is_request
         try:
             await self.app(scope, receive, send)
         finally:
-            self.num_active -= is_request
+            self.num_active -= scope.get(NUM_ANSWERS, is_request)
 
     @cached_property
     def app(self) -> Starlette:
@@ -118,13 +119,19 @@ class ModelServer:
 
         return run
 
-    def check_capacity(self) -> None:
-        """Refuse requests during the shutdown, and more than the limit, which includes this one."""
+    def check_capacity(self, num_more: int = 0) -> None:
+        """Refuse requests during the shutdown, and more answers than the limit, which includes those of this request.
+
+        `num_more`: answers of this request besides the one that is counted already.
+        """
         limit = self.limits.max_concurrent_requests
+        if num_more >= limit:
+            raise invalid("n", f"this server allows at most {limit} answers, got {num_more + 1} for all prompts")
         if self.is_draining:
             raise APIError(503, "the server is shutting down", code="service_unavailable")
-        if self.num_active > limit:
-            raise APIError(429, f"the server answers {limit} requests already; retry later", code="rate_limit_exceeded")
+        if self.num_active + num_more > limit:
+            problem = f"the limit of this server is {limit} answers at once; retry later"
+            raise APIError(429, problem, code="rate_limit_exceeded")
 
     def check_key(self, request: Request) -> None:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
@@ -213,6 +220,10 @@ class ModelServer:
         adapter: str | None,
         prompts: Sequence[Prompt],
     ) -> Response:
+        num_answers = sum(len(prompt.constraints) for prompt in prompts)
+        self.check_capacity(num_answers - 1)
+        self.num_active += num_answers - 1
+        request.scope[NUM_ANSWERS] = num_answers
         endpoint, tokenizer = chat_format
         response = ResponseFormat(endpoint, tokenizer, options, sum(len(prompt.tokens) for prompt in prompts))
         stop = StopStrings(tokenizer, options.sampling.stop_strings)

@@ -44,7 +44,7 @@ class GracefulServer(uvicorn.Server):
             self.force_exit = True
         elif self.server.num_active:
             name = signal.Signals(sig).name
-            print(f"{name}: finishing {self.server.num_active} requests; again to stop at once", flush=True)
+            print(f"{name}: finishing {self.server.num_active} answers; again to stop at once", flush=True)
         self.should_exit = True
 
 

@@ -70,7 +70,7 @@ def server(adapters: dict[str, Path]) -> Iterator[ServerProcess]:
         "--max-num-seqs",
         "4",
         "--max-concurrent-requests",
-        "12",
+        "24",
         "--max-request-bytes",
         "100000",
     )
@@ -343,18 +343,25 @@ def test_wrong_keys_models_and_paths(server: ServerProcess, client: openai.OpenA
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
 
 
-def test_too_many_requests(client: openai.OpenAI) -> None:
-    streams, codes = [], []
+def test_too_many_answers(client: openai.OpenAI) -> None:
+    """The limit counts answers: of the requests with 8 answers, three run at once."""
+    streams, refused = [], []
     try:
-        for _ in range(14):
+        for _ in range(5):
             try:
-                streams.append(chat(client, PROMPTS[1], stream=True, n=4, **ENDLESS))
+                streams.append(chat(client, PROMPTS[1], stream=True, n=8, **ENDLESS))
             except openai.RateLimitError as error:
-                codes.append(error.status_code)
+                refused.append(error)
     finally:
         for stream in streams:
             stream.close()
-    assert codes and len(streams) <= 12
+    assert len(streams) == 3 and len(refused) == 2
+    assert all(float(error.response.headers["retry-after"]) > 0 for error in refused)
+    with pytest.raises(openai.BadRequestError) as problem:
+        chat(client, n=25)
+    assert problem.value.param == "n"
+    retrying = client.with_options(max_retries=20)  # the client waits until the answers that left are not counted
+    assert len(chat(retrying, n=24, max_tokens=1).choices) == 24
 
 
 def test_disconnected_clients_free_their_rows(client: openai.OpenAI) -> None:

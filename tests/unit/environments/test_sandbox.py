@@ -138,7 +138,8 @@ def test_stdin_is_empty() -> None:
 
 
 def test_continuations_arrive_when_the_program_has_ended() -> None:
-    search = "import gc, sys\nprint(any(chr(119) + 'ord17' in str(x) for x in (*gc.get_objects(), sys._getframe(1).f_locals)))\n"
+    objects = "import gc, sys\nobjects = [*gc.get_objects(), sys._getframe(1).f_locals]\n"
+    search = f"{objects}print(any(chr(119) + 'ord17' in str(x) for x in objects))\n"
     result = run_python(f"{search}x = 1", LIMITS, "x += 1  # word17", "print(x)")
     assert result == SandboxResult("False\n2\n", "ok")
     large = "x = 1\n" * 50_000  # does not fit into a pipe
