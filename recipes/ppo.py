@@ -16,11 +16,12 @@ from tunekit.loggers.metric_logger import ThroughputCounter
 from tunekit.losses.ppo import PPO
 from tunekit.models.decoder import Decoder
 from tunekit.policy.config import PolicyConfig, check_policy
+from tunekit.policy.logprob_drift import DriftLimit
 from tunekit.policy.objective import PolicyObjective, PolicyStep
 from tunekit.policy.ppo import PPOBuffer, PPOObjective
 from tunekit.policy.prompt_loader import check_prompts, open_prompts
 from tunekit.policy.reference import open_reference
-from tunekit.policy.rollout_buffer import RolloutSampler, check_drift, open_objective
+from tunekit.policy.rollout_buffer import RolloutSampler, open_objective
 from tunekit.training.early_stopping import EarlyStopping
 from tunekit.training.export import export_final
 from tunekit.training.forgetting import ForgettingMonitor
@@ -100,6 +101,7 @@ def train(cfg: PPOConfig, run: RunContext) -> None:
     lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
     prefetcher = Prefetcher(train_data, dist.device)
     guard = StepGuard(cfg.step_guard, dist, prefetcher)
+    drift_limit = DriftLimit(cfg, cfg.loss, dist)
     early_stopping = EarlyStopping(cfg)
     throughput = ThroughputCounter()
     rollouts = PPOBuffer(sampler, objective, reference)
@@ -127,7 +129,7 @@ def train(cfg: PPOConfig, run: RunContext) -> None:
                 rollouts.sample(model, train_data.prompts(data_step), data_step, logger)
             samples = objective.begin_step(model, *rollouts.take(data_step), dist)
             loss, metrics = forward_backward(model, samples, objective, dist)
-            check_drift(metrics, cfg.max_logprob_drift)
+            drift_limit.add(metrics, logger)
             grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
             if not guard.accepts(step, loss, grad_norm):  # NaN, Inf or a spike
                 optimizer.zero_grad()  # without gradients, `step` changes no weight
@@ -148,6 +150,7 @@ def train(cfg: PPOConfig, run: RunContext) -> None:
             with logger.pause():  # not part of the step time
                 if due.any:
                     guard.check_all(logger)  # raises if a step was not finite, before its weights are used
+                    drift_limit.check()
                 if due.push:
                     run.push_checkpoint(step, num_steps, model, checkpoint)
                 if due.eval:

@@ -51,8 +51,9 @@ class PolicyConfig(TrainConfig):
     engine: EngineChoice = NativeEngineConfig()  # Where answers are generated
     max_num_seqs: int = 64  # Answers that a device generates at once, or has requested from a server
     reference: PolicyReference = AutoPolicyReference()  # Reference model; only used if the loss has a KL divergence
-    # Stop if the mean difference between the log-probabilities of sampling and training exceeds this
-    max_logprob_drift: float = 0.2
+    # Stop if the mean difference between the log-probabilities of sampling and training exceeds this; null: 0.2, or no
+    # limit with loss.importance_sampling_correction
+    max_logprob_drift: float | None = None
     global_batch_size: int = 16  # Answers per optimizer step, over all devices: prompts times num_generations
     micro_batch_size: int = 1  # Answers per forward pass on one device; with data.packing, rows of several answers
     num_completions_to_print: int = 0  # Answers of each generation to print; all are in `completions.jsonl`
@@ -68,8 +69,8 @@ class PolicyConfig(TrainConfig):
         self.engine.check(self.adapter)
         if self.num_episodes_to_save < 0:
             raise FieldError("num_episodes_to_save", f"must be >= 0, got {self.num_episodes_to_save}")
-        if self.max_logprob_drift <= 0:
-            raise FieldError("max_logprob_drift", f"must be > 0, got {self.max_logprob_drift}")
+        if self.max_logprob_drift is not None and self.max_logprob_drift <= 0:
+            raise FieldError("max_logprob_drift", f"must be > 0 or null, got {self.max_logprob_drift}")
         if not self.rewards and self.environment is None:
             raise FieldError("rewards", "needs a reward, such as [{kind: exact_match, column: answer}], or environment")
         for key, data in (("data", self.data), ("eval_data", self.eval_data)):

@@ -1,7 +1,7 @@
 """Rollouts of each generation: sampled, scored, and kept for the optimizer steps that train on them."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import UserError
 from tunekit.loggers.metric_logger import MetricLogger
 from tunekit.losses.advantages import nan_std, sum_rewards
 from tunekit.losses.policy_gradient import PolicyGradientLoss, RewardSignals
@@ -243,17 +242,6 @@ def open_objective(
     )
     policy_collator = PolicyCollator(collator, cfg.num_generations, model.shares_prefixes(max_length))
     return kind(loss, policy_collator, cfg.sampling.temperature, cfg.sampling.max_new_tokens)
-
-
-def check_drift(metrics: Mapping[str, Tensor], limit: float) -> None:
-    """Raise UserError if the log-probabilities of sampling and training differ by more than the limit."""
-    drift = float(metrics["sampling/logprob_diff"])
-    if drift > limit:
-        raise UserError(
-            f"max_logprob_drift: the log-probabilities of sampling and training differ by {drift:.3g} on average, more "
-            f"than {limit:g}. Use the same dtypes for both, or raise it and set "
-            "loss.importance_sampling_correction=true."
-        )
 
 
 def none_for_nan(value: float) -> float | None:

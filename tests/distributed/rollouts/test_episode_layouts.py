@@ -54,8 +54,11 @@ class FailingWorld(GridWorldConfig):
     def create(self) -> Environment:
         environment = super().create()
         if vars(self)["is_failing"]:
-            vars(environment)[vars(self)["method"]] = partial(exec, "raise RuntimeError('broken')", {})
+            vars(environment)[vars(self)["method"]] = self.fail
         return environment
+
+    def fail(self, *args: Any, **columns: Any) -> None:
+        raise RuntimeError("broken")
 
 
 def save_model(path: Path) -> None:

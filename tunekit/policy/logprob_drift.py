@@ -1,0 +1,49 @@
+"""The limit on the difference between the log-probabilities of sampling and training."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tunekit.distributed.context import DistributedContext
+from tunekit.errors import UserError
+from tunekit.kernels.device_to_host import HostCopy
+from tunekit.loggers.metric_logger import MetricLogger
+from tunekit.losses.policy_gradient import PolicyGradientLoss
+from tunekit.policy.config import PolicyConfig
+
+DEFAULT_LIMIT = 0.2
+METRIC = "sampling/logprob_diff"
+
+
+class DriftLimit:
+    """Ends a run whose log-probabilities of sampling and training differ. All ranks decide the same.
+
+    The largest difference so far stays on the device. That of the step before is read with the metrics, and all are
+    read before weights are saved or evaluated. On the CPU, each step is read at once.
+    """
+
+    def __init__(self, cfg: PolicyConfig, loss: PolicyGradientLoss, dist: DistributedContext) -> None:
+        default = None if loss.importance_sampling_correction else DEFAULT_LIMIT
+        self.limit = cfg.max_logprob_drift if cfg.max_logprob_drift is not None else default
+        self.largest = torch.zeros(1, device=dist.device)
+        self.copy = HostCopy(self.largest)
+        self.reads_now = dist.device.type == "cpu"
+
+    def add(self, metrics: Mapping[str, Tensor], logger: MetricLogger) -> None:
+        """Note the difference of a step. Raises UserError if the limit is exceeded, as far as it is known."""
+        if logger.pending:
+            self.check()
+        self.largest = torch.maximum(self.largest, metrics[METRIC].nan_to_num(0))
+        self.copy = HostCopy(self.largest)
+        if self.reads_now:
+            self.check()
+
+    def check(self) -> None:
+        """Raise UserError if a step has exceeded the limit. Waits for the device."""
+        if self.limit is not None and (drift := self.copy.read()[0]) > self.limit:
+            raise UserError(
+                f"max_logprob_drift: the log-probabilities of sampling and training differ by {drift:.3g} on average, "
+                f"more than {self.limit:g}. Use the same dtypes for both, raise it, or set "
+                "loss.importance_sampling_correction=true."
+            )
