@@ -52,8 +52,8 @@ class GenerationEngine:
     requests wait. `logprobs_mode`: log-probabilities of the logits divided by the temperature, or of the logits. Both
     are before top-k, top-p, min-p and penalties. Leaves the model in eval mode.
 
-    If weights are sharded, all ranks must call `step` and `has_unfinished_requests` together. Ranks of a tensor
-    parallel group have the same requests. `dist` is None if all ranks that share weights do.
+    If weights are sharded, all ranks must call `step` and `has_unfinished_requests` together. Ranks of a tensor or
+    context parallel group have the same requests. `dist` is None if all ranks that share weights do.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class GenerationEngine:
         return bool(self.max_over_ranks(bool(self.unfinished))[0])
 
     def max_over_ranks(self, *counts: int) -> list[int]:
-        """Maxima over the ranks that share weights."""
-        if self.dist is None or not self.is_sharded:
+        """Maxima over the ranks that share weights. Without data parallel ranks, all have the same requests."""
+        if self.dist is None or not self.is_sharded or self.dist.dims.dp_size == 1:
             return [*counts]
         return [*map(int, self.dist.max_over_ranks(*counts))]
 

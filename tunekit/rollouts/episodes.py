@@ -102,28 +102,31 @@ class EpisodeRunner:
             self.waiting.extend(episodes)
             self.deferred(self.admit)
             wait(self.futures)  # equal prompts enter the cache together
-            while self.any_rank(bool(self.running)):
+            is_running, is_pending = self.any_rank(bool(self.running), bool(self.pending))
+            while is_running:
+                wait_seconds = WAIT_SECONDS
                 if self.engine.has_unfinished_requests:
-                    outputs = self.engine.step()
+                    outputs, wait_seconds = self.engine.step(), 0.0
                     self.deferred(partial(self.add_outputs, outputs))
-                    self.collect(wait_seconds=0)
-                else:
-                    self.collect(WAIT_SECONDS)
+                if is_pending:
+                    self.collect(wait_seconds)
                 self.deferred(self.admit)
+                is_running, is_pending = self.any_rank(bool(self.running), bool(self.pending))
         return [episode.to_rollout() for episode in episodes]
 
-    def any_rank(self, value: bool) -> bool:
-        """Whether a value is true on a rank that must call the engine together with this one.
+    def any_rank(self, *values: bool) -> list[bool]:
+        """Whether each value is true on a rank that must call the engine together with this one.
 
-        Raises the UserError of any of these ranks.
+        Raises the UserError of any of these ranks. Without data parallel ranks, all have the same values and errors.
         """
-        if not self.engine.is_sharded and self.group_size == 1:
+        is_shared = self.engine.is_sharded or self.group_size > 1
+        if not is_shared or self.dist.dims.dp_size == 1:
             self.deferred.raise_error()
-            return value
-        has_value, has_error = self.dist.max_over_ranks(value, self.deferred.error is not None)
+            return [*values]
+        has_error, *maxima = self.dist.max_over_ranks(self.deferred.error is not None, *values)
         if has_error:
             self.dist.run_on_all(self.deferred.raise_error)
-        return bool(has_value)
+        return [*map(bool, maxima)]
 
     # Start and end
 
@@ -257,9 +260,7 @@ class EpisodeRunner:
             self.deferred(lambda episode=episode, future=future: self.continue_episode(episode, future.result()))
 
     def collect_in_group(self) -> None:
-        """Wait for all environments of the first rank with these rows."""
-        if not self.any_rank(bool(self.pending)):
-            return
+        """Wait for all environments of the first rank with these rows. Collective."""
         ranks = self.dist.gather_results(lambda: [future.result() for future in self.futures])
         pending, self.pending = self.pending, []
         for (episode, _), result in zip(

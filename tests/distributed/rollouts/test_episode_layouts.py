@@ -89,6 +89,8 @@ def sample(
         prompts = {n: PromptRow("rows:1", messages, tokens, {"grid": GRIDS[n]}) for n in rows[dist.dp_rank]}
         engine = GenerationEngine(model, 3, 512, dist)
         config = RankWorld(max_turns=3) if with_environment else None
+        if parallel.tp == 2:  # both ranks know what the other one does: no communication besides that of the model
+            vars(dist)["max_over_ranks"] = None
         rollouts = generate_rollouts(engine, tokenizer, prompts, 2, SAMPLING, config, 7)
     result: Tokens = {}
     for rollout in rollouts:
