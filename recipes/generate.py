@@ -50,7 +50,7 @@ class GenerateConfig(InferenceConfig):
     system_prompt: str | None = None  # System message
     apply_chat_template: bool = True  # Format prompts with the chat template; false: continue the text
     num_return_sequences: int = 1  # Answers to each prompt; several need sampling.temperature > 0
-    batch_size: int = 16  # Answers per forward pass
+    max_num_seqs: int = 16  # Answers that a device generates at once
     output_path: str | None = None  # JSONL file with one line per answer; null: print them
     rewards: tuple[RewardChoice, ...] = ()  # Reward functions, whose weighted scores are added up
     environment: EnvironmentChoice | None = None  # Tools and turns; its reward is added. null: one answer to a prompt
@@ -66,7 +66,7 @@ class GenerateConfig(InferenceConfig):
         super().__post_init__()
         if not self.prompts and self.source is None:
             raise FieldError("prompts", "no prompts. Set prompts or source.")
-        for key in ("batch_size", "num_return_sequences"):
+        for key in ("max_num_seqs", "num_return_sequences"):
             if getattr(self, key) < 1:
                 raise FieldError(key, f"must be >= 1, got {getattr(self, key)}")
         if self.num_return_sequences > 1 and self.sampling.temperature == 0:
@@ -122,7 +122,7 @@ def main(cfg: GenerateConfig) -> None:
             dist.run_on_main(partial(write_rows, cfg, tokenizer, scored))
             return
         rows = [row for row in zip(prompts, tokens, strict=True) for _ in range(cfg.num_return_sequences)]
-        answers = generate_texts(model, tokenizer, [ids for _, ids in rows], cfg.sampling, cfg.batch_size, dist)
+        answers = generate_texts(model, tokenizer, [ids for _, ids in rows], cfg.sampling, cfg.max_num_seqs, dist)
         lines = [{"prompt": row.value, "answer": answer} for (row, _), answer in zip(rows, answers, strict=True)]
         dist.run_on_main(partial(write_answers, cfg, lines))
 
@@ -187,7 +187,7 @@ def sample_and_score(  # noqa: PLR0913
         for prompt, ids in zip(prompts, tokens, strict=True)
     ]
     space = cfg.sampling.max_new_tokens + (0 if cfg.environment is None else ENVIRONMENT_TOKENS)
-    engine = GenerationEngine(model, cfg.batch_size, cfg.max_model_len or max(map(len, tokens)) + space, dist)
+    engine = GenerationEngine(model, cfg.max_num_seqs, cfg.max_model_len or max(map(len, tokens)) + space, dist)
     size = PROMPTS_PER_PASS * dist.dims.dp_size
     scored: list[ScoredRollout] = []
     quiet = None if dist.is_main_process else True

@@ -39,16 +39,16 @@ def test_memorized_answers_are_generated(run_generate):
 def test_greedy_answers_do_not_depend_on_the_batch(run_generate):
     rows = run_generate()
     for batch in (1, 2, 3):
-        assert run_generate(f"batch_size={batch}") == rows
+        assert run_generate(f"max_num_seqs={batch}") == rows
     (last,) = run_generate(f"prompts={json.dumps(PROMPTS[3:])}")
     assert last == rows[3]
 
 
 def test_sampling_is_reproducible(run_generate):
-    args = ("sampling={temperature: 1.5, max_new_tokens: 12, seed: 5}", "batch_size=4")
+    args = ("sampling={temperature: 1.5, max_new_tokens: 12, seed: 5}", "max_num_seqs=4")
     rows = run_generate(*args)
     assert run_generate(*args) == rows
-    assert run_generate(*args, "batch_size=1") == rows
+    assert run_generate(*args, "max_num_seqs=1") == rows
     assert run_generate(*args, "sampling.seed=6") != rows
     repeated = run_generate(*args, f"prompts={json.dumps(PROMPTS[2:3] * 2)}")
     assert repeated[0]["answer"] != repeated[1]["answer"], "the same question twice is two draws"
@@ -81,7 +81,7 @@ def test_raw_prompts_are_continued(workspace, run_generate):
 def test_several_answers_to_each_prompt(run_generate):
     """Answer k to prompt i of n is row i * n + k of the random numbers, whatever the batch."""
     args = ("sampling={temperature: 1.5, max_new_tokens: 12, seed: 5}", f"prompts={json.dumps(PROMPTS[2:])}")
-    rows = run_generate(*args, "num_return_sequences=3", "batch_size=2")
+    rows = run_generate(*args, "num_return_sequences=3", "max_num_seqs=2")
     assert [row["prompt"] for row in rows] == [prompt for prompt in PROMPTS[2:] for _ in range(3)]
     repeated = [prompt for prompt in PROMPTS[2:] for _ in range(3)]
     assert run_generate(*args, f"prompts={json.dumps(repeated)}") == rows

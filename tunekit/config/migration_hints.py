@@ -138,6 +138,7 @@ NOTED_KEYS = (
         "generation_eval",
         "a section: {prompts: [...], sampling: {max_new_tokens: 128}}",
     ),
+    KeyHint("batch_size", "max_num_seqs", "", "num_return_sequences"),
     KeyHint("do_sample", "sampling.temperature", "0: greedy decoding"),
     KeyHint("stop until", "sampling.stop_strings", "a list of texts"),
     KeyHint("num_beams", "sampling", "answers are sampled or greedy; there is no beam search"),
@@ -194,6 +195,7 @@ NOTED_KEYS = (
     ),
     KeyHint("reward_weights", "rewards.weight", "one per reward: rewards='[{kind: length, weight: 0.5}]'"),
     KeyHint("reward_funcs reward_functions", "rewards", "[{kind: length}]"),
+    KeyHint("rewards.max_concurrency", "rewards.num_workers"),
     KeyHint(
         "ref_model ref_model_name_or_path reference_model", "reference", "always the initial policy", "num_generations"
     ),

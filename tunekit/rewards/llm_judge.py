@@ -44,13 +44,13 @@ class LLMJudge(RewardFunction):
     max_tokens: int = 1024  # Longest answer of the judge
     timeout_seconds: float = 60.0  # Longest time of a request
     max_retries: int = 5  # Repetitions of a request after an error of the server or of the network
-    max_concurrency: int = 16  # Requests at the same time
+    num_workers: int = 16  # Requests at the same time
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.base_url.startswith(("http://", "https://")):
             raise FieldError("base_url", f"must start with http:// or https://, got {self.base_url!r}")
-        for key in ("max_score", "timeout_seconds", "max_concurrency", "max_tokens"):
+        for key in ("max_score", "timeout_seconds", "num_workers", "max_tokens"):
             if getattr(self, key) <= 0:
                 raise FieldError(key, f"must be > 0, got {getattr(self, key)}")
         try:
@@ -77,7 +77,7 @@ class LLMJudge(RewardFunction):
                 )
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Sequence[float | None]:
-        with ThreadPoolExecutor(self.max_concurrency) as pool:
+        with ThreadPoolExecutor(self.num_workers) as pool:
             return list(pool.map(self.score, rollouts))
 
     def score(self, rollout: Rollout) -> float | None:

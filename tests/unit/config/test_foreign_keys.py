@@ -166,6 +166,8 @@ def test_config_keys_have_no_foreign_hint() -> None:
             "which this recipe does not use; recipe sft has loss.label_smoothing",
         ),
         ("nano/tools_lora", "label_smoothing_factor", "use loss.label_smoothing: of cross-entropy"),
+        ("nano/generate", "batch_size", "use max_num_seqs"),
+        ("nano/rejection_sampling", "rewards.0.max_concurrency", "use rewards.0.num_workers"),
         ("nano/generate", "load_in_4bit", "use quantization: set quantization=nf4"),
         ("nano/known", "max_completion_length", "use sampling.max_new_tokens"),
         ("nano/dpo", "optimizer.learning_rate", "use optimizer.lr"),
@@ -184,6 +186,12 @@ def test_config_keys_have_no_foreign_hint() -> None:
 def test_foreign_key_names_the_right_key(config: str, key: str, expected: str) -> None:
     line = single_error(config, f"{key}=1")
     assert f"{key}: unknown key" in line and expected in line
+
+
+@pytest.mark.parametrize("key", ["memory_mb", "file_mb", "output_kb"])
+def test_limits_of_the_sandbox_are_named(key: str) -> None:
+    unit_tests = f"rewards=[{{kind: unit_tests, sandbox: {{{key}: 64}}}}]"
+    assert f"sandbox.{key}: unknown key, did you mean 'max_{key}'?" in single_error("nano/grpo", unit_tests)
 
 
 def single_error(config: str, override: str) -> str:

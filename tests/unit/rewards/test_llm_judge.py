@@ -70,7 +70,7 @@ def test_score_is_parsed(server: JudgeServer, monkeypatch: pytest.MonkeyPatch) -
 
 def test_errors_are_repeated_and_no_score_is_none(server: JudgeServer) -> None:
     server.answers = [503, 429, "Score: 10", "I cannot say."]
-    judge = LLMJudge(server.url, "judge", max_concurrency=1)
+    judge = LLMJudge(server.url, "judge", num_workers=1)
     scores = score_rollouts([judge], [make_rollout("a"), make_rollout("b")])
     assert scores[0].item() == 1 and math.isnan(scores[1].item()) and len(server.requests) == 4
 
