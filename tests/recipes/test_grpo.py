@@ -112,7 +112,7 @@ def test_metrics_and_completions(grpo_workspace: Workspace) -> None:
 def test_episodes_with_several_turns(grpo_workspace: Workspace, packing: str) -> None:
     """Observations are context of the next answer and are not learned; sampled tokens are trained as sampled."""
     args = ("environment={kind: custom, environment_factory: 'again.py:Again'}", "rewards=[]", "eval_data=null")
-    sizes = ("sampling.max_new_tokens=60", "data.max_length=128", f"data.packing={packing}", "max_steps=3")
+    sizes = ("sampling.max_new_tokens=120", "data.max_length=192", f"data.packing={packing}", "max_steps=3")
     assert grpo_workspace.run_tune(*RUN, *args, *sizes).code == 0
     lines = [line for line in metrics_file.read_metrics(Path("out")) if "loss" in line]
     rows = [json.loads(line) for line in Path("out/completions.jsonl").read_text().splitlines()]

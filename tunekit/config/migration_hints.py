@@ -350,8 +350,9 @@ RENAMED_KEYS = {
     "": (
         "out=output_dir out=output_path validation=eval_data weights=quantization schedule=lr_scheduler "
         "log.every=log_every log.to=report_to guard=step_guard profile=profiler push=push_to_hub "
-        "micro_batch=micro_batch_size batch=global_batch_size batch=batch_size steps=max_steps clip=max_grad_norm "
-        "save_async=async_save keep=save_total_limit validate_every=eval_every patience=early_stopping_patience "
+        "micro_batch=micro_batch_size batch=global_batch_size batch=batch_size batch=max_num_seqs steps=max_steps "
+        "clip=max_grad_norm save_async=async_save keep=save_total_limit validate_every=eval_every "
+        "patience=early_stopping_patience "
         "tail=ld_alpha shots=num_fewshot include=include_path chat=apply_chat_template memory.compile=compile "
         "examples=num_completions_to_print system=system_prompt"
     ),

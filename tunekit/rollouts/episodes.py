@@ -213,7 +213,7 @@ class EpisodeRunner:
 
     @property
     def futures(self) -> list[Future[EpisodeStart | TurnResult]]:
-        """Those of this rank."""
+        """Futures of the pending episodes on this rank."""
         return [future for _, future in self.pending if future is not None]
 
     def parse(self, episode: Episode) -> tuple[Message, str | None]:
