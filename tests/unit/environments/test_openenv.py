@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.helpers.wait import wait_until
 from tunekit.environments import openenv
 from tunekit.environments.config import OpenEnvConfig
 from tunekit.errors import FieldError, UserError
@@ -13,8 +14,19 @@ from tunekit.errors import FieldError, UserError
 serving = pytest.importorskip("websockets.sync.server")
 
 
+OPEN: set[object] = set()  # connections that the client has not closed
+
+
 def serve(connection) -> None:
     """Count up to three: each step adds the number in the action, and its reward is that number."""
+    OPEN.add(connection)
+    try:
+        answer_messages(connection)
+    finally:
+        OPEN.discard(connection)
+
+
+def answer_messages(connection) -> None:
     total = 0
     for text in connection:
         message = json.loads(text)
@@ -60,6 +72,14 @@ def test_episode_on_a_server(url: str) -> None:
         assert observations[0] == first.replace("0", "1") and observations[2] is None
         assert environment.get_reward() == 3 and environment.done
         environment.close()
+
+
+def test_check_closes_the_connection_of_a_failed_reset(url: str) -> None:
+    pytest.importorskip("openenv.core.generic_client")
+    config = OpenEnvConfig(url, observation_field="missing")
+    with pytest.raises(UserError, match=r"environment\.base_url: .*missing"):
+        config.check()
+    wait_until(lambda: not OPEN)
 
 
 def test_server_that_is_not_there_is_named() -> None:
