@@ -35,6 +35,11 @@ class ParallelDims:
         """Number of data parallel ranks, which read different rows."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def is_tensor_parallel_only(self) -> bool:
+        """Whether all ranks are in one tensor parallel group: they compute the same logits, and sample the same."""
+        return self.dp_size * self.cp == 1
+
 
 @dataclass(frozen=True)
 class ParallelConfig:

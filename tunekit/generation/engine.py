@@ -129,8 +129,8 @@ class GenerationEngine:
         return bool(self.max_over_ranks(bool(self.unfinished))[0])
 
     def max_over_ranks(self, *counts: int) -> list[int]:
-        """Maxima over the ranks that share weights. Without data parallel ranks, all have the same requests."""
-        if self.dist is None or not self.is_sharded or self.dist.dims.dp_size == 1:
+        """Maxima over the ranks that share weights. Those of a tensor parallel group have the same counts."""
+        if self.dist is None or not self.is_sharded or self.dist.dims.is_tensor_parallel_only:
             return [*counts]
         return [*map(int, self.dist.max_over_ranks(*counts))]
 

@@ -117,10 +117,10 @@ class EpisodeRunner:
     def any_rank(self, *values: bool) -> list[bool]:
         """Whether each value is true on a rank that must call the engine together with this one.
 
-        Raises the UserError of any of these ranks. Without data parallel ranks, all have the same values and errors.
+        Raises the UserError of any of these ranks. Those of a tensor parallel group have the same values and errors.
         """
         is_shared = self.engine.is_sharded or self.group_size > 1
-        if not is_shared or self.dist.dims.dp_size == 1:
+        if not is_shared or self.dist.dims.is_tensor_parallel_only:
             self.deferred.raise_error()
             return [*values]
         has_error, *maxima = self.dist.max_over_ranks(self.deferred.error is not None, *values)
