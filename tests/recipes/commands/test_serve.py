@@ -357,10 +357,10 @@ def test_too_many_answers(client: openai.OpenAI) -> None:
             stream.close()
     assert len(streams) == 3 and len(refused) == 2
     assert all(float(error.response.headers["retry-after"]) > 0 for error in refused)
-    with pytest.raises(openai.BadRequestError) as problem:
-        chat(client, n=25)
-    assert problem.value.param == "n"
     retrying = client.with_options(max_retries=20)  # the client waits until the answers that left are not counted
+    with pytest.raises(openai.BadRequestError) as problem:
+        chat(retrying, n=25)
+    assert problem.value.param == "n"
     assert len(chat(retrying, n=24, max_tokens=1).choices) == 24
 
 
