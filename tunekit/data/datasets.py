@@ -58,6 +58,7 @@ class DatasetConfig(DataConfig):
          "max_bad_row_fraction"}
     )  # fmt: skip
     has_document_ids: ClassVar[bool] = False  # whether losses need the document of each token
+    has_targets: ClassVar[bool] = True  # False: prompts, whose answers are sampled in training
 
     source: str  # File, directory, bundled dataset (tunekit/tools), Hub name, or URL
     split: str = "train"  # Split, optionally with a slice: train[:90%]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from tunekit.config.choices import kind_name
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.prompt_data import PromptData
+from tunekit.data.dataloader.summary import format_count
 from tunekit.data.readers.open_dataset import find_data_files, open_dataset, parse_split
 from tunekit.data.readers.row_reader import Row
 from tunekit.environments.config import EnvironmentChoice
@@ -114,6 +115,13 @@ class PolicyConfig(TrainConfig):
     def num_prompts(self) -> int:
         """Prompts of a generation, over all devices."""
         return self.global_batch_size * self.steps_per_generation // self.num_generations
+
+    @property
+    def generation_summary(self) -> str:
+        """Numbers of prompts, answers and steps of a generation."""
+        prompts = f"{format_count(self.num_prompts, 'prompt')} x {format_count(self.num_generations, 'answer')}"
+        steps = f"{format_count(self.steps_per_prompt, 'step')} of {format_count(self.global_batch_size, 'answer')}"
+        return f"num_generations={self.num_generations}: a generation has {prompts} and {steps}"
 
     @property
     def steps_per_prompt(self) -> int:

@@ -97,6 +97,8 @@ def check_prompts(
         if loader is None:
             continue
         dist.log(f"{key}: {loader.summary}")
+        if key == "data":
+            dist.log(f"data: {cfg.generation_summary}")
         for columns in loader.columns:
             check_rewards(cfg.rewards, next(iter(columns.values())))
         context = checkpoint.spec.context

@@ -182,3 +182,20 @@ def test_first_block_of_a_stream_is_shown_without_duplicates(
     out, _ = run_tune_data(capsys, "sft.yaml", "data.streaming=true", "max_steps=2", "--num-rows", "1")
     assert "first block" in out and "data row 1  rows.jsonl:1  " in out
     assert "copies" not in out and "no problems found" in out
+
+
+def test_prompts_have_no_target_tokens(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step trains on answers: 64 prompts are 2 steps of 32 prompts with 8 answers each."""
+    out, _ = run_tune_data(capsys, "nano/grpo", "steps_per_generation=1")
+    assert "64 prompts, tokens per prompt: min 11, median 12, max 13" in out
+    assert "num_generations=8: a generation has 32 prompts x 8 answers and 1 step of 256 answers" in out
+    assert "2 generations per epoch" in out and "target tokens" not in out and "packed" not in out
+    assert "⟦" not in out.partition("data row 1")[2].partition("⟦target⟧")[0]
+
+
+def test_report_of_prompts_in_json(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = json.loads(run_tune_data(capsys, "nano/ppo", "--json")[0])
+    stats = report["datasets"][0]
+    assert stats["prompt_lengths"] == {"minimum": 11, "median": 12, "maximum": 13}
+    assert stats["num_target_tokens"] == 0 and stats["targets"] is None
+    assert {role for span in report["rows"][0]["spans"] for role in span["roles"]} == {0}

@@ -9,7 +9,7 @@ from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.batch import Batch, Collator
 from tunekit.data.dataloader.mixture import EpochSampler, MixtureBase
 from tunekit.data.dataloader.sampler import RowOrder, StepIndex, unit_documents, unit_lengths
-from tunekit.data.dataloader.summary import DatasetSummary, DataSummary
+from tunekit.data.dataloader.summary import DatasetSummary, DataSummary, PromptLengths
 from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, Document, PreprocessSummary, TokenizedDataset
 from tunekit.errors import UserError
 
@@ -30,7 +30,8 @@ class MapDataLoader(DataLoader):
         )
         for config, dataset in zip(mixture.dataset_configs, datasets, strict=True):
             if not len(dataset):
-                raise UserError(f"{config.source}: split {config.split} has no rows with target tokens")
+                rows = "rows with target tokens" if config.has_targets else "prompts"
+                raise UserError(f"{config.source}: split {config.split} has no {rows}")
         self.num_rows = num_rows = [len(dataset) // mixture.docs_per_row for dataset in datasets]
         self.rows_per_epoch = list(mixture.rows_per_epoch(num_rows))
         uses_all = self.rows_per_epoch == num_rows
@@ -79,16 +80,25 @@ class MapDataLoader(DataLoader):
                 description=describe_rows(dataset, count == total),
                 rows=count,
                 tokens=num_tokens,
-                num_target_tokens=round(dataset.num_target_tokens * (count / total)),
+                num_target_tokens=round(dataset.num_target_tokens * (count / total)) * config.has_targets,
                 passes=count / total,
-                noun="document" if dataset.summary.split else "row",
+                noun="document" if dataset.summary.split else "row" if config.has_targets else "prompt",
             )
             for config, dataset, total, count, num_tokens in columns
         ]
         num_packed_rows = None if self.mixture.capacity is None else self.order.num_rows(0)
-        max_length = int(self.documents.lengths.max())
+        lengths = self.documents.lengths
+        max_length = int(lengths.max())
         num_truncated = sum(dataset.num_truncated for dataset in self.datasets)
-        return DataSummary(tuple(summaries), max_length, num_truncated, num_packed_rows, self.mixture.capacity)
+        prompt_lengths = PromptLengths(int(lengths.min()), int(np.median(lengths)), max_length)
+        return DataSummary(
+            tuple(summaries),
+            max_length,
+            num_truncated,
+            num_packed_rows,
+            self.mixture.capacity,
+            prompt_lengths=None if self.mixture.has_targets else prompt_lengths,
+        )
 
     def __getitem__(self, step: int) -> list[Batch]:
         return self.collator.micro_batches(self.documents, self.document_indices(step))

@@ -105,6 +105,11 @@ class MixtureBase(DataConfig):
         return self.datasets[0].dataset.docs_per_row
 
     @property
+    def has_targets(self) -> bool:
+        """False: prompts, whose answers are sampled in training."""
+        return self.datasets[0].dataset.has_targets
+
+    @property
     def capacity(self) -> int | None:
         """Tokens of a packed row, which has room for a full pair; None: no packing."""
         return self.docs_per_row * self.max_length if self.packing else None

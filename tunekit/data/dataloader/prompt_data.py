@@ -29,6 +29,7 @@ class PromptDataset(ChatTemplateMixin):
 
     kind: ClassVar[str] = "prompt"
     is_default: ClassVar[bool] = True
+    has_targets: ClassVar[bool] = False
     prompt_column: str = "prompt"  # Column of the prompt: a text, or a list of messages
     # Texts are `chat` messages of the user, or plain `text` to continue; `auto`: chat if there is a chat template
     prompt_format: Literal["auto", "chat", "text"] = "auto"

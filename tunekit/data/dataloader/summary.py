@@ -7,8 +7,8 @@ from typing import NamedTuple
 class DatasetSummary(NamedTuple):
     """Statistics of one dataset in an epoch.
 
-    `description` is the row format and the result of preprocessing. `noun` is what `rows` counts: "row", or "document"
-    if rows are split.
+    `description` is the row format and the result of preprocessing. `noun` is what `rows` counts: "row", "document" if
+    rows are split, or "prompt".
     """
 
     name: str
@@ -18,6 +18,17 @@ class DatasetSummary(NamedTuple):
     num_target_tokens: int
     passes: float
     noun: str = "row"
+
+
+class PromptLengths(NamedTuple):
+    """Tokens of the shortest, the median and the longest prompt."""
+
+    minimum: int
+    median: int
+    maximum: int
+
+    def __str__(self) -> str:
+        return f"tokens per prompt: min {self.minimum:,}, median {self.median:,}, max {self.maximum:,}"
 
 
 def format_count(count: float, noun: str) -> str:
@@ -39,6 +50,7 @@ class DataSummary:
     num_packed_rows: int | None
     capacity: int | None
     is_streaming: bool = False
+    prompt_lengths: PromptLengths | None = None  # of prompts, which have no target tokens
 
     @property
     def rows(self) -> int:
@@ -60,12 +72,13 @@ class DataSummary:
         return self.tokens / (self.num_packed_rows * self.capacity)
 
     def __str__(self) -> str:
-        stats = [
-            format_count(self.rows, "row" if all(dataset.noun == "row" for dataset in self.datasets) else "document"),
-            format_count(self.tokens, "token"),
-            f"{self.num_target_tokens:,} target tokens ({self.num_target_tokens / self.tokens:.0%})",
-            f"longest {self.max_length:,}",
-        ]
+        nouns = {dataset.noun for dataset in self.datasets}
+        stats = [format_count(self.rows, nouns.pop() if len(nouns) == 1 else "document")]
+        if self.prompt_lengths is not None:
+            stats.append(str(self.prompt_lengths))
+        else:
+            targets = f"{self.num_target_tokens:,} target tokens ({self.num_target_tokens / self.tokens:.0%})"
+            stats += [format_count(self.tokens, "token"), targets, f"longest {self.max_length:,}"]
         if self.num_truncated:
             stats.append(f"{self.num_truncated:,} truncated")
         if self.num_packed_rows is not None:

@@ -29,6 +29,10 @@ class TokenSpan:
     def num_target_tokens(self) -> int:
         return self.roles.count(TokenRole.TARGET)
 
+    def without_targets(self) -> "TokenSpan":
+        """The same tokens, with context in place of target tokens."""
+        return replace(self, roles=[TokenRole.CONTEXT if role == TokenRole.TARGET else role for role in self.roles])
+
 
 @dataclass(frozen=True)
 class ExampleView:
@@ -39,6 +43,7 @@ class ExampleView:
     spans: tuple[TokenSpan, ...]
     remark: str = ""
     number: int | None = None  # from 1
+    has_targets: bool = True  # False: a prompt
 
     @property
     def name(self) -> str:
@@ -51,6 +56,16 @@ class ExampleView:
     @property
     def num_target_tokens(self) -> int:
         return sum(span.num_target_tokens for span in self.spans)
+
+    @property
+    def token_counts(self) -> str:
+        """Number of tokens, and of target tokens unless the row is a prompt."""
+        targets = f", {self.num_target_tokens:,} target tokens" if self.has_targets else ""
+        return f"{self.num_tokens:,} tokens{targets}"
+
+    def as_prompt(self) -> "ExampleView":
+        """The row without target tokens."""
+        return replace(self, spans=tuple(span.without_targets() for span in self.spans), has_targets=False)
 
 
 @dataclass(frozen=True)
@@ -85,7 +100,8 @@ class ExampleSampler:
         (encoded,) = self.dataset.encode_rows(self.tokenizer, [row])
         (full,) = replace(self.dataset, max_length=UNLIMITED_LENGTH).encode_rows(self.tokenizer, [row])
         spans, remark = compare_spans(encoded, full, self.dataset.max_length)
-        return ExampleView(self.config_key, row.where, tuple(spans), remark, number)
+        example = ExampleView(self.config_key, row.where, tuple(spans), remark, number)
+        return example if self.dataset.has_targets else example.as_prompt()
 
 
 def is_location(where: str, name: str) -> bool:

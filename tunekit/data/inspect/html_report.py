@@ -58,11 +58,12 @@ def render_html(report: DataReport, title: str) -> str:
 def format_stats(stats: DatasetStats) -> str:
     """Format the statistics and histograms of a dataset."""
     lines = "".join(f"<li>{escape(line)}</li>" for line in stats.lines())
+    targets = stats.targets and format_histogram("target tokens per row", stats.targets, "target")
     return f"""<section class="card">
 <h3>{escape(stats.config_key)} · {escape(stats.name)}</h3>
 <div class="stats"><ul>{lines}</ul>
 {format_histogram("tokens per row", stats.lengths)}
-{format_histogram("target tokens per row", stats.targets, "target")}</div>
+{targets or ""}</div>
 </section>
 """
 
@@ -95,7 +96,7 @@ def format_row(example: ExampleView, tokenizer: Tokenizer) -> str:
     """Format a row and its tokens."""
     head = escape(example.location)
     if example.spans:
-        head += f" · {example.num_tokens:,} tokens, {example.num_target_tokens:,} target tokens"
+        head += f" · {example.token_counts}"
     remark = f'<p class="doubtful"><strong>{escape(example.remark)}</strong></p>' if example.remark else ""
     texts = ""
     for span in example.spans:

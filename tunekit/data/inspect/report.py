@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.build import build_dataloader
 from tunekit.data.dataloader.mixture import MixtureBase
+from tunekit.data.dataloader.summary import format_count
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.inspect.examples import ExampleSampler, ExampleView, make_example
 from tunekit.data.inspect.stats import DatasetStats, compute_stats
@@ -65,6 +66,21 @@ class TrainsOnRows(ReadsRows, Protocol):
 
 
 @runtime_checkable
+class SamplesAnswers(TrainsOnRows, Protocol):
+    """A config of a training recipe whose rows are prompts."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of a generation."""
+        ...
+
+    @property
+    def generation_summary(self) -> str:
+        """Numbers of prompts, answers and steps of a generation."""
+        ...
+
+
+@runtime_checkable
 class EvaluatesRows(ReadsRows, Protocol):
     """A config of the recipe `evaluate`."""
 
@@ -81,6 +97,9 @@ def build_report(cfg: Any, rows: int | list[str], make_targets: MakeTargets) -> 
     if isinstance(cfg, TrainsOnRows):
         data, seed = {"data": cfg.data, "eval_data": cfg.eval_data}, cfg.seed
         batch_sizes = cfg.global_batch_size, cfg.micro_batch_size
+        if isinstance(cfg, SamplesAnswers):  # packing is of answers
+            batch_sizes = cfg.num_prompts, 1
+            data = {key: config and replace(config, packing=False) for key, config in data.items()}
     elif isinstance(cfg, EvaluatesRows):
         data, seed, batch_sizes = {"data": cfg.data}, 0, (cfg.batch_size, cfg.batch_size)
     else:
@@ -98,14 +117,29 @@ def build_report(cfg: Any, rows: int | list[str], make_targets: MakeTargets) -> 
     }
     shown = first_examples(samplers, rows) if isinstance(rows, int) else find_examples(samplers, rows)
     stats = tuple(
-        compute_stats(target, loaders[key], mixtures[key], first_bad_rows(loaders[key]))
+        compute_stats(
+            target, loaders[key], mixtures[key], first_bad_rows(loaders[key]), describe_generation(cfg, loaders, key)
+        )
         for key, target in ((target.config_key, target) for target in targets)
     )
     findings = [*find_bad_rows(mixtures, loaders), *run_data_checks(*targets)]
     for loader in loaders.values():
         loader.close()
-    examples = tuple(examples_of_findings(targets, findings, shown))
+    examples = tuple(
+        example if mixtures[example.config_key].has_targets else example.as_prompt()
+        for example in examples_of_findings(targets, findings, shown)
+    )
     return DataReport(cfg.model, tokenizer, stats, tuple(findings), shown, examples)
+
+
+def describe_generation(cfg: Any, loaders: Mapping[str, DataLoader], key: str) -> str:
+    """Answers that are sampled for the prompts of one key; empty for other rows."""
+    if not isinstance(cfg, SamplesAnswers):
+        return ""
+    if key != "data":
+        return "an evaluation samples one answer to each prompt"
+    count = format_count(loaders[key].summary.rows // cfg.num_prompts, "generation")
+    return f"{cfg.generation_summary}; {count} per epoch"
 
 
 def skip_bad_rows(mixture: MixtureBase) -> MixtureBase:

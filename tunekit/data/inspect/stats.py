@@ -9,7 +9,7 @@ import numpy as np
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.map_style import describe_rows
 from tunekit.data.dataloader.mixture import MixtureBase, dataset_title
-from tunekit.data.dataloader.summary import DatasetSummary, format_count
+from tunekit.data.dataloader.summary import DatasetSummary, PromptLengths, format_count
 from tunekit.data.readers.row_reader import BadRow
 from tunekit.data.row_checks import CheckTarget, format_percent
 
@@ -76,8 +76,10 @@ class DatasetStats:
     batch: int
     steps: int | None  # per epoch; None for streams
     lengths: Histogram
-    targets: Histogram
+    targets: Histogram | None  # None: prompts, whose answers are sampled in training
     more_bad: int = 0  # bad rows that are not in `bad`
+    prompt_lengths: PromptLengths | None = None
+    generation: str = ""  # how many answers are sampled and trained on
 
     def lines(self) -> Iterator[str]:
         """Yield the statistics as lines of text."""
@@ -87,11 +89,7 @@ class DatasetStats:
             yield from map(self.describe_source, self.sources)
         if self.streamed:
             yield "streaming: statistics of the first block"
-        rows = format_count(self.rows, "pair" if self.docs_per_item == 2 else "document")
-        targets = format_count(self.num_target_tokens, "target token")
-        percent = format_percent(self.num_target_tokens / self.tokens)
-        yield f"{rows}, {format_count(self.tokens, 'token')}, {targets} ({percent})"
-        yield f"longest {self.longest:,} tokens (max_length {self.limit:,}), median {self.median:,}"
+        yield from self.size_lines()
         if self.truncated:
             percent = format_percent(self.lost / (self.lost + self.tokens))
             documents, tokens = format_count(self.truncated, "document"), format_count(self.lost, "token")
@@ -99,11 +97,24 @@ class DatasetStats:
         if self.packed is not None and self.filled is not None:
             rows = f"{format_count(self.packed, 'row')} of {self.limit:,} tokens"
             yield f"packed into {rows}, {self.filled:.1%} filled, {self.rows / self.packed:.1f} per row"
-        if self.steps is not None:
+        if self.generation:
+            yield self.generation
+        elif self.steps is not None:
             yield f"{format_count(self.steps, 'step')} of {format_count(self.batch, 'row')} per epoch"
         yield from (f"bad: {bad.where}: {bad.reason}" for bad in self.bad)
         if self.more_bad:
             yield f"and {self.more_bad:,} more bad {'row' if self.more_bad == 1 else 'rows'}"
+
+    def size_lines(self) -> Iterator[str]:
+        """Yield the number of rows, and their tokens."""
+        if self.prompt_lengths is not None:
+            yield f"{format_count(self.rows, 'prompt')}, {self.prompt_lengths} (max_length {self.limit:,} with the answer)"
+            return
+        rows = format_count(self.rows, "pair" if self.docs_per_item == 2 else "document")
+        targets = format_count(self.num_target_tokens, "target token")
+        percent = format_percent(self.num_target_tokens / self.tokens)
+        yield f"{rows}, {format_count(self.tokens, 'token')}, {targets} ({percent})"
+        yield f"longest {self.longest:,} tokens (max_length {self.limit:,}), median {self.median:,}"
 
     def describe_source(self, source: DatasetSummary) -> str:
         """Format the summary of a dataset of a mixture."""
@@ -114,7 +125,8 @@ class DatasetStats:
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, with named tuples as dictionaries."""
         sources, bad = ([record._asdict() for record in records] for records in (self.sources, self.bad))
-        return asdict(self) | {"sources": sources, "bad": bad}
+        lengths = None if self.prompt_lengths is None else self.prompt_lengths._asdict()
+        return asdict(self) | {"sources": sources, "bad": bad, "prompt_lengths": lengths}
 
 
 def summarize_sources(mixture: MixtureBase, loader: DataLoader) -> tuple[DatasetSummary, ...]:
@@ -131,9 +143,12 @@ def summarize_sources(mixture: MixtureBase, loader: DataLoader) -> tuple[Dataset
 
 
 def compute_stats(
-    target: CheckTarget, loader: DataLoader, mixture: MixtureBase, bad_rows: tuple[BadRow, ...]
+    target: CheckTarget, loader: DataLoader, mixture: MixtureBase, bad_rows: tuple[BadRow, ...], generation: str = ""
 ) -> DatasetStats:
-    """Compute the statistics of tokenized documents. `mixture` is the config's own, `bad_rows` are the first ones."""
+    """Compute the statistics of tokenized documents. `mixture` is the config's own, `bad_rows` are the first ones.
+
+    `generation` describes the answers that are sampled for prompts.
+    """
     summary, lengths = loader.summary, target.lengths
     return DatasetStats(
         target.config_key,
@@ -155,6 +170,8 @@ def compute_stats(
         loader.collator.global_batch_size,
         None if summary.is_streaming else loader.num_steps(1),
         make_histogram(lengths),
-        make_histogram(target.stats.targets),
+        make_histogram(target.stats.targets) if mixture.has_targets else None,
         sum(documents.summary.skipped for documents in loader.datasets) - len(bad_rows),
+        summary.prompt_lengths,
+        generation,
     )

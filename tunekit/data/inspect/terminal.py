@@ -41,7 +41,7 @@ def format_row(example: ExampleView, tokenizer: Tokenizer, terminal: TerminalSiz
     """Format a row as lines. Unless `full`, the middle of long groups of tokens of one role is hidden."""
     summary = escape_control(example.location)
     if example.spans:
-        summary += f"  {example.num_tokens:,} tokens, {example.num_target_tokens:,} target tokens"
+        summary += f"  {example.token_counts}"
     yield terminal.paint(BOLD, example.name) + f"  {summary}"
     if example.remark:
         yield from wrap_text(example.remark, terminal, SEVERITY_STYLES["doubtful"])
@@ -141,6 +141,8 @@ def format_histograms(stats: DatasetStats, terminal: TerminalSize) -> list[str]:
     """Format the histograms of row lengths and target tokens, side by side if the terminal is wide enough."""
     side = (terminal.width - 6) // 2 if terminal.width >= 76 else terminal.width - 2
     left = format_histogram("tokens per row", stats.lengths, side)
+    if stats.targets is None:
+        return [f"  {line}" for line in left]
     right = format_histogram("target tokens per row", stats.targets, side)
     if terminal.width < 76:
         return [f"  {line}" for line in [*left, "", *right]]
