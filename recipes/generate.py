@@ -116,7 +116,7 @@ def main(cfg: GenerateConfig) -> None:
         cfg.parallel.check_inference(dist.world_size)
         model, tokenizer = cfg.load_model(cfg.model, dist)
         prompts = list(read_prompts(cfg))
-        tokens = [encode_prompt(prompt.value, prompt.tools, tokenizer, cfg) for prompt in prompts]
+        tokens = [encode_prompt(prompt, tokenizer, cfg) for prompt in prompts]
         if cfg.has_rewards:
             scored = sample_and_score(cfg, prompts, tokens, model, tokenizer, dist)
             dist.run_on_main(partial(write_rows, cfg, tokenizer, scored))
@@ -155,11 +155,16 @@ def expected_answer(prompt: str | list) -> Mapping[str, Any]:
     return {"answer": prompt[-1].get("content")}
 
 
-def encode_prompt(prompt: str | list, tools: list | None, tokenizer: Tokenizer, cfg: GenerateConfig) -> list[int]:
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, cfg: GenerateConfig) -> list[int]:
     """Token ids of a prompt, up to the start of the answer."""
-    if isinstance(prompt, str) and not cfg.apply_chat_template:
-        return tokenizer.encode(prompt, special=True)
-    return encode_conversation(tokenizer, prompt_messages(prompt, cfg), tools)
+    if is_text(prompt, cfg):
+        return tokenizer.encode(prompt.value, special=True)
+    return encode_conversation(tokenizer, prompt_messages(prompt.value, cfg), prompt.tools)
+
+
+def is_text(prompt: Prompt, cfg: GenerateConfig) -> bool:
+    """Whether the model continues a text."""
+    return isinstance(prompt.value, str) and not cfg.apply_chat_template
 
 
 def prompt_messages(prompt: str | list, cfg: GenerateConfig) -> list[Message]:
@@ -183,8 +188,8 @@ def sample_and_score(  # noqa: PLR0913
     for reward in cfg.rewards:
         reward.prepare(dist)
     rows = [
-        PromptRow(prompt.where, prompt_messages(prompt.value, cfg), ids, prompt.columns, prompt.tools)
-        for prompt, ids in zip(prompts, tokens, strict=True)
+        PromptRow(row.where, prompt_messages(row.value, cfg), ids, row.columns, row.tools, is_text(row, cfg))
+        for row, ids in zip(prompts, tokens, strict=True)
     ]
     space = cfg.sampling.max_new_tokens + (0 if cfg.environment is None else ENVIRONMENT_TOKENS)
     engine = GenerationEngine(model, cfg.max_num_seqs, cfg.max_model_len or max(map(len, tokens)) + space, dist)

@@ -93,7 +93,7 @@ def train(cfg: PPOConfig, run: RunContext) -> None:
     model = load_model(checkpoint, cfg, dist, value_head=True)  # saved in training states only
     objective = open_objective(cfg, cfg.loss, train_data, model, PPOObjective)
     reference = open_reference(cfg.reference, cfg.loss, cfg, checkpoint, model, dist)
-    sampler = RolloutSampler.open(cfg, model, train_data.mixture.prepare_tokenizer(tokenizer), dist)
+    sampler = RolloutSampler.open(cfg, model, train_data, dist)
     run.begin()
 
     optimizer = build_optimizer(cfg.with_value_lr, model, dist)
@@ -115,7 +115,7 @@ def train(cfg: PPOConfig, run: RunContext) -> None:
     with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
         if step == 0 and cfg.has_evaluation:
             run.begin_eval(0)
-            metrics = sampler.evaluate(eval_data.all_prompts()) if eval_data else {}
+            metrics = sampler.evaluate(eval_data.all_prompts(), step) if eval_data else {}
             early_stopping.check_metric(logger.log_eval(0, metrics | generation.evaluate(model, 0, logger)))
         forgetting.begin(model, step, logger)
         if step == 0 and guard.may_roll_back:
@@ -155,7 +155,7 @@ def train(cfg: PPOConfig, run: RunContext) -> None:
                     run.push_checkpoint(step, num_steps, model, checkpoint)
                 if due.eval:
                     run.begin_eval(step)
-                    metrics = sampler.evaluate(eval_data.all_prompts()) if eval_data else {}
+                    metrics = sampler.evaluate(eval_data.all_prompts(), step) if eval_data else {}
                     metrics |= generation.evaluate(model, step, logger)
                     early_stopping.update(step, logger.log_eval(step, metrics))
                 if due.forgetting:

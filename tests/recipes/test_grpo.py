@@ -29,6 +29,10 @@ def vowels(completions, start, **kwargs):
 def broken(completions, **kwargs):
     return [1 / (len(completions) - len(completions)) for _ in completions]
 
+def turns(environments, completions, log_extra):
+    log_extra("texts", [environment.answers for environment in environments])
+    return [len(environment.answers) for environment in environments]
+
 def wrong_column(completions, title):
     return [0.0] * len(completions)
 """
@@ -126,6 +130,20 @@ def test_episodes_with_several_turns(grpo_workspace: Workspace, packing: str) ->
         trained = [value for value, flag in zip(episode["advantages"], episode["sampled"], strict=True) if flag]
         assert trained == pytest.approx([row["advantage"]] * row["num_tokens"], abs=1e-5)
         assert sum(map(abs, episode["advantages"])) == pytest.approx(sum(map(abs, trained)))
+
+
+def test_reward_functions_read_environments(grpo_workspace: Workspace) -> None:
+    """As in TRL: `environments` has the instance of each answer, after its episode."""
+    args = ("environment={kind: custom, environment_factory: 'again.py:Again'}", "eval_data=null", "max_steps=1")
+    rewards = "rewards=[{kind: function, function: 'rewards.py:turns'}]"
+    sizes = ("sampling.max_new_tokens=60", "data.max_length=128")
+    assert grpo_workspace.run_tune(*RUN, *args, rewards, *sizes, "model=tunekit/nano").code == 0
+    rows = [json.loads(line) for line in Path("out/completions.jsonl").read_text().splitlines()]
+    assert any(row["turns"] == 2 for row in rows)
+    for row in rows:
+        messages = row["completion"] if isinstance(row["completion"], list) else [{"content": row["completion"]}]
+        answers = [message["content"] for message in messages if message.get("role", "assistant") == "assistant"]
+        assert row["texts"] == answers[: len(row["texts"])] and row["turns"] == len(row["texts"])
 
 
 @pytest.mark.parametrize("stop", [1, 2, 6])

@@ -181,7 +181,7 @@ NOTED_KEYS = (
     # grpo
     KeyHint("temperature", "sampling.temperature", "", "num_generations"),
     KeyHint("top_p", "sampling.top_p", "", "num_generations"),
-    KeyHint("top_k", "sampling.top_k", "null for all tokens, where TRL uses 0", "num_generations"),
+    KeyHint("top_k", "sampling.top_k", "0 for all tokens", "num_generations"),
     KeyHint("min_p", "sampling.min_p", "", "num_generations"),
     KeyHint("sampling.max_tokens max_tokens", "sampling.max_new_tokens", "", "num_generations"),
     KeyHint("clip_range loss.clip_range", "loss.epsilon", "", "num_iterations"),
@@ -325,7 +325,7 @@ NOTED_KEYS = (
         "teacher",
     ),
     KeyHint("top_p", "on_policy.top_p", "", "teacher"),
-    KeyHint("top_k", "on_policy.top_k", "null for all tokens, where TRL uses 0"),
+    KeyHint("top_k", "on_policy.top_k", "0 for all tokens"),
     KeyHint("beta", "loss.beta", "requires loss=jensen_shannon; 0 is forward_kl and 1 reverse_kl", "teacher"),
     KeyHint(
         "alpha",

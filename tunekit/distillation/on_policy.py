@@ -31,7 +31,7 @@ class OnPolicyConfig:
     lmbda: float = 0.0  # Fraction of rows whose answers the student generates (GKD)
     max_new_tokens: int = 256  # Maximum length of an answer in tokens
     temperature: float = 1.0  # Sampling temperature; 0: greedy decoding
-    top_k: int | None = None  # Sample from the k most likely tokens; null: all
+    top_k: int | None = None  # Sample from the k most likely tokens; null, 0 or -1: all
     top_p: float = 1.0  # Sample from the most likely tokens with this total probability (nucleus sampling)
     batch_size: int = 16  # Answers that a device generates at once
 

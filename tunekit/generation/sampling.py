@@ -18,7 +18,7 @@ class SamplingConfig:
     """Sampling options. The samples of a row depend on the seed and the name of the row, not on other rows."""
 
     temperature: float = 0.0  # Sampling temperature; 0: greedy decoding
-    top_k: int | None = None  # Sample from the k most likely tokens; null: all
+    top_k: int | None = None  # Sample from the k most likely tokens; null, 0 or -1: all
     top_p: float = 1.0  # Sample from the most likely tokens with this total probability (nucleus sampling)
     # Sample from the tokens with at least this fraction of the highest probability (arXiv:2407.01082), such as 0.05
     min_p: float = 0.0
@@ -32,8 +32,8 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         if self.temperature < 0:
             raise FieldError("temperature", f"must be >= 0, got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise FieldError("top_k", f"must be >= 1, got {self.top_k}")
+        if self.top_k is not None and self.top_k < -1:
+            raise FieldError("top_k", f"must be >= 1, or 0 for all tokens, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise FieldError("top_p", f"must be > 0 and <= 1, got {self.top_p}")
         if not 0 <= self.min_p <= 1:
@@ -44,6 +44,11 @@ class SamplingConfig:
             raise FieldError("stop_strings", "must not contain an empty text")
         if self.max_new_tokens < 1:
             raise FieldError("max_new_tokens", f"must be >= 1, got {self.max_new_tokens}")
+
+    @property
+    def num_candidates(self) -> int | None:
+        """Most likely tokens to sample from; None: all. transformers and vLLM write this as 0, vLLM also as -1."""
+        return None if self.top_k in (None, 0, -1) else self.top_k
 
     def uniform_numbers(self, name: str, start: int, stop: int) -> Tensor:
         """Uniform random numbers start to stop of the row with this name, (stop - start,)."""
@@ -61,7 +66,7 @@ class SamplingConfig:
         if self.temperature == 0:
             return logits.argmax(-1)
         weights, tokens = (logits.float() / self.temperature).softmax(-1), None
-        if self.top_k is not None or self.top_p < 1:
+        if self.num_candidates is not None or self.top_p < 1:
             weights, tokens = self.sort_top_k(weights)
             preceding = prefix_sum(weights) - weights  # total probability of more likely tokens
             weights = weights * (preceding < self.top_p * weights.sum(-1, keepdim=True))
@@ -72,13 +77,13 @@ class SamplingConfig:
 
     def sort_top_k(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities and ids (B, top_k) in descending order; ties are sorted by id."""
-        if self.top_k is None:
+        if self.num_candidates is None:
             return probabilities.sort(dim=-1, descending=True, stable=True)
         # The bits of positive floats are ordered like the floats. Appending the id makes all keys different, so that
         # topk has the same result on all devices.
         last = probabilities.shape[-1] - 1
         keys = (probabilities.view(torch.int32).long() << 32) + torch.arange(last, -1, -1, device=probabilities.device)
-        tokens = last - (keys.topk(min(self.top_k, last + 1), dim=-1).values & 0xFFFFFFFF)
+        tokens = last - (keys.topk(min(self.num_candidates, last + 1), dim=-1).values & 0xFFFFFFFF)
         return probabilities.gather(-1, tokens), tokens
 
 

@@ -170,8 +170,9 @@ class PolicyGradientLoss(ABC):
 class GroupRelativeLoss(PolicyGradientLoss):
     """Losses whose advantage is the reward minus the mean reward of the answers to the same prompt."""
 
-    # Divide advantages by the standard deviation of the rewards of the `group`, or of all answers (`batch`)
-    scale_rewards: Literal["group", "batch", "none"] = "group"
+    # Divide advantages by the standard deviation of the rewards of the `group`, or of all answers (`batch`). As in TRL,
+    # true is `group` and false is `none`
+    scale_rewards: Literal["group", "batch", "none"] | bool = "group"
     importance_sampling_level: Literal["token", "sequence"] = "token"  # `sequence`: one ratio per answer (GSPO)
     use_bias_correction_kl: bool = True  # Multiply the KL divergence by the probability ratio (arXiv:2512.02556)
 
@@ -180,7 +181,9 @@ class GroupRelativeLoss(PolicyGradientLoss):
         return self.importance_sampling_level == "sequence"
 
     def advantages(self, signals: RewardSignals) -> Advantages:
-        values, std = group_advantages(signals.rewards, signals.num_generations, self.scale_rewards)
+        scale = self.scale_rewards
+        scale = scale if isinstance(scale, str) else "group" if scale else "none"
+        values, std = group_advantages(signals.rewards, signals.num_generations, scale)
         return Advantages(values[:, None], std)
 
     def log_ratios(self, tokens: PolicyTokens) -> Tensor:

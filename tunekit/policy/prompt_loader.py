@@ -30,8 +30,9 @@ class PromptLoader(MapDataLoader):
     All steps have the same number of prompts, so the last prompts of an epoch may be left out.
     """
 
-    def __init__(self, loader: MapDataLoader, seed: int, steps_per_prompt: int = 1) -> None:
+    def __init__(self, loader: MapDataLoader, tokenizer: Tokenizer, seed: int, steps_per_prompt: int = 1) -> None:
         super().__init__(loader.mixture, loader.datasets, loader.collator, seed)
+        self.tokenizer = loader.mixture.prepare_tokenizer(tokenizer)  # with the chat template of the prompts
         self.steps_per_prompt, size = steps_per_prompt, self.collator.global_batch_size
         self.step_index = StepIndex(lambda epoch: self.order.num_rows(epoch) // size * size, size)
         self.configs = [config for config in loader.mixture.dataset_configs if isinstance(config, PromptDataset)]
@@ -55,10 +56,10 @@ class PromptLoader(MapDataLoader):
     def prompt(self, index: int) -> PromptRow:
         """The prompt of a document."""
         number, where = bisect_right(self.starts, index) - 1, self.documents.row_location(index)
-        columns = self.columns[number][where]
-        conversation = self.configs[number].to_conversation(columns)
-        tokens = self.documents[index].tokens.tolist()
-        return PromptRow(where, conversation.messages, tokens, columns, conversation.tools)
+        columns, config = self.columns[number][where], self.configs[number]
+        conversation = config.to_conversation(columns)
+        tokens, is_text = self.documents[index].tokens.tolist(), config.is_plain_text(self.tokenizer, columns)
+        return PromptRow(where, conversation.messages, tokens, columns, conversation.tools, is_text)
 
 
 def read_columns(config: DatasetConfig) -> dict[str, dict[str, Any]]:
@@ -78,7 +79,7 @@ def open_prompts(
     data = replace(data, packing=False)  # of answers, not of prompts
     loader = build_dataloader(data, tokenizer, num_prompts, 1, run.dist, run.dir / subdir, run.overwrite)
     assert isinstance(loader, MapDataLoader)
-    prompts = PromptLoader(loader, run.dist.seed, steps)
+    prompts = PromptLoader(loader, tokenizer, run.dist.seed, steps)
     if not prompts.num_steps(1):
         problem = f"has {len(prompts.documents):,} prompts, but a step needs {num_prompts:,}"
         raise UserError(f"{subdir or 'data'}: {problem}. Add rows, lower global_batch_size, or raise num_generations.")

@@ -24,10 +24,12 @@ from tunekit.policy.prompt_loader import PromptLoader
 from tunekit.policy.reference import ReferencePolicy
 from tunekit.policy.samples import PolicyCollator, PolicySamples
 from tunekit.rewards.base import reward_names, score_rollouts
+from tunekit.rewards.context import RewardContext, TrainerState, fill_columns, mean_metrics
 from tunekit.rollouts.engine import RolloutEngine
 from tunekit.rollouts.episode_log import episode_record
 from tunekit.rollouts.episodes import describe_rewrites, generate_rollouts
 from tunekit.rollouts.rollout import PromptRow, Rollout
+from tunekit.training.intervals import StepPlan
 
 
 class ScoredRollouts(NamedTuple):
@@ -37,6 +39,8 @@ class ScoredRollouts(NamedTuple):
     scores: Tensor
     names: Sequence[str]  # of the K rewards
     weights: Tensor  # (K,)
+    logged_metrics: Mapping[str, float]  # by reward functions of the user
+    logged_columns: Sequence[Mapping[str, Any]]  # of each rollout
 
     @property
     def rewards(self) -> Tensor:
@@ -58,7 +62,7 @@ class ScoredRollouts(NamedTuple):
         for name in sorted(names):
             values = [rollout.metrics[name] for rollout in self.rollouts if name in rollout.metrics]
             metrics[f"environment/{name}"] = torch.tensor(values, dtype=torch.float32).mean()
-        return {name: float(value) for name, value in metrics.items()}
+        return {name: float(value) for name, value in metrics.items()} | self.logged_metrics
 
     def episodes(self, tokenizer: Tokenizer, advantages: Tensor, count: int) -> Iterator[dict[str, Any]]:
         """Lines of `episodes.jsonl` for the first `count` rollouts, with the advantages (N, T) of their tokens."""
@@ -70,7 +74,14 @@ class ScoredRollouts(NamedTuple):
 
     def rows(self, advantages: Tensor) -> list[dict[str, Any]]:
         """Lines of `completions.jsonl`, with the mean advantage (N,) of each rollout."""
-        columns = zip(self.rollouts, self.rewards.tolist(), self.scores.tolist(), advantages.tolist(), strict=True)
+        columns = zip(
+            self.rollouts,
+            self.rewards.tolist(),
+            self.scores.tolist(),
+            advantages.tolist(),
+            self.logged_columns,
+            strict=True,
+        )
         return [
             {
                 "prompt": str(rollout.prompt.messages[-1].get("content") or ""),
@@ -81,8 +92,9 @@ class ScoredRollouts(NamedTuple):
                 "advantage": advantage,
                 "num_tokens": rollout.num_sampled_tokens,
                 "finish_reason": rollout.finish_reason,
+                **logged,
             }
-            for rollout, reward, scores, advantage in columns
+            for rollout, reward, scores, advantage, logged in columns
         ]
 
 
@@ -92,12 +104,13 @@ class RolloutSampler:
 
     cfg: PolicyConfig
     engine: RolloutEngine
-    tokenizer: Tokenizer
+    train_data: PromptLoader
     dist: DistributedContext
 
     @staticmethod
-    def open(cfg: PolicyConfig, model: Decoder, tokenizer: Tokenizer, dist: DistributedContext) -> "RolloutSampler":
-        """A sampler with an engine of its own. `tokenizer` has the chat template of the prompts."""
+    def open(cfg: PolicyConfig, model: Decoder, train_data: PromptLoader, dist: DistributedContext) -> "RolloutSampler":
+        """A sampler with an engine of its own."""
+        tokenizer = train_data.tokenizer
         max_length = max(data.max_length for data in (cfg.data, cfg.eval_data) if data is not None)
         for reward in cfg.rewards:
             reward.prepare(dist)
@@ -105,44 +118,69 @@ class RolloutSampler:
         if environment and (warning := dist.run_on_main(lambda: describe_rewrites(tokenizer, environment))):
             dist.log(f"warning: {warning}.")
         engine = cfg.engine.open(cfg, model, EngineLimits(cfg.max_num_seqs, max_length), dist)
-        return RolloutSampler(cfg, engine, tokenizer, dist)
+        return RolloutSampler(cfg, engine, train_data, dist)
 
-    def __call__(self, prompts: Sequence[PromptRow], num_generations: int, step: int) -> ScoredRollouts:
-        """Answers of all ranks to the prompts. Collective."""
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer with the chat template of the prompts."""
+        return self.train_data.tokenizer
+
+    def trainer_state(self, step: int) -> TrainerState:
+        """Progress of the run after `step` optimizer steps."""
+        epoch, dist = step / self.train_data.num_steps(1), self.dist
+        num_steps = StepPlan.from_config(self.cfg, self.train_data).num_steps
+        return TrainerState(step, num_steps, epoch, dist.is_main_process)
+
+    def __call__(self, prompts: Sequence[PromptRow], num_generations: int, data_step: int, step: int) -> ScoredRollouts:
+        """Answers of all ranks to the prompts, after `step` optimizer steps. Collective.
+
+        The random numbers depend on `data_step`.
+        """
         dist, dims, model = self.dist, self.dist.dims, self.engine.model
         share = {index: prompts[index] for index in range(dist.dp_rank, len(prompts), dims.dp_size)}
         was_training = model.training
         sampling = replace(self.cfg.sampling, seed=self.cfg.sampling.seed + dist.seed)
         self.engine.sync_weights()
+        engine, environment = self.engine, self.cfg.environment
         generate = partial(
-            generate_rollouts, self.engine, self.tokenizer, share, num_generations, sampling, self.cfg.environment, step
+            generate_rollouts, engine, self.tokenizer, share, num_generations, sampling, environment, data_step
         )
         rollouts = dist.run_on_all(generate)
         self.engine.sleep()  # frees the cache for training
         model.train(was_training)
         if dist.rank % (dims.cp * dims.tp):
             rollouts = []  # CP and TP ranks have the same ones: those of the first rank count
-        scores = dist.run_on_all(partial(self.score, rollouts))
-        ranks = dist.all_gather_objects(list(zip(rollouts, scores, strict=True)))
-        pairs = sorted((pair for rank in ranks for pair in rank), key=lambda pair: pair[0].group)  # stable
-        all_rollouts, all_scores = zip(*pairs, strict=True)
+        context = RewardContext(self.trainer_state(step))
+        scores = dist.run_on_all(partial(self.score, rollouts, context))
+        rollouts = [replace(rollout, environment=None) for rollout in rollouts]
+        local = list(zip(rollouts, scores, context.rows(len(rollouts)), strict=True)), context.metrics
+        ranks, logged = zip(*dist.all_gather_objects(local), strict=True)
+        answers = sorted((answer for rank in ranks for answer in rank), key=lambda answer: answer[0].group)  # stable
+        all_rollouts, all_scores, columns = zip(*answers, strict=True)
         names, weights = reward_names(self.cfg.rewards), [reward.weight for reward in self.cfg.rewards]
         if self.cfg.environment is not None:
             names, weights = [*names, "environment"], [*weights, 1.0]
-        return ScoredRollouts(all_rollouts, torch.stack(all_scores), names, torch.tensor(weights))
+        metrics = mean_metrics(logged)
+        return ScoredRollouts(
+            all_rollouts, torch.stack(all_scores), names, torch.tensor(weights), metrics, fill_columns(columns)
+        )
 
-    def score(self, rollouts: Sequence[Rollout]) -> Tensor:
+    def score(self, rollouts: Sequence[Rollout], context: RewardContext) -> Tensor:
         """Scores (R, K) of all rewards, that of the environment last; NaN where one does not apply."""
-        scores = score_rollouts(self.cfg.rewards, rollouts)
+        scores = score_rollouts(self.cfg.rewards, rollouts, context)
+        context.check_columns(len(rollouts))
         if self.cfg.environment is None:
             return scores
         values = [nan if rollout.environment_reward is None else rollout.environment_reward for rollout in rollouts]
         return torch.cat([scores, torch.tensor(values, dtype=scores.dtype)[:, None]], dim=1)
 
-    def evaluate(self, prompts: Sequence[PromptRow]) -> dict[str, float]:
-        """Mean rewards and lengths of one answer to each prompt. The random numbers are always the same."""
+    def evaluate(self, prompts: Sequence[PromptRow], step: int) -> dict[str, float]:
+        """Mean rewards and lengths of one answer to each prompt, after `step` optimizer steps.
+
+        The random numbers are always the same.
+        """
         spreads = ("std", "min_length", "max_length")
-        return {name: value for name, value in self(prompts, 1, 0).metrics.items() if not name.endswith(spreads)}
+        return {name: value for name, value in self(prompts, 1, 0, step).metrics.items() if not name.endswith(spreads)}
 
 
 class RolloutBuffer:
@@ -167,7 +205,7 @@ class RolloutBuffer:
     def sample(self, model: Decoder, prompts: Sequence[PromptRow], data_step: int, logger: MetricLogger) -> None:
         """Sample and score answers under the current weights, and log them."""
         start_time = time.perf_counter()
-        scored = self.sampler(prompts, self.sampler.cfg.num_generations, data_step)
+        scored = self.sampler(prompts, self.sampler.cfg.num_generations, data_step, self.sampler.dist.step)
         self.generation = data_step // self.sampler.cfg.steps_per_prompt
         self.samples, metrics = self.prepare(model, scored)
         seconds = time.perf_counter() - start_time

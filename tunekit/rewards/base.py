@@ -15,6 +15,7 @@ from tunekit.config.choices import kind_name
 from tunekit.data.row_errors import USER_CODE_ERRORS
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError, find_user_code
+from tunekit.rewards.context import RewardContext
 from tunekit.rollouts.rollout import Rollout
 
 
@@ -53,6 +54,10 @@ class RewardFunction(ABC):
     def __call__(self, rollouts: Sequence[Rollout]) -> Sequence[float | None]:
         """Scores of rollouts; None: this reward does not apply to a rollout."""
 
+    def score_in_context(self, rollouts: Sequence[Rollout], context: RewardContext) -> Sequence[float | None]:
+        """Scores of rollouts, for rewards that read the progress of the run or log something."""
+        return self(rollouts)
+
 
 @dataclass(frozen=True)
 class AnswerReward(RewardFunction):
@@ -84,7 +89,9 @@ def reward_names(rewards: Sequence[RewardFunction]) -> list[str]:
     return names
 
 
-def score_rollouts(rewards: Sequence[RewardFunction], rollouts: Sequence[Rollout]) -> Tensor:
+def score_rollouts(
+    rewards: Sequence[RewardFunction], rollouts: Sequence[Rollout], context: RewardContext | None = None
+) -> Tensor:
     """Scores (R, num_rewards) in fp32 on the CPU, without weights; NaN where a reward does not apply (None).
 
     Raises UserError, with the reward and the row, for a reward that raises or returns something else than numbers.
@@ -92,16 +99,18 @@ def score_rollouts(rewards: Sequence[RewardFunction], rollouts: Sequence[Rollout
     scores = torch.empty(len(rollouts), len(rewards))
     for index, reward in enumerate(rewards if rollouts else ()):
         where = f"rewards.{index} ({reward.name})"
-        values = call_reward(reward, rollouts, where)
+        values = call_reward(reward, rollouts, where, context or RewardContext())
         for row, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
             scores[row, index] = to_number(value, f"{rollout.prompt.where}: {where}")
     return scores
 
 
-def call_reward(reward: RewardFunction, rollouts: Sequence[Rollout], where: str) -> Sequence[Any]:
+def call_reward(
+    reward: RewardFunction, rollouts: Sequence[Rollout], where: str, context: RewardContext
+) -> Sequence[Any]:
     """Scores of rollouts, one each. Raises UserError if there are more or fewer, or if code of the user raises."""
     try:
-        values = reward(rollouts)
+        values = reward.score_in_context(rollouts, context)
     except USER_CODE_ERRORS as error:
         location = find_user_code(error)
         if location is None:

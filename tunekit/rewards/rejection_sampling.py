@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -32,6 +32,7 @@ def score_answers(rewards: Sequence[RewardFunction], rollouts: Sequence[Rollout]
         scores = dict(zip(names, values, strict=True))
         if rollout.environment_reward is None:
             del scores["environment"]
+        rollout = replace(rollout, environment=None)  # it cannot be sent to other ranks
         scored.append(ScoredRollout(rollout, sum(terms) if terms else None, scores))
     return scored
 

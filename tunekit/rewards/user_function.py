@@ -8,11 +8,16 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from tunekit.config.user_code import load_attribute
+from tunekit.data.chat_template.messages import Message
 from tunekit.errors import UserError
 from tunekit.rewards.base import RewardFunction
+from tunekit.rewards.context import RewardContext
 from tunekit.rollouts.rollout import Rollout
 
-ARGUMENTS = ("prompts", "completions", "completion_ids")
+ARGUMENTS = (
+    "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"
+)  # fmt: skip
+ROW_ARGUMENTS = ("prompt", "completion", "completion_ids")  # columns with these names are not passed
 VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
@@ -20,8 +25,10 @@ VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 class UserFunction(RewardFunction):
     """Scores from a Python function, as in TRL: `fn(prompts, completions, completion_ids, **columns)`.
 
-    Prompts and completions are lists of messages. The function returns a list with a number or None for each. It may
-    be a coroutine (`async def`).
+    Prompts and completions are lists of messages, or texts with `prompt_format: text`. The function returns a list with
+    a number or None for each. It may be a coroutine (`async def`). Further keyword arguments are those of TRL:
+    `trainer_state` (`global_step`, `max_steps`, `epoch`), `log_metric(name, value)`, `log_extra(column, values)`, and
+    `environments`, one for each answer, in runs with an environment.
     """
 
     kind: ClassVar[str] = "function"
@@ -54,18 +61,38 @@ class UserFunction(RewardFunction):
                 )
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Sequence[float | None]:
-        values: dict[str, list[Any]] = {
+        return self.score_in_context(rollouts, RewardContext())
+
+    def score_in_context(self, rollouts: Sequence[Rollout], context: RewardContext) -> Sequence[float | None]:
+        values: dict[str, Any] = {
             name: [rollout.prompt.columns.get(name) for rollout in rollouts]
             for name in dict.fromkeys(name for rollout in rollouts for name in rollout.prompt.columns)
-            if name not in ("prompt", "completion")
+            if name not in ROW_ARGUMENTS
         }
         values |= {
-            "prompts": [list(rollout.prompt.messages) for rollout in rollouts],
-            "completions": [list(rollout.messages) for rollout in rollouts],
+            "prompts": [prompt_value(rollout) for rollout in rollouts],
+            "completions": [completion_value(rollout) for rollout in rollouts],
             "completion_ids": [rollout.completion_ids for rollout in rollouts],
+            "trainer_state": context.trainer_state,
+            "log_extra": context.log_extra,
+            "log_metric": context.log_metric,
         }
+        environments = [rollout.environment for rollout in rollouts]
         names = {parameter.name for parameter in self.parameters}
+        if None not in environments or "environments" in names:
+            values["environments"] = environments if None not in environments else None
         if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in self.parameters):
             values = {name: value for name, value in values.items() if name in names}
         result = self.callable(**values)
         return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def prompt_value(rollout: Rollout) -> str | list[Message]:
+    """Messages of a prompt, or its text if the model continues it."""
+    messages = rollout.prompt.messages
+    return messages[-1]["content"] if rollout.prompt.is_text else list(messages)
+
+
+def completion_value(rollout: Rollout) -> str | list[Message]:
+    """Messages of an answer, or its text if it continues a text."""
+    return rollout.completion if rollout.prompt.is_text else list(rollout.messages)

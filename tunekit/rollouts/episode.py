@@ -55,6 +55,7 @@ class Episode:
     finish_reason: FinishReason | None = None
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    environment: Environment | None = None  # after the end, on the rank that ran it
 
     def add(self, token: int, logprob: float) -> None:
         """Add a sampled token."""
@@ -86,6 +87,7 @@ class Episode:
             messages=tuple(self.messages),
             environment_reward=self.reward,
             metrics={**counts, "num_tool_failures": self.num_failures, **self.metrics},
+            environment=self.environment,
         )
 
 

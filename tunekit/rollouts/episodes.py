@@ -286,7 +286,8 @@ class EpisodeRunner:
             episode.finish_reason = episode.finish_reason or "stop"
             self.engine.abort(episode.request_id)
             del self.running[episode.request_id]
-            self.environments.pop(episode.request_id, None)
+            if (environment := self.environments.pop(episode.request_id, None)) is not None:
+                episode.environment = environment.environment
 
     def append(self, episode: Episode, messages: Sequence[Message]) -> bool:
         """Append messages and the start of the next answer. Returns False, without a change, if there is no space."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tunekit.data.chat_template.messages import Message
+from tunekit.environments.base import Environment
 
 # `stop`: the model or its environment ended the conversation; `length`: a limit on tokens or turns cut it off
 FinishReason = Literal["stop", "length"]
@@ -21,6 +22,7 @@ class PromptRow:
     tokens: Sequence[int]  # the messages as the chat template renders them, up to the start of the answer
     columns: Mapping[str, Any]
     tools: Sequence[dict[str, Any]] | None = None  # JSON schemas of the tools in the prompt
+    is_text: bool = False  # a text that the model continues, without a chat template
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Rollout:
     messages: Sequence[Message]  # after the prompt: answers, tool results, observations
     environment_reward: float | None = None  # sum over the turns; None without an environment
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the environment, such as the number of tool calls
+    environment: Environment | None = None  # after the episode, on the rank that ran it, until the answer is scored
 
     @property
     def prompt_length(self) -> int:

@@ -211,7 +211,7 @@ def completion_request(model: str, answer: Answer) -> dict[str, Any]:
         "max_tokens": answer.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
+        "top_k": sampling.num_candidates or -1,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
         "seed": seed,

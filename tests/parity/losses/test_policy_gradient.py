@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from trl import GRPOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 from tests.helpers.trl_policy import COUNT, GENERATIONS, LENGTH, REWARDS, Rollouts, make_rollouts, trl_step
@@ -78,6 +79,12 @@ def test_loss_types_with_active_clipping(kind: str, scale: Any) -> None:
     if kind in ("grpo", "dapo"):
         _, _, metrics = tunekit_step(loss, rollouts)
         assert metrics["clip_ratio/low"] > 0 and metrics["clip_ratio/high"] > 0
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_scale_rewards_as_a_boolean(scale: bool) -> None:
+    name = GRPOConfig(output_dir="unused", scale_rewards=scale, use_cpu=True, bf16=False).scale_rewards
+    check(DAPO(scale_rewards=scale), make_rollouts(), loss_type="dapo", scale_rewards=name)
 
 
 @pytest.mark.parametrize("kind", GRPO_LOSSES)

@@ -73,6 +73,15 @@ def test_token_frequencies_match_their_probabilities(sampling: SamplingConfig) -
     assert not frequencies[expected == 0].any()
 
 
+@pytest.mark.parametrize("off", [0, -1])
+def test_top_k_of_transformers_and_vllm_for_all_tokens(off: int) -> None:
+    logits = 2 * torch.randn(12, generator=torch.Generator().manual_seed(3)).expand(500, 12)
+    numbers, every, limited = (torch.arange(500) + 0.5) / 500, SamplingConfig(1.0), SamplingConfig(1.0, top_k=2)
+    sampled = SamplingConfig(1.0, top_k=off).sample(logits, numbers)
+    assert torch.equal(sampled, every.sample(logits, numbers))
+    assert not torch.equal(sampled, limited.sample(logits, numbers))
+
+
 def test_extreme_random_numbers_select_allowed_tokens() -> None:
     logits = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
     for sampling in SAMPLING_CONFIGS:
@@ -148,7 +157,7 @@ def test_penalized_rows_keep_their_tokens_when_others_finish(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("values", "field"), [
-    ({"temperature": -1.0}, "temperature"), ({"top_k": 0}, "top_k"), ({"top_p": 0.0}, "top_p"),
+    ({"temperature": -1.0}, "temperature"), ({"top_k": -2}, "top_k"), ({"top_p": 0.0}, "top_p"),
     ({"top_p": 1.1}, "top_p"), ({"max_new_tokens": 0}, "max_new_tokens"), ({"min_p": -0.1}, "min_p"),
     ({"min_p": 1.1}, "min_p"), ({"repetition_penalty": 0.0}, "repetition_penalty"),
     ({"stop_strings": ("",)}, "stop_strings"),

@@ -108,7 +108,8 @@ class DatasetStats:
     def size_lines(self) -> Iterator[str]:
         """Yield the number of rows, and their tokens."""
         if self.prompt_lengths is not None:
-            yield f"{format_count(self.rows, 'prompt')}, {self.prompt_lengths} (max_length {self.limit:,} with the answer)"
+            rows, limit = format_count(self.rows, "prompt"), f"max_length {self.limit:,} with the answer"
+            yield f"{rows}, {self.prompt_lengths} ({limit})"
             return
         rows = format_count(self.rows, "pair" if self.docs_per_item == 2 else "document")
         targets = format_count(self.num_target_tokens, "target token")
