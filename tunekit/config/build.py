@@ -87,6 +87,7 @@ class ConfigBuilder:
 
     def choice(self, slot: FieldSlot, entries: dict[str, YamlNode], node: YamlNode, path: Path) -> Any:
         """Build the member of a union that `kind` names, or the default member."""
+        entries = self.expand_reference(slot, entries)
         kinds, kind_node = self.choices.kinds(slot), entries.get("kind")
         kind = self.choices.default_kind(slot) if kind_node is None else kind_node.value
         if kind is FAILED:
@@ -110,6 +111,15 @@ class ConfigBuilder:
         cls = kinds[kind]
         base = slot.default if type(slot.default) is cls else None
         return self.make(cls, base, kinds, (YamlNode(keys, node.at), path))
+
+    def expand_reference(self, slot: FieldSlot, entries: dict[str, YamlNode]) -> dict[str, YamlNode]:
+        """Keys of a choice, with `FILE.py:name` as the value of a kind with code of the user."""
+        node = entries.get("kind")
+        code = self.choices.code_kind(slot, node.value) if node and node.bare and isinstance(node.value, str) else None
+        if node is None or code is None:
+            return entries
+        kind, key = code
+        return {**entries, "kind": replace(node, value=kind, text=kind), key: node}
 
     def value_hint(self, slot: FieldSlot, word: str, node: YamlNode, path: Path) -> str:
         """Suggestion for a word that is not a kind but may be the value of the required key of the default kind."""

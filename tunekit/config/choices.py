@@ -42,6 +42,13 @@ class AnyKeyKind(Protocol):
     accepts_any_key: ClassVar[bool]
 
 
+@runtime_checkable
+class CodeKind(Protocol):
+    """Class that a function or class in a Python file selects: `FILE.py:name` is the value of this key."""
+
+    reference_key: ClassVar[str]
+
+
 @cache
 def kind_name(cls: type) -> str:
     """Name of a choice in a config: its own `kind`, else its class name in lower case, without a final `Config`."""
@@ -128,6 +135,14 @@ class ChoiceRegistry:
         has_one_default = isinstance(slot.default, tuple) and len(slot.default) == 1
         element = FieldSlot(arguments[0], slot.default[0] if has_one_default else REQUIRED)
         return element if self.kinds(element) else None
+
+    def code_kind(self, slot: FieldSlot, word: str) -> tuple[str, str] | None:
+        """Kind and key for `FILE.py:name`; None for another word."""
+        path, _, name = word.rpartition(":")
+        if not path.endswith(".py") or not name.isidentifier():
+            return None
+        kinds = self.kinds(slot).items()
+        return next(((kind, cls.reference_key) for kind, cls in kinds if isinstance(cls, CodeKind)), None)
 
     def kind_of_node(self, slot: FieldSlot, node: YamlNode) -> Any:
         """Kind that `node` names, as a bare word or under `kind`; otherwise the default kind."""

@@ -5,22 +5,9 @@ Identical names need no entry: they work, or the error names the section that ha
 """
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
-Key = str  # a dotted key, as in an override
-
-
-class KeyHint(NamedTuple):
-    """A row of `TABLE`. If several rows have the same name, the first that applies to the recipe is used.
-
-    A row applies if the recipe has the keys `key` and `where`; a row with an empty `key` applies to every recipe.
-    """
-
-    names: str  # separated by spaces; `section.key` matches in this section only
-    key: Key
-    note: str = ""  # difference in meaning or usage
-    where: Key | None = None
-
+from tunekit.config.key_hint import Key, KeyHint
+from tunekit.config.policy_hints import POLICY_KEYS
 
 NOTED_KEYS = (
     KeyHint("learning_rate", "optimizer.lr"),
@@ -162,7 +149,17 @@ NOTED_KEYS = (
     KeyHint("hub_revision", "push_to_hub.revision"),
     KeyHint("hub_private_repo", "push_to_hub.private"),
     KeyHint("hub_strategy", "push_to_hub.push_every", "a number of optimizer steps; null pushes the result only"),
+    KeyHint("exp_name", "output_dir", "names the run"),
+    KeyHint("log_peak_memory_stats", "", "is always logged"),
     # model and data
+    KeyHint("disable_dropout", "adapter.dropout", "0 by default; other parts of a model have no dropout"),
+    KeyHint(
+        "model_init_kwargs", "config_overrides", "a mapping of keys of the model config; dtypes are in `precision`"
+    ),
+    KeyHint("trust_remote_code", "", "code from model repositories is never run"),
+    KeyHint("cast_lm_head_to_fp32", "precision.compute_dtype", "probabilities are always computed in fp32"),
+    KeyHint("pad_to_multiple_of", "", "has no effect on results, and is not needed"),
+    KeyHint("base_model_path", "model", "a directory or a name on the Hub"),
     KeyHint("checkpointer", "model", "a directory or a name on the Hub; its files are found"),
     KeyHint("overrides_of_model_config rope_scaling", "config_overrides", "a mapping of keys of the model config"),
     KeyHint("model_revision", "model", "NAME@REVISION"),
@@ -178,82 +175,6 @@ NOTED_KEYS = (
     KeyHint("unfrozen_parameters", "adapter.trainable_modules", "patterns of modules; requires adapter=none"),
     KeyHint("embedding_lr lr_groups", "optimizer.lr_pattern", "{embed_tokens: 1e-6}"),
     KeyHint("ensure_weight_tying", "adapter.untie_embeddings", "negated: embeddings stay tied by default"),
-    # grpo
-    KeyHint("temperature", "sampling.temperature", "", "num_generations"),
-    KeyHint("top_p", "sampling.top_p", "", "num_generations"),
-    KeyHint("top_k", "sampling.top_k", "0 for all tokens", "num_generations"),
-    KeyHint("min_p", "sampling.min_p", "", "num_generations"),
-    KeyHint("sampling.max_tokens max_tokens", "sampling.max_new_tokens", "", "num_generations"),
-    KeyHint("clip_range loss.clip_range", "loss.epsilon", "", "num_iterations"),
-    KeyHint("total_episodes", "max_steps", "episodes / global_batch_size", "num_generations"),
-    KeyHint("tools rollout_func", "environment", "kind custom: a class whose methods are tools", "num_generations"),
-    KeyHint(
-        "loss_type rl",
-        "loss",
-        "set loss=grpo, dapo, bnpo, dr_grpo, gspo, cispo, sapo, rloo or reinforce_pp",
-        "num_iterations",
-    ),
-    KeyHint("reward_weights", "rewards.weight", "one per reward: rewards='[{kind: length, weight: 0.5}]'"),
-    KeyHint("reward_funcs reward_functions", "rewards", "[{kind: length}]"),
-    KeyHint("rewards.max_concurrency", "rewards.num_workers"),
-    KeyHint(
-        "ref_model ref_model_name_or_path reference_model", "reference", "always the initial policy", "num_generations"
-    ),
-    KeyHint(
-        "precompute_ref_log_probs precompute_ref_batch_size",
-        "",
-        "nothing can be computed before answers are sampled",
-        "num_generations",
-    ),
-    KeyHint("grpo_samples group_size", "num_generations"),
-    KeyHint("ppo_epochs", "num_iterations"),
-    KeyHint("generation_batch_size", "steps_per_generation", "a multiple of `global_batch_size`"),
-    KeyHint("num_generations_eval", "", "an evaluation samples one answer to each prompt", "num_generations"),
-    KeyHint("forward_batch_size", "micro_batch_size", "", "num_generations"),
-    KeyHint("kl_coef kl_coeff", "loss.beta", "", "num_generations"),
-    KeyHint("epsilon_low", "loss.epsilon", "", "num_generations"),
-    KeyHint("vllm_importance_sampling_correction", "loss.importance_sampling_correction"),
-    KeyHint("vllm_importance_sampling_mode", "loss.importance_sampling_mode"),
-    KeyHint("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", "loss.importance_sampling_clip_max"),
-    KeyHint("vllm_importance_sampling_clip_min", "loss.importance_sampling_clip_min"),
-    KeyHint("use_vllm vllm_mode", "engine", "{kind: server, base_url: ADDRESS}; not needed for continuous batching"),
-    KeyHint(
-        "vllm_server_base_url vllm_server_host vllm_server_port", "engine.base_url", "of the engine of kind server"
-    ),
-    KeyHint("vllm_server_timeout", "engine.timeout_seconds", "of a request; start the server before the training"),
-    KeyHint("vllm_max_model_length", "data.max_length", "prompt plus answer, in tokens", "num_generations"),
-    KeyHint(
-        "vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_enable_sleep_mode vllm_group_port vllm_model_impl",
-        "",
-        "an option of the server, if it needs one",
-        "num_generations",
-    ),
-    KeyHint("use_transformers_paged", "", "answers are always sampled with continuous batching", "num_generations"),
-    KeyHint("environment_factory", "environment.environment_factory", "of an environment of kind custom"),
-    # ppo
-    KeyHint("loss_type rl", "", "this recipe has one loss", "num_mini_batches"),
-    KeyHint("ppo_epochs", "num_ppo_epochs"),
-    KeyHint(
-        "ppo_batch_size rollout_batch_size",
-        "global_batch_size",
-        "answers of an optimizer step; a generation has num_mini_batches times as many",
-        "num_mini_batches",
-    ),
-    KeyHint("local_rollout_forward_batch_size", "micro_batch_size", "", "num_mini_batches"),
-    KeyHint("response_length", "sampling.max_new_tokens"),
-    KeyHint("sft_model_path policy_model", "model", "", "num_mini_batches"),
-    KeyHint("reward_model_path reward_model reward_checkpointer", "rewards", "[{kind: reward_model, model: NAME}]"),
-    KeyHint(
-        "value_model value_checkpointer reward_and_value_model critic_lr",
-        "value_lr",
-        "values come from a head next to the language model head; this is its learning rate",
-    ),
-    KeyHint("kl_coeff init_kl_coef beta", "loss.kl_coef"),
-    KeyHint("lmbda lambda", "loss.lam"),
-    KeyHint("value_coeff vf_coeff", "loss.vf_coef"),
-    KeyHint("value_clip_range", "loss.cliprange_value"),
-    KeyHint("epsilon clip_range", "loss.cliprange", "", "num_mini_batches"),
-    KeyHint("reward_penalty penalise_no_eos", "loss.missing_eos_penalty", "a positive number, which is subtracted"),
     # preference
     KeyHint(
         "ref_model ref_model_name_or_path reference_model",
@@ -396,6 +317,7 @@ RENAMED_KEYS = {
     "sampling": "sampling.tokens=max_new_tokens",
 }
 TABLE = (
+    *POLICY_KEYS,
     *NOTED_KEYS,
     *(
         KeyHint(old, f"{section}.{new}" if section else new)

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args, get_origin
 from tunekit.config.choices import (
     REQUIRED,
     ChoiceRegistry,
+    CodeKind,
     FieldSlot,
     field_slots,
     iter_slots,
@@ -79,6 +80,8 @@ class _Schema:
             refs.append(
                 {"$ref": self.define(cls), "required": [*([] if kind == default_kind else ["kind"]), *required]}
             )
+        if any(isinstance(cls, CodeKind) for cls in choices.kinds(slot).values()):
+            refs.append({"type": "string", "pattern": r"\.py:[^\W\d]\w*$"})
         return [*refs, {"enum": bare_kinds}] if bare_kinds else refs
 
     def define(self, cls: type) -> str:

@@ -64,7 +64,10 @@ def load_attribute(reference: str, key: str) -> Any:
     path, _, name = reference.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         raise UserError(f"{key}: expected path.py:name, got {reference!r}. Name a Python file and what it defines.")
-    module = _import_once(Path(path))
+    try:
+        module = _import_once(Path(path))
+    except ConfigError as error:
+        raise UserError(f"{key}: {error.lines[0]}. Fix {path}.") from error
     if name not in vars(module):
         raise UserError(f"{key}: {path} defines no {name!r}. Set {key} to a name in that file.")
     return vars(module)[name]

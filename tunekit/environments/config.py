@@ -125,6 +125,7 @@ class CustomEnvironmentConfig(EnvironmentConfig):
     """An environment of yours: a class with `reset`, tools as public methods, and `get_reward`."""
 
     kind: ClassVar[str] = "custom"
+    reference_key: ClassVar[str] = "environment_factory"
     environment_factory: str  # File and name of the class, such as `my_env.py:Shop`
 
     @cached_property

@@ -32,6 +32,7 @@ class UserFunction(RewardFunction):
     """
 
     kind: ClassVar[str] = "function"
+    reference_key: ClassVar[str] = "function"
     function: str  # File and name of the function, such as `rewards.py:count_words`
 
     @property
