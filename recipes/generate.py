@@ -13,8 +13,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from tunekit.checkpoint.atomic import write_text_atomic
 from tunekit.data.chat_template.chat_format import encode_conversation
 from tunekit.data.chat_template.messages import Message, parse_messages, parse_tools
@@ -26,8 +24,9 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.environments.config import EnvironmentChoice
 from tunekit.errors import FieldError, UserError
 from tunekit.evaluation.inference_config import InferenceConfig
-from tunekit.generation.engine import GenerationEngine
+from tunekit.generation.counting_engine import CountingEngine
 from tunekit.generation.generate import generate_texts
+from tunekit.loggers.progress import ProgressLogger
 from tunekit.models.decoder import Decoder
 from tunekit.rewards.base import check_rewards
 from tunekit.rewards.config import RewardChoice
@@ -192,22 +191,24 @@ def sample_and_score(  # noqa: PLR0913
         for row, ids in zip(prompts, tokens, strict=True)
     ]
     space = cfg.sampling.max_new_tokens + (0 if cfg.environment is None else ENVIRONMENT_TOKENS)
-    engine = GenerationEngine(model, cfg.max_num_seqs, cfg.max_model_len or max(map(len, tokens)) + space, dist)
+    length = cfg.max_model_len or max(map(len, tokens)) + space
     size = PROMPTS_PER_PASS * dist.dims.dp_size
+    num_answers = len(range(dist.dp_rank, len(rows), dist.dims.dp_size)) * cfg.num_return_sequences
     scored: list[ScoredRollout] = []
-    quiet = None if dist.is_main_process else True
-    for first in tqdm(range(0, len(rows), size), "answering", disable=quiet, leave=False):
-        local = range(first + dist.dp_rank, min(first + size, len(rows)), dist.dims.dp_size)
-        share = {i: rows[i] for i in local}
-        generate = partial(
-            generate_rollouts, engine, tokenizer, share, cfg.num_return_sequences, cfg.sampling, cfg.environment, 0
-        )
-        rollouts = dist.run_on_all(generate)
-        if dist.rank % (dist.dims.cp * dist.dims.tp):
-            rollouts = []  # CP and TP ranks have the same ones: those of the first rank count
-        results = dist.all_gather_objects(dist.run_on_all(partial(score_answers, cfg.rewards, rollouts)))
-        scored += sorted(chain(*results), key=lambda item: item.rollout.group)
-        dist.heartbeat.record(first, "answer")
+    with ProgressLogger("answering", num_answers, "answer", dist.is_main_process) as progress:
+        engine = CountingEngine(model, cfg.max_num_seqs, length, dist, progress)
+        for first in range(0, len(rows), size):
+            local = range(first + dist.dp_rank, min(first + size, len(rows)), dist.dims.dp_size)
+            share = {i: rows[i] for i in local}
+            generate = partial(
+                generate_rollouts, engine, tokenizer, share, cfg.num_return_sequences, cfg.sampling, cfg.environment, 0
+            )
+            rollouts = dist.run_on_all(generate)
+            if dist.rank % (dist.dims.cp * dist.dims.tp):
+                rollouts = []  # CP and TP ranks have the same ones: those of the first rank count
+            results = dist.all_gather_objects(dist.run_on_all(partial(score_answers, cfg.rewards, rollouts)))
+            scored += sorted(chain(*results), key=lambda item: item.rollout.group)
+            dist.heartbeat.record(first, "answer")
     return scored
 
 

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tqdm import tqdm
-
 from tunekit.data.chat_template.chat_format import encode_conversation
 from tunekit.data.chat_template.messages import Message
 from tunekit.data.tokenizer import TextStreamer, Tokenizer
@@ -14,6 +12,7 @@ from tunekit.generation.engine import GenerationEngine
 from tunekit.generation.requests import GenerationRequest, never_stop
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.generation.stop_strings import StopStrings
+from tunekit.loggers.progress import ProgressLogger
 from tunekit.models.decoder import Decoder
 
 
@@ -72,11 +71,12 @@ def generate_all(
     """Answers to all prompts in order, `batch_size` at once. Model replicas (dp_replicate) share the prompts."""
     rows = {row: prompts[row] for row in range(dist.coords.replicate, len(prompts), dist.dims.dp_replicate)}
     answers = generate_rows(model, rows, sampling, stop_ids, batch_size, is_finished)
-    quiet = None if dist.is_main_process else True
     local = {}
-    for row, answer in tqdm(answers, "answering", len(rows), unit="row", disable=quiet, leave=False):
-        local[row] = answer
-        dist.heartbeat.record(len(local), "answer")
+    with ProgressLogger("answering", len(rows), "row", dist.is_main_process) as progress:
+        for row, answer in answers:
+            local[row] = answer
+            dist.heartbeat.record(len(local), "answer")
+            progress.update()
     merged = {row: answer for part in dist.all_gather_objects(local) for row, answer in part.items()}
     return [merged[row] for row in range(len(prompts))]
 

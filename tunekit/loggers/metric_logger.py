@@ -33,8 +33,8 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.kernels.device_to_host import HostCopy, read_lag
 from tunekit.loggers.metrics_file import COMPLETIONS, EPISODES, FILE, StepLog
+from tunekit.loggers.progress import PRINT_INTERVAL
 
-PRINT_INTERVAL = 10.0
 MAX_PROMPT, MAX_ANSWER = 80, 400  # characters that are printed
 
 

@@ -1,0 +1,54 @@
+"""Progress without a terminal: a line every 10 seconds with what is left."""
+
+import time
+
+import pytest
+
+from tunekit.assets import BUNDLED
+from tunekit.build import load_for_inference
+from tunekit.distributed.context import DistributedContext
+from tunekit.generation.counting_engine import CountingEngine
+from tunekit.generation.requests import GenerationRequest
+from tunekit.generation.sampling import SamplingConfig
+from tunekit.loggers.progress import PRINT_INTERVAL, ProgressLogger
+from tunekit.models.precision import PrecisionConfig
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that tests advance."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_lines_without_a_terminal(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressLogger("answering", 4_000, "row", is_main=True) as progress:
+        for seconds in (1, 0, PRINT_INTERVAL - 1, 3, PRINT_INTERVAL + 20):
+            clock[0] += seconds
+            progress.update(500)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["answering: 1,500 of 4,000 rows, 00:16 left", "answering: 2,500 of 4,000 rows, 00:25 left"]
+
+
+def test_other_ranks_and_short_work_print_nothing(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressLogger("answering", 4, "row", is_main=False) as progress:
+        clock[0] += 60
+        progress.update()
+    with ProgressLogger("answering", 4, "row", is_main=True) as progress:
+        progress.update(4)
+    assert not capsys.readouterr().err
+
+
+def test_engine_counts_each_request_once() -> None:
+    with DistributedContext(0, "cpu") as dist, ProgressLogger("answering", 5, "answer", is_main=True) as progress:
+        model, tokenizer = load_for_inference(str(BUNDLED / "model"), PrecisionConfig(), dist)
+        engine = CountingEngine(model, 2, 32, dist, progress)
+        sampling, prompt = SamplingConfig(max_new_tokens=3), tokenizer.encode("What is 3 plus 4?")
+        engine.generate([GenerationRequest(f"row {n}", prompt, sampling) for n in range(4)])
+        assert progress.count == 4
+        engine.generate([GenerationRequest("episode", prompt, sampling, keep_cache=True)])
+        assert progress.count == 4  # it may go on
+        engine.abort("episode")
+        engine.abort("episode")
+        assert progress.count == 5
