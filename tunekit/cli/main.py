@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
+from pathlib import Path
 from typing import NoReturn
 
 from tunekit.cli import registry
@@ -306,6 +307,8 @@ def dispatch(words: Sequence[str]) -> None:
         top.print_help()
     else:
         _merge_overrides(args, rest, parsers[args.verb])
+        if "model" in args and not Path(args.model).is_file():  # before torch is imported, which takes seconds
+            import_module("tunekit.hub.download").find_local_dir(args.model)
         import_module(f"tunekit.cli.commands.{args.verb}").main(args)
 
 

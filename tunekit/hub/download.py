@@ -37,6 +37,18 @@ def resolve_model_dir(name: str, files: Files = READ) -> Path:
 
     A repository can have a revision: `owner/model@branch`, a tag or a commit.
     """
+    local = find_local_dir(name)
+    if local is not None:
+        return local
+    repo, revision = split_repo_revision(name) or (name, None)
+    snapshot = download_repo(repo, revision, files)
+    if files == READ and not any(snapshot.glob("*.safetensors")):  # an old repository that has only pickled weights
+        return download_repo(repo, revision, PICKLED)
+    return snapshot
+
+
+def find_local_dir(name: str) -> Path | None:
+    """Directory of a model on this machine; None for a repository. Raise UserError for a path that does not exist."""
     bundled = assets.model_dir(name)
     if bundled is not None:  # a directory with the same name does not shadow a bundled model
         return bundled
@@ -48,16 +60,11 @@ def resolve_model_dir(name: str, files: Files = READ) -> Path:
         raise UserError(f"{name}: a single {directory.suffix} file cannot be used as a model. {hint}.")
     if name.startswith(BUNDLED):
         raise UserError(assets.suggest_asset(name))
-    parts = split_repo_revision(name)
-    if parts is None:
+    if split_repo_revision(name) is None:
         hint = f"names that begin with {RUNS} are directories of runs and are never looked up on the Hub"
         hint = f". Train it first, or specify another model; {hint}." if name.startswith(RUNS) else ""
         raise UserError(f"{name}: directory not found{hint}")
-    repo, revision = parts
-    snapshot = download_repo(repo, revision, files)
-    if files == READ and not any(snapshot.glob("*.safetensors")):  # an old repository that has only pickled weights
-        return download_repo(repo, revision, PICKLED)
-    return snapshot
+    return None
 
 
 def split_repo_revision(name: str) -> tuple[str, str | None] | None:

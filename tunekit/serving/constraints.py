@@ -1,5 +1,6 @@
-"""Answers that follow a JSON Schema: the tokens that may come next."""
+"""Answers that follow a JSON Schema or a regular expression: the tokens that may come next."""
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -10,10 +11,13 @@ from torch import Tensor
 
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.serving.errors import APIError
+from tunekit.serving.request_fields import Structure
+
+REGEX_SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
 
-class JSONGrammars:
-    """Compiles JSON Schemas for a tokenizer."""
+class Grammars:
+    """Compiles structures of answers for a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -22,20 +26,29 @@ class JSONGrammars:
     def vocabulary(self) -> LLTokenizer:
         return LLTokenizer(self.tokenizer.model.to_str(), n_vocab=self.tokenizer.vocab_size or self.tokenizer.size)
 
-    def compile(self, schema: dict[str, Any], param: str) -> "JSONConstraint":
-        """Constraint of one answer. Raises APIError for an invalid or unsupported schema, in the field `param`."""
+    def compile(self, structure: Structure) -> "Constraint":
+        """Constraint of one answer. Raises APIError for an invalid or unsupported structure."""
+        param, code = structure.param, "invalid_json_schema" if structure.kind == "json" else "invalid_value"
         try:
-            grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
-            matcher = LLMatcher(self.vocabulary, grammar)
+            matcher = LLMatcher(self.vocabulary, to_grammar(structure))
         except (ValueError, RecursionError) as error:
-            raise APIError(400, f"{param}: {error}", param, "invalid_json_schema") from None
+            raise APIError(400, f"{param}: {error}", param, code) from None
         if matcher.is_error():
-            raise APIError(400, f"{param}: {matcher.get_error()}", param, "invalid_json_schema")
-        return JSONConstraint(matcher, self.vocabulary.vocab_size, self.tokenizer.stops)
+            raise APIError(400, f"{param}: {matcher.get_error()}", param, code)
+        return Constraint(matcher, self.vocabulary.vocab_size, self.tokenizer.stops)
 
 
-class JSONConstraint:
-    """The mask (vocab,) of tokens that may follow an answer. Stop tokens may follow a complete JSON value."""
+def to_grammar(structure: Structure) -> str:
+    """Grammar of llguidance. Raises ValueError."""
+    if structure.kind == "json":
+        return LLMatcher.grammar_from_json_schema(structure.value, defaults={"whitespace_flexible": False})
+    if structure.kind == "regex":
+        return LLMatcher.grammar_from_regex(structure.value)
+    return LLMatcher.grammar_from_regex("|".join(REGEX_SYNTAX.sub(r"\\\g<0>", text) for text in structure.value))
+
+
+class Constraint:
+    """The mask (vocab,) of tokens that may follow an answer. Stop tokens may follow a complete one."""
 
     def __init__(self, matcher: LLMatcher, vocab: int, stops: frozenset[int]) -> None:
         self.matcher, self.vocab, self.stops, self.num_consumed = matcher, vocab, sorted(stops), 0
@@ -60,7 +73,7 @@ def call_schema(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "type": "object",
             "properties": {
                 "name": {"const": tool["function"]["name"]},
-                "arguments": tool["function"].get("parameters") or {"type": "object"},
+                "arguments": close_objects(tool["function"].get("parameters") or {"properties": {}, "type": "object"}),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
@@ -68,3 +81,24 @@ def call_schema(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for tool in tools
     ]
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def close_objects(schema: Any) -> Any:
+    """The schema without properties that it does not name, unless it has keywords about them.
+
+    A model that may write further properties may write them without end. vLLM's grammars do the same.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: close_below(key, value) for key, value in schema.items()}
+    is_open = closed.keys() & {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "$ref"}
+    return closed | ({"additionalProperties": False} if "properties" in closed and not is_open else {})
+
+
+def close_below(key: str, value: Any) -> Any:
+    """Close the schemas under one keyword."""
+    if key in ("properties", "$defs", "definitions") and isinstance(value, dict):
+        return {name: close_objects(child) for name, child in value.items()}
+    if key in ("anyOf", "oneOf", "prefixItems") and isinstance(value, list):
+        return [close_objects(child) for child in value]
+    return close_objects(value) if key in ("items", "additionalProperties") else value

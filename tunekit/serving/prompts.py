@@ -2,21 +2,21 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from tunekit.data.chat_template.chat_format import encode_conversation
+from tunekit.data.chat_template.chat_format import encode_conversation, with_chat_format
 from tunekit.data.chat_template.messages import Message
 from tunekit.data.chat_template.tool_calls import ToolCallParser
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.serving.choices import ForcedCallParser
-from tunekit.serving.constraints import JSONGrammars, call_schema
+from tunekit.serving.constraints import Grammars, call_schema
 from tunekit.serving.errors import APIError
-from tunekit.serving.request_fields import AnswerOptions, ChatRequest, CompletionRequest
+from tunekit.serving.request_fields import AnswerOptions, ChatRequest, CompletionRequest, Structure
 
 Constraint = Callable[[Sequence[int]], Tensor | None] | None
 T = TypeVar("T")
@@ -41,29 +41,40 @@ class PromptMaker:
     def __init__(self, tokenizer: Tokenizer, max_model_len: int, max_tokens: int | None) -> None:
         self.tokenizer, self.max_model_len, self.max_tokens = tokenizer, max_model_len, max_tokens
         self.make_parser = lru_cache(maxsize=64)(self.parser_of)
+        self.make_variant = lru_cache(maxsize=64)(self.with_template_kwargs)
 
     @cached_property
-    def grammars(self) -> JSONGrammars:
-        return JSONGrammars(self.tokenizer)
+    def grammars(self) -> Grammars:
+        return Grammars(self.tokenizer)
+
+    def with_template_kwargs(self, kwargs: str) -> "PromptMaker":
+        """The prompt maker whose chat template has these values of its variables, a JSON object."""
+        tokenizer = with_chat_format(self.tokenizer, None, json.loads(kwargs))
+        maker = PromptMaker(tokenizer, self.max_model_len, self.max_tokens)
+        maker.grammars = self.grammars  # do not depend on the template
+        return maker
 
     def make_chat_prompt(self, request: ChatRequest) -> Prompt:
         """Prompt of a conversation. Raises APIError."""
+        if request.template_kwargs:
+            variant = self.make_variant(json.dumps(request.template_kwargs, sort_keys=True))
+            return variant.make_chat_prompt(replace(request, template_kwargs={}))
         messages = [self.with_known_role(message) for message in request.conversation.messages]
         encode = self.with_api_errors(encode_conversation, "messages")
         tokens = encode(self.tokenizer, messages, request.tools)
         parser = ForcedCallParser() if request.is_forced else self.make_parser(json.dumps(request.tools))
         max_tokens = self.answer_length(len(tokens), request.options, "messages")
-        schema, param = request.options.schema, "response_format"
+        structure = request.options.structure
         if request.is_forced:
-            schema, param = call_schema(request.tools or []), "tools"
-        return Prompt(tokens, max_tokens, parser, self.make_constraints(schema, param, request.options.num_choices))
+            structure = Structure("json", call_schema(request.tools or []), "tools")
+        return Prompt(tokens, max_tokens, parser, self.make_constraints(structure, request.options.num_choices))
 
     def make_completion_prompts(self, request: CompletionRequest) -> list[Prompt]:
         """Prompts of texts and token ids. Raises APIError."""
         prompts, options = [], request.options
         for text in request.prompts:
             tokens = self.encode_prompt(text)
-            constraints = self.make_constraints(options.schema, "response_format", options.num_choices)
+            constraints = self.make_constraints(options.structure, options.num_choices)
             prompts.append(Prompt(tokens, self.answer_length(len(tokens), options, "prompt"), None, constraints))
         return prompts
 
@@ -99,11 +110,11 @@ class PromptMaker:
             raise APIError(400, sizes, param, "context_length_exceeded")
         return options.max_tokens or min(space, self.max_tokens or space)
 
-    def make_constraints(self, schema: dict[str, Any] | None, param: str, count: int) -> list[Constraint]:
+    def make_constraints(self, structure: Structure | None, count: int) -> list[Constraint]:
         """A constraint for each choice."""
-        if schema is None:
+        if structure is None:
             return [None] * count
-        return [self.grammars.compile(schema, param) for _ in range(count)]
+        return [self.grammars.compile(structure) for _ in range(count)]
 
     def with_api_errors(self, function: Callable[..., T], param: str) -> Callable[..., T]:
         """Turn errors of the user into status 400 for a field. Clients do not see the path of the template."""

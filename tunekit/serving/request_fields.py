@@ -1,11 +1,13 @@
 """Requests of the protocol: JSON to validated options, with OpenAI's names of fields and those of vLLM for others."""
 
+import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tunekit.data.chat_template.messages import Conversation, json_type, make_conversation, parse_tools
+from tunekit.data.chat_template.named_templates import check_template_kwargs
 from tunekit.errors import FieldError, UserError
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.generation.stop_strings import StopStrings
@@ -17,14 +19,24 @@ MAX_STOP_STRINGS = 16
 MIN_TEMPERATURE, MAX_SCALE = 0.01, 100.0  # logits are divided by temperatures and penalties
 SHARED = {"model", "n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop",
           "stream", "stream_options", "response_format", "logprobs", "stop_token_ids", "ignore_eos", "return_token_ids",
-          "return_tokens_as_token_ids"}  # fmt: skip
-CHAT = {"messages", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs"}
+          "return_tokens_as_token_ids", "structured_outputs", "guided_json", "guided_regex",
+          "guided_choice"}  # fmt: skip
+CHAT = {"messages", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs",
+        "chat_template_kwargs"}  # fmt: skip
 # Fields without an effect on the answer, and others with the only value that is supported.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 FIXED: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "echo": (False,), "suffix": ("",),
     "best_of": (1,), "modalities": (["text"],)}  # fmt: skip
 Tools = list[dict[str, Any]] | None
+
+
+class Structure(NamedTuple):
+    """The form of an answer: a JSON Schema, a regular expression, or a list of texts. `param` is the field."""
+
+    kind: Literal["json", "regex", "choice"]
+    value: Any
+    param: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +50,7 @@ class AnswerOptions:
     is_stream: bool
     includes_usage: bool  # whether a stream ends with the numbers of tokens
     num_logprobs: int | None  # most likely tokens to report with each token; None: no log-probabilities
-    schema: dict[str, Any] | None  # JSON Schema of the answer
+    structure: Structure | None  # that the answer must have
     stop_token_ids: frozenset[int]  # end the answer, besides the stop tokens of the model
     ignores_eos: bool  # whether the stop tokens of the model do not end the answer
     returns_token_ids: bool  # whether choices have the ids of their tokens
@@ -62,6 +74,7 @@ class ChatRequest:
     conversation: Conversation
     options: AnswerOptions
     is_forced: bool
+    template_kwargs: dict[str, Any]  # values of variables of the chat template
 
     @property
     def tools(self) -> Tools:
@@ -161,21 +174,53 @@ class Fields:
         except FieldError as error:
             raise invalid(error.field, error.message) from None
 
-    def schema(self) -> dict[str, Any] | None:
-        """JSON Schema of `response_format`."""
+    def structure(self) -> Structure | None:
+        """Form of the answer, by OpenAI's `response_format` or fields of vLLM. Raises APIError if there are several."""
+        found = [*self.response_format(), *self.structured_outputs()]
+        for kind in ("json", "regex", "choice"):
+            if (value := self.values.get(f"guided_{kind}")) is not None:
+                found.append(self.check_structure(kind, value, f"guided_{kind}"))
+        if len(found) > 1:
+            raise invalid(found[1].param, f"cannot be combined with {found[0].param}")
+        return found[0] if found else None
+
+    def response_format(self) -> list[Structure]:
         value = self.object("response_format")
         kind = value.get("type", "text")
         if kind == "text":
-            return None
+            return []
         if kind == "json_object":
-            return {"type": "object"}
+            return [Structure("json", {"type": "object"}, "response_format")]
         inner = value.get("json_schema")
         if kind != "json_schema" or not isinstance(inner, dict):
             raise invalid("response_format", "must have type text, json_object, or json_schema with `json_schema`")
-        schema = inner.get("schema", {})
-        if not isinstance(schema, dict):
-            raise invalid("response_format", f"json_schema.schema must be an object, got {json_type(schema)}")
-        return schema
+        return [self.check_structure("json", inner.get("schema", {}), "response_format")]
+
+    def structured_outputs(self) -> list[Structure]:
+        """vLLM's field: an object with `json`, `json_object`, `regex` or `choice`."""
+        param = "structured_outputs"
+        values = {key: value for key, value in self.object(param).items() if value not in (None, False)}
+        if values.pop("json_object", False):
+            values.setdefault("json", {"type": "object"})
+        if unknown := values.keys() - {"json", "regex", "choice"}:
+            raise invalid(param, f"{min(unknown)} is not supported. Use json, json_object, regex or choice.")
+        return [self.check_structure(kind, value, param) for kind, value in values.items()]
+
+    def check_structure(self, kind: Any, value: Any, param: str) -> Structure:
+        """The structure. Schemas may be JSON text."""
+        if kind == "json" and isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise invalid(param, f"must be a JSON Schema: {error}") from None
+        if kind == "json" and not isinstance(value, dict):
+            raise invalid(param, f"must be a JSON Schema (an object), got {json_type(value)}")
+        if kind == "regex" and not isinstance(value, str):
+            raise invalid(param, f"must be a regular expression (a string), got {json_type(value)}")
+        is_list = isinstance(value, list) and bool(value) and all(isinstance(text, str) and text for text in value)
+        if kind == "choice" and not is_list:
+            raise invalid(param, "must be a list of texts that are not empty")
+        return Structure(kind, value, param)
 
 
 def parse_options(fields: Fields, num_logprobs: int | None, max_tokens: int | None) -> AnswerOptions:
@@ -188,7 +233,7 @@ def parse_options(fields: Fields, num_logprobs: int | None, max_tokens: int | No
         is_stream=fields.boolean("stream"),
         includes_usage=stream_options.get("include_usage") is True,
         num_logprobs=num_logprobs,
-        schema=fields.schema(),
+        structure=fields.structure(),
         stop_token_ids=fields.stop_token_ids(),
         ignores_eos=fields.boolean("ignore_eos"),
         returns_token_ids=fields.boolean("return_token_ids"),
@@ -212,9 +257,19 @@ def parse_chat_request(body: Mapping[str, Any]) -> ChatRequest:
         conversation = make_conversation(body.get("messages"), "messages", tools)
     except UserError as error:
         raise APIError(400, str(error), str(error).partition("[")[0].partition(":")[0], "invalid_value") from None
-    if is_forced and options.schema is not None:
-        raise invalid("response_format", "cannot be combined with a tool_choice that requires a call")
-    return ChatRequest(conversation, options, is_forced)
+    if is_forced and options.structure is not None:
+        raise invalid(options.structure.param, "cannot be combined with a tool_choice that requires a call")
+    return ChatRequest(conversation, options, is_forced, template_kwargs(fields))
+
+
+def template_kwargs(fields: Fields) -> dict[str, Any]:
+    """Values of variables of the chat template."""
+    values = fields.object("chat_template_kwargs")
+    try:
+        check_template_kwargs(values)
+    except FieldError as error:
+        raise invalid("chat_template_kwargs", error.message) from None
+    return values
 
 
 def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, bool]:

@@ -38,6 +38,10 @@ class GracefulServer(uvicorn.Server):
             names = ", ".join((self.server.name, *self.server.adapters.states))
             print(f"serving {names} at http://{self.host}:{sockets[0].getsockname()[1]}/v1", flush=True)
 
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end. Until running requests are answered, new ones and /health get status 503."""
+        return await super().on_tick(counter) and (self.force_exit or not self.server.num_active)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.server.is_draining = True
         if self.should_exit:

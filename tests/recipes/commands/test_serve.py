@@ -2,9 +2,13 @@
 
 import json
 import math
+import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +19,7 @@ import httpx
 import jsonschema
 import openai
 import pytest
+import transformers
 
 from tests.helpers.servers import ServerProcess, write_random_adapter
 from tunekit import assets
@@ -243,7 +248,8 @@ def test_required_tool_calls(client: openai.OpenAI, choice: Any) -> None:
         answer = chat(
             client, "Hello!", tools=TOOLS, tool_choice=choice, temperature=1.5, seed=seed, max_tokens=200
         ).choices[0]
-        if answer.finish_reason == "length":
+        if answer.finish_reason == "length":  # in the text of the city
+            assert set(re.findall(r'"(\w+)": *"', answer.message.content)) <= {"name", "city"}
             continue
         [call] = answer.message.tool_calls
         assert call.function.name in (("get_weather", "get_tides") if choice == "required" else ("get_tides",))
@@ -266,6 +272,50 @@ def test_json_schema_answers(client: openai.OpenAI) -> None:
     assert loose.message.content.startswith("{")
 
 
+def test_structured_outputs_of_vllm(client: openai.OpenAI) -> None:
+    """The fields of vLLM, and OpenAI's, constrain answers in the same way."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"],
+              "additionalProperties": False}  # fmt: skip
+
+    def answer(**fields: Any) -> str:
+        return chat(client, PROMPTS[1], temperature=2, seed=3, max_tokens=40, **fields).choices[0].message.content
+
+    fields: list[Any] = [{"guided_json": schema}, {"guided_json": json.dumps(schema)},
+                         {"structured_outputs": {"json": schema}}]  # fmt: skip
+    expected = answer(response_format=json_schema(schema))
+    assert [answer(extra_body=field) for field in fields] == [expected] * 3
+    jsonschema.validate(json.loads(expected), schema)
+    words = ["a.b (c)", "d|e"]
+    for field in ({"guided_choice": words}, {"structured_outputs": {"choice": words}}):
+        assert answer(extra_body=field) in words
+    for field in ({"guided_regex": "[0-9]{3}-[a-c]"}, {"structured_outputs": {"regex": "[0-9]{3}-[a-c]"}}):
+        assert re.fullmatch("[0-9]{3}-[a-c]", answer(extra_body=field))
+    completion = client.completions.create(
+        model=MODEL, prompt="Once", max_tokens=20, temperature=2, extra_body={"guided_choice": words}
+    )
+    assert completion.choices[0].text in words
+
+
+def test_variables_of_the_chat_template() -> None:
+    """`chat_template_kwargs`, as in vLLM: the prompt is that of transformers with these variables."""
+    template = "{{ bos_token }}{% if loud %}SHOUT {% endif %}{{ messages[0].content }}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "template.jinja"
+        path.write_text(template)
+        server = ServerProcess("--chat-template", str(path))
+        try:
+            with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0, timeout=60) as client:
+                tokenizer = transformers.AutoTokenizer.from_pretrained(assets.MODELS[MODEL])
+                for kwargs in ({}, {"loud": True}, {"loud": False}, {"loud": True}):
+                    usage = chat(client, max_tokens=1, extra_body={"chat_template_kwargs": kwargs}).usage
+                    ids = tokenizer.apply_chat_template(
+                        user_message(PROMPTS[0]), chat_template=template, return_dict=False, **kwargs
+                    )
+                    assert usage.prompt_tokens == len(ids)
+        finally:
+            server.end()
+
+
 BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature"),
     ({"extra_body": {"repetition_penalty": 1e308}}, "repetition_penalty"),
@@ -281,6 +331,15 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"extra_body": {"unknown_field": 1}}, "unknown_field"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "tool_choice"),
+    ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
+    ({"extra_body": {"chat_template_kwargs": 1}}, "chat_template_kwargs"),
+    ({"extra_body": {"guided_json": "{"}}, "guided_json"),
+    ({"extra_body": {"guided_json": {"type": "foo"}}}, "guided_json"),
+    ({"extra_body": {"guided_regex": "("}}, "guided_regex"),
+    ({"extra_body": {"guided_choice": []}}, "guided_choice"),
+    ({"extra_body": {"structured_outputs": {"grammar": "x"}}}, "structured_outputs"),
+    ({"extra_body": {"structured_outputs": {"regex": "x", "choice": ["x"]}}}, "structured_outputs"),
+    ({"extra_body": {"guided_choice": ["x"]}, "response_format": {"type": "json_object"}}, "guided_choice"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "foo"}}}},
      "response_format"),
 ]  # fmt: skip
@@ -380,16 +439,21 @@ def test_disconnected_clients_free_their_rows(client: openai.OpenAI) -> None:
     assert time.monotonic() - started < 15
 
 
-def test_sigterm_finishes_running_requests() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_finish_running_requests(number: signal.Signals) -> None:
+    """Until then, /health and new requests get status 503 on new connections too."""
     server = ServerProcess()
     try:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0, timeout=60)
-        stream = chat(client, PROMPTS[1], temperature=2, max_tokens=150, stream=True)
+        stream = chat(client, PROMPTS[1], temperature=2, max_tokens=400, stream=True)
         chunks = [next(stream)]
-        server.signal(signal.SIGTERM)
+        server.signal(number)
         time.sleep(0.3)
-        with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
+        health = httpx.get(f"{server.url}/health")
+        assert (health.status_code, health.json()["status"]) == (503, "shutting down")
+        with pytest.raises(openai.InternalServerError) as refused:
             chat(client.with_options(max_retries=0))
+        assert refused.value.status_code == 503
         chunks += list(stream)
         assert chunks[-1].choices[0].finish_reason in ("length", "stop") and len(chunks) > 10
         client.close()
@@ -424,3 +488,12 @@ def test_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
         other.listen()
         assert cli.main(["serve", MODEL, "--port", str(other.getsockname()[1])]) == 2
     assert "Set another --host or --port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["serve", "chat"])
+def test_missing_model_is_reported_before_torch_is_imported(verb: str) -> None:
+    run = f"main(['{verb}', 'runs/nope'])"
+    code = f"import sys; from tunekit.cli.main import main; sys.exit({run} + ('torch' in sys.modules))"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 2, process.stderr
+    assert process.stderr.startswith("error: runs/nope: directory not found") and process.stderr.count("\n") == 1
