@@ -19,8 +19,10 @@ from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.layer_profile import LayerPass, MemoryInterval, ParamSize, StepProfile
 from tunekit.plan.workload import Workload, probe_step, profile_workload
 
-PARTS = ("weights", "auxiliary", "gradients", "optimizer", "activations", "logits", "gathered", "other", "process")
-PHASES = ("load", "forward", "backward", "step", "save")
+PARTS = (
+    "weights", "auxiliary", "gradients", "optimizer", "kv_cache", "activations", "logits", "gathered", "other", "process"
+)  # fmt: skip
+PHASES = ("load", "sample", "forward", "backward", "step", "save")  # only recipes that sample answers have `sample`
 OFFLOAD_WINDOW = 2  # layers whose activations are being copied to or from the host
 # Memory that is not in tensors: Python and torch on the CPU; driver, kernels and NCCL buffers on a GPU.
 PROCESS, DRIVER, COMM_BUFFER_BYTES = 400 * 2**20, 900 * 2**20, 1024 * 2**20
@@ -218,7 +220,8 @@ def estimate_memory(model: RankMemoryModel, machine: ClusterSpec) -> MemoryEstim
     components = {"weights": weights, "optimizer": states, "process": process, "auxiliary": model.auxiliary.weights}
     simulation = StepSimulation(model, machine, components)
     simulation.run()
-    return MemoryEstimate({name: add_fragmentation(simulation.peaks[name], machine) for name in PHASES}, host)
+    phases = [name for name in PHASES if name in simulation.peaks]
+    return MemoryEstimate({name: add_fragmentation(simulation.peaks[name], machine) for name in phases}, host)
 
 
 def process_bytes(model: RankMemoryModel, machine: ClusterSpec) -> int:
@@ -266,7 +269,7 @@ class StepSimulation:
         model, task, profile = self.model, self.model.task, self.model.gathered_step
         self.load()
         if cache := task.rollout_cache_bytes(model.sizes):
-            self.record("forward", "sampling of answers", "other", cache)
+            self.record("sample", "sampling of answers", "kv_cache", cache)
         if task.auxiliary:
             self.record("forward", "the auxiliary model", "other", model.auxiliary.peak, model.auxiliary.gathered)
         self.run_micro_batch(profile.first, first=True)

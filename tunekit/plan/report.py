@@ -7,13 +7,14 @@ from typing import Any
 
 from tunekit.plan.estimate import Estimate
 from tunekit.plan.hardware import GIB
-from tunekit.plan.memory import PARTS, PHASES, MemoryEstimate
+from tunekit.plan.memory import PARTS, MemoryEstimate
 from tunekit.plan.search import SearchResult
 from tunekit.plan.step_time import StepTime
 from tunekit.plan.suggestions import Suggestion
 
 PHASE_LABELS = {
     "load": "load the model",
+    "sample": "sampling of answers",
     "forward": "forward pass",
     "backward": "backward pass",
     "step": "optimizer step",
@@ -25,6 +26,7 @@ COMPONENT_LABELS = {
     "auxiliary": "the auxiliary model is",
     "gradients": "gradients are",
     "optimizer": "what the optimizer keeps is",
+    "kv_cache": "the cache of keys and values is",
     "activations": "activations are",
     "logits": "logits and their gradients are",
     "gathered": "weights gathered from other ranks are",
@@ -63,8 +65,7 @@ def format_memory(plan: Estimate) -> str:
     estimate = plan.memory
     columns = [part for part in PARTS if any(moment.parts.get(part) for moment in estimate.phases.values())]
     rows = [["GiB of each rank" if plan.machine.devices > 1 else "GiB", "in all", *columns]]
-    for name in PHASES:
-        moment = estimate.phases[name]
+    for name, moment in estimate.phases.items():
         rows.append(
             [PHASE_LABELS[name], format_gib(moment.total), *(format_gib(moment.parts.get(part, 0)) for part in columns)]
         )
