@@ -20,7 +20,8 @@ from tunekit.plan.layer_profile import LayerPass, MemoryInterval, ParamSize, Ste
 from tunekit.plan.workload import Workload, probe_step, profile_workload
 
 PARTS = (
-    "weights", "auxiliary", "gradients", "optimizer", "kv_cache", "activations", "logits", "gathered", "other", "process"
+    "weights", "auxiliary", "gradients", "optimizer", "kv_cache", "activations", "logits", "gathered", "other",
+    "process",
 )  # fmt: skip
 PHASES = ("load", "sample", "forward", "backward", "step", "save")  # only recipes that sample answers have `sample`
 OFFLOAD_WINDOW = 2  # layers whose activations are being copied to or from the host
