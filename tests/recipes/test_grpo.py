@@ -133,7 +133,7 @@ def test_episodes_with_several_turns(grpo_workspace: Workspace, packing: str) ->
 
 
 def test_reward_functions_read_environments(grpo_workspace: Workspace) -> None:
-    """As in TRL: `environments` has the instance of each answer, after its episode."""
+    """`environments` has the instance of each answer, after its episode."""
     args = ("environment={kind: custom, environment_factory: 'again.py:Again'}", "eval_data=null", "max_steps=1")
     rewards = "rewards=[{kind: function, function: 'rewards.py:turns'}]"
     sizes = ("sampling.max_new_tokens=60", "data.max_length=128")

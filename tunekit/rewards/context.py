@@ -1,4 +1,4 @@
-"""What reward functions of the user receive besides the answers, with the names of TRL: progress and logging."""
+"""Progress of the run and logging for reward functions of the user, with the names of TRL."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

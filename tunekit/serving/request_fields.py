@@ -176,13 +176,13 @@ class Fields:
 
     def structure(self) -> Structure | None:
         """Form of the answer, by OpenAI's `response_format` or fields of vLLM. Raises APIError if there are several."""
-        found = [*self.response_format(), *self.structured_outputs()]
+        results = [*self.response_format(), *self.structured_outputs()]
         for kind in ("json", "regex", "choice"):
             if (value := self.values.get(f"guided_{kind}")) is not None:
-                found.append(self.check_structure(kind, value, f"guided_{kind}"))
-        if len(found) > 1:
-            raise invalid(found[1].param, f"cannot be combined with {found[0].param}")
-        return found[0] if found else None
+                results.append(self.check_structure(kind, value, f"guided_{kind}"))
+        if len(results) > 1:
+            raise invalid(results[1].param, f"cannot be combined with {results[0].param}")
+        return results[0] if results else None
 
     def response_format(self) -> list[Structure]:
         value = self.object("response_format")

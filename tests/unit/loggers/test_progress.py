@@ -48,7 +48,7 @@ def test_engine_counts_each_request_once() -> None:
         engine.generate([GenerationRequest(f"row {n}", prompt, sampling) for n in range(4)])
         assert progress.count == 4
         engine.generate([GenerationRequest("episode", prompt, sampling, keep_cache=True)])
-        assert progress.count == 4  # it may go on
+        assert progress.count == 4  # it may be continued
         engine.abort("episode")
         engine.abort("episode")
         assert progress.count == 5

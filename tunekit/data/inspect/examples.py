@@ -30,7 +30,7 @@ class TokenSpan:
         return self.roles.count(TokenRole.TARGET)
 
     def without_targets(self) -> "TokenSpan":
-        """The same tokens, with context in place of target tokens."""
+        """The same tokens, with context instead of target tokens."""
         return replace(self, roles=[TokenRole.CONTEXT if role == TokenRole.TARGET else role for role in self.roles])
 
 
