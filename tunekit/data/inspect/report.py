@@ -94,16 +94,7 @@ def build_report(cfg: Any, rows: int | list[str], make_targets: MakeTargets) -> 
     `rows` is the number of rows to show of each dataset, or a list of row numbers and locations. `make_targets`
     prepares the input of the data checks, as in training.
     """
-    if isinstance(cfg, TrainsOnRows):
-        data, seed = {"data": cfg.data, "eval_data": cfg.eval_data}, cfg.seed
-        batch_sizes = cfg.global_batch_size, cfg.micro_batch_size
-        if isinstance(cfg, SamplesAnswers):  # packing is of answers
-            batch_sizes = cfg.num_prompts, 1
-            data = {key: config and replace(config, packing=False) for key, config in data.items()}
-    elif isinstance(cfg, EvaluatesRows):
-        data, seed, batch_sizes = {"data": cfg.data}, 0, (cfg.batch_size, cfg.batch_size)
-    else:
-        raise UserError("the recipe of this config does not train on data")
+    data, batch_sizes, seed = find_datasets(cfg)
     tokenizer, dist = cfg.open_tokenizer(), DistributedContext(seed, "cpu")
     mixtures = {key: MixtureBase.from_config(config) for key, config in data.items() if config is not None}
     loaders = {
@@ -130,6 +121,22 @@ def build_report(cfg: Any, rows: int | list[str], make_targets: MakeTargets) -> 
         for example in examples_of_findings(targets, findings, shown)
     )
     return DataReport(cfg.model, tokenizer, stats, tuple(findings), shown, examples)
+
+
+def find_datasets(
+    cfg: Any,
+) -> tuple[dict[str, DatasetConfig | MixtureBase | None], tuple[int, int], int]:
+    """Datasets of a config by key, the rows of a step and of a micro-batch, and the seed."""
+    if isinstance(cfg, SamplesAnswers):  # packing is of answers
+        data = {"data": cfg.data, "eval_data": cfg.eval_data}
+        unpacked = {key: config and replace(config, packing=False) for key, config in data.items()}
+        return unpacked, (cfg.num_prompts, 1), cfg.seed
+    if isinstance(cfg, TrainsOnRows):
+        sizes = cfg.global_batch_size, cfg.micro_batch_size
+        return {"data": cfg.data, "eval_data": cfg.eval_data}, sizes, cfg.seed
+    if isinstance(cfg, EvaluatesRows):
+        return {"data": cfg.data}, (cfg.batch_size, cfg.batch_size), 0
+    raise UserError("the recipe of this config does not train on data")
 
 
 def describe_generation(cfg: Any, loaders: Mapping[str, DataLoader], key: str) -> str:
