@@ -1,7 +1,7 @@
 """Rollouts of each generation: sampled, scored, and kept for the optimizer steps that train on them."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
