@@ -18,14 +18,15 @@ class LaunchConfig:
     rendezvous: str | None = None
     node_rank: int | None = None
     restarts: int = 0
+    job_id: str | None = None
 
     def __post_init__(self) -> None:
         if self.restarts < 0:
             raise UserError(f"--max-restarts {self.restarts}: must be >= 0")
         if self.nodes > 1 and self.rendezvous is None:
             raise UserError(f"--nnodes {self.nodes}: missing address. Set --rdzv-endpoint HOST:PORT to one node")
-        if self.nodes == 1 and (self.rendezvous, self.node_rank) != (None, None):
-            raise UserError("--rdzv-endpoint and --node-rank: require more than one node. Set --nnodes")
+        if self.nodes == 1 and (self.rendezvous, self.node_rank, self.job_id) != (None, None, None):
+            raise UserError("--rdzv-endpoint, --rdzv-id and --node-rank: require more than one node. Set --nnodes")
         if self.node_rank is not None and self.node_rank >= self.nodes:
             raise UserError(f"--node-rank {self.node_rank}: with --nnodes {self.nodes} the last is {self.nodes - 1}")
         self.parse_endpoint()
@@ -44,7 +45,7 @@ class LaunchConfig:
     def cli_args(self) -> tuple[str, ...]:
         """Flags and values for the command line."""
         options = {"--nproc-per-node": self.nproc_per_node, "--nnodes": self.nodes, "--rdzv-endpoint": self.rendezvous}
-        options |= {"--node-rank": self.node_rank, "--max-restarts": self.restarts}
+        options |= {"--node-rank": self.node_rank, "--max-restarts": self.restarts, "--rdzv-id": self.job_id}
         return tuple(arg for name, value in options.items() if value is not None for arg in (name, str(value)))
 
     def parse_endpoint(self) -> tuple[str, int]:

@@ -253,6 +253,7 @@ class MultiNodeRendezvous:
         config = self.spec.launch_config
         request = {"name": socket.gethostname(), "count": config.nproc_per_node, "port": port, "start": start}
         request |= {"nodes": config.nodes, "node_rank": config.node_rank, "digest": self.spec.digest}
+        request["job_id"] = config.job_id
         self.connection = Connection(sock)
         self.connection.send(join=request)
 
@@ -330,6 +331,8 @@ def find_mismatch(requests: list[dict[str, Any]]) -> str | None:
         names = f"{first['name']} and {request['name']}"
         if request["nodes"] != first["nodes"]:
             return f"{names} say --nnodes {first['nodes']} and {request['nodes']}: start all with the same command"
+        if request["job_id"] != first["job_id"]:
+            return f"{names} say --rdzv-id {first['job_id']} and {request['job_id']}: each job needs its own port"
         if request["digest"] != first["digest"]:
             return f"{names} run different configs or versions: start all with the same command"
     node_ranks = [request["node_rank"] for request in requests if request["node_rank"] is not None]

@@ -63,7 +63,7 @@ def wait_for_all(toy: ToyLauncher, nodes: list[subprocess.Popen[str]]) -> list[C
 
 
 def test_two_nodes_rendezvous_and_split_the_ranks(toy: ToyLauncher) -> None:
-    results = wait_for_all(toy, start_two_nodes(toy, "--nproc-per-node", "2"))
+    results = wait_for_all(toy, start_two_nodes(toy, "--nproc-per-node", "2", "--rdzv-id", "job1"))
     assert [item.code for item in results] == [0, 0], results
     name = socket.gethostname()
     assert all(f"starting 2 processes of 4 on 2 machines: {name}, {name}" in item.err for item in results)
@@ -90,8 +90,11 @@ def test_node_ranks_and_different_process_counts(toy: ToyLauncher) -> None:
 def test_different_configs_are_an_error(toy: ToyLauncher) -> None:
     for results in wait_for_all(toy, start_two_nodes(toy, second=("steps=5",))):
         assert results.code == 2 and "run different configs" in results.err
-    item = {"name": "a", "nodes": 3, "digest": "x", "node_rank": 0}
+    for results in wait_for_all(toy, start_two_nodes(toy, "--rdzv-id", "job1", second=("--rdzv-id", "job2"))):
+        assert results.code == 2 and re.search("--rdzv-id job[12] and job[12]", results.err)
+    item = {"name": "a", "nodes": 3, "digest": "x", "node_rank": 0, "job_id": None}
     assert find_mismatch([item, {**item, "node_rank": None}]) is None
+    assert "a and b say --rdzv-id None and 7" in (find_mismatch([item, {**item, "name": "b", "job_id": "7"}]) or "")
     assert "a and b say --nnodes 3 and 4" in (find_mismatch([item, {**item, "name": "b", "nodes": 4}]) or "")
     assert "two machines say --node-rank 0" in (find_mismatch([item, item]) or "")
 

@@ -42,8 +42,8 @@ def launch_config(args: argparse.Namespace) -> LaunchConfig:
     if args.slurm is None:
         if args.dry_run:
             raise UserError("--dry-run: requires --slurm")
-        return LaunchConfig(args.gpus, args.nodes, args.rendezvous, args.node_rank, args.max_restarts)
-    if (args.gpus, args.nodes, args.rendezvous, args.node_rank) != (None, 1, None, None):
+        return LaunchConfig(args.gpus, args.nodes, args.rendezvous, args.node_rank, args.max_restarts, args.job_id)
+    if (args.gpus, args.nodes, args.rendezvous, args.node_rank, args.job_id) != (None, 1, None, None, None):
         raise UserError("--slurm: not compatible with --nnodes and --nproc-per-node. Use --slurm nodes=4,gpus=8")
     slurm_job = SlurmJob.parse(args.slurm)
     rendezvous = "the first of them:1" if slurm_job.nodes > 1 else None
