@@ -80,7 +80,7 @@ def run_python(program: str, limits: SandboxConfig, *continuations: str) -> Sand
     Continuations run in its process and namespace; each reaches the process when the one before has ended.
     """
     if sys.platform != "linux":
-        raise UserError("sandbox: needs Linux with Landlock (5.13 or newer). Run code on such a machine.")
+        raise UserError("sandbox: needs Linux 6.2 or newer, with Landlock. Run code on such a machine.")
     with tempfile.TemporaryDirectory(prefix="tunekit-sandbox-") as directory:
         process, status = start(program, limits, directory)
         with process, Sender(process, status, continuations) as sender:
