@@ -13,8 +13,9 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -37,9 +38,9 @@ NO_STOP_TOKENS: frozenset[int] = frozenset()  # no token ends an answer
 Answer = Callable[[list[list[int]]], list[list[int]]]
 
 
-def make_checkpoint(folder: Path) -> Path:
-    """Random bf16 weights in the format of transformers."""
-    config = transformers.LlamaConfig(**{key: value for key, value in SMALL.items() if key != "architectures"})
+def make_checkpoint(folder: Path, sizes: Mapping[str, Any] = SMALL) -> Path:
+    """Random bf16 weights of a Llama in the format of transformers."""
+    config = transformers.LlamaConfig(**{key: value for key, value in sizes.items() if key != "architectures"})
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     return folder

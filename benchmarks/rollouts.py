@@ -1,17 +1,18 @@
 """Tokens per second of rollouts on the CPU: groups of answers of different lengths, compared with transformers.
 
     python benchmarks/rollouts.py [--threads 2] [--prompts 64] [--answers 8] [--rounds 2] [--static 32 128 512] [--trl]
-    python benchmarks/rollouts.py --decode
+    python benchmarks/rollouts.py --decode [--preset llama3_2_1b]
 
 A random Qwen3 with 4 layers in fp32. Answers have 16 to 512 tokens: lengths are log-normal around 128, as those of
 chat models, and the same for all. transformers generates static batches, in the order of the prompts, until the
 longest answer of a batch ends; the best of several batch sizes counts. TRL's GRPOTrainer generates all answers of a
 step as one batch. Implementations alternate.
 
-With `--decode`: 8 rows of a Llama with 135 million parameters in bf16, compared with the time to read its weights.
+With `--decode`: 8 rows of a Llama in bf16, with the sizes of a preset, compared with the time to read its weights.
 """
 
 import argparse
+import json
 import os
 import platform
 import statistics
@@ -27,6 +28,7 @@ import transformers
 import trl
 from datasets import Dataset
 from generation import bandwidth, bytes_per_token, make_checkpoint
+from preset_shapes import PRESETS
 from turns import turns
 
 import tunekit
@@ -158,7 +160,8 @@ def compare_rollouts(args: argparse.Namespace) -> None:
 def measure_decode(args: argparse.Namespace) -> None:
     rate = bandwidth()
     with tempfile.TemporaryDirectory() as folder:
-        model = load(make_checkpoint(Path(folder)), "bf16")
+        config = json.loads((PRESETS / args.preset / "config.json").read_text("utf-8"))
+        model = load(make_checkpoint(Path(folder), config), "bf16")
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, 49152, (64,), generator=generator).tolist() for _ in range(8)]
     limit = bytes_per_token(model) / rate
@@ -166,12 +169,12 @@ def measure_decode(args: argparse.Namespace) -> None:
     for _ in range(args.rounds + 1):
         engine = GenerationEngine(model, 8, 256, None)
         for i, row in enumerate(rows):
-            engine.add_request(GenerationRequest(f"{i}", row, SamplingConfig(1.0, max_new_tokens=128)))
+            engine.add_request(GenerationRequest(f"{i}", row, SamplingConfig(1.0, max_new_tokens=args.tokens + 1)))
         engine.step()
         start = args.clock()
-        for _ in range(127):
+        for _ in range(args.tokens):
             assert len(engine.step()) == 8
-        seconds.append((args.clock() - start) / 127)
+        seconds.append((args.clock() - start) / args.tokens)
     step = statistics.median(seconds[1:])
     print(f"8 rows: {step * 1e3:.1f} ms a step, {8 / step:.0f} tokens/s. Reading the weights takes "
           f"{limit * 1e3:.1f} ms at {rate / 1e9:.1f} GB/s: {limit / step:.0%} of the limit")  # fmt: skip
@@ -188,6 +191,8 @@ def main() -> None:
     parser.add_argument("--seqs", type=int, nargs="+", default=[64], help="rows of the engine")
     parser.add_argument("--static", type=int, nargs="+", default=[32, 128, 512], help="batch sizes of transformers")
     parser.add_argument("--decode", action="store_true")
+    parser.add_argument("--preset", default="smollm2_135m", help="with --decode: sizes of the model")
+    parser.add_argument("--tokens", type=int, default=127, help="with --decode: tokens of each row")
     parser.add_argument("--cpu", action="store_true", help="CPU time, which other processes affect less")
     args = parser.parse_args()
     args.clock = time.process_time if args.cpu else time.perf_counter
