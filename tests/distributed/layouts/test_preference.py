@@ -202,7 +202,7 @@ def two_rank_configs(base_config: preference.PreferenceConfig) -> dict[str, pref
 @pytest.mark.slow
 def test_two_ranks_match_one_process(base_config: preference.PreferenceConfig, tmp_path: Path) -> None:
     cases = {name: replace(cfg, output_dir=str(tmp_path / name)) for name, cfg in two_rank_configs(base_config).items()}
-    run_ranks(2, run_all, list(cases.values()))
+    run_ranks(2, run_all, list(cases.values()), limit=600)
     differences = {
         name: RunResult.read(Path(cfg.output_dir)).max_difference(
             single_process_result(replace(cfg, parallel=ParallelConfig()), tmp_path / f"{name} alone")
