@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import secrets
 import selectors
 import signal
 import stat
@@ -13,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -23,6 +24,7 @@ from tunekit.errors import FieldError, UserError
 CHILD = Path(__file__).with_name("sandbox_child.py")
 POLL_SECONDS = 0.05  # time between two looks at the files of the process
 READ_SIZE = 65536
+MAX_STATUS_BYTES = 1000
 KEPT_VARIABLES = ("LD_LIBRARY_PATH", "SYSTEMROOT")  # that Python may need to start
 
 Outcome = Literal["ok", "error", "timeout", "output", "files", "killed"]
@@ -56,6 +58,7 @@ class SandboxResult:
 
     output: str
     outcome: Outcome
+    num_completed: int = field(default=0, compare=False)  # programs and continuations that ended without an error
 
     def describe(self, limits: SandboxConfig) -> str:
         """The output, and a last line that names the limit that ended the program."""
@@ -82,31 +85,38 @@ def run_python(program: str, limits: SandboxConfig, *continuations: str) -> Sand
     if sys.platform != "linux":
         raise UserError("sandbox: needs Linux 6.2 or newer, with Landlock. Run code on such a machine.")
     with tempfile.TemporaryDirectory(prefix="tunekit-sandbox-") as directory:
-        process, status = start(program, limits, directory)
-        with process, Sender(process, status, continuations) as sender:
+        end_token = secrets.token_hex(16)
+        process, status = start(program, limits, directory, end_token)
+        with process, ContinuationWriter(process, status, end_token, continuations) as writer:
             try:
-                output, outcome = read_output(process, sender, limits, Path(directory))
+                output, outcome = read_output(process, writer, limits, Path(directory))
             finally:
                 kill(process)
-            problem = sender.read_problem()
-            if problem or (not sender.is_locked_down and outcome != "timeout"):
+            problem = writer.read_problem()
+            if problem or (not writer.is_locked_down and outcome != "timeout"):
                 raise UserError(
                     f"sandbox: the process cannot be locked down: {problem or output[-300:]}. Code runs only on Linux "
                     "6.2 or newer with Landlock and seccomp enabled; in a container, allow them."
                 )
-        return SandboxResult(output, outcome)
+        return SandboxResult(output, outcome, writer.num_completed)
 
 
-class Sender:
-    """Sends a process its continuations. `status`: pipe on which it says "ok", or why not, then "." for each end."""
+class ContinuationWriter:
+    """Writes continuations to the stdin of a process, each after the end of the program before it.
 
-    def __init__(self, process: subprocess.Popen[bytes], status: int, continuations: Sequence[str]) -> None:
+    The process reports on the pipe `status`: "ok" or an error message, then `end_token` after each program.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], status: int, end_token: str, continuations: Sequence[str]
+    ) -> None:
         assert process.stdin is not None
         self.stdin, self.status, self.continuations = process.stdin, status, continuations
-        self.text = b""
-        self.ended = threading.Semaphore(0)  # programs that have ended
+        self.text, self.end_token = b"", end_token.encode()
+        self.num_completed = 0  # programs that have ended without an error
+        self.ended = threading.Semaphore(0)  # such programs whose continuation is not written yet
 
-    def __enter__(self) -> "Sender":
+    def __enter__(self) -> "ContinuationWriter":
         self.thread = threading.Thread(target=self.run, daemon=True)  # a pipe that is full does not hold up the reader
         self.thread.start()
         return self
@@ -124,10 +134,11 @@ class Sender:
                 self.stdin.flush()
 
     def receive(self) -> bool:
-        """Read what the process says. Returns False at its end."""
+        """Read the status pipe. Returns False at its end."""
         received = os.read(self.status, READ_SIZE)
-        self.text = (self.text + received)[:1000]
-        if self.is_locked_down and (count := received.count(b".")):
+        self.text = (self.text + received)[: MAX_STATUS_BYTES + len(self.end_token) * (len(self.continuations) + 1)]
+        if self.is_locked_down and (count := self.text.count(self.end_token) - self.num_completed):
+            self.num_completed += count
             self.ended.release(count)
         return bool(received)
 
@@ -142,12 +153,13 @@ class Sender:
         return "" if self.is_locked_down else self.text.decode(errors="replace")
 
 
-def start(program: str, limits: SandboxConfig, directory: str) -> tuple[subprocess.Popen[bytes], int]:
-    """Start the process in a session of its own. Also returns the pipe of its status; see `Sender`."""
+def start(program: str, limits: SandboxConfig, directory: str, end_token: str) -> tuple[subprocess.Popen[bytes], int]:
+    """Start the process in a session of its own. Also returns its status pipe; see `ContinuationWriter`."""
     reader, writer = os.pipe()
     request = {
         "program": program,
         "status_fd": writer,
+        "end_token": end_token,
         "parent": os.getpid(),
         "limits": {
             "directory": directory,
@@ -177,7 +189,7 @@ def start(program: str, limits: SandboxConfig, directory: str) -> tuple[subproce
 
 
 def read_output(
-    process: subprocess.Popen[bytes], sender: Sender, limits: SandboxConfig, directory: Path
+    process: subprocess.Popen[bytes], writer: ContinuationWriter, limits: SandboxConfig, directory: Path
 ) -> tuple[str, Outcome]:
     """Output of the process until it ends or exceeds a limit."""
     assert process.stdout is not None
@@ -186,23 +198,25 @@ def read_output(
     size, outcome, is_open = 0, None, True
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        selector.register(sender.status, selectors.EVENT_READ)
-        while is_open and outcome is None:
-            for key, _ in selector.select(POLL_SECONDS):
-                if key.fd == sender.status:
-                    if not sender.receive():
-                        selector.unregister(sender.status)
+        selector.register(writer.status, selectors.EVENT_READ)
+        while outcome is None and (is_open or process.poll() is None):
+            if not is_open:  # the process is about to end, or it has closed its output
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_SECONDS)
+            for key, _ in selector.select(POLL_SECONDS if is_open else 0):
+                if key.fd == writer.status:
+                    if not writer.receive():
+                        selector.unregister(writer.status)
                     continue
                 chunks.append(os.read(key.fd, READ_SIZE))
                 is_open, size = bool(chunks[-1]), size + len(chunks[-1])
+                if not is_open:
+                    selector.unregister(process.stdout)
             outcome = exceeded_limit(process.pid, size, deadline, limits, directory)
     output = b"".join(chunks)[: limits.max_output_kb << 10].decode("utf-8", "replace")
-    if outcome is not None:
-        return output, outcome
-    try:
-        code = process.wait(max(deadline - time.monotonic(), POLL_SECONDS))
-    except subprocess.TimeoutExpired:  # it has closed its output
-        return output, "timeout"
+    code = process.poll()
+    if outcome is not None or code is None:
+        return output, outcome or "timeout"
     return output, "ok" if code == 0 else "error" if code > 0 else "killed"
 
 
@@ -229,14 +243,26 @@ def file_sizes(pid: int, directory: Path, max_bytes: int) -> Collection[int]:
             if path and path[0].startswith(prefix) and path[0].endswith(" (deleted)"):
                 major, minor = device.split(":")
                 sizes[os.makedev(int(major, 16), int(minor, 16)), int(inode)] = max_bytes
-    # The directory is flat: the process cannot create others. Threads may have descriptors of their own.
-    for path in (*directory.iterdir(), *process.glob("task/*/fd/*")):
+    for path in list_paths(directory):  # it is flat: the process cannot create directories
         with contextlib.suppress(OSError):  # it exists no more
-            is_open = path.parent != directory
-            status = path.stat(follow_symlinks=is_open)
-            if not is_open or (stat.S_ISREG(status.st_mode) and status.st_nlink == 0):
-                sizes[status.st_dev, status.st_ino] = status.st_size
+            status = os.lstat(path)
+            sizes[status.st_dev, status.st_ino] = status.st_size
+    for thread in list_paths(process / "task"):  # threads may have descriptors of their own
+        for path in list_paths(f"{thread}/fd"):
+            with contextlib.suppress(OSError):
+                status = Path(path).stat()
+                if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+                    sizes[status.st_dev, status.st_ino] = status.st_size
     return sizes.values()
+
+
+def list_paths(directory: Path | str) -> list[str]:
+    """Paths in a directory; none if it exists no more."""
+    try:
+        with os.scandir(directory) as entries:
+            return [entry.path for entry in entries]
+    except OSError:
+        return []
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

@@ -225,13 +225,14 @@ def main() -> None:
     sys.argv = ["program.py"]
     sys.excepthook = print_error
     namespace = {"__name__": "__main__", "__builtins__": __builtins__}
-    write, load, run = os.write, json.loads, exec  # a program may replace them
+    end_token = request.pop("end_token").encode()
+    write, load, build, run, read = os.write, json.loads, compile, exec, lines.readline  # a program may replace them
     for number in itertools.count(1):
         name = "program.py" if number == 1 else f"program_{number}.py"
         linecache.cache[name] = (len(program), None, program.splitlines(keepends=True), name)
-        run(compile(program, name, "exec"), namespace)
-        write(status, b".")
-        if not (line := lines.readline()):
+        run(build(program, name, "exec"), namespace)
+        write(status, end_token)
+        if not (line := read()):
             return
         program = load(line)
 

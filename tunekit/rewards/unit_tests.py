@@ -1,7 +1,6 @@
 """Reward of code that passes tests, which run in the sandbox."""
 
 import re
-import secrets
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -49,13 +48,11 @@ class UnitTests(RewardFunction):
             return list(pool.map(self.score, codes, tests))
 
     def score(self, code: str, tests: str) -> float:
-        """Score of code. Only a process whose tests have passed gets the random text that it prints at the end.
+        """1 if the code and then the tests have ended without an error.
 
         The tests reach the process when the code has ended, so that `exit()` or reading its own program do not pass.
         """
-        token = secrets.token_hex(16)
-        result = run_python(code, self.sandbox, tests, f"print('\\n{token}', flush=True)")
-        return float(result.outcome == "ok" and result.output.rstrip().endswith(token))
+        return float(run_python(code, self.sandbox, tests).num_completed == 2)
 
 
 def last_code_block(answer: str) -> str:

@@ -25,6 +25,7 @@ for i in range(20):
     file = open("x", "w+b")
     file.write(bytes(1 << 22)); file.flush(); os.remove("x"); time.sleep(0.05)
 """
+MANY_FILES = "for i in range(400): open(str(i), 'w'); time.sleep(0.002)"
 # A thread with a table of descriptors of its own, which keeps them open
 UNSHARED = """
 import ctypes, os, time
@@ -78,6 +79,11 @@ def test_programs_run() -> None:
         (f"{UNLINKED}    files.append(file)", "files", ""),
         (f"{UNLINKED}    files.append(mmap.mmap(file.fileno(), 4096)); file.close()", "files", ""),
         (f"import threading\n{UNSHARED}", "files", ""),
+        (
+            "import os, time; os.close(1); os.close(2)\nfor i in range(400): open(str(i), 'w'); time.sleep(0.002)",
+            "files",
+            "",
+        ),
         ("import os; os.kill(os.getppid(), 9)", "error", "PermissionError"),
         ("import os; os.kill(0, 9)", "error", "PermissionError"),
         ("import os; os.kill(-1, 9)", "error", "PermissionError"),
@@ -147,6 +153,19 @@ def test_continuations_arrive_when_the_program_has_ended() -> None:
     for program in ("exit()", "1 / 0", "import os; os._exit(0)", "import os; os.close(0)\nexit()"):
         assert "reached" not in run_python(program, LIMITS, "print('reached')", large).output
     assert "ZeroDivision" in run_python("def f(): 1 / 0", LIMITS, "f()", "print('reached')").output
+
+
+def test_program_cannot_request_its_continuation() -> None:
+    request = "import os, time\nfor fd in range(3, 20):\n    try: os.write(fd, b'..')\n    except OSError: pass\n"
+    read = "for fd in range(3, 20):\n    try: print(os.read(fd, 99))\n    except OSError: pass\n"
+    result = run_python(f"{request}time.sleep(0.2)\n{read}", LIMITS, "word = 17")
+    assert "word" not in result.output and result.num_completed == 0
+
+
+def test_threads_that_end_while_files_are_counted() -> None:
+    chain = "def f():\n    if time.time() - start < 1: threading.Thread(target=f).start()\n"
+    program = f"import threading, time\nstart = time.time()\n{chain}for _ in range(8): f()\ntime.sleep(1.2)"
+    assert run(program).outcome in ("ok", "error")  # the last threads may not start while the process ends
 
 
 def test_process_ends_if_its_parent_has_ended_before() -> None:

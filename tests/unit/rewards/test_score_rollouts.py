@@ -115,6 +115,11 @@ def test_unit_tests_run_the_last_code_block() -> None:
     assert score("```python\nimport sys\nsys.exit(0)\n```") == 0
     assert score("```python\nimport os\nos._exit(0)\n```") == 0
     assert score(READ_SECRET) == 0
+    replaced = "import builtins\nold = compile\nbuiltins.compile = lambda *a, **k: old('pass', *a[1:], **k)"
+    assert score(f"```python\n{replaced}\n```") == 0
+    assert score(f"```python\nimport atexit\natexit.register(lambda: print('bye'))\n{good}\n```") == 1
+    assert score(f"```python\ndef print(*values): pass\n{good}\n```") == 1
+    assert score(good, ["import io, sys", "sys.stdout = io.StringIO()", "assert double(2) == 4"]) == 1
     body = READ_SECRET.replace("\n", "\n    ")
     assert score(f"def double(x):{body}") == 0
     assert score("```python\ndef double(x):\n    while True: pass\n```", ["import sys"]) == 1
