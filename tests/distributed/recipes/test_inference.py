@@ -30,14 +30,14 @@ def test_two_ranks_give_the_answers_of_one(memorized_run: Path, tmp_path: Path) 
     precision, sampling = PrecisionConfig("fp32"), SamplingConfig(max_new_tokens=12)
     prompts = tuple(f"What is {n} plus {n * n}?" for n in range(1, 8))
     data = ChatDataset(str(rows), max_length=64)
-    options = {"sampling": sampling, "precision": precision, "batch_size": 2, "device": "cpu"}
+    options = {"sampling": sampling, "precision": precision, "device": "cpu"}
     task_options = {
         "tasks": ("nano/facts", *harness_tasks.TASKS),
         "include_path": str(harness_tasks.write(tmp_path)),
         "limit": 7,
     }
-    evaluate_cfg = evaluate.EvaluateConfig(model=str(memorized_run), data=data, **task_options, **options)
-    generate_cfg = generate.GenerateConfig(model=str(memorized_run), prompts=prompts, **options)
+    evaluate_cfg = evaluate.EvaluateConfig(model=str(memorized_run), data=data, batch_size=2, **task_options, **options)
+    generate_cfg = generate.GenerateConfig(model=str(memorized_run), prompts=prompts, max_num_seqs=2, **options)
     single_path, multi_path = tmp_path / "one", tmp_path / "two"
     (expected,) = evaluate_and_generate(
         replace(generate_cfg, output_path=str(single_path)), evaluate_cfg, [ParallelConfig()]
