@@ -8,6 +8,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot  # the backend must be set first
 
+MAX_COLUMNS = 4  # of panels
 COLORS = ("#1f5fbf", "#e08a1e", "#5a9e4b", "#999999", "#b0413e")
 
 
@@ -68,15 +69,21 @@ def steps(file: Path, rungs: Mapping[str, tuple[float, float]]) -> None:
 
 def rewards(file: Path, runs: Mapping[str, tuple[Sequence[tuple[int, float]], Sequence[tuple[int, float]]]]) -> None:
     """A panel per run: rewards by step in training (line) and on held-out rows (points)."""
-    figure, axes = pyplot.subplots(1, len(runs), figsize=(4.5 * len(runs), 3.5), squeeze=False, sharey=True)
-    for axis, (name, (training, held_out)) in zip(axes[0], runs.items(), strict=True):
+    num_rows = -(-len(runs) // MAX_COLUMNS)
+    num_columns = -(-len(runs) // num_rows)
+    size = 3.6 * num_columns, 3.2 * num_rows
+    figure, axes = pyplot.subplots(num_rows, num_columns, figsize=size, squeeze=False, sharey=True)
+    for axis in axes.flat[len(runs) :]:
+        axis.set_visible(False)
+    for axis, (name, (training, held_out)) in zip(axes.flat, runs.items(), strict=False):
         axis.plot(*zip(*training, strict=True), color=COLORS[0], label="training")
         axis.plot(*zip(*held_out, strict=True), "o", color=COLORS[1], label="held-out")
         axis.set_xlabel("step")
         axis.set_ylim(-0.02, 1.02)
         axis.set_title(name, fontsize=10)
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("mean reward")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("mean reward")
     axes[0][0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
     figure.savefig(file, dpi=110)

@@ -10,10 +10,11 @@ from pathlib import Path
 BUNDLED = Path(__file__).parent / "bundled"  # written by scripts/nano/
 MODELS = {"tunekit/nano": BUNDLED / "model"}
 PRESETS = {f"tunekit/{folder.name}": folder for folder in sorted((BUNDLED.parent / "models/presets").iterdir())}
-ENVIRONMENTS = ("calculator", "grid_world", "key_value_lookup")
+ENVIRONMENTS = ("calculator", "grid_world", "json_answer", "key_value_lookup", "python")
 DATA = {f"tunekit/{name}": BUNDLED / name for name in ("preferences", "retrieval", "sums", "tools", *ENVIRONMENTS)}
 TASKS = {f"nano/{name}": BUNDLED / f"tasks/{name}.jsonl" for name in ("facts", "copying", "stories")}
 TASKS["nano/tools"] = BUNDLED / "tools/test.jsonl"
+JSON_SCHEMAS = {"tunekit/json_answer": BUNDLED / "json_answer/schema.json"}
 
 
 def model_dir(name: str) -> Path | None:

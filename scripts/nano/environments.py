@@ -1,5 +1,6 @@
 """Datasets for environments: prompts with the columns of the environment, and demonstrations for a warm start."""
 
+import json
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -8,16 +9,29 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from jsonschema import Draft202012Validator
+
 from scripts.nano.jsonl import write_rows
 from scripts.nano.words import BOYS, COLORS, GIRLS, THINGS
 from tunekit.environments.base import Environment, get_tool_schemas
 from tunekit.environments.calculator import Calculator
 from tunekit.environments.grid_world import MOVES, GridWorld
+from tunekit.environments.json_answer import JsonAnswer
 from tunekit.environments.key_value_lookup import KeyValueLookup
+from tunekit.environments.python_tool import PythonTool
+from tunekit.environments.sandbox import SandboxConfig
 
 Row = dict[str, Any]
 SIZES = {"demonstrations": 64, "test": 64, "train": 200}
 SIDE, MIN_DISTANCE, NUM_MOVES = 3, 2, 4  # of grids; all of their goals are within NUM_MOVES
+EXPRESSION = re.compile(r"\d+ [-+*] \d+")
+PEOPLE = ("{name} is {age} years old.", "{name} turned {age} today.", "Name and age: {name}, {age}.")
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
 
 
 def iter_sums(rng: Random) -> Iterator[Row]:
@@ -35,7 +49,7 @@ def iter_tables(rng: Random) -> Iterator[Row]:
     while True:
         names, things, colors = rng.sample(GIRLS + BOYS, 3), rng.sample(THINGS, 3), rng.sample(COLORS, 3)
         table = dict(zip((*names, *things), (*things, *colors), strict=True))
-        yield {"prompt": f"Look up {names[0]}, then what you find.", "table": table, "answer": colors[0]}
+        yield {"prompt": f'Look up "{names[0]}", then what you find.', "table": table, "answer": colors[0]}
 
 
 def iter_grids(rng: Random) -> Iterator[Row]:
@@ -50,10 +64,36 @@ def iter_grids(rng: Random) -> Iterator[Row]:
             yield {"prompt": "Walk to the goal.", "grid": "\n".join(lines)}
 
 
+def iter_people(rng: Random) -> Iterator[Row]:
+    """Sentences with a name and an age, for `json_answer`."""
+    pairs = list(product(GIRLS + BOYS, range(1, 100)))
+    rng.shuffle(pairs)
+    for name, age in pairs:
+        yield {
+            "prompt": rng.choice(PEOPLE).format(name=name, age=age),
+            "answer": json.dumps({"name": name, "age": age}),
+        }
+
+
+def iter_expressions(rng: Random) -> Iterator[Row]:
+    """Sums, differences and products of two numbers up to 99, for `python`."""
+    pairs = list(permutations(range(1, 100), 2))
+    rng.shuffle(pairs)
+    for first, second in pairs:
+        sign = rng.choice("+-*")
+        prompt = rng.choice(("Use Python: {}", "What does Python print for {}?")).format(f"{first} {sign} {second}")
+        answer = {"+": first + second, "-": first - second, "*": first * second}[sign]
+        yield {"prompt": prompt, "answer": str(answer)}
+
+
 def call(environment: Environment, name: str, **arguments: str) -> list[Row]:
     """A tool call and its result."""
+    return call_messages(name, arguments, getattr(environment, name)(**arguments))
+
+
+def call_messages(name: str, arguments: dict[str, str], result: str) -> list[Row]:
+    """Messages of a tool call and its result."""
     function = {"name": name, "arguments": arguments}
-    result = getattr(environment, name)(**arguments)
     return [
         {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
         {"role": "tool", "name": name, "content": result},
@@ -63,7 +103,7 @@ def call(environment: Environment, name: str, **arguments: str) -> list[Row]:
 def solve_sum(row: Row) -> Row:
     """A sum that the tool computes."""
     environment = Calculator()
-    expression = re.findall(r"\d+ [+-] \d+", row["prompt"])[0]
+    expression = re.findall(EXPRESSION, row["prompt"])[0]
     messages = [{"role": "user", "content": row["prompt"]}, *call(environment, "calculate", expression=expression)]
     messages += [{"role": "assistant", "content": row["answer"]}]
     return {"messages": messages, "tools": get_tool_schemas(environment)}
@@ -73,12 +113,28 @@ def solve_table(row: Row) -> Row:
     """Two lookups."""
     environment = KeyValueLookup()
     environment.reset(**row)
-    key = row["prompt"].removeprefix("Look up ").split(",")[0]
+    key = row["prompt"].split('"')[1]
     messages = [{"role": "user", "content": row["prompt"]}]
     for name in (key, row["table"][key]):
         messages += call(environment, "lookup", key=name)
     messages += [{"role": "assistant", "content": row["answer"]}]
     return {"messages": messages, "tools": get_tool_schemas(environment)}
+
+
+def write_json(row: Row) -> Row:
+    """The object that the sentence describes."""
+    environment = JsonAnswer(Draft202012Validator(SCHEMA), max_attempts=1)
+    prompt = row["prompt"] + environment.reset(**row)
+    return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": row["answer"]}]}
+
+
+def run_code(row: Row) -> Row:
+    """A program that prints the value of the expression."""
+    code = f"print({re.findall(EXPRESSION, row['prompt'])[0]})"
+    calls = call_messages("python", {"code": code}, row["answer"])  # what the program prints
+    messages = [{"role": "user", "content": row["prompt"]}, *calls]
+    messages += [{"role": "assistant", "content": row["answer"]}]
+    return {"messages": messages, "tools": get_tool_schemas(PythonTool(SandboxConfig()))}
 
 
 def walk_grid(row: Row) -> Row:
@@ -107,6 +163,8 @@ TASKS = {
     "calculator": (iter_sums, solve_sum),
     "key_value_lookup": (iter_tables, solve_table),
     "grid_world": (iter_grids, walk_grid),
+    "json_answer": (iter_people, write_json),
+    "python": (iter_expressions, run_code),
 }
 
 
@@ -119,4 +177,10 @@ def write_environment(name: str, directory: Path, seed: int = 0) -> None:
         write_rows(directory / f"{split}.jsonl", map(solve, part) if split == "demonstrations" else part)
 
 
-WRITERS = {name: partial(write_environment, name) for name in TASKS}
+def write_json_answer(directory: Path) -> None:
+    """Write the rows and the schema that their answers follow."""
+    write_environment("json_answer", directory)
+    (directory / "schema.json").write_text(json.dumps(SCHEMA, indent=2) + "\n", encoding="utf-8")
+
+
+WRITERS = {name: partial(write_environment, name) for name in TASKS} | {"json_answer": write_json_answer}

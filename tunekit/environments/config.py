@@ -94,7 +94,7 @@ class JsonAnswerConfig(EnvironmentConfig):
     """
 
     kind: ClassVar[str] = "json_answer"
-    json_schema: str  # File with the JSON Schema
+    json_schema: str  # File with the JSON Schema, or tunekit/json_answer
     max_attempts: int = 1  # Answers until the episode ends
 
     @cached_property

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tunekit import assets
 from tunekit.errors import FieldError, UserError
 
 
@@ -39,7 +40,7 @@ class AnswerChecks:
             raise UserError(f"{self.section}json_schema: package jsonschema is not installed. {fix}") from error
         where = f"{self.section}json_schema: {self.json_schema}"
         try:
-            schema = json.loads(Path(self.json_schema).read_text(encoding="utf-8"))
+            schema = json.loads(assets.JSON_SCHEMAS.get(self.json_schema, Path(self.json_schema)).read_text("utf-8"))
             if not isinstance(schema, Mapping | bool):
                 raise UserError(f"must be an object, got {json.dumps(schema)[:50]}")
             check_references(schema, schema)
