@@ -24,6 +24,7 @@ from tunekit.environments.sandbox import SandboxConfig
 Row = dict[str, Any]
 SIZES = {"demonstrations": 64, "test": 64, "train": 200}
 SIDE, MIN_DISTANCE, NUM_MOVES = 3, 2, 4  # of grids; all of their goals are within NUM_MOVES
+FEW_NAMES, FEW_THINGS = (GIRLS + BOYS)[::7], THINGS[::5]
 EXPRESSION = re.compile(r"\d+ [-+*] \d+")
 PEOPLE = ("{name} is {age} years old.", "{name} turned {age} today.", "Name and age: {name}, {age}.")
 SCHEMA = {
@@ -47,7 +48,7 @@ def iter_sums(rng: Random) -> Iterator[Row]:
 def iter_tables(rng: Random) -> Iterator[Row]:
     """Chains of two lookups for `key_value_lookup`: from a name to a thing, and from the thing to its color."""
     while True:
-        names, things, colors = rng.sample(GIRLS + BOYS, 3), rng.sample(THINGS, 3), rng.sample(COLORS, 3)
+        names, things, colors = rng.sample(FEW_NAMES, 3), rng.sample(FEW_THINGS, 3), rng.sample(COLORS, 3)
         table = dict(zip((*names, *things), (*things, *colors), strict=True))
         yield {"prompt": f'Look up "{names[0]}", then what you find.', "table": table, "answer": colors[0]}
 
@@ -66,7 +67,7 @@ def iter_grids(rng: Random) -> Iterator[Row]:
 
 def iter_people(rng: Random) -> Iterator[Row]:
     """Sentences with a name and an age, for `json_answer`."""
-    pairs = list(product(GIRLS + BOYS, range(1, 100)))
+    pairs = list(product(FEW_NAMES, range(1, 100)))
     rng.shuffle(pairs)
     for name, age in pairs:
         yield {
