@@ -1,8 +1,8 @@
 """Rewards by step of runs of recipe grpo, as a picture and a table.
 
 tune run sft nano/demonstrations
-tune run grpo nano/grpo_calculator
-python benchmarks/environments.py runs/nano-grpo-calculator [runs/OTHER ...] --picture rewards.png
+tune run grpo nano/grpo_key_value_lookup
+python benchmarks/environments.py runs/nano-grpo-key-value-lookup [runs/OTHER ...] --picture rewards.png
 """
 
 import argparse

@@ -77,12 +77,12 @@ def iter_people(rng: Random) -> Iterator[Row]:
 
 
 def iter_expressions(rng: Random) -> Iterator[Row]:
-    """Sums, differences and products of two numbers up to 99, for `python`."""
+    """Programs that print the sum, difference or product of two numbers up to 99, for `python`."""
     pairs = list(permutations(range(1, 100), 2))
     rng.shuffle(pairs)
     for first, second in pairs:
         sign = rng.choice("+-*")
-        prompt = rng.choice(("Use Python: {}", "What does Python print for {}?")).format(f"{first} {sign} {second}")
+        prompt = rng.choice(("Run print({}).", "What does print({}) print?")).format(f"{first} {sign} {second}")
         answer = {"+": first + second, "-": first - second, "*": first * second}[sign]
         yield {"prompt": prompt, "answer": str(answer)}
 
@@ -130,7 +130,7 @@ def write_json(row: Row) -> Row:
 
 
 def run_code(row: Row) -> Row:
-    """A program that prints the value of the expression."""
+    """The program of the prompt, and what it prints."""
     code = f"print({re.findall(EXPRESSION, row['prompt'])[0]})"
     calls = call_messages("python", {"code": code}, row["answer"])  # what the program prints
     messages = [{"role": "user", "content": row["prompt"]}, *calls]
