@@ -1,6 +1,6 @@
 """Episodes per second with a tool on the CPU, compared with TRL's trainer: the same model, prompts, tool and sampling.
 
-    tune run sft nano/demonstrations epochs=5 output_dir=runs/nano-calls
+    tune run sft nano/demonstrations data.source=tunekit/calculator max_steps=40 output_dir=runs/nano-calls
     python benchmarks/tool_episodes.py runs/nano-calls/final [--prompts 16] [--answers 8] [--rounds 3]
 
 A model calls a calculator, gets its result, and answers. Both libraries sample the conversations of one optimizer step
