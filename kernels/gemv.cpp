@@ -116,20 +116,21 @@ AMX void multiply_tiles(const uint32_t* packed, const bf16* weight, const bf16* 
     }
 }
 
-// Sets the shapes of the tile registers; restores those of other libraries, which may rely on them.
+// Sets the shapes of the tile registers; restores those of other libraries, which may rely on them. The intrinsics of
+// GCC before 12.4 declare only the first 8 bytes of the shapes as operands.
 class TileShapes {
   public:
     AMX explicit TileShapes(int64_t tokens) {
-        _tile_storeconfig(&previous);
+        __asm__ volatile("sttilecfg %0" : "=m"(previous));
         TileConfig config;
         for (int tile = 0; tile < 5; tile++) {
             const bool is_weight = tile > 2;
             config.rows[tile] = TILE_ROWS;
             config.bytes_per_row[tile] = is_weight ? TILE_COLUMNS * sizeof(bf16) : tokens * sizeof(uint32_t);
         }
-        _tile_loadconfig(&config);
+        __asm__ volatile("ldtilecfg %0" ::"m"(config));
     }
-    AMX ~TileShapes() { _tile_loadconfig(&previous); }
+    AMX ~TileShapes() { __asm__ volatile("ldtilecfg %0" ::"m"(previous)); }
 
   private:
     TileConfig previous;

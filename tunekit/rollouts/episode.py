@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -99,7 +100,11 @@ class EpisodeEnvironment:
         self.name = kind_name(type(config))
         self.environment: Environment = self.call("__init__", config.create)
         self.name, self.is_open = type(self.environment).__name__, True
-        self.tools = get_tools(self.environment)
+        try:
+            self.tools = get_tools(self.environment)
+        except UserError:
+            self.discard()
+            raise
 
     def reset(self) -> EpisodeStart:
         """The prompt, with the text of the environment at the end of the last user message."""
@@ -154,6 +159,7 @@ class EpisodeEnvironment:
         try:
             error = future.exception(seconds)
         except TimeoutError:
+            future.add_done_callback(close_late)
             fix = "Raise environment.tool_timeout_seconds."
             raise UserError(f"{where}: no result after {seconds:g} s. {fix}") from None
         if error is None or isinstance(error, UserError):
@@ -161,6 +167,13 @@ class EpisodeEnvironment:
         location = find_user_code(error)
         text = f"{type(error).__name__}: {error}" if location is None else location.message
         raise UserError(f"{where}: {text}. Fix the row or the environment.") from error
+
+
+def close_late(future: Future[Any]) -> None:
+    """Close an environment that was created after the time limit."""
+    if future.exception() is None and isinstance(environment := future.result(), Environment):
+        with suppress(Exception):
+            environment.close()
 
 
 def accepted_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:

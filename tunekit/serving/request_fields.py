@@ -199,9 +199,11 @@ class Fields:
     def structured_outputs(self) -> list[Structure]:
         """vLLM's field: an object with `json`, `json_object`, `regex` or `choice`."""
         param = "structured_outputs"
-        values = {key: value for key, value in self.object(param).items() if value not in (None, False)}
+        values = {key: value for key, value in self.object(param).items() if value is not None and value is not False}
+        if len(values) > 1:
+            raise invalid(param, f"must have one of json, json_object, regex and choice, got {', '.join(values)}")
         if values.pop("json_object", False):
-            values.setdefault("json", {"type": "object"})
+            values = {"json": {"type": "object"}}
         if unknown := values.keys() - {"json", "regex", "choice"}:
             raise invalid(param, f"{min(unknown)} is not supported. Use json, json_object, regex or choice.")
         return [self.check_structure(kind, value, param) for kind, value in values.items()]
@@ -211,7 +213,7 @@ class Fields:
         if kind == "json" and isinstance(value, str):
             try:
                 value = json.loads(value)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise invalid(param, f"must be a JSON Schema: {error}") from None
         if kind == "json" and not isinstance(value, dict):
             raise invalid(param, f"must be a JSON Schema (an object), got {json_type(value)}")

@@ -11,6 +11,7 @@ import pytest
 
 from tests.helpers.chat_families import write_family
 from tests.helpers.scripted_engine import ScriptedEngine
+from tests.helpers.wait import wait_until
 from tunekit.build import resolve_model
 from tunekit.data.chat_template.chat_format import encode_conversation
 from tunekit.data.chat_template.template_features import detect_features
@@ -296,6 +297,41 @@ def test_open_environments_are_bounded_and_closed(
         assert len(run_all()) == len(Counted.opened) == 11
     assert Counted.opened and all(item.num_closed == 1 for item in Counted.opened)
     assert 1 < Counted.max_open <= 4
+
+
+class Untyped(Counted):
+    def tool(self, argument) -> str:  # noqa: ANN001
+        """A tool.
+
+        Args:
+            argument: A text
+        """
+        return str(argument)
+
+
+class UntypedConfig(EnvironmentConfig):
+    kind: ClassVar[str] = "untyped"
+
+    def create(self) -> Environment:
+        return Untyped()
+
+
+class SlowConfig(EnvironmentConfig):
+    kind: ClassVar[str] = "slow"
+
+    def create(self) -> Environment:
+        time.sleep(0.3)
+        return Counted()
+
+
+@pytest.mark.parametrize("config", [UntypedConfig(), SlowConfig(tool_timeout_seconds=0.1)], ids=["tools", "timeout"])
+def test_environments_that_cannot_start_are_closed(
+    config: EnvironmentConfig, nano: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Counted, "opened", [])
+    with pytest.raises(UserError, match=r"tool tool: argument|rows.jsonl:1: environment slow.__init__: no result"):
+        generate_rollouts(ScriptedEngine(lambda _, turn: []), nano, {0: make_prompt(nano)}, 1, SAMPLING, config, 0)
+    wait_until(lambda: [item.num_closed for item in Counted.opened] == [1])
 
 
 def test_checks_close_their_environments(nano: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
