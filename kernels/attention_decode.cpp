@@ -24,9 +24,9 @@ constexpr int64_t HEADS = 4;           // query heads whose products are in regi
 constexpr int64_t AHEAD = 16;          // slots between a key and the one that is prefetched
 constexpr int64_t MIN_WORK = 1 << 18;  // multiplications, for several threads
 
-inline __m512 wide(const float* x, __mmask16 some) { return _mm512_maskz_loadu_ps(some, x); }
-inline __m512 wide(const bf16* x, __mmask16 some) {
-    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, x));
+inline __m512 wide(const float* x, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, x); }
+inline __m512 wide(const bf16* x, __mmask16 mask) {
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, x));
     return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
 
@@ -55,31 +55,31 @@ void multiply_keys(const float* q, const T* k, int64_t slot, int64_t count, int6
         __m512 sums[LANES];
         for (auto& sum : sums) sum = _mm512_setzero_ps();
         for (int64_t i = 0; i < dim; i += LANES) {
-            const __mmask16 some = first(dim - i);
+            const __mmask16 mask = first(dim - i);
             __m512 queries[N];
-            for (int n = 0; n < N; n++) queries[n] = wide(q + n * dim + i, some);
+            for (int n = 0; n < N; n++) queries[n] = wide(q + n * dim + i, mask);
             for (int64_t m = 0; m < KEYS_AT_ONCE; m++) {
                 const T* address = k + (j + std::min(m, last)) * slot + i;
                 _mm_prefetch(reinterpret_cast<const char*>(address + AHEAD * slot), _MM_HINT_T0);
-                const __m512 key = wide(address, some);
+                const __m512 key = wide(address, mask);
                 for (int n = 0; n < N; n++)
                     sums[n * KEYS_AT_ONCE + m] = _mm512_fmadd_ps(queries[n], key, sums[n * KEYS_AT_ONCE + m]);
             }
         }
-        alignas(64) float found[LANES];
-        _mm512_store_ps(found, sum_each(sums));
+        alignas(64) float products[LANES];
+        _mm512_store_ps(products, sum_each(sums));
         for (int n = 0; n < N; n++)
-            std::memcpy(scores + n * stride + j, found + n * KEYS_AT_ONCE, KEYS_AT_ONCE * sizeof(float));
+            std::memcpy(scores + n * stride + j, products + n * KEYS_AT_ONCE, KEYS_AT_ONCE * sizeof(float));
     }
 }
 
 // Sums of `count` values, weighted by probabilities (N, stride): y (N, v_dim), times `factors`.
 template <typename T, int N>
-void sum_values(const float* shares, int64_t stride, const T* v, int64_t slot, int64_t count, int64_t v_dim,
+void sum_values(const float* probabilities, int64_t stride, const T* v, int64_t slot, int64_t count, int64_t v_dim,
                 const float* factors, T* y) {
     constexpr int CHAINS = N == 1 ? 8 : N == 2 ? 4 : 2;  // independent sums, as an addition takes several cycles
     for (int64_t i = 0; i < v_dim; i += LANES) {
-        const __mmask16 some = first(v_dim - i);
+        const __mmask16 mask = first(v_dim - i);
         __m512 sums[N][CHAINS];
         for (int n = 0; n < N; n++)
             for (auto& sum : sums[n]) sum = _mm512_setzero_ps();
@@ -88,42 +88,43 @@ void sum_values(const float* shares, int64_t stride, const T* v, int64_t slot, i
             for (int chain = 0; chain < CHAINS; chain++) {
                 const T* address = v + (j + chain) * slot + i;
                 _mm_prefetch(reinterpret_cast<const char*>(address + AHEAD * slot), _MM_HINT_T0);
-                const __m512 value = wide(address, some);
+                const __m512 value = wide(address, mask);
                 for (int n = 0; n < N; n++) {
-                    const __m512 share = _mm512_set1_ps(shares[n * stride + j + chain]);
-                    sums[n][chain] = _mm512_fmadd_ps(share, value, sums[n][chain]);
+                    const __m512 probability = _mm512_set1_ps(probabilities[n * stride + j + chain]);
+                    sums[n][chain] = _mm512_fmadd_ps(probability, value, sums[n][chain]);
                 }
             }
         for (; j < count; j++) {
-            const __m512 value = wide(v + j * slot + i, some);
+            const __m512 value = wide(v + j * slot + i, mask);
             for (int n = 0; n < N; n++)
-                sums[n][0] = _mm512_fmadd_ps(_mm512_set1_ps(shares[n * stride + j]), value, sums[n][0]);
+                sums[n][0] = _mm512_fmadd_ps(_mm512_set1_ps(probabilities[n * stride + j]), value, sums[n][0]);
         }
         for (int n = 0; n < N; n++) {
             for (int chain = 1; chain < CHAINS; chain++) sums[n][0] = _mm512_add_ps(sums[n][0], sums[n][chain]);
-            store(y + n * v_dim + i, _mm512_mul_ps(sums[n][0], _mm512_set1_ps(factors[n])), some);
+            store(y + n * v_dim + i, _mm512_mul_ps(sums[n][0], _mm512_set1_ps(factors[n])), mask);
         }
     }
 }
 
 // Replaces dot products by 2^(score - maximum). Returns the inverse of their sum, which includes the sink.
 float take_softmax(float* scores, int64_t count, const Scale& scale, const float* sink) {
-    __m512 high = _mm512_set1_ps(sink == nullptr ? -INFINITY : *sink * LOG2E), total = _mm512_setzero_ps();
+    __m512 maxima = _mm512_set1_ps(sink == nullptr ? -INFINITY : *sink * LOG2E), total = _mm512_setzero_ps();
     for (int64_t j = 0; j < count; j += LANES) {
-        const __mmask16 some = first(count - j);
-        const __m512 score = scale.score(_mm512_maskz_loadu_ps(some, scores + j));
-        _mm512_mask_storeu_ps(scores + j, some, score);
-        high = _mm512_mask_max_ps(high, some, high, score);
+        const __mmask16 mask = first(count - j);
+        const __m512 score = scale.score(_mm512_maskz_loadu_ps(mask, scores + j));
+        _mm512_mask_storeu_ps(scores + j, mask, score);
+        maxima = _mm512_mask_max_ps(maxima, mask, maxima, score);
     }
-    const float most = _mm512_reduce_max_ps(high);
+    const float max_score = _mm512_reduce_max_ps(maxima);
     for (int64_t j = 0; j < count; j += LANES) {
-        const __mmask16 some = first(count - j);
-        const __m512 share = exp2(_mm512_sub_ps(_mm512_maskz_loadu_ps(some, scores + j), _mm512_set1_ps(most)));
-        _mm512_mask_storeu_ps(scores + j, some, share);
-        total = _mm512_mask_add_ps(total, some, total, share);
+        const __mmask16 mask = first(count - j);
+        const __m512 score = _mm512_maskz_loadu_ps(mask, scores + j);
+        const __m512 probability = exp2(_mm512_sub_ps(score, _mm512_set1_ps(max_score)));
+        _mm512_mask_storeu_ps(scores + j, mask, probability);
+        total = _mm512_mask_add_ps(total, mask, total, probability);
     }
-    const float rest = sink == nullptr ? 0 : std::exp2f(*sink * LOG2E - most);
-    return 1 / (_mm512_reduce_add_ps(total) + rest);
+    const float sink_term = sink == nullptr ? 0 : std::exp2f(*sink * LOG2E - max_score);
+    return 1 / (_mm512_reduce_add_ps(total) + sink_term);
 }
 
 template <typename T, int N>

@@ -19,7 +19,7 @@ constexpr int MAX_DOT_ROWS = 8;            // of x, without AMX
 
 // Dot products of M rows of x with one row of the weight, accumulated in fp32.
 template <int M>
-PAIRS void dots(const bf16* x, const bf16* weight, float* found, int64_t width) {
+PAIRS void dots(const bf16* x, const bf16* weight, float* products, int64_t width) {
     __m512 sums[M];
     for (int m = 0; m < M; m++) sums[m] = _mm512_setzero_ps();
     int64_t i = 0;
@@ -29,14 +29,14 @@ PAIRS void dots(const bf16* x, const bf16* weight, float* found, int64_t width) 
             sums[m] = _mm512_dpbf16_ps(sums[m], w, (__m512bh)_mm512_loadu_si512(x + m * width + i));
     }
     if (i < width) {
-        const __mmask32 rest = (1u << (width - i)) - 1;
-        const auto w = (__m512bh)_mm512_maskz_loadu_epi16(rest, weight + i);
+        const __mmask32 tail_mask = (1u << (width - i)) - 1;
+        const auto w = (__m512bh)_mm512_maskz_loadu_epi16(tail_mask, weight + i);
         for (int m = 0; m < M; m++) {
-            const auto some = (__m512bh)_mm512_maskz_loadu_epi16(rest, x + m * width + i);
-            sums[m] = _mm512_dpbf16_ps(sums[m], w, some);
+            const auto x_tail = (__m512bh)_mm512_maskz_loadu_epi16(tail_mask, x + m * width + i);
+            sums[m] = _mm512_dpbf16_ps(sums[m], w, x_tail);
         }
     }
-    for (int m = 0; m < M; m++) found[m] = _mm512_reduce_add_ps(sums[m]);
+    for (int m = 0; m < M; m++) products[m] = _mm512_reduce_add_ps(sums[m]);
 }
 
 using Dots = void (*)(const bf16*, const bf16*, float*, int64_t);
@@ -48,10 +48,10 @@ void multiply_rows(const bf16* x, const bf16* weight, const bf16* bias, bf16* y,
     for (int64_t r = begin; r < end; r++)
         for (int64_t first = 0; first < tokens; first += MAX_DOT_ROWS) {
             const int64_t count = std::min<int64_t>(MAX_DOT_ROWS, tokens - first);
-            float found[MAX_DOT_ROWS];
-            DOTS[count - 1](x + first * width, weight + r * stride, found, width);
+            float products[MAX_DOT_ROWS];
+            DOTS[count - 1](x + first * width, weight + r * stride, products, width);
             for (int64_t m = 0; m < count; m++)
-                round(bias == nullptr ? found[m] : found[m] + number(bias[r]), y[(first + m) * rows + r]);
+                round(bias == nullptr ? products[m] : products[m] + number(bias[r]), y[(first + m) * rows + r]);
         }
 }
 
@@ -70,7 +70,7 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {};
 };
 
-// Linux allows the tile registers to a process that asks for them.
+// Requests the permission to use tile registers, which Linux grants to a process.
 bool request_amx() {
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
     return __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
