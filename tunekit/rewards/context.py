@@ -1,5 +1,6 @@
 """Progress of the run and logging for reward functions of the user, with the names of TRL."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,13 +50,15 @@ class RewardContext:
 
 
 def to_plain(value: Any) -> Any:
-    """A value that JSON can hold; the text of other objects."""
+    """A value that JSON can hold; None for NaN and Inf, and the text of other objects."""
     if isinstance(value, Tensor | np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return value if value is None or isinstance(value, str | bool | int | float) else str(value)
 
 

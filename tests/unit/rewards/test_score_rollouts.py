@@ -1,15 +1,19 @@
 """Scores of several rewards, errors of functions of the user, and columns that are checked before training."""
 
+import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tests.helpers.rollouts import make_rollout
 from tunekit.errors import UserError
+from tunekit.loggers.metrics_file import encode_line
 from tunekit.rewards.answer_rewards import ExactMatch, Length
 from tunekit.rewards.base import check_rewards, reward_names, score_rollouts
+from tunekit.rewards.context import RewardContext
 from tunekit.rewards.rejection_sampling import score_answers
 from tunekit.rewards.unit_tests import UnitTests
 from tunekit.rewards.user_function import UserFunction
@@ -67,6 +71,14 @@ def test_bad_function_names_reward_and_row(tmp_path: Path, body: str, row: str) 
     assert message.startswith(f"{row}: rewards.1 (score)") and "\n" not in message
     if "/" in body:
         assert f"{tmp_path / 'reward.py'}:2: ZeroDivisionError" in message
+
+
+def test_logged_columns_without_finite_values_are_json() -> None:
+    context, nan, inf = RewardContext(), float("nan"), float("inf")
+    context.log_extra("x", [nan, [1.0, {"a": (inf, 2)}], torch.tensor([nan, 3.0]), np.float32(-inf), {3: nan}])
+    plain = [None, [1.0, {"a": [None, 2]}], [None, 3.0], None, {"3": None}]
+    assert context.columns == {"x": plain}
+    assert json.loads(encode_line(1, context.columns)) == {"step": 1, "x": plain}
 
 
 def test_missing_columns_are_found_before_training(tmp_path: Path) -> None:
