@@ -125,7 +125,7 @@ def train(cfg: GRPOConfig, run: RunContext) -> None:
                 step = guard.roll_back(checkpointer, logger)  # to the last training state; skips the data since then
                 continue
             step += 1
-            metrics |= rollouts.metrics
+            metrics = rollouts.metrics | metrics
             logger.log_step(
                 step, samples.batches, prefetcher.data_time, loss=loss, grad_norm=grad_norm, lr=lr, **metrics
             )

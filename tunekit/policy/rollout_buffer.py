@@ -62,7 +62,7 @@ class ScoredRollouts(NamedTuple):
         for name in sorted(names):
             values = [rollout.metrics[name] for rollout in self.rollouts if name in rollout.metrics]
             metrics[f"environment/{name}"] = torch.tensor(values, dtype=torch.float32).mean()
-        return {**{name: float(value) for name, value in metrics.items()}, **self.logged_metrics}
+        return {**self.logged_metrics, **{name: float(value) for name, value in metrics.items()}}
 
     def episodes(self, tokenizer: Tokenizer, advantages: Tensor, count: int) -> Iterator[dict[str, Any]]:
         """Lines of `episodes.jsonl` for the first `count` rollouts, with the advantages (N, T) of their tokens."""

@@ -94,12 +94,14 @@ def score_rollouts(
 ) -> Tensor:
     """Scores (R, num_rewards) in fp32 on the CPU, without weights; NaN where a reward does not apply (None).
 
-    Raises UserError, with the reward and the row, for a reward that raises or returns something else than numbers.
+    Raises UserError, with the reward and the row, for a reward that raises or returns something else than numbers, and
+    with the reward if it logs a metric or a column under a name of the run.
     """
-    scores = torch.empty(len(rollouts), len(rewards))
+    scores, context, names = torch.empty(len(rollouts), len(rewards)), context or RewardContext(), reward_names(rewards)
     for index, reward in enumerate(rewards if rollouts else ()):
         where = f"rewards.{index} ({reward.name})"
-        values = call_reward(reward, rollouts, where, context or RewardContext())
+        values = call_reward(reward, rollouts, where, context)
+        context.check_names(where, names)
         for row, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
             scores[row, index] = to_number(value, f"{rollout.prompt.where}: {where}")
     return scores

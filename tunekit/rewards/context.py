@@ -10,6 +10,26 @@ from torch import Tensor
 
 from tunekit.errors import UserError
 
+# names that reward functions cannot log: those of each line, and arguments of `MetricLogger.log_step`
+RUN_COLUMNS = frozenset(
+    ("step", "prompt", "completion", "row", "reward", "advantage", "num_tokens", "finish_reason", "environment")
+)
+RUN_METRICS = frozenset(
+    (
+        "self",
+        "step",
+        "batches",
+        "data_time",
+        "loss",
+        "grad_norm",
+        "lr",
+        "reward",
+        "reward_std",
+        "frac_reward_zero_std",
+        "generation_time",
+    )
+)
+
 
 @dataclass(frozen=True)
 class TrainerState:
@@ -43,6 +63,16 @@ class RewardContext:
             if len(values) != count:
                 problem = f"log_extra: column {name!r} has {len(values)} values for {count} answers"
                 raise UserError(f"rewards: {problem}. Pass one value for each completion.")
+
+    def check_names(self, where: str, rewards: Sequence[str]) -> None:
+        """Raise UserError, which starts with `where`, if a name is one that the run itself writes."""
+        for call, names, taken in (
+            ("log_metric", self.metrics, RUN_METRICS),
+            ("log_extra", self.columns, RUN_COLUMNS.union(rewards)),
+        ):
+            for name in names:
+                if name in taken:
+                    raise UserError(f"{where}: {call}: the run itself writes {name!r}. Log it under another name.")
 
     def rows(self, count: int) -> list[dict[str, Any]]:
         """Values of the columns for each of `count` answers."""

@@ -81,6 +81,26 @@ def test_logged_columns_without_finite_values_are_json() -> None:
     assert json.loads(encode_line(1, context.columns)) == {"step": 1, "x": plain}
 
 
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ("log_metric('reward', 1.0)", "reward"),
+        ("log_metric('loss', 1.0)", "loss"),
+        ("log_extra('step', [1, 2])", "step"),
+        ("log_extra('completion', ['a', 'b'])", "completion"),
+        ("log_extra('length', [3, 4])", "length"),  # the other reward
+    ],
+)
+def test_names_of_the_run_cannot_be_logged(tmp_path: Path, call: str, name: str) -> None:
+    function = user_function(tmp_path, f"{call}; return [0, 1]", "log_metric, log_extra")
+    with pytest.raises(UserError, match=rf"^rewards\.1 \(score\): log_\w+: the run itself writes '{name}'\. "):
+        score_rollouts([Length(), function], ROLLOUTS, RewardContext())
+    context = RewardContext()
+    body = "log_metric('rewards/mine', 3); log_extra('loss', [1, 2]); return [0, 1]"
+    score_rollouts([user_function(tmp_path, body, "log_metric, log_extra")], ROLLOUTS, context)
+    assert (context.metrics, context.columns) == ({"rewards/mine": [3.0]}, {"loss": [1, 2]})
+
+
 def test_missing_columns_are_found_before_training(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rewards\.1\.column"):
         check_rewards([Length(), ExactMatch("solution")], ["prompt", "answer"])
