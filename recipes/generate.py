@@ -65,9 +65,10 @@ class GenerateConfig(InferenceConfig):
         super().__post_init__()
         if not self.prompts and self.source is None:
             raise FieldError("prompts", "no prompts. Set prompts or source.")
-        for key in ("max_num_seqs", "num_return_sequences"):
-            if getattr(self, key) < 1:
-                raise FieldError(key, f"must be >= 1, got {getattr(self, key)}")
+        for key in ("max_num_seqs", "num_return_sequences", "max_model_len"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise FieldError(key, f"must be >= 1, got {value}")
         if self.num_return_sequences > 1 and self.sampling.temperature == 0:
             raise FieldError("num_return_sequences", "greedy answers are equal. Set sampling.temperature.")
         self.check_selection()

@@ -90,6 +90,7 @@ def test_several_answers_to_each_prompt(run_generate):
 
 @pytest.mark.parametrize(("args", "key"), [
     (["num_return_sequences=2"], "num_return_sequences"), (["num_return_sequences=0"], "num_return_sequences"),
+    (["max_model_len=-5"], "max_model_len: must be >= 1, got -5"),
     (["sampling.stop_strings=['']"], "sampling.stop_strings"), (["config_overrides.no_key=1"], "config_overrides"),
 ])  # fmt: skip
 def test_unusable_options_are_one_line_errors(workspace, run_generate, args, key):
