@@ -1,6 +1,7 @@
 """GRPO runs: config errors, exact resume in the middle of a generation, metrics, files, and drift."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -80,12 +81,21 @@ def grpo_workspace(workspace: Workspace) -> Workspace:
     (("global_batch_size=64",), "data: has 9 prompts, but a step needs 32"),
     (("loss.top_entropy_quantile=0",), "loss.top_entropy_quantile: "),
     (("loss=ppo",), "loss: "),
+    (("environment=again.py:Again", "data.prompt_format=text"), "data.prompt_format: must be chat with an environment"),
 ])  # fmt: skip
 def test_config_and_row_errors(grpo_workspace: Workspace, changes: tuple[str, ...], message: str) -> None:
     result = grpo_workspace.run_tune(*RUN, *changes)
     assert result.code == 2
     assert message in result.error, result.error
     assert not Path("out/metrics.jsonl").exists()
+
+
+def test_environment_without_chat_template_is_refused(grpo_workspace: Workspace) -> None:
+    """Before weights are loaded: the checkpoint has none."""
+    shutil.copytree(grpo_workspace.model, "base", ignore=shutil.ignore_patterns("*.jinja"))
+    args = ("model=base", "environment=again.py:Again", "eval_data=null")
+    result = grpo_workspace.run_tune(*RUN, *args)
+    assert result.code == 2 and "data: turns of an environment need a chat template. Set data." in result.error
 
 
 def test_reward_that_raises_names_the_row(grpo_workspace: Workspace) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tunekit.config.choices import kind_name
 from tunekit.data.dataloader.mixture import MixtureBase
-from tunekit.data.dataloader.prompt_data import PromptData
+from tunekit.data.dataloader.prompt_data import PromptData, PromptDataset
 from tunekit.data.dataloader.summary import format_count
 from tunekit.data.readers.open_dataset import find_data_files, open_dataset, parse_split
 from tunekit.data.readers.row_reader import Row
@@ -78,6 +78,8 @@ class PolicyConfig(TrainConfig):
             if data is not None and data.max_length <= self.sampling.max_new_tokens:
                 problem = f"must be more than sampling.max_new_tokens={self.sampling.max_new_tokens:,}"
                 raise FieldError(f"{key}.max_length", f"{problem}, as it includes the prompt, got {data.max_length:,}")
+            if self.environment is not None and data is not None:
+                check_is_chat(key, data)
 
     def check_counts(self, *names: str) -> None:
         """Raise FieldError for keys that are less than 1."""
@@ -127,6 +129,16 @@ class PolicyConfig(TrainConfig):
     def steps_per_prompt(self) -> int:
         """Optimizer steps that train on the answers of a generation."""
         return self.steps_per_generation * self.num_iterations
+
+
+def check_is_chat(key: str, data: PromptData) -> None:
+    """Raise FieldError if prompts are plain texts, which environments cannot continue with messages."""
+    for index, config in enumerate(MixtureBase.from_config(data).dataset_configs):
+        if isinstance(config, PromptDataset) and config.prompt_format == "text":
+            where = key if isinstance(data, PromptDataset) else f"{key}.datasets.{index}.dataset"
+            raise FieldError(
+                f"{where}.prompt_format", "must be chat with an environment, whose turns need a chat template, got text"
+            )
 
 
 def check_policy(cfg: PolicyConfig) -> None:

@@ -91,13 +91,16 @@ def check_prompts(
 ) -> None:
     """Log a summary of the prompts, and warnings about answers that have less than `max_new_tokens` of space.
 
-    Raise UserError if a reward needs a column that the first row of a dataset does not have.
+    Raise UserError if a reward needs a column that the first row of a dataset does not have, or an environment a chat
+    template.
     """
     max_new_tokens = cfg.sampling.max_new_tokens
     for key, loader in loaders.items():
         if loader is None:
             continue
         dist.log(f"{key}: {loader.summary}")
+        if cfg.environment is not None and not loader.tokenizer.templates:
+            raise UserError(f"{key}: turns of an environment need a chat template. Set {key}.chat_template.")
         if key == "data":
             dist.log(f"data: {cfg.generation_summary}")
         for columns in loader.columns:
