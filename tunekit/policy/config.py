@@ -136,9 +136,8 @@ def check_is_chat(key: str, data: PromptData) -> None:
     for index, config in enumerate(MixtureBase.from_config(data).dataset_configs):
         if isinstance(config, PromptDataset) and config.prompt_format == "text":
             where = key if isinstance(data, PromptDataset) else f"{key}.datasets.{index}.dataset"
-            raise FieldError(
-                f"{where}.prompt_format", "must be chat with an environment, whose turns need a chat template, got text"
-            )
+            problem = "must be auto or chat with an environment, whose turns need a chat template, got text"
+            raise FieldError(f"{where}.prompt_format", problem)
 
 
 def check_policy(cfg: PolicyConfig) -> None:
