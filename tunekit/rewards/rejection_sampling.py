@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
 from tunekit.errors import UserError
 from tunekit.rewards.base import RewardFunction, reward_names, score_rollouts
+from tunekit.rewards.context import RewardContext
 from tunekit.rollouts.rollout import Rollout
 
 OutputFormat = Literal["answers", "sft", "preference"]
@@ -20,20 +21,26 @@ class ScoredRollout:
     rollout: Rollout
     reward: float | None
     scores: dict[str, float | None]  # by the name of the reward
+    columns: dict[str, Any] = field(default_factory=dict)  # logged by reward functions of the user
 
 
 def score_answers(rewards: Sequence[RewardFunction], rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
-    """Answers with their rewards. The reward of the environment has the weight 1."""
+    """Answers with their rewards. The reward of the environment has the weight 1.
+
+    Raises UserError as `score_rollouts` does, and for logged columns that do not have a value for each answer.
+    """
     names, weights = [*reward_names(rewards), "environment"], [*(reward.weight for reward in rewards), 1.0]
-    scored = []
-    for rollout, values in zip(rollouts, score_rollouts(rewards, rollouts).tolist(), strict=True):
+    scored, context = [], RewardContext()
+    all_scores = score_rollouts(rewards, rollouts, context).tolist()
+    context.check_columns(len(rollouts))
+    for rollout, values, columns in zip(rollouts, all_scores, context.rows(len(rollouts)), strict=True):
         values = [*(None if math.isnan(value) else value for value in values), rollout.environment_reward]
         terms = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
         scores = dict(zip(names, values, strict=True))
         if rollout.environment_reward is None:
             del scores["environment"]
         rollout = replace(rollout, environment=None)  # it cannot be sent to other ranks
-        scored.append(ScoredRollout(rollout, sum(terms) if terms else None, scores))
+        scored.append(ScoredRollout(rollout, sum(terms) if terms else None, scores, columns))
     return scored
 
 
@@ -92,7 +99,7 @@ def describe_rejection(scored: Sequence[ScoredRollout], output_format: OutputFor
 
 
 def answer_row(item: ScoredRollout) -> dict[str, Any]:
-    return {
+    return item.columns | {
         "prompt": list(item.rollout.prompt.messages),
         "answer": item.rollout.completion,
         "reward": item.reward,

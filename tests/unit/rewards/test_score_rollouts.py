@@ -14,7 +14,7 @@ from tunekit.loggers.metrics_file import encode_line
 from tunekit.rewards.answer_rewards import ExactMatch, Length
 from tunekit.rewards.base import check_rewards, reward_names, score_rollouts
 from tunekit.rewards.context import RewardContext
-from tunekit.rewards.rejection_sampling import score_answers
+from tunekit.rewards.rejection_sampling import score_answers, select_rows
 from tunekit.rewards.unit_tests import UnitTests
 from tunekit.rewards.user_function import UserFunction
 
@@ -99,6 +99,17 @@ def test_names_of_the_run_cannot_be_logged(tmp_path: Path, call: str, name: str)
     body = "log_metric('rewards/mine', 3); log_extra('loss', [1, 2]); return [0, 1]"
     score_rollouts([user_function(tmp_path, body, "log_metric, log_extra")], ROLLOUTS, context)
     assert (context.metrics, context.columns) == ({"rewards/mine": [3.0]}, {"loss": [1, 2]})
+
+
+def test_scored_answers_have_the_logged_columns(tmp_path: Path) -> None:
+    body, parameters = "log_extra('n', [{}]); log_extra('reward_note', [0, 1]); return [0, 1]", "log_extra"
+    scored = score_answers([user_function(tmp_path, body.format("3, 4"), parameters)], ROLLOUTS)
+    rows = select_rows(scored, "answers", None, False)
+    assert [(row["n"], row["reward_note"], row["answer"]) for row in rows] == [(3, 0, "yes"), (4, 1, "no")]
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(UserError, match="column 'n' has 1 values for 2 answers"):
+        score_answers([user_function(other, body.format("3"), parameters)], ROLLOUTS)
 
 
 def test_missing_columns_are_found_before_training(tmp_path: Path) -> None:
