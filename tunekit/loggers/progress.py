@@ -9,7 +9,10 @@ PRINT_INTERVAL = 10.0  # seconds between two lines
 
 
 class ProgressLogger:
-    """Counts finished items. Only the main process shows anything, and nothing in the first 10 seconds of a file."""
+    """Counts finished items. Only the main process shows anything.
+
+    Without a terminal, prints nothing in the first 10 seconds.
+    """
 
     def __init__(self, description: str, total: int, unit: str, is_main: bool) -> None:
         self.description, self.total, self.unit, self.count = description, total, unit, 0

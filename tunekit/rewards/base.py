@@ -45,7 +45,9 @@ class RewardFunction(ABC):
         for key, column in self.columns.items():
             if column not in columns:
                 known = ", ".join(columns) or "none"
-                raise UserError(f"{key}: the rows have no column {column!r} (columns: {known}). Set it to one of these")
+                raise UserError(
+                    f"{key}: the rows have no column {column!r} (columns: {known}). Set it to one of these."
+                )
 
     def prepare(self, dist: DistributedContext) -> None:  # noqa: B027
         """Load what this reward needs, such as the weights of a model, on each rank before the first call."""

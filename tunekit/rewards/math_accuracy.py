@@ -33,7 +33,9 @@ class Accuracy(AnswerReward):
     def check(self, columns: Collection[str]) -> None:
         super().check(columns)
         if find_spec("math_verify") is None:
-            raise UserError("accuracy: needs math-verify, which is not installed. Run `pip install 'tunekit[math]'`")
+            raise UserError(
+                "kind: accuracy needs math-verify, which is not installed. Run `pip install 'tunekit[math]'`."
+            )
 
     def score(self, rollout: Rollout) -> float | None:
         math_verify: Any = import_module("math_verify")

@@ -58,7 +58,7 @@ class UserFunction(RewardFunction):
                 known = ", ".join((*ARGUMENTS, *columns))
                 raise UserError(
                     f"function: {self.function} has a parameter {parameter.name!r}, but the rows have no such column "
-                    f"(known: {known}). Rename it, or give it a default value"
+                    f"(known: {known}). Rename it, or give it a default value."
                 )
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Sequence[float | None]:

@@ -300,7 +300,7 @@ class EpisodeRunner:
         try:
             tokens = tool_result_tokens(self.tokenizer, tools, messages, calls, episode.sampled[-1])
         except UserError as error:
-            raise UserError(f"environment: {error}. Set chat_template to one that can.") from None
+            raise UserError(f"environment: {error}. Set chat_template to a template that renders them.") from None
         num_left = self.sampling.max_new_tokens - len(episode.tokens) - len(tokens)
         num_free = self.engine.max_model_len - len(episode.prompt.tokens) - len(episode.tokens) - len(tokens)
         if min(num_left, num_free) < 1:

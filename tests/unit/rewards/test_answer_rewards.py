@@ -75,7 +75,7 @@ def test_accuracy_equals_trl() -> None:
 def test_accuracy_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     Accuracy("gold").check(["gold"])
     monkeypatch.setattr(math_accuracy, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"accuracy: .*tunekit\[math\]"):
+    with pytest.raises(UserError, match=r"^kind: accuracy needs .*tunekit\[math\]"):
         Accuracy("gold").check(["gold"])
 
 

@@ -116,7 +116,7 @@ def test_missing_columns_are_found_before_training(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rewards\.1\.column"):
         check_rewards([Length(), ExactMatch("solution")], ["prompt", "answer"])
     needs_column = user_function(tmp_path, "return []", "completions, solution")
-    with pytest.raises(UserError, match=r"rewards\.0\.function.*solution"):
+    with pytest.raises(UserError, match=r"rewards\.0\.function.*solution.*value\.$"):
         check_rewards([needs_column], ["prompt", "answer"])
     check_rewards([needs_column], ["prompt", "solution"])
 
