@@ -66,12 +66,12 @@ class RewardContext:
 
     def check_names(self, where: str, rewards: Sequence[str]) -> None:
         """Raise UserError, which starts with `where`, if a name is one that the run itself writes."""
-        for call, names, taken in (
+        for call, names, reserved in (
             ("log_metric", self.metrics, RUN_METRICS),
             ("log_extra", self.columns, RUN_COLUMNS.union(rewards)),
         ):
             for name in names:
-                if name in taken:
+                if name in reserved:
                     raise UserError(f"{where}: {call}: the run itself writes {name!r}. Log it under another name.")
 
     def rows(self, count: int) -> list[dict[str, Any]]:
