@@ -164,7 +164,7 @@ NOTED_KEYS = (
     KeyHint("overrides_of_model_config rope_scaling", "config_overrides", "a mapping of keys of the model config"),
     KeyHint("model_revision", "model", "NAME@REVISION"),
     KeyHint("dataset_text_field", "data.text_column", "of recipe sft with data.kind=text"),
-    KeyHint("dataset_num_proc preprocessing_num_workers", "data.num_proc"),
+    KeyHint("dataset_num_proc preprocessing_num_workers data.num_workers", "data.num_proc"),
     KeyHint("shuffle_dataset", "data.shuffle"),
     KeyHint("padding_free packing_strategy eval_packing", "data.packing"),
     KeyHint("truncation_mode", "data.excess_length_strategy", "truncate (from the right), drop or split"),
@@ -404,15 +404,21 @@ DATA_SECTIONS = frozenset({"eval_data", "dataset"})
 
 
 def find_hint(path: Sequence[str], keys: Collection[Key]) -> KeyHint | None:
-    """Row for the unknown key at `path` in a recipe with these keys; None if no row applies."""
+    """Row for the unknown key at `path` in a recipe with these keys; None if no row applies.
+
+    Rows of policy trainers are about top-level keys: inside a section of the recipe, they apply if they replace a key
+    by one of this section.
+    """
     names = [*(name for name in path[:-1] if not name.isdecimal()), path[-1]]
     section = "data" if names[:-1] and names[-2] in DATA_SECTIONS else ".".join(names[-2:-1])
     qualified = f"{section}.{names[-1]}" if section else names[-1]
     rows = [row for row in TABLE if row.key in ("", *keys) and row.where in (None, *keys)]
-    for name in dict.fromkeys((qualified, names[-1])):
-        if row := next((row for row in rows if name in row.names.split()), None):
-            return row
-    return None
+    if row := next((row for row in rows if qualified in row.names.split()), None):
+        return row
+    head = "data" if names[0] in DATA_SECTIONS else names[0]
+    is_known = len(names) > 1 and any(key.startswith(f"{head}.") for key in keys)
+    rows = [row for row in rows if not is_known or row not in POLICY_KEYS or row.key.partition(".")[0] == head]
+    return next((row for row in rows if names[-1] in row.names.split()), None)
 
 
 def suggest_recipe(name: str) -> str | None:

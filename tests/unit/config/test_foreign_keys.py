@@ -196,6 +196,26 @@ def test_foreign_key_names_the_right_key(config: str, key: str, expected: str) -
     assert f"{key}: unknown key" in line and expected in line
 
 
+@pytest.mark.parametrize(
+    ("config", "key", "expected"),
+    [
+        ("nano/grpo", "data.num_workers", "use data.num_proc"),
+        ("nano/grpo", "eval_data.num_workers", "use data.num_proc"),
+        ("nano/grpo", "data.eos_token_id", "available keys: "),
+        ("nano/grpo", "data.tools", "available keys: "),
+        ("nano/grpo", "rewards.0.temperature", "belongs to kind llm_judge"),
+        ("nano/ppo", "adapter.target", "available keys: trainable_modules"),
+        ("nano/ppo", "optimizer.beta", "did you mean 'betas'?"),
+        ("nano/grpo", "loss.kl_coeff", "use loss.beta"),
+        ("nano/grpo", "sampling.stop_token_ids", "use sampling.stop_strings: "),
+        ("nano/grpo", "rewards.0.reward_weights", "use rewards.0.weight: "),
+    ],
+)
+def test_hint_for_a_key_of_a_section_is_about_this_section(config: str, key: str, expected: str) -> None:
+    line = single_error(config, f"{key}=1")
+    assert f"{key}: unknown key" in line and expected in line
+
+
 @pytest.mark.parametrize("key", ["memory_mb", "file_mb", "output_kb"])
 def test_limits_of_the_sandbox_are_named(key: str) -> None:
     unit_tests = f"rewards=[{{kind: unit_tests, sandbox: {{{key}: 64}}}}]"
