@@ -11,6 +11,7 @@ import torch
 from tests.helpers.rollouts import make_rollout
 from tunekit.errors import UserError
 from tunekit.loggers.metrics_file import encode_line
+from tunekit.policy.rollout_buffer import ScoredRollouts
 from tunekit.rewards.answer_rewards import ExactMatch, Length
 from tunekit.rewards.base import check_rewards, reward_names, score_rollouts
 from tunekit.rewards.context import RewardContext
@@ -99,6 +100,12 @@ def test_names_of_the_run_cannot_be_logged(tmp_path: Path, call: str, name: str)
     body = "log_metric('rewards/mine', 3); log_extra('loss', [1, 2]); return [0, 1]"
     score_rollouts([user_function(tmp_path, body, "log_metric, log_extra")], ROLLOUTS, context)
     assert (context.metrics, context.columns) == ({"rewards/mine": [3.0]}, {"loss": [1, 2]})
+
+
+def test_logged_metrics_do_not_replace_those_of_the_run() -> None:
+    logged = {"rewards/length/mean": 9.0, "mine": 2.0}
+    scored = ScoredRollouts(ROLLOUTS, torch.tensor([[1.0], [0.0]]), ["length"], torch.ones(1), logged, [{}, {}])
+    assert (scored.metrics["rewards/length/mean"], scored.metrics["mine"]) == (0.5, 2.0)
 
 
 def test_scored_answers_have_the_logged_columns(tmp_path: Path) -> None:
