@@ -81,7 +81,7 @@ def grpo_workspace(workspace: Workspace) -> Workspace:
     (("global_batch_size=64",), "data: has 9 prompts, but a step needs 32"),
     (("loss.top_entropy_quantile=0",), "loss.top_entropy_quantile: "),
     (("loss=ppo",), "loss: "),
-    (("environment=again.py:Again", "data.prompt_format=text"), "data.prompt_format: must be auto or chat with an environment"),
+    (("environment=again.py:Again", "data.prompt_format=text"), "data.prompt_format: must be auto or chat"),
 ])  # fmt: skip
 def test_config_and_row_errors(grpo_workspace: Workspace, changes: tuple[str, ...], message: str) -> None:
     result = grpo_workspace.run_tune(*RUN, *changes)
