@@ -39,11 +39,7 @@ class CachePositions:
         key = params.window, params.chunk
         if key not in self.ranges:
             last = self.positions[:, 0].int()
-            first = torch.zeros_like(last)
-            if params.window is not None:
-                first = (last - (params.window - 1)).clamp(min=0)
-            if params.chunk is not None:
-                first = torch.maximum(first, last - last % params.chunk)
+            first = first_visible_slot(last, params)
             # The kernel reads the ends of rows only if it gets no lengths.
             starts = torch.cat([self.row_starts[:-1] + first, self.row_starts[-1:]])
             self.ranges[key] = starts, last - first + 1
@@ -54,12 +50,20 @@ class CachePositions:
         key = params.window, params.chunk
         if key not in self.spans:
             last = self.positions[:, 0].cpu().long()
-            first = torch.zeros_like(last) if params.window is None else (last - (params.window - 1)).clamp(min=0)
-            if params.chunk is not None:
-                first = torch.maximum(first, last - last % params.chunk)
+            first = first_visible_slot(last, params)
             self.spans[key] = torch.stack([first, last + 1], dim=1)
             check_spans(self.spans[key], self.num_slots)
         return self.spans[key]
+
+
+def first_visible_slot(last: Tensor, params: AttentionParams) -> Tensor:
+    """First slot that the query of each row (B,) attends to, for queries at the slots `last`."""
+    first = torch.zeros_like(last)
+    if params.window is not None:
+        first = (last - (params.window - 1)).clamp(min=0)
+    if params.chunk is not None:
+        first = torch.maximum(first, last - last % params.chunk)
+    return first
 
 
 @disable_compile  # layers share tensors that are derived from the positions

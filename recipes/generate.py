@@ -157,8 +157,8 @@ def expected_answer(prompt: str | list) -> Mapping[str, Any]:
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer, cfg: GenerateConfig) -> list[int]:
     """Token ids of a prompt, up to the start of the answer."""
-    if isinstance(prompt.value, str) and is_text(prompt, cfg):
-        return tokenizer.encode(prompt.value, special=True)
+    if is_text(prompt, cfg):
+        return tokenizer.encode(str(prompt.value), special=True)
     return encode_conversation(tokenizer, prompt_messages(prompt.value, cfg), prompt.tools)
 
 
