@@ -18,7 +18,7 @@ TRIPLETS += "query_column: prompt, positive_column: chosen, negative_column: rej
 TRIPLETS += "loss: {{kind: multiple_negatives_ranking, scale: 5.0}}"
 PROMPTS = "data: {{source: {folder}/pairs.jsonl, max_length: 64, packing: {pack}}}\n"
 PROMPTS += "rewards: [{{kind: regex_match, regex: 'w|k|z'}}, {{kind: length, max_tokens: 5}}]\n"
-PROMPTS += "num_generations: 16\nsampling: {{max_new_tokens: 6}}\n"
+PROMPTS += "num_episodes_to_save: 1000\nnum_generations: 16\nsampling: {{max_new_tokens: 6}}\n"
 METHODS = {
     "sft": ("sft", CHATS),
     "dpo": ("preference", PAIRS),
@@ -63,6 +63,20 @@ class Case(NamedTuple):
     packed: bool
 
 
+class RunResult(NamedTuple):
+    """Metrics of all steps by name, and the step and token ids of each sampled answer."""
+
+    metrics: dict[str, list[float]]
+    answers: list[tuple[int, list[int]]]
+
+
+class Comparison(NamedTuple):
+    """Maximum difference of any metric, relative for values above 1, and whether two runs sampled the same answers."""
+
+    error: float
+    has_equal_answers: bool
+
+
 CASES = [Case(method, adapter, packed) for method in METHODS for adapter in ADAPTERS for packed in (False, True)]
 
 
@@ -85,19 +99,36 @@ def make_config(case: Case, folder: Path, model: Path, out: Path) -> str:
     return f"recipe: {recipe}\n" + CONFIG.format(model=model, rows=rows, adapter=ADAPTERS[case.adapter], out=out)
 
 
-def run_all_cases(folder: Path, model: Path, out: str) -> list[dict[str, list[float]]]:
-    """Metrics of all steps of each case, by name. Nothing is saved or verified."""
+def run_all_cases(folder: Path, model: Path, out: str) -> list[RunResult]:
+    """Results of all cases. Nothing is saved or verified."""
     torch.set_num_threads(1)
     return [run_case(case, folder, model, folder / out / str(number)) for number, case in enumerate(CASES)]
 
 
-def run_case(case: Case, folder: Path, model: Path, out: Path, suffix: str = "") -> dict[str, list[float]]:
-    """Metrics of all steps, by name. `suffix` is appended to the config."""
+def run_case(case: Case, folder: Path, model: Path, out: Path, suffix: str = "") -> RunResult:
+    """Train. `suffix` is appended to the config."""
     recipe: Any = importlib.import_module(f"tunekit.recipes.{METHODS[case.method][0]}")
     recipe.export_final = lambda *_: None
     recipe.main(load.load_config(recipe.CONFIG, make_config(case, folder, model, out) + suffix))
     lines = [line for line in metrics_file.read_metrics(out) if "loss" in line]
-    return {name: [line[name] for line in lines] for name in lines[0] if is_deterministic(name)}
+    metrics = {name: [line[name] for line in lines] for name in lines[0] if is_deterministic(name)}
+    log = out / "episodes.jsonl"
+    records = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return RunResult(metrics, [(record["step"], record["token_ids"]) for record in records])
+
+
+def compare_runs(actual: RunResult, expected: RunResult) -> Comparison:
+    """Compare all metrics of the steps before the first that samples different answers.
+
+    Rounding errors of 1e-7 change about one of 20,000 sampled tokens: its random number lies between the cumulative
+    probabilities of the two runs.
+    """
+    assert actual.metrics.keys() == expected.metrics.keys()
+    answers = zip(actual.answers, expected.answers, strict=True)
+    num_steps = min((a[0] - 1 for a, b in answers if a != b), default=None)
+    pairs = (zip(actual.metrics[name], values, strict=True) for name, values in expected.metrics.items())
+    errors = [abs(a - b) / max(1.0, abs(b)) for steps in pairs for a, b in list(steps)[:num_steps]]
+    return Comparison(max(errors, default=0.0), num_steps is None)
 
 
 def is_deterministic(name: str) -> bool:

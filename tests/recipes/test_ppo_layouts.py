@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training_methods import Case, run_case, write_rows
+from tests.helpers.training_methods import Case, RunResult, compare_runs, run_case, write_rows
 
 CASES = [Case("ppo", "full", True), Case("ppo", "full", False), Case("ppo", "qlora", True)]
 LAYOUTS = ("tp: 2", "cp: 2", "dp_shard: 2", "dp_replicate: 2")
 BOUND = 1e-5
 
 
-def run_layout(folder: Path, model: Path, layout: str) -> list[dict[str, list[float]]]:
-    """Metrics of all steps of each case, by name."""
+def run_layout(folder: Path, model: Path, layout: str) -> list[RunResult]:
+    """Results of all cases."""
     out = folder / (layout.replace(": ", "") or "one")
     suffix = f"parallel: {{{layout}}}\nvalue_lr: 0.1\n"
     return [run_case(case, folder, model, out / str(number), suffix) for number, case in enumerate(CASES)]
@@ -31,10 +31,8 @@ def test_all_layouts_agree_with_one_process(tmp_path: Path, make_model: Callable
         first, second = run_ranks(2, run_layout, tmp_path, model, layout, limit=600)
         assert first == second
         for case, actual, required in zip(CASES, first, expected, strict=True):
-            assert actual.keys() == required.keys() and len(required["loss"]) == 3
-            assert required["val/explained_variance"][2] != 0, "the value head did not change"
-            for name, values in required.items():
-                pairs = zip(actual[name], values, strict=True)
-                error = max(abs(a - b) / max(1.0, abs(b)) for a, b in pairs)
-                failures += [f"{layout} {case} {name}: {error:.1e}"] if error > BOUND else []
+            assert len(required.metrics["loss"]) == 3
+            assert required.metrics["val/explained_variance"][2] != 0, "the value head did not change"
+            error = compare_runs(actual, required).error
+            failures += [f"{layout} {case}: {error:.1e}"] if error > BOUND else []
     assert not failures, "\n".join(failures)

@@ -83,7 +83,7 @@ def test_signal_before_the_first_step_ends_immediately(workspace):
 def test_signal_ends_generation(workspace):
     """Recipes without state end at the first signal."""
     questions = ", ".join(["Why"] * 400)
-    config = f"model: {workspace.model}\nprompts: [{questions}]\nbatch_size: 1\ndevice: cpu\n"
+    config = f"model: {workspace.model}\nprompts: [{questions}]\nmax_num_seqs: 1\ndevice: cpu\n"
     config += "sampling: {max_new_tokens: 500}\n"
     (workspace.folder / "generate.yaml").write_text(config)
     process = workspace.start("run", "generate", "generate.yaml", "output_path=answers.jsonl", setup=MARK_FIRST_ANSWER)

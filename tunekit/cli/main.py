@@ -8,7 +8,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -302,6 +302,7 @@ def dispatch(words: Sequence[str]) -> None:
         words = [normalize_option(word, parsers[words[0]]) for word in words]
     args, rest = top.parse_known_args(words)
     if args.version:
+        metadata = import_module("importlib.metadata")  # takes 25 ms, of which other subcommands have no use
         versions = (f"{name} {metadata.version(name)}" for name in ("tunekit", "torch"))
         print(*versions, f"Python {platform.python_version()}", sep=", ")
     elif args.verb is None:

@@ -44,15 +44,16 @@ print("heavy:", *(name for name in {HEAVY_PACKAGES} if name in sys.modules), fil
 
 
 def test_ls_takes_at_most_0_2_s() -> None:
-    """Measured in CPU time, because other tests run at the same time."""
+    """Compared with the start of Python, which takes 0.03 s on a fast machine, in CPU time: other tests run beside."""
 
-    def seconds() -> float:
+    def seconds(*command: str | Path) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([TUNE, "ls"], check=True, capture_output=True)
+        subprocess.run(command, check=True, capture_output=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    assert min(seconds() for _ in range(5)) < 0.2
+    pairs = [(seconds(TUNE, "ls"), seconds(sys.executable, "-c", "pass")) for _ in range(5)]
+    assert min(ls for ls, _ in pairs) < 6.5 * min(start for _, start in pairs)
 
 
 def test_each_verb_has_a_module() -> None:
