@@ -49,6 +49,7 @@ QLORA_OPTIONS = (
 )
 CPU_FACTOR = 4  # time limits of jobs on a CPU, in units of those on a GPU
 FOR_GPUS = {"memory.activation_offloading=true", "precision.compute_dtype=tf32"}  # options that a CPU refuses
+ROLLOUTS = ("max_steps=3", "eval_every=3", "global_batch_size=32", "micro_batch_size=16")
 PREFERENCE_LOSSES = ("simpo", "orpo", "kto")
 
 
@@ -159,7 +160,25 @@ def shapes(device: str) -> tuple[list[Job], int]:
     ], 1
 
 
-CALLS = {function.__name__: function for function in (smoke, correctness, speed, ranks, shapes)}
+def rollouts(device: str) -> tuple[list[Job], int]:
+    """Reinforcement learning, embeddings, and the engine that samples answers."""
+    nano = {
+        "grpo": ("grpo", "nano/grpo", *ROLLOUTS),
+        "grpo lora bf16": ("grpo", "nano/grpo", *ROLLOUTS, "adapter=lora", "precision.compute_dtype=bf16"),
+        "grpo qlora": ("grpo", "nano/grpo", *ROLLOUTS, "adapter=lora", "quantization=nf4", "loss.beta=0.1"),
+        "grpo compile": ("grpo", "nano/grpo", *ROLLOUTS, "compile=true"),
+        "grpo key_value_lookup": ("grpo", "nano/grpo_key_value_lookup", "model=tunekit/nano", *ROLLOUTS),
+        "ppo": ("ppo", "nano/ppo", *ROLLOUTS),
+        "embed": ("embed", "nano/embed", *STEPS),
+    }
+    jobs = [
+        tune(name, 180, device, *words, f"output_dir={RUNS}/{name.replace(' ', '_')}") for name, words in nano.items()
+    ]
+    words = [str(SCRIPTS / "engine.py"), device, *(["--small"] if device == "cpu" else [])]
+    return [*jobs, python("engine", 300, *words, stage=1, summary=30)], 4 if device == "cuda" else 2
+
+
+CALLS = {function.__name__: function for function in (smoke, correctness, speed, ranks, shapes, rollouts)}
 
 
 def heading(device: str) -> str:

@@ -1,6 +1,6 @@
 #!/bin/bash
 # One call on a GPU machine: bash scripts/gpu/run.sh CALL [device] [--only JOB]
-#   CALL: smoke, correctness, speed, ranks, shapes. device: cuda (default), or cpu with reduced sizes.
+#   CALL: smoke, correctness, speed, ranks, shapes, rollouts. device: cuda (default), or cpu with reduced sizes.
 # Works without an installed tunekit: .whl/ (from fetch_wheels.sh) and a tree of links stand in for an installation.
 # Reports go to $OUT (default: /tmp/gpu-CALL); every call ends within SECONDS_LIMIT (default: 560).
 set -uo pipefail
