@@ -44,7 +44,7 @@ print("heavy:", *(name for name in {HEAVY_PACKAGES} if name in sys.modules), fil
 
 
 def test_ls_takes_at_most_0_2_s() -> None:
-    """Compared with the start of Python, which takes 0.03 s on a fast machine, in CPU time: other tests run beside."""
+    """Compared with the start of Python, which takes 0.03 s on a fast machine, in CPU time: other tests run too."""
 
     def seconds(*command: str | Path) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
