@@ -6,7 +6,7 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-TIMEOUT_SECONDS = 180.0  # longer waits count as hung
+TIMEOUT_SECONDS = 400.0  # longer waits count as hung
 
 
 def wait_until(condition: Callable[[], object], *processes: subprocess.Popen[Any] | BaseProcess) -> None:
