@@ -140,13 +140,13 @@ def train(cfg: SFTConfig, run: RunContext) -> None:
 def forward_backward(model: Decoder, batches: list[Batch], cfg: SFTConfig, dist: DistributedContext) -> Tensor:
     """Compute the gradients of one optimizer step. Returns the mean loss of its target tokens, over all ranks.
 
-    Every target token has the same weight, in every micro-batch and on every rank.
+    Every target token has the same weight, in every micro-batch and on every rank, unless its message has a `weight`.
     """
-    num_targets = dist.sum_counts(sum(batch.num_target_tokens for batch in batches))
+    (denominator,) = dist.sum_numbers(sum(batch.loss_denominator for batch in batches))
     total = torch.zeros((), device=dist.device)
     for i, batch in enumerate(batches, start=1):
         dist.set_gradient_sync(model, enabled=i == len(batches))  # reduce gradients in the last micro-batch only
-        loss = cfg.loss(model, batch.to(dist.device)) / num_targets
+        loss = cfg.loss(model, batch.to(dist.device)) / denominator
         (loss * dist.grad_scale).backward()  # FSDP averages gradients over ranks; this makes it a sum
         total += loss.detach()
     return dist.all_reduce_sum(total)

@@ -49,6 +49,7 @@ class Case:
     length: int = LENGTH  # of rows
     vocab: int = VOCAB  # tokens of rows are below this
     loss: CrossEntropy = CrossEntropy()
+    weighted: bool = False  # target tokens have weights
     pairs: Literal["", "whole", "shared"] = ""  # the common prefix is repeated (whole) or shared
 
 
@@ -71,10 +72,14 @@ def make_micro_batches(case: Case, step: int, dist: DistributedContext) -> list[
     targets = F.pad(rows[:, 1:], (0, 1), value=IGNORE).masked_fill(~is_target, IGNORE)
     local_rows = range(dist.dp_rank, ROWS, dist.dims.dp_size)
     groups = [list(local_rows)[i : i + case.micro_batch] for i in range(0, len(local_rows), case.micro_batch)]
-    return [make_batch(rows[group], targets[group], case.packed) for group in groups]
+    weights = torch.rand(rows.shape, generator=generator) if case.weighted else None
+    return [
+        make_batch(rows[group], targets[group], case.packed, None if weights is None else weights[group])
+        for group in groups
+    ]
 
 
-def make_batch(rows: Tensor, targets: Tensor, packed: bool) -> Batch:
+def make_batch(rows: Tensor, targets: Tensor, packed: bool, weights: Tensor | None = None) -> Batch:
     """Batch of padded rows, or of rows that contain several documents of odd lengths."""
     length, cu_seqlens = rows.shape[1], None
     positions = torch.arange(length).expand_as(rows)
@@ -84,7 +89,9 @@ def make_batch(rows: Tensor, targets: Tensor, packed: bool) -> Batch:
             bounds += [row * length + end for end in (7, 16, length)]
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
         positions = torch.cat([torch.arange(n) for n in (7, 9, length - 16)]).expand_as(rows)
-    return Batch(rows, targets, positions, cu_seqlens, int((targets != IGNORE).sum()), rows.numel())
+    total = None if weights is None else float(weights[targets != IGNORE].sum())
+    counts = int((targets != IGNORE).sum()), rows.numel()
+    return Batch(rows, targets, positions, cu_seqlens, *counts, loss_weights=weights, sum_loss_weights=total)
 
 
 def train_case(case: Case) -> Outcome:

@@ -178,15 +178,22 @@ class DistributedContext:
         return self.sum_each_count(count)[0]
 
     def sum_each_count(self, *counts: int) -> list[int]:
-        """Sums of host integers over data parallel ranks. Also agrees on stop signals, in the same collective."""
+        """Sums of host integers over data parallel ranks."""
+        return [int(total) for total in self.sum_numbers(*counts)]
+
+    def sum_numbers(self, *numbers: float) -> list[float]:
+        """Sums of host numbers over data parallel ranks; integers are exact.
+
+        Also agrees on stop signals, in the same collective.
+        """
         if self.is_single:
-            return [*counts]
+            return [*numbers]
         flags = [self.requested_signal == number for number in STOP_SIGNALS]
-        sums = torch.tensor([*counts, *flags], dtype=torch.int64)
+        sums = torch.tensor([*numbers, *flags], dtype=torch.float64)
         dist.all_reduce(sums, group=self.host_group)
-        for number, is_set in zip(STOP_SIGNALS, sums[len(counts) :].tolist(), strict=True):
+        for number, is_set in zip(STOP_SIGNALS, sums[len(numbers) :].tolist(), strict=True):
             self.agreed_signal = number if is_set else self.agreed_signal
-        return [count // (self.dims.cp * self.dims.tp) for count in sums[: len(counts)].tolist()]
+        return [total / (self.dims.cp * self.dims.tp) for total in sums[: len(numbers)].tolist()]
 
     def max_over_ranks(self, *values: float) -> list[float]:
         """Maximum of each host number over all ranks."""

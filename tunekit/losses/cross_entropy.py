@@ -66,7 +66,7 @@ class CrossEntropy:
         weights = batch.loss_weights
         if weights is not None:
             if self.measure is not None:
-                raise UserError("loss: custom losses do not support message weights. Set weights to 0 or 1.")
+                batch.require_equal_weights()
             weights = model.cp_sharding.local_tokens(weights, 0).flatten().index_select(0, target_rows)
         stats = model.router_stats if torch.is_grad_enabled() else None
         if stats is not None:
@@ -79,12 +79,13 @@ class CrossEntropy:
         loss = model(batch.tokens, batch.positions, batch.layout, head_fn=read, sharded=True)
         if stats is None:
             return loss
-        router_losses, num_local = stats.losses(), target_rows.numel()
-        stats.add_to_means(router_losses, num_local)
+        router_losses = stats.losses()
+        stats.add_to_means(router_losses, target_rows.numel())
+        local_sum = target_rows.numel() if weights is None else weights.sum()
         aux_coef, z_coef = self.router_coefs(model.spec)
         total = aux_coef * router_losses[0] + z_coef * router_losses[1]
         # CP ranks have the same value, which counts once, and gradients of their own tokens.
-        return loss + total * batch.num_target_tokens - total.detach() * (batch.num_target_tokens - num_local)
+        return loss + total * batch.loss_denominator - total.detach() * (batch.loss_denominator - local_sum)
 
     def pop_metrics(self, model: Decoder, dist: DistributedContext) -> dict[str, Tensor]:
         """Means of the router losses since the last call, over the target tokens of all ranks; empty without any."""
@@ -120,10 +121,10 @@ def local_targets(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
 def eval_loss(
     loss: Callable[[Decoder, Batch], Tensor], model: Decoder, data: DataLoader, dist: DistributedContext
 ) -> float:
-    """Mean loss per target token over all rows and ranks, in nats."""
-    total, num_tokens = torch.zeros((), device=dist.device), 0
+    """Mean loss per target token over all rows and ranks, in nats, weighted if tokens have weights."""
+    total, denominator = torch.zeros((), device=dist.device), 0.0
     for batches in eval_steps(model, data, dist):
         for batch in batches:
             total += loss(model, batch.to(dist.device))
-            num_tokens += batch.num_target_tokens
-    return float(dist.all_reduce_sum(total)) / dist.sum_counts(num_tokens)
+            denominator += batch.loss_denominator
+    return float(dist.all_reduce_sum(total)) / dist.sum_numbers(denominator)[0]

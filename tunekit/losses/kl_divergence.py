@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from tunekit.data.dataloader.batch import Batch
-from tunekit.errors import FieldError, UserError
+from tunekit.errors import FieldError
 from tunekit.kernels.kl_divergence import METRICS, KLMixture, TeacherTargets, linear_kl_divergence
 from tunekit.losses.cross_entropy import local_targets
 from tunekit.models.decoder import Decoder, Head
@@ -34,8 +34,7 @@ class KLDivergenceLoss:
 
     def __call__(self, model: Decoder, batch: Batch, teacher: TeacherTargets) -> tuple[Tensor, MetricTensors]:
         """Loss and metrics, summed over the target tokens of a batch."""
-        if batch.loss_weights is not None:
-            raise UserError("data: weights of messages between 0 and 1 need the recipe sft. Set them to 0 or 1.")
+        batch.require_equal_weights()
         targets, target_rows = local_targets(model, batch)
         metrics: list[Tensor] = []
 

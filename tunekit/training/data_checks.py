@@ -7,10 +7,13 @@ import numpy as np
 
 from tunekit import build
 from tunekit.data.dataloader.base import DataLoader
+from tunekit.data.dataloader.batch import UNEQUAL_WEIGHTS
+from tunekit.data.doc_flags import DocFlags
 from tunekit.data.row_checks import CheckContext, CheckTarget, Finding, run_data_checks
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
+from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.losses.embedding import EmbeddingLoss
 from tunekit.losses.reward import RewardLoss
 from tunekit.optim.config import LRSchedulerConfig, resolve_steps
@@ -73,6 +76,7 @@ def check_data(
     training_data = loaders["data"]
     assert training_data is not None
     dist.log(f"data: {training_data.summary}")
+    check_loss_weights(cfg, loaders)
     findings = run_data_checks(*check_targets(cfg, loaders, tokenizer))
     errors = [finding for finding in findings if finding.severity == "wrong" and cfg.data_checks == "error"]
     log_findings([finding for finding in findings if finding not in errors], dist)
@@ -80,6 +84,15 @@ def check_data(
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         problem = f"{errors[0]}{more}".removesuffix(".")
         raise UserError(f"{problem}. Inspect the rows with `tune data`, or set data_checks=warn.")
+
+
+def check_loss_weights(cfg: Any, loaders: Mapping[str, DataLoader | None]) -> None:
+    """Raise UserError if messages have weights between 0 and 1, and the loss cannot apply them."""
+    if isinstance(cfg, HasLoss) and isinstance(cfg.loss, CrossEntropy) and cfg.loss.measure is None:
+        return
+    for key, loader in loaders.items():
+        if loader is not None and any((dataset.doc_flags & DocFlags.WEIGHTED).any() for dataset in loader.datasets):
+            raise UserError(f"{key}: {UNEQUAL_WEIGHTS}")
 
 
 def long_row_warnings(cfg: TrainConfig) -> Iterator[str]:

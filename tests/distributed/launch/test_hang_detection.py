@@ -109,7 +109,7 @@ def test_ranks_that_wait_in_a_collective_are_recognized(tmp_path: Path) -> None:
     os.kill(int(children[1]), signal.SIGSTOP)
     result = toy.end(process)
     assert result.code == 1
-    assert "waits in all_reduce, from sum_each_count (distributed/context.py" in result.err, result.err
+    assert "waits in all_reduce, from sum_numbers (distributed/context.py" in result.err, result.err
     assert "rank 1: step" in result.err and "does not answer: stopped" in result.err
     assert "the others wait for rank 1" in result.err
     assert all(has_exited(int(pid)) for pid in children)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.losses.kl_divergence import ForwardKL
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
+from tunekit.training.data_checks import check_loss_weights
 
 TEXTS = (("What is 2 plus 2?", "2 plus 2 is 4."), ("And 3 plus 4?", "It is seven, as always."), ("Thanks.", "Bye."))
 
@@ -87,5 +89,14 @@ def test_split_and_truncated_rows_keep_the_weights_of_their_tokens(
 
 
 def test_distillation_refuses_weights(nano: tuple[Decoder, Tokenizer], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="weights of messages"):
+    with pytest.raises(UserError, match="message weights"):
         ForwardKL()(nano[0], make_batch(nano[1], tmp_path, [[0.5]]), None)  # type: ignore[arg-type]
+
+
+def test_weights_are_refused_before_training(nano: tuple[Decoder, Tokenizer], tmp_path: Path) -> None:
+    make_batch(nano[1], tmp_path, [[0.5, 1]])
+    data = ChatDataset(str(tmp_path / "rows.jsonl"), train_on="per_message", num_proc=0)
+    loaders = {"eval_data": build_dataloader(data, nano[1], 1, 1, DistributedContext(0, "cpu"))}
+    check_loss_weights(SimpleNamespace(loss=CrossEntropy()), loaders)
+    with pytest.raises(UserError, match=r"^eval_data: message weights"):
+        check_loss_weights(SimpleNamespace(loss=ForwardKL()), loaders)

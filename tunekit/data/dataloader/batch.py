@@ -14,11 +14,13 @@ from tunekit.data.dataloader.packing import pack_rows
 from tunekit.data.dataloader.shared_prefix import SharedPrefixRows
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, Document, TokenizedDataset, first_target
+from tunekit.errors import UserError
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 IGNORE = -100
 # Rows are padded to a multiple of this many tokens: kernels are compiled and tuned for each new shape.
 LENGTH_MULTIPLE = 16
+UNEQUAL_WEIGHTS = "message weights between 0 and 1 need the recipe sft and a built-in loss. Set them to 0 or 1."
 TENSOR_FIELDS = (
     "tokens", "targets", "positions", "row_lengths", "document_ids", "doc_flags", "document_indices",
     "labels", "loss_weights",
@@ -36,7 +38,7 @@ class Batch:
       of a row counts as a document. None: each row is one document with padding at its end
     - `num_target_tokens`: number of targets that are not IGNORE; `num_tokens`: number of tokens without padding
     - `row_lengths` (B,): tokens of each row without padding; None: no row is padded
-    - `loss_weights` (B, S) fp32: weights of the targets; None: all are 1
+    - `loss_weights` (B, S) fp32: weights of the targets; `sum_loss_weights`: their sum. None: all are 1
 
     Batches of preference and reward data also have:
 
@@ -66,6 +68,17 @@ class Batch:
     num_full_targets: int | None = None
     row_lengths: Tensor | None = None
     loss_weights: Tensor | None = None
+    sum_loss_weights: float | None = None
+
+    @property
+    def loss_denominator(self) -> float:
+        """Sum of the weights of the target tokens: their number, unless they have weights."""
+        return self.num_target_tokens if self.sum_loss_weights is None else self.sum_loss_weights
+
+    def require_equal_weights(self) -> None:
+        """Raise UserError if target tokens have weights."""
+        if self.loss_weights is not None:
+            raise UserError(f"data: {UNEQUAL_WEIGHTS}")
 
     @property
     def token_mask(self) -> Tensor:
@@ -252,13 +265,15 @@ class Collator:
                 bounds.append(num_rows * width)  # the padding of a packed row is a document
             bounds[-1] = num_rows * width
         positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], np.diff(bounds))
+        weights = np.roll(weights, -1)  # targets are the next tokens
         return Batch(
             *(torch.from_numpy(flat).view(len(rows), width) for flat in (tokens, targets, positions)),
             cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if self.capacity else None,
             num_target_tokens=int((targets != IGNORE).sum()),
             num_tokens=sum(sizes),
             row_lengths=torch.tensor(sizes),
-            loss_weights=torch.from_numpy(np.roll(weights, -1)).view(len(rows), width) if is_weighted else None,
+            loss_weights=torch.from_numpy(weights).view(len(rows), width) if is_weighted else None,
+            sum_loss_weights=float(weights[targets != IGNORE].sum(dtype=np.float64)) if is_weighted else None,
         )
 
 
@@ -278,7 +293,7 @@ def empty_batch(batch: Batch) -> Batch:
     row_lengths = None if batch.row_lengths is None else torch.zeros_like(batch.row_lengths)
     empty = replace(
         batch, targets=targets, num_target_tokens=0, num_tokens=0, num_full_targets=num_full_targets,
-        row_lengths=row_lengths,
+        row_lengths=row_lengths, sum_loss_weights=None if batch.sum_loss_weights is None else 0.0,
     )  # fmt: skip
     if batch.document_ids is None or batch.doc_flags is None or batch.document_indices is None or batch.labels is None:
         return empty
