@@ -1,11 +1,35 @@
 """Services of the operating system, without torch: processor, disk."""
 
+import gc
 import os
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 
 CPU_INFO = Path("/proc/cpuinfo")
+# Device files of NVIDIA, AMD and Intel GPUs, and of GPUs in WSL
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg")
+
+
+def may_have_gpu() -> bool:
+    """Whether torch may find an accelerator."""
+    return sys.platform != "linux" or any(Path(name).exists() for name in GPU_FILES)
+
+
+@contextmanager
+def imports_without_gc() -> Iterator[None]:
+    """Import modules without garbage collection, which took 0.5 of 3.6 s, and exclude them from later collections."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def read_cpu_info() -> list[str]:

@@ -64,6 +64,17 @@ def test_result_has_the_template_of_the_run(adapter: str, workspace: Workspace, 
         assert prompt_of(merged) == CHATML_PROMPT and stop_ids(merged) == stop_ids(final)
 
 
+def test_markers_that_are_no_tokens_are_an_error_of_validate(workspace: Workspace) -> None:
+    """Without a token at their end, answers would not stop. The error has the fix."""
+    args = ("validate", "sft.yaml", "--recipe", "sft", "data.chat_template=chatml")
+    error = workspace.run_tune(*args)
+    assert error.code == 2 and error.err.startswith("error: data.chat_template: the tokenizer splits <|im_start|> and ")
+    fix = 'new_special_tokens=["<|im_start|>", "<|im_end|>"]'
+    assert fix in error.err
+    for change in (fix, "data_checks=warn"):
+        run_ok(workspace, *args, change)
+
+
 def test_values_of_template_variables_are_defaults_of_the_result(workspace: Workspace) -> None:
     base = copy_base(assets.MODELS["tunekit/nano"], workspace.folder / "base")
     Path("qwen3.jinja").write_text(read_family_template("qwen3"))

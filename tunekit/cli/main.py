@@ -16,6 +16,7 @@ from tunekit.cli import registry
 from tunekit.config.secrets import message_text
 from tunekit.errors import RunStopped, UserError, find_user_code
 from tunekit.kernels import cache_dir
+from tunekit.system import imports_without_gc
 
 OUT_OF_MEMORY = re.compile(
     "allocate memory|can't start new thread|failed to map segment|out of memory"
@@ -311,7 +312,9 @@ def dispatch(words: Sequence[str]) -> None:
         _merge_overrides(args, rest, parsers[args.verb])
         if "model" in args and not Path(args.model).is_file():  # before torch is imported, which takes seconds
             import_module("tunekit.hub.download").find_local_dir(args.model)
-        import_module(f"tunekit.cli.commands.{args.verb}").main(args)
+        with imports_without_gc():
+            command = import_module(f"tunekit.cli.commands.{args.verb}")
+        command.main(args)
 
 
 def normalize_option(word: str, verb: Parser) -> str:

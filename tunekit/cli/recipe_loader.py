@@ -11,6 +11,7 @@ from tunekit.cli import registry
 from tunekit.config import load
 from tunekit.config.user_code import import_file
 from tunekit.errors import UserError
+from tunekit.system import imports_without_gc
 
 REQUIRED_NAMES = ("CONFIG", "check", "main")
 
@@ -42,7 +43,8 @@ def load_recipe(word: str) -> ModuleType:
     shipped = path == registry.list_recipes().get(path.stem)
     # Naming a recipe file on the command line means that the user trusts it.
     name = f"tunekit.recipes.{path.stem}"
-    module = importlib.import_module(name) if shipped else import_file(f"own_{path.stem}", path)
+    with imports_without_gc():
+        module = importlib.import_module(name) if shipped else import_file(f"own_{path.stem}", path)
     missing = [name for name in REQUIRED_NAMES if name not in vars(module)]
     if missing:
         raise UserError(f"{path}: a recipe must define {', '.join(missing)}. Start from `tune cp sft my_sft.py`")

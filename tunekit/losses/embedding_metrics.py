@@ -20,7 +20,7 @@ from tunekit.losses.metric_sums import eval_steps
 from tunekit.models.decoder import Decoder
 
 TOP = 10  # documents of a ranking that count
-CHUNK_QUERIES = 1024  # queries whose similarities to all documents are in memory at a time
+CHUNK_QUERIES, CHUNK_DOCUMENTS = 1024, 65536  # whose similarities are on the device at a time
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Embedder:
 def evaluate(embedder: Embedder, data: DataLoader, loss: EmbeddingLoss) -> dict[str, float]:
     """Mean loss of the rows, and metrics of `EmbeddingTable`."""
     dist, docs_per_row = embedder.dist, data.mixture.docs_per_row
-    table = EmbeddingTable(data.datasets, embedder.model.spec.dim, dist.device)
+    table = EmbeddingTable(data.datasets, embedder.model.spec.dim)
     total, num_rows = torch.zeros((), device=dist.device), 0
     for batches in eval_steps(embedder.model, data, dist):
         embeddings = [embedder(batch) for batch in batches]
@@ -50,38 +50,64 @@ def evaluate(embedder: Embedder, data: DataLoader, loss: EmbeddingLoss) -> dict[
         num_rows += step.num_rows
         for batch, output in zip(batches, embeddings, strict=True):
             assert batch.document_indices is not None
-            table.add(batch.document_indices.to(dist.device), output)
-    table.rows = dist.all_reduce_sum(table.rows)
-    return {"loss": float(total / num_rows), **table.metrics(docs_per_row)}
+            table.add(batch.document_indices, output)
+    table.reduce(dist)
+    return {"loss": float(total / num_rows), **table.metrics(docs_per_row, dist.device)}
 
 
 class EmbeddingTable:
-    """Embeddings (documents, dim) of all documents of a data loader, filled in any order and on all ranks."""
+    """Embeddings (documents, dim) of all documents of a data loader, filled in any order and on all ranks.
 
-    def __init__(self, datasets: Sequence[TokenizedDataset], dim: int, device: torch.device) -> None:
+    They are in host memory.
+    """
+
+    def __init__(self, datasets: Sequence[TokenizedDataset], dim: int) -> None:
         self.documents = ConcatDataset(datasets)
-        self.rows = torch.zeros(len(self.documents), dim + 1, device=device)  # the last column counts
+        self.rows = torch.zeros(len(self.documents), dim + 1)  # the last column counts
 
     def add(self, indices: Tensor, embeddings: Tensor) -> None:
         """Add the embeddings (D, dim) of documents with these indices (D,)."""
-        self.rows.index_add_(0, indices, F.pad(embeddings, (0, 1), value=1.0))
+        self.rows.index_add_(0, indices.cpu(), F.pad(embeddings, (0, 1), value=1.0).cpu())
 
-    def metrics(self, docs_per_row: int) -> dict[str, float]:
+    def reduce(self, dist: DistributedContext) -> None:
+        """Add the embeddings of all ranks."""
+        for rows in self.rows.split(CHUNK_DOCUMENTS):
+            rows.copy_(dist.all_reduce_sum(rows.to(dist.device)))
+
+    def metrics(self, docs_per_row: int, device: torch.device) -> dict[str, float]:
         """Metrics of all rows that were added: Spearman's correlation if they have scores, else those of retrieval."""
         counts = self.rows[:, -1].view(-1, docs_per_row)
-        seen = (counts > 0).all(1).nonzero().flatten().cpu()
+        seen = (counts > 0).all(1).nonzero().flatten()
         indices = (seen[:, None] * docs_per_row + torch.arange(docs_per_row)).numpy()
         embeddings = F.normalize(self.rows[:, :-1], dim=1)
         first = self.documents[int(indices[0, 0])]
         if not math.isnan(first.value):
             scores = np.array([self.documents[int(i)].value for i in indices[:, 0]])
             left, right = (embeddings[indices[:, i].tolist()] for i in range(2))
-            return similarity_metrics((left * right).sum(1).cpu().numpy(), scores)
+            return similarity_metrics((left * right).sum(1).numpy(), scores)
         texts = {int(i): self.documents[int(i)].tokens.tobytes() for i in indices.flat}
-        return retrieval_metrics(embeddings, indices, texts)
+        return retrieval_metrics(embeddings, indices, texts, device)
 
 
-def retrieval_metrics(embeddings: Tensor, indices: np.ndarray, texts: dict[int, bytes]) -> dict[str, float]:
+def nearest_documents(queries: Tensor, documents: Tensor, device: torch.device) -> Tensor:
+    """Indices of the TOP documents (documents, dim) with the largest product with each query, (queries, TOP)."""
+    ranking = [
+        (torch.empty(len(chunk), 0), torch.empty(len(chunk), 0).long()) for chunk in queries.split(CHUNK_QUERIES)
+    ]
+    for number, block in enumerate(documents.split(CHUNK_DOCUMENTS)):
+        columns = block.to(device).T
+        for i, chunk in enumerate(queries.split(CHUNK_QUERIES)):
+            similarities, indices = (chunk.to(device) @ columns).topk(min(TOP, len(block)), dim=1)
+            found = similarities.cpu(), indices.cpu() + number * CHUNK_DOCUMENTS
+            values, ids = (torch.cat(pair, dim=1) for pair in zip(ranking[i], found, strict=True))
+            values, order = values.topk(min(TOP, values.shape[1]), dim=1)
+            ranking[i] = values, ids.gather(1, order)
+    return torch.cat([ids for _, ids in ranking])
+
+
+def retrieval_metrics(
+    embeddings: Tensor, indices: np.ndarray, texts: dict[int, bytes], device: torch.device
+) -> dict[str, float]:
     """Accuracy, MRR and NDCG of the 10 most similar documents of each query, of the documents of all rows.
 
     `indices` (rows, docs) are a query, its relevant document, and others. Equal `texts` are one query or document; a
@@ -93,14 +119,11 @@ def retrieval_metrics(embeddings: Tensor, indices: np.ndarray, texts: dict[int, 
     relevant: dict[bytes, set[int]] = {text: set() for text in queries}
     for query, positive, *_ in indices.tolist():
         relevant[texts[query]].add(numbers[texts[positive]])
-    corpus, hits = embeddings[[*documents.values()]], []
-    for chunk in torch.tensor([*queries.values()]).split(CHUNK_QUERIES):
-        ranking = (embeddings[chunk.to(embeddings.device)] @ corpus.T).topk(min(TOP, len(corpus)), dim=1).indices
-        rankings = zip(ranking.tolist(), chunk.tolist(), strict=True)
-        hits += [
-            [number in relevant[texts[query]] for number in numbers_of_query] for numbers_of_query, query in rankings
-        ]
-    is_hit = np.array(hits, float)
+    ranking = nearest_documents(embeddings[[*queries.values()]], embeddings[[*documents.values()]], device)
+    rankings = zip(ranking.tolist(), queries, strict=True)
+    is_hit = np.array(
+        [[number in relevant[text] for number in numbers_of_text] for numbers_of_text, text in rankings], float
+    )
     discounts = 1 / np.log2(np.arange(2, is_hit.shape[1] + 2))
     ideal = np.array([discounts[: len(relevant[text])].sum() for text in queries])
     first = np.where(is_hit.any(1), 1 / (is_hit.argmax(1) + 1), 0.0)

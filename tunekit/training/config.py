@@ -11,6 +11,7 @@ from tunekit.checkpoint import load_model
 from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.checkpoint.hf_checkpoint import ConfigOverrides, HFCheckpoint
 from tunekit.config.errors import FieldErrors
+from tunekit.data.chat_template.chat_format import check_turn_end
 from tunekit.data.dataloader.mixture import MixtureBase, check_finite, is_streaming
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.tokenizer import Tokenizer
@@ -266,6 +267,8 @@ def check_training(cfg: TrainConfig) -> None:
     tokenizer = build.open_tokenizer(checkpoint)
     for dataset in filter(None, (cfg.data, cfg.eval_data)):
         dataset.prepare_tokenizer(tokenizer)
+    if MixtureBase.from_config(cfg.data).chat_template is not None and cfg.data_checks == "error":
+        check_turn_end(tokenizer)
     if cfg.forgetting is not None:
         cfg.forgetting.check(checkpoint.spec, tokenizer)
     if cfg.generation_eval is not None:

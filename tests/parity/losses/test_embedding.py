@@ -102,8 +102,11 @@ class Lookup:
     encode_document = encode_query
 
 
-def test_retrieval_metrics() -> None:
+@pytest.mark.parametrize("num_documents", [7, 50, 65536])
+def test_retrieval_metrics(num_documents: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeated queries have several relevant documents; repeated documents count once."""
+    monkeypatch.setattr(embedding_metrics, "CHUNK_DOCUMENTS", num_documents)
+    monkeypatch.setattr(embedding_metrics, "CHUNK_QUERIES", 16)
     rng, num_rows, columns = np.random.default_rng(0), 60, 3
     indices = np.arange(num_rows * columns).reshape(num_rows, columns)
     texts = {int(i): bytes(str(i), "ascii") for i in indices.flat}
@@ -122,7 +125,7 @@ def test_retrieval_metrics() -> None:
     options: Any = {"accuracy_at_k": [1], "score_functions": {"cosine": cos_sim}}
     evaluator = InformationRetrievalEvaluator({q: q for q in relevant}, corpus, relevant, **options)
     results = evaluator.compute_metrices(Lookup(embeddings))["cosine"]  # type: ignore[arg-type]
-    actual = embedding_metrics.retrieval_metrics(embeddings, indices, texts)
+    actual = embedding_metrics.retrieval_metrics(embeddings, indices, texts, torch.device("cpu"))
     assert 0.1 < actual["cosine_accuracy@1"] < 0.9
     assert actual == pytest.approx({
         "cosine_accuracy@1": results["accuracy@k"][1],

@@ -43,6 +43,21 @@ print("heavy:", *(name for name in {HEAVY_PACKAGES} if name in sys.modules), fil
     assert result.stdout and result.stderr.strip() == "heavy:"
 
 
+def test_too_many_processes_are_refused_before_torch_is_imported() -> None:
+    """On a machine without a GPU."""
+    code = """
+import sys
+from tunekit import system
+from tunekit.cli import main as cli
+system.GPU_FILES = ()
+assert cli.main(["run", "sft", "nano/tools_lora", "--nproc-per-node", "9999"]) == 2
+assert "torch" not in sys.modules
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0 and result.stderr.startswith("error: --nproc-per-node 9999: must be <= ")
+    assert result.stderr.count("\n") == 1
+
+
 def test_ls_takes_at_most_0_2_s() -> None:
     """Compared with the start of Python, which takes 0.03 s on a fast machine, in CPU time: other tests run too."""
 

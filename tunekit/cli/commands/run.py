@@ -12,6 +12,7 @@ from tunekit.distributed.launch_config import LaunchConfig, WorkerSpec
 from tunekit.distributed.signals import StopRequests
 from tunekit.distributed.slurm import SlurmJob
 from tunekit.errors import UserError
+from tunekit.system import imports_without_gc, may_have_gpu
 
 
 def main(args: argparse.Namespace) -> None:
@@ -25,7 +26,9 @@ def main(args: argparse.Namespace) -> None:
         with StopRequests() as stop_requests:
             launch(args, stop_requests)
     else:
-        import_module("tunekit.cli.commands.run_worker").main(args)
+        with imports_without_gc():
+            worker = import_module("tunekit.cli.commands.run_worker")
+        worker.main(args)
 
 
 def run_worker(args: argparse.Namespace) -> None:
@@ -42,7 +45,10 @@ def launch_config(args: argparse.Namespace) -> LaunchConfig:
     if args.slurm is None:
         if args.dry_run:
             raise UserError("--dry-run: requires --slurm")
-        return LaunchConfig(args.gpus, args.nodes, args.rendezvous, args.node_rank, args.max_restarts, args.job_id)
+        config = LaunchConfig(args.gpus, args.nodes, args.rendezvous, args.node_rank, args.max_restarts, args.job_id)
+        if not may_have_gpu():  # else after the import of torch, which takes seconds
+            config.check_nproc_per_node("cpu", 0)
+        return config
     if (args.gpus, args.nodes, args.rendezvous, args.node_rank, args.job_id) != (None, 1, None, None, None):
         raise UserError("--slurm: not compatible with --nnodes and --nproc-per-node. Use --slurm nodes=4,gpus=8")
     slurm_job = SlurmJob.parse(args.slurm)

@@ -1,5 +1,6 @@
 """The chat format of a config: its template, the values of template variables, and the token that ends a turn."""
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -47,6 +48,16 @@ def find_split_markers(tokenizer: Tokenizer) -> list[str]:
     """Markers in the chat template, such as <|im_start|>, that the tokenizer splits into several tokens."""
     markers = dict.fromkeys(MARKER.findall(tokenizer.templates.get("default", ("", ""))[0]))
     return [marker for marker in markers if tokenizer.model.token_to_id(marker) is None]
+
+
+def check_turn_end(tokenizer: Tokenizer) -> None:
+    """Raise UserError if a chat template ends answers with a marker that is not a token, so that none stops."""
+    markers = find_split_markers(tokenizer)
+    if markers and not find_end_of_turn(tokenizer):
+        raise UserError(
+            f"data.chat_template: the tokenizer splits {' and '.join(markers)} into several tokens, so no answer ends "
+            f"with a token. Add them with new_special_tokens={json.dumps(markers)}, or set data_checks=warn."
+        )
 
 
 def find_unread_kwargs(tokenizer: Tokenizer) -> list[str]:
