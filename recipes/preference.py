@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from tunekit.build import open_checkpoint, open_tokenizer
+from tunekit.build import open_checkpoint, open_tokenizer, read_checkpoint
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.preference_data import PreferenceData
@@ -20,6 +20,7 @@ from tunekit.losses.dpo import DPO, DPOFamily
 from tunekit.losses.metric_sums import MetricSums
 from tunekit.losses.preference_objective import PreferenceObjective
 from tunekit.losses.reference_free import ReferenceFreeFamily
+from tunekit.losses.router_losses import RouterLosses
 from tunekit.losses.unpaired import UnpairedFamily
 from tunekit.models.decoder import Decoder
 from tunekit.training.config import TrainConfig, check_training
@@ -44,6 +45,10 @@ class PreferenceConfig(TrainConfig):
     loss: tuple[DPOFamily | ReferenceFreeFamily | UnpairedFamily, ...] = (DPO(),)  # One loss, or several that are added
     reference: Reference = AutoReference()  # Reference model; `auto`: the cheapest that works
     ld_alpha: float = 1.0  # LD-DPO: weight of the tokens beyond the shorter answer (arXiv:2409.06411)
+    # Weight of the load-balancing loss of MoE routers (arXiv:2101.03961); null: that of config.json if it has
+    # `output_router_logits: true`, else 0
+    router_aux_loss_coef: float | None = None
+    router_z_loss_coef: float = 0.0  # Weight of the squared log-normalizers of MoE routers (arXiv:2202.08906)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +57,8 @@ class PreferenceConfig(TrainConfig):
     @property
     def objective(self) -> PreferenceObjective:
         """The sum of the losses, without a reference."""
-        return PreferenceObjective(self.loss, self.ld_alpha)
+        routers = RouterLosses(self.router_aux_loss_coef, self.router_z_loss_coef)
+        return PreferenceObjective(self.loss, self.ld_alpha, routers=routers)
 
 
 CONFIG = PreferenceConfig
@@ -63,6 +69,7 @@ def check(cfg: PreferenceConfig) -> None:
     check_training(cfg)
     eval_data = None if cfg.eval_data is None else MixtureBase.from_config(cfg.eval_data).resolve()
     cfg.objective.check_data(MixtureBase.from_config(cfg.data).resolve(), eval_data)
+    cfg.objective.routers.check_routers(read_checkpoint(cfg).spec, cfg.compile)
 
 
 def main(cfg: PreferenceConfig, overwrite: bool = False) -> None:
@@ -86,6 +93,7 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
     check_data(cfg, loaders, tokenizer, dist)
     model = load_model(checkpoint, cfg, dist)
     objective = cfg.objective.prepare_data(model, train_data, eval_data, dist)
+    objective.routers.prepare(model)
     reference_inputs = ReferenceInputs(run, checkpoint, model, loaders, objective)
     objective = replace(objective, reference=cfg.reference.open(reference_inputs))
     run.begin()
@@ -119,6 +127,7 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
             run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
             batches = prefetcher.next()  # the micro-batches of this rank
             loss, metrics = forward_backward(model, batches, objective, dist)
+            metrics |= objective.routers.pop_metrics(model, dist)
             grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
             if not guard.accepts(step, loss, grad_norm):  # NaN, Inf or a spike
                 optimizer.zero_grad()  # without gradients, `step` changes no weight
@@ -166,7 +175,7 @@ def forward_backward(
     for i, micro_batch in enumerate(micro_batches, start=1):
         dist.set_gradient_sync(model, enabled=i == len(micro_batches))  # reduce gradients in the last micro-batch only
         logps = objective.compute_logps(model, micro_batch)
-        loss = objective.loss(logps, state)
+        loss = objective.loss(logps, state) + objective.router_loss(model, logps, state)
         (loss * dist.grad_scale).backward()  # FSDP averages gradients over ranks; this makes it a sum
         sums.add(objective.metric_sums(logps, loss, state))
         state = state.after(logps)

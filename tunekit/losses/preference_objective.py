@@ -17,6 +17,7 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
 from tunekit.losses.metric_sums import MetricSums, eval_steps
 from tunekit.losses.preference_base import PreferenceLoss, StepTotals
+from tunekit.losses.router_losses import RouterLosses
 from tunekit.losses.sequence_logps import (
     SequenceLogps,
     frozen_logps,
@@ -77,6 +78,7 @@ class PreferenceObjective:
     is_paired: bool = True  # answers come in pairs
     reference: ReferenceLogps = ReferenceLogps()
     running_mean: RunningMean = field(default_factory=RunningMean)  # of log-ratios, for BCO
+    routers: RouterLosses = RouterLosses()
 
     def __post_init__(self) -> None:
         if not self.terms:
@@ -116,6 +118,7 @@ class PreferenceObjective:
 
     def compute_logps(self, model: Decoder, micro_batch: MicroBatch) -> SequenceLogps:
         batch, ref_logps = micro_batch
+        self.routers.begin_pass(model, batch)
         full = any(term.needs_prompt_logps for term in self.terms)
         return sequence_logps(model, batch, full, self.ld_alpha).with_reference(ref_logps)
 
@@ -160,6 +163,13 @@ class PreferenceObjective:
     def loss(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
         """Contribution of these answers to the loss of the step."""
         return torch.stack([term.mean(answers, step) for term in self.terms]).sum()
+
+    def router_loss(self, model: Decoder, answers: SequenceLogps, step: StepTotals) -> Tensor:
+        """Contribution of the routers in the pass that computed these answers; 0 without router losses."""
+        stats, count = model.router_stats, len(answers.logps)
+        if stats is None:
+            return answers.logps.new_zeros(())
+        return self.routers.router_loss(model, stats, count) * (count / step.num_answers)
 
     def metric_sums(self, answers: SequenceLogps, loss: Tensor, step: StepTotals) -> dict[str, Tensor]:
         """Sums over the answers, from which `to_metrics` computes the metrics of a step."""

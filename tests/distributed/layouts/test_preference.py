@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.distributed.layouts.test_layouts import DENSE
+from tests.distributed.layouts.test_layouts import DENSE, SPARSE
 from tests.helpers.random_checkpoints import FP32, build, save
 from tests.helpers.ranks import run_ranks
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
@@ -26,7 +26,7 @@ from tunekit.recipes import preference
 from tunekit.training.reference_model import CopiedReference, DisableAdapterReference, PrecomputedReference
 
 NUM_PAIRS, NUM_EVAL_PAIRS, LENGTH = 7, 3, 40
-METRICS = ("loss", "grad_norm", "rewards/chosen", "rewards/margins", "logps/rejected", "entropy")
+METRICS = ("loss", "grad_norm", "rewards/chosen", "rewards/margins", "logps/rejected", "entropy", "aux_loss")
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"adapter": LoRAConfig(4)},
@@ -211,3 +211,22 @@ def test_two_ranks_match_one_process(base_config: preference.PreferenceConfig, t
     }
     print("\n".join(f"{name:20} {value:.1e}" for name, value in differences.items()))
     assert max(differences.values()) < 1e-5, differences
+
+
+@pytest.mark.multi
+def test_router_losses_on_two_ranks_match_one_process(base_config: preference.PreferenceConfig, tmp_path: Path) -> None:
+    """The seventh pair leaves one rank without rows."""
+    routed = replace(
+        base_config,
+        model=str(save(build(SPARSE), tmp_path / "sparse")),
+        router_aux_loss_coef=0.5,
+        router_z_loss_coef=0.01,
+        epochs=2,
+    )
+    layouts = {"fsdp": ParallelConfig(), "cp": ParallelConfig(cp=2), "tp": ParallelConfig(tp=2)}
+    cfgs = [replace(routed, parallel=layouts[name], output_dir=str(tmp_path / name)) for name in layouts]
+    run_ranks(2, run_all, cfgs, limit=300)
+    expected = single_process_result(routed, tmp_path / "one")
+    assert len(expected.metrics["aux_loss"]) == 2
+    for cfg in cfgs:
+        assert RunResult.read(Path(cfg.output_dir)).max_difference(expected) < 1e-5, cfg.parallel

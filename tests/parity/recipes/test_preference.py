@@ -59,10 +59,10 @@ def write_preference_rows(folder: Path) -> str:
 
 
 def make_config(
-    folder: Path, data: Pairs | UnpairedPreferenceDataset, loss: PreferenceLoss
+    folder: Path, data: Pairs | UnpairedPreferenceDataset, loss: PreferenceLoss, family: str = "llama3.2"
 ) -> preference.PreferenceConfig:
     return preference.PreferenceConfig(
-        model=str(make_checkpoint(folder / "model", "llama3.2")),
+        model=str(make_checkpoint(folder / "model", family)),
         data=data,
         output_dir=str(folder / "run"),
         loss=(loss,),
@@ -136,6 +136,18 @@ def test_dpo_matches_trl(ld_alpha: float | None, tmp_path: Path) -> None:
     lines = [{"prompt_ids": p, "chosen_ids": c, "rejected_ids": r} for (p, c), (_, r) in pairs]
     trainer = train_with_trl(DPOTrainer, DPOConfig, cfg, lines, max_length=None, ld_alpha=ld_alpha, beta=0.1)
     compare_with_run(cfg, trainer, (*METRICS, "rewards/accuracies", "entropy"))
+
+
+def test_router_loss_matches_trl(tmp_path: Path) -> None:
+    """The load-balancing loss of a mixture of experts is added to the loss of the pairs."""
+    data = Pairs(write_preference_rows(tmp_path), shuffle=False)
+    cfg = replace(make_config(tmp_path, data, DPO(), "mixtral"), router_aux_loss_coef=0.5, micro_batch_size=BATCH)
+    answers = split_documents(cfg)
+    pairs = zip(answers[::2], answers[1::2], strict=True)
+    lines = [{"prompt_ids": p, "chosen_ids": c, "rejected_ids": r} for (p, c), (_, r) in pairs]
+    options = {"max_length": None, "beta": 0.1, "router_aux_loss_coef": 0.5}
+    trainer = train_with_trl(DPOTrainer, DPOConfig, cfg, lines, **options)
+    compare_with_run(cfg, trainer, (*METRICS, "aux_loss"))
 
 
 def test_kto_matches_trl(tmp_path: Path) -> None:

@@ -86,6 +86,8 @@ def resolve_recipe_and_config(args: argparse.Namespace) -> None:
         args.recipe, args.overrides = None, [args.recipe, *args.overrides]
     args.config, args.overrides = split_config_and_overrides(args)
     args.recipe = args.recipe or recipe_loader.find_config_and_recipe(args)[1]
+    registry.find_recipe(args.recipe)  # errors before torch is imported, which takes seconds
+    registry.find_config(args.config)
 
 
 def split_config_and_overrides(args: argparse.Namespace) -> tuple[str, list[str]]:
