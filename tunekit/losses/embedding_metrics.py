@@ -98,8 +98,8 @@ def nearest_documents(queries: Tensor, documents: Tensor, device: torch.device) 
         columns = block.to(device).T
         for i, chunk in enumerate(queries.split(CHUNK_QUERIES)):
             similarities, indices = (chunk.to(device) @ columns).topk(min(TOP, len(block)), dim=1)
-            found = similarities.cpu(), indices.cpu() + number * CHUNK_DOCUMENTS
-            values, ids = (torch.cat(pair, dim=1) for pair in zip(ranking[i], found, strict=True))
+            best = similarities.cpu(), indices.cpu() + number * CHUNK_DOCUMENTS
+            values, ids = (torch.cat(pair, dim=1) for pair in zip(ranking[i], best, strict=True))
             values, order = values.topk(min(TOP, values.shape[1]), dim=1)
             ranking[i] = values, ids.gather(1, order)
     return torch.cat([ids for _, ids in ranking])
