@@ -164,7 +164,7 @@ def find_missing_end_tokens(target: CheckTarget) -> Iterator[Finding]:
     all_missing = bool(has_turns.any()) and not stats.turns_with_end.any()
     message = "no answer has an end token as target" if all_missing else "answers of {rows} have no end token as target"
     message += ": the model is not trained to stop"
-    hint = "End turns with a special token in the chat template, or set another `chat_template`"
+    hint = "End turns with a special token, in the rows or with another `chat_template`"
     mask, wrong = is_missing & (has_turns | (stats.targets > 0)), 0.0 if all_missing else math.inf
     yield from target.report_rows("terminators", mask, message, hint, wrong=wrong)
 

@@ -28,6 +28,9 @@ STOP_HINT = (
     "Saved training states are unchanged. Inspect these rows, lower optimizer.lr, or set step_guard.on_nan=skip or "
     "step_guard.on_spike=skip."
 )
+LIMIT_HINT = (
+    "Saved training states are unchanged. Inspect these rows, lower optimizer.lr, or raise step_guard.max_interventions."
+)
 DIVERGENCE_HINT = "Stop the run, and lower optimizer.lr or raise lr_scheduler.warmup_steps."
 
 
@@ -79,6 +82,7 @@ class Anomaly(NamedTuple):
     step: int  # 0-based
     problem: str
     action: str  # stop, skip, rollback
+    stop_hint: str = STOP_HINT
 
     def message(self, rows: Sequence[str], action: str) -> str:
         return f"step {self.step + 1}: {self.problem} (rows: {format_rows(rows) or 'unknown'}). {action}"
@@ -189,7 +193,8 @@ class StepGuard:
         count = {"skip": self.num_consecutive_skips, "rollback": self.num_rollbacks + 1}.get(action, 0)
         if count > self.config.max_interventions:
             noun = {"skip": "consecutive skipped steps", "rollback": "rollbacks"}[action]
-            problem, action = f"{problem}, after {self.config.max_interventions} {noun}", "stop"
+            problem = f"{problem}, after {self.config.max_interventions} {noun}"
+            return Anomaly(step, problem, "stop", LIMIT_HINT)
         return Anomaly(step, problem, action)
 
     def handle_anomaly(self, logger: MetricLogger) -> bool:
@@ -201,7 +206,7 @@ class StepGuard:
         prefetcher.pause()
         if anomaly.action == "stop":
             logger.discard_after(step=anomaly.step)
-            raise UserError(anomaly.message(self.row_locations(), STOP_HINT))
+            raise UserError(anomaly.message(self.row_locations(), anomaly.stop_hint))
         if anomaly.action == "rollback":
             return True
         self.dist.log(anomaly.message(self.row_locations(), "The step is skipped."))
