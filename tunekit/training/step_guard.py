@@ -29,7 +29,8 @@ STOP_HINT = (
     "step_guard.on_spike=skip."
 )
 LIMIT_HINT = (
-    "Saved training states are unchanged. Inspect these rows, lower optimizer.lr, or raise step_guard.max_interventions."
+    "Saved training states are unchanged. Inspect these rows, lower optimizer.lr, or raise "
+    "step_guard.max_interventions."
 )
 DIVERGENCE_HINT = "Stop the run, and lower optimizer.lr or raise lr_scheduler.warmup_steps."
 
