@@ -22,9 +22,10 @@ from tunekit.environments.python_tool import PythonTool
 from tunekit.environments.sandbox import SandboxConfig
 
 Row = dict[str, Any]
-SIZES = {"demonstrations": 64, "test": 64, "train": 200}
+NUM_DEMONSTRATIONS, SIZES = 64, {"test": 64, "train": 200}
 SIDE, MIN_DISTANCE, NUM_MOVES = 3, 2, 4  # of grids; all of their goals are within NUM_MOVES
 FEW_NAMES, FEW_THINGS = (GIRLS + BOYS)[::7], THINGS[::5]
+CALCULATE, RUN = 'Calculate "{}".', 'Run "print({})".'
 EXPRESSION = re.compile(r"\d+ [-+*] \d+")
 PEOPLE = ("{name} is {age} years old.", "{name} turned {age} today.", "Name and age: {name}, {age}.")
 SCHEMA = {
@@ -35,14 +36,14 @@ SCHEMA = {
 }
 
 
-def iter_sums(rng: Random) -> Iterator[Row]:
-    """Sums and differences of numbers up to 99, for `calculator`."""
-    pairs = list(permutations(range(1, 100), 2))
+def iter_expressions(template: str, signs: str, largest: int, rng: Random) -> Iterator[Row]:
+    """Requests to compute an expression of two numbers, the first up to `largest`, and the second up to 99."""
+    pairs = list(product(range(10, largest + 1), range(10, 100)))
     rng.shuffle(pairs)
     for first, second in pairs:
-        sign = rng.choice("+-")
-        prompt = rng.choice(("Calculate {}.", "How much is {}?")).format(f"{first} {sign} {second}")
-        yield {"prompt": prompt, "answer": str(first + second if sign == "+" else first - second)}
+        sign = rng.choice(signs)
+        answer = {"+": first + second, "-": first - second, "*": first * second}[sign]
+        yield {"prompt": template.format(f"{first} {sign} {second}"), "answer": str(answer)}
 
 
 def iter_tables(rng: Random) -> Iterator[Row]:
@@ -76,17 +77,6 @@ def iter_people(rng: Random) -> Iterator[Row]:
         }
 
 
-def iter_expressions(rng: Random) -> Iterator[Row]:
-    """Programs that print the sum, difference or product of two numbers up to 99, for `python`."""
-    pairs = list(permutations(range(1, 100), 2))
-    rng.shuffle(pairs)
-    for first, second in pairs:
-        sign = rng.choice("+-*")
-        prompt = rng.choice(("Run print({}).", "What does print({}) print?")).format(f"{first} {sign} {second}")
-        answer = {"+": first + second, "-": first - second, "*": first * second}[sign]
-        yield {"prompt": prompt, "answer": str(answer)}
-
-
 def call(environment: Environment, name: str, **arguments: str) -> list[Row]:
     """A tool call and its result."""
     return call_messages(name, arguments, getattr(environment, name)(**arguments))
@@ -102,7 +92,7 @@ def call_messages(name: str, arguments: dict[str, str], result: str) -> list[Row
 
 
 def solve_sum(row: Row) -> Row:
-    """A sum that the tool computes."""
+    """An expression that the tool computes."""
     environment = Calculator()
     expression = re.findall(EXPRESSION, row["prompt"])[0]
     messages = [{"role": "user", "content": row["prompt"]}, *call(environment, "calculate", expression=expression)]
@@ -161,21 +151,27 @@ def shortest_walk(row: Row) -> tuple[str, ...]:
 
 
 TASKS = {
-    "calculator": (iter_sums, solve_sum),
+    "calculator": (partial(iter_expressions, CALCULATE, "*", 199), solve_sum),
     "key_value_lookup": (iter_tables, solve_table),
     "grid_world": (iter_grids, walk_grid),
     "json_answer": (iter_people, write_json),
-    "python": (iter_expressions, run_code),
+    "python": (partial(iter_expressions, RUN, "*", 199), run_code),
+}
+DEMONSTRATED = {  # easier tasks than those of the prompts: sums and differences
+    "calculator": partial(iter_expressions, CALCULATE, "+-", 99),
+    "python": partial(iter_expressions, RUN, "+-", 99),
 }
 
 
 def write_environment(name: str, directory: Path, seed: int = 0) -> None:
     """Write `train.jsonl`, `test.jsonl` and `demonstrations.jsonl`, which have no task in common."""
     iter_rows, solve = TASKS[name]
-    rows = iter_rows(Random(seed))
+    rng = Random(seed)
+    rows = iter_rows(rng)
+    demonstrated = DEMONSTRATED[name](rng) if name in DEMONSTRATED else rows
+    write_rows(directory / "demonstrations.jsonl", map(solve, islice(demonstrated, NUM_DEMONSTRATIONS)))
     for split, count in SIZES.items():
-        part = islice(rows, count)
-        write_rows(directory / f"{split}.jsonl", map(solve, part) if split == "demonstrations" else part)
+        write_rows(directory / f"{split}.jsonl", islice(rows, count))
 
 
 def write_json_answer(directory: Path) -> None:
