@@ -1,11 +1,11 @@
 """Datasets of the environments: demonstrations earn the full reward."""
 
-from itertools import islice
+from itertools import chain, islice
 from random import Random
 
 import pytest
 
-from scripts.nano.environments import TASKS
+from scripts.nano.environments import DEMONSTRATED, TASKS
 from tunekit.environments.base import Environment, get_tools
 from tunekit.environments.config import (
     CalculatorConfig,
@@ -45,7 +45,8 @@ def replay(environment: Environment, messages: list[dict]) -> None:
 @pytest.mark.parametrize("name", TASKS)
 def test_demonstrations_earn_the_reward(name: str) -> None:
     iter_rows, solve = TASKS[name]
-    for row in islice(iter_rows(Random(1)), 5):
+    rows = iter_rows(Random(1)), DEMONSTRATED.get(name, iter_rows)(Random(2))
+    for row in chain.from_iterable(islice(part, 5) for part in rows):
         environment, messages = CONFIGS[name].create(), solve(row)["messages"]
         assert messages[0]["content"] == row["prompt"] + (environment.reset(**row) or "")
         replay(environment, messages)
