@@ -1,28 +1,41 @@
 """Run a function on several ranks: `run_ranks(2, function, *args)` returns the result of each rank.
 
-Each rank is a process with the environment of torchrun, so that `DistributedContext()` joins the others. Starting a
-rank takes as long as importing torch: do as much as possible in one function.
+Each rank is a process with the environment of torchrun, so that `DistributedContext()` joins the others. It is forked
+from a process that has imported torch and tunekit.
 """
 
 import importlib
 import os
 import pickle
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
 
+from tests.helpers.forkserver import ROOT, start_forkserver
 from tests.helpers.wait import TIMEOUT_SECONDS
 
-ROOT = Path(__file__).parent.parent.parent
 GRACE_SECONDS = 3.0  # time for other ranks to report their errors after one has failed
+# Program of a rank. The environment is that of the test, not that of the server.
+RANK_PROGRAM = """
+import os, sys
+os.environ.clear()
+os.environ.update({environment!r})
+os.chdir({directory!r})
+sys.path.insert(0, {root!r})
+log = os.open({log!r}, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+os.dup2(log, 1)
+os.dup2(log, 2)
+from tests.helpers import ranks
+ranks.run_rank({folder!r})
+"""
 
 
 def run_ranks(
@@ -45,7 +58,7 @@ def run_ranks(
         finally:
             for rank in ranks:
                 rank.kill()
-                rank.wait()
+                rank.join()
         return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(count)]
 
 
@@ -59,39 +72,45 @@ def worker_environment(rank: int, count: int, port: int) -> dict[str, str]:
     return inherited | variables | agent | {"PYTHONPATH": path}
 
 
-def start_worker(rank: int, count: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
-    with (folder / f"log{rank}").open("wb") as log:
-        command = [sys.executable, "-m", "tests.helpers.ranks", str(folder)]
-        env = worker_environment(rank, count, port)
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
+def start_worker(rank: int, count: int, port: int, folder: Path) -> ForkServerProcess:
+    program = RANK_PROGRAM.format(
+        environment=worker_environment(rank, count, port),
+        directory=str(Path.cwd()),
+        root=str(ROOT),
+        log=str(folder / f"log{rank}"),
+        folder=str(folder),
+    )
+    process = start_forkserver().Process(target=exec, args=(program, {}))
+    process.start()
+    return process
 
 
-def wait_for_workers(ranks: list[subprocess.Popen[bytes]], folder: Path, timeout_time: float) -> None:
+def wait_for_workers(ranks: list[ForkServerProcess], folder: Path, timeout_time: float) -> None:
     """Wait until all workers succeed. Otherwise raise AssertionError with the output of those that failed."""
-    while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+    while any(rank.exitcode is None for rank in ranks) and not any(rank.exitcode for rank in ranks):
         assert time.monotonic() < timeout_time, failure_report(ranks, folder, "took too long")
         time.sleep(0.01)
-    if any(rank.poll() for rank in ranks):
+    if any(rank.exitcode for rank in ranks):
         deadline = time.monotonic() + GRACE_SECONDS
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        while any(rank.exitcode is None for rank in ranks) and time.monotonic() < deadline:
             time.sleep(0.01)
         raise AssertionError(failure_report(ranks, folder, "failed"))
 
 
-def failure_report(ranks: list[subprocess.Popen[bytes]], folder: Path, problem: str) -> str:
+def failure_report(ranks: list[ForkServerProcess], folder: Path, problem: str) -> str:
     """Output of the workers that did not succeed, by rank."""
     texts = []
     for rank_number, rank in enumerate(ranks):
-        if rank.poll() != 0:
-            status = "still running" if rank.returncode is None else f"exit code {rank.returncode}"
+        if rank.exitcode != 0:
+            status = "still running" if rank.exitcode is None else f"exit code {rank.exitcode}"
             texts.append(
                 f"--- rank {rank_number} ({status})\n{(folder / f'log{rank_number}').read_text(errors='replace')}"
             )
     return "\n".join([f"ranks {problem}", *texts])
 
 
-def main(folder: Path) -> None:
-    """Worker entry point: call the function and write its result to a file."""
+def call_function(folder: Path) -> None:
+    """Call the function and write its result to a file."""
     module, name, args, group = pickle.loads((folder / "work").read_bytes())
     if group:
         dist.init_process_group("gloo")
@@ -106,10 +125,14 @@ def main(folder: Path) -> None:
         dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def run_rank(folder: str) -> None:
+    """Entry point of a rank. It does not wait for others: a broken process group may never end."""
+    code = 0
     try:
-        main(Path(sys.argv[1]))
+        call_function(Path(folder))
     except Exception:
         traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # exit immediately: a broken process group may wait for other ranks
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

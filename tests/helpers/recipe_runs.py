@@ -1,12 +1,10 @@
 """A tiny checkpoint, training rows, and `tune` in this process or in a child process."""
 
 import json
-import multiprocessing
 import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.command_result import CommandResult
+from tests.helpers.forkserver import start_forkserver
 from tunekit import assets
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
@@ -192,18 +191,7 @@ def memorized_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def forkserver_context() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    # torch imports this with the first optimizer
-    context.set_forkserver_preload(
-        ["pytest", "torch._dynamo", "tunekit.recipes.sft", "tunekit.cli.commands.run_worker"]
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        forkserver.ensure_running()
-    warmup = context.Process(target=int)  # returns when everything is imported
-    warmup.start()
-    warmup.join()
-    return context
+    return start_forkserver()
 
 
 @pytest.fixture
