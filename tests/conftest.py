@@ -10,9 +10,12 @@ import os
 import random
 import sys
 import zlib
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+from tests.helpers import plain_plots
 
 DETERMINISTIC = os.environ.get("TUNEKIT_RANDOM") != "1"
 settings.register_profile("tunekit", derandomize=DETERMINISTIC, deadline=None)
@@ -33,6 +36,15 @@ def set_seed(name: str) -> None:
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     set_seed("")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fast_plots(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs in this process draw their metrics only in the tests of plots and model cards."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.parent.name != "publishing":
+            patch.setitem(sys.modules, plain_plots.PLOTS, plain_plots)
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -16,6 +16,7 @@ PRELOADED = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "tunekit.publishing.plots",
     "tunekit.recipes.sft",
     "tunekit.cli.commands.run_worker",
 )

@@ -33,7 +33,8 @@ sys.path.insert(0, {root!r})
 log = os.open({log!r}, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 os.dup2(log, 1)
 os.dup2(log, 2)
-from tests.helpers import ranks
+from tests.helpers import plain_plots, ranks
+plain_plots.replace_plots()
 ranks.run_rank({folder!r})
 """
 

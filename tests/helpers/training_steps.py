@@ -45,7 +45,7 @@ class Case:
     packed: bool = False
     micro_batch: int = 1
     clip: float = 0.5
-    steps: int = 5
+    steps: int = 3
     length: int = LENGTH  # of rows
     vocab: int = VOCAB  # tokens of rows are below this
     loss: CrossEntropy = CrossEntropy()
