@@ -25,8 +25,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunekit.errors import RunStopped, UserError
-from tunekit.distributed.parallel_dims import ParallelConfig
+from tunekit.distributed import worker_env
 from tunekit.distributed.heartbeat import HeartbeatWriter
+
+if worker_env.is_tune_worker():
+
+    @dataclass(frozen=True)
+    class ParallelConfig:
+        """Replacement in the ranks, because that of tunekit imports torch."""
+
+        hang_timeout_seconds: float = 60.0
+
+else:
+    from tunekit.distributed.parallel_dims import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ def fail(fault):
     if fault == "error":
         raise ValueError("toy error")
     if fault == "late":
-        atexit.register(time.sleep, 4)
+        atexit.register(time.sleep, 3)
     if fault in ("user_error", "late"):
         raise UserError("toy: user error")
     if fault == "code":
