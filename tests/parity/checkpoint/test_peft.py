@@ -162,15 +162,16 @@ def adapter_for(shape: str, pair: tuple[LoRAConfig, LoRAConfig]) -> LoRAConfig:
 
 
 def family_cases(kinds: Sequence[str]) -> list[tuple[str, str]]:
-    """(shape, kind) so that every shape occurs, and every kind in every family, with and without experts."""
+    """(shape, kind) so that every shape occurs, and the first kind and another one in every family, with and without
+    experts."""
     families: dict[tuple[str, bool], list[str]] = {}
     for name, shape in SHAPES.items():
         key = shape["model_type"], has_experts(find_family(shape, name)[1])
         families.setdefault(key, []).append(name)
     return [
-        (names[i % len(names)], kinds[i % len(kinds)])
-        for names in families.values()
-        for i in range(max(len(names), len(kinds)))
+        (names[i % len(names)], kinds[1 + (number + i // 2) % (len(kinds) - 1)] if i % 2 else kinds[0])
+        for number, names in enumerate(families.values())
+        for i in range(max(len(names), 2))
     ]
 
 
