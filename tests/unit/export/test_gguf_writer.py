@@ -103,7 +103,10 @@ def test_peak_memory_is_that_of_a_few_tensors(quant_type: str, tmp_path: Path) -
     shapes |= {"mlp.gate_proj": (hidden, dim), "mlp.up_proj": (hidden, dim), "mlp.down_proj": (dim, hidden)}
     names = {f"model.layers.{i}.{name}.weight": shape for i in range(layers) for name, shape in shapes.items()}
     names |= {"model.embed_tokens.weight": (67, dim), "lm_head.weight": (67, dim), "model.norm.weight": (dim,)}
-    save_file({name: torch.randn(shape).bfloat16() for name, shape in names.items()}, directory / "model.safetensors")
+    save_file(
+        {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in names.items()},
+        directory / "model.safetensors",
+    )
     command = [sys.executable, "-c", MEMORY_SCRIPT, str(directory), quant_type, str(tmp_path / "model.gguf")]
     peak_growth = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert peak_growth < 330e6

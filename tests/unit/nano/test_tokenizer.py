@@ -27,10 +27,15 @@ def hf_tokenizer():
     return AutoTokenizer.from_pretrained(FOLDER)
 
 
+@pytest.fixture(scope="module")
+def bundled_tokenizer():
+    return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.text())
-def test_round_trip_is_lossless(text):
-    model = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+def test_round_trip_is_lossless(bundled_tokenizer, text):
+    model = bundled_tokenizer
     assert model.decode(model.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
 
 

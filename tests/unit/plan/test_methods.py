@@ -29,7 +29,7 @@ from tunekit.plan.memory_tracker import MemoryTracker
 from tunekit.plan.workload import make_workload
 from tunekit.training import config as training
 
-LENGTH = 256
+LENGTH = 128
 CONFIG = """\
 model: tunekit/nano
 data: {{kind: {kind}, source: {folder}/rows.jsonl, max_length: {length}}}
