@@ -8,6 +8,7 @@ if a word is found.
 """
 
 import ast
+import functools
 import io
 import re
 import sys
@@ -57,6 +58,7 @@ class Vocabulary:
         self.prose = [*compile_patterns(sections["prose"], r"\b(?:{})\b", re.IGNORECASE), *self.spelling]
         self.docstring_start = compile_patterns(sections["docstring-start"], r"^(?:{})\b", re.NOFLAG)
 
+    @functools.cache  # noqa: B019 (there is one vocabulary)
     def find_name(self, name: str) -> str | None:
         """The replacement of an identifier; None if it is fine."""
         words = [word.lower() for word in WORD.findall(name)]
@@ -81,9 +83,9 @@ def find_hits(root: Path, vocabulary: Vocabulary) -> Iterator[Hit]:
 
 
 def check_python(text: str, path: Path, vocabulary: Vocabulary) -> Iterator[Hit]:
-    tree = ast.parse(text)
-    docstrings = {id(node) for node in docstring_nodes(tree)}
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(ast.parse(text))]
+    docstrings = {id(node) for node in docstring_nodes(nodes)}
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if id(node) in docstrings:
                 yield from find_words(vocabulary.docstring_start, node.value.strip(), node.lineno, path)
@@ -97,8 +99,8 @@ def check_python(text: str, path: Path, vocabulary: Vocabulary) -> Iterator[Hit]
             yield from find_words(vocabulary.prose, token.string, token.start[0], path)
 
 
-def docstring_nodes(tree: ast.AST) -> Iterator[ast.Constant]:
-    for node in ast.walk(tree):
+def docstring_nodes(nodes: list[ast.AST]) -> Iterator[ast.Constant]:
+    for node in nodes:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body:
             first = node.body[0]
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
