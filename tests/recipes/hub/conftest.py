@@ -23,6 +23,7 @@ FORK_SERVER = """
 import json, os, sys
 import torch._dynamo, tunekit.checkpoint.save_model, tunekit.config.dump
 import tunekit.data.tokenizer, tunekit.generation.generate
+import tunekit.publishing.plots
 import tunekit.recipes
 from tunekit.cli import main as cli
 assert "huggingface_hub" not in sys.modules
