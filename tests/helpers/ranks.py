@@ -4,6 +4,7 @@ Each rank is a process with the environment of torchrun, so that `DistributedCon
 from a process that has imported torch and tunekit.
 """
 
+import gc
 import importlib
 import os
 import pickle
@@ -128,6 +129,7 @@ def call_function(folder: Path) -> None:
 
 def run_rank(folder: str) -> None:
     """Entry point of a rank. It does not wait for others: a broken process group may never end."""
+    gc.freeze()  # all that is imported already
     code = 0
     try:
         call_function(Path(folder))

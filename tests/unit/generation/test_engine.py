@@ -73,7 +73,7 @@ def test_requests_get_the_same_tokens_alone_in_a_batch_and_in_used_rows(name: st
         requests = make_requests(sampling)
         together = answer(model, requests, max_num_seqs=8)
         alone = {request.request_id: answer(model, [request])[request.request_id] for request in requests}
-        for max_num_seqs in (1, 2, 3):
+        for max_num_seqs in (1, 3):
             outputs = answer(model, requests, max_num_seqs)
             for request in requests:
                 name = request.request_id
