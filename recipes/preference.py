@@ -57,7 +57,9 @@ class PreferenceConfig(TrainConfig):
     @property
     def objective(self) -> PreferenceObjective:
         """The sum of the losses, without a reference."""
-        routers = RouterLosses(self.router_aux_loss_coef, self.router_z_loss_coef)
+        routers = RouterLosses(
+            router_aux_loss_coef=self.router_aux_loss_coef, router_z_loss_coef=self.router_z_loss_coef
+        )
         return PreferenceObjective(self.loss, self.ld_alpha, routers=routers)
 
 

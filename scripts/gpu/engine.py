@@ -34,7 +34,7 @@ MAX_LOGPROB_DIFFERENCE = 1e-3  # of fp32 on two devices
 FP32 = PrecisionConfig("fp32", "fp32", "fp32")
 
 
-def two_turns(model: Decoder) -> dict[str, list[TokenOutput]]:
+def run_two_turns(model: Decoder) -> dict[str, list[TokenOutput]]:
     """Sampled answers in fewer slots than requests, and second answers after further tokens in the same cache."""
     engine = GenerationEngine(model, 3, 64, None)
     sampling = SamplingConfig(1.3, max_new_tokens=10, seed=5)
@@ -59,10 +59,10 @@ def compare_devices(name: str, device: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = HFCheckpoint.open(make_checkpoint(Path(folder), name))
         results = []
-        for place in ("cpu", device):
-            with DistributedContext(0, place) as dist:
+        for device_type in ("cpu", device):
+            with DistributedContext(0, device_type) as dist:
                 model = build.build_model(source, NoQuantization(), NoAdapter(), FP32, MemoryConfig(), dist)
-                results.append(two_turns(model))
+                results.append(run_two_turns(model))
     expected, actual = results
     num_equal, difference = 0, 0.0
     for row, outputs in expected.items():

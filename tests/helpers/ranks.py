@@ -18,26 +18,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
+from tests.helpers import plain_plots
 from tests.helpers.forkserver import ROOT, start_forkserver
 from tests.helpers.wait import TIMEOUT_SECONDS
 
 GRACE_SECONDS = 3.0  # time for other ranks to report their errors after one has failed
-# Program of a rank. The environment is that of the test, not that of the server.
-RANK_PROGRAM = """
-import os, sys
-os.environ.clear()
-os.environ.update({environment!r})
-os.chdir({directory!r})
-sys.path.insert(0, {root!r})
-log = os.open({log!r}, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-os.dup2(log, 1)
-os.dup2(log, 2)
-from tests.helpers import plain_plots, ranks
-plain_plots.replace_plots()
-ranks.run_rank({folder!r})
-"""
 
 
 def run_ranks(
@@ -75,14 +63,9 @@ def worker_environment(rank: int, count: int, port: int) -> dict[str, str]:
 
 
 def start_worker(rank: int, count: int, port: int, folder: Path) -> ForkServerProcess:
-    program = RANK_PROGRAM.format(
-        environment=worker_environment(rank, count, port),
-        directory=str(Path.cwd()),
-        root=str(ROOT),
-        log=str(folder / f"log{rank}"),
-        folder=str(folder),
-    )
-    process = start_forkserver().Process(target=exec, args=(program, {}))
+    environment = worker_environment(rank, count, port)
+    args = (environment, Path.cwd(), folder, folder / f"log{rank}")
+    process = start_forkserver().Process(target=run_rank, args=args)
     process.start()
     return process
 
@@ -127,12 +110,20 @@ def call_function(folder: Path) -> None:
         dist.destroy_process_group()
 
 
-def run_rank(folder: str) -> None:
+def run_rank(environment: dict[str, str], directory: Path, folder: Path, log: Path) -> None:
     """Entry point of a rank. It does not wait for others: a broken process group may never end."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.clear()  # those of the server
+    os.environ.update(environment)
+    os.chdir(directory)
     gc.freeze()  # all that is imported already
+    np.random.seed()  # each rank of a real run has its own state
+    plain_plots.replace_plots()
     code = 0
     try:
-        call_function(Path(folder))
+        call_function(folder)
     except Exception:
         traceback.print_exc()
         code = 1

@@ -68,11 +68,28 @@ def test_markers_that_are_no_tokens_are_an_error_of_validate(workspace: Workspac
     """Without a token at their end, answers would not stop. The error has the fix."""
     args = ("validate", "sft.yaml", "--recipe", "sft", "data.chat_template=chatml")
     error = workspace.run_tune(*args)
-    assert error.code == 2 and error.err.startswith("error: data.chat_template: the tokenizer splits <|im_start|> and ")
+    assert error.code == 2 and error.err.startswith("error: data.chat_template: answers end with <|im_end|>, which ")
     fix = 'new_special_tokens=["<|im_start|>", "<|im_end|>"]'
     assert fix in error.err
     for change in (fix, "data_checks=warn"):
         run_ok(workspace, *args, change)
+
+
+@pytest.mark.parametrize("first_line", ["", "{{ raise_exception('System role required') }}"])
+def test_only_markers_after_answers_are_errors(first_line: str, workspace: Workspace) -> None:
+    """Markers of other branches may be several tokens, also in a template that renders no question alone."""
+    template = first_line + "{% for m in messages %}{{ m.content }}{{ eos_token }}{% if m.image %}<|image|>{% endif %}"
+    Path("own.jinja").write_text(template + "{% endfor %}")
+    run_ok(workspace, "validate", "sft.yaml", "--recipe", "sft", "data.chat_template=own.jinja")
+
+
+def test_classifiers_need_no_token_at_the_end_of_answers(workspace: Workspace) -> None:
+    Path("classes.jsonl").write_text(
+        "".join(json.dumps({"text": f"Is {n} even?", "label": n % 2}) + "\n" for n in range(8))
+    )
+    data = "data={kind: labeled, source: classes.jsonl, chat_template: chatml}"
+    options = ("loss={kind: classification, num_labels: 2}", "eval_data=null")
+    run_ok(workspace, "validate", "nano/reward", data, *options)
 
 
 def test_values_of_template_variables_are_defaults_of_the_result(workspace: Workspace) -> None:

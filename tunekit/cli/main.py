@@ -303,7 +303,7 @@ def dispatch(words: Sequence[str]) -> None:
         words = [normalize_option(word, parsers[words[0]]) for word in words]
     args, rest = top.parse_known_args(words)
     if args.version:
-        metadata = import_module("importlib.metadata")  # takes 25 ms, of which other subcommands have no use
+        metadata = import_module("importlib.metadata")  # costs 25 ms; only --version needs it
         versions = (f"{name} {metadata.version(name)}" for name in ("tunekit", "torch"))
         print(*versions, f"Python {platform.python_version()}", sep=", ")
     elif args.verb is None:

@@ -14,7 +14,7 @@ from tunekit.models.router_stats import RouterStats
 from tunekit.models.spec import DecoderSpec, DenseMoE, FeedForward, Layer, MoE
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RouterLosses:
     """Weights of the load-balancing loss and of the z-loss."""
 

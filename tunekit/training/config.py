@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from tunekit import build, devices
 from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
@@ -20,6 +20,8 @@ from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.errors import FieldError, UserError
 from tunekit.hub import download
 from tunekit.loggers.metric_logger import Tracker
+from tunekit.losses.embedding import EmbeddingLoss
+from tunekit.losses.reward import RewardLoss
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.compile import check_compile
 from tunekit.models.precision import PrecisionConfig
@@ -267,12 +269,25 @@ def check_training(cfg: TrainConfig) -> None:
     tokenizer = build.open_tokenizer(checkpoint)
     for dataset in filter(None, (cfg.data, cfg.eval_data)):
         dataset.prepare_tokenizer(tokenizer)
-    if MixtureBase.from_config(cfg.data).chat_template is not None and cfg.data_checks == "error":
+    if generates_answers(cfg) and MixtureBase.from_config(cfg.data).chat_template and cfg.data_checks == "error":
         check_turn_end(tokenizer)
     if cfg.forgetting is not None:
         cfg.forgetting.check(checkpoint.spec, tokenizer)
     if cfg.generation_eval is not None:
         cfg.generation_eval.check(checkpoint.spec, tokenizer)
+
+
+@runtime_checkable
+class HasLoss(Protocol):
+    """A config with a loss. Evaluation has none."""
+
+    @property
+    def loss(self) -> Any: ...
+
+
+def generates_answers(cfg: TrainConfig) -> bool:
+    """Whether the result generates text: it is neither a reward model nor an embedding model."""
+    return not isinstance(cfg, HasLoss) or not isinstance(cfg.loss, RewardLoss | EmbeddingLoss)
 
 
 def read_checkpoint_and_sources(cfg: TrainConfig) -> HFCheckpoint:

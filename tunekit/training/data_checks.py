@@ -17,18 +17,10 @@ from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.losses.embedding import EmbeddingLoss
 from tunekit.losses.reward import RewardLoss
 from tunekit.optim.config import LRSchedulerConfig, resolve_steps
-from tunekit.training.config import TrainConfig
+from tunekit.training.config import HasLoss, TrainConfig
 from tunekit.training.intervals import StepPlan
 
 MAX_LINES = 8  # in the log
-
-
-@runtime_checkable
-class HasLoss(Protocol):
-    """A config with a loss. Evaluation has none."""
-
-    @property
-    def loss(self) -> Any: ...
 
 
 @runtime_checkable

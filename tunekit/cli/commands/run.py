@@ -46,7 +46,7 @@ def launch_config(args: argparse.Namespace) -> LaunchConfig:
         if args.dry_run:
             raise UserError("--dry-run: requires --slurm")
         config = LaunchConfig(args.gpus, args.nodes, args.rendezvous, args.node_rank, args.max_restarts, args.job_id)
-        if not may_have_gpu():  # else after the import of torch, which takes seconds
+        if not may_have_gpu():  # otherwise reported only after torch is imported
             config.check_nproc_per_node("cpu", 0)
         return config
     if (args.gpus, args.nodes, args.rendezvous, args.node_rank, args.job_id) != (None, 1, None, None, None):

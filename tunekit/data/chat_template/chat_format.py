@@ -35,13 +35,18 @@ def encode_conversation(
 
 def find_end_of_turn(tokenizer: Tokenizer) -> set[int]:
     """Id of the special token that the chat template writes after an answer; empty if there is none."""
+    match = tokenizer.special_texts.match(render_turn_end(tokenizer) or "")
+    return {token for token, special in tokenizer.special_ids.items() if match and match[0] == special}
+
+
+def render_turn_end(tokenizer: Tokenizer) -> str | None:
+    """Text that the chat template writes after an answer; None if it does not render a question and an answer."""
     messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     try:
         text = tokenizer.render(detect_features(tokenizer.template(), tokenizer).adapt_messages(messages))
     except UserError:
-        return set()
-    match = tokenizer.special_texts.match(text.rpartition(ANSWER)[2].lstrip())
-    return {token for token, special in tokenizer.special_ids.items() if match and match[0] == special}
+        return None
+    return text.rpartition(ANSWER)[2].lstrip()
 
 
 def find_split_markers(tokenizer: Tokenizer) -> list[str]:
@@ -51,12 +56,12 @@ def find_split_markers(tokenizer: Tokenizer) -> list[str]:
 
 
 def check_turn_end(tokenizer: Tokenizer) -> None:
-    """Raise UserError if a chat template ends answers with a marker that is not a token, so that none stops."""
-    markers = find_split_markers(tokenizer)
-    if markers and not find_end_of_turn(tokenizer):
+    """Raise UserError if a chat template ends answers with a marker that is not a token of the tokenizer."""
+    end, markers = render_turn_end(tokenizer), find_split_markers(tokenizer)
+    if end is not None and (marker := next(filter(end.startswith, markers), None)):
         raise UserError(
-            f"data.chat_template: the tokenizer splits {' and '.join(markers)} into several tokens, so no answer ends "
-            f"with a token. Add them with new_special_tokens={json.dumps(markers)}, or set data_checks=warn."
+            f"data.chat_template: answers end with {marker}, which the tokenizer splits into several tokens, so "
+            f"generation would not stop. Add new_special_tokens={json.dumps(markers)}, or set data_checks=warn."
         )
 
 
