@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from tunekit.losses.metric_sums import eval_steps
 from tunekit.models.decoder import Decoder
 
 TOP = 10  # documents of a ranking that count
-CHUNK_QUERIES, CHUNK_DOCUMENTS = 1024, 65536  # whose similarities are on the device at a time
+CHUNK_QUERIES, CHUNK_DOCUMENTS = 1024, 65536  # the device holds the similarities of one pair of chunks at a time
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,13 @@ def evaluate(embedder: Embedder, data: DataLoader, loss: EmbeddingLoss) -> dict[
             assert batch.document_indices is not None
             table.add(batch.document_indices, output)
     table.reduce(dist)
-    return {"loss": float(total / num_rows), **table.metrics(docs_per_row, dist.device)}
+    return {"loss": float(total / num_rows), **dist.run_on_main(partial(table.metrics, docs_per_row, dist.device))}
 
 
 class EmbeddingTable:
     """Embeddings (documents, dim) of all documents of a data loader, filled in any order and on all ranks.
 
-    They are in host memory.
+    They are in host memory, once on each rank until `reduce`, then on the main process only.
     """
 
     def __init__(self, datasets: Sequence[TokenizedDataset], dim: int) -> None:
@@ -70,34 +71,44 @@ class EmbeddingTable:
         self.rows.index_add_(0, indices.cpu(), F.pad(embeddings, (0, 1), value=1.0).cpu())
 
     def reduce(self, dist: DistributedContext) -> None:
-        """Add the embeddings of all ranks."""
+        """Add the embeddings of all ranks on the main process. The other ranks free theirs."""
         for rows in self.rows.split(CHUNK_DOCUMENTS):
             rows.copy_(dist.all_reduce_sum(rows.to(dist.device)))
+        if not dist.is_main_process:
+            self.rows = torch.empty(0)
 
     def metrics(self, docs_per_row: int, device: torch.device) -> dict[str, float]:
-        """Metrics of all rows that were added: Spearman's correlation if they have scores, else those of retrieval."""
+        """Metrics of all rows that were added: Spearman's correlation if they have scores, else those of retrieval.
+
+        Normalizes the embeddings in place.
+        """
         counts = self.rows[:, -1].view(-1, docs_per_row)
         seen = (counts > 0).all(1).nonzero().flatten()
         indices = (seen[:, None] * docs_per_row + torch.arange(docs_per_row)).numpy()
-        embeddings = F.normalize(self.rows[:, :-1], dim=1)
+        embeddings = self.rows[:, :-1]
+        F.normalize(embeddings, dim=1, out=embeddings)
         first = self.documents[int(indices[0, 0])]
         if not math.isnan(first.value):
             scores = np.array([self.documents[int(i)].value for i in indices[:, 0]])
-            left, right = (embeddings[indices[:, i].tolist()] for i in range(2))
-            return similarity_metrics((left * right).sum(1).numpy(), scores)
+            chunks = np.array_split(indices, math.ceil(len(indices) / CHUNK_DOCUMENTS))
+            cosines = [(embeddings[chunk[:, 0]] * embeddings[chunk[:, 1]]).sum(1) for chunk in chunks]
+            return similarity_metrics(torch.cat(cosines).numpy(), scores)
         texts = {int(i): self.documents[int(i)].tokens.tobytes() for i in indices.flat}
         return retrieval_metrics(embeddings, indices, texts, device)
 
 
-def nearest_documents(queries: Tensor, documents: Tensor, device: torch.device) -> Tensor:
-    """Indices of the TOP documents (documents, dim) with the largest product with each query, (queries, TOP)."""
+def nearest_documents(embeddings: Tensor, queries: Tensor, documents: Tensor, device: torch.device) -> Tensor:
+    """Positions of the TOP documents with the largest product with each query, (queries, TOP).
+
+    Queries and documents are rows of the embeddings (rows, dim), which are copied one chunk at a time.
+    """
     ranking = [
         (torch.empty(len(chunk), 0), torch.empty(len(chunk), 0).long()) for chunk in queries.split(CHUNK_QUERIES)
     ]
     for number, block in enumerate(documents.split(CHUNK_DOCUMENTS)):
-        columns = block.to(device).T
+        columns = embeddings[block].to(device).T
         for i, chunk in enumerate(queries.split(CHUNK_QUERIES)):
-            similarities, indices = (chunk.to(device) @ columns).topk(min(TOP, len(block)), dim=1)
+            similarities, indices = (embeddings[chunk].to(device) @ columns).topk(min(TOP, len(block)), dim=1)
             best = similarities.cpu(), indices.cpu() + number * CHUNK_DOCUMENTS
             values, ids = (torch.cat(pair, dim=1) for pair in zip(ranking[i], best, strict=True))
             values, order = values.topk(min(TOP, values.shape[1]), dim=1)
@@ -119,7 +130,8 @@ def retrieval_metrics(
     relevant: dict[bytes, set[int]] = {text: set() for text in queries}
     for query, positive, *_ in indices.tolist():
         relevant[texts[query]].add(numbers[texts[positive]])
-    ranking = nearest_documents(embeddings[[*queries.values()]], embeddings[[*documents.values()]], device)
+    query_rows, document_rows = (torch.tensor([*items.values()]) for items in (queries, documents))
+    ranking = nearest_documents(embeddings, query_rows, document_rows, device)
     rankings = zip(ranking.tolist(), queries, strict=True)
     is_hit = np.array(
         [[number in relevant[text] for number in numbers_of_text] for numbers_of_text, text in rankings], float
