@@ -2,6 +2,8 @@
 
 from enum import IntFlag
 
+UNEQUAL_WEIGHTS = "message weights between 0 and 1 need recipe sft with a built-in loss. Set weight to 0 or 1."
+
 
 class DocFlags(IntFlag):
     """Bits of a document. The last five are properties, not oddities.

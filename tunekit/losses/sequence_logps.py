@@ -66,6 +66,7 @@ def sequence_logps(
     `full` includes the prompts of chosen rows. `ld_alpha` is the weight of the tokens beyond the length of the shorter
     answer of a pair (LD-DPO, arXiv:2409.06411). With `entropies=False`, which saves time, entropies are 0.
     """
+    batch.require_equal_weights()
     desirable, counts = is_desirable(batch), target_counts(batch)
     targets = batch.full_targets if full else batch.targets
     answer_mask = (batch.targets != IGNORE).float()

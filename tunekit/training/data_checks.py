@@ -1,14 +1,12 @@
 """Checks of the rows of a config: before every training run, and for `tune data`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from tunekit import build
 from tunekit.data.dataloader.base import DataLoader
-from tunekit.data.dataloader.batch import UNEQUAL_WEIGHTS
-from tunekit.data.doc_flags import DocFlags
 from tunekit.data.row_checks import CheckContext, CheckTarget, Finding, run_data_checks
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
@@ -68,7 +66,7 @@ def check_data(
     training_data = loaders["data"]
     assert training_data is not None
     dist.log(f"data: {training_data.summary}")
-    check_loss_weights(cfg, loaders)
+    check_loss_weights(cfg, loaders.values())
     findings = run_data_checks(*check_targets(cfg, loaders, tokenizer))
     errors = [finding for finding in findings if finding.severity == "wrong" and cfg.data_checks == "error"]
     log_findings([finding for finding in findings if finding not in errors], dist)
@@ -78,13 +76,16 @@ def check_data(
         raise UserError(f"{problem}. Inspect the rows with `tune data`, or set data_checks=warn.")
 
 
-def check_loss_weights(cfg: Any, loaders: Mapping[str, DataLoader | None]) -> None:
-    """Raise UserError if messages have weights between 0 and 1, and the loss cannot apply them."""
+def check_loss_weights(cfg: Any, loaders: Iterable[DataLoader | None]) -> None:
+    """Raise UserError for a message weight between 0 and 1, now or when its row is read, if the loss cannot apply it.
+
+    Cached rows may be from a recipe that can.
+    """
     if isinstance(cfg, HasLoss) and isinstance(cfg.loss, CrossEntropy) and cfg.loss.measure is None:
         return
-    for key, loader in loaders.items():
-        if loader is not None and any((dataset.doc_flags & DocFlags.WEIGHTED).any() for dataset in loader.datasets):
-            raise UserError(f"{key}: {UNEQUAL_WEIGHTS}")
+    for loader in loaders:
+        if loader is not None:
+            loader.require_equal_weights()
 
 
 def long_row_warnings(cfg: TrainConfig) -> Iterator[str]:

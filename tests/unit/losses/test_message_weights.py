@@ -1,24 +1,29 @@
 """Weights of messages multiply the loss of their tokens."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit import build
+from tunekit.data.dataloader import stream_blocks
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import build_dataloader
-from tunekit.data.datasets import ChatDataset
+from tunekit.data.datasets import ChatDataset, UnpairedPreferenceDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.truncation import fit_documents
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.losses.kl_divergence import ForwardKL
+from tunekit.losses.sequence_logps import sequence_logps
+from tunekit.losses.unpaired import APOZeroUnpaired
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
 from tunekit.training.data_checks import check_loss_weights
@@ -93,10 +98,56 @@ def test_distillation_refuses_weights(nano: tuple[Decoder, Tokenizer], tmp_path:
         ForwardKL()(nano[0], make_batch(nano[1], tmp_path, [[0.5]]), None)  # type: ignore[arg-type]
 
 
-def test_weights_are_refused_before_training(nano: tuple[Decoder, Tokenizer], tmp_path: Path) -> None:
-    make_batch(nano[1], tmp_path, [[0.5, 1]])
+class CustomLoss(CrossEntropy):
+    measure = staticmethod(F.cross_entropy)
+
+
+@pytest.mark.parametrize("loss", [ForwardKL(), CustomLoss()], ids=["distill", "custom"])
+def test_cached_weights_are_refused_before_training(
+    loss: object, nano: tuple[Decoder, Tokenizer], tmp_path: Path
+) -> None:
+    make_batch(nano[1], tmp_path, [[1], [0.5, 1]])
     data = ChatDataset(str(tmp_path / "rows.jsonl"), train_on="per_message", num_proc=0)
-    loaders = {"eval_data": build_dataloader(data, nano[1], 1, 1, DistributedContext(0, "cpu"))}
-    check_loss_weights(SimpleNamespace(loss=CrossEntropy()), loaders)
-    with pytest.raises(UserError, match=r"^eval_data: message weights"):
-        check_loss_weights(SimpleNamespace(loss=ForwardKL()), loaders)
+    loaders = [build_dataloader(data, nano[1], 1, 1, DistributedContext(0, "cpu")) for _ in range(2)]
+    check_loss_weights(SimpleNamespace(loss=CrossEntropy()), [None, loaders[0]])
+    with pytest.raises(UserError, match=rf"^{tmp_path}/rows.jsonl:2: message weights"):
+        check_loss_weights(SimpleNamespace(loss=loss), [None, loaders[1]])
+
+
+def write_unpaired(path: Path, weights: list[float]) -> UnpairedPreferenceDataset:
+    """A stream of labeled answers with these weights."""
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{i}?"}], "label": bool(i % 2),
+         "completion": [{"role": "assistant", "content": "Yes.", "weight": weight}]}
+        for i, weight in enumerate(weights)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return UnpairedPreferenceDataset(str(path), train_on="per_message", streaming=True, shuffle=False, num_proc=0)
+
+
+@pytest.mark.parametrize("bad_row", [1, 5])
+def test_weights_of_a_stream_are_refused_when_their_row_is_read(
+    bad_row: int, nano: tuple[Decoder, Tokenizer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block has 4 rows."""
+    monkeypatch.setattr(stream_blocks, "ROUND_DOCUMENTS", 4)
+    weights = [1.0] * 8
+    weights[bad_row] = 0.5
+    data = write_unpaired(tmp_path / "rows.jsonl", weights)
+    loader = build_dataloader(data, nano[1], 2, 2, DistributedContext(0, "cpu"))
+    cfg = SimpleNamespace(loss=(APOZeroUnpaired(),))
+    try:
+        if bad_row >= 4:
+            check_loss_weights(cfg, [loader])
+            assert len([loader[0], loader[1]]) == 2
+        with pytest.raises(UserError, match=rf"rows.jsonl:{bad_row + 1}: message weights"):
+            _ = loader[2] if bad_row >= 4 else check_loss_weights(cfg, [loader])
+    finally:
+        loader.close()
+
+
+def test_log_probabilities_refuse_weights(nano: tuple[Decoder, Tokenizer], tmp_path: Path) -> None:
+    data = replace(write_unpaired(tmp_path / "rows.jsonl", [0.5, 1]), streaming=False)
+    (batch,) = build_dataloader(data, nano[1], 2, 2, DistributedContext(0, "cpu"))[0]
+    with pytest.raises(UserError, match="message weights"):
+        sequence_logps(nano[0], batch)

@@ -55,6 +55,11 @@ class DataLoader(ABC):
     def check_vocab(self, vocab_size: int) -> None:
         """Raise UserError if the model has no embedding for a token, now or when a later block is read."""
 
+    def require_equal_weights(self) -> None:
+        """Raise UserError if a row has weights for its target tokens, now or when a later block is read."""
+        for dataset in self.datasets:
+            dataset.require_equal_weights()
+
     def check_token_ids(self, datasets: Iterable[TokenizedDataset], vocab_size: int) -> None:
         """Raise UserError if the model has no embedding for a token of these documents, or for padding."""
         max_token = max(self.collator.pad_id, *(int(dataset.tokens.max()) for dataset in datasets))

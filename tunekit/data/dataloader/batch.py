@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tunekit.data.dataloader.packing import pack_rows
 from tunekit.data.dataloader.shared_prefix import SharedPrefixRows
-from tunekit.data.doc_flags import DocFlags
+from tunekit.data.doc_flags import UNEQUAL_WEIGHTS, DocFlags
 from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, Document, TokenizedDataset, first_target
 from tunekit.errors import UserError
 from tunekit.kernels.sequence_layout import SequenceLayout
@@ -20,7 +20,6 @@ from tunekit.kernels.sequence_layout import SequenceLayout
 IGNORE = -100
 # Rows are padded to a multiple of this many tokens: kernels are compiled and tuned for each new shape.
 LENGTH_MULTIPLE = 16
-UNEQUAL_WEIGHTS = "message weights between 0 and 1 need the recipe sft and a built-in loss. Set them to 0 or 1."
 TENSOR_FIELDS = (
     "tokens", "targets", "positions", "row_lengths", "document_ids", "doc_flags", "document_indices",
     "labels", "loss_weights",
@@ -78,7 +77,7 @@ class Batch:
     def require_equal_weights(self) -> None:
         """Raise UserError if target tokens have weights."""
         if self.loss_weights is not None:
-            raise UserError(f"data: {UNEQUAL_WEIGHTS}")
+            raise UserError(UNEQUAL_WEIGHTS)
 
     @property
     def token_mask(self) -> Tensor:

@@ -39,6 +39,7 @@ class StreamingDataLoader(DataLoader):
     def __init__(self, mixture: MixtureBase, blocks: BlockStream, collator: Collator) -> None:
         self.mixture, self.blocks, self.collator = mixture, blocks, collator
         self.vocab_size: int | None = None
+        self.equal_weights = False  # whether token weights are an error
         self.thread = ThreadPoolExecutor(1, "tunekit-stream")
         self.next_block: Future[ShuffleBlock] | None = None
         # First step of a block -> its round index and the positions of its sources.
@@ -52,9 +53,11 @@ class StreamingDataLoader(DataLoader):
         self.start_block(self.block)
 
     def start_block(self, block: ShuffleBlock) -> None:
-        """Make a block the current one. Raise UserError if the model has no embedding for one of its tokens."""
+        """Make a block the current one. Raise UserError for token ids and weights that are not allowed."""
         if self.vocab_size is not None:
             self.check_token_ids([block.documents], self.vocab_size)
+        if self.equal_weights:
+            block.documents.require_equal_weights()
         self.block, self.first_step = block, self.end_step
         self.end_step += -(-len(block.plan) // self.collator.global_batch_size)
         starts = self.block_starts | {
@@ -103,6 +106,10 @@ class StreamingDataLoader(DataLoader):
     def check_vocab(self, vocab_size: int) -> None:
         self.vocab_size, self.end_step = vocab_size, self.first_step
         self.start_block(self.block)
+
+    def require_equal_weights(self) -> None:
+        self.equal_weights = True
+        self.block.documents.require_equal_weights()
 
     def num_steps(self, epochs: int) -> int:
         raise UserError("data: the number of steps of a stream is unknown. Set max_steps.")

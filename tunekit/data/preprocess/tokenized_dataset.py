@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tunekit.data.doc_flags import DocFlags
+from tunekit.data.doc_flags import UNEQUAL_WEIGHTS, DocFlags
 from tunekit.data.readers.row_reader import BadRow
+from tunekit.errors import UserError
 
 COLUMNS = {
     "tokens": np.dtype(np.int32),  # (tokens,)
@@ -194,6 +195,12 @@ class TokenizedDataset:
     def row_location(self, index: int) -> str:
         """File and row of a document."""
         return self.flat.row_location(index)
+
+    def require_equal_weights(self) -> None:
+        """Raise UserError with the row of the first document whose target tokens have weights."""
+        weighted = (self.doc_flags & DocFlags.WEIGHTED) != 0
+        if weighted.any():
+            raise UserError(f"{self.row_location(int(weighted.argmax()))}: {UNEQUAL_WEIGHTS}")
 
     def __len__(self) -> int:
         return len(self.lengths)
