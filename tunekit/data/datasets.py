@@ -21,7 +21,7 @@ from tunekit.data.chat_template.messages import (
     parse_json_cell,
 )
 from tunekit.data.chat_template.named_templates import TemplateKwargs, check_template_kwargs, find_template
-from tunekit.data.doc_flags import DocFlags
+from tunekit.data.doc_flags import UNEQUAL_WEIGHTS, DocFlags
 from tunekit.data.format_detection import FormatRule, RowFormat, detect_format, suggest_kind
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.readers.open_dataset import find_data_files, parse_split
@@ -433,6 +433,8 @@ class PreferenceDataset(PreferenceBase):
         else:
             conversations = converters.split_preference(chosen, rejected, prompt, fields.get("tools"))
             texts = [tokenize.render_conversation(tokenizer, item, self.train_on) for item in conversations]
+        if any(text.doc_flags & DocFlags.WEIGHTED for text in texts):
+            raise UserError(UNEQUAL_WEIGHTS)
         margin, (desirable, undesirable) = fields.get(self.margin_column), texts
         values = () if margin is None else (to_number(margin, self.margin_column),)
         return [

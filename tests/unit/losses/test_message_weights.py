@@ -15,7 +15,7 @@ from tunekit import build
 from tunekit.data.dataloader import stream_blocks
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import build_dataloader
-from tunekit.data.datasets import ChatDataset, UnpairedPreferenceDataset
+from tunekit.data.datasets import ChatDataset, PreferenceDataset, UnpairedPreferenceDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.truncation import fit_documents
 from tunekit.distributed.context import DistributedContext
@@ -151,3 +151,24 @@ def test_log_probabilities_refuse_weights(nano: tuple[Decoder, Tokenizer], tmp_p
     (batch,) = build_dataloader(data, nano[1], 2, 2, DistributedContext(0, "cpu"))[0]
     with pytest.raises(UserError, match="message weights"):
         sequence_logps(nano[0], batch)
+
+
+@pytest.mark.parametrize("fields", [{}, {"margin": 0.25}], ids=["plain", "margin"])
+@pytest.mark.parametrize("weighted", ["chosen", "rejected"])
+def test_preference_pairs_refuse_weights(
+    weighted: str, fields: dict[str, float], nano: tuple[Decoder, Tokenizer], tmp_path: Path
+) -> None:
+    """Weights of 0 or 1 are allowed: they only select the target tokens."""
+    question, answer = TEXTS[0]
+    prompt = [{"role": "user", "content": question}]
+    for weight in (1, 0.5):
+        weights = {"chosen": 1, "rejected": 1, weighted: weight}
+        row = {name: [*prompt, {"role": "assistant", "content": f"{answer} {name}", "weight": weights[name]}]
+               for name in ("chosen", "rejected")}  # fmt: skip
+        (tmp_path / "rows.jsonl").write_text(json.dumps({**row, **fields}) + "\n")
+        data = PreferenceDataset(str(tmp_path / "rows.jsonl"), train_on="per_message", num_proc=0)
+        if weight == 1:
+            build_dataloader(data, nano[1], 1, 1, DistributedContext(0, "cpu"))
+        else:
+            with pytest.raises(UserError, match=r"rows.jsonl:1: message weights between 0 and 1"):
+                build_dataloader(data, nano[1], 1, 1, DistributedContext(0, "cpu"))
