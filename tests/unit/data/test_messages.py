@@ -157,6 +157,7 @@ BAD_MESSAGES = [  # value, path, text of the message
     (call_messages({"name": "add", "arguments": '{"a":' * 99999}), f"{PATH}.arguments", ""),
     ([QUESTION, {**ANSWER, "train": 1}], "messages[1].train", "a number"),
     ([QUESTION, {**ANSWER, "weight": 1.5}], "messages[1].weight", "1.5"),
+    ([QUESTION, {**ANSWER, "weight": 1e-46}], "messages[1].weight", "1e-46"),  # 0 in fp32
     ([QUESTION, {**ANSWER, "weight": float("nan")}], "messages[1].weight", "nan"),
     ([QUESTION, {**ANSWER, "weight": True}], "messages[1].weight", "True"),
     ([QUESTION, {**ANSWER, "weight": 1, "train": False}], "messages[1]", "weight"),

@@ -15,6 +15,7 @@ from tunekit.errors import UserError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 MAX_DEPTH = 64  # nesting limit: schemas and arguments are flatter, and Python's recursion is limited
+MIN_WEIGHT = 1e-6  # of a message; far smaller weights are 0 in fp32
 TYPE_NAMES = {type(None): "null", str: "a string", bool: "a boolean", dict: "an object", list: "a list"}
 Message = dict[str, Any]
 
@@ -200,8 +201,9 @@ def parse_train_flag(item: Message) -> float | None:
         raise UserError(f".train: expected a boolean, got {json_type(train)}")
     if weight is None:
         return None if train is None else float(train)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1:
-        raise UserError(f".weight: must be >= 0 and <= 1, got {format_value(weight)}")
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not (weight == 0 or MIN_WEIGHT <= weight <= 1):
+        raise UserError(f".weight: must be 0, or from {MIN_WEIGHT:g} to 1, got {format_value(weight)}")
     if train is not None and train != bool(weight):
         raise UserError(f": `train` is {str(train).lower()}, but `weight` is {weight}. Remove one of them.")
     return float(weight)
