@@ -51,7 +51,7 @@ class CrossEntropy(RouterLosses):
         loss = model(batch.tokens, batch.positions, batch.layout, head_fn=read, sharded=True)
         if stats is None:
             return loss
-        total = self.router_loss(model, stats, target_rows.numel())
+        total = self.router_loss(model, stats, batch.loss_denominator)
         local_sum = target_rows.numel() if weights is None else weights.sum()
         # CP ranks have the same value, which counts once, and gradients of their own tokens.
         return loss + total * batch.loss_denominator - total.detach() * (batch.loss_denominator - local_sum)

@@ -28,7 +28,7 @@ class RouterStats:
         self.sums: dict[object, Tensor] = {}
         self.mask = torch.ones(0)  # (tokens,) of this rank
         self.cp_sharding, self.tp_region = UNSHARDED, NO_PARALLEL
-        # (3,): both losses, weighted by target tokens, and the number of target tokens, since the last metrics.
+        # (3,): weighted sums of both losses, and the sum of the weights of micro-batches, since the last metrics.
         self.totals: Tensor | None = None
 
     def begin(self, model: RouterModel, token_mask: Tensor) -> None:
@@ -60,7 +60,7 @@ class RouterStats:
         tokens = tokens.clamp_min(1)
         return torch.cat([experts * (counts / tokens * (probs / tokens)).sum()[None], z / tokens])
 
-    def add_to_means(self, losses: Tensor, num_targets: int) -> None:
-        """Add the losses (2,) of a micro-batch that has `num_targets` target tokens on this rank."""
-        added = torch.cat([losses.detach() * num_targets, losses.new_full((1,), num_targets)])
+    def add_to_means(self, losses: Tensor, weight: float) -> None:
+        """Add the losses (2,) of a micro-batch, with its weight in the means."""
+        added = torch.cat([losses.detach(), losses.new_ones(1)]) * weight
         self.totals = added if self.totals is None else self.totals + added

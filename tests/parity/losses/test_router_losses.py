@@ -85,6 +85,25 @@ def test_z_loss_is_the_mean_square_of_the_log_normalizers(tmp_path: Path) -> Non
     assert (with_z - plain).item() == pytest.approx(0.1 * expected.item(), rel=1e-4)
 
 
+def test_metric_is_the_mean_over_the_weights_of_the_target_tokens(tmp_path: Path) -> None:
+    """Micro-batches count in the metric as in the loss."""
+    model, loss = load_model(make_checkpoint_dir(tmp_path, "mixtral")).train(), CrossEntropy(router_aux_loss_coef=1.0)
+    padded, batches = padded_batch(), []
+    for tokens, weight in ((padded.tokens, 1.0), (padded.tokens.flip(0), 0.25)):
+        weights, total = torch.full(tokens.shape, weight), weight * padded.num_target_tokens
+        batches.append(replace(padded, tokens=tokens, loss_weights=weights, sum_loss_weights=total))
+    loss.prepare(model)
+    means = []
+    with DistributedContext(0, "cpu") as dist:
+        for group in (batches[:1], batches[1:], batches):
+            for batch in group:
+                loss(model, batch)
+            means.append(loss.pop_metrics(model, dist)["aux_loss"].item())
+    first, second, both = means
+    assert abs(first - second) > 1e-3
+    assert both == pytest.approx(0.8 * first + 0.2 * second, rel=1e-6)
+
+
 def test_coefficient_of_the_checkpoint_is_off_by_default(tmp_path: Path) -> None:
     assert CrossEntropy().router_coefs(load_model(make_checkpoint_dir(tmp_path, "mixtral")).spec) == (0.0, 0.0)
 
