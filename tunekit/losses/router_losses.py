@@ -58,13 +58,13 @@ class RouterLosses:
             stats.begin(model, batch.token_mask)
         return stats
 
-    def router_loss(self, model: Decoder, stats: RouterStats, count: int) -> Tensor:
-        """Weighted sum of both losses of a pass, which counts `count` times in the metrics. Scalar.
+    def router_loss(self, model: Decoder, stats: RouterStats, weight: float) -> Tensor:
+        """Weighted sum of both losses of a pass. Scalar. `weight`: that of the pass in the metrics.
 
         A rank gets the gradients of its own tokens only.
         """
         losses, (aux_coef, z_coef) = stats.losses(), self.router_coefs(model.spec)
-        stats.add_to_means(losses, count)
+        stats.add_to_means(losses, weight)
         return aux_coef * losses[0] + z_coef * losses[1]
 
     def pop_metrics(self, model: Decoder, dist: DistributedContext) -> dict[str, Tensor]:
