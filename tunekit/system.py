@@ -21,12 +21,17 @@ def may_have_gpu() -> bool:
 
 @contextmanager
 def imports_without_gc() -> Iterator[None]:
-    """Import modules without garbage collection, which took 0.5 of 3.6 s."""
-    was_enabled = gc.isenabled()
+    """Import modules without garbage collection, and exclude what they hold from later collections.
+
+    Collections took 1.2 of 3.6 s. Nothing is excluded if all modules were imported before.
+    """
+    was_enabled, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
+        if len(sys.modules) > num_modules:
+            gc.freeze()
         if was_enabled:
             gc.enable()
 
