@@ -23,7 +23,7 @@ def may_have_gpu() -> bool:
 def imports_without_gc() -> Iterator[None]:
     """Import modules without garbage collection, and exclude what they hold from later collections.
 
-    Collections took 1.2 of 3.6 s. Nothing is excluded if all modules were imported before.
+    Collections took 0.9 of the 3.7 s of `tune validate`. Nothing is excluded if all modules were imported before.
     """
     was_enabled, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()

@@ -91,7 +91,7 @@ def call_messages(name: str, arguments: dict[str, str], result: str) -> list[Row
     ]
 
 
-def solve_sum(row: Row) -> Row:
+def solve_expression(row: Row) -> Row:
     """An expression that the tool computes."""
     environment = Calculator()
     expression = re.findall(EXPRESSION, row["prompt"])[0]
@@ -151,7 +151,7 @@ def shortest_walk(row: Row) -> tuple[str, ...]:
 
 
 TASKS = {
-    "calculator": (partial(iter_expressions, CALCULATE, "*", 199), solve_sum),
+    "calculator": (partial(iter_expressions, CALCULATE, "*", 199), solve_expression),
     "key_value_lookup": (iter_tables, solve_table),
     "grid_world": (iter_grids, walk_grid),
     "json_answer": (iter_people, write_json),

@@ -39,7 +39,7 @@ class StreamingDataLoader(DataLoader):
     def __init__(self, mixture: MixtureBase, blocks: BlockStream, collator: Collator) -> None:
         self.mixture, self.blocks, self.collator = mixture, blocks, collator
         self.vocab_size: int | None = None
-        self.equal_weights = False  # whether token weights are an error
+        self.requires_equal_weights = False  # whether token weights are an error
         self.thread = ThreadPoolExecutor(1, "tunekit-stream")
         self.next_block: Future[ShuffleBlock] | None = None
         # First step of a block -> its round index and the positions of its sources.
@@ -56,7 +56,7 @@ class StreamingDataLoader(DataLoader):
         """Make a block the current one. Raise UserError for token ids and weights that are not allowed."""
         if self.vocab_size is not None:
             self.check_token_ids([block.documents], self.vocab_size)
-        if self.equal_weights:
+        if self.requires_equal_weights:
             block.documents.require_equal_weights()
         self.block, self.first_step = block, self.end_step
         self.end_step += -(-len(block.plan) // self.collator.global_batch_size)
@@ -108,7 +108,7 @@ class StreamingDataLoader(DataLoader):
         self.start_block(self.block)
 
     def require_equal_weights(self) -> None:
-        self.equal_weights = True
+        self.requires_equal_weights = True
         self.block.documents.require_equal_weights()
 
     def num_steps(self, epochs: int) -> int:
