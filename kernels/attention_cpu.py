@@ -16,6 +16,7 @@ from torch import Tensor
 from tunekit.kernels import fake_mode
 from tunekit.kernels.argument_checks import check_contiguous, check_dim, check_tensor
 from tunekit.kernels.cpp_extension import load_library
+from tunekit.kernels.custom_op import autograd_function, choose_kernel
 from tunekit.kernels.torch_compile import assume_constant_result
 
 SOURCE = Path(__file__).with_name("attention.cpp")
@@ -69,9 +70,7 @@ def attention_cpu(
     rows, length = q.shape[:2]
     if cu_seqlens is None:
         cu_seqlens = torch.arange(rows + 1) * length
-    # The first call of a custom operator loads the compiler of torch, which is slow, so inference avoids the operator.
-    needs_operator = torch.is_grad_enabled() or torch.compiler.is_compiling() or fake_mode.is_fake()
-    kernel = attention if needs_operator else forward
+    kernel = choose_kernel(q, attention, attention_function if torch.is_grad_enabled() else forward)
     return kernel(q, k, v, cu_seqlens, sinks, params, key_cu_seqlens)[0]
 
 
@@ -106,8 +105,7 @@ def forward(
 attention = torch.library.custom_op("tunekit::attention", forward, mutates_args=())
 
 
-@torch.library.custom_op("tunekit::attention_back", mutates_args=())
-def attention_back(grad: Tensor, saved: list[Tensor], params: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def compute_gradients(grad: Tensor, saved: list[Tensor], params: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and sinks. `saved` are the tensors that `setup_context` saves."""
     q, k, v, cu_seqlens, key_cu_seqlens, y, lse, *sinks = saved
     check_tensor("attention", "y", y, (*q.shape[:3], v.shape[-1]), q.dtype, q.device)
@@ -133,6 +131,9 @@ def attention_back(grad: Tensor, saved: list[Tensor], params: list[float]) -> tu
     # The probability of a sink is 1 minus that of all keys, and its value is zero.
     sink_grad = -((sinks[0].float()[:, None] * math.log2(math.e) - lse).exp2() * delta).sum(1)
     return dq, dk, dv, sink_grad.type_as(sinks[0])
+
+
+attention_back = torch.library.custom_op("tunekit::attention_back", compute_gradients, mutates_args=())
 
 
 def to_int64_bounds(cu_seqlens: Tensor, key_cu_seqlens: Tensor) -> dict[str, Tensor]:
@@ -213,8 +214,10 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 
 def attention_backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    dq, dk, dv, sink_grad = attention_back(grad, list(ctx.saved_tensors), ctx.params)
+    kernel = choose_kernel(grad, attention_back, compute_gradients)
+    dq, dk, dv, sink_grad = kernel(grad, list(ctx.saved_tensors), ctx.params)
     return dq, dk, dv, None, sink_grad if ctx.has_sinks else None, None, None
 
 
 attention.register_autograd(attention_backward, setup_context=setup_context)
+attention_function = autograd_function(forward, setup_context, attention_backward)

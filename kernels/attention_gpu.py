@@ -20,6 +20,7 @@ from tunekit.kernels.attention_choice import (
     get_capabilities,
 )
 from tunekit.kernels.attention_cpu import flatten_tokens
+from tunekit.kernels.custom_op import autograd_function, choose_kernel
 from tunekit.kernels.device_tensors import copy_to_device
 from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
 from tunekit.kernels.torch_compile import assume_constant_result, disable_compile
@@ -43,11 +44,17 @@ def is_supported(q: Tensor, capped: bool) -> bool:
     if not is_gpu(q.device):
         return False
     needs_flex = capped or q.dtype == torch.float32
-    if needs_flex and not can_launch():
-        return False  # FlexAttention is compiled to Triton
+    if needs_flex and not can_compile_flex():
+        return False
     if needs_flex and not torch.is_grad_enabled() and q.shape[0] * q.shape[1] <= MAX_UNCOMPILED_TOKENS:
         return False  # for example, when a checkpoint is verified
     return has_packed_kernel(q.device, q.dtype, q.shape[-1])
+
+
+@assume_constant_result  # Dynamo traces into cached functions
+def can_compile_flex() -> bool:
+    """Whether Triton works, to which FlexAttention is compiled."""
+    return can_launch()
 
 
 @assume_constant_result
@@ -69,7 +76,8 @@ def attention_gpu(
     q, k, v = (x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1])) for x in (q, k, v))
     if q.dtype in HALF_DTYPES and not params[3] and (sinks is None or get_capabilities(q.device).flash_lse):
         cu_seqlens, max_seqlen, key_cu_seqlens, max_key_seqlen = varlen_bounds(layout, int(params[2]), q.device)
-        return flash(q, k, v, cu_seqlens, key_cu_seqlens, max_seqlen, max_key_seqlen, sinks, params)[0][..., :v_dim]
+        kernel = choose_kernel(q, flash, flash_function)
+        return kernel(q, k, v, cu_seqlens, key_cu_seqlens, max_seqlen, max_key_seqlen, sinks, params)[0][..., :v_dim]
     return flex(q, k, v, layout, sinks, params)[..., :v_dim]
 
 
@@ -172,8 +180,7 @@ def backward(grad: Tensor, saved: list[Tensor], bounds: Bounds, params: list[flo
     )
 
 
-@torch.library.custom_op("tunekit::flash", mutates_args=())
-def flash(  # noqa: PLR0913 (an operator takes no named tuples)
+def flash_forward(  # noqa: PLR0913 (an operator takes no named tuples)
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -202,8 +209,7 @@ def flash(  # noqa: PLR0913 (an operator takes no named tuples)
     return y.view_as(q), lse
 
 
-@torch.library.custom_op("tunekit::flash_back", mutates_args=())
-def flash_back(
+def flash_gradients(
     grad: Tensor, saved: list[Tensor], max_seqlen: int, max_key_seqlen: int, params: list[float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and sinks. `saved` are the tensors that `setup_context` saves."""
@@ -218,6 +224,10 @@ def flash_back(
     delta = (grad.float() * y.float()).sum(-1).flatten().view(-1, len(lse)).T
     sink_grad = -((sinks[0].float()[:, None] - lse).exp() * delta).sum(1)
     return dq, dk, dv, sink_grad.type_as(sinks[0])
+
+
+flash = torch.library.custom_op("tunekit::flash", flash_forward, mutates_args=())
+flash_back = torch.library.custom_op("tunekit::flash_back", flash_gradients, mutates_args=())
 
 
 @flash.register_fake
@@ -253,11 +263,13 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 
 def flash_backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    dq, dk, dv, sink_grad = flash_back(grad, list(ctx.saved_tensors), ctx.max_seqlen, ctx.max_key_seqlen, ctx.params)
+    kernel = choose_kernel(grad, flash_back, flash_gradients)
+    dq, dk, dv, sink_grad = kernel(grad, list(ctx.saved_tensors), ctx.max_seqlen, ctx.max_key_seqlen, ctx.params)
     return dq, dk, dv, None, None, None, None, sink_grad if ctx.has_sinks else None, None
 
 
 flash.register_autograd(flash_backward, setup_context=setup_context)
+flash_function = autograd_function(flash_forward, setup_context, flash_backward)
 
 
 # ---- FlexAttention ----

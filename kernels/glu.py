@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels import fake_mode
 from tunekit.kernels.argument_checks import check_tensor
 from tunekit.kernels.cpp_extension import contiguous_rows, has_kernel, load_library, use_torch_fallback
+from tunekit.kernels.custom_op import autograd_function, choose_kernel
 from tunekit.kernels.recompute import mark_recomputable
 
 SOURCE = Path(__file__).with_name("glu.cpp")
@@ -47,7 +47,7 @@ def gated_activation(act: str, gate: Tensor, up: Tensor, constants: tuple[float,
     elif needs_reference(act, gate, up):
         y = ACTIVATIONS[act](gate, up)
     else:
-        y = (gated_op if torch.is_grad_enabled() or fake_mode.is_fake() else forward)(gate, up, act)
+        y = choose_kernel(gate, gated_op, gated_function if torch.is_grad_enabled() else forward)(gate, up, act)
     return mark_recomputable(y, partial(gated_activation, act, constants=constants), gate, up)
 
 
@@ -111,8 +111,7 @@ def forward(gate: Tensor, up: Tensor, act: str) -> Tensor:
 gated_op = torch.library.custom_op("tunekit::gated", forward, mutates_args=())
 
 
-@torch.library.custom_op("tunekit::gated_back", mutates_args=())
-def gated_backward_op(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
+def compute_gradients(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up. The activation is recomputed from the inputs."""
     for name, x in (("grad", grad), ("up", up)):
         check_tensor("gated_activation", name, x, gate.shape, gate.dtype, gate.device)
@@ -123,6 +122,9 @@ def gated_backward_op(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple
         sizes = GluSizes(*g.shape, g.stride(0), u.stride(0), d.stride(0), torch.get_num_threads())
         native_function("backward", act, gate.dtype)(*(t.data_ptr() for t in (d, g, u, grad_gate, grad_up)), sizes)
     return grad_gate, grad_up
+
+
+gated_backward_op = torch.library.custom_op("tunekit::gated_back", compute_gradients, mutates_args=())
 
 
 @gated_op.register_fake
@@ -141,7 +143,9 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def gated_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *gated_backward_op(grad, *ctx.saved_tensors, ctx.act), None
+    kernel = choose_kernel(grad, gated_backward_op, compute_gradients)
+    return *kernel(grad, *ctx.saved_tensors, ctx.act), None
 
 
 gated_op.register_autograd(gated_backward, setup_context=setup_context)
+gated_function = autograd_function(forward, setup_context, gated_backward)

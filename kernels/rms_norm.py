@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.kernels import fake_mode
 from tunekit.kernels.argument_checks import check_contiguous, check_tensor
 from tunekit.kernels.cpp_extension import contiguous_rows, has_kernel, load_library, use_torch_fallback
+from tunekit.kernels.custom_op import autograd_function, choose_kernel
 from tunekit.kernels.recompute import mark_recomputable
 
 SOURCE = Path(__file__).with_name("norm.cpp")
@@ -31,8 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, 
         return mark_recomputable(reference(x, weight, eps, offset, late), recompute, x, weight)
     if weight is not None and not has_kernel(weight.dtype, x.device, DTYPES):
         weight = weight.float()
-    # For single tokens, the overhead of a custom operator exceeds the time of the norm.
-    kernel = rms_norm_op if torch.is_grad_enabled() or fake_mode.is_fake() else forward
+    kernel = choose_kernel(x, rms_norm_op, rms_norm_function if torch.is_grad_enabled() else forward)
     return mark_recomputable(kernel(x, weight, eps, offset, late or offset != 0)[0], recompute, x, weight)
 
 
@@ -110,8 +109,7 @@ def contiguous_weight(weight: Tensor | None, x: Tensor) -> Tensor | None:
 rms_norm_op = torch.library.custom_op("tunekit::rms_norm", forward, mutates_args=())
 
 
-@torch.library.custom_op("tunekit::rms_norm_back", mutates_args=())
-def rms_norm_backward_op(
+def compute_gradients(
     grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, late: bool, needs_weight_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `x` and, if `needs_weight_grad`, of the weight (dim,) in fp32."""
@@ -130,6 +128,9 @@ def rms_norm_backward_op(
         kernel = native_function("backward", x.dtype, x.dtype if weight is None else weight.dtype)
         kernel(*(0 if t is None else t.data_ptr() for t in inputs), sizes)
     return grad_x, partial_sums.sum(0)
+
+
+rms_norm_backward_op = torch.library.custom_op("tunekit::rms_norm_back", compute_gradients, mutates_args=())
 
 
 @rms_norm_op.register_fake
@@ -155,8 +156,10 @@ def rms_norm_backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[
         return None, None, None, None, None
     x, weight, rstd = ctx.saved_tensors
     needs_weight_grad = ctx.needs_input_grad[1]
-    grad_x, grad_weight = rms_norm_backward_op(grad, x, weight, rstd, ctx.offset, ctx.late, needs_weight_grad)
+    kernel = choose_kernel(x, rms_norm_backward_op, compute_gradients)
+    grad_x, grad_weight = kernel(grad, x, weight, rstd, ctx.offset, ctx.late, needs_weight_grad)
     return grad_x, grad_weight.to(weight.dtype) if needs_weight_grad else None, None, None, None
 
 
 rms_norm_op.register_autograd(rms_norm_backward, setup_context=setup_context)
+rms_norm_function = autograd_function(forward, setup_context, rms_norm_backward)

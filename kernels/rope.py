@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tunekit.kernels import fake_mode
 from tunekit.kernels.argument_checks import check_dim, check_dtype, check_tensor
 from tunekit.kernels.cpp_extension import has_kernel, load_library, use_torch_fallback
+from tunekit.kernels.custom_op import autograd_function, choose_kernel
 
 SOURCE = Path(__file__).with_name("rope.cpp")
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -35,7 +35,7 @@ def apply_rope(q: Tensor, k: Tensor, tables: RopeTables) -> tuple[Tensor, Tensor
     if needs_reference(q, k):
         return reference(q, tables), reference(k, tables)
     cos, sin, interleaved, interleaved_output, last = tables
-    kernel = rotate_op if torch.is_grad_enabled() or fake_mode.is_fake() else rotate_forward
+    kernel = choose_kernel(q, rotate_op, rotate_function if torch.is_grad_enabled() else rotate_forward)
     return kernel(q, k, cos, sin, interleaved, interleaved and interleaved_output, last, False)
 
 
@@ -136,8 +136,10 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 
 def rotate_backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = rotate_op(grad_q, grad_k, *ctx.saved_tensors, ctx.paired_out, ctx.paired_in, ctx.last, not ctx.back)
+    kernel = choose_kernel(grad_q, rotate_op, rotate_forward)
+    gradients = kernel(grad_q, grad_k, *ctx.saved_tensors, ctx.paired_out, ctx.paired_in, ctx.last, not ctx.back)
     return *gradients, None, None, None, None, None, None
 
 
 rotate_op.register_autograd(rotate_backward, setup_context=setup_context)
+rotate_function = autograd_function(rotate_forward, setup_context, rotate_backward)

@@ -26,6 +26,7 @@ FULL_OPTIONS = (
     ("memory.activation_checkpointing=selective",),
     ("memory.activation_offloading=true",),
     ("compile=true",),
+    ("compile=true", "precision.compute_dtype=fp32"),
     ("optimizer=adamw8bit",),
     ("optimizer=muon",),
     ("precision.compute_dtype=fp32",),

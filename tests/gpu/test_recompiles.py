@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -140,6 +142,20 @@ def test_prompts_compile_nothing_new(name: str, monkeypatch: pytest.MonkeyPatch)
         if number == 1:
             first = backend.frame_count
     assert backend.frame_count == first
+
+
+def test_the_choice_of_flex_attention_is_a_constant_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo cannot trace the launch that checks Triton, and follows `functools.cache`."""
+
+    @cache
+    def can_launch() -> bool:
+        return next(path for path in (Path("/none"), *Path("/none").parents) if path.exists()).exists()
+
+    monkeypatch.setattr(attention_gpu, "is_gpu", lambda device: True)
+    monkeypatch.setattr(attention_gpu, "has_packed_kernel", lambda device, dtype, head_dim: True)
+    monkeypatch.setattr(attention_gpu, "can_launch", can_launch)
+    choose = torch.compile(lambda x: x + attention_gpu.is_supported(x, False), backend="eager", fullgraph=True)
+    assert choose(torch.zeros(1, 2, requires_grad=True)).tolist() == [[1.0, 1.0]]
 
 
 def test_flex_attention_fails_above_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
