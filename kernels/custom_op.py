@@ -5,15 +5,13 @@ our kernels: 30 us in the forward pass and 40 us in the backward pass, where an 
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tunekit.kernels import fake_mode
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def needs_custom_op(x: Tensor) -> bool:
@@ -23,7 +21,7 @@ def needs_custom_op(x: Tensor) -> bool:
     return x.device.type == "meta" or _get_current_dispatch_mode() is not None
 
 
-def choose_kernel(x: Tensor, custom_op: F, function: F) -> F:
+def choose_kernel(x: Tensor, custom_op: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     """The operator if one is needed, else the function that it wraps."""
     return custom_op if needs_custom_op(x) else function
 
