@@ -176,7 +176,7 @@ def rollouts(device: str) -> tuple[list[Job], int]:
         tune(name, 180, device, *words, f"output_dir={RUNS}/{name.replace(' ', '_')}") for name, words in nano.items()
     ]
     words = [str(SCRIPTS / "engine.py"), device, *(["--small"] if device == "cpu" else [])]
-    return [*jobs, python("engine", 300, *words, stage=1, summary=30)], 4 if device == "cuda" else 2
+    return [*jobs, python("engine", 300, *words, stage=1, summary=130)], 4 if device == "cuda" else 2
 
 
 CALLS = {function.__name__: function for function in (smoke, correctness, speed, ranks, shapes, rollouts)}

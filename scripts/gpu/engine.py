@@ -6,12 +6,13 @@ python scripts/gpu/engine.py cuda|cpu [--small]
 import argparse
 import sys
 import tempfile
-import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import gpu
 import torch
+from decode_profile import MIN_TOKENS, print_split, seconds_per_call
 
 from tests.helpers.random_checkpoints import make_checkpoint
 from tunekit import build
@@ -76,25 +77,29 @@ def compare_devices(name: str, device: str) -> str:
 
 
 def measure_speed(weights: NoQuantization | NF4Config, size: gpu.Size, device: torch.device) -> None:
-    """Tokens per second of full batches, next to the time to read the weights once per step."""
+    """Speed of full batches, next to the time to read the weights once per step, and the split of a step.
+
+    Answers are generated three times: the first time captures graphs and loads kernels, the second time replays the
+    graphs, and the third one captures them again for a new cache, as each step of reinforcement learning does.
+    """
     precision = PrecisionConfig("bf16", master_dtype="fp32", frozen_dtype="bf16")
-    model = gpu.model(size.config("tunekit/llama3_1_8b"), weights, LoRAConfig(16), MemoryConfig(), precision)
+    model = gpu.model(size.config("tunekit/llama3_1_8b"), weights, LoRAConfig(16), MemoryConfig(), precision).eval()
     num_bytes = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
+    print(f"{type(weights).__name__}: weights of {num_bytes / 2**30:.2f} GiB", flush=True)
     for rows in (8, 64):
-        tokens = 16 if size.small else 256
+        tokens, name = MIN_TOKENS if size.small else 256, f"{type(weights).__name__}, {rows} rows"
         requests = [
             GenerationRequest(f"{i}", [1 + (i + j) % 50 for j in range(64)], SamplingConfig(1.0, max_new_tokens=tokens))
             for i in range(rows)
         ]
         engine = GenerationEngine(model, rows, 64 + tokens, None)
-        engine.generate(requests)  # captures graphs
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        engine.generate(requests)
-        seconds = time.perf_counter() - start
-        step = f"{1e3 * seconds / tokens:.2f} ms a step, weights of {num_bytes / 2**30:.2f} GiB"
-        print(f"{type(weights).__name__}, {rows} rows: {rows * tokens / seconds:,.0f} tokens/s, {step}", flush=True)
+        for part in ("first", "replayed", "captured again"):
+            if part == "captured again":
+                engine.sleep()
+            seconds = seconds_per_call(partial(engine.generate, requests), 1, device)
+            step = f"{rows * tokens / seconds:,.0f} tokens/s, {1e3 * seconds / tokens:.2f} ms a step"
+            print(f"{name}, {part}: {seconds:.2f} s, {step} with the prompts", flush=True)
+        print_split(engine, requests, name, has_details=rows == 64)
 
 
 def main() -> int:
