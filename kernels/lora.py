@@ -6,7 +6,10 @@ or the tensors from which `x` can be recomputed cheaply, and with dropout a mask
 size rank are recomputed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
@@ -69,9 +72,15 @@ def lora_linear(x: Tensor, updates: Sequence[LoRAWeights], dropout: float = 0.0)
         return tuple(y for update in updates for y in lora_linear(x, (update,), dropout))
     if torch.compiler.is_compiling() or not all(update.base.is_frozen for update in updates):
         return lora_linear_reference(x, updates, dropout)
-    tensors = (tensor for update in updates for tensor in update.tensors)
+    bases = tuple(u.base for u in updates)
     scales = tuple(u.scale / (1 - dropout) for u in updates)  # includes the rescaling of dropout
-    return LoRALinearFunction.apply(tuple(u.base for u in updates), scales, dropout, recompute_source(x), x, *tensors)
+    if not torch.is_grad_enabled() and not dropout:
+        cache, tensors = FACTOR_CACHE.get(), [update.tensors for update in updates]
+        factors = cast_factors(tensors, x.dtype) if cache is None else cache.get(tensors, x.dtype)
+        rows = x.flatten(0, -2)
+        return add_updates(bases, scales, rows, rows @ factors.a.T, factors, x.shape[:-1])
+    tensors = (tensor for update in updates for tensor in update.tensors)
+    return LoRALinearFunction.apply(bases, scales, dropout, recompute_source(x), x, *tensors)
 
 
 def lora_linear_reference(x: Tensor, updates: Sequence[LoRAWeights], dropout: float = 0.0) -> tuple[Tensor, ...]:
@@ -124,6 +133,71 @@ def cast_factors(updates: Sequence[Sequence[Any]], dtype: torch.dtype) -> Factor
     return Factors(a, cast_b, columns)
 
 
+class FactorCache:
+    """Factors of the layers of a model, cast by a few kernels at the start of each pass.
+
+    With one row per answer, a kernel for each input of a layer takes longer than the layer's matmuls with these
+    factors. The first pass that uses a layer adds it. Only for passes without gradients, with parameters that are
+    changed in place.
+    """
+
+    def __init__(self) -> None:
+        self.factors: dict[tuple[object, ...], Factors] = {}  # by dtype and ids of the parameters
+        # Parameters and their casts, by both dtypes and the device, which one kernel has in common
+        self.copies: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Cast the parameters of all known layers, and use the casts inside this context."""
+        for sources, targets in self.copies.values():
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+        token = FACTOR_CACHE.set(self)
+        try:
+            yield
+        finally:
+            FACTOR_CACHE.reset(token)
+
+    def get(self, updates: Sequence[Sequence[Any]], dtype: torch.dtype) -> Factors:
+        """The result of `cast_factors`."""
+        key = dtype, *(id(tensor) for update in updates for tensor in update[:4])
+        if key not in self.factors:
+            factors = cast_factors(updates, dtype)
+            if any(start is not None for _, _, start, *_ in updates):  # columns of B are not parameters
+                return factors
+            self.factors[key] = factors
+            a = [a for a, *_ in updates]
+            self.add(zip(a, factors.a.split([len(x) for x in a]), strict=True) if factors.a is not a[0] else ())
+            self.add((b, cast) for (_, b, *_), cast in zip(updates, factors.b, strict=True) if cast is not b)
+        return self.factors[key]
+
+    def add(self, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Repeat copies from parameters at the start of each pass."""
+        for source, target in copies:
+            sources, targets = self.copies[source.dtype, target.dtype, source.device]
+            sources.append(source)
+            targets.append(target)
+
+
+FACTOR_CACHE: ContextVar[FactorCache | None] = ContextVar("factors of the pass", default=None)
+
+
+def add_updates(  # noqa: PLR0913
+    bases: Sequence[BaseLinear],
+    scales: Sequence[float],
+    rows: Tensor,
+    low: Tensor,
+    factors: Factors,
+    shape: torch.Size,
+) -> tuple[Tensor, ...]:
+    """Outputs (*shape, out) of layers for `rows` (N, in), with updates from `low` (N, R), the product with all A."""
+    outputs = []
+    for base, scale, b, columns in zip(bases, scales, *factors[1:], strict=True):
+        y = base.matmul(rows).addmm_(low[:, columns], b.T, alpha=scale)
+        # Views that an autograd function returns cannot be modified in place.
+        outputs.append(torch.ops.aten._unsafe_view(y, [*shape, len(b)]))
+    return tuple(outputs)
+
+
 class LoRALinearFunction(torch.autograd.Function):
     """Autograd function of `lora_linear`. `tensors` are the five `LoRAWeights.tensors` of each layer.
 
@@ -147,14 +221,10 @@ class LoRALinearFunction(torch.autograd.Function):
         if dropout:
             noise = torch.empty_like(rows).bernoulli_(1 - dropout)  # as F.dropout draws
             dropped, mask = rows * noise, noise.bool()
-        low, outputs = dropped @ factors.a.T, []
-        for base, scale, b, columns in zip(bases, scales, *factors[1:], strict=True):
-            y = base.matmul(rows).addmm_(low[:, columns], b.T, alpha=scale)
-            # Views that an autograd function returns cannot be modified in place.
-            outputs.append(torch.ops.aten._unsafe_view(y, [*x.shape[:-1], len(b)]))
+        outputs = add_updates(bases, scales, rows, dropped @ factors.a.T, factors, x.shape[:-1])
         ctx.bases, ctx.scales, ctx.make = bases, scales, origin.make
         ctx.save_for_backward(mask, *(t for update in updates for t in (*update[:4], None)), *origin.inputs)
-        return tuple(outputs)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -17,6 +17,7 @@ from tunekit.generation.slot_batch import SlotBatch
 from tunekit.generation.slots import plan_passes
 from tunekit.generation.token_draw import LogprobsMode, read_output
 from tunekit.kernels.device_to_host import HostCopy
+from tunekit.models.decode import is_sharded
 from tunekit.models.decoder import Decoder
 from tunekit.models.forward_context import has_static_shapes
 
@@ -67,7 +68,7 @@ class GenerationEngine:
         self.model, self.dist = model, dist
         self.logprobs_mode: LogprobsMode = logprobs_mode
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
-        self.is_sharded = isinstance(model, FSDPModule) or bool(model.shards)
+        self.is_sharded = is_sharded(model)
         self.rope_switch_lengths = model.rope_switch_lengths
         self.unfinished: dict[str, Answer] = {}  # answers with further outputs, by request
         self.waiting: deque[Answer] = deque()

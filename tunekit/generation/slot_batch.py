@@ -1,6 +1,8 @@
 """Cache and state of the engine's rows on the device, and its forward passes."""
 
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,8 @@ from tunekit.generation.requests import Answer
 from tunekit.generation.slots import Passes, arrange
 from tunekit.generation.token_draw import LogprobsMode, RowState, SamplingGroup, TokenDraw, allowed_tokens, group_rows
 from tunekit.kernels.device_tensors import copy_to_device
-from tunekit.models.decode import StepGraph, get_capture
+from tunekit.kernels.lora import FactorCache
+from tunekit.models.decode import StepGraph, get_capture, is_sharded
 from tunekit.models.decoder import Decoder
 from tunekit.models.forward_context import KVCache, has_static_shapes
 
@@ -28,7 +31,7 @@ class DecodeStep:
     def run_step(self) -> None:
         state = self.batch.state
         tokens, positions = state.tokens[: self.size], state.positions[: self.size]
-        self.output = self.batch.model(tokens, positions, cache=self.cache)[:, -1]
+        self.output = self.batch.run_model(tokens, positions, cache=self.cache)[:, -1]
         if self.sampling is not None:
             self.output = self.batch.draw(self.output, 0, [self.sampling], self.num_logprobs)
 
@@ -43,7 +46,13 @@ class SlotBatch:
         self.state = RowState(num_slots, max_model_len, model.spec.outputs, model.device)
         self.draw = TokenDraw(self.state, mode)
         self.capture = get_capture(model)
+        self.factors = None if is_sharded(model) else FactorCache()
         self.steps: dict[Hashable, DecodeStep] = {}  # with their graphs
+
+    def run_model(self, *args: Any, **options: Any) -> Tensor:
+        """A pass of the model, with the current weights."""
+        with nullcontext() if self.factors is None else self.factors.use():
+            return self.model(*args, **options)
 
     def arrange(self, running: Sequence[Answer], admitted: Sequence[Answer], reserved: Sequence[Answer]) -> None:
         """Assign rows to answers and move what is in the cache."""
@@ -133,7 +142,7 @@ class SlotBatch:
         def last(hidden: Tensor, head: nn.Module) -> Tensor:
             return head(hidden[torch.arange(len(answers), device=device), lengths - 1])
 
-        return self.model(copy_to_device(tokens, device), positions, cache=cache, head_fn=last, lengths=lengths)
+        return self.run_model(copy_to_device(tokens, device), positions, cache=cache, head_fn=last, lengths=lengths)
 
     def run_dummy_pass(self) -> None:
         """Take part in the communication of a pass of other ranks."""

@@ -45,11 +45,16 @@ class StepGraph:
             self.step()
 
 
+def is_sharded(model: Decoder) -> bool:
+    """Whether the weights are divided among processes."""
+    return isinstance(model, FSDPModule) or bool(model.shards)
+
+
 def get_capture(model: Decoder) -> Callable[[Step], Step] | None:
     """Function that captures steps of a model as a graph; None if they run eagerly."""
     if not capabilities(model.device).graphs:
         return None
-    if isinstance(model, FSDPModule) or model.shards:
+    if is_sharded(model):
         warn_eager("weights are divided among processes")
         return None
     return partial(capture_cuda_graph, torch.cuda.graph_pool_handle())
