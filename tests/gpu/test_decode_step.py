@@ -1,7 +1,8 @@
 """The generation step, proved without a GPU: constant shapes, no host wait, replay as a graph, and its numbers."""
 
+import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.gpu.recorded_step import record_step
 from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import load_model, make_checkpoint, random_tokens, relative_error
 from tests.unit.kernels.test_attention import make_sinks, naive_attention, visible_mask
+from tunekit.adapters.config import LoRAConfig
 from tunekit.distributed.context import DistributedContext
 from tunekit.generation import engine, slot_batch
 from tunekit.generation.engine import GenerationEngine
@@ -91,6 +93,18 @@ def test_a_step_has_constant_shapes_and_never_waits_for_the_host(name: str, monk
     layers = len(list(model.layers))
     counts = first.count(layer=True) / layers, first.count(layer=False)
     assert counts[0] <= MAX_KERNELS[name][0] and counts[1] <= MAX_KERNELS[name][1], counts
+
+
+@pytest.mark.parametrize(("name", "expected"), [("temperature", []), ("min-p", ["div"])])
+def test_the_draw_reads_the_vocabulary_few_times(
+    name: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors as large as the logits: the cast (a view for `DecodeOps`), the temperature, probabilities, their sums."""
+    with gpu_shapes(monkeypatch):
+        model, (ops,) = step_ops("llama3.2", SAMPLINGS[name], 300)
+    large = [op.name for op in ops.ops if op.launches and op.shapes == ((4, model.spec.vocab),)]
+    assert [op for op in large if op not in ("ge", "mul")] == [*expected, "softmax", "cumsum"]
+    assert sum(op.name == "to" and op.shapes == ((4, model.spec.vocab),) for op in ops.ops) == 1
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -292,6 +306,38 @@ def test_every_run_is_one_step_whether_captured_or_not() -> None:
         graph.run(key, num_left=50)
         assert work.runs == count
     assert work.captures == 2
+
+
+def test_a_step_that_was_captured_before_is_captured_at_once() -> None:
+    """Its kernels are loaded, and it does not wait for the device."""
+    captured: set[Hashable] = set()
+    first, second = Work(), Work()
+    for work in (first, second):
+        graph = StepGraph(work.step, work.capture, captured)
+        for count in range(1, 6):
+            graph.run(256, num_left=50)
+            assert work.runs == count
+            assert work.captures == int(work is second or count > 2)
+
+
+def test_a_new_cache_is_captured_without_eager_steps(tmp_path: Path, simulated: list[Any]) -> None:
+    """After `sleep`, as in reinforcement learning: the same tokens from graphs of the new cache."""
+    model = load_model(make_checkpoint(tmp_path, "llama3.2"), LoRAConfig(4))
+    generation = GenerationEngine(model, 4, 64, None)
+    requests = [
+        GenerationRequest(f"{i}", prompt, SamplingConfig(1.0, max_new_tokens=12, seed=3))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    passes: list[int] = []
+    model.register_forward_pre_hook(lambda *unused: passes.append(1))
+    expected, counts = generation.generate(requests), [len(passes)]
+    for _ in range(2):
+        generation.sleep()
+        assert generation.generate(requests) == expected
+        counts.append(len(passes))
+    first, *later = [after - before for before, after in itertools.pairwise([0, *counts])]
+    assert later == [first - 2] * 2, "only prompts and the recording run the model"
+    assert len(simulated) == 3
 
 
 def test_the_last_tokens_are_not_worth_a_capture() -> None:

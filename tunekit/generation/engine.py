@@ -1,7 +1,7 @@
 """Generation with continuous batching: requests share the batch of each step and are replaced when they end."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -76,6 +76,7 @@ class GenerationEngine:
         self.resumable: dict[str, Answer] = {}  # finished answers that may be continued
         self.launches: deque[Launch] = deque()
         self.batch: SlotBatch | None = None  # allocated by the first step
+        self.captured: set[Hashable] = set()  # steps that were captured as graphs, also for earlier caches
         configure_attention(model.device)
 
     # Requests
@@ -198,13 +199,14 @@ class GenerationEngine:
         for _ in range(num_passes - sum(num_launches)):
             batch.run_dummy_pass()
         if outputs:
-            self.launches.append(Launch(launched, HostCopy(torch.cat(outputs))))
+            self.launches.append(Launch(launched, HostCopy(outputs[0] if len(outputs) == 1 else torch.cat(outputs))))
         return self.read_launches(self.max_pending(launched))
 
     def prepare(self) -> SlotBatch:
         """Allocate the cache. After training, captured graphs might have other adapters or weights."""
         if self.batch is None:
-            self.batch = SlotBatch(self.model, self.max_num_seqs, self.max_model_len, self.logprobs_mode)
+            limits = self.max_num_seqs, self.max_model_len
+            self.batch = SlotBatch(self.model, *limits, self.logprobs_mode, self.captured)
         if self.model.training:
             self.model.eval()
             self.batch.steps.clear()
@@ -223,6 +225,8 @@ class GenerationEngine:
 
     def take_outdated(self) -> list[Answer]:
         """Remove the answers whose cache has the RoPE frequencies of shorter rows (LongRoPE), to compute them again."""
+        if not self.rope_switch_lengths:
+            return []
         outdated = [answer for answer in self.running if self.crosses_switch(answer)]
         self.running = [answer for answer in self.running if answer not in outdated]
         for answer in outdated:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -49,6 +49,12 @@ class TokenOutput(NamedTuple):
     finish_reason: FinishReason | None  # None: more tokens follow
 
 
+@lru_cache
+def share_equal(options: SamplingConfig) -> SamplingConfig:
+    """The first one of equal options, so that most comparisons need no hash."""
+    return options
+
+
 @dataclass(eq=False)
 class Answer:
     """State of one answer of a request. `append_tokens` starts another answer of the same request."""
@@ -85,7 +91,7 @@ class Answer:
     @cached_property
     def options(self) -> SamplingConfig:
         """The options that change the distribution of tokens. Other options have default values."""
-        return replace(self.sampling, seed=0, max_new_tokens=1, stop_strings=())
+        return share_equal(replace(self.sampling, seed=0, max_new_tokens=1, stop_strings=()))
 
     @cached_property
     def numbers(self) -> Tensor:

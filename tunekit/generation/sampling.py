@@ -63,9 +63,15 @@ class SamplingConfig:
             logits = logits.float()
             penalized = torch.where(logits < 0, logits * self.repetition_penalty, logits / self.repetition_penalty)
             logits = torch.where(seen, penalized, logits)
-        if self.temperature == 0:
-            return logits.argmax(-1)
-        weights, tokens = (logits.float() / self.temperature).softmax(-1), None
+        return logits.argmax(-1) if self.temperature == 0 else self.sample_scaled(self.scale(logits), numbers)
+
+    def scale(self, logits: Tensor) -> Tensor:
+        """Logits divided by the temperature, in fp32."""
+        return logits.float() if self.temperature in (0, 1) else logits.float() / self.temperature
+
+    def sample_scaled(self, logits: Tensor, numbers: Tensor) -> Tensor:
+        """Next tokens (B,) from logits (B, vocab) that are divided by the temperature, which is not 0."""
+        weights, tokens = logits.softmax(-1), None
         if self.num_candidates is not None or self.top_p < 1:
             weights, tokens = self.sort_top_k(weights)
             preceding = prefix_sum(weights) - weights  # total probability of more likely tokens

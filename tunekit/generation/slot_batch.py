@@ -16,7 +16,8 @@ from tunekit.models.decode import StepGraph, get_capture, is_sharded
 from tunekit.models.decoder import Decoder
 from tunekit.models.forward_context import KVCache, has_static_shapes
 
-MAX_STEPS = 64  # steps with their graphs: clients of a server choose sampling options freely
+# Steps with their graphs, and those that were captured before: clients of a server choose sampling options freely
+MAX_STEPS, MAX_CAPTURED = 64, 1024
 
 
 class DecodeStep:
@@ -25,7 +26,7 @@ class DecodeStep:
     def __init__(self, batch: "SlotBatch", size: int, sampling: SamplingGroup | None, num_logprobs: int) -> None:
         self.batch, self.size, self.sampling, self.num_logprobs = batch, size, sampling, num_logprobs
         self.cache = batch.view_cache(0, size)
-        self.graph = StepGraph(self.run_step, batch.capture)
+        self.graph = StepGraph(self.run_step, batch.capture, batch.captured)
         self.output = batch.state.tokens  # of the last step: that of the draw, or logits (B, vocab) without options
 
     def run_step(self) -> None:
@@ -39,8 +40,16 @@ class DecodeStep:
 class SlotBatch:
     """The cache of all rows. Running answers occupy the first rows, so that a step computes a view of the cache."""
 
-    def __init__(self, model: Decoder, num_slots: int, max_model_len: int, mode: LogprobsMode) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        num_slots: int,
+        max_model_len: int,
+        mode: LogprobsMode,
+        captured: set[Hashable] | None = None,
+    ) -> None:
         self.model, self.num_slots = model, num_slots
+        self.captured = set() if captured is None else captured  # steps that earlier batches captured
         self.cache = model.make_cache(num_slots, max_model_len)
         model.begin_decoding(self.cache)
         self.state = RowState(num_slots, max_model_len, model.spec.outputs, model.device)
@@ -82,22 +91,24 @@ class SlotBatch:
         group = groups[0] if len(groups) == 1 and allowed is None else None
         self.cache.cache_length = max(answer.num_cached for answer in answers) + 1
         num_visible = self.cache.num_visible(device)
-        step = self.get_step(num_rows, group, num_logprobs, num_visible)
+        key = num_rows, group, num_logprobs, self.state.seen is None, 0 if self.capture is None else num_visible
+        step = self.get_step(key, num_rows, group, num_logprobs)
         step.cache.cache_length = self.cache.cache_length
-        step.graph.run(num_visible, num_left)
+        step.graph.run(key, num_left)
         output = step.output if group is not None else self.draw(step.output, 0, groups, num_logprobs, allowed)
         for answer in answers:
             answer.num_cached += 1
             answer.num_launched += 1
         return output[: len(answers)]
 
-    def get_step(self, size: int, group: SamplingGroup | None, num_logprobs: int, num_visible: int) -> DecodeStep:
+    def get_step(self, key: Hashable, size: int, group: SamplingGroup | None, num_logprobs: int) -> DecodeStep:
         """The step for a batch, with its graph."""
-        key = size, group, num_logprobs, self.state.seen is None, 0 if self.capture is None else num_visible
         step = self.steps.pop(key, None) or DecodeStep(self, size, group, num_logprobs)
         self.steps[key] = step
         if len(self.steps) > MAX_STEPS:
             del self.steps[next(iter(self.steps))]  # the least recently used one
+        if len(self.captured) > MAX_CAPTURED:
+            self.captured.clear()
         return step
 
     def prefill(self, passes: Passes, start: int, num_logprobs: int) -> Tensor:

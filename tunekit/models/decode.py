@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache as cached_once
 from functools import partial
 from typing import Any
@@ -23,18 +23,23 @@ MIN_REPLAYS = 8  # a capture costs about as much as three eager steps
 class StepGraph:
     """Runs a step: eagerly at first, then as a captured graph while its key stays the same."""
 
-    def __init__(self, step: Step, capture: Callable[[Step], Step] | None) -> None:
+    def __init__(
+        self, step: Step, capture: Callable[[Step], Step] | None, captured: set[Hashable] | None = None
+    ) -> None:
         self.step, self.capture = step, capture
+        self.captured = set() if captured is None else captured  # keys that need no eager steps before another capture
         self.replay: Step | None = None
-        self.key, self.num_eager = -1, 0
+        self.key: Hashable = None
+        self.num_eager = 0
 
-    def run(self, key: int, num_left: int) -> None:
-        """Run the step once. `key` identifies its shapes; a graph is valid for one key."""
+    def run(self, key: Hashable, num_left: int) -> None:
+        """Run the step once. `key` identifies its shapes and operators; a graph is valid for one key."""
         if key != self.key:
-            self.key, self.num_eager, self.replay = key, 0, None
+            self.key, self.num_eager, self.replay = key, WARMUP_STEPS if key in self.captured else 0, None
         if self.replay is None and self.capture is not None and self.num_eager >= WARMUP_STEPS:
             self.replay = self.capture(self.step) if num_left >= MIN_REPLAYS else None
         if self.replay is not None:
+            self.captured.add(key)
             self.replay()
             return
         self.num_eager += 1

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.pairwise import pairwise
@@ -130,6 +131,34 @@ def test_trained_weight_gets_its_gradient() -> None:
     x = torch.randn(5, INNER)
     layer(x).sum().backward()
     assert relative_error(layer.weight.grad, x.sum(0).expand_as(layer.weight)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
+@torch.no_grad()
+def test_cached_factors_follow_the_parameters(adapter: LoRAConfig, dtype: torch.dtype) -> None:
+    """The same bits as without the cache, also after parameters change in place."""
+    layers = [layer.eval() for layer in make_layers(adapter, NoQuantization(), dtype, 3)]
+    cache, x = lora.FactorCache(), torch.randn(2, 5, INNER).to(dtype)
+    for _ in range(3):
+        expected = shared_input_linears(layers, x), layers[1](x)
+        with cache.use():
+            actual = shared_input_linears(layers, x), layers[1](x)
+        assert all(map(torch.equal, (*actual[0], actual[1]), (*expected[0], expected[1])))
+        for parameter in trained_parameters(layers):
+            parameter.add_(torch.randn_like(parameter))
+
+
+def test_all_layers_are_cast_by_one_operator() -> None:
+    layers = [layer.eval() for layer in make_layers(ADAPTERS["lora"], NoQuantization(), BF16, 3)]
+    cache = lora.FactorCache()
+    counts = []
+    for _ in range(2):
+        with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiler, cache.use():
+            for group in (layers, layers[:1], layers[2:]):
+                shared_input_linears(group, torch.randn(2, INNER).to(BF16))
+        counts.append(sum(e.count for e in profiler.key_averages() if e.key == "aten::_foreach_copy_"))
+    assert counts == [3, 1]
 
 
 @pytest.mark.parametrize("shape", [(0, INNER), (1, INNER), (2, 0, INNER), (3, 2, 2, INNER)])
