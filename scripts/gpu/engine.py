@@ -1,6 +1,6 @@
 """The rollout engine on a GPU: tokens of every kind of cache next to the CPU in fp32, and its speed with an 8B Llama.
 
-python scripts/gpu/engine.py cuda|cpu [--small]
+python scripts/gpu/engine.py cuda|cpu [--small] [--speed]
 """
 
 import argparse
@@ -106,10 +106,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("device", choices=("cuda", "cpu"))
     parser.add_argument("--small", action="store_true", help="fewer families, and a small model for the speed")
+    parser.add_argument("--speed", action="store_true", help="only the speed")
     args = parser.parse_args()
     gpu.DEVICE = torch.device(args.device)
     failures = 0
-    for name in NAMES[:2] if args.small else NAMES:
+    for name in () if args.speed else NAMES[:2] if args.small else NAMES:
         try:
             line = compare_devices(name, args.device)
         except Exception:
