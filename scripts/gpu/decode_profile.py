@@ -57,8 +57,7 @@ def print_split(engine: GenerationEngine, requests: list[GenerationRequest], nam
 
 def print_replay(engine: GenerationEngine, name: str, step: float) -> None:
     """Time of the last step's graph alone. Its tokens are lost: positions and random numbers move on."""
-    assert engine.batch is not None
-    last = [*engine.batch.steps.values()][-1]
+    last = [*engine.graphs.steps.values()][-1]
     if last.graph.replay is None:
         print(f"{name}: no graph", flush=True)
         return

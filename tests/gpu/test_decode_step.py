@@ -23,7 +23,7 @@ from tunekit.generation.engine import GenerationEngine
 from tunekit.generation.generate import generate_batch
 from tunekit.generation.requests import GenerationRequest
 from tunekit.generation.sampling import SamplingConfig
-from tunekit.generation.slot_batch import DecodeStep, SlotBatch
+from tunekit.generation.slot_batch import DecodeStep, SlotBatch, StepGraphs
 from tunekit.generation.token_draw import SamplingGroup
 from tunekit.kernels import attention_choice, attention_cpu, attention_decode, glu, rms_norm, rope
 from tunekit.kernels.attention import AttentionParams
@@ -71,7 +71,7 @@ SAMPLINGS = {
 def step_ops(name: str, sampling: SamplingConfig, *used: int, rows: int = 4) -> tuple[Decoder, list[DecodeOps]]:
     """The operators of steps with these numbers of slots in use."""
     model = build_model(build_config(name, **WIDE[name]))
-    batch = SlotBatch(model, rows, 4000, "processed_logprobs")
+    batch = SlotBatch(model, rows, 4000, "processed_logprobs", StepGraphs())
     if sampling.repetition_penalty != 1:
         batch.state.seen = torch.zeros(rows, model.spec.vocab, dtype=torch.bool, device="meta")
     step = DecodeStep(batch, rows, SamplingGroup(sampling, None), num_logprobs=0)

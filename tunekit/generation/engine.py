@@ -1,7 +1,7 @@
 """Generation with continuous batching: requests share the batch of each step and are replaced when they end."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.generation.requests import Answer, GenerationRequest, TokenOutput
 from tunekit.generation.sampling import SamplingConfig
-from tunekit.generation.slot_batch import SlotBatch
+from tunekit.generation.slot_batch import SlotBatch, StepGraphs
 from tunekit.generation.slots import plan_passes
 from tunekit.generation.token_draw import LogprobsMode, read_output
 from tunekit.kernels.device_to_host import HostCopy
@@ -76,7 +76,7 @@ class GenerationEngine:
         self.resumable: dict[str, Answer] = {}  # finished answers that may be continued
         self.launches: deque[Launch] = deque()
         self.batch: SlotBatch | None = None  # allocated by the first step
-        self.captured: set[Hashable] = set()  # steps that were captured as graphs, also for earlier caches
+        self.graphs = StepGraphs()
         configure_attention(model.device)
 
     # Requests
@@ -163,7 +163,15 @@ class GenerationEngine:
         self.launches.clear()
         for answer in self.resumable.values():
             answer.drop_cache()
+        self.graphs.clear()
         self.batch = None
+
+    def replace_graphs(self, graphs: StepGraphs) -> StepGraphs:
+        """Use the graphs of another adapter, which is active now. Returns those of the last one."""
+        self.graphs, last = graphs, self.graphs
+        if self.batch is not None:
+            self.batch.graphs = graphs
+        return last
 
     # Steps
 
@@ -206,10 +214,10 @@ class GenerationEngine:
         """Allocate the cache. After training, captured graphs might have other adapters or weights."""
         if self.batch is None:
             limits = self.max_num_seqs, self.max_model_len
-            self.batch = SlotBatch(self.model, *limits, self.logprobs_mode, self.captured)
+            self.batch = SlotBatch(self.model, *limits, self.logprobs_mode, self.graphs)
         if self.model.training:
             self.model.eval()
-            self.batch.steps.clear()
+            self.graphs.clear()
         return self.batch
 
     @property

@@ -20,13 +20,26 @@ from tunekit.models.forward_context import KVCache, has_static_shapes
 MAX_STEPS, MAX_CAPTURED = 64, 1024
 
 
+class StepGraphs:
+    """Steps with their graphs, for the layers and parameters that the model has now."""
+
+    def __init__(self) -> None:
+        self.steps: dict[Hashable, DecodeStep] = {}  # the last one was used last
+        self.factors = FactorCache()  # casts of LoRA weights that the graphs read
+        self.captured: set[Hashable] = set()  # keys of all steps that were captured, also for earlier caches
+
+    def clear(self) -> None:
+        """Free all graphs."""
+        self.steps, self.factors = {}, FactorCache()
+
+
 class DecodeStep:
     """Computes one token for each of the first rows. Static: depends on no host value except `cache.num_visible`."""
 
     def __init__(self, batch: "SlotBatch", size: int, sampling: SamplingGroup | None, num_logprobs: int) -> None:
         self.batch, self.size, self.sampling, self.num_logprobs = batch, size, sampling, num_logprobs
         self.cache = batch.view_cache(0, size)
-        self.graph = StepGraph(self.run_step, batch.capture, batch.captured)
+        self.graph = StepGraph(self.run_step, batch.capture, batch.graphs.captured)
         self.output = batch.state.tokens  # of the last step: that of the draw, or logits (B, vocab) without options
 
     def run_step(self) -> None:
@@ -41,26 +54,19 @@ class SlotBatch:
     """The cache of all rows. Running answers occupy the first rows, so that a step computes a view of the cache."""
 
     def __init__(
-        self,
-        model: Decoder,
-        num_slots: int,
-        max_model_len: int,
-        mode: LogprobsMode,
-        captured: set[Hashable] | None = None,
+        self, model: Decoder, num_slots: int, max_model_len: int, mode: LogprobsMode, graphs: StepGraphs
     ) -> None:
-        self.model, self.num_slots = model, num_slots
-        self.captured = set() if captured is None else captured  # steps that earlier batches captured
+        self.model, self.num_slots, self.graphs = model, num_slots, graphs
         self.cache = model.make_cache(num_slots, max_model_len)
         model.begin_decoding(self.cache)
         self.state = RowState(num_slots, max_model_len, model.spec.outputs, model.device)
         self.draw = TokenDraw(self.state, mode)
         self.capture = get_capture(model)
-        self.factors = None if is_sharded(model) else FactorCache()
-        self.steps: dict[Hashable, DecodeStep] = {}  # with their graphs
+        self.is_sharded = is_sharded(model)  # the parameters of a pass differ from those of the next one
 
     def run_model(self, *args: Any, **options: Any) -> Tensor:
         """A pass of the model, with the current weights."""
-        with nullcontext() if self.factors is None else self.factors.use():
+        with nullcontext() if self.is_sharded else self.graphs.factors.use():
             return self.model(*args, **options)
 
     def arrange(self, running: Sequence[Answer], admitted: Sequence[Answer], reserved: Sequence[Answer]) -> None:
@@ -103,12 +109,13 @@ class SlotBatch:
 
     def get_step(self, key: Hashable, size: int, group: SamplingGroup | None, num_logprobs: int) -> DecodeStep:
         """The step for a batch, with its graph."""
-        step = self.steps.pop(key, None) or DecodeStep(self, size, group, num_logprobs)
-        self.steps[key] = step
-        if len(self.steps) > MAX_STEPS:
-            del self.steps[next(iter(self.steps))]  # the least recently used one
-        if len(self.captured) > MAX_CAPTURED:
-            self.captured.clear()
+        steps, captured = self.graphs.steps, self.graphs.captured
+        step = steps.pop(key, None) or DecodeStep(self, size, group, num_logprobs)
+        steps[key] = step
+        if len(steps) > MAX_STEPS:
+            del steps[next(iter(steps))]  # the least recently used one
+        if len(captured) > MAX_CAPTURED:
+            captured.clear()
         return step
 
     def prefill(self, passes: Passes, start: int, num_logprobs: int) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from tunekit.errors import UserError
 from tunekit.generation.engine import GenerationEngine
 from tunekit.generation.requests import GenerationRequest, TokenOutput
+from tunekit.generation.slot_batch import StepGraphs
 from tunekit.serving.adapter_set import AdapterSet
 from tunekit.serving.errors import APIError
 
@@ -65,7 +66,7 @@ class EngineThread:
         self.waiting: deque[QueuedRequest] = deque()
         self.turn: set[str] = set()  # requests that waited when the adapter became active
         self.running: dict[str, QueuedRequest] = {}
-        self.graphs: dict[str | None, dict] = {}  # captured steps by adapter
+        self.graphs: dict[str | None, StepGraphs] = {}  # of adapters that are not active
         self.step_errors = StepErrors(self.fail_running)
         self.loop = asyncio.get_running_loop()
         self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
@@ -175,9 +176,7 @@ class EngineThread:
 
     def switch(self, adapter: str | None) -> None:
         """Activate an adapter. Captured graphs read the weights of the adapter with which they were captured."""
-        if self.engine.batch is not None:
-            self.graphs[self.adapters.active] = self.engine.batch.steps
-            self.engine.batch.steps = self.graphs.get(adapter, {})
+        self.graphs[self.adapters.active] = self.engine.replace_graphs(self.graphs.pop(adapter, None) or StepGraphs())
         self.adapters.activate(adapter)
         self.turn = {item.request_id for item in self.waiting if item.adapter == adapter}
 
