@@ -141,17 +141,17 @@ class TokenDraw:
     ) -> Tensor:
         """Outputs of rows with equal options."""
         scaled = sampling.scale(logits)
+        unscaled = self.mode == "raw_logprobs" and sampling.temperature not in (0, 1)
+        reported = logits.float() if unscaled else scaled
+        total = reported.logsumexp(-1, keepdim=True)
         if sampling.temperature > 0 and sampling.repetition_penalty == 1 and allowed is None:
             tokens = sampling.sample_scaled(scaled, numbers)[:, None]  # without another copy of the logits
         else:
             masked = logits if allowed is None else logits.masked_fill(~allowed, float("-inf"))
             tokens = sampling.sample(masked, numbers, None if sampling.repetition_penalty == 1 else seen)[:, None]
-        if self.mode == "raw_logprobs" and sampling.temperature not in (0, 1):
-            scaled = logits.float()
-        total = scaled.logsumexp(-1, keepdim=True)
-        output = [tokens, scaled.gather(1, tokens) - total]
+        output = [tokens, reported.gather(1, tokens) - total]
         if num_logprobs:
-            top = scaled.topk(num_logprobs, dim=-1)
+            top = reported.topk(num_logprobs, dim=-1)
             output += [top.indices, top.values - total]
         return torch.cat([x.float() for x in output], dim=1)
 
