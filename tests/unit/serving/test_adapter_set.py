@@ -13,12 +13,16 @@ from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
+from tunekit.generation.engine import GenerationEngine
+from tunekit.generation.requests import GenerationRequest
+from tunekit.generation.sampling import SamplingConfig
+from tunekit.generation.slot_batch import StepGraphs
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
 from tunekit.quantization.config import NF4Config, NoQuantization
 from tunekit.serving.adapter_set import AdapterSet
 
-FP32 = PrecisionConfig(compute_dtype="fp32")
+FP32, BF16 = PrecisionConfig(compute_dtype="fp32"), PrecisionConfig(compute_dtype="bf16")
 TOKENS = torch.arange(40, 72)[None]
 ADAPTERS = {
     "lora": LoRAConfig(rank=4, target_modules=("all-linear", "embed_tokens"), alpha=64.0),
@@ -56,6 +60,29 @@ def test_switched_adapters_equal_loaded_models(quantization: NoQuantization, dir
         assert_close(logits(model), expected[name])
     assert {name for name, _ in model.named_parameters()} == names
     assert not torch.equal(expected["lora"], expected["dora"])
+
+
+def test_an_engine_casts_only_the_weights_of_the_active_adapter(directories: dict[str, Path]) -> None:
+    """Graphs and casts are replaced with the adapter; the tokens are those of models that were loaded alone."""
+    sampling = SamplingConfig(1.0, max_new_tokens=6)
+    requests = [GenerationRequest(f"{i}", TOKENS[0, : 9 + i].tolist(), sampling) for i in range(2)]
+
+    def load(name: str) -> Decoder:
+        return build.load_for_inference(name, BF16, DistributedContext(), NoQuantization())[0].eval()
+
+    model = load("tunekit/nano")
+    adapters = AdapterSet(model, HFCheckpoint.open(assets.MODELS["tunekit/nano"], "tunekit/nano"))
+    engine, graphs = GenerationEngine(model, 2, 64, None), {}
+    for name in ("lora", "rslora"):
+        adapters.load(name, str(directories[name]))
+        graphs[name] = StepGraphs(), GenerationEngine(load(str(directories[name])), 2, 64, None).generate(requests)
+    for name in ("lora", "rslora", "lora"):
+        adapters.activate(name)
+        engine.replace_graphs(graphs[name][0])
+        assert engine.generate(requests) == graphs[name][1]
+        cast = {id(source) for sources, _ in engine.graphs.factors.copies.values() for source in sources}
+        assert cast == {id(p) for n, p in model.named_parameters() if ".lora_" in n and "embedding" not in n}
+    assert graphs["lora"][1] != graphs["rslora"][1]
 
 
 def test_adapters_that_change_other_weights_are_errors(tmp_path: Path) -> None:
