@@ -23,7 +23,7 @@ class SamplingGroup(NamedTuple):
 def group_rows(answers: Sequence[Answer], num_rows: int, device: torch.device) -> list[SamplingGroup]:
     """Groups of rows with equal options. Rows after those of the answers get the options of the first one."""
     options = answers[0].options
-    if all(answer.options is options for answer in answers):  # hashing those of 64 rows takes 0.2 ms
+    if all(answer.options is options for answer in answers):  # hashing those of 64 rows takes 0.1 ms
         return [SamplingGroup(options, None)]
     rows: dict[SamplingConfig, list[int]] = {}
     for row, answer in enumerate(answers):
