@@ -14,6 +14,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from tunekit.devices import HALF_DTYPES
 from tunekit.kernels.attention_choice import (
+    MAX_FLASH_HEAD_DIM,
+    MAX_FLEX_HEAD_BYTES,
     AttentionBackend,
     AttentionCall,
     choose_attention_backend,
@@ -48,7 +50,17 @@ def is_supported(q: Tensor, capped: bool) -> bool:
         return False
     if needs_flex and not torch.is_grad_enabled() and q.shape[0] * q.shape[1] <= MAX_UNCOMPILED_TOKENS:
         return False  # for example, when a checkpoint is verified
-    return has_packed_kernel(q.device, q.dtype, q.shape[-1])
+    return has_packed_kernel(q.device, q.dtype, head_dim_limit(q.shape[-1]))
+
+
+def head_dim_limit(head_dim: int) -> int:
+    """The largest head size that the same kernels support: a constant, also where Dynamo traces `head_dim` as a symbol.
+
+    It does after a graph break: FlexAttention is compiled separately.
+    """
+    if head_dim <= MAX_FLEX_HEAD_BYTES // torch.float32.itemsize:
+        return MAX_FLEX_HEAD_BYTES // torch.float32.itemsize
+    return MAX_FLASH_HEAD_DIM if head_dim <= MAX_FLASH_HEAD_DIM else MAX_FLASH_HEAD_DIM + 1
 
 
 @assume_constant_result  # Dynamo traces into cached functions

@@ -6,6 +6,7 @@ tune run sft llama3_2/1b_full --nproc-per-node 8
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from tunekit.loggers.metric_logger import ThroughputCounter
 from tunekit.losses.cross_entropy import CrossEntropy, eval_loss
 from tunekit.models.decoder import Decoder
 from tunekit.training.config import TrainConfig, check_training
+from tunekit.training.cuda_graph import BackwardPass, check_cuda_graph, graph_backward_pass
 from tunekit.training.data_checks import check_data
 from tunekit.training.early_stopping import EarlyStopping
 from tunekit.training.export import export_final
@@ -38,6 +40,9 @@ class SFTConfig(TrainConfig):
     data: SFTData  # Training rows
     eval_data: SFTData | None = None  # Held-out rows for evaluation during training
     loss: CrossEntropy = CrossEntropy()
+    # Launch the kernels of a micro-batch as one CUDA graph, which is faster if the model or the micro-batch is small.
+    # For dense models on one GPU, in bf16
+    cuda_graph: bool = False
 
 
 CONFIG = SFTConfig
@@ -46,6 +51,7 @@ CONFIG = SFTConfig
 def check(cfg: SFTConfig) -> None:
     """Raise UserError for everything that can be found without reading weights."""
     check_training(cfg)
+    check_cuda_graph(cfg)
     cfg.loss.check_routers(read_checkpoint(cfg).spec, cfg.compile)
 
 
@@ -73,6 +79,7 @@ def train(cfg: SFTConfig, run: RunContext) -> None:
     run.begin()
 
     optimizer = build_optimizer(cfg, model, dist)
+    run_pass = graph_backward_pass(cfg, partial(backward_pass, model, cfg, dist), model, dist)
     num_steps = run.plan_steps(train_data)
     lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
     prefetcher = Prefetcher(train_data, dist.device)
@@ -100,7 +107,7 @@ def train(cfg: SFTConfig, run: RunContext) -> None:
         while step < num_steps and not early_stopping.triggered:
             run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
             batches = prefetcher.next()  # the micro-batches of this rank
-            loss = forward_backward(model, batches, cfg, dist)
+            loss = forward_backward(model, batches, cfg, dist, run_pass)
             grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
             if not guard.accepts(step, loss, grad_norm):  # NaN, Inf or a spike
                 optimizer.zero_grad()  # without gradients, `step` changes no weight
@@ -137,19 +144,30 @@ def train(cfg: SFTConfig, run: RunContext) -> None:
     export_final(run, model, checkpoint, loaders, step)
 
 
-def forward_backward(model: Decoder, batches: list[Batch], cfg: SFTConfig, dist: DistributedContext) -> Tensor:
+def forward_backward(
+    model: Decoder, batches: list[Batch], cfg: SFTConfig, dist: DistributedContext, run_pass: BackwardPass | None = None
+) -> Tensor:
     """Compute the gradients of one optimizer step. Returns the mean loss of its target tokens, over all ranks.
 
     Every target token has the same weight, in every micro-batch and on every rank, unless its message has a `weight`.
+    `run_pass` runs `backward_pass`, possibly as a CUDA graph; by default, it is called.
     """
+    run_pass = run_pass or partial(backward_pass, model, cfg, dist)
     (denominator,) = dist.sum_numbers(sum(batch.loss_denominator for batch in batches))
     total = torch.zeros((), device=dist.device)
     for i, batch in enumerate(batches, start=1):
         dist.set_gradient_sync(model, enabled=i == len(batches))  # reduce gradients in the last micro-batch only
-        loss = cfg.loss(model, batch.to(dist.device)) / denominator
-        (loss * dist.grad_scale).backward()  # FSDP averages gradients over ranks; this makes it a sum
-        total += loss.detach()
+        total += run_pass(batch.to(dist.device), denominator)
     return dist.all_reduce_sum(total)
+
+
+def backward_pass(
+    model: Decoder, cfg: SFTConfig, dist: DistributedContext, batch: Batch, denominator: float | Tensor
+) -> Tensor:
+    """Add the gradients of a micro-batch. Returns its part of the loss of the step."""
+    loss = cfg.loss(model, batch) / denominator
+    (loss * dist.grad_scale).backward()  # FSDP averages gradients over ranks; this makes it a sum
+    return loss.detach()
 
 
 def evaluate(model: Decoder, eval_data: DataLoader, dist: DistributedContext) -> dict[str, float]:

@@ -152,10 +152,12 @@ def test_the_choice_of_flex_attention_is_a_constant_of_the_graph(monkeypatch: py
         return next(path for path in (Path("/none"), *Path("/none").parents) if path.exists()).exists()
 
     monkeypatch.setattr(attention_gpu, "is_gpu", lambda device: True)
-    monkeypatch.setattr(attention_gpu, "has_packed_kernel", lambda device, dtype, head_dim: True)
     monkeypatch.setattr(attention_gpu, "can_launch", can_launch)
-    choose = torch.compile(lambda x: x + attention_gpu.is_supported(x, False), backend="eager", fullgraph=True)
-    assert choose(torch.zeros(1, 2, requires_grad=True)).tolist() == [[1.0, 1.0]]
+    choose = torch.compile(
+        lambda x: x + attention_gpu.is_supported(x, False), backend="eager", fullgraph=True, dynamic=True
+    )
+    for head_dim, expected in ((64, True), (128, True), (136, False)):  # fp32
+        assert bool(choose(torch.zeros(1, 2, 1, head_dim, requires_grad=True)).all()) is expected
 
 
 def test_flex_attention_fails_above_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,4 +105,4 @@ def find_kind(message: str) -> str | None:
 @cached_once
 def warn_eager(reason: str) -> None:
     """Log once per reason that no graph is captured."""
-    print(f"warning: generation: no CUDA graph is used: {reason}. Answers are the same, only slower.", file=sys.stderr)
+    print(f"warning: no CUDA graph is used: {reason}. Results are the same, only slower.", file=sys.stderr)

@@ -1,0 +1,243 @@
+"""Forward and backward passes of micro-batches as CUDA graphs.
+
+The host launches hundreds of kernels per layer, which takes longer than the kernels themselves if a model or a
+micro-batch is small. A graph has the same kernels and is launched at once. It reads and writes tensors of fixed address
+and size, so each micro-batch is copied to static tensors. Sizes that differ between micro-batches are rounded up: the
+number of target tokens with targets of weight 0, and the number of documents with empty ones.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
+from tunekit.data.dataloader.batch import IGNORE, Batch
+from tunekit.devices import capabilities
+from tunekit.distributed.context import DistributedContext
+from tunekit.errors import FieldError
+from tunekit.kernels.attention_choice import AttentionBackend, AttentionCall, choose_attention_backend, get_capabilities
+from tunekit.kernels.device_tensors import copy_to_device
+from tunekit.losses.cross_entropy import CrossEntropy
+from tunekit.memory.config import MemoryConfig
+from tunekit.models.decode import MIN_REPLAYS, StepGraph, capture_cuda_graph
+from tunekit.models.decoder import Decoder
+from tunekit.models.precision import PrecisionConfig
+from tunekit.models.spec import MLP, Attention, LatentAttention, Layer
+
+MAX_GRAPHS = 32  # micro-batches of further shapes run without a graph
+# Few shapes, so that most micro-batches have one that was captured. More targets cost logits; more documents and longer
+# ones only thread blocks that end at once.
+TARGET_FRACTION, LENGTH_FRACTION = 8, 4  # numbers of targets are multiples of 1/8 of the tokens
+MIN_DOCUMENTS = 8
+
+# Adds the gradients of a micro-batch, divided by a loss denominator. Returns its detached loss.
+BackwardPass = Callable[[Batch, float | Tensor], Tensor]
+
+
+class GraphConfig(Protocol):
+    """Keys that decide whether a run can use graphs."""
+
+    @property
+    def cuda_graph(self) -> bool: ...
+
+    @property
+    def compile(self) -> bool: ...
+
+    @property
+    def memory(self) -> MemoryConfig: ...
+
+    @property
+    def precision(self) -> PrecisionConfig: ...
+
+    @property
+    def adapter(self) -> NoAdapter | LoRAConfig | DoRAConfig: ...
+
+    @property
+    def neftune_noise_alpha(self) -> float | None: ...
+
+    @property
+    def loss(self) -> CrossEntropy: ...
+
+
+def check_cuda_graph(cfg: GraphConfig) -> None:
+    """Raise FieldError for keys that a graph does not support."""
+    if not cfg.cuda_graph:
+        return
+    conflicts = {
+        "compile": cfg.compile,
+        "memory.activation_checkpointing": cfg.memory.activation_checkpointing != "none",
+        "memory.activation_offloading": cfg.memory.activation_offloading,
+        "memory.optimizer_in_bwd": cfg.memory.optimizer_in_bwd,
+        f"precision.compute_dtype={cfg.precision.compute_dtype}": cfg.precision.compute_dtype not in ("auto", "bf16"),
+        "adapter.dropout": isinstance(cfg.adapter, LoRAConfig) and cfg.adapter.dropout > 0,
+        "neftune_noise_alpha": cfg.neftune_noise_alpha is not None,
+        "a loss of yours": cfg.loss.measure is not None,
+    }
+    if keys := [key for key, is_set in conflicts.items() if is_set]:
+        raise FieldError("cuda_graph", f"not compatible with {', '.join(keys)}. Set cuda_graph=false.")
+
+
+def why_eager(model: Decoder, dist: DistributedContext) -> str | None:
+    """Why steps of a model cannot be graphs; None if they can."""
+    if not capabilities(model.device).graphs:
+        return f"{capabilities(model.device).name} has no CUDA graphs"
+    if dist.world_size > 1:
+        return "weights are divided among processes"
+    if model.compute_dtype != torch.bfloat16:
+        return "precision.compute_dtype is not bf16"
+    if not all(isinstance(layer.ffn, MLP) and has_static_attention(layer, model.device) for layer in model.spec.layers):
+        return "only dense layers with FlashAttention, without chunks, are supported"
+    return "LongRoPE depends on the lengths of documents" if model.rope_switch_lengths else None
+
+
+def has_static_attention(layer: Layer, device: torch.device) -> bool:
+    """Whether the mixer of a layer reads the bounds of documents on the device only."""
+    mixer = layer.mixer
+    if isinstance(mixer, LatentAttention):
+        head_dim, is_supported = max(mixer.nope_dim + mixer.rope_dim, mixer.v_dim), True
+    elif isinstance(mixer, Attention):
+        needs_lse = mixer.sinks and not get_capabilities(device).flash_lse
+        head_dim, is_supported = mixer.head_dim, not (mixer.chunk or mixer.softcap or needs_lse)
+    else:
+        return False
+    call = AttentionCall(device.type, torch.bfloat16, head_dim, get_capabilities(device), is_packed=True)
+    return is_supported and choose_attention_backend(call) is AttentionBackend.FLASH_VARLEN
+
+
+def graph_backward_pass(
+    cfg: GraphConfig, backward_pass: BackwardPass, model: Decoder, dist: DistributedContext
+) -> BackwardPass:
+    """The backward pass as graphs, if the config asks for them and the model and device support them."""
+    if not cfg.cuda_graph:
+        return backward_pass
+    if reason := why_eager(model, dist):
+        dist.log(f"warning: cuda_graph: no CUDA graph is used: {reason}. Results are the same, only slower.")
+        return backward_pass
+    return GraphedBackwardPass(backward_pass, model, partial(capture_cuda_graph, torch.cuda.graph_pool_handle()))
+
+
+class BatchShape(NamedTuple):
+    """Sizes that a graph is captured for."""
+
+    rows: int
+    length: int
+    num_targets: int
+    num_documents: int
+    max_seqlen: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> "BatchShape":
+        """The rounded sizes of a micro-batch."""
+        rows, length = batch.tokens.shape
+        step = max(1, batch.tokens.numel() // TARGET_FRACTION)
+        num_targets = min(batch.tokens.numel(), -(-batch.num_target_tokens // step) * step)
+        if batch.cu_seqlens is None:
+            return cls(rows, length, num_targets, rows, length)
+        lengths = batch.cu_seqlens.diff()
+        longest = min(length, max(next_power_of_2(int(lengths.max())), length // LENGTH_FRACTION))
+        return cls(rows, length, num_targets, max(MIN_DOCUMENTS, next_power_of_2(len(lengths))), longest)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least `n`."""
+    return 1 << (n - 1).bit_length()
+
+
+class StaticBatch:
+    """A micro-batch in tensors of fixed address, with the loss denominator of its step.
+
+    Its loss equals that of the batch it is filled with: additional targets have weight 0, additional documents no
+    tokens.
+    """
+
+    def __init__(self, shape: BatchShape, device: torch.device) -> None:
+        self.shape = shape
+        tokens, targets, positions = (torch.zeros(shape[:2], dtype=torch.int64, device=device) for _ in range(3))
+        weights = torch.zeros(shape[:2], device=device)
+        self.batch = Batch(
+            tokens, targets, positions,
+            cu_seqlens=torch.zeros(shape.num_documents + 1, dtype=torch.int32),
+            num_target_tokens=shape.num_targets,
+            num_tokens=tokens.numel(),
+            loss_weights=weights,
+        )  # fmt: skip
+        self.cu_seqlens = torch.zeros(shape.num_documents + 1, dtype=torch.int32, device=device)
+        layout = self.batch.layout
+        assert layout is not None
+        layout.varlen_bounds[0, device] = (self.cu_seqlens, shape.max_seqlen) * 2
+        self.denominator = torch.ones((), device=device)
+        self.loss = torch.zeros((), device=device)
+
+    def fill(self, batch: Batch, denominator: float | Tensor) -> None:
+        """Copy a batch of this shape whose tensors are on the device."""
+        targets, weights = add_targets(batch, self.shape.num_targets)
+        assert self.batch.loss_weights is not None
+        copies = (self.batch.tokens, self.batch.targets, self.batch.positions, self.batch.loss_weights)
+        for static, new in zip(copies, (batch.tokens, targets, batch.positions, weights), strict=True):
+            static.copy_(new)
+        rows, length = batch.tokens.shape
+        bounds = torch.arange(rows + 1) * length if batch.cu_seqlens is None else batch.cu_seqlens
+        bounds = F.pad(bounds.int(), (0, self.shape.num_documents + 1 - len(bounds)), value=rows * length)
+        self.set_bounds(bounds)
+        self.denominator.fill_(denominator)
+
+    def set_bounds(self, bounds: Tensor) -> None:
+        """Set the bounds of documents (documents + 1,) on the host and on the device."""
+        assert self.batch.cu_seqlens is not None
+        self.batch.cu_seqlens.copy_(bounds)
+        self.cu_seqlens.copy_(copy_to_device(bounds, self.cu_seqlens.device))
+
+
+def add_targets(batch: Batch, count: int) -> tuple[Tensor, Tensor]:
+    """Targets (B, S) of which `count` are not IGNORE, and their weights, 0 for those that the batch does not have."""
+    is_ignored = batch.targets == IGNORE
+    order = is_ignored.flatten().cumsum(0).view_as(batch.targets)
+    is_added = is_ignored & (order <= count - batch.num_target_tokens)
+    weights = torch.ones_like(batch.targets, dtype=torch.float32) if batch.loss_weights is None else batch.loss_weights
+    return batch.targets.masked_fill(is_added, 0), weights.masked_fill(is_added, 0)
+
+
+class GraphedBackwardPass:
+    """Runs the backward pass of each micro-batch as a graph of its shape, which is captured at its third micro-batch.
+
+    Gradients are accumulated in tensors of fixed address. These become the gradients of the parameters again at the
+    first micro-batch after the optimizer has freed them.
+    """
+
+    def __init__(
+        self, backward_pass: BackwardPass, model: nn.Module, capture: Callable[[Callable[[], None]], Callable[[], None]]
+    ) -> None:
+        self.backward_pass, self.capture = backward_pass, capture
+        self.params: Sequence[nn.Parameter] = [p for p in model.parameters() if p.requires_grad]
+        self.gradients: list[tuple[nn.Parameter, Tensor]] = []
+        self.steps: dict[BatchShape, tuple[StaticBatch, StepGraph]] = {}
+
+    def __call__(self, batch: Batch, denominator: float | Tensor) -> Tensor:
+        """Add the gradients of a micro-batch whose tensors are on the device. Returns its loss."""
+        shape = BatchShape.of(batch)
+        self.restore_gradients()
+        if shape not in self.steps and len(self.steps) >= MAX_GRAPHS:
+            return self.backward_pass(batch, denominator)
+        if shape not in self.steps:
+            static = StaticBatch(shape, batch.tokens.device)
+            self.steps[shape] = static, StepGraph(partial(self.run_static, static), self.capture)
+        static, graph = self.steps[shape]
+        static.fill(batch, denominator)
+        graph.run(shape, MIN_REPLAYS)
+        if not self.gradients:
+            self.gradients = [(param, param.grad) for param in self.params if param.grad is not None]
+        return static.loss.clone()
+
+    def run_static(self, static: StaticBatch) -> None:
+        static.loss.copy_(self.backward_pass(static.batch, static.denominator))
+
+    def restore_gradients(self) -> None:
+        """Zero the gradients and assign them to the parameters, unless an earlier micro-batch of the step has."""
+        if self.gradients and self.gradients[0][0].grad is None:
+            torch._foreach_zero_([grad for _, grad in self.gradients])  # pyright: ignore[reportPrivateImportUsage]
+            for param, grad in self.gradients:
+                param.grad = grad
