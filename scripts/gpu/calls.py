@@ -21,6 +21,7 @@ SCRIPTS = ROOT / "scripts/gpu"
 RUNS = Path("/tmp/tunekit-gpu-runs")
 STEPS = ("max_steps=4", "eval_every=2")
 PACKED = ("data.packing=true", "data.max_length=1024", "micro_batch_size=4", "global_batch_size=8")
+GRAPHS = ("cuda_graph=true", "memory.activation_checkpointing=none", "max_steps=12")
 FULL_OPTIONS = (
     ("memory.activation_checkpointing=full",),
     ("memory.activation_checkpointing=selective",),
@@ -37,6 +38,7 @@ FULL_OPTIONS = (
     ("save_every=2",),
     ("profiler=true",),
     ("memory.optimizer_in_bwd=true", "max_grad_norm=0", "global_batch_size=4"),
+    GRAPHS,
 )
 QLORA_OPTIONS = (
     ("quantization=float8",),
@@ -47,6 +49,7 @@ QLORA_OPTIONS = (
     ("precision.compute_dtype=fp16",),
     ("compile=true",),
     ("memory.activation_checkpointing=full",),
+    GRAPHS,
 )
 CPU_FACTOR = 4  # time limits of jobs on a CPU, in units of those on a GPU
 FOR_GPUS = {"memory.activation_offloading=true", "precision.compute_dtype=tf32"}  # options that a CPU refuses

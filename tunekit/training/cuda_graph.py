@@ -168,7 +168,7 @@ class StaticBatch:
         self.cu_seqlens = torch.zeros(shape.num_documents + 1, dtype=torch.int32, device=device)
         layout = self.batch.layout
         assert layout is not None
-        layout.varlen_bounds[0, device] = (self.cu_seqlens, shape.max_seqlen) * 2
+        layout.varlen_bounds[0, device] = self.cu_seqlens, shape.max_seqlen, self.cu_seqlens, shape.max_seqlen
         self.denominator = torch.ones((), device=device)
         self.loss = torch.zeros((), device=device)
 
