@@ -24,9 +24,13 @@ class StepGraph:
     """Runs a step: eagerly at first, then as a captured graph while its key stays the same."""
 
     def __init__(
-        self, step: Step, capture: Callable[[Step], Step] | None, captured: set[Hashable] | None = None
+        self,
+        step: Step,
+        capture: Callable[[Step], Step] | None,
+        captured: set[Hashable] | None = None,
+        warmup_steps: int = WARMUP_STEPS,
     ) -> None:
-        self.step, self.capture = step, capture
+        self.step, self.capture, self.warmup_steps = step, capture, warmup_steps
         self.captured = set() if captured is None else captured  # keys that need no eager steps before another capture
         self.replay: Step | None = None
         self.key: Hashable = None
@@ -35,7 +39,9 @@ class StepGraph:
     def run(self, key: Hashable, num_left: int) -> None:
         """Run the step once. `key` identifies its shapes and operators; a graph is valid for one key."""
         if key != self.key:
-            self.key, self.num_eager, self.replay = key, WARMUP_STEPS if key in self.captured else 0, None
+            self.key, self.num_eager, self.replay = key, WARMUP_STEPS, None
+            if key not in self.captured:
+                self.num_eager -= self.warmup_steps
         if self.replay is None and self.capture is not None and self.num_eager >= WARMUP_STEPS:
             self.replay = self.capture(self.step) if num_left >= MIN_REPLAYS else None
         if self.replay is not None:

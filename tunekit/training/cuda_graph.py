@@ -23,7 +23,7 @@ from tunekit.kernels.attention_choice import AttentionBackend, AttentionCall, ch
 from tunekit.kernels.device_tensors import copy_to_device
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.memory.config import MemoryConfig
-from tunekit.models.decode import MIN_REPLAYS, StepGraph, capture_cuda_graph
+from tunekit.models.decode import MIN_REPLAYS, WARMUP_STEPS, StepGraph, capture_cuda_graph
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import MLP, Attention, LatentAttention, Layer
@@ -31,8 +31,8 @@ from tunekit.models.spec import MLP, Attention, LatentAttention, Layer
 MAX_GRAPHS = 32  # micro-batches of further shapes run without a graph
 # Few shapes, so that most micro-batches have one that was captured. More targets cost logits; more documents and longer
 # ones only thread blocks that end at once.
-TARGET_FRACTION, LENGTH_FRACTION = 8, 4  # numbers of targets are multiples of 1/8 of the tokens
-MIN_DOCUMENTS = 8
+TARGET_FRACTION, LENGTH_FRACTION = 8, 2  # numbers of targets are multiples of 1/8 of the tokens
+DOCUMENTS_FACTOR = 4  # between two numbers of documents
 
 # Adds the gradients of a micro-batch, divided by a loss denominator. Returns its detached loss.
 BackwardPass = Callable[[Batch, float | Tensor], Tensor]
@@ -138,13 +138,11 @@ class BatchShape(NamedTuple):
         if batch.cu_seqlens is None:
             return cls(rows, length, num_targets, rows, length)
         lengths = batch.cu_seqlens.diff()
-        longest = min(length, max(next_power_of_2(int(lengths.max())), length // LENGTH_FRACTION))
-        return cls(rows, length, num_targets, max(MIN_DOCUMENTS, next_power_of_2(len(lengths))), longest)
-
-
-def next_power_of_2(n: int) -> int:
-    """The smallest power of 2 that is at least `n`."""
-    return 1 << (n - 1).bit_length()
+        longest = length // LENGTH_FRACTION if int(lengths.max()) <= length // LENGTH_FRACTION else length
+        num_documents = 2 * DOCUMENTS_FACTOR
+        while num_documents < len(lengths):
+            num_documents *= DOCUMENTS_FACTOR
+        return cls(rows, length, num_targets, num_documents, longest)
 
 
 class StaticBatch:
@@ -202,7 +200,7 @@ def add_targets(batch: Batch, count: int) -> tuple[Tensor, Tensor]:
 
 
 class GraphedBackwardPass:
-    """Runs the backward pass of each micro-batch as a graph of its shape, which is captured at its third micro-batch.
+    """Runs the backward pass of each micro-batch as a graph of its shape, captured at the second one of this shape.
 
     Gradients are accumulated in tensors of fixed address. These become the gradients of the parameters again at the
     first micro-batch after the optimizer has freed them.
@@ -224,7 +222,9 @@ class GraphedBackwardPass:
             return self.backward_pass(batch, denominator)
         if shape not in self.steps:
             static = StaticBatch(shape, batch.tokens.device)
-            self.steps[shape] = static, StepGraph(partial(self.run_static, static), self.capture)
+            warmup_steps = 1 if self.steps else WARMUP_STEPS  # the first shape shows whether the host waits
+            run_static = partial(self.run_static, static)
+            self.steps[shape] = static, StepGraph(run_static, self.capture, warmup_steps=warmup_steps)
         static, graph = self.steps[shape]
         static.fill(batch, denominator)
         graph.run(shape, MIN_REPLAYS)
