@@ -3,7 +3,10 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -48,6 +51,11 @@ class RewardFunction(ABC):
                 raise UserError(
                     f"{key}: the rows have no column {column!r} (columns: {known}). Set it to one of these."
                 )
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the reward waits for something else most of the time, so that others may run meanwhile."""
+        return False
 
     def prepare(self, dist: DistributedContext) -> None:  # noqa: B027
         """Load what this reward needs, such as the weights of a model, on each rank before the first call."""
@@ -96,16 +104,24 @@ def score_rollouts(
 ) -> Tensor:
     """Scores (R, num_rewards) in fp32 on the CPU, without weights; NaN where a reward does not apply (None).
 
-    Raises UserError, with the reward and the row, for a reward that raises or returns something else than numbers, and
-    with the reward if it logs a metric or a column under a name of the run.
+    Asynchronous rewards run at the same time, each in a thread with an event loop of its own: a notebook has a loop in
+    the main thread. Raises UserError, with the reward and the row, for a reward that raises or returns something else
+    than numbers, and with the reward if it logs a metric or a column under a name of the run.
     """
     scores, context, names = torch.empty(len(rollouts), len(rewards)), context or RewardContext(), reward_names(rewards)
-    for index, reward in enumerate(rewards if rollouts else ()):
-        where = f"rewards.{index} ({reward.name})"
-        values = call_reward(reward, rollouts, where, context)
-        context.check_names(where, names)
-        for row, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
-            scores[row, index] = to_number(value, f"{rollout.prompt.where}: {where}")
+    if not rollouts:
+        return scores
+    wheres = [f"rewards.{index} ({reward.name})" for index, reward in enumerate(rewards)]
+    logs = [RewardContext(context.trainer_state) for _ in rewards]
+    calls = [partial(call_reward, *call) for call in zip(rewards, repeat(rollouts), wheres, logs, strict=False)]
+    with ThreadPoolExecutor(1 + len(rewards)) as pool:
+        pending = {index: pool.submit(calls[index]) for index, reward in enumerate(rewards) if reward.is_async}
+        for index, where in enumerate(wheres):
+            values = pending[index].result() if index in pending else calls[index]()
+            logs[index].check_names(where, names)
+            context.extend(logs[index])
+            for row, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
+                scores[row, index] = to_number(value, f"{rollout.prompt.where}: {where}")
     return scores
 
 

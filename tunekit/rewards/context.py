@@ -57,6 +57,13 @@ class RewardContext:
         """Add a column to `completions.jsonl`, with a value for each answer."""
         self.columns.setdefault(column, []).extend(map(to_plain, values))
 
+    def extend(self, other: "RewardContext") -> None:
+        """Add what another reward function logged."""
+        for name, values in other.metrics.items():
+            self.metrics.setdefault(name, []).extend(values)
+        for name, values in other.columns.items():
+            self.columns.setdefault(name, []).extend(values)
+
     def check_columns(self, count: int) -> None:
         """Raise UserError unless each column has a value for each of `count` answers."""
         for name, values in self.columns.items():

@@ -26,9 +26,9 @@ class UserFunction(RewardFunction):
     """Scores from a Python function, as in TRL: `fn(prompts, completions, completion_ids, **columns)`.
 
     Prompts and completions are lists of messages, or texts with `prompt_format: text`. The function returns a list with
-    a number or None for each. It may be a coroutine (`async def`). Further keyword arguments are those of TRL:
-    `trainer_state` (`global_step`, `max_steps`, `epoch`), `log_metric(name, value)`, `log_extra(column, values)`, and
-    `environments`, one for each answer, in runs with an environment.
+    a number or None for each. It may be a coroutine (`async def`): these run at the same time. Further keyword
+    arguments are those of TRL: `trainer_state` (`global_step`, `max_steps`, `epoch`), `log_metric(name, value)`,
+    `log_extra(column, values)`, and `environments`, one for each answer, in runs with an environment.
     """
 
     kind: ClassVar[str] = "function"
@@ -49,6 +49,10 @@ class UserFunction(RewardFunction):
     @cached_property
     def parameters(self) -> Sequence[inspect.Parameter]:
         return tuple(inspect.signature(self.callable).parameters.values())
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.callable)
 
     def check(self, columns: Collection[str]) -> None:
         """Raise UserError if the function does not exist, or has a parameter that is no column and has no default."""

@@ -1,7 +1,9 @@
 """Scores of several rewards, errors of functions of the user, and columns that are checked before training."""
 
+import asyncio
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +55,28 @@ def test_function_gets_what_trl_passes(tmp_path: Path) -> None:
     for start in ("def", "async def"):
         function = user_function(tmp_path, body, "prompts, completions, completion_ids, level", start)
         assert score_rollouts([function], ROLLOUTS).tolist() == [[1], [2]]
+
+
+def test_async_functions_run_at_the_same_time_also_in_a_notebook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of three waits until all have started. A notebook runs code inside an event loop."""
+    body = "import sys, asyncio; sys.started.append(1)\n"
+    body += "    for _ in range(1000):\n        if len(sys.started) < 3: await asyncio.sleep(0.01)\n"
+    body += "    log_metric('number', len(sys.started)); return [1.0, 2.0]"
+    functions = []
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        functions.append(user_function(tmp_path / name, body, "log_metric, **columns", "async def"))
+
+    async def cell() -> RewardContext:
+        context = RewardContext()
+        assert score_rollouts([*functions, Length()], ROLLOUTS, context)[:, :3].tolist() == [[1, 1, 1], [2, 2, 2]]
+        return context
+
+    monkeypatch.setattr(sys, "started", [], raising=False)
+    context = asyncio.run(cell())
+    assert context.metrics == {"number": [3.0, 3.0, 3.0]}
 
 
 @pytest.mark.parametrize(
