@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from tunekit.config.user_code import load_attribute
 from tunekit.environments.base import Environment, get_tool_schemas
 from tunekit.environments.calculator import Calculator
-from tunekit.environments.grid_world import GridWorld
+from tunekit.environments.grid_world import GridWorld, Observation
 from tunekit.environments.json_answer import JsonAnswer
 from tunekit.environments.key_value_lookup import KeyValueLookup
 from tunekit.environments.openenv import CLIENT_ERRORS, OpenEnvEnvironment
@@ -78,12 +78,14 @@ class KeyValueLookupConfig(EnvironmentConfig):
 
 @dataclass(frozen=True)
 class GridWorldConfig(EnvironmentConfig):
-    """A walk on a grid of text, one move per turn. Column `grid` has its rows; S is the start, G the goal, # a wall."""
+    """A walk on a grid, one move per turn. Column `grid` has its rows; S is the start, G the goal, # a wall."""
 
     kind: ClassVar[str] = "grid_world"
+    # What the model reads: `map`: the rows of the grid; `text`: the way to the goal and the adjacent walls in words
+    observation: Observation = "map"
 
     def create(self) -> Environment:
-        return GridWorld()
+        return GridWorld(self.observation)
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,20 @@ def test_walk_on_a_grid() -> None:
         environment.reset("S.")
 
 
+def test_observations_of_a_grid_in_words() -> None:
+    environment = GridWorldConfig(observation="text").create()
+    assert str(environment.reset("S..\n#.G\n...")).endswith("\nGoal: 1 down, 2 right. Walls: up, down, left.")
+    assert environment.step("up") == "There is a wall.\nGoal: 1 down, 2 right. Walls: up, down, left."
+    assert environment.step("right") == "Goal: 1 down, 1 right. Walls: up."
+    assert environment.step("down") == "Goal: 1 right. Walls: left."
+    assert environment.step("down") == "Goal: 1 up, 1 right. Walls: down."
+    assert environment.step("right") == "Goal: 1 up. Walls: down, right."
+    assert environment.step("up") is None and environment.get_reward() == 1
+    environment.reset("...\n.S.\n..G")
+    assert environment.step("left") == "Goal: 1 down, 2 right. Walls: left."
+    assert environment.step("right") == "Goal: 1 down, 1 right. Walls: none."
+
+
 def test_json_answers_can_be_repaired(tmp_path: Path) -> None:
     file = tmp_path / "schema.json"
     file.write_text(json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}))
