@@ -4,7 +4,8 @@ import json
 import re
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice, permutations, product
+from itertools import cycle, islice, product
+from math import inf
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,8 +23,12 @@ from tunekit.environments.python_tool import PythonTool
 from tunekit.environments.sandbox import SandboxConfig
 
 Row = dict[str, Any]
+Cell = tuple[int, int]  # row and column
 NUM_DEMONSTRATIONS, SIZES = 64, {"test": 64, "train": 200}
-SIDE, MIN_DISTANCE, NUM_MOVES = 3, 2, 4  # of grids; all of their goals are within NUM_MOVES
+SIDE, NUM_WALLS, NUM_MOVES = 5, 6, 4  # of grids; the goal is NUM_MOVES away, or nearer in demonstrations
+CELLS = list(product(range(SIDE), repeat=2))
+DIRECTIONS = [signs for signs in product((-1, 0, 1), repeat=2) if any(signs)]
+MIN_BLOCKED = 3  # cells of a walk where one of two moves toward the goal is blocked
 FEW_NAMES, FEW_THINGS = (GIRLS + BOYS)[::7], THINGS[::5]
 CALCULATE, RUN = 'Calculate "{}".', 'Run "print({})".'
 EXPRESSION = re.compile(r"\d+ [-+*] \d+")
@@ -55,15 +60,72 @@ def iter_tables(rng: Random) -> Iterator[Row]:
 
 
 def iter_grids(rng: Random) -> Iterator[Row]:
-    """Grids for `grid_world`, each with a wall."""
-    cells = [(y, x) for y in range(SIDE) for x in range(SIDE)]
-    triples = list(permutations(cells, 3))
-    rng.shuffle(triples)
-    for start, goal, wall in triples:
-        if abs(start[0] - goal[0]) + abs(start[1] - goal[1]) >= MIN_DISTANCE:
-            marks = {wall: "#", start: "S", goal: "G"}
-            lines = ["".join(marks.get((y, x), ".") for x in range(SIDE)) for y in range(SIDE)]
-            yield {"prompt": "Walk to the goal.", "grid": "\n".join(lines)}
+    """Grids for `grid_world`: walks that avoid walls and never turn away from the goal reach it in NUM_MOVES moves."""
+    for start, goal, walls in iter_layouts(rng):
+        if distance(start, goal) == NUM_MOVES and count_blocked(start, goal, walls) >= MIN_BLOCKED:
+            yield make_grid(start, goal, walls)
+
+
+def iter_open_grids(rng: Random) -> Iterator[Row]:
+    """Grids with a near goal and no wall on the way, in each of eight directions; twice if two moves lead toward it.
+
+    Column `choice` is the index of the first of these moves.
+    """
+    near = (layout for layout in iter_layouts(rng) if is_open(*layout))
+    for direction in cycle(DIRECTIONS):
+        row = next(make_grid(*layout) for layout in near if get_direction(*layout[:2]) == direction)
+        for choice in range(sum(map(abs, direction))):
+            yield {**row, "choice": choice}
+
+
+def iter_layouts(rng: Random) -> Iterator[tuple[Cell, Cell, list[Cell]]]:
+    """Start, goal and walls of different grids."""
+    seen: set[tuple[Cell, ...]] = set()
+    while True:
+        start, goal, *walls = rng.sample(CELLS, 2 + NUM_WALLS)
+        layout = (start, goal, *sorted(walls))
+        if layout not in seen:
+            seen.add(layout)
+            yield start, goal, walls
+
+
+def make_grid(start: Cell, goal: Cell, walls: list[Cell]) -> Row:
+    """A prompt with the rows of a grid."""
+    marks = dict.fromkeys(walls, "#") | {start: "S", goal: "G"}
+    rows = ("".join(marks.get((y, x), ".") for x in range(SIDE)) for y in range(SIDE))
+    return {"prompt": "Walk to the goal.", "grid": "\n".join(rows)}
+
+
+def is_open(start: Cell, goal: Cell, walls: list[Cell]) -> bool:
+    """Whether the goal is nearer than NUM_MOVES, with no wall in the rectangle between start and goal."""
+    return distance(start, goal) < NUM_MOVES and all(
+        distance(start, wall) + distance(wall, goal) > distance(start, goal) for wall in walls
+    )
+
+
+def get_direction(start: Cell, goal: Cell) -> Cell:
+    """Signs of the distances to the goal, down and right."""
+    return (goal[0] > start[0]) - (goal[0] < start[0]), (goal[1] > start[1]) - (goal[1] < start[1])
+
+
+def distance(cell: Cell, goal: Cell) -> int:
+    """Moves to the goal without walls."""
+    return abs(cell[0] - goal[0]) + abs(cell[1] - goal[1])
+
+
+def moves_toward(cell: Cell, goal: Cell) -> dict[str, Cell]:
+    """Moves that bring the goal nearer, and the cells that they lead to."""
+    cells = {move: (cell[0] + down, cell[1] + right) for move, (down, right) in MOVES.items()}
+    return {move: next_cell for move, next_cell in cells.items() if distance(next_cell, goal) < distance(cell, goal)}
+
+
+def count_blocked(cell: Cell, goal: Cell, walls: list[Cell]) -> float:
+    """Fewest cells with a blocked move toward the goal, over all walks of such moves; -inf: a walk gets stuck."""
+    if cell == goal:
+        return 0
+    cells = moves_toward(cell, goal).values()
+    free = [next_cell for next_cell in cells if next_cell not in walls]
+    return min((count_blocked(c, goal, walls) for c in free), default=-inf) + (len(free) < len(cells))
 
 
 def iter_people(rng: Random) -> Iterator[Row]:
@@ -129,25 +191,17 @@ def run_code(row: Row) -> Row:
 
 
 def walk_grid(row: Row) -> Row:
-    """A shortest walk to the goal."""
-    environment = GridWorld()
+    """A shortest walk to the goal, with alternating choices where two moves lead toward it."""
+    environment, choice = GridWorld("text"), row.get("choice", 0)
     text: str | None = row["prompt"] + environment.reset(**row)
     messages = []
-    for move in shortest_walk(row):
+    while text is not None:
+        cells = moves_toward(environment.position, environment.goal).items()
+        moves = [move for move, (y, x) in cells if environment.grid[y][x] != "#"]
+        move, choice = moves[choice % len(moves)], choice + 1
         messages += [{"role": "user", "content": text}, {"role": "assistant", "content": move}]
         text = environment.step(move)
     return {"messages": messages}
-
-
-def shortest_walk(row: Row) -> tuple[str, ...]:
-    """The first walk to the goal among the shortest ones."""
-    for count in range(NUM_MOVES + 1):
-        for walk in product(MOVES, repeat=count):
-            environment = GridWorld()
-            environment.reset(**row)
-            if any(environment.step(move) is None for move in walk):
-                return walk
-    raise ValueError(f"no walk of {NUM_MOVES} moves: {row['grid']}")
 
 
 TASKS = {
@@ -157,8 +211,9 @@ TASKS = {
     "json_answer": (iter_people, write_json),
     "python": (partial(iter_expressions, RUN, "*", 199), run_code),
 }
-DEMONSTRATED = {  # easier tasks than those of the prompts: sums and differences
+DEMONSTRATED = {  # easier tasks than those of the prompts: sums and differences, near goals without walls on the way
     "calculator": partial(iter_expressions, CALCULATE, "+-", 99),
+    "grid_world": iter_open_grids,
     "python": partial(iter_expressions, RUN, "+-", 99),
 }
 

@@ -18,7 +18,7 @@ from tunekit.environments.config import (
 
 CONFIGS: dict[str, EnvironmentConfig] = {
     "calculator": CalculatorConfig(),
-    "grid_world": GridWorldConfig(),
+    "grid_world": GridWorldConfig(observation="text"),
     "json_answer": JsonAnswerConfig("tunekit/json_answer"),
     "key_value_lookup": KeyValueLookupConfig(),
     "python": PythonConfig(),
