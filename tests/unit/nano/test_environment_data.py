@@ -1,11 +1,16 @@
 """Datasets of the environments: demonstrations earn the full reward."""
 
-from itertools import chain, islice
+import json
+from collections import Counter
+from itertools import chain, islice, product
 from random import Random
 
 import pytest
 
-from scripts.nano.environments import DEMONSTRATED, TASKS
+from scripts.nano.environments import DEMONSTRATED, NUM_MOVES, SIZES, TASKS, walk_grid
+from tunekit import assets
+from tunekit.cli import registry
+from tunekit.config.load import load_config
 from tunekit.environments.base import Environment, get_tools
 from tunekit.environments.config import (
     CalculatorConfig,
@@ -15,6 +20,8 @@ from tunekit.environments.config import (
     KeyValueLookupConfig,
     PythonConfig,
 )
+from tunekit.environments.grid_world import MOVES
+from tunekit.recipes.grpo import GRPOConfig
 
 CONFIGS: dict[str, EnvironmentConfig] = {
     "calculator": CalculatorConfig(),
@@ -51,3 +58,26 @@ def test_demonstrations_earn_the_reward(name: str) -> None:
         assert messages[0]["content"] == row["prompt"] + (environment.reset(**row) or "")
         replay(environment, messages)
         assert environment.get_reward() == 1
+
+
+def test_walks_on_bundled_grids_fit_the_config() -> None:
+    config = load_config(GRPOConfig, registry.list_configs()["nano/grpo_grid_world"]).environment
+    assert config is not None
+    lines = [
+        line for split in ("train", "test") for line in (assets.DATA["tunekit/grid_world"] / f"{split}.jsonl").open()
+    ]
+    assert len(lines) == sum(SIZES.values())
+    for line, choice in product(lines, (0, 1)):
+        row = json.loads(line)
+        messages = walk_grid({**row, "choice": choice})["messages"]
+        assert len(messages) == 2 * config.max_turns == 2 * NUM_MOVES
+        environment = config.create()
+        assert messages[0]["content"] == row["prompt"] + str(environment.reset(**row))
+        replay(environment, messages)
+
+
+def test_demonstrations_of_walks_show_each_direction_and_both_choices() -> None:
+    rows = list(islice(DEMONSTRATED["grid_world"](Random(0)), 12))
+    assert len({row["grid"] for row in rows}) == 8
+    firsts = Counter((row["grid"], walk_grid(row)["messages"][1]["content"]) for row in rows)
+    assert Counter(move for _, move in firsts) == dict.fromkeys(MOVES, 3) and len(firsts) == 12
