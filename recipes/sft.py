@@ -44,6 +44,10 @@ class SFTConfig(TrainConfig):
     # For dense models on one GPU, in bf16
     cuda_graph: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_cuda_graph(self)
+
 
 CONFIG = SFTConfig
 
@@ -51,7 +55,6 @@ CONFIG = SFTConfig
 def check(cfg: SFTConfig) -> None:
     """Raise UserError for everything that can be found without reading weights."""
     check_training(cfg)
-    check_cuda_graph(cfg)
     cfg.loss.check_routers(read_checkpoint(cfg).spec, cfg.compile)
 
 
@@ -164,7 +167,10 @@ def forward_backward(
 def backward_pass(
     model: Decoder, cfg: SFTConfig, dist: DistributedContext, batch: Batch, denominator: float | Tensor
 ) -> Tensor:
-    """Add the gradients of a micro-batch. Returns its part of the loss of the step."""
+    """Add the gradients of a micro-batch. Returns its part of the loss of the step.
+
+    With `cuda_graph`, only its kernels run again, with further targets of weight 0: Python code here runs at capture.
+    """
     loss = cfg.loss(model, batch) / denominator
     (loss * dist.grad_scale).backward()  # FSDP averages gradients over ranks; this makes it a sum
     return loss.detach()

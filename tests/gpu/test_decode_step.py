@@ -313,7 +313,7 @@ def test_a_step_that_was_captured_before_is_captured_at_once() -> None:
     captured: set[Hashable] = set()
     first, second = Work(), Work()
     for work in (first, second):
-        graph = StepGraph(work.step, work.capture, captured)
+        graph = StepGraph(work.step, work.capture, captured=captured)
         for count in range(1, 6):
             graph.run(256, num_left=50)
             assert work.runs == count

@@ -50,7 +50,7 @@ class TokenOutput(NamedTuple):
 
 
 @lru_cache
-def share_equal(options: SamplingConfig) -> SamplingConfig:
+def intern_options(options: SamplingConfig) -> SamplingConfig:
     """The first one of equal options, so that most comparisons need no hash."""
     return options
 
@@ -91,7 +91,7 @@ class Answer:
     @cached_property
     def options(self) -> SamplingConfig:
         """The options that change the distribution of tokens. Other options have default values."""
-        return share_equal(replace(self.sampling, seed=0, max_new_tokens=1, stop_strings=()))
+        return intern_options(replace(self.sampling, seed=0, max_new_tokens=1, stop_strings=()))
 
     @cached_property
     def numbers(self) -> Tensor:

@@ -39,7 +39,7 @@ class DecodeStep:
     def __init__(self, batch: "SlotBatch", size: int, sampling: SamplingGroup | None, num_logprobs: int) -> None:
         self.batch, self.size, self.sampling, self.num_logprobs = batch, size, sampling, num_logprobs
         self.cache = batch.view_cache(0, size)
-        self.graph = StepGraph(self.run_step, batch.capture, batch.graphs.captured)
+        self.graph = StepGraph(self.run_step, batch.capture, captured=batch.graphs.captured)
         self.output = batch.state.tokens  # of the last step: that of the draw, or logits (B, vocab) without options
 
     def run_step(self) -> None:
@@ -110,7 +110,9 @@ class SlotBatch:
     def get_step(self, key: Hashable, size: int, group: SamplingGroup | None, num_logprobs: int) -> DecodeStep:
         """The step for a batch, with its graph."""
         steps, captured = self.graphs.steps, self.graphs.captured
-        step = steps.pop(key, None) or DecodeStep(self, size, group, num_logprobs)
+        step = steps.pop(key, None)
+        if step is None or step.batch is not self:  # graphs read the cache with which they were captured
+            step = DecodeStep(self, size, group, num_logprobs)
         steps[key] = step
         if len(steps) > MAX_STEPS:
             del steps[next(iter(steps))]  # the least recently used one

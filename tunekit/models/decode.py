@@ -27,10 +27,11 @@ class StepGraph:
         self,
         step: Step,
         capture: Callable[[Step], Step] | None,
+        where: str = "generation",
         captured: set[Hashable] | None = None,
         warmup_steps: int = WARMUP_STEPS,
     ) -> None:
-        self.step, self.capture, self.warmup_steps = step, capture, warmup_steps
+        self.step, self.capture, self.where, self.warmup_steps = step, capture, where, warmup_steps
         self.captured = set() if captured is None else captured  # keys that need no eager steps before another capture
         self.replay: Step | None = None
         self.key: Hashable = None
@@ -50,7 +51,7 @@ class StepGraph:
             return
         self.num_eager += 1
         if self.capture is not None and self.num_eager == WARMUP_STEPS and run_detecting_waits(self.step):
-            warn_eager("a layer waits for the device in each step")
+            warn_eager(self.where, "a layer waits for the device in each step")
             self.capture = None
         elif self.capture is None or self.num_eager != WARMUP_STEPS:
             self.step()
@@ -66,7 +67,7 @@ def get_capture(model: Decoder) -> Callable[[Step], Step] | None:
     if not capabilities(model.device).graphs:
         return None
     if is_sharded(model):
-        warn_eager("weights are divided among processes")
+        warn_eager("generation", "weights are divided among processes")
         return None
     return partial(capture_cuda_graph, torch.cuda.graph_pool_handle())
 
@@ -109,6 +110,6 @@ def find_kind(message: str) -> str | None:
 
 
 @cached_once
-def warn_eager(reason: str) -> None:
-    """Log once per reason that no graph is captured."""
-    print(f"warning: no CUDA graph is used: {reason}. Results are the same, only slower.", file=sys.stderr)
+def warn_eager(where: str, reason: str) -> None:
+    """Print once per reason that no graph is captured."""
+    print(f"warning: {where}: no CUDA graph is used: {reason}. Results are the same, only slower.", file=sys.stderr)

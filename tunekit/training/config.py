@@ -60,6 +60,7 @@ LIVE_KEYS = frozenset(
         "profiler",
         "forgetting",
         "deterministic",
+        "cuda_graph",
     }
 )
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
-from tunekit.data.dataloader.batch import IGNORE, Batch
+from tunekit.data.dataloader.batch import IGNORE, LENGTH_MULTIPLE, Batch
 from tunekit.devices import capabilities
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError
@@ -23,15 +23,16 @@ from tunekit.kernels.attention_choice import AttentionBackend, AttentionCall, ch
 from tunekit.kernels.device_tensors import copy_to_device
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.memory.config import MemoryConfig
-from tunekit.models.decode import MIN_REPLAYS, WARMUP_STEPS, StepGraph, capture_cuda_graph
+from tunekit.models.decode import MIN_REPLAYS, WARMUP_STEPS, StepGraph, capture_cuda_graph, is_sharded, warn_eager
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import MLP, Attention, LatentAttention, Layer
 
 MAX_GRAPHS = 32  # micro-batches of further shapes run without a graph
-# Few shapes, so that most micro-batches have one that was captured. More targets cost logits; more documents and longer
-# ones only thread blocks that end at once.
-TARGET_FRACTION, LENGTH_FRACTION = 8, 2  # numbers of targets are multiples of 1/8 of the tokens
+# Few sizes, so that most micro-batches have a shape that was captured. Longer rows cost time, more targets logits, and
+# more or longer documents only thread blocks that end at once.
+LENGTHS_PER_OCTAVE = 8  # row lengths between a power of 2 and the next one
+NUM_TARGET_SIZES = 8  # numbers of targets are multiples of 1/8 of the tokens
 DOCUMENTS_FACTOR = 4  # between two numbers of documents
 
 # Adds the gradients of a micro-batch, divided by a loss denominator. Returns its detached loss.
@@ -67,26 +68,29 @@ def check_cuda_graph(cfg: GraphConfig) -> None:
     """Raise FieldError for keys that a graph does not support."""
     if not cfg.cuda_graph:
         return
-    conflicts = {
-        "compile": cfg.compile,
-        "memory.activation_checkpointing": cfg.memory.activation_checkpointing != "none",
-        "memory.activation_offloading": cfg.memory.activation_offloading,
-        "memory.optimizer_in_bwd": cfg.memory.optimizer_in_bwd,
-        f"precision.compute_dtype={cfg.precision.compute_dtype}": cfg.precision.compute_dtype not in ("auto", "bf16"),
-        "adapter.dropout": isinstance(cfg.adapter, LoRAConfig) and cfg.adapter.dropout > 0,
-        "neftune_noise_alpha": cfg.neftune_noise_alpha is not None,
-        "a loss of yours": cfg.loss.measure is not None,
+    loss = type(cfg.loss)
+    # Targets of weight 0 are added, which other losses might not read.
+    reads_weights = loss.measure is None and loss.__call__ is CrossEntropy.__call__
+    fixes = {
+        "compile=false": cfg.compile,
+        "memory.activation_checkpointing=none": cfg.memory.activation_checkpointing != "none",
+        "memory.activation_offloading=false": cfg.memory.activation_offloading,
+        "memory.optimizer_in_bwd=false": cfg.memory.optimizer_in_bwd,
+        "precision.compute_dtype=bf16": cfg.precision.compute_dtype not in ("auto", "bf16"),
+        "adapter.dropout=0": isinstance(cfg.adapter, LoRAConfig) and cfg.adapter.dropout > 0,
+        "neftune_noise_alpha=null": cfg.neftune_noise_alpha is not None,
+        "loss=crossentropy": not reads_weights,
     }
-    if keys := [key for key, is_set in conflicts.items() if is_set]:
-        raise FieldError("cuda_graph", f"not compatible with {', '.join(keys)}. Set cuda_graph=false.")
+    if needed := " ".join(fix for fix, is_needed in fixes.items() if is_needed):
+        raise FieldError("cuda_graph", f"not compatible with other keys. Set {needed}, or cuda_graph=false.")
 
 
-def why_eager(model: Decoder, dist: DistributedContext) -> str | None:
+def find_obstacle(model: Decoder, dist: DistributedContext) -> str | None:
     """Why steps of a model cannot be graphs; None if they can."""
     if not capabilities(model.device).graphs:
         return f"{capabilities(model.device).name} has no CUDA graphs"
-    if dist.world_size > 1:
-        return "weights are divided among processes"
+    if dist.world_size > 1 or is_sharded(model):
+        return "there are several processes"
     if model.compute_dtype != torch.bfloat16:
         return "precision.compute_dtype is not bf16"
     if not all(isinstance(layer.ffn, MLP) and has_static_attention(layer, model.device) for layer in model.spec.layers):
@@ -114,8 +118,8 @@ def graph_backward_pass(
     """The backward pass as graphs, if the config asks for them and the model and device support them."""
     if not cfg.cuda_graph:
         return backward_pass
-    if reason := why_eager(model, dist):
-        dist.log(f"warning: cuda_graph: no CUDA graph is used: {reason}. Results are the same, only slower.")
+    if reason := find_obstacle(model, dist):
+        warn_eager("cuda_graph", reason)
         return backward_pass
     return GraphedBackwardPass(backward_pass, model, partial(capture_cuda_graph, torch.cuda.graph_pool_handle()))
 
@@ -132,17 +136,28 @@ class BatchShape(NamedTuple):
     @classmethod
     def of(cls, batch: Batch) -> "BatchShape":
         """The rounded sizes of a micro-batch."""
-        rows, length = batch.tokens.shape
-        step = max(1, batch.tokens.numel() // TARGET_FRACTION)
-        num_targets = min(batch.tokens.numel(), -(-batch.num_target_tokens // step) * step)
+        rows, width = batch.tokens.shape
+        length = round_up(width, max(LENGTH_MULTIPLE, next_power_of_2(width) // (2 * LENGTHS_PER_OCTAVE)))
+        num_tokens = rows * length
+        num_targets = min(num_tokens, round_up(batch.num_target_tokens, max(1, num_tokens // NUM_TARGET_SIZES)))
         if batch.cu_seqlens is None:
             return cls(rows, length, num_targets, rows, length)
         lengths = batch.cu_seqlens.diff()
-        longest = length // LENGTH_FRACTION if int(lengths.max()) <= length // LENGTH_FRACTION else length
+        longest = length // 2 if int(lengths.max()) + length - width <= length // 2 else length
         num_documents = 2 * DOCUMENTS_FACTOR
         while num_documents < len(lengths):
             num_documents *= DOCUMENTS_FACTOR
         return cls(rows, length, num_targets, num_documents, longest)
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple that is at least `n`."""
+    return -(-n // multiple) * multiple
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least `n`."""
+    return 1 << (n - 1).bit_length()
 
 
 class StaticBatch:
@@ -172,15 +187,20 @@ class StaticBatch:
 
     def fill(self, batch: Batch, denominator: float | Tensor) -> None:
         """Copy a batch of this shape whose tensors are on the device."""
-        targets, weights = add_targets(batch, self.shape.num_targets)
+        rows, width = batch.tokens.shape
+        padding = 0, self.shape.length - width
+        targets, weights = F.pad(batch.targets, padding, value=IGNORE), batch.loss_weights
+        weights = targets.new_ones(targets.shape, dtype=torch.float32) if weights is None else F.pad(weights, padding)
+        targets, weights = add_targets(targets, weights, self.shape.num_targets - batch.num_target_tokens)
         assert self.batch.loss_weights is not None
         copies = (self.batch.tokens, self.batch.targets, self.batch.positions, self.batch.loss_weights)
-        for static, new in zip(copies, (batch.tokens, targets, batch.positions, weights), strict=True):
+        inputs = F.pad(batch.tokens, padding), targets, F.pad(batch.positions, padding), weights
+        for static, new in zip(copies, inputs, strict=True):
             static.copy_(new)
-        rows, length = batch.tokens.shape
-        bounds = torch.arange(rows + 1) * length if batch.cu_seqlens is None else batch.cu_seqlens
-        bounds = F.pad(bounds.int(), (0, self.shape.num_documents + 1 - len(bounds)), value=rows * length)
-        self.set_bounds(bounds)
+        bounds = torch.arange(rows + 1) * width if batch.cu_seqlens is None else batch.cu_seqlens
+        bounds = bounds + bounds // width * (self.shape.length - width)  # padding belongs to the last document of a row
+        num_tokens = rows * self.shape.length
+        self.set_bounds(F.pad(bounds.int(), (0, self.shape.num_documents + 1 - len(bounds)), value=num_tokens))
         self.denominator.fill_(denominator)
 
     def set_bounds(self, bounds: Tensor) -> None:
@@ -190,13 +210,11 @@ class StaticBatch:
         self.cu_seqlens.copy_(copy_to_device(bounds, self.cu_seqlens.device))
 
 
-def add_targets(batch: Batch, count: int) -> tuple[Tensor, Tensor]:
-    """Targets (B, S) of which `count` are not IGNORE, and their weights, 0 for those that the batch does not have."""
-    is_ignored = batch.targets == IGNORE
-    order = is_ignored.flatten().cumsum(0).view_as(batch.targets)
-    is_added = is_ignored & (order <= count - batch.num_target_tokens)
-    weights = torch.ones_like(batch.targets, dtype=torch.float32) if batch.loss_weights is None else batch.loss_weights
-    return batch.targets.masked_fill(is_added, 0), weights.masked_fill(is_added, 0)
+def add_targets(targets: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Replace `count` of the targets (B, S) that are IGNORE by a target of weight 0."""
+    is_ignored = targets == IGNORE
+    is_added = is_ignored & (is_ignored.flatten().cumsum(0).view_as(targets) <= count)
+    return targets.masked_fill(is_added, 0), weights.masked_fill(is_added, 0)
 
 
 class GraphedBackwardPass:
@@ -219,12 +237,13 @@ class GraphedBackwardPass:
         shape = BatchShape.of(batch)
         self.restore_gradients()
         if shape not in self.steps and len(self.steps) >= MAX_GRAPHS:
+            warn_eager("cuda_graph", f"micro-batches have more than {MAX_GRAPHS} shapes. Set data.packing=true.")
             return self.backward_pass(batch, denominator)
         if shape not in self.steps:
             static = StaticBatch(shape, batch.tokens.device)
             warmup_steps = 1 if self.steps else WARMUP_STEPS  # the first shape shows whether the host waits
             run_static = partial(self.run_static, static)
-            self.steps[shape] = static, StepGraph(run_static, self.capture, warmup_steps=warmup_steps)
+            self.steps[shape] = static, StepGraph(run_static, self.capture, "cuda_graph", warmup_steps=warmup_steps)
         static, graph = self.steps[shape]
         static.fill(batch, denominator)
         graph.run(shape, MIN_REPLAYS)

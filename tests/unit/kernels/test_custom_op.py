@@ -39,6 +39,19 @@ KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def test_a_profile_of_the_cpu_has_the_operators() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        KERNELS["attention"](torch.randn(2, 40, 8, 32, requires_grad=True)).sum().backward()
+    names = {event.key for event in profiler.key_averages()}
+    assert {"tunekit::attention", "tunekit::attention_back"} <= names
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    x = torch.randn(2, 40, 8, 32, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="rms_norm"):
+        torch.autograd.grad(KERNELS["rms_norm"](x).sum(), x, create_graph=True)
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_dispatch_mode_sees_the_operators_and_eager_mode_equals_them(name: str) -> None:
     torch.manual_seed(0)
