@@ -31,7 +31,9 @@ def set_seed(name: str) -> None:
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(value)
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(value)
+        torch.default_generator.manual_seed(value)  # torch.manual_seed formats the stack for each type of device
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(value)
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from tunekit.models.decoder import Decoder
 from tunekit.models.weight_init import init_weights
 
 CPU = torch.device("cpu")
-LENGTHS = 30
+LENGTHS = 12
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from tunekit.config.load import load_config
 from tunekit.recipes import evaluate, preference
 
 SKILLS = ("nano/facts", "nano/copying", "nano/stories")
+LIMIT = 100  # rows of the preference data and of each skill
 
 
 def read_eval_pairs() -> list[Pair]:
@@ -29,9 +30,9 @@ def test_nano_dpo_learns_the_preference_and_keeps_other_skills(tmp_path: Path) -
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     first, last = (line["eval/rewards/accuracies"] for line in metrics if "eval/loss" in line)
     assert first == 0 and last > 0.9
-    cfg = load_config(evaluate.EvaluateConfig, registry.find_config("nano/preferred"), [f"model={run}"])
+    cfg = load_config(evaluate.EvaluateConfig, registry.find_config("nano/preferred"), [f"model={run}", f"limit={LIMIT}"])
     before, after = evaluate.main(replace(cfg, tasks=SKILLS, num_completions_to_print=0))
-    pairs = read_eval_pairs()
+    pairs = read_eval_pairs()[:LIMIT]
     indices = [index for index, pair in enumerate(pairs) if "can not" in pair.chosen]
     followed = [
         sum(is_preferred(result.answers[index], pairs[index]) for index in indices) for result in (before, after)
@@ -40,4 +41,4 @@ def test_nano_dpo_learns_the_preference_and_keeps_other_skills(tmp_path: Path) -
     correct_before, correct_after = (
         sum(task["exact_match"].num_correct for task in result.tasks[1:]) for result in (before, after)
     )
-    assert correct_before > 400 and correct_after > 0.93 * correct_before
+    assert correct_before > 2 * LIMIT and correct_after > 0.93 * correct_before

@@ -49,13 +49,19 @@ def tokens_of(outputs: Sequence[TokenOutput]) -> list[int]:
 
 
 @torch.no_grad()
+def compute_logprobs(model: Decoder, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> list[float]:
+    """Log-probability of each token, from one pass per token without a cache: LongRoPE depends on the length."""
+    row, logprobs = [*prompt], []
+    for token in tokens:
+        scores = model(torch.tensor([row]))[0, -1].float() / temperature
+        logprobs.append(scores.log_softmax(-1)[token].item())
+        row.append(token)
+    return logprobs
+
+
 def check_logprobs(model: Decoder, prompt: Sequence[int], outputs: Sequence[TokenOutput], temperature: float) -> None:
-    """Compare with one pass per token without a cache: LongRoPE depends on the length."""
-    row = [*prompt]
-    for output in outputs:
-        logprobs = (model(torch.tensor([row]))[0, -1].float() / temperature).log_softmax(-1)
-        assert abs(logprobs[output.token].item() - output.logprob) < 1e-4
-        row.append(output.token)
+    expected = compute_logprobs(model, prompt, tokens_of(outputs), temperature)
+    assert [output.logprob for output in outputs] == pytest.approx(expected, abs=1e-4)
 
 
 def drain(engine: GenerationEngine) -> Outputs:
@@ -73,12 +79,14 @@ def test_requests_get_the_same_tokens_alone_in_a_batch_and_in_used_rows(name: st
         requests = make_requests(sampling)
         together = answer(model, requests, max_num_seqs=8)
         alone = {request.request_id: answer(model, [request])[request.request_id] for request in requests}
-        for max_num_seqs in (1, 3):
-            outputs = answer(model, requests, max_num_seqs)
-            for request in requests:
-                name = request.request_id
-                assert tokens_of(outputs[name]) == tokens_of(alone[name]) == tokens_of(together[name])
-                check_logprobs(model, request.prompt, outputs[name], sampling.temperature or 1)
+        batches = [answer(model, requests, max_num_seqs) for max_num_seqs in (1, 3)]
+        for request in requests:
+            name = request.request_id
+            tokens = tokens_of(alone[name])
+            expected = compute_logprobs(model, request.prompt, tokens, sampling.temperature or 1)
+            for outputs in (*batches, together):
+                assert tokens_of(outputs[name]) == tokens
+                assert [output.logprob for output in outputs[name]] == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -219,7 +219,7 @@ def test_savings_match_the_plan_of_the_change() -> None:
 def test_search_finds_overrides_that_fit() -> None:
     slow = replace(KINDS["h100"], tflops=1)  # a fast GPU would be limited by kernel launches of the host
     workload, machine = (
-        build_workload(make_checkpoint(DENSE, DENSE), max_length=4096, micro_batch_size=4, global_batch_size=16),
+        build_workload(make_checkpoint(DENSE), max_length=4096, micro_batch_size=4, global_batch_size=4),
         replace(H100, devices=1, kind=slow),
     )
     plan = estimate.estimate(workload, machine)
@@ -230,7 +230,9 @@ def test_search_finds_overrides_that_fit() -> None:
     assert any(override.startswith("micro_batch_size=") for override in result.words)
     with pytest.raises(UserError, match="nothing fits"):
         search.search_config(
-            estimate.estimate(build_workload(make_checkpoint(DENSE)), replace(H100, devices=1, memory=GIB // 2))
+            estimate.estimate(
+                build_workload(make_checkpoint(DENSE), micro_batch_size=1), replace(H100, devices=1, memory=GIB // 2)
+            )
         )
 
 
