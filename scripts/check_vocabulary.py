@@ -26,7 +26,12 @@ COMMENT = {".cpp": r"//(.*)", ".h": r"//(.*)", ".yaml": r"(?:^|\s)#(.*)"}
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 OFF, ON, IGNORE = "<!-- vocabulary: off -->", "<!-- vocabulary: on -->", "vocabulary: ignore"
 
-Patterns = list[tuple[re.Pattern[str], str]]
+
+class Patterns(NamedTuple):
+    """Regular expressions with their replacements, and one that finds what any of them finds."""
+
+    pairs: list[tuple[re.Pattern[str], str]]
+    any: re.Pattern[str]
 
 
 class Hit(NamedTuple):
@@ -55,7 +60,7 @@ class Vocabulary:
                 sections[section] |= {word.strip(): replacement.strip() for word in words.split(" / ")}
         self.names, self.name_parts = sections["name"], sections["name-part"]
         self.spelling = compile_patterns(sections["spelling"], r"\b(?:{})\b", re.IGNORECASE)
-        self.prose = [*compile_patterns(sections["prose"], r"\b(?:{})\b", re.IGNORECASE), *self.spelling]
+        self.prose = compile_patterns(sections["prose"] | sections["spelling"], r"\b(?:{})\b", re.IGNORECASE)
         self.docstring_start = compile_patterns(sections["docstring-start"], r"^(?:{})\b", re.NOFLAG)
 
     @functools.cache  # noqa: B019 (there is one vocabulary)
@@ -63,12 +68,13 @@ class Vocabulary:
         """The replacement of an identifier; None if it is fine."""
         words = [word.lower() for word in WORD.findall(name)]
         candidates = [self.names.get(name.strip("_").lower()), *map(self.name_parts.get, words)]
-        candidates += [new for pattern, new in self.spelling for word in words if pattern.fullmatch(word)]
+        candidates += [new for pattern, new in self.spelling.pairs for word in words if pattern.fullmatch(word)]
         return next((candidate for candidate in candidates if candidate is not None), None)
 
 
 def compile_patterns(entries: dict[str, str], form: str, flags: re.RegexFlag) -> Patterns:
-    return [(re.compile(form.format(pattern), flags), replacement) for pattern, replacement in entries.items()]
+    pairs = [(re.compile(form.format(pattern), flags), replacement) for pattern, replacement in entries.items()]
+    return Patterns(pairs, re.compile(form.format("|".join(entries)), flags))
 
 
 def find_hits(root: Path, vocabulary: Vocabulary) -> Iterator[Hit]:
@@ -94,9 +100,10 @@ def check_python(text: str, path: Path, vocabulary: Vocabulary) -> Iterator[Hit]
         for name in defined_names(node):
             if (replacement := vocabulary.find_name(name)) is not None:
                 yield Hit(path, getattr(node, "lineno", 1), name, replacement)
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            yield from find_words(vocabulary.prose, token.string, token.start[0], path)
+    if any("#" in line and vocabulary.prose.any.search(line) for line in text.splitlines()):
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT:
+                yield from find_words(vocabulary.prose, token.string, token.start[0], path)
 
 
 def docstring_nodes(nodes: list[ast.AST]) -> Iterator[ast.Constant]:
@@ -132,7 +139,7 @@ def check_text(text: str, path: Path, vocabulary: Vocabulary) -> Iterator[Hit]:
 
 
 def find_words(patterns: Patterns, text: str, line: int, path: Path) -> Iterator[Hit]:
-    for pattern, replacement in patterns:
+    for pattern, replacement in patterns.pairs if patterns.any.search(text) else ():
         for match in pattern.finditer(text):
             yield Hit(path, line + text.count("\n", 0, match.start()), " ".join(match[0].split()), replacement)
 

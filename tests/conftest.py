@@ -22,6 +22,19 @@ DETERMINISTIC = os.environ.get("TUNEKIT_RANDOM") != "1"
 settings.register_profile("tunekit", derandomize=DETERMINISTIC, deadline=None)
 settings.load_profile("tunekit")
 os.environ["TUNEKIT_CACHE"] = "off"
+# Transformers and TRL import these if they can, which takes 4 CPU seconds. Tests that need them import them later.
+TRACKERS = ("comet_ml", "mlflow", "trackio", "wandb")
+# Each takes long: started first, the workers of pytest-xdist finish at the same time.
+LONG_FILES = (
+    "tests/recipes/test_methods.py",
+    "tests/recipes/test_quickstart_example.py",
+    "tests/recipes/test_preference_example.py",
+    "tests/gpu/test_triton_compiles.py",
+    "tests/distributed/layouts/test_two_ranks.py",
+    "tests/distributed/layouts/test_preference.py",
+    "tests/distributed/recipes/test_killed_ranks.py",
+    "tests/distributed/recipes/test_inference.py",
+)
 
 
 def set_seed(name: str) -> None:
@@ -50,8 +63,26 @@ def fast_plots(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+def pytest_collection() -> None:
+    """Hide packages that imports would import without need."""
+    sys.modules.update({name: None for name in TRACKERS if name not in sys.modules})  # pyright: ignore
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the long files first in both halves of the tests, with which two workers of pytest-xdist start."""
+    files = {name: [item for item in items if item.nodeid.startswith(f"{name}::")] for name in LONG_FILES}
+    first, second = ([item for name in LONG_FILES[i::2] for item in files[name]] for i in range(2))
+    moved = {*first, *second}
+    others = [item for item in items if item not in moved]
+    middle = max(0, len(items) // 2 - len(first))
+    items[:] = [*first, *others[:middle], *second, *others[middle:]]
+
+
 def pytest_collection_finish() -> None:
     """Exclude all that is imported and collected from garbage collection, which would take half a second each time."""
+    for name in TRACKERS:
+        if name in sys.modules and sys.modules[name] is None:
+            del sys.modules[name]
     gc.collect()
     gc.freeze()
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,16 @@ SOURCES = {
     for package in ("tunekit", "recipes", "kernels")
     for path in sorted((ROOT / package).rglob("*.py"))
 }
-TREES = {file: ast.parse(text) for file, text in SOURCES.items()}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {file: ast.parse(text) for file, text in SOURCES.items()}
+
+
 def nodes(*types: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         yield from ((file, node) for node in ast.walk(tree) if isinstance(node, types))
 
 
@@ -69,12 +74,12 @@ def test_no_handler_catches_every_exception() -> None:
 
 
 def test_modules_have_docstrings() -> None:
-    assert not [file for file, tree in TREES.items() if not ast.get_docstring(tree)]
+    assert not [file for file, tree in trees().items() if not ast.get_docstring(tree)]
 
 
 def test_packages_export_nothing() -> None:
     """An `__init__.py` has a docstring, and constants at most."""
-    inits = {file: tree.body for file, tree in TREES.items() if file.endswith("__init__.py")}
+    inits = {file: tree.body for file, tree in trees().items() if file.endswith("__init__.py")}
     assert not [file for file, body in inits.items() if not all(isinstance(n, (ast.Expr, ast.Assign)) for n in body)]
 
 

@@ -30,7 +30,8 @@ def test_nano_dpo_learns_the_preference_and_keeps_other_skills(tmp_path: Path) -
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     first, last = (line["eval/rewards/accuracies"] for line in metrics if "eval/loss" in line)
     assert first == 0 and last > 0.9
-    cfg = load_config(evaluate.EvaluateConfig, registry.find_config("nano/preferred"), [f"model={run}", f"limit={LIMIT}"])
+    overrides = [f"model={run}", f"limit={LIMIT}"]
+    cfg = load_config(evaluate.EvaluateConfig, registry.find_config("nano/preferred"), overrides)
     before, after = evaluate.main(replace(cfg, tasks=SKILLS, num_completions_to_print=0))
     pairs = read_eval_pairs()[:LIMIT]
     indices = [index for index, pair in enumerate(pairs) if "can not" in pair.chosen]

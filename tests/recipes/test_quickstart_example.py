@@ -24,7 +24,8 @@ def tools_run(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def evaluate_tools(model: str, *overrides: str) -> list[ModelResult]:
     """Results on the held-out tool calls."""
-    cfg = load_config(evaluate.EvaluateConfig, registry.find_config("nano/tools"), [f"model={model}", f"limit={LIMIT}", *overrides])
+    overrides = (f"model={model}", f"limit={LIMIT}", *overrides)
+    cfg = load_config(evaluate.EvaluateConfig, registry.find_config("nano/tools"), [*overrides])
     return evaluate.main(replace(cfg, num_completions_to_print=1))
 
 

@@ -142,7 +142,11 @@ def profile_passes(
     walk: "ForwardWalk", step: ProbeStep, update: Callable[[], None]
 ) -> tuple[LayerPass, LayerPass, MemoryInterval]:
     """Run a step with existing optimizer state. Return its first and a later micro-batch, and the update."""
-    walk.run(step._replace(rows=1, length=min(step.length, WARMUP_TOKENS)))
+    if step.memory.optimizer_in_bwd:
+        walk.run(step._replace(rows=1, length=min(step.length, WARMUP_TOKENS)))
+    else:
+        for parameter in walk.net.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     update()
     first = walk.run(step)
     later = walk.run(step) if step.num_micro_batches > 1 else first

@@ -5,11 +5,16 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tunekit.plan.operations import Operations, count, flash_workspace
+
+DEVICE = torch.ops.prim.device.default
+NO_OPERATIONS = Operations()
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -25,9 +30,15 @@ class MemoryTracker(TorchDispatchMode):
         self.known: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # half of all calls
         outputs = func(*args, **(kwargs or {}))
-        self.record(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
-        self.operations = self.operations.plus(count(func))
+        if isinstance(outputs, Tensor):
+            self.record((outputs,))
+        else:
+            self.record(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+        if (operations := count(func)) != NO_OPERATIONS:
+            self.operations = self.operations.plus(operations)
         if self.flash:
             self.peak = max(self.peak, self.bytes + flash_workspace(func, args))
         return outputs

@@ -1,10 +1,10 @@
 """Each service receives the values of `metrics.jsonl`, without a network. A missing package is a one-line error."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -75,7 +75,7 @@ def test_packages_of_unused_services_are_not_imported():
 
 
 def requires(package):
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+    return pytest.mark.skipif(PathFinder.find_spec(package) is None, reason=f"{package} is not installed")
 
 
 @requires("tensorboard")
