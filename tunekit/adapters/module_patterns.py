@@ -34,6 +34,11 @@ def last_component(name: str) -> str:
     return name.rpartition(".")[2]
 
 
+def is_inside(name: str, modules: set[str]) -> bool:
+    """Whether a name is below one of these modules."""
+    return any(name[:i] in modules for i, char in enumerate(name) if char == ".")
+
+
 def as_tuple(patterns: str | tuple[str, ...]) -> tuple[str, ...]:
     """A tuple of one pattern, or the given tuple."""
     return (patterns,) if isinstance(patterns, str) else patterns
@@ -44,8 +49,8 @@ def match_modules(key: str, target: str, names: Iterable[str]) -> list[str]:
 
     For example, `q_proj` matches every q_proj. Raises UserError if there is no match.
     """
-    pattern, is_group = MODULE_GROUPS.get(target, target), target in MODULE_GROUPS
-    hits = [n for n in names if re.fullmatch(pattern, n) or (not is_group and re.fullmatch(pattern, last_component(n)))]
+    pattern, is_group = re.compile(MODULE_GROUPS.get(target, target)), target in MODULE_GROUPS
+    hits = [n for n in names if pattern.fullmatch(n) or (not is_group and pattern.fullmatch(last_component(n)))]
     if not hits:
         hub_names = {MODULE_GROUPS[name]: name for name in ("lm_head", "embed_tokens")}
         available = dict.fromkeys(hub_names.get(name, last_component(name)) for name in names)

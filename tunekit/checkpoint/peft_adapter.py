@@ -4,16 +4,17 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from tunekit.adapters.config import TIED_MODULES, DoRAConfig, LoRAConfig, lora_factors
+from tunekit.adapters.module_patterns import is_inside
 from tunekit.checkpoint import token_rows
 from tunekit.checkpoint.atomic import check_free_space, wrap_write_errors
 from tunekit.checkpoint.classification_head import with_score_head, without_head
@@ -91,6 +92,16 @@ class SavedDelta:
         return tensors if magnitude is None else tensors | {f"{prefix}.lora_magnitude_vector": magnitude}
 
 
+class AdaptedModel(NamedTuple):
+    """A model, the names of its layers with an adapter, and whether it has experts."""
+
+    model: Decoder
+    adapter: LoRAConfig
+    source: HFCheckpoint
+    layers: Collection[str]
+    experts: bool
+
+
 def save_adapter(
     folder: Path, model: Decoder, adapter: LoRAConfig, source: HFCheckpoint, dist: DistributedContext | None = None
 ) -> None:
@@ -100,10 +111,11 @@ def save_adapter(
     """
     dist = dist or DistributedContext(device="cpu")
     reshard(model)
-    targets = lora_targets(model, adapter, source)
-    planned = [tensor for target in targets for tensor in peft_tensors(target, model, adapter, source, to_meta)]
-    groups = saved_groups(model, adapter, source)
-    saved_meta = {name: t for group in groups for name, t in saved_tensors(group, model, adapter, to_meta).items()}
+    experts = any(isinstance(m, GroupedLinear) for m in model.modules())
+    adapted = AdaptedModel(model, adapter, source, adapter.target_layers(model), experts)
+    targets, groups = lora_targets(adapted), saved_groups(model, adapter, source)
+    planned = [tensor for target in targets for tensor in peft_tensors(target, adapted, to_meta)]
+    saved_meta = {name: t for group in groups for name, t in saved_tensors(group, adapted, to_meta).items()}
     prefixes = module_prefixes(planned)
     tensors = {name: t for tensor in planned for name, t in tensor.tensors(prefixes[tensor.name]).items()} | saved_meta
     tensors |= token_rows.stored_rows(model, source, to_meta)
@@ -115,7 +127,7 @@ def save_adapter(
     dist.run_on_main(partial(create_adapter_files, folder, source, entries, metadata, config_text))
     deferred = DeferredError()
     with SafetensorsWriter(folder / TENSORS, entries, metadata=metadata, exists=True) as out:
-        for i, tensors_to_write in enumerate(iter_file_tensors(targets, groups, prefixes, model, adapter, source)):
+        for i, tensors_to_write in enumerate(iter_file_tensors(targets, groups, prefixes, adapted)):
             if i % dist.world_size == dist.rank:
                 deferred(partial(write_tensors, folder, out, tensors_to_write))
     dist.run_on_all(deferred.raise_error)
@@ -135,20 +147,15 @@ def create_adapter_files(
 
 
 def iter_file_tensors(
-    targets: list[LoRATarget],
-    groups: list[SavedGroup],
-    prefixes: Mapping[str, str],
-    model: Decoder,
-    adapter: LoRAConfig,
-    source: HFCheckpoint,
+    targets: list[LoRATarget], groups: list[SavedGroup], prefixes: Mapping[str, str], adapted: AdaptedModel
 ) -> Iterator[dict[str, Tensor]]:
     """Gather the tensors of one target after the other, then the fully trained parameters and rows."""
     for target in targets:
-        tensors = peft_tensors(target, model, adapter, source, full_tensor)
+        tensors = peft_tensors(target, adapted, full_tensor)
         yield {name: t for tensor in tensors for name, t in tensor.tensors(prefixes[tensor.name]).items()}
     for group in groups:
-        yield saved_tensors(group, model, adapter, full_tensor)
-    yield token_rows.stored_rows(model, source, full_tensor)
+        yield saved_tensors(group, adapted, full_tensor)
+    yield token_rows.stored_rows(adapted.model, adapted.source, full_tensor)
 
 
 def write_tensors(folder: Path, out: SafetensorsWriter, tensors: Mapping[str, Tensor]) -> None:
@@ -162,18 +169,15 @@ def to_meta(tensor: Tensor) -> Tensor:
     return torch.empty(shard_slice(tensor).shape, dtype=tensor.dtype, device="meta")
 
 
-def lora_targets(model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> list[LoRATarget]:
+def lora_targets(adapted: AdaptedModel) -> list[LoRATarget]:
     """Targets of all adapted layers, in model order."""
-    layers = adapter.target_layers(model)
-    order = [name for name, _ in model.named_modules() if name in layers]
-    return [*dict.fromkeys(LoRATarget.from_match(transformers_key(name + WEIGHT, source.family)) for name in order)]
+    order, family = [n for n, _ in adapted.model.named_modules() if n in adapted.layers], adapted.source.family
+    return [*dict.fromkeys(LoRATarget.from_match(transformers_key(name + WEIGHT, family)) for name in order)]
 
 
-def peft_tensors(
-    target: LoRATarget, model: Decoder, adapter: LoRAConfig, source: HFCheckpoint, get: Gather
-) -> list[SavedDelta]:
+def peft_tensors(target: LoRATarget, adapted: AdaptedModel, get: Gather) -> list[SavedDelta]:
     """LoRA deltas of a target, one per checkpoint tensor."""
-    layers, experts = adapter.target_layers(model), any(isinstance(m, GroupedLinear) for m in model.modules())
+    model, adapter, source, layers, experts = adapted
     deltas = [layer_delta(model.get_submodule(name), name in layers, adapter, get) for name in target.layers]
     layer, tensors = model.get_submodule(target.layers[0]), []
     blocks = tuple((u.rank, u.scale) for u in deltas)
@@ -231,22 +235,17 @@ def saved_groups(model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> l
     return [*groups.values()]
 
 
-def saved_tensors(group: SavedGroup, model: Decoder, adapter: LoRAConfig, get: Gather) -> dict[str, Tensor]:
+def saved_tensors(group: SavedGroup, adapted: AdaptedModel, get: Gather) -> dict[str, Tensor]:
     """Checkpoint tensors of a group by name."""
     name, match = group
-    is_adapted = owner_module(name) in adapter.target_layers(model)
-    weights = [full_weight(model, parameter, get) for parameter in match.ours]
+    is_adapted = owner_module(name) in adapted.layers
+    weights = [full_weight(adapted.model, parameter, get) for parameter in match.ours]
     tensors = zip(expand_experts(match.hub, len(weights[0])), match.rule.op.save(weights), strict=True)
     return {base_layer_name(key) if is_adapted else key: t for key, t in tensors}
 
 
 def owner_module(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def is_inside(name: str, modules: set[str]) -> bool:
-    """Whether a name is below one of these modules."""
-    return any(name[:i] in modules for i, char in enumerate(name) if char == ".")
 
 
 def base_layer_name(name: str) -> str:
