@@ -25,8 +25,9 @@ def load_user_choices(root: type, files: Sequence[Path]) -> ChoiceRegistry:
         except ConfigError as error:
             problems.lines |= dict.fromkeys(error.lines)
     problems.check()
-    _check_classes(root, classes, problems)
-    problems.check()
+    if classes:  # or visiting all slots takes most of the time to load a config
+        _check_classes(root, classes, problems)
+        problems.check()
     return ChoiceRegistry(tuple(classes))
 
 
