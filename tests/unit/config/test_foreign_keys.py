@@ -44,23 +44,24 @@ def recipe_keys(recipe: str) -> set[str]:
 KEYS = {name: recipe_keys(name) for name in registry.list_recipes()}
 
 
+@cache
+def shown_hint(name: str, recipe: str) -> KeyHint | None:
+    return find_hint(name.split("."), KEYS[recipe])
+
+
 def test_each_hint_is_used_by_a_recipe() -> None:
     """Some recipe shows the hint: its keys exist, and no earlier row hides it."""
     assert not [
         (name, row.key)
         for row in TABLE
         for name in row.names.split()
-        if not any(find_hint(name.split("."), keys) is row for keys in KEYS.values())
+        if not any(shown_hint(name, recipe) is row for recipe in KEYS)
     ]
 
 
 def recipes_with_hint(row: KeyHint) -> list[str]:
     """Recipes that show this hint."""
-    return [
-        name
-        for name, keys in KEYS.items()
-        if any(find_hint(word.split("."), keys) is row for word in row.names.split())
-    ]
+    return [recipe for recipe in KEYS if any(shown_hint(name, recipe) is row for name in row.names.split())]
 
 
 @cache
