@@ -47,8 +47,8 @@ BLOCK_SIZES = ("SIZE", "HEADS", "ROWS", "WIDTH", "BLOCKS", "EXPERTS", "COLUMNS",
 # GPUs on which a module is never called: `prefers_triton` in grouped_mm.py. Nor is it on sm_90, which the oldest Triton
 # compiles for.
 UNUSED = {"grouped_mm_triton": {"sm_75", "sm_100", "gfx942"}}
-# Their code is much like that of sm_90 and sm_120, which has less shared memory: quick runs compile a share only
-SIMILAR = {"sm_80", "sm_86", "sm_89", "sm_100"}
+# Their code is much like that of sm_80 and sm_90: quick runs compile a share only
+SIMILAR = {"sm_86", "sm_89", "sm_100"}
 
 COVERAGE = {
     "quick": "Variants: dtypes and flags, with the largest block that the presets lead to. Each is compiled for one\n"
