@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,9 +42,10 @@ def forward_backward_and_stop(
     batches: list[Batch],
     cfg: sft.SFTConfig,
     dist: DistributedContext,
+    *args: Any,
 ) -> Tensor:
     """Gradients of one step. In step `num_steps`, send SIGTERM as a scheduler does."""
-    loss = FORWARD_BACKWARD(model, batches, cfg, dist)
+    loss = FORWARD_BACKWARD(model, batches, cfg, dist, *args)
     if next(steps) == num_steps and dist.is_main_process:
         signal.raise_signal(signal.SIGTERM)
     return loss

@@ -23,7 +23,7 @@ from tunekit.kernels.attention_choice import AttentionBackend, AttentionCall, ch
 from tunekit.kernels.device_tensors import copy_to_device
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.memory.config import MemoryConfig
-from tunekit.models.decode import MIN_REPLAYS, WARMUP_STEPS, StepGraph, capture_cuda_graph, is_sharded, warn_eager
+from tunekit.models.decode import MIN_REPLAYS, WARMUP_STEPS, StepGraph, get_capture, is_sharded, warn_eager
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import MLP, Attention, LatentAttention, Layer
@@ -121,7 +121,9 @@ def graph_backward_pass(
     if reason := find_obstacle(model, dist):
         warn_eager("cuda_graph", reason)
         return backward_pass
-    return GraphedBackwardPass(backward_pass, model, partial(capture_cuda_graph, torch.cuda.graph_pool_handle()))
+    capture = get_capture(model)
+    assert capture is not None
+    return GraphedBackwardPass(backward_pass, model, capture)
 
 
 class BatchShape(NamedTuple):
