@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled as is_profiling
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tunekit.kernels import fake_mode
@@ -19,7 +20,7 @@ def needs_custom_op(x: Tensor) -> bool:
     """Whether something other than the device sees operators on `x`: a compiler, fake tensors, or a dispatch mode."""
     if torch.compiler.is_compiling() or fake_mode.is_fake():
         return True
-    if x.device.type == "cpu" and torch.autograd._profiler_enabled():  # a trace of a GPU has the kernels
+    if x.device.type == "cpu" and is_profiling():  # a trace of a GPU has the kernels
         return True
     return x.device.type == "meta" or _get_current_dispatch_mode() is not None
 
