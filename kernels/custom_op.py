@@ -17,7 +17,7 @@ from tunekit.kernels import fake_mode
 
 
 def needs_custom_op(x: Tensor) -> bool:
-    """Whether something other than the device sees operators on `x`: a compiler, fake tensors, or a dispatch mode."""
+    """Whether something other than the device sees operators: a compiler, a profile of the CPU, or a dispatch mode."""
     if torch.compiler.is_compiling() or fake_mode.is_fake():
         return True
     if x.device.type == "cpu" and is_profiling():  # a trace of a GPU has the kernels
