@@ -33,6 +33,8 @@ def run_segments(segments: list[RunSegment]) -> None:
             sft.main(cfg)
         except RunStopped:
             assert num_steps is not None
+        finally:
+            sft.forward_backward = FORWARD_BACKWARD
 
 
 def forward_backward_and_stop(

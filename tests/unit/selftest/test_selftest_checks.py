@@ -24,6 +24,7 @@ HELPERS = {
     "recompute",
     "torch_compile",
     "cpp_extension",
+    "custom_op",
     "shared_prefix",
     "fake_mode",
     "cache_dir",
