@@ -28,7 +28,7 @@ def recipe(workspace) -> Path:
     assert workspace.run_tune("cp", "sft", "my_sft.py").code == 0
     path = workspace.folder / "my_sft.py"
     source = path.read_text("utf-8")
-    first_line = "        loss = cfg.loss(model, batch.to(dist.device)) / denominator\n"
+    first_line = "    loss = cfg.loss(model, batch) / denominator\n"
     source = replace_once(source, first_line, block_with("1e-4 *"))
     log_step = re.search(r" *logger\.log_step\(.*\n", source)
     assert log_step
