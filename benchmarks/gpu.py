@@ -1,7 +1,8 @@
 """Speed and memory of tunekit on a GPU, compared with hardware limits and transformers + peft (+ bitsandbytes), in
-ten minutes.
+twelve minutes.
 
-    python benchmarks/gpu.py [limits dequantize lora qlora full memory vocabulary transformers_steps kernels] [--small]
+    python benchmarks/gpu.py [limits dequantize lora qlora full memory vocabulary cuda_graph transformers_steps kernels]
+        [--small]
 
 Each section runs as a process with its own time limit, so that one that fails or hangs does not affect the others.
 Results are written after each section. All weights are random. `--small` runs the same code with small sizes on any
@@ -14,6 +15,7 @@ import importlib
 import importlib.util
 import json
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -21,6 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,9 @@ from torch import nn
 from tunekit import assets
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
-from tunekit.data.dataloader.batch import Batch
+from tunekit.data.dataloader.batch import IGNORE, Batch
+from tunekit.data.datasets import TextDataset
+from tunekit.distributed.context import DistributedContext
 from tunekit.env_info import describe_hardware
 from tunekit.kernels import nf4
 from tunekit.kernels.cross_entropy import CrossEntropyTerms, linear_cross_entropy
@@ -45,6 +50,8 @@ from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import Attention
 from tunekit.optim.config import AdamWConfig
 from tunekit.quantization.config import NF4Config, NoQuantization
+from tunekit.recipes import sft
+from tunekit.training.cuda_graph import graph_backward_pass
 
 BENCHMARKS = Path(__file__).parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -268,6 +275,55 @@ def loss(hidden: torch.Tensor, targets: torch.Tensor, head: Head) -> None:
     linear_cross_entropy(hidden, targets, head, CrossEntropyTerms()).backward()
 
 
+def cuda_graph(size: Size) -> dict[str, float]:
+    """Steps of recipe sft with LoRA, with and without CUDA graphs, on packed rows of other documents in each step."""
+    results = {}
+    for preset, rows in (("smollm2_135m", 2), ("llama3_2_1b", 1), ("llama3_2_1b", 4)):
+        for use_graphs in (False, True):
+            steps = measure_sft_steps(size, f"tunekit/{preset}", rows, use_graphs)
+            name = f"{preset}, {rows} x 2048, {'graphs' if use_graphs else 'eager'}"
+            results |= {f"{name} {key}": value for key, value in steps.items()}
+            gc.collect()
+    return results
+
+
+def measure_sft_steps(size: Size, preset: str, rows: int, use_graphs: bool) -> dict[str, float]:
+    """Median seconds of the second half of the steps, in which shapes have been captured, and reserved bytes."""
+    adapter = LoRAConfig(16)
+    precision = PrecisionConfig("bf16", master_dtype="fp32", frozen_dtype="bf16")
+    net = model(size.config(preset), NoQuantization(), adapter, MemoryConfig(), precision)
+    cfg = sft.SFTConfig(model=preset, data=TextDataset(preset), output_dir=preset, cuda_graph=use_graphs)
+    optimizer = AdamWConfig(lr=1e-5).build(adapter.param_groups(net))
+    with DistributedContext(0, DEVICE.type) as dist:
+        run_pass = graph_backward_pass(cfg, partial(sft.backward_pass, net, cfg, dist), net, dist)
+        batches = iter(random_documents(net.spec.vocab, *size.tokens(rows, 2048), seed) for seed in range(100))
+
+        def step() -> None:
+            sft.forward_backward(net, [next(batches)], cfg, dist, run_pass)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(2 * size.steps):
+            step()
+        return measure_steps(step, size)
+
+
+def random_documents(vocab: int, rows: int, length: int, seed: int) -> Batch:
+    """Packed rows of documents of 40 to 600 tokens; half of the tokens are targets. On the CPU, as in a data loader."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    sizes = []
+    for _ in range(rows):
+        left = length
+        while left:
+            sizes.append(min(left, draw.randint(40, 600)))
+            left -= sizes[-1]
+    tokens = torch.randint(0, vocab, (rows, length), generator=generator)
+    targets = tokens.roll(-1, 1).masked_fill(torch.rand(tokens.shape, generator=generator) < 0.5, IGNORE)
+    cu_seqlens = F.pad(torch.tensor(sizes).cumsum(0), (1, 0)).int()
+    positions = torch.cat([torch.arange(n) for n in sizes]).view(rows, length)
+    return Batch(tokens, targets, positions, cu_seqlens, int((targets != IGNORE).sum()), tokens.numel())
+
+
 def transformers_steps(size: Size) -> dict[str, float]:
     """transformers + peft in the same step, without and with the kernels of Liger: 2 rows with one document each, for
     which SDPA needs no mask.
@@ -289,7 +345,9 @@ def run_transformers(size: Size, four: str | None, name: str) -> dict[str, float
     transformers, peft = (importlib.import_module(module) for module in ("transformers", "peft"))
     config = transformers.LlamaConfig(**size.config("tunekit/llama3_1_8b"))
     with torch.device(DEVICE):
+        torch.set_default_dtype(BF16)
         net = transformers.LlamaForCausalLM(config).to(BF16)
+        torch.set_default_dtype(torch.float32)
     if four:
         quantize_bitsandbytes(net)
     lora_config = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -300,7 +358,7 @@ def run_transformers(size: Size, four: str | None, name: str) -> dict[str, float
 
     def step() -> None:
         with torch.autocast(DEVICE.type, BF16):
-            net(input_ids=tokens, labels=tokens).loss.backward()
+            net(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -336,7 +394,7 @@ def try_import(name: str) -> Any:
     return importlib.import_module(name) if importlib.util.find_spec(name.partition(".")[0]) else None
 
 
-# Time limits in seconds: ten minutes in total
+# Time limits in seconds: twelve minutes in total
 SECTIONS: dict[Callable[[Size], dict[str, float]], int] = {
     limits: 40,
     dequantize: 40,
@@ -345,7 +403,8 @@ SECTIONS: dict[Callable[[Size], dict[str, float]], int] = {
     full: 60,
     memory: 80,
     vocabulary: 40,
-    transformers_steps: 100,
+    cuda_graph: 60,
+    transformers_steps: 180,
     kernels: 120,
 }
 
