@@ -136,17 +136,8 @@ def correctness(device: str) -> tuple[list[Job], int]:
 def speed(device: str) -> tuple[list[Job], int]:
     """Sections of benchmarks/gpu.py with their own time limits, the most important ones first."""
     small = ["--small"] if device == "cpu" else []
-    sections = {
-        "limits": 45,
-        "dequantize": 45,
-        "lora": 90,
-        "qlora": 90,
-        "full": 70,
-        "memory": 80,
-        "vocabulary": 45,
-        "cuda_graph": 70,
-    }
-    sections["transformers_steps"] = 190
+    sections = {"limits": 45, "lora": 90, "qlora": 90, "transformers_steps": 190, "cuda_graph": 70}
+    sections |= {"full": 70, "dequantize": 45, "memory": 80, "vocabulary": 45}
     results = ["--results", os.environ["OUT"]]
     file = str(ROOT / "benchmarks/gpu.py")
     jobs = [python(name, seconds, file, name, *small, *results, summary=4) for name, seconds in sections.items()]
