@@ -288,15 +288,18 @@ def cuda_graph(size: Size) -> dict[str, float]:
 
 
 def measure_sft_steps(size: Size, preset: str, rows: int, use_graphs: bool) -> dict[str, float]:
-    """Median seconds of the second half of the steps, in which shapes have been captured, and reserved bytes."""
+    """Results of `measure_steps` after twice as many steps, in which most shapes have been captured."""
     adapter = LoRAConfig(16)
     precision = PrecisionConfig("bf16", master_dtype="fp32", frozen_dtype="bf16")
     net = model(size.config(preset), NoQuantization(), adapter, MemoryConfig(), precision)
     cfg = sft.SFTConfig(model=preset, data=TextDataset(preset), output_dir=preset, cuda_graph=use_graphs)
     optimizer = AdamWConfig(lr=1e-5).build(adapter.param_groups(net))
     with DistributedContext(0, DEVICE.type) as dist:
-        run_pass = graph_backward_pass(cfg, partial(sft.backward_pass, net, cfg, dist), net, dist)
-        batches = iter(random_documents(net.spec.vocab, *size.tokens(rows, 2048), seed) for seed in range(100))
+        run_pass = partial(sft.backward_pass, net, cfg, dist)
+        if use_graphs:
+            run_pass = graph_backward_pass(run_pass, net, dist)
+        sizes = net.spec.vocab, *size.tokens(rows, 2048)
+        batches = iter([random_documents(*sizes, seed) for seed in range(3 * size.steps)])
 
         def step() -> None:
             sft.forward_backward(net, [next(batches)], cfg, dist, run_pass)

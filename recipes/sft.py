@@ -46,7 +46,8 @@ class SFTConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_cuda_graph(self)
+        if self.cuda_graph:
+            check_cuda_graph(self, self.loss)
 
 
 CONFIG = SFTConfig
@@ -82,7 +83,9 @@ def train(cfg: SFTConfig, run: RunContext) -> None:
     run.begin()
 
     optimizer = build_optimizer(cfg, model, dist)
-    run_pass = graph_backward_pass(cfg, partial(backward_pass, model, cfg, dist), model, dist)
+    run_pass = partial(backward_pass, model, cfg, dist)
+    if cfg.cuda_graph:
+        run_pass = graph_backward_pass(run_pass, model, dist)
     num_steps = run.plan_steps(train_data)
     lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
     prefetcher = Prefetcher(train_data, dist.device)

@@ -5,8 +5,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import repeat
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -111,15 +109,17 @@ def score_rollouts(
     scores, context, names = torch.empty(len(rollouts), len(rewards)), context or RewardContext(), reward_names(rewards)
     if not rollouts:
         return scores
-    wheres = [f"rewards.{index} ({reward.name})" for index, reward in enumerate(rewards)]
-    logs = [RewardContext(context.trainer_state) for _ in rewards]
-    calls = [partial(call_reward, *call) for call in zip(rewards, repeat(rollouts), wheres, logs, strict=False)]
+    calls = [
+        (reward, rollouts, f"rewards.{index} ({reward.name})", RewardContext(context.trainer_state))
+        for index, reward in enumerate(rewards)
+    ]
     with ThreadPoolExecutor(1 + len(rewards)) as pool:
-        pending = {index: pool.submit(calls[index]) for index, reward in enumerate(rewards) if reward.is_async}
-        for index, where in enumerate(wheres):
-            values = pending[index].result() if index in pending else calls[index]()
-            logs[index].check_names(where, names)
-            context.extend(logs[index])
+        pending = [pool.submit(call_reward, *call) if call[0].is_async else None for call in calls]
+        for index, (call, future) in enumerate(zip(calls, pending, strict=True)):
+            values = call_reward(*call) if future is None else future.result()
+            *_, where, log = call
+            log.check_names(where, names)
+            context.extend(log)
             for row, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
                 scores[row, index] = to_number(value, f"{rollout.prompt.where}: {where}")
     return scores

@@ -1,20 +1,20 @@
 """Forward and backward passes of micro-batches as CUDA graphs.
 
-The host launches hundreds of kernels per layer, which takes longer than the kernels themselves if a model or a
-micro-batch is small. A graph has the same kernels and is launched at once. It reads and writes tensors of fixed address
-and size, so each micro-batch is copied to static tensors. Sizes that differ between micro-batches are rounded up: the
-number of target tokens with targets of weight 0, and the number of documents with empty ones.
+The host launches kernels one by one, which takes longer than the kernels themselves if a model or a micro-batch is
+small. A graph has the same kernels and is launched at once. It reads and writes tensors of fixed address and size, so
+each micro-batch is copied to static tensors. Sizes that differ between micro-batches are rounded up: row lengths with
+padding, the number of target tokens with targets of weight 0, and the number of documents with empty ones.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
+from tunekit.adapters.config import LoRAConfig
 from tunekit.data.dataloader.batch import IGNORE, LENGTH_MULTIPLE, Batch
 from tunekit.devices import capabilities
 from tunekit.distributed.context import DistributedContext
@@ -22,11 +22,10 @@ from tunekit.errors import FieldError
 from tunekit.kernels.attention_choice import AttentionBackend, AttentionCall, choose_attention_backend, get_capabilities
 from tunekit.kernels.device_tensors import copy_to_device
 from tunekit.losses.cross_entropy import CrossEntropy
-from tunekit.memory.config import MemoryConfig
 from tunekit.models.decode import MIN_REPLAYS, WARMUP_STEPS, StepGraph, get_capture, is_sharded, warn_eager
 from tunekit.models.decoder import Decoder
-from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import MLP, Attention, LatentAttention, Layer
+from tunekit.training.config import TrainConfig
 
 MAX_GRAPHS = 32  # micro-batches of further shapes run without a graph
 # Few sizes, so that most micro-batches have a shape that was captured. Longer rows cost time, more targets logits, and
@@ -39,38 +38,10 @@ DOCUMENTS_FACTOR = 4  # between two numbers of documents
 BackwardPass = Callable[[Batch, float | Tensor], Tensor]
 
 
-class GraphConfig(Protocol):
-    """Keys that decide whether a run can use graphs."""
-
-    @property
-    def cuda_graph(self) -> bool: ...
-
-    @property
-    def compile(self) -> bool: ...
-
-    @property
-    def memory(self) -> MemoryConfig: ...
-
-    @property
-    def precision(self) -> PrecisionConfig: ...
-
-    @property
-    def adapter(self) -> NoAdapter | LoRAConfig | DoRAConfig: ...
-
-    @property
-    def neftune_noise_alpha(self) -> float | None: ...
-
-    @property
-    def loss(self) -> CrossEntropy: ...
-
-
-def check_cuda_graph(cfg: GraphConfig) -> None:
+def check_cuda_graph(cfg: TrainConfig, loss: CrossEntropy) -> None:
     """Raise FieldError for keys that a graph does not support."""
-    if not cfg.cuda_graph:
-        return
-    loss = type(cfg.loss)
-    # Targets of weight 0 are added, which other losses might not read.
-    reads_weights = loss.measure is None and loss.__call__ is CrossEntropy.__call__
+    # Targets of weight 0 are added, whose weight other losses might not read.
+    reads_weights = loss.measure is None and type(loss).__call__ is CrossEntropy.__call__
     fixes = {
         "compile=false": cfg.compile,
         "memory.activation_checkpointing=none": cfg.memory.activation_checkpointing != "none",
@@ -112,12 +83,8 @@ def has_static_attention(layer: Layer, device: torch.device) -> bool:
     return is_supported and choose_attention_backend(call) is AttentionBackend.FLASH_VARLEN
 
 
-def graph_backward_pass(
-    cfg: GraphConfig, backward_pass: BackwardPass, model: Decoder, dist: DistributedContext
-) -> BackwardPass:
-    """The backward pass as graphs, if the config asks for them and the model and device support them."""
-    if not cfg.cuda_graph:
-        return backward_pass
+def graph_backward_pass(backward_pass: BackwardPass, model: Decoder, dist: DistributedContext) -> BackwardPass:
+    """The backward pass as graphs, if the model and the device support them."""
     if reason := find_obstacle(model, dist):
         warn_eager("cuda_graph", reason)
         return backward_pass
@@ -239,7 +206,7 @@ class GraphedBackwardPass:
         shape = BatchShape.of(batch)
         self.restore_gradients()
         if shape not in self.steps and len(self.steps) >= MAX_GRAPHS:
-            warn_eager("cuda_graph", f"micro-batches have more than {MAX_GRAPHS} shapes. Set data.packing=true.")
+            warn_eager("cuda_graph", f"micro-batches have more than {MAX_GRAPHS} shapes, set data.packing=true")
             return self.backward_pass(batch, denominator)
         if shape not in self.steps:
             static = StaticBatch(shape, batch.tokens.device)

@@ -129,9 +129,13 @@ def test_replayed_passes_train_like_eager_ones(folder: Path, adapter: NoAdapter 
     assert replays
 
 
-def test_further_shapes_run_without_a_graph(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_further_shapes_run_without_a_graph(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(cuda_graph, "MAX_GRAPHS", 1)
+    decode.warn_eager.cache_clear()
     losses, weights = train(folder, NoAdapter(), lambda step: step, packed=True)
+    assert "more than 1 shapes" in capsys.readouterr().err
     expected_losses, expected_weights = train(folder, NoAdapter(), None, packed=True)
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert relative_error(weights, expected_weights) < 1e-6
@@ -163,10 +167,10 @@ def test_keys_that_a_graph_does_not_support_are_named(key: str, options: dict) -
 
 def test_without_graphs_steps_are_eager(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with DistributedContext(0, "cpu") as dist:
-        model, cfg = load(folder, NoAdapter(), dist), replace(CONFIG, cuda_graph=True)
+        model = load(folder, NoAdapter(), dist)
         decode.warn_eager.cache_clear()
-        run_pass = partial(sft.backward_pass, model, cfg, dist)
-        assert cuda_graph.graph_backward_pass(cfg, run_pass, model, dist) is run_pass
+        run_pass = partial(sft.backward_pass, model, CONFIG, dist)
+        assert cuda_graph.graph_backward_pass(run_pass, model, dist) is run_pass
     assert "cuda_graph: no CUDA graph is used" in "".join(capsys.readouterr())
 
 
@@ -182,18 +186,18 @@ def test_graphs_on_a_gpu_equal_eager_passes(tmp_path: Path, name: str, kind: str
         with DistributedContext(0, "cuda") as dist:
             precision = PrecisionConfig("bf16", "fp32", "bf16")
             model = build.build_model(source, weights, adapter, precision, MemoryConfig(), dist)
-            cfg = replace(CONFIG, cuda_graph=use_graphs)
-            assert cuda_graph.find_obstacle(model, dist) is None
-            run_pass = partial(sft.backward_pass, model, cfg, dist)
-            run_pass = cuda_graph.graph_backward_pass(cfg, run_pass, model, dist)
+            run_pass = partial(sft.backward_pass, model, CONFIG, dist)
+            if use_graphs:
+                run_pass = cuda_graph.graph_backward_pass(run_pass, model, dist)
             optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2)
             losses = []
             for step in range(12):
                 batches = [random_batch(3 * step + i, packed=True) for i in range(1 + step % 3)]
-                losses.append(float(sft.forward_backward(model, batches, cfg, dist, run_pass)))
+                losses.append(float(sft.forward_backward(model, batches, CONFIG, dist, run_pass)))
                 optimizer.step()
                 optimizer.zero_grad()
-            if isinstance(run_pass, GraphedBackwardPass):
+            if use_graphs:
+                assert isinstance(run_pass, GraphedBackwardPass)
                 assert any(graph.replay for _, graph in run_pass.steps.values())
             trained = [p.detach().float().flatten() for p in model.parameters() if p.requires_grad]
             results.append((losses, torch.cat(trained)))
