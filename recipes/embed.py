@@ -18,16 +18,14 @@ from tunekit.data.dataloader.embedding_data import EmbeddingData, check_rows, re
 from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.data.embedding_datasets import Pooling
 from tunekit.errors import FieldError
-from tunekit.loggers.metric_logger import ThroughputCounter
 from tunekit.losses.embedding import EmbeddingFamily, MultipleNegativesRanking, gather_embeddings
 from tunekit.losses.embedding_metrics import Embedder, evaluate
 from tunekit.training.config import TrainConfig, check_training
-from tunekit.training.data_checks import check_data
 from tunekit.training.early_stopping import EarlyStopping
 from tunekit.training.export import export_final
 from tunekit.training.packing_check import check_packing
 from tunekit.training.run_context import RunContext
-from tunekit.training.setup import build_optimizer, load_model, open_dataloader
+from tunekit.training.setup import build_optimizer, load_model, open_dataloaders
 from tunekit.training.step_guard import StepGuard
 
 
@@ -86,38 +84,30 @@ def train(cfg: EmbedConfig, run: RunContext) -> None:
     dist = run.dist  # collectives; the identity on one process
     checkpoint = open_checkpoint(cfg)  # config.json and tensor names; weights are read by load_model
     tokenizer = open_tokenizer(checkpoint, run.start_date)
-    train_data = open_dataloader(cfg.data, tokenizer, cfg, run)
-    eval_data = cfg.eval_data and open_dataloader(cfg.eval_data, tokenizer, cfg, run, "eval")
-    loaders = {"data": train_data, "eval_data": eval_data}
-    for loader in filter(None, loaders.values()):
+    train_data, eval_data = open_dataloaders(cfg, tokenizer, run)
+    for loader in filter(None, (train_data, eval_data)):
         cfg.loss.check_labels(loader.datasets)
-    check_data(cfg, loaders, tokenizer, dist)
     model = load_model(checkpoint, cfg, dist)
     embedder = Embedder(model, cfg.modules(checkpoint).pooling, dist)
-    run.begin()
+    num_steps = run.begin(train_data)
 
     optimizer = build_optimizer(cfg, model, dist)
-    num_steps = run.plan_steps(train_data)
     lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
     prefetcher = Prefetcher(train_data, dist.device)
     guard = StepGuard(cfg.step_guard, dist, prefetcher)
     early_stopping = EarlyStopping(cfg)
-    throughput = ThroughputCounter()
     checkpointer = run.open_checkpointer(
-        model, optimizer, lr_scheduler, data=prefetcher, guard=guard, early_stopping=early_stopping,
-        throughput=throughput,
-    )  # fmt: skip
+        model, optimizer, lr_scheduler, early_stopping, data=prefetcher, guard=guard
+    )
     step = checkpointer.restore()  # 0 in a new run
     if step == 0:
         check_packing(model, train_data, dist)
-    logger = run.open_logger(num_steps, step, throughput)
+    logger = run.open_logger(num_steps, step)
 
     with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
         if step == 0 and eval_data:
-            run.begin_eval(0)
             early_stopping.check_metric(logger.log_eval(0, evaluate(embedder, eval_data, cfg.loss)))
-        if step == 0 and guard.may_roll_back:
-            checkpointer.save(0)
+        guard.begin(step, checkpointer)  # saves step 0 if the run may roll back
         run.handle_signals()
         while step < num_steps and not early_stopping.triggered:
             run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
@@ -143,14 +133,13 @@ def train(cfg: EmbedConfig, run: RunContext) -> None:
                 if due.push:
                     run.push_checkpoint(step, num_steps, model, checkpoint)
                 if due.eval and eval_data:
-                    run.begin_eval(step)
                     early_stopping.update(step, logger.log_eval(step, evaluate(embedder, eval_data, cfg.loss)))
                 if due.save or early_stopping.needs_save(step):
                     checkpointer.save(step)
                     run.exit_if_stop_requested(step, num_steps)
                 checkpointer.poll()  # raises if a save in the background has failed
         step = early_stopping.finish(checkpointer, step, num_steps)  # loads the best weights
-    export_final(run, model, checkpoint, loaders, step)
+    export_final(run, model, checkpoint, (train_data, eval_data), step)
 
 
 def forward_backward(embedder: Embedder, batches: list[Batch], cfg: EmbedConfig, docs_per_row: int) -> Tensor:

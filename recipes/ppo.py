@@ -4,7 +4,7 @@ tune run ppo nano/ppo
 tune run ppo mistral/7b_ppo_full reward.model=REWARD_MODEL
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -12,14 +12,13 @@ from tunekit.build import open_checkpoint, open_tokenizer
 from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError
-from tunekit.loggers.metric_logger import ThroughputCounter
 from tunekit.losses.ppo import PPO
 from tunekit.models.decoder import Decoder
 from tunekit.policy.config import PolicyConfig, check_policy
 from tunekit.policy.logprob_drift import DriftLimit
 from tunekit.policy.objective import PolicyObjective, PolicyStep
 from tunekit.policy.ppo import PPOBuffer, PPOObjective
-from tunekit.policy.prompt_loader import check_prompts, open_prompts
+from tunekit.policy.prompt_loader import open_prompts
 from tunekit.policy.reference import open_reference
 from tunekit.policy.rollout_buffer import RolloutSampler, open_objective
 from tunekit.training.early_stopping import EarlyStopping
@@ -56,12 +55,6 @@ class PPOConfig(PolicyConfig):
     def num_iterations(self) -> int:
         return self.num_ppo_epochs
 
-    @property
-    def with_value_lr(self) -> "PPOConfig":
-        """The config whose optimizer has the learning rate of the value head."""
-        rates = {} if self.value_lr is None else {"value_head": self.value_lr}
-        return replace(self, optimizer=replace(self.optimizer, lr_pattern=rates | self.optimizer.lr_pattern))
-
 
 CONFIG = PPOConfig
 
@@ -84,42 +77,35 @@ def train(cfg: PPOConfig, run: RunContext) -> None:
     dist = run.dist  # collectives; the identity on one process
     checkpoint = open_checkpoint(cfg)  # config.json and tensor names; weights are read by load_model
     tokenizer = open_tokenizer(checkpoint, run.start_date)
-    train_data = open_prompts(cfg.data, tokenizer, cfg.num_prompts, run, steps=cfg.steps_per_prompt)
-    eval_data = cfg.eval_data and open_prompts(cfg.eval_data, tokenizer, 1, run, "eval")
+    train_data, eval_data = open_prompts(cfg, checkpoint, tokenizer, run)
     forgetting = ForgettingMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
     generation = GenerationMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
-    loaders = {"data": train_data, "eval_data": eval_data}
-    check_prompts(cfg, loaders, checkpoint, dist)
     model = load_model(checkpoint, cfg, dist, value_head=True)  # saved in training states only
     objective = open_objective(cfg, cfg.loss, train_data, model, PPOObjective)
     reference = open_reference(cfg.reference, cfg.loss, cfg, checkpoint, model, dist)
     sampler = RolloutSampler.open(cfg, model, train_data, dist)
-    run.begin()
+    num_steps = run.begin(train_data)
 
-    optimizer = build_optimizer(cfg.with_value_lr, model, dist)
-    num_steps = run.plan_steps(train_data)
+    optimizer = build_optimizer(cfg, model, dist, cfg.value_lr)
     lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
     prefetcher = Prefetcher(train_data, dist.device)
     guard = StepGuard(cfg.step_guard, dist, prefetcher)
     drift_limit = DriftLimit(cfg, cfg.loss, dist)
     early_stopping = EarlyStopping(cfg)
-    throughput = ThroughputCounter()
     rollouts = PPOBuffer(sampler, objective, reference)
     checkpointer = run.open_checkpointer(
-        model, optimizer, lr_scheduler, data=prefetcher, guard=guard, early_stopping=early_stopping,
-        forgetting=forgetting, throughput=throughput, rollouts=rollouts,
+        model, optimizer, lr_scheduler, early_stopping, data=prefetcher, guard=guard,
+        forgetting=forgetting, rollouts=rollouts,
     )  # fmt: skip
     step = checkpointer.restore()  # 0 in a new run
-    logger = run.open_logger(num_steps, step, throughput)
+    logger = run.open_logger(num_steps, step)
 
     with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
         if step == 0 and cfg.has_evaluation:
-            run.begin_eval(0)
-            metrics = sampler.evaluate(eval_data.all_prompts(), step) if eval_data else {}
-            early_stopping.check_metric(logger.log_eval(0, metrics | generation.evaluate(model, 0, logger)))
+            metrics = sampler.evaluate(eval_data, step) | generation.evaluate(model, 0, logger)
+            early_stopping.check_metric(logger.log_eval(0, metrics))
         forgetting.begin(model, step, logger)
-        if step == 0 and guard.may_roll_back:
-            checkpointer.save(0)
+        guard.begin(step, checkpointer)  # saves step 0 if the run may roll back
         run.handle_signals()
         while step < num_steps and not early_stopping.triggered:
             run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
@@ -154,9 +140,7 @@ def train(cfg: PPOConfig, run: RunContext) -> None:
                 if due.push:
                     run.push_checkpoint(step, num_steps, model, checkpoint)
                 if due.eval:
-                    run.begin_eval(step)
-                    metrics = sampler.evaluate(eval_data.all_prompts(), step) if eval_data else {}
-                    metrics |= generation.evaluate(model, step, logger)
+                    metrics = sampler.evaluate(eval_data, step) | generation.evaluate(model, step, logger)
                     early_stopping.update(step, logger.log_eval(step, metrics))
                 if due.forgetting:
                     forgetting.evaluate(model, step, logger)
@@ -166,7 +150,7 @@ def train(cfg: PPOConfig, run: RunContext) -> None:
                     forgetting.raise_if_exceeded(step)
                 checkpointer.poll()  # raises if a save in the background has failed
         step = early_stopping.finish(checkpointer, step, num_steps)  # loads the best weights
-    export_final(run, model, checkpoint, loaders, step)
+    export_final(run, model, checkpoint, (train_data, eval_data), step)
 
 
 def forward_backward(

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from tunekit.build import open_checkpoint, open_tokenizer, read_checkpoint
 from tunekit.data.dataloader.batch import Batch
-from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.preference_data import PreferenceData
 from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.distributed.context import DistributedContext
-from tunekit.loggers.metric_logger import ThroughputCounter
 from tunekit.losses.dpo import DPO, DPOFamily
 from tunekit.losses.metric_sums import MetricSums
 from tunekit.losses.preference_objective import PreferenceObjective
@@ -24,7 +22,6 @@ from tunekit.losses.router_losses import RouterLosses
 from tunekit.losses.unpaired import UnpairedFamily
 from tunekit.models.decoder import Decoder
 from tunekit.training.config import TrainConfig, check_training
-from tunekit.training.data_checks import check_data
 from tunekit.training.early_stopping import EarlyStopping
 from tunekit.training.export import export_final
 from tunekit.training.forgetting import ForgettingMonitor
@@ -32,7 +29,7 @@ from tunekit.training.generation_monitor import GenerationMonitor
 from tunekit.training.packing_check import check_packing
 from tunekit.training.reference_model import AutoReference, Reference, ReferenceInputs
 from tunekit.training.run_context import RunContext
-from tunekit.training.setup import build_optimizer, load_model, open_dataloader
+from tunekit.training.setup import build_optimizer, load_model, open_dataloaders
 from tunekit.training.step_guard import StepGuard
 
 
@@ -69,8 +66,7 @@ CONFIG = PreferenceConfig
 def check(cfg: PreferenceConfig) -> None:
     """Raise UserError for everything that can be found without reading weights."""
     check_training(cfg)
-    eval_data = None if cfg.eval_data is None else MixtureBase.from_config(cfg.eval_data).resolve()
-    cfg.objective.check_data(MixtureBase.from_config(cfg.data).resolve(), eval_data)
+    cfg.objective.check_data(cfg.data, cfg.eval_data)
     cfg.objective.routers.check_routers(read_checkpoint(cfg).spec, cfg.compile)
 
 
@@ -87,49 +83,40 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
     dist = run.dist  # collectives; the identity on one process
     checkpoint = open_checkpoint(cfg)  # config.json and tensor names; weights are read by load_model
     tokenizer = open_tokenizer(checkpoint, run.start_date)
-    train_data = open_dataloader(cfg.data, tokenizer, cfg, run)
-    eval_data = cfg.eval_data and open_dataloader(cfg.eval_data, tokenizer, cfg, run, "eval")
+    train_data, eval_data = open_dataloaders(cfg, tokenizer, run)
     forgetting = ForgettingMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
     generation = GenerationMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
-    loaders = {"data": train_data, "eval_data": eval_data}
-    check_data(cfg, loaders, tokenizer, dist)
     model = load_model(checkpoint, cfg, dist)
     objective = cfg.objective.prepare_data(model, train_data, eval_data, dist)
-    objective.routers.prepare(model)
-    reference_inputs = ReferenceInputs(run, checkpoint, model, loaders, objective)
+    reference_inputs = ReferenceInputs(run, checkpoint, model, train_data, eval_data, objective)
     objective = replace(objective, reference=cfg.reference.open(reference_inputs))
-    run.begin()
+    num_steps = run.begin(train_data)
 
     optimizer = build_optimizer(cfg, model, dist)
-    num_steps = run.plan_steps(train_data)
     lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
     prefetcher = Prefetcher(train_data, dist.device)
     guard = StepGuard(cfg.step_guard, dist, prefetcher)
     early_stopping = EarlyStopping(cfg)
-    throughput = ThroughputCounter()
     checkpointer = run.open_checkpointer(
-        model, optimizer, lr_scheduler, data=prefetcher, guard=guard, early_stopping=early_stopping,
-        forgetting=forgetting, throughput=throughput, running_mean=objective.running_mean,
+        model, optimizer, lr_scheduler, early_stopping, data=prefetcher, guard=guard,
+        forgetting=forgetting, running_mean=objective.running_mean,
     )  # fmt: skip
     step = checkpointer.restore()  # 0 in a new run
     if step == 0:
         check_packing(model, train_data, dist)
-    logger = run.open_logger(num_steps, step, throughput)
+    logger = run.open_logger(num_steps, step)
 
     with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
         if step == 0 and cfg.has_evaluation:
-            run.begin_eval(0)
-            metrics = objective.evaluate(model, eval_data, dist) if eval_data else {}
-            early_stopping.check_metric(logger.log_eval(0, metrics | generation.evaluate(model, 0, logger)))
+            metrics = objective.evaluate(model, eval_data, dist) | generation.evaluate(model, 0, logger)
+            early_stopping.check_metric(logger.log_eval(0, metrics))
         forgetting.begin(model, step, logger)
-        if step == 0 and guard.may_roll_back:
-            checkpointer.save(0)
+        guard.begin(step, checkpointer)  # saves step 0 if the run may roll back
         run.handle_signals()
         while step < num_steps and not early_stopping.triggered:
             run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
             batches = prefetcher.next()  # the micro-batches of this rank
             loss, metrics = forward_backward(model, batches, objective, dist)
-            metrics |= objective.routers.pop_metrics(model, dist)
             grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
             if not guard.accepts(step, loss, grad_norm):  # NaN, Inf or a spike
                 optimizer.zero_grad()  # without gradients, `step` changes no weight
@@ -150,9 +137,7 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
                 if due.push:
                     run.push_checkpoint(step, num_steps, model, checkpoint)
                 if due.eval:
-                    run.begin_eval(step)
-                    metrics = objective.evaluate(model, eval_data, dist) if eval_data else {}
-                    metrics |= generation.evaluate(model, step, logger)
+                    metrics = objective.evaluate(model, eval_data, dist) | generation.evaluate(model, step, logger)
                     early_stopping.update(step, logger.log_eval(step, metrics))
                 if due.forgetting:
                     forgetting.evaluate(model, step, logger)
@@ -162,7 +147,7 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
                     forgetting.raise_if_exceeded(step)
                 checkpointer.poll()  # raises if a save in the background has failed
         step = early_stopping.finish(checkpointer, step, num_steps)  # loads the best weights
-    export_final(run, model, checkpoint, loaders, step)
+    export_final(run, model, checkpoint, (train_data, eval_data), step)
 
 
 def forward_backward(
@@ -181,5 +166,5 @@ def forward_backward(
         (loss * dist.grad_scale).backward()  # FSDP averages gradients over ranks; this makes it a sum
         sums.add(objective.metric_sums(logps, loss, state))
         state = state.after(logps)
-    metrics = objective.to_metrics(sums.means(dist, 1))
+    metrics = objective.to_metrics(sums.means(dist, 1)) | objective.routers.pop_metrics(model, dist)
     return metrics.pop("loss"), metrics

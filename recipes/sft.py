@@ -17,19 +17,17 @@ from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import SFTData
 from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.distributed.context import DistributedContext
-from tunekit.loggers.metric_logger import ThroughputCounter
 from tunekit.losses.cross_entropy import CrossEntropy, eval_loss
 from tunekit.models.decoder import Decoder
 from tunekit.training.config import TrainConfig, check_training
 from tunekit.training.cuda_graph import BackwardPass, check_cuda_graph, graph_backward_pass
-from tunekit.training.data_checks import check_data
 from tunekit.training.early_stopping import EarlyStopping
 from tunekit.training.export import export_final
 from tunekit.training.forgetting import ForgettingMonitor
 from tunekit.training.generation_monitor import GenerationMonitor
 from tunekit.training.packing_check import check_packing
 from tunekit.training.run_context import RunContext
-from tunekit.training.setup import build_optimizer, load_model, open_dataloader
+from tunekit.training.setup import build_optimizer, load_model, open_dataloaders
 from tunekit.training.step_guard import StepGuard
 
 
@@ -72,43 +70,33 @@ def train(cfg: SFTConfig, run: RunContext) -> None:
     dist = run.dist  # collectives; the identity on one process
     checkpoint = open_checkpoint(cfg)  # config.json and tensor names; weights are read by load_model
     tokenizer = open_tokenizer(checkpoint, run.start_date)
-    train_data = open_dataloader(cfg.data, tokenizer, cfg, run)
-    eval_data = cfg.eval_data and open_dataloader(cfg.eval_data, tokenizer, cfg, run, "eval")
+    train_data, eval_data = open_dataloaders(cfg, tokenizer, run)
     forgetting = ForgettingMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
     generation = GenerationMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
-    loaders = {"data": train_data, "eval_data": eval_data}
-    check_data(cfg, loaders, tokenizer, dist)
     model = load_model(checkpoint, cfg, dist)
     cfg.loss.prepare(model)
-    run.begin()
+    num_steps = run.begin(train_data)
 
     optimizer = build_optimizer(cfg, model, dist)
-    run_pass = partial(backward_pass, model, cfg, dist)
-    if cfg.cuda_graph:
-        run_pass = graph_backward_pass(run_pass, model, dist)
-    num_steps = run.plan_steps(train_data)
+    run_pass = graph_backward_pass(partial(backward_pass, model, cfg, dist), model, dist) if cfg.cuda_graph else None
     lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
     prefetcher = Prefetcher(train_data, dist.device)
     guard = StepGuard(cfg.step_guard, dist, prefetcher)
     early_stopping = EarlyStopping(cfg)
-    throughput = ThroughputCounter()
     checkpointer = run.open_checkpointer(
-        model, optimizer, lr_scheduler, data=prefetcher, guard=guard, early_stopping=early_stopping,
-        forgetting=forgetting, throughput=throughput,
-    )  # fmt: skip
+        model, optimizer, lr_scheduler, early_stopping, data=prefetcher, guard=guard, forgetting=forgetting
+    )
     step = checkpointer.restore()  # 0 in a new run
     if step == 0:
         check_packing(model, train_data, dist)
-    logger = run.open_logger(num_steps, step, throughput)
+    logger = run.open_logger(num_steps, step)
 
     with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
         if step == 0 and cfg.has_evaluation:
-            run.begin_eval(0)
-            metrics = evaluate(model, eval_data, dist) if eval_data else {}
-            early_stopping.check_metric(logger.log_eval(0, metrics | generation.evaluate(model, 0, logger)))
+            metrics = evaluate(model, eval_data, dist) | generation.evaluate(model, 0, logger)
+            early_stopping.check_metric(logger.log_eval(0, metrics))
         forgetting.begin(model, step, logger)
-        if step == 0 and guard.may_roll_back:
-            checkpointer.save(0)
+        guard.begin(step, checkpointer)  # saves step 0 if the run may roll back
         run.handle_signals()
         while step < num_steps and not early_stopping.triggered:
             run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
@@ -135,9 +123,7 @@ def train(cfg: SFTConfig, run: RunContext) -> None:
                 if due.push:
                     run.push_checkpoint(step, num_steps, model, checkpoint)
                 if due.eval:
-                    run.begin_eval(step)
-                    metrics = evaluate(model, eval_data, dist) if eval_data else {}
-                    metrics |= generation.evaluate(model, step, logger)
+                    metrics = evaluate(model, eval_data, dist) | generation.evaluate(model, step, logger)
                     early_stopping.update(step, logger.log_eval(step, metrics))
                 if due.forgetting:
                     forgetting.evaluate(model, step, logger)
@@ -147,7 +133,7 @@ def train(cfg: SFTConfig, run: RunContext) -> None:
                     forgetting.raise_if_exceeded(step)
                 checkpointer.poll()  # raises if a save in the background has failed
         step = early_stopping.finish(checkpointer, step, num_steps)  # loads the best weights
-    export_final(run, model, checkpoint, loaders, step)
+    export_final(run, model, checkpoint, (train_data, eval_data), step)
 
 
 def forward_backward(
@@ -179,6 +165,6 @@ def backward_pass(
     return loss.detach()
 
 
-def evaluate(model: Decoder, eval_data: DataLoader, dist: DistributedContext) -> dict[str, float]:
+def evaluate(model: Decoder, eval_data: DataLoader | None, dist: DistributedContext) -> dict[str, float]:
     """Metrics of the held-out rows: plain cross-entropy, so that runs with different losses can be compared."""
-    return {"loss": eval_loss(CrossEntropy(), model, eval_data, dist)}
+    return {} if eval_data is None else {"loss": eval_loss(CrossEntropy(), model, eval_data, dist)}

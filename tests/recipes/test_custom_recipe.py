@@ -39,7 +39,7 @@ def recipe(workspace) -> Path:
     source = replace_once(source, checkpointer[0], block_with("ema=ema"))
     source = replace_once(source, "            optimizer.step()\n", block_with("ema.update"))
     source = replace_once(
-        source, "    export_final(run, model, checkpoint, loaders, step)\n", block_with("ema.copy_to")
+        source, "    export_final(run, model, checkpoint, (train_data, eval_data), step)\n", block_with("ema.copy_to")
     )
     loss_field = "    loss: CrossEntropy = CrossEntropy()\n"
     source = replace_once(source, loss_field, loss_field + block_with("ema_decay: float"))
@@ -89,7 +89,7 @@ def test_average_of_weights_survives_a_stop(workspace, recipe: Path) -> None:
 def test_state_of_another_recipe_is_refused(workspace, recipe: Path) -> None:
     source = stop_at(recipe, 2)
     assert workspace.run_tune("run", "my_sft.py", "sft.yaml").code != 0
-    recipe.write_text(replace_once(source, "throughput=throughput, ema=ema,", "throughput=throughput,"), "utf-8")
+    recipe.write_text(replace_once(source, "forgetting=forgetting, ema=ema", "forgetting=forgetting"), "utf-8")
     done = workspace.run_tune("run", "my_sft.py", "sft.yaml")
     assert done.code == 2
     assert "ema" in done.err and "--overwrite" in done.err

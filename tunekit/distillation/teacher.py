@@ -40,9 +40,11 @@ class BaseTeacher(ABC):
 
     @torch.no_grad()
     def evaluate(
-        self, loss: KLDivergenceLoss, model: Decoder, data: DataLoader, dist: DistributedContext
+        self, loss: KLDivergenceLoss, model: Decoder, data: DataLoader | None, dist: DistributedContext
     ) -> dict[str, float]:
-        """Mean loss and metrics per target token, over all rows and ranks."""
+        """Mean loss and metrics per target token, over all held-out rows and ranks, if there are any."""
+        if data is None:
+            return {}
         sums, counts = MetricSums(), [0]
 
         def batch_loss(model: Decoder, batch: Batch) -> Tensor:

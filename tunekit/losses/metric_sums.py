@@ -39,5 +39,6 @@ def eval_steps(model: Decoder, data: DataLoader, dist: DistributedContext) -> It
     model.eval()
     steps = range(data.num_steps(1))
     for step in tqdm(steps, "evaluating", disable=not dist.is_main_process or None, leave=False):
+        dist.heartbeat.record(dist.step, "validate")
         yield data[step]
     model.train(was_training)

@@ -12,6 +12,7 @@ from tunekit.config.choices import kind_name
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import MixtureBase
+from tunekit.data.datasets import DatasetConfig
 from tunekit.devices import fork_rng
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
@@ -90,15 +91,18 @@ class PreferenceObjective:
             kind = kind_name(type(unsupported[0]))
             raise FieldError("ld_alpha", f"needs losses of pairs with a reference, got {kind}. Set ld_alpha=1.")
 
-    def check_data(self, data: MixtureBase, eval_data: MixtureBase | None) -> None:
+    def check_data(self, data: DatasetConfig | MixtureBase, eval_data: DatasetConfig | MixtureBase | None) -> None:
         """Raise UserError if a loss needs pairs and the rows are single answers."""
+        docs_per_row, *others = (
+            MixtureBase.from_config(config).resolve().docs_per_row for config in (data, eval_data) if config is not None
+        )
         paired = [kind_name(type(term)) for term in self.terms if term.docs_per_item == 2]
-        if data.docs_per_row == 1 and paired:
+        if docs_per_row == 1 and paired:
             raise UserError(
                 f"loss: {paired[0]} needs preference pairs, but data has unpaired rows. Set loss=kto or loss=bco, or "
                 "use a dataset with chosen and rejected."
             )
-        if eval_data is not None and eval_data.docs_per_row < data.docs_per_row:
+        if others and others[0] < docs_per_row:
             raise UserError(
                 "eval_data: has unpaired rows, but data has preference pairs. Use the same format for both."
             )
@@ -106,7 +110,8 @@ class PreferenceObjective:
     def prepare_data(
         self, model: Decoder, data: DataLoader, eval_data: DataLoader | None, dist: DistributedContext
     ) -> "PreferenceObjective":
-        """This objective for the format of the rows. Prepares the loaders for its losses."""
+        """This objective for the format of the rows. Prepares the model and the loaders for its losses."""
+        self.routers.prepare(model)
         self.check_data(data.mixture, eval_data and eval_data.mixture)
         for loader in filter(None, (data, eval_data)):
             if any(term.needs_mismatched for term in self.terms):
@@ -207,8 +212,10 @@ class PreferenceObjective:
         return metrics | ({"kl": sums["kl"] / count} if any(term.needs_mismatched for term in self.terms) else {})
 
     @torch.no_grad()
-    def evaluate(self, model: Decoder, data: DataLoader, dist: DistributedContext) -> dict[str, float]:
-        """Loss and all other metrics of the held-out rows."""
+    def evaluate(self, model: Decoder, data: DataLoader | None, dist: DistributedContext) -> dict[str, float]:
+        """Loss and all other metrics of the held-out rows, if there are any."""
+        if data is None:
+            return {}
         sums = MetricSums()
         for batches in eval_steps(model, data, dist):
             micro_batches, state = self.begin_step(model, batches, dist, training=False)

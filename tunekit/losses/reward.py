@@ -105,9 +105,9 @@ class RewardLoss:
     def invalid_message(self, value: float, labels: int) -> str:
         return f"label {value:g} is not a class index from 0 to {labels - 1}. See loss.num_labels."
 
-    def prepare_data(self, model: Decoder, loaders: Mapping[str, DataLoader | None]) -> None:
+    def prepare_data(self, model: Decoder, train_data: DataLoader, eval_data: DataLoader | None) -> None:
         """Check that the labels fit the head, and share prompts in packed rows where the model can."""
-        for key, data in loaders.items():
+        for key, data in {"data": train_data, "eval_data": eval_data}.items():
             if data is not None:
                 self.check_datasets(data.mixture, key)
                 self.check_labels(data.datasets, model.spec.outputs)

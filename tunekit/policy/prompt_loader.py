@@ -70,9 +70,19 @@ def read_columns(config: DatasetConfig) -> dict[str, dict[str, Any]]:
 
 
 def open_prompts(
+    cfg: PolicyConfig, checkpoint: HFCheckpoint, tokenizer: Tokenizer, run: RunContext
+) -> tuple[PromptLoader, PromptLoader | None]:
+    """Tokenize `data` and `eval_data`, or read them from the cache. Raises UserError if prompts are unusable."""
+    train_data = build_prompt_loader(cfg.data, tokenizer, cfg.num_prompts, run, steps=cfg.steps_per_prompt)
+    eval_data = cfg.eval_data and build_prompt_loader(cfg.eval_data, tokenizer, 1, run, "eval")
+    check_prompts(cfg, {"data": train_data, "eval_data": eval_data}, checkpoint, run.dist)
+    return train_data, eval_data
+
+
+def build_prompt_loader(
     data: PromptData, tokenizer: Tokenizer, num_prompts: int, run: RunContext, subdir: str = "", steps: int = 1
 ) -> PromptLoader:
-    """Tokenize prompts, or read them from the cache. `num_prompts` are used in each of `steps` adjacent steps.
+    """Loader of prompts. `num_prompts` are used in each of `steps` adjacent steps.
 
     Raise UserError if the rows do not suffice for one step.
     """

@@ -174,13 +174,16 @@ class RolloutSampler:
         values = [nan if rollout.environment_reward is None else rollout.environment_reward for rollout in rollouts]
         return torch.cat([scores, torch.tensor(values, dtype=scores.dtype)[:, None]], dim=1)
 
-    def evaluate(self, prompts: Sequence[PromptRow], step: int) -> dict[str, float]:
-        """Mean rewards and lengths of one answer to each prompt, after `step` optimizer steps.
+    def evaluate(self, data: PromptLoader | None, step: int) -> dict[str, float]:
+        """Mean rewards and lengths of one answer to each held-out prompt, if there are any, after `step` steps.
 
         The random numbers are always the same.
         """
-        spreads = ("std", "min_length", "max_length")
-        return {name: value for name, value in self(prompts, 1, 0, step).metrics.items() if not name.endswith(spreads)}
+        if data is None:
+            return {}
+        self.dist.heartbeat.record(step, "validate")
+        metrics, spreads = self(data.all_prompts(), 1, 0, step).metrics, ("std", "min_length", "max_length")
+        return {name: value for name, value in metrics.items() if not name.endswith(spreads)}
 
 
 class RolloutBuffer:

@@ -1,6 +1,5 @@
 """The result of a run: a checkpoint or adapter in `final/`, read back, compared with the model, and described."""
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -19,12 +18,12 @@ def export_final(
     run: RunContext,
     model: Decoder,
     checkpoint: HFCheckpoint,
-    loaders: Mapping[str, DataLoader | None],
+    loaders: tuple[DataLoader, DataLoader | None],
     step: int,
 ) -> None:
     """Write `final/` atomically, verify its logits against the model, and write the model card.
 
-    `loaders` are the data by config key, for the card. Raises UserError if the verification fails.
+    `loaders` have the training and the held-out rows, for the card. Raises UserError if the verification fails.
     """
     cfg, dist, final_dir = run.cfg, run.dist, run.final_dir
     dist.heartbeat.record(step, "finish")
@@ -34,7 +33,8 @@ def export_final(
         with devices.full_fp32_matmuls():
             result = verify.verify_saved(directory, model, source, dist)
         config = to_plain_config(cfg, run.recipe)
-        info = model_card.ModelCardInfo(run.recipe, config, run.dir, checkpoint, model, loaders, dist.device)
+        data = dict(zip(("data", "eval_data"), loaders, strict=True))
+        info = model_card.ModelCardInfo(run.recipe, config, run.dir, checkpoint, model, data, dist.device)
         dist.run_on_main(partial(write_model_card, directory, run.dir, info, step, result))
     dist.log(f"finished: {final_dir}\n{result}")
     if dist.is_main_process and (problem := model_card.find_divergence(metrics_file.read_metrics(run.dir))):

@@ -89,7 +89,6 @@ class ForgettingMonitor:
         """Measure and log the loss on all rows, and warn if it exceeds the limit."""
         if self.config is None or self.rows is None:
             return
-        self.dist.heartbeat.record(step, "validate")
         start = time.perf_counter()
         self.last_loss = cross_entropy.eval_loss(CrossEntropy(), model, self.rows, self.dist)
         metrics = {"forgetting/loss": self.last_loss}

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
@@ -41,7 +41,8 @@ class ReferenceInputs(NamedTuple):
     run: RunContext
     checkpoint: HFCheckpoint
     model: Decoder
-    loaders: Mapping[str, DataLoader | None]  # by config key: `data` and `eval_data`
+    train_data: DataLoader
+    eval_data: DataLoader | None
     objective: PreferenceObjective
 
 
@@ -128,8 +129,7 @@ class PrecomputedReference(BaseReference):
             )
 
     def open(self, inputs: ReferenceInputs) -> ReferenceLogps:
-        run, train_data, eval_data = inputs.run, inputs.loaders["data"], inputs.loaders["eval_data"]
-        assert train_data is not None
+        run, train_data, eval_data = inputs.run, inputs.train_data, inputs.eval_data
         jobs = [PrecomputeJob(train_data, run.dir, num_precompute_epochs(run.cfg, train_data))]
         jobs += [PrecomputeJob(eval_data, run.dir / "eval", 1)] if eval_data else []
         # No training state is restored yet: the model is the one that training starts from.

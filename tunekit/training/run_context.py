@@ -104,12 +104,12 @@ class RunContext:
         """The day on which the run started: chat templates may print it, and a resumed run must print the same."""
         return self.files.started_on
 
-    def begin(self) -> None:
-        """Everything is loaded and checked. Write config.yaml; with --overwrite, first erase the previous results."""
-        self.files.start()
+    def begin(self, train_data: DataLoader) -> int:
+        """Everything is loaded and checked. Write config.yaml; with --overwrite, first erase the previous results.
 
-    def plan_steps(self, train_data: DataLoader) -> int:
-        """Number of optimizer steps. From now on, it is known when evaluations and training states are due."""
+        Returns the number of optimizer steps.
+        """
+        self.files.start()
         self.plan = StepPlan.from_config(self.cfg, train_data)
         return self.plan.num_steps
 
@@ -128,19 +128,19 @@ class RunContext:
         directory = self.dir / run_dir.STATE
         if self.dist.loss_scaler.state_dict():  # in fp16
             stateful["loss_scaler"] = self.dist.loss_scaler
-        checkpointer = Checkpointer(
-            directory, model, optimizer.inner, lr_scheduler, *options, early_stopping=early_stopping, **stateful
-        )
+        self.throughput = ThroughputCounter()
+        stateful |= {"early_stopping": early_stopping, "throughput": self.throughput}
+        checkpointer = Checkpointer(directory, model, optimizer.inner, lr_scheduler, *options, **stateful)
         checkpointer.step_to_keep = lambda: early_stopping.step_to_keep
         return checkpointer
 
-    def open_logger(self, num_steps: int, step: int, throughput: ThroughputCounter) -> MetricLogger:
-        """The metric logger of a run that starts or resumes at `step`."""
+    def open_logger(self, num_steps: int, step: int) -> MetricLogger:
+        """The metric logger of a run that starts or resumes at `step`, after its training state was restored."""
         if step:
             self.dist.log(f"resuming from step {step} of {num_steps}")
         config = map_strings(to_plain_config(self.cfg, self.recipe), hide_secrets)  # trackers are shared
         return MetricLogger(
-            self.dir, self.dist, num_steps, step, config, throughput, self.cfg.log_every, self.cfg.report_to
+            self.dir, self.dist, num_steps, step, config, self.throughput, self.cfg.log_every, self.cfg.report_to
         )
 
     # In the training loop
@@ -152,10 +152,6 @@ class RunContext:
         with logger.pause():
             self.profiler.begin_step(step)
         self.dist.begin_step(step)
-
-    def begin_eval(self, step: int) -> None:
-        """Send a heartbeat."""
-        self.dist.heartbeat.record(step, "validate")
 
     def due_after(self, step: int, num_steps: int) -> Due:
         """Actions that are due after `step` steps. All ranks get the same answer."""

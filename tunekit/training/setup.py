@@ -1,13 +1,13 @@
 """Construction of the parts that all training recipes use: data, model, optimizer."""
 
+from dataclasses import replace
+
 import torch
 
 from tunekit import build
 from tunekit.checkpoint.dcp_planner import reshard
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.dataloader.build import DataLoader, build_dataloader
-from tunekit.data.dataloader.mixture import MixtureBase
-from tunekit.data.datasets import DatasetConfig
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.loss_scaler import DynamicLossScaler
@@ -18,15 +18,24 @@ from tunekit.models.precision import resolve_auto
 from tunekit.optim.train_optimizer import TrainOptimizer
 from tunekit.plan import free_memory
 from tunekit.training.config import TrainConfig
+from tunekit.training.data_checks import check_data
 from tunekit.training.run_context import RunContext
 
 
-def open_dataloader(
-    data: DatasetConfig | MixtureBase, tokenizer: Tokenizer, cfg: TrainConfig, run: RunContext, subdir: str = ""
-) -> DataLoader:
-    """Tokenize `data`, or read it from the cache. Skipped rows are listed in `subdir` of the run directory."""
-    sizes = cfg.global_batch_size, cfg.micro_batch_size
-    return build_dataloader(data, tokenizer, *sizes, run.dist, run.dir / subdir, run.overwrite)
+def open_dataloaders(
+    cfg: TrainConfig, tokenizer: Tokenizer, run: RunContext
+) -> tuple[DataLoader, DataLoader | None]:
+    """Tokenize `data` and `eval_data`, or read them from the cache. Raises UserError if rows are unusable.
+
+    Skipped rows are listed in the run directory, and in `eval` below it.
+    """
+    sizes, dist = (cfg.global_batch_size, cfg.micro_batch_size), run.dist
+    train_data = build_dataloader(cfg.data, tokenizer, *sizes, dist, run.dir, run.overwrite)
+    eval_data = None
+    if cfg.eval_data is not None:
+        eval_data = build_dataloader(cfg.eval_data, tokenizer, *sizes, dist, run.dir / "eval", run.overwrite)
+    check_data(cfg, {"data": train_data, "eval_data": eval_data}, tokenizer, dist)
+    return train_data, eval_data
 
 
 def load_model(
@@ -46,14 +55,21 @@ def load_model(
     return model
 
 
-def build_optimizer(cfg: TrainConfig, model: Decoder, dist: DistributedContext) -> TrainOptimizer:
-    """The optimizer of the trained weights. In fp16, the loss is scaled from now on."""
+def build_optimizer(
+    cfg: TrainConfig, model: Decoder, dist: DistributedContext, value_lr: float | None = None
+) -> TrainOptimizer:
+    """The optimizer of the trained weights. In fp16, the loss is scaled from now on.
+
+    `value_lr`: learning rate of the value head, unless `optimizer.lr_pattern` sets it; None: as all others.
+    """
     if model.compute_dtype == torch.float16:
         if cfg.memory.optimizer_in_bwd:  # the config is checked for fp16, but `auto` depends on the device
             raise UserError(f"memory.optimizer_in_bwd: {NO_LOSS_SCALING}")
         dist.loss_scaler = DynamicLossScaler()
     reshard(model)  # forward passes before training may have gathered parameters, which are other tensors
     layer_params = (param for layer in model.layers for param in layer.parameters())
-    trained = cfg.optimizer.apply_lr_pattern(cfg.adapter.param_groups(model), model)
-    optimizer = cfg.optimizer.build(trained, layer_params)
+    config = cfg.optimizer
+    if value_lr is not None:
+        config = replace(config, lr_pattern={"value_head": value_lr} | config.lr_pattern)
+    optimizer = config.build(config.apply_lr_pattern(cfg.adapter.param_groups(model), model), layer_params)
     return cfg.memory.wrap_optimizer(optimizer, dist)

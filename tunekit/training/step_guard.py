@@ -119,9 +119,10 @@ class StepGuard:
         self.first_loss: float | None = None
         self.diverged = False  # a warning has been logged
 
-    @property
-    def may_roll_back(self) -> bool:
-        return self.config.may_roll_back
+    def begin(self, step: int, checkpointer: Checkpointer) -> None:
+        """Save the training state of step 0 of a run that may roll back to it."""
+        if step == 0 and self.config.may_roll_back:
+            checkpointer.save(0)
 
     def data_step(self, step: int) -> int:
         """The step of the data loader that training step `step` reads. It is larger after a rollback."""
