@@ -23,8 +23,8 @@ from tunekit.policy.objective import PolicyObjective
 from tunekit.policy.prompt_loader import PromptLoader
 from tunekit.policy.reference import ReferencePolicy
 from tunekit.policy.samples import PolicyCollator, PolicySamples
-from tunekit.rewards.base import reward_names, score_rollouts
-from tunekit.rewards.context import RewardContext, TrainerState, fill_columns, mean_metrics
+from tunekit.rewards.base import gather_answers, reward_names
+from tunekit.rewards.context import RewardContext, TrainerState, fill_columns
 from tunekit.rollouts.engine import RolloutEngine
 from tunekit.rollouts.episode_log import episode_record
 from tunekit.rollouts.episodes import describe_rewrites, generate_rollouts
@@ -136,43 +136,28 @@ class RolloutSampler:
 
         The random numbers depend on `data_step`.
         """
-        dist, dims, model = self.dist, self.dist.dims, self.engine.model
-        share = {index: prompts[index] for index in range(dist.dp_rank, len(prompts), dims.dp_size)}
-        was_training = model.training
+        dist, engine, environment = self.dist, self.engine, self.cfg.environment
+        share = {index: prompts[index] for index in range(dist.dp_rank, len(prompts), dist.dims.dp_size)}
         sampling = replace(self.cfg.sampling, seed=self.cfg.sampling.seed + dist.seed)
-        self.engine.sync_weights()
-        engine, environment = self.engine, self.cfg.environment
+        engine.sync_weights()
         generate = partial(
             generate_rollouts, engine, self.tokenizer, share, num_generations, sampling, environment, data_step
         )
         rollouts = dist.run_on_all(generate)
-        self.engine.sleep()  # frees the cache for training
-        model.train(was_training)
-        if dist.rank % (dims.cp * dims.tp):
-            rollouts = []  # CP and TP ranks have the same ones: those of the first rank count
-        context = RewardContext(self.trainer_state(step))
-        scores = dist.run_on_all(partial(self.score, rollouts, context))
-        rollouts = [replace(rollout, environment=None) for rollout in rollouts]
-        local = list(zip(rollouts, scores, context.rows(len(rollouts)), strict=True)), context.metrics
-        ranks, logged = zip(*dist.all_gather_objects(local), strict=True)
-        answers = sorted((answer for rank in ranks for answer in rank), key=lambda answer: answer[0].group)  # stable
-        all_rollouts, all_scores, columns = zip(*answers, strict=True)
+        engine.sleep()  # frees the cache for training
+        answers, metrics = gather_answers(self.cfg.rewards, rollouts, RewardContext(self.trainer_state(step)), dist)
         names, weights = reward_names(self.cfg.rewards), [reward.weight for reward in self.cfg.rewards]
-        if self.cfg.environment is not None:
+        if environment is not None:
             names, weights = [*names, "environment"], [*weights, 1.0]
-        metrics = mean_metrics(logged)
+        scores = [[answer.scores.get(name) for name in names] for answer in answers]
         return ScoredRollouts(
-            all_rollouts, torch.stack(all_scores), names, torch.tensor(weights), metrics, fill_columns(columns)
+            [answer.rollout for answer in answers],
+            torch.tensor([[nan if score is None else score for score in row] for row in scores]),
+            names,
+            torch.tensor(weights),
+            metrics,
+            fill_columns([answer.columns for answer in answers]),
         )
-
-    def score(self, rollouts: Sequence[Rollout], context: RewardContext) -> Tensor:
-        """Scores (R, K) of all rewards, that of the environment last; NaN where one does not apply."""
-        scores = score_rollouts(self.cfg.rewards, rollouts, context)
-        context.check_columns(len(rollouts))
-        if self.cfg.environment is None:
-            return scores
-        values = [nan if rollout.environment_reward is None else rollout.environment_reward for rollout in rollouts]
-        return torch.cat([scores, torch.tensor(values, dtype=scores.dtype)[:, None]], dim=1)
 
     def evaluate(self, data: PromptLoader | None, step: int) -> dict[str, float]:
         """Mean rewards and lengths of one answer to each held-out prompt, if there are any, after `step` steps.

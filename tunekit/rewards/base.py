@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from tunekit.config.choices import kind_name
 from tunekit.data.row_errors import USER_CODE_ERRORS
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError, find_user_code
-from tunekit.rewards.context import RewardContext
+from tunekit.rewards.context import RewardContext, mean_metrics
 from tunekit.rollouts.rollout import Rollout
 
 
@@ -95,6 +95,48 @@ def reward_names(rewards: Sequence[RewardFunction]) -> list[str]:
         count = sum(name == reward.name or name.startswith(f"{reward.name}_") for name in names) + 1
         names.append(reward.name if count == 1 else f"{reward.name}_{count}")
     return names
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    """An answer with the weighted sum of its rewards; None if no reward applies."""
+
+    rollout: Rollout
+    reward: float | None
+    scores: dict[str, float | None]  # by the name of the reward
+    columns: dict[str, Any] = field(default_factory=dict)  # logged by reward functions of the user
+
+
+def gather_answers(
+    rewards: Sequence[RewardFunction], rollouts: Sequence[Rollout], context: RewardContext, dist: DistributedContext
+) -> tuple[list[ScoredRollout], dict[str, float]]:
+    """Answers of all ranks with their rewards, in the order of their groups, and logged metrics. Collective."""
+    if dist.rank % (dist.dims.cp * dist.dims.tp):
+        rollouts = []  # CP and TP ranks have the same ones: those of the first rank count
+    ranks = dist.gather_results(lambda: (score_answers(rewards, rollouts, context), context.metrics))
+    scored = sorted((item for items, _ in ranks for item in items), key=lambda item: item.rollout.group)  # stable
+    return scored, mean_metrics([metrics for _, metrics in ranks])
+
+
+def score_answers(
+    rewards: Sequence[RewardFunction], rollouts: Sequence[Rollout], context: RewardContext
+) -> list[ScoredRollout]:
+    """Answers with their rewards. The reward of the environment has the weight 1.
+
+    Raises UserError as `score_rollouts` does, and for logged columns that do not have a value for each answer.
+    """
+    names, weights = [*reward_names(rewards), "environment"], [*(reward.weight for reward in rewards), 1.0]
+    scored, all_scores = [], score_rollouts(rewards, rollouts, context).tolist()
+    context.check_columns(len(rollouts))
+    for rollout, values, columns in zip(rollouts, all_scores, context.rows(len(rollouts)), strict=True):
+        values = [*(None if math.isnan(value) else value for value in values), rollout.environment_reward]
+        terms = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
+        scores = dict(zip(names, values, strict=True))
+        if rollout.environment_reward is None:
+            del scores["environment"]
+        rollout = replace(rollout, environment=None)  # it cannot be sent to other ranks
+        scored.append(ScoredRollout(rollout, sum(terms) if terms else None, scores, columns))
+    return scored
 
 
 def score_rollouts(

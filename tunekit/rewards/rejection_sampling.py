@@ -1,47 +1,14 @@
 """Rejection sampling: training rows from the best, or the best and the worst, of several answers to each prompt."""
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
 from tunekit.errors import UserError
-from tunekit.rewards.base import RewardFunction, reward_names, score_rollouts
-from tunekit.rewards.context import RewardContext
+from tunekit.rewards.base import ScoredRollout
 from tunekit.rollouts.rollout import Rollout
 
 OutputFormat = Literal["answers", "sft", "preference"]
-
-
-@dataclass(frozen=True)
-class ScoredRollout:
-    """An answer with the weighted sum of its rewards; None if no reward applies."""
-
-    rollout: Rollout
-    reward: float | None
-    scores: dict[str, float | None]  # by the name of the reward
-    columns: dict[str, Any] = field(default_factory=dict)  # logged by reward functions of the user
-
-
-def score_answers(rewards: Sequence[RewardFunction], rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
-    """Answers with their rewards. The reward of the environment has the weight 1.
-
-    Raises UserError as `score_rollouts` does, and for logged columns that do not have a value for each answer.
-    """
-    names, weights = [*reward_names(rewards), "environment"], [*(reward.weight for reward in rewards), 1.0]
-    scored, context = [], RewardContext()
-    all_scores = score_rollouts(rewards, rollouts, context).tolist()
-    context.check_columns(len(rollouts))
-    for rollout, values, columns in zip(rollouts, all_scores, context.rows(len(rollouts)), strict=True):
-        values = [*(None if math.isnan(value) else value for value in values), rollout.environment_reward]
-        terms = [weight * value for weight, value in zip(weights, values, strict=True) if value is not None]
-        scores = dict(zip(names, values, strict=True))
-        if rollout.environment_reward is None:
-            del scores["environment"]
-        rollout = replace(rollout, environment=None)  # it cannot be sent to other ranks
-        scored.append(ScoredRollout(rollout, sum(terms) if terms else None, scores, columns))
-    return scored
 
 
 def select_rows(
@@ -144,7 +111,7 @@ def tools_of(rollout: Rollout) -> dict[str, Any]:
     return {"tools": list(rollout.prompt.tools)} if rollout.prompt.tools else {}
 
 
-def summarize(scored: Sequence[ScoredRollout], num_rows: int, path: str) -> Iterator[str]:
+def summarize(scored: Sequence[ScoredRollout], num_rows: int, path: str | None) -> Iterator[str]:
     """Lines about the result: rows, prompts, and means of the rewards."""
     num_prompts = len({item.rollout.group for item in scored})
     yield f"{num_rows} rows in {path} from {len(scored)} answers to {num_prompts} prompts"

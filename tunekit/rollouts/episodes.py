@@ -23,6 +23,7 @@ from tunekit.errors import DeferredError, UserError
 from tunekit.generation.requests import GenerationRequest, TokenOutput
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.generation.stop_strings import StopStrings
+from tunekit.loggers.progress import ProgressLogger
 from tunekit.rollouts.engine import RolloutEngine
 from tunekit.rollouts.episode import Episode, EpisodeEnvironment, EpisodeStart, TurnResult
 from tunekit.rollouts.rollout import PromptRow, Rollout
@@ -39,6 +40,7 @@ def generate_rollouts(  # noqa: PLR0913
     sampling: SamplingConfig,
     environment: EnvironmentConfig | None,
     step: int,
+    progress: ProgressLogger | None = None,
 ) -> list[Rollout]:
     """`num_generations` rollouts of each prompt, in the order of the prompts. Without environment: one answer each.
 
@@ -47,10 +49,11 @@ def generate_rollouts(  # noqa: PLR0913
 
     `sampling.max_new_tokens` limits all tokens after the prompt, observations included. At most `engine.max_num_seqs`
     environments are open at once, and all are closed in any case. If weights are sharded, all ranks must call this
-    together, and all raise the error. Raises UserError, with the row, if code of an environment raises.
+    together, and all raise the error. Raises UserError, with the row, if code of an environment raises. `progress`
+    counts the rollouts that have ended.
     """
     training = engine.model.training
-    runner = EpisodeRunner(engine, tokenizer, sampling, environment)
+    runner = EpisodeRunner(engine, tokenizer, sampling, environment, progress)
     rollouts = runner.run(make_episodes(prompts, num_generations, step))
     engine.model.train(training)
     return rollouts
@@ -80,8 +83,10 @@ class EpisodeRunner:
         tokenizer: Tokenizer,
         sampling: SamplingConfig,
         config: EnvironmentConfig | None,
+        progress: ProgressLogger | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.sampling, self.config = engine, tokenizer, sampling, config
+        self.progress = progress
         self.dist = engine.dist or DistributedContext.single_process()
         self.stop = StopStrings(tokenizer, sampling.stop_strings)
         self.group_size = self.dist.dims.cp * self.dist.dims.tp  # ranks with the same rows
@@ -198,7 +203,7 @@ class EpisodeRunner:
         calls = message.get("tool_calls", ())
         if self.config is None:
             episode.finish_reason = "length" if is_cut else "stop"
-            del self.running[episode.request_id]
+            self.remove(episode)
             return
         episode.num_tool_iterations += bool(calls or error)
         episode.num_tool_calls += len(calls)
@@ -206,6 +211,12 @@ class EpisodeRunner:
         if is_cut or self.exceeds_turns(episode, bool(calls or error)):
             episode.finish_reason = "length"
         self.submit(episode, partial(self.act, episode, message, error))
+
+    def remove(self, episode: Episode) -> None:
+        """Remove an episode that has ended."""
+        del self.running[episode.request_id]
+        if self.progress is not None:
+            self.progress.update()
 
     def submit(self, episode: Episode, function: Callable[[], EpisodeStart | TurnResult]) -> None:
         """Let the environment of an episode act in a thread, on the first rank with this row."""
@@ -274,20 +285,17 @@ class EpisodeRunner:
             self.begin(episode, result)
             return
         episode.num_failures += result.num_failures
-        is_ended = not result.messages
-        if not is_ended:
-            is_ended = not self.append(episode, result.messages)
-            if is_ended:  # no space for another answer
+        if result.messages:
+            if not self.append(episode, result.messages):  # no space for another answer
                 episode.finish_reason = "length"
                 self.submit(episode, partial(self.act, episode, {}, None))
-                return
-        if is_ended:
-            episode.reward, episode.metrics = result.reward, result.metrics
-            episode.finish_reason = episode.finish_reason or "stop"
-            self.engine.abort(episode.request_id)
-            del self.running[episode.request_id]
-            if (environment := self.environments.pop(episode.request_id, None)) is not None:
-                episode.environment = environment.environment
+            return
+        episode.reward, episode.metrics = result.reward, result.metrics
+        episode.finish_reason = episode.finish_reason or "stop"
+        self.engine.abort(episode.request_id)
+        self.remove(episode)
+        if (environment := self.environments.pop(episode.request_id, None)) is not None:
+            episode.environment = environment.environment
 
     def append(self, episode: Episode, messages: Sequence[Message]) -> bool:
         """Append messages and the start of the next answer. Returns False, without a change, if there is no space."""

@@ -4,14 +4,7 @@ import time
 
 import pytest
 
-from tunekit.assets import BUNDLED
-from tunekit.build import load_for_inference
-from tunekit.distributed.context import DistributedContext
-from tunekit.generation.counting_engine import CountingEngine
-from tunekit.generation.requests import GenerationRequest
-from tunekit.generation.sampling import SamplingConfig
 from tunekit.loggers.progress import PRINT_INTERVAL, ProgressLogger
-from tunekit.models.precision import PrecisionConfig
 
 
 @pytest.fixture
@@ -38,17 +31,3 @@ def test_other_ranks_and_short_work_print_nothing(clock: list[float], capsys: py
     with ProgressLogger("answering", 4, "row", is_main=True) as progress:
         progress.update(4)
     assert not capsys.readouterr().err
-
-
-def test_engine_counts_each_request_once() -> None:
-    with DistributedContext(0, "cpu") as dist, ProgressLogger("answering", 5, "answer", is_main=True) as progress:
-        model, tokenizer = load_for_inference(str(BUNDLED / "model"), PrecisionConfig(), dist)
-        engine = CountingEngine(model, 2, 32, dist, progress)
-        sampling, prompt = SamplingConfig(max_new_tokens=3), tokenizer.encode("What is 3 plus 4?")
-        engine.generate([GenerationRequest(f"row {n}", prompt, sampling) for n in range(4)])
-        assert progress.count == 4
-        engine.generate([GenerationRequest("episode", prompt, sampling, keep_cache=True)])
-        assert progress.count == 4  # it may be continued
-        engine.abort("episode")
-        engine.abort("episode")
-        assert progress.count == 5

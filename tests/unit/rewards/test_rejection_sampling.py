@@ -6,7 +6,8 @@ import pytest
 
 from tests.helpers.rollouts import make_rollout
 from tunekit.errors import UserError
-from tunekit.rewards.rejection_sampling import ScoredRollout, select_rows
+from tunekit.rewards.base import ScoredRollout
+from tunekit.rewards.rejection_sampling import select_rows
 from tunekit.rollouts.rollout import FinishReason
 
 

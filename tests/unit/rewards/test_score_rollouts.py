@@ -15,9 +15,9 @@ from tunekit.errors import UserError
 from tunekit.loggers.metrics_file import encode_line
 from tunekit.policy.rollout_buffer import ScoredRollouts
 from tunekit.rewards.answer_rewards import ExactMatch, Length
-from tunekit.rewards.base import check_rewards, reward_names, score_rollouts
+from tunekit.rewards.base import check_rewards, reward_names, score_answers, score_rollouts
 from tunekit.rewards.context import RewardContext
-from tunekit.rewards.rejection_sampling import score_answers, select_rows
+from tunekit.rewards.rejection_sampling import select_rows
 from tunekit.rewards.unit_tests import UnitTests
 from tunekit.rewards.user_function import UserFunction
 
@@ -38,7 +38,7 @@ def test_weighted_sum_ignores_rewards_that_do_not_apply(tmp_path: Path) -> None:
     scores = score_rollouts(rewards, ROLLOUTS)
     assert math.isnan(scores[0, 1])
     torch.testing.assert_close(scores.nan_to_num(-1), torch.tensor([[1.0, -1, 1], [0, 4, 0]]))
-    assert [item.reward for item in score_answers(rewards, ROLLOUTS)] == [2.5, 4.0]
+    assert [item.reward for item in score_answers(rewards, ROLLOUTS, RewardContext())] == [2.5, 4.0]
 
 
 def test_names_are_unique() -> None:
@@ -134,13 +134,13 @@ def test_logged_metrics_do_not_replace_those_of_the_run() -> None:
 
 def test_scored_answers_have_the_logged_columns(tmp_path: Path) -> None:
     body, parameters = "log_extra('n', [{}]); log_extra('reward_note', [0, 1]); return [0, 1]", "log_extra"
-    scored = score_answers([user_function(tmp_path, body.format("3, 4"), parameters)], ROLLOUTS)
+    scored = score_answers([user_function(tmp_path, body.format("3, 4"), parameters)], ROLLOUTS, RewardContext())
     rows = select_rows(scored, "answers", None, False)
     assert [(row["n"], row["reward_note"], row["answer"]) for row in rows] == [(3, 0, "yes"), (4, 1, "no")]
     other = tmp_path / "other"
     other.mkdir()
     with pytest.raises(UserError, match="column 'n' has 1 values for 2 answers"):
-        score_answers([user_function(other, body.format("3"), parameters)], ROLLOUTS)
+        score_answers([user_function(other, body.format("3"), parameters)], ROLLOUTS, RewardContext())
 
 
 def test_missing_columns_are_found_before_training(tmp_path: Path) -> None:

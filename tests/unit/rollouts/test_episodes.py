@@ -22,6 +22,7 @@ from tunekit.environments.config import CalculatorConfig, CustomEnvironmentConfi
 from tunekit.errors import UserError
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.hub import download
+from tunekit.loggers.progress import ProgressLogger
 from tunekit.rollouts.episodes import describe_rewrites, generate_rollouts
 from tunekit.rollouts.rollout import PromptRow, Rollout
 
@@ -117,6 +118,15 @@ def test_rollouts_are_in_the_order_of_the_prompts(nano: Tokenizer) -> None:
     rollouts = generate_rollouts(engine, nano, prompts, 2, SAMPLING, None, 3)  # type: ignore[arg-type]
     assert [rollout.group for rollout in rollouts] == [3, 3, 5, 5, 7, 7]
     assert [rollout.prompt.where for rollout in rollouts] == ["rows:1"] * 2 + ["rows:10"] * 2 + ["rows:1"] * 2
+
+
+@pytest.mark.parametrize("config", [None, CalculatorConfig()])
+def test_progress_counts_each_episode_once(nano: Tokenizer, config: EnvironmentConfig | None) -> None:
+    answers = [call_answer(nano, {"expression": "12 * 12"}), text_answer(nano, "It is 144.")]
+    engine, prompts = ScriptedEngine(lambda _, turn: answers[turn]), {0: make_prompt(nano, answer=144)}
+    with ProgressLogger("answering", 3, "answer", is_main=False) as progress:
+        generate_rollouts(engine, nano, prompts, 3, SAMPLING, config, 0, progress)  # type: ignore[arg-type]
+    assert progress.count == 3
 
 
 def test_observations_of_step_are_user_messages(nano: Tokenizer) -> None:

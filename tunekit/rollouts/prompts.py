@@ -1,0 +1,53 @@
+"""Prompts of recipe `generate`: texts of the config, and rows of a dataset."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tunekit.data.chat_template.chat_format import encode_conversation
+from tunekit.data.chat_template.messages import Message, parse_messages, parse_tools
+from tunekit.data.readers.open_dataset import open_dataset
+from tunekit.data.readers.row_reader import require_row
+from tunekit.data.row_errors import with_row_location
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import UserError
+from tunekit.rollouts.rollout import PromptRow
+
+
+class Prompt(NamedTuple):
+    """A prompt as text, or as a list of messages, with its tools and the columns of its row."""
+
+    where: str
+    value: str | list[Message]
+    tools: list[dict[str, Any]] | None
+    columns: Mapping[str, Any]
+
+    def to_row(self, tokenizer: Tokenizer, system_prompt: str | None, apply_chat_template: bool) -> PromptRow:
+        """The row to answer, up to the start of the answer. Without a chat template, texts are continued."""
+        messages = [{"role": "user", "content": self.value}] if isinstance(self.value, str) else self.value
+        if messages[-1].get("role") == "assistant":
+            messages = messages[:-1]
+        messages = [*([{"role": "system", "content": system_prompt}] if system_prompt else []), *messages]
+        if isinstance(self.value, str) and not apply_chat_template:
+            tokens = tokenizer.encode(self.value, special=True)
+            return PromptRow(self.where, messages, tokens, self.columns, self.tools, is_text=True)
+        tokens = encode_conversation(tokenizer, messages, self.tools)
+        return PromptRow(self.where, messages, tokens, self.columns, self.tools)
+
+
+def read_prompts(texts: Sequence[str], source: str | None, split: str) -> Iterator[Prompt]:
+    """The prompts of the config, then those of the source."""
+    yield from (Prompt(f"prompts.{index}", text, None, {}) for index, text in enumerate(texts))
+    for row in map(require_row, open_dataset(source, split, None).rows) if source is not None else ():
+        prompt = row.fields.get("messages", row.fields.get("prompt"))
+        if not isinstance(prompt, str | list) or not prompt:
+            raise UserError(f"{row.where}: has no 'messages' or 'prompt'")
+        tools = with_row_location(row, parse_tools, row.fields.get("tools"), "tools")
+        value = prompt if isinstance(prompt, str) else with_row_location(row, parse_messages, prompt, "messages")
+        yield Prompt(row.where, value, tools, {**expected_answer(value), **row.fields})
+
+
+def expected_answer(prompt: str | list[Message]) -> Mapping[str, Any]:
+    """The answer at the end of a conversation as a column for rewards; empty without one."""
+    if isinstance(prompt, str) or prompt[-1].get("role") != "assistant":
+        return {}
+    return {"answer": prompt[-1].get("content")}
