@@ -1,7 +1,7 @@
 """Generation with continuous batching: requests share the batch of each step and are replaced when they end."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -10,9 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from tunekit.distributed.attention_setup import configure_attention
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import UserError
-from tunekit.generation.requests import Answer, GenerationRequest, TokenOutput
-from tunekit.generation.sampling import SamplingConfig
+from tunekit.generation.requests import Answer, TokenOutput
+from tunekit.generation.rollout_engine import RolloutEngine
 from tunekit.generation.slot_batch import SlotBatch, StepGraphs
 from tunekit.generation.slots import plan_passes
 from tunekit.generation.token_draw import LogprobsMode, read_output
@@ -43,18 +42,17 @@ def without_gradients(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class GenerationEngine:
-    """Answers requests with a model whose weights may change between steps.
+class GenerationEngine(RolloutEngine):
+    """Answers requests with the model in this process.
 
         engine = GenerationEngine(model, max_num_seqs=64, max_model_len=2048, dist=dist)
         outputs = engine.generate([GenerationRequest("1", prompt, SamplingConfig(max_new_tokens=64), stop_ids)])
 
-    Up to `max_num_seqs` answers of at most `max_model_len` tokens, with the prompt, are generated at once; other
-    requests wait. `logprobs_mode`: log-probabilities of the logits divided by the temperature, or of the logits. Both
-    are before top-k, top-p, min-p and penalties. Leaves the model in eval mode.
+    More requests than `max_num_seqs` wait. `logprobs_mode`: log-probabilities of the logits divided by the temperature,
+    or of the logits. Both are before top-k, top-p, min-p and penalties. Leaves the model in eval mode.
 
-    If weights are sharded, all ranks must call `step` and `has_unfinished_requests` together. Ranks of a tensor or
-    context parallel group have the same requests. `dist` is None if all ranks that share weights do.
+    Ranks of a tensor or context parallel group have the same requests. `dist` is None if all ranks that share weights
+    do.
     """
 
     def __init__(
@@ -65,15 +63,12 @@ class GenerationEngine:
         dist: DistributedContext | None,
         logprobs_mode: LogprobsMode = "processed_logprobs",
     ) -> None:
-        self.model, self.dist = model, dist
+        super().__init__(model, max_num_seqs, max_model_len, dist)
         self.logprobs_mode: LogprobsMode = logprobs_mode
-        self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.is_sharded = is_sharded(model)
         self.rope_switch_lengths = model.rope_switch_lengths
-        self.unfinished: dict[str, Answer] = {}  # answers with further outputs, by request
         self.waiting: deque[Answer] = deque()
         self.running: list[Answer] = []  # by slot, from 0
-        self.resumable: dict[str, Answer] = {}  # finished answers that may be continued
         self.launches: deque[Launch] = deque()
         self.batch: SlotBatch | None = None  # allocated by the first step
         self.graphs = StepGraphs()
@@ -81,53 +76,17 @@ class GenerationEngine:
 
     # Requests
 
-    def add_request(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises UserError if the prompt leaves no space for an answer."""
-        assert request.prompt, "a prompt has at least one token"
-        assert request.request_id not in self.unfinished, "another request has this id"
-        self.resumable.pop(request.request_id, None)
-        self.enqueue(self.make_answer(request, request.sampling, list(request.prompt), 0))
-
-    def append_tokens(self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig | None = None) -> None:
-        """Continue a finished request that has `keep_cache`: its next output follows these tokens.
-
-        Raises UserError if the tokens leave no space for an answer; the request may be aborted then.
-        """
-        assert tokens, "no tokens to append"
-        last = self.resumable[request_id]
-        assert last.is_finished, "the answer is not finished"
-        num_drawn = last.num_drawn + len(last.tokens)
-        answer = self.make_answer(last.request, sampling or last.sampling, [*last.all_tokens, *tokens], num_drawn)
-        answer.slot, answer.num_cached = last.slot, last.num_cached
-        del self.resumable[request_id]
-        self.enqueue(answer)
-
-    def make_answer(
-        self, request: GenerationRequest, sampling: SamplingConfig, context: list[int], num_drawn: int
-    ) -> Answer:
-        space = self.max_model_len - len(context)
-        if space < 1:
-            raise UserError(
-                f"request {request.request_id}: {len(context):,} tokens leave no space for an answer within "
-                f"max_model_len={self.max_model_len:,}. Shorten the prompt, or raise max_model_len."
-            )
-        return Answer(request, sampling, context, min(space, sampling.max_new_tokens), num_drawn)
-
     def enqueue(self, answer: Answer) -> None:
         self.waiting.append(answer)
         self.unfinished[answer.request.request_id] = answer
 
     def abort(self, request_id: str) -> None:
-        """End a request without further outputs and free its cache. Unknown requests are ignored."""
-        if (answer := self.unfinished.pop(request_id, None)) is not None:
-            answer.is_finished = True
+        super().abort(request_id)
         self.waiting = deque(answer for answer in self.waiting if not answer.is_finished)
         self.running = [answer for answer in self.running if not answer.is_finished]
-        self.resumable.pop(request_id, None)
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has work to do, on any rank if weights are sharded."""
         return bool(self.max_over_ranks(bool(self.unfinished))[0])
 
     def max_over_ranks(self, *counts: int) -> list[int]:
@@ -135,24 +94,6 @@ class GenerationEngine:
         if self.dist is None or not self.is_sharded or self.dist.dims.is_tensor_parallel_only:
             return [*counts]
         return [*map(int, self.dist.max_over_ranks(*counts))]
-
-    def generate(self, requests: Sequence[GenerationRequest]) -> dict[str, list[TokenOutput]]:
-        """Outputs by request, of unfinished requests too, after all have ended. The model keeps its mode."""
-        outputs: dict[str, list[TokenOutput]] = {request.request_id: [] for request in requests}
-        for output in self.stream(requests):
-            outputs.setdefault(output.request_id, []).append(output)
-        return outputs
-
-    def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[TokenOutput]:
-        """Yield the outputs of requests as soon as they are known. The model keeps its mode."""
-        training = self.model.training
-        for request in requests:
-            self.add_request(request)
-        try:
-            while self.has_unfinished_requests:
-                yield from self.step()
-        finally:
-            self.model.train(training)
 
     def sync_weights(self) -> None:
         """Weights are those of the model, so there is nothing to do."""

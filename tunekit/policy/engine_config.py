@@ -12,7 +12,7 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError
 from tunekit.generation.engine import GenerationEngine
 from tunekit.models.decoder import Decoder
-from tunekit.rollouts.engine import RolloutEngine
+from tunekit.generation.rollout_engine import RolloutEngine
 from tunekit.rollouts.openai_client import OpenAIClient
 from tunekit.rollouts.served_model import ServedAdapter, ServedModel
 from tunekit.rollouts.server_engine import ServerEngine

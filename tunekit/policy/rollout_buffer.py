@@ -25,7 +25,7 @@ from tunekit.policy.reference import ReferencePolicy
 from tunekit.policy.samples import PolicyCollator, PolicySamples
 from tunekit.rewards.base import gather_answers, reward_names
 from tunekit.rewards.context import RewardContext, TrainerState, fill_columns
-from tunekit.rollouts.engine import RolloutEngine
+from tunekit.generation.rollout_engine import RolloutEngine
 from tunekit.rollouts.episode_log import episode_record
 from tunekit.rollouts.episodes import describe_rewrites, generate_rollouts
 from tunekit.rollouts.rollout import PromptRow, Rollout

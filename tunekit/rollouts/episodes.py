@@ -24,7 +24,7 @@ from tunekit.generation.requests import GenerationRequest, TokenOutput
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.generation.stop_strings import StopStrings
 from tunekit.loggers.progress import ProgressLogger
-from tunekit.rollouts.engine import RolloutEngine
+from tunekit.generation.rollout_engine import RolloutEngine
 from tunekit.rollouts.episode import Episode, EpisodeEnvironment, EpisodeStart, TurnResult
 from tunekit.rollouts.rollout import PromptRow, Rollout
 

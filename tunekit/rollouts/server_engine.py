@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.generation.requests import Answer, FinishReason, GenerationRequest, TokenOutput
+from tunekit.generation.rollout_engine import RolloutEngine
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.models.decoder import Decoder
 from tunekit.rollouts.openai_client import OpenAIClient
@@ -36,86 +37,45 @@ class Completion(NamedTuple):
 Response = tuple[str, Completion | UserError]  # with the request id
 
 
-class ServerEngine:
-    """Has the interface of `GenerationEngine`. Up to `max_num_seqs` requests of this rank are sent at once.
+class ServerEngine(RolloutEngine):
+    """Answers requests on a server. Up to `max_num_seqs` requests of this rank are sent at once.
 
     All tokens of an answer are outputs of the same step. Ranks with the same requests (tensor and context parallel)
-    get the responses of the first of them, so all ranks must call `step` and `has_unfinished_requests` together then.
+    get the responses of the first of them.
     """
+
+    dist: DistributedContext
 
     def __init__(
         self, served: ServedModel, model: Decoder, max_num_seqs: int, max_model_len: int, dist: DistributedContext
     ) -> None:
-        self.served, self.client, self.model, self.dist = served, served.client, model, dist
-        self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
+        super().__init__(model, max_num_seqs, max_model_len, dist)
+        self.served, self.client = served, served.client
         group_size = dist.dims.cp * dist.dims.tp
         self.leader = dist.rank // group_size * group_size
         self.is_sharded = group_size > 1
-        self.unfinished: dict[str, Answer] = {}
-        self.resumable: dict[str, Answer] = {}  # finished answers that may be continued
         self.queue: SimpleQueue[Answer | None] = SimpleQueue()  # None ends a thread
         self.responses: SimpleQueue[tuple[Answer, Completion | UserError]] = SimpleQueue()
         self.num_threads = 0
 
     # Requests
 
-    def add_request(self, request: GenerationRequest) -> None:
-        """Send a request. Raises UserError if the prompt leaves no space for an answer."""
-        assert request.prompt, "a prompt has at least one token"
-        assert request.request_id not in self.unfinished, "another request has this id"
-        assert request.allowed_tokens is None, "servers have no masks of allowed tokens"
-        self.resumable.pop(request.request_id, None)
-        self.enqueue(request, request.sampling, [*request.prompt], 0)
-
-    def append_tokens(self, request_id: str, tokens: Sequence[int], sampling: SamplingConfig | None = None) -> None:
-        """Continue a finished request that has `keep_cache`: its next output follows these tokens.
-
-        All tokens are sent again; a server with a prefix cache computes the new ones only.
-        """
-        assert tokens, "no tokens to append"
-        last = self.resumable.pop(request_id)
-        context = [*last.all_tokens, *tokens]
-        self.enqueue(last.request, sampling or last.sampling, context, last.num_drawn + len(last.tokens))
-
-    def enqueue(self, request: GenerationRequest, sampling: SamplingConfig, context: list[int], num_drawn: int) -> None:
-        space = self.max_model_len - len(context)
-        if space < 1:
-            raise UserError(
-                f"request {request.request_id}: {len(context):,} tokens leave no space for an answer within "
-                f"max_model_len={self.max_model_len:,}. Shorten the prompt, or raise max_model_len."
-            )
-        answer = Answer(request, sampling, context, min(space, sampling.max_new_tokens), num_drawn)
-        self.unfinished[request.request_id] = answer
+    def enqueue(self, answer: Answer) -> None:
+        """Send a request. All tokens are sent; a server with a prefix cache computes the new ones only."""
+        assert answer.request.allowed_tokens is None, "servers have no masks of allowed tokens"
+        self.unfinished[answer.request.request_id] = answer
         if self.dist.rank == self.leader:
             self.queue.put(answer)
             if self.num_threads < min(self.max_num_seqs, len(self.unfinished)):
                 self.num_threads += 1
                 threading.Thread(target=self.send_requests, args=(self.queue,), daemon=True).start()
 
-    def abort(self, request_id: str) -> None:
-        """End a request without further outputs. Unknown requests are ignored."""
-        if (answer := self.unfinished.pop(request_id, None)) is not None:
-            answer.is_finished = True
-        self.resumable.pop(request_id, None)
-
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has work to do, on any rank if ranks share requests."""
         has_unfinished = bool(self.unfinished)
         return bool(self.dist.max_over_ranks(has_unfinished)[0]) if self.is_sharded else has_unfinished
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> dict[str, list[TokenOutput]]:
-        """Outputs of requests, by id, after all requests are finished."""
-        outputs: dict[str, list[TokenOutput]] = {request.request_id: [] for request in requests}
-        for request in requests:
-            self.add_request(request)
-        while self.has_unfinished_requests:
-            for output in self.step():
-                outputs.get(output.request_id, []).append(output)
-        return outputs
-
     def sync_weights(self) -> None:
-        """Use the weights of the model for the next requests. Collective."""
         self.served.update(self.model)
 
     def sleep(self) -> None:

@@ -24,7 +24,7 @@ from tunekit.generation.stop_strings import StopStrings
 from tunekit.loggers import metrics_file
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
-from tunekit.rollouts.engine import RolloutEngine
+from tunekit.generation.rollout_engine import RolloutEngine
 from tunekit.rollouts.openai_client import OpenAIClient
 from tunekit.rollouts.served_model import ServedAdapter
 from tunekit.rollouts.server_engine import ServerEngine, completion_request
