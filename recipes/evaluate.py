@@ -16,7 +16,7 @@ from tunekit.data.dataloader.build import build_dataloader
 from tunekit.data.dataloader.mixture import SFTData, dataset_title, is_streaming
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import FieldError
+from tunekit.errors import FieldError, check_range
 from tunekit.evaluation.answer_checks import AnswerChecks
 from tunekit.evaluation.generation_eval import GenerationEvaluator, Question, with_source
 from tunekit.evaluation.inference_config import InferenceConfig
@@ -50,8 +50,7 @@ class EvaluateConfig(InferenceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch_size < 1:
-            raise FieldError("batch_size", f"must be >= 1, got {self.batch_size}")
+        check_range(self, "batch_size", ge=1)
         if self.data is None and not self.tasks:
             raise FieldError("data", "nothing to evaluate. Set data or tasks.")
         if self.data is not None and is_streaming(self.data):

@@ -17,7 +17,7 @@ from tunekit.data.readers.open_dataset import find_data_files, parse_split
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.environments.config import EnvironmentChoice
-from tunekit.errors import FieldError
+from tunekit.errors import FieldError, check_range
 from tunekit.evaluation.inference_config import InferenceConfig
 from tunekit.generation.engine import GenerationEngine
 from tunekit.generation.generate import generate_texts
@@ -62,10 +62,7 @@ class GenerateConfig(InferenceConfig):
         super().__post_init__()
         if not self.prompts and self.source is None:
             raise FieldError("prompts", "no prompts. Set prompts or source.")
-        for key in ("max_num_seqs", "num_return_sequences", "max_model_len"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise FieldError(key, f"must be >= 1, got {value}")
+        check_range(self, "max_num_seqs", "num_return_sequences", "max_model_len", ge=1)
         if self.num_return_sequences > 1 and self.sampling.temperature == 0:
             raise FieldError("num_return_sequences", "greedy answers are equal. Set sampling.temperature.")
         self.check_selection()

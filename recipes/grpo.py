@@ -12,6 +12,7 @@ from torch import Tensor
 from tunekit.build import open_checkpoint, open_tokenizer
 from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.distributed.context import DistributedContext
+from tunekit.errors import check_range
 from tunekit.losses.policy_gradient import DAPO, PolicyLoss
 from tunekit.models.decoder import Decoder
 from tunekit.policy.config import PolicyConfig, check_policy
@@ -42,7 +43,7 @@ class GRPOConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_counts("steps_per_generation", "num_iterations")
+        check_range(self, "steps_per_generation", "num_iterations", ge=1)
         self.check_loss(self.loss)
 
 

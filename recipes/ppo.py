@@ -11,7 +11,7 @@ from torch import Tensor
 from tunekit.build import open_checkpoint, open_tokenizer
 from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import FieldError
+from tunekit.errors import check_range
 from tunekit.losses.ppo import PPO
 from tunekit.models.decoder import Decoder
 from tunekit.policy.config import PolicyConfig, check_policy
@@ -42,10 +42,9 @@ class PPOConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_counts("num_ppo_epochs", "num_mini_batches")
+        check_range(self, "num_ppo_epochs", "num_mini_batches", ge=1)
+        check_range(self, "value_lr", gt=0)
         self.check_loss(self.loss)
-        if self.value_lr is not None and self.value_lr <= 0:
-            raise FieldError("value_lr", f"must be > 0, got {self.value_lr}")
 
     @property
     def steps_per_generation(self) -> int:

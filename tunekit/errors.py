@@ -1,5 +1,6 @@
 """Exceptions with one-line messages for users, and the location of exceptions in user code."""
 
+import operator
 import traceback
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,6 +18,24 @@ class FieldError(ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field, self.message = field, message
+
+
+def check_range(
+    config: object,
+    *names: str,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+) -> None:
+    """Raise FieldError for the first field of a config class that is set and is out of range."""
+    checks = ((">=", ge, operator.ge), (">", gt, operator.gt), ("<=", le, operator.le), ("<", lt, operator.lt))
+    limits = [(sign, bound, holds) for sign, bound, holds in checks if bound is not None]
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not all(holds(value, bound) for _, bound, holds in limits):
+            expected = " and ".join(f"{sign} {bound}" for sign, bound, _ in limits)
+            raise FieldError(name, f"must be {expected}, got {value}")
 
 
 class DeferredError:

@@ -13,7 +13,7 @@ from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 from tunekit.data.row_checks import format_percent
 from tunekit.data.row_stats import iter_blocks
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import FieldError
+from tunekit.errors import FieldError, check_range
 from tunekit.generation.engine import GenerationEngine
 from tunekit.generation.requests import GenerationRequest
 from tunekit.generation.sampling import SamplingConfig
@@ -36,10 +36,8 @@ class OnPolicyConfig:
     batch_size: int = 16  # Answers that a device generates at once
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lmbda <= 1:
-            raise FieldError("lmbda", f"must be >= 0 and <= 1, got {self.lmbda}")
-        if self.batch_size < 1:
-            raise FieldError("batch_size", f"must be >= 1, got {self.batch_size}")
+        check_range(self, "lmbda", ge=0, le=1)
+        check_range(self, "batch_size", ge=1)
         SamplingConfig(
             self.temperature, self.top_k, self.top_p, max_new_tokens=self.max_new_tokens
         )  # validates these fields

@@ -15,7 +15,7 @@ from tunekit.environments.key_value_lookup import KeyValueLookup
 from tunekit.environments.openenv import CLIENT_ERRORS, OpenEnvEnvironment
 from tunekit.environments.python_tool import PythonTool
 from tunekit.environments.sandbox import SandboxConfig, require_sandbox
-from tunekit.errors import FieldError, UserError
+from tunekit.errors import FieldError, UserError, check_range
 from tunekit.evaluation.answer_checks import AnswerChecks
 
 
@@ -33,15 +33,12 @@ class EnvironmentConfig(ABC):
     num_workers: int = field(default=8, kw_only=True)  # Episodes whose tools run at the same time, on each rank
 
     def __post_init__(self) -> None:
-        for key in ("max_turns", "max_tool_calls_per_turn", "max_tool_result_tokens", "num_workers"):
-            if getattr(self, key) < 1:
-                raise FieldError(key, f"must be >= 1, got {getattr(self, key)}")
+        check_range(self, "max_turns", "max_tool_calls_per_turn", "max_tool_result_tokens", "num_workers", ge=1)
         if self.max_tool_calling_iterations is not None and self.max_tool_calling_iterations < 0:
             raise FieldError(
                 "max_tool_calling_iterations", f"must be >= 0 or null, got {self.max_tool_calling_iterations}"
             )
-        if self.tool_timeout_seconds <= 0:
-            raise FieldError("tool_timeout_seconds", f"must be > 0, got {self.tool_timeout_seconds}")
+        check_range(self, "tool_timeout_seconds", gt=0)
 
     @abstractmethod
     def create(self) -> Environment:

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from tunekit.errors import FieldError, UserError
+from tunekit.errors import FieldError, UserError, check_range
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 POLL_SECONDS = 0.05  # time between two looks at the files of the process
@@ -41,9 +41,7 @@ class SandboxConfig:
     max_output_kb: int = 256  # Size of what the program prints, in KB
 
     def __post_init__(self) -> None:
-        for key in ("timeout_seconds", "max_memory_mb", "max_file_mb", "max_files", "max_output_kb"):
-            if getattr(self, key) <= 0:
-                raise FieldError(key, f"must be > 0, got {getattr(self, key)}")
+        check_range(self, "timeout_seconds", "max_memory_mb", "max_file_mb", "max_files", "max_output_kb", gt=0)
         if self.max_memory_mb < 64:
             raise FieldError("max_memory_mb", f"must be >= 64, Python needs that much, got {self.max_memory_mb}")
 

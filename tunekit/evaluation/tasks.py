@@ -16,7 +16,7 @@ from tunekit.config.suggestions import closest_match
 from tunekit.data.datasets import ChatDataset
 from tunekit.data.readers.row_reader import Row
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.errors import FieldError, UserError
+from tunekit.errors import FieldError, UserError, check_range
 from tunekit.evaluation.generation_eval import GenerationEvaluator, LocatedDocument
 from tunekit.evaluation.results import TaskResult
 
@@ -35,10 +35,8 @@ class TaskSelection:
     apply_chat_template: bool = False  # format harness questions with the chat template of the model
 
     def __post_init__(self) -> None:
-        if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise FieldError("num_fewshot", f"must be >= 0, got {self.num_fewshot}")
-        if self.limit is not None and self.limit < 1:
-            raise FieldError("limit", f"must be >= 1, got {self.limit}")
+        check_range(self, "num_fewshot", ge=0)
+        check_range(self, "limit", ge=1)
         if len(set(self.names)) < len(self.names):
             raise FieldError("tasks", "contains a task twice")
         options = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tunekit.errors import FieldError
+from tunekit.errors import FieldError, check_range
 from tunekit.kernels.prefix_sum import prefix_sum
 from tunekit.models.weight_init import named_generator
 
@@ -30,20 +30,16 @@ class SamplingConfig:
     seed: int = 0  # Seed of the random numbers
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise FieldError("temperature", f"must be >= 0, got {self.temperature}")
+        check_range(self, "temperature", ge=0)
         if self.top_k is not None and self.top_k < -1:
             raise FieldError("top_k", f"must be >= 1, or 0 for all tokens, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise FieldError("top_p", f"must be > 0 and <= 1, got {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise FieldError("min_p", f"must be >= 0 and <= 1, got {self.min_p}")
+        check_range(self, "top_p", gt=0, le=1)
+        check_range(self, "min_p", ge=0, le=1)
+        check_range(self, "max_new_tokens", ge=1)
         if not 0 < self.repetition_penalty < float("inf"):
             raise FieldError("repetition_penalty", f"must be > 0, got {self.repetition_penalty}. Set 1 for no penalty.")
         if "" in self.stop_strings:
             raise FieldError("stop_strings", "must not contain an empty text")
-        if self.max_new_tokens < 1:
-            raise FieldError("max_new_tokens", f"must be >= 1, got {self.max_new_tokens}")
 
     @property
     def num_candidates(self) -> int | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tunekit.data.dataloader.batch import IGNORE, Batch
 from tunekit.data.dataloader.build import DataLoader
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import FieldError
+from tunekit.errors import check_range
 from tunekit.kernels import fake_mode
 from tunekit.kernels.cross_entropy import ChunkLoss, CrossEntropyTerms, CustomChunkLoss, linear_cross_entropy
 from tunekit.losses.metric_sums import eval_steps
@@ -30,8 +30,7 @@ class CrossEntropy(RouterLosses):
     measure: ClassVar[Callable[..., Tensor] | None] = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing < 1:
-            raise FieldError("label_smoothing", f"must be >= 0 and < 1, got {self.label_smoothing}")
+        check_range(self, "label_smoothing", ge=0, lt=1)
         super().__post_init__()
 
     def __call__(self, model: Decoder, batch: Batch) -> Tensor:

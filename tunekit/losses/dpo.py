@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.errors import FieldError
-from tunekit.losses.preference_base import LogRatioLoss, StepTotals, check_label_smoothing, smoothed_logsigmoid
+from tunekit.errors import check_range
+from tunekit.losses.preference_base import LogRatioLoss, StepTotals, smoothed_logsigmoid
 from tunekit.losses.sequence_logps import SequenceLogps
 
 # f-divergences from the reference (f-DPO, arXiv:2309.16240). Each maps log-ratios to scores f'(π / π_ref).
@@ -98,7 +98,7 @@ class DPO(FDivergenceLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_label_smoothing(self.label_smoothing)
+        check_range(self, "label_smoothing", ge=0, lt=0.5)
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
         return smoothed_logsigmoid(self.margins(answers), self.label_smoothing)
@@ -123,15 +123,11 @@ class SigmoidNorm(DPO):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Robust(FDivergenceLoss):
+class Robust(DPO):
     """Robust DPO (arXiv:2403.00409): an unbiased estimate of the DPO loss if a known fraction of labels is flipped."""
 
     kind: ClassVar[str] = "robust"
     label_smoothing: float = 0.1  # Fraction of pairs whose labels are assumed to be swapped
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_label_smoothing(self.label_smoothing)
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
         margins, flip_rate = self.margins(answers), self.label_smoothing
@@ -167,8 +163,7 @@ class EXOPair(FDivergenceLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.label_smoothing < 1:
-            raise FieldError("label_smoothing", f"must be > 0 and < 1, got {self.label_smoothing}")
+        check_range(self, "label_smoothing", gt=0, lt=1)
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
         margins = self.margins(answers)
@@ -186,8 +181,7 @@ class DiscoPOP(FDivergenceLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.discopop_tau <= 0:
-            raise FieldError("discopop_tau", f"must be > 0, got {self.discopop_tau}")
+        check_range(self, "discopop_tau", gt=0)
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
         margins = self.margins(answers)
@@ -270,7 +264,7 @@ class AOT(LogRatioLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_label_smoothing(self.label_smoothing)
+        check_range(self, "label_smoothing", ge=0, lt=0.5)
 
     def __call__(self, answers: SequenceLogps, step: StepTotals) -> Tensor:
         assert step.all_answers is not None

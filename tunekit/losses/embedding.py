@@ -21,7 +21,7 @@ from tunekit.data.embedding_datasets import RetrievalDataset, SimilarityDataset
 from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.data.row_checks import RewardTarget
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import FieldError, UserError
+from tunekit.errors import FieldError, UserError, check_range
 from tunekit.kernels.device_tensors import copy_to_device
 from tunekit.losses.document_outputs import check_labels, document_labels
 
@@ -158,8 +158,7 @@ class MultipleNegativesRanking(EmbeddingLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.scale > 0:
-            raise FieldError("scale", f"must be > 0, got {self.scale}")
+        check_range(self, "scale", gt=0)
         if "query_to_doc" not in self.directions or len(set(self.directions)) < len(self.directions):
             raise FieldError("directions", f"must have query_to_doc, and each once, got {', '.join(self.directions)}")
         if self.partition_mode == "per_direction" and {"query_to_query", "doc_to_doc"} & {*self.directions}:
@@ -198,8 +197,7 @@ class CoSENT(EmbeddingLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.scale > 0:
-            raise FieldError("scale", f"must be > 0, got {self.scale}")
+        check_range(self, "scale", gt=0)
 
     @property
     def target(self) -> RewardTarget:

@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from tunekit.data.dataloader.batch import Batch
-from tunekit.errors import FieldError
+from tunekit.errors import FieldError, check_range
 from tunekit.kernels.kl_divergence import METRICS, KLMixture, TeacherTargets, linear_kl_divergence
 from tunekit.losses.cross_entropy import local_targets
 from tunekit.models.decoder import Decoder, Head
@@ -27,8 +27,7 @@ class KLDivergenceLoss:
     kd_ratio: float = 1.0  # Weight of the distillation loss; the rest is cross-entropy on the data
 
     def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise FieldError("temperature", f"must be > 0, got {self.temperature}")
+        check_range(self, "temperature", gt=0)
         if not 0 < self.kd_ratio <= 1:
             raise FieldError("kd_ratio", f"must be > 0 and <= 1, got {self.kd_ratio}. For 0, use the recipe sft.")
 
@@ -90,8 +89,7 @@ class SkewedBase(KLDivergenceLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.alpha < 1:
-            raise FieldError("alpha", f"must be > 0 and < 1, got {self.alpha}")
+        check_range(self, "alpha", gt=0, lt=1)
 
 
 @dataclass(frozen=True)
@@ -127,8 +125,7 @@ class JensenShannon(KLDivergenceLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.beta <= 1:
-            raise FieldError("beta", f"must be >= 0 and <= 1, got {self.beta}")
+        check_range(self, "beta", ge=0, le=1)
 
     def mixture(self) -> KLMixture:
         beta = self.beta

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tunekit.errors import FieldError
+from tunekit.errors import check_range
 from tunekit.losses.advantages import group_advantages, leave_one_out_advantages, rewards_to_go, whiten
 
 TokenValues = dict[str, Tensor]  # values (n,) of the tokens of a micro-batch, by the name of their metric
@@ -91,10 +91,8 @@ class PolicyGradientLoss(ABC):
     importance_sampling_clip_min: float | None = None  # Lower bound of the ratio of the correction
 
     def __post_init__(self) -> None:
-        if self.beta < 0:
-            raise FieldError("beta", f"must be >= 0, got {self.beta}")
-        if not 0 < self.top_entropy_quantile <= 1:
-            raise FieldError("top_entropy_quantile", f"must be > 0 and <= 1, got {self.top_entropy_quantile}")
+        check_range(self, "beta", ge=0)
+        check_range(self, "top_entropy_quantile", gt=0, le=1)
 
     @property
     def needs_reference(self) -> bool:
@@ -209,8 +207,7 @@ class ClippedLoss(PolicyGradientLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.epsilon < 0 or (self.epsilon_high or 0) < 0:
-            raise FieldError("epsilon", f"must be >= 0, got {self.epsilon} and {self.epsilon_high}")
+        check_range(self, "epsilon", "epsilon_high", ge=0)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -300,9 +297,7 @@ class SAPO(GroupRelativeLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
-            if getattr(self, name) <= 0:
-                raise FieldError(name, f"must be > 0, got {getattr(self, name)}")
+        check_range(self, "sapo_temperature_pos", "sapo_temperature_neg", gt=0)
 
     def document_weights(self, num_tokens: Tensor, step: StepCounts) -> Tensor:
         return sequence_weights(num_tokens, step)

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from tunekit.errors import FieldError
+from tunekit.errors import check_range
 from tunekit.losses.policy_gradient import (
     Advantages,
     PolicyGradientLoss,
@@ -53,12 +53,8 @@ class PPO(PolicyGradientLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("cliprange", "cliprange_value", "vf_coef", "kl_coef"):
-            if getattr(self, name) < 0:
-                raise FieldError(name, f"must be >= 0, got {getattr(self, name)}")
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise FieldError(name, f"must be >= 0 and <= 1, got {getattr(self, name)}")
+        check_range(self, "cliprange", "cliprange_value", "vf_coef", "kl_coef", ge=0)
+        check_range(self, "gamma", "lam", ge=0, le=1)
 
     @property
     def needs_reference(self) -> bool:

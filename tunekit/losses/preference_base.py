@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.errors import FieldError
+from tunekit.errors import check_range
 from tunekit.losses.sequence_logps import SequenceLogps
 
 
@@ -61,8 +61,7 @@ class LogRatioLoss(PreferenceLoss):
     beta: float = 0.1  # Strength of the KL penalty
 
     def __post_init__(self) -> None:
-        if self.beta <= 0:
-            raise FieldError("beta", f"must be > 0, got {self.beta}")
+        check_range(self, "beta", gt=0)
 
     def rewards(self, answers: SequenceLogps) -> Tensor:
         return self.beta * answers.log_ratios
@@ -71,8 +70,3 @@ class LogRatioLoss(PreferenceLoss):
 def smoothed_logsigmoid(margin: Tensor, smoothing: float) -> Tensor:
     """-(1 - smoothing) log σ(margin) - smoothing log σ(-margin): labels are flipped with probability `smoothing`."""
     return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
-
-
-def check_label_smoothing(value: float) -> None:
-    if not 0 <= value < 0.5:
-        raise FieldError("label_smoothing", f"must be >= 0 and < 0.5, got {value}")

@@ -15,7 +15,7 @@ from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.datasets import DatasetConfig
 from tunekit.devices import fork_rng
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import FieldError, UserError
+from tunekit.errors import FieldError, UserError, check_range
 from tunekit.losses.metric_sums import MetricSums, eval_steps
 from tunekit.losses.preference_base import PreferenceLoss, StepTotals
 from tunekit.losses.router_losses import RouterLosses
@@ -84,8 +84,7 @@ class PreferenceObjective:
     def __post_init__(self) -> None:
         if not self.terms:
             raise FieldError("loss", "must have at least one loss, got none")
-        if not 0 <= self.ld_alpha <= 1:
-            raise FieldError("ld_alpha", f"must be in [0, 1], got {self.ld_alpha}")
+        check_range(self, "ld_alpha", ge=0, le=1)
         unsupported = [term for term in self.terms if term.docs_per_item == 1 or not term.needs_reference]
         if self.ld_alpha < 1 and unsupported:
             kind = kind_name(type(unsupported[0]))

@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from tunekit.errors import FieldError
-from tunekit.losses.preference_base import PreferenceLoss, StepTotals, check_label_smoothing, smoothed_logsigmoid
+from tunekit.errors import check_range
+from tunekit.losses.preference_base import PreferenceLoss, StepTotals, smoothed_logsigmoid
 from tunekit.losses.sequence_logps import SequenceLogps
 
 MAX_LOG_PROB = -1e-9  # log-probabilities are clamped to this, which keeps odds finite
@@ -46,9 +46,8 @@ class ReferenceFreeLoss(PreferenceLoss):
     label_smoothing: float = 0.0  # Fraction of pairs whose labels are assumed to be swapped
 
     def __post_init__(self) -> None:
-        check_label_smoothing(self.label_smoothing)
-        if self.beta <= 0:
-            raise FieldError("beta", f"must be > 0, got {self.beta}")
+        check_range(self, "label_smoothing", ge=0, lt=0.5)
+        check_range(self, "beta", gt=0)
 
     def margins(self, answers: SequenceLogps) -> Tensor:
         """Differences between chosen and rejected rewards, (D / 2,)."""

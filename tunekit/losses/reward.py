@@ -19,7 +19,7 @@ from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.data.reward_datasets import LabeledDataset, StepwiseDataset
 from tunekit.data.row_checks import RewardTarget
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import FieldError, UserError
+from tunekit.errors import FieldError, UserError, check_range
 from tunekit.losses.cross_entropy import local_targets
 from tunekit.losses.document_outputs import check_labels, document_labels, document_scores
 from tunekit.losses.metric_sums import MetricSums, eval_steps
@@ -168,8 +168,7 @@ class BradleyTerry(RewardLoss):
     center_rewards_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.center_rewards_coefficient < 0:
-            raise FieldError("center_rewards_coefficient", f"must be >= 0, got {self.center_rewards_coefficient}")
+        check_range(self, "center_rewards_coefficient", ge=0)
 
     @property
     def target(self) -> RewardTarget:
@@ -199,8 +198,7 @@ class Classification(RewardLoss):
     num_labels: int | None = None  # Number of classes; null: as many as the rows name, or 2
 
     def __post_init__(self) -> None:
-        if self.num_labels is not None and self.num_labels < 2:
-            raise FieldError("num_labels", f"must be >= 2, got {self.num_labels}")
+        check_range(self, "num_labels", ge=2)
 
     @property
     def target(self) -> RewardTarget:
@@ -283,8 +281,7 @@ class ProcessReward(RewardLoss):
     num_labels: int = 2  # Number of step labels; 2: incorrect and correct
 
     def __post_init__(self) -> None:
-        if self.num_labels < 2:
-            raise FieldError("num_labels", f"must be >= 2, got {self.num_labels}")
+        check_range(self, "num_labels", ge=2)
 
     @property
     def target(self) -> RewardTarget:

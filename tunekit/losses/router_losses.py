@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tunekit.data.dataloader.batch import Batch
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import FieldError, UserError
+from tunekit.errors import UserError, check_range
 from tunekit.models.decoder import Decoder
 from tunekit.models.router_stats import RouterStats
 from tunekit.models.spec import DecoderSpec, DenseMoE, FeedForward, Layer, MoE
@@ -26,9 +26,7 @@ class RouterLosses:
     section: ClassVar[str] = ""  # of the config, for error messages
 
     def __post_init__(self) -> None:
-        for key in ("router_aux_loss_coef", "router_z_loss_coef"):
-            if (getattr(self, key) or 0) < 0:
-                raise FieldError(key, f"must be >= 0, got {getattr(self, key)}")
+        check_range(self, "router_aux_loss_coef", "router_z_loss_coef", ge=0)
 
     def router_coefs(self, spec: DecoderSpec) -> tuple[float, float]:
         """Weights of the load-balancing loss and the z-loss. Raise UserError if a model without experts has one."""

@@ -10,7 +10,7 @@ from tunekit.data.dataloader.summary import format_count
 from tunekit.data.readers.open_dataset import find_data_files, open_dataset, parse_split
 from tunekit.data.readers.row_reader import Row
 from tunekit.environments.config import EnvironmentChoice
-from tunekit.errors import FieldError
+from tunekit.errors import FieldError, check_range
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.losses.policy_gradient import PolicyGradientLoss
 from tunekit.policy.engine_config import EngineChoice, NativeEngineConfig
@@ -63,13 +63,12 @@ class PolicyConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_counts("num_generations", "max_num_seqs")
+        check_range(self, "num_generations", "max_num_seqs", ge=1)
+        check_range(self, "num_episodes_to_save", ge=0)
         if self.global_batch_size % self.num_generations:
             problem = f"must be a multiple of num_generations={self.num_generations}, got {self.global_batch_size}"
             raise FieldError("global_batch_size", f"{problem}. It counts answers, not prompts.")
         self.engine.check(self.adapter)
-        if self.num_episodes_to_save < 0:
-            raise FieldError("num_episodes_to_save", f"must be >= 0, got {self.num_episodes_to_save}")
         if self.max_logprob_drift is not None and self.max_logprob_drift <= 0:
             raise FieldError("max_logprob_drift", f"must be > 0 or null, got {self.max_logprob_drift}")
         if not self.rewards and self.environment is None:
@@ -80,12 +79,6 @@ class PolicyConfig(TrainConfig):
                 raise FieldError(f"{key}.max_length", f"{problem}, as it includes the prompt, got {data.max_length:,}")
             if self.environment is not None and data is not None:
                 check_is_chat(key, data)
-
-    def check_counts(self, *names: str) -> None:
-        """Raise FieldError for keys that are less than 1."""
-        for name in names:
-            if getattr(self, name) < 1:
-                raise FieldError(name, f"must be >= 1, got {getattr(self, name)}")
 
     def check_loss(self, loss: PolicyGradientLoss) -> None:
         """Raise FieldError if the loss does not work with the other keys."""

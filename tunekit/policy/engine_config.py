@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.build import open_checkpoint
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import FieldError
+from tunekit.errors import FieldError, check_range
 from tunekit.generation.engine import GenerationEngine
 from tunekit.models.decoder import Decoder
 from tunekit.generation.rollout_engine import RolloutEngine
@@ -77,10 +77,8 @@ class ServerEngineConfig(BaseEngineConfig):
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
             raise FieldError("base_url", f"must start with http:// or https://, got {self.base_url!r}")
-        if self.timeout_seconds <= 0:
-            raise FieldError("timeout_seconds", f"must be > 0, got {self.timeout_seconds}")
-        if self.max_retries < 0:
-            raise FieldError("max_retries", f"must be >= 0, got {self.max_retries}")
+        check_range(self, "timeout_seconds", gt=0)
+        check_range(self, "max_retries", ge=0)
 
     def check(self, adapter: NoAdapter | LoRAConfig) -> None:
         if self.sync == "lora" and not isinstance(adapter, LoRAConfig):

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from tunekit.environments.answers import is_close, last_number
-from tunekit.errors import FieldError, UserError
+from tunekit.errors import FieldError, UserError, check_range
 from tunekit.evaluation.answer_checks import AnswerChecks, is_valid, matches
 from tunekit.rewards.base import AnswerReward
 from tunekit.rollouts.rollout import Rollout
@@ -41,8 +41,7 @@ class NumericMatch(AnswerReward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tolerance < 0:
-            raise FieldError("tolerance", f"must be >= 0, got {self.tolerance}")
+        check_range(self, "tolerance", ge=0)
 
     @property
     def columns(self) -> dict[str, str]:

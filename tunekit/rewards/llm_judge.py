@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any, ClassVar
 
-from tunekit.errors import FieldError, UserError
+from tunekit.errors import FieldError, UserError, check_range
 from tunekit.rewards.base import RewardFunction
 from tunekit.rollouts.openai_client import OpenAIClient
 from tunekit.rollouts.rollout import Rollout
@@ -50,9 +50,7 @@ class LLMJudge(RewardFunction):
         super().__post_init__()
         if not self.base_url.startswith(("http://", "https://")):
             raise FieldError("base_url", f"must start with http:// or https://, got {self.base_url!r}")
-        for key in ("max_score", "timeout_seconds", "num_workers", "max_tokens"):
-            if getattr(self, key) <= 0:
-                raise FieldError(key, f"must be > 0, got {getattr(self, key)}")
+        check_range(self, "max_score", "timeout_seconds", "num_workers", "max_tokens", gt=0)
         try:
             if re.compile(self.score_regex).groups < 1:
                 raise FieldError("score_regex", f"must have a group, as in 'score: (.*)', got {self.score_regex!r}")

@@ -14,7 +14,7 @@ from tunekit.data import tokenize
 from tunekit.data.chat_template.messages import Conversation
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import FieldError, UserError
+from tunekit.errors import UserError, check_range
 from tunekit.hub import download
 from tunekit.models.decoder import Decoder, Head
 from tunekit.models.precision import PrecisionConfig
@@ -44,8 +44,7 @@ class RewardModel(RewardFunction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch_size < 1:
-            raise FieldError("batch_size", f"must be >= 1, got {self.batch_size}")
+        check_range(self, "batch_size", ge=1)
 
     def check(self, columns: Collection[str]) -> None:
         """Raise UserError if the model does not exist, or has no single score."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tunekit.environments.sandbox import SandboxConfig, require_sandbox, run_python
-from tunekit.errors import FieldError, UserError
+from tunekit.errors import UserError, check_range
 from tunekit.rewards.answer_rewards import column_value
 from tunekit.rewards.base import RewardFunction
 from tunekit.rollouts.rollout import Rollout
@@ -29,8 +29,7 @@ class UnitTests(RewardFunction):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_workers < 1:
-            raise FieldError("num_workers", f"must be >= 1, got {self.num_workers}")
+        check_range(self, "num_workers", ge=1)
 
     @property
     def columns(self) -> dict[str, str]:
