@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+from tunekit.environments.base import Environment
+
 NUMBER = re.compile(
     r"(?:(?<![\w.)\]])[-+\u2212])?"  # a sign, unless it is an operator between numbers
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)(?:[eE][-+]?\d+)?"
@@ -31,3 +33,20 @@ def is_expected(answer: str, expected: Any) -> bool:
     if NUMBER.fullmatch(text):
         return number is not None and is_close(number, last_number(text) or 0.0)
     return re.search(rf"(?<!\w){re.escape(text)}(?!\w)", answer) is not None
+
+
+class AnswerEnvironment(Environment):
+    """Reward 1 if the final answer has the number or text in column `answer`."""
+
+    def __init__(self) -> None:
+        self.expected: Any = None
+        self.reward = 0.0
+
+    def reset(self, answer: Any = None, **columns: Any) -> None:
+        self.expected = answer
+
+    def step(self, answer: str) -> None:
+        self.reward = float(self.expected is not None and is_expected(answer, self.expected))
+
+    def get_reward(self) -> float:
+        return self.reward

@@ -6,8 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from tunekit.environments.answers import is_expected
-from tunekit.environments.base import Environment
+from tunekit.environments.answers import AnswerEnvironment
 
 MAX_LENGTH, MAX_BITS = 500, 4096  # of an expression, and of the integers in it
 BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -39,15 +38,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Calculator(Environment):
+class Calculator(AnswerEnvironment):
     """Reward 1 if the last number of the final answer is the expected one."""
-
-    def __init__(self) -> None:
-        self.expected: Any = None
-        self.reward, self.num_calls = 0.0, 0
-
-    def reset(self, answer: Any = None, **columns: Any) -> None:
-        self.expected = answer
 
     def calculate(self, expression: str) -> str:
         """Compute an arithmetic expression.
@@ -58,15 +50,8 @@ class Calculator(Environment):
         Returns:
             The value.
         """
-        self.num_calls += 1
         value = evaluate(expression)
         return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else str(value)
-
-    def step(self, answer: str) -> None:
-        self.reward = float(is_expected(answer, self.expected))
-
-    def get_reward(self) -> float:
-        return self.reward
 
 
 def evaluate(expression: str) -> int | float:

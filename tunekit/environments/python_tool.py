@@ -1,22 +1,15 @@
 """Python code as tool, in the sandbox."""
 
-from typing import Any
-
-from tunekit.environments.answers import is_expected
-from tunekit.environments.base import Environment
+from tunekit.environments.answers import AnswerEnvironment
 from tunekit.environments.sandbox import SandboxConfig, run_python
 
 
-class PythonTool(Environment):
+class PythonTool(AnswerEnvironment):
     """Reward 1 if the final answer has the expected number or text."""
 
     def __init__(self, limits: SandboxConfig) -> None:
+        super().__init__()
         self.limits = limits
-        self.expected: Any = None
-        self.reward = 0.0
-
-    def reset(self, answer: Any = None, **columns: Any) -> None:
-        self.expected = answer
 
     def python(self, code: str) -> str:
         """Run Python code and return what it prints. Each call starts a new program.
@@ -28,9 +21,3 @@ class PythonTool(Environment):
             The output.
         """
         return run_python(code, self.limits).describe(self.limits) or "(no output)"
-
-    def step(self, answer: str) -> None:
-        self.reward = float(self.expected is not None and is_expected(answer, self.expected))
-
-    def get_reward(self) -> float:
-        return self.reward

@@ -1,13 +1,12 @@
 """Probabilities of the tokens of a text, and a web page that shows them."""
 
-import html
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tunekit.config.secrets import escape_control
+from tunekit.data.inspect.html_report import escape
 from tunekit.data.inspect.token_display import decode_groups, show_whitespace
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.models.decoder import Decoder
@@ -83,8 +82,9 @@ def render_probabilities(
     return PAGE.format(title=escape(title), legend=legend, prompt=context, answer="".join(shown))
 
 
-def colored(text: str, probability: float, tooltip: str = "") -> str:
-    style = f"background: hsl({120 * probability:.0f} 75% 80%)"
+def colored(text: str, level: float, tooltip: str = "") -> str:
+    """HTML of a token. Its color is from red (level 0) over yellow to green (level 1)."""
+    style = f"background: hsl({120 * level:.0f} 75% 80%)"
     return f'<i style="{style}" title="{escape(tooltip)}">{escape(text)}</i>'
 
 
@@ -94,7 +94,3 @@ def describe(tokenizer: Tokenizer, item: TokenProbability) -> str:
     decoded = [tokenizer.decode([token], special=True) for token, _ in pairs]
     lines = [f"{pair[1]:.2%} {text!r} ({pair[0]})" for pair, text in zip(pairs, decoded, strict=True)]
     return "\n".join([lines[0], "most likely:", *lines[1:]])
-
-
-def escape(text: str) -> str:
-    return html.escape(escape_control(text))

@@ -62,12 +62,19 @@ class CrossEntropy(RouterLosses):
         return CrossEntropyTerms(head.scale, head.softcap, self.label_smoothing, self.z_loss, head.vocab_shard)
 
 
-def local_targets(model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Targets (N,) of the tokens of this rank, and the indices of those that are not IGNORE."""
-    targets = model.cp_sharding.local_tokens(batch.targets, IGNORE).flatten()
-    target_mask, is_complete = targets != IGNORE, targets.numel() == batch.targets.numel()
+def local_targets(model: Decoder, batch: Batch, full: bool = False) -> tuple[Tensor, Tensor]:
+    """Targets (N,) of the tokens of this rank, and the indices of those that are not IGNORE.
+
+    `full` includes the prompts of chosen rows.
+    """
+    all_targets, count = (
+        (batch.full_targets, batch.num_full_targets) if full else (batch.targets, batch.num_target_tokens)
+    )
+    targets = model.cp_sharding.local_tokens(all_targets, IGNORE).flatten()
+    target_mask = targets != IGNORE
     # The host knows the number of targets of complete rows; counting them on a GPU would synchronize.
-    count = batch.num_target_tokens if is_complete else fake_mode.count_true(target_mask)
+    if count is None or targets.numel() != all_targets.numel():
+        count = fake_mode.count_true(target_mask)
     return targets, target_mask.nonzero_static(size=count).squeeze(1)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from tunekit.data.dataloader.batch import IGNORE, Batch
 from tunekit.data.doc_flags import DocFlags
 from tunekit.kernels.cross_entropy import token_logps, token_logps_and_entropies
+from tunekit.losses.cross_entropy import local_targets
 from tunekit.models.decoder import Decoder, Head
 
 
@@ -68,17 +69,13 @@ def sequence_logps(
     """
     batch.require_equal_weights()
     desirable, counts = is_desirable(batch), target_counts(batch)
-    targets = batch.full_targets if full else batch.targets
     answer_mask = (batch.targets != IGNORE).float()
     weights = answer_mask if ld_alpha == 1 else answer_mask * length_weights(batch, counts, ld_alpha)
-    targets, doc_ids, answer_mask, weights = (
+    doc_ids, answer_mask, weights = (
         model.cp_sharding.local_tokens(tensor, fill).flatten()
-        for tensor, fill in ((targets, IGNORE), (document_ids(batch), -1), (answer_mask, 0), (weights, 0))
+        for tensor, fill in ((document_ids(batch), -1), (answer_mask, 0), (weights, 0))
     )
-    count = batch.num_full_targets if full else batch.num_target_tokens
-    if count is None or targets.numel() != batch.targets.numel():
-        count = int((targets != IGNORE).sum())
-    rows = (targets != IGNORE).nonzero_static(size=count).squeeze(1)
+    targets, rows = local_targets(model, batch, full)
 
     def read(hidden: Tensor, head: Head) -> Tensor:
         """Sums over each document, (3, D): weighted logps of the answer, its entropies, logps of all targets."""

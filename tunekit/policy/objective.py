@@ -6,9 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tunekit.data.dataloader.batch import IGNORE, Batch
+from tunekit.data.dataloader.batch import Batch
 from tunekit.distributed.context import DistributedContext
 from tunekit.kernels.cross_entropy import token_logps_and_entropies
+from tunekit.losses.cross_entropy import local_targets
 from tunekit.losses.policy_gradient import PolicyGradientLoss, PolicyTokens, StepCounts
 from tunekit.losses.sequence_logps import document_ids
 from tunekit.models.decoder import Decoder, Head
@@ -87,12 +88,8 @@ class PolicyObjective:
     def token_outputs(self, model: Decoder, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs (k, n) of `read_tokens` for the trained tokens on this rank, and their sample and position."""
         assert batch.document_indices is not None
-        local = model.cp_sharding.local_tokens
-        targets, documents = local(batch.targets, IGNORE).flatten(), local(document_ids(batch), -1).flatten()
-        positions, count = local(batch.positions).flatten(), batch.num_target_tokens
-        if targets.numel() != batch.targets.numel():
-            count = int((targets != IGNORE).sum())
-        rows = (targets != IGNORE).nonzero_static(size=count).squeeze(1)
+        (targets, rows), local = local_targets(model, batch), model.cp_sharding.local_tokens
+        documents, positions = local(document_ids(batch), -1).flatten(), local(batch.positions).flatten()
 
         def read(hidden: Tensor, head: Head) -> Tensor:
             return torch.stack(self.read_tokens(model, hidden.flatten(0, 1), targets, head, rows))

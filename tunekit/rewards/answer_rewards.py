@@ -19,12 +19,9 @@ class ExactMatch(AnswerReward):
     """1 if the answer equals the text in a column, without spaces around it; otherwise 0."""
 
     kind: ClassVar[str] = "exact_match"
+    reads_column: ClassVar[bool] = True
     column: str = "answer"  # Column with the expected text
     ignore_case: bool = False  # Compare in lower case
-
-    @property
-    def columns(self) -> dict[str, str]:
-        return {"column": self.column}
 
     def score(self, rollout: Rollout) -> float:
         answer, expected = rollout.completion.strip(), column_text(rollout, self.column).strip()
@@ -36,16 +33,13 @@ class NumericMatch(AnswerReward):
     """1 if the last number of the answer equals the last number in a column; otherwise 0."""
 
     kind: ClassVar[str] = "numeric_match"
+    reads_column: ClassVar[bool] = True
     column: str = "answer"  # Column with the expected number, or with a text that ends with it, as in GSM8K
     tolerance: float = 1e-6  # Allowed difference; relative to expected numbers above 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, "tolerance", ge=0)
-
-    @property
-    def columns(self) -> dict[str, str]:
-        return {"column": self.column}
 
     def score(self, rollout: Rollout) -> float:
         number = last_number(rollout.completion)
@@ -57,6 +51,7 @@ class RegexMatch(AnswerReward):
     """1 if the answer contains a regular expression; otherwise 0."""
 
     kind: ClassVar[str] = "regex_match"
+    reads_column: ClassVar[bool] = True
     regex: str  # Regular expression, such as `####\s*(-?\d+)`
     # Column with a text in which the groups of the last occurrence must be the same; null: any occurrence counts
     column: str | None = None
@@ -64,10 +59,6 @@ class RegexMatch(AnswerReward):
     def __post_init__(self) -> None:
         super().__post_init__()
         AnswerChecks(regex=self.regex)  # raises FieldError for an invalid pattern
-
-    @property
-    def columns(self) -> dict[str, str]:
-        return {} if self.column is None else {"column": self.column}
 
     def score(self, rollout: Rollout) -> float:
         expected = None if self.column is None else column_text(rollout, self.column)
@@ -153,10 +144,7 @@ class GSM8KCorrectness(TaggedReward):
     """
 
     kind: ClassVar[str] = "gsm8k_correctness"
-
-    @property
-    def columns(self) -> dict[str, str]:
-        return {"column": self.column}
+    reads_column: ClassVar[bool] = True
 
     def score(self, rollout: Rollout) -> float:
         text, expected = rollout.completion, column_text(rollout, self.column).rpartition("####")[2].strip()

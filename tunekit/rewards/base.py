@@ -25,6 +25,7 @@ class RewardFunction(ABC):
     """Scores answers. The reward of an answer is the weighted sum of its scores."""
 
     kind: ClassVar[str]
+    reads_column: ClassVar[bool] = False  # from the rows; its name is the key `column`
     weight: float = field(default=1.0, kw_only=True)  # Factor of this reward in the sum of all rewards
 
     def __post_init__(self) -> None:
@@ -36,19 +37,12 @@ class RewardFunction(ABC):
         """Name in metrics."""
         return kind_name(type(self))
 
-    @property
-    def columns(self) -> dict[str, str]:
-        """Columns of the rows that this reward reads, by the key that names them."""
-        return {}
-
     def check(self, columns: Collection[str]) -> None:
         """Raise UserError if rows with these columns cannot be scored. Reads no weights."""
-        for key, column in self.columns.items():
-            if column not in columns:
-                known = ", ".join(columns) or "none"
-                raise UserError(
-                    f"{key}: the rows have no column {column!r} (columns: {known}). Set it to one of these."
-                )
+        column: str | None = getattr(self, "column") if self.reads_column else None
+        if column is not None and column not in columns:
+            known = ", ".join(columns) or "none"
+            raise UserError(f"column: the rows have no column {column!r} (columns: {known}). Set it to one of these.")
 
     @property
     def is_async(self) -> bool:

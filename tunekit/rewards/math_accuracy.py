@@ -24,11 +24,8 @@ class Accuracy(AnswerReward):
     """
 
     kind: ClassVar[str] = "accuracy"
+    reads_column: ClassVar[bool] = True
     column: str = "solution"  # Column with the solution
-
-    @property
-    def columns(self) -> dict[str, str]:
-        return {"column": self.column}
 
     def check(self, columns: Collection[str]) -> None:
         super().check(columns)

@@ -23,6 +23,7 @@ class UnitTests(RewardFunction):
     """
 
     kind: ClassVar[str] = "unit_tests"
+    reads_column: ClassVar[bool] = True
     column: str = "tests"  # Column with the tests: Python text, or a list of statements such as `assert f(2) == 4`
     sandbox: SandboxConfig = SandboxConfig()  # Limits of the process
     num_workers: int = 4  # Processes at the same time
@@ -30,10 +31,6 @@ class UnitTests(RewardFunction):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, "num_workers", ge=1)
-
-    @property
-    def columns(self) -> dict[str, str]:
-        return {"column": self.column}
 
     def check(self, columns: Collection[str]) -> None:
         """Raise UserError if there is no column with tests, or this system has no sandbox."""

@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from tunekit.data.inspect.html_report import ASSETS_DIR, escape
+from tunekit.generation.token_probabilities import colored
 
 STYLE = """
 summary { cursor: pointer; }
@@ -78,14 +79,14 @@ def render_turns(record: Mapping[str, Any], largest: float) -> Iterator[str]:
 
 
 def render_token(token: int, text: str, logprob: float, advantage: float | None, largest: float) -> str:
-    """A sampled token. Its color is from red over yellow to green; its tooltip has the numbers."""
+    """A sampled token. Its tooltip has the numbers."""
     probability = math.exp(min(logprob, 0.0))
     tip = f"token {token}\nprobability {probability:.2%} (log {logprob:.4f})"
     level = probability
     if advantage is not None:
         tip += f"\nadvantage {advantage:.4f}"
         level = 0.5 + 0.5 * advantage / largest if largest else 0.5
-    return f'<i style="background: hsl({120 * level:.0f} 75% 80%)" title="{escape(tip)}">{escape(text)}</i>'
+    return colored(text, level, tip)
 
 
 def format_number(value: float | None) -> str:
