@@ -19,7 +19,6 @@ from tunekit.policy.config import PolicyConfig, check_policy
 from tunekit.policy.logprob_drift import DriftLimit
 from tunekit.policy.objective import PolicyObjective, PolicyStep
 from tunekit.policy.prompt_loader import open_prompts
-from tunekit.policy.reference import open_reference
 from tunekit.policy.rollout_buffer import RolloutBuffer, RolloutSampler, open_objective
 from tunekit.training.early_stopping import EarlyStopping
 from tunekit.training.export import export_final
@@ -73,7 +72,7 @@ def train(cfg: GRPOConfig, run: RunContext) -> None:
     generation = GenerationMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
     model = load_model(checkpoint, cfg, dist)
     objective = open_objective(cfg, cfg.loss, train_data, model)
-    reference = open_reference(cfg.reference, cfg.loss, cfg, checkpoint, model, dist)
+    reference = cfg.reference.open_model(cfg, checkpoint, model, dist) if cfg.loss.needs_reference else None
     sampler = RolloutSampler.open(cfg, model, train_data, dist)
     num_steps = run.begin(train_data)
 

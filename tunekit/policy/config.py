@@ -14,10 +14,10 @@ from tunekit.errors import FieldError, check_range
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.losses.policy_gradient import PolicyGradientLoss
 from tunekit.policy.engine_config import EngineChoice, NativeEngineConfig
-from tunekit.policy.reference import AutoPolicyReference, PolicyReference
 from tunekit.rewards.base import check_rewards
 from tunekit.rewards.config import RewardChoice
 from tunekit.training.config import TrainConfig, check_training
+from tunekit.training.reference_model import AutoReference, CopiedReference, DisableAdapterReference
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class PolicyConfig(TrainConfig):
     sampling: RolloutSamplingConfig = RolloutSamplingConfig()  # How answers are sampled
     engine: EngineChoice = NativeEngineConfig()  # Where answers are generated
     max_num_seqs: int = 64  # Answers that a device generates at once, or has requested from a server
-    reference: PolicyReference = AutoPolicyReference()  # Reference model; only used if the loss has a KL divergence
+    reference: AutoReference | DisableAdapterReference | CopiedReference = AutoReference()  # Reference model; only used if the loss has a KL divergence
     # Stop if the mean difference between the log-probabilities of sampling and training exceeds this; null: 0.2, or no
     # limit with loss.importance_sampling_correction
     max_logprob_drift: float | None = None
@@ -82,7 +82,10 @@ class PolicyConfig(TrainConfig):
 
     def check_loss(self, loss: PolicyGradientLoss) -> None:
         """Raise FieldError if the loss does not work with the other keys."""
-        self.reference.check(self.adapter, loss)
+        if not loss.needs_reference and not isinstance(self.reference, AutoReference):
+            key = f"loss.{loss.kl_key}"
+            raise FieldError("reference", f"{key}=0 needs no reference. Remove the key, or set {key}.")
+        self.reference.check_adapter(self.adapter, "Set reference=copy.")
         if loss.needs_groups and self.num_generations < 2:
             problem = (
                 f"must be >= 2: {kind_name(type(loss))} compares the answers to a prompt, got {self.num_generations}"

@@ -64,7 +64,7 @@ class PPOBuffer(RolloutBuffer):
         logps, _, values = self.objective.score(model, samples, dist)
         ref_logps = logps
         if self.reference is not None:
-            ref_logps = self.reference.token_logps(self.objective, samples, dist)
+            ref_logps = self.score_reference(self.reference, samples)
         signals = RewardSignals(scores.nan_to_num(0), 1, samples.loss_mask, logps - ref_logps, values)
         estimates = loss.advantages(signals)
         assert estimates.returns is not None

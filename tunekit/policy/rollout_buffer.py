@@ -21,7 +21,6 @@ from tunekit.policy.config import PolicyConfig
 from tunekit.policy.engine_config import EngineLimits
 from tunekit.policy.objective import PolicyObjective
 from tunekit.policy.prompt_loader import PromptLoader
-from tunekit.policy.reference import ReferencePolicy
 from tunekit.policy.samples import PolicyCollator, PolicySamples
 from tunekit.rewards.base import gather_answers, reward_names
 from tunekit.rewards.context import RewardContext, TrainerState, fill_columns
@@ -30,6 +29,7 @@ from tunekit.rollouts.episode_log import episode_record
 from tunekit.rollouts.episodes import describe_rewrites, generate_rollouts
 from tunekit.rollouts.rollout import PromptRow, Rollout
 from tunekit.training.intervals import StepPlan
+from tunekit.training.reference_model import ReferenceModel
 
 
 class ScoredRollouts(NamedTuple):
@@ -179,7 +179,7 @@ class RolloutBuffer:
 
     samples_class: ClassVar[type[PolicySamples]] = PolicySamples
 
-    def __init__(self, sampler: RolloutSampler, objective: PolicyObjective, reference: ReferencePolicy | None) -> None:
+    def __init__(self, sampler: RolloutSampler, objective: PolicyObjective, reference: ReferenceModel | None) -> None:
         self.sampler, self.objective, self.reference = sampler, objective, reference
         self.generation = -1  # number of the generation; -1: none
         self.samples: PolicySamples | None = None
@@ -216,12 +216,17 @@ class RolloutBuffer:
         if cfg.steps_per_prompt > 1 or loss.needs_reward_kl:
             samples = replace(samples, old_logps=objective.score(model, samples, dist)[0])
         if self.reference is not None:
-            samples = replace(samples, ref_logps=self.reference.token_logps(objective, samples, dist))
+            samples = replace(samples, ref_logps=self.score_reference(self.reference, samples))
         kl = samples.old_logps - samples.ref_logps if loss.needs_reward_kl else None
         advantages = loss.advantages(RewardSignals(scored.rewards, cfg.num_generations, samples.loss_mask, kl))
         values = advantages.values.nan_to_num(0) * samples.loss_mask
         is_zero = advantages.reward_std.isclose(torch.zeros(())).float()
         return replace(samples, advantages=values), {"frac_reward_zero_std": float(is_zero.mean())}
+
+    def score_reference(self, reference: ReferenceModel, samples: PolicySamples) -> Tensor:
+        """Log-probabilities (N, T) of samples under the reference."""
+        with reference.use():
+            return self.objective.score(reference.model, samples, self.sampler.dist)[0]
 
     def take(self, data_step: int) -> tuple[PolicySamples, float]:
         """Samples of a step, and the mean number of trained tokens per step of its generation.

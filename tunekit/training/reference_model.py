@@ -1,9 +1,10 @@
-"""The reference model of preference losses: the model before training."""
+"""The reference model of preference and policy losses: the model before training."""
 
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
@@ -24,6 +25,7 @@ from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import is_streaming
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
+from tunekit.losses.policy_gradient import PolicyGradientLoss
 from tunekit.losses.preference_base import PreferenceLoss
 from tunekit.losses.preference_objective import PreferenceObjective, ReferenceLogps, RefLogpsFn
 from tunekit.memory.config import MemoryConfig
@@ -46,67 +48,104 @@ class ReferenceInputs(NamedTuple):
     objective: PreferenceObjective
 
 
+class ReferenceModel(NamedTuple):
+    """A model that has the reference weights inside of `use`."""
+
+    model: Decoder
+    use: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+Losses = Sequence[PreferenceLoss] | PolicyGradientLoss  # of a config
+
+
+def needs_reference(loss: Losses) -> bool:
+    """Whether a loss compares log-probabilities with those of a reference."""
+    return any(term.needs_reference for term in (loss if isinstance(loss, Sequence) else (loss,)))
+
+
 @dataclass(frozen=True)
 class BaseReference(ABC):
     """Source of the reference log-probabilities. By default each step has a forward pass, of no second model."""
 
-    def copies(self, adapter: NoAdapter | LoRAConfig, loss: Sequence[PreferenceLoss]) -> bool:
+    def copies(self, adapter: NoAdapter | LoRAConfig, loss: Losses) -> bool:
         """Whether a second model is in memory."""
         return False
 
-    def needs_forward_pass(self, loss: Sequence[PreferenceLoss]) -> bool:
+    def needs_forward_pass(self, loss: Losses) -> bool:
         """Whether each step has a forward pass of the reference."""
-        return True
+        return needs_reference(loss)
+
+    def check_adapter(self, adapter: NoAdapter | LoRAConfig, fix: str) -> None:
+        """Raise FieldError, which ends with `fix`, if this reference does not work with the adapter."""
 
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
-        """Raise FieldError if no loss needs a reference, or if this one does not work with the config."""
-        if not any(term.needs_reference for term in terms.terms):
+        """Raise FieldError if no preference loss needs a reference, or if this one does not work with the config."""
+        if not needs_reference(terms.terms):
             losses = " and ".join(kind_name(type(term)) for term in terms.terms)
             raise FieldError("reference", f"{kind_name(type(self))}: {losses} needs no reference. Remove the key.")
+        self.check_adapter(cfg.adapter, "Set reference=copy or reference=precomputed.")
 
     @abstractmethod
     def open(self, inputs: ReferenceInputs) -> ReferenceLogps:
-        """The functions that compute the reference log-probabilities of a batch."""
+        """The functions that compute the reference log-probabilities of a preference batch."""
 
 
 @dataclass(frozen=True)
-class DisableAdapterReference(BaseReference):
-    """The same model with its adapter disabled: no memory, and one more forward pass."""
+class ModelReference(BaseReference):
+    """Reference whose log-probabilities are computed when they are needed."""
 
-    kind: ClassVar[str] = "disable_adapter"
-
-    def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
-        super().check(cfg, terms)
-        if (reason := disable_adapter_problem(cfg.adapter)) is not None:
-            raise FieldError("reference", f"{reason}. Set reference=copy or reference=precomputed.")
+    @abstractmethod
+    def open_model(
+        self, cfg: TrainConfig, checkpoint: HFCheckpoint, model: Decoder, dist: DistributedContext
+    ) -> ReferenceModel:
+        """The reference of a model, before its training starts."""
 
     def open(self, inputs: ReferenceInputs) -> ReferenceLogps:
-        adapter, compute_logps = inputs.run.cfg.adapter, inputs.objective.logps_fn(inputs.model)
-        assert isinstance(adapter, LoRAConfig)
+        if not needs_reference(inputs.objective.terms):
+            return ReferenceLogps()
+        reference = self.open_model(inputs.run.cfg, inputs.checkpoint, inputs.model, inputs.run.dist)
+        compute_logps = inputs.objective.logps_fn(reference.model)
 
         def compute_reference_logps(batch: Batch) -> Tensor:
-            with adapter.disabled(inputs.model):
+            with reference.use():
                 return compute_logps(batch)
 
         return ReferenceLogps(compute_reference_logps, compute_reference_logps)
 
 
 @dataclass(frozen=True)
-class CopiedReference(BaseReference):
+class DisableAdapterReference(ModelReference):
+    """The same model with its adapter disabled: no memory, and one more forward pass."""
+
+    kind: ClassVar[str] = "disable_adapter"
+
+    def check_adapter(self, adapter: NoAdapter | LoRAConfig, fix: str) -> None:
+        if (reason := disable_adapter_problem(adapter)) is not None:
+            raise FieldError("reference", f"{reason}. {fix}")
+
+    def open_model(
+        self, cfg: TrainConfig, checkpoint: HFCheckpoint, model: Decoder, dist: DistributedContext
+    ) -> ReferenceModel:
+        assert isinstance(cfg.adapter, LoRAConfig)
+        return ReferenceModel(model, partial(cfg.adapter.disabled, model))
+
+
+@dataclass(frozen=True)
+class CopiedReference(ModelReference):
     """A second, frozen model, quantized and sharded like the first one; the only choice if all weights are trained."""
 
     kind: ClassVar[str] = "copy"
 
-    def copies(self, adapter: NoAdapter | LoRAConfig, loss: Sequence[PreferenceLoss]) -> bool:
-        return True
+    def copies(self, adapter: NoAdapter | LoRAConfig, loss: Losses) -> bool:
+        return needs_reference(loss)
 
-    def open(self, inputs: ReferenceInputs) -> ReferenceLogps:
-        cfg, dist, from_scratch = inputs.run.cfg, inputs.run.dist, inputs.run.cfg.init == "random"
+    def open_model(
+        self, cfg: TrainConfig, checkpoint: HFCheckpoint, model: Decoder, dist: DistributedContext
+    ) -> ReferenceModel:
         adapter = FrozenModel() if isinstance(cfg.adapter, NoAdapter) else cfg.adapter
         options = cfg.quantization, adapter, cfg.precision, MemoryConfig()
-        copy = build.build_model(inputs.checkpoint, *options, dist, from_scratch)
-        compute_logps = inputs.objective.logps_fn(copy.requires_grad_(False).eval())
-        return ReferenceLogps(compute_logps, compute_logps)
+        copy = build.build_model(checkpoint, *options, dist, cfg.init == "random")
+        return ReferenceModel(copy.requires_grad_(False).eval())
 
 
 @dataclass(frozen=True)
@@ -115,7 +154,7 @@ class PrecomputedReference(BaseReference):
 
     kind: ClassVar[str] = "precomputed"
 
-    def needs_forward_pass(self, loss: Sequence[PreferenceLoss]) -> bool:
+    def needs_forward_pass(self, loss: Losses) -> bool:
         return False
 
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
@@ -154,25 +193,22 @@ def num_precompute_epochs(cfg: TrainConfig, data: DataLoader) -> int:
 
 
 @dataclass(frozen=True)
-class AutoReference(BaseReference):
+class AutoReference(ModelReference):
     """`disable_adapter` where the model without its adapter is the one before training, else `copy`."""
 
     kind: ClassVar[str] = "auto"
 
-    def copies(self, adapter: NoAdapter | LoRAConfig, loss: Sequence[PreferenceLoss]) -> bool:
-        return self.needs_forward_pass(loss) and disable_adapter_problem(adapter) is not None
-
-    def needs_forward_pass(self, loss: Sequence[PreferenceLoss]) -> bool:
-        return any(term.needs_reference for term in loss)
+    def copies(self, adapter: NoAdapter | LoRAConfig, loss: Losses) -> bool:
+        return needs_reference(loss) and disable_adapter_problem(adapter) is not None
 
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
         """No requirements."""
 
-    def open(self, inputs: ReferenceInputs) -> ReferenceLogps:
-        if not self.needs_forward_pass(inputs.objective.terms):
-            return ReferenceLogps()
-        can_disable = disable_adapter_problem(inputs.run.cfg.adapter) is None
-        return (DisableAdapterReference() if can_disable else CopiedReference()).open(inputs)
+    def open_model(
+        self, cfg: TrainConfig, checkpoint: HFCheckpoint, model: Decoder, dist: DistributedContext
+    ) -> ReferenceModel:
+        can_disable = disable_adapter_problem(cfg.adapter) is None
+        return (DisableAdapterReference() if can_disable else CopiedReference()).open_model(cfg, checkpoint, model, dist)
 
 
 Reference = AutoReference | DisableAdapterReference | CopiedReference | PrecomputedReference
