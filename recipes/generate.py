@@ -116,7 +116,8 @@ def main(cfg: GenerateConfig) -> None:
             dist.run_on_main(partial(write_scored, cfg, tokenizer, scored))
             return
         indices = [index for index in range(len(rows)) for _ in range(cfg.num_return_sequences)]
-        answers = generate_texts(model, tokenizer, [rows[i].tokens for i in indices], cfg.sampling, cfg.max_num_seqs, dist)
+        tokens = [rows[i].tokens for i in indices]
+        answers = generate_texts(model, tokenizer, tokens, cfg.sampling, cfg.max_num_seqs, dist)
         lines = [{"prompt": prompts[i].value, "answer": text} for i, text in zip(indices, answers, strict=True)]
         dist.run_on_main(partial(write_rows, cfg, lines, [f"{len(lines)} answers in {cfg.output_path}"]))
 

@@ -17,7 +17,7 @@ from tunekit.policy.engine_config import EngineChoice, NativeEngineConfig
 from tunekit.rewards.base import check_rewards
 from tunekit.rewards.config import RewardChoice
 from tunekit.training.config import TrainConfig, check_training
-from tunekit.training.reference_model import AutoReference, CopiedReference, DisableAdapterReference
+from tunekit.training.reference_model import AutoReference, PolicyReference
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class PolicyConfig(TrainConfig):
     sampling: RolloutSamplingConfig = RolloutSamplingConfig()  # How answers are sampled
     engine: EngineChoice = NativeEngineConfig()  # Where answers are generated
     max_num_seqs: int = 64  # Answers that a device generates at once, or has requested from a server
-    reference: AutoReference | DisableAdapterReference | CopiedReference = AutoReference()  # Reference model; only used if the loss has a KL divergence
+    reference: PolicyReference = AutoReference()  # Reference model; only used if the loss has a KL divergence
     # Stop if the mean difference between the log-probabilities of sampling and training exceeds this; null: 0.2, or no
     # limit with loss.importance_sampling_correction
     max_logprob_drift: float | None = None

@@ -208,10 +208,12 @@ class AutoReference(ModelReference):
         self, cfg: TrainConfig, checkpoint: HFCheckpoint, model: Decoder, dist: DistributedContext
     ) -> ReferenceModel:
         can_disable = disable_adapter_problem(cfg.adapter) is None
-        return (DisableAdapterReference() if can_disable else CopiedReference()).open_model(cfg, checkpoint, model, dist)
+        reference = DisableAdapterReference() if can_disable else CopiedReference()
+        return reference.open_model(cfg, checkpoint, model, dist)
 
 
-Reference = AutoReference | DisableAdapterReference | CopiedReference | PrecomputedReference
+PolicyReference = AutoReference | DisableAdapterReference | CopiedReference
+Reference = PolicyReference | PrecomputedReference
 
 
 def disable_adapter_problem(adapter: NoAdapter | LoRAConfig) -> str | None:
