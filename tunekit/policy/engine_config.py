@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from tunekit.adapters.config import LoRAConfig, NoAdapter
@@ -22,13 +22,6 @@ ADAPTERS_DIR = "rollout_adapters"  # in the run directory
 CHECK_PROMPT = [1]  # answered once before training
 
 
-class EngineLimits(NamedTuple):
-    """Number of answers at once, and the longest one with its prompt, in tokens."""
-
-    max_num_seqs: int
-    max_model_len: int
-
-
 @dataclass(frozen=True)
 class BaseEngineConfig(ABC):
     """Where answers are generated."""
@@ -42,8 +35,10 @@ class BaseEngineConfig(ABC):
         return 0
 
     @abstractmethod
-    def open(self, cfg: TrainConfig, model: Decoder, limits: EngineLimits, dist: DistributedContext) -> RolloutEngine:
-        """The engine of a model in training."""
+    def open(
+        self, cfg: TrainConfig, model: Decoder, max_num_seqs: int, max_model_len: int, dist: DistributedContext
+    ) -> RolloutEngine:
+        """The engine of a model in training. See `RolloutEngine` for the limits."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +50,10 @@ class NativeEngineConfig(BaseEngineConfig):
     def num_cached_seqs(self, max_num_seqs: int) -> int:
         return max_num_seqs
 
-    def open(self, cfg: TrainConfig, model: Decoder, limits: EngineLimits, dist: DistributedContext) -> RolloutEngine:
-        return GenerationEngine(model, limits.max_num_seqs, limits.max_model_len, dist)
+    def open(
+        self, cfg: TrainConfig, model: Decoder, max_num_seqs: int, max_model_len: int, dist: DistributedContext
+    ) -> RolloutEngine:
+        return GenerationEngine(model, max_num_seqs, max_model_len, dist)
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,9 @@ class ServerEngineConfig(BaseEngineConfig):
                 "engine.sync", "lora needs an adapter, got adapter=none. Set adapter=lora or engine=native."
             )
 
-    def open(self, cfg: TrainConfig, model: Decoder, limits: EngineLimits, dist: DistributedContext) -> RolloutEngine:
+    def open(
+        self, cfg: TrainConfig, model: Decoder, max_num_seqs: int, max_model_len: int, dist: DistributedContext
+    ) -> RolloutEngine:
         """Raises UserError if the server is not reachable, or does not answer with token ids."""
         checkpoint = open_checkpoint(cfg)
         name = self.model or checkpoint.name
@@ -99,7 +98,7 @@ class ServerEngineConfig(BaseEngineConfig):
             assert isinstance(cfg.adapter, LoRAConfig)
             directory = Path(self.adapter_dir or Path(cfg.output_dir, ADAPTERS_DIR))
             served = ServedAdapter(client, name, directory, cfg.adapter, checkpoint, dist)
-        engine = ServerEngine(served, model, limits.max_num_seqs, limits.max_model_len, dist)
+        engine = ServerEngine(served, model, max_num_seqs, max_model_len, dist)
         engine.check(CHECK_PROMPT)
         return engine
 

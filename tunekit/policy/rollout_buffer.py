@@ -18,7 +18,6 @@ from tunekit.losses.advantages import nan_std, sum_rewards
 from tunekit.losses.policy_gradient import PolicyGradientLoss, RewardSignals
 from tunekit.models.decoder import Decoder
 from tunekit.policy.config import PolicyConfig
-from tunekit.policy.engine_config import EngineLimits
 from tunekit.policy.objective import PolicyObjective
 from tunekit.policy.prompt_loader import PromptLoader
 from tunekit.policy.samples import PolicyCollator, PolicySamples
@@ -117,7 +116,7 @@ class RolloutSampler:
         environment = cfg.environment
         if environment and (warning := dist.run_on_main(lambda: describe_rewrites(tokenizer, environment))):
             dist.log(f"warning: {warning}.")
-        engine = cfg.engine.open(cfg, model, EngineLimits(cfg.max_num_seqs, max_length), dist)
+        engine = cfg.engine.open(cfg, model, cfg.max_num_seqs, max_length, dist)
         return RolloutSampler(cfg, engine, train_data, dist)
 
     @property
