@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,9 +26,10 @@ from tunekit.serving.adapter_set import AdapterSet
 from tunekit.serving.answering import Answering
 from tunekit.serving.engine_thread import EngineThread
 from tunekit.serving.errors import APIError, invalid
-from tunekit.serving.prompts import Prompt, PromptMaker
+from tunekit.serving.prompts import PromptMaker
 from tunekit.serving.request_fields import (
-    AnswerOptions,
+    ChatRequest,
+    CompletionRequest,
     Endpoint,
     Fields,
     parse_chat_request,
@@ -199,34 +200,23 @@ class ModelServer:
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def chat(self, request: Request) -> Response:
-        parsed = parse_chat_request(await self.read_body(request))
-        adapter = self.find_adapter(parsed.options.model)
-        maker = self.prompts[adapter]
-        prompt = await asyncio.to_thread(maker.make_chat_prompt, parsed)
-        return await self.answer(request, ("chat", maker.tokenizer), parsed.options, adapter, [prompt])
+        return await self.answer(request, "chat", parse_chat_request(await self.read_body(request)))
 
     async def complete(self, request: Request) -> Response:
-        parsed = parse_completion_request(await self.read_body(request))
-        adapter = self.find_adapter(parsed.options.model)
-        maker = self.prompts[adapter]
-        prompts = await asyncio.to_thread(maker.make_completion_prompts, parsed)
-        return await self.answer(request, ("completion", maker.tokenizer), parsed.options, adapter, prompts)
+        return await self.answer(request, "completion", parse_completion_request(await self.read_body(request)))
 
     async def answer(
-        self,
-        request: Request,
-        chat_format: tuple[Endpoint, Tokenizer],
-        options: AnswerOptions,
-        adapter: str | None,
-        prompts: Sequence[Prompt],
+        self, request: Request, endpoint: Endpoint, parsed: ChatRequest | CompletionRequest
     ) -> Response:
+        options, adapter = parsed.options, self.find_adapter(parsed.options.model)
+        maker = self.prompts[adapter]
+        prompts = await asyncio.to_thread(maker.make_prompts, parsed)
         num_answers = sum(len(prompt.constraints) for prompt in prompts)
         self.check_capacity(num_answers - 1)
         self.num_active += num_answers - 1
         request.scope[NUM_ANSWERS] = num_answers
-        endpoint, tokenizer = chat_format
-        response = ResponseFormat(endpoint, tokenizer, options, sum(len(prompt.tokens) for prompt in prompts))
-        stop = StopStrings(tokenizer, options.sampling.stop_strings)
+        response = ResponseFormat(endpoint, maker.tokenizer, options, sum(len(prompt.tokens) for prompt in prompts))
+        stop = StopStrings(maker.tokenizer, options.sampling.stop_strings)
         answering = Answering(self.thread, response, stop, prompts, adapter)
         if options.is_stream:
             return StreamingResponse(answering.stream(), media_type="text/event-stream")

@@ -15,7 +15,7 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.serving.choices import ForcedCallParser
 from tunekit.serving.constraints import Grammars, call_schema
-from tunekit.serving.errors import APIError
+from tunekit.serving.errors import APIError, invalid
 from tunekit.serving.request_fields import AnswerOptions, ChatRequest, CompletionRequest, Structure
 
 Constraint = Callable[[Sequence[int]], Tensor | None] | None
@@ -54,6 +54,12 @@ class PromptMaker:
         maker.grammars = self.grammars  # do not depend on the template
         return maker
 
+    def make_prompts(self, request: ChatRequest | CompletionRequest) -> list[Prompt]:
+        """The prompts of a request. Raises APIError."""
+        if isinstance(request, ChatRequest):
+            return [self.make_chat_prompt(request)]
+        return [self.make_completion_prompt(text, request.options) for text in request.prompts]
+
     def make_chat_prompt(self, request: ChatRequest) -> Prompt:
         """Prompt of a conversation. Raises APIError."""
         if request.template_kwargs:
@@ -69,14 +75,11 @@ class PromptMaker:
             structure = Structure("json", call_schema(request.tools or []), "tools")
         return Prompt(tokens, max_tokens, parser, self.make_constraints(structure, request.options.num_choices))
 
-    def make_completion_prompts(self, request: CompletionRequest) -> list[Prompt]:
-        """Prompts of texts and token ids. Raises APIError."""
-        prompts, options = [], request.options
-        for text in request.prompts:
-            tokens = self.encode_prompt(text)
-            constraints = self.make_constraints(options.structure, options.num_choices)
-            prompts.append(Prompt(tokens, self.answer_length(len(tokens), options, "prompt"), None, constraints))
-        return prompts
+    def make_completion_prompt(self, text: str | list[int], options: AnswerOptions) -> Prompt:
+        """Prompt of a text or of token ids. Raises APIError."""
+        tokens = self.encode_prompt(text)
+        max_tokens = self.answer_length(len(tokens), options, "prompt")
+        return Prompt(tokens, max_tokens, None, self.make_constraints(options.structure, options.num_choices))
 
     def parser_of(self, tools: str) -> ToolCallParser:
         """Parser for tools as JSON. It is reused: detecting the format of calls renders a few probes."""
@@ -93,14 +96,14 @@ class PromptMaker:
         encode = self.with_api_errors(self.tokenizer.encode, "prompt")
         tokens = encode(text, True) if isinstance(text, str) else text
         if not tokens or not all(0 <= token < vocab for token in tokens):
-            raise APIError(400, f"prompt: must have token ids from 0 to {vocab - 1}", "prompt", "invalid_value")
+            raise invalid("prompt", f"must have token ids from 0 to {vocab - 1}")
         return tokens
 
     def answer_length(self, num_prompt_tokens: int, options: AnswerOptions, param: str) -> int:
         """Limit on the tokens of an answer. Raises APIError if they do not fit into the context."""
         if self.max_tokens is not None and (options.max_tokens or 0) > self.max_tokens:
             problem = f"this server allows at most {self.max_tokens} tokens per answer, got {options.max_tokens}"
-            raise APIError(400, f"max_tokens: {problem}", "max_tokens", "invalid_value")
+            raise invalid("max_tokens", problem)
         space = self.max_model_len - num_prompt_tokens
         if space < (options.max_tokens or 1):
             answer = f" and max_tokens={options.max_tokens}" if options.max_tokens else ""
