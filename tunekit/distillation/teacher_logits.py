@@ -6,7 +6,7 @@ block, each rank has its own files: `keys` and `counts` of documents, `ids` and 
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -68,14 +68,7 @@ def write_teacher_logits(
     dist.run_on_main(
         lambda: atomic.write_text_atomic(directory / INFO_FILE, json.dumps({**info, "blocks": len(blocks)}, indent=2))
     )
-    layout = Collator(
-        data.collator.global_batch_size,
-        data.collator.micro_batch_size,
-        dist.dp_rank,
-        dist.dims.dp_size,
-        data.collator.pad_id,
-        None,
-    )
+    layout = replace(data.collator, capacity=None)
     left = dist.run_on_main(
         lambda: [number for number in range(len(blocks)) if not atomic.is_complete(block_path(directory, number))]
     )

@@ -64,6 +64,7 @@ class EmbeddingLoss:
     """Base class of losses on embeddings."""
 
     dataset_type: ClassVar[type[RetrievalDataset | SimilarityDataset]] = SimilarityDataset
+    target: ClassVar[RewardTarget] = RewardTarget("labels")  # of the rows, for the data checks
 
     # Matryoshka (arXiv:2205.13147): the loss is a sum over the first N values of the embeddings, for these N, such as
     # [768, 256, 64]; usually with the full dimension. Empty: all values only
@@ -76,11 +77,6 @@ class EmbeddingLoss:
         if self.matryoshka_weights and len(self.matryoshka_weights) != len(self.matryoshka_dims):
             counts = f"{len(self.matryoshka_dims)} values, as matryoshka_dims, got {len(self.matryoshka_weights)}"
             raise FieldError("matryoshka_weights", f"must have {counts}")
-
-    @property
-    def target(self) -> RewardTarget:
-        """Target of the rows, for the data checks."""
-        return RewardTarget("pairs")
 
     def check_datasets(self, data: DatasetConfig | MixtureBase, eval_data: DatasetConfig | MixtureBase | None) -> None:
         """Raise UserError for rows of another kind."""
@@ -148,6 +144,7 @@ class MultipleNegativesRanking(EmbeddingLoss):
 
     kind: ClassVar[str] = "multiple_negatives_ranking"
     dataset_type: ClassVar = RetrievalDataset
+    target: ClassVar = RewardTarget("pairs")
 
     scale: float = 20.0  # Factor of the cosine similarities; the inverse of the temperature
     # Similarities that compete with the positive: query_to_doc, query_to_query, doc_to_query, doc_to_doc. All four:
@@ -199,10 +196,6 @@ class CoSENT(EmbeddingLoss):
         super().__post_init__()
         check_range(self, "scale", gt=0)
 
-    @property
-    def target(self) -> RewardTarget:
-        return RewardTarget("labels")
-
     def __call__(self, embeddings: Tensor, labels: Tensor, rows: slice) -> Tensor:
         cosines, scores = self.scale * (embeddings[:, 0] * embeddings[:, 1]).sum(-1), labels[:, 0]
         scores, order = scores.sort()
@@ -218,10 +211,6 @@ class CosineSimilarity(EmbeddingLoss):
     """Mean squared error of the cosine similarity of each pair. Scores must be from -1 to 1."""
 
     kind: ClassVar[str] = "cosine_similarity"
-
-    @property
-    def target(self) -> RewardTarget:
-        return RewardTarget("labels")
 
     def check_labels(self, datasets: Iterable[TokenizedDataset]) -> None:
         check_labels(datasets, lambda labels: labels.abs() > 1, lambda label: f"score {label:g} is not from -1 to 1")

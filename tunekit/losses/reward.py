@@ -126,10 +126,14 @@ class RewardLoss:
 
     def num_units(self, batch: Batch, labels: int) -> int:
         """Number of units of a batch. Raises UserError for invalid labels, which streamed rows may contain."""
-        values = document_labels(batch)
+        values = self.batch_labels(batch)
         if len(invalid := values[self.is_invalid(values, labels)]):
             raise UserError(f"data: {self.invalid_message(float(invalid[0]), labels)}")
         return len(values)
+
+    def batch_labels(self, batch: Batch) -> Tensor:
+        """Labels of a batch: those of its documents."""
+        return document_labels(batch)
 
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
         """Loss and metrics, summed over all units of a batch."""
@@ -290,11 +294,8 @@ class ProcessReward(RewardLoss):
     def score_head(self, pad: int, names: int = 0) -> ScoreHead:
         return ScoreHead(self.num_labels, per_token=True, bias=True, pad_token_id=pad)
 
-    def num_units(self, batch: Batch, labels: int) -> int:
-        step_labels = batch.targets[batch.targets != IGNORE]
-        if len(invalid := step_labels[self.is_invalid(step_labels, labels)]):
-            raise UserError(f"data: {self.invalid_message(float(invalid[0]), labels)}")
-        return len(step_labels)
+    def batch_labels(self, batch: Batch) -> Tensor:
+        return batch.targets[batch.targets != IGNORE]
 
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
         targets, target_rows = local_targets(model, batch)
