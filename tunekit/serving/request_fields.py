@@ -4,6 +4,7 @@ import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any, Literal, NamedTuple
 
 from tunekit.data.chat_template.messages import Conversation, json_type, make_conversation, parse_tools
@@ -102,10 +103,15 @@ class Fields:
             if name not in known | IGNORED:
                 raise APIError(400, f"{name}: not supported by this server", name, "unsupported_parameter")
 
-    def number(self, name: str, default: float, low: float, high: float) -> float:
+    def typed(self, name: str, kinds: type | UnionType, noun: str, default: Any = None) -> Any:
+        """Value of a field. Raises APIError for other types than `kinds`; booleans are not numbers."""
         value = self.values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise invalid(name, f"must be a number, got {json_type(value)}")
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+            raise invalid(name, f"must be {noun}, got {json_type(value)}")
+        return value
+
+    def number(self, name: str, default: float, low: float, high: float) -> float:
+        value = self.typed(name, int | float, "a number", default)
         if not low <= value <= high:
             raise invalid(name, f"must be >= {low:g} and <= {high:g}, got {value}")
         return float(value)
@@ -116,32 +122,21 @@ class Fields:
         return max(value, MIN_TEMPERATURE) if value else 0.0
 
     def integer(self, name: str, low: int, high: int | None = None) -> int | None:
-        value = self.values.get(name)
-        if value is None:
+        if name not in self.values:
             return None
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise invalid(name, f"must be an integer, got {json_type(value)}")
+        value = self.typed(name, int, "an integer")
         if value < low or (high is not None and value > high):
             raise invalid(name, f"must be >= {low}{'' if high is None else f' and <= {high}'}, got {value}")
         return value
 
     def boolean(self, name: str) -> bool:
-        value = self.values.get(name, False)
-        if not isinstance(value, bool):
-            raise invalid(name, f"must be a boolean, got {json_type(value)}")
-        return value
+        return self.typed(name, bool, "a boolean", False)
 
     def object(self, name: str) -> dict[str, Any]:
-        value = self.values.get(name, {})
-        if not isinstance(value, dict):
-            raise invalid(name, f"must be an object, got {json_type(value)}")
-        return value
+        return self.typed(name, dict, "an object", {})
 
     def string(self, name: str) -> str:
-        value = self.values.get(name)
-        if not isinstance(value, str):
-            raise invalid(name, f"must be a string, got {json_type(value)}")
-        return value
+        return self.typed(name, str, "a string")
 
     def stop_strings(self) -> tuple[str, ...]:
         value = self.values.get("stop", [])
