@@ -96,9 +96,7 @@ def train(cfg: EmbedConfig, run: RunContext) -> None:
     prefetcher = Prefetcher(train_data, dist.device)
     guard = StepGuard(cfg.step_guard, dist, prefetcher)
     early_stopping = EarlyStopping(cfg)
-    checkpointer = run.open_checkpointer(
-        model, optimizer, lr_scheduler, early_stopping, data=prefetcher, guard=guard
-    )
+    checkpointer = run.open_checkpointer(model, optimizer, lr_scheduler, early_stopping, data=prefetcher, guard=guard)
     step = checkpointer.restore()  # 0 in a new run
     if step == 0:
         check_packing(model, train_data, dist)

@@ -36,14 +36,11 @@ def is_expected(answer: str, expected: Any) -> bool:
 
 
 class AnswerEnvironment(Environment):
-    """Reward 1 if the final answer has the number or text in column `answer`."""
+    """Reward 1 if the final answer has the expected number or text. `reset` sets it."""
 
     def __init__(self) -> None:
         self.expected: Any = None
         self.reward = 0.0
-
-    def reset(self, answer: Any = None, **columns: Any) -> None:
-        self.expected = answer
 
     def step(self, answer: str) -> None:
         self.reward = float(self.expected is not None and is_expected(answer, self.expected))

@@ -41,6 +41,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 class Calculator(AnswerEnvironment):
     """Reward 1 if the last number of the final answer is the expected one."""
 
+    def reset(self, answer: Any = None, **columns: Any) -> None:
+        self.expected = answer
+
     def calculate(self, expression: str) -> str:
         """Compute an arithmetic expression.
 

@@ -1,5 +1,7 @@
 """Python code as tool, in the sandbox."""
 
+from typing import Any
+
 from tunekit.environments.answers import AnswerEnvironment
 from tunekit.environments.sandbox import SandboxConfig, run_python
 
@@ -10,6 +12,9 @@ class PythonTool(AnswerEnvironment):
     def __init__(self, limits: SandboxConfig) -> None:
         super().__init__()
         self.limits = limits
+
+    def reset(self, answer: Any = None, **columns: Any) -> None:
+        self.expected = answer
 
     def python(self, code: str) -> str:
         """Run Python code and return what it prints. Each call starts a new program.

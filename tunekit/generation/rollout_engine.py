@@ -19,9 +19,7 @@ class RolloutEngine(ABC):
 
     is_sharded: bool
 
-    def __init__(
-        self, model: Decoder, max_num_seqs: int, max_model_len: int, dist: DistributedContext | None
-    ) -> None:
+    def __init__(self, model: Decoder, max_num_seqs: int, max_model_len: int, dist: DistributedContext | None) -> None:
         self.model, self.dist = model, dist
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.unfinished: dict[str, Answer] = {}  # answers with further outputs, by request

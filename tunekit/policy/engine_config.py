@@ -11,8 +11,8 @@ from tunekit.build import open_checkpoint
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, check_range
 from tunekit.generation.engine import GenerationEngine
-from tunekit.models.decoder import Decoder
 from tunekit.generation.rollout_engine import RolloutEngine
+from tunekit.models.decoder import Decoder
 from tunekit.rollouts.openai_client import OpenAIClient
 from tunekit.rollouts.served_model import ServedAdapter, ServedModel
 from tunekit.rollouts.server_engine import ServerEngine

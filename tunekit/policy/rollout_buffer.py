@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
+from tunekit.generation.rollout_engine import RolloutEngine
 from tunekit.loggers.metric_logger import MetricLogger
 from tunekit.losses.advantages import nan_std, sum_rewards
 from tunekit.losses.policy_gradient import PolicyGradientLoss, RewardSignals
@@ -23,7 +24,6 @@ from tunekit.policy.prompt_loader import PromptLoader
 from tunekit.policy.samples import PolicyCollator, PolicySamples
 from tunekit.rewards.base import gather_answers, reward_names
 from tunekit.rewards.context import RewardContext, TrainerState, fill_columns
-from tunekit.generation.rollout_engine import RolloutEngine
 from tunekit.rollouts.episode_log import episode_record
 from tunekit.rollouts.episodes import describe_rewrites, generate_rollouts
 from tunekit.rollouts.rollout import PromptRow, Rollout

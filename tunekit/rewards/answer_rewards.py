@@ -19,7 +19,7 @@ class ExactMatch(AnswerReward):
     """1 if the answer equals the text in a column, without spaces around it; otherwise 0."""
 
     kind: ClassVar[str] = "exact_match"
-    reads_column: ClassVar[bool] = True
+    column_key: ClassVar[str] = "column"
     column: str = "answer"  # Column with the expected text
     ignore_case: bool = False  # Compare in lower case
 
@@ -33,7 +33,7 @@ class NumericMatch(AnswerReward):
     """1 if the last number of the answer equals the last number in a column; otherwise 0."""
 
     kind: ClassVar[str] = "numeric_match"
-    reads_column: ClassVar[bool] = True
+    column_key: ClassVar[str] = "column"
     column: str = "answer"  # Column with the expected number, or with a text that ends with it, as in GSM8K
     tolerance: float = 1e-6  # Allowed difference; relative to expected numbers above 1
 
@@ -51,7 +51,7 @@ class RegexMatch(AnswerReward):
     """1 if the answer contains a regular expression; otherwise 0."""
 
     kind: ClassVar[str] = "regex_match"
-    reads_column: ClassVar[bool] = True
+    column_key: ClassVar[str] = "column"
     regex: str  # Regular expression, such as `####\s*(-?\d+)`
     # Column with a text in which the groups of the last occurrence must be the same; null: any occurrence counts
     column: str | None = None
@@ -144,7 +144,7 @@ class GSM8KCorrectness(TaggedReward):
     """
 
     kind: ClassVar[str] = "gsm8k_correctness"
-    reads_column: ClassVar[bool] = True
+    column_key: ClassVar[str] = "column"
 
     def score(self, rollout: Rollout) -> float:
         text, expected = rollout.completion, column_text(rollout, self.column).rpartition("####")[2].strip()

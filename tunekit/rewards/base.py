@@ -25,7 +25,7 @@ class RewardFunction(ABC):
     """Scores answers. The reward of an answer is the weighted sum of its scores."""
 
     kind: ClassVar[str]
-    reads_column: ClassVar[bool] = False  # from the rows; its name is the key `column`
+    column_key: ClassVar[str | None] = None  # config key with the name of a column that rows must have
     weight: float = field(default=1.0, kw_only=True)  # Factor of this reward in the sum of all rewards
 
     def __post_init__(self) -> None:
@@ -39,10 +39,11 @@ class RewardFunction(ABC):
 
     def check(self, columns: Collection[str]) -> None:
         """Raise UserError if rows with these columns cannot be scored. Reads no weights."""
-        column: str | None = getattr(self, "column") if self.reads_column else None
+        key = self.column_key
+        column: str | None = None if key is None else getattr(self, key)
         if column is not None and column not in columns:
             known = ", ".join(columns) or "none"
-            raise UserError(f"column: the rows have no column {column!r} (columns: {known}). Set it to one of these.")
+            raise UserError(f"{key}: the rows have no column {column!r} (columns: {known}). Set it to one of these.")
 
     @property
     def is_async(self) -> bool:

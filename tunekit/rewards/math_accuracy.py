@@ -24,7 +24,7 @@ class Accuracy(AnswerReward):
     """
 
     kind: ClassVar[str] = "accuracy"
-    reads_column: ClassVar[bool] = True
+    column_key: ClassVar[str] = "column"
     column: str = "solution"  # Column with the solution
 
     def check(self, columns: Collection[str]) -> None:

@@ -23,7 +23,7 @@ class UnitTests(RewardFunction):
     """
 
     kind: ClassVar[str] = "unit_tests"
-    reads_column: ClassVar[bool] = True
+    column_key: ClassVar[str] = "column"
     column: str = "tests"  # Column with the tests: Python text, or a list of statements such as `assert f(2) == 4`
     sandbox: SandboxConfig = SandboxConfig()  # Limits of the process
     num_workers: int = 4  # Processes at the same time

@@ -21,10 +21,10 @@ from tunekit.environments.base import get_tool_schemas
 from tunekit.environments.config import EnvironmentConfig
 from tunekit.errors import DeferredError, UserError
 from tunekit.generation.requests import GenerationRequest, TokenOutput
+from tunekit.generation.rollout_engine import RolloutEngine
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.generation.stop_strings import StopStrings
 from tunekit.loggers.progress import ProgressLogger
-from tunekit.generation.rollout_engine import RolloutEngine
 from tunekit.rollouts.episode import Episode, EpisodeEnvironment, EpisodeStart, TurnResult
 from tunekit.rollouts.rollout import PromptRow, Rollout
 

@@ -205,9 +205,7 @@ class ModelServer:
     async def complete(self, request: Request) -> Response:
         return await self.answer(request, "completion", parse_completion_request(await self.read_body(request)))
 
-    async def answer(
-        self, request: Request, endpoint: Endpoint, parsed: ChatRequest | CompletionRequest
-    ) -> Response:
+    async def answer(self, request: Request, endpoint: Endpoint, parsed: ChatRequest | CompletionRequest) -> Response:
         options, adapter = parsed.options, self.find_adapter(parsed.options.model)
         maker = self.prompts[adapter]
         prompts = await asyncio.to_thread(maker.make_prompts, parsed)

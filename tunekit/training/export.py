@@ -33,7 +33,7 @@ def export_final(
         with devices.full_fp32_matmuls():
             result = verify.verify_saved(directory, model, source, dist)
         config = to_plain_config(cfg, run.recipe)
-        data = dict(zip(("data", "eval_data"), loaders, strict=True))
+        data = {"data": loaders[0], "eval_data": loaders[1]}
         info = model_card.ModelCardInfo(run.recipe, config, run.dir, checkpoint, model, data, dist.device)
         dist.run_on_main(partial(write_model_card, directory, run.dir, info, step, result))
     dist.log(f"finished: {final_dir}\n{result}")

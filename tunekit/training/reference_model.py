@@ -75,7 +75,7 @@ class BaseReference(ABC):
         """Whether each step has a forward pass of the reference."""
         return needs_reference(loss)
 
-    def check_adapter(self, adapter: NoAdapter | LoRAConfig, fix: str) -> None:
+    def check_adapter(self, adapter: NoAdapter | LoRAConfig, fix: str) -> None:  # noqa: B027
         """Raise FieldError, which ends with `fix`, if this reference does not work with the adapter."""
 
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:

@@ -22,9 +22,7 @@ from tunekit.training.data_checks import check_data
 from tunekit.training.run_context import RunContext
 
 
-def open_dataloaders(
-    cfg: TrainConfig, tokenizer: Tokenizer, run: RunContext
-) -> tuple[DataLoader, DataLoader | None]:
+def open_dataloaders(cfg: TrainConfig, tokenizer: Tokenizer, run: RunContext) -> tuple[DataLoader, DataLoader | None]:
     """Tokenize `data` and `eval_data`, or read them from the cache. Raises UserError if rows are unusable.
 
     Skipped rows are listed in the run directory, and in `eval` below it.

@@ -19,12 +19,12 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.generation.engine import GenerationEngine
 from tunekit.generation.requests import Answer, GenerationRequest, TokenOutput
+from tunekit.generation.rollout_engine import RolloutEngine
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.generation.stop_strings import StopStrings
 from tunekit.loggers import metrics_file
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
-from tunekit.generation.rollout_engine import RolloutEngine
 from tunekit.rollouts.openai_client import OpenAIClient
 from tunekit.rollouts.served_model import ServedAdapter
 from tunekit.rollouts.server_engine import ServerEngine, completion_request
