@@ -30,10 +30,10 @@ def check_range(
 ) -> None:
     """Raise FieldError for the first field of a config class that is set and is out of range."""
     checks = ((">=", ge, operator.ge), (">", gt, operator.gt), ("<=", le, operator.le), ("<", lt, operator.lt))
-    limits = [(sign, bound, holds) for sign, bound, holds in checks if bound is not None]
+    limits = [(sign, bound, compare) for sign, bound, compare in checks if bound is not None]
     for name in names:
         value = getattr(config, name)
-        if value is not None and not all(holds(value, bound) for _, bound, holds in limits):
+        if value is not None and not all(compare(value, bound) for _, bound, compare in limits):
             expected = " and ".join(f"{sign} {bound}" for sign, bound, _ in limits)
             raise FieldError(name, f"must be {expected}, got {value}")
 
