@@ -14,6 +14,9 @@ from tunekit.errors import check_range
 from tunekit.losses.advantages import group_advantages, leave_one_out_advantages, rewards_to_go, whiten
 
 TokenValues = dict[str, Tensor]  # values (n,) of the tokens of a micro-batch, by the name of their metric
+# What has the same weight: the tokens of an optimizer step or of a generation, sequences, or tokens of sequences whose
+# length counts as the maximum
+Reduction = Literal["step", "generation", "sequence", "max_length"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class PolicyGradientLoss(ABC):
     """
 
     is_sequence_level: ClassVar[bool] = False  # whether all tokens of an answer have the same ratio
+    reduction: ClassVar[Reduction] = "step"
     kl_key: ClassVar[str] = "beta"  # field with the coefficient of the KL divergence
     beta: float = 0.0  # Coefficient of the KL divergence from the reference; 0: no reference model
     mask_truncated_completions: bool = False  # Do not train answers without a stop token
@@ -112,9 +116,16 @@ class PolicyGradientLoss(ABC):
     def advantages(self, signals: RewardSignals) -> Advantages:
         """Advantages of the answers of a generation, before NaN is replaced by 0."""
 
-    @abstractmethod
     def document_weights(self, num_tokens: Tensor, step: StepCounts) -> Tensor:
         """Weight (N,) of the tokens of each sequence of a step, of which `num_tokens` (N,) are trained."""
+        if self.reduction == "sequence":
+            return 1 / (num_tokens.clamp(min=1) * step.num_sequences)
+        divisors = {
+            "step": max(step.num_tokens, 1),
+            "generation": max(step.mean_num_tokens, 1),
+            "max_length": step.num_sequences * step.max_completion_length,
+        }
+        return torch.full_like(num_tokens, 1 / divisors[self.reduction])
 
     @abstractmethod
     def policy_loss(self, ratios: Tensor, tokens: PolicyTokens) -> Tensor:
@@ -168,6 +179,7 @@ class PolicyGradientLoss(ABC):
 class GroupRelativeLoss(PolicyGradientLoss):
     """Losses whose advantage is the reward minus the mean reward of the answers to the same prompt."""
 
+    reduction: ClassVar[Reduction] = "generation"
     # Divide advantages by the standard deviation of the rewards of the `group`, or of all answers (`batch`). As in TRL,
     # true is `group` and false is `none`
     scale_rewards: Literal["group", "batch", "none"] | bool = "group"
@@ -191,10 +203,6 @@ class GroupRelativeLoss(PolicyGradientLoss):
     def kl_divergence(self, ratios: Tensor, tokens: PolicyTokens) -> Tensor:
         kl = super().kl_divergence(ratios, tokens)
         return kl * ratios if self.use_bias_correction_kl else kl
-
-    def document_weights(self, num_tokens: Tensor, step: StepCounts) -> Tensor:
-        """Every token of the generation has the same weight."""
-        return torch.full_like(num_tokens, 1 / max(step.mean_num_tokens, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,9 +246,7 @@ class GRPO(ClippedLoss, GroupRelativeLoss):
     """GRPO (arXiv:2402.03300): the mean over answers of the mean over their tokens, which favors short answers."""
 
     kind: ClassVar[str] = "grpo"
-
-    def document_weights(self, num_tokens: Tensor, step: StepCounts) -> Tensor:
-        return sequence_weights(num_tokens, step)
+    reduction: ClassVar[Reduction] = "sequence"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,9 +254,7 @@ class BNPO(ClippedLoss, GroupRelativeLoss):
     """The mean over the tokens of the optimizer step."""
 
     kind: ClassVar[str] = "bnpo"
-
-    def document_weights(self, num_tokens: Tensor, step: StepCounts) -> Tensor:
-        return torch.full_like(num_tokens, 1 / max(step.num_tokens, 1))
+    reduction: ClassVar[Reduction] = "step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,9 +262,7 @@ class DrGRPO(ClippedLoss, GroupRelativeLoss):
     """Dr. GRPO (arXiv:2503.20783): tokens are divided by a constant length. The paper sets scale_rewards=none."""
 
     kind: ClassVar[str] = "dr_grpo"
-
-    def document_weights(self, num_tokens: Tensor, step: StepCounts) -> Tensor:
-        return torch.full_like(num_tokens, 1 / (step.num_sequences * step.max_completion_length))
+    reduction: ClassVar[Reduction] = "max_length"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,15 +294,13 @@ class SAPO(GroupRelativeLoss):
     """SAPO (arXiv:2511.20347): a sigmoid of the ratio lowers the gradients of distant tokens gradually."""
 
     kind: ClassVar[str] = "sapo"
+    reduction: ClassVar[Reduction] = "sequence"
     sapo_temperature_pos: float = 1.0  # Steepness for positive advantages
     sapo_temperature_neg: float = 1.05  # Steepness for other advantages
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, "sapo_temperature_pos", "sapo_temperature_neg", gt=0)
-
-    def document_weights(self, num_tokens: Tensor, step: StepCounts) -> Tensor:
-        return sequence_weights(num_tokens, step)
 
     def policy_loss(self, ratios: Tensor, tokens: PolicyTokens) -> Tensor:
         is_positive = tokens.advantages > 0
@@ -322,6 +322,7 @@ class RLOO(RewardKLLoss):
     """RLOO (arXiv:2402.14740): the baseline of an answer is the mean reward of the others; one ratio per answer."""
 
     kind: ClassVar[str] = "rloo"
+    reduction: ClassVar[Reduction] = "sequence"
     is_sequence_level: ClassVar[bool] = True
     beta: float = 0.05  # Coefficient of the KL divergence of an answer, subtracted from its reward; 0: no reference
     normalize_advantages: bool = False  # Scale the advantages of a step to mean 0 and standard deviation 1
@@ -335,9 +336,6 @@ class RLOO(RewardKLLoss):
 
     def log_ratios(self, tokens: PolicyTokens) -> Tensor:
         return tokens.sum_per_document(tokens.logps - tokens.old_logps)[tokens.doc_ids]
-
-    def document_weights(self, num_tokens: Tensor, step: StepCounts) -> Tensor:
-        return sequence_weights(num_tokens, step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,13 +357,5 @@ class ReinforcePP(RewardKLLoss):
         returns = rewards_to_go(rewards, self.beta * kl * signals.loss_mask)
         return Advantages(whiten(returns.masked_fill(~signals.loss_mask, torch.nan)), std)
 
-    def document_weights(self, num_tokens: Tensor, step: StepCounts) -> Tensor:
-        return torch.full_like(num_tokens, 1 / max(step.num_tokens, 1))
-
 
 PolicyLoss = DAPO | GRPO | BNPO | DrGRPO | GSPO | CISPO | SAPO | RLOO | ReinforcePP
-
-
-def sequence_weights(num_tokens: Tensor, step: StepCounts) -> Tensor:
-    """Every sequence has the same weight."""
-    return 1 / (num_tokens.clamp(min=1) * step.num_sequences)

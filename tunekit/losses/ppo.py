@@ -15,7 +15,6 @@ from tunekit.losses.policy_gradient import (
     PolicyGradientLoss,
     PolicyTokens,
     RewardSignals,
-    StepCounts,
     TokenValues,
 )
 
@@ -88,10 +87,6 @@ class PPO(PolicyGradientLoss):
     def estimate_kl(self, log_ratios: Tensor) -> Tensor:
         """Estimate of the KL divergence from log π_old/π_ref."""
         return log_ratios if self.kl_estimator == "k1" else (-log_ratios).expm1() + log_ratios
-
-    def document_weights(self, num_tokens: Tensor, step: StepCounts) -> Tensor:
-        """Every token of the step has the same weight."""
-        return torch.full_like(num_tokens, 1 / max(step.num_tokens, 1))
 
     def policy_loss(self, ratios: Tensor, tokens: PolicyTokens) -> Tensor:
         clipped = ratios.clamp(1 - self.cliprange, 1 + self.cliprange)
