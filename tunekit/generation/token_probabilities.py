@@ -6,33 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tunekit.data.inspect.html_report import escape
+from tunekit.data.inspect.html_report import escape, html_page
 from tunekit.data.inspect.token_display import decode_groups, show_whitespace
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.models.decoder import Decoder
 
 NUM_ALTERNATIVES = 5
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title}</title>
-<style>
-body {{ margin: 1rem auto; max-width: 62rem; font: 16px/2 system-ui, sans-serif; color: #1d2327; background: #fbfbf9; }}
-p {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
-i {{ font-style: normal; border-radius: .2rem; margin-right: 1px; padding: .1rem 0; }}
-.context {{ color: #69727a; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p>Probabilities of the model, before temperature and other sampling options: {legend}. Point at a token for its \
-probability and the most likely tokens.</p>
-<p><span class="context">{prompt}</span>{answer}</p>
-</body>
-</html>
-"""
+STYLE = "i { border-radius: .2rem; margin-right: 1px; color: #1d2327; }\n"
 
 
 class TokenProbability(NamedTuple):
@@ -79,7 +59,12 @@ def render_probabilities(
         shown.append(colored(text if special else show_whitespace(text, False, False), probability, tooltip))
     legend = " ".join(colored(f"{percent}%", percent / 100) for percent in (0, 25, 50, 75, 100))
     context = escape(tokenizer.decode(prompt, special=True))
-    return PAGE.format(title=escape(title), legend=legend, prompt=context, answer="".join(shown))
+    body = (
+        f"<p>Probabilities of the model, before temperature and other sampling options: {legend}. Point at a token for "
+        f'its probability and the most likely tokens.</p>\n<div class="text"><span class="faint">{context}</span>'
+        f"{''.join(shown)}</div>"
+    )
+    return html_page(title, body, STYLE)
 
 
 def colored(text: str, level: float, tooltip: str = "") -> str:

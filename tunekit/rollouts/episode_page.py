@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from tunekit.data.inspect.html_report import ASSETS_DIR, escape
+from tunekit.data.inspect.html_report import escape, html_page
 from tunekit.generation.token_probabilities import colored
 
 STYLE = """
@@ -13,24 +13,6 @@ summary { cursor: pointer; }
 .turn { border-left: .3rem solid var(--line); padding-left: .8rem; }
 .observation { color: var(--faint); }
 .text i { color: #1d2327; }
-"""
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-{style}</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p class="faint">{summary} Sampled tokens are colored by {measure}. Gray text comes from the environment and is not
-trained. Point at a token for its numbers.</p>
-{episodes}
-</body>
-</html>
 """
 
 
@@ -40,13 +22,13 @@ def render_episodes(records: Sequence[Mapping[str, Any]], title: str) -> str:
     mean = f", mean reward {sum(rewards) / len(rewards):.3g}" if rewards else ""
     largest = max((abs(value) for record in records for value in record["advantages"] or ()), default=0.0)
     has_advantages = any(record["advantages"] is not None for record in records)
-    return PAGE.format(
-        title=escape(title),
-        style=(ASSETS_DIR / "page.css").read_text("utf-8") + STYLE,
-        summary=f"{len(records)} episodes{mean}.",
-        measure="advantage, from red (negative) to green (positive)" if has_advantages else "probability, red is low",
-        episodes="\n".join(render_episode(record, number, largest) for number, record in enumerate(records, 1)),
+    measure = "advantage, from red (negative) to green (positive)" if has_advantages else "probability, red is low"
+    episodes = "\n".join(render_episode(record, number, largest) for number, record in enumerate(records, 1))
+    summary = (
+        f"{len(records)} episodes{mean}. Sampled tokens are colored by {measure}. Gray text comes from the environment "
+        "and is not trained. Point at a token for its numbers."
     )
+    return html_page(title, f'<p class="faint">{summary}</p>\n{episodes}', STYLE)
 
 
 def render_episode(record: Mapping[str, Any], number: int, largest: float) -> str:

@@ -14,8 +14,6 @@ from tunekit.data.tokenizer import Tokenizer
 
 ASSETS_DIR = Path(__file__).parent
 CSS_CLASSES = {TokenRole.CONTEXT: "", TokenRole.TARGET: "l", TokenRole.DROPPED: "d"}
-# Rows are untrusted text. Should escaping fail, the page still cannot load or send anything.
-CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 def escape(text: str) -> str:
@@ -23,22 +21,34 @@ def escape(text: str) -> str:
     return html.escape(escape_control(text))
 
 
-def render_html(report: DataReport, title: str) -> str:
-    """Return the HTML page of a report."""
-    style, script = ((ASSETS_DIR / name).read_text("utf-8") for name in ("page.css", "page.js"))
+def html_page(title: str, body: str, style: str = "", script: str = "") -> str:
+    """A self-contained page with the style of reports.
+
+    Its texts are untrusted. Should escaping fail, the page still cannot load or send anything.
+    """
+    policy = "default-src 'none'; style-src 'unsafe-inline'" + ("; script-src 'unsafe-inline'" if script else "")
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
 <style>
-{style}</style>
+{(ASSETS_DIR / "page.css").read_text("utf-8")}{style}</style>
 </head>
 <body>
 <h1>{escape(title)}</h1>
-<p class="faint">{escape(report.model)}</p>
+{body}
+{f"<script>{script}</script>" if script else ""}
+</body>
+</html>
+"""
+
+
+def render_html(report: DataReport, title: str) -> str:
+    """Return the HTML page of a report."""
+    body = f"""<p class="faint">{escape(report.model)}</p>
 {"".join(map(format_stats, report.stats))}
 <h2>Findings</h2>
 {"".join(map(format_finding, report.findings)) or '<p class="faint">no problems found</p>'}
@@ -47,12 +57,8 @@ def render_html(report: DataReport, title: str) -> str:
 <i class="s">&lt;special&gt;</i> <i class="d">truncated</i>
 <label><input type="checkbox" id="bounds"> token boundaries</label></div>
 {"".join(format_row(example, report.tokenizer) for example in (*report.rows, *report.examples))}
-<div id="tip"></div>
-<script>
-{script}</script>
-</body>
-</html>
-"""
+<div id="tip"></div>"""
+    return html_page(title, body, script=(ASSETS_DIR / "page.js").read_text("utf-8"))
 
 
 def format_stats(stats: DatasetStats) -> str:
