@@ -43,7 +43,6 @@ class GRPOConfig(PolicyConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(self, "steps_per_generation", "num_iterations", ge=1)
-        self.check_loss(self.loss)
 
 
 CONFIG = GRPOConfig
@@ -71,7 +70,7 @@ def train(cfg: GRPOConfig, run: RunContext) -> None:
     forgetting = ForgettingMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
     generation = GenerationMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
     model = load_model(checkpoint, cfg, dist)
-    objective = open_objective(cfg, cfg.loss, train_data, model)
+    objective = open_objective(cfg, train_data, model)
     reference = cfg.reference.open_model(cfg, checkpoint, model, dist) if cfg.loss.needs_reference else None
     sampler = RolloutSampler.open(cfg, model, train_data, dist)
     num_steps = run.begin(train_data)
@@ -80,7 +79,7 @@ def train(cfg: GRPOConfig, run: RunContext) -> None:
     lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
     prefetcher = Prefetcher(train_data, dist.device)
     guard = StepGuard(cfg.step_guard, dist, prefetcher)
-    drift_limit = DriftLimit(cfg, cfg.loss, dist)
+    drift_limit = DriftLimit(cfg, dist)
     early_stopping = EarlyStopping(cfg)
     rollouts = RolloutBuffer(sampler, objective, reference)
     checkpointer = run.open_checkpointer(

@@ -43,7 +43,6 @@ class PPOConfig(PolicyConfig):
         super().__post_init__()
         check_range(self, "num_ppo_epochs", "num_mini_batches", ge=1)
         check_range(self, "value_lr", gt=0)
-        self.check_loss(self.loss)
 
     @property
     def steps_per_generation(self) -> int:
@@ -79,7 +78,7 @@ def train(cfg: PPOConfig, run: RunContext) -> None:
     forgetting = ForgettingMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
     generation = GenerationMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
     model = load_model(checkpoint, cfg, dist, value_head=True)  # saved in training states only
-    objective = open_objective(cfg, cfg.loss, train_data, model, PPOObjective)
+    objective = open_objective(cfg, train_data, model, PPOObjective)
     reference = cfg.reference.open_model(cfg, checkpoint, model, dist) if cfg.loss.needs_reference else None
     sampler = RolloutSampler.open(cfg, model, train_data, dist)
     num_steps = run.begin(train_data)
@@ -88,7 +87,7 @@ def train(cfg: PPOConfig, run: RunContext) -> None:
     lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
     prefetcher = Prefetcher(train_data, dist.device)
     guard = StepGuard(cfg.step_guard, dist, prefetcher)
-    drift_limit = DriftLimit(cfg, cfg.loss, dist)
+    drift_limit = DriftLimit(cfg, dist)
     early_stopping = EarlyStopping(cfg)
     rollouts = PPOBuffer(sampler, objective, reference)
     checkpointer = run.open_checkpointer(

@@ -60,6 +60,7 @@ class PolicyConfig(TrainConfig):
     num_completions_to_print: int = 0  # Answers of each generation to print; all are in `completions.jsonl`
     num_episodes_to_save: int = 8  # Answers of each generation in `episodes.jsonl` with all tokens, for `tune episodes`
     metric_for_best_model: str = "reward"  # Metric of the evaluation, such as `reward` or `rewards/exact_match/mean`
+    loss: PolicyGradientLoss  # each recipe lists its losses
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,9 +80,11 @@ class PolicyConfig(TrainConfig):
                 raise FieldError(f"{key}.max_length", f"{problem}, as it includes the prompt, got {data.max_length:,}")
             if self.environment is not None and data is not None:
                 check_is_chat(key, data)
+        self.check_loss()
 
-    def check_loss(self, loss: PolicyGradientLoss) -> None:
+    def check_loss(self) -> None:
         """Raise FieldError if the loss does not work with the other keys."""
+        loss = self.loss
         if not loss.needs_reference and not isinstance(self.reference, AutoReference):
             key = f"loss.{loss.kl_key}"
             raise FieldError("reference", f"{key}=0 needs no reference. Remove the key, or set {key}.")
@@ -107,7 +110,7 @@ class PolicyConfig(TrainConfig):
     @property
     def num_cached_seqs(self) -> int:
         """Rows of the cache of a device that generates answers."""
-        return self.engine.num_cached_seqs(self.max_num_seqs)
+        return self.max_num_seqs if isinstance(self.engine, NativeEngineConfig) else 0
 
     @property
     def num_prompts(self) -> int:

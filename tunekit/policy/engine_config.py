@@ -30,10 +30,6 @@ class BaseEngineConfig(ABC):
         """Raise FieldError if the engine cannot follow the training of this adapter."""
         return
 
-    def num_cached_seqs(self, max_num_seqs: int) -> int:
-        """Rows of the cache on a device in training."""
-        return 0
-
     @abstractmethod
     def open(
         self, cfg: TrainConfig, model: Decoder, max_num_seqs: int, max_model_len: int, dist: DistributedContext
@@ -46,9 +42,6 @@ class NativeEngineConfig(BaseEngineConfig):
     """The model in training, between the optimizer steps: no copies of the weights, and the same probabilities."""
 
     kind: ClassVar[str] = "native"
-
-    def num_cached_seqs(self, max_num_seqs: int) -> int:
-        return max_num_seqs
 
     def open(
         self, cfg: TrainConfig, model: Decoder, max_num_seqs: int, max_model_len: int, dist: DistributedContext

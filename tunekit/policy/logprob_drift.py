@@ -9,7 +9,6 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.kernels.device_to_host import HostCopy
 from tunekit.loggers.metric_logger import MetricLogger
-from tunekit.losses.policy_gradient import PolicyGradientLoss
 from tunekit.policy.config import PolicyConfig
 
 DEFAULT_LIMIT = 0.2
@@ -23,8 +22,8 @@ class DriftLimit:
     read before weights are saved or evaluated. On the CPU, each step is read at once.
     """
 
-    def __init__(self, cfg: PolicyConfig, loss: PolicyGradientLoss, dist: DistributedContext) -> None:
-        default = None if loss.importance_sampling_correction else DEFAULT_LIMIT
+    def __init__(self, cfg: PolicyConfig, dist: DistributedContext) -> None:
+        default = None if cfg.loss.importance_sampling_correction else DEFAULT_LIMIT
         self.limit = cfg.max_logprob_drift if cfg.max_logprob_drift is not None else default
         self.largest = torch.zeros(1, device=dist.device)
         self.copy = HostCopy(self.largest)

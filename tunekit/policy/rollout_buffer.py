@@ -16,7 +16,7 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.generation.rollout_engine import RolloutEngine
 from tunekit.loggers.metric_logger import MetricLogger
 from tunekit.losses.advantages import nan_std, sum_rewards
-from tunekit.losses.policy_gradient import PolicyGradientLoss, RewardSignals
+from tunekit.losses.policy_gradient import RewardSignals
 from tunekit.models.decoder import Decoder
 from tunekit.policy.config import PolicyConfig
 from tunekit.policy.objective import PolicyObjective
@@ -255,11 +255,7 @@ class RolloutBuffer:
 
 
 def open_objective(
-    cfg: PolicyConfig,
-    loss: PolicyGradientLoss,
-    data: PromptLoader,
-    model: Decoder,
-    kind: type[PolicyObjective] = PolicyObjective,
+    cfg: PolicyConfig, data: PromptLoader, model: Decoder, kind: type[PolicyObjective] = PolicyObjective
 ) -> PolicyObjective:
     """The objective of a run. With `data.packing`, the answers to a prompt share it where the model supports that."""
     max_length = data.mixture.max_length
@@ -271,7 +267,7 @@ def open_objective(
         with_document_ids=True,
     )
     policy_collator = PolicyCollator(collator, cfg.num_generations, model.shares_prefixes(max_length))
-    return kind(loss, policy_collator, cfg.sampling.temperature, cfg.sampling.max_new_tokens)
+    return kind(cfg.loss, policy_collator, cfg.sampling.temperature, cfg.sampling.max_new_tokens)
 
 
 def none_for_nan(value: float) -> float | None:

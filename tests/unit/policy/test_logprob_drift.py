@@ -19,18 +19,17 @@ IDLE, PENDING = SimpleNamespace(pending=[]), SimpleNamespace(pending=["a metric 
 
 
 def make_limit(limit: float | None = None, correction: bool = False, device: str = "cpu") -> DriftLimit:
-    loss = DAPO(importance_sampling_correction=correction)
     cfg: Any = GRPOConfig(
         model="m",
         output_dir="o",
         data=PromptDataset("rows.jsonl"),
         rewards=(Length(),),
-        loss=loss,
+        loss=DAPO(importance_sampling_correction=correction),
         max_logprob_drift=limit,
     )
     dist = DistributedContext(0, "cpu")
     dist.device = torch.device(device)
-    return DriftLimit(cfg, loss, dist)
+    return DriftLimit(cfg, dist)
 
 
 def add(limit: DriftLimit, drift: float, logger: Any = IDLE) -> None:

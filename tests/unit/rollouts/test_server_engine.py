@@ -13,6 +13,7 @@ from tests.helpers.completion_server import EOS, CompletionServer, TokenFormat, 
 from tunekit import assets, build
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.data.dataloader.prompt_data import PromptDataset
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
 from tunekit.generation.requests import GenerationRequest, TokenOutput
@@ -20,8 +21,10 @@ from tunekit.generation.sampling import SamplingConfig
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
-from tunekit.policy.engine_config import ServerEngineConfig
+from tunekit.policy.engine_config import NativeEngineConfig, ServerEngineConfig
 from tunekit.quantization.config import NoQuantization
+from tunekit.recipes.grpo import GRPOConfig
+from tunekit.rewards.answer_rewards import Length
 from tunekit.rollouts import openai_client
 from tunekit.rollouts.openai_client import OpenAIClient
 from tunekit.rollouts.served_model import ServedAdapter, ServedModel
@@ -254,7 +257,10 @@ def test_config_is_checked() -> None:
     with pytest.raises(FieldError, match="adapter"):
         ServerEngineConfig("http://x").check(NoAdapter())
     ServerEngineConfig("http://x", sync="none").check(NoAdapter())
-    assert ServerEngineConfig("http://x").num_cached_seqs(64) == 0, "the trainer has no cache"
+    for engine, count in ((ServerEngineConfig("http://x", sync="none"), 0), (NativeEngineConfig(), 64)):
+        data, rewards = PromptDataset("rows.jsonl"), (Length(),)
+        cfg = GRPOConfig(model="m", output_dir="o", data=data, rewards=rewards, engine=engine, max_num_seqs=64)
+        assert cfg.num_cached_seqs == count, "the trainer has no cache for the answers of a server"
 
 
 def test_saved_adapter_has_the_current_weights(
