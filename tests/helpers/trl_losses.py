@@ -1,5 +1,6 @@
 """Answers with random log-probabilities, and the losses that TRL computes for them."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,16 +53,15 @@ def make_answers(tokens: Tensor, reference: Tensor, is_desirable: Tensor | None 
         count,
         torch.zeros_like(count),
         sums,
-        count,
         is_desirable,
         interleave(mask_logps(reference).sum(1)).detach(),
     )
 
 
 def step_totals(answers: SequenceLogps, kl: float = 0.0) -> StepTotals:
-    """Totals of a step with only these answers."""
+    """Totals of a step with only these answers, whose rows with prompts have `LENGTH` tokens."""
     tokens = answers.num_tokens[answers.is_desirable].sum()
-    lengths = answers.full_num_tokens[answers.is_desirable].sum()
+    lengths = answers.is_desirable.sum() * float(LENGTH - 1)
     count, detached = torch.tensor(len(answers.logps)), answers.detach()
     return StepTotals(count, tokens, lengths, torch.tensor(kl), torch.zeros(()), detached)
 
@@ -173,5 +173,4 @@ def answers_from_logits(model_logits: Tensor) -> SequenceLogps:
     """SequenceLogps of answers, from logits, including those of full rows."""
     token_logps = model_logits[:, :-1].log_softmax(-1).gather(2, make_token_ids()[:, 1:, None]).squeeze(2)
     answers = make_answers(token_logps, torch.zeros_like(token_logps))
-    lengths = torch.full((2 * PAIRS,), float(LENGTH - 1))
-    return SequenceLogps(**{**vars(answers), "full_logps": interleave(token_logps.sum(1)), "full_num_tokens": lengths})
+    return replace(answers, full_logps=interleave(token_logps.sum(1)))

@@ -3,7 +3,6 @@
 p is the student's and q the teacher's distribution, both softmax(logits / temperature).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +15,6 @@ from tunekit.losses.cross_entropy import local_targets
 from tunekit.models.decoder import Decoder, Head
 
 MetricTensors = dict[str, Tensor]
-DistillationLoss = Callable[[Decoder, Batch], tuple[Tensor, MetricTensors]]
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class PreferenceObjective:
         batch, ref_logps = micro_batch
         self.routers.begin_pass(model, batch)
         full = any(term.needs_prompt_logps for term in self.terms)
-        return sequence_logps(model, batch, full, self.ld_alpha).with_reference(ref_logps)
+        return replace(sequence_logps(model, batch, full, self.ld_alpha), ref_logps=ref_logps)
 
     def begin_step(
         self, model: Decoder, batches: list[Batch], dist: DistributedContext, training: bool = True

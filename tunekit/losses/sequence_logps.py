@@ -1,6 +1,6 @@
 """Log-probabilities of complete answers, the input of preference losses."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ class SequenceLogps:
     num_tokens: Tensor  # number of target tokens
     entropies: Tensor  # entropy of the predictions at the target tokens, in nats; no gradient
     full_logps: Tensor  # log-probability of prompt and answer if requested with `full`, else of the answer
-    full_num_tokens: Tensor  # number of tokens in `full_logps`
     is_desirable: Tensor  # bool: chosen, or labeled as desirable
     ref_logps: Tensor  # log-probability under the reference model; 0 without a reference
 
@@ -41,9 +40,6 @@ class SequenceLogps:
     def mean_logps(self) -> Tensor:
         """Mean log-probability per target token of each answer."""
         return self.logps / self.num_tokens.clamp(min=1)
-
-    def with_reference(self, ref_logps: Tensor) -> "SequenceLogps":
-        return replace(self, ref_logps=ref_logps)
 
     def detach(self) -> "SequenceLogps":
         return SequenceLogps(**{name: value.detach() for name, value in vars(self).items()})
@@ -86,8 +82,7 @@ def sequence_logps(
 
     inputs = batch.tokens, batch.positions, batch.layout
     sums = model.cp_sharding.all_reduce_sum(model(*inputs, head_fn=read, sharded=True))
-    full_counts = sum_per_document(batch, (batch.full_targets != IGNORE).float()) if full else counts
-    return SequenceLogps(sums[0], counts, sums[1].detach(), sums[2], full_counts, desirable, torch.zeros_like(counts))
+    return SequenceLogps(sums[0], counts, sums[1].detach(), sums[2], desirable, torch.zeros_like(counts))
 
 
 def document_ids(batch: Batch) -> Tensor:

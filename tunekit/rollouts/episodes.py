@@ -5,7 +5,7 @@ the chat template writes between two answers.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -54,18 +54,13 @@ def generate_rollouts(  # noqa: PLR0913
     """
     training = engine.model.training
     runner = EpisodeRunner(engine, tokenizer, sampling, environment, progress)
-    rollouts = runner.run(make_episodes(prompts, num_generations, step))
-    engine.model.train(training)
-    return rollouts
-
-
-def make_episodes(prompts: Mapping[int, PromptRow], num_generations: int, step: int) -> list[Episode]:
-    """Episodes with ids that name the row in errors, and with names of their random numbers."""
-    return [
+    rollouts = runner.run(
         Episode(f"{prompt.where} {position} {index}", f"step {step} row {position} {index}", position, prompt)
         for position, prompt in prompts.items()
         for index in range(num_generations)
-    ]
+    )
+    engine.model.train(training)
+    return rollouts
 
 
 class EpisodeRunner:
@@ -99,8 +94,9 @@ class EpisodeRunner:
         self.encoded: dict[str, list[int]] = {}  # tokens of prompts
         self.deferred = DeferredError()
 
-    def run(self, episodes: Sequence[Episode]) -> list[Rollout]:
+    def run(self, episodes: Iterable[Episode]) -> list[Rollout]:
         """Rollouts of all episodes, in their order."""
+        episodes = list(episodes)
         num_workers = 1 if self.config is None else self.config.num_workers
         with ThreadPoolExecutor(num_workers) as self.pool, ExitStack() as stack:
             stack.callback(self.close_environments)

@@ -169,19 +169,13 @@ class PrecomputedReference(BaseReference):
 
     def open(self, inputs: ReferenceInputs) -> ReferenceLogps:
         run, train_data, eval_data = inputs.run, inputs.train_data, inputs.eval_data
-        jobs = [PrecomputeJob(train_data, run.dir, num_precompute_epochs(run.cfg, train_data))]
-        jobs += [PrecomputeJob(eval_data, run.dir / "eval", 1)] if eval_data else []
         # No training state is restored yet: the model is the one that training starts from.
-        tables = [ReferenceLogpTable.load(inputs, job) for job in jobs]
-        return ReferenceLogps(*(table.look_up for table in tables))
-
-
-class PrecomputeJob(NamedTuple):
-    """Rows whose reference log-probabilities are computed, the directory of the cache file, and how many epochs."""
-
-    data: DataLoader
-    directory: Path
-    epochs: int
+        table = ReferenceLogpTable.load(inputs, train_data, run.dir, num_precompute_epochs(run.cfg, train_data))
+        if eval_data is None:
+            return ReferenceLogps(table.look_up)
+        return ReferenceLogps(
+            table.look_up, ReferenceLogpTable.load(inputs, eval_data, run.dir / "eval", epochs=1).look_up
+        )
 
 
 def num_precompute_epochs(cfg: TrainConfig, data: DataLoader) -> int:
@@ -239,9 +233,9 @@ class ReferenceLogpTable:
         return self.logps[batch.document_indices]
 
     @staticmethod
-    def load(inputs: ReferenceInputs, job: PrecomputeJob) -> "ReferenceLogpTable":
-        """Read the table from the run directory, or compute and write it. With --overwrite it is always computed."""
-        data, file, run, dist = job.data, job.directory / FILE, inputs.run, inputs.run.dist
+    def load(inputs: ReferenceInputs, data: DataLoader, directory: Path, epochs: int) -> "ReferenceLogpTable":
+        """Read the table from a directory, or compute and write it. With --overwrite it is always computed."""
+        file, run, dist = directory / FILE, inputs.run, inputs.run.dist
         key = reference_fingerprint(run.cfg, inputs.checkpoint, inputs.objective, data)
         # The epochs of a mixture may each contain some of the documents only: an incomplete table is valid for that
         # many epochs of the same mixture.
@@ -249,11 +243,11 @@ class ReferenceLogpTable:
         incomplete_key = f"{key} {members} {data.mixture.temperature} {data.mixture.shuffle}"
         logps = None
         if not run.overwrite:
-            logps = dist.run_on_main(partial(read_cached_logps, file, key, incomplete_key, job.epochs))
+            logps = dist.run_on_main(partial(read_cached_logps, file, key, incomplete_key, epochs))
         if logps is None:
-            logps = compute_reference_logps(inputs.objective.logps_fn(inputs.model), data, job.epochs, dist)
+            logps = compute_reference_logps(inputs.objective.logps_fn(inputs.model), data, epochs, dist)
             new_key = incomplete_key if np.isnan(logps).any() else key
-            dist.run_on_main(partial(write_cached_logps, file, new_key, job.epochs, logps))
+            dist.run_on_main(partial(write_cached_logps, file, new_key, epochs, logps))
         return ReferenceLogpTable(torch.from_numpy(logps).to(dist.device))
 
 
