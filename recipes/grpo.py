@@ -72,7 +72,7 @@ def train(cfg: GRPOConfig, run: RunContext) -> None:
     model = load_model(checkpoint, cfg, dist)
     objective = open_objective(cfg, train_data, model)
     reference = cfg.reference.open_model(cfg, checkpoint, model, dist) if cfg.loss.needs_reference else None
-    sampler = RolloutSampler.open(cfg, model, train_data, dist)
+    sampler = RolloutSampler(cfg, model, train_data, dist)
     num_steps = run.begin(train_data)
 
     optimizer = build_optimizer(cfg, model, dist)

@@ -80,7 +80,7 @@ def train(cfg: PPOConfig, run: RunContext) -> None:
     model = load_model(checkpoint, cfg, dist, value_head=True)  # saved in training states only
     objective = open_objective(cfg, train_data, model, PPOObjective)
     reference = cfg.reference.open_model(cfg, checkpoint, model, dist) if cfg.loss.needs_reference else None
-    sampler = RolloutSampler.open(cfg, model, train_data, dist)
+    sampler = RolloutSampler(cfg, model, train_data, dist)
     num_steps = run.begin(train_data)
 
     optimizer = build_optimizer(cfg, model, dist, cfg.value_lr)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from math import nan
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
-from tunekit.generation.rollout_engine import RolloutEngine
 from tunekit.loggers.metric_logger import MetricLogger
 from tunekit.losses.advantages import nan_std, sum_rewards
 from tunekit.losses.policy_gradient import RewardSignals
@@ -97,32 +96,19 @@ class ScoredRollouts(NamedTuple):
         ]
 
 
-@dataclass
 class RolloutSampler:
-    """Samples and scores answers. Each rank answers its share of the prompts."""
+    """Samples and scores answers with an engine of its own. Each rank answers its share of the prompts."""
 
-    cfg: PolicyConfig
-    engine: RolloutEngine
-    train_data: PromptLoader
-    dist: DistributedContext
-
-    @staticmethod
-    def open(cfg: PolicyConfig, model: Decoder, train_data: PromptLoader, dist: DistributedContext) -> "RolloutSampler":
-        """A sampler with an engine of its own."""
-        tokenizer = train_data.tokenizer
+    def __init__(self, cfg: PolicyConfig, model: Decoder, train_data: PromptLoader, dist: DistributedContext) -> None:
+        self.cfg, self.train_data, self.dist = cfg, train_data, dist
+        self.tokenizer = train_data.tokenizer  # with the chat template of the prompts
         max_length = max(data.max_length for data in (cfg.data, cfg.eval_data) if data is not None)
         for reward in cfg.rewards:
             reward.prepare(dist)
         environment = cfg.environment
-        if environment and (warning := dist.run_on_main(lambda: describe_rewrites(tokenizer, environment))):
+        if environment and (warning := dist.run_on_main(lambda: describe_rewrites(self.tokenizer, environment))):
             dist.log(f"warning: {warning}.")
-        engine = cfg.engine.open(cfg, model, cfg.max_num_seqs, max_length, dist)
-        return RolloutSampler(cfg, engine, train_data, dist)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Tokenizer with the chat template of the prompts."""
-        return self.train_data.tokenizer
+        self.engine = cfg.engine.open(cfg, model, cfg.max_num_seqs, max_length, dist)
 
     def trainer_state(self, step: int) -> TrainerState:
         """Progress of the run after `step` optimizer steps."""

@@ -13,7 +13,7 @@ from tunekit.config.choices import kind_name
 from tunekit.data.chat_template.messages import Message
 from tunekit.environments.base import Environment, get_tool_schemas, get_tools
 from tunekit.environments.config import EnvironmentConfig
-from tunekit.environments.tool_calls import ToolResult, error_result, run_in_thread, run_tool
+from tunekit.environments.tool_calls import error_result, run_in_thread, run_tool
 from tunekit.errors import UserError, find_user_code
 from tunekit.rollouts.rollout import FinishReason, PromptRow, Rollout
 
@@ -117,7 +117,7 @@ class EpisodeEnvironment:
         """Results of the tool calls of an answer."""
         limit = self.config.max_tool_calls_per_turn
         results = [run_tool(self.tools, call, self.config.tool_timeout_seconds) for call in calls[:limit]]
-        refused = ToolResult(*error_result(f"only {limit} calls are allowed at once"))
+        refused = error_result(f"only {limit} calls are allowed at once")
         results += [refused] * (len(calls) - limit)
         messages = [
             {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": result.content}
