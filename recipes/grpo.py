@@ -67,8 +67,8 @@ def train(cfg: GRPOConfig, run: RunContext) -> None:
     checkpoint = open_checkpoint(cfg)  # config.json and tensor names; weights are read by load_model
     tokenizer = open_tokenizer(checkpoint, run.start_date)
     train_data, eval_data = open_prompts(cfg, checkpoint, tokenizer, run)
-    forgetting = ForgettingMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
-    generation = GenerationMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
+    forgetting = ForgettingMonitor(tokenizer, run)
+    generation = GenerationMonitor(tokenizer, run)
     model = load_model(checkpoint, cfg, dist)
     objective = open_objective(cfg, train_data, model)
     reference = cfg.reference.open_model(cfg, checkpoint, model, dist) if cfg.loss.needs_reference else None

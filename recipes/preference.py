@@ -84,8 +84,8 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
     checkpoint = open_checkpoint(cfg)  # config.json and tensor names; weights are read by load_model
     tokenizer = open_tokenizer(checkpoint, run.start_date)
     train_data, eval_data = open_dataloaders(cfg, tokenizer, run)
-    forgetting = ForgettingMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
-    generation = GenerationMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
+    forgetting = ForgettingMonitor(tokenizer, run)
+    generation = GenerationMonitor(tokenizer, run)
     model = load_model(checkpoint, cfg, dist)
     objective = cfg.objective.prepare_data(model, train_data, eval_data, dist)
     reference_inputs = ReferenceInputs(run, checkpoint, model, train_data, eval_data, objective)

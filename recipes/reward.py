@@ -78,7 +78,7 @@ def train(cfg: RewardConfig, run: RunContext) -> None:
     checkpoint = open_checkpoint(cfg)  # config.json and tensor names; weights are read by load_model
     tokenizer = open_tokenizer(checkpoint, run.start_date)
     train_data, eval_data = open_dataloaders(cfg, tokenizer, run)
-    forgetting = ForgettingMonitor(cfg, tokenizer, dist, run.dir, run.overwrite)
+    forgetting = ForgettingMonitor(tokenizer, run)
     checkpoint = replace(checkpoint, companions=reranker_files(train_data.mixture))
     model = load_model(checkpoint, cfg, dist)
     cfg.loss.prepare_data(model, train_data, eval_data)

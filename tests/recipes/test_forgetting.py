@@ -19,7 +19,7 @@ from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import ScoreHead
 from tunekit.optim.config import AdamWConfig
 from tunekit.recipes import evaluate, sft
-from tunekit.training.forgetting import ForgettingConfig
+from tunekit.training.config import ForgettingConfig
 
 FORGETTING = (
     "forgetting={data: {kind: chat, source: known.jsonl, max_length: 64}, eval_every: 2, max_loss_increase: 0.2}"

@@ -18,7 +18,7 @@ from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.errors import UserError
 from tunekit.models.spec import ScoreHead
 from tunekit.recipes import sft
-from tunekit.training.generation_monitor import GenerationEvalConfig
+from tunekit.training.config import GenerationEvalConfig
 
 QUESTION = "What is 1 plus 1?"
 DATA = "data: {kind: chat, source: rows.jsonl, max_length: 64, max_samples: 3}"

@@ -2,8 +2,9 @@
 
 import math
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 from tunekit import build, devices
 from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
@@ -12,12 +13,14 @@ from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.checkpoint.hf_checkpoint import ConfigOverrides, HFCheckpoint
 from tunekit.config.errors import FieldErrors
 from tunekit.data.chat_template.chat_format import check_turn_end
-from tunekit.data.dataloader.mixture import MixtureBase, check_finite, is_streaming
+from tunekit.data.dataloader.mixture import MixtureBase, SFTData, check_finite, is_streaming
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.devices import DeviceChoice
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.errors import FieldError, UserError
+from tunekit.evaluation.answer_checks import AnswerChecks
+from tunekit.generation.sampling import SamplingConfig
 from tunekit.hub import download
 from tunekit.loggers.metric_logger import Tracker
 from tunekit.losses.embedding import EmbeddingLoss
@@ -25,6 +28,7 @@ from tunekit.losses.reward import RewardLoss
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.compile import check_compile
 from tunekit.models.precision import PrecisionConfig
+from tunekit.models.spec import DecoderSpec
 from tunekit.optim.config import (
     AdamW8bitConfig,
     AdamWConfig,
@@ -37,8 +41,6 @@ from tunekit.optim.config import (
 )
 from tunekit.publishing.publish import PushToHubConfig
 from tunekit.quantization.config import Float8Config, FP4Config, NF4Config, NoQuantization
-from tunekit.training.forgetting import ForgettingConfig
-from tunekit.training.generation_monitor import ANSWER_METRICS, GenerationEvalConfig
 from tunekit.training.intervals import Interval, interval_error
 from tunekit.training.profiler import ProfilerConfig, resolve_profiler
 from tunekit.training.step_guard import StepGuardConfig
@@ -74,6 +76,8 @@ COUNTS = (  # keys that must be positive
     "log_every",
 )
 
+ANSWER_METRICS = {"exact_match": "data", "regex_match": "regex", "json_schema_match": "json_schema"}  # and their keys
+
 
 def invalid_path(path: str) -> str | None:
     """Why no file can have this path, or why safetensors cannot write to it; None for a valid path."""
@@ -85,6 +89,80 @@ def invalid_path(path: str) -> str | None:
         return "must not contain a null character"
     longest = max(map(len, names))
     return f"a name in a path has at most 255 bytes, got {longest}" if longest > 255 else None
+
+
+@dataclass(frozen=True)
+class ForgettingConfig:
+    """Held-out rows whose loss may not rise much. It is measured before the first step and during training."""
+
+    data: SFTData  # Held-out rows of a skill that the model has before training
+    # Steps between two evaluations; a value below 1 is a fraction of all steps; `epoch`. One more after the last step
+    eval_every: Interval = 100
+    max_loss_increase: float = 0.1  # Allowed increase over the loss before training, in nats per token
+    # Action on a larger increase; `stop`: save and end the run
+    on_exceed: Literal["stop", "warn"] = "stop"
+
+    def __post_init__(self) -> None:
+        if error := interval_error("eval_every", self.eval_every, is_stream=False):
+            raise error
+        if not self.max_loss_increase > 0:
+            raise FieldError("max_loss_increase", f"must be > 0, got {self.max_loss_increase}")
+        if is_streaming(self.data):
+            raise FieldError("data", "cannot be streamed. Set streaming=false; max_samples limits the rows.")
+
+    def check(self, spec: DecoderSpec, tokenizer: Tokenizer) -> None:
+        """Raise UserError if the rows do not exist or the model has no language model head. Reads no rows."""
+        if spec.score is not None:
+            raise UserError("forgetting: needs a language model, and this model has a score head. Remove forgetting.")
+        self.data.check_source()
+        self.data.prepare_tokenizer(tokenizer)
+
+
+@dataclass(frozen=True)
+class GenerationEvalConfig:
+    """Answers that the model in training generates at each evaluation, kept in `completions.jsonl`.
+
+    The metrics `exact_match`, `regex_match` and `json_schema_match` are fractions of the answers.
+    """
+
+    kind: ClassVar[str] = "generation_eval"
+    prompts: tuple[str, ...] = ()  # User messages to answer
+    data: SFTData | None = None  # Held-out rows whose last answers are generated; `max_samples` limits them
+    sampling: SamplingConfig = SamplingConfig()  # How answers are generated
+    batch_size: int = 16  # Answers per forward pass
+    # Regular expression that an answer must contain; the groups of its last match must be those in the expected answer
+    regex: str | None = None
+    json_schema: str | None = None  # JSON file; answers must be JSON that this schema allows. Needs package jsonschema
+    num_completions_to_print: int = 3  # Number of answers to print
+
+    def __post_init__(self) -> None:
+        if not self.prompts and self.data is None:
+            raise FieldError("prompts", "nothing to answer. Set prompts or data.")
+        if self.batch_size < 1:
+            raise FieldError("batch_size", f"must be >= 1, got {self.batch_size}")
+        if self.data is not None and is_streaming(self.data):
+            raise FieldError("data", "cannot be streamed. Set streaming=false; max_samples limits the rows.")
+        assert self.checks is not None  # its own checks
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics; empty if answers are only shown."""
+        return [name for name, key in ANSWER_METRICS.items() if getattr(self, key) is not None]
+
+    @cached_property
+    def checks(self) -> AnswerChecks:
+        return AnswerChecks(self.regex, self.json_schema, "generation_eval.")
+
+    def check(self, spec: DecoderSpec, tokenizer: Tokenizer) -> None:
+        """Raise UserError if the model cannot answer, or the rows or the schema do not exist. Reads no rows."""
+        if spec.score is not None:
+            raise UserError("generation_eval: needs a language model, and this model has a score head. Remove it.")
+        assert (self.checks.validator is None) == (self.json_schema is None)  # raises UserError
+        if self.prompts:
+            tokenizer.template()  # raises UserError if there is none
+        if self.data is not None:
+            self.data.check_source()
+            self.data.prepare_tokenizer(tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,23 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from tunekit.checkpoint.training_state import Checkpointer
 from tunekit.errors import UserError
-
-
-class EarlyStoppingOptions(Protocol):
-    """The config keys that `EarlyStopping` reads."""
-
-    @property
-    def early_stopping_patience(self) -> int | None: ...
-    @property
-    def load_best_model_at_end(self) -> bool | None: ...
-    @property
-    def metric_for_best_model(self) -> str: ...
-    @property
-    def greater_is_better(self) -> bool | None: ...
+from tunekit.training.config import TrainConfig
 
 
 class EarlyStopping:
@@ -29,7 +17,7 @@ class EarlyStopping:
     step = early_stopping.finish(checkpointer, step, num_steps)      # loads the best weights
     """
 
-    def __init__(self, cfg: EarlyStoppingOptions) -> None:
+    def __init__(self, cfg: TrainConfig) -> None:
         self.patience, self.metric = cfg.early_stopping_patience, metric_name(cfg.metric_for_best_model)
         self.loads_best = (
             self.patience is not None if cfg.load_best_model_at_end is None else cfg.load_best_model_at_end

@@ -1,22 +1,18 @@
 """Catastrophic forgetting: the loss on held-out rows of an earlier skill, measured during training."""
 
 import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from tunekit.checkpoint.run_dir import STATE
-from tunekit.data.dataloader.build import DataLoader, build_dataloader
-from tunekit.data.dataloader.mixture import SFTData, dataset_title, is_streaming
+from tunekit.data.dataloader.mixture import dataset_title
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.distributed.context import DistributedContext
-from tunekit.errors import FieldError, UserError
+from tunekit.errors import UserError
 from tunekit.loggers.metric_logger import MetricLogger
 from tunekit.losses import cross_entropy
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.models.decoder import Decoder
-from tunekit.models.spec import DecoderSpec
-from tunekit.training.intervals import Interval, interval_error
+from tunekit.training.run_context import RunContext
+from tunekit.training.setup import open_dataloader
 
 HINT = (
     "Start over with --overwrite and a lower optimizer.lr, or with such rows in data. To continue anyway, set "
@@ -24,58 +20,13 @@ HINT = (
 )
 
 
-@dataclass(frozen=True)
-class ForgettingConfig:
-    """Held-out rows whose loss may not rise much. It is measured before the first step and during training."""
-
-    data: SFTData  # Held-out rows of a skill that the model has before training
-    # Steps between two evaluations; a value below 1 is a fraction of all steps; `epoch`. One more after the last step
-    eval_every: Interval = 100
-    max_loss_increase: float = 0.1  # Allowed increase over the loss before training, in nats per token
-    # Action on a larger increase; `stop`: save and end the run
-    on_exceed: Literal["stop", "warn"] = "stop"
-
-    def __post_init__(self) -> None:
-        if error := interval_error("eval_every", self.eval_every, is_stream=False):
-            raise error
-        if not self.max_loss_increase > 0:
-            raise FieldError("max_loss_increase", f"must be > 0, got {self.max_loss_increase}")
-        if is_streaming(self.data):
-            raise FieldError("data", "cannot be streamed. Set streaming=false; max_samples limits the rows.")
-
-    def check(self, spec: DecoderSpec, tokenizer: Tokenizer) -> None:
-        """Raise UserError if the rows do not exist or the model has no language model head. Reads no rows."""
-        if spec.score is not None:
-            raise UserError("forgetting: needs a language model, and this model has a score head. Remove forgetting.")
-        self.data.check_source()
-        self.data.prepare_tokenizer(tokenizer)
-
-
-class ForgettingOptions(Protocol):
-    """The config keys that `ForgettingMonitor` reads."""
-
-    @property
-    def forgetting(self) -> ForgettingConfig | None: ...
-    @property
-    def global_batch_size(self) -> int: ...
-    @property
-    def micro_batch_size(self) -> int: ...
-
-
 class ForgettingMonitor:
     """Loss on the rows of `forgetting.data`, before training and now. Without a config it does nothing."""
 
-    def __init__(
-        self, cfg: ForgettingOptions, tokenizer: Tokenizer, dist: DistributedContext, run_dir: Path, overwrite: bool
-    ) -> None:
-        self.config, self.dist, self.run_dir = cfg.forgetting, dist, run_dir
-        self.rows: DataLoader | None = None
-        self.digest: str | None = None
-        if self.config is not None:
-            sizes = cfg.global_batch_size, cfg.micro_batch_size
-            data_dir = run_dir / "forgetting"
-            self.rows = build_dataloader(self.config.data, tokenizer, *sizes, dist, data_dir, overwrite)
-            self.digest = self.rows.fingerprint
+    def __init__(self, tokenizer: Tokenizer, run: RunContext) -> None:
+        self.config, self.dist, self.run_dir = run.cfg.forgetting, run.dist, run.dir
+        self.rows = self.config and open_dataloader(self.config.data, tokenizer, run, "forgetting")
+        self.digest = self.rows and self.rows.fingerprint
         self.first_loss: float | None = None  # before the first step
         self.last_loss: float | None = None
 

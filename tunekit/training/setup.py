@@ -8,6 +8,8 @@ from tunekit import build
 from tunekit.checkpoint.dcp_planner import reshard
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.dataloader.build import DataLoader, build_dataloader
+from tunekit.data.dataloader.mixture import MixtureBase
+from tunekit.data.datasets import DatasetConfig
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.loss_scaler import DynamicLossScaler
@@ -23,17 +25,19 @@ from tunekit.training.run_context import RunContext
 
 
 def open_dataloaders(cfg: TrainConfig, tokenizer: Tokenizer, run: RunContext) -> tuple[DataLoader, DataLoader | None]:
-    """Tokenize `data` and `eval_data`, or read them from the cache. Raises UserError if rows are unusable.
-
-    Skipped rows are listed in the run directory, and in `eval` below it.
-    """
-    sizes, dist = (cfg.global_batch_size, cfg.micro_batch_size), run.dist
-    train_data = build_dataloader(cfg.data, tokenizer, *sizes, dist, run.dir, run.overwrite)
-    eval_data = None
-    if cfg.eval_data is not None:
-        eval_data = build_dataloader(cfg.eval_data, tokenizer, *sizes, dist, run.dir / "eval", run.overwrite)
-    check_data(cfg, {"data": train_data, "eval_data": eval_data}, tokenizer, dist)
+    """Tokenize `data` and `eval_data`, or read them from the cache. Raises UserError if rows are unusable."""
+    train_data = open_dataloader(cfg.data, tokenizer, run)
+    eval_data = None if cfg.eval_data is None else open_dataloader(cfg.eval_data, tokenizer, run, "eval")
+    check_data(cfg, {"data": train_data, "eval_data": eval_data}, tokenizer, run.dist)
     return train_data, eval_data
+
+
+def open_dataloader(
+    data: DatasetConfig | MixtureBase, tokenizer: Tokenizer, run: RunContext, subdir: str = ""
+) -> DataLoader:
+    """Tokenize `data`, or read it from the cache. Skipped rows are listed in `subdir` of the run directory."""
+    sizes = run.cfg.global_batch_size, run.cfg.micro_batch_size
+    return build_dataloader(data, tokenizer, *sizes, run.dist, run.dir / subdir, run.overwrite)
 
 
 def load_model(
