@@ -26,7 +26,6 @@ from tunekit.rewards.context import RewardContext, TrainerState, fill_columns
 from tunekit.rollouts.episode_log import episode_record
 from tunekit.rollouts.episodes import describe_rewrites, generate_rollouts
 from tunekit.rollouts.rollout import PromptRow, Rollout
-from tunekit.training.intervals import StepPlan
 from tunekit.training.reference_model import ReferenceModel
 
 
@@ -113,7 +112,7 @@ class RolloutSampler:
     def trainer_state(self, step: int) -> TrainerState:
         """Progress of the run after `step` optimizer steps."""
         epoch, dist = step / self.train_data.num_steps(1), self.dist
-        num_steps = StepPlan.from_config(self.cfg, self.train_data).num_steps
+        num_steps = self.cfg.max_steps or self.train_data.num_steps(self.cfg.epochs)
         return TrainerState(step, num_steps, epoch, dist.is_main_process)
 
     def __call__(self, prompts: Sequence[PromptRow], num_generations: int, data_step: int, step: int) -> ScoredRollouts:

@@ -1,7 +1,7 @@
 """Checks of the rows of a config: before every training run, and for `tune data`."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
@@ -14,23 +14,10 @@ from tunekit.errors import UserError
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.losses.embedding import EmbeddingLoss
 from tunekit.losses.reward import RewardLoss
-from tunekit.optim.config import LRSchedulerConfig, resolve_steps
+from tunekit.optim.config import resolve_steps
 from tunekit.training.config import HasLoss, TrainConfig
-from tunekit.training.intervals import StepPlan
 
 MAX_LINES = 8  # in the log
-
-
-@runtime_checkable
-class TrainsInSteps(Protocol):
-    """The keys of a training config that decide the number of steps."""
-
-    @property
-    def max_steps(self) -> int | None: ...
-    @property
-    def epochs(self) -> int: ...
-    @property
-    def lr_scheduler(self) -> LRSchedulerConfig: ...
 
 
 def check_targets(cfg: Any, loaders: Mapping[str, DataLoader | None], tokenizer: Tokenizer) -> list[CheckTarget]:
@@ -52,9 +39,9 @@ def check_context(cfg: Any, key: str, loader: DataLoader, vocab: int | None) -> 
     max_length = loader.mixture.max_length
     packed = None if loader.order.capacity is None else np.diff(loader.order.plan(0).bounds)
     scored = cfg.loss.target if isinstance(cfg, HasLoss) and isinstance(cfg.loss, RewardLoss | EmbeddingLoss) else None
-    if key != "data" or not isinstance(cfg, TrainsInSteps):
+    if key != "data" or not isinstance(cfg, TrainConfig):
         return CheckContext(max_length, vocab, packed, reward_target=scored)
-    num_steps = StepPlan.from_config(cfg, loader).num_steps  # a streamed dataset needs max_steps
+    num_steps = cfg.max_steps or loader.num_steps(cfg.epochs)  # a streamed dataset needs max_steps
     warmup_steps = resolve_steps(cfg.lr_scheduler.warmup_steps, num_steps)
     return CheckContext(max_length, vocab, packed, num_steps, warmup_steps, scored)
 

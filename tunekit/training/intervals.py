@@ -2,21 +2,12 @@
 
 import math
 from itertools import count
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.errors import FieldError
 
 Interval = int | float | Literal["epoch"]  # steps; a value below 1 is a fraction of all steps
-
-
-class RunLength(Protocol):
-    """The config keys that decide the number of steps."""
-
-    @property
-    def max_steps(self) -> int | None: ...
-    @property
-    def epochs(self) -> int: ...
 
 
 def interval_error(key: str, every: Interval, is_stream: bool) -> FieldError | None:
@@ -34,10 +25,6 @@ class StepPlan(NamedTuple):
 
     num_steps: int
     data: DataLoader
-
-    @staticmethod
-    def from_config(cfg: RunLength, data: DataLoader) -> "StepPlan":
-        return StepPlan(cfg.max_steps or data.num_steps(cfg.epochs), data)
 
     def is_due(self, every: Interval, step: int) -> bool:
         """Whether an interval ends after `step` steps."""

@@ -170,17 +170,14 @@ class PrecomputedReference(BaseReference):
     def open(self, inputs: ReferenceInputs) -> ReferenceLogps:
         run, train_data, eval_data = inputs.run, inputs.train_data, inputs.eval_data
         # No training state is restored yet: the model is the one that training starts from.
-        table = ReferenceLogpTable.load(inputs, train_data, run.dir, num_precompute_epochs(run.cfg, train_data))
-        if eval_data is None:
-            return ReferenceLogps(table.look_up)
-        return ReferenceLogps(
-            table.look_up, ReferenceLogpTable.load(inputs, eval_data, run.dir / "eval", epochs=1).look_up
-        )
+        tables = [load_logps(inputs, train_data, run.dir, num_precompute_epochs(run.cfg, train_data))]
+        tables += [load_logps(inputs, eval_data, run.dir / "eval", 1)] if eval_data else []
+        return ReferenceLogps(*(partial(look_up_logps, table) for table in tables))
 
 
 def num_precompute_epochs(cfg: TrainConfig, data: DataLoader) -> int:
     """Number of epochs that the run may read, including the data that rollbacks skip."""
-    plan = StepPlan.from_config(cfg, data)
+    plan = StepPlan(cfg.max_steps or data.num_steps(cfg.epochs), data)
     max_rollbacks = cfg.step_guard.max_interventions if cfg.step_guard.may_roll_back else 0
     max_skipped = max_rollbacks * plan.max_gap(cfg.save_every)
     return next(n for n in count(1) if data.num_steps(n) >= plan.num_steps + max_skipped)
@@ -221,34 +218,31 @@ def disable_adapter_problem(adapter: NoAdapter | LoRAConfig) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class ReferenceLogpTable:
-    """Reference log-probabilities by document index; NaN for documents that the run does not read."""
+def look_up_logps(logps: Tensor, batch: Batch) -> Tensor:
+    """The log-probabilities (D,) of the documents of a batch, from those of all documents."""
+    assert batch.document_indices is not None
+    return logps[batch.document_indices]
 
-    logps: Tensor  # (documents,) fp32, on the device
 
-    def look_up(self, batch: Batch) -> Tensor:
-        """The log-probabilities of the documents of a batch, (D,)."""
-        assert batch.document_indices is not None
-        return self.logps[batch.document_indices]
+def load_logps(inputs: ReferenceInputs, data: DataLoader, directory: Path, epochs: int) -> Tensor:
+    """Reference log-probabilities of all documents, (documents,) fp32 on the device; NaN for those that are not read.
 
-    @staticmethod
-    def load(inputs: ReferenceInputs, data: DataLoader, directory: Path, epochs: int) -> "ReferenceLogpTable":
-        """Read the table from a directory, or compute and write it. With --overwrite it is always computed."""
-        file, run, dist = directory / FILE, inputs.run, inputs.run.dist
-        key = reference_fingerprint(run.cfg, inputs.checkpoint, inputs.objective, data)
-        # The epochs of a mixture may each contain some of the documents only: an incomplete table is valid for that
-        # many epochs of the same mixture.
-        members = [(member.weight, member.repeat, member.max_samples_per_epoch) for member in data.mixture.datasets]
-        incomplete_key = f"{key} {members} {data.mixture.temperature} {data.mixture.shuffle}"
-        logps = None
-        if not run.overwrite:
-            logps = dist.run_on_main(partial(read_cached_logps, file, key, incomplete_key, epochs))
-        if logps is None:
-            logps = compute_reference_logps(inputs.objective.logps_fn(inputs.model), data, epochs, dist)
-            new_key = incomplete_key if np.isnan(logps).any() else key
-            dist.run_on_main(partial(write_cached_logps, file, new_key, epochs, logps))
-        return ReferenceLogpTable(torch.from_numpy(logps).to(dist.device))
+    Reads them from `directory`, or computes and writes them. With --overwrite they are always computed.
+    """
+    file, run, dist = directory / FILE, inputs.run, inputs.run.dist
+    key = reference_fingerprint(run.cfg, inputs.checkpoint, inputs.objective, data)
+    # The epochs of a mixture may each contain some of the documents only: an incomplete table is valid for that many
+    # epochs of the same mixture.
+    members = [(member.weight, member.repeat, member.max_samples_per_epoch) for member in data.mixture.datasets]
+    incomplete_key = f"{key} {members} {data.mixture.temperature} {data.mixture.shuffle}"
+    logps = None
+    if not run.overwrite:
+        logps = dist.run_on_main(partial(read_cached_logps, file, key, incomplete_key, epochs))
+    if logps is None:
+        logps = compute_reference_logps(inputs.objective.logps_fn(inputs.model), data, epochs, dist)
+        new_key = incomplete_key if np.isnan(logps).any() else key
+        dist.run_on_main(partial(write_cached_logps, file, new_key, epochs, logps))
+    return torch.from_numpy(logps).to(dist.device)
 
 
 def reference_fingerprint(

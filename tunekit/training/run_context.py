@@ -110,7 +110,7 @@ class RunContext:
         Returns the number of optimizer steps.
         """
         self.files.start()
-        self.plan = StepPlan.from_config(self.cfg, train_data)
+        self.plan = StepPlan(self.cfg.max_steps or train_data.num_steps(self.cfg.epochs), train_data)
         return self.plan.num_steps
 
     def open_checkpointer(
@@ -160,7 +160,7 @@ class RunContext:
             push=self.uploader.is_due(step, num_steps),
             eval=cfg.has_evaluation and (is_last or plan.is_due(cfg.eval_every, step)),
             forgetting=cfg.forgetting is not None and (is_last or plan.is_due(cfg.forgetting.eval_every, step)),
-            save=is_last or plan.is_due(cfg.save_every, step) or self.stop_requested is not None,
+            save=is_last or plan.is_due(cfg.save_every, step) or self.dist.stopping is not None,
         )
 
     def push_checkpoint(self, step: int, num_steps: int, model: Decoder, checkpoint: HFCheckpoint) -> None:
@@ -200,17 +200,12 @@ class RunContext:
     def stop_file(self) -> Path:
         return self.dir / run_dir.STOP
 
-    @property
-    def stop_requested(self) -> signal.Signals | None:
-        """The signal that asked to end the run, once all ranks know of it."""
-        return self.dist.stopping
-
     def exit_if_stop_requested(self, step: int, num_steps: int) -> None:
         """Raise RunStopped if a signal asked to end the run and steps are left. The training state has been saved."""
-        if self.stop_requested is not None and step < num_steps:
-            reason = stop_reason(self.stop_requested, self.stop_file)
+        if (number := self.dist.stopping) is not None and step < num_steps:
+            reason = stop_reason(number, self.stop_file)
             text = f"stopped by {reason} after step {step} of {num_steps}. Run the same command to resume."
-            raise RunStopped(text, 128 + self.stop_requested)
+            raise RunStopped(text, 128 + number)
 
 
 def continue_training_hint(cfg: TrainConfig) -> str:
