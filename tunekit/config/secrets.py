@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 HIDDEN = "***"
@@ -26,6 +26,15 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list | tuple):
         return [map_strings(child, change) for child in value]
     return change(value) if isinstance(value, str) else value
+
+
+def iter_strings(value: Any) -> Iterator[str]:
+    """All strings in plain data, except keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from iter_strings(child)
 
 
 def has_hidden_secret(address: str) -> bool:

@@ -19,7 +19,6 @@ from tunekit.hub import download
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
 from tunekit.plan.layer_profile import CPU, ParamSize, ProbeStep, inference_memory, param_sizes
-from tunekit.plan.rollout_cache import SamplesAnswers
 from tunekit.quantization.config import NoQuantization
 
 CONFIG = download.Files(("config.json", "adapter_config.json", "adapter_model.safetensors"))
@@ -46,16 +45,6 @@ class HasTeacher(Protocol):
 
     teacher: TeacherConfig
     on_policy: OnPolicyConfig
-
-
-@runtime_checkable
-class HasForgetting(Protocol):
-    forgetting: object
-
-
-@runtime_checkable
-class HasGeneration(Protocol):
-    generation_eval: object
 
 
 class AuxiliaryModelMemory(NamedTuple):
@@ -136,19 +125,3 @@ def model_or_preset(name: str) -> str:
 def without_initial_adapter(adapter: NoAdapter | LoRAConfig) -> NoAdapter | LoRAConfig:
     """Remove the path of the initial adapter weights, which a plan does not read."""
     return adapter if adapter.adapter_path is None else replace(adapter, adapter_path=None)  # pyright: ignore
-
-
-def list_omissions(cfg: object) -> Iterator[str]:
-    """Yield a message for each cost that the plan does not include."""
-    if isinstance(cfg, HasTeacher) and cfg.on_policy.lmbda:
-        yield "not planned: generation by the student: its time and its KV cache"
-    if isinstance(cfg, HasReference):
-        yield "planned without shared prompts, which save memory and time"
-    if isinstance(cfg, SamplesAnswers):
-        yield "not planned: the time to sample answers"
-    if isinstance(cfg, HasTeacher) and not cfg.teacher.runs_in_each_step():
-        yield "not planned: the teacher, which is in memory only while it precomputes its logits"
-    if isinstance(cfg, HasForgetting) and cfg.forgetting is not None:
-        yield "not planned: the time of the forgetting evaluation"
-    if isinstance(cfg, HasGeneration) and cfg.generation_eval is not None:
-        yield "not planned: answers of generation_eval: their time and KV cache"

@@ -26,11 +26,8 @@ from tunekit.plan.memory_tracker import MemoryTracker
 from tunekit.plan.operations import Operations
 
 CPU = torch.device("cpu")
+LossFn = Callable[[Decoder, Batch], Tensor]
 WARMUP_TOKENS = 64  # length of the row of the first step, which creates the optimizer state
-
-
-class LossFn(Protocol):
-    def __call__(self, model: Decoder, batch: Batch) -> Tensor: ...
 
 
 class OptimizerFactory(Protocol):

@@ -19,11 +19,6 @@ from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.layer_profile import LayerPass, MemoryInterval, ParamSize, StepProfile
 from tunekit.plan.workload import Workload, probe_step, profile_workload
 
-PARTS = (
-    "weights", "auxiliary", "gradients", "optimizer", "kv_cache", "activations", "logits", "gathered", "other",
-    "process",
-)  # fmt: skip
-PHASES = ("load", "sample", "forward", "backward", "step", "save")  # only recipes that sample answers have `sample`
 OFFLOAD_WINDOW = 2  # layers whose activations are being copied to or from the host
 # Memory that is not in tensors: Python and torch on the CPU; driver, kernels and NCCL buffers on a GPU.
 PROCESS, DRIVER, COMM_BUFFER_BYTES = 400 * 2**20, 900 * 2**20, 1024 * 2**20
@@ -221,8 +216,7 @@ def estimate_memory(model: RankMemoryModel, machine: ClusterSpec) -> MemoryEstim
     components = {"weights": weights, "optimizer": states, "process": process, "auxiliary": model.auxiliary.weights}
     simulation = StepSimulation(model, machine, components)
     simulation.run()
-    phases = [name for name in PHASES if name in simulation.peaks]
-    return MemoryEstimate({name: add_fragmentation(simulation.peaks[name], machine) for name in phases}, host)
+    return MemoryEstimate({name: add_fragmentation(peak, machine) for name, peak in simulation.peaks.items()}, host)
 
 
 def process_bytes(model: RankMemoryModel, machine: ClusterSpec) -> int:

@@ -1,17 +1,17 @@
 """Number of steps of a config, counted from local data files before they are tokenized."""
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
 
+from tunekit.config.secrets import iter_strings
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.sampler import StepIndex
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.readers.open_dataset import find_data_files, open_dataset, parse_split
 from tunekit.data.readers.row_reader import Row, RowReader
 from tunekit.errors import UserError
+from tunekit.plan.workload import TrainingOptions
 
 MAX_FILE_BYTES = 2**31  # larger files take too long to count
 NUM_SAMPLED_ROWS = 200  # rows from which the mean length is estimated
@@ -28,20 +28,7 @@ class StepCount:
     exact: bool = True  # False if rows are packed, because their tokens are estimated
 
 
-class StepOptions(Protocol):
-    """The config keys that determine the number of steps."""
-
-    @property
-    def max_steps(self) -> int | None: ...
-    @property
-    def data(self) -> DatasetConfig | MixtureBase: ...
-    @property
-    def global_batch_size(self) -> int: ...
-    @property
-    def epochs(self) -> int: ...
-
-
-def count_steps(cfg: StepOptions) -> StepCount | None:
+def count_steps(cfg: TrainingOptions) -> StepCount | None:
     """Return `max_steps`, or count the rows. None if the rows are not local files or are streamed."""
     if cfg.max_steps is not None:
         return StepCount(cfg.max_steps)
@@ -76,15 +63,5 @@ def open_rows(rows: DatasetConfig) -> RowReader | None:
 def mean_row_tokens(table: RowReader, max_length: int) -> float:
     """Estimated tokens per row, truncated to `max_length`, averaged over the first rows."""
     sample = (row for row in islice(table.rows, NUM_SAMPLED_ROWS) if isinstance(row, Row))
-    lengths = [min(max_length, sum(map(len, iter_texts(row.fields))) / BYTES_PER_TOKEN) for row in sample]
+    lengths = [min(max_length, sum(map(len, iter_strings(row.fields))) / BYTES_PER_TOKEN) for row in sample]
     return sum(lengths) / max(1, len(lengths))
-
-
-def iter_texts(value: Any) -> Iterator[str]:
-    """Yield all strings in a value, recursively."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        values: Iterable[Any] = value.values() if isinstance(value, dict) else value
-        for item in values:
-            yield from iter_texts(item)

@@ -1,5 +1,6 @@
 """Losses with the memory of preference, reward, embedding and distillation losses, which need no real rows."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,39 +20,28 @@ from tunekit.models.spec import DecoderSpec
 HEADS: WeakKeyDictionary[Decoder, Head] = WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
-class ProxyPreferenceLoss:
+def preference_loss(model: Decoder, batch: Batch) -> Tensor:
     """Log-probabilities and entropies of all tokens, as preference losses compute them."""
+    targets, rows = local_targets(model, batch)
 
-    def __call__(self, model: Decoder, batch: Batch) -> Tensor:
-        targets, rows = local_targets(model, batch)
+    def read(hidden: Tensor, head: Head) -> Tensor:
+        return -token_logps_and_entropies(hidden.flatten(0, 1), targets, head, rows)[0].sum()
 
-        def read(hidden: Tensor, head: Head) -> Tensor:
-            return -token_logps_and_entropies(hidden.flatten(0, 1), targets, head, rows)[0].sum()
-
-        return model(batch.tokens, batch.positions, batch.layout, head_fn=read, sharded=True)
+    return run_forward(model, batch, read)
 
 
-@dataclass(frozen=True)
-class ProxyRewardLoss:
+def reward_loss(model: Decoder, batch: Batch) -> Tensor:
     """Scores of all tokens, as reward models compute them."""
-
-    def __call__(self, model: Decoder, batch: Batch) -> Tensor:
-        def read(hidden: Tensor, head: Head) -> Tensor:
-            return head(hidden).float().sum()
-
-        return model(batch.tokens, batch.positions, batch.layout, head_fn=read, sharded=True)
+    return run_forward(model, batch, lambda hidden, head: head(hidden).float().sum())
 
 
-@dataclass(frozen=True)
-class ProxyEmbeddingLoss:
+def embedding_loss(model: Decoder, batch: Batch) -> Tensor:
     """Hidden states of all tokens in fp32, as pooling reads them. The similarities of a step are not counted."""
+    return run_forward(model, batch, lambda hidden, head: hidden.float().sum())
 
-    def __call__(self, model: Decoder, batch: Batch) -> Tensor:
-        def read(hidden: Tensor, head: Head) -> Tensor:
-            return hidden.float().sum()
 
-        return model(batch.tokens, batch.positions, batch.layout, head_fn=read, sharded=True)
+def run_forward(model: Decoder, batch: Batch, head_fn: Callable[[Tensor, Head], Tensor]) -> Tensor:
+    return model(batch.tokens, batch.positions, batch.layout, head_fn=head_fn, sharded=True)
 
 
 @dataclass(frozen=True)
@@ -82,11 +72,11 @@ def teacher(model: Decoder) -> Head:
 def proxy_loss(loss: Any, spec: DecoderSpec, has_reference: bool) -> Any:
     """Return the loss of a config, or its proxy for other losses than cross-entropy."""
     if isinstance(loss, EmbeddingLoss):
-        return ProxyEmbeddingLoss()
+        return embedding_loss
     if isinstance(loss, CrossEntropy):
         return loss
     if isinstance(loss, KLDivergenceLoss):
         return ProxyDistillLoss(loss)
     if spec.score is not None:
-        return ProxyRewardLoss()
-    return ProxyPreferenceLoss() if has_reference else CrossEntropy()
+        return reward_loss
+    return preference_loss if has_reference else CrossEntropy()

@@ -7,7 +7,7 @@ from typing import Any
 
 from tunekit.plan.estimate import Estimate
 from tunekit.plan.hardware import GIB
-from tunekit.plan.memory import PARTS, MemoryEstimate
+from tunekit.plan.memory import MemoryEstimate
 from tunekit.plan.search import SearchResult
 from tunekit.plan.step_time import StepTime
 from tunekit.plan.suggestions import Suggestion
@@ -63,7 +63,7 @@ def format_header(plan: Estimate) -> str:
 def format_memory(plan: Estimate) -> str:
     """Format the table of peak memory by phase and component."""
     estimate = plan.memory
-    columns = [part for part in PARTS if any(moment.parts.get(part) for moment in estimate.phases.values())]
+    columns = [part for part in COMPONENT_LABELS if any(moment.parts.get(part) for moment in estimate.phases.values())]
     rows = [["GiB of each rank" if plan.machine.devices > 1 else "GiB", "in all", *columns]]
     for name, moment in estimate.phases.items():
         rows.append(

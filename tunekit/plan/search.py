@@ -11,6 +11,8 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+from torch.utils._pytree import tree_map
+
 from tunekit.adapters.config import LoRAConfig
 from tunekit.distributed.parallel_dims import ParallelConfig, ParallelDims
 from tunekit.errors import FieldError, UserError
@@ -173,18 +175,8 @@ def extrapolate(a: StepProfile, b: StepProfile, rows: int) -> StepProfile:
         peak, retained = (x + (rows - 1) * (y - x) for x, y in zip(a[:2], b[:2], strict=True))
         return MemoryInterval(peak, retained, a.operations)
 
-    def extrapolate_layers(a: tuple[MemoryInterval, ...], b: tuple[MemoryInterval, ...]) -> tuple[MemoryInterval, ...]:
-        return tuple(map(extrapolate_interval, a, b))
-
     def extrapolate_pass(a: LayerPass, b: LayerPass) -> LayerPass:
-        return LayerPass(
-            extrapolate_interval(a.before, b.before),
-            extrapolate_layers(a.layers, b.layers),
-            extrapolate_interval(a.head, b.head),
-            extrapolate_interval(a.head_back, b.head_back),
-            extrapolate_layers(a.layers_back, b.layers_back),
-            extrapolate_interval(a.before_back, b.before_back),
-        )
+        return tree_map(extrapolate_interval, a, b, is_leaf=lambda node: isinstance(node, MemoryInterval))
 
     return replace(a, first=extrapolate_pass(a.first, b.first), later=extrapolate_pass(a.later, b.later))
 

@@ -1,5 +1,6 @@
 """Options of a config that determine memory and step time."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -25,9 +26,9 @@ from tunekit.models.spec import DecoderSpec
 from tunekit.plan.auxiliary_models import (
     AuxiliaryModel,
     HasReference,
+    HasTeacher,
     auxiliary_models,
     dtypes,
-    list_omissions,
     model_or_preset,
     num_reference_passes,
     without_initial_adapter,
@@ -35,7 +36,7 @@ from tunekit.plan.auxiliary_models import (
 from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.layer_profile import CPU, LossFn, OptimizerFactory, ProbeStep, StepProfile, profile_step
 from tunekit.plan.proxy_losses import proxy_loss
-from tunekit.plan.rollout_cache import RolloutShape, rollout_cache_bytes
+from tunekit.plan.rollout_cache import RolloutShape, SamplesAnswers, rollout_cache_bytes
 from tunekit.quantization.config import NoQuantization
 
 CONFIG = download.Files(("config.json",))
@@ -60,6 +61,14 @@ class TrainingOptions(build.ModelChoices, Protocol):
     def micro_batch_size(self) -> int: ...
     @property
     def max_grad_norm(self) -> float: ...
+    @property
+    def max_steps(self) -> int | None: ...
+    @property
+    def epochs(self) -> int: ...
+    @property
+    def forgetting(self) -> object: ...
+    @property
+    def generation_eval(self) -> object: ...
 
 
 def embeds_twice(cfg: TrainingOptions) -> bool:
@@ -168,6 +177,22 @@ def resolve_precision(precision: PrecisionConfig, machine: ClusterSpec) -> Preci
         return replace(precision, compute_dtype=resolve_auto("auto", CPU))
     supported = machine.kind.capabilities
     return replace(precision, compute_dtype=choose_compute_dtype(supported.bf16, supported.fp16))
+
+
+def list_omissions(cfg: TrainingOptions) -> Iterator[str]:
+    """Yield a message for each cost that the plan does not include."""
+    if isinstance(cfg, HasTeacher) and cfg.on_policy.lmbda:
+        yield "not planned: generation by the student: its time and its KV cache"
+    if isinstance(cfg, HasReference):
+        yield "planned without shared prompts, which save memory and time"
+    if isinstance(cfg, SamplesAnswers):
+        yield "not planned: the time to sample answers"
+    if isinstance(cfg, HasTeacher) and not cfg.teacher.runs_in_each_step():
+        yield "not planned: the teacher, which is in memory only while it precomputes its logits"
+    if cfg.forgetting is not None:
+        yield "not planned: the time of the forgetting evaluation"
+    if cfg.generation_eval is not None:
+        yield "not planned: answers of generation_eval: their time and KV cache"
 
 
 def without_flash(machine: ClusterSpec) -> list[str]:

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib import metadata
@@ -19,6 +18,7 @@ from tunekit import devices as device_table
 from tunekit.checkpoint import atomic, run_dir
 from tunekit.cli import recipe_loader
 from tunekit.config.dump import to_plain_config
+from tunekit.config.secrets import iter_strings
 from tunekit.distributed import worker_env
 from tunekit.distributed.parallel_dims import Distributable, ParallelConfig
 from tunekit.distributed.signals import StopFile
@@ -135,12 +135,3 @@ def check_overwrite(recipe: ModuleType, cfg: Any) -> None:
     for text in iter_strings(to_plain_config(cfg)):  # any key may be a path, such as that of a model or an adapter
         if any(Path(text).resolve().is_relative_to(folder) for folder in removed):
             raise UserError(f"--overwrite would erase {text}, which this run reads. Set another output_dir")
-
-
-def iter_strings(tree: Any) -> Iterator[str]:
-    """All strings in plain data."""
-    if isinstance(tree, str):
-        yield tree
-    elif isinstance(tree, dict | list):
-        for child in tree.values() if isinstance(tree, dict) else tree:
-            yield from iter_strings(child)
