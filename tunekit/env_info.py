@@ -38,8 +38,7 @@ def memory() -> list[str]:
 
 def memory_info(field: str) -> int | None:
     """Bytes in a field of /proc/meminfo; None if the system does not report them."""
-    lines = MEMORY_INFO.read_text().splitlines() if MEMORY_INFO.is_file() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
+    return system.read_memory_field(MEMORY_INFO, field)
 
 
 def available_memory() -> int | None:

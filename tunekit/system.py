@@ -44,6 +44,12 @@ def read_cpu_info() -> list[str]:
         return list(takewhile(str.strip, lines))
 
 
+def read_memory_field(file: Path, field: str) -> int | None:
+    """Bytes in a field of /proc/meminfo or of /proc/self/status; None if the system does not report them."""
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), None)
+
+
 def fsync_path(path: Path) -> None:
     """Wait until a file, or the names in a directory, are on the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -118,6 +118,26 @@ class ClusterSpec:
         return 1e9 * (self.kind.near if ranks * stride <= self.per_host else self.kind.far)
 
 
+def make_cluster(
+    gpus: int | None = None,
+    gpu_type: str | None = None,
+    gpu_memory: str | None = None,
+    nodes: int = 1,
+    gpu_tflops: float | None = None,
+    price: float | None = None,
+    mfu: float = DEFAULT_MFU,
+) -> ClusterSpec:
+    """Cluster of the options of `tune plan`; without any of them, the CPU of this machine."""
+    memory = None if gpu_memory is None else parse_memory_size(gpu_memory)
+    if (gpus, gpu_type, memory, gpu_tflops) == (None, None, None, None) and nodes == 1:
+        return ClusterSpec(price=price)
+    kind = gpu_by_memory(memory or 80 * GIB) if gpu_type is None else gpu_by_name(gpu_type)
+    if gpu_tflops is not None:
+        kind = kind.scaled(gpu_tflops)
+    is_assumed = gpu_type is None and gpu_tflops is None
+    return ClusterSpec((gpus or 1) * nodes, nodes, kind, memory or int(kind.gib * GIB), is_assumed, price, mfu)
+
+
 def parse_memory_size(text: str) -> int:
     """Parse a size such as `80G`, `80GiB` or `24000M` into bytes. Units are powers of two."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GMT])(?:i?B)?", text.strip(), re.IGNORECASE)

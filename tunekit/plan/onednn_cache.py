@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from tunekit.system import read_memory_field
+
 CACHE_CAPACITY = 1024  # kernels in the cache of oneDNN, and entries in the cache of torch
 KERNELS_PER_SIZE = 3  # kernels per number of rows: forward, input gradient, weight gradient
 SHAPE = 384, 576  # of the weight; kernels of larger weights have the same size
@@ -39,13 +41,7 @@ def create_kernels(rows: Iterable[int]) -> None:
 
 
 def trimmed_process_bytes() -> int:
-    """Bytes of this process after freed memory was returned to the system."""
+    """Private bytes of this process after freed memory was returned to the system; 0 if they are not reported."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
-    return process_bytes()
-
-
-def process_bytes() -> int:
-    """Private bytes of this process; 0 if the system does not report them."""
-    lines = STATUS.read_text().splitlines() if STATUS.is_file() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
+    return read_memory_field(STATUS, "RssAnon") or 0

@@ -13,7 +13,6 @@ from tunekit import build, devices, env_info
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.cli import recipe_loader
-from tunekit.cli.cluster_args import parse_cluster
 from tunekit.config import load
 from tunekit.config.dump import to_yaml
 from tunekit.errors import UserError
@@ -21,7 +20,7 @@ from tunekit.hub import download
 from tunekit.plan import oom_report
 from tunekit.plan.auxiliary_models import model_or_preset
 from tunekit.plan.draft_config import Draft, draft_config, draft_name
-from tunekit.plan.hardware import ClusterSpec
+from tunekit.plan.hardware import ClusterSpec, make_cluster
 from tunekit.plan.report import format_duration, format_gib
 from tunekit.plan.sample_rows import RowSample, sample_rows
 
@@ -67,7 +66,7 @@ def open_source(model: str) -> tuple[HFCheckpoint, bool]:
 def find_machine(args: argparse.Namespace) -> ClusterSpec:
     """The machine of the arguments; by default all GPUs of this one, or its CPU and free memory."""
     if (args.gpus, args.gpu_type, args.gpu_memory) != (None, None, None):
-        return parse_cluster(argparse.Namespace(**vars(args), nodes=1, gpu_tflops=None, gpu_hour_price=None, mfu=0.45))
+        return make_cluster(args.gpus, args.gpu_type, args.gpu_memory)
     device = devices.select("auto")
     if device.type == "cpu":
         return ClusterSpec(memory=env_info.available_memory())

@@ -10,7 +10,6 @@ from typing import Any
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.cli import recipe_loader
-from tunekit.cli.cluster_args import parse_cluster
 from tunekit.config.dump import dump_yaml
 from tunekit.errors import UserError
 from tunekit.hub import download
@@ -24,7 +23,8 @@ def main(args: argparse.Namespace) -> None:
     """Print the estimate, and the config found by --auto."""
     path, name = recipe_loader.find_config_and_recipe(args)
     recipe = recipe_loader.load_recipe(name)
-    cluster = parse_cluster(args)
+    machine = args.gpus, args.gpu_type, args.gpu_memory, args.nodes
+    cluster = hardware.make_cluster(*machine, args.gpu_tflops, args.gpu_hour_price, args.mfu)
     if args.auto or args.output:
         search.check_memory_is_known(cluster)
     cfg = recipe_loader.load_recipe_config(recipe, args.config, args.overrides, args.imports)
