@@ -6,8 +6,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from torch.distributed.tensor import DTensor
-
 from tunekit import env_info
 from tunekit.adapters.config import FrozenModel, LoRAConfig, NoAdapter
 from tunekit.checkpoint import atomic, peft_adapter, token_rows
@@ -25,7 +23,7 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.fsdp import allocate, apply_fsdp
 from tunekit.distributed.parallel_dims import ParallelConfig, ParallelDims
 from tunekit.distributed.parallelize import parallelize, parallelize_fake
-from tunekit.distributed.sharding import register_shards
+from tunekit.distributed.sharding import register_shards, to_local
 from tunekit.errors import UserError
 from tunekit.hub import download
 from tunekit.memory.config import MemoryConfig
@@ -94,9 +92,9 @@ def open_checkpoint(cfg: ModelChoices) -> HFCheckpoint:
     return checkpoint
 
 
-def read_checkpoint(cfg: ModelChoices, files: download.Files = download.SMALL) -> HFCheckpoint:
+def read_checkpoint(cfg: ModelChoices) -> HFCheckpoint:
     """The checkpoint to train, from its small files, without its tensors; the base if `model` is an adapter."""
-    return read_checkpoint_and_adapter(cfg, files)[0]
+    return read_checkpoint_and_adapter(cfg, download.SMALL)[0]
 
 
 def read_checkpoint_and_adapter(
@@ -200,7 +198,7 @@ def check_host_memory(checkpoint: HFCheckpoint, model: Decoder, dist: Distribute
     if dist.device.type != "cpu" or available is None:
         return
     tensors = (*model.parameters(), *model.buffers())
-    needed = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+    needed = sum(to_local(tensor).nbytes for tensor in tensors)
     if needed > available:
         sizes = f"{format_bytes(needed)} for its weights; {format_bytes(available)} are available"
         raise UserError(f"{checkpoint.name}: not enough memory: this model needs {sizes}.")

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, TensorReader
 from tunekit.distributed.context import DistributedContext
-from tunekit.distributed.sharding import ShardSlice, adopt_tensor, shard_slice, to_local, upload
+from tunekit.distributed.sharding import SHARDED_STORAGE, ShardSlice, shard_slice, to_local, upload
 from tunekit.errors import UserError
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.models.linear import GroupedLinear, Linear
@@ -100,7 +100,7 @@ def load_tensor(model: Decoder, name: str, tensor: Tensor) -> None:
     if isinstance(module, Linear | GroupedLinear) and leaf == "weight":
         module.load_weight(tensor)
     else:
-        adopt_tensor(module.get_parameter(leaf), tensor)
+        SHARDED_STORAGE.adopt(module.get_parameter(leaf), tensor)
 
 
 def count_non_finite(tensor: Tensor) -> int:

@@ -53,7 +53,7 @@ def partial_squares(parameters: Sequence[Tensor], context: DistributedContext) -
     for weight in parameters:
         if require_grad(weight).device.type == "cpu":
             on_host.append(squares_in_blocks(weight, context))
-        elif counts_locally(weight, context.coords.tensor):
+        elif counts_locally(weight, context):
             on_device.append(to_local(require_grad(weight)))
     sums = [*on_host, *(squares_of(grads) for grads in group_by_device_and_dtype(on_device))]
     return sums or [torch.zeros((), dtype=accumulation_dtype(context.device), device=context.device)]
@@ -69,7 +69,7 @@ def squares_in_blocks(weight: Tensor, context: DistributedContext) -> Tensor:
     """Sum of squares of the elements of one gradient that this rank counts, in fp64. Blocks are summed in fp32, which
     is fast on a CPU and accurate enough."""
     grad = to_local(require_grad(weight))
-    if not counts_locally(weight, context.coords.tensor):
+    if not counts_locally(weight, context):
         return grad.new_zeros((), dtype=accumulation_dtype(weight.device))
     flat = grad.reshape(-1).float()
     num_full = len(flat) // SUM_BLOCK * SUM_BLOCK
@@ -93,9 +93,9 @@ def group_by_device_and_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return list(kinds.values())
 
 
-def counts_locally(weight: Tensor, tp_rank: int) -> bool:
+def counts_locally(weight: Tensor, context: DistributedContext) -> bool:
     """Whether this rank counts its shard of a parameter. Replicated parameters are counted by the first rank."""
-    if tp_rank and not any(shard.kind == "tensor" for shard in shards_of(weight)):
+    if context.coords.tensor and not any(shard.kind == "tensor" for shard in shards_of(weight)):
         return False
     if not isinstance(weight, DTensor):
         return True

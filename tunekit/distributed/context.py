@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 GROUP_NUMBERS = count()  # prefixes of process groups that share one store
 TIMEOUT_MARGIN = 60  # seconds
-# For tests with one GPU: with RANK=0, WORLD_SIZE=1 and the other variables of torchrun, a single process creates a
+# For checks with one GPU: with RANK=0, WORLD_SIZE=1 and the other variables of torchrun, a single process creates a
 # process group too, and its model is sharded over it.
 ONE_RANK = "TUNEKIT_ONE_RANK_GROUP"
 HOST_TIMEOUT = timedelta(days=30)  # ranks wait while one of them reads, writes or uploads large files
@@ -47,7 +47,6 @@ class RankCoords:
     """Index of this rank in each mesh dimension."""
 
     replicate: int = 0
-    shard: int = 0  # FSDP shard, including the context parallel dimension
     context: int = 0
     tensor: int = 0
 
@@ -264,15 +263,9 @@ class DistributedContext:
 
     def run_on_all(self, fn: Callable[[], T]) -> T:
         """Local result of `fn`, after all ranks have called it. A UserError on one rank is raised on all of them."""
-        result, own_error = None, None
-        try:
-            result = fn()
-        except UserError as error:
-            own_error = error
-        for error in self.all_gather_objects(own_error):
-            if error is not None:
-                raise error
-        return result  # type: ignore[return-value]
+        results: list[T] = []
+        self.gather_results(lambda: results.append(fn()))
+        return results[0]
 
     def gather_results(self, fn: Callable[[], T]) -> list[T]:
         """Results of `fn` on all ranks, in rank order. A UserError on one rank is raised on all of them."""
@@ -314,7 +307,7 @@ def rank_coords(rank: int, dims: ParallelDims) -> RankCoords:
     """Mesh coordinates of a rank."""
     dp_rank, tensor = divmod(rank, dims.tp)
     replicate, shard = divmod(dp_rank, dims.fsdp_size)
-    return RankCoords(replicate, shard, shard % dims.cp, tensor)
+    return RankCoords(replicate, shard % dims.cp, tensor)
 
 
 def dump_flight_recorders(device: torch.device) -> dict[str, bytes]:

@@ -19,6 +19,7 @@ from threading import Thread
 from typing import Any
 
 from tunekit.distributed import worker_env
+from tunekit.distributed.heartbeat import StackFrame
 
 CHANNEL = "TUNEKIT_RANK_RECORDER"  # file descriptor of the socket for requests to a rank
 SIZE = "2000"  # collectives that the recorder keeps
@@ -174,8 +175,8 @@ def collective(entry: Mapping[str, Any]) -> Collective:
 def caller(frames: Sequence[Mapping[str, Any]]) -> str:
     """The innermost frame outside of torch."""
     for frame in frames:
-        if "/torch/" not in frame["filename"]:
-            return f"{frame['name']} ({'/'.join(Path(frame['filename']).parts[-2:])}:{frame['line']})"
+        if not (location := StackFrame(frame["filename"], frame["line"], frame["name"])).is_torch:
+            return str(location)
     return ""
 
 

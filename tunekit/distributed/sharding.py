@@ -138,11 +138,6 @@ class ShardedStorage(WeightStorage):
 SHARDED_STORAGE = ShardedStorage()
 
 
-def adopt_tensor(target: Tensor, full: Tensor) -> None:
-    """`copy_to_shard` for a tensor without other users, which may become the parameter's storage."""
-    SHARDED_STORAGE.adopt(target, full)
-
-
 def use_sharded_storage(model: nn.Module) -> None:
     """Make all modules of a model initialize and load local shards of their weights."""
     for module in model.modules():
