@@ -144,16 +144,19 @@ def _export(add: AddArgument) -> None:
     add("--type", metavar="TYPE", help=kinds)
 
 
-def _chat(add: AddArgument) -> None:
+def _inference(add: AddArgument) -> None:
     add("model", metavar="MODEL", help="directory of a model or a run, or a name on the Hub")
-    add("--system-prompt", metavar="TEXT", help="system message")
     add("--chat-template", metavar="NAME", help="Jinja file or bundled template (default: that of the model)")
-    add(
-        "--chat-template-kwargs", metavar="{NAME: VALUE}", help="values of template variables: {enable_thinking: false}"
-    )
+    kwargs = "values of template variables: {enable_thinking: false}"
+    add("--chat-template-kwargs", metavar="{NAME: VALUE}", help=kwargs)
     add("--config-overrides", metavar="{KEY: VALUE}", help="other values for keys of config.json")
-    add("--tools", metavar="FILE", help="JSON file with a list of tools")
     add("--quantization", metavar="KIND", help="how the weights are stored: nf4, fp4 or float8")
+
+
+def _chat(add: AddArgument) -> None:
+    _inference(add)
+    add("--system-prompt", metavar="TEXT", help="system message")
+    add("--tools", metavar="FILE", help="JSON file with a list of tools")
     add("--temperature", type=float, metavar="T", help="0: greedy decoding (default: 0.7)")
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens (default: all)")
     add("--top-p", type=float, metavar="P", help="nucleus sampling probability (default: 0.95)")
@@ -165,18 +168,13 @@ def _chat(add: AddArgument) -> None:
 
 
 def _serve(add: AddArgument) -> None:
-    add("model", metavar="MODEL", help="directory of a model or a run, or a name on the Hub")
+    _inference(add)
     adapter = "serve a LoRA adapter of MODEL under a name of its own; repeatable"
     add("--adapter", action="append", default=[], metavar="NAME=PATH", help=adapter)
     add("--served-model-name", metavar="NAME", help="name of MODEL in requests (default: MODEL)")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=_number, default=8000, metavar="N", help="port; 0: any free port (default: 8000)")
     add("--api-key", action="append", default=[], metavar="KEY", help="key of clients (default: $TUNEKIT_API_KEY)")
-    add("--chat-template", metavar="NAME", help="Jinja file or bundled template (default: that of the model)")
-    kwargs = "values of template variables: {enable_thinking: false}"
-    add("--chat-template-kwargs", metavar="{NAME: VALUE}", help=kwargs)
-    add("--config-overrides", metavar="{KEY: VALUE}", help="other values for keys of config.json")
-    add("--quantization", metavar="KIND", help="how the weights are stored: nf4, fp4 or float8")
     add("--dtype", metavar="DTYPE", help="dtype of computation: auto, bf16, fp16 or fp32 (default: auto)")
     add("--max-num-seqs", type=_count, default=16, metavar="N", help="answers that are generated at once (default: 16)")
     length = "maximum tokens of a prompt and its answer (default: the context, at most 4096)"
@@ -302,6 +300,7 @@ def dispatch(words: Sequence[str]) -> None:
     if words and words[0] in parsers:
         words = [normalize_option(word, parsers[words[0]]) for word in words]
     args, rest = top.parse_known_args(words)
+    args.words = tuple(words)
     if args.version:
         metadata = import_module("importlib.metadata")  # costs 25 ms; only --version needs it
         versions = (f"{name} {metadata.version(name)}" for name in ("tunekit", "torch"))
@@ -424,7 +423,3 @@ def describe(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -41,13 +41,6 @@ class LaunchConfig:
         """Processes on this node."""
         return self.gpus or 1
 
-    @property
-    def cli_args(self) -> tuple[str, ...]:
-        """Flags and values for the command line."""
-        options = {"--nproc-per-node": self.nproc_per_node, "--nnodes": self.nodes, "--rdzv-endpoint": self.rendezvous}
-        options |= {"--node-rank": self.node_rank, "--max-restarts": self.restarts, "--rdzv-id": self.job_id}
-        return tuple(arg for name, value in options.items() if value is not None for arg in (name, str(value)))
-
     def parse_endpoint(self) -> tuple[str, int]:
         """Host and port of the rendezvous endpoint."""
         if self.rendezvous is None:

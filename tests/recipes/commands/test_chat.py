@@ -25,11 +25,15 @@ def fake_answer(messages: list[chat.Message], number: int, tokens: list[int]) ->
     yield messages[-1]["content"]
 
 
+def show_tokens(messages: list[chat.Message], tokens: list[int], suffix: str) -> bytes:
+    return f"{len(messages)} {tokens}".encode()
+
+
 def run_chat(
     lines: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], system: str | None = None
 ) -> list[str]:
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    chat.chat_loop(fake_answer, chat.Chat(system), lambda messages, tokens, _: f"{len(messages)} {tokens}".encode())
+    chat.chat_loop(fake_answer, chat.Chat(system), show_tokens)
     return capsys.readouterr().out.splitlines()
 
 
@@ -65,7 +69,7 @@ def test_saved_rows_have_the_tools(
 ) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     monkeypatch.setattr("sys.stdin", io.StringIO(f"a\n/save {tmp_path / 'rows.jsonl'}\n"))
-    chat.chat_loop(fake_answer, chat.Chat(tools=tools))
+    chat.chat_loop(fake_answer, chat.Chat(tools=tools), show_tokens)
     assert json.loads((tmp_path / "rows.jsonl").read_text())["tools"] == tools
 
 
@@ -75,7 +79,7 @@ def test_error_ends_a_piped_conversation_only(
     with pytest.raises(UserError, match="too long"):
         run_chat("fail\nb\n", monkeypatch, capsys)
     monkeypatch.setattr("sys.stdin", Terminal("fail\nb\n"))
-    chat.chat_loop(fake_answer, chat.Chat())
+    chat.chat_loop(fake_answer, chat.Chat(), show_tokens)
     assert capsys.readouterr().out.rstrip("> ").splitlines()[-1].endswith("b")
 
 

@@ -182,11 +182,7 @@ class Chat:
         print(f"written to {file}")
 
 
-def no_tokens(messages: list[Message], tokens: list[int], suffix: str) -> bytes:
-    raise UserError("/tokens: this model does not show its tokens")
-
-
-def chat_loop(answer: AnswerFn, chat: Chat, show_tokens: ShowTokensFn = no_tokens) -> None:
+def chat_loop(answer: AnswerFn, chat: Chat, show_tokens: ShowTokensFn) -> None:
     """Read messages and commands until the input ends.
 
     Raises UserError if a piped line fails. In a terminal, the conversation continues without it.

@@ -58,9 +58,7 @@ def launch_config(args: argparse.Namespace) -> LaunchConfig:
 
 def launch(args: argparse.Namespace, stop_requests: StopRequests) -> None:
     """Run the checks in a subprocess, so that this process does not import torch, then start the ranks."""
-    fresh = ["--overwrite"] if args.overwrite else []
-    launch_arguments = ("--slurm", args.slurm) if args.slurm else args.launch.cli_args
-    summary = launcher.check_in_subprocess((*worker_args(args), *launch_arguments, *fresh), stop_requests)
+    summary = launcher.check_in_subprocess(args.words, stop_requests)
     folder = summary["folder"] and Path(summary["folder"])
     if summary["finished"]:
         return
