@@ -11,7 +11,6 @@ from torch import nn
 
 from tunekit import build
 from tunekit.adapters.config import FrozenModel
-from tunekit.models.block import Block
 from tunekit.models.decoder import Decoder
 from tunekit.models.linear import GroupedLinear, Linear
 from tunekit.models.spec import Attention, DecoderSpec, DeltaNet, DenseMoE, LatentAttention, Layer, MoE
@@ -153,10 +152,10 @@ def auxiliary_flops(model: AuxiliaryModel, length: int) -> float:
     return AUXILIARY_FLOPS[key]
 
 
-def linear_flops(layer: Block, num_experts: int) -> tuple[float, float]:
-    """Forward and backward FLOPs per token of the linear layers of a block with `num_experts` active experts."""
+def linear_flops(model: nn.Module, num_experts: int) -> tuple[float, float]:
+    """Forward and backward FLOPs per token of the linear layers of a model with `num_experts` active experts."""
     forward = back = 0.0
-    for module in layer.modules():
+    for module in model.modules():
         if isinstance(module, Linear | GroupedLinear):
             size = 2.0 * module.in_features * module.out_features
             size *= num_experts if isinstance(module, GroupedLinear) else 1

@@ -64,13 +64,12 @@ CHECKS = (
 )
 
 
-def select_checks(names: Sequence[str], checks: Sequence[Check] = CHECKS) -> list[Check]:
+def select_checks(names: Sequence[str]) -> list[Check]:
     """The checks that `names` refer to, by name, last part or group; all of them if there are no names."""
-    groups = {check.group for check in checks}
-    known = {name for check in checks for name in (check.name, check.short_name)} | groups
+    known = {name for check in CHECKS for name in (check.name, check.short_name, check.group)}
     for name in names:
         if name not in known:
             match = closest_match(name, sorted(known))
-            hint = f"; did you mean '{match}'?" if match else f". Known checks: {', '.join(c.name for c in checks)}"
+            hint = f"; did you mean '{match}'?" if match else f". Known checks: {', '.join(c.name for c in CHECKS)}"
             raise UserError(f"--only: no check '{name}'{hint}")
-    return [c for c in checks if not names or not {c.name, c.short_name, c.group}.isdisjoint(names)]
+    return [c for c in CHECKS if not names or not {c.name, c.short_name, c.group}.isdisjoint(names)]

@@ -15,7 +15,6 @@ class Context:
     """The device that is checked, and an empty directory that is removed afterwards."""
 
     device: torch.device
-    quick: bool
     directory: Path
 
 

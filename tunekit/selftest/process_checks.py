@@ -1,7 +1,6 @@
 """One process against several, on the backend that training uses: NCCL on GPUs, gloo on the CPU."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,15 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed
-from torch.distributed.tensor import DTensor
 
-from tunekit.adapters.config import NoAdapter
-from tunekit.data.dataloader.batch import Batch
 from tunekit.devices import capabilities, has_fast_bf16
-from tunekit.distributed.context import DistributedContext
+from tunekit.distributed.clip_grad import total_grad_norm
+from tunekit.distributed.context import ONE_RANK, DistributedContext
 from tunekit.losses.cross_entropy import CrossEntropy
-from tunekit.models.decoder import Decoder
 from tunekit.selftest import nano
 from tunekit.selftest.compare import relative_error
 from tunekit.selftest.context import Context
@@ -35,9 +30,9 @@ def check_one_rank(context: Context) -> Result:
     """A process group of one rank: collectives, and the loss and gradient norm of sharded weights."""
     backend = require_backend(context)
     compute = "bf16" if context.device.type == "cuda" else "fp32"
-    expected = loss_and_gradient(context, compute, shard=False)
+    expected = loss_and_gradient(context, compute)
     with one_rank_environment():
-        actual = loss_and_gradient(context, compute, shard=True)
+        actual = loss_and_gradient(context, compute)
     for name, a, b in zip(("loss", "gradient norm"), actual, expected, strict=True):
         error = relative_error(torch.tensor(a), torch.tensor(b))
         if not error <= LIMITS[compute]:
@@ -46,46 +41,22 @@ def check_one_rank(context: Context) -> Result:
     return Result(f"{backend}: collectives, FSDP loss and gradient norm equal those without sharding", values)
 
 
-def loss_and_gradient(context: Context, compute: str, shard: bool) -> tuple[float, float]:
-    """Loss and gradient norm of a packed batch."""
+def loss_and_gradient(context: Context, compute: str) -> tuple[float, float]:
+    """Loss and gradient norm of a packed batch. With a process group, weights are sharded and the norm is reduced."""
     with DistributedContext(0, context.device.type) as dist:
-        if shard:
-            join(dist)
         model = nano.open_model(dist, compute)
         model.requires_grad_(True).train()
-        result = backward(model, nano.packed_batch(model.spec.vocab)[0].to(dist.device))
-        if shard:
-            torch.distributed.destroy_process_group()
-    return result
-
-
-def backward(model: Decoder, batch: Batch) -> tuple[float, float]:
-    loss = CrossEntropy()(model, batch) / batch.num_target_tokens
-    loss.backward()
-    parameters = [p for group, _ in NoAdapter().param_groups(model) for p in group]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    return float(loss.detach()), float(torch.stack([g.float().norm() for g in local]).norm())
-
-
-def join(dist: DistributedContext) -> None:
-    """Initialize the process group of a run. Sharding tries the other collectives."""
-    dist.init_process_group()
-    ones = torch.ones(8, device=dist.device)
-    torch.distributed.all_reduce(ones)
-    dist.barrier()
-    if ones.tolist() != [1.0] * 8:
-        raise CheckFailedError(f"all-reduce of one rank changed its input: {ones.tolist()}")
+        batch = nano.packed_batch(model.spec.vocab)[0].to(dist.device)
+        loss = CrossEntropy()(model, batch) / batch.num_target_tokens
+        loss.backward()
+        return float(loss.detach()), float(total_grad_norm(model.parameters(), dist))
 
 
 @contextmanager
 def one_rank_environment() -> Iterator[None]:
     """Variables that make this process the only rank of a group."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    variables = {ONE_RANK: "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ.update(variables)
     try:
         yield
@@ -129,8 +100,6 @@ def num_ranks(context: Context) -> tuple[int, str]:
 
 def require_backend(context: Context) -> str:
     """The name of the device's backend; CheckSkippedError if there is none."""
-    if not torch.distributed.is_available():
-        raise CheckSkippedError("this build of torch has no torch.distributed")
     backend = capabilities(context.device).backend
     if backend is None:
         raise CheckSkippedError(f"torch has no backend for several processes on {context.device.type}")

@@ -19,7 +19,7 @@ from tunekit.selftest.checklist import START_SECONDS, TOTAL_SECONDS, Check
 from tunekit.selftest.result import Outcome
 
 WORKER = (sys.executable, "-P", "-m", "tunekit.selftest.worker")
-NO_DEVICE = 3
+NO_DEVICE = 3  # exit code of a worker: the requested device does not exist
 # Everything that is read comes with the package.
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TQDM_DISABLE": "1", "PYTHONUNBUFFERED": "1"}
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # of a launcher around this process
@@ -69,7 +69,7 @@ class Runner:
                 self.add(Outcome(check.name, "skipped", 0.0, f"time limit of {self.total_seconds:g} s reached"))
             return len(checks)
         names = [(check.name, f"{self.package}.{check.module}") for check in checks]
-        job = {"device": self.device, "quick": self.quick, "checks": names, "directory": self.directory}
+        job = {"device": self.device, "checks": names, "directory": self.directory}
         with TemporaryFile() as log, Worker(job, log) as worker:
             return self.follow(worker, checks)
 

@@ -120,13 +120,7 @@ def check_gated_delta_rule(context: Context) -> Result:
     """The gated delta rule in chunks, and the short convolution before it."""
     comparison = Comparison(context, "torch")
     for dtype, label in DTYPE_NAMES.items():
-        inputs = {
-            "q": torch.randn(1, LENGTH, 2, 32).to(dtype),
-            "k": torch.randn(1, LENGTH, 2, 32).to(dtype),
-            "v": torch.randn(1, LENGTH, 4, 16).to(dtype),
-            "decay": -torch.rand(1, LENGTH, 4),
-            "beta": torch.rand(1, LENGTH, 4),
-        }
+        inputs = recurrent_inputs(dtype) | {"beta": torch.rand(1, LENGTH, 4)}
         comparison.check_function(f"delta rule {label}", delta_rule, delta_rule_reference, inputs)
         inputs = {"x": torch.randn(1, LENGTH, 24).to(dtype), "weight": torch.randn(24, 4)}
         comparison.check_function(f"convolution {label}", convolve, convolve_reference, inputs)
@@ -137,17 +131,18 @@ def check_state_space(context: Context) -> Result:
     """The state space model of Mamba 2, in chunks."""
     comparison = Comparison(context, "torch")
     for dtype, label in DTYPE_NAMES.items():
-        inputs = {
-            "q": torch.randn(1, LENGTH, 2, 32).to(dtype),
-            "k": torch.randn(1, LENGTH, 2, 32).to(dtype),
-            "v": torch.randn(1, LENGTH, 4, 16).to(dtype),
-            "decay": -torch.rand(1, LENGTH, 4),
-        }
-        comparison.check_function(f"scan {label}", scan, scan_reference, inputs)
+        comparison.check_function(f"scan {label}", scan, scan_reference, recurrent_inputs(dtype))
     return comparison.result()
 
 
 DOCUMENTS = (0, 67, 68, LENGTH)
+
+
+def recurrent_inputs(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Two heads of queries and keys, and four of values, with their decay."""
+    shapes = {"q": (2, 32), "k": (2, 32), "v": (4, 16)}
+    inputs = {key: torch.randn(1, LENGTH, *shape).to(dtype) for key, shape in shapes.items()}
+    return inputs | {"decay": -torch.rand(1, LENGTH, 4)}
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:

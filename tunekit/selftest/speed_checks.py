@@ -27,6 +27,7 @@ from tunekit.models.linear import Embedding, Linear
 from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import Attention, DecoderSpec
 from tunekit.optim.config import AdamWConfig
+from tunekit.plan.step_time import linear_flops
 from tunekit.quantization.config import NF4Config, NoQuantization
 from tunekit.selftest.context import Context, synchronize
 from tunekit.selftest.nano import packing, random_documents
@@ -46,11 +47,10 @@ NOISE = 2**20  # random numbers that are repeated to fill weights: to draw a bil
 
 @dataclass(frozen=True)
 class Method:
-    """A way of training: what is trained, how frozen weights are stored, and operations per weight and token."""
+    """A way of training: how frozen weights are stored, and what is trained."""
 
     weights: NoQuantization
     adapter: NoAdapter | LoRAConfig
-    operations: int
 
 
 class Limits(NamedTuple):
@@ -122,9 +122,9 @@ def check_step(method: Method, context: Context) -> Result:
     raise CheckSkippedError(f"not enough GPU memory for {GPU_ROWS[-1][1]} tokens")
 
 
-check_lora_step = partial(check_step, Method(NoQuantization(), LoRAConfig(16), 4))
-check_qlora_step = partial(check_step, Method(NF4Config(), LoRAConfig(16), 4))
-check_full_step = partial(check_step, Method(NoQuantization(), NoAdapter(), 6))
+check_lora_step = partial(check_step, Method(NoQuantization(), LoRAConfig(16)))
+check_qlora_step = partial(check_step, Method(NF4Config(), LoRAConfig(16)))
+check_full_step = partial(check_step, Method(NoQuantization(), NoAdapter()))
 
 
 def check_on_cpu(method: Method, context: Context, limits: Limits, spec: DecoderSpec) -> Result:
@@ -148,7 +148,7 @@ def operations_of(method: Method, spec: DecoderSpec, tokens: int) -> float:
     """Operations of a step of one row."""
     model = meta_model(spec)
     method.adapter.apply(model)
-    return count_operations(model, build_batch(spec.vocab, 1, tokens), method.operations)
+    return count_operations(model, build_batch(spec.vocab, 1, tokens))
 
 
 def report_step(step: Step, limits: Limits, values: dict[str, Any], note: str = "") -> Result:
@@ -194,7 +194,7 @@ def measure_step(method: Method, spec: DecoderSpec, shape: tuple[int, int], cont
 
     seconds = measure_time(train, device, ROUNDS)
     peak = devices.peak_memory(device) or 0
-    return Step(seconds, count_operations(model, batch, method.operations), count_bytes(model), peak)
+    return Step(seconds, count_operations(model, batch), count_bytes(model), peak)
 
 
 def meta_model(spec: DecoderSpec) -> Decoder:
@@ -239,16 +239,14 @@ def build_batch(vocab: int, rows: int, length: int) -> Batch:
     return packing(length, rows).collate_rows([documents[i : i + 3] for i in range(0, len(documents), 3)])[0]
 
 
-def count_operations(model: Decoder, batch: Batch, factor: int) -> float:
-    """4 or 6 operations per weight and token, 6 for weights of an adapter, and attention within documents."""
-    tokens = batch.tokens.numel()
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
-    products = sum(m.out_features * m.in_features * (6 if ".lora_" in name else factor) for name, m in linears.items())
-    lengths = [batch.tokens.shape[1] // 8, 3 * batch.tokens.shape[1] // 8, batch.tokens.shape[1] // 2]
-    pairs = len(batch.tokens) * sum(n * (n + 1) / 2 for n in lengths)
+def count_operations(model: Decoder, batch: Batch) -> float:
+    """4 operations per frozen weight and token, 6 per trained one, and attention within documents."""
+    assert batch.cu_seqlens is not None
+    lengths = batch.cu_seqlens.diff().double()
+    pairs = float((lengths * (lengths + 1) / 2).sum())
     mixers = [layer.mixer for layer in model.spec.layers]
     channels = sum(m.heads * m.head_dim for m in mixers if isinstance(m, Attention))
-    return products * tokens + 3 * 4 * channels * pairs
+    return sum(linear_flops(model, 1)) * batch.tokens.numel() + 3 * 4 * channels * pairs
 
 
 def count_bytes(model: Decoder) -> float:

@@ -22,8 +22,8 @@ from tunekit import devices
 from tunekit.errors import UserError
 from tunekit.selftest.context import CheckFunction, Context
 from tunekit.selftest.result import CheckFailedError, CheckSkippedError, Outcome, Result
+from tunekit.selftest.runner import NO_DEVICE
 
-NO_DEVICE = 3  # exit code: the requested device does not exist
 Send = Callable[[str | Outcome], None]  # "started", an outcome, or "closing": a new worker is needed
 
 
@@ -80,7 +80,7 @@ def run_checks(job: dict[str, Any], send: Send) -> None:
         with TemporaryDirectory(dir=job["directory"]) as directory, Recorder(name, send) as recorder:
             function: CheckFunction = getattr(import_module(module), f"check_{name.rpartition('.')[2]}")
             torch.manual_seed(0)
-            recorder.result = function(Context(device, job["quick"], Path(directory)))
+            recorder.result = function(Context(device, Path(directory)))
         if recorder.is_broken and device.type != "cpu":
             send("closing")
             return

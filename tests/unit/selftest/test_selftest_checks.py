@@ -42,7 +42,7 @@ HELPERS |= {
 
 
 def context(device: str) -> Context:
-    return Context(torch.device(device), False, Path())
+    return Context(torch.device(device), Path())
 
 
 def test_every_kernel_has_a_check() -> None:
