@@ -11,6 +11,7 @@ BUNDLED = Path(__file__).parent / "bundled"  # written by scripts/nano/
 MODELS = {"tunekit/nano": BUNDLED / "model"}
 PRESETS = {f"tunekit/{folder.name}": folder for folder in sorted((BUNDLED.parent / "models/presets").iterdir())}
 ENVIRONMENTS = ("calculator", "grid_world", "json_answer", "key_value_lookup", "python")
+# Directories of datasets, with one `<split>.jsonl` per split
 DATA = {f"tunekit/{name}": BUNDLED / name for name in ("preferences", "retrieval", "sums", "tools", *ENVIRONMENTS)}
 TASKS = {f"nano/{name}": BUNDLED / f"tasks/{name}.jsonl" for name in ("facts", "copying", "stories")}
 TASKS["nano/tools"] = BUNDLED / "tools/test.jsonl"
@@ -38,8 +39,3 @@ def suggest_asset(name: str) -> str:
     names = {known.partition("/")[2]: known for known in (*MODELS, *PRESETS)}
     matches = [names[match] for match in difflib.get_close_matches(name.partition("/")[2], names)]
     return f"no bundled model {name}: did you mean {' or '.join(matches)}?" if matches else f"no bundled model {name}"
-
-
-def dataset_dir(name: str) -> Path | None:
-    """Directory of a bundled dataset, with one `<split>.jsonl` per split; None if `name` is not a bundled dataset."""
-    return DATA.get(name)

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from tunekit.devices import capabilities, has_fast_bf16
 from tunekit.distributed.clip_grad import total_grad_norm
 from tunekit.distributed.context import ONE_RANK, DistributedContext
+from tunekit.distributed.launcher import tune_command
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.selftest import nano
 from tunekit.selftest.compare import relative_error
@@ -111,8 +111,7 @@ def require_backend(context: Context) -> str:
 def run_ranks(directory: Path, device: str, count: int, more: tuple[str, ...]) -> None:
     """`tune run --nproc-per-node N`, as a user starts it."""
     words: list[Any] = ["run", "sft", nano.CONFIG, *nano.overrides(directory, device, *more), "--nproc-per-node", count]
-    command = [sys.executable, "-P", "-m", "tunekit.cli", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(tune_command(tuple(map(str, words))), capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()][-LOG_LINES:]
         raise CheckFailedError(f"{count} processes ended with code {done.returncode}: {' | '.join(lines)}")

@@ -173,9 +173,7 @@ def format_rate(rate: float) -> str:
 
 
 def model_spec() -> DecoderSpec:
-    folder = assets.model_dir(PRESET)
-    assert folder is not None
-    return find_family(read_json(folder / "config.json"), "config.json")[1]
+    return find_family(read_json(assets.PRESETS[PRESET] / "config.json"), "config.json")[1]
 
 
 def measure_step(method: Method, spec: DecoderSpec, shape: tuple[int, int], context: Context) -> Step:

@@ -271,10 +271,10 @@ class TrainConfig:
                 raise FieldError("generation_eval", "has no metric. Set generation_eval.data or generation_eval.regex.")
             if getattr(self, name) and not self.has_evaluation:
                 raise FieldError(name, "requires eval_data or generation_eval")
-            if getattr(self, name) and self.eval_data is None and self.metric_for_best_model == "loss":
+            if getattr(self, name) and self.eval_data is None and best == "loss":
                 raise FieldError("metric_for_best_model", "loss requires eval_data. Set exact_match or regex_match.")
-        (default,) = (item.default for item in fields(self) if item.name == "metric_for_best_model")
-        if self.metric_for_best_model != default and not (self.early_stopping_patience or self.load_best_model_at_end):
+        is_default = best == type(self).metric_for_best_model
+        if not is_default and not (self.early_stopping_patience or self.load_best_model_at_end):
             raise FieldError("metric_for_best_model", "requires load_best_model_at_end or early_stopping_patience")
 
     @property

@@ -86,7 +86,7 @@ def test_rows_are_filled_to_the_given_fraction(name: str) -> None:
 def test_bundled_rows_are_packed_optimally() -> None:
     tokenizer = Tokenizer.open(assets.model_dir("tunekit/nano"))
     source = ChatDataset("tunekit/tools", max_length=256)
-    lines = assets.dataset_dir("tunekit/tools").joinpath("train.jsonl").read_text("utf-8").splitlines()
+    lines = assets.DATA["tunekit/tools"].joinpath("train.jsonl").read_text("utf-8").splitlines()
     rows = [Row(f"row {number}", json.loads(line)) for number, line in enumerate(lines)]
     lengths = np.array(
         [len(document.tokens) for documents in source.encode_rows(tokenizer, rows) for document in documents]

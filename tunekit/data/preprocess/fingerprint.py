@@ -26,7 +26,7 @@ def fingerprint(config: DatasetConfig, tokenizer: Tokenizer, reader: RowReader) 
     modules = user_modules.user_modules(config)
     if not all(module.file for module in modules):
         return None
-    source = str(assets.dataset_dir(config.source) or config.source)
+    source = str(assets.DATA.get(config.source) or config.source)
     content = {
         "rows": [source, reader.digest()],  # the source, because documents store the names of their files
         "choice": [type(config).__qualname__, {name: repr(value) for name, value in config.fingerprint_keys().items()}],

@@ -121,7 +121,7 @@ def find_data_files(source: str, split: str) -> list[Path] | None:
     """
     if is_url(source):
         return []
-    bundled = assets.dataset_dir(source)
+    bundled = assets.DATA.get(source)
     path = Path(source.removeprefix("file://")).expanduser() if bundled is None else bundled
     with wrap_read_errors(str(path)):
         if path.is_dir():
