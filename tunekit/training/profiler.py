@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -93,9 +92,7 @@ class Profiler:
     def __enter__(self) -> "Profiler":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
             self.finish()
             if self.config is not None and not self.is_written:
@@ -210,7 +207,7 @@ def format_collectives(rank: StepTimeBreakdown) -> list[str]:
     rows = ["| collective | calls per step | MB per step | seconds per step |", "|---|---|---|---|"]
     for stats in rank.collectives:
         size, seconds = stats.bytes / 1e6 / rank.steps, stats.seconds / rank.steps
-        rows.append(f"| {stats.kind} | {stats.calls / rank.steps:.4g} | {size:.4g} | {seconds:.4f} |")
+        rows.append(f"| {stats.name} | {stats.calls / rank.steps:.4g} | {size:.4g} | {seconds:.4f} |")
     return [*rows, ""]
 
 
@@ -252,8 +249,8 @@ def suggest_comm_settings(ranks: Sequence[StepTimeBreakdown]) -> str:
         slow = busy.index(max(busy))
         return f"The other ranks wait for rank {slow}, whose rows are longer or device slower: try `data.packing=true`"
     seconds: dict[str, float] = {}
-    for stats in (stats for rank in ranks for stats in rank.collectives if stats.kind in ADVICE):
-        seconds[stats.kind] = seconds.get(stats.kind, 0.0) + stats.seconds
+    for stats in (stats for rank in ranks for stats in rank.collectives if stats.name in ADVICE):
+        seconds[stats.name] = seconds.get(stats.name, 0.0) + stats.seconds
     if not seconds:
         return "Use a larger `micro_batch_size`, so that there is more compute between two collectives"
     return ADVICE[max(seconds, key=lambda kind: seconds[kind])]

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from datetime import date
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -88,12 +88,10 @@ class RunContext:
             self.stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
+    def __exit__(self, *error: Any) -> bool | None:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        return self.stack.__exit__(kind, error, traceback)
+        return self.stack.__exit__(*error)
 
     @property
     def final_dir(self) -> Path:

@@ -36,19 +36,12 @@ MAX_OPS = 10
 
 
 @dataclass(frozen=True)
-class CommStats:
-    """One kind of collective: number of calls, bytes of the full tensors, seconds."""
+class CallStats:
+    """One operator or one kind of collective: number of calls, bytes of the full tensors of collectives, seconds."""
 
-    kind: str
-    calls: int
-    bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class OpStats:
     name: str
     calls: int
+    bytes: int
     seconds: float
 
 
@@ -64,8 +57,8 @@ class StepTimeBreakdown:
     data: float  # waiting for the data loader without concurrent compute
     other: float  # on a GPU mostly late launches by Python, on a CPU the time between operators
     hidden: float  # communication that overlaps with compute
-    collectives: tuple[CommStats, ...]
-    ops: tuple[OpStats, ...]
+    collectives: tuple[CallStats, ...]
+    ops: tuple[CallStats, ...]
 
 
 # Spans
@@ -129,8 +122,8 @@ def step_breakdown(events: Iterable[Event]) -> StepTimeBreakdown:
         *seconds,
         other=max(total - sum(seconds), 0.0),
         hidden=total_length(intersect(comm, busy)) * SECONDS_PER_US,
-        collectives=tuple(comm_stats(events)),
-        ops=tuple(slowest_ops(compute_list)),
+        collectives=sum_calls((*nccl_ops(events), *gloo_ops(events))),
+        ops=sum_calls((event["name"], 0, event["dur"] * SECONDS_PER_US) for event in compute_list)[:MAX_OPS],
     )
 
 
@@ -189,28 +182,19 @@ def optimizer_spans(events: Sequence[Event], ops: Spans) -> Spans:
     return intersect(named, ops) if on_gpu(events) else named
 
 
-def slowest_ops(events: Iterable[Event]) -> list[OpStats]:
-    """The operators with the largest total time."""
-    seconds = defaultdict(list)
-    for event in events:
-        seconds[event["name"]].append(event["dur"] * SECONDS_PER_US)
-    stats = [OpStats(name, len(values), sum(values)) for name, values in seconds.items()]
-    return sorted(stats, key=lambda op: -op.seconds)[:MAX_OPS]
+def sum_calls(calls: Iterable[tuple[str, int, float]]) -> tuple[CallStats, ...]:
+    """Statistics by name from the name, bytes and seconds of each call, those with the largest total time first."""
+    by_name: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for name, size, seconds in calls:
+        by_name[name].append((size, seconds))
+    stats = [
+        CallStats(name, len(values), sum(size for size, _ in values), sum(seconds for _, seconds in values))
+        for name, values in by_name.items()
+    ]
+    return tuple(sorted(stats, key=lambda call: -call.seconds))
 
 
 # Communication
-
-
-def comm_stats(events: Sequence[Event]) -> list[CommStats]:
-    """Statistics by kind of collective, the longest first."""
-    by_kind: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for kind, size, seconds in (*nccl_ops(events), *gloo_ops(events)):
-        by_kind[kind].append((size, seconds))
-    stats = [
-        CommStats(kind, len(calls), sum(size for size, _ in calls), sum(seconds for _, seconds in calls))
-        for kind, calls in by_kind.items()
-    ]
-    return sorted(stats, key=lambda collective: -collective.seconds)
 
 
 def nccl_ops(events: Iterable[Event]) -> Iterator[tuple[str, int, float]]:

@@ -101,9 +101,9 @@ def test_breakdown_of_a_cpu_step() -> None:
     assert breakdown.total == pytest.approx(0.1)
     assert milliseconds(breakdown) == [21, 20, 15 + 6, 9, 29, 5]
     gather, reduce = breakdown.collectives
-    assert (gather.kind, gather.calls, gather.bytes) == ("all-gather", 1, 64 * 4)
+    assert (gather.name, gather.calls, gather.bytes) == ("all-gather", 1, 64 * 4)
     assert gather.seconds == pytest.approx(0.02)
-    assert (reduce.kind, reduce.calls, reduce.bytes) == ("reduce-scatter", 1, 8 * 2)
+    assert (reduce.name, reduce.calls, reduce.bytes) == ("reduce-scatter", 1, 8 * 2)
     assert [(op.name, op.calls) for op in breakdown.ops[:2]] == [("aten::linear", 1), ("aten::_fused_adamw_", 1)]
 
 
@@ -143,7 +143,7 @@ def test_breakdown_of_two_gpu_steps() -> None:
     )
     assert breakdown.steps == 2
     assert milliseconds(breakdown) == [25 + 5, 8, 10 + 10 + 1, 5, 36, 10]
-    assert {(e.kind, e.calls, e.bytes) for e in breakdown.collectives} == {
+    assert {(e.name, e.calls, e.bytes) for e in breakdown.collectives} == {
         ("all-gather", 1, 200),
         ("all-reduce", 2, 40 + 24),
         ("send", 1, 0),
@@ -289,7 +289,7 @@ def test_profile_of_two_ranks(tmp_path: Path) -> None:
         with gzip.open(tmp_path / DIRECTORY / f"rank-{rank}.json.gz", "rt") as lines:
             breakdown = step_breakdown(json.load(lines)["traceEvents"])
         (all_reduce,) = breakdown.collectives
-        assert (breakdown.steps, all_reduce.kind, all_reduce.calls) == (2, "all-reduce", 4)
+        assert (breakdown.steps, all_reduce.name, all_reduce.calls) == (2, "all-reduce", 4)
         assert all_reduce.bytes == 2 * (64 * 64 * 4 + (1 + len(STOP_SIGNALS)) * 8)
         assert breakdown.exposed > 0
     text = (tmp_path / DIRECTORY / TABLE).read_text()
