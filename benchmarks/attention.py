@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.env_info import describe_hardware
-from tunekit.kernels.attention import AttentionParams, attention, attention_per_chunk, attention_per_document
+from tunekit.kernels.attention import AttentionParams, attention, attention_per_document
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 DOCUMENTS = 200, 312  # tokens, alternating
@@ -31,11 +31,7 @@ def tunekit_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tenso
 
 def per_document_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
     """torch, one document at a time."""
-    return (
-        attention_per_document(q, k, v, RULE, offsets, None)
-        if len(offsets) > 2
-        else attention_per_chunk(q, k, v, RULE, None)
-    )
+    return attention_per_document(q, k, v, RULE, offsets, None)
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ makes rounding unbiased over time, and deterministic.
 """
 
 import ctypes
-import importlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,11 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.kernels.argument_checks import check_contiguous, check_tensor
-from tunekit.kernels.cpp_extension import load_library
-from tunekit.kernels.triton_support import uses_triton
+from tunekit.kernels.cpp_extension import DTYPES, load_library
+from tunekit.kernels.triton_support import triton_kernels, uses_triton
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 BLOCK = 256  # values per scale
 REFERENCE_BLOCKS = 2**12  # blocks that the reference processes at a time
 FIRST_SHIFT, SECOND_SHIFT = 20, 19  # low bits of an fp32 value that a code omits
@@ -75,7 +73,7 @@ def adamw8bit_step(weight: Tensor, grad: Tensor, moments: Moments, hyperparams: 
     """Update `weight` (n,) and its moments in place."""
     check_inputs(weight, grad, moments)
     if uses_triton(weight):
-        gpu().step(weight, grad, moments, hyperparams)
+        triton_kernels("adamw8bit").step(weight, grad, moments, hyperparams)
     elif weight.device.type == "cpu" and weight.dtype in DTYPES and compiled() is not None:
         tensors = (weight, grad, moments.first, moments.second, moments.scales)
         factors = (ctypes.c_float * 8)(*hyperparams.factors)
@@ -200,9 +198,3 @@ def compiled() -> ctypes.CDLL | None:
             arguments = [*[pointer] * 5, ctypes.c_int64, ctypes.c_int64, pointer, ctypes.c_int64, ctypes.c_int]
             getattr(lib, f"step_{name}").argtypes = arguments
     return lib
-
-
-@cache
-def gpu() -> Any:
-    """Triton kernels, which can only be imported if Triton is installed."""
-    return importlib.import_module("tunekit.kernels.adamw8bit_triton")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tunekit import devices
 from tunekit.devices import HALF_DTYPES, Capabilities
-from tunekit.kernels import fake_mode
+from tunekit.kernels.fake_mode import device_type
 from tunekit.kernels.torch_compile import assume_constant_result
 
 MAX_FLASH_HEAD_DIM = 256
@@ -40,7 +40,6 @@ class AttentionCall:
     is_decoding: bool = False  # one query per row on a key/value cache
     has_mask: bool = False
     has_softcap: bool = False
-    has_gqa: bool = False  # fewer heads of keys than of queries
 
     @property
     def has_flash(self) -> bool:
@@ -79,48 +78,26 @@ def choose_attention_backend(call: AttentionCall) -> AttentionBackend:
     return AttentionBackend.SDPA_EFFICIENT if call.has_efficient else AttentionBackend.MATH
 
 
-def needs_expanded_kv(call: AttentionCall) -> bool:
-    """Whether heads of keys must be repeated for scaled_dot_product_attention.
-
-    The memory-efficient kernel of torch 2.11 refuses grouped heads, and the call would silently use MATH, with S x S
-    scores in fp32.
-    """
-    return call.has_gqa and choose_attention_backend(call) is AttentionBackend.SDPA_EFFICIENT
-
-
-def device_type(x: Tensor) -> str:
-    """Return the device type. ROCm reports "cuda"; in fake mode it is the simulated device type."""
-    return fake_mode.device_type(x)
-
-
 @assume_constant_result
 def get_capabilities(device: torch.device) -> Capabilities:
     """Return the capabilities of a CUDA device; those of an Ampere GPU in fake mode."""
     return devices.capabilities(device) if device.type == "cuda" else devices.AMPERE
 
 
-@assume_constant_result
-def needs_expanded_kv_on(device: torch.device, dtype: torch.dtype, head_dim: int, has_mask: bool) -> bool:
-    """`needs_expanded_kv` for grouped heads on a CUDA device, as a constant of a compiled graph.
+@assume_constant_result  # torch 2.11 cannot trace through objects that such functions return, such as capabilities
+def needs_expanded_kv(device: torch.device, dtype: torch.dtype, head_dim: int, has_mask: bool) -> bool:
+    """Whether grouped heads of keys must be repeated for scaled_dot_product_attention on a CUDA device.
 
-    torch 2.11 cannot trace through objects that a constant function returns, such as capabilities.
+    The memory-efficient kernel of torch 2.11 refuses grouped heads, and the call would silently use MATH, with S x S
+    scores in fp32.
     """
-    call = AttentionCall("cuda", dtype, head_dim, get_capabilities(device), has_mask=has_mask, has_gqa=True)
-    return needs_expanded_kv(call)
+    call = AttentionCall("cuda", dtype, head_dim, get_capabilities(device), has_mask=has_mask)
+    return choose_attention_backend(call) is AttentionBackend.SDPA_EFFICIENT
 
 
-def describe_call(
-    q: Tensor, k: Tensor, v: Tensor, *, has_mask: bool = False, has_softcap: bool = False, is_decoding: bool = False
-) -> AttentionCall:
-    """Return the properties of a call whose heads are in dimension 2: (B, S, H, D)."""
-    kind = device_type(q)
-    return AttentionCall(
-        device_type=kind,
-        dtype=q.dtype,
-        head_dim=max(q.shape[-1], v.shape[-1]),
-        capabilities=get_capabilities(q.device) if kind == "cuda" else devices.CPU,
-        is_decoding=is_decoding,
-        has_mask=has_mask,
-        has_softcap=has_softcap,
-        has_gqa=q.shape[2] != k.shape[2],
-    )
+def choose_decode_backend(q: Tensor, v: Tensor, has_softcap: bool) -> AttentionBackend:
+    """Return the fastest kernel for queries (B, S, H, D) on a cache with values (B, slots, H_kv, D_v)."""
+    kind, head_dim = device_type(q), max(q.shape[-1], v.shape[-1])
+    capabilities = get_capabilities(q.device) if kind == "cuda" else devices.CPU
+    properties = {"is_decoding": q.shape[1] == 1, "has_mask": True, "has_softcap": has_softcap}
+    return choose_attention_backend(AttentionCall(kind, q.dtype, head_dim, capabilities, **properties))

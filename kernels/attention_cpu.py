@@ -15,12 +15,12 @@ from torch import Tensor
 
 from tunekit.kernels import fake_mode
 from tunekit.kernels.argument_checks import check_contiguous, check_dim, check_tensor
-from tunekit.kernels.cpp_extension import load_library
-from tunekit.kernels.custom_op import autograd_function, choose_kernel
+from tunekit.kernels.cpp_extension import DTYPES, load_library
+from tunekit.kernels.custom_op import KernelOp
+from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.kernels.torch_compile import assume_constant_result
 
 SOURCE = Path(__file__).with_name("attention.cpp")
-DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 TENSORS = "q", "k", "v", "y", "lse", "sinks", "grad", "dq", "dk", "dv", "delta", "offsets", "key_offsets"
 SIZES = "documents", "tokens", "keys", "heads", "kv_heads", "dim", "v_dim", "window", "chunk"
 STRIDES = "q_token", "q_head", "k_token", "k_head", "v_token", "v_head"
@@ -55,23 +55,17 @@ def is_supported(q: Tensor) -> bool:
 
 
 def attention_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    params: list[float],
-    cu_seqlens: Tensor | None,
-    sinks: Tensor | None,
-    key_cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, params: list[float], layout: SequenceLayout | None, sinks: Tensor | None
 ) -> Tensor:
     """Causal attention (B, S, H, D_v). `params`: scale, window, chunk and softcap; 0: none.
 
-    `key_cu_seqlens` bounds the keys if documents have more keys than queries; the queries belong to the last keys.
+    If documents have more keys than queries, the queries belong to the last keys.
     """
-    rows, length = q.shape[:2]
-    if cu_seqlens is None:
-        cu_seqlens = torch.arange(rows + 1) * length
-    kernel = choose_kernel(q, attention, attention_function if torch.is_grad_enabled() else forward)
-    return kernel(q, k, v, cu_seqlens, sinks, params, key_cu_seqlens)[0]
+    if layout is None:
+        cu_seqlens = key_cu_seqlens = torch.arange(len(q) + 1) * q.shape[1]
+    else:
+        cu_seqlens, key_cu_seqlens = layout.cu_seqlens, layout.key_cu_seqlens
+    return attention(q, k, v, cu_seqlens, key_cu_seqlens, sinks, params)[0]
 
 
 def forward(
@@ -79,15 +73,15 @@ def forward(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
+    key_cu_seqlens: Tensor,
     sinks: Tensor | None,
     params: list[float],
-    key_cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention (B, S, H, D_v), and base-2 log-sum-exp (H, B * S) of the scores in fp32."""
     y = q.new_empty(*q.shape[:3], v.shape[3])
     lse = torch.empty(q.shape[2], q.shape[0] * q.shape[1])
     sinks = None if sinks is None else sinks.float().contiguous()
-    bounds = to_int64_bounds(cu_seqlens, cu_seqlens if key_cu_seqlens is None else key_cu_seqlens)
+    bounds = to_int64_bounds(cu_seqlens, key_cu_seqlens)
     call_native(
         "forward",
         params,
@@ -102,7 +96,7 @@ def forward(
     return y, lse
 
 
-attention = torch.library.custom_op("tunekit::attention", forward, mutates_args=())
+attention = KernelOp("attention", forward)
 
 
 def compute_gradients(grad: Tensor, saved: list[Tensor], params: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -133,7 +127,7 @@ def compute_gradients(grad: Tensor, saved: list[Tensor], params: list[float]) ->
     return dq, dk, dv, sink_grad.type_as(sinks[0])
 
 
-attention_back = torch.library.custom_op("tunekit::attention_back", compute_gradients, mutates_args=())
+attention_back = KernelOp("attention_back", compute_gradients)
 
 
 def to_int64_bounds(cu_seqlens: Tensor, key_cu_seqlens: Tensor) -> dict[str, Tensor]:
@@ -185,15 +179,7 @@ def call_native(name: str, params: list[float], **tensors: Tensor | None) -> Non
 
 
 @attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    sinks: Tensor | None,
-    params: list[float],
-    key_cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     rows, length, heads, _ = q.shape
     return q.new_empty(rows, length, heads, v.shape[3]), q.new_empty(heads, rows * length, dtype=torch.float32)
 
@@ -206,18 +192,15 @@ def _(grad: Tensor, saved: list[Tensor], params: list[float]) -> tuple[Tensor, T
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, sinks, ctx.params, key_cu_seqlens = inputs
-    bounds = cu_seqlens, cu_seqlens if key_cu_seqlens is None else key_cu_seqlens
+    *tensors, sinks, ctx.params = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *bounds, *output, *([] if sinks is None else [sinks]))
+    ctx.save_for_backward(*tensors, *output, *([] if sinks is None else [sinks]))
     ctx.has_sinks = sinks is not None
 
 
 def attention_backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    kernel = choose_kernel(grad, attention_back, compute_gradients)
-    dq, dk, dv, sink_grad = kernel(grad, list(ctx.saved_tensors), ctx.params)
-    return dq, dk, dv, None, sink_grad if ctx.has_sinks else None, None, None
+    dq, dk, dv, sink_grad = attention_back(grad, list(ctx.saved_tensors), ctx.params)
+    return dq, dk, dv, None, None, sink_grad if ctx.has_sinks else None, None
 
 
-attention.register_autograd(attention_backward, setup_context=setup_context)
-attention_function = autograd_function(forward, setup_context, attention_backward)
+attention.register_autograd(attention_backward, setup_context)

@@ -1,13 +1,22 @@
 """Attention of new tokens on a KV cache of fixed size, with constant shapes and no host synchronization."""
 
+import ctypes
+from functools import cache
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tunekit.kernels.argument_checks import check_index_range, check_tensor
 from tunekit.kernels.attention import AttentionParams, attend_slots, find_visible_slots, masked_attention
-from tunekit.kernels.attention_choice import AttentionBackend, choose_attention_backend, describe_call
-from tunekit.kernels.attention_decode_cpu import check_spans, decode_cpu, is_supported
+from tunekit.kernels.attention_choice import AttentionBackend, choose_decode_backend
+from tunekit.kernels.cpp_extension import DTYPES, load_library
 from tunekit.kernels.torch_compile import disable_compile
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+SIZES = "rows", "heads", "kv_heads", "dim", "v_dim"
+STRIDES = "q_row", "q_head", "k_row", "k_slot", "k_head", "v_row", "v_slot", "v_head"
 
 
 class CachePositions:
@@ -83,8 +92,7 @@ def attend_decode(
     q = F.pad(q, (0, padding)) if padding else q
     has_softcap = params.softcap is not None
     is_single_token = q.shape[1] == 1
-    call = describe_call(q, k, v, has_mask=True, has_softcap=has_softcap, is_decoding=is_single_token)
-    backend = choose_attention_backend(call)
+    backend = choose_decode_backend(q, v, has_softcap)
     if backend is AttentionBackend.FLASH_DECODE:
         return decode_flash(q, k, v, cache_positions, params, sinks)
     is_cpu = q.device.type == "cpu" and backend is AttentionBackend.CPU
@@ -151,3 +159,62 @@ def run_efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -
 def apply_sinks(y: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     """Scale outputs (B, H, D) by σ(lse - sinks), the probability that sinks (H,) leave. `lse` (B, H) excludes sinks."""
     return y if sinks is None else (y * (lse - sinks.float()).sigmoid()[..., None]).type_as(y)
+
+
+# C++ version for CPUs: one call for rows of different lengths
+
+
+class NativeCall(ctypes.Structure):
+    """Arguments of the functions in attention_decode.cpp; mirrors its struct of the same fields."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("q", "k", "v", "sinks", "y", "spans")],
+        *[(name, ctypes.c_int64) for name in (*SIZES, *STRIDES)],
+        *[(name, ctypes.c_float) for name in ("scale", "softcap")],
+        ("threads", ctypes.c_int32),
+    ]
+
+
+@cache
+def compiled() -> ctypes.CDLL | None:
+    lib = load_library(SOURCE)
+    return lib if lib is not None and lib.able() else None
+
+
+def is_supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    has_unit_strides = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    return q.dtype in DTYPES and q.dtype == k.dtype == v.dtype and has_unit_strides and compiled() is not None
+
+
+def decode_cpu(
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention (B, H, V) of queries (B, H, D) on caches (B, slots, H_kv, D) and (B, slots, H_kv, V).
+
+    Has no gradients. `spans` (B, 2) int64 has the first visible slot of each row, and the slot after the last.
+    """
+    rows, heads, dim = q.shape
+    slots, kv_heads, v_dim = v.shape[1:]
+    check_tensor("decode_cpu", "k", k, (rows, slots, kv_heads, dim), q.dtype, q.device)
+    check_tensor("decode_cpu", "v", v, (rows, slots, kv_heads, v_dim), q.dtype, q.device)
+    check_tensor("decode_cpu", "spans", spans, (rows, 2), torch.int64, q.device)
+    if heads % kv_heads:
+        raise ValueError(f"decode_cpu: {heads} heads are not a multiple of {kv_heads} key heads")
+    sinks = None if sinks is None else sinks.float().contiguous()
+    if sinks is not None:
+        check_tensor("decode_cpu", "sinks", sinks, (heads,), torch.float32, q.device)
+    y = q.new_empty(rows, heads, v_dim)
+    tensors = q, k, v, sinks, y, spans
+    pointers = [None if x is None else x.data_ptr() for x in tensors]
+    strides = *q.stride()[:2], *k.stride()[:3], *v.stride()[:3]
+    sizes = rows, heads, kv_heads, dim, v_dim
+    call = NativeCall(*pointers, *sizes, *strides, scale, softcap or 0.0, torch.get_num_threads())
+    getattr(compiled(), f"decode_{DTYPES[q.dtype]}")(ctypes.byref(call))
+    return y
+
+
+def check_spans(spans: Tensor, slots: int) -> None:
+    """Raise IndexError unless all spans are in [0, slots], and ValueError if one is empty. Reads the values once."""
+    check_index_range("decode_cpu", "spans", spans, slots + 1)
+    if not bool((spans[:, 0] < spans[:, 1]).all()):
+        raise ValueError("decode_cpu: a row has no visible slot")

@@ -22,7 +22,7 @@ from tunekit.kernels.attention_choice import (
     get_capabilities,
 )
 from tunekit.kernels.attention_cpu import flatten_tokens
-from tunekit.kernels.custom_op import autograd_function, choose_kernel
+from tunekit.kernels.custom_op import KernelOp
 from tunekit.kernels.device_tensors import copy_to_device
 from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
 from tunekit.kernels.torch_compile import assume_constant_result, disable_compile
@@ -88,8 +88,7 @@ def attention_gpu(
     q, k, v = (x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1])) for x in (q, k, v))
     if q.dtype in HALF_DTYPES and not params[3] and (sinks is None or get_capabilities(q.device).flash_lse):
         cu_seqlens, max_seqlen, key_cu_seqlens, max_key_seqlen = varlen_bounds(layout, int(params[2]), q.device)
-        kernel = choose_kernel(q, flash, flash_function if torch.is_grad_enabled() else flash_forward)
-        return kernel(q, k, v, cu_seqlens, key_cu_seqlens, max_seqlen, max_key_seqlen, sinks, params)[0][..., :v_dim]
+        return flash(q, k, v, cu_seqlens, key_cu_seqlens, max_seqlen, max_key_seqlen, sinks, params)[0][..., :v_dim]
     return flex(q, k, v, layout, sinks, params)[..., :v_dim]
 
 
@@ -238,30 +237,18 @@ def flash_gradients(
     return dq, dk, dv, sink_grad.type_as(sinks[0])
 
 
-flash = torch.library.custom_op("tunekit::flash", flash_forward, mutates_args=())
-flash_back = torch.library.custom_op("tunekit::flash_back", flash_gradients, mutates_args=())
+flash = KernelOp("flash", flash_forward)
+flash_back = KernelOp("flash_back", flash_gradients)
 
 
 @flash.register_fake
-def _(  # noqa: PLR0913
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    key_cu_seqlens: Tensor,
-    max_seqlen: int,
-    max_key_seqlen: int,
-    sinks: Tensor | None,
-    params: list[float],
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     rows, length, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(heads, rows * length, dtype=torch.float32)
 
 
 @flash_back.register_fake
-def _(
-    grad: Tensor, saved: list[Tensor], max_seqlen: int, max_key_seqlen: int, params: list[float]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(grad: Tensor, saved: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v, _, _, _, _, *sinks = saved
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     return dq, dk, dv, sinks[0].new_empty(sinks[0].shape) if sinks else q.new_empty(0)
@@ -275,13 +262,11 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 
 def flash_backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    kernel = choose_kernel(grad, flash_back, flash_gradients)
-    dq, dk, dv, sink_grad = kernel(grad, list(ctx.saved_tensors), ctx.max_seqlen, ctx.max_key_seqlen, ctx.params)
+    dq, dk, dv, sink_grad = flash_back(grad, list(ctx.saved_tensors), ctx.max_seqlen, ctx.max_key_seqlen, ctx.params)
     return dq, dk, dv, None, None, None, None, sink_grad if ctx.has_sinks else None, None
 
 
-flash.register_autograd(flash_backward, setup_context=setup_context)
-flash_function = autograd_function(flash_forward, setup_context, flash_backward)
+flash.register_autograd(flash_backward, setup_context)
 
 
 # ---- FlexAttention ----

@@ -1,74 +1,91 @@
-"""Attention of queries from ranges of each row on the keys of full rows, by kernels for packed documents.
+"""Attention of queries from ranges of each row on the keys of full rows.
 
 Each context parallel rank has two ranges of queries. The queries of a document in a range become a document of their
 own, with the gathered keys of the original document up to the last query. Kernels for packed documents with more keys
 than queries then need no mask, which would have an entry per pair of tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tunekit.kernels.attention import AttentionParams, attention
 from tunekit.kernels.device_tensors import copy_to_device
-from tunekit.kernels.sequence_layout import SequenceLayout
+from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
+from tunekit.kernels.torch_compile import disable_compile
+
+
+@disable_compile  # the number of segments depends on the documents
+def attention_sharded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    params: AttentionParams,
+    ranges: Sequence[range],
+    layout: SequenceLayout | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of queries (B, S, H, D) from ranges of each row, on keys and values (B, K, ...) of full rows.
+
+    `layout` bounds the documents in the full rows; without it each row is one document. Queries after the last key are
+    padding.
+    """
+    shape = k.shape[0], k.shape[1]
+    layout = rows_layout(*shape) if layout is None else layout
+    window = 0 if params.window is None or params.chunk is not None else params.window
+    key = "segments", shape, *((queries.start, queries.stop) for queries in ranges), window, q.device
+    segments = layout.derive(key, lambda: find_segments(layout, shape, ranges, window, q.device))
+    return attention(q, k, v, params, segments.layout, sinks, segments.key_index)
 
 
 class Segments(NamedTuple):
     """Documents formed from ranges of queries; the last keys of a document belong to its queries."""
 
     layout: SequenceLayout  # bounds in the flattened queries, and in the gathered keys
-    keys: Tensor  # indices of the gathered keys in the flattened rows, on the device
+    key_index: Tensor  # indices of the gathered keys in the flattened rows, on the device
 
 
 def find_segments(
-    cu_seqlens: Tensor, shape: tuple[int, int], ranges: Sequence[range], window: int, device: torch.device
+    layout: SequenceLayout, shape: tuple[int, int], ranges: Sequence[range], window: int, device: torch.device
 ) -> Segments:
-    """Segments of the queries in `ranges` of each row. `cu_seqlens` bounds documents in rows of this shape (B, length).
+    """Segments of the queries in `ranges` of each row. `layout` bounds documents in rows of this shape (B, length).
 
     Queries after the end of a row are padding and attend to arbitrary keys of the row. With a `window` (0: none), keys
     that no query of a segment attends to are omitted.
     """
     rows, length = shape
-    bounds = cu_seqlens.tolist()
-    sizes, spans = [], []  # queries of each segment, and its keys (first, last + 1)
+    sizes, spans = [], []  # queries of each segment; its keys, which are those of a prefix and of the document
     for row in range(rows):
         for queries in ranges:
             first, last = row * length + min(queries.start, length), row * length + min(queries.stop, length)
-            for begin, end in documents_in_range(bounds, first, last):
-                start = max(begin, first)
-                stop = min(end, last)
-                seen = max(begin, start - window + 1) if window else begin
+            for document, prefix in documents_in_range(layout, first, last):
+                start, stop = max(document.start, first), min(document.stop, last)
+                num_unseen = max(0, len(prefix) + start - document.start - window + 1) if window else 0
                 sizes.append(stop - start)
-                spans.append((seen, stop))
+                own = range(document.start, stop)
+                spans.append((prefix[num_unseen:], own[max(0, num_unseen - len(prefix)) :]))
             if padding := len(queries) - (last - first):
                 sizes.append(padding)
-                spans.append((row * length, row * length + padding))
-    keys = torch.cat([torch.arange(*span) for span in spans])
-    counts = [stop - start for start, stop in spans]
-    layout = SequenceLayout(to_cu_seqlens(sizes), key_cu_seqlens=to_cu_seqlens(counts))
-    return Segments(layout, copy_to_device(keys, device))
+                spans.append((range(0), range(row * length, row * length + padding)))
+    key_index = torch.cat([torch.arange(part.start, part.stop) for parts in spans for part in parts])
+    bounds = to_cu_seqlens(sizes), to_cu_seqlens([len(prefix) + len(own) for prefix, own in spans])
+    return Segments(SequenceLayout(bounds[0], key_cu_seqlens=bounds[1]), copy_to_device(key_index, device))
 
 
-def documents_in_range(bounds: Sequence[int], first: int, last: int) -> list[tuple[int, int]]:
-    """Bounds of the documents that have tokens in [first, last)."""
-    documents = zip(bounds[:-1], bounds[1:], strict=True)
-    return [(begin, end) for begin, end in documents if begin < end and begin < last and end > first]
+def documents_in_range(layout: SequenceLayout, first: int, last: int) -> list[tuple[range, range]]:
+    """Tokens of each document that has tokens in [first, last), and of its prefix."""
+    documents = [range(*bounds) for bounds in pairwise(layout.cu_seqlens.tolist())]
+    prefixes = [(0, 0)] * len(documents) if layout.prefixes is None else layout.prefixes.tolist()
+    return [
+        (document, range(start, start + count))
+        for document, (count, start) in zip(documents, prefixes, strict=True)
+        if document and document.start < last and document.stop > first
+    ]
 
 
 def to_cu_seqlens(sizes: Sequence[int]) -> Tensor:
     """Bounds (n + 1,) int32 of documents of these sizes."""
     return torch.tensor([0, *sizes]).cumsum(0).int()
-
-
-def attend_segments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: Segments,
-    fused: Callable[[Tensor, Tensor, Tensor, SequenceLayout], Tensor],
-) -> Tensor:
-    """Causal attention (B, S, H, D_v) by a kernel for packed documents: fused(q, k, v, layout)."""
-    k, v = (x.flatten(0, 1).index_select(0, segments.keys)[None] for x in (k, v))
-    return fused(q, k, v, segments.layout)

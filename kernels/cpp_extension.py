@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -32,6 +32,7 @@ NATIVE_FLAGS = {"x86_64": "-march=native", "aarch64": "-mcpu=native", "arm64": "
 OPENMP_FLAGS = () if sys.platform == "darwin" else ("-fopenmp",)
 INCLUDE_PATTERN = re.compile(r'^#include "(.+)"', re.MULTILINE)
 BUILD_TIMEOUT = 120  # seconds
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}  # suffixes of functions that C++ is compiled for
 
 
 @cache
@@ -83,9 +84,9 @@ def run_compiler(command: list[str]) -> None:
         raise OSError(errors[0])
 
 
-def has_kernel(dtype: torch.dtype, device: torch.device, compiled: Container[torch.dtype]) -> bool:
+def has_kernel(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a dtype has a kernel: on a CPU those that C++ is compiled for, on a GPU also fp16."""
-    return dtype in compiled or (dtype == torch.float16 and device.type == "cuda")
+    return dtype in DTYPES or (dtype == torch.float16 and device.type == "cuda")
 
 
 def use_torch_fallback(x: Tensor, lib: Callable[[], ctypes.CDLL | None], min_size: int = 0) -> bool:
@@ -93,7 +94,7 @@ def use_torch_fallback(x: Tensor, lib: Callable[[], ctypes.CDLL | None], min_siz
 
     On a CPU, also for fewer than `min_size` elements, where the call overhead of a kernel is too large.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not has_kernel(x.dtype, x.device):
         return True
     if x.device.type == "cpu" and fake_mode.is_fake():
         return x.numel() < min_size

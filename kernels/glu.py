@@ -1,7 +1,6 @@
 """Gated activations of MLPs (SwiGLU and variants)."""
 
 import ctypes
-import importlib
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.kernels.argument_checks import check_tensor
-from tunekit.kernels.cpp_extension import contiguous_rows, has_kernel, load_library, use_torch_fallback
-from tunekit.kernels.custom_op import autograd_function, choose_kernel
+from tunekit.kernels.cpp_extension import DTYPES, contiguous_rows, load_library, use_torch_fallback
+from tunekit.kernels.custom_op import KernelOp
 from tunekit.kernels.recompute import mark_recomputable
+from tunekit.kernels.triton_support import triton_kernels
 
 SOURCE = Path(__file__).with_name("glu.cpp")
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 # Below this number of elements, the two torch operators (4 us for a token) are faster than a call of ours.
 MIN_SIZE = 2**14
 
@@ -47,12 +46,12 @@ def gated_activation(act: str, gate: Tensor, up: Tensor, constants: tuple[float,
     elif needs_reference(act, gate, up):
         y = ACTIVATIONS[act](gate, up)
     else:
-        y = choose_kernel(gate, gated_op, gated_function if torch.is_grad_enabled() else forward)(gate, up, act)
+        y = gated_op(gate, up, act)
     return mark_recomputable(y, partial(gated_activation, act, constants=constants), gate, up)
 
 
 def needs_reference(act: str, gate: Tensor, up: Tensor) -> bool:
-    is_compatible = gate.shape == up.shape and gate.dtype == up.dtype and has_kernel(gate.dtype, gate.device, DTYPES)
+    is_compatible = gate.shape == up.shape and gate.dtype == up.dtype
     return act not in FUSED_ACTIVATIONS or not is_compatible or use_torch_fallback(gate, compiled, MIN_SIZE)
 
 
@@ -79,17 +78,6 @@ def compiled() -> ctypes.CDLL | None:
     return lib
 
 
-@cache
-def native_function(kind: str, act: str, dtype: torch.dtype) -> Any:
-    """Compiled function of an activation."""
-    return getattr(compiled(), f"{kind}_{act}_{DTYPES[dtype]}")
-
-
-@cache
-def gpu() -> Any:
-    return importlib.import_module("tunekit.kernels.glu_triton")
-
-
 def as_rows(*tensors: Tensor) -> list[Tensor]:
     """Tensors of equal shape as rows (N, dim), or as one long row each if all of them are contiguous."""
     if all(t.is_contiguous() for t in tensors):
@@ -101,14 +89,15 @@ def forward(gate: Tensor, up: Tensor, act: str) -> Tensor:
     check_tensor("gated_activation", "up", up, gate.shape, gate.dtype, gate.device)
     (g, u), y = as_rows(gate, up), gate.new_empty(gate.shape)
     if gate.device.type == "cuda":
-        gpu().forward(g, u, y, act)
+        triton_kernels("glu").forward(g, u, y, act)
     else:
         sizes = GluSizes(*g.shape, g.stride(0), u.stride(0), 0, torch.get_num_threads())
-        native_function("forward", act, gate.dtype)(g.data_ptr(), u.data_ptr(), y.data_ptr(), sizes)
+        kernel = getattr(compiled(), f"forward_{act}_{DTYPES[gate.dtype]}")
+        kernel(g.data_ptr(), u.data_ptr(), y.data_ptr(), sizes)
     return y
 
 
-gated_op = torch.library.custom_op("tunekit::gated", forward, mutates_args=())
+gated_op = KernelOp("gated", forward)
 
 
 def compute_gradients(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
@@ -117,14 +106,15 @@ def compute_gradients(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple
         check_tensor("gated_activation", name, x, gate.shape, gate.dtype, gate.device)
     (d, g, u), grad_gate, grad_up = as_rows(grad, gate, up), gate.new_empty(gate.shape), up.new_empty(up.shape)
     if gate.device.type == "cuda":
-        gpu().backward(d, g, u, grad_gate, grad_up, act)
+        triton_kernels("glu").backward(d, g, u, grad_gate, grad_up, act)
     else:
         sizes = GluSizes(*g.shape, g.stride(0), u.stride(0), d.stride(0), torch.get_num_threads())
-        native_function("backward", act, gate.dtype)(*(t.data_ptr() for t in (d, g, u, grad_gate, grad_up)), sizes)
+        kernel = getattr(compiled(), f"backward_{act}_{DTYPES[gate.dtype]}")
+        kernel(*(t.data_ptr() for t in (d, g, u, grad_gate, grad_up)), sizes)
     return grad_gate, grad_up
 
 
-gated_backward_op = torch.library.custom_op("tunekit::gated_back", compute_gradients, mutates_args=())
+gated_backward_op = KernelOp("gated_back", compute_gradients)
 
 
 @gated_op.register_fake
@@ -143,9 +133,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def gated_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    kernel = choose_kernel(grad, gated_backward_op, compute_gradients)
-    return *kernel(grad, *ctx.saved_tensors, ctx.act), None
+    return *gated_backward_op(grad, *ctx.saved_tensors, ctx.act), None
 
 
-gated_op.register_autograd(gated_backward, setup_context=setup_context)
-gated_function = autograd_function(forward, setup_context, gated_backward)
+gated_op.register_autograd(gated_backward, setup_context)

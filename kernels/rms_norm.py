@@ -1,7 +1,6 @@
 """RMSNorm."""
 
 import ctypes
-import importlib
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.kernels.argument_checks import check_contiguous, check_tensor
-from tunekit.kernels.cpp_extension import contiguous_rows, has_kernel, load_library, use_torch_fallback
-from tunekit.kernels.custom_op import autograd_function, choose_kernel
+from tunekit.kernels.cpp_extension import DTYPES, contiguous_rows, has_kernel, load_library, use_torch_fallback
+from tunekit.kernels.custom_op import KernelOp
 from tunekit.kernels.recompute import mark_recomputable
+from tunekit.kernels.triton_support import triton_kernels
 
 SOURCE = Path(__file__).with_name("norm.cpp")
 ROWS_PER_SUM = 64  # rows whose weight gradients are summed together, as in norm.cpp
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}  # of inputs and weights, in any combination
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, late: bool = False) -> Tensor:
@@ -27,16 +26,11 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, 
     This makes bf16 results equal to those of their reference implementations.
     """
     recompute = partial(rms_norm, eps=eps, offset=offset, late=late)
-    if needs_reference(x):
+    if use_torch_fallback(x, compiled):
         return mark_recomputable(reference(x, weight, eps, offset, late), recompute, x, weight)
-    if weight is not None and not has_kernel(weight.dtype, x.device, DTYPES):
+    if weight is not None and not has_kernel(weight.dtype, x.device):
         weight = weight.float()
-    kernel = choose_kernel(x, rms_norm_op, rms_norm_function if torch.is_grad_enabled() else forward)
-    return mark_recomputable(kernel(x, weight, eps, offset, late or offset != 0)[0], recompute, x, weight)
-
-
-def needs_reference(x: Tensor) -> bool:
-    return not has_kernel(x.dtype, x.device, DTYPES) or use_torch_fallback(x, compiled)
+    return mark_recomputable(rms_norm_op(x, weight, eps, offset, late or offset != 0)[0], recompute, x, weight)
 
 
 def reference(x: Tensor, weight: Tensor | None, eps: float, offset: float, late: bool) -> Tensor:
@@ -74,15 +68,9 @@ def compiled() -> ctypes.CDLL | None:
     return lib
 
 
-@cache
-def native_function(kind: str, x: torch.dtype, weight: torch.dtype) -> Any:
-    """Compiled function for these dtypes."""
-    return getattr(compiled(), f"{kind}_{DTYPES[x]}_{DTYPES[weight]}")
-
-
-@cache
-def gpu() -> Any:
-    return importlib.import_module("tunekit.kernels.rms_norm_triton")
+def native_function(kind: str, x: Tensor, weight: Tensor | None) -> Any:
+    """Compiled function for the dtypes of these tensors."""
+    return getattr(compiled(), f"{kind}_{DTYPES[x.dtype]}_{DTYPES[x.dtype if weight is None else weight.dtype]}")
 
 
 def forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, late: bool) -> tuple[Tensor, Tensor]:
@@ -90,10 +78,10 @@ def forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, late: b
     rows, y, rstd = contiguous_rows(x), x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
     weight = contiguous_weight(weight, x)
     if x.device.type == "cuda":
-        gpu().forward(rows, weight, y, rstd, eps, offset, late)
+        triton_kernels("rms_norm").forward(rows, weight, y, rstd, eps, offset, late)
     else:
         sizes = NormSizes(*rows.shape, rows.stride(0), 0, eps, offset, late, torch.get_num_threads())
-        kernel = native_function("forward", x.dtype, x.dtype if weight is None else weight.dtype)
+        kernel = native_function("forward", x, weight)
         kernel(rows.data_ptr(), 0 if weight is None else weight.data_ptr(), y.data_ptr(), rstd.data_ptr(), sizes)
     return y, rstd
 
@@ -106,7 +94,7 @@ def contiguous_weight(weight: Tensor | None, x: Tensor) -> Tensor | None:
     return weight.contiguous()
 
 
-rms_norm_op = torch.library.custom_op("tunekit::rms_norm", forward, mutates_args=())
+rms_norm_op = KernelOp("rms_norm", forward)
 
 
 def compute_gradients(
@@ -121,27 +109,25 @@ def compute_gradients(
     partial_sums = x.new_empty(count, x.shape[-1], dtype=torch.float32)
     weight = contiguous_weight(weight, x)
     if x.device.type == "cuda":
-        gpu().backward(grads, rows, weight, rstd, grad_x, partial_sums, offset, late)
+        triton_kernels("rms_norm").backward(grads, rows, weight, rstd, grad_x, partial_sums, offset, late)
     else:
         sizes = NormSizes(*rows.shape, rows.stride(0), grads.stride(0), 0, offset, late, torch.get_num_threads())
         inputs = grads, rows, weight, rstd, grad_x, partial_sums if needs_weight_grad else None
-        kernel = native_function("backward", x.dtype, x.dtype if weight is None else weight.dtype)
+        kernel = native_function("backward", x, weight)
         kernel(*(0 if t is None else t.data_ptr() for t in inputs), sizes)
     return grad_x, partial_sums.sum(0)
 
 
-rms_norm_backward_op = torch.library.custom_op("tunekit::rms_norm_back", compute_gradients, mutates_args=())
+rms_norm_backward_op = KernelOp("rms_norm_back", compute_gradients)
 
 
 @rms_norm_op.register_fake
-def _(x: Tensor, weight: Tensor | None, eps: float, offset: float, late: bool) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @rms_norm_backward_op.register_fake
-def _(
-    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, late: bool, needs_weight_grad: bool
-) -> tuple[Tensor, Tensor]:
+def _(grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[-1], dtype=torch.float32)
 
 
@@ -156,10 +142,8 @@ def rms_norm_backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[
         return None, None, None, None, None
     x, weight, rstd = ctx.saved_tensors
     needs_weight_grad = ctx.needs_input_grad[1]
-    kernel = choose_kernel(x, rms_norm_backward_op, compute_gradients)
-    grad_x, grad_weight = kernel(grad, x, weight, rstd, ctx.offset, ctx.late, needs_weight_grad)
+    grad_x, grad_weight = rms_norm_backward_op(grad, x, weight, rstd, ctx.offset, ctx.late, needs_weight_grad)
     return grad_x, grad_weight.to(weight.dtype) if needs_weight_grad else None, None, None, None
 
 
-rms_norm_op.register_autograd(rms_norm_backward, setup_context=setup_context)
-rms_norm_function = autograd_function(forward, setup_context, rms_norm_backward)
+rms_norm_op.register_autograd(rms_norm_backward, setup_context)

@@ -1,7 +1,6 @@
 """Rotary position embedding (RoPE, arXiv:2104.09864)."""
 
 import ctypes
-import importlib
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,11 +9,11 @@ import torch
 from torch import Tensor
 
 from tunekit.kernels.argument_checks import check_dim, check_dtype, check_tensor
-from tunekit.kernels.cpp_extension import has_kernel, load_library, use_torch_fallback
-from tunekit.kernels.custom_op import autograd_function, choose_kernel
+from tunekit.kernels.cpp_extension import DTYPES, load_library, use_torch_fallback
+from tunekit.kernels.custom_op import KernelOp
+from tunekit.kernels.triton_support import triton_kernels
 
 SOURCE = Path(__file__).with_name("rope.cpp")
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 class RopeTables(NamedTuple):
@@ -35,12 +34,11 @@ def apply_rope(q: Tensor, k: Tensor, tables: RopeTables) -> tuple[Tensor, Tensor
     if needs_reference(q, k):
         return reference(q, tables), reference(k, tables)
     cos, sin, interleaved, interleaved_output, last = tables
-    kernel = choose_kernel(q, rotate_op, rotate_function if torch.is_grad_enabled() else rotate_forward)
-    return kernel(q, k, cos, sin, interleaved, interleaved and interleaved_output, last, False)
+    return rotate_op(q, k, cos, sin, interleaved, interleaved and interleaved_output, last, False)
 
 
 def needs_reference(q: Tensor, k: Tensor) -> bool:
-    return not has_kernel(q.dtype, q.device, DTYPES) or q.dtype != k.dtype or use_torch_fallback(q, compiled)
+    return q.dtype != k.dtype or use_torch_fallback(q, compiled)
 
 
 def reference(x: Tensor, tables: RopeTables) -> Tensor:
@@ -80,11 +78,6 @@ def compiled() -> ctypes.CDLL | None:
     return lib
 
 
-@cache
-def gpu() -> Any:
-    return importlib.import_module("tunekit.kernels.rope_triton")
-
-
 def rotate_forward(  # noqa: PLR0913 (an operator takes no named tuples)
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, paired_in: bool, paired_out: bool, last: bool, back: bool
 ) -> tuple[Tensor, Tensor]:
@@ -98,7 +91,7 @@ def rotate_forward(  # noqa: PLR0913 (an operator takes no named tuples)
         half = tables[0].shape[1]
         start = x.shape[-1] - 2 * half if last else 0
         if x.device.type == "cuda":
-            gpu().rotate(heads, y, *tables, start, -1.0 if back else 1.0, paired_in, paired_out)
+            triton_kernels("rope").rotate(heads, y, *tables, start, -1.0 if back else 1.0, paired_in, paired_out)
             continue
         sizes = RopeSizes(*heads.shape, half, start, *heads.stride()[:2], -1.0 if back else 1.0, paired_in, paired_out)
         sizes.threads = torch.get_num_threads()
@@ -120,13 +113,11 @@ def check_inputs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise ValueError(f"rope: cos has shape {tuple(cos.shape)}, expected at most {width // 2} pairs of channels")
 
 
-rotate_op = torch.library.custom_op("tunekit::rotate", rotate_forward, mutates_args=())
+rotate_op = KernelOp("rotate", rotate_forward)
 
 
 @rotate_op.register_fake
-def _(  # noqa: PLR0913
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, paired_in: bool, paired_out: bool, last: bool, back: bool
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
@@ -136,10 +127,8 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 
 def rotate_backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
-    kernel = choose_kernel(grad_q, rotate_op, rotate_forward)
-    gradients = kernel(grad_q, grad_k, *ctx.saved_tensors, ctx.paired_out, ctx.paired_in, ctx.last, not ctx.back)
+    gradients = rotate_op(grad_q, grad_k, *ctx.saved_tensors, ctx.paired_out, ctx.paired_in, ctx.last, not ctx.back)
     return *gradients, None, None, None, None, None, None
 
 
-rotate_op.register_autograd(rotate_backward, setup_context=setup_context)
-rotate_function = autograd_function(rotate_forward, setup_context, rotate_backward)
+rotate_op.register_autograd(rotate_backward, setup_context)

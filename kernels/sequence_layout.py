@@ -58,6 +58,21 @@ class SequenceLayout:
         lengths = self.cu_seqlens.diff()
         return self.on_device("token_lengths", device, lambda: lengths.repeat_interleave(lengths))
 
+    def key_index(self, device: torch.device) -> Tensor | None:
+        """Index (K,) in the flattened tokens of the keys of all documents, prefix first; None without prefixes."""
+        prefixes = self.prefixes
+        if prefixes is None:
+            return None
+        return self.on_device("key index", device, lambda: index_keys(self.cu_seqlens, prefixes))
+
+
+def index_keys(cu_seqlens: Tensor, prefixes: Tensor) -> Tensor:
+    """Indices in the flattened tokens of the prefix and then of the tokens of each document."""
+    counts, begins = prefixes.long().unbind(1)
+    lengths, starts = cu_seqlens.diff().long(), cu_seqlens[:-1].long()
+    first, sizes = (torch.stack(pair, 1).flatten() for pair in ((begins, starts), (counts, lengths)))
+    return (first - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes) + torch.arange(int(sizes.sum()))
+
 
 def add_prefix_lengths(cu_seqlens: Tensor, prefixes: Tensor) -> Tensor:
     """Bounds of documents that include their prefixes."""

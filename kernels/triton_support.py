@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -40,7 +41,13 @@ def can_launch() -> bool:
 
 def launch_probe(buffer: Tensor) -> None:
     cache_dir.set_compiler_cache_directories()
-    importlib.import_module("tunekit.kernels.probe_triton").launch(buffer)
+    triton_kernels("probe").launch(buffer)
+
+
+@cache
+def triton_kernels(operation: str) -> ModuleType:
+    """Triton kernels of an operation. Their module can only be imported if Triton is installed."""
+    return importlib.import_module(f"tunekit.kernels.{operation}_triton")
 
 
 def find_failure(launch: Callable[[], None]) -> str:

@@ -13,12 +13,7 @@ from tests.unit.kernels.test_attention import make_inputs, naive_attention, visi
 from tunekit.devices import CPU, Capabilities, Device, find_row
 from tunekit.kernels import attention, attention_choice, attention_cpu
 from tunekit.kernels.attention import AttentionParams
-from tunekit.kernels.attention_choice import (
-    AttentionBackend,
-    AttentionCall,
-    choose_attention_backend,
-    needs_expanded_kv,
-)
+from tunekit.kernels.attention_choice import AttentionBackend, AttentionCall, choose_attention_backend
 from tunekit.kernels.attention_decode import CachePositions, attend_decode
 from tunekit.kernels.sequence_layout import SequenceLayout
 
@@ -44,17 +39,17 @@ TABLE = [
     (call(T4, FP16, 64, is_packed=True), "PER_DOCUMENT"),
     (call(V100, FP32, 128, is_packed=True, has_softcap=True), "PER_DOCUMENT"),
     # each document, block of queries or part of a row
-    *((call(c, BF16, 128, has_gqa=True), "SDPA_FLASH") for c in MODERN),
-    *((call(c, BF16, 128, has_gqa=True, has_mask=True), "SDPA_EFFICIENT") for c in MODERN),
-    (call(H100, BF16, 512, has_gqa=True), "SDPA_EFFICIENT"),
-    (call(H100, FP32, 64, has_gqa=True), "SDPA_EFFICIENT"),
-    (call(T4, FP16, 64, has_gqa=True), "SDPA_EFFICIENT"),
-    (call(V100, FP32, 192, has_gqa=True, has_mask=True), "SDPA_EFFICIENT"),
+    *((call(c, BF16, 128), "SDPA_FLASH") for c in MODERN),
+    *((call(c, BF16, 128, has_mask=True), "SDPA_EFFICIENT") for c in MODERN),
+    (call(H100, BF16, 512), "SDPA_EFFICIENT"),
+    (call(H100, FP32, 64), "SDPA_EFFICIENT"),
+    (call(T4, FP16, 64), "SDPA_EFFICIENT"),
+    (call(V100, FP32, 192, has_mask=True), "SDPA_EFFICIENT"),
     (call(T4, BF16, 64), "MATH"),  # `precision` never chooses bf16 there
     (call(H100, FP64, 64), "MATH"),
     (call(H100, BF16, 64, has_softcap=True), "MATH"),  # a block of queries at a time
     # one query per row on a cache
-    *((call(c, BF16, 128, is_decoding=True, has_mask=True, has_gqa=True), "FLASH_DECODE") for c in MODERN),
+    *((call(c, BF16, 128, is_decoding=True, has_mask=True), "FLASH_DECODE") for c in MODERN),
     (call(H100, BF16, 192, is_decoding=True, has_mask=True), "FLASH_DECODE"),  # DeepSeek
     (call(H100, BF16, 512, is_decoding=True, has_mask=True), "SDPA_EFFICIENT"),
     (call(H100, BF16, 256, is_decoding=True, has_mask=True, has_softcap=True), "MATH"),
@@ -62,7 +57,7 @@ TABLE = [
     (call(T4, FP16, 64, is_decoding=True, has_mask=True), "SDPA_EFFICIENT"),
     (call(MI300X, BF16, 64, is_decoding=True, has_mask=True), "SDPA_EFFICIENT"),
     (call(CPU, BF16, 64, is_decoding=True, has_mask=True), "CPU"),
-    (call(CPU, FP32, 512, has_gqa=True), "CPU"),
+    (call(CPU, FP32, 512), "CPU"),
 ]
 
 
@@ -76,10 +71,9 @@ def test_math_is_chosen_only_where_no_fused_kernel_exists() -> None:
         for dtype in (FP16, FP32, *([BF16] if row.bf16 else [])):
             for head_dim in (64, 80, 128, 192, 256, 512):
                 for has_mask in (False, True):
-                    case = call(row, dtype, head_dim, has_mask=has_mask, has_gqa=True)
+                    case = call(row, dtype, head_dim, has_mask=has_mask)
                     backend = choose_attention_backend(case)
                     assert backend in (AttentionBackend.SDPA_FLASH, AttentionBackend.SDPA_EFFICIENT)
-                    assert needs_expanded_kv(case) == (backend is AttentionBackend.SDPA_EFFICIENT)
 
 
 class SdpaCalls(TorchFunctionMode):

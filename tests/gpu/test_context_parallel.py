@@ -7,7 +7,8 @@ from torch import Tensor
 from tunekit.distributed.collectives import MeshDim
 from tunekit.distributed.context_parallel import ContextParallelSharding
 from tunekit.kernels import attention_gpu
-from tunekit.kernels.attention import AttentionParams, attention_per_chunk, attention_per_document, attention_sharded
+from tunekit.kernels.attention import AttentionParams, attention_per_document
+from tunekit.kernels.attention_ranges import attention_sharded
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 RULES = [
@@ -17,7 +18,7 @@ RULES = [
     AttentionParams(0.3, softcap=2.0),
     AttentionParams(0.3, 6, 8),
 ]
-BOUNDS = {"packed": [0, 7, 16, 23, 23 + 11, 46], "rows": None, "short": [0, 1, 2, 3, 22, 23, 24, 46]}
+BOUNDS = {"packed": [0, 7, 16, 23, 23 + 11, 46], "rows": [0, 23, 46], "short": [0, 1, 2, 3, 22, 23, 24, 46]}
 
 
 @pytest.fixture
@@ -41,14 +42,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return sizes
 
 
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams, offsets: Tensor | None, sinks: Tensor | None
-) -> Tensor:
-    if offsets is None:
-        return attention_per_chunk(q, k, v, rule, sinks)
-    return attention_per_document(q, k, v, rule, offsets, sinks)
-
-
 @pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -63,18 +56,11 @@ def test_ranges_of_queries_equal_all_queries(
     )
     sinks = torch.randn(4, generator=draw, dtype=torch.float64).requires_grad_() if sunk else None
     inputs = [q, k, v, *([] if sinks is None else [sinks])]
-    offsets = None if BOUNDS[bounds] is None else torch.tensor(BOUNDS[bounds], dtype=torch.int32)
-    lengths = torch.tensor([23, 23]) if offsets is None else offsets.diff()
-    positions = torch.cat([torch.arange(n) for n in lengths.tolist()]).view(2, 23)
-    expected = reference(q, k, v, rule, offsets, sinks)
+    offsets = torch.tensor(BOUNDS[bounds], dtype=torch.int32)
+    expected = attention_per_document(q, k, v, rule, offsets, sinks)
     ranks = [ContextParallelSharding(MeshDim(None, 3, index)) for index in range(3)]  # type: ignore[arg-type]
-    layout = None if offsets is None else SequenceLayout(offsets)
-    outputs = [
-        attention_sharded(
-            r.local_tokens(q), k, v, rule, r.local_tokens(positions), r.local_ranges(23), sinks, None, layout
-        )
-        for r in ranks
-    ]
+    layout = None if bounds == "rows" else SequenceLayout(offsets)
+    outputs = [attention_sharded(r.local_tokens(q), k, v, rule, r.local_ranges(23), layout, sinks) for r in ranks]
     assert len(calls) == len(ranks), "one call for each rank"
     real = torch.ones(2, 23, 1, 1)
     for y, rank in zip(outputs, ranks, strict=True):
@@ -88,6 +74,6 @@ def test_ranges_of_queries_equal_all_queries(
 
 def test_keys_outside_of_the_window_are_not_gathered(calls: list[tuple[int, int]]) -> None:
     q, k = torch.randn(1, 64, 2, 8), torch.randn(1, 256, 2, 8)
-    attention_sharded(q, k, k, AttentionParams(0.3, window=8), torch.arange(64)[None], (range(0, 32), range(224, 256)))
-    attention_sharded(q, k, k, AttentionParams(0.3), torch.arange(64)[None], (range(0, 32), range(224, 256)))
+    attention_sharded(q, k, k, AttentionParams(0.3, window=8), (range(0, 32), range(224, 256)))
+    attention_sharded(q, k, k, AttentionParams(0.3), (range(0, 32), range(224, 256)))
     assert calls == [(64, 32 + 32 + 7), (64, 32 + 256)]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tunekit.kernels import attention_gpu, shared_prefix
+from tunekit.kernels import attention_gpu
 from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
 from tunekit.models.altup import AltUpBlock, JoinStreams, SplitStreams
 from tunekit.models.block import Block
@@ -154,11 +154,14 @@ class Decoder(nn.Module):
         )
         sharding, length = self.cp_sharding if sharded else UNSHARDED, tokens.shape[1]
         shape = sharding.local_tokens(tokens).shape
-        prefix = self.prefix_index(tokens, layout, sharding)
+        key_index = None
+        if layout is not None and layout.prefixes is not None:
+            assert self.shares_prefixes(0), "recurrent states of prefixes cannot be shared"
+            key_index = layout.key_index(tokens.device) if sharding is UNSHARDED else None
         if self.flatten_rows and cache is None and sharding is UNSHARDED:
             tokens, positions, layout = flatten_to_one_row(tokens, positions, layout)
         context = self.make_context(tokens, positions, layout, lengths, sharding)
-        context.row_length, context.prefix = length, prefix
+        context.row_length, context.key_index = length, key_index
         tokens = sharding.local_tokens(tokens)
         if cache is not None:
             cache.cache_length = tokens.shape[1]
@@ -198,17 +201,6 @@ class Decoder(nn.Module):
         """Prepare a cache for single-token passes after the prefill pass."""
         slots = torch.arange(cache.num_slots, device=self.device)[:, None]
         cache.begin_decoding(tuple(rope_tables(rope, head_dim, slots) for rope, head_dim in self.ropes))
-
-    def prefix_index(
-        self, tokens: Tensor, layout: SequenceLayout | None, sharding: SequenceSharding
-    ) -> shared_prefix.SharedPrefixKV | shared_prefix.PrefixIndex | None:
-        """Shared prefixes of documents, in the form that attention expects."""
-        if layout is None or layout.prefixes is None:
-            return None
-        assert self.shares_prefixes(0), "recurrent states of prefixes cannot be shared"
-        if sharding is UNSHARDED:
-            return shared_prefix.prefix_keys(layout, tokens.device)
-        return shared_prefix.PrefixIndex(*map(sharding.local_tokens, shared_prefix.token_prefix_index(layout, tokens)))
 
     def forward_layers(self, tokens: Tensor, context: ForwardContext, cache: KVCache | None) -> Tensor:
         """Hidden states (B, S, dim) after the final norm, of the tokens that this rank holds between layers."""

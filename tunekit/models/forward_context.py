@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.kernels import attention_gpu
-from tunekit.kernels.attention import AttentionParams, attention, attention_sharded
+from tunekit.kernels.attention import AttentionParams, attention
 from tunekit.kernels.attention_decode import CachePositions, attend_decode
 from tunekit.kernels.attention_gpu import HEAD_DIM_MULTIPLE, MIN_HEAD_DIM
+from tunekit.kernels.attention_ranges import attention_sharded
 from tunekit.kernels.rope import RopeTables
 from tunekit.kernels.sequence_layout import SequenceLayout
-from tunekit.kernels.shared_prefix import PrefixIndex, SharedPrefixKV
 
 MIN_VISIBLE = 256  # minimum number of slots in passes with static shapes
 
@@ -200,7 +200,7 @@ class ForwardContext:
     rope_tables: tuple[RopeTables, ...]  # one per distinct Rope of the model
     cp_sharding: SequenceSharding = UNSHARDED  # tokens of each row on this rank
     row_length: int = 0  # tokens of a complete row
-    prefix: SharedPrefixKV | PrefixIndex | None = None  # shared prefixes of documents
+    key_index: Tensor | None = None  # tokens that documents with shared prefixes attend to, if rows are complete
     shared_kv: SharedKV = field(default_factory=SharedKV)
     prepared_layout: SequenceLayout | None = None  # the layout, or one of complete rows, with tensors on the GPU
     cache_positions: CachePositions | None = None  # positions in the caches, after the prefill pass
@@ -217,12 +217,10 @@ class ForwardContext:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, sinks: Tensor | None = None) -> Tensor:
         """Attention of local queries to the keys and values of complete rows, or of a cache."""
         if (ranges := self.cp_sharding.local_ranges(self.row_length)) is not None:
-            assert not isinstance(self.prefix, SharedPrefixKV)
-            return attention_sharded(q, k, v, params, self.positions, ranges, sinks, self.prefix, self.layout)
+            return attention_sharded(q, k, v, params, ranges, self.layout, sinks)
         if self.cache_positions is not None:
             return attend_decode(q, k, v, self.cache_positions, params, sinks)
-        assert not isinstance(self.prefix, PrefixIndex)
         layout, prepared = self.layout, self.prepared_layout
         if layout is None and prepared is not None and attention_gpu.is_supported(q, params.softcap is not None):
             layout = prepared  # compiled layers cannot prepare it
-        return attention(q, k, v, params, layout, sinks, self.prefix)
+        return attention(q, k, v, params, layout, sinks, self.key_index)

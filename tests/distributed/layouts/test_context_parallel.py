@@ -6,8 +6,9 @@ import torch
 from tests.helpers.random_checkpoints import relative_error
 from tunekit.distributed.collectives import MeshDim
 from tunekit.distributed.context_parallel import ContextParallelSharding
-from tunekit.kernels import attention
-from tunekit.kernels.attention import AttentionParams, attention_sharded
+from tunekit.kernels import attention, attention_cpu
+from tunekit.kernels.attention import AttentionParams
+from tunekit.kernels.attention_ranges import attention_sharded
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 ATTENTION_PARAMS = [
@@ -19,27 +20,26 @@ ATTENTION_PARAMS = [
 ]
 
 
+@pytest.mark.parametrize("backend", ["compiled", "torch"])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("params", ATTENTION_PARAMS, ids=str)
 def test_attention_of_a_context_shard_matches_full_attention(
-    params: AttentionParams, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
+    params: AttentionParams, with_sinks: bool, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Queries of one rank with keys of full rows give the same outputs and gradients as all queries together."""
     if with_sinks and params.softcap is not None:
         return
-    monkeypatch.setattr(attention, "BLOCK", 3)
+    if backend == "torch":
+        monkeypatch.setattr(attention_cpu, "is_available", lambda: False)
+        monkeypatch.setattr(attention, "BLOCK", 3)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 23, heads, 8, generator=generator).requires_grad_() for heads in (4, 2, 2))
     sinks = torch.randn(4, generator=generator).requires_grad_() if with_sinks else None
     inputs = [q, k, v, *([] if sinks is None else [sinks])]
-    cu_seqlens = torch.tensor([0, 7, 16, 23, 23 + 11, 46])
-    positions = torch.cat([torch.arange(n) for n in cu_seqlens.diff()]).view(2, 23)
-    expected = attention.attention(q, k, v, params, SequenceLayout(cu_seqlens), sinks)
+    layout = SequenceLayout(torch.tensor([0, 7, 16, 23, 23 + 11, 46]))
+    expected = attention.attention(q, k, v, params, layout, sinks)
     ranks = [ContextParallelSharding(MeshDim(None, 2, index)) for index in range(2)]  # type: ignore[arg-type] (nothing is sent)
-    outputs = [
-        attention_sharded(r.local_tokens(q), k, v, params, r.local_tokens(positions), r.local_ranges(23), sinks)
-        for r in ranks
-    ]
+    outputs = [attention_sharded(r.local_tokens(q), k, v, params, r.local_ranges(23), layout, sinks) for r in ranks]
     mask = torch.ones(2, 23, 1, 1)
     for output, rank in zip(outputs, ranks, strict=True):
         assert relative_error(output * rank.local_tokens(mask), rank.local_tokens(expected)) < 1e-6

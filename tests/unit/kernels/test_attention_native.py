@@ -193,8 +193,8 @@ def test_operator_is_registered_consistently() -> None:
     """Fake tensors, gradients and schema are consistent, with and without sinks."""
     inputs = make_inputs(torch.float32, 4, 2, 8, 8, 20)
     for sinks in (None, make_sinks(4)):
-        args = *inputs, torch.tensor([0, 7, 20]), sinks, AttentionParams(0.3).to_list()
-        torch.library.opcheck(attention_cpu.attention, args)
+        args = *inputs, *[torch.tensor([0, 7, 20])] * 2, sinks, AttentionParams(0.3).to_list()
+        torch.library.opcheck(attention_cpu.attention.op, args)
 
 
 MEMORY_SCRIPT = """

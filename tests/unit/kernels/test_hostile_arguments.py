@@ -97,7 +97,7 @@ def norm_gradient_case(draw: st.DrawFn) -> Case:
         return torch.autograd.grad(rms_norm.reference(*inputs, 1e-6, 0.0, late), inputs, grad)
 
     return Case(
-        lambda grad, x, weight, rstd: rms_norm.rms_norm_backward_op(grad, x, weight, rstd, 0.0, late, True),
+        lambda grad, x, weight, rstd: rms_norm.compute_gradients(grad, x, weight, rstd, 0.0, late, True),
         with_gradients(reference),
         {"grad": grad, "x": x, "weight": weight, "rstd": rstd},
         0.02,
@@ -127,7 +127,7 @@ def glu_gradient_case(draw: st.DrawFn) -> Case:
         return torch.autograd.grad(glu.ACTIVATIONS[act](*inputs), inputs, grad)
 
     tensors = {name: floats(*shape) for name in ("grad", "gate", "up")}
-    return Case(lambda **x: glu.gated_backward_op(**x, act=act), with_gradients(reference), tensors, 1e-3)
+    return Case(lambda **x: glu.compute_gradients(**x, act=act), with_gradients(reference), tensors, 1e-3)
 
 
 @st.composite
@@ -324,7 +324,7 @@ def attention_case(draw: st.DrawFn) -> Case:
     params = AttentionParams(0.3, window, chunk, draw(st.sampled_from([None, 5.0])))
 
     def kernel(sinks: Tensor | None = None, **x: Tensor) -> Tensor:
-        return attention_cpu.forward(x["q"], x["k"], x["v"], x["bounds"], sinks, params.to_list(), x["key_bounds"])[0]
+        return attention_cpu.forward(x["q"], x["k"], x["v"], x["bounds"], x["key_bounds"], sinks, params.to_list())[0]
 
     def reference(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, key_bounds: Tensor) -> Tensor:
         return attention_per_document(q, k, v, params, bounds, None, key_bounds)
@@ -350,7 +350,7 @@ def attention_gradient_case(draw: st.DrawFn) -> Case:
 
     def operator(**x: Tensor) -> Tensor:
         params = case.kernel.__closure__[0].cell_contents.to_list()
-        return attention_cpu.attention(x["q"], x["k"], x["v"], x["bounds"], None, params, x["key_bounds"])[0]
+        return attention_cpu.attention(x["q"], x["k"], x["v"], x["bounds"], x["key_bounds"], None, params)[0]
 
     tensors = {"grad": torch.randn(output.shape), **case.tensors}
     return replace(case, kernel=with_grad(operator), reference=with_grad(case.reference), tensors=tensors)

@@ -142,7 +142,7 @@ def test_operator_is_registered_consistently() -> None:
         pytest.skip("no compiler")
     args = torch.randn(6, 16, requires_grad=True), torch.rand(16, requires_grad=True), 1e-5, 0.0, False
     torch.library.opcheck(
-        norm.rms_norm_op, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+        norm.rms_norm_op.op, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
     )
 
 

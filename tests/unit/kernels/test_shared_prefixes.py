@@ -20,8 +20,9 @@ from tests.unit.kernels.test_attention_native import (
 )
 from tunekit.distributed.collectives import MeshDim
 from tunekit.distributed.context_parallel import ContextParallelSharding
-from tunekit.kernels import attention, attention_cpu, attention_gpu, shared_prefix
-from tunekit.kernels.attention import AttentionParams, attention_sharded
+from tunekit.kernels import attention, attention_cpu, attention_gpu
+from tunekit.kernels.attention import AttentionParams
+from tunekit.kernels.attention_ranges import attention_sharded
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 # Rows of 300 tokens: the number of stored tokens of each document, and (prefix length, document of the prefix).
@@ -76,10 +77,9 @@ def assert_same(y: Tensor, expected: Tensor, inputs: list[Tensor], limit: float 
 
 @pytest.mark.parametrize("case", CASES)
 def test_keys_of_each_document(case: str) -> None:
-    keys = shared_prefix.prefix_keys(SequenceLayout(*prefix_layout(case)), CPU)
-    bounds, token_positions, _ = full_documents(case)
-    assert keys.cu_seqlens.dtype == torch.int32 and keys.cu_seqlens.tolist() == bounds
-    assert keys.token_index.tolist() == [position for document in token_positions for position in document]
+    layout, (bounds, token_positions, _) = SequenceLayout(*prefix_layout(case)), full_documents(case)
+    assert layout.key_cu_seqlens.dtype == torch.int32 and layout.key_cu_seqlens.tolist() == bounds
+    assert layout.key_index(CPU).tolist() == [position for document in token_positions for position in document]
 
 
 @pytest.mark.parametrize("backend", [pytest.param("compiled", marks=needs_cpp_kernel), "torch"])
@@ -89,7 +89,7 @@ def test_attention_equals_full_documents(name: str, case: str, backend: str, mon
         monkeypatch.setattr(attention_cpu, "is_available", lambda: False)
     layout = SequenceLayout(*prefix_layout(case))
     inputs = make_inputs(torch.float32, 6, 2, 24, 20)
-    y = attention.attention(*inputs, RULES[name], layout, None, shared_prefix.prefix_keys(layout, CPU))
+    y = attention.attention(*inputs, RULES[name], layout, None, layout.key_index(CPU))
     assert_same(y, expected_attention(inputs, RULES[name], case), inputs)
 
 
@@ -100,7 +100,7 @@ def test_sinks_equal_full_documents(name: str, backend: str, monkeypatch: pytest
         monkeypatch.setattr(attention_cpu, "is_available", lambda: False)
     layout = SequenceLayout(*prefix_layout("pairs"))
     inputs, sinks = make_inputs(torch.float32, 6, 2, 16, 16), make_sinks(6)
-    y = attention.attention(*inputs, RULES[name], layout, sinks, shared_prefix.prefix_keys(layout, CPU))
+    y = attention.attention(*inputs, RULES[name], layout, sinks, layout.key_index(CPU))
     assert_same(y, expected_attention(inputs, RULES[name], "pairs", sinks), [*inputs, sinks], 5e-6)
 
 
@@ -110,7 +110,7 @@ def test_bf16_is_as_accurate_as_full_documents(name: str) -> None:
     layout, (bounds, token_positions, stored_indices) = SequenceLayout(*prefix_layout("pairs")), full_documents("pairs")
     inputs = make_inputs(torch.bfloat16, 6, 2, 64, 64)
     expected = expected_attention(inputs, RULES[name], "pairs")
-    actual = attention.attention(*inputs, RULES[name], layout, None, shared_prefix.prefix_keys(layout, CPU))
+    actual = attention.attention(*inputs, RULES[name], layout, None, layout.key_index(CPU))
     positions = torch.tensor([position for positions in token_positions for position in positions])
     copies = [x.flatten(0, 1)[positions][None] for x in inputs]
     full_result = attention.attention(*copies, RULES[name], SequenceLayout(torch.tensor(bounds)))[0][
@@ -130,7 +130,7 @@ def test_number_of_threads_does_not_change_bits() -> None:
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            y = attention.attention(*inputs, RULES["window"], layout, None, shared_prefix.prefix_keys(layout, CPU))
+            y = attention.attention(*inputs, RULES["window"], layout, None, layout.key_index(CPU))
             results.append([y, *gradients(y, inputs)])
     finally:
         torch.set_num_threads(threads)
@@ -146,32 +146,32 @@ def test_compiled_once_for_all_documents() -> None:
     inputs, counts = make_inputs(torch.float32, 6, 2, 16, 16), []
     for case in ("pairs", "full prefix and one more token", "shared by many"):
         layout = SequenceLayout(*prefix_layout(case))
-        args = *inputs, AttentionParams(0.3, window=9), layout, None, shared_prefix.prefix_keys(layout, CPU)
+        args = *inputs, AttentionParams(0.3, window=9), layout, None, layout.key_index(CPU)
         assert torch.equal(compiled(*args), attention.attention(*args))
         counts.append(counter.frame_count)
     assert counts == [1, 1, 1]
 
 
+@pytest.mark.parametrize("backend", [pytest.param("compiled", marks=needs_cpp_kernel), "torch"])
 @pytest.mark.parametrize(
     ("name", "case", "with_sinks"), [*((*pair, False) for pair in ALL_CASES), ("chunk", "shared by many", True)]
 )
 def test_context_parallel_ranks_equal_full_rows(
-    name: str, case: str, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, case: str, with_sinks: bool, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank has the queries of some spans, and the keys of full rows."""
-    monkeypatch.setattr(attention, "BLOCK", 64)
+    if backend == "torch":
+        monkeypatch.setattr(attention_cpu, "is_available", lambda: False)
+        monkeypatch.setattr(attention, "BLOCK", 64)
     layout = SequenceLayout(*prefix_layout(case))
-    inputs, sinks = make_inputs(torch.float32, 6, 2, 16, 16), make_sinks(6) if with_sinks else None
+    q, k, v = inputs = make_inputs(torch.float32, 6, 2, 16, 16)
+    sinks = make_sinks(6) if with_sinks else None
     expected = expected_attention(inputs, RULES[name], case, sinks)
-    indices = torch.cat([torch.arange(n) for n in layout.cu_seqlens.diff()]).view(2, 300)
-    counts, begins = shared_prefix.token_prefix_index(layout, indices)
-    positions, (q, k, v) = indices + counts, inputs
     ranks = [ContextParallelSharding(MeshDim(None, 3, index)) for index in range(3)]  # type: ignore[arg-type] (nothing is sent)
-    outputs = []
-    for rank in ranks:
-        prefix_index = shared_prefix.PrefixIndex(rank.local_tokens(counts), rank.local_tokens(begins))
-        args = RULES[name], rank.local_tokens(positions), rank.local_ranges(300), sinks, prefix_index
-        outputs.append(attention_sharded(rank.local_tokens(q), k, v, *args))
+    outputs = [
+        attention_sharded(rank.local_tokens(q), k, v, RULES[name], rank.local_ranges(300), layout, sinks)
+        for rank in ranks
+    ]
     for y, rank in zip(outputs, ranks, strict=True):
         assert relative_error(y.double(), rank.local_tokens(expected)) < 5e-6
     weight, leaves = torch.randn_like(expected), [*inputs, *([] if sinks is None else [sinks])]
@@ -211,9 +211,8 @@ def test_flex_attention_equals_full_documents(name: str, with_sinks: bool, monke
     monkeypatch.setattr(attention_gpu, "compiled_flex_attention", lambda: flex_attention)
     layout, sinks = SequenceLayout(*prefix_layout("pairs")), make_sinks(6).detach() if with_sinks else None
     q, k, v = inputs = [x.detach() for x in make_inputs(torch.float32, 6, 2, 24, 24)]
-    keys = shared_prefix.prefix_keys(layout, CPU)
-    rule = RULES[name].to_list()
-    y = attention_gpu.attention_gpu(q, keys.gather(k), keys.gather(v), rule, layout, sinks)
+    k, v = (x.flatten(0, 1)[layout.key_index(CPU)][None] for x in (k, v))
+    y = attention_gpu.attention_gpu(q, k, v, RULES[name].to_list(), layout, sinks)
     assert relative_error(y.double(), expected_attention(inputs, RULES[name], "pairs", sinks)) < 1e-6
 
 
@@ -228,9 +227,8 @@ def test_flash_attention_equals_full_documents(
     monkeypatch.setattr(attention_gpu, "HALF_DTYPES", (torch.float32,))
     layout, sinks = SequenceLayout(*prefix_layout(case)), make_sinks(6) if with_sinks else None
     q, k, v = inputs = make_inputs(torch.float32, 6, 2, 16, 16)
-    keys = shared_prefix.prefix_keys(layout, CPU)
-    rule = RULES[name].to_list()
-    y = attention_gpu.attention_gpu(q, keys.gather(k), keys.gather(v), rule, layout, sinks)
+    k, v = (x.flatten(0, 1)[layout.key_index(CPU)][None] for x in (k, v))
+    y = attention_gpu.attention_gpu(q, k, v, RULES[name].to_list(), layout, sinks)
     assert_same(
         y, expected_attention(inputs, RULES[name], case, sinks), [*inputs, *([] if sinks is None else [sinks])], 5e-6
     )
@@ -246,7 +244,7 @@ def test_gpu_equals_full_documents(name: str, case: str, dtype: torch.dtype) -> 
         expected_attention(inputs, RULES[name], case),
         [x.detach().cuda().requires_grad_() for x in inputs],
     )
-    y = attention.attention(*on_gpu, RULES[name], layout, None, shared_prefix.prefix_keys(layout, on_gpu[0].device))
+    y = attention.attention(*on_gpu, RULES[name], layout, None, layout.key_index(on_gpu[0].device))
     limit = 1e-4 if dtype == torch.float32 else 2e-2
     assert relative_error(y.double().cpu(), expected) < limit
     for grad, expected_grad in zip(gradients(y.cpu(), on_gpu), gradients(expected, inputs), strict=True):
