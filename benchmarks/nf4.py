@@ -30,6 +30,7 @@ from tunekit.data.dataloader.batch import Batch
 from tunekit.distributed.context import DistributedContext
 from tunekit.env_info import describe_hardware
 from tunekit.kernels import nf4
+from tunekit.kernels.triton_support import triton_kernels
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.precision import PrecisionConfig
@@ -152,7 +153,9 @@ def gpu(rounds: int, clock: Callable[[], float]) -> None:
         for rows in (1, 2, 3, 8, 16):
             x = torch.randn(rows, inner, dtype=BF16, device="cuda")
             works = (
-                lambda x=x, parts=parts, tables=tables: nf4.gpu_matmul().matmul_fused(x, parts, "nf4", *tables, None),
+                lambda x=x, parts=parts, tables=tables: triton_kernels("nf4_matmul").matmul_fused(
+                    x, parts, "nf4", *tables, None
+                ),
                 lambda x=x, parts=parts: F.linear(x, nf4.dequantize(*parts, dtype=BF16)),
                 lambda x=x, weight=weight: F.linear(x, weight),
             )

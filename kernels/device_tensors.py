@@ -1,10 +1,12 @@
-"""Asynchronous copies from the host, and constants that are copied once per device."""
+"""Asynchronous copies between the host and devices, and constants that are copied once per device."""
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tunekit.devices import is_pinned_on
 from tunekit.kernels import fake_mode
 
 
@@ -16,19 +18,49 @@ def copy_to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 class DeviceConstants:
-    """Small tensors that are functions of hashable values, created once per device when first requested."""
+    """Decorator: creates a small tensor from hashable values once per device, which is an additional last argument."""
 
     def __init__(self, build: Callable[..., Tensor]) -> None:
         self.build = build
         self.tensors: dict[Hashable, Tensor] = {}
 
-    def __call__(self, *key: Hashable, device: torch.device) -> Tensor:
+    def __call__(self, *key: Any) -> Tensor:
         if fake_mode.is_fake():  # fake tensors must not outlive the plan that created them
-            return self.build_on(key, device)
-        if (key, device) not in self.tensors:
-            self.tensors[key, device] = self.build_on(key, device)
-        return self.tensors[key, device]
+            return self.build_on(*key)
+        if key not in self.tensors:
+            self.tensors[key] = self.build_on(*key)
+        return self.tensors[key]
 
-    def build_on(self, key: tuple[Hashable, ...], device: torch.device) -> Tensor:
+    def build_on(self, *key: Any) -> Tensor:
+        *args, device = key
         with torch.inference_mode(False), torch.device("cpu"):
-            return copy_to_device(self.build(*key), device)
+            return copy_to_device(self.build(*args), device)
+
+
+class HostCopy:
+    """Copy of a tensor that is queued on the device and read later.
+
+    Uses pinned memory on a GPU: reading waits for the work up to the copy, not for work queued afterwards. The tensor
+    may be modified once this object exists.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.done: torch.Event | None = None
+        if is_pinned_on(numbers.device):
+            self.numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self.numbers.copy_(numbers.detach(), non_blocking=True)
+            self.done = torch.Event(numbers.device)
+            self.done.record(torch.accelerator.current_stream(numbers.device))
+        else:
+            self.numbers = numbers.detach().clone()
+
+    def read(self) -> list[Any]:
+        """Return the numbers, as Tensor.tolist does. Waits for the copy."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.numbers.tolist()
+
+
+def read_lag(device: torch.device) -> int:
+    """Number of steps after which numbers are read: one on devices that work while the host continues."""
+    return 0 if device.type == "cpu" else 1

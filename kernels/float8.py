@@ -4,18 +4,14 @@ A weight (..., in) becomes codes (..., in) and fp32 scales (..., in / 64). Both 
 model does not change them. The functions have the signatures of nf4.py, because quantized layers use either module.
 """
 
-import importlib
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.kernels import grouped_mm
 from tunekit.kernels.nf4 import BLOCK, MIN_SCALE, QUANTIZE_CHUNK
-from tunekit.kernels.triton_support import uses_triton
+from tunekit.kernels.triton_support import triton_kernels, uses_triton
 
 CODE_DTYPE, MAX_VALUE = torch.float8_e4m3fn, 448.0
 TILE_SIZE = {"cpu": 2**22, "cuda": 2**24}  # values converted to fp32 at a time; larger on GPUs to save launches
@@ -49,7 +45,7 @@ def dequantize(
     One kernel launch on CUDA. Compiled functions use torch operations, which the compiler fuses.
     """
     if not torch.compiler.is_compiling() and uses_triton(packed):
-        return gpu().dequantize(packed, unpacked_scales(scales, state), dtype)
+        return triton_kernels("float8").dequantize(packed, unpacked_scales(scales, state), dtype)
     return dequantize_reference(packed, unpacked_scales(scales, state), dtype)
 
 
@@ -65,30 +61,19 @@ def dequantize_reference(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> 
     return out
 
 
-@cache
-def gpu() -> ModuleType:
-    """Triton kernels, which can only be imported if Triton is installed."""
-    return importlib.import_module("tunekit.kernels.float8_triton")
-
-
 class Float8Matmul(torch.autograd.Function):
     """x W^T with a float8 weight. The backward pass dequantizes the weight again; neither it nor `x` is saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, sizes: Tensor | None) -> Tensor:
         ctx.save_for_backward(packed, scales, sizes)
-        return matmul_dense(x, dequantize(packed, scales, dtype=x.dtype), sizes)
+        return grouped_mm.matmul(x, dequantize(packed, scales, dtype=x.dtype), sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         packed, scales, sizes = ctx.saved_tensors
-        grad_input = matmul_dense(grads[0], dequantize(packed, scales, dtype=grads[0].dtype).mT, sizes)
+        grad_input = grouped_mm.matmul(grads[0], dequantize(packed, scales, dtype=grads[0].dtype).mT, sizes)
         return grad_input, None, None, None
-
-
-def matmul_dense(x: Tensor, weight: Tensor, sizes: Tensor | None) -> Tensor:
-    """x W^T, or x W[e]^T for rows sorted by expert if `sizes` is given."""
-    return F.linear(x, weight) if sizes is None else grouped_mm.grouped_mm(x, weight, sizes)
 
 
 def matmul(

@@ -1,7 +1,5 @@
 """Grouped matmul: each row is multiplied by the weight of its expert."""
 
-import importlib
-from functools import cache
 from typing import Any
 
 import torch
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from tunekit.kernels import fake_mode
 from tunekit.kernels.torch_compile import assume_constant_result, disable_compile
-from tunekit.kernels.triton_support import uses_triton
+from tunekit.kernels.triton_support import triton_kernels, uses_triton
 
 ALIGNMENT = 16  # bytes; torch's grouped_mm needs rows of a multiple of this size
 
@@ -31,6 +29,11 @@ def grouped_mm(x: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = N
     if is_supported(x, weight):
         return GroupedMM.apply(x, weight, sizes, None if bias is None else bias.to(x.dtype))
     return reference(x, weight, sizes, bias)
+
+
+def matmul(x: Tensor, weight: Tensor, sizes: Tensor | None, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b, or `grouped_mm` if `sizes` is given."""
+    return F.linear(x, weight, bias) if sizes is None else grouped_mm(x, weight, sizes, bias)
 
 
 @disable_compile  # the number of rows per expert differs from batch to batch
@@ -88,14 +91,16 @@ class GroupedMM(torch.autograd.Function):
 def grouped_outer(a: Tensor, b: Tensor, sizes: Tensor) -> Tensor:
     """a[e]^T b[e] (E, p, q) over the rows of each expert e, for (N, p) and (N, q)."""
     if needs_triton(a):
-        return gpu().grouped_outer(a, b, group_ends(sizes))
+        return triton_kernels("grouped_mm").grouped_outer(a, b, group_ends(sizes))
     y = F.grouped_mm(a.mT, b, offs=group_ends(sizes))
     return y if fake_mode.device_type(y) in ZERO_FILLED else y.masked_fill_((sizes == 0)[:, None, None], 0)
 
 
 def multiply_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x W[e] (N, out) for rows (N, in) sorted by expert. `ends` (E,) are cumulative sizes, `weight` is (E, in, out)."""
-    return gpu().grouped_product(x, weight, ends) if needs_triton(x) else F.grouped_mm(x, weight, offs=ends)
+    if needs_triton(x):
+        return triton_kernels("grouped_mm").grouped_product(x, weight, ends)
+    return F.grouped_mm(x, weight, offs=ends)
 
 
 def needs_triton(x: Tensor) -> bool:
@@ -111,11 +116,6 @@ def prefers_triton(generation: int) -> bool:
 @assume_constant_result
 def generation(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
-
-
-@cache
-def gpu() -> Any:
-    return importlib.import_module("tunekit.kernels.grouped_mm_triton")
 
 
 def group_ends(sizes: Tensor) -> Tensor:

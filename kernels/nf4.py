@@ -6,13 +6,11 @@ tensors are stored as uint8, so that casting a model does not change them.
 """
 
 import ctypes
-import importlib
 import math
 import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +20,9 @@ from torch import Tensor
 from tunekit.devices import ACCELERATORS
 from tunekit.kernels import fake_mode, grouped_mm
 from tunekit.kernels.argument_checks import check_contiguous, check_tensor
-from tunekit.kernels.cpp_extension import load_library
+from tunekit.kernels.cpp_extension import DTYPES, load_library
 from tunekit.kernels.nf4_codes import bounds_and_codes, code_values, dynamic_map
-from tunekit.kernels.triton_support import uses_triton
+from tunekit.kernels.triton_support import triton_kernels, uses_triton
 
 BLOCK, DOUBLE_QUANT_BLOCK = 64, 256  # weights per scale; scales per scale of the second level
 # Values that the torch reference quantizes at a time. It needs 13 bytes of temporary memory per value: 218 MB instead
@@ -39,7 +37,6 @@ TILE_SIZE = 2**22
 # (benchmarks/results).
 MAX_FUSED_ROWS = 8
 SOURCE = Path(__file__).with_name("nf4.cpp")
-DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}  # supported by nf4.cpp
 
 
 def quantize(weight: Tensor, kind: str = "nf4") -> tuple[Tensor, Tensor]:
@@ -49,7 +46,7 @@ def quantize(weight: Tensor, kind: str = "nf4") -> tuple[Tensor, Tensor]:
     """
     flat = weight.detach().reshape(-1).contiguous()
     if uses_triton(flat):
-        return gpu().quantize(flat, *bounds_and_codes(kind, flat.device))
+        return triton_kernels("nf4").quantize(flat, *bounds_and_codes(kind, flat.device))
     packed = torch.empty(-(-len(flat) // 2), dtype=torch.uint8, device=flat.device)
     scales = torch.empty(-(-len(flat) // BLOCK), device=flat.device)
     for start in range(0, len(flat), QUANTIZE_CHUNK):
@@ -184,7 +181,7 @@ def dequantize(
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
     if uses_triton(packed):
         tables = code_values(kind, packed.device), dynamic_map(packed.device)
-        return gpu().dequantize(packed, scales, state, *tables, dtype).view(shape)
+        return triton_kernels("nf4").dequantize(packed, scales, state, *tables, dtype).view(shape)
     output = torch.empty(math.prod(shape[:-1]), shape[-1], dtype=dtype, device=packed.device)
     weight = NF4Weight(packed.flatten(0, -2).contiguous(), scales.flatten(0, -2).contiguous(), state, kind)
     return decode(weight, output).view(shape)
@@ -228,18 +225,6 @@ def compiled() -> ctypes.CDLL | None:
             getattr(lib, f"few_{name}").argtypes = [pointer, *weight, *[pointer] * 3, *[size] * 4, ctypes.c_int]
             getattr(lib, f"few_{name}_able").restype = ctypes.c_bool
     return lib
-
-
-@cache
-def gpu() -> ModuleType:
-    """Triton kernels, which can only be imported if Triton is installed."""
-    return importlib.import_module("tunekit.kernels.nf4_triton")
-
-
-@cache
-def gpu_matmul() -> ModuleType:
-    """Triton kernels for few rows."""
-    return importlib.import_module("tunekit.kernels.nf4_matmul_triton")
 
 
 class ScratchBuffer(threading.local):
@@ -324,103 +309,54 @@ def register_operator(name: str, schema: str) -> Callable[[Callable[..., Tensor]
 
 
 @register_operator(
-    "nf4_product", "(Tensor x, Tensor packed, Tensor scales, Tensor? outer, str kind, Tensor? bias) -> Tensor"
+    "nf4_product",
+    "(Tensor x, Tensor packed, Tensor scales, Tensor? outer, str kind, Tensor? bias, Tensor? sizes=None) -> Tensor",
 )
-def forward(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None) -> Tensor:
-    if x.numel() and uses_triton(x) and x.numel() <= gpu_matmul().max_rows(x.dtype, x.device) * x.shape[-1]:
+def forward(  # noqa: PLR0913 (an operator takes no named tuples)
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    outer: Tensor | None,
+    kind: str,
+    bias: Tensor | None,
+    sizes: Tensor | None = None,
+) -> Tensor:
+    """x W^T + b, or x W[e]^T for rows sorted by expert if `sizes` (E,) is given, the number of rows of each expert."""
+    gpu = triton_kernels("nf4_matmul") if sizes is None and x.numel() and uses_triton(x) else None
+    if gpu is not None and x.numel() <= gpu.max_rows(x.dtype, x.device) * x.shape[-1]:
         weight, tables = (packed, scales, outer), (code_values(kind, x.device), dynamic_map(x.device))
-        return gpu_matmul().matmul_fused(x.flatten(0, -2), weight, kind, *tables, bias).view(*x.shape[:-1], -1)
+        return gpu.matmul_fused(x.flatten(0, -2), weight, kind, *tables, bias).view(*x.shape[:-1], -1)
     if x.device.type != "cpu":
-        return F.linear(x, dequantize(packed, scales, outer, kind, x.dtype), bias)
-    y = x.new_empty(*x.shape[:-1], len(packed))
-    matmul_tiled(x.flatten(0, -2), NF4Weight(packed, scales, outer, kind), y.flatten(0, -2), bias)
-    return y
-
-
-@register_operator("nf4_product_back", "(Tensor grad, Tensor packed, Tensor scales, Tensor? outer, str kind) -> Tensor")
-def matmul_backward(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str) -> Tensor:
-    """grad W: (..., out) to (..., in)."""
-    if grad.device.type != "cpu":
-        return grad @ dequantize(packed, scales, outer, kind, grad.dtype)
-    x = grad.new_empty(*grad.shape[:-1], 2 * packed.shape[1])
-    matmul_backward_tiled(grad.flatten(0, -2), NF4Weight(packed, scales, outer, kind), x.flatten(0, -2))
-    return x
-
-
-@torch.library.register_fake("tunekit::nf4_product")
-def _(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], packed.shape[0])
-
-
-@torch.library.register_fake("tunekit::nf4_product_back")
-def _(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str) -> Tensor:
-    return grad.new_empty(*grad.shape[:-1], 2 * packed.shape[1])
-
-
-class NF4Matmul(torch.autograd.Function):
-    """x W^T + b with a quantized weight. Saves neither the dequantized weight nor `x` for the backward pass.
-
-    Arguments are named instead of `*args`: if no input needs a gradient, torch.compile compares the number of arguments
-    with the number of parameters without `ctx`, and counts `*args` as one.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None
-    ) -> Tensor:
-        ctx.save_for_backward(packed, scales, outer)
-        ctx.kind = kind
-        return forward(x, packed, scales, outer, kind, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        to_x = matmul_backward(grads[0], *ctx.saved_tensors, ctx.kind) if ctx.needs_input_grad[0] else None
-        to_bias = grads[0].flatten(0, -2).sum(0) if ctx.needs_input_grad[5] else None
-        return to_x, None, None, None, None, to_bias
-
-
-def matmul(
-    x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None = None
-) -> Tensor:
-    """x W^T + b: (..., in) to (..., out)."""
-    if torch.is_grad_enabled():
-        return NF4Matmul.apply(x, packed, scales, outer, kind, bias)
-    if torch.compiler.is_compiling() or not 0 < x.numel() <= max_fused_rows(x) * x.shape[-1]:
-        return forward(x, packed, scales, outer, kind, bias)
-    # Generation calls this for each layer and token, where the overhead of an operator is as large as the computation.
-    return matmul_fused(
-        x.contiguous(), NF4Weight(packed, scales, outer, kind), x.new_empty(*x.shape[:-1], len(packed)), bias
-    )
+        return grouped_mm.matmul(x, dequantize(packed, scales, outer, kind, x.dtype), sizes, bias)
+    weight, y = NF4Weight(packed, scales, outer, kind), x.new_empty(*x.shape[:-1], packed.shape[-2])
+    if sizes is None:
+        matmul_tiled(x.flatten(0, -2), weight, y.flatten(0, -2), bias)
+        return y
+    return for_each_expert(matmul_tiled, x, weight, sizes, y)
 
 
 @register_operator(
-    "nf4_grouped", "(Tensor x, Tensor packed, Tensor scales, Tensor? outer, Tensor sizes, str kind) -> Tensor"
+    "nf4_product_back",
+    "(Tensor grad, Tensor packed, Tensor scales, Tensor? outer, str kind, Tensor? sizes=None) -> Tensor",
 )
-def forward_grouped(
-    x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str
+def matmul_backward(
+    grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, sizes: Tensor | None = None
 ) -> Tensor:
-    if x.device.type != "cpu":
-        return grouped_mm.grouped_mm(x, dequantize(packed, scales, outer, kind, x.dtype), sizes)
-    return for_each_expert(matmul_tiled, x, NF4Weight(packed, scales, outer, kind), sizes, packed.shape[1])
-
-
-@register_operator(
-    "nf4_grouped_back", "(Tensor grad, Tensor packed, Tensor scales, Tensor? outer, Tensor sizes, str kind) -> Tensor"
-)
-def grouped_matmul_backward(
-    grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str
-) -> Tensor:
+    """grad W: (..., out) to (..., in); grad W[e] if `sizes` is given, as in `forward`."""
     if grad.device.type != "cpu":
-        return grouped_mm.grouped_mm(grad, dequantize(packed, scales, outer, kind, grad.dtype).mT, sizes)
-    return for_each_expert(
-        matmul_backward_tiled, grad, NF4Weight(packed, scales, outer, kind), sizes, 2 * packed.shape[2]
-    )
+        return grouped_mm.matmul(grad, dequantize(packed, scales, outer, kind, grad.dtype).mT, sizes)
+    weight, x = NF4Weight(packed, scales, outer, kind), grad.new_empty(*grad.shape[:-1], 2 * packed.shape[-1])
+    if sizes is None:
+        matmul_backward_tiled(grad.flatten(0, -2), weight, x.flatten(0, -2))
+        return x
+    return for_each_expert(matmul_backward_tiled, grad, weight, sizes, x)
 
 
-def for_each_expert(matmul: Callable[..., Tensor], x: Tensor, weights: NF4Weight, sizes: Tensor, width: int) -> Tensor:
+def for_each_expert(
+    matmul: Callable[..., Tensor], x: Tensor, weights: NF4Weight, sizes: Tensor, output: Tensor
+) -> Tensor:
     """Call `matmul` for each expert that has rows. At most one tile of one expert is dequantized at a time."""
-    output, start = x.new_empty(len(x), width), 0
-    blocks = weights.packed.shape[1] * weights.packed.shape[2] * 2 // BLOCK
+    start, blocks = 0, weights.packed.shape[1] * weights.packed.shape[2] * 2 // BLOCK
     counts = sizes.tolist()
     if len(counts) != len(weights.packed) or sum(counts) != len(x) or min(counts, default=0) < 0:
         raise ValueError(f"nf4: sizes is {counts}, expected {len(weights.packed)} counts of rows, {len(x)} in all")
@@ -432,33 +368,61 @@ def for_each_expert(matmul: Callable[..., Tensor], x: Tensor, weights: NF4Weight
     return output
 
 
-@torch.library.register_fake("tunekit::nf4_grouped")
-def _(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str) -> Tensor:
-    return x.new_empty(len(x), packed.shape[1])
+@torch.library.register_fake("tunekit::nf4_product")
+def _(x: Tensor, packed: Tensor, *others: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], packed.shape[-2])
 
 
-@torch.library.register_fake("tunekit::nf4_grouped_back")
-def _(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str) -> Tensor:
-    return grad.new_empty(len(grad), 2 * packed.shape[2])
+@torch.library.register_fake("tunekit::nf4_product_back")
+def _(grad: Tensor, packed: Tensor, *others: Any) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], 2 * packed.shape[-1])
 
 
-class NF4GroupedMM(torch.autograd.Function):
-    """Grouped matmul for rows sorted by expert. Arguments are named as in `NF4Matmul`."""
+class NF4Matmul(torch.autograd.Function):
+    """`forward` with gradients. Saves neither the dequantized weight nor `x` for the backward pass.
+
+    Arguments are named instead of `*args`: if no input needs a gradient, torch.compile compares the number of arguments
+    with the number of parameters without `ctx`, and counts `*args` as one.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str
+    def forward(  # noqa: PLR0913
+        ctx: Any,
+        x: Tensor,
+        packed: Tensor,
+        scales: Tensor,
+        outer: Tensor | None,
+        kind: str,
+        bias: Tensor | None,
+        sizes: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(packed, scales, outer, sizes)
         ctx.kind = kind
-        return forward_grouped(x, packed, scales, outer, sizes, kind)
+        return forward(x, packed, scales, outer, kind, bias, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grouped_matmul_backward(grads[0], *ctx.saved_tensors, ctx.kind), None, None, None, None, None
+        *weight, sizes = ctx.saved_tensors
+        grad_x = matmul_backward(grads[0], *weight, ctx.kind, sizes) if ctx.needs_input_grad[0] else None
+        grad_bias = grads[0].flatten(0, -2).sum(0) if ctx.needs_input_grad[5] else None
+        return grad_x, None, None, None, None, grad_bias, None
+
+
+def matmul(
+    x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None = None
+) -> Tensor:
+    """x W^T + b: (..., in) to (..., out)."""
+    if torch.is_grad_enabled():
+        return NF4Matmul.apply(x, packed, scales, outer, kind, bias, None)
+    if torch.compiler.is_compiling() or not 0 < x.numel() <= max_fused_rows(x) * x.shape[-1]:
+        return forward(x, packed, scales, outer, kind, bias)
+    # Generation calls this for each layer and token, where the overhead of an operator is as large as the computation.
+    return matmul_fused(
+        x.contiguous(), NF4Weight(packed, scales, outer, kind), x.new_empty(*x.shape[:-1], len(packed)), bias
+    )
 
 
 def grouped_matmul(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str) -> Tensor:
     """x W[e]^T (N, out) for rows x (N, in) sorted by expert e; expert e has `sizes[e]` rows."""
-    run = NF4GroupedMM.apply if torch.is_grad_enabled() else forward_grouped
-    return run(x, packed, scales, outer, sizes, kind)
+    run = NF4Matmul.apply if torch.is_grad_enabled() else forward
+    return run(x, packed, scales, outer, kind, None, sizes)

@@ -16,39 +16,34 @@ TABLES = {  # values of the 16 codes
 }  # fmt: skip
 
 
-def code_values(kind: str, device: torch.device) -> Tensor:
+@DeviceConstants
+def code_values(kind: str) -> Tensor:
     """Values (16,) of the 4-bit codes, fp32."""
-    return CODE_VALUES(kind, device=device)
+    return torch.tensor(TABLES[kind])
 
 
 def bounds_and_codes(kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Midpoints (15,) between neighboring values, and the codes (16,) sorted by value."""
-    return MIDPOINTS(kind, device=device), SORTED_CODES(kind, device=device)
+    return midpoints(kind, device), sorted_codes(kind, device)
 
 
-def dynamic_map(device: torch.device) -> Tensor:
-    """Dynamic 8-bit map (arXiv:1511.04561): 256 sorted values in [-1, 1], denser near zero. fp32 (256,)."""
-    return DYNAMIC_MAP(device=device)
-
-
-def build_midpoints(kind: str) -> Tensor:
+@DeviceConstants
+def midpoints(kind: str) -> Tensor:
     numbers = torch.tensor(TABLES[kind]).sort()[0]
     return (numbers[:-1] + numbers[1:]) / 2
 
 
-def build_sorted_codes(kind: str) -> Tensor:
+@DeviceConstants
+def sorted_codes(kind: str) -> Tensor:
     return torch.tensor(TABLES[kind]).argsort(stable=True).to(torch.uint8)
 
 
-def build_dynamic_map() -> Tensor:
+@DeviceConstants
+def dynamic_map() -> Tensor:
+    """Dynamic 8-bit map (arXiv:1511.04561): 256 sorted values in [-1, 1], denser near zero. fp32 (256,)."""
     numbers = [torch.tensor([0.0, 1.0])]
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2**i + 1)
         middles = 10.0 ** (i - 6) * ((edges[:-1] + edges[1:]) / 2)
         numbers += [middles, -middles]
     return torch.cat(numbers).sort()[0]
-
-
-CODE_VALUES = DeviceConstants(lambda kind: torch.tensor(TABLES[kind]))
-MIDPOINTS, SORTED_CODES = DeviceConstants(build_midpoints), DeviceConstants(build_sorted_codes)
-DYNAMIC_MAP = DeviceConstants(build_dynamic_map)

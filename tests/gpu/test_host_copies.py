@@ -13,7 +13,7 @@ from tunekit.checkpoint.host_copy import HostCopies, Staging
 from tunekit.checkpoint.training_state import Checkpointer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
-from tunekit.kernels.device_to_host import HostCopy
+from tunekit.kernels.device_tensors import HostCopy
 from tunekit.plan import oom_report
 
 PINNED = torch.AcceleratorError("CUDA error: out of memory")

@@ -49,15 +49,15 @@ def test_derived_tensors_are_normal_tensors() -> None:
         rows = rows_layout(3, 71)
         constants = DeviceConstants(lambda n: torch.arange(n))
         cached: list[Tensor] = [layout.token_lengths(CPU), layout.key_cu_seqlens, rows.cu_seqlens]
-        cached += [constants(5, device=CPU), attention_gpu.varlen_bounds(layout, 0, CPU)[0]]
+        cached += [constants(5, CPU), attention_gpu.varlen_bounds(layout, 0, CPU)[0]]
     assert not any(x.is_inference() for x in cached)
 
 
 def test_constants_are_made_once_per_device() -> None:
     built: list[int] = []
     constants = DeviceConstants(lambda n: built.append(n) or torch.arange(n))
-    assert constants(3, device=CPU) is constants(3, device=CPU)
-    assert constants(3, device=torch.device("meta")).is_meta
+    assert constants(3, CPU) is constants(3, CPU)
+    assert constants(3, torch.device("meta")).is_meta
     assert built == [3, 3]
 
 

@@ -15,7 +15,7 @@ from tunekit.generation.rollout_engine import RolloutEngine
 from tunekit.generation.slot_batch import SlotBatch, StepGraphs
 from tunekit.generation.slots import plan_passes
 from tunekit.generation.token_draw import LogprobsMode, read_output
-from tunekit.kernels.device_to_host import HostCopy
+from tunekit.kernels.device_tensors import HostCopy
 from tunekit.models.decode import is_sharded
 from tunekit.models.decoder import Decoder
 from tunekit.models.forward_context import has_static_shapes

@@ -31,7 +31,7 @@ from tunekit.config.secrets import message_text
 from tunekit.data.dataloader.batch import Batch
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
-from tunekit.kernels.device_to_host import HostCopy, read_lag
+from tunekit.kernels.device_tensors import HostCopy, read_lag
 from tunekit.loggers.metrics_file import COMPLETIONS, EPISODES, FILE, StepLog
 from tunekit.loggers.progress import PRINT_INTERVAL
 

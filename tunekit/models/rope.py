@@ -46,12 +46,10 @@ def yarn(s: YarnScaling, theta: float, dims: int, freq: Tensor) -> Tensor:
     return torch.lerp(freq, freq / s.factor, ramp)
 
 
+@DeviceConstants
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     """Scaled inverse frequencies (pairs,); for LongRoPE (2, pairs): short and long documents."""
     return scaled_inv_freq(rope, head_dim)[0]
-
-
-FREQUENCIES = DeviceConstants(inverse_frequencies)
 
 
 def rope_tables(
@@ -63,7 +61,7 @@ def rope_tables(
 ) -> RopeTables:
     """cos and sin of each position (B, S). `layout` has the bounds of packed documents, `lengths` (B,) those of padded
     rows."""
-    freq = FREQUENCIES(rope, head_dim, device=positions.device)
+    freq = inverse_frequencies(rope, head_dim, positions.device)
     attention_factor = rope.scaling.attention_factor if isinstance(rope.scaling, LongRopeScaling | YarnScaling) else 1.0
     if isinstance(rope.scaling, LongRopeScaling):
         freq = freq[(document_lengths(positions, layout, lengths) > rope.scaling.context).long()]

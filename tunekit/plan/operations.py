@@ -13,11 +13,10 @@ FREE = {
     "_reshape_alias", "set", "resize", "is_same_size", "record_stream", "promote_types",
 }  # fmt: skip
 MATMULS = {
-    "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "nf4_product", "nf4_product_back", "nf4_grouped",
-    "nf4_grouped_back", "attention", "attention_back",
+    "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "nf4_product", "nf4_product_back", "attention", "attention_back",
 }  # fmt: skip
 # Kernels of one operation: dequantize and multiply; FlashAttention's backward pass has a first and a last kernel.
-KERNELS = {"nf4_product": 2, "nf4_product_back": 2, "nf4_grouped": 2, "nf4_grouped_back": 2, "attention_back": 3}
+KERNELS = {"nf4_product": 2, "nf4_product_back": 2, "attention_back": 3}
 TUNEKIT = "tunekit"  # namespace of operations that are called through Python
 EXTRA_TOKENS = 128  # by which FlashAttention pads each document in its buffers
 ROUNDED_DIM = 32  # multiple to which it pads heads

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
-from tunekit.kernels.device_to_host import HostCopy
+from tunekit.kernels.device_tensors import HostCopy
 from tunekit.loggers.metric_logger import MetricLogger
 from tunekit.policy.config import PolicyConfig
 

@@ -18,7 +18,7 @@ from tunekit.checkpoint.training_state import Checkpointer
 from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
-from tunekit.kernels.device_to_host import HostCopy
+from tunekit.kernels.device_tensors import HostCopy
 from tunekit.loggers import divergence
 from tunekit.loggers.metric_logger import MetricLogger
 

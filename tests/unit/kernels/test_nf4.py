@@ -243,7 +243,7 @@ def test_operators_are_registered_consistently() -> None:
         torch.library.opcheck(nf4.forward, (x, *tensors, "nf4", None), test_utils=checks)
         torch.library.opcheck(nf4.forward, (x, *tensors, "nf4", torch.ones(32)), test_utils=checks)
         stacked = quantize(random(2, 32, 64), nested)
-        torch.library.opcheck(nf4.forward_grouped, (x, *stacked, torch.tensor([1, 2]), "nf4"), test_utils=checks)
+        torch.library.opcheck(nf4.forward, (x, *stacked, "nf4", None, torch.tensor([1, 2])), test_utils=checks)
 
 
 def test_compiled_without_graph_break() -> None:

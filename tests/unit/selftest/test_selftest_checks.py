@@ -25,16 +25,14 @@ HELPERS = {
     "torch_compile",
     "cpp_extension",
     "custom_op",
-    "shared_prefix",
     "fake_mode",
     "cache_dir",
     "malloc",
 }
-HELPERS |= {"argument_checks", "device_tensors", "device_to_host", "nf4_codes", "prefix_sum", "sequence_layout"}
+HELPERS |= {"argument_checks", "device_tensors", "nf4_codes", "prefix_sum", "sequence_layout"}
 HELPERS |= {
     "attention_choice",
     "attention_decode",
-    "attention_decode_cpu",
     "attention_ranges",
     "lm_head",
     "triton_support",
