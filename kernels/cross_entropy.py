@@ -5,7 +5,6 @@ writes them over its logits. Nothing is computed twice.
 """
 
 import ctypes
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -21,10 +20,10 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from tunekit.devices import HALF_DTYPES
 from tunekit.kernels import fake_mode
 from tunekit.kernels.argument_checks import check_dim, check_tensor
-from tunekit.kernels.cpp_extension import load_library
-from tunekit.kernels.lm_head import LMHead, VocabShard
+from tunekit.kernels.cpp_extension import DTYPES, load_library
+from tunekit.kernels.lm_head import LMHead, VocabShard, max_over_vocab, sum_over_ranks
 from tunekit.kernels.torch_compile import disable_compile
-from tunekit.kernels.triton_support import uses_triton
+from tunekit.kernels.triton_support import triton_kernels, uses_triton
 
 LogitsLoss = Callable[[Tensor, Tensor], Tensor]  # fp32 logits (n, vocab) and targets (n,) to a scalar sum
 
@@ -37,7 +36,6 @@ GRAD_SLICE_SIZE = {"cpu": 2**22, "cuda": 2**26}  # elements of a weight gradient
 # multiples of 16 bytes and 16 elements, which an odd vocabulary size (Granite: 49,155) does not provide.
 ROW_ALIGNMENT = 128
 SOURCE = Path(__file__).with_name("cross_entropy.cpp")
-DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def compute_token_losses(
@@ -54,7 +52,7 @@ def compute_token_losses(
     if weights is not None:
         check_tensor("cross_entropy", "weights", weights, logits.shape[:1], weights.dtype, logits.device)
     if uses_triton(logits):
-        return gpu().token_losses(logits, targets, weights, terms, gradient)
+        return triton_kernels("cross_entropy").token_losses(logits, targets, weights, terms, gradient)
     lib = native_library(logits)
     if lib is None:
         return token_losses_reference(logits, targets, weights, terms, gradient)
@@ -76,50 +74,45 @@ def _(logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float
     return logits.new_empty(logits.shape[0], dtype=torch.float32)
 
 
-def token_losses_reference(
-    logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool
+def token_losses_reference(  # noqa: PLR0913
+    logits: Tensor,
+    targets: Tensor,
+    weights: Tensor | None,
+    terms: list[float],
+    gradient: bool,
+    vocab_shard: VocabShard | None = None,
 ) -> Tensor:
-    """Torch reference of `compute_token_losses`."""
+    """Torch reference of `compute_token_losses`, also for the logits (n, size) of a vocabulary shard.
+
+    Ranks communicate four values per token.
+    """
     scale, softcap, smoothing, z_loss = terms
-    is_target, index = targets >= 0, targets.clamp(min=0)[:, None]
-    x = logits.float() * scale
-    x = softcap * (x / softcap).tanh() if softcap else x
-    log_probs, log_normalizer = x.log_softmax(-1), x.logsumexp(-1)
-    losses = z_loss * log_normalizer.square() - (1 - smoothing) * log_probs.gather(1, index).squeeze(1)
-    losses = losses - smoothing * log_probs.mean(-1) if smoothing else losses
+    x, is_target = scale_logits(logits, scale, softcap), targets >= 0
+    index, total, is_local = targets, x.shape[1], is_target
+    if vocab_shard is not None:
+        index, total = targets - vocab_shard.start, vocab_shard.total
+        is_local = is_target & (index >= 0) & (index < x.shape[1])
+    index, maximum = index.where(is_local, 0)[:, None], max_over_vocab(x, vocab_shard)
+    shifted = x - maximum  # before the sums, which are inaccurate for large values
+    logit_sums = shifted.sum(-1) if smoothing else torch.zeros_like(maximum[:, 0])
+    target_logits = shifted.gather(1, index).squeeze(1).where(is_local, 0)
+    sums = sum_over_ranks(torch.stack([shifted.exp().sum(-1), target_logits, logit_sums]), vocab_shard)
+    log_sum, target_logits, mean = sums[0].log(), sums[1], sums[2] / total
+    lse = maximum[:, 0] + log_sum
+    losses = log_sum + z_loss * lse.square() - (1 - smoothing) * target_logits - smoothing * mean
     if gradient:
-        grad = log_probs.exp_().mul_(1 + 2 * z_loss * log_normalizer[:, None]).sub_(smoothing / logits.shape[1])
-        grad.scatter_add_(1, index, torch.full_like(x[:, :1], smoothing - 1))
+        grad = (shifted - log_sum[:, None]).exp_().mul_(1 + 2 * z_loss * lse[:, None]).sub_(smoothing / total)
+        grad.scatter_add_(1, index, torch.where(is_local, smoothing - 1, 0.0)[:, None])
         grad = grad * (1 - (x / softcap).square()) if softcap else grad
         grad = grad.mul_(scale if weights is None else scale * weights[:, None])
         logits.copy_(grad.masked_fill_(~is_target[:, None], 0))
     return losses.masked_fill(~is_target, 0)
 
 
-def sharded_token_losses(  # noqa: PLR0913 (as above)
-    logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool, vocab_shard: VocabShard
-) -> Tensor:
-    """`compute_token_losses` for the logits (n, size) of a vocabulary shard. Communicates four values per token."""
-    scale, softcap, smoothing, z_loss = terms
-    x = logits.float() * scale
-    x = softcap * (x / softcap).tanh() if softcap else x
-    index = targets - vocab_shard.start
-    is_local = (index >= 0) & (index < x.shape[1]) & (targets >= 0)
-    index = index.where(is_local, 0)[:, None]
-    maximum = vocab_shard.all_reduce_max(x.amax(-1))
-    target_logits = x.gather(1, index).squeeze(1).where(is_local, 0)
-    sums, target_logits, logit_sums = vocab_shard.all_reduce_sum(
-        torch.stack([(x - maximum[:, None]).exp().sum(-1), target_logits, x.sum(-1)])
-    )
-    lse, total = maximum + sums.log(), vocab_shard.total
-    losses = lse + z_loss * lse.square() - (1 - smoothing) * target_logits - smoothing * logit_sums / total
-    if gradient:
-        grad = (x - lse[:, None]).exp_().mul_(1 + 2 * z_loss * lse[:, None]).sub_(smoothing / total)
-        grad.scatter_add_(1, index, torch.where(is_local, smoothing - 1, 0.0)[:, None])
-        grad = grad * (1 - (x / softcap).square()) if softcap else grad
-        grad = grad.mul_(scale if weights is None else scale * weights[:, None])
-        logits.copy_(grad.masked_fill_(targets[:, None] < 0, 0))
-    return losses.masked_fill(targets < 0, 0)
+def scale_logits(raw: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Scale and softcap raw logits (n, ids), in fp32."""
+    x = raw.float() * scale
+    return softcap * (x / softcap).tanh() if softcap else x
 
 
 def token_entropies(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -129,7 +122,7 @@ def token_entropies(logits: Tensor, scale: float, softcap: float | None) -> Tens
         return logits.new_empty(len(logits), dtype=torch.float32)
     check_dim("token_entropies", "logits", logits, 2)
     if uses_triton(logits):
-        return gpu().token_entropies(logits, terms)
+        return triton_kernels("cross_entropy").token_entropies(logits, terms)
     lib = native_library(logits)
     if lib is None:
         return token_entropies_reference(logits, terms)
@@ -142,9 +135,7 @@ def token_entropies(logits: Tensor, scale: float, softcap: float | None) -> Tens
 
 def token_entropies_reference(logits: Tensor, terms: list[float]) -> Tensor:
     """Torch reference of `token_entropies`."""
-    scale, softcap, *_ = terms
-    x = logits.float() * scale
-    log_probs = (softcap * (x / softcap).tanh() if softcap else x).log_softmax(-1)
+    log_probs = scale_logits(logits, *terms[:2]).log_softmax(-1)
     probabilities = log_probs.exp()
     return -(probabilities * log_probs.masked_fill(probabilities == 0, 0)).sum(-1)
 
@@ -167,11 +158,6 @@ def native_library(logits: Tensor) -> ctypes.CDLL | None:
     return compiled() if is_supported else None
 
 
-@cache
-def gpu() -> Any:
-    return importlib.import_module("tunekit.kernels.cross_entropy_triton")
-
-
 class ChunkLoss(Protocol):
     """Losses (n,) or their sum (1,) of raw logits (n, vocab); writes the gradient over the logits."""
 
@@ -191,7 +177,7 @@ class CrossEntropyTerms:
     def __call__(self, logits: Tensor, targets: Tensor, weights: Tensor | None, gradient: bool) -> Tensor:
         terms = [self.scale, self.softcap or 0.0, self.smoothing, self.z_loss]
         if self.vocab_shard is not None:
-            return sharded_token_losses(logits, targets, weights, terms, gradient, self.vocab_shard)
+            return token_losses_reference(logits, targets, weights, terms, gradient, self.vocab_shard)
         return token_losses(logits, targets, weights, terms, gradient)
 
 

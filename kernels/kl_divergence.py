@@ -5,12 +5,10 @@ and written over the logits of the student.
 """
 
 import ctypes
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -25,19 +23,19 @@ from tunekit.kernels.argument_checks import (
     check_shape,
     check_tensor,
 )
-from tunekit.kernels.cpp_extension import load_library
+from tunekit.kernels.cpp_extension import DTYPES, load_library
 from tunekit.kernels.cross_entropy import (
-    DTYPES,
     AutogradHeadChunks,
     ChunkedSum,
     LinearHeadChunks,
     TokenChunks,
     default_terms,
     prepare_chunks,
+    scale_logits,
 )
-from tunekit.kernels.lm_head import LMHead, VocabShard
+from tunekit.kernels.lm_head import LMHead, VocabShard, max_over_vocab, sum_over_ranks
 from tunekit.kernels.torch_compile import disable_compile
-from tunekit.kernels.triton_support import uses_triton
+from tunekit.kernels.triton_support import triton_kernels, uses_triton
 
 SOURCE = Path(__file__).with_name("divergence.cpp")
 MIN_LOG_PROB = -1e4  # lower bound of log-probabilities, which avoids NaN from 0 * inf
@@ -182,13 +180,6 @@ def make_terms(mixture: KLMixture, head: LMHead, num_teacher_ids: int, teacher: 
     return KLTerms(mixture, (head.scale, head.softcap), teacher_transform, count, head.vocab_shard)
 
 
-def scale_logits(raw: Tensor, transform: tuple[float, float | None], temperature: float) -> Tensor:
-    """Scale and softcap raw logits (n, ids) and divide them by the temperature, in fp32."""
-    scale, softcap = transform
-    x = raw.float() * scale
-    return (softcap * (x / softcap).tanh() if softcap else x) / temperature
-
-
 def choose_kernel(student: Tensor, teacher: Tensor, vocab_shard: VocabShard | None) -> Callable[..., Tensor]:
     """Fastest function that supports these logits. Vocabulary-parallel heads use the torch reference."""
     if vocab_shard is None and student.stride(1) == teacher.stride(1) == 1 and on_gpu(student):
@@ -208,10 +199,8 @@ def check_logits(student: Tensor, teacher: Tensor, count: int) -> None:
 def divergences_reference(student: Tensor, teacher: Tensor, terms: KLTerms, gradient: bool) -> Tensor:
     """Divergence, KL(q || p), entropies of student and teacher, and top-1 agreement, (n, 5) fp32."""
     all_logits, student = student, student[:, : terms.count]
-    x, y = (
-        scale_logits(student, terms.student, terms.mixture.temperature),
-        scale_logits(teacher, terms.teacher, terms.mixture.temperature),
-    )
+    x = scale_logits(student, *terms.student) / terms.mixture.temperature
+    y = scale_logits(teacher, *terms.teacher) / terms.mixture.temperature
     maxima = max_over_vocab(x, terms.vocab_shard), max_over_vocab(y, terms.vocab_shard)
     agreement = ((x == maxima[0]) & (y == maxima[1])).any(-1)
     lp, lq = (
@@ -254,20 +243,10 @@ def logit_slope(x: Tensor, terms: KLTerms) -> Tensor | float:
     return factor * (1 - (x * temperature / softcap).square()) if softcap else factor
 
 
-def max_over_vocab(x: Tensor, vocab_shard: VocabShard | None) -> Tensor:
-    """Maximum (n, 1) over all ids of the vocabulary."""
-    maximum = x.amax(-1, keepdim=True) if x.shape[1] else x.new_full((len(x), 1), -torch.inf)
-    return maximum if vocab_shard is None else vocab_shard.all_reduce_max(maximum)
-
-
 def log_softmax(x: Tensor, maximum: Tensor, vocab_shard: VocabShard | None) -> Tensor:
     """Log-softmax of the local ids; `maximum` (n, 1) is that over all ids."""
     x = x - maximum  # before the sum, which is inaccurate for large values
     return x - sum_over_ranks(x.exp().sum(-1, keepdim=True), vocab_shard).log()
-
-
-def sum_over_ranks(x: Tensor, vocab_shard: VocabShard | None) -> Tensor:
-    return x if vocab_shard is None else vocab_shard.all_reduce_sum(x)
 
 
 # C++ version
@@ -317,13 +296,7 @@ def divergences_gpu(student: Tensor, teacher: Tensor, terms: KLTerms, gradient: 
     check_logits(student, teacher, terms.count)
     if fake_mode.is_fake():
         return student.new_empty(len(student), len(METRICS) - 1, dtype=torch.float32)
-    return gpu().divergences(student, teacher, terms.values, terms.count, gradient)
-
-
-@cache
-def gpu() -> ModuleType:
-    """Triton kernels, which can only be imported if Triton is installed."""
-    return importlib.import_module("tunekit.kernels.kl_divergence_triton")
+    return triton_kernels("kl_divergence").divergences(student, teacher, terms.values, terms.count, gradient)
 
 
 # Teacher with top-k log-probabilities
@@ -356,7 +329,7 @@ def top_k_divergences_reference(
 ) -> Tensor:
     """`divergences_reference` over the top-k ids, with all other ids as one. The student's entropy is over all ids."""
     vocab_shard, all_logits, logits = terms.vocab_shard, logits, logits[:, : terms.count]
-    x = scale_logits(logits, terms.student, terms.mixture.temperature)
+    x = scale_logits(logits, *terms.student) / terms.mixture.temperature
     columns_of_ids = ids.long() - (0 if vocab_shard is None else vocab_shard.start)
     is_local = (columns_of_ids >= 0) & (columns_of_ids < terms.count)
     columns_of_ids, maximum = columns_of_ids.where(is_local, 0), max_over_vocab(x, vocab_shard)
@@ -468,7 +441,7 @@ def top_k_log_probs_reference(
     raw: Tensor, ids: Tensor, transform: tuple[float, float | None], temperature: float
 ) -> Tensor:
     """Log-probabilities (n, k + 1) of `ids` (n, k), and of all other ids together, from raw logits."""
-    x, index = scale_logits(raw, transform, temperature), ids.long()
+    x, index = scale_logits(raw, *transform) / temperature, ids.long()
     x -= x.amax(-1, keepdim=True)  # before the sum, which is inaccurate for large values
     log_normalizer = x.logsumexp(-1, keepdim=True)
     log_probs = x.gather(1, index) - log_normalizer

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 
@@ -50,3 +51,14 @@ class LMHead(Protocol):
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+def max_over_vocab(x: Tensor, vocab_shard: VocabShard | None) -> Tensor:
+    """Maximum (n, 1) over all ids of the vocabulary."""
+    maximum = x.amax(-1, keepdim=True) if x.shape[1] else x.new_full((len(x), 1), -torch.inf)
+    return maximum if vocab_shard is None else vocab_shard.all_reduce_max(maximum)
+
+
+def sum_over_ranks(x: Tensor, vocab_shard: VocabShard | None) -> Tensor:
+    """Sum over the ranks that share the vocabulary."""
+    return x if vocab_shard is None else vocab_shard.all_reduce_sum(x)
