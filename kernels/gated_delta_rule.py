@@ -65,9 +65,7 @@ def gated_delta_rule(
     rows, groups = v.shape[:2], (k.shape[2], -1)
     if layout is not None:
         assert state is None
-        q, k, v, decay, beta = (x.flatten(0, 1)[None] for x in (q, k, v, decay, beta))
-        starts = get_bounds(layout, 0, decay.device).starts
-        decay = decay.float().index_fill(1, starts, float("-inf"))  # resets the state at document starts
+        decay, q, k, v, beta = join_documents(layout, decay, q, k, v, beta)
     q, k = normalize(q) * q.shape[-1] ** -0.5, normalize(k)
     values, decay, beta = (x.float().unflatten(2, groups) for x in (v, decay, beta))
     if state is None:
@@ -75,6 +73,13 @@ def gated_delta_rule(
     solve = recurrent if v.shape[1] == 1 else chunked if fake_mode.device_type(v) == "cpu" else batched
     y, state = solve(q, k, values, decay, beta, state.unflatten(1, groups))
     return y.reshape(*rows, *v.shape[2:]).type_as(v), state.flatten(1, 2)
+
+
+def join_documents(layout: SequenceLayout, decay: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Decay (B, S, ...) and other inputs as one row. The decay resets the state at the start of each document."""
+    starts = get_bounds(layout, 0, decay.device).starts
+    decay, *inputs = (x.flatten(0, 1)[None] for x in (decay, *inputs))
+    return decay.float().index_fill(1, starts, float("-inf")), *inputs
 
 
 @cache
@@ -155,13 +160,21 @@ def solve_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -
     # Token i adds k_i u_i' to the state, and u_i = b_i (v_i - f_i S'k_i - sum over j < i of f_i / f_j (k_i . k_j) u_j),
     # where S is the state before the chunk and f_i its decay up to token i: a triangular system for all u of the chunk.
     q, k, v, decay, beta = (split_chunks(x) for x in (q[:, :, :, None], k[:, :, :, None], v, decay, beta))
-    # Decay from token j to token i, summed from j to i: the difference of two cumulative sums would be NaN for -inf and
-    # inaccurate for small values after large ones.
-    is_past = torch.ones(v.shape[-2], v.shape[-2], dtype=torch.bool, device=v.device).tril(-1)
-    remaining_from = prefix_sum(decay[..., None].where(is_past, 0).mT).mT.exp().tril()
+    remaining_from, remaining, to_end = chunk_decays(decay)
     solution = unit_lower_inverse(k @ k.mT * remaining_from * beta[..., None]) * beta[..., None, :]
-    remaining, to_end = prefix_sum(decay).exp()[..., None], remaining_from[..., -1, :, None]
     return Chunks(q, k, v, remaining, to_end, solution, q @ k.mT * remaining_from)
+
+
+def chunk_decays(decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Decays inside of chunks (..., C): from token to token (..., C, C), from the start and to the end (..., C, 1).
+
+    Those from token j to token i are summed from j to i: the difference of two cumulative sums would be NaN for -inf
+    and inaccurate for small values after large ones.
+    """
+    size = decay.shape[-1]
+    is_past = torch.ones(size, size, dtype=torch.bool, device=decay.device).tril(-1)
+    between = prefix_sum(decay[..., None].where(is_past, 0).mT).mT.exp().tril()
+    return between, prefix_sum(decay).exp()[..., None], between[..., -1, :, None]
 
 
 def chunked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from tunekit.kernels.gated_delta_rule import get_bounds, join_chunks, split_chunks
-from tunekit.kernels.prefix_sum import prefix_sum
+from tunekit.kernels.gated_delta_rule import chunk_decays, join_chunks, join_documents, split_chunks
 from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.kernels.torch_compile import disable_compile
 
@@ -28,9 +27,7 @@ def state_space_scan(
     rows, groups = v.shape[:2], (k.shape[2], -1)
     if layout is not None:
         assert state is None
-        q, k, v, decay = (x.flatten(0, 1)[None] for x in (q, k, v, decay))
-        starts = get_bounds(layout, 0, decay.device).starts
-        decay = decay.float().index_fill(1, starts, float("-inf"))  # resets the state at document starts
+        decay, q, k, v = join_documents(layout, decay, q, k, v)
     q, k, values, decay = q.float(), k.float(), v.float().unflatten(2, groups), decay.float().unflatten(2, groups)
     if state is None:
         state = values.new_zeros(len(values), v.shape[2], k.shape[-1], v.shape[-1])
@@ -55,10 +52,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor) -> tu
     """Chunked form: attention inside of all chunks at once, and a loop over the states between them."""
     length = v.shape[1]
     q, k, v, decay = (split_chunks(x) for x in (q[:, :, :, None], k[:, :, :, None], v, decay))
-    # Decay from token j to token i, summed from j to i, as in the gated delta rule.
-    is_past = torch.ones(v.shape[-2], v.shape[-2], dtype=torch.bool, device=v.device).tril(-1)
-    remaining_from = prefix_sum(decay[..., None].where(is_past, 0).mT).mT.exp().tril()
-    remaining, to_end = prefix_sum(decay).exp()[..., None], remaining_from[..., -1, :, None]
+    remaining_from, remaining, to_end = chunk_decays(decay)
     states = [state]
     for keep, update in zip(remaining[..., -1:, :].unbind(1), (k.mT @ (to_end * v)).unbind(1), strict=True):
         states.append(torch.addcmul(update, keep, states[-1]))

@@ -22,12 +22,7 @@ class GatedConvolution(RecurrentMixer):
         x = context.gather(self.tp_region.enter(x, context.positions.shape))  # the convolution needs earlier tokens
         b, c, x = self.in_proj(x).chunk(3, dim=-1)
         x = b * x
-        if cache is None:
-            y = self.conv(x, context.layout)
-        elif context.is_single_token:
-            y = self.conv.decode(x, cache)
-        else:
-            y = self.conv.prefill(x, context, cache)
+        y = self.conv(x, context.layout) if cache is None else self.conv.advance(x, context, cache)
         return self.tp_region.leave(context.cp_sharding.local_tokens(self.out_proj(c * y)))
 
     def make_cache(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> RecurrentState:

@@ -50,8 +50,7 @@ class GatedDeltaNet(RecurrentMixer):
         decay = -self.A_log.float().exp() * F.softplus(projections.a.float() + self.dt_bias.float())
         beta = projections.b.float().sigmoid()
         if cache is not None:
-            step = self.decode if context.is_single_token else self.prefill
-            y = step(projections.qkv, decay, beta, context, cache)
+            y = self.advance(projections.qkv, decay, beta, context, cache)
         else:
             # Intermediate tensors of the rule need eight times the memory of its inputs.
             args = projections.qkv, decay, beta, context.layout
@@ -77,22 +76,16 @@ class GatedDeltaNet(RecurrentMixer):
         """Outputs (B, S, H, V) for complete rows, or for the documents in them."""
         return gated_delta_rule(*self.split_heads(self.conv1d(qkv, layout)), decay, beta, layout)[0]
 
-    def prefill(
+    def advance(
         self, qkv: Tensor, decay: Tensor, beta: Tensor, context: ForwardContext, cache: RecurrentState
     ) -> Tensor:
-        """Outputs of several tokens per row; updates the cache. Padding neither decays a state nor writes to it."""
-        is_token, qkv_heads = token_mask(qkv, context), self.split_heads(self.conv1d.prefill(qkv, context, cache))
-        y, states = gated_delta_rule(*qkv_heads, decay * is_token, beta * is_token, state=cache.states)
-        cache.states.copy_(states)
-        return y
-
-    def decode(
-        self, qkv: Tensor, decay: Tensor, beta: Tensor, context: ForwardContext, cache: RecurrentState
-    ) -> Tensor:
-        """Outputs of one token per row. Updates states in place, because a captured graph has fixed addresses."""
-        qkv_heads = self.split_heads(self.conv1d.decode(qkv, cache))
+        """Outputs of the next tokens of each row; updates the cache."""
+        if not context.is_single_token:  # padding neither decays a state nor writes to it
+            is_token = token_mask(qkv, context)
+            decay, beta = decay * is_token, beta * is_token
+        qkv_heads = self.split_heads(self.conv1d.advance(qkv, context, cache))
         y, states = gated_delta_rule(*qkv_heads, decay, beta, state=cache.states)
-        cache.states.copy_(states)
+        cache.states.copy_(states)  # in place, because a captured graph has fixed addresses
         return y
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

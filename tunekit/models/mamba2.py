@@ -36,8 +36,7 @@ class Mamba2Mixer(RecurrentMixer):
         z, xbc, dt = self.project(x)
         dt = F.softplus(dt.float() + self.dt_bias.float())
         if cache is not None:
-            step = self.decode if context.is_single_token else self.prefill
-            y = step(xbc, dt, context, cache)
+            y = self.advance(xbc, dt, context, cache)
         else:
             # Intermediate tensors of the scan need several times the memory of its inputs.
             y = checkpoint(self.mix, xbc, dt, context.layout, use_reentrant=False, preserve_rng_state=False)
@@ -57,17 +56,12 @@ class Mamba2Mixer(RecurrentMixer):
         """Outputs (B, S, H, P) for complete rows, or for the documents in them."""
         return self.scan(self.conv1d(xbc, layout), dt, layout=layout)[0]
 
-    def prefill(self, xbc: Tensor, dt: Tensor, context: ForwardContext, cache: RecurrentState) -> Tensor:
-        """Outputs of several tokens per row; updates the cache. A step of size 0 does not change a state."""
-        mixed = self.conv1d.prefill(xbc, context, cache)
-        y, states = self.scan(mixed, dt * token_mask(xbc, context), state=cache.states)
-        cache.states.copy_(states)
-        return y
-
-    def decode(self, xbc: Tensor, dt: Tensor, context: ForwardContext, cache: RecurrentState) -> Tensor:
-        """Outputs of one token per row. Updates states in place, because a captured graph has fixed addresses."""
-        y, states = self.scan(self.conv1d.decode(xbc, cache), dt, state=cache.states)
-        cache.states.copy_(states)
+    def advance(self, xbc: Tensor, dt: Tensor, context: ForwardContext, cache: RecurrentState) -> Tensor:
+        """Outputs of the next tokens of each row; updates the cache."""
+        if not context.is_single_token:
+            dt = dt * token_mask(xbc, context)  # a step of size 0 does not change a state
+        y, states = self.scan(self.conv1d.advance(xbc, context, cache), dt, state=cache.states)
+        cache.states.copy_(states)  # in place, because a captured graph has fixed addresses
         return y
 
     def scan(

@@ -66,17 +66,17 @@ class CausalConv1d(InitMixin):
         """Outputs (B, S, C) for complete rows, for the documents in them, or after `previous` (B, K - 1, C) inputs."""
         return short_convolution(x, self.weight.squeeze(1), layout, previous, self.bias, self.silu)
 
-    def prefill(self, x: Tensor, context: ForwardContext, cache: RecurrentState) -> Tensor:
-        """Outputs of several tokens per row. The cache keeps the last inputs before the padding."""
-        y = self(x, previous=cache.tail)
-        last = row_lengths(x, context)[:, None] + torch.arange(cache.tail.shape[1], device=x.device)
-        cache.tail.copy_(torch.cat([cache.tail, x], dim=1).take_along_dim(last[..., None], dim=1))
-        return y
+    def advance(self, x: Tensor, context: ForwardContext, cache: RecurrentState) -> Tensor:
+        """Outputs of the next tokens of each row. The cache keeps the last inputs before the padding.
 
-    def decode(self, x: Tensor, cache: RecurrentState) -> Tensor:
-        """Outputs of one token per row. Updates the cache in place, because a captured graph has fixed addresses."""
-        y = self(x, previous=cache.tail)
-        cache.tail.copy_(torch.cat([cache.tail[:, 1:], x], dim=1)[:, : cache.tail.shape[1]])
+        It is updated in place, because a captured graph has fixed addresses.
+        """
+        y, inputs = self(x, previous=cache.tail), torch.cat([cache.tail, x], dim=1)
+        if context.is_single_token:
+            cache.tail.copy_(inputs[:, 1:])
+        else:
+            last = row_lengths(x, context)[:, None] + torch.arange(cache.tail.shape[1], device=x.device)
+            cache.tail.copy_(inputs.take_along_dim(last[..., None], dim=1))
         return y
 
     def init_weights(self, generator: torch.Generator, std: float) -> None:
