@@ -146,8 +146,9 @@ class KeyMapping:
         return [tuple(t.shape) for t in self.op.save([torch.empty(shapes[name], device="meta") for name in self.ours])]
 
 
-def as_tuple(side: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (side,) if isinstance(side, str) else side
+def as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    """A tuple of one name, or the given tuple."""
+    return (names,) if isinstance(names, str) else names
 
 
 @cache

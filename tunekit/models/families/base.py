@@ -223,5 +223,9 @@ def text_model_table(table: tuple[KeyRule, ...], *other_modules: str) -> tuple[K
     First the names of transformers >= 4.52, then those of LLaVA, which most Hub files use.
     """
     hub_only = (KeyRule((), name, HubOnly()) for other in other_modules for name in (f"model.{other}", other))
-    legacy = *with_prefix("language_model.model.", table), KeyRule("head", "language_model.lm_head")
-    return *with_prefix("model.language_model.", table), *legacy, *hub_only
+    return *text_model_names(table), KeyRule("head", "language_model.lm_head"), *hub_only
+
+
+def text_model_names(table: tuple[KeyRule, ...]) -> tuple[KeyRule, ...]:
+    """Rules of a text model with both prefixes that it has inside multimodal checkpoints."""
+    return *with_prefix("model.language_model.", table), *with_prefix("language_model.model.", table)

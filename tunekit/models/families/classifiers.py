@@ -2,8 +2,6 @@
 and how config.json and tensor names identify them."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from tunekit.models.families.base import Config
 from tunekit.models.spec import ScoreHead
@@ -45,12 +43,7 @@ def score_head(config: Config) -> ScoreHead | None:
 
 def pad_token_id(config: Config) -> int | None:
     """Padding token id of the text model."""
-    return inner_text_config(config).get("pad_token_id")
-
-
-def inner_text_config(config: Config) -> Mapping[str, Any]:
-    """Text model section of config.json, or all of it."""
-    return config.get("text_config") or config
+    return (config.get("text_config") or config).get("pad_token_id")
 
 
 def classifier_table(rows: tuple[KeyRule, ...]) -> tuple[KeyRule, ...]:

@@ -1,6 +1,6 @@
 """Checks of the values of a config.json, and of the DecoderSpec read from it, before anything is allocated."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tunekit.models.spec import (
@@ -40,12 +40,29 @@ class Range(NamedTuple):
         return f"{kind} from {self.low:.15g} to {self.high:.15g}"
 
 
+class Kind(NamedTuple):
+    """Allowed values that are not numbers."""
+
+    description: str
+    accepts: Callable[[Any], bool]
+
+    def __contains__(self, value: object) -> bool:
+        return self.accepts(value)
+
+    def __str__(self) -> str:
+        return self.description
+
+
 SIZE, SIZE_OR_ZERO = Range(1, MAX_SIZE, True), Range(0, MAX_SIZE, True)
 POSITION = Range(0, MAX_POSITIONS, True)
 FRACTION = Range(0, 1, excludes_low=True)
 POSITIVE, NON_NEGATIVE = Range(0, 1e30, excludes_low=True), Range(0, 1e30)
+FLAG = Kind("true or false", lambda value: value in (True, False))
+LIST = Kind("a list", lambda value: isinstance(value, list))
+FACTORS = Kind("a list of positive numbers", lambda value: value in LIST and all(item in POSITIVE for item in value))
+OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
 
-KEYS_BY_RANGE = {
+KEYS_BY_VALUES = {
     Range(1, MAX_VOCAB, True): "vocab_size vocab_size_per_layer_input",
     Range(1, MAX_LAYERS, True): "num_hidden_layers",
     Range(1, MAX_POSITIONS, True): "max_position_embeddings original_max_position_embeddings attention_chunk_size",
@@ -75,72 +92,31 @@ KEYS_BY_RANGE = {
         "attention_in_multiplier attention_out_multiplier ssm_in_multiplier ssm_out_multiplier"
     ),
     NON_NEGATIVE: "initializer_range mscale mscale_all_dim attn_scale llama_4_scaling_beta",
+    FLAG: (
+        "attention_bias attention_out_bias use_bias conv_bias use_conv_bias mamba_conv_bias mamba_proj_bias "
+        "projectors_bias mamba_rms_norm mamba_norm_before_gate tie_embedding block_auto_adjust_ff_dim mlp_bias "
+        "qkv_bias tie_word_embeddings use_sliding_window use_qk_norm norm_topk_prob rope_interleave truncate "
+        "attn_temperature_tuning attention_k_eq_v enable_moe_block altup_correct_scale use_double_wide_mlp"
+    ),
+    LIST: (
+        "layer_types no_rope_layers mlp_only_layers moe_layers cross_attention_layers full_attn_idxs "
+        "activation_sparsity_pattern attn_layer_indices mlp_multipliers ssm_multipliers layers_block_type "
+        "time_step_limit"
+    ),
+    FACTORS: "short_factor long_factor",
+    OBJECT: "text_config rope_parameters rope_scaling per_layer_config",
 }
-RANGES = {key: allowed for allowed, keys in KEYS_BY_RANGE.items() for key in keys.split()}
-FLAGS = [
-    "attention_bias",
-    "attention_out_bias",
-    "use_bias",
-    "conv_bias",
-    "use_conv_bias",
-    "mamba_conv_bias",
-    "mamba_proj_bias",
-    "projectors_bias",
-    "mamba_rms_norm",
-    "mamba_norm_before_gate",
-    "tie_embedding",
-    "block_auto_adjust_ff_dim",
-    "mlp_bias",
-    "qkv_bias",
-    "tie_word_embeddings",
-    "use_sliding_window",
-    "use_qk_norm",
-    "norm_topk_prob",
-    "rope_interleave",
-    "truncate",
-    "attn_temperature_tuning",
-    "attention_k_eq_v",
-    "enable_moe_block",
-    "altup_correct_scale",
-    "use_double_wide_mlp",
-]
-SECTIONS = ("text_config", "rope_parameters", "rope_scaling", "per_layer_config")
+ALLOWED = {key: allowed for allowed, keys in KEYS_BY_VALUES.items() for key in keys.split()}
 PER_LAYER = ("intermediate_size",)  # may be a list in Gemma 3n
-FACTORS = ("short_factor", "long_factor")
-LISTS = (
-    *FACTORS,
-    "layer_types",
-    "no_rope_layers",
-    "mlp_only_layers",
-    "moe_layers",
-    "cross_attention_layers",
-    "full_attn_idxs",
-    "activation_sparsity_pattern",
-    "attn_layer_indices",
-    "mlp_multipliers",
-    "ssm_multipliers",
-    "layers_block_type",
-    "time_step_limit",
-)
 
 
 def check_config_values(config: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise ValueError for a known number of the wrong type or outside its range. Null counts as missing."""
+    """Raise ValueError for a known key with a value of the wrong type or outside its range. Null counts as missing."""
     for key, value in config.items():
-        if value is None:
-            continue
-        allowed, values = RANGES.get(key), value if key in PER_LAYER and isinstance(value, list) else [value]
-        if allowed is not None and any(item not in allowed for item in values):
+        allowed, values = ALLOWED.get(key), value if key in PER_LAYER and isinstance(value, list) else [value]
+        if value is not None and allowed is not None and any(item not in allowed for item in values):
             raise ValueError(f"{prefix}{key} must be {allowed}, got {shorten(value)}")
-        if key in FLAGS and value not in (True, False):
-            raise ValueError(f"{prefix}{key} must be true or false, got {shorten(value)}")
-        if key in LISTS and not isinstance(value, list):
-            raise ValueError(f"{prefix}{key} must be a list, got {shorten(value)}")
-        if key in FACTORS and not all(item in POSITIVE for item in value):
-            raise ValueError(f"{prefix}{key} must be positive numbers, got {shorten(value)}")
-        if key in SECTIONS and not isinstance(value, Mapping):
-            raise ValueError(f"{prefix}{key} must be an object, got {shorten(value)}")
-        if isinstance(value, Mapping) and (key in SECTIONS or prefix):
+        if isinstance(value, Mapping) and (allowed is OBJECT or prefix):
             check_config_values(value, f"{prefix}{key}.")
 
 

@@ -15,7 +15,6 @@ from tunekit.models.families.base import (
     mlp_spec,
     reject_config_values,
     rope_for_layer_type,
-    text_config,
     text_model_table,
     with_default_config,
 )
@@ -63,10 +62,6 @@ def gemma3(config: Config) -> DecoderSpec:
     sliding = replace(full, rope=local_rope, window=c["sliding_window"])
     ffn, every = mlp_spec(c | {"hidden_act": c["hidden_activation"]}), c["sliding_window_pattern"]
     return gemma_spec(c, (Layer(mixer, ffn, post_norm=True) for mixer in alternate_layers(c, every, sliding, full)))
-
-
-def vision(config: Config) -> DecoderSpec:
-    return gemma3(text_config(config, "gemma3_text"))
 
 
 def gemma_spec(c: Config, layers: Iterable[Layer]) -> DecoderSpec:

@@ -14,14 +14,13 @@ from tunekit.models.families.base import (
     mlp_spec,
     reject_config_values,
     rope_for_layer_type,
-    text_config,
     text_model_table,
     with_default_config,
 )
-from tunekit.models.families.gemma4 import HUB, LAYER, layer_types_with_kv, unused_kv_table
+from tunekit.models.families.gemma4 import HUB, LAYER, kv_sources, unused_kv_table
 from tunekit.models.families.gemma4 import TABLE as GEMMA4
 from tunekit.models.spec import MLP, AltUp, DecoderSpec, Layer, Norm, PerLayerInput
-from tunekit.models.weight_map import KeyRule, with_prefix
+from tunekit.models.weight_map import KeyRule
 
 COEFFICIENTS = ("modality_router", "prediction_coefs", "correction_coefs")
 TABLE = (
@@ -45,21 +44,20 @@ DEFAULTS |= {"altup_num_inputs": 4, "altup_coef_clip": 120.0, "altup_correct_sca
 def spec(config: Config) -> DecoderSpec:
     c = with_layer_types(config)
     reject_config_values(c, {"altup_active_idx": 0, "use_bidirectional_attention": False})
-    kv_types, norm = layer_types_with_kv(c), Norm(c["rms_norm_eps"], scale_in_fp32=True)
+    norm = Norm(c["rms_norm_eps"], scale_in_fp32=True)
     fields: dict[str, Any] = {"qk_norm": norm, "v_norm": Norm(c["rms_norm_eps"], weight=False), "scale": 1.0}
     full = attention_spec(c, rope=rope_for_layer_type(c, FULL), **fields)
     local_rope = rope_for_layer_type(c, SLIDING, rope_theta=c["rope_local_base_freq"], rope_scaling=None)
     mixers = {FULL: full, SLIDING: replace(full, rope=local_rope, window=c["sliding_window"])}
 
-    def layer(i: int, kind: str, ffn: MLP) -> Layer:
-        kv_layer = None if i < len(kv_types) else len(kv_types) - 1 - kv_types[::-1].index(kind)
-        return Layer(replace(mixers[kind], kv_shared_layer=kv_layer), ffn, post_norm=True)
+    def layer(kind: str, source: int | None, ffn: MLP) -> Layer:
+        return Layer(replace(mixers[kind], kv_shared_layer=source), ffn, post_norm=True)
 
     streams = c["altup_num_inputs"], c["laurel_rank"], c["altup_coef_clip"], bool(c["altup_correct_scale"])
     per_layer = c["vocab_size_per_layer_input"], c["hidden_size_per_layer_input"], feed_forward(c)[0].act
     return decoder_spec(
         c,
-        map(layer, range(len(c["layer_types"])), c["layer_types"], feed_forward(c)),
+        map(layer, c["layer_types"], kv_sources(c), feed_forward(c)),
         norm=norm,
         embed_scale=c["hidden_size"] ** 0.5,
         logit_softcap=c["final_logit_softcapping"],
@@ -92,12 +90,3 @@ def feed_forward(c: Config) -> list[MLP]:
 def config_table(config: Config) -> tuple[KeyRule, ...]:
     """Files contain unused k and v weights of layers that reuse those of others."""
     return unused_kv_table(with_layer_types(config))
-
-
-def vision(config: Config) -> DecoderSpec:
-    """Text model of a multimodal checkpoint."""
-    return spec(text_config(config, "gemma3n_text"))
-
-
-def vision_config_table(config: Config) -> tuple[KeyRule, ...]:
-    return with_prefix("model.language_model.", config_table(text_config(config, "gemma3n_text")))

@@ -16,13 +16,12 @@ from tunekit.models.families.base import (
     mlp_spec,
     reject_config_values,
     rope_from_config,
-    text_config,
     text_model_table,
     with_default_config,
 )
 from tunekit.models.families.moe_base import moe_spec, stacked_expert_table
 from tunekit.models.spec import Attention, DecoderSpec, DenseMoE, Layer, LinearScaling, Norm, PerLayerInput, Rope
-from tunekit.models.weight_map import HubOnly, KeyRule, with_prefix
+from tunekit.models.weight_map import HubOnly, KeyRule
 
 LAYER, HUB = "layers.{}", "model.layers.{}"
 TOKEN = (
@@ -61,15 +60,14 @@ def spec(config: Config) -> DecoderSpec:
     c = with_layer_types(config)
     # "vision" is causal for text
     reject_config_values(c, {"use_bidirectional_attention": "vision", "rope_scaling": None})
-    kv_types, norm = layer_types_with_kv(c), Norm(c["rms_norm_eps"], scale_in_fp32=True)
+    sources, norm = kv_sources(c), Norm(c["rms_norm_eps"], scale_in_fp32=True)
     dense = mlp_spec(c)
     wide = replace(dense, intermediate_size=2 * dense.intermediate_size) if c["use_double_wide_mlp"] else dense
 
     def layer(i: int, kind: str) -> Layer:
-        ffn = dense if i < len(kv_types) else wide
-        kv_layer = None if i < len(kv_types) else len(kv_types) - 1 - kv_types[::-1].index(kind)
+        ffn = dense if sources[i] is None else wide
         ffn = DenseMoE(ffn, experts(c), norm) if c["enable_moe_block"] else ffn
-        return Layer(mixer(c, i, kind, kv_shared_layer=kv_layer), ffn, post_norm=True, scaled=True)
+        return Layer(mixer(c, i, kind, kv_shared_layer=sources[i]), ffn, post_norm=True, scaled=True)
 
     extra = c["hidden_size_per_layer_input"]
     return decoder_spec(
@@ -82,11 +80,6 @@ def spec(config: Config) -> DecoderSpec:
     )
 
 
-def vision(config: Config) -> DecoderSpec:
-    """Text model of a multimodal checkpoint."""
-    return spec(text_config(config, "gemma4_text"))
-
-
 def with_layer_types(config: Config) -> dict[str, Any]:
     """config.json with `layer_types`, in which the last layer always has full attention."""
     c = with_default_config(config, **DEFAULTS)
@@ -94,14 +87,15 @@ def with_layer_types(config: Config) -> dict[str, Any]:
     return c | {"hidden_act": c["hidden_activation"], "layer_types": types}
 
 
-def layer_types_with_kv(c: Config) -> list[str]:
-    """Types of the layers with their own keys and values; later ones reuse those of the last layer of their type."""
-    types = c["layer_types"][: c["num_hidden_layers"] - c["num_kv_shared_layers"]]
-    if missing := set(c["layer_types"]) - set(types):
+def kv_sources(c: Config) -> list[int | None]:
+    """Layer whose keys and values each layer reuses: the last one of its type that has its own; None for the others."""
+    types, count = c["layer_types"], c["num_hidden_layers"] - c["num_kv_shared_layers"]
+    last_layers = {kind: i for i, kind in enumerate(types[:count])}
+    if missing := set(types) - set(last_layers):
         raise ValueError(
             f"num_kv_shared_layers {c['num_kv_shared_layers']}: no {missing.pop()} layer has its own keys and values"
         )
-    return types
+    return [None if i < count else last_layers[kind] for i, kind in enumerate(types)]
 
 
 def mixer(c: Config, i: int, kind: str, **changes: Any) -> Attention:
@@ -140,9 +134,5 @@ def config_table(config: Config) -> tuple[KeyRule, ...]:
 def unused_kv_table(c: Config) -> tuple[KeyRule, ...]:
     """Files may contain unused k and v weights of layers that reuse those of others."""
     names = ("k_proj", "v_proj", "k_norm", "v_norm")
-    shared = range(len(layer_types_with_kv(c)), c["num_hidden_layers"])
+    shared = [i for i, source in enumerate(kv_sources(c)) if source is not None]
     return tuple(KeyRule((), f"model.layers.{i}.self_attn.{name}", HubOnly()) for i in shared for name in names)
-
-
-def vision_config_table(config: Config) -> tuple[KeyRule, ...]:
-    return with_prefix("model.language_model.", config_table(text_config(config, "gemma4_text")))

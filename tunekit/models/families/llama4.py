@@ -12,7 +12,6 @@ from tunekit.models.families.base import (
     layers_with_rope,
     mlp_spec,
     rope_from_config,
-    text_config,
     text_model_table,
     with_default_config,
 )
@@ -59,7 +58,3 @@ def spec(config: Config) -> DecoderSpec:
         return Layer(replace(chunked if has_rope[i] else full, chunk=chunk), moe if i in moe_layers else dense)
 
     return decoder_spec(c, map(layer, range(count)))
-
-
-def vision(config: Config) -> DecoderSpec:
-    return spec(text_config(config, "llama4_text"))

@@ -10,7 +10,6 @@ from tunekit.models.families.base import (
     mlp_spec,
     rope_from_config,
     rope_scaling_config,
-    text_config,
     text_model_table,
     with_default_config,
 )
@@ -52,10 +51,9 @@ def ministral3(config: Config) -> DecoderSpec:
 
 def vision(config: Config) -> DecoderSpec:
     """Mistral Small 3.1 and later, Ministral 3: the text model is one of the above."""
-    c = text_config(config, "mistral")
-    if c["model_type"] not in TEXT_MODELS:
-        raise ValueError(f"text_config: model_type {c['model_type']!r} is not supported")
-    return TEXT_MODELS[c["model_type"]](c)
+    if config["model_type"] not in TEXT_MODELS:
+        raise ValueError(f"text_config: model_type {config['model_type']!r} is not supported")
+    return TEXT_MODELS[config["model_type"]](config)
 
 
 TEXT_MODELS = {"mistral": mistral, "ministral": ministral, "ministral3": ministral3}

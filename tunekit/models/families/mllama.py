@@ -7,7 +7,6 @@ from tunekit.models.families.base import (
     decoder_spec,
     mlp_spec,
     reject_config_values,
-    text_config,
     text_model_table,
     with_default_config,
 )
@@ -15,13 +14,12 @@ from tunekit.models.spec import DecoderSpec, Layer
 from tunekit.models.weight_map import HubOnly, KeyRule
 
 TABLE = text_model_table(LLAMA, "vision_model", "multi_modal_projector")
-CROSS_ATTENTION = [3, 8, 13, 18, 23, 28, 33, 38]
 DEFAULTS = {"num_key_value_heads": 8, "rope_theta": 5e5, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072}
-DEFAULTS |= {"cross_attention_layers": CROSS_ATTENTION}
+DEFAULTS |= {"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]}
 
 
-def vision(config: Config) -> DecoderSpec:
-    c = with_default_config(text_config(config, "mllama_text_model"), **DEFAULTS)
+def spec(config: Config) -> DecoderSpec:
+    c = with_default_config(config, **DEFAULTS)
     reject_config_values(c, {"tie_word_embeddings": False})
     layer = Layer(attention_spec(c, bias=False, out_bias=False), mlp_spec(c | {"mlp_bias": False}))
     crosses = (i in c["cross_attention_layers"] for i in range(c["num_hidden_layers"]))
@@ -31,8 +29,5 @@ def vision(config: Config) -> DecoderSpec:
 
 def config_table(config: Config) -> tuple[KeyRule, ...]:
     """Cross-attention layers are copied unchanged."""
-    c = DEFAULTS | dict(text_config(config, "mllama_text_model"))
-    prefixes = "model.language_model", "language_model.model"
-    return tuple(
-        KeyRule((), f"{prefix}.layers.{i}", HubOnly()) for prefix in prefixes for i in c["cross_attention_layers"]
-    )
+    c = with_default_config(config, **DEFAULTS)
+    return tuple(KeyRule((), f"model.layers.{i}", HubOnly()) for i in c["cross_attention_layers"])

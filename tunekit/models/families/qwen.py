@@ -12,7 +12,6 @@ from tunekit.models.families.base import (
     layer_types,
     mlp_spec,
     sliding_windows,
-    text_config,
     text_model_table,
     with_default_config,
 )
@@ -46,11 +45,11 @@ def qwen3(config: Config, **overrides: Any) -> DecoderSpec:
 
 def qwen2_vision(config: Config) -> DecoderSpec:
     """Text model of Qwen2-VL and Qwen2.5-VL."""
-    return qwen2(text_config(config, "qwen2"), **DEFAULTS2_VISION)
+    return qwen2(config, **DEFAULTS2_VISION)
 
 
 def qwen3_vision(config: Config) -> DecoderSpec:
-    return qwen3(text_config(config, "qwen3"), **DEFAULTS3_VISION)
+    return qwen3(config, **DEFAULTS3_VISION)
 
 
 MOE_TABLE = (

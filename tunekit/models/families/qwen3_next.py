@@ -12,7 +12,6 @@ from tunekit.models.families.base import (
     layer_types,
     mlp_spec,
     reject_config_values,
-    text_config,
     text_model_table,
     with_default_config,
 )
@@ -75,11 +74,3 @@ def moe(config: Config) -> DecoderSpec:
     """Qwen3.5 with MoE in every layer, with normalized weights."""
     c = with_default_config(config, **DEFAULTS, **EXPERTS3_5)
     return hybrid(c, lambda _: moe_with_shared_gate(c))
-
-
-def vision(config: Config) -> DecoderSpec:
-    return dense(text_config(config, "qwen3_5_text"))
-
-
-def moe_vision(config: Config) -> DecoderSpec:
-    return moe(text_config(config, "qwen3_5_moe_text"))

@@ -30,7 +30,7 @@ from tunekit.models.families import (
     qwen,
     qwen3_next,
 )
-from tunekit.models.families.base import LLAMA, Config
+from tunekit.models.families.base import LLAMA, Config, text_config, text_model_names
 from tunekit.models.families.config_checks import check_config_values, check_spec
 from tunekit.models.spec import DecoderSpec
 from tunekit.models.weight_map import KeyRule
@@ -46,6 +46,7 @@ class Family:
     module_table: tuple[KeyRule, ...] = ()  # module names in transformers, if `table` starts with older names
     transposed_experts: bool = False  # of transformers modules, which PEFT does not know
     unused_heads: tuple[KeyRule, ...] = ()  # heads that a classification head replaces
+    text_type: str = ""  # of multimodal models: `model_type` of the text section of config.json, which `spec` gets
 
     @property
     def modules(self) -> tuple[KeyRule, ...]:
@@ -64,11 +65,11 @@ FAMILIES = {
     "falcon_h1": Family(bamba.falcon_h1, bamba.FALCON_TABLE),
     "gemma": Family(gemma.gemma),
     "gemma2": Family(gemma.gemma2, gemma.TABLE),
-    "gemma3": Family(gemma.vision, gemma.VISION),
+    "gemma3": Family(gemma.gemma3, gemma.VISION, text_type="gemma3_text"),
     "gemma3_text": Family(gemma.gemma3, gemma.TABLE),
-    "gemma3n": Family(gemma3n.vision, gemma3n.VISION, gemma3n.vision_config_table),
+    "gemma3n": Family(gemma3n.spec, gemma3n.VISION, gemma3n.config_table, text_type="gemma3n_text"),
     "gemma3n_text": Family(gemma3n.spec, gemma3n.TABLE, gemma3n.config_table),
-    "gemma4": Family(gemma4.vision, gemma4.VISION, gemma4.vision_config_table),
+    "gemma4": Family(gemma4.spec, gemma4.VISION, gemma4.config_table, text_type="gemma4_text"),
     "gemma4_text": Family(gemma4.spec, gemma4.TABLE, gemma4.config_table),
     "glm": Family(glm.glm, glm.TABLE),
     "glm4": Family(glm.glm4, glm.TABLE4),
@@ -81,31 +82,33 @@ FAMILIES = {
     "kimi_k2": Family(deepseek.v3, deepseek.TABLE, moe_base.mtp_layers),
     "lfm2": Family(lfm2.spec, lfm2.TABLE),
     "llama": Family(llama.spec),
-    "llama4": Family(llama4.vision, llama4.VISION, module_table=llama4.LIVE, transposed_experts=True),
+    "llama4": Family(
+        llama4.spec, llama4.VISION, module_table=llama4.LIVE, transposed_experts=True, text_type="llama4_text"
+    ),
     "llama4_text": Family(llama4.spec, llama4.TABLE, transposed_experts=True),
     "ministral": Family(mistral.ministral),
     "ministral3": Family(mistral.ministral3),
     "mistral": Family(mistral.mistral),
-    "mistral3": Family(mistral.vision, mistral.VISION),
+    "mistral3": Family(mistral.vision, mistral.VISION, text_type="mistral"),
     "mixtral": Family(mistral.mixtral, mistral.MIXTRAL_TABLE, module_table=(*moe_base.ROUTER, *moe_base.EXPERTS)),
-    "mllama": Family(mllama.vision, mllama.TABLE, mllama.config_table),
+    "mllama": Family(mllama.spec, mllama.TABLE, mllama.config_table, text_type="mllama_text_model"),
     "nemotron_h": Family(nemotron.spec, nemotron.TABLE, module_table=nemotron.NAMES),
     "olmo2": Family(olmo.olmo2, olmo.TABLE),
     "olmo3": Family(olmo.olmo3, olmo.TABLE),
     "olmoe": Family(olmo.olmoe, olmo.MOE_TABLE),
     "phi3": Family(phi.spec, phi.TABLE),
     "qwen2": Family(qwen.qwen2),
-    "qwen2_5_vl": Family(qwen.qwen2_vision, qwen.VISION),
+    "qwen2_5_vl": Family(qwen.qwen2_vision, qwen.VISION, text_type="qwen2"),
     "qwen2_moe": Family(qwen.qwen2_moe, qwen.MOE_TABLE),
-    "qwen2_vl": Family(qwen.qwen2_vision, qwen.VISION),
+    "qwen2_vl": Family(qwen.qwen2_vision, qwen.VISION, text_type="qwen2"),
     "qwen3": Family(qwen.qwen3),
-    "qwen3_5": Family(qwen3_next.vision, qwen3_next.VISION),
-    "qwen3_5_moe": Family(qwen3_next.moe_vision, qwen3_next.MOE_VISION),
+    "qwen3_5": Family(qwen3_next.dense, qwen3_next.VISION, text_type="qwen3_5_text"),
+    "qwen3_5_moe": Family(qwen3_next.moe, qwen3_next.MOE_VISION, text_type="qwen3_5_moe_text"),
     "qwen3_5_moe_text": Family(qwen3_next.moe, qwen3_next.MOE_TEXT),
     "qwen3_5_text": Family(qwen3_next.dense, qwen3_next.TEXT),
     "qwen3_moe": Family(qwen.qwen3_moe, qwen.MOE_TABLE),
     "qwen3_next": Family(qwen3_next.spec, qwen3_next.TABLE),
-    "qwen3_vl": Family(qwen.qwen3_vision, qwen.VISION),
+    "qwen3_vl": Family(qwen.qwen3_vision, qwen.VISION, text_type="qwen3"),
     "seed_oss": Family(llama.seed_oss),
     "smollm3": Family(llama.smollm3),
 }
@@ -123,9 +126,10 @@ def find_family(config: Config, where: str) -> tuple[Family, DecoderSpec]:
     family = FAMILIES[model_type]
     try:
         check_config_values(config)
-        spec = family.spec(config)
+        section = text_config(config, family.text_type) if family.text_type else config
+        spec, rules = family.spec(section), family.config_table(section)
         check_spec(spec)
-        family = replace(family, table=family.config_table(config) + family.table)
+        family = replace(family, table=(text_model_names(rules) if family.text_type else rules) + family.table)
         if classifiers.is_base_model(config):
             return without_head(family, spec), replace(spec, tie_word_embeddings=True)
         score = classifiers.score_head(config)
