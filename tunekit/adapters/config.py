@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tunekit.adapters.module_patterns import (
-    as_tuple,
     check_patterns,
     last_component,
     match_modules,
@@ -26,7 +25,7 @@ from tunekit.kernels.lora import CPU_CHUNK_SIZE, LoRAWeights, lora_linear, lora_
 from tunekit.models.decoder import Decoder
 from tunekit.models.linear import Embedding, GroupedLinear, Linear, LinearBase
 from tunekit.models.weight_init import named_generator
-from tunekit.models.weight_map import Shape
+from tunekit.models.weight_map import Shape, as_tuple
 
 Layer = Linear | GroupedLinear | Embedding
 ParamGroups = Iterator[tuple[list[nn.Parameter], float]]

@@ -1,13 +1,18 @@
-"""Modules that a config selects by group, name, or regular expression."""
+"""Modules that a config selects by group, name, or regular expression.
+
+Patterns may come from downloaded adapters: only those that match in polynomial time are allowed.
+"""
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from re import _constants, _parser  # type: ignore[attr-defined]  # the parsed form of a pattern has no public name
+from typing import Any, TypeVar
 
 from torch import nn
 
-from tunekit.adapters.patterns import compile_pattern
 from tunekit.errors import FieldError, UserError
+from tunekit.models.weight_map import as_tuple
 
 Number = TypeVar("Number", int, float)
 
@@ -29,6 +34,10 @@ MODULE_GROUPS = {  # patterns of complete module names
     "norms": r"(.+\.)?\w*norm",
 }
 
+MAX_REPETITIONS = 3
+REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT)
+GROUPS = (_constants.SUBPATTERN, _constants.BRANCH, _constants.ATOMIC_GROUP, _constants.ASSERT, _constants.ASSERT_NOT)
+
 
 def last_component(name: str) -> str:
     return name.rpartition(".")[2]
@@ -37,11 +46,6 @@ def last_component(name: str) -> str:
 def is_inside(name: str, modules: set[str]) -> bool:
     """Whether a name is below one of these modules."""
     return any(name[:i] in modules for i, char in enumerate(name) if char == ".")
-
-
-def as_tuple(patterns: str | tuple[str, ...]) -> tuple[str, ...]:
-    """A tuple of one pattern, or the given tuple."""
-    return (patterns,) if isinstance(patterns, str) else patterns
 
 
 def match_modules(key: str, target: str, names: Iterable[str]) -> list[str]:
@@ -81,3 +85,37 @@ def module_params(model: nn.Module, key: str, patterns: str | tuple[str, ...]) -
     modules = {name: module for name, module in model.named_modules() if name and [*module.parameters()]}
     names = {name for pattern in as_tuple(patterns) for name in match_modules(key, pattern, modules)}
     return {parameter for name in names for parameter in modules[name].parameters()}
+
+
+@cache
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Compile a pattern of module names.
+
+    Backtracking takes exponential time if a repeated group contains alternatives or repetitions. Only single characters
+    may be repeated, such as `.*` and `\\d+`, at most three times. Raises ValueError for other patterns.
+    """
+    try:
+        compiled = re.compile(pattern)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    except re.error as error:
+        raise ValueError(str(error)) from error
+    if (count := sum(repetitions(_parser.parse(pattern)))) > MAX_REPETITIONS:
+        raise ValueError(f"has {count} repetitions, but more than {MAX_REPETITIONS} can take very long to match")
+    return compiled
+
+
+def repetitions(items: Any) -> Iterator[int]:
+    """Yield 1 for each repeated character of a parsed pattern. Raises ValueError for a repeated group."""
+    for kind, value in items:
+        if kind in REPEATS:
+            low, high, repeated = value
+            if high > 1 and any(inner in (*REPEATS, *GROUPS) for inner, _ in repeated):
+                raise ValueError("repeats a group, which can take exponential time to match")
+            yield int(high > 1 and low != high)
+            yield from repetitions(repeated)
+        elif kind in GROUPS:
+            for part in value if isinstance(value, tuple) else (value,):
+                for sequence in part if isinstance(part, list) else (part,):
+                    if isinstance(sequence, _parser.SubPattern):
+                        yield from repetitions(sequence)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
-from tunekit.adapters.patterns import compile_pattern
+from tunekit.adapters.module_patterns import compile_pattern
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, TensorMeta, read_header, read_json
 from tunekit.checkpoint.lora_delta import WEIGHT, LoRADelta, LoRATarget, transformers_key
 from tunekit.checkpoint.safetensors_io import ReplacedRows, read_metadata

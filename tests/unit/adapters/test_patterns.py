@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tunekit.adapters.patterns import compile_pattern
+from tunekit.adapters.module_patterns import compile_pattern
 from tunekit.checkpoint.peft_reader import PeftConfigFile
 from tunekit.errors import UserError
 
