@@ -45,7 +45,7 @@ class MemoryConfig:
         self.check(device)
         model.layer_call = self.through()
         if self.activation_offloading:
-            model.layer_call = ActivationOffloader(model).wrap_layer_call(model.layer_call or call_layer)
+            model.layer_call = ActivationOffloader(model).wrap_layer_call(model.layer_call or nn.Module.__call__)
 
     def through(self) -> Callable[..., Tensor] | None:
         """The function that calls a layer when gradients are required; None: call it directly."""
@@ -82,10 +82,6 @@ class MemoryConfig:
                 f"memory.optimizer_in_bwd: not compatible with gradient accumulation (a step has {num_micro_batches} "
                 f"micro-batches). Set micro_batch_size={rows}."
             )
-
-
-def call_layer(layer: nn.Module, *inputs: Any) -> Tensor:
-    return layer(*inputs)
 
 
 def selective_checkpoint_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

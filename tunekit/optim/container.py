@@ -48,21 +48,7 @@ class OptimizerContainer(torch.optim.Optimizer):
                     self.state[weight][name] = value.to(weight.device, copy=True)
 
 
-class PerParamOptimizer(torch.optim.Optimizer):
-    """Optimizer that updates one weight at a time."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self.update(weight, weight.grad, group)
-
-    def update(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-
-class AdamW8bit(PerParamOptimizer):
+class AdamW8bit(torch.optim.Optimizer):
     """AdamW with 8-bit moments, 2 bytes per weight (arXiv:2110.02861).
 
     Quantization blocks do not cross rows of the full weight, so weights can be sharded along dim 0.
@@ -76,7 +62,16 @@ class AdamW8bit(PerParamOptimizer):
                 problem = f"rows of {shard.shape[-1]} values are sharded inside a block of {BLOCK}"
                 raise UserError(f"optimizer: adamw8bit: {problem}. Set optimizer=adamw, or another parallel.tp.")
 
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update the weights that have a gradient."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self.update(weight, weight.grad, group)
+
     def update(self, weight: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        """Update one weight and its moments."""
         state, local = self.state[weight], to_local(weight.detach())
         if not state:
             *lead, columns = local.shape
@@ -94,7 +89,7 @@ class AdamW8bit(PerParamOptimizer):
         adamw8bit.adamw8bit_step(local.view(-1), to_local(grad).contiguous().view(-1), moments, hyperparams)
 
 
-class Muon(PerParamOptimizer):
+class Muon(torch.optim.Optimizer):
     """Muon: orthogonalized Nesterov momentum (kellerjordan.github.io/posts/muon, arXiv:2502.16982).
 
     Unlike torch.optim.Muon, it supports stacked expert matrices (E, out, in). Updates have the RMS of AdamW updates.
