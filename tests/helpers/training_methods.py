@@ -77,7 +77,19 @@ class Comparison(NamedTuple):
 
 
 # All methods with all adapters. Rows of every second case are packed, so each method and each adapter sees both.
-CASES = [Case(m, a, bool((i + j) % 2)) for i, m in enumerate(METHODS) for j, a in enumerate(ADAPTERS)]
+ALL_CASES = [Case(m, a, bool((i + j) % 2)) for i, m in enumerate(METHODS) for j, a in enumerate(ADAPTERS)]
+
+
+def covering_cases() -> list[Case]:
+    """Each method with all weights and with one adapter. Each method and each adapter sees padded and packed rows.
+
+    Recipes know of an adapter only that it can be disabled, so the others would take the same path.
+    """
+    adapters = [adapter for adapter in ADAPTERS if adapter != "full"]
+    pairs = [
+        (Case(m, "full", bool(i % 2)), Case(m, adapters[i % len(adapters)], not i % 2)) for i, m in enumerate(METHODS)
+    ]
+    return [case for pair in pairs for case in pair]
 
 
 def write_rows(folder: Path) -> None:

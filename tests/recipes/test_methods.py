@@ -1,16 +1,21 @@
-"""All methods with all adapters, on one and two ranks, padded and packed. `pytest -s` prints a table."""
+"""All methods, on one and two ranks, padded and packed, with all weights and with one adapter each.
 
+With TUNEKIT_TEST_ALL_ADAPTERS=1, each method runs with each adapter. `pytest -s` prints a table.
+"""
+
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training_methods import CASES, compare_runs, run_all_cases, write_rows
+from tests.helpers.training_methods import ALL_CASES, compare_runs, covering_cases, run_all_cases, write_rows
 
 LINE = "{:9} {:7} {:7} {:>10} {:>12}"
 COLUMNS = ("method", "adapter", "rows", "last loss", "difference")
 BOUND = 1e-5
+CASES = ALL_CASES if os.environ.get("TUNEKIT_TEST_ALL_ADAPTERS") == "1" else covering_cases()
 
 
 @pytest.mark.multi
@@ -37,4 +42,4 @@ def test_all_methods_agree_on_two_ranks_and_with_packing(tmp_path: Path, make_mo
         print(LINE.format(case.method, case.adapter, kind, f"{loss[-1]:.6f}", f"{difference.error:.1e}"))
         assert loss[-1] != loss[0], "the loss did not change"
     assert not failures
-    assert num_different <= 2  # by rounding; 12 cases sample answers
+    assert num_different <= len(CASES) // 20  # by rounding; about a quarter of the cases sample answers

@@ -1,10 +1,12 @@
 """All layouts give the results of one process, for each kind of adapter and quantization.
 
-Ranks start once for many cases, since starting them takes longer than the steps.
+Ranks start once for many cases, since starting them takes longer than the steps. FSDP runs with all methods. The other
+layouts run with those that `test_two_ranks` and `test_four_ranks` leave out.
 """
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,33 +50,36 @@ ATTENTION_AND_EXPERTS = ("attn", "experts")
 # Adam amplifies gradients near zero, whose direction is rounding error. A larger epsilon makes its steps
 # proportional to the gradient.
 STEADY = AdamWConfig(lr=0.1, eps=0.1)
+# Two methods accumulate the gradients of several micro-batches.
 METHODS = {
-    "full": {},
+    "full": {"micro_batch": 1},
     "lora": {"adapter": LoRAConfig(4)},
     "dora": {"adapter": DoRAConfig(4)},
-    "qlora": {"adapter": LoRAConfig(4), "weights": NF4Config()},
+    "qlora": {"adapter": LoRAConfig(4), "weights": NF4Config(), "micro_batch": 1},
     "qdora": {"adapter": DoRAConfig(4), "weights": NF4Config()},
     "lora, 8 bits": {"adapter": LoRAConfig(4), "weights": Float8Config()},
 }
 EXPERTS = {
-    "full": {},
+    "full": {"micro_batch": 1},
     "lora": {"adapter": LoRAConfig(4, target_modules=ATTENTION_AND_EXPERTS)},
     "qlora": {"adapter": LoRAConfig(4, target_modules=ATTENTION_AND_EXPERTS), "weights": NF4Config()},
     "lora, 8 bits": {"adapter": LoRAConfig(4, target_modules=ATTENTION_AND_EXPERTS), "weights": Float8Config()},
 }
-TWO = {
-    "fsdp 2": ParallelConfig(),
-    "copies 2": ParallelConfig(dp_replicate=2),
-    "tensor 2": ParallelConfig(tp=2),
-    "context 2": ParallelConfig(cp=2),
+# Layouts and their methods.
+Layouts = dict[str, tuple[ParallelConfig, tuple[str, ...]]]
+TWO: Layouts = {
+    "fsdp 2": (ParallelConfig(), (*METHODS,)),
+    "copies 2": (ParallelConfig(dp_replicate=2), ("full", "qdora", "lora, 8 bits")),
+    "tensor 2": (ParallelConfig(tp=2), ("qlora", "lora, 8 bits")),
+    "context 2": (ParallelConfig(cp=2), ("lora, 8 bits",)),
 }
-FOUR = {
-    "fsdp 4": ParallelConfig(),
-    "hsdp 2 x 2": ParallelConfig(dp_replicate=2),
-    "tensor 2 x fsdp 2": ParallelConfig(tp=2),
+FOUR: Layouts = {
+    "fsdp 4": (ParallelConfig(), ("full", "qdora", "lora, 8 bits")),
+    "hsdp 2 x 2": (ParallelConfig(dp_replicate=2), ("full", "lora", "qlora")),
+    "tensor 2 x fsdp 2": (ParallelConfig(tp=2), ("dora", "lora, 8 bits")),
 }
-SPARSE_TWO = {"fsdp 2": ParallelConfig(), "expert 2": ParallelConfig(ep=2)}
-SPARSE_FOUR = {"expert 2 x fsdp 2": ParallelConfig(ep=2)}
+SPARSE_TWO: Layouts = {"fsdp 2": (ParallelConfig(), (*EXPERTS,)), "expert 2": (ParallelConfig(ep=2), ("lora, 8 bits",))}
+SPARSE_FOUR: Layouts = {"expert 2 x fsdp 2": (ParallelConfig(ep=2), ("full", "lora, 8 bits"))}
 
 
 @pytest.fixture(scope="module")
@@ -127,28 +132,29 @@ def compare(count: int, rows: list[tuple[str, str, Case]], limit: float) -> None
     assert not failures, "\n".join(failures)
 
 
-def make_cases(folder: Path, layouts: dict[str, ParallelConfig], kinds: dict[str, dict], **options: object) -> list:
-    base = Case(folder, optimizer=STEADY)
+def make_case(folder: Path, **options: Any) -> Case:
+    return replace(Case(folder, optimizer=STEADY, steps=2, micro_batch=2), **options)
+
+
+def make_cases(folder: Path, layouts: Layouts, methods: dict[str, dict]) -> list[tuple[str, str, Case]]:
     return [
-        (layout, kind, replace(base, parallel=parallel, **method, **options))
-        for layout, parallel in layouts.items()
-        for kind, method in kinds.items()
+        (layout, kind, make_case(folder, parallel=parallel, **methods[kind]))
+        for layout, (parallel, kinds) in layouts.items()
+        for kind in kinds
     ]
 
 
 @pytest.mark.multi
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "layouts"), [(2, TWO), (4, FOUR)], ids=["2", "4"])
-def test_dense_model_matches_one_process(
-    count: int, layouts: dict[str, ParallelConfig], folders: dict[str, Path]
-) -> None:
+def test_dense_model_matches_one_process(count: int, layouts: Layouts, folders: dict[str, Path]) -> None:
     compare(count, make_cases(folders["dense"], layouts, METHODS), 1e-5)
 
 
 @pytest.mark.multi
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "layouts"), [(2, SPARSE_TWO), (4, SPARSE_FOUR)], ids=["2", "4"])
-def test_experts_match_one_process(count: int, layouts: dict[str, ParallelConfig], folders: dict[str, Path]) -> None:
+def test_experts_match_one_process(count: int, layouts: Layouts, folders: dict[str, Path]) -> None:
     compare(count, make_cases(folders["sparse"], layouts, EXPERTS), 1e-5)
 
 
@@ -156,16 +162,12 @@ def test_experts_match_one_process(count: int, layouts: dict[str, ParallelConfig
 @pytest.mark.slow
 def test_layout_options_match_one_process(folders: dict[str, Path]) -> None:
     """Packed rows, one or several micro-batches, and options for gathering weights."""
-    rows = make_cases(folders["dense"], {"fsdp 2": ParallelConfig()}, {"full": {}}, packed=True, micro_batch=2)
-    rows += make_cases(
-        folders["dense"], {"kept whole": ParallelConfig(reshard_after_forward=False, prefetch_layers=2)}, {"full": {}}
-    )
-    rows += make_cases(
-        folders["dense"],
-        {"nested": ParallelConfig()},
-        {"qdora": {"adapter": DoRAConfig(4), "weights": NF4Config(double_quant=True)}},
-    )
-    rows += make_cases(
-        folders["dense"], {"pissa": ParallelConfig()}, {"lora": {"adapter": LoRAConfig(4, init="pissa")}}
-    )
+    case = make_case(folders["dense"])
+    whole, nested = ParallelConfig(reshard_after_forward=False, prefetch_layers=2), NF4Config(double_quant=True)
+    rows = [
+        ("packed", "full", replace(case, packed=True)),
+        ("kept whole", "full", replace(case, parallel=whole, micro_batch=1)),
+        ("nested", "qdora", replace(case, adapter=DoRAConfig(4), weights=nested)),
+        ("pissa", "lora", replace(case, adapter=LoRAConfig(4, init="pissa"))),
+    ]
     compare(2, rows, 1e-5)

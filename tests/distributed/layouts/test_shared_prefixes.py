@@ -20,16 +20,16 @@ from tunekit.quantization.config import NF4Config
 @pytest.mark.slow
 def test_shared_prefixes_on_two_ranks_match_one_process(tmp_path: Path) -> None:
     dense, windows = make_checkpoint_dir(tmp_path, "dense", vocab_size=96), make_checkpoint_dir(tmp_path, "gemma2")
-    case = Case(dense, optimizer=PROPORTIONAL, steps=2, pairs="shared")
+    case = Case(dense, optimizer=PROPORTIONAL, steps=2, pairs="shared", micro_batch=2)
     cases = {
-        "fsdp": case,
+        "fsdp": replace(case, micro_batch=1),
         "copies, qlora": replace(
             case, parallel=ParallelConfig(dp_replicate=2), adapter=LoRAConfig(4), weights=NF4Config()
         ),
-        "fsdp, run again": replace(case, memory=MemoryConfig(activation_checkpointing="full"), micro_batch=2),
+        "fsdp, run again": replace(case, memory=MemoryConfig(activation_checkpointing="full")),
         "tensor": replace(case, parallel=ParallelConfig(tp=2)),
         "context": replace(case, parallel=ParallelConfig(cp=2)),
-        "context, windows and caps": replace(case, folder=windows, parallel=ParallelConfig(cp=2), micro_batch=2),
+        "context, windows and caps": replace(case, folder=windows, parallel=ParallelConfig(cp=2)),
     }
     torch.set_num_threads(1)
     results = run_ranks(2, train_cases, list(cases.values()), limit=300)

@@ -28,7 +28,7 @@ EXPERT_LORA = LoRAConfig(4, 8.0, target_modules=("attn", "experts"))
 def test_two_ranks_match_one_process(tmp_path: Path) -> None:
     """With dropout, ranks agree with each other. Both ranks generate the same answers."""
     dense, sparse = make_checkpoint_dir(tmp_path, "dense"), make_checkpoint_dir(tmp_path, "sparse")
-    case = Case(dense, optimizer=PROPORTIONAL, steps=3)
+    case = Case(dense, optimizer=PROPORTIONAL, steps=2, micro_batch=4)
     tensor = replace(case, parallel=TENSOR)
     dropout_cases = [replace(tensor, folder=sparse, adapter=LoRAConfig(4, dropout=0.3))]
     dropout_cases += [replace(tensor, adapter=DoRAConfig(4, dropout=0.3))]
@@ -43,11 +43,11 @@ def test_two_ranks_match_one_process(tmp_path: Path) -> None:
 
 
 def tensor_parallel_cases(case: Case, sparse: Path) -> dict[str, Case]:
-    """Layers that are sharded over two ranks: heads, channels and vocabulary."""
+    """Layers that are sharded over two ranks: heads, channels and vocabulary. Two cases have several micro-batches."""
     all_layers = LoRAConfig(4, 8.0, target_modules=("all-linear", "embed"), bias="all", modules_to_save="norms")
     optimizer_in_bwd = MemoryConfig(optimizer_in_bwd=True)
     return {
-        "layers": replace(case, steps=5),
+        "layers": replace(case, steps=3, micro_batch=1),
         "layers, packed": replace(case, packed=True, micro_batch=2),
         "layers, lora": replace(case, adapter=all_layers),
         "layers, head": replace(
@@ -60,15 +60,15 @@ def tensor_parallel_cases(case: Case, sparse: Path) -> dict[str, Case]:
         "layers, run again": replace(
             case, folder=sparse, memory=MemoryConfig(activation_checkpointing="full"), packed=True
         ),
-        "layers, moved early": replace(case, memory=optimizer_in_bwd, clip=0.0, micro_batch=4, steps=1),
+        "layers, moved early": replace(case, memory=optimizer_in_bwd, clip=0.0, steps=1),
     }
 
 
 def context_parallel_cases(case: Case, sparse: Path) -> dict[str, Case]:
-    """Rows that are sharded over two ranks."""
+    """Rows that are sharded over two ranks. Two cases have several micro-batches."""
     lora = LoRAConfig(4, target_modules=("attn", "experts", "head"))
     return {
-        "rows": replace(case, steps=5),
+        "rows": replace(case, steps=3, micro_batch=1),
         "rows, odd": replace(case, packed=True, micro_batch=2, length=23),
         "rows, dora": replace(case, adapter=DoRAConfig(4), packed=True),
         "rows, qlora": replace(case, adapter=LoRAConfig(4, 8.0), weights=NF4Config()),
@@ -77,19 +77,19 @@ def context_parallel_cases(case: Case, sparse: Path) -> dict[str, Case]:
 
 
 def expert_parallel_cases(case: Case) -> dict[str, Case]:
-    """Experts that are distributed over two ranks."""
+    """Experts that are distributed over two ranks. Three cases have several micro-batches."""
     return {
-        "experts": replace(case, steps=5),
+        "experts": replace(case, steps=3, micro_batch=1),
         "experts, lora": replace(case, adapter=EXPERT_LORA, packed=True),
         "experts, qlora": replace(case, adapter=EXPERT_LORA, weights=NF4Config()),
-        "experts and rows": replace(case, parallel=ParallelConfig(cp=2, ep=2), packed=True),
-        "experts, few tokens": replace(case, length=2),
+        "experts and rows": replace(case, parallel=ParallelConfig(cp=2, ep=2), packed=True, micro_batch=2),
+        "experts, few tokens": replace(case, length=2, micro_batch=1),
     }
 
 
 def family_cases(root: Path, case: Case) -> dict[str, Case]:
     one_step = replace(case, steps=1, vocab=67, packed=True)
-    odd_length = replace(one_step, parallel=CONTEXT, micro_batch=2, length=23)
+    odd_length = replace(one_step, parallel=CONTEXT, length=23)
     checkpoints = {name: make_checkpoint_dir(root, name) for name in dict.fromkeys([*TP_FAMILIES, *CP_FAMILIES])}
     cases = {f"layers, {name}": replace(one_step, folder=checkpoints[name], parallel=TENSOR) for name in TP_FAMILIES}
     cases |= {f"rows, {name}": replace(odd_length, folder=checkpoints[name]) for name in CP_FAMILIES}
