@@ -225,11 +225,10 @@ def test_adapters_train_like_on_dequantized_weights(kind: str, family_checkpoint
 
 
 @pytest.mark.slow
-def test_compiled_layers_match_eager(llama_checkpoint: Path) -> None:
+def test_compiled_layer_matches_eager(llama_checkpoint: Path) -> None:
     model = build_model(llama_checkpoint, NF4Config(), LoRAConfig(4))
     expected = model(random_tokens())
-    for layer in model.layers:
-        layer.compile(backend="aot_eager")
+    model.layers[1].compile(backend="aot_eager")
     assert relative_error(model(random_tokens()).detach(), expected.detach()) < 1e-5
 
 
@@ -380,6 +379,15 @@ SHORT_RUN = (
 )
 
 
+LEARNING_RUN = (
+    "eval_data.split=test[:64]",
+    "global_batch_size=8",
+    "micro_batch_size=8",
+    "max_steps=40",
+    "device=cpu",
+)
+
+
 def test_stopped_qlora_run_resumes_bit_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unbroken = load_file(run_nano(tmp_path / "whole", *SHORT_RUN, "max_steps=4"))
     assert "| quantization | nf4 |" in (tmp_path / "whole" / "final" / "README.md").read_text()
@@ -404,7 +412,7 @@ def test_qlora_reaches_the_loss_of_lora(tmp_path: Path) -> None:
     """The nano model with NF4 layers learns tool calls as well: evaluation losses within 2%, or both near 0."""
     losses = []
     for name, weights in (("four", "nf4"), ("plain", "none")):
-        run_nano(tmp_path / name, f"quantization={weights}", "device=cpu", "epochs=1")
+        run_nano(tmp_path / name, f"quantization={weights}", *LEARNING_RUN)
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         losses.append([line["eval/loss"] for line in lines if "eval/loss" in line])
     (first, *_, four), (base, *_, plain) = losses
