@@ -12,37 +12,12 @@ from typing import IO
 import pytest
 
 from tests.helpers.command_result import CommandResult
+from tests.helpers.forkserver import ROOT
 from tests.helpers.hub.server import Hub, User
 from tests.helpers.wait import TIMEOUT_SECONDS
 
 TOKEN, BOB_TOKEN, READ_TOKEN = "hf_annsOwnSecretToken", "hf_bobsToken", "hf_annsTokenThatOnlyReads"
 USERS = {TOKEN: User("ann", orgs=("acme",)), BOB_TOKEN: User("bob"), READ_TOKEN: User("ann", writes=False)}
-# Imports the slow packages once and forks a process per command. The child imports the Hub client, because the client
-# reads its environment when it is imported.
-FORK_SERVER = """
-import json, os, sys
-import torch._dynamo, tunekit.checkpoint.save_model, tunekit.config.dump
-import tunekit.data.tokenizer, tunekit.generation.generate
-import tunekit.publishing.plots
-import tunekit.recipes
-from tunekit.cli import main as cli
-assert "huggingface_hub" not in sys.modules
-for line in sys.stdin:
-    request = json.loads(line)
-    if child := os.fork():
-        print(child, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        continue
-    os.environ.clear()
-    os.environ.update(request["env"])
-    os.chdir(request["folder"])
-    for number, name in enumerate(("in", "out", "err")):
-        os.dup2(os.open(request[name], os.O_RDWR | os.O_CREAT), number)
-    sys.stdin = open(0)
-    code = cli.main(request["words"])
-    sys.stdout.flush()
-    os._exit(code)  # normal interpreter shutdown takes longer than most commands
-"""
 
 
 @dataclass
@@ -65,12 +40,12 @@ class Sandbox:
         }  # a delayed Hub or a busy machine must not time out
         return {key: value for key, value in (inherited | hub_variables | changes).items() if value}
 
-    def start(self, *args: str, text: str = "", **env: str) -> int:
-        """Start `tune` and return its process id."""
+    def start(self, *args: str, text: str = "", code: str = "", **env: str) -> int:
+        """Start `tune`, or a Python program, and return its process id."""
         self.count += 1
         request = {name: str(self.directory / f"{self.count}.{name}") for name in ("in", "out", "err")}
         Path(request["in"]).write_text(text)
-        request |= {"words": args, "env": self.env(**env), "folder": str(self.directory)}  # type: ignore
+        request |= {"words": args, "code": code, "env": self.env(**env), "folder": str(self.directory)}  # type: ignore
         require_pipe(self.zygote.stdin).write(json.dumps(request) + "\n")
         require_pipe(self.zygote.stdin).flush()
         return int(require_pipe(self.zygote.stdout).readline())
@@ -84,6 +59,11 @@ class Sandbox:
 
     def tune(self, *args: str, text: str = "", **env: str) -> CommandResult:
         self.start(*args, text=text, **env)
+        return self.end()
+
+    def run_python(self, code: str, *args: str) -> CommandResult:
+        """Run a Python program."""
+        self.start(*args, code=code)
         return self.end()
 
     def search(self, secret: str) -> list[str]:
@@ -100,9 +80,11 @@ def require_pipe(stream: IO[str] | None) -> IO[str]:
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[subprocess.Popen[str]]:
+    """Server of tests/helpers/hub/command_server.py."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", FORK_SERVER]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
+    command = [sys.executable, "-m", "tests.helpers.hub.command_server"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, env=env, cwd=ROOT) as process:
         yield process
         require_pipe(process.stdin).close()
 

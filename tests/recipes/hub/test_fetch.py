@@ -212,13 +212,10 @@ def test_model_name_with_revision(sandbox: Sandbox) -> None:
     assert "'v2'" in sandbox.tune("chat", "ann/nano@v2").error
 
 
-def test_pickled_weights_are_downloaded_if_there_are_no_others(
-    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pickled_weights_are_downloaded_if_there_are_no_others(sandbox: Sandbox) -> None:
     sandbox.hub.put("owner/old", {"config.json": b"{}", "pytorch_model.bin": b"x", "training_args.bin": b"y"})
     code = "from tunekit.hub import download; print(download.resolve_model_dir('owner/old'))"
-    done = subprocess.run([sys.executable, "-c", code], env=sandbox.env(), capture_output=True, text=True)
-    files = downloaded_files(CommandResult(done.returncode, done.stdout, done.stderr))
+    files = downloaded_files(sandbox.run_python(code))
     assert files == {"config.json": b"{}", "pytorch_model.bin": b"x"}
 
 

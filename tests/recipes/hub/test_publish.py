@@ -2,8 +2,6 @@
 
 import json
 import shlex
-import subprocess
-import sys
 from threading import Event
 
 import pytest
@@ -77,10 +75,8 @@ expected = PeftModel.from_pretrained(base, "run/final")(**tokens).logits
 actual = AutoPeftModelForCausalLM.from_pretrained("ann/tools")(**tokens).logits
 assert torch.equal(expected, actual) and not torch.allclose(plain, actual, atol=0.1)
 """
-    process = subprocess.run(
-        [sys.executable, "-c", code], env=sandbox.env(), capture_output=True, text=True, cwd=sandbox.directory
-    )
-    assert process.returncode == 0, process.stderr
+    done = sandbox.run_python(code)
+    assert done.code == 0, done.err
 
 
 @pytest.mark.slow

@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event
@@ -406,6 +404,5 @@ tokens = AutoTokenizer.from_pretrained("ann/nano")("Once upon a time", return_te
 first, second = (AutoModelForCausalLM.from_pretrained(name)(**tokens).logits for name in ("ann/nano", sys.argv[1]))
 assert torch.equal(first, second)
 """
-    words = [sys.executable, "-c", code, str(NANO)]
-    done = subprocess.run(words, env=sandbox.env(), capture_output=True, text=True, cwd=sandbox.directory)
-    assert done.returncode == 0, done.stderr
+    done = sandbox.run_python(code, str(NANO))
+    assert done.code == 0, done.err

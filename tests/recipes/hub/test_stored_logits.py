@@ -1,8 +1,6 @@
 """Offline teachers from the Hub: the commit of stored logits is recorded, and the Hub is not needed again."""
 
 import shutil
-import subprocess
-import sys
 
 from tests.recipes.hub.conftest import Sandbox
 from tunekit import assets
@@ -42,9 +40,8 @@ def add_commit(sandbox: Sandbox) -> str:
 
 def test_stopped_run_resumes_with_the_first_commit(sandbox: Sandbox) -> None:
     commit = sandbox.hub.put("owner/teacher", NANO).refs["main"]
-    command = [sys.executable, "-c", STOP_SCRIPT, *offline_args("owner/teacher")]
-    stopped = subprocess.run(command, env=sandbox.env(), cwd=sandbox.directory, capture_output=True, text=True)
-    assert stopped.returncode == 143 and "computing them with owner/teacher" in stopped.stderr, stopped.stderr
+    stopped = sandbox.run_python(STOP_SCRIPT, *offline_args("owner/teacher"))
+    assert stopped.code == 143 and "computing them with owner/teacher" in stopped.err, stopped.err
     files, new_commit = file_times(sandbox), add_commit(sandbox)
     done = sandbox.tune(*offline_args("owner/teacher"))
     assert done.code == 0 and "computing them" not in done.err, done.err
