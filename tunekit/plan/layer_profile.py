@@ -4,7 +4,7 @@ A model with one layer of each kind runs two micro-batches and an optimizer step
 quantization, recomputation and optimizers is therefore counted where it is allocated.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
@@ -102,12 +102,10 @@ def profile_step(net: Decoder, step: ProbeStep) -> StepProfile:
         optimizer = step.optimizer.build(
             step.adapter.param_groups(net), (p for m in net.layers for p in m.parameters())
         )
-        update = partial(
-            take_step, step.memory.wrap_optimizer(optimizer, DistributedContext.single_process()), step.clip
-        )
+        train_optimizer = step.memory.wrap_optimizer(optimizer, DistributedContext.single_process())
         with MemoryTracker(step.flash) as live:
             live.record([*net.parameters(), *net.buffers()])
-            first, later, moved = profile_passes(ForwardWalk(net, live), step, update)
+            first, later, moved = profile_passes(ForwardWalk(net, live), step, train_optimizer)
         owned = [tuple(param_sizes(layer, optimizer.state)) for layer in net.layers]
         inner = {id(p) for layer in net.layers for p in layer.parameters()}
         root = tuple(param_sizes(net, optimizer.state, inner))
@@ -128,15 +126,8 @@ def inference_memory(net: Decoder, step: ProbeStep) -> int:
             return live.peak - before
 
 
-def take_step(optimizer: TrainOptimizer, max_grad_norm: float) -> None:
-    """Clip gradients and update the parameters, as in the recipes."""
-    optimizer.clip_grad_norm(max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def profile_passes(
-    walk: "ForwardWalk", step: ProbeStep, update: Callable[[], None]
+    walk: "ForwardWalk", step: ProbeStep, optimizer: TrainOptimizer
 ) -> tuple[LayerPass, LayerPass, MemoryInterval]:
     """Run a step with existing optimizer state. Return its first and a later micro-batch, and the update."""
     if step.memory.optimizer_in_bwd:
@@ -144,11 +135,14 @@ def profile_passes(
     else:
         for parameter in walk.net.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    update()
+    optimizer.step()  # creates its state
+    optimizer.zero_grad()
     first = walk.run(step)
     later = walk.run(step) if step.num_micro_batches > 1 else first
     walk.begin()
-    update()
+    optimizer.clip_grad_norm(step.clip)
+    optimizer.step()
+    optimizer.zero_grad()
     return first, later, walk.note("update", 0)
 
 

@@ -12,6 +12,7 @@ from tunekit.assets import BUNDLED
 from tunekit.cli import main as cli
 
 TUNE = (sys.executable, "-m", "tunekit.cli")
+RUN = (*TUNE, "run", "sft", "nano/tools_lora", "max_steps=1", "data.max_samples=32", "eval_data=null")
 BUNDLED_MODEL = BUNDLED / "model"
 NAME_TOO_LONG = "x" * 300
 INVALID = {
@@ -53,14 +54,14 @@ def test_secret_of_an_address_is_not_written(tmp_path: Path, capsys: pytest.Capt
 def test_closed_streams(tmp_path: Path) -> None:
     """Schedulers and daemons start processes so. No file takes the place of a stream."""
     out = tmp_path / "out"
-    command = (*TUNE, "run", "sft", "nano/tools_lora", "max_steps=1", "eval_data=null", f"output_dir={out}")
+    command = (*RUN, f"output_dir={out}")
     assert subprocess.run(["sh", "-c", f"exec {' '.join(command)} 0<&- 1>&- 2>&-"]).returncode == 0
     assert (out / "final/adapter_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(("limit", "message"), [("-n 8", "Too many open files"), ("-v 1200000", "of address space")])
 def test_low_limits_of_the_system_are_one_line(tmp_path: Path, limit: str, message: str) -> None:
-    command = (*TUNE, "run", "sft", "nano/tools_lora", "max_steps=1", "eval_data=null", f"output_dir={tmp_path}/out")
+    command = (*RUN, f"output_dir={tmp_path}/out")
     done = subprocess.run(["bash", "-c", f"ulimit {limit}; exec {' '.join(command)}"], capture_output=True, text=True)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 2 and last.startswith("error: ") and message in last and "Traceback" not in done.stderr

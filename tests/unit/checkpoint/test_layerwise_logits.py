@@ -1,8 +1,6 @@
 """Layer-by-layer logits of a checkpoint equal those of the full model bit for bit, with far less memory."""
 
 import ctypes
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,13 +11,13 @@ import pytest
 import torch
 
 from tests.helpers.random_checkpoints import FP32, SHAPES, build, load_model, make_checkpoint, save, shuffle_adapter
+from tests.helpers.ranks import run_ranks
 from tunekit.adapters.config import DoRAConfig, FrozenModel, LoRAConfig
 from tunekit.checkpoint import layerwise_forward, merge, peft_adapter, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.models.precision import PrecisionConfig
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[3]
 ROWS = [[5, 3, 60, 2, 2, 9, 14, 33], [7], [66, 0, 41], list(range(20))]
 BF16 = PrecisionConfig("bf16", "fp32", "bf16")
 # 16 layers of 9 MB.
@@ -96,10 +94,12 @@ def peak_growth(fn: Callable[[], Any], field: str = "VmRSS") -> int:
 
 def test_neither_a_second_model_nor_a_large_vocabulary_is_in_memory(tmp_path: Path) -> None:
     """Measured in a separate process: memory left by other tests would hide growth."""
-    code = f"import sys, pathlib, {__name__} as module; folder = pathlib.Path(sys.argv[1])\n"
-    code += "module.check_no_second_model(folder / 'deep'); module.check_large_vocabulary(folder / 'wide')"
-    result = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    run_ranks(1, check_memory, tmp_path)
+
+
+def check_memory(folder: Path) -> None:
+    check_no_second_model(folder / "deep")
+    check_large_vocabulary(folder / "wide")
 
 
 def check_no_second_model(tmp_path: Path) -> None:

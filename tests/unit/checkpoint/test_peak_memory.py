@@ -1,52 +1,33 @@
 """Peak memory of loading and saving, measured by the kernel in a separate process."""
 
+import ctypes
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
 
 from tests.helpers.checkpoint_ranks import measure_memory
 from tests.helpers.ranks import run_ranks
+from tunekit import build
+from tunekit.adapters.config import FrozenModel, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.safetensors_io import SafetensorsWriter
-from tunekit.checkpoint.save_model import plan_shards, tensor_entries, write_index
+from tunekit.checkpoint.save_model import plan_shards, save_model, tensor_entries, write_index
+from tunekit.distributed.context import DistributedContext
+from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
+from tunekit.models.precision import PrecisionConfig
 from tunekit.models.weight_map import save_mappings
+from tunekit.quantization.config import NoQuantization
+
+T = TypeVar("T")
 
 CONFIG = {"model_type": "llama", "vocab_size": 16000, "hidden_size": 1024, "intermediate_size": 4096}
 CONFIG |= {"num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "torch_dtype": "bfloat16"}
 LARGEST = 16000 * 1024 * 4  # bytes of the embedding in fp32
-MEMORY_SCRIPT = """
-import json, sys
-from pathlib import Path
-from tunekit import build
-from tunekit.adapters.config import FrozenModel, NoAdapter
-from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
-from tunekit.checkpoint.save_model import save_model
-from tunekit.quantization.config import NoQuantization
-from tunekit.memory.config import MemoryConfig
-from tunekit.distributed.context import DistributedContext
-from tunekit.models.precision import PrecisionConfig
-
-def status(key):
-    return next(int(x.split()[1]) * 1024 for x in open("/proc/self/status") if x.startswith(key + ":"))
-
-def peak_memory(act):
-    open("/proc/self/clear_refs", "w").write("5")
-    before, done = status("VmRSS"), act()
-    return status("VmHWM") - before, done
-
-folder, out, adapter = Path(sys.argv[1]), Path(sys.argv[2]), {"full": NoAdapter, "frozen": FrozenModel}[sys.argv[3]]()
-source = HFCheckpoint.open(folder)
-precision, run = PrecisionConfig("fp32", "fp32", "checkpoint"), DistributedContext(0, "cpu")
-load, model = peak_memory(lambda: build.build_model(source, NoQuantization(), adapter, precision, MemoryConfig(), run))
-out.mkdir()
-save, _ = peak_memory(lambda: save_model(out, model, source, quiet=True))
-print(json.dumps([sum(p.nbytes for p in model.parameters()), load, save]))
-"""
 
 pytestmark = pytest.mark.slow
 
@@ -73,12 +54,34 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("adapter", ["frozen", "full"])
-def test_model_is_in_memory_once(adapter: str, directory: Path, tmp_path: Path) -> None:
+def status(key: str) -> int:
+    """Bytes of this process in a field of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def peak_growth(act: Callable[[], T]) -> tuple[int, T]:
+    """Peak growth of the memory of this process during a call, and its result."""
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise freed memory would be reused without growth
+    Path("/proc/self/clear_refs").write_text("5")
+    before, result = status("VmRSS"), act()
+    return status("VmHWM") - before, result
+
+
+def load_and_save(directory: Path, out: Path, adapter: NoAdapter | FrozenModel) -> tuple[int, int, int]:
+    """Bytes of a model, and growth of the memory while it is loaded and saved."""
+    source, options = HFCheckpoint.open(directory), (MemoryConfig(), DistributedContext(0, "cpu"))
+    precision = PrecisionConfig("fp32", "fp32", "checkpoint")
+    load, model = peak_growth(lambda: build.build_model(source, NoQuantization(), adapter, precision, *options))
+    out.mkdir()
+    save, _ = peak_growth(lambda: save_model(out, model, source, quiet=True))
+    return sum(parameter.nbytes for parameter in model.parameters()), load, save
+
+
+@pytest.mark.parametrize("adapter", [FrozenModel(), NoAdapter()], ids=["frozen", "full"])
+def test_model_is_in_memory_once(adapter: NoAdapter | FrozenModel, directory: Path, tmp_path: Path) -> None:
     """Frozen in the dtype of the files, or trained in fp32. Saving makes no copy of the full model."""
-    command = [sys.executable, "-c", MEMORY_SCRIPT, directory, tmp_path / "out", adapter]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    model, load, save = json.loads(result.stdout.splitlines()[-1])
+    ((model, load, save),) = run_ranks(1, load_and_save, directory, tmp_path / "out", adapter)
     assert model > 4e8
     assert load < 1.15 * model
     assert save < LARGEST + 3e7

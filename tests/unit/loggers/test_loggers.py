@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.helpers.ranks import run_ranks
 from tunekit.distributed.loss_scaler import LossScaler
 from tunekit.errors import UserError
 from tunekit.loggers.metric_logger import (
@@ -125,20 +126,16 @@ def test_unreachable_service_is_an_error(tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def train_in_two_parts(folder: Path, service: object, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    train(folder, service, 0, 2)
+    train(folder, service, 2, 4)
+
+
 def train_in_subprocess(tmp_path, service, **environment):
     """Train in a subprocess, because some services modify the interpreter that imports them."""
-    code = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from pathlib import Path\nfrom test_loggers import *\n"
-        f"train(Path({str(tmp_path / 'run')!r}), {service!r}, 0, 2)\n"
-        f"train(Path({str(tmp_path / 'run')!r}), {service!r}, 2, 4)\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=600
-    )
-    assert result.returncode == 0, result.stderr
+    run_ranks(1, train_in_two_parts, tmp_path / "run", service, environment)
     assert sorted(losses(tmp_path / "run")) == [1, 2, 3, 4]
-    return result
 
 
 @requires("wandb")
