@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.checkpoint.atomic import write_text_atomic
-from tunekit.data.readers.open_dataset import find_data_files, parse_split
+from tunekit.data.readers.open_dataset import find_data_files
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.environments.config import EnvironmentChoice
@@ -96,7 +96,7 @@ def check(cfg: GenerateConfig) -> None:
     if cfg.apply_chat_template:
         tokenizer.template()  # raises UserError if there is none
     if cfg.source is not None:
-        find_data_files(cfg.source, parse_split(cfg.split).name)
+        find_data_files(cfg.source, cfg.split)
     if cfg.environment is not None:
         cfg.environment.check()
     if cfg.rewards:

@@ -16,6 +16,7 @@ from tunekit.data.chat_template.chat_format import describe_unread_kwargs, find_
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, TokenizedDataset
 from tunekit.data.row_stats import RowStats, measure_rows
+from tunekit.data.tokenize import bos_ids
 from tunekit.data.tokenizer import Tokenizer
 
 Severity = Literal["wrong", "doubtful", "note"]
@@ -321,10 +322,10 @@ def find_bos_problems(target: CheckTarget) -> Iterator[Finding]:
     is_double, bos_text = target.stats.double_bos, target.tokenizer.names.get("bos_token", "")
     message = f"{{rows}} {{begin}} with {bos_text} twice: the text contains it, and the tokenizer adds it"
     yield from target.report_rows("bos", is_double, message, "Remove it from the text or the chat template", wrong=0.5)
-    plain, with_bos = (target.tokenizer.encode_texts(["a"], special)[0][:1] for special in (False, True))
-    is_missing = target.starts_row & (target.stats.first_token != with_bos[0])
-    if with_bos != plain and is_missing.sum() >= 0.5 * target.starts_row.sum():
-        token = target.tokenizer.model.id_to_token(with_bos[0])
+    bos = bos_ids(target.tokenizer)
+    is_missing = target.starts_row & ~np.isin(target.stats.first_token, bos[:1])
+    if len(bos) and is_missing.sum() >= 0.5 * target.starts_row.sum():
+        token = target.tokenizer.model.id_to_token(int(bos[0]))
         message = f"{{rows}} {{do}} not begin with {token}, which this tokenizer adds to the start of texts"
         yield from target.report_rows("bos", is_missing, message, "Add it to the chat template")
 

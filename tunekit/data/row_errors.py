@@ -1,15 +1,8 @@
-"""Errors of a row, with its file and line, or with the line of user code."""
+"""Errors of user code on a row, with the line of the code."""
 
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
-from tunekit.data.readers.row_reader import Row
-from tunekit.errors import UserError
-
-P = ParamSpec("P")
-T = TypeVar("T")
 # Exceptions of user transforms and formats that make a row a bad row.
 USER_CODE_ERRORS = (
     TypeError,
@@ -34,11 +27,3 @@ def format_user_code_error(error: Exception, *configs: object) -> str | None:
     code, line = positions[-1]
     message = " ".join(traceback.format_exception_only(error)[-1].split())
     return f"{Path(code.co_filename).name}:{line}: {message}"
-
-
-def with_row_location(row: Row, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function, and add the file and line of the row to a UserError."""
-    try:
-        return fn(*args, **kwargs)
-    except UserError as error:
-        raise UserError(f"{row.where}: {error}") from None

@@ -9,7 +9,7 @@ compared with those of the tokenizer, for all of the first texts and for a sampl
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, product
 from typing import NamedTuple, Protocol
 
@@ -108,8 +108,7 @@ class TokenCache:
     """
 
     def __init__(self, model: tokenizers.Tokenizer, special: Sequence[str]) -> None:
-        longest_first = sorted(special, key=len, reverse=True)
-        self.model, self.special = model, re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self.model, self.special = model, compile_alternation(special)
         self.tables: tuple[dict[str, bytes], ...] = ({}, {}, {}, {})
         self.single_pieces, self.first_pieces, self.middle_pieces, self.last_pieces = self.tables
         self.encodings: dict[str, tokenizers.Encoding] = {}
@@ -210,6 +209,12 @@ class TokenCache:
             self.encoding_chars += len(piece)
             self.encodings[piece] = self.model.encode(piece, add_special_tokens=False)
         return self.encodings[piece]
+
+
+def compile_alternation(texts: Iterable[str]) -> re.Pattern[str]:
+    """Pattern, with one group, that matches any of some texts, the longest possible one."""
+    longest_first = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
 def split_lines(text: str) -> list[str]:

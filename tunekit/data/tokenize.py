@@ -89,7 +89,7 @@ def target_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
         turns = turns[-1:]
     if train_on == "per_message":
         turns = flagged_turns(conversation, turns)
-    elif conversation.train_flags is not None:
+    else:
         check_flags(conversation, turns, train_on)
     if not turns:
         expected = "message with a train flag" if train_on == "per_message" else f"{' or '.join(roles)} message"
@@ -99,8 +99,7 @@ def target_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
 
 def message_weights(conversation: Conversation, turns: list[int]) -> dict[float, tuple[int, ...]]:
     """Indices of the target messages with each loss weight."""
-    flags = conversation.train_flags or [None] * len(conversation.messages)
-    weights = {index: 1.0 if (flag := flags[index]) is None else float(flag) for index in turns}
+    weights = {index: conversation.train_flags.get(index, 1.0) for index in turns}
     return {weight: tuple(i for i in turns if weights[i] == weight) for weight in dict.fromkeys(weights.values())}
 
 
@@ -109,18 +108,18 @@ def flagged_turns(conversation: Conversation, turns: list[int]) -> list[int]:
 
     Flags of prompt messages are ignored.
     """
-    flags = conversation.train_flags or [None] * len(conversation.messages)
-    flagged = [index for index, flag in enumerate(flags) if flag and index >= conversation.num_prompt_messages]
-    return flagged or [index for index in turns if flags[index] is None]
+    flags = conversation.train_flags
+    flagged = [index for index, flag in flags.items() if flag and index >= conversation.num_prompt_messages]
+    return flagged or [index for index in turns if index not in flags]
 
 
 def check_flags(conversation: Conversation, turns: list[int], train_on: TrainOn) -> None:
     """Raise UserError if the flag of a message contradicts `train_on`. Flags are never silently ignored."""
-    for index, flag in enumerate(conversation.train_flags or ()):
+    for index, flag in conversation.train_flags.items():
         is_target = index in turns
         is_answer = conversation.messages[index]["role"] == "assistant"
         # A true flag of an answer that `train_on` leaves out is allowed.
-        if flag is not None and (bool(flag) != is_target or 0 < flag < 1) and (is_target or not is_answer):
+        if (bool(flag) != is_target or 0 < flag < 1) and (is_target or not is_answer):
             value = train_on if isinstance(train_on, str) else f"[{', '.join(train_on)}]"
             name = f"weight is {flag:g}" if 0 < flag < 1 else f"train flag is {str(bool(flag)).lower()}"
             raise UserError(

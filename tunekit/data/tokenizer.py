@@ -6,7 +6,7 @@ import json
 import math
 import pickle
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -14,10 +14,10 @@ from typing import Any
 
 import tokenizers
 
-from tunekit.data.chat_template.messages import REASONING_KEYS
+from tunekit.data.chat_template.messages import REASONING_KEYS, Messages, Tools
 from tunekit.data.chat_template.named_templates import TEMPLATES, find_template, read_template, with_defaults
 from tunekit.data.chat_template.template import ChatTemplate
-from tunekit.data.token_cache import TokenCache, TokenizerEncoding
+from tunekit.data.token_cache import TokenCache, TokenizerEncoding, compile_alternation
 from tunekit.errors import UserError
 
 SIMPLE_KEYS = {"role", "content"}  # the keys of most messages
@@ -208,7 +208,7 @@ class Tokenizer:
         """Text of token ids. Special tokens are left out unless `special`."""
         return self.model.decode(list(ids), skip_special_tokens=not special)
 
-    def template(self, tools: list[dict[str, Any]] | None = None) -> ChatTemplate:
+    def template(self, tools: Tools = None) -> ChatTemplate:
         """Compiled chat template. With tools, the one named `tool_use` if the checkpoint has it."""
         name = "tool_use" if tools and "tool_use" in self.templates else "default"
         if name not in self.templates:
@@ -226,9 +226,7 @@ class Tokenizer:
         """Chat templates by name, with `template_kwargs` as defaults: they render the same text in other programs."""
         return {name: with_defaults(text, self.template_kwargs) for name, (text, _) in self.templates.items()}
 
-    def template_context(
-        self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None, prompt: bool = False
-    ) -> dict[str, Any]:
+    def template_context(self, messages: Messages, tools: Tools = None, prompt: bool = False) -> dict[str, Any]:
         """Variables of a chat template. `prompt` adds the start of an assistant turn at the end."""
         messages = [normalize_message(message) for message in messages]
         today = self.today
@@ -242,15 +240,11 @@ class Tokenizer:
             "add_generation_prompt": prompt,
         }
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None, prompt: bool = False
-    ) -> str:
+    def render(self, messages: Messages, tools: Tools = None, prompt: bool = False) -> str:
         """Render a conversation with the chat template."""
         return self.template(tools).render(self.template_context(messages, tools, prompt))
 
-    def encode_prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None = None
-    ) -> list[int]:
+    def encode_prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
         """Token ids of a conversation and the start of the answer. Raises UserError if there are none."""
         ids = self.encode(self.render(messages, tools, prompt=True))
         if not ids:
@@ -282,25 +276,23 @@ class TextStreamer:
         text = self.pending_text()
         if not text or text.endswith(INCOMPLETE_CHAR):
             return ""
-        # The last printed tokens are decoded again next time: a decoder may treat its first token differently.
-        self.ids, self.printed = self.ids[self.printed :], len(self.ids) - self.printed
+        self.mark_printed()
         return text
 
     def flush(self) -> str:
-        """Return the text that is still held back, at the end of a generation."""
-        text, self.ids, self.printed = self.pending_text(), [], 0
+        """Return the text that is still held back, with incomplete characters."""
+        text = self.pending_text()
+        self.mark_printed()
         return text
+
+    def mark_printed(self) -> None:
+        """Keep only the last printed tokens, as context: a decoder may treat its first token differently."""
+        self.ids, self.printed = self.ids[self.printed :], len(self.ids) - self.printed
 
     def pending_text(self) -> str:
         """Text of the ids that are not printed yet, with incomplete characters."""
         printed = self.tokenizer.decode(self.ids[: self.printed], self.special)
         return self.tokenizer.decode(self.ids, self.special)[len(printed) :]
-
-
-def compile_alternation(texts: Iterable[str]) -> re.Pattern[str]:
-    """Pattern that matches any of some texts, the longest possible one."""
-    longest_first = sorted(filter(None, texts), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:

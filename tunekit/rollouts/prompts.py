@@ -4,10 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tunekit.data.chat_template.chat_format import encode_conversation
-from tunekit.data.chat_template.messages import Message, parse_messages, parse_tools
+from tunekit.data.chat_template.messages import Message, make_conversation, parse_tools
 from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.readers.row_reader import require_row
-from tunekit.data.row_errors import with_row_location
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.rollouts.rollout import PromptRow
@@ -41,8 +40,11 @@ def read_prompts(texts: Sequence[str], source: str | None, split: str) -> Iterat
         prompt = row.fields.get("messages", row.fields.get("prompt"))
         if not isinstance(prompt, str | list) or not prompt:
             raise UserError(f"{row.where}: has no 'messages' or 'prompt'")
-        tools = with_row_location(row, parse_tools, row.fields.get("tools"), "tools")
-        value = prompt if isinstance(prompt, str) else with_row_location(row, parse_messages, prompt, "messages")
+        try:
+            tools = parse_tools(row.fields.get("tools"), "tools")
+            value = prompt if isinstance(prompt, str) else make_conversation(prompt, "messages").messages
+        except UserError as error:
+            raise UserError(f"{row.where}: {error}") from None
         yield Prompt(row.where, value, tools, {**expected_answer(value), **row.fields})
 
 

@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import pytest
 
-from tunekit.data.chat_template.messages import make_conversation, parse_messages
+from tunekit.data.chat_template.messages import Message, make_conversation
 from tunekit.errors import UserError
 
 QUESTION = {"role": "user", "content": "What is 1 + 2?"}
@@ -15,6 +15,10 @@ CALL = {
     "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}],
 }
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "3"}
+
+
+def parse_messages(value: object, column: str) -> list[Message]:
+    return make_conversation(value, column).messages
 
 
 def test_valid_messages_are_returned_unchanged() -> None:
@@ -68,7 +72,7 @@ def test_legacy_names_of_calls_and_results() -> None:
 def test_null_columns_count_as_absent() -> None:
     nulls = dict.fromkeys(("name", "tool_calls", "tool_call_id", "reasoning_content", "function_call", "weight"))
     assert parse_messages([{**QUESTION, **nulls}, {**ANSWER, **nulls}], "messages") == [QUESTION, ANSWER]
-    assert make_conversation([{**QUESTION, **nulls}, {**ANSWER, **nulls}], "messages").train_flags is None
+    assert make_conversation([{**QUESTION, **nulls}, {**ANSWER, **nulls}], "messages").train_flags == {}
     empty = {**ANSWER, "tool_calls": []}
     assert parse_messages([QUESTION, empty], "messages") == [QUESTION, ANSWER]
 
@@ -93,7 +97,7 @@ def test_train_flags_are_removed_from_messages() -> None:
         {**ANSWER, "weight": 0.0},
     ]
     conversation = make_conversation(rows, "messages")
-    assert conversation.train_flags == [None, False, None, True, None, False]
+    assert conversation.train_flags == {1: 0, 3: 1, 5: 0}
     assert conversation.messages == [QUESTION, ANSWER] * 3
 
 

@@ -15,7 +15,7 @@ from tunekit.data.chat_template.call_formats import (
     CallFormat,
     json_call,
 )
-from tunekit.data.chat_template.messages import Message
+from tunekit.data.chat_template.messages import Message, Tools
 from tunekit.data.chat_template.template_features import ANSWER, CALL_ID, QUESTION, detect_features
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
@@ -23,7 +23,6 @@ from tunekit.errors import UserError
 NAMES = ("edcrfv", "edctgb")  # strings that no template contains
 ARGUMENTS = {"ujmyhn": "ikolpz", "qwsxcd": "bgtnhy"}
 KEYS, VALUES = tuple(ARGUMENTS), tuple(ARGUMENTS.values())
-Tools = list[dict[str, Any]] | None
 
 
 def probe_call(index: int) -> dict[str, Any]:

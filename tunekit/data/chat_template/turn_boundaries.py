@@ -6,19 +6,17 @@ text. A turn starts where its generation prompt ends, and ends with the text tha
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from os.path import commonprefix
 from typing import Any
 
-from tunekit.data.tokenizer import REASONING_KEYS, SIMPLE_KEYS, Tokenizer
+from tunekit.data.chat_template.messages import REASONING_KEYS, Messages, Tools
+from tunekit.data.tokenizer import SIMPLE_KEYS, Tokenizer
 from tunekit.errors import UserError
 
 Span = tuple[int, int]
 Mode = tuple[str, bool]  # a template variable and its value, such as ("enable_thinking", False)
-Message = Mapping[str, Any]
-Messages = Sequence[Message]
-Tools = list[dict[str, Any]] | None
 SENTINEL_BASE = 0x17000  # first sentinel character: Tangut script, because `repr` does not escape it
 MAX_SENTINELS = 6000
 SENTINELS = re.compile(f"([{chr(SENTINEL_BASE)}-{chr(SENTINEL_BASE + MAX_SENTINELS - 1)}])\\1*")
@@ -40,7 +38,7 @@ class SentinelMessages:
     def __init__(self, tokenizer: Tokenizer, messages: Messages, tools: Tools) -> None:
         self.texts: list[str] = []
         self.template = tokenizer.template(tools)
-        self.messages: list[Message] = []
+        self.messages: list[Mapping[str, Any]] = []
         self.ranges: list[Span] = []  # sentinels of each message
         for message in messages:
             first = len(self.texts)
@@ -49,7 +47,7 @@ class SentinelMessages:
         self.name_sentinels: dict[str, str] = {}
         self.shape = [self.hide_names(message) for message in self.messages]
 
-    def hide_names(self, message: Message) -> Message:
+    def hide_names(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Replace names and call ids too: templates may write them with another message."""
         if message.keys() == SIMPLE_KEYS:
             return message
@@ -73,7 +71,7 @@ class SentinelMessages:
             self.name_sentinels[text] = self.add_sentinel(text) * len(text)
         return self.name_sentinels[text]
 
-    def hide_message(self, message: Message) -> Message:
+    def hide_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         if message.keys() == SIMPLE_KEYS and isinstance(message["content"], str):
             return {**message, "content": self.hide_text(message["content"])}
         fields = dict(message)

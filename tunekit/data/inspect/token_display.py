@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from tunekit.data.tokenizer import INCOMPLETE_CHAR, Tokenizer
+from tunekit.data.tokenizer import TextStreamer, Tokenizer
 
 MAX_TOKENS_PER_CHARACTER = 6
 JOINERS = "\u200c\u200d"  # invisible, but part of the spelling
@@ -43,27 +43,22 @@ def display_tokens(tokenizer: Tokenizer, tokens: Sequence[int], states: Sequence
 def decode_groups(tokenizer: Tokenizer, tokens: Sequence[int]) -> Iterator[tuple[tuple[int, ...], str, bool]]:
     """Yield groups of token ids, their text, and whether they are a special token."""
     added = {token: item.content for token, item in tokenizer.model.get_added_tokens_decoder().items()}
+    streamer = TextStreamer(tokenizer, special=True)
     pending: list[int] = []
-    previous: list[int] = []
     for token in tokens:
+        if token in added and pending:
+            yield tuple(pending), streamer.flush(), False
+            pending = []
+        text = streamer.add(token)
         if token in added:
-            if pending:
-                yield tuple(pending), decode_pending(tokenizer, previous, pending), False
             yield (token,), added[token], token in tokenizer.special_ids
-            pending, previous = [], [token]
             continue
         pending.append(token)
-        text = decode_pending(tokenizer, previous, pending)
-        if (text and not text.endswith(INCOMPLETE_CHAR)) or len(pending) == MAX_TOKENS_PER_CHARACTER:
-            yield tuple(pending), text, False
-            pending, previous = [], pending
+        if text or len(pending) == MAX_TOKENS_PER_CHARACTER:
+            yield tuple(pending), text or streamer.flush(), False
+            pending = []
     if pending:
-        yield tuple(pending), decode_pending(tokenizer, previous, pending), False
-
-
-def decode_pending(tokenizer: Tokenizer, previous: list[int], pending: list[int]) -> str:
-    """Decode tokens after `previous` ones: decoders may treat the first token of a text differently."""
-    return tokenizer.decode(previous + pending, special=True)[len(tokenizer.decode(previous, special=True)) :]
+        yield tuple(pending), streamer.flush(), False
 
 
 def show_whitespace(text: str, show_leading: bool, show_trailing: bool) -> str:

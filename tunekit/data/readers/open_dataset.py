@@ -115,10 +115,11 @@ def count_rows(shards: tuple[FileShard, ...], limit: int | None) -> tuple[int, .
 
 
 def find_data_files(source: str, split: str) -> list[Path] | None:
-    """Return the local files of a split, without reading them; None if `source` is a Hub name.
+    """Return the local files of a split, or of a slice of it, without reading them; None if `source` is a Hub name.
 
     The list is empty if `source` is a URL, which is resolved when it is opened.
     """
+    split = parse_split(split).name
     if is_url(source):
         return []
     bundled = assets.DATA.get(source)
