@@ -24,8 +24,8 @@ from tunekit.data.chat_template.named_templates import TemplateKwargs, check_tem
 from tunekit.data.doc_flags import UNEQUAL_WEIGHTS, DocFlags
 from tunekit.data.format_detection import FormatRule, RowFormat, detect_format, suggest_kind
 from tunekit.data.preprocess.tokenized_dataset import Document
-from tunekit.data.readers.open_dataset import find_data_files, parse_split
-from tunekit.data.readers.row_reader import BadRow, Row
+from tunekit.data.readers.open_dataset import find_data_files, open_dataset, parse_split
+from tunekit.data.readers.row_reader import BadRow, Row, RowReader
 from tunekit.data.row_errors import USER_CODE_ERRORS, format_user_code_error
 from tunekit.data.tokenize import MaskedText, TrainOn
 from tunekit.data.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ SKIP_HINT = "Fix the row, or set `on_bad_row: skip` next to the `source` of this
 
 
 class DataConfig:
-    """Data of a recipe: the rows of one dataset, or a mixture of several."""
+    """Data of a recipe: the rows of one dataset, or a mixture of several. The common base of their kinds."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,11 @@ class DatasetConfig(DataConfig):
 
     def check_source(self) -> None:
         """Raise UserError if the source or its split does not exist. Reads no rows."""
-        find_data_files(self.source, parse_split(self.split).name)
+        find_data_files(self.source, self.split)
+
+    def open_rows(self) -> RowReader:
+        """Rows of the source before any transform. They are not counted with `streaming`."""
+        return open_dataset(self.source, self.split, self.max_samples, self.streaming)
 
     def fingerprint_keys(self) -> dict[str, Any]:
         """Keys that change the documents of a row, with their values."""

@@ -11,9 +11,8 @@ import numpy as np
 from tunekit.data.chat_template.messages import get_column, json_type
 from tunekit.data.datasets import SKIP_HINT, Fields, UnsplitRowsBase, to_number
 from tunekit.data.doc_flags import DocFlags
-from tunekit.data.preprocess.preprocess import probe_rows
+from tunekit.data.preprocess.preprocess import detect_first_row
 from tunekit.data.preprocess.tokenized_dataset import Document
-from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.tokenize import MaskedText
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
@@ -87,13 +86,7 @@ class RetrievalDataset(WholeTextDataset):
 
     def resolve(self) -> Self:
         """Config with the columns and the number of negatives of the first row."""
-        if self.is_resolved:
-            return self
-        reader = open_dataset(self.source, self.split, self.max_samples, self.streaming)
-        config, error_message = probe_rows(self, reader, self.detect)
-        if config is None:
-            raise UserError(f"{self.source}: {error_message}")
-        return config
+        return self if self.is_resolved else detect_first_row(self, self.detect)
 
     def detect(self, fields: Fields) -> Self:
         """Config of the format of a row."""

@@ -1,5 +1,6 @@
 """Transforms of the columns of a row, before its format is read."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,9 +30,7 @@ class RenameColumns(RowTransform):
             raise FieldError("column_mapping", "must not map two columns to the same name")
 
     def __call__(self, fields: Fields) -> Fields | None:
-        if missing := [name for name in self.column_mapping if name not in fields]:
-            columns = ", ".join(map(str, fields)) or "none"
-            raise UserError(f"column_mapping: the row has no column {missing[0]!r} (columns: {columns})")
+        require_columns(fields, self.column_mapping, "column_mapping")
         renamed = {new: fields[old] for old, new in self.column_mapping.items()}
         replaced = self.column_mapping.keys() | renamed.keys()
         return {name: value for name, value in fields.items() if name not in replaced} | renamed
@@ -46,13 +45,18 @@ class Filter(RowTransform):
     columns: dict[str, str | int | float | bool | tuple[str | int | float | bool, ...]]
 
     def __call__(self, fields: Fields) -> Fields | None:
-        if missing := [name for name in self.columns if name not in fields]:
-            columns = ", ".join(map(str, fields)) or "none"
-            raise UserError(f"filter: the row has no column {missing[0]!r} (columns: {columns})")
+        require_columns(fields, self.columns, "filter")
         allowed = (
             (fields[name], values if isinstance(values, tuple) else (values,)) for name, values in self.columns.items()
         )
         return fields if all(any(is_equal(value, item) for item in values) for value, values in allowed) else None
+
+
+def require_columns(fields: Fields, names: Iterable[str], key: str) -> None:
+    """Raise UserError, which starts with `key`, if the row lacks one of some columns."""
+    if missing := [name for name in names if name not in fields]:
+        columns = ", ".join(map(str, fields)) or "none"
+        raise UserError(f"{key}: the row has no column {missing[0]!r} (columns: {columns})")
 
 
 def is_equal(value: Any, expected: str | int | float | bool) -> bool:

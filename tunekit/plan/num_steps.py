@@ -8,7 +8,7 @@ from tunekit.config.secrets import iter_strings
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.sampler import StepIndex
 from tunekit.data.datasets import DatasetConfig
-from tunekit.data.readers.open_dataset import find_data_files, open_dataset, parse_split
+from tunekit.data.readers.open_dataset import find_data_files
 from tunekit.data.readers.row_reader import Row, RowReader
 from tunekit.errors import UserError
 from tunekit.plan.workload import TrainingOptions
@@ -54,10 +54,10 @@ def count_steps(cfg: TrainingOptions) -> StepCount | None:
 
 def open_rows(rows: DatasetConfig) -> RowReader | None:
     """Open the rows if they are in local files that are small enough to count."""
-    files = find_data_files(rows.source, parse_split(rows.split).name)
+    files = find_data_files(rows.source, rows.split)
     if rows.streaming or not files or sum(Path(file).stat().st_size for file in files) > MAX_FILE_BYTES:
         return None
-    return open_dataset(rows.source, rows.split, rows.max_samples)
+    return rows.open_rows()
 
 
 def mean_row_tokens(table: RowReader, max_length: int) -> float:

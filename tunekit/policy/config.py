@@ -7,7 +7,7 @@ from tunekit.config.choices import kind_name
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.prompt_data import PromptData, PromptDataset
 from tunekit.data.dataloader.summary import format_count
-from tunekit.data.readers.open_dataset import find_data_files, open_dataset, parse_split
+from tunekit.data.readers.open_dataset import find_data_files
 from tunekit.data.readers.row_reader import Row
 from tunekit.environments.config import EnvironmentChoice
 from tunekit.errors import FieldError, check_range
@@ -152,9 +152,8 @@ def check_policy(cfg: PolicyConfig) -> None:
 def first_columns(data: PromptData) -> Iterator[list[str]]:
     """Names of the columns of the first row of each dataset in local files."""
     for config in MixtureBase.from_config(data).dataset_configs:
-        if find_data_files(config.source, parse_split(config.split).name) is None:
+        if find_data_files(config.source, config.split) is None:
             continue  # on the Hub: the columns are checked when the rows are read
-        rows = open_dataset(config.source, config.split, config.max_samples).rows
-        columns = (config.apply_transforms(row.fields) for row in rows if isinstance(row, Row))
+        columns = (config.apply_transforms(row.fields) for row in config.open_rows().rows if isinstance(row, Row))
         if (fields := next(filter(None, columns), None)) is not None:
             yield [*fields]

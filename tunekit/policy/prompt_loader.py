@@ -13,7 +13,6 @@ from tunekit.data.dataloader.map_style import MapDataLoader
 from tunekit.data.dataloader.prompt_data import PromptData, PromptDataset
 from tunekit.data.dataloader.sampler import StepIndex
 from tunekit.data.datasets import DatasetConfig
-from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.readers.row_reader import Row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
@@ -64,9 +63,9 @@ class PromptLoader(MapDataLoader):
 
 def read_columns(config: DatasetConfig) -> dict[str, dict[str, Any]]:
     """Columns of each row after its transforms, by location. Rows that a transform removes are left out."""
-    reader = open_dataset(config.source, config.split, config.max_samples)
-    rows = ((row.where, config.apply_transforms(row.fields)) for row in reader.rows if isinstance(row, Row))
-    return {where: fields for where, fields in rows if fields is not None}
+    rows = config.open_rows().rows
+    columns = ((row.where, config.apply_transforms(row.fields)) for row in rows if isinstance(row, Row))
+    return {where: fields for where, fields in columns if fields is not None}
 
 
 def open_prompts(

@@ -27,7 +27,7 @@ from tunekit.checkpoint.run_dir import EVALUATION, FINAL
 from tunekit.config import dump
 from tunekit.config.secrets import escape_control
 from tunekit.data.dataloader.build import DataLoader
-from tunekit.data.readers.open_dataset import find_data_files, parse_split
+from tunekit.data.readers.open_dataset import find_data_files
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.hub import redact
 from tunekit.loggers import divergence, metrics_file
@@ -347,7 +347,7 @@ def data_section(info: ModelCardInfo) -> str:
             counts.append([key, code_span(redact.redact_path(source)), split, *numbers])
             if loader.summary.is_streaming:  # not read completely
                 continue
-            files = find_data_files(source, parse_split(split).name)
+            files = find_data_files(source, split)
             hashes += [[key, code_span(file.name), f"`{sha256(file)}`"] for file in files or ()]
             if not files:  # a remote dataset may change
                 hashes.append([key, "all tokens", f"`{loader.fingerprint}`"])
@@ -372,7 +372,7 @@ def sha256(file: Path) -> str:
 def hub_datasets(info: ModelCardInfo) -> list[str]:
     """Names of the datasets on the Hub."""
     configs = [choice for key in open_loaders(info) for choice in dataset_configs(info.config[key])]
-    local_files = {c["source"]: find_data_files(c["source"], parse_split(c["split"]).name) for c in configs}
+    local_files = {c["source"]: find_data_files(c["source"], c["split"]) for c in configs}
     return list(dict.fromkeys(re.split("[:@]", name)[0] for name, files in local_files.items() if files is None))
 
 

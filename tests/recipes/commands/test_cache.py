@@ -14,6 +14,7 @@ from tunekit.data.preprocess import cache
 from tunekit.data.preprocess.tokenized_dataset import (
     METADATA_FILE,
     Document,
+    PreprocessSummary,
     TokenizedChunk,
     TokenizedDataset,
     TokenizedDatasetWriter,
@@ -35,7 +36,8 @@ def make_entry(key: str, tokens: int, days_ago: float = 0, split: str = "train")
     def write_dataset(folder: Path) -> None:
         document = Document(np.zeros(tokens, np.int32), np.ones(tokens, bool), tokens)
         with TokenizedDatasetWriter(folder) as writer:
-            writer.add(TokenizedChunk(None, 1, 0, 0, 0, [], flatten_documents([document], ["rows.jsonl:1"])))
+            flat = flatten_documents([document], ["rows.jsonl:1"])
+            writer.add(TokenizedChunk(None, PreprocessSummary(rows=1), [], flat))
             writer.finish(source="rows.jsonl", split=split, made=time.time() - days_ago * DAY - 1, seconds=1.0)
 
     dataset = cache.get_or_build(key, write_dataset, pytest.fail)

@@ -18,6 +18,7 @@ from tunekit.data.preprocess import cache
 from tunekit.data.preprocess.tokenized_dataset import (
     METADATA_FILE,
     Document,
+    PreprocessSummary,
     TokenizedChunk,
     TokenizedDatasetWriter,
     flatten_documents,
@@ -52,9 +53,8 @@ def write_entry(directory: Path, seconds: float = 0.0, count: int = COUNT) -> No
     with TokenizedDatasetWriter(directory) as writer:
         for number in range(count):
             document = Document(np.full(9, number, np.int32), np.ones(9, bool), 9)
-            writer.add(
-                TokenizedChunk(None, 1, 0, 0, 0, [], flatten_documents([document], [f"rows.jsonl:{number + 1}"]))
-            )
+            flat = flatten_documents([document], [f"rows.jsonl:{number + 1}"])
+            writer.add(TokenizedChunk(None, PreprocessSummary(rows=1), [], flat))
             time.sleep(seconds / count)
         writer.finish(source="rows.jsonl", split="train", made=time.time(), seconds=seconds)
 

@@ -83,7 +83,7 @@ def preprocess_columns(rows: ChatDataset | TextDataset, tokenizer: Tokenizer, wo
     """All columns of the preprocessed rows."""
     tokenizer = rows.prepare_tokenizer(tokenizer)
     chunks = preprocess.tokenize_chunks(rows, tokenizer, open_dataset(rows.source, rows.split).chunks(), workers)
-    datasets = [chunk.documents for chunk in chunks]
+    datasets = [TokenizedDataset(chunk.flat) for chunk in chunks]
     columns = {
         name: np.concatenate([dataset.flat.columns[name] for dataset in datasets])
         for name in COLUMNS

@@ -11,6 +11,7 @@ from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import (
     METADATA_FILE,
     Document,
+    PreprocessSummary,
     TokenizedChunk,
     TokenizedDataset,
     TokenizedDatasetWriter,
@@ -30,9 +31,8 @@ def make_document(length: int, seed: int, num_cut: int = 0) -> Document:
 
 def make_chunk(documents: list[Document], locations: list[str], bad_rows: list[BadRow] | None = None) -> TokenizedChunk:
     bad_rows = bad_rows or []
-    return TokenizedChunk(
-        None, len(documents) + len(bad_rows), 0, 0, 0, bad_rows, flatten_documents(documents, locations)
-    )
+    summary = PreprocessSummary(rows=len(documents) + len(bad_rows), skipped=len(bad_rows))
+    return TokenizedChunk(None, summary, bad_rows, flatten_documents(documents, locations))
 
 
 def is_same(document: Document, other: Document) -> bool:
@@ -99,7 +99,7 @@ def test_bad_rows_are_listed_and_counted(tmp_path: Path) -> None:
         writer.finish()
     prepared = TokenizedDataset.open(tmp_path).summary
     assert (prepared.rows, prepared.skipped) == (3, 2)
-    assert str(prepared) == "3 rows, 2 skipped" and prepared.format("bad") == "3 rows, 2 bad"
+    assert prepared.format("skipped") == "3 rows, 2 skipped" and prepared.format("bad") == "3 rows, 2 bad"
     assert prepared.bad_rows is not None
     assert len(prepared.bad_rows.read_text().splitlines()) == 2
 

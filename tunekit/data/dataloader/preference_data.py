@@ -12,9 +12,7 @@ from tunekit.data.datasets import (
     UnpairedPreferenceDataset,
 )
 from tunekit.data.format_detection import PREFERENCE_RULES, FormatRule
-from tunekit.data.preprocess.preprocess import probe_rows
-from tunekit.data.readers.open_dataset import open_dataset
-from tunekit.errors import UserError
+from tunekit.data.preprocess.preprocess import detect_first_row
 
 
 @dataclass(frozen=True)
@@ -27,11 +25,7 @@ class FirstRowDetected(DetectedDataset):
 
     def resolve(self) -> DatasetConfig:
         """Config of the detected format. Raise UserError if no row can be read."""
-        reader = open_dataset(self.source, self.split, self.max_samples, self.streaming)
-        config, error_message = probe_rows(self, reader, self.detect)
-        if config is None:
-            raise UserError(f"{self.source}: {error_message}")
-        return config.resolve()
+        return detect_first_row(self, self.detect).resolve()
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from tunekit.data.preprocess.preprocess import (
     tokenize_chunks,
 )
 from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedChunk, TokenizedDataset
-from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.readers.row_reader import FileOffset, RowChunk
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
@@ -81,7 +80,7 @@ class StreamFeed(DocumentFeed):
 
     def __init__(self, config: DatasetConfig, tokenizer: Tokenizer, bad_rows_file: Path | None) -> None:
         self.config, self.tokenizer, self.bad_rows_file = config, config.prepare_tokenizer(tokenizer), bad_rows_file
-        self.reader = open_dataset(config.source, config.split, config.max_samples, streaming=True)
+        self.reader = config.open_rows()
         self.description = f"{describe_format(config, self.reader)}, a stream".removeprefix(", ")
         self.bad_rows, self.listed_rows = BadRowPolicy(config, None), set[str]()
         # Resumed runs and later passes read the same rows again.
@@ -124,7 +123,7 @@ class StreamFeed(DocumentFeed):
                 raise UserError(f"{self.config.source}: no row has target tokens{self.bad_rows.example}")
             has_documents, last_pass = has_documents and pass_index == last_pass, pass_index
             self.record_bad_rows(chunk)
-            documents = chunk.documents
+            documents = TokenizedDataset(chunk.flat)
             for i in range(skip, len(documents)):
                 has_documents = True
                 position = StreamPosition(pass_index, tuple(chunk.position), i + 1)
@@ -135,7 +134,7 @@ class StreamFeed(DocumentFeed):
         """Count the bad rows of a chunk and list the new ones."""
         if self.stopped:
             raise UserError("data: reading was stopped")
-        self.bad_rows.add(chunk.bad_rows, chunk.rows)
+        self.bad_rows.add(chunk.bad_rows, chunk.summary.rows)
         if self.bad_rows.num_rows >= MIN_CHECKED_ROWS:
             self.bad_rows.check()
         new = [bad_row for bad_row in chunk.bad_rows if bad_row.where not in self.listed_rows]

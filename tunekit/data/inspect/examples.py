@@ -10,8 +10,7 @@ from tunekit.data.datasets import DatasetConfig, EncodedRow
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.inspect.token_display import TokenRole
 from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
-from tunekit.data.readers.open_dataset import open_dataset
-from tunekit.data.readers.row_reader import BadRow, Row, RowReader
+from tunekit.data.readers.row_reader import BadRow, Row
 from tunekit.data.tokenizer import Tokenizer
 
 UNLIMITED_LENGTH = 1 << 40  # a max_length that truncates nothing
@@ -76,26 +75,22 @@ class ExampleSampler:
     dataset: DatasetConfig
     tokenizer: Tokenizer
 
-    @property
-    def reader(self) -> RowReader:
-        return open_dataset(self.dataset.source, self.dataset.split, self.dataset.max_samples, self.dataset.streaming)
-
     def first_examples(self, count: int) -> Iterator[ExampleView]:
         """Yield the first rows."""
-        for number, row in enumerate(islice(self.reader.rows, count), 1):
+        for number, row in enumerate(islice(self.dataset.open_rows().rows, count), 1):
             yield self.to_example(row, number)
 
     def find_examples(self, names: Sequence[str]) -> Iterator[tuple[str, ExampleView]]:
         """Yield the rows with these names, row numbers or locations, each with its name."""
         remaining = list(names)
-        for number, row in enumerate(self.reader.rows if remaining else (), 1):
+        for number, row in enumerate(self.dataset.open_rows().rows if remaining else (), 1):
             for name in [name for name in remaining if name == str(number) or is_location(row.where, name)]:
                 remaining.remove(name)
                 yield name, self.to_example(row, number)
             if not remaining:
                 return
 
-    def to_example(self, row: Row | BadRow, number: int | None) -> ExampleView:
+    def to_example(self, row: Row | BadRow, number: int) -> ExampleView:
         """Encode a row, with and without truncation."""
         (encoded,) = self.dataset.encode_rows(self.tokenizer, [row])
         (full,) = replace(self.dataset, max_length=UNLIMITED_LENGTH).encode_rows(self.tokenizer, [row])

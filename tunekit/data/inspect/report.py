@@ -13,13 +13,11 @@ from tunekit.data.datasets import DatasetConfig
 from tunekit.data.inspect.examples import ExampleSampler, ExampleView, make_example
 from tunekit.data.inspect.stats import DatasetStats, compute_stats
 from tunekit.data.preprocess.preprocess import read_bad_rows
-from tunekit.data.readers.row_reader import BadRow
 from tunekit.data.row_checks import CheckTarget, Finding, format_percent, run_data_checks
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 
-MAX_BAD_ROWS = 5  # bad rows that are listed with their reasons
 MakeTargets = Callable[[Any, Mapping[str, DataLoader], Tokenizer], list[CheckTarget]]
 
 
@@ -106,12 +104,13 @@ def build_report(cfg: Any, rows: int | list[str], make_targets: MakeTargets) -> 
         key: [ExampleSampler(key, dataset, dataset.prepare_tokenizer(tokenizer)) for dataset in mixture.dataset_configs]
         for key, mixture in mixtures.items()
     }
-    shown = first_examples(samplers, rows) if isinstance(rows, int) else find_examples(samplers, rows)
+    if isinstance(rows, int):
+        shown = tuple(row for sampler in samplers["data"] for row in sampler.first_examples(rows))
+    else:
+        shown = find_examples(samplers, rows)
     stats = tuple(
-        compute_stats(
-            target, loaders[key], mixtures[key], first_bad_rows(loaders[key]), describe_generation(cfg, loaders, key)
-        )
-        for key, target in ((target.config_key, target) for target in targets)
+        compute_stats(target, loaders[key], mixtures[key], describe_generation(cfg, loaders, key))
+        for key, target in zip(loaders, targets, strict=True)
     )
     findings = [*find_bad_rows(mixtures, loaders), *run_data_checks(*targets)]
     for loader in loaders.values():
@@ -174,17 +173,6 @@ def find_bad_rows(mixtures: Mapping[str, MixtureBase], loaders: Mapping[str, Dat
                 message = f"{summary} ({format_percent(count / rows)}{allowed}): {reason}"
                 severity = "wrong" if is_error else "note"
                 yield Finding(severity, "bad rows", key, message, hint, count, count / rows, (), (bad_row.where,))
-
-
-def first_bad_rows(loader: DataLoader) -> tuple[BadRow, ...]:
-    """Return the first bad rows of a loader."""
-    bad_rows = (bad_row for documents in loader.datasets for bad_row in read_bad_rows(documents.summary.bad_rows))
-    return tuple(islice(bad_rows, MAX_BAD_ROWS))
-
-
-def first_examples(samplers: Mapping[str, list[ExampleSampler]], count: int) -> tuple[ExampleView, ...]:
-    """Return the first rows of each training dataset."""
-    return tuple(row for sampler in samplers["data"] for row in sampler.first_examples(count))
 
 
 def find_examples(samplers: Mapping[str, list[ExampleSampler]], names: list[str]) -> tuple[ExampleView, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,12 @@ from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.map_style import describe_rows
 from tunekit.data.dataloader.mixture import MixtureBase, dataset_title
 from tunekit.data.dataloader.summary import DatasetSummary, PromptLengths, format_count
+from tunekit.data.preprocess.preprocess import read_bad_rows
 from tunekit.data.readers.row_reader import BadRow
 from tunekit.data.row_checks import CheckTarget, format_percent
 
 NUM_BINS = 10
+MAX_BAD_ROWS = 5  # bad rows that are listed with their reasons
 
 
 @dataclass(frozen=True)
@@ -143,14 +146,14 @@ def summarize_sources(mixture: MixtureBase, loader: DataLoader) -> tuple[Dataset
     )
 
 
-def compute_stats(
-    target: CheckTarget, loader: DataLoader, mixture: MixtureBase, bad_rows: tuple[BadRow, ...], generation: str = ""
-) -> DatasetStats:
-    """Compute the statistics of tokenized documents. `mixture` is the config's own, `bad_rows` are the first ones.
+def compute_stats(target: CheckTarget, loader: DataLoader, mixture: MixtureBase, generation: str) -> DatasetStats:
+    """Compute the statistics of tokenized documents. `mixture` is the config's own.
 
-    `generation` describes the answers that are sampled for prompts.
+    `generation` describes the answers that are sampled for prompts; empty for other rows.
     """
     summary, lengths = loader.summary, target.lengths
+    all_bad_rows = (bad_row for documents in loader.datasets for bad_row in read_bad_rows(documents.summary.bad_rows))
+    bad_rows = tuple(islice(all_bad_rows, MAX_BAD_ROWS))
     return DatasetStats(
         target.config_key,
         dataset_title(mixture),

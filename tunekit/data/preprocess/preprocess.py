@@ -13,7 +13,6 @@ from tunekit.data.datasets import DatasetConfig, Fields
 from tunekit.data.preprocess import cache, user_modules, worker, worker_pool
 from tunekit.data.preprocess.fingerprint import fingerprint
 from tunekit.data.preprocess.tokenized_dataset import TokenizedChunk, TokenizedDataset, TokenizedDatasetWriter
-from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.readers.row_reader import CHUNK_ROWS, BadRow, Row, RowChunk, RowReader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
@@ -27,7 +26,7 @@ MIN_POOL_ROWS = 2_000  # fewer rows are done before worker processes have starte
 def preprocess_dataset(config: DatasetConfig, tokenizer: Tokenizer, dist: DistributedContext) -> TokenizedDataset:
     """All rows as memory-mapped documents. Raise UserError for the first bad row. Rank 0 shows a progress bar."""
     tokenizer = config.prepare_tokenizer(tokenizer)
-    reader = open_dataset(config.source, config.split, config.max_samples)
+    reader = config.open_rows()
     key = fingerprint(config, tokenizer, reader)
 
     def build(directory: Path) -> None:
@@ -72,6 +71,14 @@ def describe_format(config: DatasetConfig, reader: RowReader) -> str:
     return probe_rows(config, reader, config.describe)[0] or ""
 
 
+def detect_first_row(config: DatasetConfig, detect: Callable[[Fields], Result]) -> Result:
+    """Result of `detect` for the first row that can be read. Raise UserError if there is none."""
+    result, error_message = probe_rows(config, config.open_rows(), detect)
+    if result is None:
+        raise UserError(f"{config.source}: {error_message}")
+    return result
+
+
 def probe_rows(config: DatasetConfig, reader: RowReader, fn: Callable[[Fields], Result]) -> tuple[Result | None, str]:
     """Result of `fn` for the first row for which it raises no UserError; or None, and the last error."""
     error_message = "has no rows"
@@ -94,10 +101,10 @@ def write_documents(
     bar = tqdm(total=total, desc="preprocessing", unit=" rows", disable=hide_bar, leave=False)
     with bar, TokenizedDatasetWriter(directory, describe_format(config, reader)) as writer:
         for chunk in tokenize_chunks(config, tokenizer, reader.chunks(), num_workers(config, total)):
-            bad_rows.add(chunk.bad_rows, chunk.rows)
+            bad_rows.add(chunk.bad_rows, chunk.summary.rows)
             with cache.raise_disk_full(directory):
                 writer.add(chunk)
-            bar.update(chunk.rows)
+            bar.update(chunk.summary.rows)
         bad_rows.check()
         if not writer.counts["documents"]:
             counts = writer.summary.format("bad")

@@ -85,26 +85,6 @@ class FlatDocuments(NamedTuple):
         return FlatDocuments({name: self.columns[name] for name in ("file_ids", "row_numbers")}, self.file_names)
 
 
-class TokenizedChunk(NamedTuple):
-    """Documents of a chunk of rows. `position` is the start of the chunk, `rows` the number of all its rows.
-
-    `filtered` rows were removed by a transform, `dropped` were too long, `split` became several documents.
-    """
-
-    position: Any
-    rows: int
-    filtered: int
-    dropped: int
-    split: int
-    bad_rows: list[BadRow]
-    flat: FlatDocuments
-
-    @property
-    def documents(self) -> "TokenizedDataset":
-        """Documents of the chunk as a dataset."""
-        return TokenizedDataset(self.flat)
-
-
 @dataclass(frozen=True)
 class PreprocessSummary:
     """Number of rows of a dataset, and of those that did not become one document."""
@@ -117,9 +97,6 @@ class PreprocessSummary:
     row_format: str = ""  # description of the format
     bad_rows: Path | None = field(default=None, compare=False)  # JSON Lines file with where and reason
 
-    def __str__(self) -> str:
-        return self.format("skipped")
-
     def format(self, skipped: str) -> str:
         """Counts as text. `skipped` is the word for bad rows."""
         labels = {"filtered": "removed by a transform", "skipped": skipped, "dropped": "dropped as too long"}
@@ -127,16 +104,25 @@ class PreprocessSummary:
         counts = [f"{count:,} {label}" for name, label in labels.items() if (count := getattr(self, name))]
         return ", ".join([f"{self.rows:,} row{'' if self.rows == 1 else 's'}", *counts])
 
-    def add_chunk(self, chunk: TokenizedChunk) -> "PreprocessSummary":
-        """Summary with the counts of another chunk added."""
+    def __add__(self, other: "PreprocessSummary") -> "PreprocessSummary":
+        """Summary of these rows and more rows of the same format."""
         return replace(
             self,
-            rows=self.rows + chunk.rows,
-            filtered=self.filtered + chunk.filtered,
-            skipped=self.skipped + len(chunk.bad_rows),
-            dropped=self.dropped + chunk.dropped,
-            split=self.split + chunk.split,
+            rows=self.rows + other.rows,
+            filtered=self.filtered + other.filtered,
+            skipped=self.skipped + other.skipped,
+            dropped=self.dropped + other.dropped,
+            split=self.split + other.split,
         )
+
+
+class TokenizedChunk(NamedTuple):
+    """Documents of a chunk of rows. `position` is the start of the chunk, `summary` counts all its rows."""
+
+    position: Any
+    summary: PreprocessSummary
+    bad_rows: list[BadRow]
+    flat: FlatDocuments
 
 
 class TokenizedDataset:
@@ -363,7 +349,7 @@ class TokenizedDatasetWriter:
         added = {name: len(columns[column]) for name, column in sizes.items()} | count_targets(columns)
         self.counts = {name: value + added[name] for name, value in self.counts.items()}
         self.fingerprint.add(columns)
-        self.summary = self.summary.add_chunk(chunk)
+        self.summary += chunk.summary
         if chunk.bad_rows:
             with (self.directory / BAD_ROWS).open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(bad_row._asdict(), ensure_ascii=True) + "\n" for bad_row in chunk.bad_rows)

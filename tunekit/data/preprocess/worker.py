@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 
 from tunekit.data.datasets import DatasetConfig
-from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedChunk, flatten_documents
+from tunekit.data.preprocess.tokenized_dataset import Document, PreprocessSummary, TokenizedChunk, flatten_documents
 from tunekit.data.readers.row_reader import BadRow, Row, RowChunk
 from tunekit.data.tokenizer import Tokenizer, TokenizerErrors
 from tunekit.errors import UserError
@@ -29,10 +29,14 @@ def tokenize_chunk(
     valid = [(row.where, result) for row, result in zip(rows, encoded, strict=True) if isinstance(result, list)]
     documents: list[Document] = [document for _, result in valid for document in result]
     flat = flatten_documents(documents, [location for location, result in valid for _ in result])
-    filtered = sum(result is None for result in encoded)
-    dropped = sum(not result for _, result in valid)
-    split = sum(len(result) > config.docs_per_row for _, result in valid)
-    return TokenizedChunk(chunk.position, len(rows), filtered, dropped, split, bad_rows, flat)
+    summary = PreprocessSummary(
+        rows=len(rows),
+        filtered=sum(result is None for result in encoded),
+        skipped=len(bad_rows),
+        dropped=sum(not result for _, result in valid),
+        split=sum(len(result) > config.docs_per_row for _, result in valid),
+    )
+    return TokenizedChunk(chunk.position, summary, bad_rows, flat)
 
 
 def track_rows(rows: Sequence[Row | BadRow], progress: memoryview) -> Iterator[Row | BadRow]:

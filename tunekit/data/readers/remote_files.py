@@ -4,9 +4,10 @@ import hashlib
 import io
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from fsspec.core import url_to_fs
@@ -18,7 +19,6 @@ from tunekit.data.readers.filesystem import BLOCK_BYTES
 from tunekit.errors import UserError
 from tunekit.hub import redact
 
-Result = TypeVar("Result")
 RETRY_DELAYS = (1.0, 4.0, 16.0)  # seconds between attempts to read: streams outlive connections
 # Columns are read alternately from different offsets; with few cached blocks they would evict each other.
 CACHE_OPTIONS = {"block_size": 2**22, "cache_type": "blockcache", "cache_options": {"maxblocks": 16}}
@@ -45,12 +45,14 @@ class RemoteFile:
     url: str
 
     def open(self) -> io.BufferedReader:
-        file = wrap_errors(self.name, lambda: self.filesystem.open(self.url, "rb", **CACHE_OPTIONS))
+        with wrap_errors(self.name):
+            file = self.filesystem.open(self.url, "rb", **CACHE_OPTIONS)
         return io.BufferedReader(RetryingFile(file), BLOCK_BYTES)
 
     def digest(self, full: bool) -> bytes:
         """Hash of the ETag, size, time, or similar metadata. The file is not downloaded."""
-        info = wrap_errors(self.name, lambda: self.filesystem.info(self.url))
+        with wrap_errors(self.name):
+            info = self.filesystem.info(self.url)
         versions = sorted((key.lower(), str(value)) for key, value in info.items() if key.lower() in VERSION_KEYS)
         return hashlib.blake2b(repr(versions).encode(), digest_size=16).digest()
 
@@ -96,12 +98,12 @@ class RetryingFile(io.RawIOBase):
 def open_remote_files(url: str, split: str) -> list[RemoteFile]:
     """Return the remote files of a split. The URL may be a file, a directory, or a glob pattern."""
     name, filesystem = without_credentials(url), open_filesystem(url)
-    if not data_files.is_glob(url):
-        urls = wrap_errors(name, lambda: resolve_urls(filesystem, url, split))
-    else:
-        data_files.check_train_split(name, split)
-        urls = wrap_errors(name, lambda: [full_url(filesystem, path) for path in filesystem.glob(url)])
-        urls = data_files.files_matching(name, urls)
+    with wrap_errors(name):
+        if data_files.is_glob(url):
+            data_files.check_train_split(name, split)
+            urls = data_files.files_matching(name, [full_url(filesystem, path) for path in filesystem.glob(url)])
+        else:
+            urls = resolve_urls(filesystem, url, split)
     return [RemoteFile(without_credentials(file_url), filesystem, file_url) for file_url in urls]
 
 
@@ -139,10 +141,11 @@ def open_filesystem(url: str) -> Any:
         raise UserError(f"{without_credentials(url)}: {error_text(error)}") from None
 
 
-def wrap_errors(name: str, operation: Callable[[], Result]) -> Result:
-    """Run an operation of a filesystem and convert its errors to UserErrors."""
+@contextmanager
+def wrap_errors(name: str) -> Iterator[None]:
+    """Turn errors of a filesystem into UserErrors."""
     try:
-        return operation()
+        yield
     except FileNotFoundError as error:
         if error.__cause__ is None or isinstance(error.__cause__, FileNotFoundError):
             raise UserError(f"{name}: no such file or directory") from None
