@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tunekit.data.dataloader.batch import Batch, Collator
 from tunekit.data.dataloader.packing import pack_rows
-from tunekit.data.dataloader.sampler import unit_documents, unit_lengths
-from tunekit.data.dataloader.shared_prefix import shared_prefix_tokens
+from tunekit.data.dataloader.sampler import unit_documents
+from tunekit.data.dataloader.shared_prefix import dataset_row_lengths
 from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 from tunekit.rollouts.rollout import Rollout
 
@@ -107,7 +107,7 @@ class PolicyCollator:
         """
         divisors = [n for n in range(self.num_generations, 1, -1) if self.num_generations % n == 0]
         for size in divisors if self.can_share_prefixes else ():
-            lengths = unit_lengths(documents.lengths, size) - shared_prefix_tokens(documents, size)
+            lengths = dataset_row_lengths(documents, size, share_prefixes=True)
             if lengths.max() <= capacity:
                 return size, lengths
         return 1, documents.lengths

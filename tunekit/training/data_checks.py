@@ -7,6 +7,7 @@ import numpy as np
 
 from tunekit import build
 from tunekit.data.dataloader.base import DataLoader
+from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.data.row_checks import CheckContext, CheckTarget, Finding, run_data_checks
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
@@ -37,7 +38,7 @@ def check_targets(cfg: Any, loaders: Mapping[str, DataLoader | None], tokenizer:
 def check_context(cfg: Any, key: str, loader: DataLoader, vocab: int | None) -> CheckContext:
     """How the config uses the rows of one key: limits, packing, steps and warmup, labels."""
     max_length = loader.mixture.max_length
-    packed = None if loader.order.capacity is None else np.diff(loader.order.plan(0).bounds)
+    packed = None if loader.mixture.capacity is None else np.diff(loader.first_plan.bounds)
     scored = cfg.loss.target if isinstance(cfg, HasLoss) and isinstance(cfg.loss, RewardLoss | EmbeddingLoss) else None
     if key != "data" or not isinstance(cfg, TrainConfig):
         return CheckContext(max_length, vocab, packed, reward_target=scored)
@@ -72,7 +73,7 @@ def check_loss_weights(cfg: Any, loaders: Iterable[DataLoader | None]) -> None:
         return
     for loader in loaders:
         if loader is not None:
-            loader.require_equal_weights()
+            loader.add_check(TokenizedDataset.require_equal_weights)
 
 
 def long_row_warnings(cfg: TrainConfig) -> Iterator[str]:

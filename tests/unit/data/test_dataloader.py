@@ -90,7 +90,7 @@ def test_rows_stay_in_order_without_shuffling(make_dist) -> None:
     for step in range(data.num_steps(1)):
         assert sorted(row_numbers(data[step])) == list(range(step * BATCH, min(step * BATCH + BATCH, ROWS)))
     packed = make_loader(make_dist(), packed=True, shuffle=False)
-    first_rows = [min(row) for row in packed.order.plan(0).rows(0, ROWS)]
+    first_rows = [min(row) for row in packed.first_plan.rows(0, ROWS)]
     assert first_rows == sorted(first_rows)
 
 

@@ -1,13 +1,13 @@
 """Interface of the data loaders: micro-batches by step."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from tunekit.data.dataloader.batch import Batch, Collator
 from tunekit.data.dataloader.mixture import MixtureBase
-from tunekit.data.dataloader.sampler import RowOrder
+from tunekit.data.dataloader.packing import PackingPlan
 from tunekit.data.dataloader.summary import DataSummary
 from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 from tunekit.errors import UserError
@@ -16,14 +16,12 @@ from tunekit.errors import UserError
 class DataLoader(ABC):
     """Maps a step to the micro-batches of this rank: `loader[step]`.
 
-    `datasets` are the documents of each dataset of the mixture; with streaming data, those of the first block. `order`
-    defines which of them share a row: documents, or groups of `mixture.docs_per_row` of them.
+    `datasets` are the documents of each dataset of the mixture; with streaming data, those of the first block.
     """
 
     mixture: MixtureBase
     collator: Collator
     datasets: tuple[TokenizedDataset, ...]
-    order: RowOrder
 
     @abstractmethod
     def __getitem__(self, step: int) -> list[Batch]: ...
@@ -40,34 +38,39 @@ class DataLoader(ABC):
         if self.mixture.docs_per_row == 1 or self.collator.capacity is None:
             return False
         self.collator = replace(self.collator, share_prefixes=True)
-        self.replan()
+        self.plan_rows()
         return True
 
     @abstractmethod
-    def replan(self) -> None:
-        """Plan the packed rows again, for shared prefixes. Must be called before the first step."""
+    def plan_rows(self) -> None:
+        """Plan which documents share a row. Must be called before the first step."""
+
+    @property
+    @abstractmethod
+    def first_plan(self) -> PackingPlan:
+        """Rows of the first epoch, or of the first block: documents, or groups of `mixture.docs_per_row` of them."""
 
     @abstractmethod
     def num_steps(self, epochs: int) -> int:
         """Number of steps of `epochs` epochs."""
 
-    @abstractmethod
-    def check_vocab(self, vocab_size: int) -> None:
-        """Raise UserError if the model has no embedding for a token, now or when a later block is read."""
-
-    def require_equal_weights(self) -> None:
-        """Raise UserError if a row has weights for its target tokens, now or when a later block is read."""
+    def add_check(self, check: Callable[[TokenizedDataset], None]) -> None:
+        """Call `check`, which may raise UserError, for all documents; with streaming data, also for later blocks."""
         for dataset in self.datasets:
-            dataset.require_equal_weights()
+            check(dataset)
 
-    def check_token_ids(self, datasets: Iterable[TokenizedDataset], vocab_size: int) -> None:
-        """Raise UserError if the model has no embedding for a token of these documents, or for padding."""
-        max_token = max(self.collator.pad_id, *(int(dataset.tokens.max()) for dataset in datasets))
-        if max_token >= vocab_size:
-            raise UserError(
-                f"data: token id {max_token} is outside the model's vocabulary of {vocab_size} tokens. "
-                "Use the tokenizer of this model."
-            )
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raise UserError if the model has no embedding for a token or for padding. Later blocks are checked too."""
+
+        def check_tokens(dataset: TokenizedDataset) -> None:
+            max_token = max(self.collator.pad_id, int(dataset.tokens.max()))
+            if max_token >= vocab_size:
+                raise UserError(
+                    f"data: token id {max_token} is outside the model's vocabulary of {vocab_size} tokens. "
+                    "Use the tokenizer of this model."
+                )
+
+        self.add_check(check_tokens)
 
     def check_same_data(self, saved: Any, current: Any) -> None:
         """Raise UserError if the fingerprint of a saved state is another one."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.data.dataloader.packing import pack_rows
-from tunekit.data.dataloader.shared_prefix import SharedPrefixRows
+from tunekit.data.dataloader.shared_prefix import locate_prefixes, prefix_lengths, without_prefix
 from tunekit.data.doc_flags import UNEQUAL_WEIGHTS, DocFlags
 from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, Document, TokenizedDataset, first_target
 from tunekit.errors import UserError
@@ -231,13 +231,14 @@ class Collator:
         """Batch of rows of documents, and the documents as stored in it: without prefixes that another one stores."""
         if not self.share_prefixes:
             return self.collate(rows), rows
-        shared = SharedPrefixRows.from_rows(rows, self.docs_per_row)
-        batch = self.collate(shared.rows)
-        prefixes = shared.prefixes(batch.tokens.shape[1])
+        lengths = [prefix_lengths(row, self.docs_per_row) for row in rows]
+        suffixes = [list(map(without_prefix, row, counts)) for row, counts in zip(rows, lengths, strict=True)]
+        batch = self.collate(suffixes)
+        prefixes = locate_prefixes(suffixes, lengths, self.docs_per_row, batch.tokens.shape[1])
         if prefixes is None or batch.cu_seqlens is None:
             return batch, rows
         offsets = prefixes[:, 0].long().repeat_interleave(batch.cu_seqlens.diff().long()).view_as(batch.positions)
-        return replace(batch, positions=batch.positions + offsets, shared_prefixes=prefixes), shared.rows
+        return replace(batch, positions=batch.positions + offsets, shared_prefixes=prefixes), suffixes
 
     def collate(self, rows: Sequence[Sequence[Document]]) -> Batch:
         """Batch of rows of concatenated documents, padded at the end of each row."""

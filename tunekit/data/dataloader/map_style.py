@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 
-from tunekit.data.dataloader import shared_prefix
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.batch import Batch, Collator
 from tunekit.data.dataloader.mixture import EpochSampler, MixtureBase
-from tunekit.data.dataloader.sampler import RowOrder, StepIndex, unit_documents, unit_lengths
+from tunekit.data.dataloader.packing import PackingPlan
+from tunekit.data.dataloader.sampler import RowOrder, StepIndex, unit_documents
+from tunekit.data.dataloader.shared_prefix import dataset_row_lengths
 from tunekit.data.dataloader.summary import DatasetSummary, DataSummary, PromptLengths
 from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, Document, PreprocessSummary, TokenizedDataset
 from tunekit.errors import UserError
@@ -35,21 +36,21 @@ class MapDataLoader(DataLoader):
         self.num_rows = num_rows = [len(dataset) // mixture.docs_per_row for dataset in datasets]
         self.rows_per_epoch = list(mixture.rows_per_epoch(num_rows))
         uses_all = self.rows_per_epoch == num_rows
-        sampler = None if uses_all else EpochSampler(num_rows, self.rows_per_epoch, seed, mixture.shuffle)
-        lengths = unit_lengths(self.documents.lengths, mixture.docs_per_row)
-        self.order = RowOrder(lengths, seed, mixture.shuffle, mixture.capacity, sampler)
-        self.step_index = StepIndex(self.order.num_rows, collator.global_batch_size)
+        self.sampler = None if uses_all else EpochSampler(num_rows, self.rows_per_epoch, seed, mixture.shuffle)
+        self.seed = seed
+        self.plan_rows()
 
-    def replan(self) -> None:
-        saved = shared_prefix.shared_prefix_tokens(self.documents, self.mixture.docs_per_row)
-        self.order = self.order.subtract_lengths(saved)
+    def plan_rows(self) -> None:
+        lengths = dataset_row_lengths(self.documents, self.mixture.docs_per_row, self.collator.share_prefixes)
+        self.order = RowOrder(lengths, self.seed, self.mixture.shuffle, self.mixture.capacity, self.sampler)
         self.step_index = StepIndex(self.order.num_rows, self.collator.global_batch_size)
 
     def num_steps(self, epochs: int) -> int:
         return self.step_index.num_steps(epochs)
 
-    def check_vocab(self, vocab_size: int) -> None:
-        self.check_token_ids(self.datasets, vocab_size)
+    @property
+    def first_plan(self) -> PackingPlan:
+        return self.order.plan(0)
 
     @property
     def fingerprint(self) -> str:

@@ -25,10 +25,6 @@ class RowOrder:
         self.lengths, self.seed, self.shuffle, self.capacity, self.sampler = lengths, seed, shuffle, capacity, sampler
         self.plan = lru_cache(maxsize=2)(self.plan_epoch)  # the next epoch is planned before the current one ends
 
-    def subtract_lengths(self, saved: np.ndarray) -> "RowOrder":
-        """Same order for items that need `saved` fewer tokens each, because of shared prefixes."""
-        return RowOrder(self.lengths - saved, self.seed, self.shuffle, self.capacity, self.sampler)
-
     def items(self, epoch: int) -> np.ndarray:
         """Items of an epoch, not shuffled."""
         return np.arange(len(self.lengths)) if self.sampler is None else self.sampler(epoch)
@@ -81,13 +77,6 @@ def plan_rows(
     return PackingPlan(items[packed.documents], packed.bounds)
 
 
-def unit_lengths(lengths: np.ndarray, docs_per_row: int) -> np.ndarray:
-    """Tokens of each group of `docs_per_row` adjacent documents."""
-    return lengths if docs_per_row == 1 else lengths.reshape(-1, docs_per_row).sum(axis=1)
-
-
 def unit_documents(rows: list[np.ndarray], docs_per_row: int) -> list[np.ndarray]:
     """Document indices of rows of group indices."""
-    if docs_per_row == 1:
-        return rows
     return [(row[:, None] * docs_per_row + np.arange(docs_per_row)).ravel() for row in rows]

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tunekit.data.dataloader import shared_prefix
 from tunekit.data.dataloader.mixture import EpochSampler, MixtureBase
 from tunekit.data.dataloader.packing import PackingPlan
-from tunekit.data.dataloader.sampler import plan_rows, unit_documents, unit_lengths
+from tunekit.data.dataloader.sampler import plan_rows, unit_documents
+from tunekit.data.dataloader.shared_prefix import dataset_row_lengths
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.preprocess.preprocess import (
     BadRowPolicy,
@@ -261,11 +261,12 @@ class BlockStream:
 
     def plan(self, dataset: TokenizedDataset, round_index: int) -> PackingPlan:
         """Packed rows of a block."""
-        lengths = unit_lengths(dataset.lengths, self.mixture.docs_per_row)
-        if self.share_prefixes:
-            lengths = lengths - shared_prefix.shared_prefix_tokens(dataset, self.mixture.docs_per_row)
-        seed = (self.seed, round_index) if self.mixture.shuffle else None
+        lengths, seed = self.row_lengths(dataset), (self.seed, round_index) if self.mixture.shuffle else None
         return plan_rows(lengths, np.arange(len(lengths)), self.mixture.capacity, seed)
+
+    def row_lengths(self, dataset: TokenizedDataset) -> np.ndarray:
+        """Tokens of the dataset rows of a block."""
+        return dataset_row_lengths(dataset, self.mixture.docs_per_row, self.share_prefixes)
 
     def stop(self) -> None:
         """Make a thread that reads a block fail soon."""

@@ -1,22 +1,23 @@
 """Data loader of rows that are read during training, one block at a time."""
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tunekit.data.dataloader import shared_prefix
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.batch import Batch, Collator
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.packing import PackingPlan
-from tunekit.data.dataloader.sampler import RowOrder, unit_documents, unit_lengths
+from tunekit.data.dataloader.sampler import unit_documents
 from tunekit.data.dataloader.stream_blocks import BlockStream, ShuffleBlock, StreamPosition
 from tunekit.data.dataloader.summary import DatasetSummary, DataSummary
-from tunekit.data.preprocess.tokenized_dataset import Document, FlatDocuments
+from tunekit.data.preprocess.tokenized_dataset import Document, FlatDocuments, TokenizedDataset
 from tunekit.errors import UserError
 
-MAX_HISTORY = 16  # blocks whose row locations are kept, for metrics that are read some steps later
+MAX_HISTORY = 16  # blocks whose start and row locations are kept, for metrics that are read some steps later
+BlockStart = tuple[int, list[StreamPosition]]  # round index, and the positions of the sources
 
 
 class BlockHistory(NamedTuple):
@@ -24,6 +25,8 @@ class BlockHistory(NamedTuple):
 
     first_step: int
     end_step: int
+    start: BlockStart
+    next_start: BlockStart
     plan: PackingPlan
     locations: FlatDocuments
 
@@ -38,46 +41,32 @@ class StreamingDataLoader(DataLoader):
 
     def __init__(self, mixture: MixtureBase, blocks: BlockStream, collator: Collator) -> None:
         self.mixture, self.blocks, self.collator = mixture, blocks, collator
-        self.vocab_size: int | None = None
-        self.requires_equal_weights = False  # whether token weights are an error
+        self.checks: list[Callable[[TokenizedDataset], None]] = []
         self.thread = ThreadPoolExecutor(1, "tunekit-stream")
         self.next_block: Future[ShuffleBlock] | None = None
-        # First step of a block -> its round index and the positions of its sources.
-        self.block_starts: dict[int, tuple[int, list[StreamPosition]]] = {}
-        self.first_step = self.end_step = 0  # of the current block
         self.block = self.first_block = self.blocks.next()
-        self.history: tuple[BlockHistory, ...] = ()
+        self.history: tuple[BlockHistory, ...] = ()  # up to the current block
         self.datasets = (self.block.documents,)
-        lengths = unit_lengths(self.block.documents.lengths, mixture.docs_per_row)
-        self.order = RowOrder(lengths, blocks.seed, mixture.shuffle, mixture.capacity)
-        self.start_block(self.block)
+        self.start_block(self.block, 0)
 
-    def start_block(self, block: ShuffleBlock) -> None:
-        """Make a block the current one. Raise UserError for token ids and weights that are not allowed."""
-        if self.vocab_size is not None:
-            self.check_token_ids([block.documents], self.vocab_size)
-        if self.requires_equal_weights:
-            block.documents.require_equal_weights()
-        self.block, self.first_step = block, self.end_step
-        self.end_step += -(-len(block.plan) // self.collator.global_batch_size)
-        starts = self.block_starts | {
-            self.first_step: (block.round_index, block.start_positions),
-            self.end_step: (block.round_index + block.num_rounds, block.end_positions),
-        }
-        # Keeps the block before: the trained step may precede the step that is built. The dict is replaced, not
-        # changed, because another thread may be reading it.
-        self.block_starts = {step: starts[step] for step in sorted(starts)[-3:]}
-        locations = block.documents.flat.without_tokens()
-        current = BlockHistory(self.first_step, self.end_step, block.plan, locations)
-        past = (block for block in self.history[1 - MAX_HISTORY :] if block.end_step <= self.first_step)
+    def start_block(self, block: ShuffleBlock, first_step: int) -> None:
+        """Make a block the current one. Raise UserError if a check fails."""
+        for check in self.checks:
+            check(block.documents)
+        self.block = block
+        end_step = first_step - (-len(block.plan) // self.collator.global_batch_size)
+        starts = (block.round_index, block.start_positions), (block.round_index + block.num_rounds, block.end_positions)
+        current = BlockHistory(first_step, end_step, *starts, block.plan, block.documents.flat.without_tokens())
+        # The tuple is replaced, not changed, because another thread may be reading it.
+        past = (block for block in self.history[1 - MAX_HISTORY :] if block.end_step <= first_step)
         self.history = (*past, current)
 
     def __getitem__(self, step: int) -> list[Batch]:
-        assert step >= self.first_step, "steps of a stream must be read in order"
+        assert step >= self.history[-1].first_step, "steps of a stream must be read in order"
         if self.next_block is None:
             self.next_block = self.thread.submit(self.blocks.next)
-        while step >= self.end_step:
-            self.start_block(self.next_block.result())
+        while step >= (end_step := self.history[-1].end_step):
+            self.start_block(self.next_block.result(), end_step)
             self.next_block = self.thread.submit(self.blocks.next)
         rows = self.document_indices(self.history[-1], step)
         return self.collator.micro_batches(self.block.documents, rows, self.block.first_document)
@@ -95,29 +84,29 @@ class StreamingDataLoader(DataLoader):
         rows = block.plan.rows(num_rows * index // steps, num_rows * (index + 1) // steps)
         return unit_documents(rows, self.mixture.docs_per_row)
 
-    def replan(self) -> None:
-        self.blocks.share_prefixes, block = True, self.block
+    def plan_rows(self) -> None:
+        self.blocks.share_prefixes, block = self.collator.share_prefixes, self.block
         self.first_block = block._replace(plan=self.blocks.plan(block.documents, block.round_index))
-        saved = shared_prefix.shared_prefix_tokens(block.documents, self.mixture.docs_per_row)
-        self.order = self.order.subtract_lengths(saved)
-        self.end_step = self.first_step
-        self.start_block(self.first_block)
+        self.start_block(self.first_block, self.history[-1].first_step)
 
-    def check_vocab(self, vocab_size: int) -> None:
-        self.vocab_size, self.end_step = vocab_size, self.first_step
-        self.start_block(self.block)
+    @property
+    def first_plan(self) -> PackingPlan:
+        return self.first_block.plan
 
-    def require_equal_weights(self) -> None:
-        self.requires_equal_weights = True
-        self.block.documents.require_equal_weights()
+    def add_check(self, check: Callable[[TokenizedDataset], None]) -> None:
+        super().add_check(check)
+        self.checks.append(check)
 
     def num_steps(self, epochs: int) -> int:
         raise UserError("data: the number of steps of a stream is unknown. Set max_steps.")
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Round index, source positions, and first step of the block that contains `step`."""
-        first_step = max(start for start in self.block_starts if start <= step)
-        round_index, positions = self.block_starts[first_step]
+        # The trained step may precede the step that is built, which may be in the next block.
+        block = [block for block in self.history if block.first_step <= step][-1]
+        is_next = step >= block.end_step
+        first_step = block.end_step if is_next else block.first_step
+        round_index, positions = block.next_start if is_next else block.start
         marks = [[num_passes, chunk and list(chunk), num_documents] for num_passes, chunk, num_documents in positions]
         return {"block": round_index, "first": first_step, "marks": marks, "rows": self.source_fingerprints}
 
@@ -127,8 +116,8 @@ class StreamingDataLoader(DataLoader):
             self.next_block.result()
         positions = [StreamPosition(passes, chunk and tuple(chunk), count) for passes, chunk, count in state["marks"]]
         self.blocks.seek(state["block"], positions)
-        self.next_block, self.block_starts, self.end_step = None, {}, state["first"]
-        self.start_block(self.blocks.next())
+        self.next_block = None
+        self.start_block(self.blocks.next(), state["first"])
 
     @property
     def fingerprint(self) -> str:
@@ -153,11 +142,12 @@ class StreamingDataLoader(DataLoader):
     @property
     def summary(self) -> DataSummary:
         documents, summaries, first = self.first_block.documents, [], 0
+        lengths = self.blocks.row_lengths(documents)
         columns = zip(self.mixture.dataset_configs, self.blocks.feeds, self.first_block.row_counts, strict=True)
         for config, feed, count in columns:
             rows = slice(first, first := first + count)
             start, end = (documents.bounds[row * self.mixture.docs_per_row] for row in (rows.start, rows.stop))
-            tokens, num_targets = int(self.order.lengths[rows].sum()), int(documents.loss_mask[start:end].sum())
+            tokens, num_targets = int(lengths[rows].sum()), int(documents.loss_mask[start:end].sum())
             summaries.append(DatasetSummary(config.source, feed.description, count, tokens, num_targets, 0.0))
         num_packed_rows = None if self.mixture.capacity is None else len(self.first_block.plan)
         return DataSummary(
