@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.helpers.tokenizers import Shape, write_tokenizer
-from tunekit.data.chat_template.named_templates import TEMPLATES
+from tunekit.data.chat_template.template import TEMPLATES
 
 TEMPLATE_DIR = Path(__file__).parent / "chat_templates"
 BUNDLED = {"gemma3": "gemma"}  # names of families whose template ships with the package under another name

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from tests.helpers.chat_families import EMPTY, read_family_template
 from tests.helpers.recipe_runs import Workspace
 from tunekit import assets
-from tunekit.data.chat_template.named_templates import TEMPLATES
+from tunekit.data.chat_template.template import TEMPLATES
 from tunekit.data.inspect.token_display import TokenRole
 from tunekit.data.tokenizer import Tokenizer
 

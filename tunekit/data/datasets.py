@@ -20,7 +20,7 @@ from tunekit.data.chat_template.messages import (
     make_conversation,
     parse_json_cell,
 )
-from tunekit.data.chat_template.named_templates import TemplateKwargs, check_template_kwargs, find_template
+from tunekit.data.chat_template.template import TemplateKwargs, check_template_kwargs, find_template
 from tunekit.data.doc_flags import UNEQUAL_WEIGHTS, DocFlags
 from tunekit.data.format_detection import FormatRule, RowFormat, detect_format, suggest_kind
 from tunekit.data.preprocess.tokenized_dataset import Document
@@ -29,12 +29,11 @@ from tunekit.data.readers.row_reader import BadRow, Row, RowReader
 from tunekit.data.row_errors import USER_CODE_ERRORS, format_user_code_error
 from tunekit.data.tokenize import MaskedText, TrainOn
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.data.transforms import Filter, RenameColumns
+from tunekit.data.transforms import Fields, Filter, RenameColumns
 from tunekit.data.truncation import TooLong, fit_documents
 from tunekit.errors import FieldError, UserError
 
 EncodedRow = list[Document] | BadRow | None
-Fields = dict[str, Any]
 # Without a key path: a dataset config does not know its own, nor its index in a mixture.
 SKIP_HINT = "Fix the row, or set `on_bad_row: skip` next to the `source` of this file"
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 
@@ -117,6 +117,17 @@ def targets_of_labels(labels: Any, tokens: np.ndarray) -> np.ndarray:
     return values != IGNORE_INDEX
 
 
+SFTFormat = (
+    ChatDataset
+    | ShareGPTDataset
+    | InstructDataset
+    | CompletionDataset
+    | TextDataset
+    | SegmentsDataset
+    | PretokenizedDataset
+)
+
+
 @dataclass(frozen=True)
 class AutoDataset(DetectedDataset):
     """Rows whose format is detected from their columns. The default if `kind` is omitted.
@@ -127,15 +138,7 @@ class AutoDataset(DetectedDataset):
 
     kind: ClassVar[str] = "auto"
     is_default: ClassVar[bool] = True
-    candidates: ClassVar[tuple[type[DatasetConfig], ...]] = (
-        ChatDataset,
-        ShareGPTDataset,
-        InstructDataset,
-        CompletionDataset,
-        TextDataset,
-        SegmentsDataset,
-        PretokenizedDataset,
-    )
+    candidates: ClassVar[tuple[type[DatasetConfig], ...]] = get_args(SFTFormat)
     expected_columns: ClassVar[str] = "Set a supported `kind`, or use the recipe `preference` for preference data"
 
     def limit_length(self, text: MaskedText, document: Document) -> list[Document]:
@@ -144,14 +147,4 @@ class AutoDataset(DetectedDataset):
         return super().limit_length(text, document)
 
 
-# Datasets of the recipes that train on target tokens.
-SFTDataset = (
-    AutoDataset
-    | ChatDataset
-    | ShareGPTDataset
-    | InstructDataset
-    | CompletionDataset
-    | TextDataset
-    | SegmentsDataset
-    | PretokenizedDataset
-)
+SFTDataset = AutoDataset | SFTFormat  # datasets of the recipes that train on target tokens

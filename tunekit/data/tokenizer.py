@@ -15,8 +15,7 @@ from typing import Any
 import tokenizers
 
 from tunekit.data.chat_template.messages import REASONING_KEYS, Messages, Tools
-from tunekit.data.chat_template.named_templates import TEMPLATES, find_template, read_template, with_defaults
-from tunekit.data.chat_template.template import ChatTemplate
+from tunekit.data.chat_template.template import TEMPLATES, ChatTemplate, find_template, read_template, with_defaults
 from tunekit.data.token_cache import TokenCache, TokenizerEncoding, compile_alternation
 from tunekit.errors import UserError
 

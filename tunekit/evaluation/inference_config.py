@@ -6,7 +6,7 @@ from tunekit import build
 from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.checkpoint.hf_checkpoint import ConfigOverrides
 from tunekit.data.chat_template.chat_format import describe_unread_kwargs, with_chat_format
-from tunekit.data.chat_template.named_templates import TemplateKwargs, check_template_kwargs
+from tunekit.data.chat_template.template import TemplateKwargs, check_template_kwargs
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.devices import DeviceChoice
 from tunekit.distributed.context import DistributedContext

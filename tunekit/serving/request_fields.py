@@ -8,7 +8,7 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple
 
 from tunekit.data.chat_template.messages import Conversation, json_type, make_conversation, parse_tools
-from tunekit.data.chat_template.named_templates import check_template_kwargs
+from tunekit.data.chat_template.template import check_template_kwargs
 from tunekit.errors import FieldError, UserError
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.generation.stop_strings import StopStrings

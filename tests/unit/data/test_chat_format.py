@@ -15,7 +15,7 @@ from tunekit.data.chat_template.chat_format import (
     find_split_markers,
     with_chat_format,
 )
-from tunekit.data.chat_template.named_templates import TEMPLATES, with_defaults
+from tunekit.data.chat_template.template import TEMPLATES, with_defaults
 from tunekit.data.dataloader.mixture import Mixture
 from tunekit.data.datasets import ChatDataset
 from tunekit.data.tokenizer import Tokenizer

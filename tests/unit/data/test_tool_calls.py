@@ -11,7 +11,8 @@ import pytest
 from tests.helpers.call_templates import CALLS, open_call_family
 from tests.helpers.chat_families import AMBIGUOUS, FAMILIES, write_family
 from tunekit.build import resolve_model
-from tunekit.data.chat_template.call_detection import detect_format, render_calls, try_render
+from tunekit.data.chat_template.call_detection import detect_format, render_calls
+from tunekit.data.chat_template.template_features import try_render
 from tunekit.data.chat_template.template_rewrites import find_rewrites
 from tunekit.data.chat_template.tool_calls import ToolCallParser, tool_result_tokens
 from tunekit.data.tokenizer import Tokenizer

@@ -16,9 +16,8 @@ from tunekit.data.chat_template.call_formats import (
     json_call,
 )
 from tunekit.data.chat_template.messages import Message, Tools
-from tunekit.data.chat_template.template_features import ANSWER, CALL_ID, QUESTION, detect_features
+from tunekit.data.chat_template.template_features import ANSWER, CALL_ID, QUESTION, try_render
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.errors import UserError
 
 NAMES = ("edcrfv", "edctgb")  # strings that no template contains
 ARGUMENTS = {"ujmyhn": "ikolpz", "qwsxcd": "bgtnhy"}
@@ -27,15 +26,6 @@ KEYS, VALUES = tuple(ARGUMENTS), tuple(ARGUMENTS.values())
 
 def probe_call(index: int) -> dict[str, Any]:
     return {"type": "function", "id": CALL_ID.format(index), "function": {"name": NAMES[index], "arguments": ARGUMENTS}}
-
-
-def try_render(tokenizer: Tokenizer, messages: list[Message], tools: Tools, prompt: bool = False) -> str:
-    """Render messages in formats that the template supports; return an empty string if it fails."""
-    try:
-        features = detect_features(tokenizer.template(tools), tokenizer)
-        return tokenizer.render(features.adapt_messages(messages), tools, prompt)
-    except UserError:
-        return ""
 
 
 def render_calls(tokenizer: Tokenizer, tools: Tools, calls: list[dict[str, Any]]) -> str:
@@ -57,8 +47,9 @@ def at_tag(prefix: str, text: str) -> str:
 
 
 @lru_cache(maxsize=32)
-def known_formats(tokenizer: Tokenizer, template_text: str) -> tuple[CallFormat, ...]:
+def known_formats(tokenizer: Tokenizer) -> tuple[CallFormat, ...]:
     """Known formats whose start is a token of the model or a part of its chat template."""
+    template_text = "\n".join(text for text, _ in tokenizer.templates.values())
     vocabulary = {token.content for token in tokenizer.model.get_added_tokens_decoder().values()}
     return tuple(item for item in KNOWN_FORMATS if item.trigger in vocabulary or item.trigger in template_text)
 
@@ -69,8 +60,7 @@ def find_formats(tokenizer: Tokenizer, tools: Tools) -> list[CallFormat]:
     If the template writes no calls, JSON alone is a call too. If the vocabulary shows no format either, all are tried.
     """
     detected = detect_format(tokenizer, tools)
-    text = "\n".join(text for text, _ in tokenizer.templates.values())
-    known = known_formats(tokenizer, text)
+    known = known_formats(tokenizer)
     if detected is not None:
         return [detected, *known]
     return [*(known or KNOWN_FORMATS), CallFormat("json")]

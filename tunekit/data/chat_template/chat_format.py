@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunekit.data.chat_template.messages import Message, Tools
-from tunekit.data.chat_template.template_features import ANSWER, QUESTION, detect_features
+from tunekit.data.chat_template.template_features import ANSWER, QUESTION, detect_features, try_render
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
@@ -33,18 +33,14 @@ def encode_conversation(tokenizer: Tokenizer, messages: list[Message], tools: To
 
 def find_end_of_turn(tokenizer: Tokenizer) -> set[int]:
     """Id of the special token that the chat template writes after an answer; empty if there is none."""
-    match = tokenizer.special_texts.match(render_turn_end(tokenizer) or "")
+    match = tokenizer.special_texts.match(render_turn_end(tokenizer))
     return {token for token, special in tokenizer.special_ids.items() if match and match[0] == special}
 
 
-def render_turn_end(tokenizer: Tokenizer) -> str | None:
-    """Text that the chat template writes after an answer; None if it does not render a question and an answer."""
+def render_turn_end(tokenizer: Tokenizer) -> str:
+    """Text that the chat template writes after an answer; empty if it does not render a question and an answer."""
     messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
-    try:
-        text = tokenizer.render(detect_features(tokenizer.template(), tokenizer).adapt_messages(messages))
-    except UserError:
-        return None
-    return text.rpartition(ANSWER)[2].lstrip()
+    return try_render(tokenizer, messages, None).rpartition(ANSWER)[2].lstrip()
 
 
 def find_split_markers(tokenizer: Tokenizer) -> list[str]:
@@ -56,7 +52,7 @@ def find_split_markers(tokenizer: Tokenizer) -> list[str]:
 def check_turn_end(tokenizer: Tokenizer) -> None:
     """Raise UserError if a chat template ends answers with a marker that is not a token of the tokenizer."""
     end, markers = render_turn_end(tokenizer), find_split_markers(tokenizer)
-    if end is not None and (marker := next(filter(end.startswith, markers), None)):
+    if marker := next(filter(end.startswith, markers), None):
         raise UserError(
             f"data.chat_template: answers end with {marker}, which the tokenizer splits into several tokens, so "
             f"generation would not stop. Add new_special_tokens={json.dumps(markers)}, or set data_checks=warn."

@@ -1,8 +1,13 @@
-"""A checkpoint's chat template: untrusted Jinja text, rendered in a sandbox exactly as `transformers` renders it."""
+"""Chat templates: untrusted Jinja text of checkpoints, files or this package, and the values of template variables.
 
+They are rendered in a sandbox exactly as `transformers` renders them.
+"""
+
+import json
 import re
 from collections.abc import Mapping
 from itertools import accumulate, islice
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
@@ -17,7 +22,7 @@ from tunekit.data.chat_template.sandbox import (
     StepCounter,
     TemplateSandbox,
 )
-from tunekit.errors import UserError
+from tunekit.errors import FieldError, UserError
 
 STANDARD_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
 STANDARD_VARIABLES |= {GENERATION_START, GENERATION_END}
@@ -34,6 +39,8 @@ RENDER_ERRORS = (
     MemoryError,
 )
 MAX_TEMPLATE_CHARS = 200_000  # published templates have up to 30,000
+TEMPLATES = {path.stem: path for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}  # bundled
+TemplateKwargs = dict[str, str | int | float | bool | tuple[str | int | float | bool, ...]]  # values of variables
 
 
 def find_tags(tree: nodes.Template) -> list[str]:
@@ -139,3 +146,40 @@ class ChatTemplate:
             )
         starts = [body.start() - 2 * index for index, body in enumerate(bodies)]
         return [(start, start + len(body[1])) for start, body in zip(starts, bodies, strict=True)]
+
+
+def find_template(name: str) -> Path:
+    """File of a chat template, given by its name or path."""
+    path = TEMPLATES.get(name) or Path(name).expanduser()
+    if not path.is_file():
+        names = ", ".join(TEMPLATES)
+        raise UserError(
+            f"chat_template: {name!r} is not a file or a bundled template. Set a Jinja file or one of {names}."
+        )
+    return path
+
+
+def read_template(path: Path) -> str:
+    """Text of a Jinja file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot read the chat template: {error}") from None
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Raise FieldError for a name that a template cannot read, or that is set for each conversation."""
+    for name in kwargs:
+        if not name.isidentifier():
+            raise FieldError("chat_template_kwargs", f"{name!r} is not the name of a template variable")
+        if name in STANDARD_VARIABLES:
+            raise FieldError(f"chat_template_kwargs.{name}", "is set by the conversation or the tokenizer. Remove it.")
+
+
+def with_defaults(text: str, kwargs: Mapping[str, Any]) -> str:
+    """Template text that uses `kwargs` as the defaults of its variables, in any program that renders it."""
+    lines = "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {json.dumps(value, ensure_ascii=False)} %}}{{%- endif %}}"
+        for name, value in kwargs.items()
+    )
+    return f"{lines}\n{text}" if kwargs else text  # Jinja removes the line break after a block

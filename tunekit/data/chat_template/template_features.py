@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from tunekit.data.chat_template.messages import REASONING_KEYS, Message
+from tunekit.data.chat_template.messages import REASONING_KEYS, Message, Tools
 from tunekit.data.chat_template.template import ChatTemplate
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
@@ -90,6 +90,15 @@ def detect_features(template: ChatTemplate, tokenizer: Tokenizer) -> TemplateFea
     return TemplateFeatures(
         probe is parts_probe, supported, first != second or not first, source if ignores_unknown_keys else None
     )
+
+
+def try_render(tokenizer: Tokenizer, messages: list[Message], tools: Tools, prompt: bool = False) -> str:
+    """Render messages in formats that the template supports; return an empty string if it fails."""
+    try:
+        features = detect_features(tokenizer.template(tools), tokenizer)
+        return tokenizer.render(features.adapt_messages(messages), tools, prompt)
+    except UserError:
+        return ""
 
 
 def supported_empty_contents(texts: list[str], num_nones: int) -> tuple[bool, ...]:

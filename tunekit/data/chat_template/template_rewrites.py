@@ -6,9 +6,8 @@ sampled tokens instead.
 
 from typing import Literal
 
-from tunekit.data.chat_template.call_detection import try_render
 from tunekit.data.chat_template.messages import Message, Tools
-from tunekit.data.chat_template.template_features import ANSWER, CALL_ID, QUESTION, TOOL_NAME
+from tunekit.data.chat_template.template_features import ANSWER, CALL_ID, QUESTION, TOOL_NAME, try_render
 from tunekit.data.tokenizer import Tokenizer
 
 Rewrite = Literal["prompt", "reasoning", "calls", "tools", "end", "whitespace"]

@@ -12,11 +12,10 @@ from tunekit.data.chat_template.call_detection import (
     VALUES,
     at_tag,
     find_formats,
-    try_render,
 )
 from tunekit.data.chat_template.call_formats import NAME, CallError, CallFormat, NoCallError, Scanner, make_call
 from tunekit.data.chat_template.messages import Message, Tools
-from tunekit.data.chat_template.template_features import ANSWER, CALL_ID, QUESTION
+from tunekit.data.chat_template.template_features import ANSWER, CALL_ID, QUESTION, try_render
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from tunekit.config.choices import kind_name
 from tunekit.data.chat_template.chat_format import with_chat_format
-from tunekit.data.chat_template.named_templates import TemplateKwargs, check_template_kwargs
+from tunekit.data.chat_template.template import TemplateKwargs, check_template_kwargs
 from tunekit.data.datasets import ChatTemplateMixin, DataConfig, DatasetConfig
 from tunekit.data.sft_datasets import SFTDataset
 from tunekit.data.tokenizer import Tokenizer

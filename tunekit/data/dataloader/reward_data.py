@@ -1,13 +1,15 @@
 """Datasets of the reward recipe: pairs, labeled texts, answers with labeled steps, or documents for queries."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 from tunekit.data.dataloader.preference_data import FirstRowDetected, PreferenceMixture
 from tunekit.data.datasets import DatasetConfig, PreferenceDataset, UnsplitRowsBase
 from tunekit.data.embedding_datasets import RerankingDataset, RerankingPairsDataset
 from tunekit.data.format_detection import REWARD_RULES, FormatRule
 from tunekit.data.reward_datasets import LabeledDataset, StepwiseDataset
+
+RewardFormat = PreferenceDataset | LabeledDataset | StepwiseDataset | RerankingDataset | RerankingPairsDataset
 
 
 @dataclass(frozen=True)
@@ -21,13 +23,7 @@ class AutoRewardDataset(UnsplitRowsBase, FirstRowDetected):
 
     kind: ClassVar[str] = "auto"
     is_default: ClassVar[bool] = True
-    candidates: ClassVar[tuple[type[DatasetConfig], ...]] = (
-        PreferenceDataset,
-        LabeledDataset,
-        StepwiseDataset,
-        RerankingDataset,
-        RerankingPairsDataset,
-    )
+    candidates: ClassVar[tuple[type[DatasetConfig], ...]] = get_args(RewardFormat)
     rules: ClassVar[tuple[FormatRule, ...]] = REWARD_RULES
     expected_columns: ClassVar[str] = (
         "Expected columns: chosen and rejected; text or messages, and label; prompt, completions and labels; query, "
@@ -35,13 +31,4 @@ class AutoRewardDataset(UnsplitRowsBase, FirstRowDetected):
     )
 
 
-# Datasets of the reward recipe.
-RewardData = (
-    AutoRewardDataset
-    | PreferenceDataset
-    | LabeledDataset
-    | StepwiseDataset
-    | RerankingDataset
-    | RerankingPairsDataset
-    | PreferenceMixture
-)
+RewardData = AutoRewardDataset | RewardFormat | PreferenceMixture  # datasets of the reward recipe
