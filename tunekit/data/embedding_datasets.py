@@ -27,9 +27,6 @@ QUERIES, POSITIVES, NEGATIVES = ("query", "anchor", "question"), ("positive", "p
 class WholeTextDataset(UnsplitRowsBase):
     """Rows of texts, or pairs of texts, each of which becomes a document of at most `max_length` tokens."""
 
-    def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        return tokenizer
-
     def encode(
         self, tokenizer: Tokenizer, texts: Iterable[str], value: float | None = None, flags: DocFlags = NO_FLAGS
     ) -> MaskedText:

@@ -40,9 +40,6 @@ class SegmentsDataset(DatasetConfig):
     kind: ClassVar[str] = "segments"
     segments_column: str = "segments"  # Column of the segments: a list of {text, train}, or of {text, label}
 
-    def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        return tokenizer
-
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
         items = get_column(fields, self.segments_column, "segments_column")
         if not isinstance(items, list):
@@ -77,9 +74,6 @@ class PretokenizedDataset(DatasetConfig):
 
     kind: ClassVar[str] = "pretokenized"
     input_ids_column: str = "input_ids"  # Column of the token ids
-
-    def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        return tokenizer
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
         name = self.input_ids_column

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -27,10 +28,6 @@ class TokenSpan:
     @property
     def num_target_tokens(self) -> int:
         return self.roles.count(TokenRole.TARGET)
-
-    def without_targets(self) -> "TokenSpan":
-        """The same tokens, with context instead of target tokens."""
-        return replace(self, roles=[TokenRole.CONTEXT if role == TokenRole.TARGET else role for role in self.roles])
 
 
 @dataclass(frozen=True)
@@ -62,10 +59,6 @@ class ExampleView:
         targets = f", {self.num_target_tokens:,} target tokens" if self.has_targets else ""
         return f"{self.num_tokens:,} tokens{targets}"
 
-    def as_prompt(self) -> "ExampleView":
-        """The row without target tokens."""
-        return replace(self, spans=tuple(span.without_targets() for span in self.spans), has_targets=False)
-
 
 @dataclass(frozen=True)
 class ExampleSampler:
@@ -94,9 +87,8 @@ class ExampleSampler:
         """Encode a row, with and without truncation."""
         (encoded,) = self.dataset.encode_rows(self.tokenizer, [row])
         (full,) = replace(self.dataset, max_length=UNLIMITED_LENGTH).encode_rows(self.tokenizer, [row])
-        spans, remark = compare_spans(encoded, full, self.dataset.max_length)
-        example = ExampleView(self.config_key, row.where, tuple(spans), remark, number)
-        return example if self.dataset.has_targets else example.as_prompt()
+        spans, remark = compare_spans(encoded, full, self.dataset)
+        return ExampleView(self.config_key, row.where, tuple(spans), remark, number, self.dataset.has_targets)
 
 
 def is_location(where: str, name: str) -> bool:
@@ -104,7 +96,7 @@ def is_location(where: str, name: str) -> bool:
     return where == name or (":" in name and where.endswith(f"/{name}"))
 
 
-def compare_spans(encoded: EncodedRow, full: EncodedRow, max_length: int) -> tuple[Iterable[TokenSpan], str]:
+def compare_spans(encoded: EncodedRow, full: EncodedRow, dataset: DatasetConfig) -> tuple[Iterable[TokenSpan], str]:
     """Return the spans of a row, and a remark if tokens are lost or the row is not used."""
     if encoded is None or full is None:
         return (), "removed by a transform"
@@ -113,7 +105,8 @@ def compare_spans(encoded: EncodedRow, full: EncodedRow, max_length: int) -> tup
     if isinstance(encoded, BadRow):
         return map(to_dropped_span, full), f"bad: {encoded.reason}"
     if not encoded:
-        return map(to_dropped_span, full), f"dropped: longer than {max_length:,} tokens"
+        return map(to_dropped_span, full), f"dropped: longer than {dataset.max_length:,} tokens"
+    to_span = partial(make_span, has_targets=dataset.has_targets)
     if len(encoded) > len(full):
         return map(to_span, encoded), f"split into {len(encoded)} rows"
     pairs = zip(encoded, full, strict=True)
@@ -121,11 +114,11 @@ def compare_spans(encoded: EncodedRow, full: EncodedRow, max_length: int) -> tup
     return map(to_span, encoded, full), f"truncated: {num_lost:,} tokens lost" if num_lost else ""
 
 
-def to_span(document: Document, full: Document | None = None) -> TokenSpan:
+def make_span(document: Document, full: Document | None = None, has_targets: bool = True) -> TokenSpan:
     """Return the tokens of a document, followed by those that were truncated. The first token is never a target."""
     full = document if full is None else full
     states = np.full(len(full.tokens), TokenRole.DROPPED, np.int8)
-    states[: len(document.loss_mask)] = document.loss_mask
+    states[: len(document.loss_mask)] = document.loss_mask & has_targets
     states[0] = TokenRole.CONTEXT
     return TokenSpan(full.tokens.tolist(), states.tolist(), describe_document(document))
 
@@ -145,9 +138,10 @@ def describe_document(document: Document) -> str:
     return ", ".join(descriptions)
 
 
-def make_example(config_key: str, documents: TokenizedDataset, index: int) -> ExampleView:
+def make_example(config_key: str, documents: TokenizedDataset, index: int, has_targets: bool) -> ExampleView:
     """Return a document as it is trained on, without the tokens that were truncated."""
     document = documents[index]
     num_lost = document.full_length - len(document.tokens)
     remark = f"truncated: {num_lost:,} tokens lost" if num_lost else ""
-    return ExampleView(config_key, documents.row_location(index), (to_span(document),), remark)
+    span = make_span(document, has_targets=has_targets)
+    return ExampleView(config_key, documents.row_location(index), (span,), remark, has_targets=has_targets)

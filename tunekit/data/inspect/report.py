@@ -42,18 +42,8 @@ class DataReport:
         }
 
 
-class ReadsRows(Protocol):
-    """A config of a recipe that reads rows."""
-
-    model: str
-
-    def open_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the rows. Reads no weights."""
-        ...
-
-
 @runtime_checkable
-class TrainsOnRows(ReadsRows, Protocol):
+class TrainsOnRows(Protocol):
     """A config of a training recipe."""
 
     data: DatasetConfig | MixtureBase
@@ -79,7 +69,7 @@ class SamplesAnswers(TrainsOnRows, Protocol):
 
 
 @runtime_checkable
-class EvaluatesRows(ReadsRows, Protocol):
+class EvaluatesRows(Protocol):
     """A config of the recipe `evaluate`."""
 
     data: DatasetConfig | MixtureBase | None
@@ -115,10 +105,7 @@ def build_report(cfg: Any, rows: int | list[str], make_targets: MakeTargets) -> 
     findings = [*find_bad_rows(mixtures, loaders), *run_data_checks(*targets)]
     for loader in loaders.values():
         loader.close()
-    examples = tuple(
-        example if mixtures[example.config_key].has_targets else example.as_prompt()
-        for example in examples_of_findings(targets, findings, shown)
-    )
+    examples = tuple(examples_of_findings(targets, findings, shown, mixtures))
     return DataReport(cfg.model, tokenizer, stats, tuple(findings), shown, examples)
 
 
@@ -187,7 +174,10 @@ def find_examples(samplers: Mapping[str, list[ExampleSampler]], names: list[str]
 
 
 def examples_of_findings(
-    targets: list[CheckTarget], findings: list[Finding], shown: tuple[ExampleView, ...]
+    targets: list[CheckTarget],
+    findings: list[Finding],
+    shown: tuple[ExampleView, ...],
+    mixtures: Mapping[str, MixtureBase],
 ) -> Iterator[ExampleView]:
     """Yield the rows that findings refer to, except those that are shown already."""
     targets_by_key = {target.config_key: target for target in targets}
@@ -197,4 +187,4 @@ def examples_of_findings(
         for row, where in zip(finding.documents, finding.row_locations, strict=False):
             if (key, where) not in seen:
                 seen.add((key, where))
-                yield make_example(key, *targets_by_key[key].documents.locate(row))
+                yield make_example(key, *targets_by_key[key].documents.locate(row), mixtures[key].has_targets)

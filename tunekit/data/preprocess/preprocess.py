@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -28,10 +29,7 @@ def preprocess_dataset(config: DatasetConfig, tokenizer: Tokenizer, dist: Distri
     tokenizer = config.prepare_tokenizer(tokenizer)
     reader = config.open_rows()
     key = fingerprint(config, tokenizer, reader)
-
-    def build(directory: Path) -> None:
-        write_documents(directory, config, tokenizer, reader, dist)
-
+    build = partial(write_documents, config=config, tokenizer=tokenizer, reader=reader, dist=dist)
     dataset = cache.get_or_build(key, build, dist.log)
     bad_rows = BadRowPolicy(config, None)
     bad_rows.add(read_bad_rows(dataset.summary.bad_rows), dataset.summary.rows)
