@@ -7,7 +7,7 @@ from typing import Any
 
 from tunekit.errors import UserError
 from tunekit.export.architecture import DIVISORS
-from tunekit.export.gguf_to_spec import make_rope_factor_tensors, rope_scaling_factors
+from tunekit.export.gguf_fields import make_rope_factor_tensors, rope_scaling_factors
 from tunekit.models.spec import Attention, DecoderSpec, Layer, MoE, Norm, Rope
 
 TOLERANCE = 1e-6  # fields are fp32

@@ -13,8 +13,7 @@ from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint
 from tunekit.checkpoint.load_model import check_tensors, check_tied_head
 from tunekit.export.architecture import Architecture, get_architecture
 from tunekit.export.compatibility import check_spec_matches
-from tunekit.export.gguf_to_spec import GGUFSpec, RopeFactors, make_rope_factor_tensors
-from tunekit.export.metadata import attention_fields, model_fields
+from tunekit.export.gguf_fields import GGUFSpec, RopeFactors, attention_fields, make_rope_factor_tensors, model_fields
 from tunekit.export.quant_types import QuantType, fallback_type, tensor_bytes
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.models.moe import Router

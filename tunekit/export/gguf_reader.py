@@ -12,7 +12,7 @@ from torch import Tensor
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.safetensors_io import OpenFiles, TensorMeta, TensorReader
 from tunekit.export.architecture import ARCHITECTURES, DIVISORS, LONG, SHORT
-from tunekit.export.gguf_to_spec import GGUFSpec
+from tunekit.export.gguf_fields import GGUFSpec
 from tunekit.export.quant_types import decode_tensor
 from tunekit.models.families.registry import Family
 from tunekit.models.weight_map import load_mappings

@@ -13,8 +13,7 @@ from gguf import Keys, TokenType
 from tunekit.data.tokenizer import INCOMPLETE_CHAR, Tokenizer
 from tunekit.errors import UserError
 from tunekit.export.pretokenizer import PRE_TOKENIZERS, match_pretokenizer
-from tunekit.export.sentencepiece_bpe import SPACE, SPECIAL_TYPES
-from tunekit.export.vocabulary import BYTE_LEVEL, SENTENCEPIECE, Vocabulary
+from tunekit.export.vocabulary import BYTE_LEVEL, SENTENCEPIECE, SPACE, SPECIAL_TYPES, Vocabulary
 
 KEYS = Keys.Tokenizer
 BYTE = re.compile("<0x[0-9A-F]{2}>")

@@ -26,9 +26,8 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.export.gguf_export import export
 from tunekit.export.pretokenizer import GPT2, LLAMA3, PRE_TOKENIZERS
-from tunekit.export.sentencepiece_bpe import SentencePieceBPE, merge_pairs
 from tunekit.export.tokenizer import TEXTS, read_vocabulary
-from tunekit.export.vocabulary import Vocabulary
+from tunekit.export.vocabulary import SentencePieceBPE, Vocabulary, merge_pairs
 
 KEYS = gguf.Keys.Tokenizer
 SIZE = 448
