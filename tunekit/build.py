@@ -11,8 +11,8 @@ from tunekit.adapters.config import FrozenModel, LoRAConfig, NoAdapter
 from tunekit.checkpoint import atomic, peft_adapter, token_rows
 from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
-from tunekit.checkpoint.lazy_merge import LazyMergedCheckpoint
 from tunekit.checkpoint.load_model import check_tensors, load_weights
+from tunekit.checkpoint.merge import MergedCheckpoint
 from tunekit.checkpoint.run_dir import CONFIG, FINAL, METRICS, STATE
 from tunekit.data.chat_template.chat_format import with_chat_format
 from tunekit.data.dataloader.mixture import MixtureBase
@@ -87,7 +87,7 @@ def open_checkpoint(cfg: ModelChoices) -> HFCheckpoint:
                 f"adapter.adapter_path={path}. To train another one on top of it, run `tune merge {base} {path} OUT`, "
                 "and set model=OUT."
             )
-        checkpoint = LazyMergedCheckpoint.with_adapter(checkpoint, adapter)
+        checkpoint = MergedCheckpoint.with_adapter(checkpoint, adapter)
         check_tensors(checkpoint, build_meta_model(checkpoint, cfg.quantization, cfg.adapter).shapes)
     return checkpoint
 

@@ -6,26 +6,28 @@ Other tensors are copied bit for bit. Peak memory is one tensor of the base, its
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import lru_cache
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint import peft_adapter
 from tunekit.checkpoint.atomic import check_free_space
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
 from tunekit.checkpoint.lora_delta import WEIGHT, LoRADelta, transformers_key
 from tunekit.checkpoint.peft_adapter import owner_module
 from tunekit.checkpoint.peft_reader import AdapterContents, TargetTensors, read_contents
-from tunekit.checkpoint.safetensors_io import OpenFiles, SafetensorsWriter, TensorReader, TensorSlice, TorchPickleTensor
+from tunekit.checkpoint.safetensors_io import OpenFiles, TensorMeta, TensorReader, TensorSlice, TorchPickleTensor
 from tunekit.checkpoint.save_model import (
     GENERATION_CONFIG,
     copy_companion_files,
+    open_writers,
     plan_shards,
-    source_layout,
     tensor_bytes,
     unrelated_files,
     write_companions,
@@ -34,7 +36,7 @@ from tunekit.checkpoint.save_model import (
 )
 from tunekit.checkpoint.sentence_transformers import copy_modules
 from tunekit.models.decoder import TIED
-from tunekit.models.weight_map import Identity, KeyMapping, Shape, Stack, match_hub_name
+from tunekit.models.weight_map import Identity, KeyMapping, Stack, match_hub_name
 
 CONFIG = "config.json"
 EMBED = "embed" + WEIGHT
@@ -48,35 +50,74 @@ def merge_adapter(base: HFCheckpoint, adapter: Path, folder: Path, quiet: bool =
 
     Returns whether a tied head was untied because merging made it differ from the embedding.
     """
-    contents = read_contents(adapter, base)
-    with base.reader() as tensors, TensorReader(contents.tensors) as adapter_tensors:
-        merged = MergedTensors(base, contents, tensors, adapter_tensors)
-        entries = merged.entries()
-        check_free_space(folder, sum(map(tensor_bytes, entries.values())))
-        shards = plan_shards({name: entry for name, entry in entries.items() if name in base.tensors}, base)
-        for name in entries.keys() - base.tensors.keys():  # an untied head goes to the file of its source
-            next(names for names in shards.values() if merged.sources[name][1] in names).append(name)
-        with tqdm(total=len(entries), desc="merging", unit="tensor", disable=quiet or None, leave=False) as bar:
-            for file, names in shards.items():
-                file_entries = {name: entries[name] for name in names}
-                with SafetensorsWriter(folder / file, file_entries, source_layout(base, file)) as writer:
-                    for name in names:
-                        writer[name] = merged.read(name)
-                        bar.update()
-        write_index(folder, shards, entries, base)
-        write_companion_files(base, adapter, folder)
-        if merged.untied:
-            mark_untied(folder / CONFIG)
-        return merged.untied
+    merged = MergedCheckpoint.open_adapter(base, adapter)
+    entries = {name: (meta.shape, meta.dtype) for name, meta in merged.tensors.items()}
+    check_free_space(folder, sum(map(tensor_bytes, entries.values())))
+    shards = plan_shards(entries, merged)
+    with merged.reader() as tensors, ExitStack() as stack:
+        writers = open_writers(stack, folder, base, shards, entries)
+        for name in tqdm(entries, "merging", unit="tensor", disable=quiet or None, leave=False):
+            writers[name][name] = tensors[name]
+    write_index(folder, shards, entries, base)
+    write_companion_files(base, adapter, folder)
+    if merged.was_untied:
+        mark_untied(folder / CONFIG)
+    return merged.was_untied
 
 
-class MergedTensors:
-    """Tensors of the merged checkpoint by checkpoint name, computed one at a time."""
+@dataclass(frozen=True)
+class MergedCheckpoint(HFCheckpoint):
+    """Virtual checkpoint with the contents that `tune merge` writes. A tensor is merged when it is read."""
 
-    def __init__(
-        self, base: HFCheckpoint, adapter: AdapterContents, tensors: TensorReader, adapter_tensors: TensorReader
-    ) -> None:
-        self.base, self.adapter, self.tensors, self.adapter_tensors = base, adapter, tensors, adapter_tensors
+    base: HFCheckpoint
+    adapter: AdapterContents
+
+    @staticmethod
+    def with_adapter(base: HFCheckpoint, adapter: NoAdapter | LoRAConfig) -> HFCheckpoint:
+        """The base with the weights of an adapter; the base itself without any."""
+        return base if adapter.adapter_path is None else MergedCheckpoint.open_adapter(base, Path(adapter.adapter_path))
+
+    @staticmethod
+    def open_adapter(base: HFCheckpoint, folder: Path) -> "MergedCheckpoint":
+        """The base with the adapter in a directory."""
+        contents, tied = read_contents(folder, base), base.spec.tie_word_embeddings
+        if tied:
+            with MergedTensors(base, contents, untied=True) as tensors:
+                tied = tensors.keeps_tied_head()
+        spec = replace(base.spec, tie_word_embeddings=tied)
+        return MergedCheckpoint(
+            *(base.path, base.name, base.config, base.family, spec, base, contents),
+            tokenizer_dir=base.tokenizer_dir,
+            chat_tokenizer=base.chat_tokenizer,
+            config_changes=base.config_changes,
+            new_head=base.new_head,
+        )
+
+    @property
+    def was_untied(self) -> bool:
+        """Whether the base ties its head, which differs from the embedding after merging."""
+        return self.base.spec.tie_word_embeddings and not self.spec.tie_word_embeddings
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorMeta]:
+        """Base tensors by the names of the merged ones, which have the same shapes and dtypes."""
+        with self.reader() as tensors:
+            return {name: self.base.tensors[source] for name, (_, source) in tensors.sources.items()}
+
+    def reader(self) -> "MergedTensors":
+        return MergedTensors(self.base, self.adapter, self.was_untied)
+
+
+class MergedTensors(TensorReader):
+    """Reads the tensors of a base with an adapter merged.
+
+    `untied`: embedding and head are tensors of their own, although the base ties them.
+    """
+
+    def __init__(self, base: HFCheckpoint, adapter: AdapterContents, untied: bool) -> None:
+        super().__init__(base.tensors)
+        self.base, self.adapter, self.untied = base, adapter, untied
+        self.adapter_tensors = TensorReader(adapter.tensors)
         self.layers: dict[str, TargetTensors] = {}
         for target in adapter.targets:
             self.layers |= dict.fromkeys(target.load_deltas(adapter.meta_tensor, adapter.shapes), target)
@@ -85,11 +126,16 @@ class MergedTensors:
         if base.spec.tie_word_embeddings and EMBED in self.token_rows:
             self.token_rows[TIED] = self.token_rows[EMBED]
         self.cached_delta = lru_cache(maxsize=8)(self.read_delta)  # shared by the expert tensors of a layer
-        self.untied = base.spec.tie_word_embeddings  # merge embedding and head separately to compare them
-        self.untied = self.untied and not self.keeps_tied_head()
         # Mapping and base tensor of every merged tensor.
         self.sources = {name: (mapping, name) for mapping in base.all_key_mappings for name in mapping.hub}
         self.sources |= self.untied_sources()
+
+    def __enter__(self) -> "MergedTensors":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.adapter_tensors.__exit__(*error)
+        super().__exit__(*error)
 
     def keeps_tied_head(self) -> bool:
         """Whether embedding and head are equal after merging."""
@@ -117,16 +163,14 @@ class MergedTensors:
             sources[name] = mapping, mapping.hub[0]
         return sources
 
-    def entries(self) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Shapes and dtypes of all merged tensors."""
-        tensors = {name: self.base.tensors[source] for name, (_, source) in self.sources.items()}
-        return {name: (meta.shape, meta.dtype) for name, meta in tensors.items()}
-
-    def read(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         mapping, source = self.sources[name]
         changed = {*self.saved_mappings, *self.token_rows, *(layer + WEIGHT for layer in self.layers)}
         is_changed = not changed.isdisjoint(mapping.ours)
-        return self.merge_tensor(mapping, source) if is_changed else self.tensors.read_mapped(source)
+        return self.merge_tensor(mapping, source) if is_changed else super().read_mapped(source)
+
+    def read_mapped(self, name: str) -> Tensor:
+        return self[name]
 
     def merge_tensor(self, mapping: KeyMapping, name: str) -> Tensor:
         """Merge into one checkpoint tensor. The base tensor is modified in place."""
@@ -141,8 +185,8 @@ class MergedTensors:
 
     def writable_tensor(self, name: str) -> Tensor:
         """Base tensor in memory that can be modified."""
-        tensor = self.tensors[name]
-        return tensor.clone() if isinstance(self.base.tensors[name], TorchPickleTensor) else tensor
+        tensor = super().__getitem__(name)
+        return tensor.clone() if isinstance(self.tensors[name], TorchPickleTensor) else tensor
 
     def merge_weight(self, name: str, weight: Tensor, expert: int | None = None) -> Tensor:
         """Merge into one parameter, or into one expert of it, in place."""

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +15,12 @@ from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.atomic import check_free_space
 from tunekit.checkpoint.dequantize import QUANTIZATION_KEY
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
-from tunekit.checkpoint.lazy_merge import LazyMergedCheckpoint
-from tunekit.checkpoint.merge import CONFIG, mark_untied, write_companion_files
-from tunekit.checkpoint.safetensors_io import Entries, SafetensorsWriter
+from tunekit.checkpoint.merge import CONFIG, MergedCheckpoint, mark_untied, write_companion_files
+from tunekit.checkpoint.safetensors_io import Entries
 from tunekit.checkpoint.save_model import (
     copy_companion_files,
+    open_writers,
     plan_shards,
-    source_layout,
     tensor_bytes,
     unrelated_files,
     write_index,
@@ -47,7 +47,7 @@ def export_bitsandbytes(
     source: HFCheckpoint, adapter: NoAdapter | LoRAConfig, quantization: NF4Config, folder: Path
 ) -> HFCheckpoint:
     """Quantize a model, with its adapter merged, into an existing directory. Returns the unquantized checkpoint."""
-    model = LazyMergedCheckpoint.with_adapter(source, adapter)
+    model = MergedCheckpoint.with_adapter(source, adapter)
     quantized = packable_weights(model, quantization)
     if not quantized:
         raise UserError(f"{source.path}: this model has no linear layers that bitsandbytes can quantize")
@@ -61,15 +61,13 @@ def export_bitsandbytes(
     export_companion_files(model, adapter, folder)
     shards = plan_shards(unquantized_entries, model)
     file_names = {file: [key for name in names for key in entries[name]] for file, names in shards.items()}
-    progress = tqdm(total=len(entries), desc="packing", disable=None, leave=False)
-    with replace(model, keeps_prequantized=True).reader() as tensors, progress:
-        for file, names in shards.items():
-            file_entries = {key: all_entries[key] for key in file_names[file]}
-            with SafetensorsWriter(folder / file, file_entries, source_layout(model, file)) as writer:
-                for name in names:
-                    dtype = unquantized_entries[name][1]
-                    write_weight(writer, name, tensors[name], quantization if name in quantized else None, dtype)
-                    progress.update()
+    with replace(model, keeps_prequantized=True).reader() as tensors, ExitStack() as stack:
+        writers = open_writers(stack, folder, model, file_names, all_entries)
+        for name, (_, dtype) in tqdm(unquantized_entries.items(), "packing", disable=None, leave=False):
+            weight = tensors[name]
+            group = quantize_weight(name, weight, dtype, quantization) if name in quantized else [(name, weight)]
+            for key, tensor in group:
+                writers[key][key] = tensor
     write_index(folder, file_names, all_entries, model)
     write_quantization_config(folder, model, quantization, [name for name in entries if name not in quantized])
     return model
@@ -81,15 +79,6 @@ def export_companion_files(model: HFCheckpoint, adapter: NoAdapter | LoRAConfig,
         copy_companion_files(model.path, folder, skip=unrelated_files(model), tokenizer=model.tokenizer_dir)
     else:
         write_companion_files(model, Path(adapter.adapter_path), folder)
-
-
-def write_weight(
-    writer: SafetensorsWriter, name: str, tensor: Tensor, quantization: NF4Config | None, dtype: torch.dtype
-) -> None:
-    """Write one weight as it is, or quantized with its scales."""
-    group = [(name, tensor)] if quantization is None else quantize_weight(name, tensor, dtype, quantization)
-    for key, value in group:
-        writer[key] = value
 
 
 def packable_weights(model: HFCheckpoint, quantization: NF4Config) -> frozenset[str]:
@@ -152,8 +141,7 @@ def write_quantization_config(
     folder: Path, model: HFCheckpoint, quantization: NF4Config, unquantized: list[str]
 ) -> None:
     """Write the quantization config, with the modules that are not quantized: transformers quantizes all others."""
-    was_tied = isinstance(model, LazyMergedCheckpoint) and model.base.spec.tie_word_embeddings
-    if was_tied and not model.spec.tie_word_embeddings:
+    if isinstance(model, MergedCheckpoint) and model.was_untied:
         mark_untied(folder / CONFIG)
     matrices = [name for name in unquantized if name.endswith(WEIGHT) and len(model.tensors[name].shape) == 2]
     skipped = dict.fromkeys([LM_HEAD, *(expert_parent(name.removesuffix(WEIGHT)) for name in matrices)])

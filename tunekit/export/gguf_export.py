@@ -12,7 +12,7 @@ from tqdm import tqdm
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.atomic import atomic_file, check_free_space
 from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint
-from tunekit.checkpoint.lazy_merge import LazyMergedCheckpoint
+from tunekit.checkpoint.merge import MergedCheckpoint
 from tunekit.checkpoint.safetensors_io import TensorReader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
@@ -62,7 +62,7 @@ def export(
     name: str,
 ) -> ExportResult:  # fmt: skip
     """Export a model, with its adapter merged, to a GGUF file. Raises UserError before writing if unsupported."""
-    model = LazyMergedCheckpoint.with_adapter(source, adapter)
+    model = MergedCheckpoint.with_adapter(source, adapter)
     type_name = type_name_of(source.dtypes[EMBED]) if type_name is None else type_name
     plan = build_gguf_plan(model, parse_quant_type(type_name))
     vocabulary, notes = read_vocabulary(tokenizer, plan.spec.vocab, str(source.path))

@@ -29,7 +29,7 @@ from tests.helpers.random_checkpoints import (
 from tunekit.adapters.config import DoRAConfig, FrozenModel, LoRAConfig
 from tunekit.checkpoint import layerwise_forward, merge, peft_adapter, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
-from tunekit.checkpoint.lazy_merge import LazyMergedCheckpoint
+from tunekit.checkpoint.merge import MergedCheckpoint
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.export.architecture import ARCHITECTURES, FUSED, MODULES
@@ -205,7 +205,7 @@ def test_adapter_is_merged_during_export(name: str, adapter: LoRAConfig, tmp_pat
     actual = dict(
         (tensor_entry.name, tensor)
         for tensor_entry, tensor in build_gguf_plan(
-            LazyMergedCheckpoint.with_adapter(source, replace(adapter, adapter_path=str(adapter_dir))),
+            MergedCheckpoint.with_adapter(source, replace(adapter, adapter_path=str(adapter_dir))),
             parse_quant_type("f32"),
         ).tensors()
     )
