@@ -20,6 +20,7 @@ from tunekit import build
 from tunekit.adapters.config import DoRAConfig, FrozenModel, LoRAConfig, NoAdapter
 from tunekit.checkpoint import atomic, dcp_planner, final_checkpoint, run_dir, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.layerwise_forward import ModelSource
 from tunekit.checkpoint.safetensors_io import SafetensorsWriter
 from tunekit.checkpoint.save_model import plan_shards, save_model, tensor_entries, write_index
 from tunekit.checkpoint.training_state import Checkpointer
@@ -153,7 +154,7 @@ def save_result(name: str, base: Path, out: Path, dist: DistributedContext) -> d
     with atomic.AtomicDir(out / name, dist) as directory:
         final_checkpoint.save_final(case.adapter, directory, model, case.source, dist)
         verification = verify.verify_saved(
-            directory, model, verify.ModelSource(case.source, case.weights, case.adapter, FP32), dist
+            directory, model, ModelSource(case.source, case.weights, case.adapter, FP32), dist
         )
     return vars(verification)
 

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tunekit.adapters.config import DoRAConfig, Layer, LoRAConfig, NoAdapter, lora_factors
+from tunekit.adapters.config import DoRAConfig, FrozenModel, Layer, LoRAConfig, NoAdapter, lora_factors
 from tunekit.adapters.token_rows import look_up_token_rows, replace_token_rows
 from tunekit.checkpoint import peft_adapter
 from tunekit.checkpoint.dcp_planner import reshard
-from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, TensorReader
+from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint, TensorReader
 from tunekit.checkpoint.load_model import apply_mapping, check_tensors, key_mappings, load_tensor
 from tunekit.checkpoint.peft_reader import read_contents
 from tunekit.checkpoint.token_rows import load_token_rows
@@ -32,7 +32,7 @@ from tunekit.models.precision import PrecisionConfig
 from tunekit.models.weight_map import KeyMapping
 from tunekit.quantization.config import NoQuantization
 
-EMBED, UNQUANTIZED, NO_ADAPTER = "embed.weight", NoQuantization(), NoAdapter()
+FP32, UNQUANTIZED, FROZEN = PrecisionConfig("fp32"), NoQuantization(), FrozenModel()
 # Elements that are in fp32 at a time, and vocabulary tokens whose logits are computed at a time. With larger chunks,
 # the allocator cached as much memory as a weight file between two chunks.
 CHUNK_NUMEL, CHUNK_COLUMNS = 2**19, 2048
@@ -57,27 +57,39 @@ class LazyLogits:
 LogitsFn = Callable[[Decoder, Sequence[Sequence[int]], torch.device], LazyLogits]
 
 
+@dataclass(frozen=True)
+class ModelSource:
+    """Checkpoint and settings from which a model is built. By default, its matmuls are in fp32."""
+
+    source: HFCheckpoint
+    quantization: NoQuantization = UNQUANTIZED
+    adapter: NoAdapter | LoRAConfig = FROZEN
+    precision: PrecisionConfig = FP32
+
+    def build_meta_model(self, device: torch.device) -> Decoder:
+        """Build the unsharded model on the meta device."""
+        net = self.source.build_meta_decoder()
+        self.quantization.apply(net)
+        self.adapter.apply(net)
+        self.precision.apply(net, self.source.dtypes, device)
+        return net
+
+
 @torch.no_grad()
 def checkpoint_logits(
-    source: HFCheckpoint,
-    adapter: NoAdapter | LoRAConfig,
+    model: ModelSource,
     rows: Sequence[Sequence[int]],
-    precision: PrecisionConfig,
     device: torch.device,
-    quantization: NoQuantization = UNQUANTIZED,
     rounded_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> LazyLogits:
     """Logits of a checkpoint with the initial weights of an adapter, by `forward_logits`.
 
     `rounded_dtypes` are dtypes by parameter name; with them, logits are computed by `rounded_logits`.
     """
-    net = source.build_meta_decoder()
-    quantization.apply(net)
-    adapter.apply(net)
+    source, adapter, net = model.source, model.adapter, model.build_meta_model(device)
     check_tensors(source, net.shapes)
-    precision.apply(net, source.dtypes, device)
     net.tie()
-    unrounded = replace(source, keeps_prequantized=True) if quantization.keeps_prequantized else source
+    unrounded = replace(source, keeps_prequantized=True) if model.quantization.keeps_prequantized else source
     with unrounded.reader() as tensors, ExitStack() as stack:
         initial = load_initial_adapter(net, adapter, source, device, stack)
         mappings = [(mapping, tensors.read_mapped) for mapping in key_mappings(source, net)]
@@ -110,7 +122,7 @@ def rounded_logits(
     rows: Sequence[Sequence[int]],
     device: torch.device,
     dtypes: Mapping[str, torch.dtype],
-    adapter: NoAdapter | LoRAConfig = NO_ADAPTER,
+    adapter: NoAdapter | LoRAConfig = FROZEN,
 ) -> LazyLogits:
     """Logits of a model whose merged weights are rounded to these dtypes, as if they were saved and loaded."""
     all_dtypes = {**dtypes, TIED: dtypes.get(TIED, dtypes[EMBED])}

@@ -16,20 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tunekit.adapters.config import FrozenModel, LoRAConfig, NoAdapter
+from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint import atomic, layerwise_forward, peft_adapter
 from tunekit.checkpoint.final_checkpoint import VERIFICATION as FILE
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
-from tunekit.checkpoint.layerwise_forward import LazyLogits, LogitsFn
+from tunekit.checkpoint.layerwise_forward import LazyLogits, LogitsFn, ModelSource, checkpoint_logits
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
-from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import DecoderSpec
-from tunekit.quantization.config import NoQuantization
 
-FP32, UNQUANTIZED, NO_ADAPTER = PrecisionConfig("fp32"), NoQuantization(), NoAdapter()
 FILES = "model and files"
 # Maximum mean difference after rounding the model to the dtypes of its files. Reordered sums differ by 1e-6.
 TOLERANCE = 1e-4
@@ -117,56 +114,38 @@ class VerificationResult:
         return self
 
 
-@dataclass(frozen=True)
-class ModelSource:
-    """Checkpoint and settings from which a model was built."""
-
-    source: HFCheckpoint
-    quantization: NoQuantization = UNQUANTIZED
-    adapter: NoAdapter | LoRAConfig = NO_ADAPTER
-    precision: PrecisionConfig = FP32
-
-    def build_meta_model(self, device: torch.device) -> Decoder:
-        """Build the unsharded model on the meta device, with matmuls in fp32."""
-        net = self.source.build_meta_decoder()
-        self.quantization.apply(net)
-        self.adapter.apply(net)
-        replace(self.precision, compute_dtype="fp32").apply(net, self.source.dtypes, device)
-        return net
-
-
 def verify_saved(
     folder: Path, model: Decoder, model_source: ModelSource, dist: DistributedContext
 ) -> VerificationResult:
     """Compare saved files with the model in memory. Must be called on all ranks; all get the result."""
-    source, logits_of, device = model_source.source, layerwise_forward.checkpoint_logits, dist.device
+    source = model_source.source
+    model_source = replace(model_source, precision=replace(model_source.precision, compute_dtype="fp32"))
     rows = dist.run_on_main(partial(probe_prompts, folder, source.spec))
     expected = live_logits(model, model_source, rows, dist)
     if (folder / peft_adapter.CONFIG).is_file():  # adapters are saved in the dtype of training, without rounding
-        precision = replace(model_source.precision, compute_dtype="fp32")
         adapter = replace(peft_adapter.read_adapter_config(folder, source), adapter_path=str(folder))
-        written_logits = partial(logits_of, source, adapter, rows, precision, device, model_source.quantization)
-        rounded = None
+        written, rounded = replace(model_source, adapter=adapter), None
     else:
-        checkpoint = HFCheckpoint.open(folder)
-        written_logits = partial(logits_of, checkpoint, FrozenModel(), rows, FP32, device)
-        round_logits = partial(layerwise_forward.rounded_logits, dtypes=checkpoint.dtypes)
+        written = ModelSource(HFCheckpoint.open(folder))
+        round_logits = partial(layerwise_forward.rounded_logits, dtypes=written.source.dtypes)
         rounded = live_logits(model, model_source, rows, dist, round_logits)
 
     def compare() -> VerificationResult:
         assert expected is not None, "only the main process compares"
         with atomic.wrap_write_errors(folder):
-            return compare_logits(FILES, expected, written_logits(), rounded).write(folder)
+            actual = checkpoint_logits(written, rows, dist.device)
+            return compare_logits(FILES, expected, actual, rounded).write(folder)
 
     return dist.run_on_main(compare)
 
 
 def verify_merge(folder: Path, source: HFCheckpoint, adapter: LoRAConfig, device: torch.device) -> VerificationResult:
     """Compare a merged checkpoint with its base plus adapter."""
-    rows, checkpoint = probe_prompts(folder, source.spec), HFCheckpoint.open(folder)
-    expected = layerwise_forward.checkpoint_logits(source, adapter, rows, FP32, device)
-    rounded = layerwise_forward.checkpoint_logits(source, adapter, rows, FP32, device, rounded_dtypes=checkpoint.dtypes)
-    actual = layerwise_forward.checkpoint_logits(checkpoint, FrozenModel(), rows, FP32, device)
+    rows = probe_prompts(folder, source.spec)
+    model, merged = ModelSource(source, adapter=adapter), ModelSource(HFCheckpoint.open(folder))
+    expected = checkpoint_logits(model, rows, device)
+    rounded = checkpoint_logits(model, rows, device, rounded_dtypes=merged.source.dtypes)
+    actual = checkpoint_logits(merged, rows, device)
     compared = "base with adapter and merged files"
     return compare_logits(compared, expected, actual, rounded, MERGE_TOLERANCE, peak=MERGE_PEAK).write(folder)
 
@@ -179,8 +158,8 @@ def verify_export(
     `allowed` is the maximum mean difference for the format.
     """
     rows = probe_prompts(source.path, source.spec)
-    expected = layerwise_forward.checkpoint_logits(source, adapter, rows, FP32, device)
-    actual = layerwise_forward.checkpoint_logits(exported, FrozenModel(), rows, FP32, device)
+    expected = checkpoint_logits(ModelSource(source, adapter=adapter), rows, device)
+    actual = checkpoint_logits(ModelSource(exported), rows, device)
     return compare_logits("model and exported files", expected, actual, tolerance=allowed, peak=PEAK_FACTOR * allowed)
 
 

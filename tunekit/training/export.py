@@ -6,6 +6,7 @@ from pathlib import Path
 from tunekit import devices
 from tunekit.checkpoint import atomic, final_checkpoint, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.layerwise_forward import ModelSource
 from tunekit.config.dump import to_plain_config
 from tunekit.data.dataloader.build import DataLoader
 from tunekit.loggers import metrics_file
@@ -27,7 +28,7 @@ def export_final(
     """
     cfg, dist, final_dir = run.cfg, run.dist, run.final_dir
     dist.heartbeat.record(step, "finish")
-    source = verify.ModelSource(checkpoint, cfg.quantization, cfg.adapter, cfg.precision)
+    source = ModelSource(checkpoint, cfg.quantization, cfg.adapter, cfg.precision)
     with atomic.AtomicDir(final_dir, dist) as directory:
         final_checkpoint.save_final(cfg.adapter, directory, model, checkpoint, dist)
         with devices.full_fp32_matmuls():

@@ -25,7 +25,7 @@ from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
 from tunekit.checkpoint import atomic, final_checkpoint, merge, verify
 from tunekit.checkpoint.classification_head import with_score_head
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
-from tunekit.checkpoint.verify import ModelSource
+from tunekit.checkpoint.layerwise_forward import ModelSource
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder

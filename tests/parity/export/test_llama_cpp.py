@@ -20,8 +20,9 @@ from tests.helpers.gguf_models import (
 from tests.helpers.random_checkpoints import FP32, random_tokens
 from tunekit import assets, build
 from tunekit.adapters.config import FrozenModel
-from tunekit.checkpoint import layerwise_forward, verify
+from tunekit.checkpoint import verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.layerwise_forward import LazyLogits, ModelSource, checkpoint_logits
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.export.gguf_export import export
@@ -60,7 +61,7 @@ def llama_logits(path: Path, rows: list[list[int]]) -> Tensor:
         row_logits.append(torch.from_numpy(np.array(model.scores[: len(row)])))
     model.close()
     logits = torch.cat(row_logits)
-    return layerwise_forward.LazyLogits(logits.shape[1], lambda columns: logits[:, columns])
+    return LazyLogits(logits.shape[1], lambda columns: logits[:, columns])
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
@@ -68,7 +69,7 @@ def test_logits_equal_tunekit(name: str, tmp_path: Path) -> None:
     directory, out = make_checkpoint(tmp_path / "model", SUPPORTED[name]), tmp_path / "model.gguf"
     gguf_plan, _ = export_checkpoint(directory, out)
     rows = random_tokens(length=min(40, gguf_plan.spec.context)).tolist()
-    expected = layerwise_forward.checkpoint_logits(HFCheckpoint.open(directory), FrozenModel(), rows, FP32, CPU)
+    expected = checkpoint_logits(ModelSource(HFCheckpoint.open(directory)), rows, CPU)
     largest, mean, top1, _ = verify.logit_diffs([expected], llama_logits(out, rows))[0]
     assert mean < (1e-3 if name in GELU else 1e-5) and largest < (0.1 if name in GELU else 1e-3) and top1 == 1.0
 
@@ -86,7 +87,7 @@ def test_logits_of_the_nano_model(nano: tuple[str, Path]) -> None:
     quant_type, path = nano
     source = HFCheckpoint.open(NANO)
     rows = verify.probe_prompts(NANO, source.spec)
-    expected = layerwise_forward.checkpoint_logits(source, FrozenModel(), rows, FP32, CPU)
+    expected = checkpoint_logits(ModelSource(source), rows, CPU)
     largest, mean, *_ = verify.logit_diffs([expected], llama_logits(path, rows))[0]
     assert mean < MAX_DIFFERENCE[quant_type][0] and largest < MAX_DIFFERENCE[quant_type][1]
 

@@ -12,9 +12,10 @@ import torch
 
 from tests.helpers.random_checkpoints import FP32, SHAPES, build, load_model, make_checkpoint, save, shuffle_adapter
 from tests.helpers.ranks import run_ranks
-from tunekit.adapters.config import DoRAConfig, FrozenModel, LoRAConfig
-from tunekit.checkpoint import layerwise_forward, merge, peft_adapter, verify
+from tunekit.adapters.config import DoRAConfig, LoRAConfig
+from tunekit.checkpoint import merge, peft_adapter, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.layerwise_forward import ModelSource, checkpoint_logits, forward_logits
 from tunekit.models.precision import PrecisionConfig
 
 CPU = torch.device("cpu")
@@ -27,8 +28,8 @@ DEEP = SHAPES["llama2"] | {"hidden_size": 384, "intermediate_size": 1536, "num_h
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_equal_those_of_the_full_model(name: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, name)
-    logits = layerwise_forward.checkpoint_logits(HFCheckpoint.open(folder), FrozenModel(), ROWS, FP32, CPU)
-    assert torch.equal(logits.full(), layerwise_forward.forward_logits(load_model(folder), ROWS, CPU).full())
+    logits = checkpoint_logits(ModelSource(HFCheckpoint.open(folder)), ROWS, CPU)
+    assert torch.equal(logits.full(), forward_logits(load_model(folder), ROWS, CPU).full())
 
 
 @pytest.mark.parametrize("name", ["llama2", "gemma2", "mixtral", "qwen3-next"])
@@ -36,9 +37,7 @@ def test_rows_of_different_lengths_are_batched(name: str, tmp_path: Path) -> Non
     model = load_model(make_checkpoint(tmp_path, name))
     with torch.no_grad():
         expected = torch.cat([model(torch.tensor([row]))[0] for row in ROWS])
-    torch.testing.assert_close(
-        layerwise_forward.forward_logits(model, ROWS, CPU).full(), expected, rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(forward_logits(model, ROWS, CPU).full(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
@@ -61,9 +60,9 @@ def test_adapter_is_applied(name: str, adapter: LoRAConfig, precision: Precision
     adapter_dir.mkdir()
     peft_adapter.save_adapter(adapter_dir, model, adapter, source)
     saved_adapter = replace(peft_adapter.read_adapter_config(adapter_dir, source), adapter_path=str(adapter_dir))
-    logits = layerwise_forward.checkpoint_logits(source, saved_adapter, ROWS, precision, CPU).full()
-    assert torch.equal(logits, layerwise_forward.forward_logits(model, ROWS, CPU).full())
-    base_logits = layerwise_forward.checkpoint_logits(source, FrozenModel(), ROWS, precision, CPU).full()
+    logits = checkpoint_logits(ModelSource(source, adapter=saved_adapter, precision=precision), ROWS, CPU).full()
+    assert torch.equal(logits, forward_logits(model, ROWS, CPU).full())
+    base_logits = checkpoint_logits(ModelSource(source, precision=precision), ROWS, CPU).full()
     assert not torch.allclose(logits, base_logits, atol=0.1), "the adapter changes the logits"
 
 
@@ -105,16 +104,9 @@ def check_memory(folder: Path) -> None:
 def check_no_second_model(tmp_path: Path) -> None:
     folder = save(build(DEEP), tmp_path)
     size = (folder / "model.safetensors").stat().st_size
-    layerwise_forward.checkpoint_logits(
-        HFCheckpoint.open(folder), FrozenModel(), ROWS, FP32, CPU
-    )  # imports and one-time allocations
+    checkpoint_logits(ModelSource(HFCheckpoint.open(folder)), ROWS, CPU)  # imports and one-time allocations
     assert peak_growth(lambda: load_model(folder)) > 0.8 * size, "a second model is measured"
-    assert (
-        peak_growth(
-            lambda: layerwise_forward.checkpoint_logits(HFCheckpoint.open(folder), FrozenModel(), ROWS, FP32, CPU)
-        )
-        < 0.5 * size
-    )
+    assert peak_growth(lambda: checkpoint_logits(ModelSource(HFCheckpoint.open(folder)), ROWS, CPU)) < 0.5 * size
 
 
 def check_large_vocabulary(tmp_path: Path) -> None:
@@ -129,11 +121,10 @@ def check_large_vocabulary(tmp_path: Path) -> None:
     saved_adapter, rows = replace(adapter, adapter_path=str(adapter_dir)), [list(range(20))] * 8
 
     def compare() -> None:
-        expected = layerwise_forward.checkpoint_logits(source, saved_adapter, rows, FP32, CPU)
-        rounded = layerwise_forward.checkpoint_logits(
-            source, saved_adapter, rows, FP32, CPU, rounded_dtypes=HFCheckpoint.open(out).dtypes
-        )
-        actual = layerwise_forward.checkpoint_logits(HFCheckpoint.open(out), FrozenModel(), rows, FP32, CPU)
+        expected = checkpoint_logits(ModelSource(source, adapter=saved_adapter), rows, CPU)
+        dtypes = HFCheckpoint.open(out).dtypes
+        rounded = checkpoint_logits(ModelSource(source, adapter=saved_adapter), rows, CPU, rounded_dtypes=dtypes)
+        actual = checkpoint_logits(ModelSource(HFCheckpoint.open(out)), rows, CPU)
         assert verify.logit_diffs([expected, rounded], actual)[0].mean < 1e-4
 
     compare()

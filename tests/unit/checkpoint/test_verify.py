@@ -28,6 +28,7 @@ from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
 from tunekit.checkpoint import final_checkpoint as saving
 from tunekit.checkpoint import merge, peft_adapter, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.layerwise_forward import ModelSource
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
@@ -61,9 +62,7 @@ def save_checkpoint(folder: Path, model: Decoder, source: HFCheckpoint, adapter:
 def verify_saved(
     out: Path, model: Decoder, source: HFCheckpoint, precision: PrecisionConfig = FP32
 ) -> verify.VerificationResult:
-    return verify.verify_saved(
-        out, model, verify.ModelSource(source, precision=precision), DistributedContext(device="cpu")
-    )
+    return verify.verify_saved(out, model, ModelSource(source, precision=precision), DistributedContext(device="cpu"))
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(n, DTYPES[i % 3]) for i, n in enumerate(FAMILIES)])

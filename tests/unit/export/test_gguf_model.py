@@ -18,7 +18,6 @@ from tests.helpers.gguf_models import (
     write_byte_level_bpe,
 )
 from tests.helpers.random_checkpoints import (
-    FP32,
     SHAPES,
     load_model,
     load_transformers_model,
@@ -27,8 +26,9 @@ from tests.helpers.random_checkpoints import (
     shuffle_adapter,
 )
 from tunekit.adapters.config import DoRAConfig, FrozenModel, LoRAConfig
-from tunekit.checkpoint import layerwise_forward, merge, peft_adapter, verify
+from tunekit.checkpoint import merge, peft_adapter, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.layerwise_forward import ModelSource, checkpoint_logits
 from tunekit.checkpoint.merge import MergedCheckpoint
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
@@ -60,12 +60,7 @@ def test_exported_file_gives_the_logits_of_transformers(name: str, tmp_path: Pat
     rows = random_tokens(length=min(23, gguf_plan.spec.context))
     with torch.no_grad():
         expected = load_transformers_model(directory)(rows).logits.flatten(0, 1)
-    assert (
-        relative_error(
-            layerwise_forward.checkpoint_logits(gguf_file, FrozenModel(), rows.tolist(), FP32, CPU).full(), expected
-        )
-        < 1e-5
-    )
+    assert relative_error(checkpoint_logits(ModelSource(gguf_file), rows.tolist(), CPU).full(), expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS_READS)

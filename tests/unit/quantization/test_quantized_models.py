@@ -31,9 +31,10 @@ from tests.helpers.random_checkpoints import (
 from tunekit import assets
 from tunekit import build as assemble
 from tunekit.adapters.config import DoRAConfig, FrozenModel, LoRAConfig, NoAdapter
-from tunekit.checkpoint import layerwise_forward, peft_adapter
+from tunekit.checkpoint import peft_adapter
 from tunekit.checkpoint.dcp_planner import read_metadata
 from tunekit.checkpoint.hf_checkpoint import WEIGHTS, HFCheckpoint
+from tunekit.checkpoint.layerwise_forward import ModelSource, checkpoint_logits, forward_logits
 from tunekit.checkpoint.training_state import Checkpointer
 from tunekit.cli import registry
 from tunekit.config.errors import ConfigError
@@ -253,11 +254,10 @@ def test_layerwise_logits_match_the_model(family_checkpoint: Path, tmp_path: Pat
     peft_adapter.save_adapter(tmp_path, model, adapter, source)
     rows = random_tokens(3, 9).tolist()
     initial_adapter = replace(peft_adapter.read_adapter_config(tmp_path, source), adapter_path=str(tmp_path))
-    logits = layerwise_forward.checkpoint_logits(source, initial_adapter, rows, FP32, CPU, NF4Config()).full()
-    assert torch.equal(logits, layerwise_forward.forward_logits(model, rows, CPU).full())
+    logits = checkpoint_logits(ModelSource(source, NF4Config(), initial_adapter), rows, CPU).full()
+    assert torch.equal(logits, forward_logits(model, rows, CPU).full())
     assert (
-        relative_error(logits, layerwise_forward.checkpoint_logits(source, initial_adapter, rows, FP32, CPU).full())
-        > 1e-3
+        relative_error(logits, checkpoint_logits(ModelSource(source, adapter=initial_adapter), rows, CPU).full()) > 1e-3
     )
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import ModuleType
 
 from tunekit import build
-from tunekit.adapters.config import FrozenModel
-from tunekit.checkpoint import layerwise_forward, verify
+from tunekit.checkpoint import verify
 from tunekit.checkpoint.atomic import AtomicDir
 from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.layerwise_forward import ModelSource, checkpoint_logits
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.export import bitsandbytes_export
@@ -48,12 +48,10 @@ def export_bitsandbytes(model: str, out: Path, weights: NF4Config) -> None:
     with AtomicDir(out) as directory:
         read = bitsandbytes_export.export_bitsandbytes(source, adapter, weights, directory)
         # Quantizing scales again would change them, so the loaded checkpoint uses the dequantized scales.
-        pairs = (read, weights), (HFCheckpoint.open(directory), replace(weights, double_quant=False))
+        exported = ModelSource(HFCheckpoint.open(directory), replace(weights, double_quant=False))
         rows, device = verify.probe_prompts(directory, source.spec), DistributedContext().device
-        expected, actual = (
-            layerwise_forward.checkpoint_logits(checkpoint, FrozenModel(), rows, verify.FP32, device, kind)
-            for checkpoint, kind in pairs
-        )
+        expected = checkpoint_logits(ModelSource(read, weights), rows, device)
+        actual = checkpoint_logits(exported, rows, device)
         tolerance, peak = (
             DOUBLE_QUANT_TOLERANCE
             if weights.double_quant
