@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tunekit.config.errors import ErrorCollector, Path
 from tunekit.config.node import FAILED, YamlNode, to_node, to_plain
 
-_OPEN = re.compile(r"(\\*)\$\{([^}]*)(\}?)")
+_OPEN = re.compile(r"(\\*)\$\{((?:(?!\$\{)[^}])*)(\}?)")  # finds a reference inside an escaped one, too
 _KEY = re.compile(r"\s*[\w-]+(?:\.[\w-]+|\[\d+\])*\s*")
 _MAX_WEIGHT = 100_000  # values and characters of an expanded reference
 _MAX_HOPS = 8  # length of a chain of references

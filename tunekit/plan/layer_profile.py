@@ -4,7 +4,7 @@ A model with one layer of each kind runs two micro-batches and an optimizer step
 quantization, recomputation and optimizers is therefore counted where it is allocated.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast

@@ -68,6 +68,11 @@ def test_registered_resolvers_are_not_called(errors):
     assert not called
 
 
+def test_reference_inside_an_escaped_one_cannot_read_the_environment(errors):
+    (line,) = errors(r"name: \${a${oc.env:HOME}}")
+    assert "'${oc.env:HOME}' is not allowed" in line
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
