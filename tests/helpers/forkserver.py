@@ -19,6 +19,7 @@ PRELOADED = (
     "tunekit.publishing.plots",
     "tunekit.recipes.sft",
     "tunekit.cli.commands.run_worker",
+    "tunekit.cli.commands.serve",
     "tests.helpers.random_checkpoints",  # imports transformers
 )
 

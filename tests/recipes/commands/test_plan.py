@@ -10,8 +10,7 @@ from tunekit.cli import main as cli
 from tunekit.plan import hardware
 
 CONFIG = (
-    "model: tunekit/llama3_2_1b\ndata: {kind: text, source: rows.jsonl, max_length: 512}\n"
-    "output_dir: run\nrecipe: sft\n"
+    "model: tunekit/llama3_2_1b\ndata: {kind: text, source: rows.jsonl, max_length: 64}\noutput_dir: run\nrecipe: sft\n"
 )
 
 
@@ -77,7 +76,7 @@ def test_config_that_does_not_fit_exits_with_2(config_path: str, capsys: pytest.
     assert cli.main([*args, "80G"]) == 0
     assert cli.main(["plan", config_path, "max_steps=10"]) == 0, "no memory limit is known for the CPU"
     capsys.readouterr()
-    tight = [*args[:-1], "micro_batch_size=16", "--gpu-memory", "24G"]
+    tight = [*args[:-1], "micro_batch_size=16", "data.max_length=512", "--gpu-memory", "24G"]
     assert cli.main(tight) == 2
     assert cli.main([*tight, "--auto"]) == 0, "--auto found a config that fits"
 
