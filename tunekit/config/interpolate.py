@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tunekit.config.errors import ErrorCollector, Path
 from tunekit.config.node import FAILED, YamlNode, to_node, to_plain
 
-_OPEN = re.compile(r"(\\*)\$\{((?:(?!\$\{)[^}])*)(\}?)")  # finds a reference inside an escaped one, too
+_OPEN = re.compile(r"(\\*)\$\{([^}]*)(\}?)")
 _KEY = re.compile(r"\s*[\w-]+(?:\.[\w-]+|\[\d+\])*\s*")
 _MAX_WEIGHT = 100_000  # values and characters of an expanded reference
 _MAX_HOPS = 8  # length of a chain of references
@@ -84,9 +84,7 @@ class ReferenceCheck:
 
     def references(self, node: YamlNode, path: Path, hops: int) -> int:
         total = 0
-        for slashes, key, end in _OPEN.findall(node.value):
-            if len(slashes) % 2:
-                continue
+        for key, end in find_references(node.value):
             if _KEY.fullmatch(key) and end:
                 total += self.follow(node, path, key.strip(), hops + 1)
             else:
@@ -115,6 +113,16 @@ class ReferenceCheck:
         return self.weight(current, target, hops)
 
 
+def find_references(text: str) -> Iterator[tuple[str, str]]:
+    """The key and the closing brace of each reference. There may be some inside of an escaped one."""
+    position = 0
+    while match := _OPEN.search(text, position):
+        escaped = len(match[1]) % 2
+        position = match.start(2) if escaped else match.end()
+        if not escaped:
+            yield match[2], match[3]
+
+
 def split_key(key: str) -> Path:
     """Split `a.b[0]` into a path."""
     return tuple(part for part in re.split(r"[.\[\]]", key.strip()) if part)
@@ -132,6 +140,6 @@ def get_child(node: YamlNode, part: str) -> YamlNode | None:
 def referenced_keys(node: YamlNode) -> Iterator[Path]:
     """Keys that are referenced in `node` or below it."""
     if isinstance(node.value, str) and "${" in node.value:
-        yield from (split_key(key) for _, key, _ in _OPEN.findall(node.value) if _KEY.fullmatch(key))
+        yield from (split_key(key) for key, _ in find_references(node.value) if _KEY.fullmatch(key))
     for child in node.children():
         yield from referenced_keys(child)

@@ -70,8 +70,8 @@ class Tokenizer:
         self.stops = stops | ({self.eos} if self.eos is not None else frozenset())
 
     @staticmethod
-    def open(directory: Path, template: str | None = None) -> "Tokenizer":
-        """Read the tokenizer of a checkpoint. `template` is the name or file of another chat template."""
+    def open(directory: Path) -> "Tokenizer":
+        """Read the tokenizer of a checkpoint."""
         config = read_json(directory / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # older tokenizers have their special tokens in another file
             config = {**config, **read_json(directory / "special_tokens_map.json")}
@@ -80,8 +80,7 @@ class Tokenizer:
         if not all(isinstance(token, int) for token in eos_ids):
             raise UserError(f"{directory / 'generation_config.json'}: eos_token_id must be token ids, got {eos_ids}")
         templates = read_templates(directory, config)
-        tokenizer = Tokenizer(read_model(directory), special_token_texts(config), templates, frozenset(eos_ids))
-        return tokenizer if template is None else tokenizer.with_template(template)
+        return Tokenizer(read_model(directory), special_token_texts(config), templates, frozenset(eos_ids))
 
     def with_template(self, name: str) -> "Tokenizer":
         """Copy of the tokenizer with a chat template of the package, or of a file."""

@@ -70,7 +70,7 @@ def test_end_token_of_the_last_turn_only_makes_masks_ambiguous(tmp_path, tokeniz
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}"
     template += "{% if add_generation_prompt %}assistant: {% else %}{{ eos_token }}{% endif %}"
     (tmp_path / "form.jinja").write_text(template)
-    tokenizer = Tokenizer.open(tokenizer_dirs["plain"], str(tmp_path / "form.jinja"))
+    tokenizer = Tokenizer.open(tokenizer_dirs["plain"]).with_template(str(tmp_path / "form.jinja"))
     with pytest.raises(UserError, match=r"messages\[1\]: "):
         target_texts(tokenizer, CONVERSATION)
     assert target_texts(tokenizer, CONVERSATION, train_on="last") == [f" {LAST}\n<|endoftext|>"]
@@ -85,7 +85,7 @@ def test_generation_prompt_that_turns_lack_makes_masks_ambiguous(
         "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant" + prompt_suffix + "{% endif %}"
     )
-    tokenizer = Tokenizer.open(tokenizer_dirs["chatml"], str(tmp_path / "form.jinja"))
+    tokenizer = Tokenizer.open(tokenizer_dirs["chatml"]).with_template(str(tmp_path / "form.jinja"))
     if is_clear:
         assert target_texts(tokenizer, CONVERSATION) == [f" {FIRST}<|im_end|>", f" {LAST}<|im_end|>"]
         return
@@ -100,7 +100,7 @@ def test_blocks_must_match_turns_to_select_the_last(block, blocks, tmp_path, tok
         "{% endgeneration %}{% endif %}{% if m.role == 'assistant' %}{% generation %}!{% endgeneration %}{% endif %}"
         "{% endfor %}"
     )
-    tokenizer = Tokenizer.open(tokenizer_dirs["chatml"], str(tmp_path / "form.jinja"))
+    tokenizer = Tokenizer.open(tokenizer_dirs["chatml"]).with_template(str(tmp_path / "form.jinja"))
     with pytest.raises(UserError, match=f"{4 + blocks} generation blocks.* 2 assistant turns"):
         target_texts(tokenizer, CONVERSATION, train_on="last")
 
@@ -112,7 +112,7 @@ def test_blocks_can_depend_on_message_contents(condition: str, tmp_path, tokeniz
         "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and " + condition + " %}{% generation %}"
         "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
     )
-    tokenizer = Tokenizer.open(tokenizer_dirs["chatml"], str(tmp_path / "form.jinja"))
+    tokenizer = Tokenizer.open(tokenizer_dirs["chatml"]).with_template(str(tmp_path / "form.jinja"))
     for content, has_block in [("bad", False), ("a good one", True), ("no", False), ("good ones", True)]:
         conversation = [{"role": "user", "content": "good?"}, {"role": "assistant", "content": content}]
         assert target_texts(tokenizer, conversation) == ([f"{content}<|im_end|>"] if has_block else [])

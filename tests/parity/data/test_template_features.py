@@ -46,7 +46,7 @@ FORMS = {
 def open_form(tokenizer_dirs: dict[str, Path], tmp_path: Path):
     def open(form: str) -> Tokenizer:
         (tmp_path / "form.jinja").write_text(FORMS[form])
-        return Tokenizer.open(tokenizer_dirs["chatml"], str(tmp_path / "form.jinja"))
+        return Tokenizer.open(tokenizer_dirs["chatml"]).with_template(str(tmp_path / "form.jinja"))
 
     return open
 

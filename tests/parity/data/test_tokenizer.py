@@ -95,9 +95,9 @@ def test_template_comes_from_a_file_a_list_or_the_config(tokenizer_dirs: dict[st
     theirs = AutoTokenizer.from_pretrained(directory).apply_chat_template(CONVERSATION, tokenize=False)
     assert Tokenizer.open(directory).render(CONVERSATION) == theirs == "from a file"
     (tmp_path / "own.jinja").write_text("my own")
-    assert Tokenizer.open(directory, str(tmp_path / "own.jinja")).render(CONVERSATION) == "my own"
+    assert Tokenizer.open(directory).with_template(str(tmp_path / "own.jinja")).render(CONVERSATION) == "my own"
     with pytest.raises(UserError, match="chat_template: 'missing.jinja' is not a file"):
-        Tokenizer.open(directory, "missing.jinja")
+        Tokenizer.open(directory).with_template("missing.jinja")
 
 
 def test_templates_use_the_given_date(tokenizer_dirs: dict[str, Path], tmp_path: Path) -> None:

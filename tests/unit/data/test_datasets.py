@@ -58,7 +58,7 @@ def tokenizer(tokenizer_dirs: dict[str, Path]) -> Tokenizer:
 @pytest.fixture
 def tools(tokenizer_dirs: dict[str, Path], tmp_path: Path) -> Tokenizer:
     (tmp_path / "tools.jinja").write_text(TOOLS)
-    return Tokenizer.open(tokenizer_dirs["chatml"], str(tmp_path / "tools.jinja"))
+    return Tokenizer.open(tokenizer_dirs["chatml"]).with_template(str(tmp_path / "tools.jinja"))
 
 
 def encode_documents(dataset: DatasetConfig, tokenizer: Tokenizer, *fields: dict) -> Iterator:

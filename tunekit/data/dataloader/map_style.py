@@ -12,7 +12,6 @@ from tunekit.data.dataloader.sampler import RowOrder, StepIndex, unit_documents
 from tunekit.data.dataloader.shared_prefix import dataset_row_lengths
 from tunekit.data.dataloader.summary import DatasetSummary, DataSummary, PromptLengths
 from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, Document, PreprocessSummary, TokenizedDataset
-from tunekit.errors import UserError
 
 
 class MapDataLoader(DataLoader):
@@ -29,10 +28,6 @@ class MapDataLoader(DataLoader):
         self.documents: TokenizedDataset | ConcatDataset = (
             datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
         )
-        for config, dataset in zip(mixture.dataset_configs, datasets, strict=True):
-            if not len(dataset):
-                rows = "rows with target tokens" if config.has_targets else "prompts"
-                raise UserError(f"{config.source}: split {config.split} has no {rows}")
         self.num_rows = num_rows = [len(dataset) // mixture.docs_per_row for dataset in datasets]
         self.rows_per_epoch = list(mixture.rows_per_epoch(num_rows))
         uses_all = self.rows_per_epoch == num_rows
