@@ -37,9 +37,9 @@ LAYOUTS = ((WEIGHTS, INDEX, "*.safetensors"), (PICKLE, PICKLE_INDEX, PICKLE))
 ROPE_BUFFER = ".rotary_emb.inv_freq"
 EMBED, PER_LAYER_EMBED = "embed.weight", "per_layer.embed.weight"
 MISSING = object()
-# Weights with any other dtype are refused.
 ConfigValue = str | int | float | bool | None | tuple[str | int | float | bool, ...]  # of a key of config.json
 ConfigOverrides = dict[str, ConfigValue | dict[str, ConfigValue | dict[str, ConfigValue]]]
+# Weights with any other dtype are refused.
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 

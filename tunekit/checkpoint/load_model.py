@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, TensorReader
+from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint, TensorReader
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.sharding import SHARDED_STORAGE, ShardSlice, shard_slice, to_local, upload
 from tunekit.errors import UserError
@@ -54,7 +54,7 @@ def key_mappings(source: HFCheckpoint, model: Decoder) -> list[KeyMapping]:
     mappings = source.key_mappings
     if model.spec.tie_word_embeddings or any(TIED in mapping.ours for mapping in mappings):
         return mappings
-    embeddings = [mapping for mapping in mappings if mapping.ours == ("embed.weight",)]
+    embeddings = [mapping for mapping in mappings if mapping.ours == (EMBED,)]
     return [*mappings, *(KeyMapping((TIED,), mapping.hub, mapping.op) for mapping in embeddings)]
 
 
@@ -149,7 +149,7 @@ def check_shapes(source: HFCheckpoint, mapping: KeyMapping, shapes: Mapping[str,
 
 def check_tied_head(source: HFCheckpoint, mapping: KeyMapping, tensors: TensorReader) -> None:
     """Raise UserError if a checkpoint with tied embeddings contains a head that differs from the embedding."""
-    embedding = next(other.hub[0] for other in source.key_mappings if other.ours[0] == "embed.weight")
+    embedding = next(other.hub[0] for other in source.key_mappings if other.ours[0] == EMBED)
     if not torch.equal(tensors.read_mapped(mapping.hub[0]), tensors.read_mapped(embedding)):
         problem = f"{mapping.hub[0]} differs from {embedding}, but config.json ties them"
         raise UserError(f"{source.path}: {problem}. Set tie_word_embeddings to false.")

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint import peft_adapter
 from tunekit.checkpoint.atomic import check_free_space
-from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
+from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint, read_json
 from tunekit.checkpoint.lora_delta import WEIGHT, LoRADelta, transformers_key
 from tunekit.checkpoint.peft_adapter import owner_module
 from tunekit.checkpoint.peft_reader import AdapterContents, TargetTensors, read_contents
@@ -39,7 +39,6 @@ from tunekit.models.decoder import TIED
 from tunekit.models.weight_map import Identity, KeyMapping, Stack, match_hub_name
 
 CONFIG = "config.json"
-EMBED = "embed" + WEIGHT
 CHUNK = 2**20  # elements that are in fp32 at a time
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer.model"}  # an adapter with one of them has its own tokenizer
 

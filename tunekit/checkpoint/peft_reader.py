@@ -14,11 +14,11 @@ from torch import Tensor
 
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.adapters.module_patterns import compile_pattern
-from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, TensorMeta, read_header, read_json
+from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint, TensorMeta, read_header, read_json
 from tunekit.checkpoint.lora_delta import WEIGHT, LoRADelta, LoRATarget, transformers_key
 from tunekit.checkpoint.safetensors_io import ReplacedRows, read_metadata
 from tunekit.errors import UserError
-from tunekit.models.decoder import Decoder
+from tunekit.models.decoder import TIED, Decoder
 from tunekit.models.spec import DecoderSpec
 from tunekit.models.weight_map import KeyMapping, KeyMatch, Shape, load_mappings, match_hub_name
 
@@ -36,7 +36,7 @@ LORA_TENSOR = re.compile(
 EMBEDDING_TASK = "FEATURE_EXTRACTION"  # PEFT task type of a model without a head
 TOKEN_ADAPTER = ".token_adapter"  # name of the module with token rows inside an embedding or head
 TOKEN_ROWS = f"{TOKEN_ADAPTER}.trainable_tokens_delta"
-TOKEN_PARAMETERS = ("embed.weight", "head.weight")  # may have token rows
+TOKEN_PARAMETERS = (EMBED, TIED)  # may have token rows
 HEAD_MODULES = ("classifier", "score")  # PEFT lists both in modules_to_save of any classifier
 FACTOR_PAIRS = {frozenset({"lora_A", "lora_B"}), frozenset({"lora_embedding_A", "lora_embedding_B"})}
 # Keys of unsupported PEFT features; each must have one of these values. The first is the default.

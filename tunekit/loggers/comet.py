@@ -6,7 +6,7 @@ from uuid import uuid4
 
 import comet_ml
 
-from tunekit.loggers.completions_table import Rows, to_markdown
+from tunekit.loggers.markdown import Rows, to_markdown
 from tunekit.loggers.run_id import run_id
 
 OPEN_ERRORS = (OSError, ValueError)

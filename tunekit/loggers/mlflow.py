@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
-from tunekit.loggers.completions_table import Rows, to_markdown
+from tunekit.loggers.markdown import Rows, to_markdown
 from tunekit.loggers.run_id import run_id
 
 OPEN_ERRORS = (MlflowException,)

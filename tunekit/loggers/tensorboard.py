@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from tunekit.loggers.completions_table import Rows, to_markdown
+from tunekit.loggers.markdown import Rows, to_markdown
 
 OPEN_ERRORS = (OSError,)
 

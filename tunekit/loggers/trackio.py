@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas
 import trackio
 
-from tunekit.loggers.completions_table import Rows, to_table
+from tunekit.loggers.markdown import Rows, to_table
 
 OPEN_ERRORS = (OSError, ValueError)
 

@@ -6,7 +6,7 @@ from uuid import uuid4
 
 import wandb
 
-from tunekit.loggers.completions_table import Rows, to_table
+from tunekit.loggers.markdown import Rows, to_table
 from tunekit.loggers.run_id import run_id
 
 OPEN_ERRORS = (wandb.Error,)

@@ -31,6 +31,7 @@ from tunekit.data.readers.open_dataset import find_data_files
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.hub import redact
 from tunekit.loggers import divergence, metrics_file
+from tunekit.loggers.markdown import code_span, format_table
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.publishing import snippets
 from tunekit.publishing.base_model import (
@@ -41,7 +42,7 @@ from tunekit.publishing.base_model import (
     read_card,
     read_front_matter,
 )
-from tunekit.publishing.snippets import PromptFormat
+from tunekit.publishing.snippets import UNKNOWN_FORMAT, PromptFormat
 
 Tree = Mapping[str, Any]
 Lines = Sequence[Tree]
@@ -59,7 +60,6 @@ ACCURACIES = {  # names of metrics in the card
     "eval/spearman_cosine": "Spearman correlation",
 }
 ANSWER_METRICS = ("exact_match", "regex_match", "json_schema_match")  # of `generation_eval`
-UNKNOWN_FORMAT = PromptFormat()
 DISABLED = (None, False, 0, "none", "", (), [], {})
 
 
@@ -92,7 +92,7 @@ def write_model_card(folder: Path, info: ModelCardInfo) -> None:
     importlib.import_module("tunekit.publishing.plots").plot_metrics(lines, folder / CURVES)
     sections = {
         "": summary_section(info, base) + snippets.describe_scores(folder),
-        "Use": usage_section(folder, name, base, info.config.get("quantization"), detect_prompt_format(info)),
+        "Use": snippets.usage_snippet(folder, name, base, info.config.get("quantization"), detect_prompt_format(info)),
         "Results": divergence_warning(lines) + results_section(lines) + evaluation_section(info.run),
         "Training": training_section(info, lines, base),
         "Data": data_section(info),
@@ -111,7 +111,8 @@ def write_minimal_card(
     base, name = None if source is None else read_base_model(source), folder.resolve().name.removesuffix(atomic.PARTIAL)
     origin = f"Written by tunekit {VERSION}." if base is None else f"Derived from {base.link} with tunekit {VERSION}."
     about = f"{origin}{snippets.describe_scores(folder)} {about}"
-    sections = {"": about, "Use": usage_section(folder, name, base), "Verification": verification_section(folder)}
+    usage = snippets.usage_snippet(folder, name, base)
+    sections = {"": about, "Use": usage, "Verification": verification_section(folder)}
     write_card(folder, card_metadata(folder, base, ["tunekit"], [], relation), name, sections)
 
 
@@ -126,7 +127,7 @@ def write_merged_card(folder: Path, adapter: Path, source: HFCheckpoint) -> None
     prompt_format = PromptFormat("apply_chat_template" in sections.get("Use", ""))
     about = f"A fine-tuned {base.link}: an adapter was merged into its weights with tunekit {VERSION}."
     new_sections = {"": about + snippets.describe_scores(folder)}
-    new_sections["Use"] = usage_section(folder, name, base, prompt_format=prompt_format)
+    new_sections["Use"] = snippets.usage_snippet(folder, name, base, prompt_format=prompt_format)
     new_sections |= {title: sections[title] for title in ("Results", "Training", "Data") if title in sections}
     new_sections |= {"Verification": verification_section(folder), "Repeat": sections["Repeat"]}
     front_matter = read_front_matter(text)
@@ -206,18 +207,6 @@ def summary_section(info: ModelCardInfo, base: BaseModelInfo) -> str:
     subject = f"An adapter ({info.adapter_kind}) for" if info.adapter_kind != "none" else "A fine-tuned"
     subject = "A model trained from random weights with the architecture of" if info.is_from_scratch else subject
     return f"{subject} {base.link}, trained with the recipe `{info.recipe}` of tunekit {VERSION}."
-
-
-def usage_section(
-    folder: Path,
-    name: str,
-    base: BaseModelInfo | None,
-    quantization: Tree | None = None,
-    prompt_format: PromptFormat = UNKNOWN_FORMAT,
-) -> str:
-    """Code that loads and runs the model."""
-    base_name, is_public = ("", True) if base is None else (base.repo or base.name, base.repo is not None)
-    return snippets.usage_snippet(folder, name, base_name, is_public, quantization, prompt_format)
 
 
 def detect_prompt_format(info: ModelCardInfo) -> PromptFormat:
@@ -409,17 +398,3 @@ def reproduction_section(info: ModelCardInfo) -> str:
         f"```sh\ntune run {info.recipe} config.yaml\n```\n\nwith this config. Paths are shortened to their last "
         f"component.\n\n<details>\n<summary>config.yaml</summary>\n\n```yaml\n{text}```\n\n</details>"
     )
-
-
-def code_span(text: str) -> str:
-    """Markdown code span of any text: its fence is longer than all backticks in the text."""
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    space = " " if text.startswith("`") or text.endswith("`") else ""
-    return f"{fence}{space}{text}{space}{fence}"
-
-
-def format_table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [
-        [cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (header, ["---"] * len(header), *rows)
-    ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in lines)

@@ -11,6 +11,7 @@ from tunekit.checkpoint.hf_checkpoint import read_json
 from tunekit.hub import redact
 from tunekit.models.families import classifiers
 from tunekit.models.spec import ScoreHead
+from tunekit.publishing.base_model import BaseModelInfo
 
 LOAD = """\
 from transformers import {auto}, AutoTokenizer
@@ -165,6 +166,9 @@ class PromptFormat:
     separator: str = "\n"
 
 
+UNKNOWN_FORMAT = PromptFormat()
+
+
 def describe_scores(folder: Path) -> str:
     """Sentence about the outputs of a model; empty for a language model."""
     if is_embedding_model(folder):
@@ -191,31 +195,32 @@ def pipeline_tag(folder: Path) -> str:
 def usage_snippet(
     folder: Path,
     name: str,
-    base: str,
-    is_public: bool,
-    quantization: Mapping[str, Any] | None,
-    prompt_format: PromptFormat,
+    base: BaseModelInfo | None,
+    quantization: Mapping[str, Any] | None = None,
+    prompt_format: PromptFormat = UNKNOWN_FORMAT,
 ) -> str:
     """Code for transformers and peft, and the command to chat with the model.
 
-    `base` is the name of the base, `is_public` whether it is on the Hub, `quantization` that of the base of an adapter.
+    `quantization` is that of the base of an adapter.
     """
     note = f"`{name}` is the directory of this model, or its name on the Hub."
+    base_name = "" if base is None else base.repo or base.name
     if is_embedding_model(folder):
         return f"{note}\n\n```python\n{EMBED.format(name=name)}```"
     load, head = LOAD, ScoreHeadInfo.from_dir(folder)
     if is_adapter(folder):
-        base, load = base or redact.redact_path(peft_adapter.PeftConfigFile.open(folder).base_name), LOAD_ADAPTER
+        base_name = base_name or redact.redact_path(peft_adapter.PeftConfigFile.open(folder).base_name)
+        load = LOAD_ADAPTER
         if quantization is not None and "double_quant" in quantization:  # a format of bitsandbytes
             kind, nested = quantization["kind"], str(quantization["double_quant"])
             load = LOAD_QUANTIZED.replace("{kind}", kind).replace("{nested}", nested)
-        note += "" if is_public else f" `{base}` is the directory of the base."
+        note += "" if base is None or base.repo else f" `{base_name}` is the directory of the base."
     auto = "AutoModelForCausalLM" if head is None else SCORE_TASKS[head.task][0]
     options = "" if head is None else head.load_options
     options += config_options(folder) if is_adapter(folder) else ""
     rows = peft_reader.read_config_changes(folder).get(peft_reader.VOCAB_SIZE) if is_adapter(folder) else None
     resize = "" if rows is None else f"\nbase.resize_token_embeddings({rows})  # with rows for new tokens"
-    code = load.format(auto=auto, base=base, name=name, head=options, resize=resize)
+    code = load.format(auto=auto, base=base_name, name=name, head=options, resize=resize)
     code += LOAD_TOKENIZER.format(name=name)
     template = has_template(folder)
     if head is not None:
