@@ -1,6 +1,6 @@
-"""Replacements for keys, kinds and recipes of other trainers and of tunekit 0.1. Those of keys are in text files."""
+"""Replacements for keys, kinds and recipes of other trainers and of tunekit 0.1. Keys and recipes are in text files."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,25 +16,27 @@ class KeyHint(NamedTuple):
     where: Key | None  # other key that the recipe must have
 
 
-def read_hints(file: Path) -> tuple[KeyHint, ...]:
-    """Read a table of replacements."""
-    rows, where = [], None
-    for line in file.read_text("utf-8").splitlines():
+def read_rows(name: str) -> Iterator[tuple[str | None, str, str]]:
+    """Heading, left and right side of each row of a table."""
+    heading = None
+    for line in Path(__file__).with_name(name).read_text("utf-8").splitlines():
         if line.startswith("["):
-            where = line.strip("[]") or None
+            heading = line.strip("[]") or None
         elif line and not line.startswith("#"):
-            names, _, replacement = line.partition(" -> ")
-            key, _, note = replacement.partition("| ")
-            rows.append(KeyHint(names, key.strip(), note, where))
-    return tuple(rows)
+            left, _, right = line.partition(" -> ")
+            yield heading, left, right
 
 
-POLICY_KEYS = read_hints(Path(__file__).with_name("policy_hints.txt"))
-TABLE = (
-    *POLICY_KEYS,
-    *read_hints(Path(__file__).with_name("migration_hints.txt")),
-    *read_hints(Path(__file__).with_name("renamed_keys.txt")),  # of tunekit 0.1
-)
+def read_hints(name: str) -> Iterator[KeyHint]:
+    """Replacements for keys."""
+    for where, names, replacement in read_rows(name):
+        key, _, note = replacement.partition("| ")
+        yield KeyHint(names, key.strip(), note, where)
+
+
+POLICY_KEYS = tuple(read_hints("policy_hints.txt"))
+TABLE = (*POLICY_KEYS, *read_hints("migration_hints.txt"), *read_hints("renamed_keys.txt"))  # the last: of tunekit 0.1
+RECIPES = tuple((names, answer) for _, names, answer in read_rows("recipe_hints.txt"))
 
 RENAMED_KINDS = {
     "full": "none",
@@ -74,42 +76,6 @@ KIND_NOTES = {  # kinds of other trainers that are several keys here
     "qdora": "QDoRA is adapter=dora quantization=nf4",
 }
 
-PREFERENCE = "it is a loss of recipe preference: tune run preference CONFIG loss={name}"
-REWARD = "it is a loss of recipe reward: tune run reward CONFIG loss={name}"
-ONLINE = (
-    "it is not supported; recipes grpo and ppo train on rewards of sampled answers (grpo, dapo, rloo, ppo and others), "
-    "recipe preference on pairs and labels (dpo, kto, orpo and others)"
-)
-POLICY = "it is a loss of recipe grpo: tune run grpo CONFIG loss={name}"
-RECIPES = (
-    ("dpo ipo kto orpo simpo cpo bco alphapo discopop robust hinge exo_pair sppo_hard apo_zero apo_down", PREFERENCE),
-    ("rpo mpo", "it is a sum of losses of recipe preference, such as tune run preference CONFIG loss=[dpo,sft]"),
-    ("lora_dpo_single_device lora_dpo_distributed",
-     "it is recipe preference: tune run preference llama3_2/1b_dpo_lora"),
-    ("full_dpo_distributed",
-     "it is recipe preference with adapter=none, which needs a lower optimizer.lr than an adapter: "
-     "tune run preference llama3_2/1b_dpo_lora adapter=none optimizer.lr=1e-6"),
-    ("dapo gspo bnpo dr_grpo cispo sapo rloo reinforce_pp", POLICY),
-    ("reinforce rlvr", "it is recipe grpo: tune run grpo CONFIG"),
-    ("grpo_full_finetune_distributed async_grpo_full_finetune_distributed",
-     "it is recipe grpo: tune run grpo llama3_2/3b_grpo_gsm8k"),
-    ("ppo_full_finetune_single_device", "it is recipe ppo: tune run ppo mistral/7b_ppo_full"),
-    ("gmpo online_dpo nash_md xpo rlhf", ONLINE),
-    ("rm reward_model reward_modeling", REWARD.format(name="bradley_terry")),
-    ("bradley_terry classification regression binary_cross_entropy process_reward", REWARD),
-    ("reranker rerank cross_encoder", REWARD.format(name="binary_cross_entropy")),
-    ("multiple_negatives_ranking cosent cosine_similarity", "it is a loss of recipe embed: tune run embed nano/embed"),
-    ("embedding embeddings sentence_transformer retriever", "it is recipe embed: tune run embed nano/embed"),
-    ("prm", REWARD.format(name="process_reward")),
-    ("gkd kd distillation minillm knowledge_distillation_single_device knowledge_distillation_distributed",
-     "it is recipe distill: tune run distill CONFIG"),
-    ("finetune train full full_finetune_single_device full_finetune_distributed",
-     "it is recipe sft with adapter=none, as in tune run sft llama3_2/1b_full"),
-    ("lora dora lora_finetune_single_device lora_finetune_distributed",
-     "it is recipe sft with adapter=lora or dora, as in tune run sft llama3_2/1b_lora"),
-    ("qlora qdora", "it is recipe sft with adapter=lora quantization=nf4, as in tune run sft llama3_2/1b_qlora"),
-    ("eval eleuther_eval", "it is recipe evaluate: tune run evaluate CONFIG"),
-)  # fmt: skip
 DATA_SECTIONS = frozenset({"eval_data", "dataset"})
 
 
