@@ -78,22 +78,14 @@ def format_memory(plan: Estimate) -> str:
 def format_verdict(plan: Estimate, changes: Sequence[Suggestion]) -> str:
     """Format the peak, its largest component, whether it fits, and suggestions."""
     estimate, peak = plan.memory, plan.peak
-    part = largest_component(estimate)
-    at = (
-        f"{PHASE_LABELS[estimate.phase]} ({peak.where})"
-        if peak.where not in PHASE_LABELS[estimate.phase]
-        else PHASE_LABELS[estimate.phase]
-    )
+    part, phase = largest_component(estimate), PHASE_LABELS[estimate.phase]
+    at = phase if peak.where in phase else f"{phase} ({peak.where})"
     share = peak.parts[part] / peak.total
     lines = [f"at most {format_gib(peak.total)} GiB, in the {at}; {COMPONENT_LABELS[part]} {share:.0%} of it"]
     if plan.fits is not None:
         assert plan.machine.memory is not None
-        free = plan.machine.memory - peak.total
-        lines[0] += (
-            f"\nfits: {format_gib(free)} GiB are left"
-            if free >= 0
-            else f"\ndoes not fit: {format_gib(-free)} GiB are lacking"
-        )
+        free = format_gib(abs(plan.machine.memory - peak.total))
+        lines.append(f"fits: {free} GiB are left" if plan.fits else f"does not fit: {free} GiB are lacking")
     if changes:
         lines.append("\nto need less")
         lines += format_suggestions(plan, changes)
