@@ -21,7 +21,10 @@ BlockStart = tuple[int, list[StreamPosition]]  # round index, and the positions 
 
 
 class BlockHistory(NamedTuple):
-    """A current or past block: its first step, the step after its last, and the locations of its documents."""
+    """A current or past block: its first step, the step after its last, its start and that of the next block.
+
+    `plan` and `locations` give the documents of each step, and the locations of their rows.
+    """
 
     first_step: int
     end_step: int
@@ -54,7 +57,7 @@ class StreamingDataLoader(DataLoader):
         for check in self.checks:
             check(block.documents)
         self.block = block
-        end_step = first_step - (-len(block.plan) // self.collator.global_batch_size)
+        end_step = first_step + -(-len(block.plan) // self.collator.global_batch_size)
         starts = (block.round_index, block.start_positions), (block.round_index + block.num_rounds, block.end_positions)
         current = BlockHistory(first_step, end_step, *starts, block.plan, block.documents.flat.without_tokens())
         # The tuple is replaced, not changed, because another thread may be reading it.
