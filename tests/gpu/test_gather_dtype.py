@@ -17,8 +17,8 @@ from tunekit.distributed.fsdp import allocate, apply_fsdp, fsdp_kwargs
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.models.decoder import Decoder
+from tunekit.models.feed_forward import Router
 from tunekit.models.linear import Linear
-from tunekit.models.moe import Router
 from tunekit.models.precision import PrecisionConfig
 from tunekit.quantization.config import NF4Config, NoQuantization
 

@@ -20,7 +20,7 @@ from tunekit.memory import activation_offloading
 from tunekit.memory.activation_offloading import ActivationOffloader
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
-from tunekit.models.moe import Experts
+from tunekit.models.feed_forward import Experts
 from tunekit.models.weight_init import init_weights
 from tunekit.quantization.config import NoQuantization
 

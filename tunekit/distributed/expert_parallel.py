@@ -12,8 +12,8 @@ from tunekit.errors import UserError
 from tunekit.kernels import fake_mode
 from tunekit.kernels.grouped_mm import even_split, invert, permute_rows
 from tunekit.models.decoder import Decoder
+from tunekit.models.feed_forward import Experts
 from tunekit.models.linear import GroupedLinear
-from tunekit.models.moe import Experts
 
 # Dimension of the experts in each tensor of a grouped linear layer.
 EXPERT_DIMS = {"weight": 0, "quantized_weight": 0, "scales": 0, "bias": 0, "lora_A": 0, "lora_B": 0}

@@ -15,7 +15,7 @@ from tunekit.devices import is_pinned_on
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.sharding import use_sharded_storage
 from tunekit.models.decoder import Decoder
-from tunekit.models.moe import Experts, Router
+from tunekit.models.feed_forward import Experts, Router
 
 # Maximum size of full gradients, relative to the sharded weights, to reduce them in the last pass of a step only.
 MAX_UNREDUCED_FRACTION = 0.05

@@ -20,10 +20,9 @@ from tunekit.errors import UserError
 from tunekit.kernels.nf4 import BLOCK
 from tunekit.models.attention import AllHeadNorm, SelfAttention
 from tunekit.models.decoder import Decoder
-from tunekit.models.feed_forward import GatedMLP
+from tunekit.models.feed_forward import Experts, GatedMLP, MixtureOfExperts
 from tunekit.models.linear import GroupedLinear, Linear
 from tunekit.models.mla import MultiLatentAttention
-from tunekit.models.moe import Experts, MixtureOfExperts
 from tunekit.models.recurrent import RecurrentMixer
 from tunekit.models.tp_region import NO_PARALLEL
 

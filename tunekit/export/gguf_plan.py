@@ -16,7 +16,7 @@ from tunekit.export.compatibility import check_spec_matches
 from tunekit.export.gguf_fields import GGUFSpec, RopeFactors, attention_fields, make_rope_factor_tensors, model_fields
 from tunekit.export.quant_types import QuantType, fallback_type, tensor_bytes
 from tunekit.models.decoder import TIED, Decoder
-from tunekit.models.moe import Router
+from tunekit.models.feed_forward import Router
 from tunekit.models.norm import RMSNorm
 from tunekit.models.spec import DecoderSpec
 from tunekit.models.weight_map import Identity, KeyMatch, Shape, match_name

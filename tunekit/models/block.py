@@ -8,16 +8,14 @@ from torch import Tensor, nn
 
 from tunekit.kernels.glu import gated_activation
 from tunekit.models.attention import SelfAttention
-from tunekit.models.feed_forward import GatedMLP
+from tunekit.models.feed_forward import DenseMoEFeedForward, GatedMLP, MixtureOfExperts
 from tunekit.models.forward_context import ForwardContext, LayerCache, LayerKVCache
-from tunekit.models.gated_convolution import GatedConvolution
 from tunekit.models.gated_delta_net import GatedDeltaNet
 from tunekit.models.linear import Linear
 from tunekit.models.mamba2 import AttentionAndMamba2, Mamba2Mixer
 from tunekit.models.mla import MultiLatentAttention
-from tunekit.models.moe import DenseMoEFeedForward, MixtureOfExperts
 from tunekit.models.norm import RMSNorm, make_norm
-from tunekit.models.recurrent import RecurrentMixer
+from tunekit.models.recurrent import GatedConvolution, RecurrentMixer
 from tunekit.models.spec import (
     MLP,
     Attention,

@@ -11,9 +11,9 @@ from tunekit.kernels import attention_gpu
 from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
 from tunekit.models.altup import AltUpBlock, JoinStreams, SplitStreams
 from tunekit.models.block import Block
+from tunekit.models.feed_forward import Router
 from tunekit.models.forward_context import UNSHARDED, ForwardContext, KVCache, SequenceSharding, has_static_shapes
 from tunekit.models.linear import Embedding, Linear
-from tunekit.models.moe import Router
 from tunekit.models.norm import RMSNorm, make_norm
 from tunekit.models.rope import rope_tables
 from tunekit.models.router_stats import RouterStats

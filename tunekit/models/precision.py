@@ -8,7 +8,7 @@ import torch
 
 from tunekit import devices
 from tunekit.models.decoder import Decoder
-from tunekit.models.moe import Router
+from tunekit.models.feed_forward import Router
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 

@@ -20,7 +20,7 @@ from tunekit.kernels import fake_mode
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.block import Block
 from tunekit.models.decoder import Decoder
-from tunekit.models.moe import Experts
+from tunekit.models.feed_forward import Experts
 from tunekit.optim.train_optimizer import TrainOptimizer
 from tunekit.plan.memory_tracker import MemoryTracker
 from tunekit.plan.operations import Operations

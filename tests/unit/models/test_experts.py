@@ -28,7 +28,7 @@ from tunekit.kernels.glu import gated_activation
 from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
-from tunekit.models.moe import MixtureOfExperts, Router
+from tunekit.models.feed_forward import MixtureOfExperts, Router
 from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import MoE
 from tunekit.models.weight_init import init_weights
