@@ -6,6 +6,7 @@ Results do not depend on the number of threads.
 
 import ctypes
 import math
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -81,18 +82,7 @@ def forward(
     y = q.new_empty(*q.shape[:3], v.shape[3])
     lse = torch.empty(q.shape[2], q.shape[0] * q.shape[1])
     sinks = None if sinks is None else sinks.float().contiguous()
-    bounds = to_int64_bounds(cu_seqlens, key_cu_seqlens)
-    call_native(
-        "forward",
-        params,
-        q=flatten_tokens(q),
-        k=flatten_tokens(k),
-        v=flatten_tokens(v),
-        **bounds,
-        sinks=sinks,
-        y=y,
-        lse=lse,
-    )
+    call_native("forward", params, (q, k, v, cu_seqlens, key_cu_seqlens), sinks=sinks, y=y, lse=lse)
     return y, lse
 
 
@@ -100,8 +90,8 @@ attention = KernelOp("attention", forward)
 
 
 def compute_gradients(grad: Tensor, saved: list[Tensor], params: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and sinks. `saved` are the tensors that `setup_context` saves."""
-    q, k, v, cu_seqlens, key_cu_seqlens, y, lse, *sinks = saved
+    """Gradients of q, k, v and sinks, as `register_gradients` defines them."""
+    q, k, v, _, _, y, lse, *sinks = saved
     check_tensor("attention", "y", y, (*q.shape[:3], v.shape[-1]), q.dtype, q.device)
     check_tensor("attention", "grad", grad, y.shape, y.dtype, y.device)
     check_tensor("attention", "lse", lse, (q.shape[2], q.shape[0] * q.shape[1]), torch.float32, q.device)
@@ -111,15 +101,8 @@ def compute_gradients(grad: Tensor, saved: list[Tensor], params: list[float]) ->
     allocate = torch.empty_like if k.shape[:2] == q.shape[:2] else torch.zeros_like
     dq, dk, dv = (allocate(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     delta = torch.empty_like(lse)
-    tensors = {
-        "q": flatten_tokens(q),
-        "k": flatten_tokens(k),
-        "v": flatten_tokens(v),
-        "y": y,
-        "lse": lse,
-        **to_int64_bounds(cu_seqlens, key_cu_seqlens),
-    }
-    call_native("backward", params, **tensors, grad=grad.contiguous(), dq=dq, dk=dk, dv=dv, delta=delta)
+    gradients = {"grad": grad.contiguous(), "dq": dq, "dk": dk, "dv": dv}
+    call_native("backward", params, saved[:5], y=y, lse=lse, delta=delta, **gradients)
     if not sinks:
         return dq, dk, dv, q.new_empty(0)
     # The probability of a sink is 1 minus that of all keys, and its value is zero.
@@ -128,10 +111,6 @@ def compute_gradients(grad: Tensor, saved: list[Tensor], params: list[float]) ->
 
 
 attention_back = KernelOp("attention_back", compute_gradients)
-
-
-def to_int64_bounds(cu_seqlens: Tensor, key_cu_seqlens: Tensor) -> dict[str, Tensor]:
-    return {"offsets": cu_seqlens.long().contiguous(), "key_offsets": key_cu_seqlens.long().contiguous()}
 
 
 def flatten_tokens(x: Tensor) -> Tensor:
@@ -152,26 +131,24 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
         check_tensor("attention", "sinks", sinks, q.shape[1:2], torch.float32, q.device)
 
 
-def call_native(name: str, params: list[float], **tensors: Tensor | None) -> None:
-    """Call a function of attention.cpp on flattened tensors."""
-    lib, call = compiled(), NativeCall()
-    q, k, v, cu_seqlens, key_cu_seqlens = (tensors[key] for key in ("q", "k", "v", "offsets", "key_offsets"))
-    assert lib is not None and q is not None and k is not None and v is not None
-    assert cu_seqlens is not None and key_cu_seqlens is not None
-    check_heads(q, k, v, tensors.get("sinks"))
-    for key, x in (("cu_seqlens", cu_seqlens), ("key_cu_seqlens", key_cu_seqlens)):
-        check_tensor("attention", key, x, (max(1, len(cu_seqlens)),), torch.int64, q.device)
+def call_native(name: str, params: list[float], inputs: Sequence[Tensor], **others: Tensor | None) -> None:
+    """Call a function of attention.cpp. `inputs` are queries, keys, values, and the bounds of their documents."""
+    q, k, v = (flatten_tokens(x) for x in inputs[:3])
+    offsets, key_offsets = (x.long().contiguous() for x in inputs[3:])
+    check_heads(q, k, v, others.get("sinks"))
+    for key, x in (("cu_seqlens", offsets), ("key_cu_seqlens", key_offsets)):
+        check_tensor("attention", key, x, (max(1, len(offsets)),), torch.int64, q.device)
     scale, window, chunk, softcap = params
     if window < 0 or chunk < 0:
         raise ValueError(f"attention: window is {window} and chunk is {chunk}, expected 0 or more")
     limits = [int(x) or UNLIMITED for x in (window, chunk)]
-    sizes = [len(cu_seqlens) - 1, len(q), len(k), q.shape[1], k.shape[1], q.shape[2], v.shape[2], *limits]
+    sizes = [len(offsets) - 1, len(q), len(k), q.shape[1], k.shape[1], q.shape[2], v.shape[2], *limits]
     sizes += [step for x in (q, k, v) for step in x.stride()[:2]]
+    tensors = {"q": q, "k": k, "v": v, "offsets": offsets, "key_offsets": key_offsets, **others}
     pointers = {key: None if tensor is None else tensor.data_ptr() for key, tensor in tensors.items()}
-    for key, value in (pointers | dict(zip((*SIZES, *STRIDES), sizes, strict=True))).items():
-        setattr(call, key, value)
-    call.scale, call.softcap, call.threads = scale, softcap, torch.get_num_threads()
-    if not getattr(lib, f"{name}_{DTYPES[q.dtype]}")(ctypes.byref(call)):
+    named_sizes = dict(zip((*SIZES, *STRIDES), sizes, strict=True))
+    call = NativeCall(**pointers, **named_sizes, scale=scale, softcap=softcap, threads=torch.get_num_threads())
+    if not getattr(compiled(), f"{name}_{DTYPES[q.dtype]}")(ctypes.byref(call)):
         raise ValueError(
             f"attention: documents of cu_seqlens and key_cu_seqlens do not fill {len(q)} queries and {len(k)} keys, or "
             "have more queries than keys"
@@ -184,23 +161,30 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(rows, length, heads, v.shape[3]), q.new_empty(heads, rows * length, dtype=torch.float32)
 
 
-@attention_back.register_fake
-def _(grad: Tensor, saved: list[Tensor], params: list[float]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, _, _, _, _, *sinks = saved
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return dq, dk, dv, torch.empty_like(sinks[0]) if sinks else q.new_empty(0)
+def register_gradients(op: KernelOp, back: KernelOp) -> None:
+    """Set the gradients of op(q, k, v, cu_seqlens, key_cu_seqlens, sinks, *options), which returns y and log-sum-exp.
+
+    back(grad, saved, *options) returns those of q, k, v and sinks; `saved` are q, k, v, both bounds, y, log-sum-exp and
+    the sinks, if any.
+    """
+
+    @back.register_fake
+    def _(grad: Tensor, saved: list[Tensor], *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, k, v, _, _, _, _, *sinks = saved
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        return dq, dk, dv, sinks[0].new_empty(sinks[0].shape) if sinks else q.new_empty(0)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, sinks = inputs[:6]
+        ctx.has_sinks, ctx.options = sinks is not None, inputs[6:]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *output, *([] if sinks is None else [sinks]))
+
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        dq, dk, dv, sink_grad = back(grad, list(ctx.saved_tensors), *ctx.options)
+        return dq, dk, dv, None, None, sink_grad if ctx.has_sinks else None, *(None for _ in ctx.options)
+
+    op.register_autograd(backward, setup_context)
 
 
-def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, sinks, ctx.params = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output, *([] if sinks is None else [sinks]))
-    ctx.has_sinks = sinks is not None
-
-
-def attention_backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    dq, dk, dv, sink_grad = attention_back(grad, list(ctx.saved_tensors), ctx.params)
-    return dq, dk, dv, None, None, sink_grad if ctx.has_sinks else None, None
-
-
-attention.register_autograd(attention_backward, setup_context)
+register_gradients(attention, attention_back)

@@ -21,7 +21,7 @@ from tunekit.kernels.attention_choice import (
     choose_attention_backend,
     get_capabilities,
 )
-from tunekit.kernels.attention_cpu import flatten_tokens
+from tunekit.kernels.attention_cpu import flatten_tokens, register_gradients
 from tunekit.kernels.custom_op import KernelOp
 from tunekit.kernels.device_tensors import copy_to_device
 from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
@@ -88,7 +88,7 @@ def attention_gpu(
     q, k, v = (x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1])) for x in (q, k, v))
     if q.dtype in HALF_DTYPES and not params[3] and (sinks is None or get_capabilities(q.device).flash_lse):
         cu_seqlens, max_seqlen, key_cu_seqlens, max_key_seqlen = varlen_bounds(layout, int(params[2]), q.device)
-        return flash(q, k, v, cu_seqlens, key_cu_seqlens, max_seqlen, max_key_seqlen, sinks, params)[0][..., :v_dim]
+        return flash(q, k, v, cu_seqlens, key_cu_seqlens, sinks, max_seqlen, max_key_seqlen, params)[0][..., :v_dim]
     return flex(q, k, v, layout, sinks, params)[..., :v_dim]
 
 
@@ -148,70 +148,27 @@ def window_args(window: int) -> dict[str, int]:
     return {"window_size_left": window - 1, "window_size_right": 0}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, params: list[float]) -> tuple[Tensor, Tensor]:
-    """Attention (T, H, D) and log-sum-exp (H, T) of flattened documents."""
-    cu_seqlens, max_seqlen, key_cu_seqlens, max_key_seqlen = bounds
-    scale, window = params[0], int(params[1])
-    y, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        key_cu_seqlens,
-        max_seqlen,
-        max_key_seqlen,
-        0.0,
-        not window,
-        False,
-        scale=scale,
-        **window_args(window),
-    )
-    return y, lse
-
-
-def backward(grad: Tensor, saved: list[Tensor], bounds: Bounds, params: list[float]) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of flattened q, k and v. `saved`: q, k, v, output and log-sum-exp."""
-    cu_seqlens, max_seqlen, key_cu_seqlens, max_key_seqlen = bounds
-    scale, window = params[0], int(params[1])
-    seed = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # dropout is not used
-    unused = torch.empty(0, device=grad.device)
-    return torch.ops.aten._flash_attention_backward(
-        grad,
-        *saved,
-        cu_seqlens,
-        key_cu_seqlens,
-        max_seqlen,
-        max_key_seqlen,
-        0.0,
-        not window,
-        seed,
-        unused,
-        scale=scale,
-        **window_args(window),
-    )
-
-
 def flash_forward(  # noqa: PLR0913 (an operator takes no named tuples)
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
     key_cu_seqlens: Tensor,
+    sinks: Tensor | None,
     max_seqlen: int,
     max_key_seqlen: int,
-    sinks: Tensor | None,
     params: list[float],
 ) -> tuple[Tensor, Tensor]:
     """Causal attention (B, S, H, D), and log-sum-exp (H, B * S) including the sinks.
 
     Bounds are on the device, so that recomputation and the backward pass do not copy them again.
     """
-    y, lse = forward(
-        flatten_tokens(q),
-        flatten_tokens(k),
-        flatten_tokens(v),
-        (cu_seqlens, max_seqlen, key_cu_seqlens, max_key_seqlen),
-        params,
+    window = int(params[1])
+    y, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *(flatten_tokens(x) for x in (q, k, v)),
+        *(cu_seqlens, key_cu_seqlens, max_seqlen, max_key_seqlen, 0.0, not window, False),
+        scale=params[0],
+        **window_args(window),
     )
     if sinks is not None:
         sink = sinks.float()[:, None]
@@ -223,12 +180,17 @@ def flash_forward(  # noqa: PLR0913 (an operator takes no named tuples)
 def flash_gradients(
     grad: Tensor, saved: list[Tensor], max_seqlen: int, max_key_seqlen: int, params: list[float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and sinks. `saved` are the tensors that `setup_context` saves."""
+    """Gradients of q, k, v and sinks, as `register_gradients` defines them."""
     q, k, v, cu_seqlens, key_cu_seqlens, y, lse, *sinks = saved
-    bounds = cu_seqlens, max_seqlen, key_cu_seqlens, max_key_seqlen
+    window = int(params[1])
+    seed, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)  # no dropout
     # The log-sum-exp includes the sink, so the kernel computes probabilities that add up to less than 1, as needed.
-    tensors = [*(flatten_tokens(x) for x in (q, k, v, y)), lse]
-    gradients = backward(flatten_tokens(grad.contiguous()), tensors, bounds, params)
+    gradients = torch.ops.aten._flash_attention_backward(
+        *(flatten_tokens(x) for x in (grad.contiguous(), q, k, v, y)),
+        *(lse, cu_seqlens, key_cu_seqlens, max_seqlen, max_key_seqlen, 0.0, not window, seed, unused),
+        scale=params[0],
+        **window_args(window),
+    )
     dq, dk, dv = (x.view(like.shape) for x, like in zip(gradients, (q, k, v), strict=True))
     if not sinks:
         return dq, dk, dv, q.new_empty(0)
@@ -247,26 +209,7 @@ def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(heads, rows * length, dtype=torch.float32)
 
 
-@flash_back.register_fake
-def _(grad: Tensor, saved: list[Tensor], *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, _, _, _, _, *sinks = saved
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    return dq, dk, dv, sinks[0].new_empty(sinks[0].shape) if sinks else q.new_empty(0)
-
-
-def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, key_cu_seqlens, ctx.max_seqlen, ctx.max_key_seqlen, sinks, ctx.params = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, cu_seqlens, key_cu_seqlens, *output, *([] if sinks is None else [sinks]))
-    ctx.has_sinks = sinks is not None
-
-
-def flash_backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    dq, dk, dv, sink_grad = flash_back(grad, list(ctx.saved_tensors), ctx.max_seqlen, ctx.max_key_seqlen, ctx.params)
-    return dq, dk, dv, None, None, None, None, sink_grad if ctx.has_sinks else None, None
-
-
-flash.register_autograd(flash_backward, setup_context)
+register_gradients(flash, flash_back)
 
 
 # ---- FlexAttention ----

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.gpu.flash_on_cpu import cpu_flash
 from tests.helpers.random_checkpoints import load_model, make_batch, make_checkpoint, random_tokens
-from tests.unit.kernels.test_attention_gpu import flash_backward, flash_forward
 from tunekit.generation.generate import generate_batch
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.kernels import attention_gpu, fake_mode, nf4, nf4_codes, sequence_layout
@@ -25,11 +25,10 @@ CPU = torch.device("cpu")
 def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Attention as on a GPU, with the kernel of torch written down."""
     monkeypatch.setattr(attention_gpu, "is_supported", lambda q, capped: True)
-    monkeypatch.setattr(attention_gpu, "forward", flash_forward)
-    monkeypatch.setattr(attention_gpu, "backward", flash_backward)
     monkeypatch.setattr(attention_gpu, "HALF_DTYPES", (torch.float32,))
     sequence_layout.cached_rows_layout.cache_clear()
-    yield
+    with cpu_flash():
+        yield
     sequence_layout.cached_rows_layout.cache_clear()
 
 

@@ -11,9 +11,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental import _config as shapes
 
+from tests.gpu.flash_on_cpu import cpu_flash
 from tests.gpu.meta_steps import Documents, build_model, read_spec, representative_spec
 from tests.helpers.random_checkpoints import relative_error
-from tests.unit.kernels.test_attention_gpu import flash_backward, flash_forward
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.data.dataloader.batch import Batch, Collator
 from tunekit.data.preprocess.tokenized_dataset import Document
@@ -38,12 +38,12 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.fixture
-def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Attention as on a GPU, with the kernel of torch written down."""
     monkeypatch.setattr(attention_gpu, "is_supported", lambda q, capped: True)
-    monkeypatch.setattr(attention_gpu, "forward", flash_forward)
-    monkeypatch.setattr(attention_gpu, "backward", flash_backward)
     monkeypatch.setattr(attention_gpu, "HALF_DTYPES", (torch.float32, torch.bfloat16))
+    with cpu_flash():
+        yield
 
 
 def packed_batch(draw: random.Random, vocab: int) -> Batch:

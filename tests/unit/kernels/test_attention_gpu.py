@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
+from tests.gpu.flash_on_cpu import cpu_flash
 from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import relative_error
 from tests.unit.kernels.test_attention import make_sinks, visible_mask
@@ -60,49 +61,12 @@ def test_flex_attention_equals_reference(name: str, with_sinks: bool, monkeypatc
     assert relative_error(y.double(), reference_attention(inputs, rule, bounds, sinks)) < 1e-6
 
 
-def masked_scores(q: Tensor, k: Tensor, bounds: attention_gpu.Bounds, rule: list[float]) -> Tensor:
-    """Masked scores (H, T, K) of flat queries and keys. With more keys than queries, queries are the last tokens."""
-    query_bounds, longest, key_bounds, longest_keys = bounds
-    assert (longest, longest_keys) == (int(query_bounds.diff().max()), int(key_bounds.diff().max()))
-    lengths = query_bounds.diff()
-    query_index = torch.arange(len(q)) + (key_bounds[1:] - query_bounds[1:]).repeat_interleave(lengths)
-    pairs = pair_mask(AttentionParams(rule[0], int(rule[1]) or None), key_bounds.tolist())[query_index]
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    return (torch.einsum("qhd,khd->hqk", q, k) * rule[0]).masked_fill(~pairs, float("-inf"))
-
-
-def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: attention_gpu.Bounds, rule: list[float]
-) -> tuple[Tensor, ...]:
-    """Float64 implementation of torch's FlashAttention forward."""
-    logits = masked_scores(q.double(), k.double(), bounds, rule)
-    v = v.double().repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-    return torch.einsum("hqk,khd->qhd", logits.softmax(-1), v).type_as(q), logits.logsumexp(-1).float()
-
-
-def flash_backward(grad: Tensor, saved: list[Tensor], bounds: attention_gpu.Bounds, rule: list[float]) -> list[Tensor]:
-    """Float64 implementation of torch's FlashAttention backward, with probabilities from the log-sum-exp."""
-    q, k, v, y, lse = (x.double() for x in saved)
-    group, shape = q.shape[1] // k.shape[1], k.shape
-    probabilities = (masked_scores(q, k, bounds, rule) - lse[..., None]).exp()
-    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    grad = grad.double()
-    delta = (grad * y).sum(-1).T[..., None]
-    grad_scores = probabilities * (torch.einsum("qhd,khd->hqk", grad, v) - delta) * rule[0]
-    dk, dv = (
-        torch.einsum("hqk,qhd->khd", a, b).view(len(k), -1, group, shape[2]).sum(2)
-        for a, b in ((grad_scores, q), (probabilities, grad))
-    )
-    return [x.type_as(saved[0]).contiguous() for x in (torch.einsum("hqk,khd->qhd", grad_scores, k), dk, dv)]
-
-
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Replace FlashAttention by its float64 implementation on the CPU."""
-    monkeypatch.setattr(attention_gpu, "forward", flash_forward)
-    monkeypatch.setattr(attention_gpu, "backward", flash_backward)
     monkeypatch.setattr(attention_gpu, "HALF_DTYPES", (torch.float32,))
-    yield
+    with cpu_flash():
+        yield
 
 
 @pytest.mark.usefixtures("kernel")
@@ -128,7 +92,7 @@ def test_sinks_without_log_sum_exp_use_flex_attention(monkeypatch: pytest.Monkey
     """Other layouts of the log-sum-exp, as on ROCm, use FlexAttention."""
     monkeypatch.setattr(attention_gpu, "get_capabilities", lambda device: CDNA)
     monkeypatch.setattr(attention_gpu, "compiled_flex_attention", lambda: flex_attention)
-    monkeypatch.setattr(attention_gpu, "forward", None)
+    monkeypatch.setattr(attention_gpu, "flash", None)
     rule, bounds, sinks = AttentionParams(0.2), BOUNDS["many"], make_sinks(6).detach()
     inputs = [x.detach() for x in make_inputs(torch.float32, 6, 2, 24, 24)]
     y = attention_gpu.attention_gpu(*inputs, rule.to_list(), SequenceLayout(torch.tensor(bounds)), sinks)
@@ -145,12 +109,11 @@ def test_rows_are_documents_by_default() -> None:
 @pytest.mark.parametrize("window", [0, 70])
 def test_torch_kernels_accept_the_arguments(window: int) -> None:
     """Meta tensors: torch checks arguments and infers shapes."""
-    q, k, v = (torch.empty(100, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (6, 2, 2))
+    q, k, v = (torch.empty(1, 100, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (6, 2, 2))
     cu_seqlens, rule = torch.empty(4, dtype=torch.int32, device="meta"), [0.2, float(window), 0.0, 0.0]
-    bounds = cu_seqlens, 60, cu_seqlens, 60
-    y, lse = attention_gpu.forward(q, k, v, bounds, rule)
+    y, lse = attention_gpu.flash_forward(q, k, v, cu_seqlens, cu_seqlens, None, 60, 60, rule)
     assert y.shape == q.shape and lse.shape == (6, 100)
-    grads = attention_gpu.backward(y, [q, k, v, y, lse], bounds, rule)
+    *grads, _ = attention_gpu.flash_gradients(y, [q, k, v, cu_seqlens, cu_seqlens, y, lse], 60, 60, rule)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 

@@ -8,9 +8,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 
+from tests.gpu.flash_on_cpu import cpu_flash
 from tests.helpers.random_checkpoints import relative_error
 from tests.unit.kernels.test_attention import make_sinks
-from tests.unit.kernels.test_attention_gpu import CPU, flash_backward, flash_forward, pair_mask
+from tests.unit.kernels.test_attention_gpu import CPU, pair_mask
 from tests.unit.kernels.test_attention_native import (
     RULES,
     gradients,
@@ -222,16 +223,16 @@ def test_flash_attention_equals_full_documents(
     name: str, case: str, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the float64 implementation of FlashAttention on the CPU."""
-    monkeypatch.setattr(attention_gpu, "forward", flash_forward)
-    monkeypatch.setattr(attention_gpu, "backward", flash_backward)
     monkeypatch.setattr(attention_gpu, "HALF_DTYPES", (torch.float32,))
     layout, sinks = SequenceLayout(*prefix_layout(case)), make_sinks(6) if with_sinks else None
     q, k, v = inputs = make_inputs(torch.float32, 6, 2, 16, 16)
     k, v = (x.flatten(0, 1)[layout.key_index(CPU)][None] for x in (k, v))
-    y = attention_gpu.attention_gpu(q, k, v, RULES[name].to_list(), layout, sinks)
-    assert_same(
-        y, expected_attention(inputs, RULES[name], case, sinks), [*inputs, *([] if sinks is None else [sinks])], 5e-6
+    expected, leaves = (
+        expected_attention(inputs, RULES[name], case, sinks),
+        [*inputs, *([] if sinks is None else [sinks])],
     )
+    with cpu_flash():
+        assert_same(attention_gpu.attention_gpu(q, k, v, RULES[name].to_list(), layout, sinks), expected, leaves, 5e-6)
 
 
 @pytest.mark.gpu
