@@ -65,13 +65,13 @@ def find_segments(
                 start, stop = max(document.start, first), min(document.stop, last)
                 num_unseen = max(0, len(prefix) + start - document.start - window + 1) if window else 0
                 sizes.append(stop - start)
-                own = range(document.start, stop)
-                spans.append((prefix[num_unseen:], own[max(0, num_unseen - len(prefix)) :]))
+                tokens = range(document.start, stop)
+                spans.append((prefix[num_unseen:], tokens[max(0, num_unseen - len(prefix)) :]))
             if padding := len(queries) - (last - first):
                 sizes.append(padding)
                 spans.append((range(0), range(row * length, row * length + padding)))
     key_index = torch.cat([torch.arange(part.start, part.stop) for parts in spans for part in parts])
-    bounds = to_cu_seqlens(sizes), to_cu_seqlens([len(prefix) + len(own) for prefix, own in spans])
+    bounds = to_cu_seqlens(sizes), to_cu_seqlens([len(prefix) + len(tokens) for prefix, tokens in spans])
     return Segments(SequenceLayout(bounds[0], key_cu_seqlens=bounds[1]), copy_to_device(key_index, device))
 
 

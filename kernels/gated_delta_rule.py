@@ -78,8 +78,8 @@ def gated_delta_rule(
 def join_documents(layout: SequenceLayout, decay: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     """Decay (B, S, ...) and other inputs as one row. The decay resets the state at the start of each document."""
     starts = get_bounds(layout, 0, decay.device).starts
-    decay, *inputs = (x.flatten(0, 1)[None] for x in (decay, *inputs))
-    return decay.float().index_fill(1, starts, float("-inf")), *inputs
+    decay, *others = (x.flatten(0, 1)[None] for x in (decay, *inputs))
+    return decay.float().index_fill(1, starts, float("-inf")), *others
 
 
 @cache
