@@ -5,16 +5,22 @@ import os
 import random
 import signal
 import time
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from subprocess import Popen
+from typing import Any
 
 import pytest
 
-from tunekit.distributed import worker_env
+from tests.helpers.wait import has_ended
 
 KILLS_VARIABLE, SIZE_VARIABLE, SEED_VARIABLE = "TUNEKIT_TEST_KILLS", "TUNEKIT_TEST_SIZE", "TUNEKIT_TEST_SEED"
 # When to kill: at any time of a start, or a few milliseconds after a directory was created.
 MOMENTS = (None, "state/*.partial", None, None, "final.partial")
+
+
+AnyProcess = Popen[Any] | BaseProcess
 
 
 def int_from_env(name: str, default: int) -> int:
@@ -23,24 +29,21 @@ def int_from_env(name: str, default: int) -> int:
 
 
 def worker_pids(parent: int) -> list[int]:
-    """Process ids of the workers of `tune run` that exist."""
+    """Process ids of the workers of `tune run` that exist: the child processes with a session of their own."""
     pids = []
     try:
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     except (FileNotFoundError, ProcessLookupError):
         return []
-    for pid in children:
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if f"\0{worker_env.PARENT}=".encode() in environment:
-            pids.append(int(pid))
+    for pid in map(int, children):
+        with suppress(ProcessLookupError):
+            if os.getsid(pid) == pid:
+                pids.append(pid)
     return pids
 
 
 def kill_repeatedly(
-    process: Popen[str], out: Path, count: int, size: int, run_seconds: float, dice: random.Random
+    process: AnyProcess, out: Path, count: int, size: int, run_seconds: float, dice: random.Random
 ) -> int:
     """Kill one rank of each start until `count` are killed or the run has ended. Returns the number of kills.
 
@@ -49,9 +52,9 @@ def kill_repeatedly(
     kills, known = 0, set()
     while kills < count:
         num_required = dice.choice((1, size))  # sometimes before all ranks have started
-        while process.poll() is None and len(set(worker_pids(process.pid)) - known) < num_required:
+        while not has_ended(process) and len(set(worker_pids(process.pid)) - known) < num_required:
             time.sleep(0.005)
-        if process.poll() is not None:
+        if has_ended(process):
             break
         wait_for_moment(process, out, MOMENTS[kills % len(MOMENTS)], run_seconds, dice)
         alive = sorted(set(worker_pids(process.pid)) - known)
@@ -75,11 +78,11 @@ def kill_process(pid: int) -> bool:
 
 
 def wait_for_moment(
-    process: Popen[str], out: Path, moment: str | None, run_seconds: float, dice: random.Random
+    process: AnyProcess, out: Path, moment: str | None, run_seconds: float, dice: random.Random
 ) -> None:
     """Wait for the moment to kill, or for the end of the run."""
     deadline = time.monotonic() + (dice.uniform(0, run_seconds) if moment is None else 1e9)
-    while process.poll() is None and time.monotonic() < deadline and not (moment and any(out.glob(moment))):
+    while not has_ended(process) and time.monotonic() < deadline and not (moment and any(out.glob(moment))):
         time.sleep(0.0005)
     time.sleep(dice.uniform(0, 0.01))
 

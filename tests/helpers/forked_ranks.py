@@ -1,0 +1,105 @@
+"""`tune run` whose ranks are forks of the launcher instead of new Python processes, which import torch for seconds.
+
+`Workspace.start(..., setup=FORK_RANKS)` starts it. The launcher is itself a fork of a process with all imports done.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+
+from tests.helpers import plain_plots
+from tunekit.cli import main as cli
+from tunekit.distributed import launcher
+
+FORK_RANKS = "from tests.helpers import forked_ranks; forked_ranks.fork_ranks()"
+NUM_PYTHON_ARGS = len(launcher.tune_command(()))
+
+
+class ForkedProcess:
+    """A replacement for `subprocess.Popen` that runs `tune` in a fork of this process."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        command: Sequence[str],
+        *,
+        env: dict[str, str],
+        pass_fds: Iterable[int],
+        stdin: int,
+        stdout: int | None = None,
+        stderr: int | None = None,
+        start_new_session: bool = False,
+        process_group: int | None = None,
+    ) -> None:
+        assert stdin == subprocess.DEVNULL
+        self.returncode: int | None = None
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        self.pid = os.fork()
+        if self.pid == 0:
+            if start_new_session:
+                os.setsid()
+            elif process_group is not None:
+                os.setpgid(0, process_group)
+            redirect_files(stdout, stderr)
+            reset_signals()
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            os.environ.clear()
+            os.environ.update(env)
+            run_and_exit(command[NUM_PYTHON_ARGS:])
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    def poll(self) -> int | None:
+        return self.wait(os.WNOHANG)
+
+    def wait(self, options: int = 0) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def redirect_files(stdout: int | None, stderr: int | None) -> None:
+    """Redirect the standard files. All others are inherited."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for target, file in ((1, stdout), (2, stderr)):
+        if file is not None:
+            os.dup2(file, target)
+
+
+def reset_signals() -> None:
+    """Remove the signal handlers of the launcher, as a new program does."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def run_and_exit(args: Sequence[str]) -> None:
+    """Run `tune` and end the process with its exit code."""
+    code: object = 1
+    try:
+        code = cli.main(args)
+    except SystemExit as exit_request:
+        code = exit_request.code
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def fork_ranks() -> None:
+    """Fork the processes that the launcher in this process starts."""
+    plain_plots.replace_plots()
+    launcher.subprocess = SimpleNamespace(Popen=ForkedProcess, DEVNULL=subprocess.DEVNULL)
