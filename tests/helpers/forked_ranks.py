@@ -1,6 +1,6 @@
 """`tune run` whose ranks are forks of the launcher instead of new Python processes, which import torch for seconds.
 
-`Workspace.start(..., setup=FORK_RANKS)` starts it. The launcher is itself a fork of a process with all imports done.
+The launcher is itself a fork of a process with all imports done.
 """
 
 import os
@@ -8,14 +8,18 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from types import SimpleNamespace
 
 from tests.helpers import plain_plots
+from tests.helpers.command_result import CommandResult
+from tests.helpers.forkserver import start_forkserver
+from tests.helpers.wait import TIMEOUT_SECONDS
 from tunekit.cli import main as cli
 from tunekit.distributed import launcher
 
-FORK_RANKS = "from tests.helpers import forked_ranks; forked_ranks.fork_ranks()"
 NUM_PYTHON_ARGS = len(launcher.tune_command(()))
 
 
@@ -99,7 +103,33 @@ def run_and_exit(args: Sequence[str]) -> None:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-def fork_ranks() -> None:
-    """Fork the processes that the launcher in this process starts."""
+def do_nothing() -> None:
+    """No setup."""
+
+
+def run_launcher(folder: Path, args: Sequence[str], setup: Callable[[], None]) -> None:
+    """Run `tune` in a directory. Its output, and that of rank 0, is written to the file `log`."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    os.chdir(folder)
+    log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    redirect_files(log, log)
     plain_plots.replace_plots()
+    setup()
     launcher.subprocess = SimpleNamespace(Popen=ForkedProcess, DEVNULL=subprocess.DEVNULL)
+    sys.exit(cli.main(args))
+
+
+def start_tune(folder: Path, *args: str, setup: Callable[[], None] = do_nothing) -> ForkServerProcess:
+    """Start `tune` in a directory. `setup`: a function at module level that the process calls first."""
+    process = start_forkserver().Process(target=run_launcher, args=(folder, args, setup), daemon=True)
+    process.start()
+    return process
+
+
+def end_tune(process: ForkServerProcess, folder: Path, limit: float = TIMEOUT_SECONDS) -> CommandResult:
+    """Wait for `tune`. Standard output and standard error are one text."""
+    process.join(limit)
+    code = process.exitcode
+    process.kill()
+    assert code is not None, "timeout"
+    return CommandResult(code, "", (folder / "log").read_text())

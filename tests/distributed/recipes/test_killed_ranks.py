@@ -10,7 +10,7 @@ from multiprocessing.context import ForkServerProcess
 
 import pytest
 
-from tests.helpers.forked_ranks import FORK_RANKS
+from tests.helpers.forked_ranks import end_tune, start_tune
 from tests.helpers.kill_ranks import (
     KILLS_VARIABLE,
     SEED_VARIABLE,
@@ -38,15 +38,7 @@ def run_command(workspace: Workspace, *args: str, size: int) -> None:
 
 def start_run(workspace: Workspace, *args: str, size: int = 2) -> ForkServerProcess:
     """Start `tune run --nproc-per-node`, whose ranks are forks."""
-    return workspace.start(*RUN, "--nproc-per-node", str(size), *args, setup=FORK_RANKS)
-
-
-def finish(workspace: Workspace, process: ForkServerProcess, limit: float = TIMEOUT_SECONDS) -> tuple[int | None, str]:
-    """Exit code and output."""
-    process.join(limit)
-    code = process.exitcode
-    process.kill()
-    return code, workspace.log
+    return start_tune(workspace.folder, *RUN, "--nproc-per-node", str(size), *args)
 
 
 def count_logged_steps(workspace: Workspace, out: str) -> int:
@@ -63,17 +55,17 @@ def test_ranks_killed_at_random_moments_do_not_change_the_result(workspace: Work
     process = start_run(workspace, "output_dir=forked", "save_every=1", size=size)
     wait_until(lambda: worker_pids(process.pid or 0), process)
     start = time.monotonic()
-    code, log = finish(workspace, process)
-    assert code == 0, log
+    result = end_tune(process, workspace.folder)
+    assert result.code == 0, result
     run_seconds = time.monotonic() - start
     assert workspace.is_same_run("unbroken", "forked")
     while left:
         out = f"out{runs}"
         process = start_run(workspace, f"output_dir={out}", "save_every=1", "--max-restarts", "1000", size=size)
         kills = kill_repeatedly(process, workspace.folder / out, left, size, run_seconds, rng)
-        code, log = finish(workspace, process, TIMEOUT_SECONDS + count)
-        assert code == 0, log
-        assert log.count("was killed by SIGKILL") == log.count("starting again") == kills, log
+        result = end_tune(process, workspace.folder, TIMEOUT_SECONDS + count)
+        assert result.code == 0, result
+        assert result.err.count("was killed by SIGKILL") == result.err.count("starting again") == kills, result
         assert workspace.is_same_run("unbroken", out)
         left, runs = left - kills, runs + 1
         print(f"{count - left} kills in {runs} runs, seed {seed}")
@@ -84,13 +76,14 @@ def test_signal_and_stop_file_stop_all_ranks(workspace: Workspace) -> None:
     process = start_run(workspace, *long)
     wait_until(lambda: count_logged_steps(workspace, "out") >= 2, process)
     os.kill(process.pid or 0, signal.SIGTERM)
-    code, log = finish(workspace, process)
-    assert code == 143 and log.count("stopped by SIGTERM after step") == 1 and "Traceback" not in log, log
+    result = end_tune(process, workspace.folder)
+    assert result.code == 143 and result.err.count("stopped by SIGTERM after step") == 1, result
+    assert "Traceback" not in result.err, result
     assert len(list((workspace.folder / "out/state").iterdir())) == 1
     process = start_run(workspace, *long)
     before = count_logged_steps(workspace, "out")
     wait_until(lambda: count_logged_steps(workspace, "out") >= before + 2, process)
     (workspace.folder / "out/stop").touch()
-    code, log = finish(workspace, process)
-    assert code == 143 and log.count("stopped by the file out/stop after step") == 1, log
+    result = end_tune(process, workspace.folder)
+    assert result.code == 143 and result.err.count("stopped by the file out/stop after step") == 1, result
     assert not (workspace.folder / "out/stop").exists()
