@@ -50,13 +50,14 @@ def test_on_policy_rows_depend_only_on_seed_and_step(distill_case: DistillCase) 
 @pytest.mark.slow
 def test_two_ranks_match_one_process(distill_case: DistillCase) -> None:
     shard, tensor, context = ParallelConfig(), ParallelConfig(tp=2), ParallelConfig(cp=2)
+    several, distill_case = distill_case, replace(distill_case, micro_batch=4)
     cases = {
-        "shard": replace(distill_case, parallel=shard),
-        "shard, packed": replace(distill_case, parallel=shard, packed=True, micro_batch=2, loss=ReverseKL()),
+        "shard": replace(several, parallel=shard),
+        "shard, packed": replace(distill_case, parallel=shard, packed=True, loss=ReverseKL()),
         "shard, top": replace(distill_case, parallel=shard, top=9),
         "shard, lora": replace(distill_case, parallel=shard, adapter=LoRAConfig(4, 8.0), weights=NF4Config()),
         "shard, own answers": replace(distill_case, parallel=shard, share=0.6),
-        "tensor": replace(distill_case, parallel=tensor),
+        "tensor": replace(several, parallel=tensor),
         "tensor, skewed": replace(distill_case, parallel=tensor, loss=SkewedKL(kd_ratio=0.7)),
         "tensor, top": replace(distill_case, parallel=tensor, top=9, loss=ForwardKL(kd_ratio=0.9)),
         "tensor, own answers": replace(distill_case, parallel=tensor, share=0.6),

@@ -12,6 +12,7 @@ from tests.distributed.layouts.test_preference import RunResult
 from tests.distributed.layouts.test_reward import random_text
 from tests.helpers.random_checkpoints import FP32, build, save
 from tests.helpers.ranks import run_ranks
+from tests.helpers.recipe_results import run_recipe
 from tunekit.adapters.config import LoRAConfig
 from tunekit.data.embedding_datasets import RetrievalDataset, SimilarityDataset
 from tunekit.distributed.parallel_dims import ParallelConfig
@@ -68,12 +69,6 @@ def eval_metrics(cfg: embed.EmbedConfig) -> list[float]:
     return [line[name] for line in lines for name in sorted(line) if name.startswith("eval/")]
 
 
-def run_all(cfgs: list[embed.EmbedConfig]) -> None:
-    torch.set_num_threads(1)
-    for cfg in cfgs:
-        embed.main(cfg)
-
-
 @pytest.mark.multi
 @pytest.mark.slow
 def test_two_ranks_match_one_process(configs: dict[str, embed.EmbedConfig], tmp_path: Path) -> None:
@@ -84,8 +79,8 @@ def test_two_ranks_match_one_process(configs: dict[str, embed.EmbedConfig], tmp_
     for name in configs:
         context = ParallelConfig(cp=2)
         two[f"{name}, context"] = replace(two[name], output_dir=f"{two[name].output_dir}-context", parallel=context)
-    run_all(list(single.values()))
-    run_ranks(2, run_all, list(two.values()))
+    run_recipe("embed", list(single.values()))
+    run_ranks(2, run_recipe, "embed", list(two.values()))
     results = {name: RunResult.read(Path(cfg.output_dir)) for name, cfg in single.items()}
     for name, expected in results.items():
         assert len(set(expected.metrics["loss"])) == 3, "the loss changed"

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.distributed.layouts.test_layouts import DENSE, SPARSE
 from tests.helpers.random_checkpoints import FP32, build, save
 from tests.helpers.ranks import run_ranks
+from tests.helpers.recipe_results import run_recipe
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.data.datasets import PreferenceDataset as Pairs
 from tunekit.data.datasets import UnpairedPreferenceDataset
@@ -121,15 +122,9 @@ def single_process_result(cfg: preference.PreferenceConfig, folder: Path) -> Run
     """Result of the run on this process. Cached."""
     key = repr(replace(cfg, output_dir=""))
     if key not in SINGLE_PROCESS_RESULTS:
-        preference.main(replace(cfg, output_dir=str(folder)))
+        run_recipe("preference", [replace(cfg, output_dir=str(folder))])
         SINGLE_PROCESS_RESULTS[key] = RunResult.read(folder)
     return SINGLE_PROCESS_RESULTS[key]
-
-
-def run_all(cfgs: list[preference.PreferenceConfig]) -> None:
-    torch.set_num_threads(1)
-    for cfg in cfgs:
-        preference.main(cfg)
 
 
 @pytest.mark.parametrize("kind", METHODS)
@@ -176,22 +171,20 @@ def test_full_step_loss_sees_all_micro_batches(
 
 
 def two_rank_configs(base_config: preference.PreferenceConfig) -> dict[str, preference.PreferenceConfig]:
-    """Configs for two ranks. One has three pairs in two micro-batches, the other two pairs and an empty batch."""
+    """Configs for two ranks. One has three pairs in two micro-batches, the other two pairs and an empty batch.
+
+    Losses are added up: a difference of one of them is one of the sum.
+    """
     lora = replace(base_config, adapter=LoRAConfig(4))
-    configs = {kind: replace(base_config, **METHODS[kind]) for kind in ("lora", "dora")}
+    configs = {"tail": replace(lora, ld_alpha=0.5), "dora": replace(base_config, **METHODS["dora"])}
     configs |= {f"{kind}, packed": with_packing(replace(base_config, **METHODS[kind])) for kind in ("full", "qlora")}
-    configs |= {kind: replace(lora, loss=(loss,)) for kind, loss in LOSSES.items()}
+    configs |= {"aot": replace(lora, loss=(AOT(), AOTUnpaired(), ORPO())), "kto": replace(lora, loss=(KTO(), BCO()))}
     configs |= {"marks": as_unpaired(replace(lora, loss=(KTO(), BCO(weight=0.5))))}
-    configs |= {"cached": replace(lora, reference=PrecomputedReference()), "tail": replace(lora, ld_alpha=0.5)}
     configs |= {"full, cached": replace(base_config, reference=PrecomputedReference())}
-    for parallel in (ParallelConfig(tp=2), ParallelConfig(cp=2)):
+    for parallel, weights in ((ParallelConfig(tp=2), Float8Config()), (ParallelConfig(cp=2), NF4Config())):
         name = "tensor" if parallel.tp > 1 else "context"
-        configs |= {
-            name: replace(with_packing(base_config), parallel=parallel),
-            f"{name}, lora": replace(lora, parallel=parallel),
-        }
-        configs |= {f"{name}, qlora": replace(lora, quantization=NF4Config(), parallel=parallel)}
-        configs |= {f"{name}, float8": replace(lora, quantization=Float8Config(), parallel=parallel)}
+        configs |= {name: replace(with_packing(base_config), parallel=parallel)}
+        configs |= {f"{name}, {weights.kind}": replace(lora, quantization=weights, parallel=parallel)}
         configs |= {f"{name}, kto": replace(lora, parallel=parallel, loss=(KTO(), DPO()))}
         configs |= {f"{name}, orpo": replace(lora, parallel=parallel, loss=(ORPO(), AOT()))}
     return configs
@@ -201,7 +194,7 @@ def two_rank_configs(base_config: preference.PreferenceConfig) -> dict[str, pref
 @pytest.mark.slow
 def test_two_ranks_match_one_process(base_config: preference.PreferenceConfig, tmp_path: Path) -> None:
     cases = {name: replace(cfg, output_dir=str(tmp_path / name)) for name, cfg in two_rank_configs(base_config).items()}
-    run_ranks(2, run_all, list(cases.values()), limit=600)
+    run_ranks(2, run_recipe, "preference", list(cases.values()), limit=600)
     differences = {
         name: RunResult.read(Path(cfg.output_dir)).max_difference(
             single_process_result(replace(cfg, parallel=ParallelConfig()), tmp_path / f"{name} alone")
@@ -224,7 +217,7 @@ def test_router_losses_on_two_ranks_match_one_process(base_config: preference.Pr
     )
     layouts = {"fsdp": ParallelConfig(), "cp": ParallelConfig(cp=2), "tp": ParallelConfig(tp=2)}
     cfgs = [replace(routed, parallel=layouts[name], output_dir=str(tmp_path / name)) for name in layouts]
-    run_ranks(2, run_all, cfgs, limit=300)
+    run_ranks(2, run_recipe, "preference", cfgs, limit=300)
     expected = single_process_result(routed, tmp_path / "one")
     assert len(expected.metrics["aux_loss"]) == 2
     for cfg in cfgs:

@@ -11,6 +11,7 @@ from tests.distributed.layouts.test_layouts import DENSE
 from tests.distributed.layouts.test_preference import RunResult
 from tests.helpers.random_checkpoints import FP32, build, save
 from tests.helpers.ranks import run_ranks
+from tests.helpers.recipe_results import run_recipe
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.data.reward_datasets import LabeledDataset, StepwiseDataset
 from tunekit.distributed.parallel_dims import ParallelConfig
@@ -79,12 +80,6 @@ def make_configs(base_config: reward.RewardConfig) -> dict[str, reward.RewardCon
     return configs | packed
 
 
-def run_all(cfgs: list[reward.RewardConfig]) -> None:
-    torch.set_num_threads(1)
-    for cfg in cfgs:
-        reward.main(cfg)
-
-
 @pytest.mark.multi
 @pytest.mark.slow
 def test_two_ranks_match_one_process(base_config: reward.RewardConfig, tmp_path: Path) -> None:
@@ -97,8 +92,8 @@ def test_two_ranks_match_one_process(base_config: reward.RewardConfig, tmp_path:
     parallel_configs["steps, context"] = replace(
         parallel_configs["steps"], output_dir=str(tmp_path / "two" / "context"), parallel=ParallelConfig(cp=2)
     )
-    run_all(list(single.values()))
-    run_ranks(2, run_all, list(parallel_configs.values()))
+    run_recipe("reward", list(single.values()))
+    run_ranks(2, run_recipe, "reward", list(parallel_configs.values()))
     results = {name: RunResult.read(Path(cfg.output_dir)) for name, cfg in single.items()}
     for name, expected in results.items():
         assert expected.metrics["loss"][-1] < expected.metrics["loss"][0], "the loss decreased"
