@@ -148,12 +148,13 @@ def test_preference_losses(loss: type[PreferenceLoss]) -> None:
     batches = make_batches(packed, model.spec.vocab, DocFlags.DESIRABLE, crossed=40 if loss in UNPAIRED else 0)
     train_optimizer = build_optimizer(model, adapter, run)
     with device_rules() as rules:
-        result = preference_step(model, (loss(),), batches, train_optimizer, run)
+        result = preference_step(model, (loss(),), batches[:1] if packed else batches, train_optimizer, run)
     assert result.loss.is_meta and not rules.blocking_copies
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("terms", [(KTO(),), (ORPO(),), (KTO(), ORPO())], ids=["kto", "orpo", "both"])
+@pytest.mark.parametrize(
+    ("terms", "packed"), [((KTO(),), False), ((ORPO(),), True), ((KTO(), ORPO()), False), ((KTO(), ORPO()), True)]
+)
 def test_mismatched_answers_and_prompts(terms: tuple[PreferenceLoss, ...], packed: bool) -> None:
     """The host knows the number of target tokens of mismatched answers and of prompts; also on a rank without rows."""
     run, adapter, crossed = run_on_meta(), LoRAConfig(4), 40 if terms[0].needs_mismatched else 0
@@ -179,7 +180,7 @@ def test_reward_losses(loss: RewardLoss) -> None:
     )
     train_optimizer = build_optimizer(model, NoAdapter(), run)
     with device_rules() as rules:
-        result = reward_step(model, loss, batches, train_optimizer, run)
+        result = reward_step(model, loss, batches[:1], train_optimizer, run)
     assert result.loss.is_meta and not rules.blocking_copies
 
 
@@ -190,7 +191,7 @@ def test_distillation_losses(loss: Any, top: int | None) -> None:
     model = build_model(read_spec("llama3.2", layers=1))
     batches, train_optimizer = make_batches(top is None, model.spec.vocab), build_optimizer(model, NoAdapter(), run)
     with device_rules() as rules:
-        result = distill_step(model, loss, batches, train_optimizer, run, top)
+        result = distill_step(model, loss, batches[:1], train_optimizer, run, top)
     assert result.loss.is_meta and not rules.blocking_copies
 
 

@@ -65,10 +65,12 @@ def compiled_model(name: str, memory: MemoryConfig, backend: CompileCounterWithB
 
 
 @pytest.mark.usefixtures("flash_on_cpu")
-@pytest.mark.parametrize(("name", "recompute"), [("llama3.2", "none"), ("gemma3", "full")])
-def test_lengths_compile_nothing_new(name: str, recompute: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "recompute", "backend_name"), [("llama3.2", "none", "eager"), ("gemma3", "full", "aot_eager")]
+)
+def test_lengths_compile_nothing_new(name: str, recompute: str, backend_name: str) -> None:
     """Each layer is one graph, FlashAttention in it, with bounds that differ in every batch."""
-    backend = CompileCounterWithBackend("aot_eager")
+    backend = CompileCounterWithBackend(backend_name)
     model, draw = (
         compiled_model(name, MemoryConfig(activation_checkpointing=recompute), backend, fullgraph=True),
         random.Random(0),
@@ -88,10 +90,12 @@ def gradients(model: Decoder, batch: Batch) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("flash_on_cpu")
-@pytest.mark.parametrize("adapter", [NoAdapter(), LoRAConfig(4)], ids=["full", "lora"])
-def test_a_layer_with_experts_is_one_graph(adapter: NoAdapter | LoRAConfig) -> None:
+@pytest.mark.parametrize(
+    ("adapter", "backend_name"), [(NoAdapter(), "aot_eager"), (LoRAConfig(4), "eager")], ids=["full", "lora"]
+)
+def test_a_layer_with_experts_is_one_graph(adapter: NoAdapter | LoRAConfig, backend_name: str) -> None:
     """In bf16, which torch's grouped product takes inside of graphs. Routing differs in every batch."""
-    backend, spec, draw = CompileCounterWithBackend("aot_eager"), representative_spec("qwen3-moe"), random.Random(0)
+    backend, spec, draw = CompileCounterWithBackend(backend_name), representative_spec("qwen3-moe"), random.Random(0)
     plain, model = (build_model(spec, adapter=adapter, device=CPU) for _ in range(2))
     for net in (plain, model):
         init_weights(net, 0)
@@ -124,11 +128,11 @@ def test_routers_of_other_families_are_one_graph_too(name: str) -> None:
 
 
 @pytest.mark.usefixtures("flash_on_cpu")
-@pytest.mark.parametrize("name", ["llama3.2", "gemma3"])
-def test_prompts_compile_nothing_new(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "backend_name"), [("llama3.2", "eager"), ("gemma3", "aot_eager")])
+def test_prompts_compile_nothing_new(name: str, backend_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first pass of a generation, whose rows are documents, is one graph for each layer too."""
     monkeypatch.setattr(attention_gpu, "is_gpu", lambda device: True)
-    backend = CompileCounterWithBackend("aot_eager")
+    backend = CompileCounterWithBackend(backend_name)
     model, draw = compiled_model(name, MemoryConfig(), backend, fullgraph=True).eval(), random.Random(0)
     plain = compiled_model(name, MemoryConfig(), backend, fullgraph=True).eval()
     for layer in plain.layers:
