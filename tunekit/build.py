@@ -183,7 +183,7 @@ def init_adapter(model: Decoder, adapter: NoAdapter | LoRAConfig, checkpoint: HF
     if adapter.adapter_path is None:
         token_rows.load_token_rows(model, checkpoint)
     else:
-        peft_adapter.load_adapter(Path(adapter.adapter_path), model, adapter, checkpoint)
+        peft_adapter.load_adapter(Path(adapter.adapter_path), model, checkpoint)
 
 
 def check_host_memory(checkpoint: HFCheckpoint, model: Decoder, dist: DistributedContext) -> None:

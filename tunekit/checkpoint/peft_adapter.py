@@ -387,9 +387,9 @@ def read_score_head(folder: Path) -> ScoreHead:
     return ScoreHead(header[f"{name}.weight"].shape[0], config.task_type == "TOKEN_CLS", f"{name}.bias" in header, pad)
 
 
-def read_adapter_config(folder: Path, source: HFCheckpoint) -> LoRAConfig:
-    """Adapter config with exactly the layers and modules that are in the adapter file."""
-    contents = read_contents(folder, source)
+def read_adapter_config(folder: Path, source: HFCheckpoint, contents: AdapterContents | None = None) -> LoRAConfig:
+    """Adapter config with exactly the layers and modules that are in the adapter file, which are read if not given."""
+    contents = contents or read_contents(folder, source)
     adapter, deltas = contents.config.adapter, contents.meta_deltas()
     sizes = {name: (delta.rank, effective_alpha(delta, adapter)) for name, delta in deltas.items()}
     rank, alpha = Counter(sizes.values()).most_common(1)[0][0]
@@ -419,9 +419,8 @@ def keeps_tied_head(contents: AdapterContents) -> bool:
     return len(weights) == len(TIED_MODULES) and torch.equal(*weights)
 
 
-def load_adapter(folder: Path, model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> None:
-    """Load a PEFT adapter into a model. Raises UserError if it does not match the adapter config."""
-    check_adapter_fits(folder, model, adapter, source)
+def load_adapter(folder: Path, model: Decoder, source: HFCheckpoint) -> None:
+    """Load a PEFT adapter into a model that it fits, see `check_adapter_fits`."""
     contents = read_contents(folder, source)
     with TensorReader(contents.tensors) as tensors:
         load_lora_weights(model, contents, tensors)
@@ -465,7 +464,7 @@ def check_adapter_fits(folder: Path, model: Decoder, adapter: LoRAConfig, source
         raise UserError(f"{folder / TENSORS}: {name} is not a target in this model; {hint}")
     if missing := [*(name + WEIGHT for name in layers if name not in deltas), *sorted(required - names - optional)]:
         raise UserError(f"{folder / TENSORS}: no weights for {transformers_key(missing[0], family).hub[0]}; {hint}")
-    saved = read_adapter_config(folder, source)
+    saved = read_adapter_config(folder, source, contents)
     if not source.spec.tie_word_embeddings:
         saved = replace(saved, untie_embeddings=adapter.untie_embeddings)
     check_same_options(folder, adapter, saved)

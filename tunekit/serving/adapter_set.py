@@ -37,7 +37,9 @@ class AdapterSet:
         try:
             for layer in layers.values():
                 allocate_adapter(layer, self.model.device)
-            peft_adapter.load_adapter(Path(adapter.adapter_path), self.model, adapter, self.base)
+            path = Path(adapter.adapter_path)
+            peft_adapter.check_adapter_fits(path, self.model, adapter, self.base)
+            peft_adapter.load_adapter(path, self.model, self.base)
         finally:
             state = {key: detach_adapter(layer) for key, layer in layers.items()}
             self.activate(active)
