@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,7 @@ from tests.helpers.random_checkpoints import (
     train,
 )
 from tests.parity.checkpoint.test_peft import (
-    DENSE,
-    SPARSE,
-    adapter_for,
-    family_cases,
+    check_adapter,
     has_experts,
     make_peft_adapter,
     open_with_peft,
@@ -48,6 +46,8 @@ from tunekit.checkpoint.merge import merge_adapter
 from tunekit.checkpoint.safetensors_io import read_header
 from tunekit.cli import main as cli
 from tunekit.errors import UserError
+from tunekit.models.decoder import Decoder
+from tunekit.models.families.registry import find_family
 from tunekit.models.precision import PrecisionConfig
 
 WEIGHTS = "model.safetensors"
@@ -69,14 +69,58 @@ def train_adapter_of(path: Path, base: Path, adapter: LoRAConfig) -> Path:
     return path / "adapter"
 
 
-FAST_SHAPES = ("llama3.1", "smollm2", "gemma2", "phi3", "mixtral", "gpt-oss", "deepseek-v3", "qwen3-next")
+# All options at once. PEFT has no DoRA for experts, and none for models with them.
+DENSE = LoRAConfig(
+    4,
+    use_rslora=True,
+    rank_pattern={"up_proj": 5},
+    alpha_pattern={"o_proj": 3.0},
+    modules_to_save=("head", "embed", "norms"),
+)
+SPARSE = LoRAConfig(
+    4,
+    target_modules=("all-linear", "experts"),
+    use_rslora=True,
+    rank_pattern={"experts": 2, "o_proj": 5},
+    alpha_pattern={"o_proj": 3.0, "down_proj": 9.0},
+    modules_to_save=("router", "norms", "head"),
+)
 ENDS = LoRAConfig(4, target_modules=("o_proj", "embed", "head"))
-KINDS = {"all": (DENSE, SPARSE), "dora": (DoRAConfig(4), DoRAConfig(4)), "ends": (ENDS, ENDS)}
+KINDS = {
+    "all options": (DENSE, SPARSE),
+    "dora": (DoRAConfig(4), DoRAConfig(4, target_modules="attn")),
+    "ends": (ENDS, ENDS),
+    "modules to save": (
+        LoRAConfig(4, modules_to_save=("head", "embed", "norms")),
+        LoRAConfig(4, target_modules="attn", modules_to_save=("router", "norms", "embed")),
+    ),
+}
+# Shapes of a family that differ only in these have the same weights.
+WEIGHTLESS_OPTIONS = {"rope_parameters", "rms_norm_eps", "hidden_act", "sliding_window"}
+
+
+def adapter_for(shape: str, pair: tuple[LoRAConfig, LoRAConfig]) -> LoRAConfig:
+    return pair[has_experts(find_family(SHAPES[shape], shape)[1])]
+
+
+def family_cases(kinds: Sequence[str]) -> list[tuple[str, str]]:
+    """(shape, kind) so that all weights occur, and the first kind and another one in every family, with and without
+    experts."""
+    families: dict[tuple[str, bool], dict[str, str]] = {}
+    for name, shape in SHAPES.items():
+        key = shape["model_type"], has_experts(find_family(shape, name)[1])
+        weights = repr({option: value for option, value in shape.items() if option not in WEIGHTLESS_OPTIONS})
+        families.setdefault(key, {}).setdefault(weights, name)
+    return [
+        (names[i % len(names)], kinds[1 + (number + i // 2) % (len(kinds) - 1)] if i % 2 else kinds[0])
+        for number, names in enumerate(list(shapes.values()) for shapes in families.values())
+        for i in range(max(len(names), 2))
+    ]
 
 
 @torch.no_grad()
-def check_merge(path: Path, shape: str, adapter: LoRAConfig) -> None:
-    folder, model = train_adapter(path, shape, adapter)
+def check_merge(path: Path, shape: str, model: Decoder) -> None:
+    """Check that the merged checkpoint gives the logits of the trained model in tunekit and in transformers."""
     out, expected = merge(path), model(random_tokens())
     num_near_ties = has_experts(HFCheckpoint.open(path / "base").spec)
     for logits in (load_model(out)(random_tokens()), load_transformers_model(out)(random_tokens()).logits):
@@ -89,10 +133,11 @@ def check_merge(path: Path, shape: str, adapter: LoRAConfig) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "kind"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] not in FAST_SHAPES)) for case in family_cases([*KINDS])],
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[1] != "all options")) for case in family_cases([*KINDS])],
 )
-def test_merged_model_equals_base_and_adapter(shape: str, kind: str, tmp_path: Path) -> None:
-    check_merge(tmp_path, shape, adapter_for(shape, KINDS[kind]))
+def test_adapters_of_every_family_are_opened_by_peft_and_merged(shape: str, kind: str, tmp_path: Path) -> None:
+    _, model = check_adapter(tmp_path, shape, adapter_for(shape, KINDS[kind]))
+    check_merge(tmp_path, shape, model)
 
 
 @pytest.mark.parametrize(("shape", "adapter"), [
@@ -121,20 +166,24 @@ def test_merged_weights_equal_peft(shape: str, adapter: LoRAConfig, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("adapter", "untied"),
+    ("adapter", "untied", "stored"),
     [
-        (LoRAConfig(4, target_modules="head"), True),
-        (LoRAConfig(4, target_modules="embed"), True),
-        (DoRAConfig(4, target_modules="head"), True),
-        (LoRAConfig(4, target_modules=("head", "embed", "q_proj")), True),
-        (LoRAConfig(4, modules_to_save=("embed",)), False),
-        (LoRAConfig(4), False),
-        (LoRAConfig(4, modules_to_save=("head",), untie_embeddings=True), True),
-        (LoRAConfig(4, modules_to_save=("embed",), untie_embeddings=True), True),
-        (LoRAConfig(4, modules_to_save=("embed",), target_modules="head", untie_embeddings=True), True),
+        (LoRAConfig(4, target_modules="head"), True, "embed"),
+        (LoRAConfig(4, target_modules="head"), True, "head"),
+        (LoRAConfig(4, target_modules="embed"), True, "head"),
+        (LoRAConfig(4, target_modules="embed"), True, "both"),
+        (DoRAConfig(4, target_modules="head"), True, "both"),
+        (LoRAConfig(4, target_modules=("head", "embed", "q_proj")), True, "embed"),
+        (LoRAConfig(4, modules_to_save=("embed",)), False, "head"),
+        (LoRAConfig(4, modules_to_save=("embed",)), False, "both"),
+        (LoRAConfig(4), False, "both"),
+        (LoRAConfig(4), False, "embed"),
+        (LoRAConfig(4), False, "head"),
+        (LoRAConfig(4, modules_to_save=("head",), untie_embeddings=True), True, "embed"),
+        (LoRAConfig(4, modules_to_save=("embed",), untie_embeddings=True), True, "head"),
+        (LoRAConfig(4, modules_to_save=("embed",), target_modules="head", untie_embeddings=True), True, "both"),
     ],
 )
-@pytest.mark.parametrize("stored", ["embed", "head", "both"])
 @torch.no_grad()
 def test_tied_head_is_untied_only_if_necessary(adapter: LoRAConfig, untied: bool, stored: str, tmp_path: Path) -> None:
     """peft would put the delta of one into the tensor of both."""
