@@ -71,7 +71,7 @@ def test_shared_prompts_with_activation_checkpointing(name: str, recompute: str,
 def test_shared_prompts_with_compiled_layers(tmp_path: Path) -> None:
     """Traced without code generation; rows are flattened, with any number of tokens and documents."""
     torch._dynamo.reset()  # earlier tests in this process count towards the recompile limit
-    folder = make_checkpoint(tmp_path, "gemma2")
+    folder = make_checkpoint(tmp_path, "mistral")
     model = load_model(folder)
     model.flatten_rows = True
     fullgraph = attention_cpu.is_available()  # torch's operations process documents one by one, outside of the graph

@@ -195,7 +195,12 @@ def test_bf16_error_is_that_of_unquantized_layers(family_checkpoint: Path) -> No
     assert (quantized - exact).abs().mean() <= 2 * (plain - exact).abs().mean()
 
 
-@pytest.mark.parametrize("kind", ["lora", "experts", "dora", "pissa"])
+@pytest.mark.parametrize(
+    ("family_checkpoint", "kind"),
+    [("llama", "lora"), ("llama", "experts"), ("llama", "pissa"), ("qwen3-moe", "experts"), ("qwen3-moe", "dora")]
+    + [("gpt-oss", "lora"), ("gpt-oss", "experts"), ("qwen3-next", "dora"), ("qwen3-next", "pissa")],
+    indirect=["family_checkpoint"],
+)
 def test_adapters_train_like_on_dequantized_weights(kind: str, family_checkpoint: Path) -> None:
     """Adapters train the same on dequantized weights, and activation checkpointing does not change the result."""
     adapter = {
