@@ -9,6 +9,7 @@ from scripts.nano import words
 
 Message = dict[str, str]
 T = TypeVar("T")
+ARTICLE = re.compile(r"\b([Aa]) (?=[aeiou])")
 
 
 class Exchange(NamedTuple):
@@ -44,7 +45,7 @@ class Scene(dict[str, str]):
 
     def fill(self, template: str) -> str:
         """Fill all slots. Articles agree with the next word (`a apple` becomes `an apple`)."""
-        return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", template.format_map(self))
+        return ARTICLE.sub(r"\1n ", template.format_map(self))
 
     def fill_sentence(self, *templates: str) -> str:
         """Fill one of the templates and capitalize the first letter."""

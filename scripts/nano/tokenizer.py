@@ -3,7 +3,7 @@
 import argparse
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -61,10 +61,14 @@ FILES = {
 
 def iter_texts(corpus_dir: Path) -> Iterator[str]:
     """Texts and message contents of a corpus."""
-    for line in (corpus_dir / "text.jsonl").open(encoding="utf-8"):
-        yield json.loads(line)["text"]
-    for line in (corpus_dir / "chat.jsonl").open(encoding="utf-8"):
-        yield from (message["content"] for message in json.loads(line)["messages"])
+    for name in ("text", "chat"):
+        yield from texts_of_rows(json.loads(line) for line in (corpus_dir / f"{name}.jsonl").open(encoding="utf-8"))
+
+
+def texts_of_rows(rows: Iterable[dict]) -> Iterator[str]:
+    """Texts and message contents of rows."""
+    for row in rows:
+        yield from [row["text"]] if "text" in row else (message["content"] for message in row["messages"])
 
 
 def train_tokenizer(texts: Iterator[str]) -> Tokenizer:

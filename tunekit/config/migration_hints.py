@@ -88,7 +88,7 @@ def find_hint(path: Sequence[str], keys: Collection[Key]) -> KeyHint | None:
     names = [*(name for name in path[:-1] if not name.isdecimal()), path[-1]]
     section = "data" if names[:-1] and names[-2] in DATA_SECTIONS else ".".join(names[-2:-1])
     qualified = f"{section}.{names[-1]}" if section else names[-1]
-    rows = [row for row in TABLE if row.key in ("", *keys) and row.where in (None, *keys)]
+    rows = [row for row in TABLE if (not row.key or row.key in keys) and (row.where is None or row.where in keys)]
     if row := next((row for row in rows if qualified in row.names.split()), None):
         return row
     head = "data" if names[0] in DATA_SECTIONS else names[0]

@@ -66,11 +66,15 @@ def write_rows(path: Path, rows: list[dict | str]) -> Path:
     return path
 
 
-def chat_rows(count: int) -> list[dict | str]:
-    """Build questions and answers of very different lengths."""
+def chat_rows(count: int, length: int = 1) -> list[dict | str]:
+    """Build questions and answers of very different lengths, up to 7 times `length` sentences."""
     texts = ["Hello there. ", "What is 2 + 2? ", "It is 4. "]
     return [
-        {"messages": [{"role": role, "content": f"{number} {texts[number % 3] * (number % 7 + 1)}"} for role in ROLES]}
+        {
+            "messages": [
+                {"role": role, "content": f"{number} {texts[number % 3] * (number % 7 + 1) * length}"} for role in ROLES
+            ]
+        }
         for number in range(count)
     ]
 
@@ -92,7 +96,7 @@ def preprocess_columns(rows: ChatDataset | TextDataset, tokenizer: Tokenizer, wo
     return columns | {"where": np.array([dataset.row_location(i) for dataset in datasets for i in range(len(dataset))])}
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_number_of_processes_does_not_change_documents(tmp_path: Path, tokenizer: Tokenizer, workers: int) -> None:
     rows = ChatDataset(source=str(write_rows(tmp_path / "rows.jsonl", chat_rows(1800))), max_length=40)
     expected, columns = preprocess_columns(rows, tokenizer, 0), preprocess_columns(rows, tokenizer, workers)
@@ -363,14 +367,14 @@ print(json.dumps([len(rows), peak_mib()]))
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_rows(tmp_path: Path, tokenizer_dirs: dict[str, Path]) -> None:
-    """Peak memory of the parent in MiB: the tokens of the many rows alone are 11 MB."""
+    """Peak memory of the parent in MiB: the tokens of the many rows alone are 12 MB."""
     small_file, large_file = tmp_path / "few.jsonl", tmp_path / "many.jsonl"
-    write_rows(small_file, chat_rows(5000))
+    write_rows(small_file, chat_rows(1500, 4))
     large_file.write_bytes(small_file.read_bytes() * 10)
     results = {}
     for path in (small_file, large_file):
         command = [sys.executable, "-c", MEMORY_SCRIPT, str(tokenizer_dirs["chatml"]), str(path)]
         result = subprocess.run(command, capture_output=True, text=True, check=True)
         results[path.stem] = json.loads(result.stdout)
-    assert (results["few"][0], results["many"][0]) == (5000, 50_000)
+    assert (results["few"][0], results["many"][0]) == (1500, 15_000)
     assert results["many"][1] - results["few"][1] < 4, results

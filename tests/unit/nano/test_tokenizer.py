@@ -63,9 +63,10 @@ def test_model_files_are_reproducible(tmp_path):
 
 
 @pytest.mark.slow
-def test_bundled_tokenizer_is_trained_on_the_full_corpus(tmp_path):
-    corpus.write_corpus(tmp_path, seed=0, text=corpus.NUM_TEXTS, chat=corpus.NUM_CHATS)
-    retrained = tokenizer.train_tokenizer(tokenizer.iter_texts(tmp_path))
+def test_bundled_tokenizer_is_trained_on_the_full_corpus():
+    counts = {"text": corpus.NUM_TEXTS, "chat": corpus.NUM_CHATS}
+    rows = (row for kind, count in counts.items() for row in corpus.iter_rows(kind, count, f"0 {kind}", set()))
+    retrained = tokenizer.train_tokenizer(tokenizer.texts_of_rows(rows))
     assert json.loads(retrained.to_str()) == json.loads((FOLDER / "tokenizer.json").read_text())
 
 

@@ -1,6 +1,5 @@
 """The planned cache of sampled answers has the bytes of the real one."""
 
-import json
 import re
 
 import pytest
@@ -10,10 +9,14 @@ from tests.helpers.random_checkpoints import load_model, make_checkpoint
 from tunekit.adapters.config import NoAdapter
 from tunekit.build import resolve_model
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
-from tunekit.cli import main as cli
+from tunekit.cli import recipe_loader
 from tunekit.distributed.parallel_dims import ParallelDims
+from tunekit.plan import report
+from tunekit.plan.estimate import Estimate, estimate
+from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.memory_tracker import MemoryTracker
 from tunekit.plan.rollout_cache import RolloutShape, rollout_cache_bytes
+from tunekit.plan.workload import make_workload
 
 
 @pytest.mark.parametrize("name", ["llama3.2", "gemma2"])
@@ -29,16 +32,21 @@ def test_planned_bytes_are_those_of_the_engine(tmp_path, name: str) -> None:
     assert rollout_cache_bytes(HFCheckpoint.open(folder), RolloutShape(), "fp32", ParallelDims(), "cpu") == 0
 
 
-def test_report_has_a_row_for_the_sampling_of_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def plan_bundled(recipe: str, config: str, *overrides: str) -> Estimate:
+    """Plan of a bundled config on the CPU."""
+    cfg = recipe_loader.load_recipe_config(recipe_loader.load_recipe(recipe), config, overrides, [])
+    return estimate(make_workload(cfg, ClusterSpec()), ClusterSpec())
+
+
+def test_report_has_a_row_for_the_sampling_of_answers() -> None:
     """Its cache has `max_num_seqs` rows of `data.max_length` tokens. Other recipes have no such row."""
-    phases = {}
+    sampled = {}
     for size in (64, 128):
-        assert cli.main(["plan", "nano/grpo", f"max_num_seqs={size}", "--json"]) == 0
-        phases[size] = json.loads(capsys.readouterr().out)["phases"]["sample"]
+        plan = plan_bundled("grpo", "nano/grpo", f"max_num_seqs={size}")
+        sampled[size] = report.report_json(plan, [], None)["phases"]["sample"]["kv_cache"]
     source, _, _ = resolve_model("tunekit/nano")
     expected = rollout_cache_bytes(source, RolloutShape(64, 64), "fp32", ParallelDims(), "cpu")
-    assert (phases[64]["kv_cache"], phases[128]["kv_cache"]) == (expected, 2 * expected)
-    assert cli.main(["plan", "nano/ppo"]) == 0
-    assert re.search(r"^sampling of answers  .*\d", capsys.readouterr().out, re.MULTILINE)
-    assert cli.main(["plan", "nano/tools_lora"]) == 0
-    assert "sampling" not in capsys.readouterr().out
+    assert (sampled[64], sampled[128]) == (expected, 2 * expected)
+    text = report.format_report(plan_bundled("ppo", "nano/ppo"), [])
+    assert re.search(r"^sampling of answers  .*\d", text, re.MULTILINE)
+    assert "sampling" not in report.format_report(plan_bundled("sft", "nano/tools_lora"), [])
