@@ -101,16 +101,17 @@ def test_value_head_is_in_training_states_only(ppo_workspace: Workspace) -> None
     assert final.keys() == base.keys(), "the result is a language model"
 
 
-@pytest.mark.parametrize("stop", [1, 2, 6])
-def test_run_resumes_in_the_middle_of_a_generation(
-    ppo_workspace: Workspace, monkeypatch: pytest.MonkeyPatch, stop: int
-) -> None:
-    assert ppo_workspace.run_tune(*RUN, "value_lr=0.05").code == 0
-    stop_after(monkeypatch, stop)
-    assert ppo_workspace.run_tune(*RUN, "value_lr=0.05", "output_dir=broken").code == 143
-    assert ppo_workspace.run_tune(*RUN, "value_lr=0.05", "output_dir=broken").code == 0
-    assert ppo_workspace.is_same_run("out", "broken")
-    assert Path("out/completions.jsonl").read_bytes() == Path("broken/completions.jsonl").read_bytes()
+def test_run_resumes_in_the_middle_of_a_generation(ppo_workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = (*RUN, "value_lr=0.05")
+    assert ppo_workspace.run_tune(*args).code == 0
+    for stop in (1, 2, 6):
+        broken = f"broken{stop}"
+        with monkeypatch.context() as patch:
+            stop_after(patch, stop)
+            assert ppo_workspace.run_tune(*args, f"output_dir={broken}").code == 143
+        assert ppo_workspace.run_tune(*args, f"output_dir={broken}").code == 0
+        assert ppo_workspace.is_same_run("out", broken)
+        assert Path("out/completions.jsonl").read_bytes() == Path(broken, "completions.jsonl").read_bytes()
 
 
 @pytest.mark.slow

@@ -2,12 +2,17 @@
 
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.helpers.recipe_runs import Workspace
+from tunekit.cli import recipe_loader
+from tunekit.plan.estimate import estimate
+from tunekit.plan.hardware import GIB, ClusterSpec, gpu_by_memory
+from tunekit.plan.workload import make_workload
 
 CHATS = [
     {"conversations": [{"from": "human", "value": f"What is {n} plus 1?"}, {"from": "gpt", "value": f"It is {n + 1}."}]}
@@ -37,6 +42,12 @@ def row_files(workspace: Workspace) -> None:
         Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.fixture(scope="module")
+def shallow_model(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model with one layer, whose plans take less time."""
+    return make_model(tmp_path_factory.mktemp("shallow"), num_hidden_layers=1)
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "expected"),
     [
@@ -57,8 +68,10 @@ def row_files(workspace: Workspace) -> None:
         ("steps", "", {"recipe": "reward", "loss": "process_reward"}),
     ],
 )
-def test_config_follows_the_rows(rows: str, options: str, expected: dict[str, object], workspace: Workspace) -> None:
-    args = ("new", str(workspace.model), f"{rows}.jsonl", "--output", "new.yaml", *options.split())
+def test_config_follows_the_rows(
+    rows: str, options: str, expected: dict[str, object], workspace: Workspace, shallow_model: Path
+) -> None:
+    args = ("new", str(shallow_model), f"{rows}.jsonl", "--output", "new.yaml", *options.split())
     result = workspace.run_tune(*args)
     assert result.code == 0, result.err
     tree = yaml.safe_load(Path("new.yaml").read_text())
@@ -95,8 +108,9 @@ def test_config_fits_the_machine(workspace: Workspace, monkeypatch: pytest.Monke
     result = workspace.run_tune(*args)
     assert result.code == 0 and result.err.count("preset") == 1, result.err
     assert yaml.safe_load(Path("new.yaml").read_text())["quantization"] == "nf4"
-    plan = json.loads(workspace.run_tune("plan", "new.yaml", "--gpu-memory", "8G", "--json").out)
-    assert plan["fits"] is True
+    cfg = recipe_loader.load_recipe_config(recipe_loader.load_recipe("sft"), "new.yaml", [], [])
+    cluster = ClusterSpec(kind=gpu_by_memory(8 * GIB), memory=8 * GIB)
+    assert estimate(make_workload(cfg, cluster), cluster).fits is True
 
 
 @pytest.mark.parametrize(

@@ -231,14 +231,17 @@ def test_search_finds_overrides_that_fit() -> None:
     with pytest.raises(UserError, match="nothing fits"):
         search.search_config(
             estimate.estimate(
-                build_workload(make_checkpoint(DENSE), micro_batch_size=1), replace(H100, devices=1, memory=GIB // 2)
+                build_workload(make_checkpoint(DENSE), micro_batch_size=1, compile=True),
+                replace(H100, devices=1, memory=GIB // 2),
             )
         )
 
 
 def test_cpu_offload_is_suggested_only_if_needed() -> None:
     workload, machine = (
-        build_workload(make_checkpoint(*[DENSE] * 8), max_length=512, global_batch_size=2, micro_batch_size=1),
+        build_workload(
+            make_checkpoint(*[DENSE] * 8), max_length=512, global_batch_size=2, micro_batch_size=1, compile=True
+        ),
         replace(H100, devices=2),
     )
     result = search.search_config(estimate.estimate(workload, machine))

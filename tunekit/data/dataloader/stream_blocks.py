@@ -222,9 +222,12 @@ class BlockStream:
         """Read and plan the next block."""
         round_index, start_positions = self.round_index, [feed.position for feed in self.feeds]
         sources: list[LocatedDocuments] = [[] for _ in self.feeds]
-        while not self.is_full(sources):
+        num_documents = num_tokens = 0
+        while not self.is_full(num_documents, num_tokens):
             for documents, new_documents in zip(sources, self.next_round(), strict=True):
                 documents += new_documents
+                num_documents += len(new_documents)
+                num_tokens += sum(len(document.tokens) for document, _ in new_documents)
         located = [item for documents in sources for item in documents]
         dataset = TokenizedDataset.from_documents([item for item, _ in located], [where for _, where in located])
         return ShuffleBlock(
@@ -247,16 +250,14 @@ class BlockStream:
         counts = (bounds[1] - bounds[0]).tolist()
         return [feed.take(num_rows) for feed, num_rows in zip(self.feeds, counts, strict=True)]
 
-    def is_full(self, sources: Sequence[LocatedDocuments]) -> bool:
-        """Whether the rows of a block fill its steps. Ignores shared prefixes: they must not change a block."""
-        num_documents = sum(map(len, sources))
+    def is_full(self, num_documents: int, num_tokens: int) -> bool:
+        """Whether these documents fill the steps of a block. Ignores shared prefixes: they must not change a block."""
         if num_documents == 0 or self.mixture.capacity is None:
             return num_documents > 0
-        tokens = sum(len(document.tokens) for documents in sources for document, _ in documents)
-        steps = tokens / (PACKED_FILL * self.mixture.capacity * self.batch_size)
+        steps = num_tokens / (PACKED_FILL * self.mixture.capacity * self.batch_size)
         if steps < 1:
             return False
-        reaches_limit = tokens >= ROUND_TOKENS or num_documents >= BLOCK_DOCUMENTS
+        reaches_limit = num_tokens >= ROUND_TOKENS or num_documents >= BLOCK_DOCUMENTS
         return reaches_limit or (steps >= BLOCK_STEPS and steps >= MIN_STEP_FILL * math.ceil(steps))
 
     def plan(self, dataset: TokenizedDataset, round_index: int) -> PackingPlan:
