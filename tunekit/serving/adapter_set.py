@@ -37,9 +37,9 @@ class AdapterSet:
         try:
             for layer in layers.values():
                 allocate_adapter(layer, self.model.device)
-            path = Path(adapter.adapter_path)
-            peft_adapter.check_adapter_fits(path, self.model, adapter, self.base)
-            peft_adapter.load_adapter(path, self.model, self.base)
+            folder = Path(adapter.adapter_path)
+            peft_adapter.check_adapter_fits(folder, self.model, adapter, self.base)
+            peft_adapter.load_adapter(folder, self.model, self.base)
         finally:
             state = {key: detach_adapter(layer) for key, layer in layers.items()}
             self.activate(active)
