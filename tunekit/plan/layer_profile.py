@@ -132,11 +132,12 @@ def profile_passes(
     """Run a step with existing optimizer state. Return its first and a later micro-batch, and the update."""
     if step.memory.optimizer_in_bwd:
         walk.run(step._replace(rows=1, length=min(step.length, WARMUP_TOKENS)))
+        optimizer.clip_grad_norm(step.clip)  # ends the step
     else:
         for parameter in walk.net.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    optimizer.step()  # creates its state
-    optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     first = walk.run(step)
     later = walk.run(step) if step.num_micro_batches > 1 else first
     walk.begin()
