@@ -163,10 +163,10 @@ def test_experts_match_one_process(count: int, layouts: Layouts, folders: dict[s
 def test_layout_options_match_one_process(folders: dict[str, Path]) -> None:
     """Packed rows, one or several micro-batches, and options for gathering weights."""
     case = make_case(folders["dense"])
-    whole, nested = ParallelConfig(reshard_after_forward=False, prefetch_layers=2), NF4Config(double_quant=True)
+    unresharded, nested = ParallelConfig(reshard_after_forward=False, prefetch_layers=2), NF4Config(double_quant=True)
     rows = [
         ("packed", "full", replace(case, packed=True)),
-        ("kept whole", "full", replace(case, parallel=whole, micro_batch=1)),
+        ("not resharded", "full", replace(case, parallel=unresharded, micro_batch=1)),
         ("nested", "qdora", replace(case, adapter=DoRAConfig(4), weights=nested)),
         ("pissa", "lora", replace(case, adapter=LoRAConfig(4, init="pissa"))),
     ]
