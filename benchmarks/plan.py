@@ -46,9 +46,9 @@ from tunekit.plan.estimate import estimate
 from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.layer_profile import CPU, ProbeStep, rows
 from tunekit.plan.memory import PROCESS
-from tunekit.plan.onednn_cache import process_bytes
 from tunekit.plan.workload import Workload
 from tunekit.quantization.config import NF4Config, NoQuantization
+from tunekit.system import read_memory_field
 
 GIVEN_BACK = 2**16  # freed blocks of at least this many bytes are returned to the system immediately
 BENCHMARKS = Path(__file__).parent
@@ -157,6 +157,11 @@ def measured_bytes(task: Workload) -> int:
             ctypes.CDLL(None).mallopt(threshold, GIVEN_BACK)
         run_steps(replace(task, source=replace(task.source, spec=one_layer_spec)), 1, dist)
         return int(dist.max_over_ranks(float(peak_growth(task, dist)))[0])
+
+
+def process_bytes() -> int:
+    """Private bytes of this process."""
+    return read_memory_field(onednn_cache.STATUS, "RssAnon") or 0
 
 
 def peak_growth(task: Workload, dist: DistributedContext) -> int:

@@ -57,7 +57,7 @@ def attention(
         return attention_cpu.attention_cpu(q, k, v, params.to_list(), layout, sinks)
     if layout is not None:
         return attention_per_document(q, k, v, params, layout.cu_seqlens, sinks, layout.key_cu_seqlens)
-    if params.chunk is not None:
+    if params.chunk is not None and params.chunk < q.shape[1]:
         return attention_per_document(q, k, v, params, torch.arange(len(q) + 1) * q.shape[1], sinks)
     return causal_attention(q, k, v, params, sinks)
 
@@ -105,7 +105,8 @@ def blockwise_attention(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams
     window, num_prefix_keys = length if params.window is None else params.window, length - q.shape[1]
     size = BLOCK if params.softcap is not None else min(max(window, BLOCK // 2), 4 * BLOCK)
     block_fn = attend_block
-    # Scores with a softcap, or masks of keys before all queries, would be an S x K matrix for all blocks together.
+    # The backward pass recomputes scores with a softcap, and masks of keys before all queries: those of all blocks
+    # together would be an S x K matrix.
     if torch.is_grad_enabled() and (params.softcap is not None or num_prefix_keys):
         block_fn = partial(checkpoint, attend_block, use_reentrant=False, preserve_rng_state=False)
     outputs = []

@@ -166,7 +166,13 @@ def flash_forward(  # noqa: PLR0913 (an operator takes no named tuples)
     window = int(params[1])
     y, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(flatten_tokens(x) for x in (q, k, v)),
-        *(cu_seqlens, key_cu_seqlens, max_seqlen, max_key_seqlen, 0.0, not window, False),
+        cu_seqlens,
+        key_cu_seqlens,
+        max_seqlen,
+        max_key_seqlen,
+        0.0,  # dropout
+        not window,  # causal
+        False,  # no mask for debugging
         scale=params[0],
         **window_args(window),
     )
@@ -187,7 +193,15 @@ def flash_gradients(
     # The log-sum-exp includes the sink, so the kernel computes probabilities that add up to less than 1, as needed.
     gradients = torch.ops.aten._flash_attention_backward(
         *(flatten_tokens(x) for x in (grad.contiguous(), q, k, v, y)),
-        *(lse, cu_seqlens, key_cu_seqlens, max_seqlen, max_key_seqlen, 0.0, not window, seed, unused),
+        lse,
+        cu_seqlens,
+        key_cu_seqlens,
+        max_seqlen,
+        max_key_seqlen,
+        0.0,  # dropout
+        not window,  # causal
+        seed,
+        unused,
         scale=params[0],
         **window_args(window),
     )

@@ -175,4 +175,5 @@ def add_bos_and_end(
 def bos_ids(tokenizer: Tokenizer) -> np.ndarray:
     """Token ids that the tokenizer adds to the start of texts, such as BOS."""
     plain, with_bos = (tokenizer.encode_texts(["a"], special)[0] for special in (False, True))
-    return np.array(with_bos[: with_bos.index(plain[0])], np.int32)
+    count = with_bos.index(plain[0]) if plain[0] in with_bos else 0
+    return np.array(with_bos[:count], np.int32)

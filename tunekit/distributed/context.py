@@ -263,7 +263,7 @@ class DistributedContext:
 
     def run_on_all(self, fn: Callable[[], T]) -> T:
         """Local result of `fn`, after all ranks have called it. A UserError on one rank is raised on all of them."""
-        results: list[T] = []
+        results: list[T] = []  # kept here: `gather_results` would send them to all ranks
         self.gather_results(lambda: results.append(fn()))
         return results[0]
 

@@ -92,16 +92,14 @@ class PreferenceObjective:
 
     def check_data(self, data: DatasetConfig | MixtureBase, eval_data: DatasetConfig | MixtureBase | None) -> None:
         """Raise UserError if a loss needs pairs and the rows are single answers."""
-        docs_per_row, *others = (
-            MixtureBase.from_config(config).resolve().docs_per_row for config in (data, eval_data) if config is not None
-        )
+        docs_per_row = MixtureBase.from_config(data).resolve().docs_per_row
         paired = [kind_name(type(term)) for term in self.terms if term.docs_per_item == 2]
         if docs_per_row == 1 and paired:
             raise UserError(
                 f"loss: {paired[0]} needs preference pairs, but data has unpaired rows. Set loss=kto or loss=bco, or "
                 "use a dataset with chosen and rejected."
             )
-        if others and others[0] < docs_per_row:
+        if eval_data is not None and MixtureBase.from_config(eval_data).resolve().docs_per_row < docs_per_row:
             raise UserError(
                 "eval_data: has unpaired rows, but data has preference pairs. Use the same format for both."
             )

@@ -1,16 +1,20 @@
 """Statistics of the routers of a mixture of experts (MoE), for their auxiliary losses."""
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tunekit.models.forward_context import UNSHARDED
-from tunekit.models.tp_region import NO_PARALLEL
+from tunekit.models.forward_context import UNSHARDED, SequenceSharding
+from tunekit.models.tp_region import NO_PARALLEL, NoParallel
 
-if TYPE_CHECKING:  # the decoder imports this file
-    from tunekit.models.decoder import Decoder
+
+class RouterModel(Protocol):
+    """Distribution of the tokens of a model over ranks."""
+
+    cp_sharding: SequenceSharding
+    tp_region: NoParallel
 
 
 class RouterStats:
@@ -27,7 +31,7 @@ class RouterStats:
         # (3,): weighted sums of both losses, and the sum of the weights of micro-batches, since the last metrics.
         self.totals: Tensor | None = None
 
-    def begin(self, model: "Decoder", token_mask: Tensor) -> None:
+    def begin(self, model: RouterModel, token_mask: Tensor) -> None:
         """Start a pass over tokens (B, S), of which padding is not counted."""
         self.cp_sharding, self.tp_region = model.cp_sharding, model.tp_region
         self.mask = self.tp_region.local_tokens(self.cp_sharding.local_tokens(token_mask.float())).flatten()

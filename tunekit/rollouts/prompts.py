@@ -25,7 +25,8 @@ class Prompt(NamedTuple):
         messages = [{"role": "user", "content": self.value}] if isinstance(self.value, str) else self.value
         if messages[-1].get("role") == "assistant":
             messages = messages[:-1]
-        messages = [*([{"role": "system", "content": system_prompt}] if system_prompt else []), *messages]
+        if system_prompt:
+            messages = [{"role": "system", "content": system_prompt}, *messages]
         if isinstance(self.value, str) and not apply_chat_template:
             tokens = tokenizer.encode(self.value, special=True)
             return PromptRow(self.where, messages, tokens, self.columns, self.tools, is_text=True)

@@ -41,6 +41,7 @@ class GenerationMonitor:
         """Generate and log an answer to each prompt. Returns the metrics. Draws from no global generator."""
         if self.config is None:
             return {}
+        self.dist.heartbeat.record(step, "validate")
         prompts, options = [prompt.tokens for prompt in self.prompts], (self.config.sampling, self.config.batch_size)
         answers = [text.strip() for text in generate_texts(model, self.tokenizer, prompts, *options, self.dist)]
         pairs = list(zip(self.prompts, answers, strict=True))

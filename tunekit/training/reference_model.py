@@ -55,10 +55,10 @@ class ReferenceModel(NamedTuple):
     use: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-Losses = Sequence[PreferenceLoss] | PolicyGradientLoss  # of a config
+LossChoice = Sequence[PreferenceLoss] | PolicyGradientLoss  # `loss` of a config
 
 
-def needs_reference(loss: Losses) -> bool:
+def needs_reference(loss: LossChoice) -> bool:
     """Whether a loss compares log-probabilities with those of a reference."""
     return any(term.needs_reference for term in (loss if isinstance(loss, Sequence) else (loss,)))
 
@@ -67,11 +67,11 @@ def needs_reference(loss: Losses) -> bool:
 class BaseReference(ABC):
     """Source of the reference log-probabilities. By default each step has a forward pass, of no second model."""
 
-    def copies(self, adapter: NoAdapter | LoRAConfig, loss: Losses) -> bool:
+    def copies(self, adapter: NoAdapter | LoRAConfig, loss: LossChoice) -> bool:
         """Whether a second model is in memory."""
         return False
 
-    def needs_forward_pass(self, loss: Losses) -> bool:
+    def needs_forward_pass(self, loss: LossChoice) -> bool:
         """Whether each step has a forward pass of the reference."""
         return needs_reference(loss)
 
@@ -92,7 +92,7 @@ class BaseReference(ABC):
 
 @dataclass(frozen=True)
 class ModelReference(BaseReference):
-    """Reference whose log-probabilities are computed when they are needed."""
+    """Reference with a model, whose log-probabilities are computed in each step."""
 
     @abstractmethod
     def open_model(
@@ -136,7 +136,7 @@ class CopiedReference(ModelReference):
 
     kind: ClassVar[str] = "copy"
 
-    def copies(self, adapter: NoAdapter | LoRAConfig, loss: Losses) -> bool:
+    def copies(self, adapter: NoAdapter | LoRAConfig, loss: LossChoice) -> bool:
         return needs_reference(loss)
 
     def open_model(
@@ -154,7 +154,7 @@ class PrecomputedReference(BaseReference):
 
     kind: ClassVar[str] = "precomputed"
 
-    def needs_forward_pass(self, loss: Losses) -> bool:
+    def needs_forward_pass(self, loss: LossChoice) -> bool:
         return False
 
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:
@@ -189,7 +189,7 @@ class AutoReference(ModelReference):
 
     kind: ClassVar[str] = "auto"
 
-    def copies(self, adapter: NoAdapter | LoRAConfig, loss: Losses) -> bool:
+    def copies(self, adapter: NoAdapter | LoRAConfig, loss: LossChoice) -> bool:
         return needs_reference(loss) and disable_adapter_problem(adapter) is not None
 
     def check(self, cfg: TrainConfig, terms: PreferenceObjective) -> None:

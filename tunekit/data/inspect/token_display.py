@@ -51,6 +51,7 @@ def decode_groups(tokenizer: Tokenizer, tokens: Sequence[int]) -> Iterator[tuple
             pending = []
         text = streamer.add(token)
         if token in added:
+            streamer.flush()  # bytes that it may hold back do not belong to the next group
             yield (token,), added[token], token in tokenizer.special_ids
             continue
         pending.append(token)

@@ -40,7 +40,7 @@ class Range(NamedTuple):
         return f"{kind} from {self.low:.15g} to {self.high:.15g}"
 
 
-class Kind(NamedTuple):
+class AllowedType(NamedTuple):
     """Allowed values that are not numbers."""
 
     description: str
@@ -57,10 +57,13 @@ SIZE, SIZE_OR_ZERO = Range(1, MAX_SIZE, True), Range(0, MAX_SIZE, True)
 POSITION = Range(0, MAX_POSITIONS, True)
 FRACTION = Range(0, 1, excludes_low=True)
 POSITIVE, NON_NEGATIVE = Range(0, 1e30, excludes_low=True), Range(0, 1e30)
-FLAG = Kind("true or false", lambda value: value in (True, False))
-LIST = Kind("a list", lambda value: isinstance(value, list))
-FACTORS = Kind("a list of positive numbers", lambda value: value in LIST and all(item in POSITIVE for item in value))
-OBJECT = Kind("an object", lambda value: isinstance(value, Mapping))
+FLAG = AllowedType("true or false", lambda value: value in (True, False))
+LIST = AllowedType("a list", lambda value: isinstance(value, list))
+FACTORS = AllowedType(
+    "a list of positive numbers",
+    lambda value: isinstance(value, list) and all(item in POSITIVE for item in value),
+)
+OBJECT = AllowedType("an object", lambda value: isinstance(value, Mapping))
 
 KEYS_BY_VALUES = {
     Range(1, MAX_VOCAB, True): "vocab_size vocab_size_per_layer_input",

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunekit.models.families.base import OPTIONAL, Config, rope_scaling_config
-from tunekit.models.families.config_checks import ALLOWED, check_config_values
+from tunekit.models.families.config_checks import ALLOWED, FLAG, OBJECT, check_config_values
 
 FIXED_KEYS = ("model_type", "architectures", "quantization_config", "text_config")
 ROPE_KEYS = ("rope_theta", "partial_rotary_factor")  # also in `rope_parameters`, whose values win
-KNOWN_KEYS = {*ALLOWED, *OPTIONAL, "output_router_logits"}
+# Flags and objects can be overridden only if the file has them: most families do not read them.
+KNOWN_KEYS = {key for key, allowed in ALLOWED.items() if allowed not in (FLAG, OBJECT)}
+KNOWN_KEYS |= {*OPTIONAL, "rope_scaling", "rope_parameters", "output_router_logits"}
 FLOATS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 SCALED_CONTEXT = ("llama3", "longrope", "yarn")  # RoPE types that depend on the context before scaling
 
