@@ -92,7 +92,7 @@ def gradients(model: Decoder, batch: Batch) -> torch.Tensor:
 
 @pytest.mark.usefixtures("flash_on_cpu")
 @pytest.mark.parametrize(
-    ("adapter", "backend_name"), [(NoAdapter(), "aot_eager"), (LoRAConfig(4), "eager")], ids=["full", "lora"]
+    ("adapter", "backend_name"), [(NoAdapter(), "eager"), (LoRAConfig(4), "aot_eager")], ids=["full", "lora"]
 )
 def test_a_layer_with_experts_is_one_graph(adapter: NoAdapter | LoRAConfig, backend_name: str) -> None:
     """In bf16, which torch's grouped product takes inside of graphs. Routing differs in every batch."""

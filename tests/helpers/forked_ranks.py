@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,18 +41,24 @@ class ForkedProcess:
         assert stdin == subprocess.DEVNULL
         self.returncode: int | None = None
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        reader, writer = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             if start_new_session:
                 os.setsid()
             elif process_group is not None:
                 os.setpgid(0, process_group)
+            os.close(reader)
+            os.close(writer)
             redirect_files(stdout, stderr)
             reset_signals()
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             os.environ.clear()
             os.environ.update(env)
             run_and_exit(command[NUM_PYTHON_ARGS:])
+        os.close(writer)
+        os.read(reader, 1)  # as after `Popen`, the process has its own session: signals to the session reach it
+        os.close(reader)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def poll(self) -> int | None:
@@ -103,33 +109,29 @@ def run_and_exit(args: Sequence[str]) -> None:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-def do_nothing() -> None:
-    """No setup."""
-
-
-def run_launcher(folder: Path, args: Sequence[str], setup: Callable[[], None]) -> None:
-    """Run `tune` in a directory. Its output, and that of rank 0, is written to the file `log`."""
+def run_launcher(folder: Path, args: Sequence[str], environment: dict[str, str]) -> None:
+    """Run `tune` in a directory. Its output, and that of rank 0, is written to the files `stdout` and `stderr`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    os.environ.clear()  # those of the server
+    os.environ.update(environment)
     os.chdir(folder)
-    log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    redirect_files(log, log)
+    redirect_files(*(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644) for name in ("stdout", "stderr")))
     plain_plots.replace_plots()
-    setup()
     launcher.subprocess = SimpleNamespace(Popen=ForkedProcess, DEVNULL=subprocess.DEVNULL)
     sys.exit(cli.main(args))
 
 
-def start_tune(folder: Path, *args: str, setup: Callable[[], None] = do_nothing) -> ForkServerProcess:
-    """Start `tune` in a directory. `setup`: a function at module level that the process calls first."""
-    process = start_forkserver().Process(target=run_launcher, args=(folder, args, setup), daemon=True)
+def start_tune(folder: Path, *args: str) -> ForkServerProcess:
+    """Start `tune` in a directory, with the environment of this process."""
+    process = start_forkserver().Process(target=run_launcher, args=(folder, args, dict(os.environ)), daemon=True)
     process.start()
     return process
 
 
 def end_tune(process: ForkServerProcess, folder: Path, limit: float = TIMEOUT_SECONDS) -> CommandResult:
-    """Wait for `tune`. Standard output and standard error are one text."""
+    """Wait for `tune`."""
     process.join(limit)
     code = process.exitcode
     process.kill()
     assert code is not None, "timeout"
-    return CommandResult(code, "", (folder / "log").read_text())
+    return CommandResult(code, (folder / "stdout").read_text(), (folder / "stderr").read_text())

@@ -7,13 +7,12 @@ Ranks count steps and wait for each other through files, as in collective operat
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from tests.helpers.command_result import CommandResult
-from tests.helpers.forked_ranks import do_nothing, end_tune, start_tune
+from tests.helpers.forked_ranks import end_tune, start_tune
 from tests.helpers.wait import TIMEOUT_SECONDS
 
 RECIPE = '''"""Ranks that count steps together."""
@@ -202,11 +201,11 @@ class ToyLauncher:
         return self.end(self.start(*args, check=check, **environment))
 
     def run_forked(self, *args: str) -> CommandResult:
-        """Run `tune run` with the config check. All its processes are forks, and its two outputs are one text."""
+        """Run `tune run` with the config check. All its processes are forks."""
         return end_tune(self.start_forked(*args), self.folder)
 
-    def start_forked(self, *args: str, setup: Callable[[], None] = do_nothing) -> ForkServerProcess:
-        return start_tune(self.folder, "run", "toy.py", "toy", *args, setup=setup)
+    def start_forked(self, *args: str) -> ForkServerProcess:
+        return start_tune(self.folder, "run", "toy.py", "toy", *args)
 
     def end(self, process: subprocess.Popen[str]) -> CommandResult:
         try:

@@ -83,7 +83,7 @@ ALL_CASES = [Case(m, a, bool((i + j) % 2)) for i, m in enumerate(METHODS) for j,
 def covering_cases() -> list[Case]:
     """Each method with all weights and with one adapter. Each method and each adapter sees padded and packed rows.
 
-    Recipes know of an adapter only that it can be disabled, so the others would take the same path.
+    Recipes only disable adapters, so other adapters take the same path.
     """
     adapters = [adapter for adapter in ADAPTERS if adapter != "full"]
     pairs = [

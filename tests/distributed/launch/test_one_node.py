@@ -33,7 +33,7 @@ def test_ranks_have_the_torchrun_environment_and_only_rank_0_prints(toy: ToyLaun
     assert toy.progress(3) == [4, 4, 4]
     assert toy.log(2) == "rank 2 started\nrank 2 warns\n"
     second = toy.run_forked("--nproc-per-node", "2", "save=true")
-    assert (second.code, second.err) == (0, "already complete\n"), "no ranks are started"
+    assert (second.code, second.out, second.err) == (0, "already complete\n", ""), "no ranks are started"
 
 
 def test_config_errors_are_reported_once_before_ranks_start(toy: ToyLauncher) -> None:

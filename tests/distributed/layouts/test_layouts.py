@@ -50,13 +50,13 @@ ATTENTION_AND_EXPERTS = ("attn", "experts")
 # Adam amplifies gradients near zero, whose direction is rounding error. A larger epsilon makes its steps
 # proportional to the gradient.
 STEADY = AdamWConfig(lr=0.1, eps=0.1)
-# Two methods accumulate the gradients of several micro-batches.
+# Some methods accumulate the gradients of several micro-batches.
 METHODS = {
     "full": {"micro_batch": 1},
     "lora": {"adapter": LoRAConfig(4)},
     "dora": {"adapter": DoRAConfig(4)},
     "qlora": {"adapter": LoRAConfig(4), "weights": NF4Config(), "micro_batch": 1},
-    "qdora": {"adapter": DoRAConfig(4), "weights": NF4Config()},
+    "qdora": {"adapter": DoRAConfig(4), "weights": NF4Config(), "micro_batch": 1},
     "lora, 8 bits": {"adapter": LoRAConfig(4), "weights": Float8Config()},
 }
 EXPERTS = {

@@ -15,7 +15,7 @@ from tunekit.losses.cross_entropy import CrossEntropy
 def test_weights_on_two_ranks_match_one_process(tmp_path: Path) -> None:
     """Ranks have different sums of weights. Router losses are added to each unit of weight."""
     case = Case(make_checkpoint_dir(tmp_path, "dense"), optimizer=PROPORTIONAL, steps=2, weighted=True, micro_batch=2)
-    routed = replace(  # router losses are those of a micro-batch, whose rows depend on the layout if it has several
+    routed = replace(  # router losses are computed per micro-batch: with several rows, they depend on the layout
         case,
         micro_batch=1,
         folder=make_checkpoint_dir(tmp_path, "sparse"),

@@ -58,7 +58,7 @@ def run_program(code: str, words: list[str]) -> int:
     try:
         exec(code, {"__name__": "__main__"})
     except SystemExit as exit:
-        return int(exit.code or 0)
+        return exit.code if isinstance(exit.code, int) else int(exit.code is not None)
     except Exception:
         traceback.print_exc()
         return 1

@@ -104,8 +104,9 @@ def adapter_for(shape: str, pair: tuple[LoRAConfig, LoRAConfig]) -> LoRAConfig:
 
 
 def family_cases(kinds: Sequence[str]) -> list[tuple[str, str]]:
-    """(shape, kind) so that all weights occur, and the first kind and another one in every family, with and without
-    experts."""
+    """(shape, kind): all sets of weight shapes, and the first kind and another one in every family, with and without
+    experts.
+    """
     families: dict[tuple[str, bool], dict[str, str]] = {}
     for name, shape in SHAPES.items():
         key = shape["model_type"], has_experts(find_family(shape, name)[1])
@@ -138,6 +139,12 @@ def check_merge(path: Path, shape: str, model: Decoder) -> None:
 def test_adapters_of_every_family_are_opened_by_peft_and_merged(shape: str, kind: str, tmp_path: Path) -> None:
     _, model = check_adapter(tmp_path, shape, adapter_for(shape, KINDS[kind]))
     check_merge(tmp_path, shape, model)
+
+
+def test_dora_of_shared_experts_is_merged(tmp_path: Path) -> None:
+    """peft cannot open it."""
+    _, model = train_adapter(tmp_path, "qwen2-moe", DoRAConfig(4))
+    check_merge(tmp_path, "qwen2-moe", model)
 
 
 @pytest.mark.parametrize(("shape", "adapter"), [

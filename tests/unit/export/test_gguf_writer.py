@@ -79,7 +79,7 @@ def measure_export(directory: Path, quant_type: str) -> int:
     gguf_plan = build_gguf_plan(HFCheckpoint.open(directory), parse_quant_type(quant_type))
     vocabulary, out = Vocabulary("gpt2", ["a"], [1], ["a a"]), directory / "model.gguf"
     ctypes.CDLL(None).malloc_trim(0)  # otherwise freed memory would be reused without growth
-    before, samples, finished = anonymous_bytes(), [0], threading.Event()
+    before, samples, finished = anonymous_bytes(), [], threading.Event()
 
     def sample() -> None:
         while not finished.wait(0.002):

@@ -147,7 +147,7 @@ def test_compiled_once_for_all_documents() -> None:
     inputs, counts = make_inputs(torch.float32, 6, 2, 16, 16), []
     for case in ("pairs", "full prefix and one more token", "shared by many"):
         layout = SequenceLayout(*prefix_layout(case))
-        args = *inputs, AttentionParams(0.3, window=9), layout, None, layout.key_index(CPU)
+        args = *inputs, AttentionParams(0.3, window=9, softcap=3.0), layout, None, layout.key_index(CPU)
         assert torch.equal(compiled(*args), attention.attention(*args))
         counts.append(counter.frame_count)
     assert counts == [1, 1, 1]

@@ -172,8 +172,8 @@ def flat_gradients(model: Decoder, micro_batch: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "adapter", "recompute", "precision"), [
     ("llama3.2", NoAdapter(), "none", FP32),
-    pytest.param("gemma2", LoRAConfig(4, target_modules="attn"), "full", BF16, marks=slow),
-    pytest.param("qwen3-moe", NoAdapter(), "none", FP32, marks=slow),
+    pytest.param("gemma2", LoRAConfig(4), "full", BF16, marks=slow),
+    pytest.param("qwen3-moe", NoAdapter(), "full", FP32, marks=slow),
 ])  # fmt: skip
 def test_new_lengths_do_not_recompile(name, adapter, recompute, precision: PrecisionConfig, tmp_path: Path) -> None:
     """One training graph and one evaluation graph per layer type for all lengths, with the results of eager mode."""
