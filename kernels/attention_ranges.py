@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tunekit.kernels import fake_mode
 from tunekit.kernels.attention import AttentionParams, attention
 from tunekit.kernels.device_tensors import copy_to_device
 from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
@@ -61,7 +62,7 @@ def find_segments(
     for row in range(rows):
         for queries in ranges:
             first, last = row * length + min(queries.start, length), row * length + min(queries.stop, length)
-            for document, prefix in documents_in_range(layout, first, last):
+            for document, prefix in documents_in_range(layout, rows * length, first, last):
                 start, stop = max(document.start, first), min(document.stop, last)
                 num_unseen = max(0, len(prefix) + start - document.start - window + 1) if window else 0
                 sizes.append(stop - start)
@@ -75,15 +76,22 @@ def find_segments(
     return Segments(SequenceLayout(bounds[0], key_cu_seqlens=bounds[1]), copy_to_device(key_index, device))
 
 
-def documents_in_range(layout: SequenceLayout, first: int, last: int) -> list[tuple[range, range]]:
-    """Tokens of each document that has tokens in [first, last), and of its prefix."""
-    documents = [range(*bounds) for bounds in pairwise(layout.cu_seqlens.tolist())]
-    prefixes = [(0, 0)] * len(documents) if layout.prefixes is None else layout.prefixes.tolist()
+def documents_in_range(layout: SequenceLayout, num_tokens: int, first: int, last: int) -> list[tuple[range, range]]:
+    """Tokens of each document that has tokens in [first, last), and of its prefix. `num_tokens`: of all documents."""
+    documents = [range(*bounds) for bounds in pairwise(document_bounds(layout, num_tokens))]
+    has_prefixes = layout.prefixes is not None and not fake_mode.is_fake()
+    prefixes = layout.prefixes.tolist() if has_prefixes else [(0, 0)] * len(documents)
     return [
         (document, range(start, start + count))
         for document, (count, start) in zip(documents, prefixes, strict=True)
         if document and document.start < last and document.stop > first
     ]
+
+
+def document_bounds(layout: SequenceLayout, num_tokens: int) -> list[int]:
+    """Bounds of the documents; in fake mode, of documents of equal lengths."""
+    count = len(layout.cu_seqlens) - 1
+    return [num_tokens * i // count for i in range(count + 1)] if fake_mode.is_fake() else layout.cu_seqlens.tolist()
 
 
 def to_cu_seqlens(sizes: Sequence[int]) -> Tensor:
