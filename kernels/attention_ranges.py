@@ -79,8 +79,9 @@ def find_segments(
 def documents_in_range(layout: SequenceLayout, num_tokens: int, first: int, last: int) -> list[tuple[range, range]]:
     """Tokens of each document that has tokens in [first, last), and of its prefix. `num_tokens`: of all documents."""
     documents = [range(*bounds) for bounds in pairwise(document_bounds(layout, num_tokens))]
-    has_prefixes = layout.prefixes is not None and not fake_mode.is_fake()
-    prefixes = layout.prefixes.tolist() if has_prefixes else [(0, 0)] * len(documents)
+    prefixes = [(0, 0)] * len(documents)
+    if layout.prefixes is not None and not fake_mode.is_fake():
+        prefixes = layout.prefixes.tolist()
     return [
         (document, range(start, start + count))
         for document, (count, start) in zip(documents, prefixes, strict=True)

@@ -50,21 +50,21 @@ def test_on_policy_rows_depend_only_on_seed_and_step(distill_case: DistillCase) 
 @pytest.mark.slow
 def test_two_ranks_match_one_process(distill_case: DistillCase) -> None:
     shard, tensor, context = ParallelConfig(), ParallelConfig(tp=2), ParallelConfig(cp=2)
-    case = replace(distill_case, micro_batch=4)
+    unsplit = replace(distill_case, micro_batch=4)
     cases = {
         "shard": replace(distill_case, parallel=shard),
-        "shard, packed": replace(case, parallel=shard, packed=True, loss=ReverseKL()),
-        "shard, top": replace(case, parallel=shard, top=9),
-        "shard, lora": replace(case, parallel=shard, adapter=LoRAConfig(4, 8.0), weights=NF4Config()),
-        "shard, own answers": replace(case, parallel=shard, share=0.6),
+        "shard, packed": replace(unsplit, parallel=shard, packed=True, loss=ReverseKL()),
+        "shard, top": replace(unsplit, parallel=shard, top=9),
+        "shard, lora": replace(unsplit, parallel=shard, adapter=LoRAConfig(4, 8.0), weights=NF4Config()),
+        "shard, own answers": replace(unsplit, parallel=shard, share=0.6),
         "tensor": replace(distill_case, parallel=tensor),
-        "tensor, skewed": replace(case, parallel=tensor, loss=SkewedKL(kd_ratio=0.7)),
-        "tensor, top": replace(case, parallel=tensor, top=9, loss=ForwardKL(kd_ratio=0.9)),
-        "tensor, own answers": replace(case, parallel=tensor, share=0.6),
-        "context": replace(case, parallel=context),
-        "context, top": replace(case, parallel=context, packed=True, top=9),
-        "context, own answers": replace(case, parallel=context, share=0.6),
+        "tensor, skewed": replace(unsplit, parallel=tensor, loss=SkewedKL(kd_ratio=0.7)),
+        "tensor, top": replace(unsplit, parallel=tensor, top=9, loss=ForwardKL(kd_ratio=0.9)),
+        "tensor, own answers": replace(unsplit, parallel=tensor, share=0.6),
+        "context": replace(unsplit, parallel=context),
+        "context, top": replace(unsplit, parallel=context, packed=True, top=9),
+        "context, own answers": replace(unsplit, parallel=context, share=0.6),
     }
-    expected = run_distillation_cases([replace(one, parallel=ParallelConfig()) for one in cases.values()])
+    expected = run_distillation_cases([replace(case, parallel=ParallelConfig()) for case in cases.values()])
     for actual in run_ranks(2, run_distillation_cases, [*cases.values()], limit=400):
         check_outcomes(actual, expected, cases)
