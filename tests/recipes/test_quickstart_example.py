@@ -45,8 +45,8 @@ def test_nano_lora_learns_tool_calls(before_and_after: list[ModelResult]) -> Non
 def test_distillation_recovers_the_skill_of_the_teacher(
     tools_run: str, before_and_after: list[ModelResult], tmp_path: Path
 ) -> None:
-    """With two thirds of the configured epochs."""
+    """Most of it, in a third of the configured epochs."""
     out, teacher = f"output_dir={tmp_path}", f"teacher.model={tools_run}"
-    distill.main(load_config(distill.DistillConfig, registry.find_config("nano/distill"), [out, teacher, "epochs=2"]))
+    distill.main(load_config(distill.DistillConfig, registry.find_config("nano/distill"), [out, teacher, "epochs=1"]))
     (student,) = evaluate_tools(str(tmp_path), "baseline=null")
-    assert student.num_correct >= 0.9 * before_and_after[1].num_correct > 0.8 * LIMIT
+    assert student.num_correct >= 0.75 * before_and_after[1].num_correct > 0.65 * LIMIT
