@@ -1,6 +1,7 @@
 """Reports of a plan as text and as JSON."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -11,6 +12,8 @@ from tunekit.plan.memory import MemoryEstimate
 from tunekit.plan.search import SearchResult
 from tunekit.plan.step_time import StepTime
 from tunekit.plan.suggestions import Suggestion
+
+MAX_WIDTH = 120  # columns
 
 PHASE_LABELS = {
     "load": "load the model",
@@ -129,10 +132,9 @@ def format_time(plan: Estimate) -> str:
     if step_time.seconds is not None and step_time.compute is not None:
         kind = plan.machine.kind
         assert kind is not None
-        lines.append(
-            f"about {format_duration(step_time.seconds)} a step{format_breakdown(step_time)}, "
-            f"{plan.tokens / step_time.seconds:,.0f} tokens/s"
-        )
+        line = f"about {format_duration(step_time.seconds)} a step{format_breakdown(step_time)}, "
+        line += f"{plan.tokens / step_time.seconds:,.0f} tokens/s"
+        lines += textwrap.wrap(line, MAX_WIDTH, subsequent_indent="  ")
         guess = " (no kind is named; --gpu-type says which)" if plan.machine.is_assumed else ""
         rate = kind.rate(plan.task.precision.compute_dtype)
         lines.append(f"if {plan.machine.mfu:.0%} of the {rate:,.0f} TFLOP/s of one {kind.label} are reached{guess}")

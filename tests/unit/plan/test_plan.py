@@ -257,7 +257,7 @@ def test_cpu_offload_is_suggested_only_if_needed() -> None:
 
 def test_report_is_complete_and_at_most_120_columns_wide() -> None:
     plan = replace(
-        estimate.estimate(llama_workload("llama3_2_1b", max_length=4096), replace(H100, price=2.0)),
+        estimate.estimate(llama_workload("llama3_2_1b"), replace(H100, price=2.0)),
         step_count=StepCount(10_000, 160_000),
     )
     text = report.format_report(plan, suggestions.suggest_changes(plan))
@@ -267,7 +267,7 @@ def test_report_is_complete_and_at_most_120_columns_wide() -> None:
         "does not fit" if not plan.fits else "fits",
         "all-gather",
         "s a step",
-        "10,000 steps (1 epoch of 160,000 rows), at most 655,360,000 tokens",
+        "10,000 steps (1 epoch of 160,000 rows), at most 81,920,000 tokens",
         "costs",
     ):
         assert word in text
