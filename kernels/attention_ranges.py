@@ -58,12 +58,15 @@ def find_segments(
     that no query of a segment attends to are omitted.
     """
     rows, length = shape
+    documents = list_documents(layout, rows * length)
     sizes, spans = [], []  # queries of each segment; its keys, which are those of a prefix and of the document
     for row in range(rows):
         for queries in ranges:
             first, last = row * length + min(queries.start, length), row * length + min(queries.stop, length)
-            for document, prefix in documents_in_range(layout, rows * length, first, last):
+            for document, prefix in documents:
                 start, stop = max(document.start, first), min(document.stop, last)
+                if start >= stop:
+                    continue
                 num_unseen = max(0, len(prefix) + start - document.start - window + 1) if window else 0
                 sizes.append(stop - start)
                 tokens = range(document.start, stop)
@@ -76,16 +79,14 @@ def find_segments(
     return Segments(SequenceLayout(bounds[0], key_cu_seqlens=bounds[1]), copy_to_device(key_index, device))
 
 
-def documents_in_range(layout: SequenceLayout, num_tokens: int, first: int, last: int) -> list[tuple[range, range]]:
-    """Tokens of each document that has tokens in [first, last), and of its prefix. `num_tokens`: of all documents."""
-    documents = [range(*bounds) for bounds in pairwise(document_bounds(layout, num_tokens))]
-    prefixes = [(0, 0)] * len(documents)
+def list_documents(layout: SequenceLayout, num_tokens: int) -> list[tuple[range, range]]:
+    """Tokens of each document, and of its prefix. `num_tokens`: of all documents."""
+    prefixes = [(0, 0)] * (len(layout.cu_seqlens) - 1)
     if layout.prefixes is not None and not fake_mode.is_fake():
         prefixes = layout.prefixes.tolist()
     return [
-        (document, range(start, start + count))
-        for document, (count, start) in zip(documents, prefixes, strict=True)
-        if document and document.start < last and document.stop > first
+        (range(*bounds), range(start, start + count))
+        for bounds, (count, start) in zip(pairwise(document_bounds(layout, num_tokens)), prefixes, strict=True)
     ]
 
 
