@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ class Sandbox:
     hub: Hub
     zygote: subprocess.Popen[str]
     count: int = 0
+    child: int = 0  # process id of the running command
     outputs: list[str] = field(default_factory=list)
 
     def env(self, **changes: str) -> dict[str, str]:
@@ -48,14 +50,27 @@ class Sandbox:
         request |= {"words": args, "code": code, "env": self.env(**env), "folder": str(self.directory)}  # type: ignore
         require_pipe(self.zygote.stdin).write(json.dumps(request) + "\n")
         require_pipe(self.zygote.stdin).flush()
-        return int(require_pipe(self.zygote.stdout).readline())
+        self.child = int(require_pipe(self.zygote.stdout).readline())
+        return self.child
 
     def end(self) -> CommandResult:
         """Wait for the started command."""
-        code = int(require_pipe(self.zygote.stdout).readline())
+        code = self.wait()
         out, err = ((self.directory / f"{self.count}.{name}").read_text() for name in ("out", "err"))
         self.outputs += [out, err]
         return CommandResult(code, out, err)
+
+    def wait(self) -> int:
+        """Exit code of the started command when it has ended."""
+        code = int(require_pipe(self.zygote.stdout).readline())
+        self.child = 0
+        return code
+
+    def close(self) -> None:
+        """End a command that a failed test has left, or the next test would read its exit code."""
+        if self.child:
+            os.kill(self.child, signal.SIGKILL)
+            self.wait()
 
     def tune(self, *args: str, text: str = "", **env: str) -> CommandResult:
         self.start(*args, text=text, **env)
@@ -96,5 +111,7 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.fixture
-def sandbox(tmp_path: Path, hub: Hub, zygote: subprocess.Popen[str]) -> Sandbox:
-    return Sandbox(tmp_path, hub, zygote)
+def sandbox(tmp_path: Path, hub: Hub, zygote: subprocess.Popen[str]) -> Iterator[Sandbox]:
+    sandbox = Sandbox(tmp_path, hub, zygote)
+    yield sandbox
+    sandbox.close()

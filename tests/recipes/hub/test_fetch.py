@@ -121,13 +121,12 @@ def test_progress_renews_the_retries(sandbox: Sandbox) -> None:
 
 def test_sigkill_keeps_complete_files(sandbox: Sandbox) -> None:
     data = {"model.safetensors": os.urandom(LARGE), "config.json": b"{}"}
-    sandbox.hub.put("ann/large", data)
+    commit = sandbox.hub.put("ann/large", data).refs["main"]
+    config = sandbox.directory / "home/hub/models--ann--large/snapshots" / commit / "config.json"
     may_continue = Event()
     sandbox.hub.faults = [Fault("GET", "/storage/", cut="reply", at=20_000_000, until=may_continue)]
     child = sandbox.start("download", "ann/large")
-    wait_until(
-        lambda: list(sandbox.directory.rglob("snapshots/*/config.json")) and sandbox.hub.seen("GET", "/storage/")
-    )
+    wait_until(lambda: config.exists() and sandbox.hub.seen("GET", "/storage/"))
     os.kill(child, signal.SIGKILL)
     may_continue.set()
     assert sandbox.end().code == -signal.SIGKILL
