@@ -68,9 +68,12 @@ inline void store(float* to, __m512 x, __mmask16 some) { _mm512_mask_storeu_ps(t
 inline void store(bf16* to, __m512 x, __mmask16 some) { _mm256_mask_storeu_epi16(to, some, narrow(x)); }
 inline __mmask16 first(int64_t count) { return count >= LANES ? 0xffff : (1u << count) - 1; }
 
-// 2^x for x <= 0 or slightly above; 0 for very small x and for NaN.
+// 2^x for x <= 0 or slightly above; 0 for NaN and below 2^-126, the smallest normal number. An underflow of scalef would
+// take more than a hundred cycles.
 inline __m512 exp2(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-200.0f));
+    const __m512 lowest = _mm512_set1_ps(-126.0f);
+    const __mmask16 is_normal = _mm512_cmp_ps_mask(x, lowest, _CMP_GE_OQ);
+    x = _mm512_max_ps(x, lowest);
     const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 f = _mm512_sub_ps(x, whole);
     __m512 y = _mm512_set1_ps(1.52527338e-5f);  // ln(2)^n / n!, from n = 7 down
@@ -81,7 +84,7 @@ inline __m512 exp2(__m512 x) {
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.40226507e-1f));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.93147181e-1f));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(y, whole);
+    return _mm512_maskz_scalef_ps(is_normal, y, whole);
 }
 
 // tanh: continued fraction with five terms up to 1, exponential function above.
