@@ -14,20 +14,30 @@ struct Sizes {
     int threads;
 };
 
-template <bool PAIRED_IN, bool PAIRED_OUT, typename T>
-void turn(const T* from, T* to, const float* cos, const float* sin, float sign, int64_t half) {
-    for (int64_t i = 0; i < half; i++) {
-        const float a = number(from[PAIRED_IN ? 2 * i : i]), b = number(from[PAIRED_IN ? 2 * i + 1 : i + half]);
+// Rotates the pairs [begin, begin + N) of a head. A constant number fills vector registers also if heads are small.
+template <int64_t N, bool PAIRED_IN, bool PAIRED_OUT, typename T>
+void rotate_pairs(const T* __restrict x, T* __restrict y, const float* cos, const float* sin, float sign, int64_t half, int64_t begin) {
+    for (int64_t j = 0; j < N; j++) {
+        const int64_t i = begin + j;
+        const float a = number(x[PAIRED_IN ? 2 * i : i]), b = number(x[PAIRED_IN ? 2 * i + 1 : i + half]);
         const float s = sin[i] * sign;
-        round(a * cos[i] - b * s, to[PAIRED_OUT ? 2 * i : i]);
-        round(b * cos[i] + a * s, to[PAIRED_OUT ? 2 * i + 1 : i + half]);
+        round(a * cos[i] - b * s, y[PAIRED_OUT ? 2 * i : i]);
+        round(b * cos[i] + a * s, y[PAIRED_OUT ? 2 * i + 1 : i + half]);
     }
+}
+
+template <bool PAIRED_IN, bool PAIRED_OUT, typename T>
+void rotate_head(const T* x, T* y, const float* cos, const float* sin, float sign, int64_t half) {
+    int64_t i = 0;
+    for (; i + 32 <= half; i += 32) rotate_pairs<32, PAIRED_IN, PAIRED_OUT>(x, y, cos, sin, sign, half, i);
+    for (; i + 16 <= half; i += 16) rotate_pairs<16, PAIRED_IN, PAIRED_OUT>(x, y, cos, sin, sign, half, i);
+    for (; i < half; i++) rotate_pairs<1, PAIRED_IN, PAIRED_OUT>(x, y, cos, sin, sign, half, i);
 }
 
 template <typename T>
 void rotate(const T* x, T* y, const float* cos, const float* sin, const Sizes& s) {
-    const auto step = s.paired_in ? s.paired_out ? turn<true, true, T> : turn<true, false, T>
-                                  : s.paired_out ? turn<false, true, T> : turn<false, false, T>;
+    const auto step = s.paired_in ? s.paired_out ? rotate_head<true, true, T> : rotate_head<true, false, T>
+                                  : s.paired_out ? rotate_head<false, true, T> : rotate_head<false, false, T>;
     const int64_t end = s.start + 2 * s.half;
 #pragma omp parallel for num_threads(s.threads) if (s.tokens * s.heads * s.dim > FEW)
     for (int64_t t = 0; t < s.tokens; t++) {
