@@ -1,11 +1,5 @@
 // Causal softmax attention of packed documents on the CPU: forward, and backward from the log-sum-exp.
-//
-// A unit of work is one key head and a range of the queries of one document, for all query heads that share the key
-// head. If a document has more keys than queries, the queries belong to the last keys. Units depend only on the lengths
-// of documents, so that results do not depend on the number of threads.
-//
-// Matmuls use cells of 32 bits, two bf16 values or one fp32 value: the left side is (rows, cells), the right side
-// (cells, columns), with the two values of a cell adjacent in the reduced dimension.
+// If a document has more keys than queries, the queries belong to the last keys.
 
 #include <algorithm>
 #include <cmath>
@@ -13,257 +7,229 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <numeric>
 #include <vector>
 
-extern "C" struct Call {
-    const void *q, *k, *v;     // (T, H, D), (T, H_kv, D), (T, H_kv, V), last dimension contiguous
-    void* y;                   // (T, H, V)
-    float* lse;                // (H, T): log2 of the sum of 2^score, scores times log2(e)
-    const float* sinks;        // (H,) or null
-    const void* grad;          // (T, H, V), as y
-    void *dq, *dk, *dv;        // as q, k, v, contiguous; zero for keys that no query attends to
-    float* delta;              // (H, T): dot products of y and its gradient
-    const int64_t* offsets;    // (documents + 1,) bounds of the queries
+extern "C" struct Args {
+    const void *q, *k, *v;       // (T, H, D), (T, H_kv, D), (T, H_kv, V), last dimension contiguous
+    void* y;                     // (T, H, V)
+    float* lse;                  // (H, T): log2 of the sum of 2^score, scores times log2(e)
+    const float* sinks;          // (H,) or null
+    const void* grad;            // (T, H, V), as y
+    void *dq, *dk, *dv;          // as q, k, v, contiguous; zero for keys that no query attends to
+    float* delta;                // (H, T): dot products of y and its gradient
+    const int64_t* offsets;      // (documents + 1,) bounds of the queries
     const int64_t* key_offsets;  // (documents + 1,) bounds of the keys, the last of which belong to the queries
     int64_t documents, tokens, keys, heads, kv_heads, dim, v_dim, window, chunk;
     int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides
-    float scale, softcap;      // softcap 0: none
+    float scale, softcap;                                       // softcap 0: none
     int32_t threads;
 };
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #include "attention_tiles.h"
+#include "attention_work.h"
 
 namespace {
 
-// ---- Units ----
+// Sizes of the arrays of a unit, padded to complete registers.
+template <typename T>
+struct Shapes {
+    int64_t padded_keys, group;  // query heads that share the key head
+    int64_t packs, v_packs;      // of a head of queries or keys, and of values
+    int64_t dim, v_dim;          // as values
 
-struct Unit {
-    int64_t start;         // first key of the document; the following fields are relative to it
-    int64_t first;         // index of the query of the first key, which may not exist
-    int64_t query, end;    // range of queries
-    int64_t key;           // first key that any of them attends to
-    int64_t own;           // first key whose gradients this unit sums up
-    int64_t head;          // key head
-    int64_t parts;         // number of remaining units of this document and head, including this one
-    bool alone;            // no other unit has gradients of these keys
-    int64_t room;          // offset of the partial sums otherwise
-    double work;
-
-    int64_t keys() const { return up(end - key, LANES); }
+    Shapes(const Args& args, const WorkUnit& unit)
+        : padded_keys(unit.padded_keys()),
+          group(args.heads / args.kv_heads),
+          packs(round_up(args.dim, LANES * PACK<T>) / PACK<T>),
+          v_packs(round_up(args.v_dim, LANES * PACK<T>) / PACK<T>),
+          dim(packs * PACK<T>),
+          v_dim(v_packs * PACK<T>) {}
 };
-
-int64_t oldest(const Call& c, int64_t query) { return std::max<int64_t>(0, query - c.window + 1); }
-
-// A document, or a chunk of one. The first `lacking` keys have no queries.
-struct Piece {
-    int64_t start, first, length, lacking;
-
-    double pairs(int64_t window) const {
-        const int64_t queries = length - lacking;
-        return 0.5 * queries * std::min(queries + 2 * lacking, 2 * window);
-    }
-};
-
-// Whether the documents fill queries and keys, in order, and none of them has more queries than keys.
-bool fits(const Call& c) {
-    const int64_t *q = c.offsets, *k = c.key_offsets;
-    for (int64_t d = 0; d < c.documents; d++) {
-        const bool queries = 0 <= q[d] && q[d] <= q[d + 1] && q[d + 1] <= c.tokens;
-        const bool keys = 0 <= k[d] && k[d] <= k[d + 1] && k[d + 1] <= c.keys;
-        if (!queries || !keys || q[d + 1] - q[d] > k[d + 1] - k[d]) return false;
-    }
-    return q[0] == 0 && k[0] == 0 && q[c.documents] == c.tokens && k[c.documents] == c.keys;
-}
-
-std::vector<Piece> pieces(const Call& c) {
-    std::vector<Piece> found;
-    for (int64_t d = 0; d < c.documents; d++) {
-        const int64_t begin = c.key_offsets[d], length = c.key_offsets[d + 1] - begin;
-        const int64_t lacking = length - (c.offsets[d + 1] - c.offsets[d]);
-        for (int64_t at = lacking - lacking % c.chunk; at < length; at += c.chunk)
-            found.push_back({begin + at, c.offsets[d] - lacking + at, std::min(c.chunk, length - at),
-                             std::max<int64_t>(0, lacking - at)});
-    }
-    return found;
-}
-
-std::vector<Unit> units(const Call& c) {
-    const auto all = pieces(c);
-    double total = 0;
-    for (const Piece& p : all) total += p.pairs(c.window);
-    const double most = std::max(total * c.kv_heads / UNITS, 1.0 * BACK_QUERIES * BACK_QUERIES);
-    std::vector<Unit> found;
-    for (const Piece& p : all)
-        for (int64_t head = 0; head < c.kv_heads; head++) {
-            const size_t before = found.size();
-            for (int64_t query = p.lacking, end = query; query < p.length; query = end) {
-                double work = 0;
-                for (; end < p.length && work < most; end = std::min(end + BACK_QUERIES, p.length))
-                    work += 1.0 * BACK_QUERIES * (end + BACK_QUERIES / 2 - oldest(c, end));
-                const int64_t key = oldest(c, query), own = query == p.lacking ? key : query;
-                found.push_back({p.start, p.first, query, end, key, own, head, 0, false, 0, work});
-            }
-            for (size_t i = before; i < found.size(); i++) {
-                found[i].parts = found.size() - i;
-                found[i].alone = found.size() - before == 1;
-            }
-        }
-    return found;
-}
-
-// Largest units first, for load balance.
-std::vector<int64_t> order(const std::vector<Unit>& all) {
-    std::vector<int64_t> by(all.size());
-    std::iota(by.begin(), by.end(), 0);
-    std::stable_sort(by.begin(), by.end(), [&](int64_t a, int64_t b) { return all[a].work > all[b].work; });
-    return by;
-}
 
 // ---- Forward ----
 
-struct Line {
-    float most[QUERIES], sum[QUERIES];  // running maximum and sum of the scores of a query
+// Running maximum and sum of the scores of each query.
+struct SoftmaxState {
+    float max[QUERY_BLOCK], sum[QUERY_BLOCK];
 };
 
-// Online softmax: turns the scores of one query on `columns` keys, of which [from, to) are visible, into weights.
+// Online softmax: turns the scores of one query on `count` keys, of which [begin, end) are visible, into probabilities
+// before normalization, and rescales the output so far.
 template <typename T>
-void soften(float* scores, T* shares, int64_t columns, int64_t from, int64_t to, const Scale& scale, float& most,
-                 float& sum, float* out, int64_t width) {
-    const __m512 nothing = _mm512_set1_ps(-INFINITY);
-    __m512 high = nothing;
-    for (int64_t c = 0; c < columns; c += LANES) {
-        __m512 x = scale.score(_mm512_loadu_ps(scores + c));
-        if (c < from || c + LANES > to) {
-            const bool none = to <= c || from >= c + LANES;
-            const __mmask16 seen = none ? 0 : first(to - c) & ~first(std::max<int64_t>(from - c, 0));
-            x = _mm512_mask_blend_ps(seen, nothing, x);
+void update_softmax(float* scores, T* probs, int64_t count, int64_t begin, int64_t end, const ScoreTransform& transform,
+                    float& max, float& sum, float* out, int64_t v_dim) {
+    const __m512 minus_infinity = _mm512_set1_ps(-INFINITY);
+    __m512 maxima = minus_infinity;
+    for (int64_t i = 0; i < count; i += LANES) {
+        __m512 x = transform.score(_mm512_loadu_ps(scores + i));
+        if (i < begin || i + LANES > end) {
+            const bool is_masked = end <= i || begin >= i + LANES;
+            const __mmask16 visible = is_masked ? 0 : tail_mask(end - i) & ~tail_mask(std::max<int64_t>(begin - i, 0));
+            x = _mm512_mask_blend_ps(visible, minus_infinity, x);
         }
-        high = _mm512_max_ps(high, x);
-        _mm512_storeu_ps(scores + c, x);
+        maxima = _mm512_max_ps(maxima, x);
+        _mm512_storeu_ps(scores + i, x);
     }
-    const float top = std::max(most, _mm512_reduce_max_ps(high));
-    const __m512 tops = _mm512_set1_ps(top);
-    __m512 total = _mm512_setzero_ps();
-    for (int64_t c = 0; c < columns; c += LANES) {
-        const __m512 x = exp2(_mm512_sub_ps(_mm512_loadu_ps(scores + c), tops));
-        total = _mm512_add_ps(total, x);
-        store(shares + c, x, 0xffff);
+    const float old_max = max;
+    max = std::max(old_max, _mm512_reduce_max_ps(maxima));
+    __m512 sums = _mm512_setzero_ps();
+    for (int64_t i = 0; i < count; i += LANES) {
+        const __m512 x = exp2(_mm512_sub_ps(_mm512_loadu_ps(scores + i), _mm512_set1_ps(max)));
+        sums = _mm512_add_ps(sums, x);
+        store(probs + i, x, 0xffff);
     }
-    const __m512 less = exp2(_mm512_sub_ps(_mm512_set1_ps(most), tops));
-    sum = sum * _mm512_cvtss_f32(less) + _mm512_reduce_add_ps(total);
-    if (top != most)
-        for (int64_t c = 0; c < width; c += LANES)
-            _mm512_storeu_ps(out + c, _mm512_mul_ps(_mm512_loadu_ps(out + c), less));
-    most = top;
+    const __m512 correction = exp2(_mm512_sub_ps(_mm512_set1_ps(old_max), _mm512_set1_ps(max)));
+    sum = sum * _mm512_cvtss_f32(correction) + _mm512_reduce_add_ps(sums);
+    if (max != old_max)
+        for (int64_t i = 0; i < v_dim; i += LANES)
+            _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_loadu_ps(out + i), correction));
 }
 
+// Forward pass of a unit: keys and values are packed once, for all of its queries.
 template <typename T>
-void forward(const Call& c, const Unit& u) {
-    constexpr int64_t P = PER<T>, SHARE = KEYS / P;
-    const Scale scale(c);
-    const int64_t keys = u.keys(), count = u.end - u.key, group = c.heads / c.kv_heads;
-    const int64_t cells = up(c.dim, LANES * P) / P, v_cells = up(c.v_dim, LANES * P) / P, width = v_cells * P;
-    const int64_t base = u.start + u.key;
-    const T* k = static_cast<const T*>(c.k) + base * c.k_token + u.head * c.k_head;
-    const T* v = static_cast<const T*>(c.v) + base * c.v_token + u.head * c.v_head;
-    auto* raw = room[RAW].take<cell>(keys * std::max(cells, v_cells));
-    auto* k_right = room[K_RIGHT].take<cell>(keys * cells);
-    auto* v_right = room[V_RIGHT].take<cell>(keys * v_cells);
-    gather(k, c.k_token, count, c.dim, raw, cells, keys);
-    turn(raw, keys, cells, cells, k_right, keys);
-    gather(v, c.v_token, count, c.v_dim, raw, v_cells, keys);
-    pair<T>(raw, keys, v_cells, v_right);
-    auto* q_left = room[Q_LEFT].take<cell>(QUERIES * cells);
-    auto* scores = room[SCORES].take<float>(QUERIES * KEYS);
-    auto* shares = room[SHARES].take<cell>(QUERIES * SHARE);
-    auto* out = room[OUT].take<float>(QUERIES * width);
-    auto& line = *room[LINES].take<Line>(1);
-    for (int64_t head = u.head * group; head < (u.head + 1) * group; head++)
-        for (int64_t query = u.query; query < u.end; query += QUERIES) {
-            const int64_t n = std::min(QUERIES, u.end - query), rows = up(n, ROWS), token = u.first + query;
-            const T* q = static_cast<const T*>(c.q) + token * c.q_token + head * c.q_head;
-            gather(q, c.q_token, n, c.dim, q_left, cells, rows);
-            std::fill_n(out, rows * width, 0.0f);
-            std::fill_n(line.most, n, c.sinks ? c.sinks[head] * LOG2E : -INFINITY);
-            std::fill_n(line.sum, n, c.sinks ? 1.0f : 0.0f);
-            const int64_t last = up(query + n - u.key, LANES);
-            for (int64_t key = down(oldest(c, query) - u.key, LANES); key < last; key += KEYS) {
-                const int64_t columns = std::min(KEYS, last - key);
-                product<T>({q_left, cells}, {k_right + key, keys}, {scores, KEYS, false}, rows, columns, cells);
-                for (int64_t r = 0; r < n; r++) {
-                    const int64_t from = oldest(c, query + r) - u.key - key, to = query + r + 1 - u.key - key;
-                    soften(scores + r * KEYS, reinterpret_cast<T*>(shares + r * SHARE), columns, from, to, scale,
-                           line.most[r], line.sum[r], out + r * width, width);
-                }
-                product<T>({shares, SHARE}, {v_right + key / P * width, width}, {out, width, true}, rows, width,
-                           columns / P);
-            }
-            for (int64_t r = 0; r < n; r++) {
-                T* y = static_cast<T*>(c.y) + ((token + r) * c.heads + head) * c.v_dim;
-                const __m512 sum = _mm512_set1_ps(line.sum[r]);
-                for (int64_t i = 0; i < c.v_dim; i += LANES)
-                    store(y + i, _mm512_div_ps(_mm512_loadu_ps(out + r * width + i), sum), first(c.v_dim - i));
-                c.lse[head * c.tokens + token + r] = line.most[r] + std::log2(line.sum[r]);
-            }
+struct ForwardUnit {
+    static constexpr int64_t PROBS_STRIDE = KEY_BLOCK / PACK<T>;
+    const Args& args;
+    const WorkUnit& unit;
+    const Shapes<T> shapes;
+    const ScoreTransform transform;
+    pack_t *k_rhs, *v_rhs, *q_lhs, *probs;
+    float *scores, *out;
+    SoftmaxState& state;
+
+    ForwardUnit(const Args& args, const WorkUnit& unit)
+        : args(args),
+          unit(unit),
+          shapes(args, unit),
+          transform(args),
+          k_rhs(scratch[K_RHS].get<pack_t>(shapes.padded_keys * shapes.packs)),
+          v_rhs(scratch[V_RHS].get<pack_t>(shapes.padded_keys * shapes.v_packs)),
+          q_lhs(scratch[Q_LHS].get<pack_t>(QUERY_BLOCK * shapes.packs)),
+          probs(scratch[PROBS].get<pack_t>(QUERY_BLOCK * PROBS_STRIDE)),
+          scores(scratch[SCORES].get<float>(QUERY_BLOCK * KEY_BLOCK)),
+          out(scratch[OUTPUT].get<float>(QUERY_BLOCK * shapes.v_dim)),
+          state(*scratch[QUERY_STATS].get<SoftmaxState>(1)) {}
+
+    void pack_keys_and_values() {
+        const int64_t first = unit.first_key + unit.key_begin, padded = shapes.padded_keys, count = unit.num_keys();
+        const T* k = static_cast<const T*>(args.k) + first * args.k_token + unit.kv_head * args.k_head;
+        const T* v = static_cast<const T*>(args.v) + first * args.v_token + unit.kv_head * args.v_head;
+        auto* staging = scratch[STAGING].get<pack_t>(padded * std::max(shapes.packs, shapes.v_packs));
+        copy_rows(k, args.k_token, count, args.dim, staging, shapes.packs, padded);
+        transpose(staging, padded, shapes.packs, shapes.packs, k_rhs, padded);
+        copy_rows(v, args.v_token, count, args.v_dim, staging, shapes.v_packs, padded);
+        pack_row_pairs<T>(staging, padded, shapes.v_packs, v_rhs);
+    }
+
+    // The queries [query, query + count) of a head on a block of keys; `key` is relative to the first one of the unit.
+    void attend_to_block(int64_t query, int64_t count, int64_t rows, int64_t key, int64_t num_keys) {
+        const int64_t padded = shapes.padded_keys, v_dim = shapes.v_dim;
+        matmul<T>({q_lhs, shapes.packs}, {k_rhs + key, padded}, {scores, KEY_BLOCK, false}, rows, num_keys,
+                  shapes.packs);
+        for (int64_t r = 0; r < count; r++) {
+            const int64_t block = unit.key_begin + key;
+            const int64_t begin = first_visible_key(args, query + r) - block, end = query + r + 1 - block;
+            update_softmax(scores + r * KEY_BLOCK, reinterpret_cast<T*>(probs + r * PROBS_STRIDE), num_keys, begin, end,
+                           transform, state.max[r], state.sum[r], out + r * v_dim, v_dim);
         }
-}
+        matmul<T>({probs, PROBS_STRIDE}, {v_rhs + key / PACK<T> * v_dim, v_dim}, {out, v_dim, true}, rows, v_dim,
+                  num_keys / PACK<T>);
+    }
+
+    void store_output(int64_t head, int64_t token, int64_t count) {
+        for (int64_t r = 0; r < count; r++) {
+            T* y = static_cast<T*>(args.y) + ((token + r) * args.heads + head) * args.v_dim;
+            const __m512 sum = _mm512_set1_ps(state.sum[r]);
+            for (int64_t i = 0; i < args.v_dim; i += LANES) {
+                const __m512 x = _mm512_loadu_ps(out + r * shapes.v_dim + i);
+                store(y + i, _mm512_div_ps(x, sum), tail_mask(args.v_dim - i));
+            }
+            args.lse[head * args.tokens + token + r] = state.max[r] + std::log2(state.sum[r]);
+        }
+    }
+
+    void attend(int64_t head, int64_t query) {
+        const int64_t count = std::min(QUERY_BLOCK, unit.query_end - query), rows = round_up(count, TILE_ROWS);
+        const int64_t token = unit.first_query + query, last = round_up(query + count - unit.key_begin, LANES);
+        const T* q = static_cast<const T*>(args.q) + token * args.q_token + head * args.q_head;
+        copy_rows(q, args.q_token, count, args.dim, q_lhs, shapes.packs, rows);
+        std::fill_n(out, rows * shapes.v_dim, 0.0f);
+        std::fill_n(state.max, count, args.sinks ? args.sinks[head] * LOG2E : -INFINITY);
+        std::fill_n(state.sum, count, args.sinks ? 1.0f : 0.0f);
+        for (int64_t key = round_down(first_visible_key(args, query) - unit.key_begin, LANES); key < last;
+             key += KEY_BLOCK)
+            attend_to_block(query, count, rows, key, std::min(KEY_BLOCK, last - key));
+        store_output(head, token, count);
+    }
+
+    void run() {
+        pack_keys_and_values();
+        for (int64_t i = 0; i < shapes.group; i++)
+            for (int64_t query = unit.query_begin; query < unit.query_end; query += QUERY_BLOCK)
+                attend(unit.kv_head * shapes.group + i, query);
+    }
+};
 
 // ---- Backward ----
 
 // Values of queries, one per lane: log-sum-exp, and dot product of output and output gradient.
-struct Turned {
-    float lse[BACK_QUERIES], delta[BACK_QUERIES];
+struct QueryStats {
+    float lse[BWD_QUERY_BLOCK], delta[BWD_QUERY_BLOCK];
 };
 
-// Computes probabilities and score gradients from scores and probability gradients, with keys along the rows and
-// queries along the lanes. Both are left sides of matmuls over queries; score gradients also are a right side over keys.
+// Computes probabilities and gradients of scores from scores and gradients of probabilities, with keys along the rows
+// and queries along the lanes. Both are left-hand sides of matmuls over queries; the gradients also are a right-hand
+// side over keys.
 template <typename T>
-struct Change {
-    const float *scores, *changes;  // (BACK_KEYS, BACK_QUERIES)
-    T *shares, *left;
-    cell* right;
+struct ScoreGradients {
+    const float *scores, *grad_probs;  // (BWD_KEY_BLOCK, BWD_QUERY_BLOCK)
+    T *probs, *lhs;
+    pack_t* rhs;
 
-    // `edge`: query of the first lane minus key of the first row.
-    __m512 row(const Call& c, const Scale& scale, const Turned& line, int64_t r, int64_t edge, int64_t lane) const {
-        const int64_t at = r * BACK_QUERIES + lane;
-        const __m512 score = scale.score(_mm512_loadu_ps(scores + at));
-        __m512 share = exp2(_mm512_sub_ps(score, _mm512_loadu_ps(line.lse + lane)));
-        const int64_t age = edge + lane - r;  // distance between the first query and the key
-        if (age < 0 || age + LANES > c.window) {
-            const __mmask16 young = age >= 0 ? 0xffff : age <= -LANES ? 0 : ~first(-age);
-            share = _mm512_maskz_mov_ps(young & first(std::max<int64_t>(0, c.window - age)), share);
+    // `offset`: query of the first lane minus key of the first row.
+    __m512 compute_lanes(const Args& args, const ScoreTransform& transform, const QueryStats& stats, int64_t row,
+                         int64_t offset, int64_t lane) const {
+        const int64_t index = row * BWD_QUERY_BLOCK + lane;
+        const __m512 score = transform.score(_mm512_loadu_ps(scores + index));
+        __m512 prob = exp2(_mm512_sub_ps(score, _mm512_loadu_ps(stats.lse + lane)));
+        const int64_t distance = offset + lane - row;  // from the key to the query of the first lane
+        if (distance < 0 || distance + LANES > args.window) {
+            const __mmask16 is_causal = distance >= 0 ? 0xffff : distance <= -LANES ? 0 : ~tail_mask(-distance);
+            prob = _mm512_maskz_mov_ps(is_causal & tail_mask(std::max<int64_t>(0, args.window - distance)), prob);
         }
-        store(shares + at, share, 0xffff);
-        __m512 change = _mm512_sub_ps(_mm512_loadu_ps(changes + at), _mm512_loadu_ps(line.delta + lane));
-        change = _mm512_mul_ps(change, share);
-        if (scale.cap != 0) change = _mm512_mul_ps(change, scale.slope(score));
-        store(left + at, change, 0xffff);
-        return change;
+        store(probs + index, prob, 0xffff);
+        __m512 grad_score = _mm512_sub_ps(_mm512_loadu_ps(grad_probs + index), _mm512_loadu_ps(stats.delta + lane));
+        grad_score = _mm512_mul_ps(grad_score, prob);
+        if (transform.softcap != 0) grad_score = _mm512_mul_ps(grad_score, transform.softcap_derivative(score));
+        store(lhs + index, grad_score, 0xffff);
+        return grad_score;
     }
 
-    void operator()(const Call& c, const Scale& scale, const Turned& line, int64_t rows, int64_t edge, int64_t from,
-                    int64_t to) const {
-        for (int64_t r = 0; r < rows; r += PER<T>)
-            for (int64_t lane = from; lane < to; lane += LANES) {
-                const __m512 x = row(c, scale, line, r, edge, lane);
-                cell* at = right + r / PER<T> * BACK_QUERIES + lane;
-                if (PER<T> == 1)
-                    _mm512_storeu_ps(reinterpret_cast<float*>(at), x);
-                else
-                    _mm512_storeu_si512(at, mixed(narrow(x), narrow(row(c, scale, line, r + 1, edge, lane))));
+    void compute(const Args& args, const ScoreTransform& transform, const QueryStats& stats, int64_t rows,
+                 int64_t offset, int64_t first_lane, int64_t lanes) const {
+        for (int64_t r = 0; r < rows; r += PACK<T>)
+            for (int64_t lane = first_lane; lane < lanes; lane += LANES) {
+                const __m512 x = compute_lanes(args, transform, stats, r, offset, lane);
+                pack_t* target = rhs + r / PACK<T> * BWD_QUERY_BLOCK + lane;
+                if (PACK<T> == 1) {
+                    _mm512_storeu_ps(reinterpret_cast<float*>(target), x);
+                } else {
+                    const __m512 next = compute_lanes(args, transform, stats, r + 1, offset, lane);
+                    _mm512_storeu_si512(target, interleave(to_bf16(x), to_bf16(next)));
+                }
             }
     }
 };
 
-// Writes y (rows, columns) * scale contiguously, as one of `heads` heads.
+// Stores source (rows, columns) * scale.
 template <typename T>
-void scatter(const float* from, int64_t stride, int64_t rows, int64_t columns, float scale, T* to, int64_t to_stride) {
+void store_scaled(const float* source, int64_t stride, int64_t rows, int64_t columns, float scale, T* target,
+                  int64_t target_stride) {
     for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < columns; i += LANES) {
-            const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(from + r * stride + i), _mm512_set1_ps(scale));
-            store(to + r * to_stride + i, x, first(columns - i));
+            const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(source + r * stride + i), _mm512_set1_ps(scale));
+            store(target + r * target_stride + i, x, tail_mask(columns - i));
         }
 }
 
@@ -271,162 +237,209 @@ template <typename T>
 float dot(const T* a, const T* b, int64_t count) {
     __m512 sum = _mm512_setzero_ps();
     int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) sum = _mm512_fmadd_ps(wide(a + i), wide(b + i), sum);
+    for (; i + LANES <= count; i += LANES) sum = _mm512_fmadd_ps(load_fp32(a + i), load_fp32(b + i), sum);
     if (i < count) {
         T x[LANES] = {}, y[LANES] = {};
         std::copy(a + i, a + count, x);
         std::copy(b + i, b + count, y);
-        sum = _mm512_fmadd_ps(wide(x), wide(y), sum);
+        sum = _mm512_fmadd_ps(load_fp32(x), load_fp32(y), sum);
     }
     return _mm512_reduce_add_ps(sum);
 }
 
+// Backward pass of a unit. Sums up dk (padded_keys, dim), before the scale, and dv (padded_keys, v_dim).
 template <typename T>
-void backward(const Call& c, const Unit& u, float* dk, float* dv) {
-    constexpr int64_t P = PER<T>, LINE = BACK_QUERIES / P;
-    const Scale scale(c);
-    const int64_t keys = u.keys(), count = u.end - u.key, group = c.heads / c.kv_heads;
-    const int64_t cells = up(c.dim, LANES * P) / P, v_cells = up(c.v_dim, LANES * P) / P;
-    const int64_t dim = cells * P, width = v_cells * P, base = u.start + u.key;
-    auto* raw = room[RAW].take<cell>(std::max(keys * cells, BACK_QUERIES * std::max(dim, width)));
-    auto* k_left = room[K_LEFT].take<cell>(keys * cells);
-    auto* k_turned = room[K_TURNED].take<cell>(keys * cells);
-    auto* v_left = room[V_LEFT].take<cell>(keys * v_cells);
-    const T* k = static_cast<const T*>(c.k) + base * c.k_token + u.head * c.k_head;
-    const T* v = static_cast<const T*>(c.v) + base * c.v_token + u.head * c.v_head;
-    gather(k, c.k_token, count, c.dim, k_left, cells, keys);
-    turn(k_left, keys, cells, cells, raw, keys);
-    split<T>(raw, cells, keys, k_turned);
-    gather(v, c.v_token, count, c.v_dim, v_left, v_cells, keys);
-    auto* q_turned = room[Q_TURNED].take<cell>(BACK_QUERIES * cells);
-    auto* q_right = room[Q_RIGHT].take<cell>(BACK_QUERIES * cells);
-    auto* g_turned = room[G_TURNED].take<cell>(BACK_QUERIES * v_cells);
-    auto* g_right = room[G_RIGHT].take<cell>(BACK_QUERIES * v_cells);
-    auto* scores = room[SCORES].take<float>(BACK_KEYS * BACK_QUERIES);
-    auto* changes = room[CHANGES].take<float>(BACK_KEYS * BACK_QUERIES);
-    auto* shares = room[SHARES].take<cell>(BACK_KEYS * LINE);
-    auto* left = room[LEFT].take<cell>(BACK_KEYS * LINE);
-    auto* right = room[RIGHT].take<cell>(BACK_KEYS / P * BACK_QUERIES);
-    auto* out = room[OUT].take<float>(dim * BACK_QUERIES);
-    auto& line = *room[LINES].take<Turned>(1);
-    const Change<T> change{scores, changes, reinterpret_cast<T*>(shares), reinterpret_cast<T*>(left), right};
-    std::fill_n(dk, keys * dim, 0.0f);
-    std::fill_n(dv, keys * width, 0.0f);
-    for (int64_t head = u.head * group; head < (u.head + 1) * group; head++)
-        for (int64_t query = u.query; query < u.end; query += BACK_QUERIES) {
-            const int64_t n = std::min(BACK_QUERIES, u.end - query), lanes = up(n, LANES), token = u.first + query;
-            const int64_t at = (token * c.heads + head) * c.v_dim, step = c.heads * c.v_dim;
-            const T *grad = static_cast<const T*>(c.grad) + at, *y = static_cast<const T*>(c.y) + at;
-            const T* q = static_cast<const T*>(c.q) + token * c.q_token + head * c.q_head;
-            gather(q, c.q_token, n, c.dim, raw, cells, lanes);
-            turn(raw, lanes, cells, cells, q_turned, lanes);
-            pair<T>(raw, lanes, cells, q_right);
-            gather(grad, step, n, c.v_dim, raw, v_cells, lanes);
-            turn(raw, lanes, v_cells, v_cells, g_turned, lanes);
-            pair<T>(raw, lanes, v_cells, g_right);
-            std::fill_n(line.lse, BACK_QUERIES, INFINITY);  // queries beyond the end have zero probabilities
-            std::fill_n(line.delta, BACK_QUERIES, 0.0f);
-            for (int64_t i = 0; i < n; i++) {
-                line.lse[i] = c.lse[head * c.tokens + token + i];
-                line.delta[i] = c.delta[head * c.tokens + token + i] = dot(grad + i * step, y + i * step, c.v_dim);
-            }
-            std::fill_n(out, dim * lanes, 0.0f);
-            const int64_t last = up(query + n - u.key, LANES);
-            for (int64_t key = down(oldest(c, query) - u.key, LANES); key < last; key += BACK_KEYS) {
-                const int64_t rows = std::min(BACK_KEYS, last - key);
-                const int64_t from = down(std::max<int64_t>(0, key + u.key - query), LANES), some = lanes - from;
-                product<T>({k_left + key * cells, cells}, {q_turned + from, lanes},
-                           {scores + from, BACK_QUERIES, false}, rows, some, cells);
-                product<T>({v_left + key * v_cells, v_cells}, {g_turned + from, lanes},
-                           {changes + from, BACK_QUERIES, false}, rows, some, v_cells);
-                change(c, scale, line, rows, query - u.key - key, from, lanes);
-                product<T>({shares + from / P, LINE}, {g_right + from / P * width, width},
-                           {dv + key * width, width, true}, rows, width, some / P);
-                product<T>({left + from / P, LINE}, {q_right + from / P * dim, dim}, {dk + key * dim, dim, true},
-                           rows, dim, some / P);
-                product<T>({k_turned + key / P, keys / P}, {right + from, BACK_QUERIES}, {out + from, lanes, true},
-                           dim, some, rows / P);
-            }
-            turn(reinterpret_cast<cell*>(out), dim, lanes, lanes, raw, dim);
-            scatter(reinterpret_cast<float*>(raw), dim, n, c.dim, c.scale,
-                    static_cast<T*>(c.dq) + (token * c.heads + head) * c.dim, c.heads * c.dim);
+struct BackwardUnit {
+    static constexpr int64_t STRIDE = BWD_QUERY_BLOCK / PACK<T>;
+    const Args& args;
+    const WorkUnit& unit;
+    const Shapes<T> shapes;
+    const ScoreTransform transform;
+    float *dk, *dv;
+    pack_t *staging, *k_lhs, *k_transposed, *v_lhs, *q_transposed, *q_rhs, *grad_transposed, *grad_rhs;
+    pack_t *probs, *grad_scores_lhs, *grad_scores_rhs;
+    float *scores, *grad_probs, *dq;
+    QueryStats& stats;
+
+    BackwardUnit(const Args& args, const WorkUnit& unit, float* dk, float* dv)
+        : args(args),
+          unit(unit),
+          shapes(args, unit),
+          transform(args),
+          dk(dk),
+          dv(dv),
+          staging(scratch[STAGING].get<pack_t>(
+              std::max(shapes.padded_keys * shapes.packs, BWD_QUERY_BLOCK * std::max(shapes.dim, shapes.v_dim)))),
+          k_lhs(scratch[K_LHS].get<pack_t>(shapes.padded_keys * shapes.packs)),
+          k_transposed(scratch[K_TRANSPOSED].get<pack_t>(shapes.padded_keys * shapes.packs)),
+          v_lhs(scratch[V_LHS].get<pack_t>(shapes.padded_keys * shapes.v_packs)),
+          q_transposed(scratch[Q_TRANSPOSED].get<pack_t>(BWD_QUERY_BLOCK * shapes.packs)),
+          q_rhs(scratch[Q_RHS].get<pack_t>(BWD_QUERY_BLOCK * shapes.packs)),
+          grad_transposed(scratch[GRAD_TRANSPOSED].get<pack_t>(BWD_QUERY_BLOCK * shapes.v_packs)),
+          grad_rhs(scratch[GRAD_RHS].get<pack_t>(BWD_QUERY_BLOCK * shapes.v_packs)),
+          probs(scratch[PROBS].get<pack_t>(BWD_KEY_BLOCK * STRIDE)),
+          grad_scores_lhs(scratch[GRAD_SCORES_LHS].get<pack_t>(BWD_KEY_BLOCK * STRIDE)),
+          grad_scores_rhs(scratch[GRAD_SCORES_RHS].get<pack_t>(BWD_KEY_BLOCK / PACK<T> * BWD_QUERY_BLOCK)),
+          scores(scratch[SCORES].get<float>(BWD_KEY_BLOCK * BWD_QUERY_BLOCK)),
+          grad_probs(scratch[GRAD_PROBS].get<float>(BWD_KEY_BLOCK * BWD_QUERY_BLOCK)),
+          dq(scratch[OUTPUT].get<float>(shapes.dim * BWD_QUERY_BLOCK)),
+          stats(*scratch[QUERY_STATS].get<QueryStats>(1)) {}
+
+    void pack_keys_and_values() {
+        const int64_t first = unit.first_key + unit.key_begin, padded = shapes.padded_keys, count = unit.num_keys();
+        const T* k = static_cast<const T*>(args.k) + first * args.k_token + unit.kv_head * args.k_head;
+        const T* v = static_cast<const T*>(args.v) + first * args.v_token + unit.kv_head * args.v_head;
+        copy_rows(k, args.k_token, count, args.dim, k_lhs, shapes.packs, padded);
+        transpose(k_lhs, padded, shapes.packs, shapes.packs, staging, padded);
+        pack_column_pairs<T>(staging, shapes.packs, padded, k_transposed);
+        copy_rows(v, args.v_token, count, args.v_dim, v_lhs, shapes.v_packs, padded);
+    }
+
+    void pack_queries(int64_t head, int64_t token, int64_t count, int64_t lanes) {
+        const int64_t offset = (token * args.heads + head) * args.v_dim, stride = args.heads * args.v_dim;
+        const T *grad = static_cast<const T*>(args.grad) + offset, *y = static_cast<const T*>(args.y) + offset;
+        const T* q = static_cast<const T*>(args.q) + token * args.q_token + head * args.q_head;
+        copy_rows(q, args.q_token, count, args.dim, staging, shapes.packs, lanes);
+        transpose(staging, lanes, shapes.packs, shapes.packs, q_transposed, lanes);
+        pack_row_pairs<T>(staging, lanes, shapes.packs, q_rhs);
+        copy_rows(grad, stride, count, args.v_dim, staging, shapes.v_packs, lanes);
+        transpose(staging, lanes, shapes.v_packs, shapes.v_packs, grad_transposed, lanes);
+        pack_row_pairs<T>(staging, lanes, shapes.v_packs, grad_rhs);
+        std::fill_n(stats.lse, BWD_QUERY_BLOCK, INFINITY);  // queries beyond the end have zero probabilities
+        std::fill_n(stats.delta, BWD_QUERY_BLOCK, 0.0f);
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t index = head * args.tokens + token + i;
+            stats.lse[i] = args.lse[index];
+            stats.delta[i] = args.delta[index] = dot(grad + i * stride, y + i * stride, args.v_dim);
         }
+    }
+
+    // The gradients of queries from `query` on and a block of keys; `key` is relative to the first one of the unit.
+    void add_block(int64_t query, int64_t lanes, int64_t key, int64_t rows) {
+        const int64_t dim = shapes.dim, v_dim = shapes.v_dim, packs = shapes.packs, v_packs = shapes.v_packs;
+        const int64_t offset = query - unit.key_begin - key;
+        const int64_t first = round_down(std::max<int64_t>(0, -offset), LANES), count = lanes - first;
+        const ScoreGradients<T> gradients{scores, grad_probs, reinterpret_cast<T*>(probs),
+                                          reinterpret_cast<T*>(grad_scores_lhs), grad_scores_rhs};
+        matmul<T>({k_lhs + key * packs, packs}, {q_transposed + first, lanes}, {scores + first, BWD_QUERY_BLOCK, false},
+                  rows, count, packs);
+        matmul<T>({v_lhs + key * v_packs, v_packs}, {grad_transposed + first, lanes},
+                  {grad_probs + first, BWD_QUERY_BLOCK, false}, rows, count, v_packs);
+        gradients.compute(args, transform, stats, rows, offset, first, lanes);
+        matmul<T>({probs + first / PACK<T>, STRIDE}, {grad_rhs + first / PACK<T> * v_dim, v_dim},
+                  {dv + key * v_dim, v_dim, true}, rows, v_dim, count / PACK<T>);
+        matmul<T>({grad_scores_lhs + first / PACK<T>, STRIDE}, {q_rhs + first / PACK<T> * dim, dim},
+                  {dk + key * dim, dim, true}, rows, dim, count / PACK<T>);
+        matmul<T>({k_transposed + key / PACK<T>, shapes.padded_keys / PACK<T>},
+                  {grad_scores_rhs + first, BWD_QUERY_BLOCK}, {dq + first, lanes, true}, dim, count, rows / PACK<T>);
+    }
+
+    void add_queries(int64_t head, int64_t query) {
+        const int64_t count = std::min(BWD_QUERY_BLOCK, unit.query_end - query), lanes = round_up(count, LANES);
+        const int64_t token = unit.first_query + query, last = round_up(query + count - unit.key_begin, LANES);
+        pack_queries(head, token, count, lanes);
+        std::fill_n(dq, shapes.dim * lanes, 0.0f);
+        for (int64_t key = round_down(first_visible_key(args, query) - unit.key_begin, LANES); key < last;
+             key += BWD_KEY_BLOCK)
+            add_block(query, lanes, key, std::min(BWD_KEY_BLOCK, last - key));
+        transpose(reinterpret_cast<pack_t*>(dq), shapes.dim, lanes, lanes, staging, shapes.dim);
+        store_scaled(reinterpret_cast<float*>(staging), shapes.dim, count, args.dim, args.scale,
+                     static_cast<T*>(args.dq) + (token * args.heads + head) * args.dim, args.heads * args.dim);
+    }
+
+    void run() {
+        pack_keys_and_values();
+        std::fill_n(dk, shapes.padded_keys * shapes.dim, 0.0f);
+        std::fill_n(dv, shapes.padded_keys * shapes.v_dim, 0.0f);
+        for (int64_t i = 0; i < shapes.group; i++)
+            for (int64_t query = unit.query_begin; query < unit.query_end; query += BWD_QUERY_BLOCK)
+                add_queries(unit.kv_head * shapes.group + i, query);
+    }
+};
+
+// Stores dk and dv of `count` keys.
+template <typename T>
+void store_key_gradients(const Args& args, const WorkUnit& unit, int64_t key, int64_t count, const float* dk,
+                         int64_t dim, const float* dv, int64_t v_dim) {
+    const int64_t row = (unit.first_key + key) * args.kv_heads + unit.kv_head;
+    store_scaled(dk, dim, count, args.dim, args.scale, static_cast<T*>(args.dk) + row * args.dim,
+                 args.kv_heads * args.dim);
+    store_scaled(dv, v_dim, count, args.v_dim, 1, static_cast<T*>(args.dv) + row * args.v_dim,
+                 args.kv_heads * args.v_dim);
 }
 
 // Gradients of the keys of a unit, mostly those of its queries: the sum over the following units, which attend to them.
 template <typename T>
-void gathered(const Call& c, const Unit* u, const float* sums, int64_t dim, int64_t width) {
-    for (int64_t key = u->own; key < u->end; key++) {
-        float* total = room[RAW].take<float>(dim + width);
-        std::fill_n(total, dim + width, 0.0f);
-        for (const Unit* part = u; part < u + u->parts && part->key <= key; part++) {
-            const float *dk = sums + part->room + (key - part->key) * dim;
-            const float *dv = sums + part->room + part->keys() * dim + (key - part->key) * width;
-            for (int64_t i = 0; i < dim; i++) total[i] += dk[i];
-            for (int64_t i = 0; i < width; i++) total[dim + i] += dv[i];
+void sum_partials(const Args& args, const WorkUnit* unit, const float* partials, int64_t dim, int64_t v_dim) {
+    for (int64_t key = unit->grad_key_begin; key < unit->query_end; key++) {
+        float* sum = scratch[STAGING].get<float>(dim + v_dim);
+        std::fill_n(sum, dim + v_dim, 0.0f);
+        for (const WorkUnit* other = unit; other < unit + unit->num_following && other->key_begin <= key; other++) {
+            const float* dk = partials + other->partial_offset + (key - other->key_begin) * dim;
+            const float* dv = partials + other->partial_offset + other->padded_keys() * dim;
+            dv += (key - other->key_begin) * v_dim;
+            for (int64_t i = 0; i < dim; i++) sum[i] += dk[i];
+            for (int64_t i = 0; i < v_dim; i++) sum[dim + i] += dv[i];
         }
-        const int64_t at = (u->start + key) * c.kv_heads + u->head;
-        scatter(total, dim, 1, c.dim, c.scale, static_cast<T*>(c.dk) + at * c.dim, c.dim);
-        scatter(total + dim, width, 1, c.v_dim, 1, static_cast<T*>(c.dv) + at * c.v_dim, c.v_dim);
+        store_key_gradients<T>(args, *unit, key, 1, sum, dim, sum + dim, v_dim);
     }
 }
 
-// A unit writes the gradients of its keys if no other unit attends to them, else partial sums to separate memory.
+// A unit stores the gradients of its keys if no other unit attends to them, else partial sums in separate memory.
 template <typename T>
-void backward_or_part(const Call& c, const Unit& u, float* sums, int64_t dim, int64_t width) {
-    float* dk = u.alone ? room[DK].take<float>(u.keys() * dim) : sums + u.room;
-    float* dv = u.alone ? room[DV].take<float>(u.keys() * width) : dk + u.keys() * dim;
-    backward<T>(c, u, dk, dv);
-    if (!u.alone) return;
-    const int64_t at = (u.start + u.key) * c.kv_heads + u.head, count = u.end - u.key;
-    scatter(dk, dim, count, c.dim, c.scale, static_cast<T*>(c.dk) + at * c.dim, c.kv_heads * c.dim);
-    scatter(dv, width, count, c.v_dim, 1, static_cast<T*>(c.dv) + at * c.v_dim, c.kv_heads * c.v_dim);
+void run_backward_unit(const Args& args, const WorkUnit& unit, float* partials, int64_t dim, int64_t v_dim) {
+    const int64_t size = unit.padded_keys() * dim;
+    float* dk = unit.owns_keys ? scratch[DK].get<float>(size) : partials + unit.partial_offset;
+    float* dv = unit.owns_keys ? scratch[DV].get<float>(unit.padded_keys() * v_dim) : dk + size;
+    BackwardUnit<T>(args, unit, dk, dv).run();
+    if (unit.owns_keys) store_key_gradients<T>(args, unit, unit.key_begin, unit.num_keys(), dk, dim, dv, v_dim);
 }
 
 template <typename T>
-bool run(const Call& c) {
-    if (!fits(c)) return false;
-    const auto all = units(c);
-    const auto by = order(all);
-#pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (all.size() > 1)
-    for (size_t i = 0; i < by.size(); i++) forward<T>(c, all[by[i]]);
+bool run_forward(const Args& args) {
+    if (!are_documents_valid(args)) return false;
+    const auto units = split_work(args);
+    const auto indices = sort_by_cost(units);
+#pragma omp parallel for schedule(dynamic) num_threads(args.threads) if (units.size() > 1)
+    for (size_t i = 0; i < indices.size(); i++) ForwardUnit<T>(args, units[indices[i]]).run();
     return true;
 }
 
 template <typename T>
-bool run_back(const Call& c) {
-    if (!fits(c)) return false;
-    auto all = units(c);
-    const auto by = order(all);
-    const int64_t dim = up(c.dim, LANES * PER<T>), width = up(c.v_dim, LANES * PER<T>);
+bool run_backward(const Args& args) {
+    if (!are_documents_valid(args)) return false;
+    auto units = split_work(args);
+    const auto indices = sort_by_cost(units);
+    const int64_t dim = round_up(args.dim, LANES * PACK<T>), v_dim = round_up(args.v_dim, LANES * PACK<T>);
     int64_t size = 0;
-    for (auto& u : all) {
-        u.room = size;
-        if (!u.alone) size += u.keys() * (dim + width);
+    for (auto& unit : units) {
+        unit.partial_offset = size;
+        if (!unit.owns_keys) size += unit.padded_keys() * (dim + v_dim);
     }
-    const std::unique_ptr<float[]> sums(new float[size]);
-#pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (all.size() > 1)
-    for (size_t i = 0; i < by.size(); i++) backward_or_part<T>(c, all[by[i]], sums.get(), dim, width);
+    const std::unique_ptr<float[]> partials(new float[size]);
+#pragma omp parallel for schedule(dynamic) num_threads(args.threads) if (units.size() > 1)
+    for (size_t i = 0; i < indices.size(); i++)
+        run_backward_unit<T>(args, units[indices[i]], partials.get(), dim, v_dim);
     if (size == 0) return true;
-#pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (all.size() > 1)
-    for (size_t i = 0; i < all.size(); i++)
-        if (!all[i].alone) gathered<T>(c, &all[i], sums.get(), dim, width);
+#pragma omp parallel for schedule(dynamic) num_threads(args.threads) if (units.size() > 1)
+    for (size_t i = 0; i < units.size(); i++)
+        if (!units[i].owns_keys) sum_partials<T>(args, &units[i], partials.get(), dim, v_dim);
     return true;
 }
 
 }  // namespace
 
 extern "C" {
-int able() { return 1; }
-// Return 0, and do nothing, if the documents do not fit.
-int forward_bf16(const Call* c) { return run<bf16>(*c); }
-int forward_fp32(const Call* c) { return run<float>(*c); }
-int backward_bf16(const Call* c) { return run_back<bf16>(*c); }
-int backward_fp32(const Call* c) { return run_back<float>(*c); }
+int is_supported() { return 1; }
+// Return 0, and do nothing, if the documents are not valid.
+int forward_bf16(const Args* args) { return run_forward<bf16>(*args); }
+int forward_fp32(const Args* args) { return run_forward<float>(*args); }
+int backward_bf16(const Args* args) { return run_backward<bf16>(*args); }
+int backward_fp32(const Args* args) { return run_backward<float>(*args); }
 }
 
 #else
 
-extern "C" int able() { return 0; }
+extern "C" int is_supported() { return 0; }
 
 #endif

@@ -28,7 +28,7 @@ STRIDES = "q_token", "q_head", "k_token", "k_head", "v_token", "v_head"
 UNLIMITED = 2**40  # window or chunk size without effect
 
 
-class NativeCall(ctypes.Structure):
+class NativeArgs(ctypes.Structure):
     """Arguments of the functions in attention.cpp; mirrors its struct of the same fields."""
 
     _fields_ = [
@@ -42,7 +42,7 @@ class NativeCall(ctypes.Structure):
 @cache
 def compiled() -> ctypes.CDLL | None:
     lib = load_library(SOURCE)
-    return lib if lib is not None and lib.able() else None
+    return lib if lib is not None and lib.is_supported() else None
 
 
 @assume_constant_result
@@ -147,7 +147,7 @@ def call_native(name: str, params: list[float], inputs: Sequence[Tensor], **othe
     tensors = {"q": q, "k": k, "v": v, "offsets": offsets, "key_offsets": key_offsets, **others}
     pointers = {key: None if tensor is None else tensor.data_ptr() for key, tensor in tensors.items()}
     named_sizes = dict(zip((*SIZES, *STRIDES), sizes, strict=True))
-    call = NativeCall(**pointers, **named_sizes, scale=scale, softcap=softcap, threads=torch.get_num_threads())
+    call = NativeArgs(**pointers, **named_sizes, scale=scale, softcap=softcap, threads=torch.get_num_threads())
     if not getattr(compiled(), f"{name}_{DTYPES[q.dtype]}")(ctypes.byref(call)):
         raise ValueError(
             f"attention: documents of cu_seqlens and key_cu_seqlens do not fill {len(q)} queries and {len(k)} keys, or "

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-extern "C" struct Call {
+extern "C" struct Args {
     const void *q, *k, *v;  // (B, H, D), (B, slots, H_kv, D), (B, slots, H_kv, V), last dimension contiguous
     const float* sinks;     // (H,) or null
     void* y;                // (B, H, V), contiguous
@@ -20,12 +20,12 @@ extern "C" struct Call {
 
 namespace {
 
-constexpr int64_t HEADS = 4;           // query heads whose products are in registers at the same time
-constexpr int64_t AHEAD = 16;          // slots between a key and the one that is prefetched
-constexpr int64_t MIN_WORK = 1 << 18;  // multiplications, for several threads
+constexpr int64_t MAX_HEADS = 4;               // query heads whose products are in registers at the same time
+constexpr int64_t PREFETCH_SLOTS = 16;         // slots between a key and the one that is prefetched
+constexpr int64_t MIN_PARALLEL_OPS = 1 << 18;  // multiplications from which several threads are used
 
-inline __m512 wide(const float* x, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, x); }
-inline __m512 wide(const bf16* x, __mmask16 mask) {
+inline __m512 load_fp32(const float* x, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, x); }
+inline __m512 load_fp32(const bf16* x, __mmask16 mask) {
     const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, x));
     return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
@@ -48,20 +48,21 @@ inline __m512 sum_each(const __m512* x) {
 
 // Dot products of N queries (N, dim) with `count` keys: scores (N, stride), for up to 16 keys more than there are.
 template <typename T, int N>
-void multiply_keys(const float* q, const T* k, int64_t slot, int64_t count, int64_t dim, float* scores, int64_t stride) {
+void multiply_keys(const float* q, const T* k, int64_t slot, int64_t count, int64_t dim, float* scores,
+                   int64_t stride) {
     constexpr int KEYS_AT_ONCE = N == 1 ? 16 : N == 2 ? 8 : 4;
     for (int64_t j = 0; j < count; j += KEYS_AT_ONCE) {
         const int64_t last = count - 1 - j;
         __m512 sums[LANES];
         for (auto& sum : sums) sum = _mm512_setzero_ps();
         for (int64_t i = 0; i < dim; i += LANES) {
-            const __mmask16 mask = first(dim - i);
+            const __mmask16 mask = tail_mask(dim - i);
             __m512 queries[N];
-            for (int n = 0; n < N; n++) queries[n] = wide(q + n * dim + i, mask);
+            for (int n = 0; n < N; n++) queries[n] = load_fp32(q + n * dim + i, mask);
             for (int64_t m = 0; m < KEYS_AT_ONCE; m++) {
                 const T* address = k + (j + std::min(m, last)) * slot + i;
-                _mm_prefetch(reinterpret_cast<const char*>(address + AHEAD * slot), _MM_HINT_T0);
-                const __m512 key = wide(address, mask);
+                _mm_prefetch(reinterpret_cast<const char*>(address + PREFETCH_SLOTS * slot), _MM_HINT_T0);
+                const __m512 key = load_fp32(address, mask);
                 for (int n = 0; n < N; n++)
                     sums[n * KEYS_AT_ONCE + m] = _mm512_fmadd_ps(queries[n], key, sums[n * KEYS_AT_ONCE + m]);
             }
@@ -79,7 +80,7 @@ void sum_values(const float* probabilities, int64_t stride, const T* v, int64_t 
                 const float* factors, T* y) {
     constexpr int CHAINS = N == 1 ? 8 : N == 2 ? 4 : 2;  // independent sums, as an addition takes several cycles
     for (int64_t i = 0; i < v_dim; i += LANES) {
-        const __mmask16 mask = first(v_dim - i);
+        const __mmask16 mask = tail_mask(v_dim - i);
         __m512 sums[N][CHAINS];
         for (int n = 0; n < N; n++)
             for (auto& sum : sums[n]) sum = _mm512_setzero_ps();
@@ -87,15 +88,15 @@ void sum_values(const float* probabilities, int64_t stride, const T* v, int64_t 
         for (; j + CHAINS <= count; j += CHAINS)
             for (int chain = 0; chain < CHAINS; chain++) {
                 const T* address = v + (j + chain) * slot + i;
-                _mm_prefetch(reinterpret_cast<const char*>(address + AHEAD * slot), _MM_HINT_T0);
-                const __m512 value = wide(address, mask);
+                _mm_prefetch(reinterpret_cast<const char*>(address + PREFETCH_SLOTS * slot), _MM_HINT_T0);
+                const __m512 value = load_fp32(address, mask);
                 for (int n = 0; n < N; n++) {
                     const __m512 probability = _mm512_set1_ps(probabilities[n * stride + j + chain]);
                     sums[n][chain] = _mm512_fmadd_ps(probability, value, sums[n][chain]);
                 }
             }
         for (; j < count; j++) {
-            const __m512 value = wide(v + j * slot + i, mask);
+            const __m512 value = load_fp32(v + j * slot + i, mask);
             for (int n = 0; n < N; n++)
                 sums[n][0] = _mm512_fmadd_ps(_mm512_set1_ps(probabilities[n * stride + j]), value, sums[n][0]);
         }
@@ -107,17 +108,17 @@ void sum_values(const float* probabilities, int64_t stride, const T* v, int64_t 
 }
 
 // Replaces dot products by 2^(score - maximum). Returns the inverse of their sum, which includes the sink.
-float take_softmax(float* scores, int64_t count, const Scale& scale, const float* sink) {
+float exponentiate_scores(float* scores, int64_t count, const ScoreTransform& transform, const float* sink) {
     __m512 maxima = _mm512_set1_ps(sink == nullptr ? -INFINITY : *sink * LOG2E), total = _mm512_setzero_ps();
     for (int64_t j = 0; j < count; j += LANES) {
-        const __mmask16 mask = first(count - j);
-        const __m512 score = scale.score(_mm512_maskz_loadu_ps(mask, scores + j));
+        const __mmask16 mask = tail_mask(count - j);
+        const __m512 score = transform.score(_mm512_maskz_loadu_ps(mask, scores + j));
         _mm512_mask_storeu_ps(scores + j, mask, score);
         maxima = _mm512_mask_max_ps(maxima, mask, maxima, score);
     }
     const float max_score = _mm512_reduce_max_ps(maxima);
     for (int64_t j = 0; j < count; j += LANES) {
-        const __mmask16 mask = first(count - j);
+        const __mmask16 mask = tail_mask(count - j);
         const __m512 score = _mm512_maskz_loadu_ps(mask, scores + j);
         const __m512 probability = exp2(_mm512_sub_ps(score, _mm512_set1_ps(max_score)));
         _mm512_mask_storeu_ps(scores + j, mask, probability);
@@ -128,48 +129,53 @@ float take_softmax(float* scores, int64_t count, const Scale& scale, const float
 }
 
 template <typename T, int N>
-void attend(const Call& c, int64_t row, int64_t kv_head, int64_t head) {
-    const int64_t begin = c.spans[2 * row], count = c.spans[2 * row + 1] - begin, stride = up(count, LANES);
-    float* q = room[Q_LEFT].take<float>(N * c.dim);
-    float* scores = room[SCORES].take<float>(N * stride);
-    const T* queries = static_cast<const T*>(c.q) + row * c.q_row + head * c.q_head;
+void attend(const Args& args, int64_t row, int64_t kv_head, int64_t head) {
+    const int64_t begin = args.spans[2 * row], count = args.spans[2 * row + 1] - begin, stride = round_up(count, LANES);
+    float* q = scratch[Q_LHS].get<float>(N * args.dim);
+    float* scores = scratch[SCORES].get<float>(N * stride);
+    const T* queries = static_cast<const T*>(args.q) + row * args.q_row + head * args.q_head;
     for (int n = 0; n < N; n++)
-        for (int64_t i = 0; i < c.dim; i += LANES)
-            store(q + n * c.dim + i, wide(queries + n * c.q_head + i, first(c.dim - i)), first(c.dim - i));
-    const T* k = static_cast<const T*>(c.k) + row * c.k_row + begin * c.k_slot + kv_head * c.k_head;
-    multiply_keys<T, N>(q, k, c.k_slot, count, c.dim, scores, stride);
+        for (int64_t i = 0; i < args.dim; i += LANES) {
+            const __mmask16 mask = tail_mask(args.dim - i);
+            store(q + n * args.dim + i, load_fp32(queries + n * args.q_head + i, mask), mask);
+        }
+    const T* k = static_cast<const T*>(args.k) + row * args.k_row + begin * args.k_slot + kv_head * args.k_head;
+    multiply_keys<T, N>(q, k, args.k_slot, count, args.dim, scores, stride);
     float factors[N];
-    const Scale scale(c);
-    for (int n = 0; n < N; n++)
-        factors[n] = take_softmax(scores + n * stride, count, scale, c.sinks == nullptr ? nullptr : c.sinks + head + n);
-    const T* v = static_cast<const T*>(c.v) + row * c.v_row + begin * c.v_slot + kv_head * c.v_head;
-    T* y = static_cast<T*>(c.y) + (row * c.heads + head) * c.v_dim;
-    sum_values<T, N>(scores, stride, v, c.v_slot, count, c.v_dim, factors, y);
+    const ScoreTransform transform(args);
+    for (int n = 0; n < N; n++) {
+        const float* sink = args.sinks == nullptr ? nullptr : args.sinks + head + n;
+        factors[n] = exponentiate_scores(scores + n * stride, count, transform, sink);
+    }
+    const T* v = static_cast<const T*>(args.v) + row * args.v_row + begin * args.v_slot + kv_head * args.v_head;
+    T* y = static_cast<T*>(args.y) + (row * args.heads + head) * args.v_dim;
+    sum_values<T, N>(scores, stride, v, args.v_slot, count, args.v_dim, factors, y);
 }
 
 template <typename T>
-void run(const Call& c) {
-    constexpr decltype(&attend<T, 1>) ATTEND[HEADS] = {attend<T, 1>, attend<T, 2>, attend<T, 3>, attend<T, 4>};
-    const int64_t group = c.heads / c.kv_heads;
+void run(const Args& args) {
+    constexpr decltype(&attend<T, 1>) ATTEND[MAX_HEADS] = {attend<T, 1>, attend<T, 2>, attend<T, 3>, attend<T, 4>};
+    const int64_t group = args.heads / args.kv_heads;
     int64_t slots = 0;
-    for (int64_t row = 0; row < c.rows; row++) slots += c.spans[2 * row + 1] - c.spans[2 * row];
-#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(c.threads) if (slots * c.heads * c.dim > MIN_WORK)
-    for (int64_t row = 0; row < c.rows; row++)
-        for (int64_t kv_head = 0; kv_head < c.kv_heads; kv_head++)
-            for (int64_t n = 0; n < group; n += HEADS)
-                ATTEND[std::min(HEADS, group - n) - 1](c, row, kv_head, kv_head * group + n);
+    for (int64_t row = 0; row < args.rows; row++) slots += args.spans[2 * row + 1] - args.spans[2 * row];
+    const bool is_large = slots * args.heads * args.dim > MIN_PARALLEL_OPS;
+#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(args.threads) if (is_large)
+    for (int64_t row = 0; row < args.rows; row++)
+        for (int64_t kv_head = 0; kv_head < args.kv_heads; kv_head++)
+            for (int64_t n = 0; n < group; n += MAX_HEADS)
+                ATTEND[std::min(MAX_HEADS, group - n) - 1](args, row, kv_head, kv_head * group + n);
 }
 
 }  // namespace
 
 extern "C" {
-int able() { return 1; }
-void decode_bf16(const Call* c) { run<bf16>(*c); }
-void decode_fp32(const Call* c) { run<float>(*c); }
+int is_supported() { return 1; }
+void decode_bf16(const Args* args) { run<bf16>(*args); }
+void decode_fp32(const Args* args) { run<float>(*args); }
 }
 
 #else
 
-extern "C" int able() { return 0; }
+extern "C" int is_supported() { return 0; }
 
 #endif

@@ -164,7 +164,7 @@ def apply_sinks(y: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
 # C++ version for CPUs: one call for rows of different lengths
 
 
-class NativeCall(ctypes.Structure):
+class NativeArgs(ctypes.Structure):
     """Arguments of the functions in attention_decode.cpp; mirrors its struct of the same fields."""
 
     _fields_ = [
@@ -178,7 +178,7 @@ class NativeCall(ctypes.Structure):
 @cache
 def compiled() -> ctypes.CDLL | None:
     lib = load_library(SOURCE)
-    return lib if lib is not None and lib.able() else None
+    return lib if lib is not None and lib.is_supported() else None
 
 
 def is_supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -208,7 +208,7 @@ def decode_cpu(
     pointers = [None if x is None else x.data_ptr() for x in tensors]
     strides = *q.stride()[:2], *k.stride()[:3], *v.stride()[:3]
     sizes = rows, heads, kv_heads, dim, v_dim
-    call = NativeCall(*pointers, *sizes, *strides, scale, softcap or 0.0, torch.get_num_threads())
+    call = NativeArgs(*pointers, *sizes, *strides, scale, softcap or 0.0, torch.get_num_threads())
     getattr(compiled(), f"decode_{DTYPES[q.dtype]}")(ctypes.byref(call))
     return y
 

@@ -1,7 +1,7 @@
 // Building blocks of attention.cpp: vector math, layouts, and matmuls of tiles in the cache.
 //
-// Matmuls use cells of 32 bits, two bf16 values or one fp32 value: the left side is (rows, cells), the right side
-// (cells, columns), with the two values of a cell adjacent in the reduced dimension.
+// Matmuls use packs of 32 bits: one fp32 value, or two bf16 values that are adjacent in the reduced dimension (the VNNI
+// layout). The left-hand side is (rows, packs), the right-hand side (packs, columns).
 
 #pragma once
 
@@ -13,69 +13,68 @@
 #include <cstring>
 #include <memory>
 
-
 namespace {
 
 using bf16 = uint16_t;
-using cell = uint32_t;
-constexpr int64_t LANES = 16;                      // cells in a register
-constexpr int64_t ROWS = 4;                        // of a tile in registers, with 4 registers of columns
-constexpr int64_t QUERIES = 32, KEYS = 256;        // block sizes of the forward pass
-constexpr int64_t BACK_QUERIES = 64, BACK_KEYS = 64;
-constexpr int64_t UNITS = 16;                      // minimum number of units, if documents are long enough
+using pack_t = uint32_t;
+constexpr int64_t LANES = 16;     // packs in a register
+constexpr int64_t TILE_ROWS = 4;  // of the tile in registers, with up to 4 registers of columns
+constexpr int64_t QUERY_BLOCK = 32, KEY_BLOCK = 256;  // of the forward pass
+constexpr int64_t BWD_QUERY_BLOCK = 64, BWD_KEY_BLOCK = 64;
+constexpr int64_t MIN_UNITS = 16;  // units of work, if documents are long enough
 constexpr float LOG2E = 1.44269504088896341f;
 
 template <typename T>
-constexpr int64_t PER = sizeof(cell) / sizeof(T);  // values in a cell
+constexpr int64_t PACK = sizeof(pack_t) / sizeof(T);  // values in a pack
 
-int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-int64_t down(int64_t n, int64_t step) { return n / step * step; }
+int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+int64_t round_down(int64_t n, int64_t step) { return n / step * step; }
 
 // Reusable memory of a thread: new memory would cost page faults.
-class Room {
+class ScratchBuffer {
   public:
     template <typename T>
-    T* take(int64_t count) {
-        const size_t bytes = up(std::max<int64_t>(count, 1) * sizeof(T), 64);
+    T* get(int64_t count) {
+        const size_t bytes = round_up(std::max<int64_t>(count, 1) * sizeof(T), 64);
         if (bytes > size) {
-            place.reset(std::aligned_alloc(64, bytes));
+            memory.reset(std::aligned_alloc(64, bytes));
             size = bytes;
         }
-        return static_cast<T*>(place.get());
+        return static_cast<T*>(memory.get());
     }
 
   private:
     struct Free {
         void operator()(void* p) const { std::free(p); }
     };
-    std::unique_ptr<void, Free> place;
+    std::unique_ptr<void, Free> memory;
     size_t size = 0;
 };
 
-enum { RAW, K_LEFT, K_RIGHT, K_TURNED, V_LEFT, V_RIGHT, Q_LEFT, Q_TURNED, Q_RIGHT, G_TURNED, G_RIGHT, SCORES, SHARES,
-       CHANGES, LEFT, RIGHT, OUT, LINES, DK, DV, ROOMS };
-thread_local Room room[ROOMS];
+enum { STAGING, K_LHS, K_RHS, K_TRANSPOSED, V_LHS, V_RHS, Q_LHS, Q_TRANSPOSED, Q_RHS, GRAD_TRANSPOSED, GRAD_RHS, SCORES,
+       PROBS, GRAD_PROBS, GRAD_SCORES_LHS, GRAD_SCORES_RHS, OUTPUT, QUERY_STATS, DK, DV, NUM_SCRATCH };
+thread_local ScratchBuffer scratch[NUM_SCRATCH];
 
 // ---- Vector math ----
 
-inline __m512 wide(const float* x) { return _mm512_loadu_ps(x); }
-inline __m512 wide(const bf16* x) {
+inline __m512 load_fp32(const float* x) { return _mm512_loadu_ps(x); }
+inline __m512 load_fp32(const bf16* x) {
     const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x));
     return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
-inline __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
-inline void store(float* to, __m512 x, __mmask16 some) { _mm512_mask_storeu_ps(to, some, x); }
-inline void store(bf16* to, __m512 x, __mmask16 some) { _mm256_mask_storeu_epi16(to, some, narrow(x)); }
-inline __mmask16 first(int64_t count) { return count >= LANES ? 0xffff : (1u << count) - 1; }
+inline __m256i to_bf16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+inline void store(float* target, __m512 x, __mmask16 mask) { _mm512_mask_storeu_ps(target, mask, x); }
+inline void store(bf16* target, __m512 x, __mmask16 mask) { _mm256_mask_storeu_epi16(target, mask, to_bf16(x)); }
+inline __mmask16 tail_mask(int64_t count) { return count >= LANES ? 0xffff : (1u << count) - 1; }
 
-// 2^x for x <= 0 or slightly above; 0 for NaN and below 2^-126, the smallest normal number. An underflow of scalef would
-// take more than a hundred cycles.
+// 2^x for x <= 0 or slightly above; 0 for NaN, and below the smallest normal number: an underflow of scalef takes more
+// than a hundred cycles.
 inline __m512 exp2(__m512 x) {
     const __m512 lowest = _mm512_set1_ps(-126.0f);
     const __mmask16 is_normal = _mm512_cmp_ps_mask(x, lowest, _CMP_GE_OQ);
     x = _mm512_max_ps(x, lowest);
-    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 f = _mm512_sub_ps(x, whole);
+    const __m512 integer = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 f = _mm512_sub_ps(x, integer);
     __m512 y = _mm512_set1_ps(1.52527338e-5f);  // ln(2)^n / n!, from n = 7 down
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.54035304e-4f));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.33335581e-3f));
@@ -84,58 +83,61 @@ inline __m512 exp2(__m512 x) {
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.40226507e-1f));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.93147181e-1f));
     y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
-    return _mm512_maskz_scalef_ps(is_normal, y, whole);
+    return _mm512_maskz_scalef_ps(is_normal, y, integer);
 }
 
 // tanh: continued fraction with five terms up to 1, exponential function above.
 inline __m512 tanh(__m512 x) {
-    const __m512 one = _mm512_set1_ps(1.0f), size = _mm512_min_ps(_mm512_abs_ps(x), _mm512_set1_ps(10.0f));
-    const __m512 square = _mm512_mul_ps(size, size);
-    __m512 top = _mm512_fmadd_ps(square, _mm512_add_ps(square, _mm512_set1_ps(105.0f)), _mm512_set1_ps(945.0f));
-    __m512 low = _mm512_fmadd_ps(_mm512_set1_ps(15.0f), square, _mm512_set1_ps(420.0f));
-    low = _mm512_fmadd_ps(square, low, _mm512_set1_ps(945.0f));
-    const __m512 near = _mm512_div_ps(_mm512_mul_ps(size, top), low);
-    const __m512 inverse = exp2(_mm512_mul_ps(size, _mm512_set1_ps(-2 * LOG2E)));
-    const __m512 far = _mm512_div_ps(_mm512_sub_ps(one, inverse), _mm512_add_ps(one, inverse));
-    const __m512 y = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(size, one, _CMP_GT_OQ), near, far);
+    const __m512 one = _mm512_set1_ps(1.0f), magnitude = _mm512_min_ps(_mm512_abs_ps(x), _mm512_set1_ps(10.0f));
+    const __m512 square = _mm512_mul_ps(magnitude, magnitude);
+    __m512 numerator = _mm512_fmadd_ps(square, _mm512_add_ps(square, _mm512_set1_ps(105.0f)), _mm512_set1_ps(945.0f));
+    __m512 denominator = _mm512_fmadd_ps(_mm512_set1_ps(15.0f), square, _mm512_set1_ps(420.0f));
+    denominator = _mm512_fmadd_ps(square, denominator, _mm512_set1_ps(945.0f));
+    const __m512 small_result = _mm512_div_ps(_mm512_mul_ps(magnitude, numerator), denominator);
+    const __m512 inverse = exp2(_mm512_mul_ps(magnitude, _mm512_set1_ps(-2 * LOG2E)));
+    const __m512 large_result = _mm512_div_ps(_mm512_sub_ps(one, inverse), _mm512_add_ps(one, inverse));
+    const __m512 y = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(magnitude, one, _CMP_GT_OQ), small_result, large_result);
     return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
         _mm512_castps_si512(y), _mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff), 0xE4));  // the sign of x
 }
 
-// Transform of a dot product: score times log2(e), and derivative of the softcap.
-struct Scale {
-    float plain, cap, inner;
-    explicit Scale(const Call& c) : plain(c.scale * LOG2E), cap(c.softcap * LOG2E), inner(c.scale / c.softcap) {}
+// Score of a dot product, times log2(e), and the derivative of the softcap.
+struct ScoreTransform {
+    float scale, softcap, scale_over_softcap;
+    explicit ScoreTransform(const Args& c)
+        : scale(c.scale * LOG2E), softcap(c.softcap * LOG2E), scale_over_softcap(c.scale / c.softcap) {}
     __m512 score(__m512 s) const {
-        if (cap == 0) return _mm512_mul_ps(s, _mm512_set1_ps(plain));
-        return _mm512_mul_ps(tanh(_mm512_mul_ps(s, _mm512_set1_ps(inner))), _mm512_set1_ps(cap));
+        if (softcap == 0) return _mm512_mul_ps(s, _mm512_set1_ps(scale));
+        return _mm512_mul_ps(tanh(_mm512_mul_ps(s, _mm512_set1_ps(scale_over_softcap))), _mm512_set1_ps(softcap));
     }
-    __m512 slope(__m512 score) const {
-        const __m512 t = _mm512_div_ps(score, _mm512_set1_ps(cap));
+    __m512 softcap_derivative(__m512 score) const {
+        const __m512 t = _mm512_div_ps(score, _mm512_set1_ps(softcap));
         return _mm512_fnmadd_ps(t, t, _mm512_set1_ps(1.0f));
     }
 };
 
 // ---- Layouts ----
 
-// Copies strided rows to rows of cells, padded with zeros to complete cells and to `total` rows.
+// Copies strided rows of `width` values to rows of packs, padded with zeros to `padded_count` rows.
 template <typename T>
-void gather(const T* from, int64_t stride, int64_t count, int64_t width, cell* to, int64_t cells, int64_t total) {
-    const size_t bytes = width * sizeof(T), all = cells * sizeof(cell);
-    for (int64_t r = 0; r < count; r++, from += stride) {
-        auto* row = reinterpret_cast<char*>(to + r * cells);
-        std::memcpy(row, from, bytes);
-        std::memset(row + bytes, 0, all - bytes);
+void copy_rows(const T* source, int64_t stride, int64_t count, int64_t width, pack_t* target, int64_t packs,
+               int64_t padded_count) {
+    const size_t bytes = width * sizeof(T), row_bytes = packs * sizeof(pack_t);
+    for (int64_t r = 0; r < count; r++, source += stride) {
+        auto* row = reinterpret_cast<char*>(target + r * packs);
+        std::memcpy(row, source, bytes);
+        std::memset(row + bytes, 0, row_bytes - bytes);
     }
-    std::memset(to + count * cells, 0, (total - count) * all);
+    std::memset(target + count * packs, 0, (padded_count - count) * row_bytes);
 }
 
 // Transposes (rows, columns) to (columns, rows); both are multiples of the register width.
-void turn(const cell* from, int64_t rows, int64_t columns, int64_t stride, cell* to, int64_t to_stride) {
+void transpose(const pack_t* source, int64_t rows, int64_t columns, int64_t stride, pack_t* target,
+               int64_t target_stride) {
     for (int64_t r = 0; r < rows; r += LANES)
         for (int64_t c = 0; c < columns; c += LANES) {
             __m512i a[LANES], b[LANES];
-            for (int i = 0; i < LANES; i++) a[i] = _mm512_loadu_si512(from + (r + i) * stride + c);
+            for (int i = 0; i < LANES; i++) a[i] = _mm512_loadu_si512(source + (r + i) * stride + c);
             for (int i = 0; i < LANES; i += 2) {
                 b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
                 b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
@@ -151,112 +153,112 @@ void turn(const cell* from, int64_t rows, int64_t columns, int64_t stride, cell*
                     b[8 * j + i + 4] = _mm512_shuffle_i32x4(a[8 * j + i], a[8 * j + i + 4], 0xdd);
                 }
             for (int i = 0; i < 8; i++) {
-                const int64_t at = c + i % 4 + i / 4 * 4;
-                _mm512_storeu_si512(to + at * to_stride + r, _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88));
-                _mm512_storeu_si512(to + (at + 8) * to_stride + r, _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd));
+                const int64_t row = c + i % 4 + i / 4 * 4;
+                _mm512_storeu_si512(target + row * target_stride + r, _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88));
+                _mm512_storeu_si512(target + (row + 8) * target_stride + r, _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd));
             }
         }
 }
 
-// Interleaves two rows of values to one row of cells.
-inline __m512i mixed(__m256i even, __m256i odd) {
+// Interleaves two rows of values to one row of packs.
+inline __m512i interleave(__m256i even, __m256i odd) {
     return _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
 }
 
-// (rows, cells) to the right side of a matmul over the rows: (rows / PER, columns).
+// From (rows, packs) to the right-hand side of a matmul over the rows: (rows / PACK, columns).
 template <typename T>
-void pair(const cell* from, int64_t rows, int64_t cells, cell* to) {
-    if (PER<T> == 1) {
-        std::memcpy(to, from, rows * cells * sizeof(cell));
+void pack_row_pairs(const pack_t* source, int64_t rows, int64_t packs, pack_t* target) {
+    if (PACK<T> == 1) {
+        std::memcpy(target, source, rows * packs * sizeof(pack_t));
         return;
     }
-    const int64_t width = 2 * cells;
+    const int64_t width = 2 * packs;
     for (int64_t r = 0; r < rows; r += 2) {
-        const auto* even = reinterpret_cast<const bf16*>(from + r * cells);
+        const auto* even = reinterpret_cast<const bf16*>(source + r * packs);
         for (int64_t c = 0; c < width; c += LANES) {
-            const auto* at = (const __m256i*)(even + c);
-            const __m512i x = mixed(_mm256_loadu_si256(at), _mm256_loadu_si256((const __m256i*)(even + width + c)));
-            _mm512_storeu_si512(to + r / 2 * width + c, x);
+            const auto *first = (const __m256i*)(even + c), *second = (const __m256i*)(even + width + c);
+            const __m512i x = interleave(_mm256_loadu_si256(first), _mm256_loadu_si256(second));
+            _mm512_storeu_si512(target + r / 2 * width + c, x);
         }
     }
 }
 
-// Transposed (cells, rows) to the left side of a matmul over the rows: (columns, rows / PER).
+// From transposed (packs, rows) to the left-hand side of a matmul over the rows: (columns, rows / PACK).
 template <typename T>
-void split(const cell* turned, int64_t cells, int64_t rows, cell* to) {
-    if (PER<T> == 1) {
-        std::memcpy(to, turned, rows * cells * sizeof(cell));
+void pack_column_pairs(const pack_t* transposed, int64_t packs, int64_t rows, pack_t* target) {
+    if (PACK<T> == 1) {
+        std::memcpy(target, transposed, rows * packs * sizeof(pack_t));
         return;
     }
-    for (int64_t c = 0; c < cells; c++)
+    for (int64_t c = 0; c < packs; c++)
         for (int64_t r = 0; r < rows; r += LANES) {
-            const __m512i x = _mm512_loadu_si512(turned + c * rows + r);
-            auto* at = to + c * rows + r / 2;
-            _mm256_storeu_si256((__m256i*)at, _mm512_cvtepi32_epi16(x));
-            _mm256_storeu_si256((__m256i*)(at + rows / 2), _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)));
+            const __m512i x = _mm512_loadu_si512(transposed + c * rows + r);
+            auto* even = target + c * rows + r / 2;
+            _mm256_storeu_si256((__m256i*)even, _mm512_cvtepi32_epi16(x));
+            _mm256_storeu_si256((__m256i*)(even + rows / 2), _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)));
         }
 }
 
 // ---- Matmuls ----
 
-inline __m512 mac(__m512 sum, cell a, __m512i b, bf16) {
+inline __m512 multiply_add(__m512 sum, pack_t a, __m512i b, bf16) {
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
 }
-inline __m512 mac(__m512 sum, cell a, __m512i b, float) {
+inline __m512 multiply_add(__m512 sum, pack_t a, __m512i b, float) {
     return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_set1_epi32(a)), _mm512_castsi512_ps(b), sum);
 }
 
-struct Left {
-    const cell* at;
+struct Lhs {
+    const pack_t* data;
     int64_t stride;
 };
-struct Right {
-    const cell* at;
+struct Rhs {
+    const pack_t* data;
     int64_t stride;
 };
-struct Sum {
-    float* at;
+struct Accumulator {
+    float* data;
     int64_t stride;
-    bool add;
+    bool accumulate;
 };
 
 template <typename T, int N>
-void tile(Left a, Right b, Sum c, int64_t cells) {
-    __m512 sum[ROWS][N];
+void multiply_tile(Lhs a, Rhs b, Accumulator c, int64_t packs) {
+    __m512 sum[TILE_ROWS][N];
 #pragma GCC unroll 4
-    for (int m = 0; m < ROWS; m++)
+    for (int m = 0; m < TILE_ROWS; m++)
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++)
-            sum[m][n] = c.add ? _mm512_loadu_ps(c.at + m * c.stride + n * LANES) : _mm512_setzero_ps();
-    for (int64_t i = 0; i < cells; i++) {
-        __m512i right[N];
+            sum[m][n] = c.accumulate ? _mm512_loadu_ps(c.data + m * c.stride + n * LANES) : _mm512_setzero_ps();
+    for (int64_t i = 0; i < packs; i++) {
+        __m512i rhs[N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; n++) right[n] = _mm512_loadu_si512(b.at + i * b.stride + n * LANES);
+        for (int n = 0; n < N; n++) rhs[n] = _mm512_loadu_si512(b.data + i * b.stride + n * LANES);
 #pragma GCC unroll 4
-        for (int m = 0; m < ROWS; m++)
+        for (int m = 0; m < TILE_ROWS; m++)
 #pragma GCC unroll 4
-            for (int n = 0; n < N; n++) sum[m][n] = mac(sum[m][n], a.at[m * a.stride + i], right[n], T());
+            for (int n = 0; n < N; n++) sum[m][n] = multiply_add(sum[m][n], a.data[m * a.stride + i], rhs[n], T());
     }
 #pragma GCC unroll 4
-    for (int m = 0; m < ROWS; m++)
+    for (int m = 0; m < TILE_ROWS; m++)
 #pragma GCC unroll 4
-        for (int n = 0; n < N; n++) _mm512_storeu_ps(c.at + m * c.stride + n * LANES, sum[m][n]);
+        for (int n = 0; n < N; n++) _mm512_storeu_ps(c.data + m * c.stride + n * LANES, sum[m][n]);
 }
 
-// c = a b, or c += a b. Rows are a multiple of ROWS, columns of LANES.
+// c = a b, or c += a b. Rows are a multiple of TILE_ROWS, columns of LANES.
 template <typename T>
-void product(Left a, Right b, Sum c, int64_t rows, int64_t columns, int64_t cells) {
+void matmul(Lhs a, Rhs b, Accumulator c, int64_t rows, int64_t columns, int64_t packs) {
     for (int64_t n = 0; n < columns; n += 4 * LANES) {
-        const int64_t wide = std::min<int64_t>(4, (columns - n) / LANES);
-        for (int64_t m = 0; m < rows; m += ROWS) {
-            const Left left{a.at + m * a.stride, a.stride};
-            const Right right{b.at + n, b.stride};
-            const Sum sum{c.at + m * c.stride + n, c.stride, c.add};
-            switch (wide) {
-                case 4: tile<T, 4>(left, right, sum, cells); break;
-                case 3: tile<T, 3>(left, right, sum, cells); break;
-                case 2: tile<T, 2>(left, right, sum, cells); break;
-                default: tile<T, 1>(left, right, sum, cells);
+        const int64_t registers = std::min<int64_t>(4, (columns - n) / LANES);
+        for (int64_t m = 0; m < rows; m += TILE_ROWS) {
+            const Lhs lhs{a.data + m * a.stride, a.stride};
+            const Rhs rhs{b.data + n, b.stride};
+            const Accumulator sum{c.data + m * c.stride + n, c.stride, c.accumulate};
+            switch (registers) {
+                case 4: multiply_tile<T, 4>(lhs, rhs, sum, packs); break;
+                case 3: multiply_tile<T, 3>(lhs, rhs, sum, packs); break;
+                case 2: multiply_tile<T, 2>(lhs, rhs, sum, packs); break;
+                default: multiply_tile<T, 1>(lhs, rhs, sum, packs);
             }
         }
     }

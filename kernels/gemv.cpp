@@ -58,11 +58,11 @@ void multiply_rows(const bf16* x, const bf16* weight, const bf16* bias, bf16* y,
 #if __GNUC__ >= 11 || __clang_major__ >= 12
 #define AMX __attribute__((target("amx-tile,amx-bf16")))
 
-// The weight is the left side of a tile product, as it is in memory: 16 of its rows by 32 columns. The rows of x are the
-// columns of the right side, whose layout has pairs of values of a column next to each other.
+// The weight is the left-hand side of a tile product, as it is in memory: 16 of its rows by 32 columns. The rows of x
+// are the columns of the right-hand side, in the VNNI layout: pairs of values of a column are adjacent.
 constexpr int64_t TILE_ROWS = 16, TILE_COLUMNS = 32, MAX_TILE_TOKENS = 16;
-constexpr int64_t TILE_CELLS = TILE_ROWS * MAX_TILE_TOKENS;  // of 4 bytes
-constexpr int64_t LINE = 64;                                 // bytes of a cache line
+constexpr int64_t TILE_PACKS = TILE_ROWS * MAX_TILE_TOKENS;  // of two bf16 values
+constexpr int64_t LINE_BYTES = 64;                           // of a cache line
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -76,7 +76,7 @@ bool request_amx() {
     return __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 
-// The right sides of all tile products: TILE_CELLS for each 32 columns of x.
+// The right-hand sides of all tile products: TILE_PACKS for each 32 columns of x.
 void pack_rows(const bf16* x, int64_t tokens, int64_t width, uint32_t* packed) {
     for (int64_t m = 0; m < tokens; m++)
         for (int64_t i = 0; i < width / 2; i++)
@@ -94,15 +94,15 @@ void write_tile(const float* sums, const bf16* bias, bf16* y, int64_t tokens, in
 // The output rows [begin, end), a multiple of 32, of at most 16 rows of x. The weight of the next 32 is prefetched.
 AMX void multiply_tiles(const uint32_t* packed, const bf16* weight, const bf16* bias, bf16* y, int64_t tokens,
                         int64_t rows, int64_t width, int64_t stride, int64_t begin, int64_t end) {
-    constexpr int64_t BLOCK_LINES = 2 * TILE_ROWS * TILE_COLUMNS * sizeof(bf16) / LINE;
-    alignas(64) float sums[TILE_CELLS];
+    constexpr int64_t BLOCK_LINES = 2 * TILE_ROWS * TILE_COLUMNS * sizeof(bf16) / LINE_BYTES;
+    alignas(64) float sums[TILE_PACKS];
     for (int64_t r = begin; r < end; r += 2 * TILE_ROWS) {
         const bf16 *first = weight + r * stride, *second = first + TILE_ROWS * stride;
         const char* next = reinterpret_cast<const char*>(second + TILE_ROWS * stride);
         _tile_zero(0);
         _tile_zero(1);
-        for (int64_t i = 0; i < width; i += TILE_COLUMNS, next += BLOCK_LINES * LINE) {
-            for (int64_t line = 0; line < BLOCK_LINES; line++) _mm_prefetch(next + line * LINE, _MM_HINT_T1);
+        for (int64_t i = 0; i < width; i += TILE_COLUMNS, next += BLOCK_LINES * LINE_BYTES) {
+            for (int64_t line = 0; line < BLOCK_LINES; line++) _mm_prefetch(next + line * LINE_BYTES, _MM_HINT_T1);
             _tile_loadd(2, packed + i / 2 * MAX_TILE_TOKENS, MAX_TILE_TOKENS * sizeof(uint32_t));
             _tile_loadd(3, first + i, stride * sizeof(bf16));
             _tile_dpbf16ps(0, 3, 2);
@@ -136,7 +136,7 @@ class TileShapes {
     TileConfig previous;
 };
 #else
-constexpr int64_t TILE_ROWS = 16, TILE_COLUMNS = 32, MAX_TILE_TOKENS = 16, TILE_CELLS = 0;
+constexpr int64_t TILE_ROWS = 16, TILE_COLUMNS = 32, MAX_TILE_TOKENS = 16, TILE_PACKS = 0;
 struct TileShapes {
     explicit TileShapes(int64_t) {}
 };
@@ -170,13 +170,13 @@ void multiply_with_amx(const bf16* x, const bf16* weight, const bf16* bias, bf16
 
 extern "C" {
 
-bool able() {
+bool is_supported() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
 }
 
-// Number of rows of x up to which this is faster than a general matmul. Head of 49,152 x 576, 8 rows, one core of a Xeon
-// with AMX: 4.8 ms (12 GB/s), and torch 11.6 ms.
+// Number of rows of x up to which this is faster than a general matmul. For a head of 49,152 x 576 and 8 rows, one core
+// of a Xeon with AMX takes 4.8 ms (12 GB/s), and torch 11.6 ms.
 int max_tokens() { return has_amx ? MAX_TILE_TOKENS : MAX_DOT_ROWS; }
 
 // y = x W^T + b for x (tokens, width) of at most max_tokens() rows and W (rows, width) with row stride `stride`.
@@ -192,7 +192,7 @@ void gemv(const bf16* x, const bf16* weight, const bf16* bias, bf16* y, int64_t 
 #else
 
 extern "C" {
-bool able() { return false; }
+bool is_supported() { return false; }
 int max_tokens() { return 0; }
 void gemv(const bf16*, const bf16*, const bf16*, bf16*, int64_t, int64_t, int64_t, int64_t, int) {}
 }

@@ -66,6 +66,6 @@ def compiled() -> ctypes.CDLL | None:
     lib = load_library(SOURCE)
     if lib is None:
         return None
-    lib.able.restype = ctypes.c_bool
+    lib.is_supported.restype = ctypes.c_bool
     lib.gemv.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 4, ctypes.c_int]
-    return lib if lib.able() else None
+    return lib if lib.is_supported() else None

@@ -16,7 +16,8 @@ struct Sizes {
 
 // Rotates the pairs [begin, begin + N) of a head. A constant number fills vector registers also if heads are small.
 template <int64_t N, bool PAIRED_IN, bool PAIRED_OUT, typename T>
-void rotate_pairs(const T* __restrict x, T* __restrict y, const float* cos, const float* sin, float sign, int64_t half, int64_t begin) {
+void rotate_pairs(const T* __restrict x, T* __restrict y, const float* cos, const float* sin, float sign, int64_t half,
+                  int64_t begin) {
     for (int64_t j = 0; j < N; j++) {
         const int64_t i = begin + j;
         const float a = number(x[PAIRED_IN ? 2 * i : i]), b = number(x[PAIRED_IN ? 2 * i + 1 : i + half]);
