@@ -88,15 +88,15 @@ inline __m512 exp2(__m512 x) {
 
 // tanh: continued fraction with five terms up to 1, exponential function above.
 inline __m512 tanh(__m512 x) {
-    const __m512 one = _mm512_set1_ps(1.0f), magnitude = _mm512_min_ps(_mm512_abs_ps(x), _mm512_set1_ps(10.0f));
+    const __m512 ones = _mm512_set1_ps(1.0f), magnitude = _mm512_min_ps(_mm512_abs_ps(x), _mm512_set1_ps(10.0f));
     const __m512 square = _mm512_mul_ps(magnitude, magnitude);
     __m512 numerator = _mm512_fmadd_ps(square, _mm512_add_ps(square, _mm512_set1_ps(105.0f)), _mm512_set1_ps(945.0f));
     __m512 denominator = _mm512_fmadd_ps(_mm512_set1_ps(15.0f), square, _mm512_set1_ps(420.0f));
     denominator = _mm512_fmadd_ps(square, denominator, _mm512_set1_ps(945.0f));
     const __m512 small_result = _mm512_div_ps(_mm512_mul_ps(magnitude, numerator), denominator);
     const __m512 inverse = exp2(_mm512_mul_ps(magnitude, _mm512_set1_ps(-2 * LOG2E)));
-    const __m512 large_result = _mm512_div_ps(_mm512_sub_ps(one, inverse), _mm512_add_ps(one, inverse));
-    const __m512 y = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(magnitude, one, _CMP_GT_OQ), small_result, large_result);
+    const __m512 large_result = _mm512_div_ps(_mm512_sub_ps(ones, inverse), _mm512_add_ps(ones, inverse));
+    const __m512 y = _mm512_mask_blend_ps(_mm512_cmp_ps_mask(magnitude, ones, _CMP_GT_OQ), small_result, large_result);
     return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
         _mm512_castps_si512(y), _mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff), 0xE4));  // the sign of x
 }

@@ -2,9 +2,9 @@
 
 python scripts/check_vocabulary.py [PATH ...]     # default: the whole repository
 
-Checks names that are defined, string literals, docstrings, comments and Markdown. Text between
-`<!-- vocabulary: off -->` and `<!-- vocabulary: on -->`, and lines with `vocabulary: ignore`, are skipped. Exit code 1
-if a word is found.
+Checks names that are defined in Python, all names in C++ and JavaScript, string literals, docstrings, comments and
+Markdown. Text between `<!-- vocabulary: off -->` and `<!-- vocabulary: on -->`, and lines with `vocabulary: ignore`,
+are skipped. Exit code 1 if a word is found.
 """
 
 import ast
@@ -22,7 +22,12 @@ ROOT = Path(__file__).parent.parent
 SKIPPED_DIRS = {".git", ".venv", "build", "dist", "runs", "results", "__pycache__", "node_modules"}
 SKIPPED_FILES = {"CHANGELOG.md", "check_vocabulary.py"}
 CORPUS_DIRS = {"nano"}  # string literals are training text of the bundled model
-COMMENT = {".cpp": r"//(.*)", ".h": r"//(.*)", ".yaml": r"(?:^|\s)#(.*)"}
+COMMENT = {".cpp": r"//(.*)", ".h": r"//(.*)", ".js": r"//(.*)", ".yaml": r"(?:^|\s)#(.*)"}
+NAME = {  # in the code of a language, not in strings and comments; names of the standard library are not ours
+    ".cpp": r"//.*|\"[^\"]*\"|std::\w+|\b([A-Za-z_]\w*)",
+    ".js": r"//.*|\"[^\"]*\"|`[^`]*`|\.\w+|\b([A-Za-z_]\w*)",
+}
+NAME[".h"] = NAME[".cpp"]
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 OFF, ON, IGNORE = "<!-- vocabulary: off -->", "<!-- vocabulary: on -->", "vocabulary: ignore"
 
@@ -130,9 +135,12 @@ def defined_names(node: ast.AST) -> Iterator[str]:
 
 
 def check_text(text: str, path: Path, vocabulary: Vocabulary) -> Iterator[Hit]:
-    """Markdown, and the comments of C++ and YAML files."""
-    active, comment = True, COMMENT.get(path.suffix)
+    """Markdown, the comments of YAML files, and comments and names of C++ and JavaScript files."""
+    active, comment, name = True, COMMENT.get(path.suffix), NAME.get(path.suffix, r"(?!)")
     for number, line in enumerate(text.splitlines(), 1):
+        for word in filter(None, re.findall(name, line)):
+            if (replacement := vocabulary.find_name(word)) is not None:
+                yield Hit(path, number, word, replacement)
         active = (active or ON in line) and OFF not in line
         for prose in ([line] if comment is None else re.findall(comment, line)) if active else ():
             yield from find_words(vocabulary.prose, prose, number, path)
