@@ -15,6 +15,7 @@ SOURCES = {
     for package in ("tunekit", "recipes", "kernels")
     for path in sorted((ROOT / package).rglob("*.py"))
 }
+CPP = {path.name: path.read_text("utf-8") for pattern in ("*.cpp", "*.h") for path in (ROOT / "kernels").glob(pattern)}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -29,7 +30,12 @@ def nodes(*types: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
 
 
 def test_files_have_at_most_500_lines() -> None:
-    assert not [file for file, text in SOURCES.items() if text.count("\n") > 500]
+    assert not [file for file, text in (SOURCES | CPP).items() if text.count("\n") > 500]
+
+
+def test_lines_of_cpp_have_at_most_120_columns() -> None:
+    """Ruff checks those of Python."""
+    assert not [f"{file}: {line}" for file, text in CPP.items() for line in text.splitlines() if len(line) > 120]
 
 
 def test_functions_have_at_most_40_lines() -> None:
