@@ -43,10 +43,10 @@ void move(T* w, const T* g, const uint8_t* first, const uint8_t* second, const f
         const int32_t a = first[i] & 127, b = second[i];
         const float sized = real((a > 0 ? (a + (LOW << 3)) << FIRST : 0) | (first[i] & 128) << 24) * scales[0];
         const float old = real(b > 0 ? (b + (LOW << 4)) << SECOND : 0) * scales[1];
-        const float grad = number(g[i]);
+        const float grad = to_float(g[i]);
         m[i] = sized * f.keep + grad * f.fresh;
         root[i] = std::sqrt(old * old * f.keep_square + grad * grad * f.fresh_square);
-        round(number(w[i]) * f.shrink - m[i] / (root[i] * f.correct + f.eps) * f.size, w[i]);
+        store_rounded(to_float(w[i]) * f.shrink - m[i] / (root[i] * f.correct + f.eps) * f.size, w[i]);
     }
 }
 

@@ -7,18 +7,18 @@
 
 using bf16 = uint16_t;
 
-inline float number(float x) { return x; }
+inline float to_float(float x) { return x; }
 
-inline float number(bf16 x) {
+inline float to_float(bf16 x) {
     const uint32_t bits = uint32_t(x) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, sizeof wide);
-    return wide;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
-inline void round(float x, float& out) { out = x; }
+inline void store_rounded(float x, float& out) { out = x; }
 
-inline void round(float x, bf16& out) {
+inline void store_rounded(float x, bf16& out) {
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
     out = x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
@@ -26,8 +26,8 @@ inline void round(float x, bf16& out) {
 
 // Value after rounding to T.
 template <typename T>
-float kept(float x) {
-    T out;
-    round(x, out);
-    return number(out);
+float round_to(float x) {
+    T rounded;
+    store_rounded(x, rounded);
+    return to_float(rounded);
 }

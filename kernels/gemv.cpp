@@ -51,7 +51,8 @@ void multiply_rows(const bf16* x, const bf16* weight, const bf16* bias, bf16* y,
             float products[MAX_DOT_ROWS];
             DOTS[count - 1](x + first * width, weight + r * stride, products, width);
             for (int64_t m = 0; m < count; m++)
-                round(bias == nullptr ? products[m] : products[m] + number(bias[r]), y[(first + m) * rows + r]);
+                store_rounded(bias == nullptr ? products[m] : products[m] + to_float(bias[r]),
+                              y[(first + m) * rows + r]);
         }
 }
 
@@ -87,7 +88,7 @@ void write_tile(const float* sums, const bf16* bias, bf16* y, int64_t tokens, in
     for (int64_t m = 0; m < tokens; m++)
         for (int64_t r = 0; r < TILE_ROWS; r++) {
             const float sum = sums[r * MAX_TILE_TOKENS + m];
-            round(bias == nullptr ? sum : sum + number(bias[r]), y[m * rows + r]);
+            store_rounded(bias == nullptr ? sum : sum + to_float(bias[r]), y[m * rows + r]);
         }
 }
 

@@ -46,7 +46,7 @@ inline float sigmoid(float x) { return 1 / (1 + power(-x)); }
 struct Silu {
     template <typename T>
     static float value(float gate, float up) {
-        return kept<T>(gate / (1 + power(-gate))) * up;
+        return round_to<T>(gate / (1 + power(-gate))) * up;
     }
 
     static void gradients(float gate, float up, float& to_gate, float& to_up) {
@@ -62,7 +62,7 @@ struct GeluTanh {
 
     template <typename T>
     static float value(float gate, float up) {
-        return kept<T>(gate / (1 + power(-RATE * (gate + CUBE * gate * gate * gate)))) * up;
+        return round_to<T>(gate / (1 + power(-RATE * (gate + CUBE * gate * gate * gate)))) * up;
     }
 
     static void gradients(float gate, float up, float& to_gate, float& to_up) {
@@ -81,7 +81,7 @@ struct Clamped {
         gate = gate > END ? END : gate;
         up = up > END ? END : up;
         up = up < -END ? -END : up;
-        return kept<T>(up + 1) * kept<T>(gate * kept<T>(sigmoid(kept<T>(gate * RATE))));
+        return round_to<T>(up + 1) * round_to<T>(gate * round_to<T>(sigmoid(round_to<T>(gate * RATE))));
     }
 
     static void gradients(float gate, float up, float& to_gate, float& to_up) {
@@ -116,7 +116,7 @@ void forward(const T* gate, const T* up, T* y, const Sizes& s) {
     parts(s, [=](int64_t row, int64_t start, int64_t size) {
         const T *g = gate + row * s.gate_stride + start, *u = up + row * s.up_stride + start;
         T* to = y + row * s.dim + start;
-        for (int64_t i = 0; i < size; i++) round(A::template value<T>(number(g[i]), number(u[i])), to[i]);
+        for (int64_t i = 0; i < size; i++) store_rounded(A::template value<T>(to_float(g[i]), to_float(u[i])), to[i]);
     });
 }
 
@@ -128,10 +128,10 @@ void backward(const T* grad, const T* gate, const T* up, T* to_gate, T* to_up, c
         T *a = to_gate + row * s.dim + start, *b = to_up + row * s.dim + start;
         for (int64_t i = 0; i < size; i++) {
             float of_gate, of_up;
-            A::gradients(number(g[i]), number(u[i]), of_gate, of_up);
-            const float unit = number(by[i]);
-            round(unit * of_gate, a[i]);
-            round(unit * of_up, b[i]);
+            A::gradients(to_float(g[i]), to_float(u[i]), of_gate, of_up);
+            const float unit = to_float(by[i]);
+            store_rounded(unit * of_gate, a[i]);
+            store_rounded(unit * of_up, b[i]);
         }
     });
 }

@@ -44,7 +44,7 @@ struct Scales {
 template <typename T>
 void block(const uint8_t* packed, float scale, const float* table, T* out) {
     T scaled[16];
-    for (int i = 0; i < 16; i++) round(table[i] * scale, scaled[i]);
+    for (int i = 0; i < 16; i++) store_rounded(table[i] * scale, scaled[i]);
     for (int i = 0; i < BYTES; i++) {
         out[2 * i] = scaled[packed[i] >> 4];
         out[2 * i + 1] = scaled[packed[i] & 15];
@@ -165,9 +165,9 @@ void few(const T* x, const uint8_t* packed, Scales scales, const float* table, c
                                 table, sums, count, blocks * BLOCK);
         }
         for (int64_t m = 0; m < tokens; m++) {
-            float whole = bias == nullptr ? 0 : number(bias[r]);
+            float whole = bias == nullptr ? 0 : to_float(bias[r]);
             for (int i = 0; i < 16; i++) whole += sums[m * 16 + i];
-            round(whole, y[m * rows + r]);
+            store_rounded(whole, y[m * rows + r]);
         }
     }
 }

@@ -31,7 +31,7 @@ float sum(int64_t dim, F term) {
 
 template <typename T, typename W>
 float factor(const W* weight, int64_t i, const Sizes& s) {
-    return s.late ? number(weight[i]) + s.offset : kept<T>(number(weight[i]));
+    return s.late ? to_float(weight[i]) + s.offset : round_to<T>(to_float(weight[i]));
 }
 
 template <typename T, typename W>
@@ -40,15 +40,15 @@ void forward(const T* x, const W* weight, T* y, float* rstd, const Sizes& s) {
     for (int64_t r = 0; r < s.rows; r++) {
         const T* from = x + r * s.x_stride;
         T* to = y + r * s.dim;
-        const float squares = sum(s.dim, [=](int64_t i) { return number(from[i]) * number(from[i]); });
+        const float squares = sum(s.dim, [=](int64_t i) { return to_float(from[i]) * to_float(from[i]); });
         const float by = rstd[r] = 1 / std::sqrt(squares / s.dim + s.eps);
         if (!weight)
-            for (int64_t i = 0; i < s.dim; i++) round(number(from[i]) * by, to[i]);
+            for (int64_t i = 0; i < s.dim; i++) store_rounded(to_float(from[i]) * by, to[i]);
         else if (s.late)
-            for (int64_t i = 0; i < s.dim; i++) round(number(from[i]) * by * (number(weight[i]) + s.offset), to[i]);
+            for (int64_t i = 0; i < s.dim; i++) store_rounded(to_float(from[i]) * by * (to_float(weight[i]) + s.offset), to[i]);
         else
             for (int64_t i = 0; i < s.dim; i++)
-                round(kept<T>(number(from[i]) * by) * kept<T>(number(weight[i])), to[i]);
+                store_rounded(round_to<T>(to_float(from[i]) * by) * round_to<T>(to_float(weight[i])), to[i]);
     }
 }
 
@@ -67,13 +67,13 @@ void backward(const T* grad, const T* x, const W* weight, const float* rstd, T* 
             const T *from = x + r * s.x_stride, *g = grad + r * s.grad_stride;
             const float by = rstd[r];
             if (sums)
-                for (int64_t i = 0; i < s.dim; i++) sums[i] += number(g[i]) * (number(from[i]) * by);
+                for (int64_t i = 0; i < s.dim; i++) sums[i] += to_float(g[i]) * (to_float(from[i]) * by);
             if (!to_x) continue;
             T* to = to_x + r * s.dim;
-            auto scaled = [=](int64_t i) { return weight ? number(g[i]) * factor<T>(weight, i, s) : number(g[i]); };
-            const float dot = sum(s.dim, [=](int64_t i) { return scaled(i) * number(from[i]); });
+            auto scaled = [=](int64_t i) { return weight ? to_float(g[i]) * factor<T>(weight, i, s) : to_float(g[i]); };
+            const float dot = sum(s.dim, [=](int64_t i) { return scaled(i) * to_float(from[i]); });
             const float along = dot * by * by / s.dim;
-            for (int64_t i = 0; i < s.dim; i++) round((scaled(i) - number(from[i]) * along) * by, to[i]);
+            for (int64_t i = 0; i < s.dim; i++) store_rounded((scaled(i) - to_float(from[i]) * along) * by, to[i]);
         }
     }
 }

@@ -20,10 +20,10 @@ void rotate_pairs(const T* __restrict x, T* __restrict y, const float* cos, cons
                   int64_t begin) {
     for (int64_t j = 0; j < N; j++) {
         const int64_t i = begin + j;
-        const float a = number(x[PAIRED_IN ? 2 * i : i]), b = number(x[PAIRED_IN ? 2 * i + 1 : i + half]);
+        const float a = to_float(x[PAIRED_IN ? 2 * i : i]), b = to_float(x[PAIRED_IN ? 2 * i + 1 : i + half]);
         const float s = sin[i] * sign;
-        round(a * cos[i] - b * s, y[PAIRED_OUT ? 2 * i : i]);
-        round(b * cos[i] + a * s, y[PAIRED_OUT ? 2 * i + 1 : i + half]);
+        store_rounded(a * cos[i] - b * s, y[PAIRED_OUT ? 2 * i : i]);
+        store_rounded(b * cos[i] + a * s, y[PAIRED_OUT ? 2 * i + 1 : i + half]);
     }
 }
 
