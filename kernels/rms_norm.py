@@ -46,14 +46,14 @@ class NormSizes(ctypes.Structure):
     """Sizes and options of a call; mirrors the struct in norm.cpp."""
 
     _fields_ = (
-        ("rows", ctypes.c_int64),
+        ("num_rows", ctypes.c_int64),
         ("dim", ctypes.c_int64),
         ("x_stride", ctypes.c_int64),
         ("grad_stride", ctypes.c_int64),
         ("eps", ctypes.c_float),
         ("offset", ctypes.c_float),
-        ("late", ctypes.c_bool),
-        ("threads", ctypes.c_int),
+        ("is_scaled_in_fp32", ctypes.c_bool),
+        ("num_threads", ctypes.c_int),
     )
 
 
