@@ -60,12 +60,12 @@ class RopeSizes(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_int64)
-            for name in ("tokens", "heads", "dim", "half", "start", "token_stride", "head_stride")
+            for name in ("num_tokens", "num_heads", "head_dim", "num_pairs", "start", "token_stride", "head_stride")
         ),
         ("sign", ctypes.c_float),
-        ("paired_in", ctypes.c_bool),
-        ("paired_out", ctypes.c_bool),
-        ("threads", ctypes.c_int),
+        ("is_input_interleaved", ctypes.c_bool),
+        ("is_output_interleaved", ctypes.c_bool),
+        ("num_threads", ctypes.c_int),
     )
 
 
@@ -88,13 +88,15 @@ def rotate_forward(  # noqa: PLR0913 (an operator takes no named tuples)
     for x, y in zip((q, k), outputs, strict=True):
         heads = x.reshape(-1, *x.shape[2:]) if x.numel() else x.new_empty(0, *x.shape[2:])
         heads = heads if heads.stride(2) == 1 else heads.contiguous()
-        half = tables[0].shape[1]
-        start = x.shape[-1] - 2 * half if last else 0
+        num_pairs = tables[0].shape[1]
+        start = x.shape[-1] - 2 * num_pairs if last else 0
         if x.device.type == "cuda":
             triton_kernels("rope").rotate(heads, y, *tables, start, -1.0 if back else 1.0, paired_in, paired_out)
             continue
-        sizes = RopeSizes(*heads.shape, half, start, *heads.stride()[:2], -1.0 if back else 1.0, paired_in, paired_out)
-        sizes.threads = torch.get_num_threads()
+        sizes = RopeSizes(
+            *heads.shape, num_pairs, start, *heads.stride()[:2], -1.0 if back else 1.0, paired_in, paired_out
+        )
+        sizes.num_threads = torch.get_num_threads()
         pointers = (t.data_ptr() for t in (heads, y, *tables))
         getattr(compiled(), f"rotate_{DTYPES[x.dtype]}")(*pointers, sizes)
     return outputs
