@@ -59,12 +59,12 @@ class GluSizes(ctypes.Structure):
     """Sizes of a call; mirrors the struct in glu.cpp."""
 
     _fields_ = (
-        ("rows", ctypes.c_int64),
+        ("num_rows", ctypes.c_int64),
         ("dim", ctypes.c_int64),
         ("gate_stride", ctypes.c_int64),
         ("up_stride", ctypes.c_int64),
         ("grad_stride", ctypes.c_int64),
-        ("threads", ctypes.c_int),
+        ("num_threads", ctypes.c_int),
     )
 
 
