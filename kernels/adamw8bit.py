@@ -63,10 +63,10 @@ class AdamWHyperparams:
     @property
     def factors(self) -> tuple[float, ...]:
         """Eight factors of the update, as the kernels take them. They include the bias corrections of both moments."""
-        first, second = self.betas
-        size = self.lr / (1 - first**self.step)
-        root = 1 / math.sqrt(1 - second**self.step)
-        return first, 1 - first, second, 1 - second, 1 - self.lr * self.weight_decay, size, root, self.eps
+        beta1, beta2 = self.betas
+        decay, step_size = 1 - self.lr * self.weight_decay, self.lr / (1 - beta1**self.step)
+        inverse_sqrt_bias_correction2 = 1 / math.sqrt(1 - beta2**self.step)
+        return beta1, 1 - beta1, beta2, 1 - beta2, decay, step_size, inverse_sqrt_bias_correction2, self.eps
 
 
 def adamw8bit_step(weight: Tensor, grad: Tensor, moments: Moments, hyperparams: AdamWHyperparams) -> None:
@@ -135,11 +135,12 @@ def iter_parts(count: int, row_length: int) -> Iterator[tuple[slice, slice]]:
 
 def apply_step(w: Tensor, g: Tensor, first: Tensor, second: Tensor, scales: Tensor, factors: tuple[float, ...]) -> Any:
     """Updated weights, first moment and square root of the second moment, all (blocks, 256) in fp32."""
-    keep, new, keep_square, new_square, shrink, size, correct, eps = factors
-    m = decode_first(first) * scales[0, :, None] * keep + g * new
+    beta1, one_minus_beta1, beta2, one_minus_beta2, decay, step_size, inverse_sqrt_bias_correction2, eps = factors
+    m = decode_first(first) * scales[0, :, None] * beta1 + g * one_minus_beta1
     second_root = decode_second(second) * scales[1, :, None]
-    second_root = (second_root * second_root * keep_square + g * g * new_square).sqrt()
-    return w * shrink - m / (second_root * correct + eps) * size, m, second_root
+    second_root = (second_root * second_root * beta2 + g * g * one_minus_beta2).sqrt()
+    denom = second_root * inverse_sqrt_bias_correction2 + eps
+    return w * decay - m / denom * step_size, m, second_root
 
 
 def to_blocks(x: Tensor) -> Tensor:
