@@ -66,7 +66,7 @@ def quantize_chunk(flat: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     scales = torch.empty(flat.numel() // BLOCK)
     bounds, codes = bounds_and_codes(kind, flat.device)
     tensors = flat, bounds, codes, packed, scales
-    lib.encode(*(t.data_ptr() for t in tensors), len(scales), torch.get_num_threads())
+    lib.quantize(*(t.data_ptr() for t in tensors), len(scales), torch.get_num_threads())
     return packed, scales
 
 
@@ -197,7 +197,7 @@ def decode(weight: NF4Weight, out: Tensor) -> Tensor:
     check_tensor("nf4", "out", out, (rows, columns), out.dtype, weight.packed.device)
     check_contiguous("nf4", "out", out)
     sizes = rows, columns // BLOCK, weight.packed.stride(0), torch.get_num_threads()
-    getattr(lib, f"decode_{DTYPES[out.dtype]}")(*weight.native_args(), *tables, *sizes)
+    getattr(lib, f"dequantize_{DTYPES[out.dtype]}")(*weight.native_args(), *tables, *sizes)
     return out
 
 
@@ -219,11 +219,11 @@ def compiled() -> ctypes.CDLL | None:
     if lib is not None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         weight = [*[pointer] * 4, *[size] * 3]
-        lib.encode.argtypes = [*[pointer] * 5, size, ctypes.c_int]
+        lib.quantize.argtypes = [*[pointer] * 5, size, ctypes.c_int]
         for name in DTYPES.values():
-            getattr(lib, f"decode_{name}").argtypes = [*weight, *[pointer] * 2, *[size] * 3, ctypes.c_int]
-            getattr(lib, f"few_{name}").argtypes = [pointer, *weight, *[pointer] * 3, *[size] * 4, ctypes.c_int]
-            getattr(lib, f"few_{name}_able").restype = ctypes.c_bool
+            getattr(lib, f"dequantize_{name}").argtypes = [*weight, *[pointer] * 2, *[size] * 3, ctypes.c_int]
+            getattr(lib, f"matmul_{name}").argtypes = [pointer, *weight, *[pointer] * 3, *[size] * 4, ctypes.c_int]
+            getattr(lib, f"is_matmul_supported_{name}").restype = ctypes.c_bool
     return lib
 
 
@@ -246,7 +246,7 @@ SCRATCH = ScratchBuffer()
 def max_fused_rows(x: Tensor) -> int:
     """Maximum number of rows of the fused matmul for this dtype; 0 if the CPU does not support it."""
     lib = native_library(x) if x.dtype in DTYPES else None
-    return MAX_FUSED_ROWS if lib is not None and getattr(lib, f"few_{DTYPES[x.dtype]}_able")() else 0
+    return MAX_FUSED_ROWS if lib is not None and getattr(lib, f"is_matmul_supported_{DTYPES[x.dtype]}")() else 0
 
 
 def matmul_tiled(x: Tensor, weight: NF4Weight, y: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -274,7 +274,7 @@ def matmul_fused(x: Tensor, weight: NF4Weight, y: Tensor, bias: Tensor | None) -
     if bias is not None:
         check_tensor("nf4", "bias", bias, (rows,), x.dtype, x.device)
         check_contiguous("nf4", "bias", bias)
-    kernel = getattr(compiled(), f"few_{DTYPES[x.dtype]}")
+    kernel = getattr(compiled(), f"matmul_{DTYPES[x.dtype]}")
     bias_pointer = None if bias is None else bias.data_ptr()
     args = *weight.native_args(), code_values(weight.kind, x.device).data_ptr(), bias_pointer
     sizes = rows, columns // BLOCK, weight.packed.stride(0), torch.get_num_threads()
