@@ -7,7 +7,7 @@
 
 namespace {
 
-struct Terms : Cap {
+struct Terms : LogitTransform {
     float smoothing, z_loss;
 };
 
@@ -19,17 +19,17 @@ struct Sums {
 template <typename T, bool CAP, bool SPREAD = false>
 INLINE Sums sums(const T* logits, int64_t vocab, float most, const Terms& terms) {
     Sums total;
-    Floats slope;
+    FloatVector slope;
     int64_t i = 0;
     while (i + LANES <= vocab) {
-        const int64_t stop = vocab - i < BLOCK ? vocab / LANES * LANES : i + BLOCK;
-        Floats exps = {}, plain = {}, spread = {};
+        const int64_t stop = vocab - i < FP32_SUM_SIZE ? vocab / LANES * LANES : i + FP32_SUM_SIZE;
+        FloatVector exps = {}, plain = {}, spread = {};
         for (; i < stop; i += LANES) {
-            const Floats x = capped<CAP>(load(logits + i) * terms.scale, terms, &slope) - most;
-            const Floats e = exp(x);
+            const FloatVector x = apply_softcap<CAP>(load_vector(logits + i) * terms.scale, terms, &slope) - most;
+            const FloatVector e = exp(x);
             exps += e;
             plain += x;
-            if (SPREAD) spread += e * (x <= LEAST ? Floats{} : x);  // 0 * -inf is NaN
+            if (SPREAD) spread += e * (x <= MIN_EXP_INPUT ? FloatVector{} : x);  // 0 * -inf is NaN
         }
         for (int k = 0; k < LANES; k++) {
             total.exps += exps[k];
@@ -38,11 +38,11 @@ INLINE Sums sums(const T* logits, int64_t vocab, float most, const Terms& terms)
         }
     }
     for (; i < vocab; i++) {
-        const Floats x = capped<CAP>(same(one(logits + i) * terms.scale), terms, &slope) - most;
+        const FloatVector x = apply_softcap<CAP>(broadcast(load_scalar(logits + i) * terms.scale), terms, &slope) - most;
         const float e = exp(x)[0];
         total.exps += e;
         total.logits += x[0];
-        if (SPREAD) total.spread += x[0] <= LEAST ? 0.0f : e * x[0];
+        if (SPREAD) total.spread += x[0] <= MIN_EXP_INPUT ? 0.0f : e * x[0];
     }
     return total;
 }
@@ -53,9 +53,9 @@ struct Slopes {
 };
 
 template <bool CAP>
-INLINE Floats slopes(Floats x, const Slopes& by, const Terms& terms) {
-    Floats slope;
-    x = capped<CAP>(x * terms.scale, terms, &slope);
+INLINE FloatVector slopes(FloatVector x, const Slopes& by, const Terms& terms) {
+    FloatVector slope;
+    x = apply_softcap<CAP>(x * terms.scale, terms, &slope);
     return (exp(x - by.most) * by.share - by.spread) * slope;
 }
 
@@ -63,19 +63,19 @@ template <typename T, bool CAP>
 INLINE void gradient(T* logits, int64_t target, int64_t vocab, const Slopes& by, const Terms& terms) {
     Slopes there = by;
     there.spread += by.right;
-    const float right = slopes<CAP>(same(one(logits + target)), there, terms)[0];
+    const float right = slopes<CAP>(broadcast(load_scalar(logits + target)), there, terms)[0];
     int64_t i = 0;
-    for (; i + LANES <= vocab; i += LANES) store(slopes<CAP>(load(logits + i), by, terms), logits + i);
-    for (; i < vocab; i++) put(slopes<CAP>(same(one(logits + i)), by, terms)[0], logits + i);
-    put(right, logits + target);
+    for (; i + LANES <= vocab; i += LANES) store_vector(slopes<CAP>(load_vector(logits + i), by, terms), logits + i);
+    for (; i < vocab; i++) store_scalar(slopes<CAP>(broadcast(load_scalar(logits + i)), by, terms)[0], logits + i);
+    store_scalar(right, logits + target);
 }
 
 template <typename T, bool CAP>
 float row(T* logits, int64_t target, int64_t vocab, float weight, const Terms& terms, bool wanted) {
-    Floats slope;
-    const float most = capped<CAP>(same(largest(logits, vocab, terms.scale)), terms, &slope)[0];
+    FloatVector slope;
+    const float most = apply_softcap<CAP>(broadcast(compute_max_scaled_logit(logits, vocab, terms.scale)), terms, &slope)[0];
     const Sums all = sums<T, CAP>(logits, vocab, most, terms);
-    const double right = capped<CAP>(same(one(logits + target) * terms.scale), terms, &slope)[0] - most;
+    const double right = apply_softcap<CAP>(broadcast(load_scalar(logits + target) * terms.scale), terms, &slope)[0] - most;
     const double normal = std::log(all.exps), whole = most + normal;
     const double kept = 1.0 - terms.smoothing, spread = terms.smoothing / double(vocab);
     const double share = (1.0 + 2.0 * terms.z_loss * whole) / all.exps;
@@ -87,8 +87,8 @@ float row(T* logits, int64_t target, int64_t vocab, float weight, const Terms& t
 
 template <typename T, bool CAP>
 float entropy(const T* logits, int64_t vocab, const Terms& terms) {
-    Floats slope;
-    const float most = capped<CAP>(same(largest(logits, vocab, terms.scale)), terms, &slope)[0];
+    FloatVector slope;
+    const float most = apply_softcap<CAP>(broadcast(compute_max_scaled_logit(logits, vocab, terms.scale)), terms, &slope)[0];
     const Sums all = sums<T, CAP, true>(logits, vocab, most, terms);
     return std::log(all.exps) - all.spread / all.exps;
 }

@@ -13,20 +13,20 @@ constexpr float FLOOR = -1e4f;  // lower bound of log-probabilities, which avoid
 constexpr float TINY = 1e-37f;
 
 struct Terms {
-    Cap student, teacher;
+    LogitTransform student, teacher;
     float temperature, forward, forward_skew, reverse, reverse_skew, weight;
 };
 
 // Natural logarithm of values >= TINY, with an error of 1e-7.
-INLINE Floats log(Floats x) {
-    const Words bits = (Words)x;
-    Floats e = __builtin_convertvector((bits >> 23) & 0xff, Floats) - 126.0f;
-    Floats m = (Floats)((bits & 0x7fffff) | 0x3f000000);
+INLINE FloatVector log(FloatVector x) {
+    const Uint32Vector bits = (Uint32Vector)x;
+    FloatVector e = __builtin_convertvector((bits >> 23) & 0xff, FloatVector) - 126.0f;
+    FloatVector m = (FloatVector)((bits & 0x7fffff) | 0x3f000000);
     const auto low = m < 0.707106781f;
     e = low ? e - 1.0f : e;
     m = (low ? m + m : m) - 1.0f;
-    const Floats z = m * m;
-    Floats y = m * 7.0376836292e-2f - 1.1514610310e-1f;
+    const FloatVector z = m * m;
+    FloatVector y = m * 7.0376836292e-2f - 1.1514610310e-1f;
     y = y * m + 1.1676998740e-1f;
     y = y * m - 1.2420140846e-1f;
     y = y * m + 1.4249322787e-1f;
@@ -35,55 +35,55 @@ INLINE Floats log(Floats x) {
     y = y * m - 2.4999993993e-1f;
     y = y * m + 3.3333331174e-1f;
     y = y * m * z + e * LN2_LOW - z * 0.5f;
-    const Floats found = m + y + e * LN2_HIGH;
+    const FloatVector found = m + y + e * LN2_HIGH;
     return x == x ? found : x;
 }
 
 // Sixteen logits; -inf beyond the last one.
 template <typename T>
-INLINE Floats some(const T* from, int64_t left) {
-    if (left >= LANES) return load(from);
+INLINE FloatVector some(const T* from, int64_t left) {
+    if (left >= LANES) return load_vector(from);
     T many[LANES];
-    store(same(-INFINITY), many);
+    store_vector(broadcast(-INFINITY), many);
     std::memcpy(many, from, left * sizeof(T));
-    return load(many);
+    return load_vector(many);
 }
 
 template <typename T>
-INLINE void put(Floats x, T* to, int64_t left) {
-    if (left >= LANES) return store(x, to);
+INLINE void put(FloatVector x, T* to, int64_t left) {
+    if (left >= LANES) return store_vector(x, to);
     T many[LANES];
-    store(x, many);
+    store_vector(x, many);
     std::memcpy(to, many, left * sizeof(T));
 }
 
 // Student or teacher: scaled and softcapped logits over the temperature, minus their maximum.
 struct Side {
-    Cap cap;
+    LogitTransform cap;
     float slope, top, most;  // maximum logit: raw, scaled, and after softcap and temperature
 
     template <typename T>
-    Side(const T* logits, int64_t count, const Cap& by, float temperature) : cap(by), slope(1.0f / temperature) {
-        Floats unused;
-        top = largest(logits, count, by.scale);
-        most = finished(same(top), &unused)[0];
+    Side(const T* logits, int64_t count, const LogitTransform& by, float temperature) : cap(by), slope(1.0f / temperature) {
+        FloatVector unused;
+        top = compute_max_scaled_logit(logits, count, by.scale);
+        most = finished(broadcast(top), &unused)[0];
     }
 
-    INLINE Floats finished(Floats x, Floats* by) const {
-        x = cap.softcap > 0 ? capped<true>(x, cap, by) : capped<false>(x, cap, by);
+    INLINE FloatVector finished(FloatVector x, FloatVector* by) const {
+        x = cap.softcap > 0 ? apply_softcap<true>(x, cap, by) : apply_softcap<false>(x, cap, by);
         *by *= slope;
         return x * slope;
     }
 
     template <typename T>
-    INLINE Floats scaled(const T* from, int64_t left) const {
+    INLINE FloatVector scaled(const T* from, int64_t left) const {
         return some(from, left) * cap.scale;
     }
 
     template <typename T>
-    INLINE Floats at(const T* from, int64_t left, Floats* by) const {
-        Floats x = finished(scaled(from, left), by) - most;
-        x = x < FLOOR ? same(FLOOR) : x;
+    INLINE FloatVector at(const T* from, int64_t left, FloatVector* by) const {
+        FloatVector x = finished(scaled(from, left), by) - most;
+        x = x < FLOOR ? broadcast(FLOOR) : x;
         for (int64_t k = left; k < LANES; k++) x[k] = FLOOR;
         return x;
     }
@@ -97,7 +97,7 @@ struct Sums {
     bool agree = false;
 };
 
-INLINE double total(Floats x) {
+INLINE double total(FloatVector x) {
     double sum = 0;
     for (int k = 0; k < LANES; k++) sum += x[k];
     return sum;
@@ -106,21 +106,21 @@ INLINE double total(Floats x) {
 template <typename T, typename U>
 INLINE Sums sums(const T* student, const U* teacher, int64_t count, const Side& a, const Side& b) {
     Sums all;
-    Floats unused;
+    FloatVector unused;
     for (int64_t i = 0; i < count;) {
-        const int64_t stop = count - i < BLOCK ? count : i + BLOCK;
-        Floats p = {}, q = {}, own = {}, other = {}, ahead = {}, behind = {};
-        Words both = {};
+        const int64_t stop = count - i < FP32_SUM_SIZE ? count : i + FP32_SUM_SIZE;
+        FloatVector p = {}, q = {}, own = {}, other = {}, ahead = {}, behind = {};
+        Uint32Vector both = {};
         for (; i < stop; i += LANES) {
-            const Floats x = a.at(student + i, stop - i, &unused), y = b.at(teacher + i, stop - i, &unused);
-            const Floats ex = exp(x), ey = exp(y);
+            const FloatVector x = a.at(student + i, stop - i, &unused), y = b.at(teacher + i, stop - i, &unused);
+            const FloatVector ex = exp(x), ey = exp(y);
             p += ex;
             q += ey;
             own += ex * x;
             other += ey * y;
             ahead += ey * (y - x);
             behind += ex * (y - x);
-            both |= (Words)(a.scaled(student + i, stop - i) == a.top) & (Words)(b.scaled(teacher + i, stop - i) == b.top);
+            both |= (Uint32Vector)(a.scaled(student + i, stop - i) == a.top) & (Uint32Vector)(b.scaled(teacher + i, stop - i) == b.top);
         }
         i = stop;
         all.p += total(p);
@@ -136,12 +136,12 @@ INLINE Sums sums(const T* student, const U* teacher, int64_t count, const Side& 
 
 // Summand of an id in the divergence, and its derivative with respect to p, times p.
 struct Piece {
-    Floats far, pull;
+    FloatVector far, pull;
 };
 
 template <bool MIXED>
-INLINE Piece piece(Floats x, Floats y, float own, float other, const Terms& terms) {
-    const Floats p = exp(x - own), q = exp(y - other);
+INLINE Piece piece(FloatVector x, FloatVector y, float own, float other, const Terms& terms) {
+    const FloatVector p = exp(x - own), q = exp(y - other);
     Piece found = {};
     if (!MIXED) {
         found.pull = p * (x - own - y + other) * terms.reverse - q * terms.forward;
@@ -149,15 +149,15 @@ INLINE Piece piece(Floats x, Floats y, float own, float other, const Terms& term
     }
     const float s = terms.forward_skew, t = terms.reverse_skew;
     if (terms.forward > 0) {
-        Floats m = q * s + p * (1 - s);
-        m = m < TINY ? same(TINY) : m;
+        FloatVector m = q * s + p * (1 - s);
+        m = m < TINY ? broadcast(TINY) : m;
         found.far += q * (y - other - (s > 0 ? log(m) : x - own)) * terms.forward;
-        found.pull -= q * (s > 0 ? p / m : same(1.0f)) * ((1 - s) * terms.forward);
+        found.pull -= q * (s > 0 ? p / m : broadcast(1.0f)) * ((1 - s) * terms.forward);
     }
     if (terms.reverse > 0) {
-        Floats n = p * t + q * (1 - t);
-        n = n < TINY ? same(TINY) : n;
-        const Floats far = p * (x - own - (t > 0 ? log(n) : y - other));
+        FloatVector n = p * t + q * (1 - t);
+        n = n < TINY ? broadcast(TINY) : n;
+        const FloatVector far = p * (x - own - (t > 0 ? log(n) : y - other));
         found.far += far * terms.reverse;
         found.pull += (far - p * (p / n) * t) * terms.reverse;
     }
@@ -172,14 +172,14 @@ void row(T* student, const U* teacher, int64_t count, int64_t vocab, const Terms
     const double forward = all.ahead / all.q - other + own, reverse = other - own - all.behind / all.p;
     all.far = terms.forward * forward + terms.reverse * reverse;
     all.pull = terms.reverse * reverse - terms.forward;
-    Floats slope, unused;
+    FloatVector slope, unused;
     if (MIXED) {
         all.far = all.pull = 0;
         for (int64_t i = 0; i < count;) {
-            const int64_t stop = count - i < BLOCK ? count : i + BLOCK;
+            const int64_t stop = count - i < FP32_SUM_SIZE ? count : i + FP32_SUM_SIZE;
             Piece sum = {};
             for (; i < stop; i += LANES) {
-                const Floats x = a.at(student + i, stop - i, &unused), y = b.at(teacher + i, stop - i, &unused);
+                const FloatVector x = a.at(student + i, stop - i, &unused), y = b.at(teacher + i, stop - i, &unused);
                 const Piece one = piece<MIXED>(x, y, own, other, terms);
                 sum.far += one.far;
                 sum.pull += one.pull;
@@ -194,7 +194,7 @@ void row(T* student, const U* teacher, int64_t count, int64_t vocab, const Terms
     if (!wanted) return;
     const float pull = all.pull;
     for (int64_t i = 0; i < count; i += LANES) {
-        const Floats x = a.at(student + i, count - i, &slope), y = b.at(teacher + i, count - i, &unused);
+        const FloatVector x = a.at(student + i, count - i, &slope), y = b.at(teacher + i, count - i, &unused);
         const Piece one = piece<MIXED>(x, y, own, other, terms);
         put((one.pull - exp(x - float(own)) * pull) * slope * terms.weight, student + i, count - i);
     }
@@ -224,17 +224,17 @@ struct Few {
     std::vector<double> logs;    // log-probabilities of the ids; the last one is that of all other ids
     double entropy, others = 0;  // entropy over all ids; sum of exp(x - max) over the other ids
 
-    Few(T* row, int64_t count, const int32_t* ids, int64_t some, const Cap& cap, float temperature)
+    Few(T* row, int64_t count, const int32_t* ids, int64_t some, const LogitTransform& cap, float temperature)
         : count(count), some(some), ids(ids), all(row, count, cap, temperature), rest(all), away(some), logs(some + 1) {
-        Floats unused;
+        FloatVector unused;
         double p = 0, own = 0;
         for (int64_t j = 0; j < some; j++) {
             away[j] = row[ids[j]];
-            logs[j] = all.finished(same(one(&away[j]) * cap.scale), &unused)[0] - all.most;
+            logs[j] = all.finished(broadcast(load_scalar(&away[j]) * cap.scale), &unused)[0] - all.most;
             const double x = floored(logs[j]);
             p += std::exp(x);
             own += x * std::exp(x);
-            ::put(-INFINITY, row + ids[j]);
+            store_scalar(-INFINITY, row + ids[j]);
         }
         rest = Side(row, count, cap, temperature);
         logs[some] = -INFINITY;
@@ -251,12 +251,12 @@ struct Few {
     // Sums of exp(x - max) and of (x - max) exp(x - max) over the other ids.
     double sum(const T* row) {
         double own = 0;
-        Floats unused;
+        FloatVector unused;
         for (int64_t i = 0; i < count;) {
-            const int64_t stop = count - i < BLOCK ? count : i + BLOCK;
-            Floats p = {}, times = {};
+            const int64_t stop = count - i < FP32_SUM_SIZE ? count : i + FP32_SUM_SIZE;
+            FloatVector p = {}, times = {};
             for (; i < stop; i += LANES) {
-                const Floats x = rest.at(row + i, stop - i, &unused), e = exp(x);
+                const FloatVector x = rest.at(row + i, stop - i, &unused), e = exp(x);
                 p += e;
                 times += e * x;
             }
@@ -306,19 +306,19 @@ void top_row(T* student, const int32_t* ids, const float* logs, const int64_t* s
         sum = {sum.far + one.far, sum.pull + one.pull, sum.forward + one.forward, sum.own + one.own};
         pulls[j] = one.pull;
     }
-    const bool agree = one(&own.away[0]) * terms.student.scale == own.all.top;
+    const bool agree = load_scalar(&own.away[0]) * terms.student.scale == own.all.top;
     const double found[] = {sum.far, sum.forward, own.entropy, -sum.own, double(agree)};
     for (int k = 0; k < 5; k++) out[k] = found[k];
     if (!wanted) return own.back(student);
     const float slope = terms.weight * terms.student.scale / terms.temperature;
     for (int64_t j = 0; j <= some; j++) pulls[j] = slope * (pulls[j] - std::exp(floored(own.logs[j])) * sum.pull);
     const float each = own.others != 0 ? pulls[some] / own.others : 0;
-    Floats unused;
+    FloatVector unused;
     for (int64_t i = 0; i < count; i += LANES) {
-        const Floats x = own.rest.at(student + i, count - i, &unused);
-        put(each != 0 ? exp(x) * each : Floats{}, student + i, count - i);
+        const FloatVector x = own.rest.at(student + i, count - i, &unused);
+        put(each != 0 ? exp(x) * each : FloatVector{}, student + i, count - i);
     }
-    for (int64_t j = 0; j < some; j++) ::put(float(pulls[j]), student + ids[j]);
+    for (int64_t j = 0; j < some; j++) store_scalar(float(pulls[j]), student + ids[j]);
     std::memset(student + count, 0, (vocab - count) * sizeof(T));
 }
 
