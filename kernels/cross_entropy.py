@@ -60,7 +60,8 @@ def compute_token_losses(
     weights = None if weights is None else weights.float().contiguous()
     pointers = (None if t is None else t.data_ptr() for t in (logits, targets, weights, out))
     sizes = *logits.shape, logits.stride(0), gradient, torch.get_num_threads()
-    num_invalid = getattr(lib, f"losses_{DTYPES[logits.dtype]}")(*pointers, (ctypes.c_float * 4)(*terms), *sizes)
+    kernel = getattr(lib, f"compute_losses_{DTYPES[logits.dtype]}")
+    num_invalid = kernel(*pointers, (ctypes.c_float * 4)(*terms), *sizes)
     if num_invalid:
         raise IndexError(f"{num_invalid} targets are >= the vocabulary size {logits.shape[1]}")
     return out
@@ -128,7 +129,7 @@ def token_entropies(logits: Tensor, scale: float, softcap: float | None) -> Tens
         return token_entropies_reference(logits, terms)
     out = torch.empty(len(logits))
     sizes = *logits.shape, logits.stride(0), torch.get_num_threads()
-    kernel = getattr(lib, f"entropies_{DTYPES[logits.dtype]}")
+    kernel = getattr(lib, f"compute_entropies_{DTYPES[logits.dtype]}")
     kernel(logits.data_ptr(), out.data_ptr(), (ctypes.c_float * 4)(*terms), *sizes)
     return out
 
@@ -146,7 +147,7 @@ def compiled() -> ctypes.CDLL | None:
     if lib is not None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         for kind in DTYPES.values():
-            losses, entropies = getattr(lib, f"losses_{kind}"), getattr(lib, f"entropies_{kind}")
+            losses, entropies = getattr(lib, f"compute_losses_{kind}"), getattr(lib, f"compute_entropies_{kind}")
             losses.argtypes, losses.restype = [*[pointer] * 5, *[size] * 3, ctypes.c_int, ctypes.c_int], size
             entropies.argtypes, entropies.restype = [*[pointer] * 3, *[size] * 3, ctypes.c_int], None
     return lib
