@@ -208,32 +208,32 @@ def divergences_reference(student: Tensor, teacher: Tensor, terms: KLTerms, grad
         for z, maximum in ((x, maxima[0]), (y, maxima[1]))
     )
     p, q = lp.exp(), lq.exp()
-    divergence, pull = divergence_terms(lp, lq, terms.mixture)
-    summands = divergence, q * (lq - lp), -p * lp, -q * lq, agreement[:, None], pull
+    divergence, grad_log_probs = divergence_terms(lp, lq, terms.mixture)
+    summands = divergence, q * (lq - lp), -p * lp, -q * lq, agreement[:, None], grad_log_probs
     sums = sum_over_ranks(torch.stack([summand.sum(-1) for summand in summands], dim=1), terms.vocab_shard)
     if gradient:
         all_logits[:, terms.count :] = 0
-        student.copy_((pull - p * sums[:, 5:]) * logit_slope(x, terms))
+        student.copy_((grad_log_probs - p * sums[:, 5:]) * logit_slope(x, terms))
     sums[:, 4].clamp_(max=1)
     return sums[:, :5]
 
 
 def divergence_terms(lp: Tensor, lq: Tensor, mixture: KLMixture) -> tuple[Tensor, Tensor]:
-    """Summand of each id in the divergence, and its derivative with respect to p, times p."""
+    """Summand of each id in the divergence, and its derivative with respect to its log-probability."""
     p, q = lp.exp(), lq.exp()
-    divergence, pull = torch.zeros_like(p), torch.zeros_like(p)
+    divergence, grad_log_probs = torch.zeros_like(p), torch.zeros_like(p)
     if mixture.forward:
         s = mixture.forward_skew
         m = (s * q + (1 - s) * p).clamp(min=MIN_PROB)
         divergence += mixture.forward * q * (lq - (m.log() if s else lp))
-        pull -= mixture.forward * (1 - s) * q * (p / m if s else 1)
+        grad_log_probs -= mixture.forward * (1 - s) * q * (p / m if s else 1)
     if mixture.reverse:
         t = mixture.reverse_skew
         n = (t * p + (1 - t) * q).clamp(min=MIN_PROB)
         reverse_kl = p * (lp - (n.log() if t else lq))
         divergence += mixture.reverse * reverse_kl
-        pull += mixture.reverse * (reverse_kl - t * p * (p / n))
-    return divergence, pull
+        grad_log_probs += mixture.reverse * (reverse_kl - t * p * (p / n))
+    return divergence, grad_log_probs
 
 
 def logit_slope(x: Tensor, terms: KLTerms) -> Tensor | float:
@@ -256,11 +256,12 @@ def log_softmax(x: Tensor, maximum: Tensor, vocab_shard: VocabShard | None) -> T
 def compiled() -> ctypes.CDLL | None:
     lib = load_library(SOURCE)
     if lib is not None:
+        pointer, integer = ctypes.c_void_p, ctypes.c_int
         for student in DTYPES.values():
             for teacher in DTYPES.values():
-                getattr(lib, f"{student}_{teacher}").argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int, ctypes.c_int]
-            getattr(lib, f"top_{student}").argtypes = [*[ctypes.c_void_p] * 6, ctypes.c_int, ctypes.c_int]
-            getattr(lib, f"expected_{student}").argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int]
+                getattr(lib, f"compute_divergences_{student}_{teacher}").argtypes = [*[pointer] * 5, integer, integer]
+            getattr(lib, f"compute_top_k_divergences_{student}").argtypes = [*[pointer] * 6, integer, integer]
+            getattr(lib, f"compute_top_k_log_probs_{student}").argtypes = [*[pointer] * 5, integer]
     return lib
 
 
@@ -278,7 +279,7 @@ def divergences_cpu(student: Tensor, teacher: Tensor, terms: KLTerms, gradient: 
         return out
     values = (ctypes.c_float * 10)(*terms.values)
     sizes = (ctypes.c_int64 * 5)(len(student), terms.count, student.shape[1], student.stride(0), teacher.stride(0))
-    kernel = getattr(compiled(), f"{DTYPES[student.dtype]}_{DTYPES[teacher.dtype]}")
+    kernel = getattr(compiled(), f"compute_divergences_{DTYPES[student.dtype]}_{DTYPES[teacher.dtype]}")
     kernel(student.data_ptr(), teacher.data_ptr(), values, out.data_ptr(), sizes, gradient, torch.get_num_threads())
     return out
 
@@ -348,13 +349,13 @@ def top_k_divergences_reference(
     rest = rest_maximum + sum_over_ranks((x - rest_maximum).exp().sum(-1, keepdim=True), vocab_shard).log()
     lp = torch.cat([top_log_probs, rest], dim=1).clamp(min=MIN_LOG_PROB)
     lq = teacher_log_probs.float().clamp(min=MIN_LOG_PROB)
-    divergence, pull = divergence_terms(lp, lq, terms.mixture)
+    divergence, grad_log_probs = divergence_terms(lp, lq, terms.mixture)
     if gradient:
-        pull = pull - lp.exp() * pull.sum(-1, keepdim=True)
-        x = (x - rest.clamp(min=MIN_LOG_PROB)).exp_().mul_(pull[:, -1:])
+        grad_log_probs = grad_log_probs - lp.exp() * grad_log_probs.sum(-1, keepdim=True)
+        x = (x - rest.clamp(min=MIN_LOG_PROB)).exp_().mul_(grad_log_probs[:, -1:])
         if terms.count:
-            top_pull = pull[:, :-1].where(is_local, pull.gather(1, first_local))
-            x.scatter_(1, scatter_index, top_pull.where(has_local, x.gather(1, scatter_index)))
+            top_grads = grad_log_probs[:, :-1].where(is_local, grad_log_probs.gather(1, first_local))
+            x.scatter_(1, scatter_index, top_grads.where(has_local, x.gather(1, scatter_index)))
         all_logits[:, terms.count :] = 0
         logits.copy_(x * slope)
     agreement = top_log_probs[:, :1] == max_log_prob
@@ -381,7 +382,7 @@ def top_k_divergences_cpu(logits: Tensor, ids: Tensor, log_probs: Tensor, terms:
     check_shape("kl_divergence", "log_probs", log_probs, (len(logits), ids.shape[1] + 1))
     log_probs = log_probs.float().contiguous()
     sizes = (ctypes.c_int64 * 5)(len(logits), terms.count, logits.shape[1], logits.stride(0), ids.shape[1])
-    kernel = getattr(compiled(), f"top_{DTYPES[logits.dtype]}")
+    kernel = getattr(compiled(), f"compute_top_k_divergences_{DTYPES[logits.dtype]}")
     pointers = logits.data_ptr(), ids.data_ptr(), log_probs.data_ptr(), values, out.data_ptr()
     kernel(*pointers, sizes, gradient, torch.get_num_threads())
     return out
@@ -456,6 +457,6 @@ def top_k_log_probs_cpu(raw: Tensor, ids: Tensor, transform: tuple[float, float 
     terms = KLTerms(KLMixture(temperature=temperature), (1.0, None), transform, raw.shape[1], None)
     values, ids = (ctypes.c_float * 10)(*terms.values), to_int32_ids(raw, ids, terms.count)
     sizes = (ctypes.c_int64 * 5)(len(raw), terms.count, raw.shape[1], raw.stride(0), ids.shape[1])
-    kernel = getattr(compiled(), f"expected_{DTYPES[raw.dtype]}")
+    kernel = getattr(compiled(), f"compute_top_k_log_probs_{DTYPES[raw.dtype]}")
     kernel(raw.data_ptr(), ids.data_ptr(), out.data_ptr(), values, sizes, torch.get_num_threads())
     return out
