@@ -15,9 +15,12 @@ struct RopeSizes {
     int num_threads;
 };
 
-template <bool IS_INPUT_INTERLEAVED, bool IS_OUTPUT_INTERLEAVED, typename T>
-void rotate_pairs(const T* x, T* y, const float* cos, const float* sin, float sign, int64_t num_pairs) {
-    for (int64_t i = 0; i < num_pairs; i++) {
+// Rotates the pairs [begin, begin + N) of a head. A constant number fills vector registers also if heads are small.
+template <int64_t N, bool IS_INPUT_INTERLEAVED, bool IS_OUTPUT_INTERLEAVED, typename T>
+void rotate_pairs(const T* __restrict x, T* __restrict y, const float* cos, const float* sin, float sign,
+                  int64_t num_pairs, int64_t begin) {
+    for (int64_t j = 0; j < N; j++) {
+        const int64_t i = begin + j;
         const float a = to_float(x[IS_INPUT_INTERLEAVED ? 2 * i : i]);
         const float b = to_float(x[IS_INPUT_INTERLEAVED ? 2 * i + 1 : i + num_pairs]);
         const float signed_sin = sin[i] * sign;
@@ -26,12 +29,20 @@ void rotate_pairs(const T* x, T* y, const float* cos, const float* sin, float si
     }
 }
 
+template <bool IN, bool OUT, typename T>
+void rotate_head(const T* x, T* y, const float* cos, const float* sin, float sign, int64_t num_pairs) {
+    int64_t i = 0;
+    for (; i + 32 <= num_pairs; i += 32) rotate_pairs<32, IN, OUT>(x, y, cos, sin, sign, num_pairs, i);
+    for (; i + 16 <= num_pairs; i += 16) rotate_pairs<16, IN, OUT>(x, y, cos, sin, sign, num_pairs, i);
+    for (; i < num_pairs; i++) rotate_pairs<1, IN, OUT>(x, y, cos, sin, sign, num_pairs, i);
+}
+
 template <typename T>
 void rotate(const T* x, T* y, const float* cos, const float* sin, const RopeSizes& s) {
     const auto kernel =
         s.is_input_interleaved
-            ? s.is_output_interleaved ? rotate_pairs<true, true, T> : rotate_pairs<true, false, T>
-            : s.is_output_interleaved ? rotate_pairs<false, true, T> : rotate_pairs<false, false, T>;
+            ? s.is_output_interleaved ? rotate_head<true, true, T> : rotate_head<true, false, T>
+            : s.is_output_interleaved ? rotate_head<false, true, T> : rotate_head<false, false, T>;
     const int64_t end = s.start + 2 * s.num_pairs, numel = s.num_tokens * s.num_heads * s.head_dim;
 #pragma omp parallel for num_threads(s.num_threads) if (numel > MIN_ELEMENTS_PER_THREAD)
     for (int64_t t = 0; t < s.num_tokens; t++) {
