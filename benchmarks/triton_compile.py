@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import date
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -44,19 +45,19 @@ TARGETS = "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx9
 WARP_SIZES = {"gfx942": 64}
 # Constants that do not select code
 BLOCK_SIZES = ("SIZE", "HEADS", "ROWS", "WIDTH", "BLOCKS", "EXPERTS", "COLUMNS", "INNER")
-# GPUs on which a module is never called: `prefers_triton` in grouped_mm.py. Nor is it on sm_90, which the oldest Triton
-# compiles for.
-UNUSED = {"grouped_mm_triton": {"sm_75", "sm_100", "gfx942"}}
-# Their code is much like that of sm_80 and sm_90: quick runs compile a share only
-SIMILAR = {"sm_86", "sm_89", "sm_100"}
+# GPUs on which a module is never called: `prefers_triton` in grouped_mm.py, `max_rows` in nf4_matmul_triton.py. Nor is
+# grouped_mm_triton on sm_90, which the oldest Triton compiles for.
+UNUSED = {"grouped_mm_triton": {"sm_75", "sm_100", "gfx942"}, "nf4_matmul_triton": {"sm_75"}}
+# Their code is much like that of sm_90 and sm_120: quick runs compile a share only
+SIMILAR = {"sm_80", "sm_86", "sm_89", "sm_100"}
 
 COVERAGE = {
-    "quick": "Variants: dtypes and flags, with the largest block that the presets lead to. Each is compiled for one\n"
-    "target, in turn, and the largest of each kernel for most (`--quick`, as in the tests).",
+    "quick": "Variants with all pairs of dtypes and flags, with the largest block that the presets lead to. Each is\n"
+    "compiled for one target, in turn, and the largest of each kernel for most (`--quick`, as in the tests).",
     "largest": "Of each kernel, the variant with the largest block, for all targets.",
     "variants": "Variants: dtypes and flags, with the largest block that the presets lead to, each for all targets.",
-    "merge": "Of each kernel, the variant with the largest block for all targets, and each other variant (dtypes and\n"
-    "flags) for one target, in turn: `--largest` and `--quick`, one target after the other.",
+    "merge": "Of each kernel, the variant with the largest block for all targets, and variants with all pairs of dtypes\n"
+    "and flags for one target, in turn: `--largest` and `--quick`, one target after the other.",
     "all": "Variants: dtypes, flags, block sizes and integers that are 1 or multiples of 16, each for all targets.",
 }
 
@@ -147,10 +148,29 @@ def find_widest(launches: list[Launch]) -> list[Launch]:
     return list({launch.name: launch for launch in sorted(launches, key=get_block_numbers)}.values())
 
 
+def get_pairs(launch: Launch, names: list[str]) -> set[tuple[tuple[str, str], ...]]:
+    """All pairs of constants and dtypes of a launch: (name, value) twice."""
+    values = {name: value for name, _, value in (word.partition("=") for word in launch.variant.split())}
+    return set(combinations([("", launch.pointers), *((name, values.get(name, "")) for name in names)], 2))
+
+
+def pick_pairs(launches: list[Launch], picked: Launch) -> list[Launch]:
+    """Launches of one kernel that have, with one that is picked already, each pair of flags and dtypes of all."""
+    names = sorted({word.partition("=")[0] for launch in launches for word in launch.variant.split()})
+    pairs = {launch.key: get_pairs(launch, names) for launch in launches}
+    missing, chosen = set().union(*pairs.values()) - pairs[picked.key], [picked]
+    while missing:
+        chosen.append(max(launches, key=lambda launch: len(missing & pairs[launch.key])))
+        missing -= pairs[chosen[-1].key]
+    return chosen
+
+
 def pick_share(launches: list[Launch], target: str, targets: list[str]) -> list[Launch]:
-    """A share of the launches, so that each is compiled for one target, and the largest of each kernel for most."""
-    share = [] if target in SIMILAR and len(targets) > 1 else find_widest(launches)
-    for index, launch in enumerate(launches):
+    """Variants with all pairs of flags, each for one of the targets, and the largest of each kernel for most."""
+    widest = find_widest(launches)
+    share = [] if target in SIMILAR and len(targets) > 1 else widest.copy()
+    variants = [v for kernel in widest for v in pick_pairs([x for x in launches if x.name == kernel.name], kernel)]
+    for index, launch in enumerate(variants):
         turns = [name for name in targets if is_used(launch, name)]
         if turns and turns[index % len(turns)] == target:
             share.append(launch)
@@ -266,7 +286,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default=",".join(TARGETS), help="names such as sm_90,gfx942")
     forms = parser.add_mutually_exclusive_group()
-    forms.add_argument("--quick", dest="form", action="store_const", const="quick", help="each variant for one target")
+    forms.add_argument("--quick", dest="form", action="store_const", const="quick", help="each pair of flags for one target")
     forms.add_argument(
         "--largest", dest="form", action="store_const", const="largest", help="the largest of each kernel"
     )

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -39,14 +40,31 @@ def package_of(file: str) -> str:
     return rest.partition("/")[0].removesuffix(".py") if folder == "tunekit" else folder
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
+def import_statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """All imports of a module or function. Expressions contain none, and are most of a module."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        elif not isinstance(node, ast.expr):
+            yield from import_statements(node)
+
+
+@cache
+def imports(path: Path) -> list[str]:
     """Full names of all imported modules and names."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    names = []
+    for node in import_statements(parse(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+            names += [alias.name for alias in node.names]
+        else:
             assert node.level == 0 and node.module, f"{path}:{node.lineno}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
 
 
 def package_imports() -> Iterator[tuple[str, str, str]]:
@@ -76,7 +94,7 @@ def test_packages_have_no_import_cycles() -> None:
 
 
 def test_tunekit_init_imports_nothing() -> None:
-    assert not list(imports(FILES["tunekit/__init__.py"]))
+    assert not imports(FILES["tunekit/__init__.py"])
 
 
 def test_oracle_packages_are_not_imported() -> None:
@@ -90,10 +108,9 @@ def test_imports_are_at_the_top_of_the_file() -> None:
     inside = [
         f"{file}:{node.lineno}"
         for file, path in FILES.items()
-        for block in ast.walk(ast.parse(path.read_text("utf-8")))
+        for block in ast.walk(parse(path))
         if isinstance(block, blocks)
-        for node in ast.walk(block)
-        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for node in import_statements(block)
     ]
     assert not inside
 

@@ -40,7 +40,6 @@ SHARED_LIMITS = {  # bytes of a block: CUDA C++ Programming Guide, instruction s
 # logits take all of 128 registers
 SPILL_LIMITS = {"rms_norm_triton.backward_kernel": 256, "kl_divergence_triton.divergence_kernel": 32}
 SPILL_LIMITS_OF_TARGETS = {
-    ("nf4_matmul_triton.matmul_kernel", "sm_75"): 8192,  # never launched there
     ("nf4_matmul_triton.matmul_kernel", "gfx1100"): 512,
     ("grouped_mm_triton.product_kernel", "gfx1100"): 256,
     ("cross_entropy_triton.losses_kernel", "sm_89"): 4,  # with Triton 3.6: one number of capped logits in 8192 columns
@@ -64,7 +63,7 @@ def run_script(name: str, *args: str, python_path: Path | None = None) -> Any:
 
 
 def compile_quick(version: str) -> list[dict[str, Any]]:
-    """With the newest version, each variant once, in turn over the targets; the oldest compiles the largest only."""
+    """With the newest version, each pair of flags for one target; the oldest compiles the largest only."""
     if version == "newest":
         return run_script("triton_compile.py", "--quick", "--json", "-")
     if not OLDEST.is_dir() and os.environ.get("CI") != "true":
