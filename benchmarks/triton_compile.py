@@ -56,8 +56,8 @@ COVERAGE = {
     "compiled for one target, in turn, and the largest of each kernel for most (`--quick`, as in the tests).",
     "largest": "Of each kernel, the variant with the largest block, for all targets.",
     "variants": "Variants: dtypes and flags, with the largest block that the presets lead to, each for all targets.",
-    "merge": "Of each kernel, the variant with the largest block for all targets, and variants with all pairs of dtypes\n"
-    "and flags for one target, in turn: `--largest` and `--quick`, one target after the other.",
+    "merge": "Of each kernel, the variant with the largest block for all targets, and variants with all pairs of\n"
+    "dtypes and flags for one target, in turn: `--largest` and `--quick`, one target after the other.",
     "all": "Variants: dtypes, flags, block sizes and integers that are 1 or multiples of 16, each for all targets.",
 }
 
@@ -286,7 +286,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default=",".join(TARGETS), help="names such as sm_90,gfx942")
     forms = parser.add_mutually_exclusive_group()
-    forms.add_argument("--quick", dest="form", action="store_const", const="quick", help="each pair of flags for one target")
+    forms.add_argument(
+        "--quick", dest="form", action="store_const", const="quick", help="pairs of flags, for one target"
+    )
     forms.add_argument(
         "--largest", dest="form", action="store_const", const="largest", help="the largest of each kernel"
     )
