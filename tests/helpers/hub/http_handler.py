@@ -123,6 +123,7 @@ class Handler(BaseHTTPRequestHandler):
     """Parse requests, write replies, and inject failures."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # the body of a reply would wait 40 ms for the acknowledgment of its headers
     hub: Any
 
     def do_GET(self) -> None:

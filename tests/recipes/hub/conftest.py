@@ -37,6 +37,7 @@ class Sandbox:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
         hub_variables = {"HF_ENDPOINT": self.hub.endpoint, "HF_HOME": str(self.directory / "home"), "HF_TOKEN": TOKEN}
         hub_variables |= {"HF_HUB_DISABLE_XET": "1", "HF_XET_XORB_COMPRESSION_POLICY": "none", "OMP_NUM_THREADS": "1"}
+        hub_variables["SSL_CERT_DIR"] = str(self.directory)  # has none: each client would load all of the system
         hub_variables |= {
             "TUNEKIT_HUB_TIMEOUT": str(TIMEOUT_SECONDS)
         }  # a delayed Hub or a busy machine must not time out

@@ -27,7 +27,7 @@ ARGS = [
     "save_every=6",
     "eval_data=null",
 ]
-ARGS += ["output_dir=run", "device=cpu", "adapter.rank=2", "push_to_hub.repo_id=ann/tools"]
+ARGS += ["output_dir=run", "device=cpu", "adapter.rank=2", "data.max_samples=24", "push_to_hub.repo_id=ann/tools"]
 ADAPTER = "adapter_model.safetensors"
 
 
