@@ -136,9 +136,9 @@ MEMORY_SCRIPT = """
 import re, sys
 from pathlib import Path
 from tunekit.data.readers.open_dataset import open_dataset
-table = open_dataset(sys.argv[1], "train", streaming=sys.argv[2] == "stream")
-count = sum(1 for row in table.rows)
-print(count, re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+for path in sys.argv[1:]:
+    count = sum(1 for row in open_dataset(path, "train").rows)
+    print(count, re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 """
 
 
@@ -146,21 +146,18 @@ print(count, re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_te
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
 def test_peak_memory_does_not_grow_with_the_number_of_rows(kind: str, tmp_path: Path) -> None:
-    """Compare peak memory in KiB of processes that read all rows."""
-    peaks = []
-    for count in (50_000, 650_000 if kind == "jsonl" else 150_000):
-        path = tmp_path / f"{count}.{kind}"
+    """Compare peak memory in KiB of a process after it has read all rows of each file."""
+    counts = 50_000, 650_000 if kind == "jsonl" else 150_000
+    paths = [tmp_path / f"{count}.{kind}" for count in counts]
+    for count, path in zip(counts, paths, strict=True):
         lines = (f'{{"text": "row {number}", "number": {number}}}' for number in range(count))
         prefix, separator, suffix = {"jsonl": ("", "\n", ""), "json": ("[", ",", "]"), "csv": ("a,b\n", "\n", "")}[kind]
         lines = (f'"row {number}",{number}' for number in range(count)) if kind == "csv" else lines
         path.write_text(prefix + separator.join(lines) + suffix)
-        result = subprocess.run(
-            [sys.executable, "-c", MEMORY_SCRIPT, path, "count"], capture_output=True, text=True, check=True
-        )
-        num_rows, peak = map(int, result.stdout.split())
-        assert num_rows == count
-        peaks.append(peak)
-    assert peaks[1] < peaks[0] + 4096
+    result = subprocess.run([sys.executable, "-c", MEMORY_SCRIPT, *paths], capture_output=True, text=True, check=True)
+    (few, few_peak), (many, many_peak) = (map(int, line.split()) for line in result.stdout.splitlines())
+    assert (few, many) == counts
+    assert many_peak < few_peak + 4096
 
 
 def test_require_row_raises_for_a_bad_row() -> None:
