@@ -104,7 +104,7 @@ def test_ranks_that_wait_in_a_collective_are_recognized(tmp_path: Path) -> None:
     (tmp_path / "toy.py").write_text(ALL_REDUCE_RECIPE)
     (tmp_path / "toy.yaml").write_text("output_dir: out\n")
     (tmp_path / "out").mkdir()
-    process = toy.start_forked("--nproc-per-node", "2", "parallel.hang_timeout_seconds=5")
+    process = toy.start_forked("--nproc-per-node", "2", "parallel.hang_timeout_seconds=10")
     wait_until(lambda: all((tmp_path / f"out/step.{rank}").exists() for rank in range(2)), process)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[1]), signal.SIGSTOP)

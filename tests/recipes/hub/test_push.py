@@ -120,7 +120,7 @@ def test_push_and_download_with_transient_failures(failure: str, sandbox: Sandbo
 def test_silent_hub_is_retried(path: str, sandbox: Sandbox) -> None:
     end_of_test = Event()
     sandbox.hub.faults = [Fault("POST", path, cut="lost", until=end_of_test)]
-    done = sandbox.tune("push", "tunekit/nano", "ann/nano", TUNEKIT_HUB_TIMEOUT="1")
+    done = sandbox.tune("push", "tunekit/nano", "ann/nano", TUNEKIT_HUB_TIMEOUT="2")
     end_of_test.set()
     assert done.code == 0, done.err
     assert "rying again in" in done.err or "etry" in done.err
