@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 import tempfile
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ from tunekit.quantization.config import NoQuantization
 # Keep the output of the comparison readable.
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
+os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # the threads of transformers take longer than reading a small file
 
 FULL, DEFAULT_MEMORY = NoAdapter(), MemoryConfig()
 FP32 = PrecisionConfig("fp32", "fp32", "fp32")

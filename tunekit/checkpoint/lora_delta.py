@@ -84,8 +84,14 @@ class LoRATarget:
 
 def transformers_key(name: str, family: Family) -> KeyMatch:
     """Key of a parameter in transformers, which stacks experts even if the checkpoint has one tensor per expert."""
-    matches = [match for rule in family.modules if (match := match_rule(name, rule, rule.ours))]
-    return next((match for match in matches if "*" not in match.hub[0]), matches[0])
+    stacked: KeyMatch | None = None
+    for rule in family.modules:
+        match = match_rule(name, rule, rule.ours)
+        if match is not None and "*" not in match.hub[0]:
+            return match
+        stacked = stacked or match
+    assert stacked is not None, f"the table has no row for {name}"
+    return stacked
 
 
 def convert_deltas(convert: Convert, deltas: Sequence[LoRADelta]) -> list[LoRADelta]:
@@ -93,12 +99,21 @@ def convert_deltas(convert: Convert, deltas: Sequence[LoRADelta]) -> list[LoRADe
 
     The A factors are concatenated, and each B is padded with zeros to the total rank.
     """
+    if len(deltas) == 1:
+        a, scale, bs = deltas[0].a, deltas[0].scale, [deltas[0].b]
+    else:
+        a, scale, bs = concatenate_factors(deltas)
+    outputs = convert(bs)
+    magnitudes = [delta.magnitude for delta in deltas if delta.magnitude is not None]
+    converted = convert(magnitudes) if magnitudes else [None] * len(outputs)
+    return [LoRADelta(a, b, scale, magnitude) for b, magnitude in zip(outputs, converted, strict=True)]
+
+
+def concatenate_factors(deltas: Sequence[LoRADelta]) -> tuple[Tensor, float, list[Tensor]]:
+    """All A factors in one, the common scale, and each B padded with zeros to the total rank."""
     scale = next((delta.scale for delta in deltas if delta.rank), deltas[0].scale)
     ranks = [delta.rank for delta in deltas]
     starts, total = accumulate(ranks, initial=0), sum(ranks)
     scaled = [delta.b if delta.scale == scale else delta.b * (delta.scale / scale) for delta in deltas]
     bs = [F.pad(b, (start, total - start - b.shape[-1])) for b, start in zip(scaled, starts, strict=False)]
-    a, outputs = torch.cat([delta.a for delta in deltas], dim=-2), convert(bs)
-    magnitudes = [delta.magnitude for delta in deltas if delta.magnitude is not None]
-    converted = convert(magnitudes) if magnitudes else [None] * len(outputs)
-    return [LoRADelta(a, b, scale, magnitude) for b, magnitude in zip(outputs, converted, strict=True)]
+    return torch.cat([delta.a for delta in deltas], dim=-2), scale, bs

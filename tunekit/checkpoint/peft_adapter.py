@@ -390,7 +390,7 @@ def read_score_head(folder: Path) -> ScoreHead:
 def read_adapter_config(folder: Path, source: HFCheckpoint, contents: AdapterContents | None = None) -> LoRAConfig:
     """Adapter config with exactly the layers and modules that are in the adapter file, which are read if not given."""
     contents = contents or read_contents(folder, source)
-    adapter, deltas = contents.config.adapter, contents.meta_deltas()
+    adapter, deltas = contents.config.adapter, contents.meta_deltas
     sizes = {name: (delta.rank, effective_alpha(delta, adapter)) for name, delta in deltas.items()}
     rank, alpha = Counter(sizes.values()).most_common(1)[0][0]
     names = {name for mapping in contents.saved_mappings for name in mapping.ours}
@@ -454,7 +454,7 @@ def check_adapter_fits(folder: Path, model: Decoder, adapter: LoRAConfig, source
     """Return the names of the parameters that an adapter loads. Raises UserError if it does not match the config."""
     check_same_base_config(folder, source)
     contents = read_contents(folder, source)
-    layers, deltas = adapter.target_layers(model), contents.meta_deltas()
+    layers, deltas = adapter.target_layers(model), contents.meta_deltas
     names = {name for mapping in contents.saved_mappings for name in mapping.ours}
     required = {*saved_parameters(model, adapter, source)}
     optional = {name + WEIGHT for name in TIED_MODULES} if model.spec.tie_word_embeddings else set()

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -225,7 +225,8 @@ class AdapterContents:
         """Ids of the tokens whose rows are stored, ascending."""
         return tuple(sorted({token for rows in self.token_rows.values() for token in rows.ids}))
 
-    def meta_deltas(self) -> dict[str, LoRADelta]:
+    @cached_property
+    def meta_deltas(self) -> Mapping[str, LoRADelta]:
         """Deltas of all layers on the meta device."""
         return self.load_deltas(self.meta_tensor)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from tunekit.devices import is_pinned_on
@@ -68,8 +69,11 @@ def allocate(model: Decoder, context: DistributedContext) -> None:
     offloaded = context.parallel.cpu_offload and isinstance(model, FSDPModule)
 
     def empty(tensor: Tensor) -> Tensor:
-        on_host = offloaded and isinstance(tensor, nn.Parameter)
-        return torch.empty_like(tensor, device="cpu" if on_host else context.device)
+        device = torch.device("cpu") if offloaded and isinstance(tensor, nn.Parameter) else context.device
+        if isinstance(tensor, DTensor):
+            return torch.empty_like(tensor, device=device)
+        # Of meta tensors, empty_like takes ten times as long.
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
     with torch.no_grad():
         model._apply(empty)

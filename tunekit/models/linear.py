@@ -77,6 +77,11 @@ class Linear(nn.Linear, LinearBase):
     vocab_shard: VocabShard | None = None  # ids whose logits a head makes here; others make the rest
     colwise_mesh: ShardGroup | None = None  # ranks that hold the other outputs
 
+    def reset_parameters(self) -> None:
+        """Do nothing on the meta device, where torch's version takes as long as the rest of the construction."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def matmul(self, x: Tensor) -> Tensor:
         """x W^T + b: (..., in) to (..., out)."""
         if self.weight.dtype == x.dtype or self.weight.numel() <= CAST_CHUNK_NUMEL or torch.is_grad_enabled():

@@ -158,9 +158,14 @@ def pattern(name: str) -> re.Pattern[str]:
     return re.compile(text + r"(?P<tail>(?:\..+)?)")
 
 
+@cache
+def patterns(names: str | tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+    return tuple(map(pattern, as_tuple(names)))
+
+
 def match_rule(name: str, rule: KeyRule, side: str | tuple[str, ...]) -> KeyMatch | None:
-    for position, candidate in enumerate(as_tuple(side)):
-        if match := pattern(candidate).fullmatch(name):
+    for position, candidate in enumerate(patterns(side)):
+        if match := candidate.fullmatch(name):
             groups = match.groupdict()
             index = tuple(g for i, g in enumerate(match.groups(), 1) if i not in match.re.groupindex.values())
             expert = groups.get("expert")
