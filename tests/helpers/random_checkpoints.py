@@ -1,11 +1,12 @@
 """Small random checkpoints in the format of transformers: odd shapes, and weights that reveal errors."""
 
 import copy
+import functools
 import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,17 @@ from tests.helpers.moe_shapes import EXPERTS
 from tunekit import build as assemble
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.peft_reader import model_shapes
 from tunekit.data.dataloader.batch import IGNORE, Batch
 from tunekit.distributed.context import DistributedContext
+from tunekit.errors import UserError
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
+from tunekit.models.families.registry import find_family
 from tunekit.models.precision import PrecisionConfig
+from tunekit.models.spec import DecoderSpec
+from tunekit.models.weight_map import Shape
 from tunekit.optim.config import AdamWConfig
 from tunekit.quantization.config import NoQuantization
 
@@ -45,6 +51,30 @@ TEMPLATE = """{% for m in messages %}{{ '<' + m.role + '> ' + m.content + ' </s>
 {%- if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"""
 
 SHAPES: dict[str, dict[str, Any]] = DENSE | EXPERTS | DELTA
+
+
+@functools.cache
+def shallow_shape(name: str) -> dict[str, Any]:
+    """One of the SHAPES with the first two layers, or more if later ones have other weights. Unchanged if the layers of
+    a shorter model would be different ones.
+    """
+    shape = SHAPES[name]
+    text, spec = shape.get("text_config", shape), find_family(shape, name)[1]
+    weights = [[*layer_weights(spec, i)] for i in range(len(spec.layers))]
+    count = next(n for n in range(2, len(weights) + 1) if all(other in weights[:n] for other in weights[n:]))
+    options = {"num_hidden_layers": count, "layer_types": (text.get("layer_types") or [])[:count]}
+    text = text | {key: value for key, value in options.items() if text.get(key)}
+    shorter = shape | {"text_config": text} if "text_config" in shape else text
+    try:
+        return shorter if find_family(shorter, name)[1].layers == spec.layers[:count] else shape
+    except UserError:
+        return shape
+
+
+def layer_weights(spec: DecoderSpec, index: int) -> Iterator[tuple[str, Shape]]:
+    """Names and shapes of the weights of a layer."""
+    prefix = f"layers.{index}."
+    return ((key.removeprefix(prefix), size) for key, size in model_shapes(spec).items() if key.startswith(prefix))
 
 
 def auto_class(config: Mapping[str, Any]) -> Any:

@@ -21,6 +21,7 @@ from tests.helpers.random_checkpoints import (
     relative_error,
     rewrite_config,
     save,
+    shallow_shape,
     train,
 )
 from tests.parity.checkpoint.test_peft import (
@@ -136,7 +137,11 @@ def check_merge(path: Path, shape: str, model: Decoder) -> None:
     ("shape", "kind"),
     [pytest.param(*case, marks=[pytest.mark.slow] * (case[1] != "all options")) for case in family_cases([*KINDS])],
 )
-def test_adapters_of_every_family_are_opened_by_peft_and_merged(shape: str, kind: str, tmp_path: Path) -> None:
+def test_adapters_of_every_family_are_opened_by_peft_and_merged(
+    shape: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shape != "qwen3-next":  # the rounding errors of two layers are up to 1.7e-5 for these weights, of three 0.8e-5
+        monkeypatch.setitem(SHAPES, shape, shallow_shape(shape))
     _, model = check_adapter(tmp_path, shape, adapter_for(shape, KINDS[kind]))
     check_merge(tmp_path, shape, model)
 
