@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
 
+SavedModel = Callable[[str, torch.dtype], tuple[Decoder, HFCheckpoint, Path]]
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 BF16 = PrecisionConfig("bf16")
@@ -136,13 +138,27 @@ MISTAKES = {
 }
 
 
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
+    """Function that returns a trained model, its base, and its saved files, which pass and must be copied."""
+
+    @cache
+    def save_once(name: str, dtype: torch.dtype) -> tuple[Decoder, HFCheckpoint, Path]:
+        directory = tmp_path_factory.mktemp("saved")
+        model, source = make_trained_model(directory, name, dtype)
+        out = save_checkpoint(directory, model, source)
+        assert verify_saved(out, model, source).passed
+        return model, source, out
+
+    return save_once
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_wrong_weights_fail(mistake: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_wrong_weights_fail(mistake: str, dtype: torch.dtype, saved_model: SavedModel, tmp_path: Path) -> None:
     name, change = MISTAKES[mistake]
-    model, source = make_trained_model(tmp_path, name, dtype)
-    out = save_checkpoint(tmp_path, model, source)
-    assert verify_saved(out, model, source).passed
+    model, source, files = saved_model(name, dtype)
+    out = shutil.copytree(files, tmp_path / "final")
     edit_file(out / "model.safetensors", change)
     result = verify_saved(out, model, source)
     assert not result.passed, result
@@ -159,9 +175,9 @@ def test_wrong_weights_fail(mistake: str, dtype: torch.dtype, tmp_path: Path) ->
     ("mistral", "sliding_window", None),
     ("llama-gelu", "hidden_act", "silu"),
 ])  # fmt: skip
-def test_wrong_config_fails(name: str, key: str, value: object, tmp_path: Path) -> None:
-    model, source = make_trained_model(tmp_path, name, torch.bfloat16)
-    out = save_checkpoint(tmp_path, model, source)
+def test_wrong_config_fails(name: str, key: str, value: object, saved_model: SavedModel, tmp_path: Path) -> None:
+    model, source, files = saved_model(name, torch.bfloat16)
+    out = shutil.copytree(files, tmp_path / "final")
     rewrite_config(out, lambda config: config | {key: value})
     assert not verify_saved(out, model, source).passed
 
