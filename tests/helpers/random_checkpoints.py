@@ -51,6 +51,8 @@ TEMPLATE = """{% for m in messages %}{{ '<' + m.role + '> ' + m.content + ' </s>
 {%- if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"""
 
 SHAPES: dict[str, dict[str, Any]] = DENSE | EXPERTS | DELTA
+# Shapes of a family that differ only in these have the same weights.
+WEIGHTLESS_OPTIONS = {"rope_parameters", "rms_norm_eps", "hidden_act", "sliding_window"}
 
 
 @functools.cache

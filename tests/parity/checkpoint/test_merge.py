@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.helpers.random_checkpoints import (
     SHAPES,
+    WEIGHTLESS_OPTIONS,
     build,
     load_inference_model,
     load_model,
@@ -96,8 +97,6 @@ KINDS = {
         LoRAConfig(4, target_modules="attn", modules_to_save=("router", "norms", "embed")),
     ),
 }
-# Shapes of a family that differ only in these have the same weights.
-WEIGHTLESS_OPTIONS = {"rope_parameters", "rms_norm_eps", "hidden_act", "sliding_window"}
 
 
 def adapter_for(shape: str, pair: tuple[LoRAConfig, LoRAConfig]) -> LoRAConfig:
