@@ -1,6 +1,7 @@
 """Attention with shared prefixes equals attention of full documents."""
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -83,15 +84,26 @@ def test_keys_of_each_document(case: str) -> None:
     assert layout.key_index(CPU).tolist() == [position for document in token_positions for position in document]
 
 
-@pytest.mark.parametrize("backend", [pytest.param("compiled", marks=needs_cpp_kernel), "torch"])
+def backends() -> Iterator[str]:
+    """The C++ kernel, if it can be compiled, and torch's operations. Cases compute their expected values once."""
+    if attention_cpu.is_available():
+        yield "compiled"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_cpu, "is_available", lambda: False)
+        yield "torch"
+
+
 @pytest.mark.parametrize(("name", "case"), ALL_CASES)
-def test_attention_equals_full_documents(name: str, case: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if backend == "torch":
-        monkeypatch.setattr(attention_cpu, "is_available", lambda: False)
+def test_attention_equals_full_documents(name: str, case: str) -> None:
     layout = SequenceLayout(*prefix_layout(case))
     inputs = make_inputs(torch.float32, 6, 2, 24, 20)
-    y = attention.attention(*inputs, RULES[name], layout, None, layout.key_index(CPU))
-    assert_same(y, expected_attention(inputs, RULES[name], case), inputs)
+    expected = expected_attention(inputs, RULES[name], case)
+    expected_grads = gradients(expected, inputs)
+    for backend in backends():
+        y = attention.attention(*inputs, RULES[name], layout, None, layout.key_index(CPU))
+        assert relative_error(y.double(), expected) < 2e-6, backend
+        for grad, expected_grad in zip(gradients(y, inputs), expected_grads, strict=True):
+            assert relative_error(grad.double(), expected_grad.double()) < 2e-6, backend
 
 
 @pytest.mark.parametrize("backend", [pytest.param("compiled", marks=needs_cpp_kernel), "torch"])
@@ -153,34 +165,31 @@ def test_compiled_once_for_all_documents() -> None:
     assert counts == [1, 1, 1]
 
 
-@pytest.mark.parametrize("backend", [pytest.param("compiled", marks=needs_cpp_kernel), "torch"])
 @pytest.mark.parametrize(
     ("name", "case", "with_sinks"), [*((*pair, False) for pair in ALL_CASES), ("chunk", "shared by many", True)]
 )
 def test_context_parallel_ranks_equal_full_rows(
-    name: str, case: str, with_sinks: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+    name: str, case: str, with_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank has the queries of some spans, and the keys of full rows."""
-    if backend == "torch":
-        monkeypatch.setattr(attention_cpu, "is_available", lambda: False)
-        monkeypatch.setattr(attention, "BLOCK", 64)
+    monkeypatch.setattr(attention, "BLOCK", 64)  # of torch's operations
     layout = SequenceLayout(*prefix_layout(case))
     q, k, v = inputs = make_inputs(torch.float32, 6, 2, 16, 16)
     sinks = make_sinks(6) if with_sinks else None
     expected = expected_attention(inputs, RULES[name], case, sinks)
-    ranks = [ContextParallelSharding(MeshDim(None, 3, index)) for index in range(3)]  # type: ignore[arg-type] (nothing is sent)
-    outputs = [
-        attention_sharded(rank.local_tokens(q), k, v, RULES[name], rank.local_ranges(300), layout, sinks)
-        for rank in ranks
-    ]
-    for y, rank in zip(outputs, ranks, strict=True):
-        assert relative_error(y.double(), rank.local_tokens(expected)) < 5e-6
     weight, leaves = torch.randn_like(expected), [*inputs, *([] if sinks is None else [sinks])]
-    grads = torch.autograd.grad(
-        sum((y * rank.local_tokens(weight)).sum() for y, rank in zip(outputs, ranks, strict=True)), leaves
-    )
-    for a, b in zip(grads, torch.autograd.grad((expected * weight).sum(), leaves), strict=True):
-        assert relative_error(a.double(), b.double()) < 5e-6
+    expected_grads = torch.autograd.grad((expected * weight).sum(), leaves)
+    ranks = [ContextParallelSharding(MeshDim(None, 3, index)) for index in range(3)]  # type: ignore[arg-type] (nothing is sent)
+    for backend in backends():
+        outputs = [
+            attention_sharded(rank.local_tokens(q), k, v, RULES[name], rank.local_ranges(300), layout, sinks)
+            for rank in ranks
+        ]
+        for y, rank in zip(outputs, ranks, strict=True):
+            assert relative_error(y.double(), rank.local_tokens(expected)) < 5e-6, backend
+        weighted = [(y * rank.local_tokens(weight)).sum() for y, rank in zip(outputs, ranks, strict=True)]
+        for a, b in zip(torch.autograd.grad(sum(weighted), leaves), expected_grads, strict=True):
+            assert relative_error(a.double(), b.double()) < 5e-6, backend
 
 
 def visible_pairs(rule: AttentionParams, case: str) -> Tensor:
