@@ -159,12 +159,12 @@ def pattern(name: str) -> re.Pattern[str]:
 
 
 @cache
-def patterns(names: str | tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+def compile_patterns(names: str | tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
     return tuple(map(pattern, as_tuple(names)))
 
 
 def match_rule(name: str, rule: KeyRule, side: str | tuple[str, ...]) -> KeyMatch | None:
-    for position, candidate in enumerate(patterns(side)):
+    for position, candidate in enumerate(compile_patterns(side)):
         if match := candidate.fullmatch(name):
             groups = match.groupdict()
             index = tuple(g for i, g in enumerate(match.groups(), 1) if i not in match.re.groupindex.values())
