@@ -3,15 +3,11 @@
 from dataclasses import dataclass
 
 from tunekit.distributed.parallel_dims import ParallelDims
-from tunekit.models.decoder import Decoder
-from tunekit.models.spec import DecoderSpec
 from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.memory import MemoryEstimate, MemoryPeak, RankMemoryModel, build_memory_model, estimate_memory
 from tunekit.plan.num_steps import StepCount
 from tunekit.plan.step_time import StepTime, estimate_step_time
-from tunekit.plan.workload import Workload, build_rank_model
-
-META_MODELS: dict[tuple[DecoderSpec, str], Decoder] = {}
+from tunekit.plan.workload import Workload, rank_model
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ def estimate(task: Workload, machine: ClusterSpec) -> Estimate:
         sizes,
         memory_model,
         estimate_memory(memory_model, machine),
-        estimate_step_time(memory_model, meta_model(task, sizes), machine),
+        estimate_step_time(memory_model, rank_model(task, sizes), machine),
     )
 
 
@@ -74,12 +70,3 @@ def resolve_dims(task: Workload, machine: ClusterSpec) -> ParallelDims:
     task.parallel.check("cpu" if machine.kind is None else "cuda", machine.devices)
     task.memory.check_num_micro_batches(task.rows(sizes), task.micro_batch_size)
     return sizes
-
-
-def meta_model(task: Workload, sizes: ParallelDims) -> Decoder:
-    """Model of a rank on the meta device, cached."""
-    options = sizes.tp, sizes.ep, sizes.cp, task.adapter, task.quantization, task.precision
-    key = task.source.spec, repr((str(task.source.path), *options))
-    if key not in META_MODELS:
-        META_MODELS[key] = build_rank_model(task, sizes)
-    return META_MODELS[key]

@@ -5,6 +5,7 @@ quantization, recomputation and optimizers is therefore counted where it is allo
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
@@ -24,6 +25,7 @@ from tunekit.models.feed_forward import Experts
 from tunekit.optim.train_optimizer import TrainOptimizer
 from tunekit.plan.memory_tracker import MemoryTracker
 from tunekit.plan.operations import Operations
+from tunekit.quantization.config import QuantizedWeightMixin
 
 CPU = torch.device("cpu")
 LossFn = Callable[[Decoder, Batch], Tensor]
@@ -91,12 +93,12 @@ class StepProfile:
     update: MemoryInterval
 
 
-def profile_step(net: Decoder, step: ProbeStep) -> StepProfile:
-    """Profile a step of a model on the meta device. Modifies the model."""
-    kinds, chosen = group_layers(net)
-    every = [*net.layers]
+def profile_step(net: Decoder, kinds: tuple[int, ...], step: ProbeStep) -> StepProfile:
+    """Profile a step of a model on the meta device with one layer of each kind. Modifies the model.
+
+    `kinds`: the kind of each layer of the whole model.
+    """
     with fake_mode.fake_mode(step.device), FakeTensorMode(allow_non_fake_inputs=True):
-        net.layers = cast("Iterable[Block]", nn.ModuleList([every[i] for i in chosen]))
         materialize_fake(net)
         step.memory.apply(net, CPU)
         optimizer = step.optimizer.build(
@@ -114,9 +116,8 @@ def profile_step(net: Decoder, step: ProbeStep) -> StepProfile:
 
 def inference_memory(net: Decoder, step: ProbeStep) -> int:
     """Peak bytes of a forward pass of a model on the meta device, without logits. Modifies the model."""
-    every = [*net.layers]
+    keep_layers(net, group_layers(net)[1])
     with fake_mode.fake_mode(step.device), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        net.layers = cast("Iterable[Block]", nn.ModuleList([every[i] for i in group_layers(net)[1]]))
         materialize_fake(net)
         batch = rows(step)
         with MemoryTracker() as live:
@@ -160,6 +161,22 @@ def group_layers(net: Decoder) -> tuple[tuple[int, ...], list[int]]:
     chosen = sorted(members[0] for members in groups.values())
     kinds = {i: chosen.index(members[0]) for members in groups.values() for i in members}
     return tuple(kinds[i] for i in range(len(kinds))), chosen
+
+
+def copy_one_layer_per_kind(net: Decoder) -> tuple[tuple[int, ...], Decoder]:
+    """The kind of each layer, and a copy of the model with one layer of each kind."""
+    kinds, chosen = group_layers(net)
+    part = copy(net)
+    part._modules = dict(net._modules)
+    keep_layers(part, chosen)
+    codecs = {id(layer.codec): layer.codec for layer in part.modules() if isinstance(layer, QuantizedWeightMixin)}
+    return kinds, deepcopy(part, codecs)  # Python modules cannot be copied
+
+
+def keep_layers(net: Decoder, indices: Iterable[int]) -> None:
+    """Remove all other layers of a model."""
+    every = [*net.layers]
+    net.layers = cast("Iterable[Block]", nn.ModuleList([every[i] for i in indices]))
 
 
 def materialize_fake(net: Decoder) -> None:

@@ -34,13 +34,23 @@ from tunekit.plan.auxiliary_models import (
     without_initial_adapter,
 )
 from tunekit.plan.hardware import ClusterSpec
-from tunekit.plan.layer_profile import CPU, LossFn, OptimizerFactory, ProbeStep, StepProfile, profile_step
+from tunekit.plan.layer_profile import (
+    CPU,
+    LossFn,
+    OptimizerFactory,
+    ProbeStep,
+    StepProfile,
+    copy_one_layer_per_kind,
+    profile_step,
+)
 from tunekit.plan.proxy_losses import proxy_loss
 from tunekit.plan.rollout_cache import RolloutShape, SamplesAnswers, rollout_cache_bytes
 from tunekit.quantization.config import NoQuantization
 
 CONFIG = download.Files(("config.json",))
-PROFILES: dict[tuple[DecoderSpec, str], StepProfile] = {}  # cached by all options that the profile depends on
+# By all options that the value depends on.
+PROFILES: dict[tuple[DecoderSpec, str], StepProfile] = {}
+RANK_MODELS: dict[tuple[DecoderSpec, str], Decoder] = {}
 
 
 @runtime_checkable
@@ -234,6 +244,15 @@ def build_rank_model(task: Workload, sizes: ParallelDims) -> Decoder:
     return net
 
 
+def rank_model(task: Workload, sizes: ParallelDims) -> Decoder:
+    """Model of a rank on the meta device, cached. It must not be modified."""
+    options = sizes.tp, sizes.ep, sizes.cp, task.adapter, task.quantization, task.precision, task.random
+    key = task.source.spec, repr((str(task.source.path), len(task.source.trained_ids), *options))
+    if key not in RANK_MODELS:
+        RANK_MODELS[key] = build_rank_model(task, sizes)
+    return RANK_MODELS[key]
+
+
 def profile_workload(task: Workload, sizes: ParallelDims, as_gathered: bool = False) -> StepProfile:
     """Profile a step of one rank. `as_gathered`: with weights in the compute dtype, in which they are gathered."""
     step = probe_step(task, sizes)
@@ -241,10 +260,10 @@ def profile_workload(task: Workload, sizes: ParallelDims, as_gathered: bool = Fa
     source, options = task.source, (task.quantization, task.precision, step, as_gathered)
     key = source.spec, repr((str(source.path), len(source.trained_ids), dims, *options))
     if key not in PROFILES:
-        net = build_rank_model(task, sizes)
+        kinds, net = copy_one_layer_per_kind(rank_model(task, sizes))
         if as_gathered:
             cast_params(net, task.compute)
-        PROFILES[key] = profile_step(net, step)
+        PROFILES[key] = profile_step(net, kinds, step)
     return PROFILES[key]
 
 
