@@ -1,6 +1,6 @@
 """Operations on fake tensors, without most of the work of FakeTensorMode.
 
-It tells devices and symbolic shapes apart, which takes ten times as long as the operation on the meta device. All
+It handles other devices and symbolic shapes as well, which takes several times as long as the meta operation. All
 tensors of a plan are on the CPU.
 """
 
