@@ -1,12 +1,14 @@
 """Tokenizer and chat templates of a checkpoint."""
 
 import copy
+import functools
 import hashlib
 import json
 import math
 import pickle
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +17,14 @@ from typing import Any
 import tokenizers
 
 from tunekit.data.chat_template.messages import REASONING_KEYS, Messages, Tools
-from tunekit.data.chat_template.template import TEMPLATES, ChatTemplate, find_template, read_template, with_defaults
+from tunekit.data.chat_template.template import (
+    TEMPLATES,
+    ChatTemplate,
+    compile_template,
+    find_template,
+    read_template,
+    with_defaults,
+)
 from tunekit.data.token_cache import TokenCache, TokenizerEncoding, compile_alternation
 from tunekit.errors import UserError
 
@@ -52,6 +61,7 @@ class Tokenizer:
         names: Mapping[str, str],
         templates: Mapping[str, tuple[str, str]],
         stops: frozenset[int] = frozenset(),
+        post_processor: Any = None,
     ) -> None:
         self.model, self.names, self.templates = model, dict(names), dict(templates)
         self.template_kwargs: dict[str, Any] = {}  # values of template variables
@@ -61,10 +71,7 @@ class Tokenizer:
         self.today: date | None = None
         self.vocab_size: int | None = None  # number of embeddings of the model, if known
         self.max_position_embeddings: int | None = None  # context length of the model, if known
-        # The post-processor, which adds BOS and EOS, is applied separately: it may also remove spaces from offsets.
-        self.post_processor, model.post_processor = model.post_processor, None
-        model.no_truncation()
-        model.no_padding()
+        self.post_processor = post_processor  # which adds BOS and EOS
         self.bos, self.eos, pad = (self.special_token(f"{name}_token") for name in ("bos", "eos", "pad"))
         self.pad: int = next((token for token in (pad, self.eos) if token is not None), 0)
         self.stops = stops | ({self.eos} if self.eos is not None else frozenset())
@@ -80,7 +87,8 @@ class Tokenizer:
         if not all(isinstance(token, int) for token in eos_ids):
             raise UserError(f"{directory / 'generation_config.json'}: eos_token_id must be token ids, got {eos_ids}")
         templates = read_templates(directory, config)
-        return Tokenizer(read_model(directory), special_token_texts(config), templates, frozenset(eos_ids))
+        model, post_processor = read_model(directory)
+        return Tokenizer(model, special_token_texts(config), templates, frozenset(eos_ids), post_processor)
 
     def with_template(self, name: str) -> "Tokenizer":
         """Copy of the tokenizer with a chat template of the package, or of a file."""
@@ -216,7 +224,7 @@ class Tokenizer:
                 f"one of {', '.join(TEMPLATES)}, or train on text"
             )
         if name not in self.compiled:
-            self.compiled[name] = ChatTemplate(*self.templates[name])
+            self.compiled[name] = compile_template(*self.templates[name])
         return self.compiled[name]
 
     @property
@@ -310,27 +318,62 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot read the file: {error}. Download it again.") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: must be a JSON object, got {type(content).__name__}")
-    return content
+        content = path.read_bytes()
+    except OSError as error:
+        raise read_error(path, error) from None
+    return parse_json(content, path)
 
 
-def read_model(directory: Path) -> tokenizers.Tokenizer:
-    """Read tokenizer.json."""
+def parse_json(content: bytes, path: Path) -> dict[str, Any]:
+    """JSON object with the content of a file."""
+    try:
+        value = json.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        raise read_error(path, error) from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_error(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path}: cannot read the file: {error}. Download it again.")
+
+
+@dataclass(frozen=True)
+class TokenizerFile:
+    """A tokenizer.json. Files with the same content are equal."""
+
+    content: bytes
+    path: Path = field(compare=False)
+
+
+def read_model(directory: Path) -> tuple[tokenizers.Tokenizer, Any]:
+    """Read tokenizer.json. Returns a model, which must not be changed, and its post-processor."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise UserError(
             f"{directory}: has no tokenizer.json. Download it, set `tokenizer` to a checkpoint, or create it with "
             "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
-    content = read_json(path)
+    try:
+        file = TokenizerFile(path.read_bytes(), path)
+    except OSError as error:
+        raise read_error(path, error) from None
+    return parse_model(file)
+
+
+@functools.lru_cache(maxsize=2)  # a run opens one tokenizer, or also that of its teacher, up to ten times
+def parse_model(file: TokenizerFile) -> tuple[tokenizers.Tokenizer, Any]:
+    """Model without its post-processor, and the post-processor, which may also remove spaces from offsets."""
+    content = parse_json(file.content, file.path)
     if max_growth(content.get("normalizer")) > MAX_NORMALIZER_GROWTH:
-        raise UserError(f"{path}: the normalizer can make a text more than {MAX_NORMALIZER_GROWTH} times longer")
-    with TokenizerErrors(f"{path}: is not a valid tokenizer", "Download it again."):
-        return tokenizers.Tokenizer.from_str(json.dumps(content))
+        raise UserError(f"{file.path}: the normalizer can make a text more than {MAX_NORMALIZER_GROWTH} times longer")
+    with TokenizerErrors(f"{file.path}: is not a valid tokenizer", "Download it again."):
+        model = tokenizers.Tokenizer.from_str(json.dumps(content))
+    post_processor, model.post_processor = model.post_processor, None
+    model.no_truncation()
+    model.no_padding()
+    return model, post_processor
 
 
 def max_growth(normalizer: Any) -> int:

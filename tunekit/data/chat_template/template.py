@@ -3,9 +3,12 @@
 They are rendered in a sandbox exactly as `transformers` renders them.
 """
 
+import copy
+import functools
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
@@ -146,6 +149,26 @@ class ChatTemplate:
             )
         starts = [body.start() - 2 * index for index, body in enumerate(bodies)]
         return [(start, start + len(body[1])) for start, body in zip(starts, bodies, strict=True)]
+
+
+@dataclass(frozen=True)
+class TemplateText:
+    """Text of a chat template. The same text in different files is equal."""
+
+    text: str
+    name: str = field(compare=False)
+
+
+def compile_template(text: str, name: str) -> ChatTemplate:
+    """Compile a chat template. A text that was compiled recently is not compiled again."""
+    template = copy.copy(compile_text(TemplateText(text, name)))
+    template.name = name
+    return template
+
+
+@functools.lru_cache(maxsize=8)
+def compile_text(template: TemplateText) -> ChatTemplate:
+    return ChatTemplate(template.text, template.name)
 
 
 def find_template(name: str) -> Path:
