@@ -18,7 +18,6 @@ from tunekit import assets
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.save_model import save_model
-from tunekit.checkpoint.training_state import Checkpointer
 from tunekit.cli import main as cli
 from tunekit.data.datasets import ChatDataset
 from tunekit.models.decoder import Decoder
@@ -26,6 +25,7 @@ from tunekit.models.precision import PrecisionConfig
 from tunekit.models.weight_init import init_weights
 from tunekit.optim.config import AdamWConfig
 from tunekit.recipes import sft
+from tunekit.training.run_context import Due, RunContext
 
 TINY_SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY_SHAPE |= {"num_key_value_heads": 2, "head_dim": 8, "torch_dtype": "float32"}
@@ -36,7 +36,7 @@ device: cpu
 output_dir: out
 global_batch_size: 4
 micro_batch_size: 2
-save_every: 1
+save_every: 100
 eval_every: 3
 """
 CONFIG = """\
@@ -121,15 +121,15 @@ class Workspace:
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Send SIGTERM when a run has saved this step."""
-    save = Checkpointer.save
+    """Send SIGTERM in this step of a run, which saves it and stops."""
+    due_after = RunContext.due_after
 
-    def stopping(checkpointer: Checkpointer, current: int) -> None:
-        save(checkpointer, current)
+    def stopping(run: RunContext, current: int, num_steps: int) -> Due:
         if current == step:
             signal.raise_signal(signal.SIGTERM)
+        return due_after(run, current, num_steps)
 
-    monkeypatch.setattr(Checkpointer, "save", stopping)
+    monkeypatch.setattr(RunContext, "due_after", stopping)
 
 
 def addition_rows(start: int, count: int) -> str:

@@ -296,17 +296,18 @@ def small_disk(workspace):
 
 def test_run_resumes_after_a_full_disk(workspace, small_disk):
     """The last state is intact. With enough space, the run resumes from it."""
-    assert workspace.run_tune(*RUN, "output_dir=unbroken").code == 0
+    args = (*RUN, "save_every=1")
+    assert workspace.run_tune(*args, "output_dir=unbroken").code == 0
     state = sum(path.stat().st_size for path in workspace.folder.glob("unbroken/state/*/*"))
     small_disk(f"size={int(2.5 * state) // 4096 * 4}k")
     message = expect_error(
-        workspace, *RUN, "output_dir=disk/run", "save_total_limit=9", texts=("disk/run/state", "free")
+        workspace, *args, "output_dir=disk/run", "save_total_limit=9", texts=("disk/run/state", "free")
     )
     step = int(re.search(r"last complete state is disk/run/state/(\d+)", message)[1])
     assert step >= 1
     assert not list(workspace.folder.glob("disk/run/**/*.partial"))
     small_disk("size=9m")
-    assert workspace.run_tune(*RUN, "output_dir=disk/run", "save_total_limit=9").code == 0
+    assert workspace.run_tune(*args, "output_dir=disk/run", "save_total_limit=9").code == 0
     assert workspace.is_same_run("disk/run", "unbroken")
 
 

@@ -175,7 +175,7 @@ def test_run_resumes_in_the_middle_of_a_generation(
 
 @pytest.mark.slow
 def test_killed_run_resumes_in_the_middle_of_a_generation(grpo_workspace: Workspace) -> None:
-    args = (*RUN, *OFF_POLICY, "save_total_limit=20")
+    args = (*RUN, *OFF_POLICY, "save_every=1", "save_total_limit=20")
     assert grpo_workspace.run_tune(*args).code == 0
     process = grpo_workspace.start(*args, "output_dir=broken")
     while process.is_alive() and not Path("broken/state/00000003/complete").exists():

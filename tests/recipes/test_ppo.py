@@ -117,14 +117,15 @@ def test_run_resumes_in_the_middle_of_a_generation(ppo_workspace: Workspace, mon
 @pytest.mark.slow
 def test_sigkill_does_not_change_the_result(ppo_workspace: Workspace) -> None:
     """The run is killed after a state in the middle of a generation was saved."""
-    assert ppo_workspace.run_tune(*RUN, "value_lr=0.05").code == 0
-    process = ppo_workspace.start(*RUN, "value_lr=0.05", "output_dir=killed")
+    args = (*RUN, "value_lr=0.05", "save_every=1")
+    assert ppo_workspace.run_tune(*args).code == 0
+    process = ppo_workspace.start(*args, "output_dir=killed")
     while process.is_alive() and not Path("killed/state/00000003/complete").exists():
         time.sleep(0.0005)
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL, ppo_workspace.log
-    assert ppo_workspace.run_tune(*RUN, "value_lr=0.05", "output_dir=killed").code == 0
+    assert ppo_workspace.run_tune(*args, "output_dir=killed").code == 0
     assert ppo_workspace.is_same_run("out", "killed")
 
 

@@ -17,9 +17,10 @@ from tunekit.loggers.metric_logger import MetricLogger
 
 RUN = ("run", "sft", "sft.yaml")
 METHODS = {
-    "full": ("max_steps=9", "optimizer={kind: sgd, lr: 0.1, momentum: 0.9}", "save_total_limit=2"),
+    "full": ("max_steps=9", "optimizer={kind: sgd, lr: 0.1, momentum: 0.9}", "save_total_limit=2", "save_every=1"),
     "lora": (
         "max_steps=9",
+        "save_every=1",
         "adapter={kind: lora, rank: 4, dropout: 0.3, loraplus_lr_ratio: 4}",
         "optimizer={kind: adamw, lr: 1e-2}",
     ),
@@ -222,15 +223,15 @@ def test_options_without_effect_on_the_result_may_change(workspace, monkeypatch)
     stop_after(monkeypatch, 2)
     assert workspace.run_tune(*RUN).code == 143
     (workspace.folder / "out").rename(workspace.folder / "moved")
-    assert workspace.run_tune(*RUN, "output_dir=moved", "save_every=100", "save_total_limit=3", "log_every=1").code == 0
+    assert workspace.run_tune(*RUN, "output_dir=moved", "save_every=2", "save_total_limit=3", "log_every=1").code == 0
     assert workspace.is_same_run("unbroken", "moved")
 
 
 def test_evaluation_does_not_change_training(workspace):
     """Neither evaluating nor saving uses random numbers or changes weights."""
     lora = (*RUN, "adapter={kind: lora, dropout: 0.3}")
-    assert workspace.run_tune(*lora).code == 0
-    assert workspace.run_tune(*lora, "eval_data=null", "save_every=100", "output_dir=plain").code == 0
+    assert workspace.run_tune(*lora, "save_every=1").code == 0
+    assert workspace.run_tune(*lora, "eval_data=null", "output_dir=plain").code == 0
     without_eval, with_eval = workspace.deterministic_metrics("plain"), workspace.deterministic_metrics("out")
     assert [line for line in without_eval if "loss" in line] == [line for line in with_eval if "loss" in line]
     assert [line["step"] for line in with_eval if "eval/loss" in line] == [0, 3, 6], "before the first step too"
@@ -249,8 +250,8 @@ def test_run_continues_after_its_files_were_deleted(workspace, monkeypatch, dele
             path.unlink() if path.is_file() else shutil.rmtree(path)
 
     monkeypatch.setattr(Checkpointer, "save", deleting)
-    assert workspace.run_tune(*RUN, "output_dir=intact", "save_every=100").code == 0
-    done = workspace.run_tune(*RUN)
+    assert workspace.run_tune(*RUN, "output_dir=intact").code == 0
+    done = workspace.run_tune(*RUN, "save_every=3")
     assert done.code == 0 and ("was deleted during the run" in done.err) == (deleted == "."), done.err
     assert workspace.is_same_run("out", "intact")
     assert "run is complete" in workspace.run_tune(*RUN).err
