@@ -9,7 +9,7 @@ from tests.helpers.wait import TIMEOUT_SECONDS, wait_until
 from tunekit.distributed.signals import STOP_SIGNALS
 
 RUN = ("run", "sft", "sft.yaml")
-LONG = (*RUN, "max_steps=60", "save_every=100", "eval_every=100")
+LONG = (*RUN, "max_steps=30", "eval_every=100")
 # Slow steps, so that a signal after the first one arrives before the last.
 SLOW_STEPS = """
 import signal, time
@@ -45,7 +45,7 @@ def test_signal_saves_and_the_same_command_resumes(workspace, number):
     assert states == [f"{workspace.deterministic_metrics('out')[-1]['step']:08d}"], (
         "the state of the last step is saved"
     )
-    assert last.startswith(f"stopped by {number.name} after step {int(states[0])} of 60")
+    assert last.startswith(f"stopped by {number.name} after step {int(states[0])} of 30")
     assert "same command" in last
     assert "Traceback" not in workspace.log
     assert not (workspace.folder / "out/final").exists()
@@ -56,7 +56,7 @@ def test_signal_saves_and_the_same_command_resumes(workspace, number):
 
 def test_second_signal_ends_immediately(workspace):
     """A long evaluation is interrupted."""
-    (workspace.folder / "held.jsonl").write_text((workspace.folder / "held.jsonl").read_text() * 2000)
+    (workspace.folder / "held.jsonl").write_text((workspace.folder / "held.jsonl").read_text() * 600)
     process = workspace.start(*RUN, "eval_every=1", "save_every=1")
     wait_until(lambda: has_taken_a_step(workspace), process)
     os.kill(process.pid, signal.SIGINT)

@@ -119,7 +119,7 @@ def test_skipped_rows_are_not_repeated_or_replaced(workspace, monkeypatch, optio
         "data={kind: mixture, max_length: 64, datasets: [{dataset: {kind: chat, source: rows.jsonl}, "
         "max_samples_per_epoch: 4}]}"
     )
-    args = (*RUN, data, "max_steps=null", "epochs=7", "global_batch_size=3", "save_every=1", *options)
+    args = (*RUN, data, "max_steps=null", "epochs=7", "global_batch_size=3", *options)
     monkeypatch.setattr(sft, "forward_backward", record)
     assert workspace.run_tune(*args, "output_dir=good").code == 0
     expected, steps[:] = [*steps], []

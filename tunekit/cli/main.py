@@ -274,8 +274,8 @@ VERBS: dict[str, tuple[str, Callable[[AddArgument], None]]] = {
 }
 
 
-def make_parser() -> tuple[Parser, dict[str, Parser]]:
-    """Create the parser of `tune` and the parsers of its subcommands."""
+def make_parser(verb: str | None = None) -> tuple[Parser, dict[str, Parser]]:
+    """Create the parser of `tune` and the parsers of its subcommands, with the arguments of all, or only of `verb`."""
     top = Parser(prog="tune", description="Fine-tune language models.", allow_abbrev=False)
     top.add_argument("--version", action="store_true", help="print versions")
     verbs = top.add_subparsers(title="subcommands", dest="verb", metavar="SUBCOMMAND", parser_class=Parser)
@@ -284,20 +284,22 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
         parsers[name] = verbs.add_parser(
             name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
         )
-        add_arguments(parsers[name].add_argument)
-        parsers[name].add_argument("--debug", action="store_true", help="show the traceback of an error")
+        if verb in (None, name):
+            add_arguments(parsers[name].add_argument)
+            parsers[name].add_argument("--debug", action="store_true", help="show the traceback of an error")
     return top, parsers
 
 
 def dispatch(words: Sequence[str]) -> None:
     """Parse the arguments and run the subcommand."""
-    top, parsers = make_parser()
+    is_verb = bool(words) and words[0] in VERBS
+    top, parsers = make_parser(words[0] if is_verb and "_ARGCOMPLETE" not in os.environ else None)
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
         import_module("tunekit.cli.commands.completion").complete(top, parsers)
     if words and not words[0].startswith("-") and words[0] not in VERBS:
         suggestion = registry.did_you_mean(words[0], VERBS)
         raise UserError(f"unknown subcommand '{words[0]}'{suggestion or '.'} Run `tune --help` for a list")
-    if words and words[0] in parsers:
+    if is_verb:
         words = [normalize_option(word, parsers[words[0]]) for word in words]
     args, rest = top.parse_known_args(words)
     args.words = tuple(words)

@@ -1,5 +1,6 @@
 """Cache key of a preprocessed dataset: hash of its rows, config, tokenizer, and code."""
 
+import functools
 import hashlib
 import json
 import platform
@@ -37,8 +38,12 @@ def fingerprint(config: DatasetConfig, tokenizer: Tokenizer, reader: RowReader) 
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
+@functools.cache
 def code_hashes() -> dict[str, str]:
-    """Hashes of the modules that turn rows into documents, and versions of the packages that they use."""
+    """Hashes of the modules that turn rows into documents, and versions of the packages that they use.
+
+    Read once per process: code that changes later is not what the process runs.
+    """
     root = Path(__file__).parent.parent
     hashes = {path.relative_to(root).as_posix(): user_modules.hash_file(path) for path in code_files()}
     return {**hashes, "python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
