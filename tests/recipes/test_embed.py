@@ -117,6 +117,7 @@ def test_embedding_model_cannot_generate(embed_workspace: Workspace) -> None:
 @pytest.mark.slow
 def test_bundled_example_learns(workspace: Workspace) -> None:
     """Held-out facts are found among 400, of which half differ from the right one in a single word."""
-    assert workspace.run_tune("run", "embed", "nano/embed", "max_steps=20", "output_dir=out").code == 0
+    args = ("max_steps=20", "eval_every=20", "output_dir=out")
+    assert workspace.run_tune("run", "embed", "nano/embed", *args).code == 0
     first, *_, last = (line for line in metrics_file.read_metrics(Path("out")) if "eval/loss" in line)
     assert first["eval/cosine_accuracy@1"] < 0.1 and last["eval/cosine_accuracy@1"] > 0.9

@@ -1,4 +1,4 @@
-"""The preference example of the docs: one minute of LoRA teaches the nano model a preference without losing other
+"""The preference example of the docs: LoRA teaches the nano model a preference without losing other
 skills.
 """
 
@@ -16,6 +16,8 @@ from tunekit.recipes import evaluate, preference
 
 SKILLS = ("nano/facts", "nano/copying", "nano/stories")
 LIMIT = 100  # rows of the preference data and of each skill
+# Half of the configured epochs, in smaller steps.
+ONE_EPOCH = ("epochs=1", "global_batch_size=8", "micro_batch_size=8", "eval_data.split=test[:100]")
 
 
 def read_eval_pairs() -> list[Pair]:
@@ -26,7 +28,8 @@ def read_eval_pairs() -> list[Pair]:
 @pytest.mark.slow
 def test_nano_dpo_learns_the_preference_and_keeps_other_skills(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    preference.main(load_config(preference.PreferenceConfig, registry.find_config("nano/dpo"), [f"output_dir={run}"]))
+    overrides = [f"output_dir={run}", *ONE_EPOCH]
+    preference.main(load_config(preference.PreferenceConfig, registry.find_config("nano/dpo"), overrides))
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     first, last = (line["eval/rewards/accuracies"] for line in metrics if "eval/loss" in line)
     assert first == 0 and last > 0.9
