@@ -12,6 +12,7 @@ import random
 import sys
 import zlib
 from collections.abc import Iterator
+from itertools import islice
 
 import pytest
 from hypothesis import settings
@@ -69,13 +70,17 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the long files first in both halves of the tests, with which two workers of pytest-xdist start."""
+    """Put the long files first in the equal parts of the tests with which the workers of pytest-xdist start."""
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     files = {name: [item for item in items if item.nodeid.startswith(f"{name}::")] for name in LONG_FILES}
-    first, second = ([item for name in LONG_FILES[i::2] for item in files[name]] for i in range(2))
-    moved = {*first, *second}
-    others = [item for item in items if item not in moved]
-    middle = max(0, len(items) // 2 - len(first))
-    items[:] = [*first, *others[:middle], *second, *others[middle:]]
+    parts = [[item for name in LONG_FILES[i::count] for item in files[name]] for i in range(count)]
+    moved = {item for part in parts for item in part}
+    others = iter([item for item in items if item not in moved])
+    for i, part in enumerate(parts):
+        end = len(items) * (i + 1) // count
+        size = max(0, end - sum(map(len, parts[:i])) - len(part))
+        part += islice(others, size)
+    items[:] = [item for part in parts for item in part] + [*others]
 
 
 def pytest_collection_finish() -> None:

@@ -48,8 +48,8 @@ PARTS = (
 
 
 def open_model(directory: Path, split: str | None = None, nfc: bool = False) -> Model:
-    """Open the tokenizer of a directory and replace its pre-tokenizer and normalizer."""
-    model = Tokenizer.open(directory).model
+    """Copy the tokenizer of a directory and replace its pre-tokenizer and normalizer."""
+    model = Model.from_str(Tokenizer.open(directory).model.to_str())
     if split is not None:
         byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         model.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), "isolated"), byte])
