@@ -8,17 +8,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_SIZE = 8192  # logits that a program loads at once
+MAX_BLOCK_SIZE = 8192  # logits that a program loads at once
 
 
 # tl.max and tl.sum do not work in the interpreter if it was enabled after they were imported.
 @triton.jit
-def larger(a, b):
+def maximum(a, b):
     return tl.where(a > b, a, b)
 
 
 @triton.jit
-def added(a, b):
+def add(a, b):
     return a + b
 
 
@@ -29,126 +29,128 @@ def tanh(x):
     p = -0.3333328068256378 + z * (
         0.13331441581249237 + z * (-0.05373971536755562 + z * (0.0206390842795372 - z * 0.00570498313754797))
     )
-    far = 1 - 2 / (tl.exp(2 * tl.minimum(tl.abs(x), 10.0)) + 1)
-    y = tl.where(tl.abs(x) < 0.625, x + x * z * p, tl.where(x < 0, -far, far))
+    from_exp = 1 - 2 / (tl.exp(2 * tl.minimum(tl.abs(x), 10.0)) + 1)
+    y = tl.where(tl.abs(x) < 0.625, x + x * z * p, tl.where(x < 0, -from_exp, from_exp))
     return tl.where(x == x, y, x)  # tl.minimum drops NaN
 
 
 @triton.jit
-def capped(x, scale, softcap, CAP: tl.constexpr):
+def scale_logits(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     x = x.to(tl.float32) * scale
-    if CAP:
+    if HAS_SOFTCAP:
         x = softcap * tanh(x / softcap)
     return x
 
 
 @triton.jit
-def sums(at, vocab, scale, softcap, CAP: tl.constexpr, SIZE: tl.constexpr):
+def sum_row(row_logits, vocab_size, scale, softcap, HAS_SOFTCAP: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Maximum m of the scaled logits x, sum of exp(x - m), and sum of x - m."""
-    top, exps, total = -3e38, 0.0, 0.0
-    for start in range(0, vocab, SIZE):
-        place = start + tl.arange(0, SIZE)
-        real = place < vocab
-        x = tl.where(real, capped(tl.load(at + place, real, 0), scale, softcap, CAP), -3e38)
-        new_top = tl.maximum(top, tl.reduce(x, 0, larger))
-        exps = exps * tl.exp(top - new_top) + tl.reduce(tl.exp(x - new_top), 0, added)
-        total = total + start * (top - new_top) + tl.reduce(tl.where(real, x - new_top, 0.0), 0, added)
-        top = new_top
-    return top, exps, total
+    max_logit, exp_sum, shifted_sum = -3e38, 0.0, 0.0
+    for start in range(0, vocab_size, BLOCK_SIZE):
+        ids = start + tl.arange(0, BLOCK_SIZE)
+        mask = ids < vocab_size
+        x = tl.where(mask, scale_logits(tl.load(row_logits + ids, mask, 0), scale, softcap, HAS_SOFTCAP), -3e38)
+        new_max = tl.maximum(max_logit, tl.reduce(x, 0, maximum))
+        exp_sum = exp_sum * tl.exp(max_logit - new_max) + tl.reduce(tl.exp(x - new_max), 0, add)
+        shifted_sum = shifted_sum + start * (max_logit - new_max) + tl.reduce(tl.where(mask, x - new_max, 0.0), 0, add)
+        max_logit = new_max
+    return max_logit, exp_sum, shifted_sum
 
 
 @triton.jit
 def losses_kernel(  # noqa: PLR0913 (kernels take scalars as separate arguments)
-    logits, targets, weights, losses, vocab, stride, scale, softcap, smoothing, z_loss,
-    CAP: tl.constexpr, WEIGHTED: tl.constexpr, GRADIENT: tl.constexpr, SIZE: tl.constexpr,
+    logits, targets, weights, losses, vocab_size, stride, scale, softcap, smoothing, z_loss,
+    HAS_SOFTCAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, NEEDS_GRADIENT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    at = logits + row.to(tl.int64) * stride
+    row_logits = logits + row.to(tl.int64) * stride
     target = tl.load(targets + row)
-    is_valid = (target >= 0) & (target < vocab)
-    target_logit = capped(tl.load(at + target, is_valid, 0), scale, softcap, CAP)
+    is_valid = (target >= 0) & (target < vocab_size)
+    target_logit = scale_logits(tl.load(row_logits + target, is_valid, 0), scale, softcap, HAS_SOFTCAP)
 
-    top, exps, total = sums(at, vocab, scale, softcap, CAP, SIZE)
-    log_normalizer = top + tl.log(exps)
-    loss = tl.log(exps) - (1 - smoothing) * (target_logit - top) + z_loss * log_normalizer * log_normalizer
+    max_logit, exp_sum, shifted_sum = sum_row(row_logits, vocab_size, scale, softcap, HAS_SOFTCAP, BLOCK_SIZE)
+    logsumexp = max_logit + tl.log(exp_sum)
+    loss = tl.log(exp_sum) - (1 - smoothing) * (target_logit - max_logit) + z_loss * logsumexp * logsumexp
     if smoothing > 0:
-        loss -= smoothing * total / vocab
-    loss = tl.where(is_valid, loss, float("nan"))  # reports targets >= vocab
+        loss -= smoothing * shifted_sum / vocab_size
+    loss = tl.where(is_valid, loss, float("nan"))  # reports targets >= vocab_size
     tl.store(losses + row, tl.where(target < 0, 0.0, loss))
 
-    if GRADIENT:
-        weight = tl.load(weights + row) if WEIGHTED else 1.0
-        share = (1 + 2 * z_loss * log_normalizer) / exps
-        spread = smoothing / vocab
-        for start in range(0, vocab, SIZE):
-            place = start + tl.arange(0, SIZE)
-            real = place < vocab
-            x = capped(tl.load(at + place, real, 0), scale, softcap, CAP)
-            grad = tl.exp(x - top) * share - spread - tl.where(place == target, 1 - smoothing, 0.0)
-            if CAP:
+    if NEEDS_GRADIENT:
+        weight = tl.load(weights + row) if HAS_WEIGHTS else 1.0
+        exp_factor = (1 + 2 * z_loss * logsumexp) / exp_sum
+        smoothing_per_id = smoothing / vocab_size
+        for start in range(0, vocab_size, BLOCK_SIZE):
+            ids = start + tl.arange(0, BLOCK_SIZE)
+            mask = ids < vocab_size
+            x = scale_logits(tl.load(row_logits + ids, mask, 0), scale, softcap, HAS_SOFTCAP)
+            grad = tl.exp(x - max_logit) * exp_factor - smoothing_per_id - tl.where(ids == target, 1 - smoothing, 0.0)
+            if HAS_SOFTCAP:
                 grad *= 1 - (x / softcap) * (x / softcap)
             grad = tl.where(target < 0, 0.0, grad * (weight * scale))
-            tl.store(at + place, grad.to(logits.dtype.element_ty), real)
+            tl.store(row_logits + ids, grad.to(logits.dtype.element_ty), mask)
 
 
 @triton.jit
 def entropies_kernel(  # noqa: PLR0913
-    logits, entropies, vocab, stride, scale, softcap, CAP: tl.constexpr, SIZE: tl.constexpr
+    logits, entropies, vocab_size, stride, scale, softcap, HAS_SOFTCAP: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0)
-    at = logits + row.to(tl.int64) * stride
-    top, exps, spread = -3e38, 0.0, 0.0  # spread: sum of (x - top) exp(x - top)
-    for start in range(0, vocab, SIZE):
-        place = start + tl.arange(0, SIZE)
-        x = tl.where(place < vocab, capped(tl.load(at + place, place < vocab, 0), scale, softcap, CAP), -3e38)
-        new_top = tl.maximum(top, tl.reduce(x, 0, larger))
-        weights, decay = tl.exp(x - new_top), tl.exp(top - new_top)
-        spread = tl.where(decay > 0, decay * (spread + (top - new_top) * exps), 0.0)
-        spread += tl.reduce(tl.where(weights > 0, weights * (x - new_top), 0.0), 0, added)
-        exps = exps * decay + tl.reduce(weights, 0, added)
-        top = new_top
-    tl.store(entropies + row, tl.log(exps) - spread / exps)
+    row_logits = logits + row.to(tl.int64) * stride
+    max_logit, exp_sum, shifted_exp_sum = -3e38, 0.0, 0.0  # sums of exp(x - m) and (x - m) exp(x - m)
+    for start in range(0, vocab_size, BLOCK_SIZE):
+        ids = start + tl.arange(0, BLOCK_SIZE)
+        mask = ids < vocab_size
+        x = tl.where(mask, scale_logits(tl.load(row_logits + ids, mask, 0), scale, softcap, HAS_SOFTCAP), -3e38)
+        new_max = tl.maximum(max_logit, tl.reduce(x, 0, maximum))
+        exps, decay = tl.exp(x - new_max), tl.exp(max_logit - new_max)
+        shifted_exp_sum = tl.where(decay > 0, decay * (shifted_exp_sum + (max_logit - new_max) * exp_sum), 0.0)
+        shifted_exp_sum += tl.reduce(tl.where(exps > 0, exps * (x - new_max), 0.0), 0, add)
+        exp_sum = exp_sum * decay + tl.reduce(exps, 0, add)
+        max_logit = new_max
+    tl.store(entropies + row, tl.log(exp_sum) - shifted_exp_sum / exp_sum)
 
 
 def token_entropies(logits: Tensor, terms: list[float]) -> Tensor:
-    """Entropies (n,) of raw logits (n, vocab); `terms` starts with scale and softcap. One program per row."""
-    rows, vocab = logits.shape
-    entropies = torch.empty(rows, device=logits.device)
-    if rows:
-        size, warps = sizes(vocab)
-        entropies_kernel[(rows,)](
-            logits, entropies, vocab, logits.stride(0), *terms[:2], CAP=terms[1] > 0, SIZE=size, num_warps=warps
-        )
+    """Entropies (n,) of raw logits (n, vocab_size); `terms` starts with scale and softcap. One program per row."""
+    num_rows, vocab_size = logits.shape
+    entropies = torch.empty(num_rows, device=logits.device)
+    if num_rows:
+        block_size, num_warps = choose_block_size(vocab_size)
+        entropies_kernel[(num_rows,)](
+            logits, entropies, vocab_size, logits.stride(0), *terms[:2],
+            HAS_SOFTCAP=terms[1] > 0, BLOCK_SIZE=block_size, num_warps=num_warps,
+        )  # fmt: skip
     return entropies
 
 
-def sizes(vocab: int) -> tuple[int, int]:
+def choose_block_size(vocab_size: int) -> tuple[int, int]:
     """Logits per iteration, and warps of a program."""
-    size = min(1 << (vocab - 1).bit_length(), MAX_SIZE)
-    return size, max(1, min(16, size // 512))
+    block_size = min(1 << (vocab_size - 1).bit_length(), MAX_BLOCK_SIZE)
+    return block_size, max(1, min(16, block_size // 512))
 
 
 def token_losses(logits: Tensor, targets: Tensor, weights: Tensor | None, terms: list[float], gradient: bool) -> Tensor:
-    """Losses (n,) of raw logits (n, vocab); writes the gradient over the logits. One program per row."""
-    rows, vocab = logits.shape
-    losses = torch.empty(rows, device=logits.device)
-    if rows == 0:
+    """Losses (n,) of raw logits (n, vocab_size); writes the gradient over the logits. One program per row."""
+    num_rows, vocab_size = logits.shape
+    losses = torch.empty(num_rows, device=logits.device)
+    if num_rows == 0:
         return losses
     assert logits.stride(1) == 1
-    size, warps = sizes(vocab)
-    losses_kernel[(rows,)](
+    block_size, num_warps = choose_block_size(vocab_size)
+    losses_kernel[(num_rows,)](
         logits,
         targets.contiguous(),
         losses if weights is None else weights.float().contiguous(),
         losses,
-        vocab,
+        vocab_size,
         logits.stride(0),
         *terms,
-        CAP=terms[1] > 0,
-        WEIGHTED=weights is not None,
-        GRADIENT=gradient,
-        SIZE=size,
-        num_warps=warps,
+        HAS_SOFTCAP=terms[1] > 0,
+        HAS_WEIGHTS=weights is not None,
+        NEEDS_GRADIENT=gradient,
+        BLOCK_SIZE=block_size,
+        num_warps=num_warps,
         enable_fp_fusion=False,  # losses are bit-identical with and without gradient
     )
     return losses

@@ -203,7 +203,7 @@ def test_number_of_threads_does_not_change_bits() -> None:
 def test_interpreted_kernel_equals_definition(
     block_size: int, terms: CrossEntropyTerms, dtype, interpreted: ModuleType, monkeypatch
 ) -> None:
-    monkeypatch.setattr(interpreted, "MAX_SIZE", block_size)
+    monkeypatch.setattr(interpreted, "MAX_BLOCK_SIZE", block_size)
     torch.manual_seed(block_size)
     logits, targets = (torch.randn(4, 50) * 4 + 1).to(dtype)[:, :37], torch.tensor([3, 36, IGNORE, 16])
     check_losses(interpreted.token_losses, terms, logits.clone(), targets, None)
@@ -212,7 +212,7 @@ def test_interpreted_kernel_equals_definition(
 
 @requires_interpreter_loops
 def test_interpreted_kernel_with_extreme_logits(interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interpreted, "MAX_SIZE", 16)
+    monkeypatch.setattr(interpreted, "MAX_BLOCK_SIZE", 16)
     ordinary, targets = torch.randn(2, 50), torch.tensor([4, 40, 7, 8, 9, 10])
     for terms in (PLAIN, CrossEntropyTerms(smoothing=0.1), CrossEntropyTerms(softcap=30.0)):
         check_losses(

@@ -61,7 +61,7 @@ def test_entropies_equal_definition(vocab: int, dtype: torch.dtype, rule: tuple[
 def test_interpreted_kernel_equals_definition(
     vocab: int, scale: float, softcap: float | None, interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interpreted, "MAX_SIZE", 32)  # several blocks; the interpreter adds numbers one by one
+    monkeypatch.setattr(interpreted, "MAX_BLOCK_SIZE", 32)  # several blocks; the interpreter adds numbers one by one
     for dtype in (torch.float32, torch.bfloat16):
         logits = logit_rows(vocab, dtype)[:, : vocab - 1]
         actual = interpreted.token_entropies(logits, [scale, softcap or 0.0, 0.0, 0.0])
