@@ -8,14 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SIZE = 1024  # elements per program
+BLOCK_SIZE = 1024  # elements per program
+ALPHA, LIMIT = tl.constexpr(1.702), tl.constexpr(7.0)  # of clamped_swiglu
 
 
 @triton.jit
-def place(dim, SIZE: tl.constexpr):
+def locate_block(dim, BLOCK_SIZE: tl.constexpr):
     """Row of a program, and its columns. The grid is 1D: one long row may exceed the limit of its second axis."""
-    program, per_row = tl.program_id(0).to(tl.int64), (dim - 1) // SIZE + 1  # `dim + SIZE` may overflow int32
-    return program // per_row, program % per_row * SIZE + tl.arange(0, SIZE)
+    # `dim + BLOCK_SIZE` may overflow int32
+    program, blocks_per_row = tl.program_id(0).to(tl.int64), (dim - 1) // BLOCK_SIZE + 1
+    return program // blocks_per_row, program % blocks_per_row * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
 
 
 @triton.jit
@@ -24,74 +26,75 @@ def sigmoid(x):
 
 
 @triton.jit
-def rate(x, ACT: tl.constexpr):
+def compute_sigmoid_input(x, ACT: tl.constexpr):
     """s(x) of the activation x sigmoid(s(x)), and its derivative.
 
     Has one `return`, with tensors: Python floats in branches would be constants of different types.
     """
     if ACT == "gelu_tanh":
         s = 1.5957691216 * (x + 0.044715 * x * x * x)
-        slope = 1.5957691216 * (1 + 3 * 0.044715 * x * x)
+        derivative = 1.5957691216 * (1 + 3 * 0.044715 * x * x)
     elif ACT == "clamped_swiglu":
-        s = 1.702 * x
-        slope = tl.full(x.shape, 1.702, tl.float32)
+        s = ALPHA * x
+        derivative = tl.full(x.shape, ALPHA, tl.float32)
     else:
         s = x
-        slope = tl.full(x.shape, 1.0, tl.float32)
-    return s, slope
+        derivative = tl.full(x.shape, 1.0, tl.float32)
+    return s, derivative
 
 
 @triton.jit
 def forward_kernel(  # noqa: PLR0913 (kernels take scalars as separate arguments)
-    gate, up, y, gate_stride, up_stride, dim, ACT: tl.constexpr, SIZE: tl.constexpr
+    gate, up, y, gate_stride, up_stride, dim, ACT: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    row, at = place(dim, SIZE)
-    real = at < dim
-    kind = y.dtype.element_ty  # not in a tuple assignment: Triton would query the type of each element
-    g = tl.load(gate + row * gate_stride + at, real, 0).to(tl.float32)
-    u = tl.load(up + row * up_stride + at, real, 0).to(tl.float32)
+    row, columns = locate_block(dim, BLOCK_SIZE)
+    mask = columns < dim
+    dtype = y.dtype.element_ty  # not in a tuple assignment: Triton would query the type of each element
+    g = tl.load(gate + row * gate_stride + columns, mask, 0).to(tl.float32)
+    u = tl.load(up + row * up_stride + columns, mask, 0).to(tl.float32)
     if ACT == "clamped_swiglu":  # rounds like its reference
-        g, u = tl.minimum(g, 7.0), tl.maximum(tl.minimum(u, 7.0), -7.0)
-        share = sigmoid((g * 1.702).to(kind).to(tl.float32)).to(kind).to(tl.float32)
-        result = (u + 1).to(kind).to(tl.float32) * (g * share).to(kind).to(tl.float32)
+        g, u = tl.minimum(g, LIMIT), tl.maximum(tl.minimum(u, LIMIT), -LIMIT)
+        sig = sigmoid((g * ALPHA).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        result = (u + 1).to(dtype).to(tl.float32) * (g * sig).to(dtype).to(tl.float32)
     else:
-        s, _ = rate(g, ACT)
-        result = (g * sigmoid(s)).to(kind).to(tl.float32) * u
-    tl.store(y + row * dim + at, result.to(kind), real)
+        s, _ = compute_sigmoid_input(g, ACT)
+        result = (g * sigmoid(s)).to(dtype).to(tl.float32) * u
+    tl.store(y + row * dim + columns, result.to(dtype), mask)
 
 
 @triton.jit
 def backward_kernel(  # noqa: PLR0913
-    grad, gate, up, to_gate, to_up, grad_stride, gate_stride, up_stride, dim, ACT: tl.constexpr, SIZE: tl.constexpr
-):
-    row, at = place(dim, SIZE)
-    real = at < dim
-    kind = to_gate.dtype.element_ty
-    d = tl.load(grad + row * grad_stride + at, real, 0).to(tl.float32)
-    g = tl.load(gate + row * gate_stride + at, real, 0).to(tl.float32)
-    u = tl.load(up + row * up_stride + at, real, 0).to(tl.float32)
-    to_g, to_u = d, d
+    grad_output, gate, up, grad_gate, grad_up, grad_stride, gate_stride, up_stride, dim,
+    ACT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    row, columns = locate_block(dim, BLOCK_SIZE)
+    mask = columns < dim
+    dtype = grad_gate.dtype.element_ty
+    dy = tl.load(grad_output + row * grad_stride + columns, mask, 0).to(tl.float32)
+    g = tl.load(gate + row * gate_stride + columns, mask, 0).to(tl.float32)
+    u = tl.load(up + row * up_stride + columns, mask, 0).to(tl.float32)
+    dy_gate, dy_up = dy, dy
     if ACT == "clamped_swiglu":  # clamped values have no gradient
-        to_g, to_u = tl.where(g <= 7.0, d, 0.0), tl.where(tl.abs(u) <= 7.0, d, 0.0)
-        g, u = tl.minimum(g, 7.0), tl.maximum(tl.minimum(u, 7.0), -7.0) + 1
-    s, slope = rate(g, ACT)
-    share = sigmoid(s)
-    tl.store(to_up + row * dim + at, (to_u * g * share).to(kind), real)
-    tl.store(to_gate + row * dim + at, (to_g * u * share * (1 + g * (1 - share) * slope)).to(kind), real)
+        dy_gate, dy_up = tl.where(g <= LIMIT, dy, 0.0), tl.where(tl.abs(u) <= LIMIT, dy, 0.0)
+        g, u = tl.minimum(g, LIMIT), tl.maximum(tl.minimum(u, LIMIT), -LIMIT) + 1
+    s, derivative = compute_sigmoid_input(g, ACT)
+    sig = sigmoid(s)
+    tl.store(grad_up + row * dim + columns, (dy_up * g * sig).to(dtype), mask)
+    tl.store(grad_gate + row * dim + columns, (dy_gate * u * sig * (1 + g * (1 - sig) * derivative)).to(dtype), mask)
 
 
 def forward(gate: Tensor, up: Tensor, y: Tensor, act: str) -> None:
     """Write act(gate) * up to `y`, for rows (N, dim)."""
-    rows, dim = gate.shape
+    num_rows, dim = gate.shape
     if gate.numel():
-        grid = (rows * triton.cdiv(dim, SIZE),)
-        forward_kernel[grid](gate, up, y, gate.stride(0), up.stride(0), dim, ACT=act, SIZE=SIZE)
+        grid = (num_rows * triton.cdiv(dim, BLOCK_SIZE),)
+        forward_kernel[grid](gate, up, y, gate.stride(0), up.stride(0), dim, ACT=act, BLOCK_SIZE=BLOCK_SIZE)
 
 
-def backward(grad: Tensor, gate: Tensor, up: Tensor, to_gate: Tensor, to_up: Tensor, act: str) -> None:
+def backward(grad_output: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, act: str) -> None:
     """Write the gradients of gate and up, for rows (N, dim)."""
-    rows, dim = gate.shape
+    num_rows, dim = gate.shape
     if gate.numel():
-        grid = (rows * triton.cdiv(dim, SIZE),)
-        strides = grad.stride(0), gate.stride(0), up.stride(0)
-        backward_kernel[grid](grad, gate, up, to_gate, to_up, *strides, dim, ACT=act, SIZE=SIZE)
+        grid = (num_rows * triton.cdiv(dim, BLOCK_SIZE),)
+        strides = grad_output.stride(0), gate.stride(0), up.stride(0)
+        backward_kernel[grid](grad_output, gate, up, grad_gate, grad_up, *strides, dim, ACT=act, BLOCK_SIZE=BLOCK_SIZE)

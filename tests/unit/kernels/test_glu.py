@@ -143,12 +143,12 @@ def test_unsupported_dtypes_use_torch(backend: str) -> None:
 def test_interpreted_kernel_equals_float64(shape, dtype, act: str, interpreted: ModuleType) -> None:
     both = (4 * torch.randn(2, *shape)).to(dtype)
     gate, up = both.transpose(0, 1).unbind(1)  # rows are interleaved
-    y, to_gate, to_up = (torch.empty(shape, dtype=dtype) for _ in range(3))
+    y, grad_gate, grad_up = (torch.empty(shape, dtype=dtype) for _ in range(3))
     weights = torch.arange(y.numel()).cos().view_as(y).to(dtype)
     interpreted.forward(gate, up, y, act)
-    interpreted.backward(weights, gate, up, to_gate, to_up, act)
+    interpreted.backward(weights, gate, up, grad_gate, grad_up, act)
     # The interpreter truncates where a GPU rounds.
-    for result, expected in zip((y, to_gate, to_up), float64_results(act, gate, up), strict=True):
+    for result, expected in zip((y, grad_gate, grad_up), float64_results(act, gate, up), strict=True):
         assert relative_error(result.double(), expected) < (3e-6 if dtype == FP32 else 3e-2)
 
 
