@@ -62,7 +62,7 @@ def launch_norm(  # noqa: PLR0913 (what a norm depends on)
     rows: int,
     dim: int,
     dtypes: tuple[torch.dtype, torch.dtype | None],
-    late: bool,
+    scale_in_fp32: bool,
     stride: int = 0,
     train_weight: bool = True,
 ) -> None:
@@ -70,18 +70,18 @@ def launch_norm(  # noqa: PLR0913 (what a norm depends on)
     x = empty_meta(rows, stride or dim, dtype=dtype)[:, :dim]
     y, rstd = empty_meta(rows, dim, dtype=dtype), empty_meta(rows, dtype=FP32)
     weight = None if weight_dtype is None else empty_meta(dim, dtype=weight_dtype)
-    parts = empty_meta(-(-rows // 64) if train_weight and weight is not None else 0, dim, dtype=FP32)
-    rms_norm_triton.forward(x, weight, y, rstd, 1e-6, 0.0, late)
-    rms_norm_triton.backward(y, x, weight, rstd, y, parts, 0.0, late)
+    partial_sums = empty_meta(-(-rows // 64) if train_weight and weight is not None else 0, dim, dtype=FP32)
+    rms_norm_triton.forward(x, weight, y, rstd, 1e-6, 0.0, scale_in_fp32)
+    rms_norm_triton.backward(y, x, weight, rstd, y, partial_sums, 0.0, scale_in_fp32)
 
 
 def launch_norm_variants() -> None:
     pairs = [(a, b) for a in FLOATS for b in (a, FP32, None)]
     for dim in sorted(SHAPES.norm_dims | {100}):
         for dtypes in dict.fromkeys(pairs):
-            for late in (False, True) if dtypes[1] else (False,):
-                launch_norm(TOKENS, dim, dtypes, late)
-                launch_norm(TOKENS, dim, dtypes, late, train_weight=False)
+            for scale_in_fp32 in (False, True) if dtypes[1] else (False,):
+                launch_norm(TOKENS, dim, dtypes, scale_in_fp32)
+                launch_norm(TOKENS, dim, dtypes, scale_in_fp32, train_weight=False)
 
 
 def launch_rope(
@@ -242,8 +242,8 @@ def launch_glu_large() -> None:
 
 
 def launch_norm_large() -> None:
-    launch_norm(2**18, 16384, (BF16, BF16), late=False)
-    launch_norm(2**15, 128, (BF16, BF16), late=False, stride=2**17)
+    launch_norm(2**18, 16384, (BF16, BF16), scale_in_fp32=False)
+    launch_norm(2**15, 128, (BF16, BF16), scale_in_fp32=False, stride=2**17)
 
 
 def launch_rope_large() -> None:
@@ -303,8 +303,8 @@ def launch_glu_step(tokens: int, step: int) -> None:
 
 
 def launch_norm_step(tokens: int, step: int) -> None:
-    launch_norm(tokens, 4096, (BF16, BF16), late=False)
-    launch_norm(tokens, 4096, (BF16, BF16), late=False, train_weight=False)
+    launch_norm(tokens, 4096, (BF16, BF16), scale_in_fp32=False)
+    launch_norm(tokens, 4096, (BF16, BF16), scale_in_fp32=False, train_weight=False)
 
 
 def launch_rope_step(tokens: int, step: int) -> None:

@@ -19,25 +19,25 @@ SOURCE = Path(__file__).with_name("norm.cpp")
 ROWS_PER_SUM = 64  # rows whose weight gradients are summed together, as in norm.cpp
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, late: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, scale_in_fp32: bool = False) -> Tensor:
     """x / rms(x) * (weight + offset) over the last axis, in fp32, returned in the dtype of `x`.
 
-    The result is cast before it is multiplied by the weight, as in Llama, or after it (`late`), as in Gemma and OLMo.
-    This makes bf16 results equal to those of their reference implementations.
+    The result is cast before it is multiplied by the weight, as in Llama, or after it (`scale_in_fp32`), as in Gemma
+    and OLMo. This makes bf16 results equal to those of their reference implementations.
     """
-    recompute = partial(rms_norm, eps=eps, offset=offset, late=late)
+    recompute = partial(rms_norm, eps=eps, offset=offset, scale_in_fp32=scale_in_fp32)
     if use_torch_fallback(x, compiled):
-        return mark_recomputable(reference(x, weight, eps, offset, late), recompute, x, weight)
+        return mark_recomputable(reference(x, weight, eps, offset, scale_in_fp32), recompute, x, weight)
     if weight is not None and not has_kernel(weight.dtype, x.device):
         weight = weight.float()
-    return mark_recomputable(rms_norm_op(x, weight, eps, offset, late or offset != 0)[0], recompute, x, weight)
+    return mark_recomputable(rms_norm_op(x, weight, eps, offset, scale_in_fp32 or offset != 0)[0], recompute, x, weight)
 
 
-def reference(x: Tensor, weight: Tensor | None, eps: float, offset: float, late: bool) -> Tensor:
+def reference(x: Tensor, weight: Tensor | None, eps: float, offset: float, scale_in_fp32: bool) -> Tensor:
     y = F.rms_norm(x.float(), x.shape[-1:], eps=eps)
     if weight is None:
         return y.type_as(x)
-    if late or offset:
+    if scale_in_fp32 or offset:
         return (y * (weight.float() + offset)).type_as(x)
     return y.type_as(x) * weight.type_as(x)
 
@@ -73,14 +73,14 @@ def native_function(kind: str, x: Tensor, weight: Tensor | None) -> Any:
     return getattr(compiled(), f"{kind}_{DTYPES[x.dtype]}_{DTYPES[x.dtype if weight is None else weight.dtype]}")
 
 
-def forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, late: bool) -> tuple[Tensor, Tensor]:
+def forward(x: Tensor, weight: Tensor | None, eps: float, offset: float, scale_in_fp32: bool) -> tuple[Tensor, Tensor]:
     """Norm of x (..., dim), and 1 / rms of each row (...) in fp32 for the backward pass."""
     rows, y, rstd = contiguous_rows(x), x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
     weight = contiguous_weight(weight, x)
     if x.device.type == "cuda":
-        triton_kernels("rms_norm").forward(rows, weight, y, rstd, eps, offset, late)
+        triton_kernels("rms_norm").forward(rows, weight, y, rstd, eps, offset, scale_in_fp32)
     else:
-        sizes = NormSizes(*rows.shape, rows.stride(0), 0, eps, offset, late, torch.get_num_threads())
+        sizes = NormSizes(*rows.shape, rows.stride(0), 0, eps, offset, scale_in_fp32, torch.get_num_threads())
         kernel = native_function("forward", x, weight)
         kernel(rows.data_ptr(), 0 if weight is None else weight.data_ptr(), y.data_ptr(), rstd.data_ptr(), sizes)
     return y, rstd
@@ -98,7 +98,13 @@ rms_norm_op = KernelOp("rms_norm", forward)
 
 
 def compute_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, late: bool, needs_weight_grad: bool
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    scale_in_fp32: bool,
+    needs_weight_grad: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `x` and, if `needs_weight_grad`, of the weight (dim,) in fp32."""
     check_tensor("rms_norm", "grad", grad, x.shape, x.dtype, x.device)
@@ -109,9 +115,10 @@ def compute_gradients(
     partial_sums = x.new_empty(count, x.shape[-1], dtype=torch.float32)
     weight = contiguous_weight(weight, x)
     if x.device.type == "cuda":
-        triton_kernels("rms_norm").backward(grads, rows, weight, rstd, grad_x, partial_sums, offset, late)
+        triton_kernels("rms_norm").backward(grads, rows, weight, rstd, grad_x, partial_sums, offset, scale_in_fp32)
     else:
-        sizes = NormSizes(*rows.shape, rows.stride(0), grads.stride(0), 0, offset, late, torch.get_num_threads())
+        strides = rows.stride(0), grads.stride(0)
+        sizes = NormSizes(*rows.shape, *strides, 0, offset, scale_in_fp32, torch.get_num_threads())
         inputs = grads, rows, weight, rstd, grad_x, partial_sums if needs_weight_grad else None
         kernel = native_function("backward", x, weight)
         kernel(*(0 if t is None else t.data_ptr() for t in inputs), sizes)
@@ -132,7 +139,7 @@ def _(grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _, ctx.offset, ctx.late = inputs
+    x, weight, _, ctx.offset, ctx.scale_in_fp32 = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, weight, output[1])
 
@@ -142,7 +149,7 @@ def rms_norm_backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[
         return None, None, None, None, None
     x, weight, rstd = ctx.saved_tensors
     needs_weight_grad = ctx.needs_input_grad[1]
-    grad_x, grad_weight = rms_norm_backward_op(grad, x, weight, rstd, ctx.offset, ctx.late, needs_weight_grad)
+    grad_x, grad_weight = rms_norm_backward_op(grad, x, weight, rstd, ctx.offset, ctx.scale_in_fp32, needs_weight_grad)
     return grad_x, grad_weight.to(weight.dtype) if needs_weight_grad else None, None, None, None
 
 

@@ -41,10 +41,11 @@ def check_glu(context: Context) -> Result:
 def check_rms_norm(context: Context) -> Result:
     comparison = Comparison(context, require_fast_version(context, rms_norm))
     with require_triton_launches(context):
-        for (family, (offset, late)), shape, (dtype, label) in product(NORMS.items(), SHAPES, DTYPE_NAMES.items()):
+        for (family, options), shape, (dtype, label) in product(NORMS.items(), SHAPES, DTYPE_NAMES.items()):
+            offset, scale_in_fp32 = options
             inputs = {"x": torch.randn(shape).to(dtype), "weight": torch.rand(shape[-1]) + 0.5}
-            fast = partial(rms_norm.rms_norm, eps=EPS, offset=offset, late=late)
-            reference = partial(rms_norm.reference, eps=EPS, offset=offset, late=late)
+            fast = partial(rms_norm.rms_norm, eps=EPS, offset=offset, scale_in_fp32=scale_in_fp32)
+            reference = partial(rms_norm.reference, eps=EPS, offset=offset, scale_in_fp32=scale_in_fp32)
             comparison.check_function(f"{family} {label} {list(shape)}", fast, reference, inputs)
     return comparison.result()
 

@@ -75,11 +75,11 @@ def rope_case(draw: st.DrawFn) -> Case:
 
 @st.composite
 def norm_case(draw: st.DrawFn) -> Case:
-    shape, late = (draw(sizes), draw(sizes), draw(st.integers(1, 70))), draw(flags)
+    shape, scale_in_fp32 = (draw(sizes), draw(sizes), draw(st.integers(1, 70))), draw(flags)
     x, weight = floats(*shape, dtype=draw(dtypes)), floats(shape[-1], dtype=draw(dtypes)) if draw(flags) else None
     return Case(
-        lambda x, weight: rms_norm.forward(x, weight, 1e-6, 0.0, late)[0],
-        lambda x, weight: rms_norm.reference(x, weight, 1e-6, 0.0, late),
+        lambda x, weight: rms_norm.forward(x, weight, 1e-6, 0.0, scale_in_fp32)[0],
+        lambda x, weight: rms_norm.reference(x, weight, 1e-6, 0.0, scale_in_fp32),
         {"x": x, "weight": weight},
         0.02,
     )
@@ -87,17 +87,17 @@ def norm_case(draw: st.DrawFn) -> Case:
 
 @st.composite
 def norm_gradient_case(draw: st.DrawFn) -> Case:
-    rows, dim, late = draw(st.integers(1, 70)), draw(st.integers(1, 70)), draw(flags)
+    rows, dim, scale_in_fp32 = draw(st.integers(1, 70)), draw(st.integers(1, 70)), draw(flags)
     x, grad, weight = floats(rows, dim), floats(rows, dim), floats(dim)
     rstd = (x.square().mean(-1) + 1e-6).rsqrt()
 
     def reference(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, ...]:
         torch.testing.assert_close(rstd, (x.square().mean(-1) + 1e-6).rsqrt())
         inputs = x.requires_grad_(), weight.requires_grad_()
-        return torch.autograd.grad(rms_norm.reference(*inputs, 1e-6, 0.0, late), inputs, grad)
+        return torch.autograd.grad(rms_norm.reference(*inputs, 1e-6, 0.0, scale_in_fp32), inputs, grad)
 
     return Case(
-        lambda grad, x, weight, rstd: rms_norm.compute_gradients(grad, x, weight, rstd, 0.0, late, True),
+        lambda grad, x, weight, rstd: rms_norm.compute_gradients(grad, x, weight, rstd, 0.0, scale_in_fp32, True),
         with_gradients(reference),
         {"grad": grad, "x": x, "weight": weight, "rstd": rstd},
         0.02,

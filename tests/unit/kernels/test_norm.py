@@ -32,9 +32,9 @@ def cosines(y: Tensor) -> Tensor:
     return torch.arange(y.numel(), device=y.device).double().cos().view_as(y).to(y.dtype)
 
 
-def outputs_and_grads(x: Tensor, weight: Tensor | None, offset: float, late: bool) -> list[Tensor]:
+def outputs_and_grads(x: Tensor, weight: Tensor | None, offset: float, scale_in_fp32: bool) -> list[Tensor]:
     leaves = [t.detach().requires_grad_() for t in (x, weight) if t is not None]
-    y = rms_norm(leaves[0], leaves[1] if len(leaves) == 2 else None, 1e-5, offset, late)
+    y = rms_norm(leaves[0], leaves[1] if len(leaves) == 2 else None, 1e-5, offset, scale_in_fp32)
     return [y.detach(), *torch.autograd.grad(y, leaves, cosines(y))]
 
 
@@ -55,10 +55,10 @@ def test_rms_norm_equals_float64(scale: float, backend: str) -> None:
 def test_values_and_gradients_equal_float64(
     shape: tuple[int, ...], dtype, weight_dtype, kind: tuple[float, bool], backend: str
 ) -> None:
-    offset, late = kind
+    offset, scale_in_fp32 = kind
     x = torch.randn(shape).to(dtype)
     weight = None if weight_dtype is None else (torch.rand(shape[-1]) + 0.5).to(weight_dtype)
-    actual, expected = outputs_and_grads(x, weight, offset, late), float64_results(x, weight, offset)
+    actual, expected = outputs_and_grads(x, weight, offset, scale_in_fp32), float64_results(x, weight, offset)
     assert [t.dtype for t in actual] == [dtype, dtype] + ([] if weight_dtype is None else [weight_dtype])
     for a, b, rounded in zip(
         actual, expected, (dtype, dtype, dtype if weight_dtype == FP32 else weight_dtype), strict=False
@@ -66,15 +66,16 @@ def test_values_and_gradients_equal_float64(
         assert relative_error(a.double(), b) < (1e-6 if rounded == FP32 else 1e-2)
 
 
-@pytest.mark.parametrize(("offset", "late"), KINDS)
+@pytest.mark.parametrize(("offset", "scale_in_fp32"), KINDS)
 @pytest.mark.parametrize("weight_dtype", [FP32, BF16, None], ids=str)
-def test_bf16_rounds_like_the_reference(weight_dtype, offset: float, late: bool) -> None:
+def test_bf16_rounds_like_the_reference(weight_dtype, offset: float, scale_in_fp32: bool) -> None:
     """Another order of summation changes fewer than one number in ten thousand, by the last bit."""
     x, weight = (
         torch.randn(500, 576).to(BF16),
         None if weight_dtype is None else (torch.rand(576) + 0.5).to(weight_dtype),
     )
-    actual, expected = rms_norm(x, weight, 1e-5, offset, late), norm.reference(x, weight, 1e-5, offset, late)
+    actual = rms_norm(x, weight, 1e-5, offset, scale_in_fp32)
+    expected = norm.reference(x, weight, 1e-5, offset, scale_in_fp32)
     distance = (actual.view(torch.int16) - expected.view(torch.int16)).abs()
     assert distance.max() <= 2 and distance.count_nonzero() < 1e-4 * distance.numel()
 
@@ -169,28 +170,28 @@ def test_unsupported_dtypes_use_torch() -> None:
 def test_interpreted_kernel_equals_float64(
     dtype, weight_dtype, kind: tuple[float, bool], interpreted: ModuleType
 ) -> None:
-    offset, late = kind
-    x, late = torch.randn(11, 2, 100).to(dtype)[:, 1], late or offset != 0  # strided rows
+    offset, scale_in_fp32 = kind
+    x, scale_in_fp32 = torch.randn(11, 2, 100).to(dtype)[:, 1], scale_in_fp32 or offset != 0  # strided rows
     weight = None if weight_dtype is None else (torch.rand(100) + 0.5).to(weight_dtype)
-    y, to_x, rstd, parts = torch.empty(11, 100, dtype=dtype), torch.empty(11, 100, dtype=dtype), *map(
+    y, grad_x, rstd, partial_sums = torch.empty(11, 100, dtype=dtype), torch.empty(11, 100, dtype=dtype), *map(
         torch.empty, [(11,), (2, 100)])  # fmt: skip
     grad = cosines(y)
-    interpreted.forward(x, weight, y, rstd, 1e-5, offset, late)
-    interpreted.backward(grad, x, weight, rstd, to_x, parts, offset, late)
+    interpreted.forward(x, weight, y, rstd, 1e-5, offset, scale_in_fp32)
+    interpreted.backward(grad, x, weight, rstd, grad_x, partial_sums, offset, scale_in_fp32)
     expected = float64_results(x, weight, offset)
     tolerance = 1e-6 if dtype == FP32 and weight_dtype != BF16 else 2e-2  # the interpreter truncates where a GPU rounds
-    for actual, target in zip((y, to_x, parts.sum(0)), expected, strict=False):
+    for actual, target in zip((y, grad_x, partial_sums.sum(0)), expected, strict=False):
         assert relative_error(actual.double(), target) < tolerance
-    interpreted.backward(grad, x, weight, rstd, to_x.zero_(), parts[:0], offset, late)
-    assert relative_error(to_x.double(), expected[1]) < tolerance
+    interpreted.backward(grad, x, weight, rstd, grad_x.zero_(), partial_sums[:0], offset, scale_in_fp32)
+    assert relative_error(grad_x.double(), expected[1]) < tolerance
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize(("offset", "late"), KINDS)
+@pytest.mark.parametrize(("offset", "scale_in_fp32"), KINDS)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_gpu_equals_float64(dtype, offset: float, late: bool) -> None:
+def test_gpu_equals_float64(dtype, offset: float, scale_in_fp32: bool) -> None:
     x, weight = torch.randn(300, 5120, device="cuda").to(dtype), torch.rand(5120, device="cuda")
-    actual, expected = outputs_and_grads(x, weight, offset, late), float64_results(x, weight, offset)
+    actual, expected = outputs_and_grads(x, weight, offset, scale_in_fp32), float64_results(x, weight, offset)
     for a, b in zip(actual, expected, strict=True):
         assert relative_error(a.double(), b) < (1e-5 if dtype == FP32 else 1e-2)
