@@ -85,18 +85,22 @@ def launch_norm_variants() -> None:
 
 
 def launch_rope(
-    shape: tuple[int, int, int], rotated: int, paired: tuple[bool, bool], last: bool, dtype: torch.dtype = BF16
+    shape: tuple[int, int, int],
+    rotated: int,
+    interleaved: tuple[bool, bool],
+    rotate_last: bool,
+    dtype: torch.dtype = BF16,
 ) -> None:
     x, table = empty_meta(*shape, dtype=dtype), empty_meta(shape[0], rotated // 2, dtype=FP32)
-    rope_triton.rotate(x, x, table, table, shape[2] - rotated if last else 0, 1.0, *paired)
+    rope_triton.rotate(x, x, table, table, shape[2] - rotated if rotate_last else 0, 1.0, *interleaved)
 
 
 def launch_rope_variants() -> None:
     for num_heads, channels, rotated in sorted(SHAPES.heads):
-        for paired in ((False, False), (True, True), (True, False), (False, True)):
+        for interleaved in ((False, False), (True, True), (True, False), (False, True)):
             for dtype in FLOATS:
-                for last in (False, True):
-                    launch_rope((TOKENS, num_heads, channels), rotated, paired, last, dtype)
+                for rotate_last in (False, True):
+                    launch_rope((TOKENS, num_heads, channels), rotated, interleaved, rotate_last, dtype)
 
 
 def launch_cross_entropy(rows: int, vocab: int, softcap: float, dtype: torch.dtype = BF16) -> None:
@@ -247,8 +251,8 @@ def launch_norm_large() -> None:
 
 
 def launch_rope_large() -> None:
-    for paired in ((False, False), (True, True)):
-        launch_rope((2**18, 128, 128), 128, paired, last=False)
+    for interleaved in ((False, False), (True, True)):
+        launch_rope((2**18, 128, 128), 128, interleaved, rotate_last=False)
     heads = empty_meta(128, 2**17, 256).transpose(0, 1)  # heads are farther apart than tokens
     table = empty_meta(2**17, 128, dtype=FP32)
     rope_triton.rotate(heads, empty_meta(2**17, 128, 256), table, table, 0, 1.0, False, False)
@@ -308,7 +312,7 @@ def launch_norm_step(tokens: int, step: int) -> None:
 
 
 def launch_rope_step(tokens: int, step: int) -> None:
-    launch_rope((tokens, 32, 128), 128, (False, False), last=False)
+    launch_rope((tokens, 32, 128), 128, (False, False), rotate_last=False)
 
 
 def launch_cross_entropy_step(tokens: int, step: int) -> None:

@@ -23,7 +23,7 @@ class RopeTables(NamedTuple):
     sin: Tensor
     interleaved: bool = False  # pairs are adjacent channels, not half of the channels apart
     interleaved_output: bool = True  # keep interleaved pairs interleaved
-    last: bool = False  # rotate the last channels of a head, not the first ones
+    rotate_last: bool = False  # rotate the last channels of a head, not the first ones
 
 
 def apply_rope(q: Tensor, k: Tensor, tables: RopeTables) -> tuple[Tensor, Tensor]:
@@ -33,8 +33,8 @@ def apply_rope(q: Tensor, k: Tensor, tables: RopeTables) -> tuple[Tensor, Tensor
     """
     if needs_reference(q, k):
         return reference(q, tables), reference(k, tables)
-    cos, sin, interleaved, interleaved_output, last = tables
-    return rotate_op(q, k, cos, sin, interleaved, interleaved and interleaved_output, last, False)
+    cos, sin, interleaved, interleaved_output, rotate_last = tables
+    return rotate_op(q, k, cos, sin, interleaved, interleaved and interleaved_output, rotate_last, False)
 
 
 def needs_reference(q: Tensor, k: Tensor) -> bool:
@@ -42,10 +42,10 @@ def needs_reference(q: Tensor, k: Tensor) -> bool:
 
 
 def reference(x: Tensor, tables: RopeTables) -> Tensor:
-    cos, sin, interleaved, interleaved_output, last = tables
+    cos, sin, interleaved, interleaved_output, rotate_last = tables
     num_unrotated = x.shape[-1] - 2 * cos.shape[-1]
     # torch 2.11 cannot multiply a symbolic size by a bool.
-    num_before, num_after = (num_unrotated, 0) if last else (0, num_unrotated)
+    num_before, num_after = (num_unrotated, 0) if rotate_last else (0, num_unrotated)
     leading, rotated, trailing = x.split([num_before, 2 * cos.shape[-1], num_after], dim=-1)
     x32 = rotated.float()
     a, b = (x32[..., ::2], x32[..., 1::2]) if interleaved else x32.chunk(2, dim=-1)
@@ -79,23 +79,30 @@ def compiled() -> ctypes.CDLL | None:
 
 
 def rotate_forward(  # noqa: PLR0913 (an operator takes no named tuples)
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, paired_in: bool, paired_out: bool, last: bool, back: bool
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    is_input_interleaved: bool,
+    is_output_interleaved: bool,
+    rotate_last: bool,
+    inverse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys, by the negative angles if `back`."""
+    """Rotate queries and keys, by the negative angles if `inverse`."""
     check_inputs(q, k, cos, sin)
+    sign = -1.0 if inverse else 1.0
     tables = [t.expand(*q.shape[:2], 1, -1).reshape(-1, t.shape[-1]).contiguous() for t in (cos, sin)]
     outputs = q.new_empty(q.shape), k.new_empty(k.shape)
     for x, y in zip((q, k), outputs, strict=True):
         heads = x.reshape(-1, *x.shape[2:]) if x.numel() else x.new_empty(0, *x.shape[2:])
         heads = heads if heads.stride(2) == 1 else heads.contiguous()
         num_pairs = tables[0].shape[1]
-        start = x.shape[-1] - 2 * num_pairs if last else 0
+        start = x.shape[-1] - 2 * num_pairs if rotate_last else 0
         if x.device.type == "cuda":
-            triton_kernels("rope").rotate(heads, y, *tables, start, -1.0 if back else 1.0, paired_in, paired_out)
+            triton_kernels("rope").rotate(heads, y, *tables, start, sign, is_input_interleaved, is_output_interleaved)
             continue
-        sizes = RopeSizes(
-            *heads.shape, num_pairs, start, *heads.stride()[:2], -1.0 if back else 1.0, paired_in, paired_out
-        )
+        sizes = RopeSizes(*heads.shape, num_pairs, start, *heads.stride()[:2], sign)
+        sizes.is_input_interleaved, sizes.is_output_interleaved = is_input_interleaved, is_output_interleaved
         sizes.num_threads = torch.get_num_threads()
         pointers = (t.data_ptr() for t in (heads, y, *tables))
         getattr(compiled(), f"rotate_{DTYPES[x.dtype]}")(*pointers, sizes)
@@ -124,12 +131,13 @@ def _(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, _, *tables, ctx.paired_in, ctx.paired_out, ctx.last, ctx.back = inputs
+    _, _, *tables, ctx.is_input_interleaved, ctx.is_output_interleaved, ctx.rotate_last, ctx.inverse = inputs
     ctx.save_for_backward(*tables)
 
 
 def rotate_backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = rotate_op(grad_q, grad_k, *ctx.saved_tensors, ctx.paired_out, ctx.paired_in, ctx.last, not ctx.back)
+    layouts = ctx.is_output_interleaved, ctx.is_input_interleaved
+    gradients = rotate_op(grad_q, grad_k, *ctx.saved_tensors, *layouts, ctx.rotate_last, not ctx.inverse)
     return *gradients, None, None, None, None, None, None
 
 

@@ -43,7 +43,7 @@ class MultiLatentAttention(nn.Module):
         q_layer = self.q_proj if self.spec.q_rank is None else self.q_a_proj
         q, kv = shared_input_linears((q_layer, self.kv_a_proj_with_mqa), x)
         latent, k_rope = kv.split([self.spec.kv_rank, self.spec.rope_dim], dim=-1)
-        rope_table = RopeTables(*context.rope_tables[self.rope_index][:4], last=True)
+        rope_table = RopeTables(*context.rope_tables[self.rope_index][:4], rotate_last=True)
         q, k_rope_rotated = apply_rope(self.project_queries(q), k_rope[:, :, None], rope_table)
         k, v = self.expand_kv(context.gather(latent), context.gather(k_rope_rotated))
         if cache is not None:

@@ -56,7 +56,7 @@ def check_rope(context: Context) -> Result:
         "halves": {},
         "pairs": {"interleaved": True},
         "pairs to halves": {"interleaved": True, "interleaved_output": False},
-        "last channels": {"last": True},
+        "last channels": {"rotate_last": True},
     }
     with require_triton_launches(context):
         for (layout, options), (dtype, label) in product(layouts.items(), DTYPE_NAMES.items()):

@@ -58,12 +58,12 @@ flags = st.booleans()
 @st.composite
 def rope_case(draw: st.DrawFn) -> Case:
     dtype, batch, length, pairs, rest = draw(dtypes), draw(sizes), draw(sizes), draw(sizes), draw(st.integers(0, 9))
-    options = paired_in, paired_out, last = draw(flags), False, draw(flags)
+    options = interleaved, interleaved_output, rotate_last = draw(flags), False, draw(flags)
     angles = floats(batch, length, 1, pairs)
     q, k = (floats(batch, length, draw(sizes), 2 * pairs + rest, dtype=dtype) for _ in range(2))
 
     def reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        tables = RopeTables(cos, sin, paired_in, paired_out, last)
+        tables = RopeTables(cos, sin, interleaved, interleaved_output, rotate_last)
         return rope.reference(q, tables), rope.reference(k, tables)
 
     return Case(

@@ -18,15 +18,15 @@ PAIRS = 12
 
 
 def make_tables(
-    batch: int, length: int, interleaved: bool = False, interleaved_output: bool = True, last: bool = False
+    batch: int, length: int, interleaved: bool = False, interleaved_output: bool = True, rotate_last: bool = False
 ) -> RopeTables:
     angle = torch.linspace(-9, 9, batch * length * PAIRS).view(batch, length, 1, PAIRS)
-    return RopeTables(angle.cos(), angle.sin(), interleaved, interleaved_output, last)
+    return RopeTables(angle.cos(), angle.sin(), interleaved, interleaved_output, rotate_last)
 
 
 def rotate_complex(x: Tensor, r: RopeTables) -> Tensor:
     """Rotate as complex numbers in float64."""
-    start = x.shape[-1] - 2 * PAIRS if r.last else 0
+    start = x.shape[-1] - 2 * PAIRS if r.rotate_last else 0
     rotary = x.double()[..., start : start + 2 * PAIRS]
     real, imaginary = (rotary[..., ::2], rotary[..., 1::2]) if r.interleaved else rotary.chunk(2, -1)
     rotated = torch.complex(real, imaginary) * torch.complex(r.cos.double(), r.sin.double())
@@ -47,9 +47,9 @@ def needs_compiler() -> None:
         pytest.skip("no compiler")
 
 
-@pairwise(dtype=[FP32, BF16], layout=LAYOUTS, dim=[24, 31, 64], last=[False, True])
-def test_rotation_and_gradient_equal_reference(dtype, layout: tuple[bool, bool], dim: int, last: bool) -> None:
-    r = make_tables(2, 50, *layout, last)
+@pairwise(dtype=[FP32, BF16], layout=LAYOUTS, dim=[24, 31, 64], rotate_last=[False, True])
+def test_rotation_and_gradient_equal_reference(dtype, layout: tuple[bool, bool], dim: int, rotate_last: bool) -> None:
+    r = make_tables(2, 50, *layout, rotate_last)
     q, k = (torch.randn(2, 50, heads, dim).to(dtype).requires_grad_() for heads in (6, 2))
     actual, expected = apply_rope(q, k, r), (reference(q, r), reference(k, r))
     for result, target, x in zip(actual, expected, (q, k), strict=True):
@@ -106,16 +106,18 @@ def test_unsupported_dtypes_use_torch() -> None:
     assert relative_error(apply_rope(x, x, r)[0].double(), rotate_complex(x, r)) < 1e-3
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize(("paired_in", "paired_out"), [(a, b) for a in (False, True) for b in (False, True)])
+@pytest.mark.parametrize("rotate_last", [False, True])
+@pytest.mark.parametrize("layouts", [(a, b) for a in (False, True) for b in (False, True)])
 @pytest.mark.parametrize("heads", [1, 3])
-def test_interpreted_kernel_equals_compiled(heads, paired_in, paired_out, last, interpreted: ModuleType) -> None:
+def test_interpreted_kernel_equals_compiled(
+    heads: int, layouts: tuple[bool, bool], rotate_last: bool, interpreted: ModuleType
+) -> None:
     x, r = torch.randn(1, 5, 2 * heads, 40)[:, :, ::2], make_tables(1, 5)
     for is_backward in (False, True):
-        expected, _ = rope.rotate_forward(x, x[:, :, :0], r.cos, r.sin, paired_in, paired_out, last, is_backward)
-        y, start = torch.empty(5, heads, 40), 40 - 2 * PAIRS if last else 0
+        expected, _ = rope.rotate_forward(x, x[:, :, :0], r.cos, r.sin, *layouts, rotate_last, is_backward)
+        y, start = torch.empty(5, heads, 40), 40 - 2 * PAIRS if rotate_last else 0
         tables = r.cos.view(5, PAIRS), r.sin.view(5, PAIRS)
-        interpreted.rotate(x[0], y, *tables, start, -1.0 if is_backward else 1.0, paired_in, paired_out)
+        interpreted.rotate(x[0], y, *tables, start, -1.0 if is_backward else 1.0, *layouts)
         assert relative_error(y, expected[0]) < 1e-6
 
 
@@ -131,10 +133,10 @@ def test_tables_that_do_not_fit_are_rejected(changed: dict[str, tuple[int, ...]]
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize(("paired", "keep"), LAYOUTS)
+@pytest.mark.parametrize(("interleaved", "interleaved_output"), LAYOUTS)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_gpu_equals_reference(dtype, paired: bool, keep: bool) -> None:
-    r = make_tables(2, 300, paired, keep)
+def test_gpu_equals_reference(dtype, interleaved: bool, interleaved_output: bool) -> None:
+    r = make_tables(2, 300, interleaved, interleaved_output)
     q, k = (torch.randn(2, 300, heads, 64).to(dtype).cuda().requires_grad_() for heads in (32, 8))
     r = r._replace(cos=r.cos.cuda(), sin=r.sin.cuda())
     actual, expected = apply_rope(q, k, r), (reference(q, r), reference(k, r))

@@ -66,7 +66,7 @@ def test_a_broken_kernel_is_named(tmp_path: Path) -> None:
     for part in ("kernels", "recipes", "configs"):
         shutil.copytree(ROOT / part, package / part, ignore=ignored)
     source = (package / "kernels/rope.py").read_text()
-    broken = source.replace("-1.0 if back else 1.0", "1.0")
+    broken = source.replace("-1.0 if inverse else 1.0", "1.0")
     assert broken != source
     (package / "kernels/rope.py").write_text(broken)
     done = selftest(tmp_path, "--only", "rope", "--only", "float8", PYTHONPATH=str(tmp_path))
