@@ -26,8 +26,8 @@ class Bounds(NamedTuple):
 
     offsets: Tensor  # (documents + 1,), int32
     starts: Tensor  # (documents - 1,) first tokens of all documents except the first one
-    gather_index: Tensor  # (T,) index of each token if `width` zeros precede each document
-    before: Tensor  # (T,) gather_index - width
+    padded_index: Tensor  # (T,) index of each token if `width` zeros precede each document
+    output_index: Tensor  # (T,) padded_index - width: index of each token in the output of the convolution
 
 
 def get_bounds(layout: SequenceLayout, width: int, device: torch.device) -> Bounds:
@@ -109,7 +109,7 @@ def run_fla(
     q, k, values, decay, beta = inputs
     # Versions up to 0.2 do not support heads that share a key.
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
-    y, last = kernel(
+    y, states = kernel(
         q,
         k,
         values,
@@ -120,7 +120,7 @@ def run_fla(
         use_qk_l2norm_in_kernel=True,
         cu_seqlens=None if layout is None else get_bounds(layout, 0, v.device).offsets.long(),
     )
-    return y.view_as(v), last if layout is None else last[-1:]
+    return y.view_as(v), states if layout is None else states[-1:]
 
 
 def normalize(x: Tensor) -> Tensor:
@@ -149,10 +149,10 @@ class Chunks(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    remaining: Tensor  # (..., C, 1) decay of the state from the start of the chunk to each token
-    to_end: Tensor  # (..., C, 1) decay from each token to the end of the chunk
-    solution: Tensor  # (..., C, C) inverse of the triangular system
-    inside: Tensor  # (..., C, C) scores of queries for earlier keys of the chunk
+    decay_from_start: Tensor  # (..., C, 1) decay of the state from the start of the chunk to each token
+    decay_to_end: Tensor  # (..., C, 1) decay from each token to the end of the chunk
+    inverse: Tensor  # (..., C, C) inverse of the triangular system
+    scores: Tensor  # (..., C, C) scores of queries for earlier keys of the chunk
 
 
 def solve_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Chunks:
@@ -160,9 +160,9 @@ def solve_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -
     # Token i adds k_i u_i' to the state, and u_i = b_i (v_i - f_i S'k_i - sum over j < i of f_i / f_j (k_i . k_j) u_j),
     # where S is the state before the chunk and f_i its decay up to token i: a triangular system for all u of the chunk.
     q, k, v, decay, beta = (split_chunks(x) for x in (q[:, :, :, None], k[:, :, :, None], v, decay, beta))
-    remaining_from, remaining, to_end = chunk_decays(decay)
-    solution = unit_lower_inverse(k @ k.mT * remaining_from * beta[..., None]) * beta[..., None, :]
-    return Chunks(q, k, v, remaining, to_end, solution, q @ k.mT * remaining_from)
+    decay_between, decay_from_start, decay_to_end = chunk_decays(decay)
+    inverse = unit_lower_inverse(k @ k.mT * decay_between * beta[..., None]) * beta[..., None, :]
+    return Chunks(q, k, v, decay_from_start, decay_to_end, inverse, q @ k.mT * decay_between)
 
 
 def chunk_decays(decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,13 +183,13 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state:
     On one core with gradients, 2,048 tokens of 32 heads took 0.85 s and 512 tokens 0.3 s; the recurrent form took
     4.2 s, the torch path of transformers 3.3 s and 0.35 s (benchmarks/delta.py).
     """
-    parts = (x.unbind(1) for x in solve_chunks(q, k, v, decay, beta))
-    answers = []
-    for qn, kn, vn, keep, end, solve, within in zip(*parts, strict=True):
-        u = solve @ (vn - keep * (kn @ state))
-        answers.append(keep * (qn @ state) + within @ u)
-        state = keep[..., -1:, :] * state + kn.mT @ (end * u)
-    return join_chunks(torch.stack(answers, dim=1), v.shape[1]), state
+    chunks = (x.unbind(1) for x in solve_chunks(q, k, v, decay, beta))
+    outputs = []
+    for qn, kn, vn, decay_from_start, decay_to_end, inverse, scores in zip(*chunks, strict=True):
+        u = inverse @ (vn - decay_from_start * (kn @ state))
+        outputs.append(decay_from_start * (qn @ state) + scores @ u)
+        state = decay_from_start[..., -1:, :] * state + kn.mT @ (decay_to_end * u)
+    return join_chunks(torch.stack(outputs, dim=1), v.shape[1]), state
 
 
 def batched(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,12 +198,13 @@ def batched(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state:
     Slower on a CPU, where the matrices do not fit into the cache: 2.4 s instead of 1.3 s for 2,048 tokens of 32 heads.
     """
     # WY form: u = U - W S is linear in the state S before the chunk, and so is the state M S + N after it.
-    length, (q, k, v, remaining, to_end, solution, inside) = v.shape[1], solve_chunks(q, k, v, decay, beta)
-    u, w, keys = solution @ v, solution @ (remaining * k), (to_end * k).mT
+    length, chunks = v.shape[1], solve_chunks(q, k, v, decay, beta)
+    q, k, v, decay_from_start, decay_to_end, inverse, scores = chunks
+    u, w, keys = inverse @ v, inverse @ (decay_from_start * k), (decay_to_end * k).mT
     identity = torch.eye(k.shape[-1], device=k.device, dtype=k.dtype)
-    states = ChunkStates.apply(remaining[..., -1:, :] * identity - keys @ w, keys @ u, state)
+    states = ChunkStates.apply(decay_from_start[..., -1:, :] * identity - keys @ w, keys @ u, state)
     states_before = states[:, :-1]
-    outputs = torch.addcmul(inside @ (u - w @ states_before), remaining, q @ states_before)
+    outputs = torch.addcmul(scores @ (u - w @ states_before), decay_from_start, q @ states_before)
     return join_chunks(outputs, length), states[:, -1].clone()  # a view would keep the states of all chunks
 
 
@@ -215,8 +216,8 @@ class ChunkStates(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, transition: Tensor, addend: Tensor, initial: Tensor) -> Tensor:
-        count, shape = transition.shape[1], initial.shape
-        states = addend.new_empty(count + 1, *shape)
+        num_chunks, shape = transition.shape[1], initial.shape
+        states = addend.new_empty(num_chunks + 1, *shape)
         states[0] = initial
         steps = zip(unbind_chunks(transition), unbind_chunks(addend), strict=True)
         for i, (m, n) in enumerate(steps):
@@ -232,15 +233,15 @@ class ChunkStates(torch.autograd.Function):
         total_grad = torch.empty_like(grad_states)
         total_grad[-1] = grad_states[-1]
         for i, m in reversed([*enumerate(unbind_chunks(transition))]):
-            later, earlier = total_grad[i + 1].flatten(0, -3), total_grad[i].flatten(0, -3)
-            torch.baddbmm(grad_states[i].flatten(0, -3), m.mT, later, out=earlier)
+            next_grad, out = total_grad[i + 1].flatten(0, -3), total_grad[i].flatten(0, -3)
+            torch.baddbmm(grad_states[i].flatten(0, -3), m.mT, next_grad, out=out)
         grad_addend = total_grad[1:].movedim(0, 1)
         return grad_addend @ states[:, :-1].mT, grad_addend, total_grad[0]
 
 
 def unbind_chunks(x: Tensor) -> list[Tensor]:
     """Split (B, N, ..., rows, columns) into matrices (batch, rows, columns), one per chunk."""
-    return [part.flatten(0, -3) for part in x.unbind(1)]
+    return [chunk.flatten(0, -3) for chunk in x.unbind(1)]
 
 
 def split_chunks(x: Tensor) -> Tensor:
@@ -281,8 +282,8 @@ def short_convolution(  # noqa: PLR0913
         return activation(convolve(padded, weight, bias)).type_as(x)
     bounds = get_bounds(layout, width, x.device)  # with `width` zeros before each document
     padded = x.new_zeros(1, x.shape[0] * x.shape[1] + width * (len(layout.cu_seqlens) - 1), x.shape[-1])
-    padded = padded.index_copy(1, bounds.gather_index, x.flatten(0, 1)[None])
-    return activation(convolve(padded, weight, bias).index_select(1, bounds.before)).view_as(x).type_as(x)
+    padded = padded.index_copy(1, bounds.padded_index, x.flatten(0, 1)[None])
+    return activation(convolve(padded, weight, bias).index_select(1, bounds.output_index)).view_as(x).type_as(x)
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
