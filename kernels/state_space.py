@@ -52,9 +52,12 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor) -> tu
     """Chunked form: attention inside of all chunks at once, and a loop over the states between them."""
     length = v.shape[1]
     q, k, v, decay = (split_chunks(x) for x in (q[:, :, :, None], k[:, :, :, None], v, decay))
-    remaining_from, remaining, to_end = chunk_decays(decay)
+    decay_between, decay_from_start, decay_to_end = chunk_decays(decay)
     states = [state]
-    for keep, update in zip(remaining[..., -1:, :].unbind(1), (k.mT @ (to_end * v)).unbind(1), strict=True):
-        states.append(torch.addcmul(update, keep, states[-1]))
-    before = torch.stack(states[:-1], dim=1)
-    return join_chunks((q @ k.mT * remaining_from) @ v + remaining * (q @ before), length), states[-1]
+    for chunk_decay, update in zip(
+        decay_from_start[..., -1:, :].unbind(1), (k.mT @ (decay_to_end * v)).unbind(1), strict=True
+    ):
+        states.append(torch.addcmul(update, chunk_decay, states[-1]))
+    states_before = torch.stack(states[:-1], dim=1)
+    outputs = (q @ k.mT * decay_between) @ v + decay_from_start * (q @ states_before)
+    return join_chunks(outputs, length), states[-1]
