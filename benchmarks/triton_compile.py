@@ -44,7 +44,7 @@ from tunekit.env_info import describe_hardware
 TARGETS = "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx1100"
 WARP_SIZES = {"gfx942": 64}
 # Constants that do not select code
-BLOCK_SIZES = ("BLOCK_SIZE", "SIZE", "HEADS", "ROWS", "WIDTH", "BLOCKS", "EXPERTS", "COLUMNS", "INNER")
+BLOCK_SIZES = ("BLOCK_SIZE", "BYTES", "HEADS", "ROWS", "WIDTH", "BLOCKS", "EXPERTS", "COLUMNS", "INNER")
 # GPUs on which a module is never called: `prefers_triton` in grouped_mm.py, `max_rows` in nf4_matmul_triton.py. Nor is
 # grouped_mm_triton on sm_90, which the oldest Triton compiles for.
 UNUSED = {"grouped_mm_triton": {"sm_75", "sm_100", "gfx942"}, "nf4_matmul_triton": {"sm_75"}}
