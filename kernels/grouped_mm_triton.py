@@ -18,7 +18,7 @@ from torch import Tensor
 from tunekit.kernels.argument_checks import check_contiguous, check_tensor
 
 # Two stages of these tiles are 48 KB of shared memory, three are 72 KB: of 99 KB on sm_86, 89 and 120.
-ROWS, COLUMNS, INNER, STAGES, WARPS = 64, 128, 64, 3, 4
+ROWS, COLUMNS, INNER, NUM_STAGES, NUM_WARPS = 64, 128, 64, 3, 4
 
 
 @triton.jit
@@ -27,70 +27,72 @@ def add(a, b):
 
 
 @triton.jit
-def load_end(ends, index, mask, count):
-    """End of the rows of an expert, in [0, count]."""
-    return tl.minimum(tl.maximum(tl.load(ends + index, mask, 0), 0), count)
+def load_end(ends, index, mask, num_rows):
+    """End of the rows of an expert, in [0, num_rows]."""
+    return tl.minimum(tl.maximum(tl.load(ends + index, mask, 0), 0), num_rows)
 
 
 @triton.jit
-def find_tile(ends, tile, experts, count, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+def find_tile(ends, tile, num_experts, num_rows, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """Expert of a tile of rows, its first row, and the end of its rows. The expert is E beyond the last tile."""
-    at = tl.arange(0, EXPERTS)
-    end = load_end(ends, at, at < experts, count)
-    start = load_end(ends, at - 1, (at < experts) & (at > 0), count)
-    tiles = tl.where(at < experts, (tl.maximum(end - start, 0) + ROWS - 1) // ROWS, 0)
-    after = tl.associative_scan(tiles, 0, add)
-    expert = tl.reduce(((after <= tile) & (at < experts)).to(tl.int32), 0, add)
-    is_expert = at == expert
-    first = tl.reduce(tl.where(is_expert, start + (tile - after + tiles) * ROWS, 0), 0, add)
-    return expert, first, tl.reduce(tl.where(is_expert, end, 0), 0, add)
+    index = tl.arange(0, EXPERTS)
+    end = load_end(ends, index, index < num_experts, num_rows)
+    start = load_end(ends, index - 1, (index < num_experts) & (index > 0), num_rows)
+    num_tiles = tl.where(index < num_experts, (tl.maximum(end - start, 0) + ROWS - 1) // ROWS, 0)
+    tile_ends = tl.associative_scan(num_tiles, 0, add)
+    expert = tl.reduce(((tile_ends <= tile) & (index < num_experts)).to(tl.int32), 0, add)
+    is_expert = index == expert
+    first_row = tl.reduce(tl.where(is_expert, start + (tile - tile_ends + num_tiles) * ROWS, 0), 0, add)
+    return expert, first_row, tl.reduce(tl.where(is_expert, end, 0), 0, add)
 
 
 # Row counts differ from batch to batch, so kernels are not specialized on them.
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["num_rows"])
 def product_kernel(  # noqa: PLR0913 (kernels take scalars as separate arguments)
-    x, weight, y, ends, count, experts, columns, inner, expert_stride, column_stride, inner_stride,
+    x, weight, y, ends, num_rows, num_experts, columns, inner, expert_stride, column_stride, inner_stride,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """y[i] = W[e] x[i] for `x` (N, inner) and `weight` (E, columns, inner) with any strides; row i has expert e."""
-    expert, first, end = find_tile(ends, tl.program_id(0), experts, count, EXPERTS, ROWS)
-    if expert >= experts:
+    expert, first_row, end = find_tile(ends, tl.program_id(0), num_experts, num_rows, EXPERTS, ROWS)
+    if expert >= num_experts:
         return
-    row = first + tl.arange(0, ROWS)
+    row = first_row + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, INNER)
-    rows = x + row.to(tl.int64)[:, None] * inner
-    matrix = weight + expert.to(tl.int64) * expert_stride + column.to(tl.int64)[None, :] * column_stride
+    x_rows = x + row.to(tl.int64)[:, None] * inner
+    expert_weight = weight + expert.to(tl.int64) * expert_stride + column.to(tl.int64)[None, :] * column_stride
     total = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
     for start in range(0, inner, INNER):
-        at = start + k
-        a = tl.load(rows + at[None, :], (row < end)[:, None] & (at < inner)[None, :], 0)
+        offsets = start + k
+        a = tl.load(x_rows + offsets[None, :], (row < end)[:, None] & (offsets < inner)[None, :], 0)
         b = tl.load(
-            matrix + at.to(tl.int64)[:, None] * inner_stride, (column < columns)[None, :] & (at < inner)[:, None], 0
+            expert_weight + offsets.to(tl.int64)[:, None] * inner_stride,
+            (column < columns)[None, :] & (offsets < inner)[:, None],
+            0,
         )
         total = tl.dot(a, b, total)
     out = y + row.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(out, total.to(y.dtype.element_ty), (row < end)[:, None] & (column < columns)[None, :])
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["num_rows"])
 def outer_kernel(  # noqa: PLR0913
-    left, right, y, ends, count, width, columns,
+    left, right, y, ends, num_rows, width, columns,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """y[e] = left[e]^T right[e] over the rows of expert e, for `left` (N, width) and `right` (N, columns)."""
     expert = tl.program_id(2)
-    end = load_end(ends, expert, expert >= 0, count)
-    start = load_end(ends, expert - 1, expert > 0, count)
+    end = load_end(ends, expert, expert >= 0, num_rows)
+    start = load_end(ends, expert - 1, expert > 0, num_rows)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, INNER)
     total = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
-    for first in range(start, end, INNER):
-        at = (first + k).to(tl.int64)
-        a = tl.load(left + at[None, :] * width + row[:, None], (row < width)[:, None] & (at < end)[None, :], 0)
+    for first_row in range(start, end, INNER):
+        token = (first_row + k).to(tl.int64)
+        a = tl.load(left + token[None, :] * width + row[:, None], (row < width)[:, None] & (token < end)[None, :], 0)
         b = tl.load(
-            right + at[:, None] * columns + column[None, :], (at < end)[:, None] & (column < columns)[None, :], 0
+            right + token[:, None] * columns + column[None, :], (token < end)[:, None] & (column < columns)[None, :], 0
         )
         total = tl.dot(a, b, total)
     out = y + (expert.to(tl.int64) * width + row[:, None]) * columns + column[None, :]
@@ -99,16 +101,16 @@ def outer_kernel(  # noqa: PLR0913
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x[i] W[e] (N, columns) for `x` (N, inner) and `weight` (E, inner, columns) with any strides."""
-    x, (experts, inner, columns) = x.contiguous(), weight.shape
+    x, (num_experts, inner, columns) = x.contiguous(), weight.shape
     check_tensor("grouped_mm", "x", x, (len(x), inner), weight.dtype, weight.device)
-    check_ends(ends, experts, x.device)
+    check_ends(ends, num_experts, x.device)
     y = x.new_empty(len(x), columns)
     if y.numel():
-        grid = (triton.cdiv(len(x), ROWS) + experts, triton.cdiv(columns, COLUMNS))
+        grid = (triton.cdiv(len(x), ROWS) + num_experts, triton.cdiv(columns, COLUMNS))
         expert_stride, inner_stride, column_stride = weight.stride()
-        sizes = experts, columns, inner, expert_stride, column_stride, inner_stride
-        tiles = {"EXPERTS": triton.next_power_of_2(experts), "ROWS": ROWS, "COLUMNS": COLUMNS, "INNER": INNER}
-        product_kernel[grid](x, weight, y, ends, len(x), *sizes, **tiles, num_stages=STAGES, num_warps=WARPS)
+        sizes = num_experts, columns, inner, expert_stride, column_stride, inner_stride
+        tiles = {"EXPERTS": triton.next_power_of_2(num_experts), "ROWS": ROWS, "COLUMNS": COLUMNS, "INNER": INNER}
+        product_kernel[grid](x, weight, y, ends, len(x), *sizes, **tiles, num_stages=NUM_STAGES, num_warps=NUM_WARPS)
     return y
 
 
@@ -121,10 +123,12 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     y = left.new_empty(len(ends), width, columns)
     grid = (triton.cdiv(width, ROWS), triton.cdiv(columns, COLUMNS), len(ends))
     tiles = {"ROWS": ROWS, "COLUMNS": COLUMNS, "INNER": INNER}
-    outer_kernel[grid](left, right, y, ends, len(left), width, columns, **tiles, num_stages=STAGES, num_warps=WARPS)
+    outer_kernel[grid](
+        left, right, y, ends, len(left), width, columns, **tiles, num_stages=NUM_STAGES, num_warps=NUM_WARPS
+    )
     return y
 
 
-def check_ends(ends: Tensor, experts: int, device: torch.device) -> None:
-    check_tensor("grouped_mm", "ends", ends, (experts,), torch.int32, device)
+def check_ends(ends: Tensor, num_experts: int, device: torch.device) -> None:
+    check_tensor("grouped_mm", "ends", ends, (num_experts,), torch.int32, device)
     check_contiguous("grouped_mm", "ends", ends)
