@@ -103,20 +103,20 @@ def check_inputs(weight: Tensor, grad: Tensor, moments: Moments) -> None:
 def step_reference(weight: Tensor, grad: Tensor, moments: Moments, hyperparams: AdamWHyperparams) -> None:
     """Torch reference of `adamw8bit_step`. Works by chunks of blocks, to avoid fp32 copies of all moments."""
     dither_bits, row = dither(hyperparams.step, weight.device), moments.length
-    for span, blocks in iter_parts(len(weight), row):
+    for span, blocks in iter_chunks(len(weight), row):
         columns = min(row, span.stop - span.start)
         codes = moments.first[span], moments.second[span]
         w, g, first, second = (to_blocks(t.view(-1, columns)) for t in (weight[span], grad[span], *codes))
-        w, m, root = apply_step(w.float(), g.float(), first, second, moments.scales[:, blocks], hyperparams.factors)
+        w, m, sqrt_v = apply_step(w.float(), g.float(), first, second, moments.scales[:, blocks], hyperparams.factors)
         weight[span] = from_blocks(w, columns)
         for code, scales, encoded in zip(
-            codes, moments.scales, (encode_first(m), encode_second(root, dither_bits)), strict=True
+            codes, moments.scales, (encode_first(m), encode_second(sqrt_v, dither_bits)), strict=True
         ):
             code.copy_(from_blocks(encoded[0], columns))
             scales[blocks] = encoded[1]
 
 
-def iter_parts(count: int, row_length: int) -> Iterator[tuple[slice, slice]]:
+def iter_chunks(count: int, row_length: int) -> Iterator[tuple[slice, slice]]:
     """Yield slices of values and of their blocks: some rows at a time, or chunks of a long row."""
     blocks_per_row, start = -(-row_length // BLOCK), 0
     step = (
@@ -137,10 +137,10 @@ def apply_step(w: Tensor, g: Tensor, first: Tensor, second: Tensor, scales: Tens
     """Updated weights, first moment and square root of the second moment, all (blocks, 256) in fp32."""
     beta1, one_minus_beta1, beta2, one_minus_beta2, decay, step_size, inverse_sqrt_bias_correction2, eps = factors
     m = decode_first(first) * scales[0, :, None] * beta1 + g * one_minus_beta1
-    second_root = decode_second(second) * scales[1, :, None]
-    second_root = (second_root * second_root * beta2 + g * g * one_minus_beta2).sqrt()
-    denom = second_root * inverse_sqrt_bias_correction2 + eps
-    return w * decay - m / denom * step_size, m, second_root
+    sqrt_v = decode_second(second) * scales[1, :, None]
+    sqrt_v = (sqrt_v * sqrt_v * beta2 + g * g * one_minus_beta2).sqrt()
+    denom = sqrt_v * inverse_sqrt_bias_correction2 + eps
+    return w * decay - m / denom * step_size, m, sqrt_v
 
 
 def to_blocks(x: Tensor) -> Tensor:
@@ -172,12 +172,12 @@ def encode_first(m: Tensor) -> tuple[Tensor, Tensor]:
     return (magnitude.clamp(0, 127) | (bits >> 24 & 128)).to(torch.uint8), scales
 
 
-def encode_second(root: Tensor, dither_bits: Tensor) -> tuple[Tensor, Tensor]:
+def encode_second(sqrt_v: Tensor, dither_bits: Tensor) -> tuple[Tensor, Tensor]:
     """Codes (blocks, 256) and scales (blocks,). Nonzero values get nonzero codes, because steps divide by them."""
-    scales = root.amax(1) / 1.9375
-    bits = normalize(root, scales).view(torch.int32)
-    size = ((bits + dither_bits) >> SECOND_SHIFT) - (MIN_EXPONENT << 4)
-    return torch.where(bits > 0, size.clamp(1, 255), 0).to(torch.uint8), scales
+    scales = sqrt_v.amax(1) / 1.9375
+    bits = normalize(sqrt_v, scales).view(torch.int32)
+    magnitude = ((bits + dither_bits) >> SECOND_SHIFT) - (MIN_EXPONENT << 4)
+    return torch.where(bits > 0, magnitude.clamp(1, 255), 0).to(torch.uint8), scales
 
 
 def normalize(x: Tensor, scales: Tensor) -> Tensor:
