@@ -38,10 +38,10 @@ def list_control_overflows() -> dict[str, list[str]]:
     """Overflows of kernels with known overflows, to check the check."""
     x = empty_meta(1, dtype=torch.float32)
     with record_launches(TARGET) as launches:
-        wrong_mask[(2**20,)](x, 2**30 + 1, SIZE=1024)
-        wrong_address[(2**20,)](x, 4096, SIZE=1024)
-        wrong_row[(1,)](x, empty_meta(1024, dtype=torch.int32), 4096, SIZE=1024)
-        right[(2**20,)](x, 2**30 + 1, 4096, SIZE=1024)
+        wrong_mask[(2**20,)](x, 2**30 + 1, BLOCK_SIZE=1024)
+        wrong_address[(2**20,)](x, 4096, BLOCK_SIZE=1024)
+        wrong_row[(1,)](x, empty_meta(1024, dtype=torch.int32), 4096, BLOCK_SIZE=1024)
+        right[(2**20,)](x, 2**30 + 1, 4096, BLOCK_SIZE=1024)
     return {launch.kernel.__name__: find_overflows(launch) for launch in launches}
 
 
