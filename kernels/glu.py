@@ -104,13 +104,13 @@ def compute_gradients(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple
     """Gradients of gate and up. The activation is recomputed from the inputs."""
     for name, x in (("grad", grad), ("up", up)):
         check_tensor("gated_activation", name, x, gate.shape, gate.dtype, gate.device)
-    (d, g, u), grad_gate, grad_up = as_rows(grad, gate, up), gate.new_empty(gate.shape), up.new_empty(up.shape)
+    (dy, g, u), grad_gate, grad_up = as_rows(grad, gate, up), gate.new_empty(gate.shape), up.new_empty(up.shape)
     if gate.device.type == "cuda":
-        triton_kernels("glu").backward(d, g, u, grad_gate, grad_up, act)
+        triton_kernels("glu").backward(dy, g, u, grad_gate, grad_up, act)
     else:
-        sizes = GluSizes(*g.shape, g.stride(0), u.stride(0), d.stride(0), torch.get_num_threads())
+        sizes = GluSizes(*g.shape, g.stride(0), u.stride(0), dy.stride(0), torch.get_num_threads())
         kernel = getattr(compiled(), f"backward_{act}_{DTYPES[gate.dtype]}")
-        kernel(*(t.data_ptr() for t in (d, g, u, grad_gate, grad_up)), sizes)
+        kernel(*(t.data_ptr() for t in (dy, g, u, grad_gate, grad_up)), sizes)
     return grad_gate, grad_up
 
 
