@@ -85,26 +85,26 @@ def normalize_blocks(flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
     As in bitsandbytes, a shorter last block is divided instead of multiplied, and its maximum is at least MIN_SCALE.
     """
     full_blocks, tail = flat[: len(flat) // block * block].view(-1, block), flat[len(flat) // block * block :]
-    largest = full_blocks.abs().amax(1)
-    ratios = (full_blocks * (1.0 / largest.clamp(min=MIN_SCALE))[:, None]).clamp_(-1, 1).view(-1)
+    absmax = full_blocks.abs().amax(1)
+    ratios = (full_blocks * (1.0 / absmax.clamp(min=MIN_SCALE))[:, None]).clamp_(-1, 1).view(-1)
     if not len(tail):
-        return ratios, largest
-    last = tail.abs().max().clamp(min=MIN_SCALE)
-    return torch.cat([ratios, (tail / last).clamp(-1, 1)]), torch.cat([largest, last[None]])
+        return ratios, absmax
+    tail_absmax = tail.abs().max().clamp(min=MIN_SCALE)
+    return torch.cat([ratios, (tail / tail_absmax).clamp(-1, 1)]), torch.cat([absmax, tail_absmax[None]])
 
 
 def double_quantize(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize fp32 scales (n,) to codes (n,) uint8. The second result (n / 256 + 1,) has their scales and the mean."""
-    mean, numbers = scales.mean(), dynamic_map(scales.device)
-    bounds = (numbers[:-1] + numbers[1:]) / 2
+    mean, values = scales.mean(), dynamic_map(scales.device)
+    bounds = (values[:-1] + values[1:]) / 2
     codes, state = (
         torch.empty_like(scales, dtype=torch.uint8),
         scales.new_empty(-(-len(scales) // DOUBLE_QUANT_BLOCK) + 1),
     )
     for start in range(0, len(scales), QUANTIZE_CHUNK):
-        ratios, largest = normalize_blocks(scales[start : start + QUANTIZE_CHUNK] - mean, DOUBLE_QUANT_BLOCK)
+        ratios, absmax = normalize_blocks(scales[start : start + QUANTIZE_CHUNK] - mean, DOUBLE_QUANT_BLOCK)
         codes[start : start + QUANTIZE_CHUNK] = torch.bucketize(ratios, bounds, out_int32=True)
-        state[start // DOUBLE_QUANT_BLOCK : start // DOUBLE_QUANT_BLOCK + len(largest)] = largest
+        state[start // DOUBLE_QUANT_BLOCK : start // DOUBLE_QUANT_BLOCK + len(absmax)] = absmax
     state[-1] = mean
     return codes, state
 
@@ -204,8 +204,8 @@ def decode(weight: NF4Weight, out: Tensor) -> Tensor:
 def dequantize_reference(packed: Tensor, scales: Tensor, kind: str) -> Tensor:
     """Torch reference of `dequantize` with fp32 scales; returns fp32."""
     codes = torch.stack([packed >> 4, packed & 15], dim=-1).flatten(-2)
-    numbers = code_values(kind, packed.device)[codes.int()]
-    return (numbers.unflatten(-1, (-1, BLOCK)) * scales[..., None]).flatten(-2)
+    values = code_values(kind, packed.device)[codes.int()]
+    return (values.unflatten(-1, (-1, BLOCK)) * scales[..., None]).flatten(-2)
 
 
 def native_library(x: Tensor) -> ctypes.CDLL | None:
@@ -257,12 +257,12 @@ def matmul_tiled(x: Tensor, weight: NF4Weight, y: Tensor, bias: Tensor | None = 
     tile_rows = max(1, TILE_SIZE // columns)
     for start in range(0, rows, tile_rows):
         count = min(tile_rows, rows - start)
-        numbers = decode(weight.submatrix(start, 0, count, columns), SCRATCH.take(count, columns, x.dtype)).T
-        into = y[:, start : start + count]
+        tile = decode(weight.submatrix(start, 0, count, columns), SCRATCH.take(count, columns, x.dtype)).T
+        out = y[:, start : start + count]
         if bias is None:
-            torch.mm(x, numbers, out=into)
+            torch.mm(x, tile, out=out)
         else:
-            torch.addmm(bias[start : start + count], x, numbers, out=into)
+            torch.addmm(bias[start : start + count], x, tile, out=out)
     return y
 
 
@@ -288,8 +288,8 @@ def matmul_backward_tiled(grad: Tensor, weight: NF4Weight, x: Tensor) -> Tensor:
     tile_columns = max(1, TILE_SIZE // (rows * BLOCK)) * BLOCK
     for start in range(0, columns, tile_columns):
         count = min(tile_columns, columns - start)
-        numbers = decode(weight.submatrix(0, start, rows, count), SCRATCH.take(rows, count, grad.dtype))
-        torch.mm(grad, numbers, out=x[:, start : start + count])
+        tile = decode(weight.submatrix(0, start, rows, count), SCRATCH.take(rows, count, grad.dtype))
+        torch.mm(grad, tile, out=x[:, start : start + count])
     return x
 
 

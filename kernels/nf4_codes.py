@@ -29,8 +29,8 @@ def bounds_and_codes(kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @DeviceConstants
 def midpoints(kind: str) -> Tensor:
-    numbers = torch.tensor(TABLES[kind]).sort()[0]
-    return (numbers[:-1] + numbers[1:]) / 2
+    values = torch.tensor(TABLES[kind]).sort()[0]
+    return (values[:-1] + values[1:]) / 2
 
 
 @DeviceConstants
@@ -41,9 +41,9 @@ def sorted_codes(kind: str) -> Tensor:
 @DeviceConstants
 def dynamic_map() -> Tensor:
     """Dynamic 8-bit map (arXiv:1511.04561): 256 sorted values in [-1, 1], denser near zero. fp32 (256,)."""
-    numbers = [torch.tensor([0.0, 1.0])]
+    values = [torch.tensor([0.0, 1.0])]
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2**i + 1)
-        middles = 10.0 ** (i - 6) * ((edges[:-1] + edges[1:]) / 2)
-        numbers += [middles, -middles]
-    return torch.cat(numbers).sort()[0]
+        magnitudes = 10.0 ** (i - 6) * ((edges[:-1] + edges[1:]) / 2)
+        values += [magnitudes, -magnitudes]
+    return torch.cat(values).sort()[0]
