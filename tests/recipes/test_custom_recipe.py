@@ -77,9 +77,9 @@ def test_average_of_weights_survives_a_stop(workspace, recipe: Path) -> None:
     assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=whole").code == 0
     for step in (2, 4):
         source = stop_at(recipe, step)
-        assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed").code != 0
+        assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed", "save_every=1").code != 0
         recipe.write_text(source, "utf-8")
-    assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed").code == 0
+    assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed", "save_every=1").code == 0
     unbroken, resumed = (
         load_file(workspace.folder / name / "final/model.safetensors") for name in ("whole", "resumed")
     )
@@ -88,8 +88,8 @@ def test_average_of_weights_survives_a_stop(workspace, recipe: Path) -> None:
 
 def test_state_of_another_recipe_is_refused(workspace, recipe: Path) -> None:
     source = stop_at(recipe, 2)
-    assert workspace.run_tune("run", "my_sft.py", "sft.yaml").code != 0
+    assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "save_every=1").code != 0
     recipe.write_text(replace_once(source, "forgetting=forgetting, ema=ema", "forgetting=forgetting"), "utf-8")
-    done = workspace.run_tune("run", "my_sft.py", "sft.yaml")
+    done = workspace.run_tune("run", "my_sft.py", "sft.yaml", "save_every=1")
     assert done.code == 2
     assert "ema" in done.err and "--overwrite" in done.err

@@ -87,6 +87,7 @@ def test_resumed_run_keeps_the_initial_loss(train_on_unrelated_rows, workspace):
         "max_steps=6",
         "lr_scheduler=constant",
         "output_dir=parts",
+        "save_every=1",
         "save_total_limit=9",
     )
     assert train_on_unrelated_rows(*args).code == 0
