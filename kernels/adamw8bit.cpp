@@ -14,7 +14,7 @@ namespace {
 constexpr int BLOCK_SIZE = 256, FIRST_SHIFT = 20, SECOND_SHIFT = 19, MIN_EXPONENT = 112;
 constexpr int FIRST_CODE_OFFSET = MIN_EXPONENT << 3, SECOND_CODE_OFFSET = MIN_EXPONENT << 4;  // << mantissa bits
 constexpr uint32_t DITHER_STEP = 324019;
-constexpr int64_t MIN_BLOCKS_PER_THREAD = 64;
+constexpr int64_t MIN_PARALLEL_BLOCKS = 64;
 
 // The factors of AdamWHyperparams.
 struct UpdateFactors {
@@ -91,7 +91,7 @@ void update_weight(T* weight, const T* grad, uint8_t* first_codes, uint8_t* seco
                    int64_t row_length, const UpdateFactors& f, int64_t step, int num_threads) {
     const int64_t blocks_per_row = (row_length + BLOCK_SIZE - 1) / BLOCK_SIZE;
     const int64_t num_blocks = numel / row_length * blocks_per_row;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_blocks > MIN_BLOCKS_PER_THREAD)
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_blocks > MIN_PARALLEL_BLOCKS)
     for (int64_t b = 0; b < num_blocks; b++) {
         const int64_t column = b % blocks_per_row * BLOCK_SIZE, start = b / blocks_per_row * row_length + column;
         const int n = row_length - column < BLOCK_SIZE ? row_length - column : BLOCK_SIZE;

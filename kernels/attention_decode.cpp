@@ -31,7 +31,7 @@ inline __m512 load_fp32(const bf16* x, __mmask16 mask) {
 }
 
 // Sums of the elements of 16 registers, in their order.
-inline __m512 sum_each(const __m512* x) {
+inline __m512 reduce_add_each(const __m512* x) {
     __m512 a[8], b[4], c[2];
     for (int i = 0; i < 8; i++)
         a[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
@@ -50,8 +50,8 @@ inline __m512 sum_each(const __m512* x) {
 template <typename T, int N>
 void multiply_keys(const float* q, const T* k, int64_t slot, int64_t count, int64_t dim, float* scores,
                    int64_t stride) {
-    constexpr int KEYS_AT_ONCE = N == 1 ? 16 : N == 2 ? 8 : 4;
-    for (int64_t j = 0; j < count; j += KEYS_AT_ONCE) {
+    constexpr int KEY_TILE = N == 1 ? 16 : N == 2 ? 8 : 4;
+    for (int64_t j = 0; j < count; j += KEY_TILE) {
         const int64_t last = count - 1 - j;
         __m512 sums[LANES];
         for (auto& sum : sums) sum = _mm512_setzero_ps();
@@ -59,18 +59,18 @@ void multiply_keys(const float* q, const T* k, int64_t slot, int64_t count, int6
             const __mmask16 mask = tail_mask(dim - i);
             __m512 queries[N];
             for (int n = 0; n < N; n++) queries[n] = load_fp32(q + n * dim + i, mask);
-            for (int64_t m = 0; m < KEYS_AT_ONCE; m++) {
+            for (int64_t m = 0; m < KEY_TILE; m++) {
                 const T* address = k + (j + std::min(m, last)) * slot + i;
                 _mm_prefetch(reinterpret_cast<const char*>(address + PREFETCH_SLOTS * slot), _MM_HINT_T0);
                 const __m512 key = load_fp32(address, mask);
                 for (int n = 0; n < N; n++)
-                    sums[n * KEYS_AT_ONCE + m] = _mm512_fmadd_ps(queries[n], key, sums[n * KEYS_AT_ONCE + m]);
+                    sums[n * KEY_TILE + m] = _mm512_fmadd_ps(queries[n], key, sums[n * KEY_TILE + m]);
             }
         }
         alignas(64) float products[LANES];
-        _mm512_store_ps(products, sum_each(sums));
+        _mm512_store_ps(products, reduce_add_each(sums));
         for (int n = 0; n < N; n++)
-            std::memcpy(scores + n * stride + j, products + n * KEYS_AT_ONCE, KEYS_AT_ONCE * sizeof(float));
+            std::memcpy(scores + n * stride + j, products + n * KEY_TILE, KEY_TILE * sizeof(float));
     }
 }
 
@@ -78,15 +78,15 @@ void multiply_keys(const float* q, const T* k, int64_t slot, int64_t count, int6
 template <typename T, int N>
 void sum_values(const float* probabilities, int64_t stride, const T* v, int64_t slot, int64_t count, int64_t v_dim,
                 const float* factors, T* y) {
-    constexpr int CHAINS = N == 1 ? 8 : N == 2 ? 4 : 2;  // independent sums, as an addition takes several cycles
+    constexpr int NUM_ACCUMULATORS = N == 1 ? 8 : N == 2 ? 4 : 2;  // an addition takes several cycles
     for (int64_t i = 0; i < v_dim; i += LANES) {
         const __mmask16 mask = tail_mask(v_dim - i);
-        __m512 sums[N][CHAINS];
+        __m512 sums[N][NUM_ACCUMULATORS];
         for (int n = 0; n < N; n++)
             for (auto& sum : sums[n]) sum = _mm512_setzero_ps();
         int64_t j = 0;
-        for (; j + CHAINS <= count; j += CHAINS)
-            for (int chain = 0; chain < CHAINS; chain++) {
+        for (; j + NUM_ACCUMULATORS <= count; j += NUM_ACCUMULATORS)
+            for (int chain = 0; chain < NUM_ACCUMULATORS; chain++) {
                 const T* address = v + (j + chain) * slot + i;
                 _mm_prefetch(reinterpret_cast<const char*>(address + PREFETCH_SLOTS * slot), _MM_HINT_T0);
                 const __m512 value = load_fp32(address, mask);
@@ -101,7 +101,7 @@ void sum_values(const float* probabilities, int64_t stride, const T* v, int64_t 
                 sums[n][0] = _mm512_fmadd_ps(_mm512_set1_ps(probabilities[n * stride + j]), value, sums[n][0]);
         }
         for (int n = 0; n < N; n++) {
-            for (int chain = 1; chain < CHAINS; chain++) sums[n][0] = _mm512_add_ps(sums[n][0], sums[n][chain]);
+            for (int m = 1; m < NUM_ACCUMULATORS; m++) sums[n][0] = _mm512_add_ps(sums[n][0], sums[n][m]);
             store(y + n * v_dim + i, _mm512_mul_ps(sums[n][0], _mm512_set1_ps(factors[n])), mask);
         }
     }

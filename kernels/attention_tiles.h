@@ -104,8 +104,8 @@ inline __m512 tanh(__m512 x) {
 // Score of a dot product, times log2(e), and the derivative of the softcap.
 struct ScoreTransform {
     float scale, softcap, scale_over_softcap;
-    explicit ScoreTransform(const Args& c)
-        : scale(c.scale * LOG2E), softcap(c.softcap * LOG2E), scale_over_softcap(c.scale / c.softcap) {}
+    explicit ScoreTransform(const Args& args)
+        : scale(args.scale * LOG2E), softcap(args.softcap * LOG2E), scale_over_softcap(args.scale / args.softcap) {}
     __m512 score(__m512 s) const {
         if (softcap == 0) return _mm512_mul_ps(s, _mm512_set1_ps(scale));
         return _mm512_mul_ps(tanh(_mm512_mul_ps(s, _mm512_set1_ps(scale_over_softcap))), _mm512_set1_ps(softcap));

@@ -1,5 +1,7 @@
 // Work units of attention.cpp: one key head and a range of the queries of one document, for all query heads that share
 // the key head. Units depend only on the lengths of documents, so that results do not depend on the number of threads.
+//
+// Included after `Args` and attention_tiles.h.
 
 #pragma once
 

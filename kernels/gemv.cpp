@@ -10,16 +10,16 @@
 #include <algorithm>
 #include <vector>
 
-#define PAIRS __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
+#define AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16")))
 
 namespace {
 
-constexpr int64_t MIN_ELEMENTS = 1 << 15;  // per thread
+constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 15;
 constexpr int MAX_DOT_ROWS = 8;            // of x, without AMX
 
 // Dot products of M rows of x with one row of the weight, accumulated in fp32.
 template <int M>
-PAIRS void dots(const bf16* x, const bf16* weight, float* products, int64_t width) {
+AVX512_BF16 void compute_dots(const bf16* x, const bf16* weight, float* products, int64_t width) {
     __m512 sums[M];
     for (int m = 0; m < M; m++) sums[m] = _mm512_setzero_ps();
     int64_t i = 0;
@@ -39,8 +39,10 @@ PAIRS void dots(const bf16* x, const bf16* weight, float* products, int64_t widt
     for (int m = 0; m < M; m++) products[m] = _mm512_reduce_add_ps(sums[m]);
 }
 
-using Dots = void (*)(const bf16*, const bf16*, float*, int64_t);
-constexpr Dots DOTS[MAX_DOT_ROWS] = {dots<1>, dots<2>, dots<3>, dots<4>, dots<5>, dots<6>, dots<7>, dots<8>};
+using DotProductKernel = void (*)(const bf16*, const bf16*, float*, int64_t);
+constexpr DotProductKernel DOT_PRODUCT_KERNELS[MAX_DOT_ROWS] = {
+    compute_dots<1>, compute_dots<2>, compute_dots<3>, compute_dots<4>,
+    compute_dots<5>, compute_dots<6>, compute_dots<7>, compute_dots<8>};
 
 // The output rows [begin, end) of y = x W^T + b, at most MAX_DOT_ROWS rows of x at a time.
 void multiply_rows(const bf16* x, const bf16* weight, const bf16* bias, bf16* y, int64_t tokens, int64_t rows,
@@ -49,7 +51,7 @@ void multiply_rows(const bf16* x, const bf16* weight, const bf16* bias, bf16* y,
         for (int64_t first = 0; first < tokens; first += MAX_DOT_ROWS) {
             const int64_t count = std::min<int64_t>(MAX_DOT_ROWS, tokens - first);
             float products[MAX_DOT_ROWS];
-            DOTS[count - 1](x + first * width, weight + r * stride, products, width);
+            DOT_PRODUCT_KERNELS[count - 1](x + first * width, weight + r * stride, products, width);
             for (int64_t m = 0; m < count; m++)
                 store_rounded(bias == nullptr ? products[m] : products[m] + to_float(bias[r]),
                               y[(first + m) * rows + r]);
@@ -155,7 +157,7 @@ void multiply_with_amx(const bf16* x, const bf16* weight, const bf16* bias, bf16
     std::vector<uint32_t> packed(width / 2 * MAX_TILE_TOKENS);
     pack_rows(x, tokens, width, packed.data());
     const int64_t blocks = rows / (2 * TILE_ROWS), tiled = blocks * 2 * TILE_ROWS;
-#pragma omp parallel num_threads(threads) if (rows * width > MIN_ELEMENTS)
+#pragma omp parallel num_threads(threads) if (rows * width > MIN_PARALLEL_ELEMENTS)
     {
         const TileShapes shapes(tokens);
 #pragma omp for schedule(static) nowait
@@ -185,7 +187,7 @@ void gemv(const bf16* x, const bf16* weight, const bf16* bias, bf16* y, int64_t 
           int64_t stride, int threads) {
     if (has_amx && tokens > 1 && width % TILE_COLUMNS == 0)
         return multiply_with_amx(x, weight, bias, y, tokens, rows, width, stride, threads);
-#pragma omp parallel for num_threads(threads) if (rows * width > MIN_ELEMENTS)
+#pragma omp parallel for num_threads(threads) if (rows * width > MIN_PARALLEL_ELEMENTS)
     for (int64_t r = 0; r < rows; r++) multiply_rows(x, weight, bias, y, tokens, rows, width, stride, r, r + 1);
 }
 }

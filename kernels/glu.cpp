@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int64_t MIN_ELEMENTS_PER_THREAD = 1 << 14;
+constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 14;
 constexpr int64_t CHUNK_SIZE = 1 << 12;  // elements that a thread processes at a time
 
 // Fused multiply-add if the processor has it; otherwise std::fma would be a library call per value.
@@ -106,7 +106,7 @@ struct GluSizes {
 template <typename F>
 void for_each_chunk(const GluSizes& s, F process) {
     const int64_t chunks_per_row = (s.dim + CHUNK_SIZE - 1) / CHUNK_SIZE;
-#pragma omp parallel for num_threads(s.num_threads) if (s.num_rows * s.dim > MIN_ELEMENTS_PER_THREAD)
+#pragma omp parallel for num_threads(s.num_threads) if (s.num_rows * s.dim > MIN_PARALLEL_ELEMENTS)
     for (int64_t i = 0; i < s.num_rows * chunks_per_row; i++) {
         const int64_t row = i / chunks_per_row, start = i % chunks_per_row * CHUNK_SIZE;
         process(row, start, s.dim - start < CHUNK_SIZE ? s.dim - start : CHUNK_SIZE);

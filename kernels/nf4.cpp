@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t BLOCK_SIZE = 64, BLOCK_BYTES = 32;
 constexpr int64_t DOUBLE_QUANT_BLOCK = 256;  // scales per scale of the second level
-constexpr int64_t MIN_ELEMENTS_PER_THREAD = 1 << 15;
+constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 15;
 constexpr int64_t SCALE_CHUNK = 64;  // blocks whose scales are dequantized at a time, with double quantization
 constexpr int MAX_FUSED_ROWS = 8;    // of x, in the fused matmul
 constexpr float MIN_SCALE = 1e-38f;  // avoids division by zero in blocks of zeros
@@ -166,7 +166,7 @@ bool is_matmul_supported(float) { return has_avx512; }
 template <typename T>
 void matmul(const T* x, const uint8_t* packed, BlockScales scales, const float* codebook, const T* bias, T* y,
             int64_t num_tokens, int64_t num_rows, int64_t num_blocks, int64_t packed_stride, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_rows * num_blocks * BLOCK_SIZE > MIN_ELEMENTS_PER_THREAD)
+#pragma omp parallel for num_threads(num_threads) if (num_rows * num_blocks * BLOCK_SIZE > MIN_PARALLEL_ELEMENTS)
     for (int64_t r = 0; r < num_rows; r++) {
         float sums[MAX_FUSED_ROWS * 16] = {}, scale_buffer[SCALE_CHUNK];
         for (int64_t b = 0; b < num_blocks; b += SCALE_CHUNK) {
@@ -202,7 +202,7 @@ void matmul(const T*, const uint8_t*, BlockScales, const float*, const T*, T*, i
 template <typename T>
 void dequantize(const uint8_t* packed, BlockScales scales, const float* codebook, T* out, int64_t num_rows,
                 int64_t num_blocks, int64_t packed_stride, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_rows * num_blocks * BLOCK_SIZE > MIN_ELEMENTS_PER_THREAD)
+#pragma omp parallel for num_threads(num_threads) if (num_rows * num_blocks * BLOCK_SIZE > MIN_PARALLEL_ELEMENTS)
     for (int64_t r = 0; r < num_rows; r++) {
         float scale_buffer[SCALE_CHUNK];
         for (int64_t b = 0; b < num_blocks; b += SCALE_CHUNK) {
@@ -253,7 +253,7 @@ void dequantize_fp32(const uint8_t* packed, SCALE_PARAMETERS, const float* codeb
 // Nearest of the 16 values: the number of midpoints below x is its rank, and `sorted_codes` maps ranks to codes.
 void quantize(const float* weight, const float* midpoints, const uint8_t* sorted_codes, uint8_t* packed, float* scales,
               int64_t num_blocks, int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_blocks * BLOCK_SIZE > MIN_ELEMENTS_PER_THREAD)
+#pragma omp parallel for num_threads(num_threads) if (num_blocks * BLOCK_SIZE > MIN_PARALLEL_ELEMENTS)
     for (int64_t b = 0; b < num_blocks; b++) {
         const float* x = weight + b * BLOCK_SIZE;
         float absmax = 0;

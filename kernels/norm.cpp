@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t LANES = 32;         // independent partial sums, which compilers may not introduce
 constexpr int64_t ROWS_PER_SUM = 64;  // rows whose weight gradients are summed together, for any number of threads
-constexpr int64_t MIN_ELEMENTS_PER_THREAD = 1 << 14;
+constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 14;
 
 struct NormSizes {
     int64_t num_rows, dim, x_stride, grad_stride;
@@ -36,7 +36,7 @@ float load_weight(const W* weight, int64_t i, const NormSizes& s) {
 
 template <typename T, typename W>
 void forward(const T* x, const W* weight, T* y, float* rstd, const NormSizes& s) {
-#pragma omp parallel for num_threads(s.num_threads) if (s.num_rows * s.dim > MIN_ELEMENTS_PER_THREAD)
+#pragma omp parallel for num_threads(s.num_threads) if (s.num_rows * s.dim > MIN_PARALLEL_ELEMENTS)
     for (int64_t r = 0; r < s.num_rows; r++) {
         const T* x_row = x + r * s.x_stride;
         T* y_row = y + r * s.dim;
@@ -58,7 +58,7 @@ void forward(const T* x, const W* weight, T* y, float* rstd, const NormSizes& s)
 template <typename T, typename W>
 void backward(const T* grad_output, const T* x, const W* weight, const float* rstd, T* grad_x,
               float* grad_weight_sums, const NormSizes& s) {
-#pragma omp parallel for num_threads(s.num_threads) if (s.num_rows * s.dim > MIN_ELEMENTS_PER_THREAD)
+#pragma omp parallel for num_threads(s.num_threads) if (s.num_rows * s.dim > MIN_PARALLEL_ELEMENTS)
     for (int64_t block = 0; block < (s.num_rows + ROWS_PER_SUM - 1) / ROWS_PER_SUM; block++) {
         const int64_t end = (block + 1) * ROWS_PER_SUM < s.num_rows ? (block + 1) * ROWS_PER_SUM : s.num_rows;
         float* dw = grad_weight_sums ? grad_weight_sums + block * s.dim : nullptr;

@@ -4,7 +4,7 @@
 
 namespace {
 
-constexpr int64_t MIN_ELEMENTS_PER_THREAD = 1 << 14;
+constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 14;
 
 struct RopeSizes {
     int64_t num_tokens, num_heads, head_dim;
@@ -34,6 +34,7 @@ void rotate_head(const T* x, T* y, const float* cos, const float* sin, float sig
     int64_t i = 0;
     for (; i + 32 <= num_pairs; i += 32) rotate_pairs<32, IN, OUT>(x, y, cos, sin, sign, num_pairs, i);
     for (; i + 16 <= num_pairs; i += 16) rotate_pairs<16, IN, OUT>(x, y, cos, sin, sign, num_pairs, i);
+    for (; i + 8 <= num_pairs; i += 8) rotate_pairs<8, IN, OUT>(x, y, cos, sin, sign, num_pairs, i);
     for (; i < num_pairs; i++) rotate_pairs<1, IN, OUT>(x, y, cos, sin, sign, num_pairs, i);
 }
 
@@ -44,7 +45,7 @@ void rotate(const T* x, T* y, const float* cos, const float* sin, const RopeSize
             ? s.is_output_interleaved ? rotate_head<true, true, T> : rotate_head<true, false, T>
             : s.is_output_interleaved ? rotate_head<false, true, T> : rotate_head<false, false, T>;
     const int64_t end = s.start + 2 * s.num_pairs, numel = s.num_tokens * s.num_heads * s.head_dim;
-#pragma omp parallel for num_threads(s.num_threads) if (numel > MIN_ELEMENTS_PER_THREAD)
+#pragma omp parallel for num_threads(s.num_threads) if (numel > MIN_PARALLEL_ELEMENTS)
     for (int64_t t = 0; t < s.num_tokens; t++) {
         for (int64_t h = 0; h < s.num_heads; h++) {
             const T* x_head = x + t * s.token_stride + h * s.head_stride;

@@ -138,10 +138,10 @@ def check_text(text: str, path: Path, vocabulary: Vocabulary) -> Iterator[Hit]:
     """Markdown, the comments of YAML files, and comments and names of C++ and JavaScript files."""
     active, comment, name = True, COMMENT.get(path.suffix), NAME.get(path.suffix, r"(?!)")
     for number, line in enumerate(text.splitlines(), 1):
-        for word in filter(None, re.findall(name, line)):
+        active = (active or ON in line) and OFF not in line
+        for word in filter(None, re.findall(name, line)) if active else ():
             if (replacement := vocabulary.find_name(word)) is not None:
                 yield Hit(path, number, word, replacement)
-        active = (active or ON in line) and OFF not in line
         for prose in ([line] if comment is None else re.findall(comment, line)) if active else ():
             yield from find_words(vocabulary.prose, prose, number, path)
 

@@ -69,6 +69,7 @@ def pytest_collection() -> None:
     sys.modules.update({name: None for name in TRACKERS if name not in sys.modules})  # pyright: ignore
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the long files first in the equal parts of the tests with which the workers of pytest-xdist start."""
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

@@ -77,9 +77,10 @@ def test_average_of_weights_survives_a_stop(workspace, recipe: Path) -> None:
     assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=whole").code == 0
     for step in (2, 4):
         source = stop_at(recipe, step)
-        assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed", "save_every=1").code != 0
+        assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed", "save_every=1").code == 130
         recipe.write_text(source, "utf-8")
-    assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed", "save_every=1").code == 0
+    resumed = workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed", "save_every=1")
+    assert resumed.code == 0 and "resuming from step 4 of 6" in resumed.err, resumed.err
     unbroken, resumed = (
         load_file(workspace.folder / name / "final/model.safetensors") for name in ("whole", "resumed")
     )
@@ -88,7 +89,7 @@ def test_average_of_weights_survives_a_stop(workspace, recipe: Path) -> None:
 
 def test_state_of_another_recipe_is_refused(workspace, recipe: Path) -> None:
     source = stop_at(recipe, 2)
-    assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "save_every=1").code != 0
+    assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "save_every=1").code == 130
     recipe.write_text(replace_once(source, "forgetting=forgetting, ema=ema", "forgetting=forgetting"), "utf-8")
     done = workspace.run_tune("run", "my_sft.py", "sft.yaml", "save_every=1")
     assert done.code == 2

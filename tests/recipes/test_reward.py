@@ -330,4 +330,4 @@ def test_nano_reward_model_learns_the_preference(reward_workspace: Workspace) ->
     args = ("max_steps=28", "global_batch_size=16", "output_dir=out")
     assert reward_workspace.run_tune("run", "reward", "nano/reward", *args).code == 0
     last = [line for line in read_metrics("out") if "eval/loss" in line][-1]
-    assert last["eval/rewards/accuracies"] >= 0.9
+    assert last["eval/rewards/accuracies"] >= 0.85

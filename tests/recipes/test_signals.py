@@ -56,7 +56,7 @@ def test_signal_saves_and_the_same_command_resumes(workspace, number):
 
 def test_second_signal_ends_immediately(workspace):
     """A long evaluation is interrupted."""
-    (workspace.folder / "held.jsonl").write_text((workspace.folder / "held.jsonl").read_text() * 600)
+    (workspace.folder / "held.jsonl").write_text((workspace.folder / "held.jsonl").read_text() * 2000)
     process = workspace.start(*RUN, "eval_every=1", "save_every=1")
     wait_until(lambda: has_taken_a_step(workspace), process)
     os.kill(process.pid, signal.SIGINT)

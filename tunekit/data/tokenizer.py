@@ -53,7 +53,10 @@ ENCODING_ERRORS = TokenizerErrors("the tokenizer fails on a text", "Check the pa
 
 
 class Tokenizer:
-    """Tokenizer of a checkpoint, with its special tokens, its chat templates, and the ids that end an answer."""
+    """Tokenizer of a checkpoint, with its special tokens, its chat templates, and the ids that end an answer.
+
+    `model` has no post-processor, truncation and padding; `post_processor` adds BOS and EOS.
+    """
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class Tokenizer:
         self.today: date | None = None
         self.vocab_size: int | None = None  # number of embeddings of the model, if known
         self.max_position_embeddings: int | None = None  # context length of the model, if known
-        self.post_processor = post_processor  # which adds BOS and EOS
+        self.post_processor = post_processor
         self.bos, self.eos, pad = (self.special_token(f"{name}_token") for name in ("bos", "eos", "pad"))
         self.pad: int = next((token for token in (pad, self.eos) if token is not None), 0)
         self.stops = stops | ({self.eos} if self.eos is not None else frozenset())
@@ -318,24 +321,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise read_error(path, error) from None
-    return parse_json(content, path)
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise make_read_error(path, error) from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: must be a JSON object, got {type(content).__name__}")
+    return content
 
 
-def parse_json(content: bytes, path: Path) -> dict[str, Any]:
-    """JSON object with the content of a file."""
-    try:
-        value = json.loads(content.decode())
-    except (ValueError, RecursionError) as error:
-        raise read_error(path, error) from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: must be a JSON object, got {type(value).__name__}")
-    return value
-
-
-def read_error(path: Path, error: Exception) -> UserError:
+def make_read_error(path: Path, error: Exception) -> UserError:
     return UserError(f"{path}: cannot read the file: {error}. Download it again.")
 
 
@@ -343,7 +337,7 @@ def read_error(path: Path, error: Exception) -> UserError:
 class TokenizerFile:
     """A tokenizer.json. Files with the same content are equal."""
 
-    content: bytes
+    digest: bytes
     path: Path = field(compare=False)
 
 
@@ -356,16 +350,16 @@ def read_model(directory: Path) -> tuple[tokenizers.Tokenizer, Any]:
             "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     try:
-        file = TokenizerFile(path.read_bytes(), path)
+        file = TokenizerFile(hashlib.sha256(path.read_bytes()).digest(), path)
     except OSError as error:
-        raise read_error(path, error) from None
+        raise make_read_error(path, error) from None
     return parse_model(file)
 
 
 @functools.lru_cache(maxsize=2)  # a run opens one tokenizer, or also that of its teacher, up to ten times
 def parse_model(file: TokenizerFile) -> tuple[tokenizers.Tokenizer, Any]:
     """Model without its post-processor, and the post-processor, which may also remove spaces from offsets."""
-    content = parse_json(file.content, file.path)
+    content = read_json(file.path)
     if max_growth(content.get("normalizer")) > MAX_NORMALIZER_GROWTH:
         raise UserError(f"{file.path}: the normalizer can make a text more than {MAX_NORMALIZER_GROWTH} times longer")
     with TokenizerErrors(f"{file.path}: is not a valid tokenizer", "Download it again."):

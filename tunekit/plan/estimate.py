@@ -7,7 +7,7 @@ from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.memory import MemoryEstimate, MemoryPeak, RankMemoryModel, build_memory_model, estimate_memory
 from tunekit.plan.num_steps import StepCount
 from tunekit.plan.step_time import StepTime, estimate_step_time
-from tunekit.plan.workload import Workload, rank_model
+from tunekit.plan.workload import Workload, get_rank_model
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def estimate(task: Workload, machine: ClusterSpec) -> Estimate:
         sizes,
         memory_model,
         estimate_memory(memory_model, machine),
-        estimate_step_time(memory_model, rank_model(task, sizes), machine),
+        estimate_step_time(memory_model, get_rank_model(task, sizes), machine),
     )
 
 

@@ -17,7 +17,7 @@ VALUE_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sha
 DISPATCH_KEYS = ("Meta", "CompositeExplicitAutograd")
 
 
-def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operation; on the meta device if that has the same outputs."""
     mode = _get_current_dispatch_mode()
     if not (isinstance(mode, FakeTensorMode) and runs_on_meta(func) and are_plain(args) and are_plain(kwargs.values())):
@@ -25,11 +25,11 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with in_kernel_invocation_manager(mode):
         outputs = func(*args, **kwargs)
     if isinstance(outputs, list | tuple):
-        return type(outputs)(wrap(x, mode) for x in outputs)
-    return wrap(outputs, mode)
+        return type(outputs)(wrap_meta_tensor(x, mode) for x in outputs)
+    return wrap_meta_tensor(outputs, mode)
 
 
-def wrap(x: Any, mode: FakeTensorMode) -> Any:
+def wrap_meta_tensor(x: Any, mode: FakeTensorMode) -> Any:
     """Fake tensor of a meta tensor. Outputs in place are fake tensors already."""
     return FakeTensor(mode, x, CPU) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x
 

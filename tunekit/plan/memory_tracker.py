@@ -33,7 +33,7 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # half of all calls
-        outputs = fake_tensors.call(func, args, kwargs or {})
+        outputs = fake_tensors.call_operation(func, args, kwargs or {})
         if isinstance(outputs, Tensor):
             self.record((outputs,))
         else:

@@ -22,7 +22,7 @@ from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.layer_profile import LayerPass, MemoryInterval, StepProfile
 from tunekit.plan.memory import RankMemoryModel, build_memory_model, estimate_memory
 from tunekit.plan.step_time import estimate_step_time
-from tunekit.plan.workload import Workload, rank_model
+from tunekit.plan.workload import Workload, get_rank_model
 
 CHECKPOINTING_MODES = ("none", "selective", "full")
 MAX_MICRO_BATCH_ROWS = 64  # largest micro-batch that is tried
@@ -137,7 +137,7 @@ def vary_micro_batch(task: Workload, now: Estimate) -> Iterator[tuple[float, Wor
         first, second = (profiled_model(task, sizes, rows) for rows in (1, 2))
     except (UserError, FieldError):
         return
-    model, max_rows = rank_model(task, sizes), min(task.rows(sizes), MAX_MICRO_BATCH_ROWS)
+    model, max_rows = get_rank_model(task, sizes), min(task.rows(sizes), MAX_MICRO_BATCH_ROWS)
     counts = [task.rows(sizes)] if task.memory.optimizer_in_bwd else [2**n for n in range(max_rows.bit_length())]
     num_fitting = 0
     for rows in reversed(counts):

@@ -244,7 +244,7 @@ def build_rank_model(task: Workload, sizes: ParallelDims) -> Decoder:
     return net
 
 
-def rank_model(task: Workload, sizes: ParallelDims) -> Decoder:
+def get_rank_model(task: Workload, sizes: ParallelDims) -> Decoder:
     """Model of a rank on the meta device, cached. It must not be modified."""
     options = sizes.tp, sizes.ep, sizes.cp, task.adapter, task.quantization, task.precision, task.random
     key = task.source.spec, repr((str(task.source.path), len(task.source.trained_ids), *options))
@@ -257,10 +257,10 @@ def profile_workload(task: Workload, sizes: ParallelDims, as_gathered: bool = Fa
     """Profile a step of one rank. `as_gathered`: with weights in the compute dtype, in which they are gathered."""
     step = probe_step(task, sizes)
     dims = sizes.tp, sizes.ep, sizes.cp
-    source, options = task.source, (task.quantization, task.precision, step, as_gathered)
+    source, options = task.source, (task.quantization, task.precision, task.random, step, as_gathered)
     key = source.spec, repr((str(source.path), len(source.trained_ids), dims, *options))
     if key not in PROFILES:
-        kinds, net = copy_one_layer_per_kind(rank_model(task, sizes))
+        kinds, net = copy_one_layer_per_kind(get_rank_model(task, sizes))
         if as_gathered:
             cast_params(net, task.compute)
         PROFILES[key] = profile_step(net, kinds, step)

@@ -25,7 +25,7 @@ def own_lines(text: str) -> list[str]:
 
 
 def test_ranks_have_the_torchrun_environment_and_only_rank_0_prints(toy: ToyLauncher) -> None:
-    result = toy.run_forked("--nproc-per-node", "3", "save=true")
+    result = toy.run("--nproc-per-node", "3", "save=true", check=True)
     assert (result.code, result.out, own_lines(result.err)) == (0, "rank 0 started\n", ["starting 3 processes"])
     cores = len(os.sched_getaffinity(0))
     workers = sorted((worker.rank, worker.size, worker.local, worker.threads) for worker in toy.started_workers())

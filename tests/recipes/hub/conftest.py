@@ -1,5 +1,6 @@
 """A local Hub, and `tune` commands in separate processes, which use the real Hub client."""
 
+import contextlib
 import json
 import os
 import signal
@@ -70,7 +71,8 @@ class Sandbox:
     def close(self) -> None:
         """End a command that a failed test has left, or the next test would read its exit code."""
         if self.child:
-            os.kill(self.child, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(self.child, signal.SIGKILL)
             self.wait()
 
     def tune(self, *args: str, text: str = "", **env: str) -> CommandResult:

@@ -18,21 +18,27 @@ PAIRS = 12
 
 
 def make_tables(
-    batch: int, length: int, interleaved: bool = False, interleaved_output: bool = True, rotate_last: bool = False
+    batch: int,
+    length: int,
+    interleaved: bool = False,
+    interleaved_output: bool = True,
+    rotate_last: bool = False,
+    pairs: int = PAIRS,
 ) -> RopeTables:
-    angle = torch.linspace(-9, 9, batch * length * PAIRS).view(batch, length, 1, PAIRS)
+    angle = torch.linspace(-9, 9, batch * length * pairs).view(batch, length, 1, pairs)
     return RopeTables(angle.cos(), angle.sin(), interleaved, interleaved_output, rotate_last)
 
 
 def rotate_complex(x: Tensor, r: RopeTables) -> Tensor:
     """Rotate as complex numbers in float64."""
-    start = x.shape[-1] - 2 * PAIRS if r.rotate_last else 0
-    rotary = x.double()[..., start : start + 2 * PAIRS]
+    width = 2 * r.cos.shape[-1]
+    start = x.shape[-1] - width if r.rotate_last else 0
+    rotary = x.double()[..., start : start + width]
     real, imaginary = (rotary[..., ::2], rotary[..., 1::2]) if r.interleaved else rotary.chunk(2, -1)
     rotated = torch.complex(real, imaginary) * torch.complex(r.cos.double(), r.sin.double())
     y = x.double().clone()
     joined = torch.view_as_real(rotated).flatten(-2) if r.interleaved and r.interleaved_output else None
-    y[..., start : start + 2 * PAIRS] = torch.cat([rotated.real, rotated.imag], -1) if joined is None else joined
+    y[..., start : start + width] = torch.cat([rotated.real, rotated.imag], -1) if joined is None else joined
     return y
 
 
@@ -47,10 +53,13 @@ def needs_compiler() -> None:
         pytest.skip("no compiler")
 
 
-@pairwise(dtype=[FP32, BF16], layout=LAYOUTS, dim=[24, 31, 64], rotate_last=[False, True])
-def test_rotation_and_gradient_equal_reference(dtype, layout: tuple[bool, bool], dim: int, rotate_last: bool) -> None:
-    r = make_tables(2, 50, *layout, rotate_last)
-    q, k = (torch.randn(2, 50, heads, dim).to(dtype).requires_grad_() for heads in (6, 2))
+@pairwise(dtype=[FP32, BF16], layout=LAYOUTS, pairs=[8, 12, 16, 32, 60], extra=[0, 7, 40], rotate_last=[False, True])
+def test_rotation_and_gradient_equal_reference(
+    dtype, layout: tuple[bool, bool], pairs: int, extra: int, rotate_last: bool
+) -> None:
+    """`extra` channels are not rotated."""
+    r = make_tables(2, 50, *layout, rotate_last, pairs)
+    q, k = (torch.randn(2, 50, heads, 2 * pairs + extra).to(dtype).requires_grad_() for heads in (6, 2))
     actual, expected = apply_rope(q, k, r), (reference(q, r), reference(k, r))
     for result, target, x in zip(actual, expected, (q, k), strict=True):
         assert torch.equal(result, target)

@@ -84,22 +84,21 @@ def test_keys_of_each_document(case: str) -> None:
     assert layout.key_index(CPU).tolist() == [position for document in token_positions for position in document]
 
 
-def backends() -> Iterator[str]:
+def backends(patch: pytest.MonkeyPatch) -> Iterator[str]:
     """The C++ kernel, if it can be compiled, and torch's operations. Cases compute their expected values once."""
     if attention_cpu.is_available():
         yield "compiled"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_cpu, "is_available", lambda: False)
-        yield "torch"
+    patch.setattr(attention_cpu, "is_available", lambda: False)
+    yield "torch"
 
 
 @pytest.mark.parametrize(("name", "case"), ALL_CASES)
-def test_attention_equals_full_documents(name: str, case: str) -> None:
+def test_attention_equals_full_documents(name: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = SequenceLayout(*prefix_layout(case))
     inputs = make_inputs(torch.float32, 6, 2, 24, 20)
     expected = expected_attention(inputs, RULES[name], case)
     expected_grads = gradients(expected, inputs)
-    for backend in backends():
+    for backend in backends(monkeypatch):
         y = attention.attention(*inputs, RULES[name], layout, None, layout.key_index(CPU))
         assert relative_error(y.double(), expected) < 2e-6, backend
         for grad, expected_grad in zip(gradients(y, inputs), expected_grads, strict=True):
@@ -180,7 +179,7 @@ def test_context_parallel_ranks_equal_full_rows(
     weight, leaves = torch.randn_like(expected), [*inputs, *([] if sinks is None else [sinks])]
     expected_grads = torch.autograd.grad((expected * weight).sum(), leaves)
     ranks = [ContextParallelSharding(MeshDim(None, 3, index)) for index in range(3)]  # type: ignore[arg-type] (nothing is sent)
-    for backend in backends():
+    for backend in backends(monkeypatch):
         outputs = [
             attention_sharded(rank.local_tokens(q), k, v, RULES[name], rank.local_ranges(300), layout, sinks)
             for rank in ranks
