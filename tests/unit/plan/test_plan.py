@@ -110,6 +110,17 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_initialization_is_part_of_the_cache_key(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are loaded keep the dtype of the checkpoint if they are frozen."""
+    monkeypatch.setattr("tunekit.plan.workload.PROFILES", {})
+    task = build_workload(make_checkpoint(DENSE), adapter=LoRAConfig(4))
+    profiles = {
+        is_random: profile_workload(replace(task, random=is_random), ParallelDims()) for is_random in (first, not first)
+    }
+    assert profiles[True] != profiles[False]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_estimated_memory_matches_a_real_step(name: str) -> None:
     source, changes = CASES[name]
