@@ -158,7 +158,7 @@ void run(const Args& args) {
     const int64_t group = args.heads / args.kv_heads;
     int64_t slots = 0;
     for (int64_t row = 0; row < args.rows; row++) slots += args.spans[2 * row + 1] - args.spans[2 * row];
-    const bool is_large = slots * args.heads * args.dim > MIN_PARALLEL_OPS;
+    [[maybe_unused]] const bool is_large = slots * args.heads * args.dim > MIN_PARALLEL_OPS;
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(args.threads) if (is_large)
     for (int64_t row = 0; row < args.rows; row++)
         for (int64_t kv_head = 0; kv_head < args.kv_heads; kv_head++)

@@ -277,20 +277,20 @@ def build_block_mask(cu_seqlens: Tensor, key_cu_seqlens: Tensor, window: int, de
     tokens, keys = int(cu_seqlens[-1]), int(key_cu_seqlens[-1])
     lengths = cu_seqlens.diff()
     # Last and first visible key of each query; both are non-decreasing.
-    newest = torch.arange(tokens) + (key_cu_seqlens[1:] - cu_seqlens[1:]).repeat_interleave(lengths).long()
-    oldest = key_cu_seqlens[:-1].repeat_interleave(lengths).long()
+    last_visible = torch.arange(tokens) + (key_cu_seqlens[1:] - cu_seqlens[1:]).repeat_interleave(lengths).long()
+    first_visible = key_cu_seqlens[:-1].repeat_interleave(lengths).long()
     if window:
-        oldest = torch.maximum(oldest, newest - window + 1)
+        first_visible = torch.maximum(first_visible, last_visible - window + 1)
     rows, columns = -(-tokens // BLOCK), torch.arange(-(-keys // BLOCK))
     first, last = torch.arange(rows) * BLOCK, (torch.arange(1, rows + 1) * BLOCK).clamp(max=tokens) - 1
-    mask = (columns >= oldest[first, None] // BLOCK) & (columns <= newest[last, None] // BLOCK)
+    mask = (columns >= first_visible[first, None] // BLOCK) & (columns <= last_visible[last, None] // BLOCK)
     starts = columns * BLOCK
-    full_mask = mask & (starts >= oldest[last, None]) & (starts + BLOCK - 1 <= newest[first, None])
+    full_mask = mask & (starts >= first_visible[last, None]) & (starts + BLOCK - 1 <= last_visible[first, None])
     indices = [x for block_mask in (mask & ~full_mask, full_mask) for x in column_indices(block_mask)]
     partial_counts, partial_indices, full_counts, full_indices = (
         copy_to_device(x[None, None], device) for x in indices
     )
-    visible = visibility_fn(*(copy_to_device(x.int(), device) for x in (oldest, newest)))
+    visible = visibility_mask_mod(*(copy_to_device(x.int(), device) for x in (first_visible, last_visible)))
     return BlockMask.from_kv_blocks(
         partial_counts,
         partial_indices,
@@ -307,8 +307,8 @@ def column_indices(mask: Tensor) -> tuple[Tensor, Tensor]:
     return mask.sum(1, dtype=torch.int32), mask.int().argsort(dim=1, descending=True, stable=True).int()
 
 
-def visibility_fn(oldest: Tensor, newest: Tensor) -> Callable[..., Tensor]:
-    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= newest[query]) & (key >= oldest[query])
+def visibility_mask_mod(first_visible: Tensor, last_visible: Tensor) -> Callable[..., Tensor]:
+    def is_visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= last_visible[query]) & (key >= first_visible[query])
 
-    return seen
+    return is_visible

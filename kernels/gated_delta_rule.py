@@ -152,7 +152,7 @@ class Chunks(NamedTuple):
     decay_from_start: Tensor  # (..., C, 1) decay of the state from the start of the chunk to each token
     decay_to_end: Tensor  # (..., C, 1) decay from each token to the end of the chunk
     inverse: Tensor  # (..., C, C) inverse of the triangular system
-    scores: Tensor  # (..., C, C) scores of queries for earlier keys of the chunk
+    scores: Tensor  # (..., C, C) scores of queries for their own and earlier keys of the chunk
 
 
 def solve_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Chunks:

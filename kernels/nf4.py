@@ -21,7 +21,7 @@ from tunekit.devices import ACCELERATORS
 from tunekit.kernels import fake_mode, grouped_mm
 from tunekit.kernels.argument_checks import check_contiguous, check_tensor
 from tunekit.kernels.cpp_extension import DTYPES, load_library
-from tunekit.kernels.nf4_codes import bounds_and_codes, code_values, dynamic_map
+from tunekit.kernels.nf4_codes import code_values, dynamic_map, midpoints_and_codes
 from tunekit.kernels.triton_support import triton_kernels, uses_triton
 
 BLOCK, DOUBLE_QUANT_BLOCK = 64, 256  # weights per scale; scales per scale of the second level
@@ -46,7 +46,7 @@ def quantize(weight: Tensor, kind: str = "nf4") -> tuple[Tensor, Tensor]:
     """
     flat = weight.detach().reshape(-1).contiguous()
     if uses_triton(flat):
-        return triton_kernels("nf4").quantize(flat, *bounds_and_codes(kind, flat.device))
+        return triton_kernels("nf4").quantize(flat, *midpoints_and_codes(kind, flat.device))
     packed = torch.empty(-(-len(flat) // 2), dtype=torch.uint8, device=flat.device)
     scales = torch.empty(-(-len(flat) // BLOCK), device=flat.device)
     for start in range(0, len(flat), QUANTIZE_CHUNK):
@@ -64,18 +64,18 @@ def quantize_chunk(flat: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         return quantize_reference(flat, kind)
     packed = torch.empty(flat.numel() // 2, dtype=torch.uint8)
     scales = torch.empty(flat.numel() // BLOCK)
-    bounds, codes = bounds_and_codes(kind, flat.device)
-    tensors = flat, bounds, codes, packed, scales
+    midpoints, codes = midpoints_and_codes(kind, flat.device)
+    tensors = flat, midpoints, codes, packed, scales
     lib.quantize(*(t.data_ptr() for t in tensors), len(scales), torch.get_num_threads())
     return packed, scales
 
 
 def quantize_reference(flat: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Torch reference of `quantize_chunk`, with about 13 bytes of temporary memory per value."""
-    bounds, codes = bounds_and_codes(kind, flat.device)
+    midpoints, codes = midpoints_and_codes(kind, flat.device)
     ratios, scales = normalize_blocks(flat, BLOCK)
     ratios = F.pad(ratios, (0, 1)) if len(ratios) % 2 else ratios
-    codes = codes[torch.bucketize(ratios, bounds, out_int32=True)]
+    codes = codes[torch.bucketize(ratios, midpoints, out_int32=True)]
     return codes[::2] << 4 | codes[1::2], scales
 
 
@@ -96,14 +96,14 @@ def normalize_blocks(flat: Tensor, block: int) -> tuple[Tensor, Tensor]:
 def double_quantize(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize fp32 scales (n,) to codes (n,) uint8. The second result (n / 256 + 1,) has their scales and the mean."""
     mean, values = scales.mean(), dynamic_map(scales.device)
-    bounds = (values[:-1] + values[1:]) / 2
+    midpoints = (values[:-1] + values[1:]) / 2
     codes, state = (
         torch.empty_like(scales, dtype=torch.uint8),
         scales.new_empty(-(-len(scales) // DOUBLE_QUANT_BLOCK) + 1),
     )
     for start in range(0, len(scales), QUANTIZE_CHUNK):
         ratios, absmax = normalize_blocks(scales[start : start + QUANTIZE_CHUNK] - mean, DOUBLE_QUANT_BLOCK)
-        codes[start : start + QUANTIZE_CHUNK] = torch.bucketize(ratios, bounds, out_int32=True)
+        codes[start : start + QUANTIZE_CHUNK] = torch.bucketize(ratios, midpoints, out_int32=True)
         state[start // DOUBLE_QUANT_BLOCK : start // DOUBLE_QUANT_BLOCK + len(absmax)] = absmax
     state[-1] = mean
     return codes, state

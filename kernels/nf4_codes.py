@@ -22,7 +22,7 @@ def code_values(kind: str) -> Tensor:
     return torch.tensor(TABLES[kind])
 
 
-def bounds_and_codes(kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
+def midpoints_and_codes(kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Midpoints (15,) between neighboring values, and the codes (16,) sorted by value."""
     return midpoints(kind, device), sorted_codes(kind, device)
 

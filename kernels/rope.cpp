@@ -44,7 +44,8 @@ void rotate(const T* x, T* y, const float* cos, const float* sin, const RopeSize
         s.is_input_interleaved
             ? s.is_output_interleaved ? rotate_head<true, true, T> : rotate_head<true, false, T>
             : s.is_output_interleaved ? rotate_head<false, true, T> : rotate_head<false, false, T>;
-    const int64_t end = s.start + 2 * s.num_pairs, numel = s.num_tokens * s.num_heads * s.head_dim;
+    const int64_t end = s.start + 2 * s.num_pairs;
+    [[maybe_unused]] const int64_t numel = s.num_tokens * s.num_heads * s.head_dim;  // without OpenMP
 #pragma omp parallel for num_threads(s.num_threads) if (numel > MIN_PARALLEL_ELEMENTS)
     for (int64_t t = 0; t < s.num_tokens; t++) {
         for (int64_t h = 0; h < s.num_heads; h++) {

@@ -40,7 +40,7 @@ def draw(*shape: int) -> Tensor:
 
 def draw_ties(kind: str) -> Tensor:
     """Midpoints between codes and their neighboring fp32 numbers, in a block with a scale of 1."""
-    bounds = nf4.bounds_and_codes(kind, torch.device("cpu"))[0]
+    bounds = nf4.midpoints_and_codes(kind, torch.device("cpu"))[0]
     near = torch.cat([bounds, bounds.nextafter(torch.tensor(2.0)), bounds.nextafter(torch.tensor(-2.0))])
     return torch.cat([near, torch.ones(64 - len(near))])
 
@@ -74,14 +74,15 @@ WEIGHTS: dict[str, Callable[[str], Tensor]] = {
 def test_kernel_quantizes_to_the_same_bits_as_torch(weight_of, kind: str, interpret) -> None:
     """tests/unit/kernels/test_nf4.py compares torch with bitsandbytes."""
     weight = weight_of(kind).reshape(-1)
-    packed, scales = interpret("nf4_triton").quantize(weight, *nf4.bounds_and_codes(kind, torch.device("cpu")))
+    packed, scales = interpret("nf4_triton").quantize(weight, *nf4.midpoints_and_codes(kind, torch.device("cpu")))
     expected, absmax = nf4.quantize_reference(weight.float(), kind)
     assert torch.equal(packed, expected)
     assert torch.equal(scales.view(torch.int32), absmax.view(torch.int32))
 
 
 def test_kernel_quantizes_an_empty_weight(interpret) -> None:
-    packed, scales = interpret("nf4_triton").quantize(torch.zeros(0), *nf4.bounds_and_codes("nf4", torch.device("cpu")))
+    tables = nf4.midpoints_and_codes("nf4", torch.device("cpu"))
+    packed, scales = interpret("nf4_triton").quantize(torch.zeros(0), *tables)
     assert packed.shape == scales.shape == (0,)
 
 

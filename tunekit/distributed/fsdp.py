@@ -72,7 +72,7 @@ def allocate(model: Decoder, context: DistributedContext) -> None:
         device = torch.device("cpu") if offloaded and isinstance(tensor, nn.Parameter) else context.device
         if isinstance(tensor, DTensor):
             return torch.empty_like(tensor, device=device)
-        # Of meta tensors, empty_like takes ten times as long.
+        # Of meta tensors, empty_like goes through torch's decompositions in Python.
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
     with torch.no_grad():

@@ -78,7 +78,7 @@ class Linear(nn.Linear, LinearBase):
     colwise_mesh: ShardGroup | None = None  # ranks that hold the other outputs
 
     def reset_parameters(self) -> None:
-        """Do nothing on the meta device, where torch's version takes as long as the rest of the construction."""
+        """Do nothing on the meta device, where torch would run its initialization in Python without effect."""
         if not self.weight.is_meta:
             super().reset_parameters()
 

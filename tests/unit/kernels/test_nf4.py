@@ -28,7 +28,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def code_boundaries(kind: str) -> Tensor:
     """Boundaries between codes and the adjacent floats on both sides, in blocks whose scale is 1."""
-    bounds = nf4.bounds_and_codes(kind, torch.device("cpu"))[0]
+    bounds = nf4.midpoints_and_codes(kind, torch.device("cpu"))[0]
     near = torch.stack([bounds, bounds.nextafter(torch.tensor(2.0)), bounds.nextafter(torch.tensor(-2.0))]).flatten()
     return torch.cat([near, torch.ones(64 - len(near))]).repeat(2, 1)
 
