@@ -6,8 +6,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import is_dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from tunekit.config.choices import ChoiceRegistry, iter_slots, kind_name
@@ -47,9 +48,16 @@ def _import_once(file: Path) -> ModuleType:
         return import_file(name, file)
 
 
+class SourceLoader(SourceFileLoader):
+    """Compile a file without cached bytecode: an edit in the same second that keeps the file size would not be seen."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def import_file(name: str, file: Path) -> ModuleType:
     """Import a Python file of the user as the module `name`."""
-    spec = importlib.util.spec_from_file_location(name, file)
+    spec = importlib.util.spec_from_file_location(name, file, loader=SourceLoader(name, str(file)))
     assert spec is not None and spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module while they are created

@@ -1,5 +1,6 @@
 """`FILE.py:name` as the value of a key selects the kind with code of the user."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tunekit.config.dump import to_plain_config
 from tunekit.config.errors import ConfigError
 from tunekit.config.load import load_config
 from tunekit.config.schema import json_schema
+from tunekit.config.user_code import load_attribute
 from tunekit.environments.config import CustomEnvironmentConfig
 from tunekit.rewards.answer_rewards import Length
 from tunekit.rewards.user_function import UserFunction
@@ -72,3 +74,14 @@ def test_error_of_an_import_names_key_and_file(
         assert cli.main(["validate", "nano/grpo", override]) == 2
         message = capsys.readouterr().err
         assert message.startswith(f"error: {key}: {location}") and message.count("\n") == 1
+
+
+def test_edit_within_a_second_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytecode of Python is out of date if the size of the source or its time in whole seconds differs."""
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    path = tmp_path / "reward.py"
+    for value in (2, 4):
+        path.write_text(f"VALUE = {value}\n")
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+        assert load_attribute(f"{path}:VALUE", "rewards") == value
+    assert not list(tmp_path.glob("__pycache__"))
