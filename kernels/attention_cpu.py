@@ -110,7 +110,7 @@ def compute_gradients(grad: Tensor, saved: list[Tensor], params: list[float]) ->
     return dq, dk, dv, sink_grad.type_as(sinks[0])
 
 
-attention_back = KernelOp("attention_back", compute_gradients)
+attention_backward = KernelOp("attention_backward", compute_gradients)
 
 
 def flatten_tokens(x: Tensor) -> Tensor:
@@ -187,4 +187,4 @@ def register_gradients(op: KernelOp, back: KernelOp) -> None:
     op.register_autograd(backward, setup_context)
 
 
-register_gradients(attention, attention_back)
+register_gradients(attention, attention_backward)

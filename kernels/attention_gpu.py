@@ -88,7 +88,9 @@ def attention_gpu(
     q, k, v = (x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1])) for x in (q, k, v))
     if q.dtype in HALF_DTYPES and not params[3] and (sinks is None or get_capabilities(q.device).flash_lse):
         cu_seqlens, max_seqlen, key_cu_seqlens, max_key_seqlen = varlen_bounds(layout, int(params[2]), q.device)
-        return flash(q, k, v, cu_seqlens, key_cu_seqlens, sinks, max_seqlen, max_key_seqlen, params)[0][..., :v_dim]
+        return flash_attention(q, k, v, cu_seqlens, key_cu_seqlens, sinks, max_seqlen, max_key_seqlen, params)[0][
+            ..., :v_dim
+        ]
     return flex(q, k, v, layout, sinks, params)[..., :v_dim]
 
 
@@ -213,17 +215,17 @@ def flash_gradients(
     return dq, dk, dv, sink_grad.type_as(sinks[0])
 
 
-flash = KernelOp("flash", flash_forward)
-flash_back = KernelOp("flash_back", flash_gradients)
+flash_attention = KernelOp("flash_attention", flash_forward)
+flash_attention_backward = KernelOp("flash_attention_backward", flash_gradients)
 
 
-@flash.register_fake
+@flash_attention.register_fake
 def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     rows, length, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(heads, rows * length, dtype=torch.float32)
 
 
-register_gradients(flash, flash_back)
+register_gradients(flash_attention, flash_attention_backward)
 
 
 # ---- FlexAttention ----

@@ -31,22 +31,26 @@ def quantize(weight: Tensor, kind: str = "float8") -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def unpacked_scales(scales: Tensor, state: Tensor | None) -> Tensor:
+def unpack_scales(scales: Tensor, outer_scales: Tensor | None) -> Tensor:
     """fp32 scales from their stored bytes."""
-    assert state is None, "float8 does not support double quantization"
+    assert outer_scales is None, "float8 does not support double quantization"
     return scales.view(torch.float32)
 
 
 def dequantize(
-    packed: Tensor, scales: Tensor, state: Tensor | None = None, kind: str = "", dtype: torch.dtype = torch.float32
+    packed: Tensor,
+    scales: Tensor,
+    outer_scales: Tensor | None = None,
+    kind: str = "",
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Dequantize to a weight (..., in): code * scale in fp32, rounded once to `dtype`.
 
     One kernel launch on CUDA. Compiled functions use torch operations, which the compiler fuses.
     """
     if not torch.compiler.is_compiling() and uses_triton(packed):
-        return triton_kernels("float8").dequantize(packed, unpacked_scales(scales, state), dtype)
-    return dequantize_reference(packed, unpacked_scales(scales, state), dtype)
+        return triton_kernels("float8").dequantize(packed, unpack_scales(scales, outer_scales), dtype)
+    return dequantize_reference(packed, unpack_scales(scales, outer_scales), dtype)
 
 
 def dequantize_reference(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,18 +81,20 @@ class Float8Matmul(torch.autograd.Function):
 
 
 def matmul(
-    x: Tensor, packed: Tensor, scales: Tensor, state: Tensor | None, kind: str, bias: Tensor | None = None
+    x: Tensor, packed: Tensor, scales: Tensor, outer_scales: Tensor | None, kind: str, bias: Tensor | None = None
 ) -> Tensor:
     """x W^T + b: (..., in) to (..., out)."""
     y = Float8Matmul.apply(x, packed, scales, None)
     return y if bias is None else y + bias
 
 
-def matmul_backward(grad: Tensor, packed: Tensor, scales: Tensor, state: Tensor | None, kind: str) -> Tensor:
+def matmul_backward(grad: Tensor, packed: Tensor, scales: Tensor, outer_scales: Tensor | None, kind: str) -> Tensor:
     """grad W: (..., out) to (..., in)."""
     return grad @ dequantize(packed, scales, dtype=grad.dtype)
 
 
-def grouped_matmul(x: Tensor, packed: Tensor, scales: Tensor, state: Tensor | None, sizes: Tensor, kind: str) -> Tensor:
+def grouped_matmul(
+    x: Tensor, packed: Tensor, scales: Tensor, outer_scales: Tensor | None, sizes: Tensor, kind: str
+) -> Tensor:
     """x W[e]^T (N, out) for rows x (N, in) sorted by expert e; expert e has `sizes[e]` rows."""
     return Float8Matmul.apply(x, packed, scales, sizes)

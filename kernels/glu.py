@@ -46,7 +46,7 @@ def gated_activation(act: str, gate: Tensor, up: Tensor, constants: tuple[float,
     elif needs_reference(act, gate, up):
         y = ACTIVATIONS[act](gate, up)
     else:
-        y = gated_op(gate, up, act)
+        y = gated_activation_op(gate, up, act)
     return mark_recomputable(y, partial(gated_activation, act, constants=constants), gate, up)
 
 
@@ -97,7 +97,7 @@ def forward(gate: Tensor, up: Tensor, act: str) -> Tensor:
     return y
 
 
-gated_op = KernelOp("gated", forward)
+gated_activation_op = KernelOp("gated_activation", forward)
 
 
 def compute_gradients(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
@@ -114,15 +114,15 @@ def compute_gradients(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple
     return grad_gate, grad_up
 
 
-gated_backward_op = KernelOp("gated_back", compute_gradients)
+gated_activation_backward_op = KernelOp("gated_activation_backward", compute_gradients)
 
 
-@gated_op.register_fake
+@gated_activation_op.register_fake
 def _(gate: Tensor, up: Tensor, act: str) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@gated_backward_op.register_fake
+@gated_activation_backward_op.register_fake
 def _(grad: Tensor, gate: Tensor, up: Tensor, act: str) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
@@ -132,8 +132,8 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def gated_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *gated_backward_op(grad, *ctx.saved_tensors, ctx.act), None
+def gated_activation_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *gated_activation_backward_op(grad, *ctx.saved_tensors, ctx.act), None
 
 
-gated_op.register_autograd(gated_backward, setup_context)
+gated_activation_op.register_autograd(gated_activation_backward, setup_context)

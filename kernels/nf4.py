@@ -97,29 +97,29 @@ def double_quantize(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize fp32 scales (n,) to codes (n,) uint8. The second result (n / 256 + 1,) has their scales and the mean."""
     mean, values = scales.mean(), dynamic_map(scales.device)
     midpoints = (values[:-1] + values[1:]) / 2
-    codes, state = (
-        torch.empty_like(scales, dtype=torch.uint8),
-        scales.new_empty(-(-len(scales) // DOUBLE_QUANT_BLOCK) + 1),
-    )
+    codes = torch.empty_like(scales, dtype=torch.uint8)
+    outer_scales = scales.new_empty(-(-len(scales) // DOUBLE_QUANT_BLOCK) + 1)
     for start in range(0, len(scales), QUANTIZE_CHUNK):
         ratios, absmax = normalize_blocks(scales[start : start + QUANTIZE_CHUNK] - mean, DOUBLE_QUANT_BLOCK)
         codes[start : start + QUANTIZE_CHUNK] = torch.bucketize(ratios, midpoints, out_int32=True)
-        state[start // DOUBLE_QUANT_BLOCK : start // DOUBLE_QUANT_BLOCK + len(absmax)] = absmax
-    state[-1] = mean
-    return codes, state
+        outer_scales[start // DOUBLE_QUANT_BLOCK : start // DOUBLE_QUANT_BLOCK + len(absmax)] = absmax
+    outer_scales[-1] = mean
+    return codes, outer_scales
 
 
-def decode_scales(codes: Tensor, state: Tensor, first: int = 0) -> Tensor:
+def decode_scales(codes: Tensor, outer_scales: Tensor, first: int = 0) -> Tensor:
     """Decode codes (..., n) to fp32 scales. Codes may be a view of larger rows; `first` is the index of its start."""
     index = torch.full((), first, device=codes.device)
     for size, stride in zip(codes.shape, codes.stride(), strict=True):
         index = index[..., None] + stride * torch.arange(size, device=codes.device)
-    return dynamic_map(codes.device)[codes.int()] * state[index // DOUBLE_QUANT_BLOCK] + state[-1]
+    return dynamic_map(codes.device)[codes.int()] * outer_scales[index // DOUBLE_QUANT_BLOCK] + outer_scales[-1]
 
 
-def unpacked_scales(scales: Tensor, state: Tensor | None, first: int = 0) -> Tensor:
+def unpack_scales(scales: Tensor, outer_scales: Tensor | None, first: int = 0) -> Tensor:
     """fp32 scales (..., in / 64) from their stored bytes."""
-    return scales.view(torch.float32) if state is None else decode_scales(scales, state.view(torch.float32), first)
+    if outer_scales is None:
+        return scales.view(torch.float32)
+    return decode_scales(scales, outer_scales.view(torch.float32), first)
 
 
 class NF4Weight(NamedTuple):
@@ -127,7 +127,7 @@ class NF4Weight(NamedTuple):
 
     packed: Tensor  # (out, in / 2) uint8
     scales: Tensor  # (out, in / 16), bytes of fp32; with double quantization (out, in / 64)
-    outer: Tensor | None  # bytes of the second-level scales and the mean
+    outer_scales: Tensor | None  # bytes of the second-level scales and the mean
     kind: str
     first: int = 0  # index of the first block among the blocks of the full weight
 
@@ -137,53 +137,63 @@ class NF4Weight(NamedTuple):
 
     def submatrix(self, row: int, column: int, rows: int, columns: int) -> "NF4Weight":
         """Submatrix that starts at (row, column); columns must be multiples of the block size."""
-        bytes_per_scale = 4 if self.outer is None else 1
+        bytes_per_scale = 4 if self.outer_scales is None else 1
         start, stop = (index // BLOCK * bytes_per_scale for index in (column, column + columns))
         packed = self.packed[row : row + rows, column // 2 : (column + columns) // 2]
         first = self.first + row * (self.scales.stride(0) // bytes_per_scale) + column // BLOCK
-        return NF4Weight(packed, self.scales[row : row + rows, start:stop], self.outer, self.kind, first)
+        return NF4Weight(packed, self.scales[row : row + rows, start:stop], self.outer_scales, self.kind, first)
 
     def dequantize_fp32(self) -> Tensor:
         """Torch reference: dequantized matrix in fp32."""
-        scales = unpacked_scales(self.scales, self.outer, self.first)
+        scales = unpack_scales(self.scales, self.outer_scales, self.first)
         return dequantize_reference(self.packed, scales, self.kind)
 
     def check(self) -> None:
         """Raise ValueError unless the scales fit the codes, in the layout that nf4.cpp reads."""
-        packed, scales, outer = self.packed, self.scales, self.outer
-        blocks, is_single = packed.shape[1] // (BLOCK // 2), outer is None
+        packed, scales, outer_scales = self.packed, self.scales, self.outer_scales
+        blocks, is_single = packed.shape[1] // (BLOCK // 2), outer_scales is None
         check_tensor("nf4", "packed", packed, (packed.shape[0], blocks * (BLOCK // 2)), torch.uint8, packed.device)
         shape = packed.shape[0], 4 * blocks if is_single else blocks
         check_tensor("nf4", "scales", scales, shape, torch.uint8, packed.device)
         stride, step = scales.stride()
         if packed.stride(1) != 1 or step != 1 or (is_single and (stride | scales.data_ptr()) % 4):
             raise ValueError(f"nf4: packed or scales has strides {packed.stride()}, {scales.stride()}, not of rows")
-        if outer is not None:
+        if outer_scales is not None:
             last_block = self.first + (shape[0] - 1) * stride + blocks - 1
-            check_tensor("nf4", "outer", outer, outer.shape[:1], torch.uint8, packed.device)
-            check_contiguous("nf4", "outer", outer)
-            if last_block // DOUBLE_QUANT_BLOCK > outer.numel() // 4 - 2 or outer.data_ptr() % 4:
-                raise ValueError(f"nf4: outer has shape {tuple(outer.shape)}, not fp32 of {last_block + 1} scales")
+            check_tensor("nf4", "outer_scales", outer_scales, outer_scales.shape[:1], torch.uint8, packed.device)
+            check_contiguous("nf4", "outer_scales", outer_scales)
+            if last_block // DOUBLE_QUANT_BLOCK > outer_scales.numel() // 4 - 2 or outer_scales.data_ptr() % 4:
+                raise ValueError(
+                    f"nf4: outer_scales has shape {tuple(outer_scales.shape)}, not fp32 of {last_block + 1} scales"
+                )
 
     def native_args(self) -> tuple[int | None, ...]:
         """Pointers and sizes of this matrix, as the functions of nf4.cpp take them."""
         self.check()
-        if self.outer is None:
+        if self.outer_scales is None:
             return self.packed.data_ptr(), self.scales.data_ptr(), None, None, 0, 0, self.scales.stride(0) // 4
-        tables = self.outer.data_ptr(), dynamic_map(self.packed.device).data_ptr(), self.outer.numel() // 4 - 1
+        tables = (
+            self.outer_scales.data_ptr(),
+            dynamic_map(self.packed.device).data_ptr(),
+            self.outer_scales.numel() // 4 - 1,
+        )
         return self.packed.data_ptr(), self.scales.data_ptr(), *tables, self.first, self.scales.stride(0)
 
 
 def dequantize(
-    packed: Tensor, scales: Tensor, state: Tensor | None = None, kind: str = "nf4", dtype: torch.dtype = torch.float32
+    packed: Tensor,
+    scales: Tensor,
+    outer_scales: Tensor | None = None,
+    kind: str = "nf4",
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Dequantize bytes (..., in / 2) to a weight (..., in), rounded once to `dtype`."""
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
     if uses_triton(packed):
         tables = code_values(kind, packed.device), dynamic_map(packed.device)
-        return triton_kernels("nf4").dequantize(packed, scales, state, *tables, dtype).view(shape)
+        return triton_kernels("nf4").dequantize(packed, scales, outer_scales, *tables, dtype).view(shape)
     output = torch.empty(math.prod(shape[:-1]), shape[-1], dtype=dtype, device=packed.device)
-    weight = NF4Weight(packed.flatten(0, -2).contiguous(), scales.flatten(0, -2).contiguous(), state, kind)
+    weight = NF4Weight(packed.flatten(0, -2).contiguous(), scales.flatten(0, -2).contiguous(), outer_scales, kind)
     return decode(weight, output).view(shape)
 
 
@@ -309,14 +319,15 @@ def register_operator(name: str, schema: str) -> Callable[[Callable[..., Tensor]
 
 
 @register_operator(
-    "nf4_product",
-    "(Tensor x, Tensor packed, Tensor scales, Tensor? outer, str kind, Tensor? bias, Tensor? sizes=None) -> Tensor",
+    "nf4_matmul",
+    "(Tensor x, Tensor packed, Tensor scales, Tensor? outer_scales, str kind, Tensor? bias, Tensor? sizes=None)"
+    " -> Tensor",
 )
 def forward(  # noqa: PLR0913 (an operator takes no named tuples)
     x: Tensor,
     packed: Tensor,
     scales: Tensor,
-    outer: Tensor | None,
+    outer_scales: Tensor | None,
     kind: str,
     bias: Tensor | None,
     sizes: Tensor | None = None,
@@ -324,11 +335,11 @@ def forward(  # noqa: PLR0913 (an operator takes no named tuples)
     """x W^T + b, or x W[e]^T for rows sorted by expert if `sizes` (E,) is given, the number of rows of each expert."""
     gpu = triton_kernels("nf4_matmul") if sizes is None and x.numel() and uses_triton(x) else None
     if gpu is not None and x.numel() <= gpu.max_rows(x.dtype, x.device) * x.shape[-1]:
-        weight, tables = (packed, scales, outer), (code_values(kind, x.device), dynamic_map(x.device))
+        weight, tables = (packed, scales, outer_scales), (code_values(kind, x.device), dynamic_map(x.device))
         return gpu.matmul_fused(x.flatten(0, -2), weight, kind, *tables, bias).view(*x.shape[:-1], -1)
     if x.device.type != "cpu":
-        return grouped_mm.matmul(x, dequantize(packed, scales, outer, kind, x.dtype), sizes, bias)
-    weight, y = NF4Weight(packed, scales, outer, kind), x.new_empty(*x.shape[:-1], packed.shape[-2])
+        return grouped_mm.matmul(x, dequantize(packed, scales, outer_scales, kind, x.dtype), sizes, bias)
+    weight, y = NF4Weight(packed, scales, outer_scales, kind), x.new_empty(*x.shape[:-1], packed.shape[-2])
     if sizes is None:
         matmul_tiled(x.flatten(0, -2), weight, y.flatten(0, -2), bias)
         return y
@@ -336,16 +347,16 @@ def forward(  # noqa: PLR0913 (an operator takes no named tuples)
 
 
 @register_operator(
-    "nf4_product_back",
-    "(Tensor grad, Tensor packed, Tensor scales, Tensor? outer, str kind, Tensor? sizes=None) -> Tensor",
+    "nf4_matmul_backward",
+    "(Tensor grad, Tensor packed, Tensor scales, Tensor? outer_scales, str kind, Tensor? sizes=None) -> Tensor",
 )
 def matmul_backward(
-    grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, sizes: Tensor | None = None
+    grad: Tensor, packed: Tensor, scales: Tensor, outer_scales: Tensor | None, kind: str, sizes: Tensor | None = None
 ) -> Tensor:
     """grad W: (..., out) to (..., in); grad W[e] if `sizes` is given, as in `forward`."""
     if grad.device.type != "cpu":
-        return grouped_mm.matmul(grad, dequantize(packed, scales, outer, kind, grad.dtype).mT, sizes)
-    weight, x = NF4Weight(packed, scales, outer, kind), grad.new_empty(*grad.shape[:-1], 2 * packed.shape[-1])
+        return grouped_mm.matmul(grad, dequantize(packed, scales, outer_scales, kind, grad.dtype).mT, sizes)
+    weight, x = NF4Weight(packed, scales, outer_scales, kind), grad.new_empty(*grad.shape[:-1], 2 * packed.shape[-1])
     if sizes is None:
         matmul_backward_tiled(grad.flatten(0, -2), weight, x.flatten(0, -2))
         return x
@@ -368,12 +379,12 @@ def for_each_expert(
     return output
 
 
-@torch.library.register_fake("tunekit::nf4_product")
+@torch.library.register_fake("tunekit::nf4_matmul")
 def _(x: Tensor, packed: Tensor, *others: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], packed.shape[-2])
 
 
-@torch.library.register_fake("tunekit::nf4_product_back")
+@torch.library.register_fake("tunekit::nf4_matmul_backward")
 def _(grad: Tensor, packed: Tensor, *others: Any) -> Tensor:
     return grad.new_empty(*grad.shape[:-1], 2 * packed.shape[-1])
 
@@ -391,14 +402,14 @@ class NF4Matmul(torch.autograd.Function):
         x: Tensor,
         packed: Tensor,
         scales: Tensor,
-        outer: Tensor | None,
+        outer_scales: Tensor | None,
         kind: str,
         bias: Tensor | None,
         sizes: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(packed, scales, outer, sizes)
+        ctx.save_for_backward(packed, scales, outer_scales, sizes)
         ctx.kind = kind
-        return forward(x, packed, scales, outer, kind, bias, sizes)
+        return forward(x, packed, scales, outer_scales, kind, bias, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -409,20 +420,22 @@ class NF4Matmul(torch.autograd.Function):
 
 
 def matmul(
-    x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, kind: str, bias: Tensor | None = None
+    x: Tensor, packed: Tensor, scales: Tensor, outer_scales: Tensor | None, kind: str, bias: Tensor | None = None
 ) -> Tensor:
     """x W^T + b: (..., in) to (..., out)."""
     if torch.is_grad_enabled():
-        return NF4Matmul.apply(x, packed, scales, outer, kind, bias, None)
+        return NF4Matmul.apply(x, packed, scales, outer_scales, kind, bias, None)
     if torch.compiler.is_compiling() or not 0 < x.numel() <= max_fused_rows(x) * x.shape[-1]:
-        return forward(x, packed, scales, outer, kind, bias)
+        return forward(x, packed, scales, outer_scales, kind, bias)
     # Generation calls this for each layer and token, where the overhead of an operator is as large as the computation.
     return matmul_fused(
-        x.contiguous(), NF4Weight(packed, scales, outer, kind), x.new_empty(*x.shape[:-1], len(packed)), bias
+        x.contiguous(), NF4Weight(packed, scales, outer_scales, kind), x.new_empty(*x.shape[:-1], len(packed)), bias
     )
 
 
-def grouped_matmul(x: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None, sizes: Tensor, kind: str) -> Tensor:
+def grouped_matmul(
+    x: Tensor, packed: Tensor, scales: Tensor, outer_scales: Tensor | None, sizes: Tensor, kind: str
+) -> Tensor:
     """x W[e]^T (N, out) for rows x (N, in) sorted by expert e; expert e has `sizes[e]` rows."""
     run = NF4Matmul.apply if torch.is_grad_enabled() else forward
-    return run(x, packed, scales, outer, kind, None, sizes)
+    return run(x, packed, scales, outer_scales, kind, None, sizes)

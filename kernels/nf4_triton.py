@@ -89,13 +89,13 @@ def quantize_kernel(  # noqa: PLR0913 (kernels take scalars as separate argument
 def check_quantized(packed: Tensor, scales: Tensor, outer_scales: Tensor | None) -> None:
     """Raise ValueError unless there are as many scales as blocks, stored contiguously as bytes. See NF4Weight."""
     num_blocks = triton.cdiv(2 * packed.numel(), BLOCK_SIZE.value)
-    for name, x in (("packed", packed), ("scales", scales), ("outer", outer_scales)):
+    for name, x in (("packed", packed), ("scales", scales), ("outer_scales", outer_scales)):
         if x is not None:
             check_tensor("nf4", name, x, x.shape, torch.uint8, packed.device)
             check_contiguous("nf4", name, x)
     check_shape("nf4", "scales", scales.view(-1), (num_blocks * (4 if outer_scales is None else 1),))
     if outer_scales is not None:
-        check_shape("nf4", "outer", outer_scales, (4 * (triton.cdiv(num_blocks, DOUBLE_QUANT_BLOCK.value) + 1),))
+        check_shape("nf4", "outer_scales", outer_scales, (4 * (triton.cdiv(num_blocks, DOUBLE_QUANT_BLOCK.value) + 1),))
 
 
 def dequantize(

@@ -125,7 +125,7 @@ def compute_gradients(
     return grad_x, partial_sums.sum(0)
 
 
-rms_norm_backward_op = KernelOp("rms_norm_back", compute_gradients)
+rms_norm_backward_op = KernelOp("rms_norm_backward", compute_gradients)
 
 
 @rms_norm_op.register_fake

@@ -34,7 +34,7 @@ def apply_rope(q: Tensor, k: Tensor, tables: RopeTables) -> tuple[Tensor, Tensor
     if needs_reference(q, k):
         return reference(q, tables), reference(k, tables)
     cos, sin, interleaved, interleaved_output, rotate_last = tables
-    return rotate_op(q, k, cos, sin, interleaved, interleaved and interleaved_output, rotate_last, False)
+    return rope_op(q, k, cos, sin, interleaved, interleaved and interleaved_output, rotate_last, False)
 
 
 def needs_reference(q: Tensor, k: Tensor) -> bool:
@@ -122,10 +122,10 @@ def check_inputs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise ValueError(f"rope: cos has shape {tuple(cos.shape)}, expected at most {width // 2} pairs of channels")
 
 
-rotate_op = KernelOp("rotate", rotate_forward)
+rope_op = KernelOp("rope", rotate_forward)
 
 
-@rotate_op.register_fake
+@rope_op.register_fake
 def _(q: Tensor, k: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
@@ -137,8 +137,8 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 def rotate_backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
     layouts = ctx.is_output_interleaved, ctx.is_input_interleaved
-    gradients = rotate_op(grad_q, grad_k, *ctx.saved_tensors, *layouts, ctx.rotate_last, not ctx.inverse)
+    gradients = rope_op(grad_q, grad_k, *ctx.saved_tensors, *layouts, ctx.rotate_last, not ctx.inverse)
     return *gradients, None, None, None, None, None, None
 
 
-rotate_op.register_autograd(rotate_backward, setup_context)
+rope_op.register_autograd(rotate_backward, setup_context)

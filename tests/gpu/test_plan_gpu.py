@@ -182,7 +182,7 @@ def backward(kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
 ])  # fmt: skip
 def test_the_buffers_of_flash_attention(kv_heads: int, dtype: torch.dtype, bytes: int) -> None:
     grad, saved = backward(kv_heads, dtype)
-    op = torch.ops.tunekit.attention_back.default
+    op = torch.ops.tunekit.attention_backward.default
     assert flash_workspace(op, (grad, saved, [1.0, 0.0, 0.0, 0.0])) == bytes
     assert flash_workspace(torch.ops.aten.mm.default, (grad, saved)) == 0
 

@@ -306,6 +306,6 @@ def shard_parameters(
 
 def check_splittable(layer: nn.Module, where: str) -> None:
     """Raise UserError for double-quantized scales, which are stored for all blocks of a weight together."""
-    if "double_quant_state" in dict(layer.named_parameters(recurse=False)):
+    if "outer_scales" in dict(layer.named_parameters(recurse=False)):
         remedy = "Set quantization.double_quant=false."
         raise UserError(f"{where} has double-quantized scales, which cannot be split. {remedy}")

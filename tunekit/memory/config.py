@@ -19,7 +19,7 @@ from tunekit.optim.train_optimizer import OptimizerInBackward, TrainOptimizer
 CPU = torch.device("cpu")
 # `selective` keeps the outputs of matmuls and attention, and recomputes norms, RoPE and activations.
 MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
-CHEAP = {"rms_norm", "rotate", "gated"}  # names of custom ops that are recomputed
+CHEAP = {"rms_norm", "rope", "gated_activation"}  # names of custom ops that are recomputed
 
 NO_LOSS_SCALING = "not compatible with the loss scaling of fp16. Set precision.compute_dtype=fp32."
 

@@ -13,10 +13,11 @@ FREE = {
     "_reshape_alias", "set", "resize", "is_same_size", "record_stream", "promote_types",
 }  # fmt: skip
 MATMULS = {
-    "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "nf4_product", "nf4_product_back", "attention", "attention_back",
+    "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "nf4_matmul", "nf4_matmul_backward",
+    "attention", "attention_backward",
 }  # fmt: skip
 # Kernels of one operation: dequantize and multiply; FlashAttention's backward pass has a first and a last kernel.
-KERNELS = {"nf4_product": 2, "nf4_product_back": 2, "attention_back": 3}
+KERNELS = {"nf4_matmul": 2, "nf4_matmul_backward": 2, "attention_backward": 3}
 TUNEKIT = "tunekit"  # namespace of operations that are called through Python
 EXTRA_TOKENS = 128  # by which FlashAttention pads each document in its buffers
 ROUNDED_DIM = 32  # multiple to which it pads heads
@@ -51,7 +52,7 @@ def flash_workspace(func: Any, args: tuple[Any, ...]) -> int:
     dQ and the row sums of dO * O are accumulated in fp32, over tokens and padding of each document; where several
     query heads read one head of keys, dK and dV have as many heads as the queries before they are added up.
     """
-    if func.name() != f"{TUNEKIT}::attention_back":
+    if func.name() != f"{TUNEKIT}::attention_backward":
         return 0
     q, k, _, offsets, *_ = args[1]
     if q.dtype.itemsize != 2:  # FlexAttention computes fp32

@@ -111,7 +111,7 @@ class QuantizedWeightMixin(nn.Module):
 
     quantized_weight: nn.Parameter  # (..., in / values_per_byte) uint8
     scales: nn.Parameter  # block scales, uint8: (..., in / 16), bytes of fp32; with double quantization (..., in / 64)
-    double_quant_state: nn.Parameter | None  # (bytes,) uint8: fp32 scales and offset of the quantized block scales
+    outer_scales: nn.Parameter | None  # (bytes,) uint8: fp32 scales and offset of the quantized block scales
     kind: str
     codec: ModuleType  # kernel module that quantizes, dequantizes and multiplies
     values_per_byte: int
@@ -124,13 +124,13 @@ class QuantizedWeightMixin(nn.Module):
         self.kind, self.codec, self.values_per_byte = choice.kind, choice.codec, choice.values_per_byte
         self.quantized_weight = empty_uint8_param(*rows, columns // choice.values_per_byte, device=weight.device)
         self.scales = empty_uint8_param(*rows, blocks if choice.quantizes_scales else 4 * blocks, device=weight.device)
-        state_size = 4 * (groups + 1)
-        double_quant_state = empty_uint8_param(state_size, device=weight.device) if choice.quantizes_scales else None
-        self.register_parameter("double_quant_state", double_quant_state)
+        outer_size = 4 * (groups + 1)
+        outer_scales = empty_uint8_param(outer_size, device=weight.device) if choice.quantizes_scales else None
+        self.register_parameter("outer_scales", outer_scales)
 
     @property
     def quantized_tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.quantized_weight, self.scales, self.double_quant_state
+        return self.quantized_weight, self.scales, self.outer_scales
 
     @property
     def shape(self) -> Shape:
@@ -140,15 +140,15 @@ class QuantizedWeightMixin(nn.Module):
 
     def dequantize(self, gather: Gather = identity) -> Tensor:
         """Weight in fp32."""
-        state = None if self.double_quant_state is None else gather(self.double_quant_state)
-        return self.codec.dequantize(gather(self.quantized_weight), gather(self.scales), state, self.kind)
+        outer_scales = None if self.outer_scales is None else gather(self.outer_scales)
+        return self.codec.dequantize(gather(self.quantized_weight), gather(self.scales), outer_scales, self.kind)
 
     def load_weight(self, weight: Tensor) -> None:
         """Quantize a full weight from a checkpoint into this shard. 4-bit weights of a checkpoint keep their values."""
         packed, scales = self.codec.quantize(weight.to(self.quantized_weight.device), self.kind)
-        if self.double_quant_state is not None:
-            scales, state = nf4.double_quantize(scales)
-            copy_to_shard(self.double_quant_state, state.view(torch.uint8))
+        if self.outer_scales is not None:
+            scales, outer_scales = nf4.double_quantize(scales)
+            copy_to_shard(self.outer_scales, outer_scales.view(torch.uint8))
         rows = weight.shape[:-1]
         copy_to_shard(self.quantized_weight, packed.view(*rows, -1))
         copy_to_shard(self.scales, scales.view(torch.uint8).view(*rows, -1))
@@ -178,7 +178,7 @@ class QuantizedLinear(QuantizedWeightMixin, Linear):
         return grad_input if into is None else into.add_(grad_input)
 
     def iter_fp32_rows(self, num_rows: int) -> Iterator[Tensor]:
-        scales = self.codec.unpacked_scales(self.scales, self.double_quant_state).view(torch.uint8)
+        scales = self.codec.unpack_scales(self.scales, self.outer_scales).view(torch.uint8)
         chunks = zip(self.quantized_weight.split(num_rows), scales.split(num_rows), strict=True)
         return (self.codec.dequantize(packed, chunk_scales, None, self.kind) for packed, chunk_scales in chunks)
 

@@ -22,7 +22,7 @@ class Stored(NamedTuple):
 
     packed: Tensor
     scales: Tensor
-    outer: Tensor | None
+    outer_scales: Tensor | None
 
     def to(self, device: torch.device) -> "Stored":
         return Stored(*(None if x is None else x.to(device) for x in self))  # type: ignore[arg-type]
@@ -37,12 +37,12 @@ def check_four_bits(kind: str, context: Context) -> Result:
     # A device may round a quotient to the other side of a boundary between two codes.
     comparison.check_equal("quantized codes", actual_packed, packed, max_fraction=1e-4)
     comparison.check("scales", actual_scales, scales)
-    codes, outer = nf4.double_quantize(scales)
+    codes, outer_scales = nf4.double_quantize(scales)
     plain = Stored(packed.view(OUT, -1), scales.view(torch.uint8).view(OUT, -1), None)
-    nested = Stored(packed.view(OUT, -1), codes.view(OUT, -1), outer.view(torch.uint8))
+    nested = Stored(packed.view(OUT, -1), codes.view(OUT, -1), outer_scales.view(torch.uint8))
     with require_triton_launches(context):
         for name, stored in (("scales in fp32", plain), ("scales in 8 bits", nested)):
-            unpacked = nf4.unpacked_scales(stored.scales, stored.outer)
+            unpacked = nf4.unpack_scales(stored.scales, stored.outer_scales)
             expected = nf4.dequantize_reference(stored.packed, unpacked, kind)
             check_stored(comparison, name, (nf4, kind), stored, expected)
     return comparison.result()

@@ -33,8 +33,8 @@ def rotate(x: Tensor) -> Tensor:
 
 KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
     "rms_norm": lambda x: rms_norm(x, torch.ones(32), 1e-6),
-    "rotate": rotate,
-    "gated": lambda x: gated_activation("silu", x, x * 2),
+    "rope": rotate,
+    "gated_activation": lambda x: gated_activation("silu", x, x * 2),
     "attention": lambda x: attention_cpu(x, x, x, [0.2, 0.0, 0.0, 0.0], None, None),
 }
 
@@ -43,7 +43,7 @@ def test_a_profile_of_the_cpu_has_the_operators() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         KERNELS["attention"](torch.randn(2, 40, 8, 32, requires_grad=True)).sum().backward()
     names = {event.key for event in profiler.key_averages()}
-    assert {"tunekit::attention", "tunekit::attention_back"} <= names
+    assert {"tunekit::attention", "tunekit::attention_backward"} <= names
 
 
 def test_a_second_derivative_is_an_error() -> None:
@@ -60,7 +60,7 @@ def test_a_dispatch_mode_sees_the_operators_and_eager_mode_equals_them(name: str
         x = values.clone().requires_grad_()
         y = KERNELS[name](x)
         (expected,) = torch.autograd.grad(y, x, gradients)
-    assert {f"tunekit::{name}", f"tunekit::{name}_back"} - {"tunekit::rotate_back"} <= seen.names
+    assert {f"tunekit::{name}", f"tunekit::{name}_backward"} - {"tunekit::rope_backward"} <= seen.names
     x = values.clone().requires_grad_()
     actual_y = KERNELS[name](x)
     assert "GeneratedBackward" not in type(actual_y.grad_fn).__name__

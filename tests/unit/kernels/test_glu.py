@@ -131,7 +131,7 @@ def test_checkpointed_compiled_and_traced(backend: str) -> None:
             assert relative_error(a, b) < 1e-6
     if backend == "fast":
         checks = "test_schema", "test_faketensor", "test_autograd_registration"
-        torch.library.opcheck(glu.gated_op.op, (gate, up, "silu"), test_utils=checks)
+        torch.library.opcheck(glu.gated_activation_op.op, (gate, up, "silu"), test_utils=checks)
 
 
 def test_unsupported_dtypes_use_torch(backend: str) -> None:

@@ -158,26 +158,27 @@ def adamw_case(draw: st.DrawFn) -> Case:
     return Case(call(adamw8bit.adamw8bit_step), call(adamw8bit.step_reference), tensors, 1e-5, tuple(tensors))
 
 
-QUANTIZED = "packed", "scales", "state", "outer"
+QUANTIZED = "packed", "scales", "outer_scales"
 
 
 def quantized(out: int, width: int, is_double: bool) -> Tensors:
     """Bytes of a quantized weight (out, width)."""
     packed, scales = nf4.quantize(floats(out, width))
-    state = None
+    outer_scales = None
     if is_double:
-        scales, state = nf4.double_quantize(scales)
-        state = state.view(torch.uint8)
-    return {"packed": packed.view(out, -1), "scales": scales.view(torch.uint8).view(out, -1), "state": state}
+        scales, outer_scales = nf4.double_quantize(scales)
+        outer_scales = outer_scales.view(torch.uint8)
+    scales = scales.view(torch.uint8).view(out, -1)
+    return {"packed": packed.view(out, -1), "scales": scales, "outer_scales": outer_scales}
 
 
 @st.composite
 def nf4_case(draw: st.DrawFn) -> Case:
     out, width, dtype = draw(sizes), 64 * draw(sizes), draw(dtypes)
 
-    def reference(packed: Tensor, scales: Tensor, state: Tensor | None) -> Tensor:
+    def reference(packed: Tensor, scales: Tensor, outer_scales: Tensor | None) -> Tensor:
         assert packed.shape[:-1] == scales.shape[:-1]
-        unpacked = nf4.unpacked_scales(scales.contiguous(), state)
+        unpacked = nf4.unpack_scales(scales.contiguous(), outer_scales)
         return nf4.dequantize_reference(packed.contiguous(), unpacked, "nf4").to(dtype)
 
     weight = quantized(out, width, draw(flags))
@@ -188,11 +189,13 @@ def nf4_case(draw: st.DrawFn) -> Case:
 def nf4_matmul_case(draw: st.DrawFn) -> Case:
     out, width, dtype, rows = draw(sizes), 64 * draw(sizes), draw(dtypes), draw(st.sampled_from([1, 3, 8, 9]))
 
-    def kernel(x: Tensor, packed: Tensor, scales: Tensor, state: Tensor | None, bias: Tensor | None) -> Tensor:
-        return nf4.matmul(x, packed, scales, state, "nf4", bias)
+    def kernel(x: Tensor, packed: Tensor, scales: Tensor, outer_scales: Tensor | None, bias: Tensor | None) -> Tensor:
+        return nf4.matmul(x, packed, scales, outer_scales, "nf4", bias)
 
-    def reference(x: Tensor, packed: Tensor, scales: Tensor, state: Tensor | None, bias: Tensor | None) -> Tensor:
-        return F.linear(x, nf4.dequantize(packed, scales, state, "nf4", x.dtype), bias)
+    def reference(
+        x: Tensor, packed: Tensor, scales: Tensor, outer_scales: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        return F.linear(x, nf4.dequantize(packed, scales, outer_scales, "nf4", x.dtype), bias)
 
     weight, bias = quantized(out, width, draw(flags)), floats(out, dtype=dtype) if draw(flags) else None
     tensors = {"x": floats(rows, width, dtype=dtype), **weight, "bias": bias}
@@ -203,12 +206,11 @@ def nf4_matmul_case(draw: st.DrawFn) -> Case:
 def nf4_gradient_case(draw: st.DrawFn) -> Case:
     out, width, dtype = draw(sizes), 64 * draw(sizes), draw(dtypes)
 
-    def reference(grad: Tensor, packed: Tensor, scales: Tensor, outer: Tensor | None) -> Tensor:
-        return grad @ nf4.dequantize(packed, scales, outer, "nf4", grad.dtype)
+    def reference(grad: Tensor, packed: Tensor, scales: Tensor, outer_scales: Tensor | None) -> Tensor:
+        return grad @ nf4.dequantize(packed, scales, outer_scales, "nf4", grad.dtype)
 
     weight = quantized(out, width, draw(flags))
-    tensors = {"grad": floats(draw(sizes), out, dtype=dtype), **weight, "outer": weight["state"]}
-    del tensors["state"]
+    tensors = {"grad": floats(draw(sizes), out, dtype=dtype), **weight}
     return Case(lambda **x: nf4.matmul_backward(**x, kind="nf4"), reference, tensors, 0.03, QUANTIZED)
 
 
@@ -218,11 +220,11 @@ def nf4_grouped_case(draw: st.DrawFn) -> Case:
     experts, weight = len(counts), quantized(len(counts) * out, width, draw(flags))
     weight |= {name: weight[name].view(experts, out, -1) for name in ("packed", "scales")}
 
-    def kernel(x: Tensor, packed: Tensor, scales: Tensor, state: Tensor | None, sizes: Tensor) -> Tensor:
-        return nf4.grouped_matmul(x, packed, scales, state, sizes, "nf4")
+    def kernel(x: Tensor, packed: Tensor, scales: Tensor, outer_scales: Tensor | None, sizes: Tensor) -> Tensor:
+        return nf4.grouped_matmul(x, packed, scales, outer_scales, sizes, "nf4")
 
-    def reference(x: Tensor, packed: Tensor, scales: Tensor, state: Tensor | None, sizes: Tensor) -> Tensor:
-        matrices = nf4.dequantize(packed, scales, state, "nf4", x.dtype)
+    def reference(x: Tensor, packed: Tensor, scales: Tensor, outer_scales: Tensor | None, sizes: Tensor) -> Tensor:
+        matrices = nf4.dequantize(packed, scales, outer_scales, "nf4", x.dtype)
         rows = x.split(sizes.tolist())
         return torch.cat([F.linear(part, matrix) for part, matrix in zip(rows, matrices, strict=True)])
 

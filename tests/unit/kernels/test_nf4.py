@@ -66,22 +66,22 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def quantize(weight: Tensor, nested: bool = False, kind: str = "nf4") -> list[Tensor | None]:
-    """Quantize a weight (..., in) as a layer stores it: codes, scales as bytes, and the state of nested scales."""
+    """Quantize a weight (..., in) as a layer stores it: codes, scales as bytes, and the outer scales."""
     packed, scales = nf4.quantize(weight, kind)
-    outer = None
+    outer_scales = None
     if nested:
-        scales, outer = nf4.double_quantize(scales)
+        scales, outer_scales = nf4.double_quantize(scales)
     tensors = [tensor.view(*weight.shape[:-1], -1) for tensor in (packed, scales.view(torch.uint8))]
-    return [*tensors, None if outer is None else outer.view(torch.uint8)]
+    return [*tensors, None if outer_scales is None else outer_scales.view(torch.uint8)]
 
 
 def dequantize_reference(parts: list[Tensor | None], kind: str = "nf4") -> Tensor:
     """Dequantize in float64 by table look-ups."""
-    packed, scales, outer = parts
-    if outer is None:
+    packed, scales, outer_scales = parts
+    if outer_scales is None:
         scales = scales.view(FP32).double()
     else:
-        largest = outer.view(FP32).double()
+        largest = outer_scales.view(FP32).double()
         groups = torch.arange(scales.numel()).view(scales.shape) // 256
         scales = nf4.dynamic_map(packed.device).double()[scales.int()] * largest[groups] + largest[-1]
     codes = torch.stack([packed // 16, packed % 16], -1).flatten(-2)
@@ -142,10 +142,10 @@ def test_nested_scales_equal_bitsandbytes(make_weight, bnb: ModuleType) -> None:
     assert torch.equal(nf4.dynamic_map(table.device), table)
     scales = nf4.quantize(make_weight("nf4"))[1]
     expected, largest = quantize_blockwise(scales - scales.mean(), table, 256)
-    codes, outer = nf4.double_quantize(scales)
-    assert torch.equal(codes, expected) and torch.equal(outer, torch.cat([largest, scales.mean()[None]]))
+    codes, outer_scales = nf4.double_quantize(scales)
+    assert torch.equal(codes, expected) and torch.equal(outer_scales, torch.cat([largest, scales.mean()[None]]))
     state = bnb.QuantState(absmax=largest, code=table, blocksize=256, dtype=FP32)
-    assert torch.equal(nf4.decode_scales(codes, outer), bnb.dequantize_blockwise(codes, state) + scales.mean())
+    assert torch.equal(nf4.decode_scales(codes, outer_scales), bnb.dequantize_blockwise(codes, state) + scales.mean())
 
 
 # float64
@@ -319,9 +319,9 @@ def quantized_matrix() -> tuple[Tensor, Tensor]:
 
 @pairwise(shape=[(1, 64), (33, 576), (2, 7, 128), (300, 64)], dtype=[FP32, torch.half, BF16], nested=[False, True])
 def test_interpreted_dequantize(shape: tuple[int, ...], dtype, nested: bool, interpreted: ModuleType) -> None:
-    packed, scales, outer = tensors = quantize(random(*shape), nested)
+    packed, scales, outer_scales = tensors = quantize(random(*shape), nested)
     tables = nf4.code_values("nf4", packed.device), nf4.dynamic_map(packed.device)
-    actual = interpreted.dequantize(packed, scales, outer, *tables, dtype).view(shape)
+    actual = interpreted.dequantize(packed, scales, outer_scales, *tables, dtype).view(shape)
     expected = nf4.dequantize(*tensors, "nf4", dtype)
     if dtype == BF16:  # the interpreter truncates where a GPU rounds
         assert ((actual.view(torch.int16) - expected.view(torch.int16)).abs() <= 1).all()
@@ -347,11 +347,11 @@ def test_interpreted_product_of_few_rows(
     rows, out, inner = sizes
     # fp16: the interpreter multiplies the bits of bf16 matrices.
     x, bias = random(rows, inner, seed=1).half(), random(out, seed=2).half()
-    packed, scales, outer, _ = four_bits(random(out, inner), kind, nested)
+    packed, scales, outer_scales, _ = four_bits(random(out, inner), kind, nested)
     tables = nf4.code_values(kind, x.device), nf4.dynamic_map(x.device)
-    weight = nf4.dequantize(packed, scales, outer, kind, torch.float32)
+    weight = nf4.dequantize(packed, scales, outer_scales, kind, torch.float32)
     for b in (None, bias):
-        actual = interpreted_matmul.matmul_fused(x, (packed, scales, outer), kind, *tables, b)
+        actual = interpreted_matmul.matmul_fused(x, (packed, scales, outer_scales), kind, *tables, b)
         assert actual.dtype == torch.half
         assert product_error(actual, x, weight, b) < 1e-3
 

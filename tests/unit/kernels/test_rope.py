@@ -106,7 +106,7 @@ def test_compiled_and_traced() -> None:
     assert all(torch.equal(a, b) for a, b in zip(compiled(), apply_rope(q, k, r), strict=True))
     args = q, k, r.cos, r.sin, False, False, False, False
     torch.library.opcheck(
-        rope.rotate_op.op, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+        rope.rope_op.op, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
     )
 
 

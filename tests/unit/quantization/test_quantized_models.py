@@ -128,8 +128,8 @@ def test_quantized_tensors_are_uint8_and_frozen(llama_checkpoint: Path) -> None:
             llama_checkpoint, NF4Config(double_quant=True), adapter, PrecisionConfig("bf16", "fp32", "bf16")
         )
         for _, layer in quantized_layers(model):
-            assert {p.dtype for p in (layer.quantized_weight, layer.scales, layer.double_quant_state)} == {torch.uint8}
-            assert not any(p.requires_grad for p in (layer.quantized_weight, layer.scales, layer.double_quant_state))
+            assert {p.dtype for p in (layer.quantized_weight, layer.scales, layer.outer_scales)} == {torch.uint8}
+            assert not any(p.requires_grad for p in (layer.quantized_weight, layer.scales, layer.outer_scales))
 
 
 @pytest.mark.parametrize(
