@@ -96,6 +96,10 @@ class CheckTarget:
         """Number of rows, each of one or more adjacent documents."""
         return int(self.row_indices[-1]) + 1
 
+    def in_rows(self, reduce: np.ufunc, mask: np.ndarray) -> np.ndarray:
+        """Reduce `mask` (documents,) over the documents of each row, for each of them."""
+        return reduce.reduceat(mask, np.flatnonzero(self.starts_row))[self.row_indices]
+
     def report_rows(
         self, kind: str, mask: np.ndarray, message: str, hint: str, doubtful: float = 0.0, wrong: float = math.inf
     ) -> Iterator[Finding]:
@@ -251,10 +255,8 @@ def find_duplicates(target: CheckTarget) -> Iterator[Finding]:
     """Duplicate rows; separately those that are truncated, whose full texts may differ."""
     _, firsts, inverse = np.unique(target.hashes, return_index=True, return_inverse=True)
     is_repeated = (target.row_ids != target.row_ids[:, firsts[inverse]]).any(axis=0)
-    row_starts = np.flatnonzero(target.starts_row)
-    # A row is a duplicate if all of its documents are.
-    is_duplicate = np.logical_and.reduceat(is_repeated, row_starts)[target.row_indices]
-    is_truncated = np.logical_or.reduceat(target.is_truncated, row_starts)[target.row_indices]
+    is_duplicate = target.in_rows(np.logical_and, is_repeated)
+    is_truncated = target.in_rows(np.logical_or, target.is_truncated)
     truncated_message = "{rows} {are} equal to earlier ones when truncated to {limit}"
     truncated_hint = "Raise `max_length`: {} begins like {}"
     for kind, mask, message, hint in (
@@ -402,14 +404,18 @@ def find_missing_special_tokens(target: CheckTarget) -> Iterator[Finding]:
 
 
 def find_overlap(train: CheckTarget, held_out: CheckTarget) -> Iterator[Finding]:
-    """Held-out rows that are in the training data, and those whose prompt is."""
-    is_same = np.isin(held_out.hashes, train.hashes)
+    """Held-out rows that are in the training data, and those whose prompt is.
+
+    Rows with several documents may share some of them, such as the negatives of queries.
+    """
+    is_same = held_out.in_rows(np.logical_and, np.isin(held_out.hashes, train.hashes))
+    is_truncated = held_out.in_rows(np.logical_or, held_out.is_truncated)
     message = "{rows} {are} also in `data`: their loss does not measure generalization"
     hint = "Remove them from one of both, or use separate slices of a `split`"
-    yield from held_out.report_rows("overlap", is_same & ~held_out.is_truncated, message, hint, wrong=0.5)
+    yield from held_out.report_rows("overlap", is_same & ~is_truncated, message, hint, wrong=0.5)
     message = "{rows} {are} equal to rows of `data` when truncated to {limit}: their loss may not be meaningful"
     hint = "Raise `max_length`, or remove them from one of both"
-    yield from held_out.report_rows("truncated overlap", is_same & held_out.is_truncated, message, hint)
+    yield from held_out.report_rows("truncated overlap", is_same & is_truncated, message, hint)
     prompts, counts = np.unique(train.stats.prompt_hash[train.stats.first_target > 0], return_counts=True)
     rare_prompts = prompts[counts <= max(10, len(train) // 200)]  # common prompts, such as instructions, are no overlap
     has_prompt = ~held_out.stats.all_targets & (held_out.stats.first_target > 0)

@@ -364,6 +364,23 @@ def test_eval_rows_in_training_data_are_reported(nano: Tokenizer) -> None:
     assert not find_overlap(nano, new_rows)
 
 
+def test_documents_that_several_rows_share_are_no_overlap(nano: Tokenizer) -> None:
+    """Queries with different documents may have the same hard negative."""
+    negative, rows = make_rows(nano, 1, 500)[0], make_rows(nano)
+
+    def make_pairs(documents: list[Document], key: str) -> CheckTarget:
+        pairs = [document for row in documents for document in (row, negative)]
+        where = [f"{key}.jsonl:{number}" for number in range(len(documents)) for _ in range(2)]
+        return CheckTarget(key, [TokenizedDataset.from_documents(pairs, where)], nano, CheckContext(LIMIT))
+
+    train, held_out = make_pairs(rows[:30], "data"), make_pairs(rows[20:], "eval_data")
+    assert len(held_out) == 20
+    (finding,) = (finding for finding in run_data_checks(train, held_out) if finding.kind == "overlap")
+    assert (finding.severity, finding.count) == ("wrong", 10)
+    held_out = make_pairs(rows[30:], "eval_data")
+    assert not {finding.kind for finding in run_data_checks(train, held_out)} & {"overlap", "same prompts"}
+
+
 def test_eval_prompts_in_training_data_with_another_answer_are_reported(nano: Tokenizer) -> None:
     repeated = [make_document(nano, (f"What has {NAMES[row]} in box {row}?", "I do not know.")) for row in (1, 2)]
     finding = find_overlap(nano, repeated + make_rows(nano, 8, 100))["same prompts"]
