@@ -50,7 +50,7 @@ def _cat(add: AddArgument) -> None:
 def _new(add: AddArgument) -> None:
     add("model", metavar="MODEL", help="directory of a model or a run, or a name on the Hub")
     add("data", metavar="DATA", help="file or directory with rows, or a dataset on the Hub")
-    tasks = ("sft", "preference", "dpo", "orpo", "simpo", "kto", "reward")
+    tasks = ("sft", "preference", "dpo", "orpo", "simpo", "kto", "reward", "embed")
     add("--task", choices=tasks, help="recipe, or preference loss (default: by the columns of the rows)")
     add("--full", action="store_true", help="train all weights (default: LoRA)")
     add("--output", metavar="FILE", help="config to write (default: MODEL-DATA.yaml)")

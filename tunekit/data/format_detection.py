@@ -72,6 +72,16 @@ REWARD_RULES = (
     format_rule("reranking_pairs", "triplets", {"query": str, "positive": TEXT_TYPES, "negative": TEXT_TYPES}),
 )
 
+# Rules of the recipe for embedding models, which other recipes cannot read. More columns may hold hard negatives.
+EMBEDDING_RULES = (
+    *(
+        format_rule("retrieval", "queries with documents", {query: str, positive: TEXT_TYPES})
+        for query in ("query", "anchor")
+        for positive in ("positive", "pos")
+    ),
+    format_rule("similarity", "pairs of texts", {"sentence1": str, "sentence2": str, "score": LABEL_TYPES}),
+)
+
 
 def detect_format(fields: Mapping[str, Any], first_rules: Sequence[FormatRule] = ()) -> RowFormat:
     """Format of a row. `first_rules` are tried before all others. Raise UserError if no rule matches."""

@@ -21,15 +21,28 @@ from tunekit.plan.workload import make_workload
 LENGTHS = tuple(2**n for n in range(7, 18))  # values of max_length
 DEFAULT_LENGTH = 2048
 BATCH_SIZE = 16
-MIN_PACKED_ROWS = 8 * BATCH_SIZE  # packing must leave some steps
+RETRIEVAL_BATCH_SIZE = 128  # more in-batch negatives
+MIN_STEPS = 8  # that packing and larger batches must leave
 MAX_CLASSES = 1000  # larger integers are numbers, not classes
 COVERED = 0.995  # fraction of the rows that `max_length` must cover
 LONG_RUN_ROWS = 10_000  # rows from which one epoch is enough
 MICRO_BATCHES = (16, 8, 4)  # tried besides 1 and 2
 # Learning rates of LoRA and of full training, for models of `REFERENCE_DIM`; smaller ones need higher rates.
-LEARNING_RATES = {"sft": (2e-4, 2e-5), "preference": (2e-5, 1e-6), "reward": (1e-4, 1e-5)}
+LEARNING_RATES = {
+    "sft": (2e-4, 2e-5),
+    "preference": (2e-5, 1e-6),
+    "reward": (1e-4, 1e-5),
+    "embed": (1e-4, 1e-5),
+}
 REFERENCE_DIM = 2048
-LOSSES = {"unpaired_preference": "kto", "stepwise": "process_reward", "reranking": "binary_cross_entropy"}
+LOSSES = {
+    "unpaired_preference": "kto",
+    "stepwise": "process_reward",
+    "reranking": "binary_cross_entropy",
+    "similarity": "cosent",
+}
+CHATS = ("chat", "sharegpt", "instruct")
+WHOLE_TEXTS = ("retrieval", "similarity", "reranking", "reranking_pairs")  # lists in these rows are alternative texts
 LoadConfig = Callable[[dict[str, Any]], Any]
 
 
@@ -81,7 +94,11 @@ def draft_config(
         draft.set("adapter", "lora", "Trains LoRA of rank 16 on all linear layers. `none` trains all weights")
     draft.set("optimizer", {"kind": "adamw", "lr": round_rate(LEARNING_RATES[sample.task][full] * scale)})
     draft.set("lr_scheduler", {"kind": "cosine", "warmup_steps": 0.03})
-    draft.set("micro_batch_size", 1, "Rows in a forward pass, at most as many as fit; 16 make a step")
+    if sample.row_format.kind == "retrieval" and sample.count >= MIN_STEPS * RETRIEVAL_BATCH_SIZE:
+        comment = "Rows in a step: the documents of all others are negatives of a query"
+        draft.set("global_batch_size", RETRIEVAL_BATCH_SIZE, comment)
+    step_size = draft.tree.get("global_batch_size", BATCH_SIZE)
+    draft.set("micro_batch_size", 1, f"Rows in a forward pass, at most as many as fit; {step_size} make a step")
     if sample.count < LONG_RUN_ROWS and sample.task == "sft":
         draft.set("epochs", 3)
     draft.set("output_dir", f"runs/{draft_name(model, sample.source)}")
@@ -124,7 +141,7 @@ def add_data(draft: Draft, source: HFCheckpoint, sample: RowSample, load: LoadCo
         max_length = min(next((n for n in LENGTHS if n >= covered), LENGTHS[-1]), source.spec.context)
         if truncated := sum(n > max_length for n in lengths):
             length += f"; {truncated / len(lengths):.1%} are truncated"
-        packing = mean < max_length / 2 and sample.count * mean / max_length >= MIN_PACKED_ROWS
+        packing = mean < max_length / 2 and sample.count * mean / max_length >= MIN_STEPS * BATCH_SIZE
     else:
         length += ". Lengths are unknown without the tokenizer: check max_length with `tune data`"
     train = data | ({"split": sample.split} if sample.split != "train" else {}) | {"max_length": max_length}
@@ -135,9 +152,9 @@ def add_data(draft: Draft, source: HFCheckpoint, sample: RowSample, load: LoadCo
 
 def add_template(draft: Draft, tokenizer: Tokenizer, sample: RowSample) -> dict[str, str]:
     """Chat template for messages if the tokenizer has none, with its markers as new tokens."""
-    has_messages = any(isinstance(value, list) for value in sample.rows[0].values())
-    kinds = ("chat", "sharegpt", "instruct")
-    if tokenizer.templates or not (sample.row_format.kind in kinds or has_messages):
+    has_lists = any(isinstance(value, list) for value in sample.rows[0].values())
+    has_messages = sample.row_format.kind in CHATS or (sample.row_format.kind not in WHOLE_TEXTS and has_lists)
+    if tokenizer.templates or not has_messages:
         return {}
     if markers := find_split_markers(with_chat_format(tokenizer, "chatml", {})):
         comment = "The model has no chat template: ChatML, whose markers become tokens"

@@ -6,7 +6,14 @@ from itertools import islice
 from typing import Any
 
 from tunekit.data.datasets import DatasetConfig
-from tunekit.data.format_detection import PREFERENCE_RULES, REWARD_RULES, RULES, RowFormat, detect_format
+from tunekit.data.format_detection import (
+    EMBEDDING_RULES,
+    PREFERENCE_RULES,
+    REWARD_RULES,
+    RULES,
+    RowFormat,
+    detect_format,
+)
 from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.readers.row_reader import BadRow, require_row
 from tunekit.data.tokenizer import Tokenizer
@@ -21,8 +28,16 @@ TASKS = {  # formats that a recipe reads
     "sft": ("chat", "sharegpt", "completion", "instruct", "segments", "text", "pretokenized"),
     "preference": ("preference", "unpaired_preference"),
     "reward": ("preference", *LABELED, "reranking", "reranking_pairs"),
+    "embed": ("retrieval", "similarity"),
 }
-FIRST_RULES = {"sft": (), "preference": PREFERENCE_RULES, "reward": REWARD_RULES, None: (*RULES[:2], *REWARD_RULES[1:])}
+# Rules that are tried first. Triplets train an embedding model, and with `--task reward` a reranker.
+FIRST_RULES = {
+    "sft": (),
+    "preference": PREFERENCE_RULES,
+    "reward": REWARD_RULES,
+    "embed": EMBEDDING_RULES,
+    None: (*RULES[:2], *EMBEDDING_RULES, *REWARD_RULES[1:]),
+}
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def describe(draft: Draft, sample: RowSample, output: Path, machine: ClusterSpec
     numbers = [f"at most {format_gib(draft.plan.peak.total)} GiB of {machine.label}"]
     numbers += [f"{steps.steps:,} steps"] if steps is not None else []
     numbers += [f"about {format_duration(draft.plan.hours * 3600)}"] if draft.plan.hours is not None else []
-    use = f"tune chat {draft.tree['output_dir']}" if sample.task != "reward" else ""
+    use = f"tune chat {draft.tree['output_dir']}" if sample.task not in ("reward", "embed") else ""
     rows = [(f"tune data {output}", "show the rows and their loss masks"), (run, "train; resumes if it is interrupted")]
     rows += [(use, "talk to the result")] if use else []
     width = max(len(command) for command, _ in rows)
