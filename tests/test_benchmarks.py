@@ -45,10 +45,10 @@ def test_planned_configs_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {task.global_batch_size for task in tasks} == {2, 4}
 
 
-def test_the_speed_call_names_sections_of_the_gpu_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_suite_names_sections_of_the_gpu_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUT", "results")
     for directory in (BENCHMARKS, GPU_SCRIPTS):
         monkeypatch.syspath_prepend(directory)
-    jobs, _ = runpy.run_path(str(GPU_SCRIPTS / "calls.py"))["speed"]("cpu")
+    jobs, _ = runpy.run_path(str(GPU_SCRIPTS / "suites.py"))["SUITES"]["speed"]("cpu")
     sections = runpy.run_path(str(BENCHMARKS / "gpu.py"))["SECTIONS"]
     assert {job.name for job in jobs} <= {section.__name__ for section in sections}

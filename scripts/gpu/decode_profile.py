@@ -1,4 +1,4 @@
-"""Where a decode step of the engine spends its time: total, GPU time of the graph, longest kernels, host functions."""
+"""Time of a decode step of the engine: total, GPU time of the CUDA graph, longest kernels, longest host functions."""
 
 import cProfile
 import io
@@ -11,95 +11,97 @@ from torch.profiler import ProfilerActivity, profile
 
 from tunekit.generation.engine import GenerationEngine
 from tunekit.generation.requests import GenerationRequest
+from tunekit.selftest.context import synchronize
 
-WARMUP_STEPS, TIMED_STEPS, PROFILED_STEPS, HOST_STEPS, NUM_REPLAYS = 6, 30, 20, 50, 20
+NUM_WARMUP_STEPS, NUM_TIMED_STEPS, NUM_PROFILED_STEPS, NUM_HOST_STEPS, NUM_REPLAYS = 6, 30, 20, 50, 20
 NUM_KERNELS, NUM_FUNCTIONS = 12, 25
-MIN_TOKENS = WARMUP_STEPS + 2 * TIMED_STEPS + PROFILED_STEPS + HOST_STEPS + 2 * NUM_REPLAYS  # for `print_split`
+# New tokens that each request of `print_step_profile` needs.
+MIN_NEW_TOKENS = NUM_WARMUP_STEPS + 2 * NUM_TIMED_STEPS + NUM_PROFILED_STEPS + NUM_HOST_STEPS + 2 * NUM_REPLAYS
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def seconds_per_call(call: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Wall time of a call, until the device has finished all of them."""
+def measure_time_per_call(fn: Callable[[], object], num_calls: int, device: torch.device) -> float:
+    """Seconds per call, including the time until the device has finished."""
     synchronize(device)
     start = time.perf_counter()
-    for _ in range(calls):
-        call()
+    for _ in range(num_calls):
+        fn()
     synchronize(device)
-    return (time.perf_counter() - start) / calls
+    return (time.perf_counter() - start) / num_calls
 
 
-def print_split(engine: GenerationEngine, requests: list[GenerationRequest], name: str, has_details: bool) -> None:
-    """Run the first steps of requests that have at least MIN_TOKENS tokens. Ends the requests."""
+def print_step_profile(
+    engine: GenerationEngine, requests: list[GenerationRequest], name: str, with_details: bool
+) -> None:
+    """Run the first steps of requests with at least MIN_NEW_TOKENS new tokens, print their times, and abort them."""
     device = engine.model.device
     for request in requests:
         engine.add_request(request)
-    for _ in range(WARMUP_STEPS):
+    for _ in range(NUM_WARMUP_STEPS):
         engine.step()
-    step = seconds_per_call(engine.step, TIMED_STEPS, device)
+    step_time = measure_time_per_call(engine.step, NUM_TIMED_STEPS, device)
     start = time.process_time()
-    for _ in range(TIMED_STEPS):
+    for _ in range(NUM_TIMED_STEPS):
         engine.step()
-    processor = (time.process_time() - start) / TIMED_STEPS  # waiting for an event takes processor time, too
-    print(f"{name}: step {1e3 * step:.2f} ms, processor time {1e3 * processor:.2f} ms", flush=True)
-    if has_details:
-        print_kernels(engine, name)
-        print_functions(engine, name)
+    cpu_time = (time.process_time() - start) / NUM_TIMED_STEPS  # includes waiting for events
+    print(f"{name}: step time {1e3 * step_time:.2f} ms, CPU time {1e3 * cpu_time:.2f} ms", flush=True)
+    if with_details:
+        print_longest_kernels(
+            lambda: [engine.step() for _ in range(NUM_PROFILED_STEPS)], NUM_PROFILED_STEPS, name, device, NUM_KERNELS
+        )
+        print_longest_functions(engine, name)
     if device.type == "cuda":
-        print_replay(engine, name, step)
+        print_replay_time(engine, name, step_time)
     for request in requests:
         engine.abort(request.request_id)
     engine.sleep()
 
 
-def print_replay(engine: GenerationEngine, name: str, step: float) -> None:
-    """Time of the last step's graph alone. Its tokens are lost: positions and random numbers move on."""
-    last = [*engine.graphs.steps.values()][-1]
-    if last.graph.replay is None:
-        print(f"{name}: no graph", flush=True)
+def print_replay_time(engine: GenerationEngine, name: str, step_time: float) -> None:
+    """Print the time of the last step's CUDA graph. Tokens are lost: replays advance positions and random numbers."""
+    graph = [*engine.graphs.steps.values()][-1].graph
+    if graph.replay is None:
+        print(f"{name}: no CUDA graph", flush=True)
         return
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
     for _ in range(NUM_REPLAYS):
-        last.graph.replay()
+        graph.replay()
     end.record()
     end.synchronize()
-    replay = begin.elapsed_time(end) / NUM_REPLAYS
-    single = 1e3 * min(seconds_per_call(last.graph.replay, 1, engine.model.device) for _ in range(NUM_REPLAYS))
-    rest = 1e3 * step - replay
-    print(f"{name}: graph {replay:.2f} ms of the GPU ({single:.2f} ms alone, with its launch), rest {rest:.2f} ms")
+    replay = start.elapsed_time(end) / NUM_REPLAYS
+    single = 1e3 * min(measure_time_per_call(graph.replay, 1, engine.model.device) for _ in range(NUM_REPLAYS))
+    times = f"{replay:.2f} ms of GPU time ({single:.2f} ms for a single one with its launch)"
+    print(f"{name}: graph replay {times}, {1e3 * step_time - replay:.2f} ms of a step outside of the graph")
 
 
-def print_kernels(engine: GenerationEngine, name: str) -> None:
-    """Longest kernels of a step, or operators on the CPU."""
-    is_gpu = engine.model.device.type == "cuda"
+def print_longest_kernels(
+    fn: Callable[[], object], num_steps: int, name: str, device: torch.device, num_kernels: int
+) -> None:
+    """Print the kernels, on the CPU the operators, with the most time per step. `fn` runs `num_steps` steps."""
+    is_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU]) as profiler:
-        for _ in range(PROFILED_STEPS):
-            engine.step()
-        synchronize(engine.model.device)
+        fn()
+        synchronize(device)
     rows = [
         (event.self_device_time_total if is_gpu else event.self_cpu_time_total, event.count, event.key)
         for event in profiler.key_averages()
     ]
-    rows = [row for row in rows if row[0] > 0]  # not the calls of the host
-    total, calls = sum(row[0] for row in rows), sum(row[1] for row in rows)
-    steps = PROFILED_STEPS
-    print(f"{name}: kernels {total / steps / 1e3:.2f} ms a step, {calls / steps:.0f} calls a step")
-    for microseconds, count, key in sorted(rows, reverse=True)[:NUM_KERNELS]:
-        print(f"  {microseconds / steps / 1e3:8.3f} ms a step {count / steps:7.1f} calls  {key[:100]}", flush=True)
+    rows = [row for row in rows if row[0] > 0]  # without calls of the host
+    microseconds, num_calls = sum(row[0] for row in rows), sum(row[1] for row in rows)
+    print(f"{name}: kernels {microseconds / num_steps / 1e3:.2f} ms/step, {num_calls / num_steps:.0f} calls/step")
+    for microseconds, num_calls, key in sorted(rows, reverse=True)[:num_kernels]:
+        milliseconds = microseconds / num_steps / 1e3
+        print(f"  {milliseconds:8.3f} ms/step {num_calls / num_steps:7.1f} calls/step  {key[:100]}", flush=True)
 
 
-def print_functions(engine: GenerationEngine, name: str) -> None:
-    """Functions in which the host spends most time, by cProfile, which doubles the time of short ones."""
+def print_longest_functions(engine: GenerationEngine, name: str) -> None:
+    """Print the host functions with the most time. cProfile doubles the time of short functions."""
     profiler = cProfile.Profile()
     profiler.enable()
-    for _ in range(HOST_STEPS):
+    for _ in range(NUM_HOST_STEPS):
         engine.step()
     profiler.disable()
-    text = io.StringIO()
-    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(NUM_FUNCTIONS)
-    lines = [line[:130] for line in text.getvalue().splitlines() if line.strip()]
-    print(f"{name}: host functions of {HOST_STEPS} steps", *lines[-NUM_FUNCTIONS - 1 :], sep="\n  ", flush=True)
+    output = io.StringIO()
+    pstats.Stats(profiler, stream=output).sort_stats("tottime").print_stats(NUM_FUNCTIONS)
+    lines = [line[:130] for line in output.getvalue().splitlines() if line.strip()]
+    print(f"{name}: host functions, {NUM_HOST_STEPS} steps", *lines[-NUM_FUNCTIONS - 1 :], sep="\n  ", flush=True)

@@ -1,4 +1,4 @@
-"""Jobs of a call: commands with time limits, run next to each other until a deadline, and a report of all of them."""
+"""Jobs of a suite: commands with time limits, run in parallel until a deadline, and a report of all of them."""
 
 import os
 import re
@@ -11,132 +11,137 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MARGIN = 5  # seconds before the deadline at which a job is stopped
-LOG_BYTES = 1_500_000  # of each job in the log of a call: files of more than 16 MiB are lost
-TAIL = 25  # last lines of a failed job in the report
-NOTABLE = re.compile(r"Error|error:|failed|FAIL|passed|Warning", re.IGNORECASE)
+DEADLINE_MARGIN = 5  # seconds before the deadline at which running jobs are stopped
+MAX_LOG_CHARS = 1_500_000  # of each job in the log of the suite: the device tool drops files of more than 16 MiB
+NUM_FAILURE_LINES = 25  # last output lines of a failed job in the report
+RESULT_LINE = re.compile(r"Error|error:|failed|FAIL|passed|Warning", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command. Jobs of a later stage start when all jobs of the earlier ones have ended."""
+    """A command. Jobs of a stage start when all jobs of the previous stages have ended."""
 
     name: str
     command: tuple[str, ...]
-    seconds: int
+    time_limit: int  # seconds
     stage: int = 0
-    interrupt_when: str | None = None  # send SIGINT when this file appears; exit code 130 is then success
-    summary_lines: int = 0  # lines at the end of the output that the report shows
+    interrupt_file: str | None = None  # send SIGINT when this file appears; the expected exit code is then 130
+    num_report_lines: int = 0  # last output lines in the report if the job succeeds
 
 
 @dataclass
-class Done:
-    """A job that has ended, or was never started."""
+class JobResult:
+    """Status, duration in seconds, and output of a job. Status `ok`: the job succeeded."""
 
     job: Job
     status: str
-    seconds: float
+    duration: float
     output: str = ""
 
     @property
-    def ok(self) -> bool:
+    def succeeded(self) -> bool:
         return self.status == "ok"
 
     @property
-    def note(self) -> str:
-        """The last line that says something about the result."""
+    def failure_message(self) -> str:
+        """Last output line that reports an error or a result; "" if the job succeeded."""
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
-        notable = [line for line in lines if NOTABLE.search(line)]
-        return (notable or lines or [""])[-1][:200] if not self.ok else ""
+        result_lines = [line for line in lines if RESULT_LINE.search(line)]
+        return (result_lines or lines or [""])[-1][:200] if not self.succeeded else ""
 
 
 @dataclass
-class Call:
-    """All jobs of a call. Reports are rewritten after each job: an early end loses none of them."""
+class JobRunner:
+    """Runs the jobs of a suite. The report is rewritten after each job, so that an early end loses no result."""
 
-    name: str
-    output: Path
+    suite: str
+    output_dir: Path
     deadline: float  # of time.monotonic()
-    heading: str
-    results: list[Done] = field(default_factory=list)
+    environment: str  # hardware and versions
+    results: list[JobResult] = field(default_factory=list)
 
-    def run(self, jobs: Sequence[Job], workers: int) -> bool:
-        """Run jobs, `workers` at once. Whether all of them succeeded."""
-        self.output.mkdir(parents=True, exist_ok=True)
+    def run(self, jobs: Sequence[Job], num_workers: int) -> bool:
+        """Run up to `num_workers` jobs in parallel. Returns whether all of them succeeded."""
+        self.output_dir.mkdir(parents=True, exist_ok=True)
         for stage in sorted({job.stage for job in jobs}):
-            with ThreadPoolExecutor(workers) as pool:
-                for done in pool.map(self.run_job, [job for job in jobs if job.stage == stage]):
-                    self.add(done)
-        bad = [done for done in self.results if not done.ok]
-        print(f"\n{len(self.results) - len(bad)} of {len(self.results)} jobs succeeded; report: {self.report}")
-        for done in bad:
-            print(f"{done.status}: {done.job.name}: {done.note}")
-        return not bad
+            with ThreadPoolExecutor(num_workers) as pool:
+                for result in pool.map(self.run_job, [job for job in jobs if job.stage == stage]):
+                    self.add_result(result)
+        failures = [result for result in self.results if not result.succeeded]
+        print(f"\n{self.format_success_count()}; report: {self.report_path}")
+        for result in failures:
+            print(f"{result.status}: {result.job.name}: {result.failure_message}")
+        return not failures
 
     @property
-    def report(self) -> Path:
-        return self.output / f"{self.name}.md"
+    def report_path(self) -> Path:
+        return self.output_dir / f"{self.suite}.md"
 
-    def run_job(self, job: Job) -> Done:
-        """Run a command in a process group of its own, which is killed at its time limit."""
+    def run_job(self, job: Job) -> JobResult:
+        """Run a command in its own process group, which is killed at the time limit."""
         start = time.monotonic()
-        limit = min(job.seconds, self.deadline - MARGIN - start)
-        if limit < MARGIN:
-            return Done(job, "not started", 0.0, "the deadline of the call was reached")
-        log = self.output.parent / f".{self.output.name}-{job.name.replace('/', '_')}.log"
+        time_limit = min(job.time_limit, self.deadline - DEADLINE_MARGIN - start)
+        if time_limit < DEADLINE_MARGIN:
+            return JobResult(job, "not started", 0.0, "the deadline of the suite was reached")
+        log = self.output_dir.parent / f".{self.output_dir.name}-{job.name.replace('/', '_')}.log"
         with log.open("w") as file:
             process = subprocess.Popen(
                 job.command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
-            status = wait(process, job, start + limit)
-            if status == "over" and limit < job.seconds:
-                status = "cut at the end of the call"
+            status = wait_for_exit(process, job, start + time_limit)
+            if status == "timeout" and time_limit < job.time_limit:
+                status = "stopped at the deadline of the suite"
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        text = log.read_text(errors="replace")
+        output = log.read_text(errors="replace")
         log.unlink()
-        return Done(job, status, time.monotonic() - start, text)
+        return JobResult(job, status, time.monotonic() - start, output)
 
-    def add(self, done: Done) -> None:
-        self.results.append(done)
-        print(f"{done.status:12} {done.seconds:6.1f} s  {done.job.name}  {done.note}", flush=True)
-        with (self.output / f"{self.name}.log").open("a") as file:
-            file.write(f"\n===== {done.job.name}: {done.status}, {done.seconds:.1f} s\n{shorten(done.output)}")
-        self.report.write_text(self.markdown())
+    def add_result(self, result: JobResult) -> None:
+        """Print and log the result, and rewrite the report."""
+        self.results.append(result)
+        name, duration = result.job.name, f"{result.duration:.1f} s"
+        print(f"{result.status:12} {duration:>8}  {name}  {result.failure_message}", flush=True)
+        with (self.output_dir / f"{self.suite}.log").open("a") as file:
+            file.write(f"\n===== {name}: {result.status}, {duration}\n{truncate_log(result.output)}")
+        self.report_path.write_text(self.format_report())
 
-    def markdown(self) -> str:
-        ok = sum(done.ok for done in self.results)
-        text = f"# {self.name}\n\n{self.heading}\n\n{ok} of {len(self.results)} jobs succeeded.\n\n"
-        text += "| job | status | seconds | note |\n|---|---|---|---|\n"
-        for done in self.results:
-            note = done.note.replace("|", "\\|")
-            text += f"| {done.job.name} | {done.status} | {done.seconds:.1f} | {note} |\n"
-        for done in self.results:
-            lines = done.output.splitlines()[-(TAIL if not done.ok else done.job.summary_lines) :]
-            if not done.ok or done.job.summary_lines:
-                text += f"\n## {done.job.name}\n\n```\n" + "\n".join(line[:400] for line in lines) + "\n```\n"
-        return text
+    def format_success_count(self) -> str:
+        return f"{sum(result.succeeded for result in self.results)} of {len(self.results)} jobs succeeded"
+
+    def format_report(self) -> str:
+        """Markdown: a table of all jobs, and the last output lines of some."""
+        report = f"# {self.suite}\n\n{self.environment}\n\n{self.format_success_count()}.\n\n"
+        report += "| Job | Status | Seconds | Message |\n|---|---|---|---|\n"
+        for result in self.results:
+            message = result.failure_message.replace("|", "\\|")
+            report += f"| {result.job.name} | {result.status} | {result.duration:.1f} | {message} |\n"
+        for result in self.results:
+            if num_lines := result.job.num_report_lines if result.succeeded else NUM_FAILURE_LINES:
+                lines = [line[:400] for line in result.output.splitlines()[-num_lines:]]
+                report += f"\n## {result.job.name}\n\n```\n" + "\n".join(lines) + "\n```\n"
+        return report
 
 
-def wait(process: subprocess.Popen[bytes], job: Job, end: float) -> str:
-    """Wait for the end of a process and send the signal that a job asks for. `over`: it did not end in time."""
+def wait_for_exit(process: subprocess.Popen[bytes], job: Job, deadline: float) -> str:
+    """Wait for the process, interrupt it if the job requires this, and abort it at the deadline. Returns the status."""
     interrupted = False
-    while time.monotonic() < end:
+    while time.monotonic() < deadline:
         with suppress(subprocess.TimeoutExpired):
-            code = process.wait(timeout=0.2)
-            expected = 130 if job.interrupt_when else 0
-            return "ok" if code == expected else f"exit {code}"
-        if job.interrupt_when and not interrupted and Path(job.interrupt_when).exists():
+            exit_code = process.wait(timeout=0.2)
+            expected = 130 if job.interrupt_file else 0
+            return "ok" if exit_code == expected else f"exit {exit_code}"
+        if job.interrupt_file and not interrupted and Path(job.interrupt_file).exists():
             process.send_signal(signal.SIGINT)
             interrupted = True
-    os.killpg(process.pid, signal.SIGABRT)  # faulthandler, where it is on, prints where Python is
+    os.killpg(process.pid, signal.SIGABRT)  # faulthandler, if enabled, prints the Python stack
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=1)
-    return "over"
+    return "timeout"
 
 
-def shorten(text: str) -> str:
+def truncate_log(text: str) -> str:
     """Beginning and end of a long log."""
-    half = LOG_BYTES // 2
-    return text if len(text) <= LOG_BYTES else f"{text[:half]}\n[...]\n{text[-half:]}"
+    half = MAX_LOG_CHARS // 2
+    return text if len(text) <= MAX_LOG_CHARS else f"{text[:half]}\n[...]\n{text[-half:]}"
