@@ -1,10 +1,10 @@
-"""Check names and prose against the words of vocabulary.txt.
+"""Check names and prose for the banned words of vocabulary.txt.
 
 python scripts/check_vocabulary.py [PATH ...]     # default: the whole repository
 
 Checks names that are defined in Python, all names in C++ and JavaScript, string literals, docstrings, comments and
 Markdown. Text between `<!-- vocabulary: off -->` and `<!-- vocabulary: on -->`, and lines with `vocabulary: ignore`,
-are skipped. Exit code 1 if a word is found.
+are skipped. The exit code is 1 if there are hits.
 """
 
 import ast
@@ -23,7 +23,7 @@ SKIPPED_DIRS = {".git", ".venv", "build", "dist", "runs", "results", "__pycache_
 SKIPPED_FILES = {"CHANGELOG.md", "check_vocabulary.py"}
 CORPUS_DIRS = {"nano"}  # string literals are training text of the bundled model
 COMMENT = {".cpp": r"//(.*)", ".h": r"//(.*)", ".js": r"//(.*)", ".yaml": r"(?:^|\s)#(.*)"}
-NAME = {  # in the code of a language, not in strings and comments; names of the standard library are not ours
+NAME = {  # outside of strings and comments, and not names of the standard library
     ".cpp": r"//.*|\"[^\"]*\"|std::\w+|\b([A-Za-z_]\w*)",
     ".js": r"//.*|\"[^\"]*\"|`[^`]*`|\.\w+|\b([A-Za-z_]\w*)",
 }
@@ -33,14 +33,14 @@ OFF, ON, IGNORE = "<!-- vocabulary: off -->", "<!-- vocabulary: on -->", "vocabu
 
 
 class Patterns(NamedTuple):
-    """Regular expressions with their replacements, and one that finds what any of them finds."""
+    """Regular expressions with their replacements, and their union, which is faster if nothing matches."""
 
     pairs: list[tuple[re.Pattern[str], str]]
-    any: re.Pattern[str]
+    union: re.Pattern[str]
 
 
 class Hit(NamedTuple):
-    """A word at a place, and what to write instead."""
+    """A banned word, its location, and the suggested replacement."""
 
     path: Path
     line: int
@@ -52,7 +52,7 @@ class Hit(NamedTuple):
 
 
 class Vocabulary:
-    """The lists of vocabulary.txt, compiled."""
+    """Banned words of vocabulary.txt."""
 
     def __init__(self, path: Path) -> None:
         sections: dict[str, dict[str, str]] = defaultdict(dict)
@@ -69,17 +69,19 @@ class Vocabulary:
         self.docstring_start = compile_patterns(sections["docstring-start"], r"^(?:{})\b", re.NOFLAG)
 
     @functools.cache  # noqa: B019 (there is one vocabulary)
-    def find_name(self, name: str) -> str | None:
-        """The replacement of an identifier; None if it is fine."""
+    def find_replacement(self, name: str) -> str | None:
+        """The replacement of an identifier; None if the identifier is allowed."""
         words = [word.lower() for word in WORD.findall(name)]
         candidates = [self.names.get(name.strip("_").lower()), *map(self.name_parts.get, words)]
-        candidates += [new for pattern, new in self.spelling.pairs for word in words if pattern.fullmatch(word)]
+        candidates += [
+            replacement for pattern, replacement in self.spelling.pairs for word in words if pattern.fullmatch(word)
+        ]
         return next((candidate for candidate in candidates if candidate is not None), None)
 
 
-def compile_patterns(entries: dict[str, str], form: str, flags: re.RegexFlag) -> Patterns:
-    pairs = [(re.compile(form.format(pattern), flags), replacement) for pattern, replacement in entries.items()]
-    return Patterns(pairs, re.compile(form.format("|".join(entries)), flags))
+def compile_patterns(entries: dict[str, str], template: str, flags: re.RegexFlag) -> Patterns:
+    pairs = [(re.compile(template.format(pattern), flags), replacement) for pattern, replacement in entries.items()]
+    return Patterns(pairs, re.compile(template.format("|".join(entries)), flags))
 
 
 def find_hits(root: Path, vocabulary: Vocabulary) -> Iterator[Hit]:
@@ -95,23 +97,23 @@ def find_hits(root: Path, vocabulary: Vocabulary) -> Iterator[Hit]:
 
 def check_python(text: str, path: Path, vocabulary: Vocabulary) -> Iterator[Hit]:
     nodes = [*ast.walk(ast.parse(text))]
-    docstrings = {id(node) for node in docstring_nodes(nodes)}
+    docstrings = {id(node) for node in iter_docstrings(nodes)}
     for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if id(node) in docstrings:
-                yield from find_words(vocabulary.docstring_start, node.value.strip(), node.lineno, path)
+                yield from find_matches(vocabulary.docstring_start, node.value.strip(), node.lineno, path)
             if id(node) in docstrings or not CORPUS_DIRS.intersection(path.parts):
-                yield from find_words(vocabulary.prose, node.value, node.lineno, path)
-        for name in defined_names(node):
-            if (replacement := vocabulary.find_name(name)) is not None:
+                yield from find_matches(vocabulary.prose, node.value, node.lineno, path)
+        for name in iter_defined_names(node):
+            if (replacement := vocabulary.find_replacement(name)) is not None:
                 yield Hit(path, getattr(node, "lineno", 1), name, replacement)
-    if any("#" in line and vocabulary.prose.any.search(line) for line in text.splitlines()):
+    if any("#" in line and vocabulary.prose.union.search(line) for line in text.splitlines()):
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.COMMENT:
-                yield from find_words(vocabulary.prose, token.string, token.start[0], path)
+                yield from find_matches(vocabulary.prose, token.string, token.start[0], path)
 
 
-def docstring_nodes(nodes: list[ast.AST]) -> Iterator[ast.Constant]:
+def iter_docstrings(nodes: list[ast.AST]) -> Iterator[ast.Constant]:
     for node in nodes:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body:
             first = node.body[0]
@@ -119,7 +121,7 @@ def docstring_nodes(nodes: list[ast.AST]) -> Iterator[ast.Constant]:
                 yield first.value
 
 
-def defined_names(node: ast.AST) -> Iterator[str]:
+def iter_defined_names(node: ast.AST) -> Iterator[str]:
     match node:
         case ast.ClassDef():
             yield node.name
@@ -140,14 +142,14 @@ def check_text(text: str, path: Path, vocabulary: Vocabulary) -> Iterator[Hit]:
     for number, line in enumerate(text.splitlines(), 1):
         active = (active or ON in line) and OFF not in line
         for word in filter(None, re.findall(name, line)) if active else ():
-            if (replacement := vocabulary.find_name(word)) is not None:
+            if (replacement := vocabulary.find_replacement(word)) is not None:
                 yield Hit(path, number, word, replacement)
         for prose in ([line] if comment is None else re.findall(comment, line)) if active else ():
-            yield from find_words(vocabulary.prose, prose, number, path)
+            yield from find_matches(vocabulary.prose, prose, number, path)
 
 
-def find_words(patterns: Patterns, text: str, line: int, path: Path) -> Iterator[Hit]:
-    for pattern, replacement in patterns.pairs if patterns.any.search(text) else ():
+def find_matches(patterns: Patterns, text: str, line: int, path: Path) -> Iterator[Hit]:
+    for pattern, replacement in patterns.pairs if patterns.union.search(text) else ():
         for match in pattern.finditer(text):
             yield Hit(path, line + text.count("\n", 0, match.start()), " ".join(match[0].split()), replacement)
 
@@ -155,7 +157,7 @@ def find_words(patterns: Patterns, text: str, line: int, path: Path) -> Iterator
 def main(paths: list[str]) -> int:
     vocabulary = Vocabulary(Path(__file__).with_name("vocabulary.txt"))
     hits = [hit for path in paths or [str(ROOT)] for hit in find_hits(Path(path), vocabulary)]
-    print(*hits, f"{len(hits)} words to replace", sep="\n")
+    print(*hits, f"{len(hits)} hits", sep="\n")
     return 1 if hits else 0
 
 

@@ -1,4 +1,4 @@
-"""Read many mutated files and report every one that neither works nor raises UserError.
+"""Read mutated files, and report crashes, hangs and errors other than UserError.
 
 python scripts/fuzz.py --count 2000 --seed 1 [config.json model.safetensors ...]
 """
@@ -22,10 +22,10 @@ def main() -> int:
     args = parser.parse_args()
     num_findings = 0
     for name in args.files:
-        with tempfile.TemporaryDirectory() as folder:
-            write_corpus(Path(folder))
+        with tempfile.TemporaryDirectory() as directory:
+            write_corpus(Path(directory))
             start = time.perf_counter()
-            outcomes, findings = fuzz_file(name, args.count, Path(folder), args.seed)
+            outcomes, findings = fuzz_file(name, args.count, Path(directory), args.seed)
         counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
         print(f"{name}: {counts}; {time.perf_counter() - start:.0f} s", flush=True)
         print(*findings[:20], sep="\n", flush=True)
