@@ -1,4 +1,4 @@
-"""Write the data files of `tunekit/bundled/`: python -m scripts.nano.bundle tunekit/bundled"""
+"""Write the bundled datasets and evaluation tasks: python -m scripts.nano.bundle tunekit/bundled"""
 
 import argparse
 from pathlib import Path
@@ -10,13 +10,13 @@ from scripts.nano.sums import write_sums
 from scripts.nano.tasks import write_tasks
 from scripts.nano.tools import write_tools
 
-WRITERS = {
+DATASET_WRITERS = {
     "preferences": write_preferences,
     "retrieval": write_retrieval,
     "sums": write_sums,
     "tasks": write_tasks,
     "tools": write_tools,
-    **environments.WRITERS,
+    **environments.DATASET_WRITERS,
 }
 
 
@@ -24,8 +24,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory
-    for name, write in WRITERS.items():
-        write(directory / name)
+    for name, write_dataset in DATASET_WRITERS.items():
+        write_dataset(directory / name)
 
 
 if __name__ == "__main__":

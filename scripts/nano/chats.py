@@ -1,13 +1,13 @@
-"""Conversations of a user and an assistant that answers in plain English: tasks, stories, requests."""
+"""Conversations of a user and an assistant without tool calls: questions, requests, stories and small talk."""
 
 from random import Random
 
 from scripts.nano import copying, facts
-from scripts.nano.requests import REQUESTS
-from scripts.nano.scene import Exchange, Message, Scene, capitalize_first, choose_weighted, to_messages
 from scripts.nano.stories import make_story
+from scripts.nano.templates import Exchange, Message, TemplateContext, capitalize_first, sample_weighted, to_messages
+from scripts.nano.tool_requests import TOOL_REQUESTS
 
-SYSTEM_PROMPTS = (
+SYSTEM_PROMPT_TEMPLATES = (
     "You are a helpful assistant.",
     "You are a friendly assistant. Answer in plain English.",
     "Answer the questions of the user.",
@@ -15,7 +15,7 @@ SYSTEM_PROMPTS = (
     "Today is {day}, {date}. It is {time}.",
     "You help people in {city}.",
 )
-SMALL_TALK = (
+SMALL_TALK_TEMPLATES = (
     ("Hello!", "Hello! How can I help you?"),
     ("Good morning.", "Good morning! What can I do for you?"),
     ("Thank you!", "You are welcome."),
@@ -28,7 +28,7 @@ SMALL_TALK = (
     ("I am {mood} today.", "You are {mood}? Tell me more."),
     ("Where is {city}?", "I only know that {city} is a city."),
 )
-RECALLS = (  # statement of the user; reply; later question about the statement; answer
+RECALL_TEMPLATES = (  # statement of the user, reply, later question about the statement, answer
     ("My name is {name}.", "Nice to meet you, {name}.", "What is my name?", "Your name is {name}."),
     ("I live in {city}.", "{city} is a nice place.", "Where do I live?", "You live in {city}."),
     ("My code is {code}.", "I will remember {code}.", "What was my code?", "Your code is {code}."),
@@ -55,65 +55,66 @@ STORY_REQUESTS = (
     "Do you know a story?",
     "Please write a short story.",
 )
-STORY_FRAMES = ("Read this: {text}", "Here is a story. {text}", "{text}\nI have a question on this.")
+STORY_PROMPT_TEMPLATES = ("Read this: {text}", "Here is a story. {text}", "{text}\nI have a question on this.")
 
 
-def make_task(rng: Random) -> list[Exchange]:
-    """One question with its answer."""
-    return [choose_weighted(rng, rng.choice((facts.TASKS, copying.TASKS)))(Scene(rng))]
+def make_question(rng: Random) -> list[Exchange]:
+    """A question of the fact or copying tasks."""
+    return [sample_weighted(rng, rng.choice((facts.TASK_WEIGHTS, copying.TASK_WEIGHTS)))(TemplateContext(rng))]
 
 
-def make_request(rng: Random) -> list[Exchange]:
+def make_action_request(rng: Random) -> list[Exchange]:
     """A request for an action, answered in prose."""
-    request = rng.choice(REQUESTS)
-    scene = Scene(rng)
-    return [Exchange(scene.fill(rng.choice(request.prompts)), scene.fill_sentence(*request.replies))]
+    request = rng.choice(TOOL_REQUESTS)
+    context = TemplateContext(rng)
+    return [Exchange(context.render(rng.choice(request.prompts)), context.render_sentence(*request.replies))]
 
 
 def make_small_talk(rng: Random) -> list[Exchange]:
     """A greeting or other small talk."""
-    return [Scene(rng).fill_exchange(SMALL_TALK)]
+    return [TemplateContext(rng).render_exchange(SMALL_TALK_TEMPLATES)]
 
 
-def make_recall(rng: Random) -> list[Exchange]:
-    """A statement and a question about it, sometimes with another exchange in between."""
-    scene = Scene(rng)
-    statement, reply, question, answer = (scene.fill(template) for template in rng.choice(RECALLS))
-    between = rng.choice((make_task, make_request))(rng) if rng.random() < 0.5 else []
-    return [Exchange(statement, capitalize_first(reply)), *between, Exchange(question, capitalize_first(answer))]
+def make_recall_question(rng: Random) -> list[Exchange]:
+    """A statement and a question about it, in half of the conversations with another exchange between."""
+    context = TemplateContext(rng)
+    statement, reply, question, answer = (context.render(template) for template in rng.choice(RECALL_TEMPLATES))
+    distractors = rng.choice((make_question, make_action_request))(rng) if rng.random() < 0.5 else []
+    return [Exchange(statement, capitalize_first(reply)), *distractors, Exchange(question, capitalize_first(answer))]
 
 
-def make_story_telling(rng: Random) -> list[Exchange]:
-    """A story by the assistant, and a question about it."""
+def make_story_request(rng: Random) -> list[Exchange]:
+    """A story by the assistant, followed by a question about it."""
     story = make_story(rng)
     return [Exchange(rng.choice(STORY_REQUESTS), story.text), rng.choice(story.questions)]
 
 
-def make_reading(rng: Random) -> list[Exchange]:
-    """A story by the user, with questions about it."""
+def make_story_comprehension(rng: Random) -> list[Exchange]:
+    """A story by the user, with up to three questions about it."""
     story = make_story(rng)
-    framed = rng.choice(STORY_FRAMES).format(text=story.text)
-    first, *others = rng.sample(story.questions, len(story.questions))
-    return [Exchange(f"{framed} {first.question}", first.answer), *others[:2]]
+    story_prompt = rng.choice(STORY_PROMPT_TEMPLATES).format(text=story.text)
+    first, *remaining = rng.sample(story.questions, len(story.questions))
+    return [Exchange(f"{story_prompt} {first.question}", first.answer), *remaining[:2]]
 
 
-CHATS = {  # with relative frequencies
-    make_task: 6,
-    make_request: 6,
+EXCHANGE_WEIGHTS = {
+    make_question: 6,
+    make_action_request: 6,
     make_small_talk: 1,
-    make_recall: 2,
-    make_story_telling: 2,
-    make_reading: 2,
+    make_recall_question: 2,
+    make_story_request: 2,
+    make_story_comprehension: 2,
 }
 
 
 def make_chat(rng: Random) -> list[Message]:
-    """Messages of one to three turns. One in five conversations starts with a system message."""
+    """Messages of one to three turns. One fifth of the conversations start with a system message."""
     exchanges: list[Exchange] = []
     num_turns = rng.randint(1, 3)
     while len(exchanges) < num_turns:
-        exchanges += choose_weighted(rng, CHATS)(rng)
+        exchanges += sample_weighted(rng, EXCHANGE_WEIGHTS)(rng)
     messages = to_messages(exchanges[:3])
     if rng.random() < 0.2:
-        messages.insert(0, {"role": "system", "content": Scene(rng).fill(rng.choice(SYSTEM_PROMPTS))})
+        system_prompt = TemplateContext(rng).render(rng.choice(SYSTEM_PROMPT_TEMPLATES))
+        messages.insert(0, {"role": "system", "content": system_prompt})
     return messages

@@ -1,11 +1,11 @@
-"""Questions whose answers are contained in the question: copying, lists, records, and reading comprehension."""
+"""Questions that contain the answer: copying, lists, records, and reading comprehension."""
 
 import json
 
-from scripts.nano import words
-from scripts.nano.scene import Exchange, Scene
+from scripts.nano import word_lists
+from scripts.nano.templates import Exchange, TemplateContext
 
-REPEAT = (
+REPETITION_TEMPLATES = (
     ("Repeat: {span}", "{span}"),
     ("Say this again: {span}", "{span}"),
     ('Copy the text between the quotes: {rest} "{span}"', "{span}"),
@@ -14,7 +14,7 @@ REPEAT = (
     ('What did {name} say? {name} said "{span}" and went away.', '{name} said "{span}".'),
     ("Write {span} in brackets.", "[{span}]"),
 )
-SPANS = (
+SPAN_TEMPLATES = (
     "{word}",
     "{word} {word2}",
     "{word} {word2} {word3}",
@@ -36,33 +36,35 @@ SPANS = (
 )
 
 
-def make_repetition(scene: Scene) -> Exchange:
+def make_repetition_question(context: TemplateContext) -> Exchange:
     """Verbatim repetition of a text."""
-    return scene.fill_exchange(
-        REPEAT, span=scene.fill(scene.rng.choice(SPANS)), rest=scene.fill(scene.rng.choice(SPANS))
+    return context.render_exchange(
+        REPETITION_TEMPLATES,
+        span=context.render(context.rng.choice(SPAN_TEMPLATES)),
+        rest=context.render(context.rng.choice(SPAN_TEMPLATES)),
     )
 
 
-NTH_WORD = (
+NTH_WORD_TEMPLATES = (
     ("What is the {place} word of: {row}", "{item}"),
     ("Quote the {place} word. {row}", '"{item}"'),
     ("{row}. Which word is the {place}?", 'The {place} word is "{item}".'),
 )
 
 
-def make_nth_word(scene: Scene) -> Exchange:
-    """The n-th word of a list."""
-    items = draw_items(scene, ("word", "word", "thing", "name", "color", "number", "animal", "food"))
-    index = scene.rng.randrange(-1, len(items))
-    ordinal = "last" if index == -1 else words.ORDINALS[index]
-    return scene.fill_exchange(NTH_WORD, row=" ".join(items), item=items[index], place=ordinal)
+def make_nth_word_question(context: TemplateContext) -> Exchange:
+    """N-th word of a list."""
+    items = sample_items(context, ("word", "word", "thing", "name", "color", "number", "animal", "food"))
+    index = context.rng.randrange(-1, len(items))
+    ordinal = "last" if index == -1 else word_lists.ORDINALS[index]
+    return context.render_exchange(NTH_WORD_TEMPLATES, row=" ".join(items), item=items[index], place=ordinal)
 
 
-def draw_items(scene: Scene, kinds: tuple[str, ...]) -> list[str]:
-    return scene.draw_words(scene.rng.choice(kinds), scene.rng.randint(3, 6))
+def sample_items(context: TemplateContext, kinds: tuple[str, ...]) -> list[str]:
+    return context.sample_values(context.rng.choice(kinds), context.rng.randint(3, 6))
 
 
-LIST = (
+LIST_TEMPLATES = (
     ("Sort: {row}", "{sorted}"),
     ("Put these in order: {row}", "{sorted}"),
     ("Reverse this list: {row}", "{reversed}"),
@@ -74,17 +76,17 @@ LIST = (
     ("Give me the first and the last item of: {row}", "{first} and {last}"),
     ("Swap the first two: {row}", "{swapped}"),
 )
-MEMBERSHIP = (
+MEMBERSHIP_TEMPLATES = (
     ("Is {item} in this list? {row}", "Yes, {item} is in the list."),
     ("Is {added} in this list? {row}", "No, {added} is not in the list."),
 )
 
 
-def make_list_operation(scene: Scene) -> Exchange:
-    """A list that is sorted, reversed, counted, shortened, extended, or searched."""
-    items = draw_items(scene, ("word", "thing", "name", "city", "color", "number", "email", "song"))
+def make_list_question(context: TemplateContext) -> Exchange:
+    """Sorting, reversing, counting, shortening, extending, or searching a list."""
+    items = sample_items(context, ("word", "thing", "name", "city", "color", "number", "email", "song"))
     is_numeric = items[0].isdigit()
-    removed = scene.rng.choice(items)
+    removed = context.rng.choice(items)
     lists = {
         "row": items,
         "sorted": sorted(items, key=int if is_numeric else str),
@@ -92,25 +94,27 @@ def make_list_operation(scene: Scene) -> Exchange:
         "remaining": [item for item in items if item != removed],
         "swapped": [items[1], items[0], *items[2:]],
     }
-    added = str(scene.rng.randint(1000, 1099)) if is_numeric else scene["word9"]
+    added = str(context.rng.randint(1000, 1099)) if is_numeric else context["word9"]
     values = {"removed": removed, "item": removed, "added": added, "first": items[0], "last": items[-1]}
     formatted = {slot: ", ".join(row) for slot, row in lists.items()}
-    return scene.fill_exchange(LIST + MEMBERSHIP, **formatted, **values, count=len(items))
+    return context.render_exchange(LIST_TEMPLATES + MEMBERSHIP_TEMPLATES, **formatted, **values, count=len(items))
 
 
-EXTREMUM = (
+EXTREMUM_TEMPLATES = (
     ("Which number is the largest: {row}?", "{largest} is the largest."),
     ("Which number is the smallest: {row}?", "{smallest} is the smallest."),
 )
 
 
-def make_extremum(scene: Scene) -> Exchange:
-    """The largest or the smallest of some numbers."""
-    numbers = scene.rng.sample(range(scene.rng.choice((20, 100, 1000))), scene.rng.randint(3, 5))
-    return scene.fill_exchange(EXTREMUM, row=", ".join(map(str, numbers)), largest=max(numbers), smallest=min(numbers))
+def make_extremum_question(context: TemplateContext) -> Exchange:
+    """Largest or smallest number of a list."""
+    numbers = context.rng.sample(range(context.rng.choice((20, 100, 1000))), context.rng.randint(3, 5))
+    return context.render_exchange(
+        EXTREMUM_TEMPLATES, row=", ".join(map(str, numbers)), largest=max(numbers), smallest=min(numbers)
+    )
 
 
-FIELDS = {  # field of a record: slot of its value
+FIELD_SLOTS = {  # template slot of the value of each record field
     "name": "name",
     "city": "city",
     "day": "day",
@@ -139,13 +143,13 @@ FIELDS = {  # field of a record: slot of its value
     "friend": "name",
     "sum": "expression",
 }
-LOOKUP = (
+LOOKUP_TEMPLATES = (
     ("{record}\nWhat is the {field}?", "{value}"),
     ("{record}\nTell me the {field}.", "The {field} is {value}."),
     ("{record}\n{field} =", "{value}"),
     ("{record}\nWhich field is {value}?", "{field}"),
 )
-REWRITE = (
+REWRITING_TEMPLATES = (
     ("Write this as a record: {plain}", "{json}"),
     ("{plain}\nThe same as a record:", "{json}"),
     ("Read this record aloud: {json}", "{plain}"),
@@ -154,31 +158,31 @@ REWRITE = (
 )
 
 
-def make_lookup(scene: Scene) -> Exchange:
-    """One field of a record in one of several formats."""
-    record = draw_record(scene)
-    field = scene.rng.choice(tuple(record))
-    nested = {scene["word"]: convert_numbers(record)}
+def make_record_lookup_question(context: TemplateContext) -> Exchange:
+    """Value of a field of a record, which is formatted as text, lines or JSON."""
+    record = sample_record(context)
+    field = context.rng.choice(tuple(record))
+    nested = {context["word"]: convert_numbers(record)}
     texts = (format_inline(record), format_lines(record), format_json(record), format_json(nested))
-    return scene.fill_exchange(LOOKUP, record=scene.rng.choice(texts), field=field, value=record[field])
+    return context.render_exchange(LOOKUP_TEMPLATES, record=context.rng.choice(texts), field=field, value=record[field])
 
 
-def make_rewriting(scene: Scene) -> Exchange:
-    """A record converted to another format, or with one field changed."""
-    record = draw_record(scene)
-    field = scene.rng.choice(tuple(record))
-    new = scene[f"{FIELDS[field]}9"]
+def make_record_rewriting_question(context: TemplateContext) -> Exchange:
+    """Conversion of a record to another format, or a change of one field."""
+    record = sample_record(context)
+    field = context.rng.choice(tuple(record))
+    new = context[f"{FIELD_SLOTS[field]}9"]
     values = {
         "plain": format_inline(record),
         "json": format_json(record),
         "changed": format_json(record | {field: new}),
     }
-    return scene.fill_exchange(REWRITE, fields=", ".join(record), field=field, new=new, **values)
+    return context.render_exchange(REWRITING_TEMPLATES, fields=", ".join(record), field=field, new=new, **values)
 
 
-def draw_record(scene: Scene) -> dict[str, str]:
-    fields = scene.rng.sample(tuple(FIELDS), scene.rng.randint(2, 4))
-    return {field: scene[f"{FIELDS[field]}{number}"] for number, field in enumerate(fields, 1)}
+def sample_record(context: TemplateContext) -> dict[str, str]:
+    fields = context.rng.sample(tuple(FIELD_SLOTS), context.rng.randint(2, 4))
+    return {field: context[f"{FIELD_SLOTS[field]}{number}"] for number, field in enumerate(fields, 1)}
 
 
 def format_inline(record: dict[str, str]) -> str:
@@ -197,7 +201,7 @@ def convert_numbers(record: dict) -> dict:
     return {field: int(value) if str(value).isdigit() else value for field, value in record.items()}
 
 
-PASSAGES = (  # sentence; questions and answers; fields of the equivalent record
+PASSAGES = (  # sentence, questions with answers, fields of the equivalent record
     (
         "{name} lives in {city} and has a {color} {thing}.",
         (
@@ -274,22 +278,22 @@ PASSAGES = (  # sentence; questions and answers; fields of the equivalent record
 )
 
 
-def make_comprehension(scene: Scene) -> Exchange:
-    """A question about one sentence, or the sentence as a record."""
-    sentence, questions, fields = scene.rng.choice(PASSAGES)
-    sentence = scene.fill(sentence)
-    if scene.rng.random() < 0.4:
-        return Exchange(f"{sentence} As a record:", format_json({field: scene[field] for field in fields}))
-    question, answer = scene.fill_exchange(questions)
+def make_comprehension_question(context: TemplateContext) -> Exchange:
+    """Question about a sentence, or conversion of the sentence to a record."""
+    sentence, questions, fields = context.rng.choice(PASSAGES)
+    sentence = context.render(sentence)
+    if context.rng.random() < 0.4:
+        return Exchange(f"{sentence} As a record:", format_json({field: context[field] for field in fields}))
+    question, answer = context.render_exchange(questions)
     return Exchange(f"{sentence} {question}", answer)
 
 
-TASKS = {  # with relative frequencies
-    make_repetition: 4,
-    make_nth_word: 2,
-    make_list_operation: 3,
-    make_extremum: 1,
-    make_lookup: 4,
-    make_rewriting: 3,
-    make_comprehension: 4,
+TASK_WEIGHTS = {
+    make_repetition_question: 4,
+    make_nth_word_question: 2,
+    make_list_question: 3,
+    make_extremum_question: 1,
+    make_record_lookup_question: 4,
+    make_record_rewriting_question: 3,
+    make_comprehension_question: 4,
 }

@@ -9,12 +9,12 @@ from random import Random
 from scripts.nano import copying, facts
 from scripts.nano.chats import make_chat
 from scripts.nano.jsonl import write_rows
-from scripts.nano.scene import Scene, choose_weighted
 from scripts.nano.stories import make_story
+from scripts.nano.templates import TemplateContext, sample_weighted
 
 NUM_TEXTS, NUM_CHATS = 110_000, 36_000  # rows that the bundled model was trained on
 MIN_CHARS, MAX_CHARS = 150, 800  # of a row of text: about 40 to 250 tokens
-STYLES = (
+QUESTION_FORMATS = (
     "Question: {question}\nAnswer: {answer}\n",
     "Q: {question}\nA: {answer}\n",
     "{question} -> {answer}\n",
@@ -24,66 +24,70 @@ STYLES = (
 )
 
 
-def make_exercises(rng: Random) -> str:
-    """Questions and answers in one style; half of the rows have one kind of question only."""
-    style = rng.choice(STYLES)
-    tasks = rng.choice((facts.TASKS, copying.TASKS, copying.TASKS, facts.TASKS | copying.TASKS))
-    makers = rng.choices(tuple(tasks), tuple(tasks.values()), k=6)
+def make_question_text(rng: Random) -> str:
+    """Questions and answers in one format. Half of the texts have only one kind of question."""
+    question_format = rng.choice(QUESTION_FORMATS)
+    task_weights = rng.choice(
+        (facts.TASK_WEIGHTS, copying.TASK_WEIGHTS, copying.TASK_WEIGHTS, facts.TASK_WEIGHTS | copying.TASK_WEIGHTS)
+    )
+    makers = rng.choices(tuple(task_weights), tuple(task_weights.values()), k=6)
     if rng.random() < 0.5:
         makers = makers[:1] * 6
     min_chars, text = rng.randint(MIN_CHARS, MAX_CHARS // 2), ""
-    for make in makers:
-        text += style.format(**make(Scene(rng))._asdict())
+    for make_question in makers:
+        text += question_format.format(**make_question(TemplateContext(rng))._asdict())
         if len(text) > min_chars:
             break
     return text.strip()
 
 
 def make_story_text(rng: Random) -> str:
-    """A story, in half of the rows with questions about it."""
+    """A story, with questions about it in half of the texts."""
     story = make_story(rng)
     if rng.random() < 0.5:
         return story.text
-    style = rng.choice(STYLES)
-    return story.text + "\n" + "".join(style.format(**exchange._asdict()) for exchange in story.questions).rstrip()
+    question_format = rng.choice(QUESTION_FORMATS)
+    questions = "".join(question_format.format(**exchange._asdict()) for exchange in story.questions)
+    return f"{story.text}\n{questions.rstrip()}"
 
 
-TEXTS = {make_exercises: 3, make_story_text: 2}  # with relative frequencies
+TEXT_WEIGHTS = {make_question_text: 3, make_story_text: 2}
 
 
 def make_text_row(rng: Random) -> dict:
-    return {"text": choose_weighted(rng, TEXTS)(rng)}
+    return {"text": sample_weighted(rng, TEXT_WEIGHTS)(rng)}
 
 
 def make_chat_row(rng: Random) -> dict:
     return {"messages": make_chat(rng)}
 
 
-ROWS: dict[str, tuple[Callable[[Random], dict], int, int]] = {  # maker; minimum and maximum characters of a line
+# Generator of rows; minimum and maximum characters of a row
+ROW_KINDS: dict[str, tuple[Callable[[Random], dict], int, int]] = {
     "text": (make_text_row, MIN_CHARS, MAX_CHARS),
     "chat": (make_chat_row, 0, 1500),
 }
 
 
-def iter_rows(kind: str, count: int, seed: str, previous: set[str]) -> Iterator[dict]:
-    """Rows that differ from each other and from all in `previous`, which is updated."""
-    make, min_chars, max_chars = ROWS[kind]
+def iter_rows(kind: str, count: int, seed: str, seen: set[str]) -> Iterator[dict]:
+    """Rows without duplicates. Rows in `seen` are skipped, and new ones are added to it."""
+    make_row, min_chars, max_chars = ROW_KINDS[kind]
     rng = Random(seed)
     while count:
-        row = make(rng)
+        row = make_row(rng)
         line = json.dumps(row, ensure_ascii=False)
-        if min_chars <= len(line) <= max_chars and line not in previous:
-            previous.add(line)
+        if min_chars <= len(line) <= max_chars and line not in seen:
+            seen.add(line)
             count -= 1
             yield row
 
 
 def write_corpus(directory: Path, seed: int, **counts: int) -> None:
-    """Write `<kind>.jsonl`, and `<kind>_test.jsonl` with a twentieth as many rows (at most 500) from another seed."""
+    """Write `<kind>.jsonl`, and `<kind>_test.jsonl` with 1/20 of its number of rows, at most 500, and another seed."""
     for kind, count in counts.items():
-        previous: set[str] = set()
+        seen: set[str] = set()
         for name, size in ((kind, count), (f"{kind}_test", min(500, max(1, count // 20)))):
-            write_rows(directory / f"{name}.jsonl", iter_rows(kind, size, f"{seed} {name}", previous))
+            write_rows(directory / f"{name}.jsonl", iter_rows(kind, size, f"{seed} {name}", seen))
 
 
 def main() -> None:

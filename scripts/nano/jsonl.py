@@ -1,4 +1,4 @@
-"""Writing datasets as JSON lines."""
+"""Writing datasets in the JSON Lines format."""
 
 import json
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def write_rows(path: Path, rows: Iterable[dict]) -> None:
-    """Write one JSON object per line and create missing directories."""
+    """Write one JSON object per line. Creates missing directories."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -1,4 +1,4 @@
-"""All files of the bundled model except its weights: python -m scripts.nano.tokenizer CORPUS_DIR MODEL_DIR"""
+"""Tokenizer, chat template and configs of the bundled model: python -m scripts.nano.tokenizer CORPUS_DIR MODEL_DIR"""
 
 import argparse
 import json
@@ -11,15 +11,15 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 VOCAB_SIZE = 2048
 CONTEXT_LENGTH = 1024
 SPECIAL_TOKENS = ("<|pad|>", "<|begin|>", "<|end|>", "<|turn|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
-PAD, BEGIN, END, TURN = range(4)
-# Words with the preceding space, single digits, punctuation, white space.
+PAD_ID, BEGIN_ID, END_ID, TURN_ID = range(4)
+# Words with the preceding space, single digits, punctuation, whitespace.
 SPLIT_PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-TEMPLATE = Path(__file__).parent / "chat_template.jinja"
+CHAT_TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 
 SPECIAL_TOKENS_MAP = {
-    "bos_token": SPECIAL_TOKENS[BEGIN],
-    "eos_token": SPECIAL_TOKENS[TURN],
-    "pad_token": SPECIAL_TOKENS[PAD],
+    "bos_token": SPECIAL_TOKENS[BEGIN_ID],
+    "eos_token": SPECIAL_TOKENS[TURN_ID],
+    "pad_token": SPECIAL_TOKENS[PAD_ID],
 }
 TOKENIZER_CONFIG = SPECIAL_TOKENS_MAP | {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -27,7 +27,7 @@ TOKENIZER_CONFIG = SPECIAL_TOKENS_MAP | {
     "clean_up_tokenization_spaces": False,
     "model_input_names": ["input_ids", "attention_mask"],
 }
-CONFIG = {
+MODEL_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": VOCAB_SIZE,
@@ -46,26 +46,31 @@ CONFIG = {
     "mlp_bias": False,
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
-    "bos_token_id": BEGIN,
-    "eos_token_id": TURN,
-    "pad_token_id": PAD,
+    "bos_token_id": BEGIN_ID,
+    "eos_token_id": TURN_ID,
+    "pad_token_id": PAD_ID,
 }
-GENERATION_CONFIG = {"bos_token_id": BEGIN, "eos_token_id": [TURN, END], "pad_token_id": PAD, "do_sample": False}
-FILES = {
+GENERATION_CONFIG = {
+    "bos_token_id": BEGIN_ID,
+    "eos_token_id": [TURN_ID, END_ID],
+    "pad_token_id": PAD_ID,
+    "do_sample": False,
+}
+CONFIG_FILES = {
     "tokenizer_config": TOKENIZER_CONFIG,
     "special_tokens_map": SPECIAL_TOKENS_MAP,
-    "config": CONFIG,
+    "config": MODEL_CONFIG,
     "generation_config": GENERATION_CONFIG,
 }
 
 
-def iter_texts(corpus_dir: Path) -> Iterator[str]:
-    """Texts and message contents of a corpus."""
+def iter_corpus_texts(corpus_dir: Path) -> Iterator[str]:
+    """Texts and message contents of the corpus."""
     for name in ("text", "chat"):
-        yield from texts_of_rows(json.loads(line) for line in (corpus_dir / f"{name}.jsonl").open(encoding="utf-8"))
+        yield from iter_row_texts(json.loads(line) for line in (corpus_dir / f"{name}.jsonl").open(encoding="utf-8"))
 
 
-def texts_of_rows(rows: Iterable[dict]) -> Iterator[str]:
+def iter_row_texts(rows: Iterable[dict]) -> Iterator[str]:
     """Texts and message contents of rows."""
     for row in rows:
         yield from [row["text"]] if "text" in row else (message["content"] for message in row["messages"])
@@ -74,8 +79,11 @@ def texts_of_rows(rows: Iterable[dict]) -> Iterator[str]:
 def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
     """Byte-level BPE, which is lossless. With special tokens, encoded text starts with `<|begin|>`."""
     tokenizer = Tokenizer(models.BPE())
-    splits = [pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    splitters = [
+        pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"),
+        pre_tokenizers.ByteLevel(False, use_regex=False),
+    ]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splitters)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
@@ -84,9 +92,9 @@ def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    begin = SPECIAL_TOKENS[BEGIN]
+    begin_token = SPECIAL_TOKENS[BEGIN_ID]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, BEGIN)]
+        single=f"{begin_token} $A", pair=f"{begin_token} $A {begin_token} $B", special_tokens=[(begin_token, BEGIN_ID)]
     )
     return tokenizer
 
@@ -94,9 +102,9 @@ def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
 def write_model_files(corpus_dir: Path, model_dir: Path) -> None:
     """Write the tokenizer, the chat template, and the configs."""
     model_dir.mkdir(parents=True, exist_ok=True)
-    train_tokenizer(iter_texts(corpus_dir)).save(str(model_dir / "tokenizer.json"))
-    shutil.copyfile(TEMPLATE, model_dir / TEMPLATE.name)
-    for name, content in FILES.items():
+    train_tokenizer(iter_corpus_texts(corpus_dir)).save(str(model_dir / "tokenizer.json"))
+    shutil.copyfile(CHAT_TEMPLATE, model_dir / CHAT_TEMPLATE.name)
+    for name, content in CONFIG_FILES.items():
         (model_dir / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Dataset `tunekit/tools`: requests answered with one tool call in JSON, a skill that the bundled model lacks."""
+"""Dataset `tunekit/tools`: requests answered with one tool call in JSON. The bundled model is not trained on these."""
 
 import json
 from collections.abc import Iterator
@@ -7,35 +7,36 @@ from pathlib import Path
 from random import Random
 
 from scripts.nano.jsonl import write_rows
-from scripts.nano.requests import REQUESTS, Request
-from scripts.nano.scene import Exchange, Scene, to_messages
+from scripts.nano.templates import Exchange, TemplateContext, to_messages
+from scripts.nano.tool_requests import TOOL_REQUESTS, ToolRequest
 
-SPLITS = {"train": 1800, "test": 200}
+SPLIT_SIZES = {"train": 1800, "test": 200}
 
 
-def make_call(rng: Random, request: Request) -> Exchange:
-    """A request and its tool call. Arguments are copied from the request; digits become integers."""
-    scene = Scene(rng)
-    prompt = scene.fill(rng.choice(request.prompts))
-    values = {argument: scene[slot] for argument, slot in request.arguments.items()}
+def make_tool_call(rng: Random, request: ToolRequest) -> Exchange:
+    """A request and its tool call. Arguments are copied from the request; numbers become integers."""
+    context = TemplateContext(rng)
+    prompt = context.render(rng.choice(request.prompts))
+    values = {argument: context[slot] for argument, slot in request.argument_slots.items()}
     arguments = {argument: int(value) if value.isdigit() else value for argument, value in values.items()}
     return Exchange(prompt, json.dumps({"name": request.tool, "arguments": arguments}, ensure_ascii=False))
 
 
-def iter_calls(seed: int) -> Iterator[Exchange]:
-    """Requests for each tool in turn, without end. All tool calls differ."""
-    rng, previous = Random(seed), set()
+def iter_tool_calls(seed: int) -> Iterator[Exchange]:
+    """Infinite requests for all tools in turn, without duplicate tool calls."""
+    rng, seen = Random(seed), set()
     while True:
-        for request in REQUESTS:
-            exchange = make_call(rng, request)
-            while exchange.answer in previous:
-                exchange = make_call(rng, request)
-            previous.add(exchange.answer)
+        for request in TOOL_REQUESTS:
+            exchange = make_tool_call(rng, request)
+            while exchange.answer in seen:
+                exchange = make_tool_call(rng, request)
+            seen.add(exchange.answer)
             yield exchange
 
 
 def write_tools(directory: Path, seed: int = 0) -> None:
     """Write `train.jsonl` and `test.jsonl`. Each split has the same number of rows for every tool."""
-    calls = iter_calls(seed)
-    for split, count in SPLITS.items():
-        write_rows(directory / f"{split}.jsonl", ({"messages": to_messages([call])} for call in islice(calls, count)))
+    tool_calls = iter_tool_calls(seed)
+    for split, count in SPLIT_SIZES.items():
+        rows = ({"messages": to_messages([tool_call])} for tool_call in islice(tool_calls, count))
+        write_rows(directory / f"{split}.jsonl", rows)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.nano.preferences import Pair, is_preferred
+from scripts.nano.preferences import PreferencePair, is_preferred
 from tunekit import assets
 from tunekit.cli import registry
 from tunekit.config.load import load_config
@@ -18,9 +18,9 @@ LIMIT = 100  # rows of the preference data and of each skill
 ONE_EPOCH = ("epochs=1", "global_batch_size=8", "micro_batch_size=8", "eval_data.split=test[:100]")
 
 
-def read_eval_pairs() -> list[Pair]:
+def read_eval_pairs() -> list[PreferencePair]:
     rows = (assets.DATA["tunekit/preferences"] / "test.jsonl").read_text().splitlines()
-    return [Pair(*(messages[0]["content"] for messages in json.loads(row).values())) for row in rows]
+    return [PreferencePair(*(messages[0]["content"] for messages in json.loads(row).values())) for row in rows]
 
 
 @pytest.mark.slow

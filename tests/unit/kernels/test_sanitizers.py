@@ -1,4 +1,4 @@
-"""Kernels that run on any processor, with sanitizers. scripts/sanitize_kernels.py runs all of them."""
+"""C++ kernels with sanitizers. The selected kernels run on any processor; scripts/sanitize_kernels.py tests all."""
 
 import subprocess
 import sys
@@ -13,11 +13,11 @@ TESTS = Path(__file__).with_name("test_hostile_arguments.py")
 
 @pytest.mark.slow
 def test_sanitizers_report_nothing() -> None:
-    """The overflow that the script makes on purpose is reported, and no other one."""
+    """The script fails if the sanitizers do not report its intentional overflow, or if they report another error."""
     options = "--kernels", "rope,norm,adamw8bit", "--examples", "10"
     command = [sys.executable, SCRIPT, *options, TESTS, "-k", "rope or rms_norm or adamw8bit"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    if "has no sanitizer libraries" in done.stderr:
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if "has no sanitizer libraries" in process.stderr:
         pytest.skip("the compiler has no sanitizer libraries")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    assert "8 passed" in done.stdout
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-5000:]
+    assert "8 passed" in process.stdout

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from scripts.nano.bundle import WRITERS
+from scripts.nano.bundle import DATASET_WRITERS
 from tunekit import assets
 
-SIZES = {"train": 1800, "test": 200}
+SPLIT_SIZES = {"train": 1800, "test": 200}
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", DATASET_WRITERS)
 def test_bundled_files_equal_generator_output(name: str, tmp_path: Path) -> None:
-    WRITERS[name](tmp_path)
+    DATASET_WRITERS[name](tmp_path)
     bundled = {path.name: path.read_bytes() for path in (assets.BUNDLED / name).iterdir()}
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == bundled
 
@@ -21,7 +21,7 @@ def test_bundled_files_equal_generator_output(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["preferences", "tools"])
 def test_datasets_have_no_duplicate_texts(name: str) -> None:
     texts: list[str] = []
-    for split, size in SIZES.items():
+    for split, size in SPLIT_SIZES.items():
         lines = (assets.DATA[f"tunekit/{name}"] / f"{split}.jsonl").read_text().splitlines()
         assert len(lines) == size
         texts += [message["content"] for line in lines for turns in json.loads(line).values() for message in turns]

@@ -7,18 +7,18 @@ from random import Random
 import pytest
 
 from scripts.nano import copying
-from scripts.nano.scene import Exchange, Scene
+from scripts.nano.templates import Exchange, TemplateContext
 
 ORDINALS = {"first": 0, "second": 1, "third": 2, "fourth": 3, "fifth": 4, "sixth": 5, "last": -1}
 
 
 def make_exchanges(task) -> list[Exchange]:
     rng = Random(3)
-    return [task(Scene(rng)) for _ in range(400)]
+    return [task(TemplateContext(rng)) for _ in range(400)]
 
 
 def test_repetition_is_verbatim():
-    for question, answer in make_exchanges(copying.make_repetition):
+    for question, answer in make_exchanges(copying.make_repetition_question):
         half = len(answer) // 2
         text = answer.split(' said "')[-1].removesuffix('".').strip('"').strip("[]")
         assert text in question or (answer[:half] == answer[half + 1 :] and answer[:half] in question), (
@@ -28,13 +28,13 @@ def test_repetition_is_verbatim():
 
 
 def test_nth_word():
-    for question, answer in make_exchanges(copying.make_nth_word):
+    for question, answer in make_exchanges(copying.make_nth_word_question):
         place = re.search(" (first|second|third|fourth|fifth|sixth|last)", question)[1]
         row = re.sub(r".*(?:of: |word\. )|\. Which.*", "", question).split()
         assert row[ORDINALS[place]] == re.sub(r'.*is |["]|\.$', "", answer), (question, answer)
 
 
-def list_items(question: str) -> list[str]:
+def parse_list_items(question: str) -> list[str]:
     return re.split(": |list\\? ", question, maxsplit=1)[1].split(", ")
 
 
@@ -54,25 +54,25 @@ def list_items(question: str) -> list[str]:
 def test_list_operations(keywords, apply_operation):
     exchanges = [
         (question, answer)
-        for question, answer in make_exchanges(copying.make_list_operation)
+        for question, answer in make_exchanges(copying.make_list_question)
         if any(word in question for word in keywords)
     ]
     assert len(exchanges) > 20
     for question, answer in exchanges:
-        assert answer.split(", ") == apply_operation(list_items(question), question), (question, answer)
+        assert answer.split(", ") == apply_operation(parse_list_items(question), question), (question, answer)
 
 
 def test_list_lengths_and_membership():
-    for question, answer in make_exchanges(copying.make_list_operation):
+    for question, answer in make_exchanges(copying.make_list_question):
         if "How many" in question or "Count" in question:
-            assert re.search(r"\d+", answer)[0] == str(len(list_items(question)))
+            assert re.search(r"\d+", answer)[0] == str(len(parse_list_items(question)))
         if question.startswith("Is "):
             item = re.search("Is (.*) in this", question)[1]
-            assert answer.startswith("Yes" if item in list_items(question) else "No"), (question, answer)
+            assert answer.startswith("Yes" if item in parse_list_items(question) else "No"), (question, answer)
 
 
 def test_extrema():
-    for question, answer in make_exchanges(copying.make_extremum):
+    for question, answer in make_exchanges(copying.make_extremum_question):
         row = [int(number) for number in re.findall(r"\d+", question)]
         assert int(answer.split()[0]) == (max if "largest" in question else min)(row)
 
@@ -88,7 +88,7 @@ def parse_record(text: str) -> dict[str, str]:
 
 
 def test_record_lookup():
-    for question, answer in make_exchanges(copying.make_lookup):
+    for question, answer in make_exchanges(copying.make_record_lookup_question):
         text, query = question.rsplit("\n", 1)
         record = parse_record(text)
         if query.startswith("Which"):
@@ -99,7 +99,7 @@ def test_record_lookup():
 
 
 def test_record_rewriting():
-    for question, answer in make_exchanges(copying.make_rewriting):
+    for question, answer in make_exchanges(copying.make_record_rewriting_question):
         if question.startswith("Set the"):
             field, new, old = re.match(r"Set the (\w+) to (.*) in (\{.*)", question).groups()
             assert parse_record(answer) == parse_record(old) | {field: new}
@@ -114,7 +114,7 @@ def test_record_rewriting():
 
 def test_comprehension_answers_use_words_of_the_passage():
     frame = {"The", "They", "It", "is", "in", "has", "a", "at", "on"}
-    for question, answer in make_exchanges(copying.make_comprehension):
+    for question, answer in make_exchanges(copying.make_comprehension_question):
         if answer.startswith("{"):
             assert all(value in question for value in parse_record(answer).values()), (question, answer)
         else:

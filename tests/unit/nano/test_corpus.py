@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from scripts.nano import corpus
-from scripts.nano.requests import REQUESTS
+from scripts.nano.tool_requests import TOOL_REQUESTS
 from tunekit import assets
 
 FILES = ("text", "text_test", "chat", "chat_test")
@@ -19,7 +19,7 @@ def directory(tmp_path_factory):
     return directory
 
 
-def lines(directory, name: str) -> list[str]:
+def read_lines(directory, name: str) -> list[str]:
     return (directory / f"{name}.jsonl").read_text().splitlines()
 
 
@@ -28,12 +28,12 @@ def test_same_seed_gives_same_bytes(directory, tmp_path):
     corpus.write_corpus(tmp_path / "other", seed=1, text=4000, chat=2000)
     for name in FILES:
         assert (directory / f"{name}.jsonl").read_bytes() == (tmp_path / "same" / f"{name}.jsonl").read_bytes()
-        assert not set(lines(directory, name)) >= set(lines(tmp_path / "other", name))
+        assert not set(read_lines(directory, name)) >= set(read_lines(tmp_path / "other", name))
 
 
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_no_duplicate_rows(directory, kind):
-    train, test = lines(directory, kind), lines(directory, f"{kind}_test")
+    train, test = read_lines(directory, kind), read_lines(directory, f"{kind}_test")
     assert len(test) == len(train) // 20
     assert len({*train, *test}) == len(train) + len(test)
 
@@ -42,13 +42,13 @@ def test_rows_have_40_to_250_tokens(directory):
     tokenizer = Tokenizer.from_file(str(assets.MODELS["tunekit/nano"] / "tokenizer.json"))
     sizes = [
         len(encoding.ids)
-        for encoding in tokenizer.encode_batch([json.loads(row)["text"] for row in lines(directory, "text")])
+        for encoding in tokenizer.encode_batch([json.loads(row)["text"] for row in read_lines(directory, "text")])
     ]
     assert sum(40 <= size <= 250 for size in sizes) > 0.98 * len(sizes)
 
 
 def test_chat_roles_alternate(directory):
-    for row in lines(directory, "chat"):
+    for row in read_lines(directory, "chat"):
         roles = [message["role"] for message in json.loads(row)["messages"]]
         turns = roles[roles[0] == "system" :]
         assert turns == ["user", "assistant"] * (len(turns) // 2)
@@ -56,15 +56,15 @@ def test_chat_roles_alternate(directory):
 
 
 def test_corpus_has_no_tool_calls(directory):
-    text = "\n".join(row for name in FILES for row in lines(directory, name))
-    assert not [word for word in ("arguments", *(request.tool for request in REQUESTS)) if f'"{word}' in text]
+    text = "\n".join(row for name in FILES for row in read_lines(directory, name))
+    assert not [word for word in ("arguments", *(request.tool for request in TOOL_REQUESTS)) if f'"{word}' in text]
 
 
 def test_requests_are_answered_in_prose(directory):
     prompts = ("Set a timer for", "Remind me to", "Translate ", "Will it rain")
     answers = [
         answer["content"]
-        for row in lines(directory, "chat")
+        for row in read_lines(directory, "chat")
         for question, answer in zip(*(json.loads(row)["messages"][n:] for n in (0, 1)), strict=False)
         if question["content"].startswith(prompts)
     ]

@@ -7,7 +7,13 @@ from random import Random
 
 import pytest
 
-from scripts.nano.environments import DEMONSTRATED, NUM_MOVES, SIZES, TASKS, walk_grid
+from scripts.nano.environments import (
+    DEMONSTRATION_GENERATORS,
+    GENERATORS,
+    NUM_MOVES,
+    SPLIT_SIZES,
+    demonstrate_grid_walk,
+)
 from tunekit import assets
 from tunekit.cli import registry
 from tunekit.config.load import load_config
@@ -32,8 +38,8 @@ CONFIGS: dict[str, EnvironmentConfig] = {
 }
 
 
-def replay(environment: Environment, messages: list[dict]) -> None:
-    """Repeat what the assistant does, and compare the observations."""
+def replay_messages(environment: Environment, messages: list[dict]) -> None:
+    """Repeat the actions of the assistant, and compare the observations and tool results."""
     tools = get_tools(environment)
     observation, tool_result = messages[0]["content"], None
     for message in messages:
@@ -49,14 +55,14 @@ def replay(environment: Environment, messages: list[dict]) -> None:
     assert observation is None
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", GENERATORS)
 def test_demonstrations_earn_the_reward(name: str) -> None:
-    iter_rows, solve = TASKS[name]
-    rows = iter_rows(Random(1)), DEMONSTRATED.get(name, iter_rows)(Random(2))
-    for row in chain.from_iterable(islice(part, 5) for part in rows):
-        environment, messages = CONFIGS[name].create(), solve(row)["messages"]
+    iter_rows, demonstrate = GENERATORS[name]
+    row_iterators = iter_rows(Random(1)), DEMONSTRATION_GENERATORS.get(name, iter_rows)(Random(2))
+    for row in chain.from_iterable(islice(iterator, 5) for iterator in row_iterators):
+        environment, messages = CONFIGS[name].create(), demonstrate(row)["messages"]
         assert messages[0]["content"] == row["prompt"] + (environment.reset(**row) or "")
-        replay(environment, messages)
+        replay_messages(environment, messages)
         assert environment.get_reward() == 1
 
 
@@ -66,18 +72,18 @@ def test_walks_on_bundled_grids_fit_the_config() -> None:
     lines = [
         line for split in ("train", "test") for line in (assets.DATA["tunekit/grid_world"] / f"{split}.jsonl").open()
     ]
-    assert len(lines) == sum(SIZES.values())
+    assert len(lines) == sum(SPLIT_SIZES.values())
     for line, choice in product(lines, (0, 1)):
         row = json.loads(line)
-        messages = walk_grid({**row, "choice": choice})["messages"]
+        messages = demonstrate_grid_walk({**row, "choice": choice})["messages"]
         assert len(messages) == 2 * config.max_turns == 2 * NUM_MOVES
         environment = config.create()
         assert messages[0]["content"] == row["prompt"] + str(environment.reset(**row))
-        replay(environment, messages)
+        replay_messages(environment, messages)
 
 
 def test_demonstrations_of_walks_show_each_direction_and_both_choices() -> None:
-    rows = list(islice(DEMONSTRATED["grid_world"](Random(0)), 12))
+    rows = list(islice(DEMONSTRATION_GENERATORS["grid_world"](Random(0)), 12))
     assert len({row["grid"] for row in rows}) == 8
-    firsts = Counter((row["grid"], walk_grid(row)["messages"][1]["content"]) for row in rows)
+    firsts = Counter((row["grid"], demonstrate_grid_walk(row)["messages"][1]["content"]) for row in rows)
     assert Counter(move for _, move in firsts) == dict.fromkeys(MOVES, 3) and len(firsts) == 12

@@ -4,7 +4,7 @@ import re
 from random import Random
 
 from scripts.nano import stories
-from scripts.nano.scene import Scene
+from scripts.nano.templates import TemplateContext
 
 TRANSFERS = (  # sentences after which `taker` has `item`
     r"gave the (?P<item>\w+) to (?P<taker>\w+)\.",
@@ -36,7 +36,7 @@ def find_owners(text: str) -> dict[str, str]:
 def test_owners_at_the_end():
     rng = Random(11)
     for _ in range(500):
-        story = stories.make_ownership_story(Scene(rng))
+        story = stories.make_ownership_story(TemplateContext(rng))
         owners = find_owners(story.text)
         for question, answer in story.questions:
             item = re.search("Who has the (.*) now", question)[1]
@@ -48,18 +48,18 @@ def test_owners_at_the_end():
 def test_pronouns_match_the_name():
     rng = Random(12)
     for _ in range(300):
-        scene = Scene(rng)
-        stories.bind_person(scene)
-        stories.bind_person(scene, "2")
-        assert scene["who"] != scene["who2"]
-        text = stories.make_day_story(Scene(rng)).text
+        context = TemplateContext(rng)
+        stories.set_character(context)
+        stories.set_character(context, "2")
+        assert context["who"] != context["who2"]
+        text = stories.make_day_story(TemplateContext(rng)).text
         assert not (re.search(r"\b[Hh]e\b", text) and re.search(r"\b[Ss]he\b", text)), text
 
 
 def test_events_of_a_day_are_in_order():
     rng = Random(13)
     for _ in range(300):
-        story = stories.make_day_story(Scene(rng))
+        story = stories.make_day_story(TemplateContext(rng))
         times = [re.search(r"at (\d+):(\d+)\?", question).groups() for question, _ in story.questions]
         assert times == sorted(times, key=lambda time: (int(time[0]), int(time[1])))
         assert all(answer in story.text for _, answer in story.questions)

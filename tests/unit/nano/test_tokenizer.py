@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaForCa
 from scripts.nano import corpus, tokenizer
 from tunekit import assets
 
-FOLDER = assets.MODELS["tunekit/nano"]
-WRITTEN = (
+MODEL_DIR = assets.MODELS["tunekit/nano"]
+TEXT_FILES = (
     "config.json",
     "generation_config.json",
     "special_tokens_map.json",
@@ -24,12 +24,12 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b
 
 @pytest.fixture(scope="module")
 def hf_tokenizer():
-    return AutoTokenizer.from_pretrained(FOLDER)
+    return AutoTokenizer.from_pretrained(MODEL_DIR)
 
 
 @pytest.fixture(scope="module")
 def bundled_tokenizer():
-    return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    return Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
 
 
 @settings(max_examples=300, deadline=None)
@@ -45,7 +45,7 @@ def test_tokens_and_special_tokens(hf_tokenizer):
         range(len(tokenizer.SPECIAL_TOKENS))
     )
     assert hf_tokenizer.tokenize("2026-08") == ["2", "0", "2", "6", "-", "0", "8"]
-    assert hf_tokenizer("Hello")["input_ids"][0] == hf_tokenizer.bos_token_id == tokenizer.BEGIN
+    assert hf_tokenizer("Hello")["input_ids"][0] == hf_tokenizer.bos_token_id == tokenizer.BEGIN_ID
     assert (hf_tokenizer.eos_token, hf_tokenizer.pad_token, hf_tokenizer.model_max_length) == (
         "<|turn|>",
         "<|pad|>",
@@ -58,25 +58,25 @@ def test_model_files_are_reproducible(tmp_path):
     for name in ("one", "two"):
         tokenizer.write_model_files(tmp_path / "corpus", tmp_path / name)
     assert (tmp_path / "one" / "tokenizer.json").read_bytes() == (tmp_path / "two" / "tokenizer.json").read_bytes()
-    for name in WRITTEN:
-        assert (tmp_path / "one" / name).read_bytes() == (FOLDER / name).read_bytes()
+    for name in TEXT_FILES:
+        assert (tmp_path / "one" / name).read_bytes() == (MODEL_DIR / name).read_bytes()
 
 
 def test_bundled_tokenizer_is_trained_on_the_corpus():
     """A tenth of the corpus gives 97% of its tokens, and all other settings."""
     counts = {"text": corpus.NUM_TEXTS // 10, "chat": corpus.NUM_CHATS // 10}
     rows = (row for kind, count in counts.items() for row in corpus.iter_rows(kind, count, f"0 {kind}", set()))
-    retrained = json.loads(tokenizer.train_tokenizer(tokenizer.texts_of_rows(rows)).to_str())
-    bundled = json.loads((FOLDER / "tokenizer.json").read_text())
+    retrained = json.loads(tokenizer.train_tokenizer(tokenizer.iter_row_texts(rows)).to_str())
+    bundled = json.loads((MODEL_DIR / "tokenizer.json").read_text())
     tokens, retrained_tokens = (set(parts.pop("model")["vocab"]) for parts in (bundled, retrained))
     assert len(tokens & retrained_tokens) > 0.96 * len(tokens)
     assert bundled == retrained
 
 
 def test_configs_load_in_transformers():
-    config = AutoConfig.from_pretrained(FOLDER)
+    config = AutoConfig.from_pretrained(MODEL_DIR)
     assert 2e6 < LlamaForCausalLM(config).num_parameters() < 6e6
-    assert GenerationConfig.from_pretrained(FOLDER).eos_token_id == [tokenizer.TURN, tokenizer.END]
+    assert GenerationConfig.from_pretrained(MODEL_DIR).eos_token_id == [tokenizer.TURN_ID, tokenizer.END_ID]
 
 
 @pytest.mark.parametrize(

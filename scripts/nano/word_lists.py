@@ -1,4 +1,4 @@
-"""Word lists of the generated texts."""
+"""Word lists for the generated texts."""
 
 
 def split_words(text: str) -> tuple[str, ...]:
@@ -9,12 +9,12 @@ def split_phrases(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.strip().split(","))
 
 
-GIRLS = split_words(
+FEMALE_NAMES = split_words(
     "Ada Alma Anna Bella Clara Cora Dina Edith Elsa Emma Eva Fay Fiona Gina Greta Hana Helen Ida Ines Iris Jane "
     "Jill Julia Kate Kira Lara Lena Lily Lucy Maja Maria Mia Mina Nadia Nina Nora Olga Opal Paula Petra Rita Rosa "
     "Ruth Sara Selma Sofia Tara Tess Uma Vera Wanda Yara Yuki Zara Zoe"
 )
-BOYS = split_words(
+MALE_NAMES = split_words(
     "Adam Alan Amir Ben Bruno Carl Cyrus Dan David Dev Eli Emil Erik Felix Finn Frank Fred Gus Hans Hugo Ian Igor "
     "Ivan Jack Jan Jonas Karl Ken Kofi Leo Liam Luca Marco Max Milo Nico Noah Omar Oscar Otto Pablo Paul Peter "
     "Raj Remy Rico Sam Simon Theo Tim Toby Tom Victor Walt Yusuf"
@@ -72,7 +72,7 @@ ANIMALS = split_words(
     "bear bird cat cow crab dog donkey duck fish fox frog goat goose hen horse lion mouse owl pig rabbit sheep "
     "tiger wolf"
 )
-SOUNDS = {
+ANIMAL_SOUNDS = {
     "cat": "meows",
     "cow": "moos",
     "dog": "barks",
@@ -87,7 +87,7 @@ FOODS = split_words(
     "pasta pears rice salt soup sugar tea"
 )
 COLORS = split_words("red blue green yellow white black brown pink purple gray orange golden silver")
-TRAITS = split_words("small big old new round heavy light soft shiny strange tiny long broken clean lovely plain")
+ADJECTIVES = split_words("small big old new round heavy light soft shiny strange tiny long broken clean lovely plain")
 JOBS = split_words(
     "baker farmer teacher doctor sailor painter gardener singer driver cook king queen clerk writer pilot nurse"
 )
@@ -95,7 +95,7 @@ PLACES = split_words(
     "park school market garden library kitchen harbor station museum forest bakery farm beach castle office "
     "village tower bridge lake yard"
 )
-SPOTS = split_phrases(
+LOCATION_PHRASES = split_phrases(
     "under the bed, behind the door, on the table, in the drawer, near the window, on the shelf, under the tree, "
     "beside the well, in the attic, on the bench, behind the fence, in the cupboard, on the roof, at the gate"
 )
@@ -160,7 +160,7 @@ SONG_STARTS = split_words(
 SONG_ENDS = split_words(
     "River Moon Garden Rain Heart Street Train Ocean Shadow Bird Fire Window Dream Letter Bridge Star Road Song"
 )
-DICTIONARY = {
+TRANSLATIONS = {
     "apple": ("pomme", "manzana", "Apfel"),
     "bread": ("pain", "pan", "Brot"),
     "book": ("livre", "libro", "Buch"),
@@ -182,7 +182,7 @@ DICTIONARY = {
     "water": ("eau", "agua", "Wasser"),
     "window": ("fenêtre", "ventana", "Fenster"),
 }
-UNITS = {  # (large unit, small unit): small units per large unit
+UNIT_FACTORS = {  # (large unit, small unit): small units per large unit
     ("hours", "minutes"): 60,
     ("minutes", "seconds"): 60,
     ("days", "hours"): 24,
@@ -197,12 +197,12 @@ UNITS = {  # (large unit, small unit): small units per large unit
     ("pounds", "ounces"): 16,
     ("dozens", "pieces"): 12,
 }
-MEASURES = (  # units of one dimension per line
+UNITS_BY_DIMENSION = (  # units of one dimension per line
     split_words("miles kilometers meters centimeters feet inches yards"),
     split_words("pounds kilograms grams ounces"),
     split_words("liters cups gallons pints"),
 )
-SYLLABLES = (
+WORD_PARTS = (
     split_words(
         "ba be bi bo da de di do fa fe fi ga go ka ke ki ko la le li lo ma me mi mo na ne ni no pa pe pi po ra re ri "
         "ro sa se si so ta te ti to va ve vo za zo shi tra plo gre qui"

@@ -1,20 +1,20 @@
-"""Requests that tools can handle. The corpus answers them in prose, the dataset `tunekit/tools` in JSON."""
+"""Requests for tools. Answers are prose in the corpus, and tool calls in JSON in the dataset `tunekit/tools`."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Request:
-    """Name of a tool, slots of its arguments in order, prompts, and replies in prose."""
+class ToolRequest:
+    """Name of a tool, template slots of its arguments, prompts, and replies in prose."""
 
     tool: str
-    arguments: dict[str, str]
+    argument_slots: dict[str, str]
     prompts: tuple[str, ...]
     replies: tuple[str, ...]
 
 
-REQUESTS = (
-    Request(
+TOOL_REQUESTS = (
+    ToolRequest(
         "get_weather",
         {"city": "city", "day": "day"},
         (
@@ -26,7 +26,7 @@ REQUESTS = (
         ),
         ("I hope it will be {weather} in {city} on {day}.", "On {day} it may be {weather} in {city}."),
     ),
-    Request(
+    ToolRequest(
         "set_alarm",
         {"time": "time", "day": "day"},
         (
@@ -37,7 +37,7 @@ REQUESTS = (
         ),
         ("Sure, I will set an alarm for {time} on {day}.", "Of course, I will wake you up at {time} on {day}."),
     ),
-    Request(
+    ToolRequest(
         "set_timer",
         {"amount": "amount", "unit": "span"},
         (
@@ -48,7 +48,7 @@ REQUESTS = (
         ),
         ("The timer is set to {amount} {span}.", "I will tell you when {amount} {span} are over."),
     ),
-    Request(
+    ToolRequest(
         "add_reminder",
         {"task": "chore", "time": "time"},
         (
@@ -59,7 +59,7 @@ REQUESTS = (
         ),
         ("I will remind you at {time} to {chore}.", "Sure, at {time} I will tell you to {chore}."),
     ),
-    Request(
+    ToolRequest(
         "send_message",
         {"to": "name", "text": "message"},
         (
@@ -70,7 +70,7 @@ REQUESTS = (
         ),
         ("I will tell {name} that {message}.", "Yes, {name} will hear it from me: {message}."),
     ),
-    Request(
+    ToolRequest(
         "convert_units",
         {"amount": "amount", "from": "unit", "to": "target"},
         (
@@ -84,7 +84,7 @@ REQUESTS = (
             "{amount} {unit} in {target}? That is hard.",
         ),
     ),
-    Request(
+    ToolRequest(
         "calculate",
         {"expression": "expression"},
         (
@@ -95,7 +95,7 @@ REQUESTS = (
         ),
         ("You want to know {expression}. Let me think about it.", "I would need some paper for {expression}."),
     ),
-    Request(
+    ToolRequest(
         "add_event",
         {"title": "event", "day": "day", "time": "time"},
         (
@@ -106,7 +106,7 @@ REQUESTS = (
         ),
         ("I noted it: {event} on {day} at {time}.", "Fine, on {day} at {time} you have {event}."),
     ),
-    Request(
+    ToolRequest(
         "play_music",
         {"song": "song", "artist": "artist"},
         (
@@ -117,7 +117,7 @@ REQUESTS = (
         ),
         ("Here comes {song} by {artist}.", "I like {song} by {artist} too."),
     ),
-    Request(
+    ToolRequest(
         "translate",
         {"word": "noun", "language": "language"},
         (
