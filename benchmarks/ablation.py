@@ -1,9 +1,9 @@
 """Speed and memory of fine-tuning, one optimization at a time: cumulative, then each alone.
 
-    python benchmarks/ladder.py [--batch 4] [--steps 4]
+    python benchmarks/ablation.py [--batch-size 4] [--steps 4]
 
-A rung is a set of overrides of `tune run sft`. The first rung is a simple script: all weights are trained in fp32,
-and documents of very different lengths are padded to the longest.
+An optimization is a set of overrides of `tune run sft`. The cumulative baseline is a simple script: all weights are
+trained in fp32, and documents of very different lengths are padded to the longest.
 """
 
 import argparse
@@ -13,98 +13,121 @@ from dataclasses import dataclass, replace
 from datetime import date
 
 import torch
-from compare import tunekit
-from contest import RunSetup, add_arguments
-from picture import steps
-from stage import Shape, Work, prepare, write_rows
+from compare import run_tunekit_sft
+from library_runs import RunSetup, add_arguments
+from plots import plot_ablation
+from reporting import CPU
+from training_inputs import LlamaShape, SFTTask, write_checkpoint, write_sft_data
 
 from tunekit.env_info import describe_hardware
 
-# lengths of the documents relative to a row; padded, they take twice the memory
-SHARES = (40 / 512, 120 / 512, 352 / 512)
+# Relative to a row: padded to the longest, they take twice the memory
+DOCUMENT_FRACTIONS = (40 / 512, 120 / 512, 352 / 512)
+HEADER = """
+| | step time, s | target tokens/s | peak GiB | last loss | overrides |
+|---|---|---|---|---|---|
+"""
 
 
 @dataclass(frozen=True)
-class Rung:
+class Optimization:
     name: str
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
+
+    def apply(self, overrides: tuple[str, ...]) -> tuple[str, ...]:
+        """Overrides of a run, in which those of this optimization replace earlier ones of the same key."""
+        keys = {override.partition("=")[0] for override in self.overrides}
+        return (*(o for o in overrides if o.partition("=")[0] not in keys), *self.overrides)
 
 
-FIRST = Rung("full, fp32, padded rows", ("precision.compute_dtype=fp32", "precision.master_dtype=fp32"))
-DEFAULT = Rung("full, bf16 products, packed", ("precision.master_dtype=fp32",))
-PACKED = "packed rows"
-PLAIN = ("optimizer=adamw", "optimizer.lr=1e-4")
-RUNGS = (
-    Rung("bf16 products", ("precision.compute_dtype=bf16",)),
-    Rung(PACKED, ()),
-    Rung("8-bit AdamW", ("optimizer=adamw8bit", "optimizer.lr=1e-4")),
-    Rung("bf16 weights", ("precision.master_dtype=bf16",)),
-    Rung("step in backward", ("memory.optimizer_in_bwd=true", "max_grad_norm=0")),
-    Rung("selective recompute", ("memory.activation_checkpointing=selective",)),
-    Rung("recompute of layers", ("memory.activation_checkpointing=full",)),
-    Rung(
-        "LoRA",
-        ("adapter=lora", *PLAIN, "precision.master_dtype=fp32", "memory.optimizer_in_bwd=false", "max_grad_norm=1"),
-    ),
-    Rung("QLoRA", ("quantization=nf4", "adapter=lora")),
-    Rung("compile", ("compile=true",)),
+CUMULATIVE_BASELINE = Optimization(
+    "full, fp32, padded rows", ("precision.compute_dtype=fp32", "precision.master_dtype=fp32")
+)
+SINGLE_BASELINE = Optimization("full, bf16 matmuls, packed rows", ("precision.master_dtype=fp32",))
+PACKING = Optimization("packed rows", ())
+ADAMW = ("optimizer=adamw", "optimizer.lr=1e-4")
+NO_OPTIMIZER_IN_BWD = ("memory.optimizer_in_bwd=false", "max_grad_norm=1")
+CUMULATIVE_ONLY = (Optimization("bf16 matmuls", ("precision.compute_dtype=bf16",)), PACKING)
+OPTIMIZATIONS = (
+    Optimization("8-bit AdamW", ("optimizer=adamw8bit", "optimizer.lr=1e-4")),
+    Optimization("bf16 weights", ("precision.master_dtype=bf16",)),
+    Optimization("optimizer in backward", ("memory.optimizer_in_bwd=true", "max_grad_norm=0")),
+    Optimization("selective activation checkpointing", ("memory.activation_checkpointing=selective",)),
+    Optimization("full activation checkpointing", ("memory.activation_checkpointing=full",)),
+    Optimization("LoRA", ("adapter=lora", *ADAMW, "precision.master_dtype=fp32", *NO_OPTIMIZER_IN_BWD)),
+    Optimization("QLoRA", ("quantization=nf4", "adapter=lora")),
+    Optimization("compile", ("compile=true",)),
 )
 
 
-def climb(setup: RunSetup, base: Work, rung: Rung, overrides: tuple[str, ...], drop: int) -> tuple[float, int, str]:
-    """Step time, peak bytes, and a table row."""
-    measured, _ = tunekit(setup, base, setup.folder / "rows", overrides)
-    step, peak = statistics.median(measured["seconds"][drop:]), measured["peak"]
-    text = f"| {rung.name} | {step:.2f} | {base.num_target_tokens / step:.0f} "
-    text += f"| {peak / 2**30:.2f} | {measured['losses'][-1]:.4f} "
-    text += f"| `{' '.join(rung.words)}` |\n"
-    print(text, end="", flush=True)
-    return step, peak, text
+@dataclass
+class Result:
+    """Measurements of one run."""
+
+    name: str
+    overrides: tuple[str, ...]  # of the optimization
+    step_time: float
+    tokens_per_second: float
+    peak_gib: float
+    last_loss: float
+
+    def format_row(self) -> str:
+        text = f"| {self.name} | {self.step_time:.2f} | {self.tokens_per_second:.0f} | {self.peak_gib:.2f} "
+        return text + f"| {self.last_loss:.4f} | `{' '.join(self.overrides)}` |\n"
 
 
-def padded(work: Work) -> tuple[str, ...]:
-    """Overrides for the same number of documents, padded."""
-    documents = work.batch * len(work.documents)
-    return "data.packing=false", f"global_batch_size={documents}", f"micro_batch_size={documents}"
+def measure_optimization(
+    setup: RunSetup, task: SFTTask, optimization: Optimization, overrides: tuple[str, ...], warmup_steps: int
+) -> Result:
+    measurements, _ = run_tunekit_sft(setup, task, setup.directory / "data", overrides)
+    step_time = statistics.median(measurements["seconds"][warmup_steps:])
+    tokens_per_second, peak_gib = task.num_target_tokens / step_time, measurements["peak"] / 2**30
+    last_loss = measurements["losses"][-1]
+    result = Result(optimization.name, optimization.overrides, step_time, tokens_per_second, peak_gib, last_loss)
+    print(result.format_row(), end="", flush=True)
+    return result
+
+
+def get_padding_overrides(task: SFTTask) -> tuple[str, ...]:
+    """Overrides for padded rows with the same number of documents."""
+    num_documents = task.batch_size * len(task.document_lengths)
+    return "data.packing=false", f"global_batch_size={num_documents}", f"micro_batch_size={num_documents}"
+
+
+def format_header(shape: LlamaShape, task: SFTTask) -> str:
+    text = f"# Speed and memory, one optimization at a time, {date.today()}\n\n"
+    text += f"{describe_hardware(CPU)}, torch {torch.__version__}. A Llama with "
+    text += f"{shape.layers} layers, dim {shape.dim}, vocabulary {shape.vocab:,}; {task.num_tokens:,} tokens per step "
+    return text + f"in documents of {', '.join(map(str, task.document_lengths))}.\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=4, help="packed rows of 512 tokens a step")
+    parser.add_argument("--batch-size", type=int, default=4, help="packed rows of 512 tokens per step")
     add_arguments(parser, steps=4)
     args = parser.parse_args()
-    shape = replace(Shape(), layers=args.layers)
-    work = Work("full", batch=args.batch, steps=args.steps, document_fractions=SHARES)
-    head = "\n| | s a step | target tokens/s | peak GiB | last loss | words |\n|---|---|---|---|---|---|\n"
-    text = f"# Trick by trick, {date.today()}\n\n"
-    text += f"{describe_hardware(torch.device('cpu'))}, torch {torch.__version__}. A Llama of "
-    text += f"{shape.layers} layers, dim {shape.dim}, vocabulary {shape.vocab:,}; {work.tokens:,} tokens a step in "
-    text += f"documents of {', '.join(map(str, work.documents))}.\n"
-    file = args.results / f"{date.today()}-ladder"
+    shape = replace(LlamaShape(), layers=args.layers)
+    task = SFTTask("full", batch_size=args.batch_size, steps=args.steps, document_fractions=DOCUMENT_FRACTIONS)
+    text, file = format_header(shape, task), args.results / f"{date.today()}-ablation"
     results: dict[str, tuple[float, float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        given = RunSetup.from_args(args, folder)
-        prepare(given.folder, shape, work)
-        write_rows(given.folder / "rows", shape, work)
-        text += "\n## Each on top of those before it\n" + head
-        words, extra_options = FIRST.words, padded(work)
-        for rung in (FIRST, *RUNGS):
-            extra_options = () if rung.name == PACKED else extra_options
-            words = (*(w for w in words if w.partition("=")[0] not in keys(rung)), *rung.words)
-            step, peak, row = climb(given, work, rung, (*words, *extra_options), args.drop)
-            results[rung.name], text = (work.num_target_tokens / step, peak / 2**30), text + row
+    with tempfile.TemporaryDirectory() as directory:
+        setup = RunSetup.from_args(args, directory)
+        write_checkpoint(setup.directory, shape, task)
+        write_sft_data(setup.directory / "data", shape, task)
+        text += f"\n## Cumulative\n{HEADER}"
+        overrides, padding = (), get_padding_overrides(task)
+        for optimization in (CUMULATIVE_BASELINE, *CUMULATIVE_ONLY, *OPTIMIZATIONS):
+            padding = () if optimization == PACKING else padding
+            overrides = optimization.apply(overrides)
+            result = measure_optimization(setup, task, optimization, (*overrides, *padding), args.warmup_steps)
+            results[result.name], text = (result.tokens_per_second, result.peak_gib), text + result.format_row()
             file.with_suffix(".md").write_text(text)
-        steps(file.with_suffix(".png"), results)
-        text += "\n## Each alone\n" + head
-        for rung in (DEFAULT, *(rung for rung in RUNGS[2:])):
-            words = (*(w for w in DEFAULT.words if w.partition("=")[0] not in keys(rung)), *rung.words)
-            text += climb(given, work, rung, words, args.drop)[2]
+        plot_ablation(file.with_suffix(".png"), results)
+        text += f"\n## Each alone\n{HEADER}"
+        for optimization in (SINGLE_BASELINE, *OPTIMIZATIONS):
+            overrides = optimization.apply(SINGLE_BASELINE.overrides)
+            text += measure_optimization(setup, task, optimization, overrides, args.warmup_steps).format_row()
             file.with_suffix(".md").write_text(text)
-
-
-def keys(rung: Rung) -> set[str]:
-    """Keys that a rung sets, including their parents."""
-    return {word.partition("=")[0] for word in rung.words}
 
 
 if __name__ == "__main__":

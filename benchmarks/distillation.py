@@ -8,111 +8,91 @@ growth of a separate process, without weights and hidden states.
 """
 
 import argparse
-import os
-import platform
-import statistics
-import subprocess
-import sys
+import json
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-import trl
-from cross_entropy import BF16, CLEAR, process_memory
+from cross_entropy import BF16, build_head, parse_size
+from interleave import measure_interleaved
+from reporting import describe_environment, format_milliseconds
+from resource_usage import measure_usage
+from subprocesses import run_script
 from torch import Tensor
 from trl.experimental.gkd import GKDTrainer
 from trl.trainer.distillation_trainer import _chunked_divergence_loss
-from turns import turns
 
-from tunekit.env_info import describe_hardware
 from tunekit.kernels.kl_divergence import FullTargets, KLMixture, linear_kl_divergence, top_k_targets
-from tunekit.models.decoder import Head
-from tunekit.models.spec import DecoderSpec
 
-KINDS = {"forward KL": (KLMixture(), 0.0), "Jensen-Shannon": (KLMixture(0.5, 0.5, 0.5, 0.5), 0.5)}
-
-
-def make_head(vocab: int, dim: int) -> Head:
-    """Frozen head whose logits have a standard deviation of about one."""
-    head = Head(DecoderSpec(vocab, dim, ())).to(BF16).requires_grad_(False)
-    for part in head.weight.split(4096):
-        part.normal_(std=dim**-0.5)
-    return head
+# Mixture of tunekit, and beta of trl
+DIVERGENCES = {"forward KL": (KLMixture(), 0.0), "Jensen-Shannon": (KLMixture(0.5, 0.5, 0.5, 0.5), 0.5)}
 
 
-def make_workloads(tokens: int, vocab: int, dim: int) -> dict[str, Callable[[], float]]:
+def build_workloads(num_tokens: int, vocab: int, dim: int) -> dict[str, Callable[[], float]]:
     """Implementations by name; each returns the loss per token."""
     torch.manual_seed(0)
-    student, teacher = make_head(vocab, dim), make_head(vocab, dim)
-    x, y = torch.randn(tokens, dim).to(BF16).requires_grad_(), torch.randn(tokens, dim).to(BF16)
-    targets, rows = torch.randint(0, vocab, (tokens,)), torch.arange(tokens)
+    student, teacher = build_head(vocab, dim), build_head(vocab, dim)
+    x = torch.randn(num_tokens, dim).to(BF16).requires_grad_()
+    teacher_x = torch.randn(num_tokens, dim).to(BF16)
+    targets, row_ids = torch.randint(0, vocab, (num_tokens,)), torch.arange(num_tokens)
 
-    def backward(loss: Tensor) -> float:
+    def run_backward(loss: Tensor) -> float:
         loss.backward()
         x.grad = None
         return loss.item()
 
-    def ours(by: KLMixture, top: int | None = None) -> float:
-        seen = FullTargets(y, teacher) if top is None else top_k_targets(y, teacher, rows, top, 1.0, vocab)
-        return backward(linear_kl_divergence(x, targets, student, seen, by)[0] / tokens)
+    def run_tunekit(mixture: KLMixture, top_k: int | None = None) -> float:
+        full = FullTargets(teacher_x, teacher)
+        distribution = full if top_k is None else top_k_targets(teacher_x, teacher, row_ids, top_k, 1.0, vocab)
+        return run_backward(linear_kl_divergence(x, targets, student, distribution, mixture)[0] / num_tokens)
 
-    def full_logits(beta: float) -> float:
+    def run_gkd(beta: float) -> float:
         with torch.no_grad():
-            teacher_logits = F.linear(y, teacher.weight).float()
+            teacher_logits = F.linear(teacher_x, teacher.weight).float()
         logits = F.linear(x, student.weight).float()
-        return backward(GKDTrainer.generalized_jsd_loss(logits[None], teacher_logits[None], targets[None], beta=beta))
+        loss = GKDTrainer.generalized_jsd_loss(logits[None], teacher_logits[None], targets[None], beta=beta)
+        return run_backward(loss)
 
-    def tiled(beta: float) -> float:
-        heads, mask = (student.weight, teacher.weight), torch.ones(1, tokens, dtype=torch.bool)
-        return backward(_chunked_divergence_loss(x[None], y[None], *heads, mask, beta)[0])
+    def run_tiled(beta: float) -> float:
+        heads, mask = (student.weight, teacher.weight), torch.ones(1, num_tokens, dtype=torch.bool)
+        return run_backward(_chunked_divergence_loss(x[None], teacher_x[None], *heads, mask, beta)[0])
 
     workloads: dict[str, Callable[[], float]] = {}
-    for kind, (by, beta) in KINDS.items():
-        workloads[f"tunekit, {kind}"] = lambda by=by: ours(by)
-        workloads[f"trl, all logits, {kind}"] = lambda beta=beta: full_logits(beta)
-        workloads[f"trl, tiles, {kind}"] = lambda beta=beta: tiled(beta)
-    return workloads | {"tunekit, top 64, forward KL": lambda: ours(KLMixture(), 64)}
+    for name, (mixture, beta) in DIVERGENCES.items():
+        workloads[f"tunekit, {name}"] = lambda mixture=mixture: run_tunekit(mixture)
+        workloads[f"trl, all logits, {name}"] = lambda beta=beta: run_gkd(beta)
+        workloads[f"trl, tiles, {name}"] = lambda beta=beta: run_tiled(beta)
+    return workloads | {"tunekit, top 64, forward KL": lambda: run_tunekit(KLMixture(), 64)}
 
 
-def memory_growth(size: tuple[int, int, int], name: str) -> float:
-    """Peak MiB of a forward and backward pass, after a small one that creates caches."""
-    make_workloads(128, 512, size[2])[name]()
-    work = make_workloads(*size)[name]
-    CLEAR.write_text("5")  # reset VmHWM
-    before = process_memory("VmRSS")
-    work()
-    return process_memory("VmHWM") - before
+def measure_peak_growth(size: tuple[int, int, int], name: str) -> int:
+    """Peak bytes of a forward and backward pass, after a small one that creates caches."""
+    build_workloads(128, 512, size[2])[name]()
+    return measure_usage(build_workloads(*size)[name]).peak_bytes
 
 
-def table(words: str, rounds: int) -> None:
-    """A row per implementation."""
-    size = tuple(map(int, words.split("x")))
-    assert len(size) == 3
-    of = make_workloads(*size)
-    losses = {name: work() for name, work in of.items()}
-    times = turns(of, rounds)
-    print(f"\n| {words} | ms, median (least) | MiB | loss |\n|---|---|---|---|")
+def print_table(size: str, rounds: int) -> None:
+    workloads = build_workloads(*parse_size(size))
+    losses = {name: workload() for name, workload in workloads.items()}
+    times = measure_interleaved(workloads, rounds)
+    print(f"\n| {size} | ms, median (minimum) | MiB | loss |\n|---|---|---|---|")
     for name, seconds in times.items():
-        line = [sys.executable, __file__, "--grown", name, "--sizes", words]
-        output = subprocess.run(line, check=True, capture_output=True, text=True).stdout.split()[-1]
-        middle = f"{1e3 * statistics.median(seconds):,.0f} ({1e3 * min(seconds):,.0f})"
-        print(f"| {name} | {middle} | {output} | {losses[name]:.6f} |", flush=True)
+        peak = run_script(__file__, "--child", name, "--sizes", size) / 2**20
+        print(f"| {name} | {format_milliseconds(seconds, 0)} | {peak:.0f} | {losses[name]:.6f} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["1024x49152x576"], help="tokens x vocabulary x dim")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--grown", help=argparse.SUPPRESS)
+    parser.add_argument("--child", metavar="NAME", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.grown:
-        a, b, c = map(int, args.sizes[0].split("x"))
-        print(f"{memory_growth((a, b, c), args.grown):.0f}")
+    if args.child:
+        print(json.dumps(measure_peak_growth(parse_size(args.sizes[0]), args.child)))
         return
-    print(f"{describe_hardware(torch.device('cpu'))}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-          f"trl {trl.__version__}, Python {platform.python_version()}; load {os.getloadavg()[0]:.1f}")  # fmt: skip
+    print(describe_environment("trl"))
     for size in args.sizes:
-        table(size, args.rounds)
+        print_table(size, args.rounds)
 
 
 if __name__ == "__main__":

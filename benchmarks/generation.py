@@ -1,31 +1,30 @@
 """Tokens per second of generation on the CPU, compared with transformers' `generate`, with the same random
 checkpoint.
 
-    python benchmarks/generation.py [--threads 2] [--rounds 3] [--tokens 128] [--batch 1 4]
+    python benchmarks/generation.py [--threads 2] [--rounds 3] [--tokens 128] [--batch-sizes 1 4]
 
 A Llama with 135 million parameters in bf16; prompts have 64 tokens, and decoding is greedy. Implementations
 alternate; the table shows medians. The limit is the memory bandwidth: all weights are read once per token.
 """
 
 import argparse
-import os
-import platform
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from nf4 import SMALL
+from hardware_limits import measure_read_bandwidth
+from interleave import Workload, measure_interleaved
+from reporting import describe_environment
+from training_step import LLAMA_135M
 
 from tunekit import build
 from tunekit.adapters.config import FrozenModel
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.distributed.context import DistributedContext
-from tunekit.env_info import describe_hardware
 from tunekit.generation.generate import generate_batch
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.memory.config import MemoryConfig
@@ -33,112 +32,102 @@ from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
 from tunekit.quantization.config import NF4Config, NoQuantization
 
-PROMPT = 64
-NO_STOP_TOKENS: frozenset[int] = frozenset()  # no token ends an answer
-Answer = Callable[[list[list[int]]], list[list[int]]]
+PROMPT_LENGTH = 64
+NO_STOP_TOKENS: frozenset[int] = frozenset()
+QUANTIZATIONS = {
+    "tunekit": NoQuantization(),
+    "tunekit, nf4": NF4Config(),
+    "tunekit, nf4 with double quantization": NF4Config(double_quant=True),
+}
+GenerateFunction = Callable[[list[list[int]]], list[list[int]]]  # prompts to answers
 
 
-def make_checkpoint(folder: Path, sizes: Mapping[str, Any] = SMALL) -> Path:
+def write_random_llama(directory: Path, config: Mapping[str, Any]) -> Path:
     """Random bf16 weights of a Llama in the format of transformers."""
-    config = transformers.LlamaConfig(**{key: value for key, value in sizes.items() if key != "architectures"})
+    options = {key: value for key, value in config.items() if key != "architectures"}
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
-    return folder
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**options)).bfloat16().save_pretrained(directory)
+    return directory
 
 
-def ours(model: Decoder, tokens: int) -> Answer:
-    return lambda rows: generate_batch(model, rows, SamplingConfig(max_new_tokens=tokens), NO_STOP_TOKENS)
+def load_frozen_model(directory: Path, dtype: str, quantization: NoQuantization | None = None) -> Decoder:
+    quantization = quantization or NoQuantization()
+    options = quantization, FrozenModel(), PrecisionConfig(dtype, frozen_dtype=dtype), MemoryConfig()
+    return build.build_model(HFCheckpoint.open(directory), *options, DistributedContext(0, "cpu"))
 
 
-def theirs(folder: Path, tokens: int) -> Answer:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    options = {"do_sample": False, "min_new_tokens": tokens, "max_new_tokens": tokens, "pad_token_id": 0}
+def build_tunekit_generate(model: Decoder, max_new_tokens: int) -> GenerateFunction:
+    sampling = SamplingConfig(max_new_tokens=max_new_tokens)
+    return lambda prompts: generate_batch(model, prompts, sampling, NO_STOP_TOKENS)
+
+
+def build_transformers_generate(directory: Path, max_new_tokens: int) -> GenerateFunction:
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+    options = {"do_sample": False, "min_new_tokens": max_new_tokens, "max_new_tokens": max_new_tokens}
 
     @torch.inference_mode()
-    def answer(rows: list[list[int]]) -> list[list[int]]:
-        prompts = torch.tensor(rows)
-        output = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
-        return output[:, PROMPT:].tolist()
+    def generate(prompts: list[list[int]]) -> list[list[int]]:
+        input_ids = torch.tensor(prompts)
+        output = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), pad_token_id=0, **options)
+        return output[:, PROMPT_LENGTH:].tolist()
 
-    return answer
-
-
-def bytes_per_token(model: torch.nn.Module) -> int:
-    """Bytes of weights that are read per token: all except an untied embedding."""
-    sizes = {id(p): p.nbytes for p in model.parameters()}
-    return sum(sizes.values())
+    return generate
 
 
-def bandwidth() -> float:
-    """Bytes per second while summing 512 MB, which no cache holds."""
-    tensor, seconds = torch.ones(2**27), []
-    for _ in range(5):
-        start = time.perf_counter()
-        tensor.sum()
-        seconds.append(time.perf_counter() - start)
-    return tensor.nbytes / min(seconds)
+def count_weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of weights that are read per token: all, since the embedding is tied to the head."""
+    return sum(p.nbytes for p in model.parameters())
 
 
-def compare(
-    implementations: dict[str, Answer], batch: int, rounds: int, tokens: int, bytes_: dict[str, int], rate: float
+def print_rows(
+    functions: dict[str, GenerateFunction],
+    batch_size: int,
+    max_new_tokens: int,
+    rounds: int,
+    min_seconds: dict[str, float],
 ) -> None:
-    """Print a line per implementation: tokens per second, milliseconds per token, and the fraction of the limit."""
-    rows = torch.randint(0, SMALL["vocab_size"], (batch, PROMPT), generator=torch.Generator().manual_seed(batch))
-    seconds: dict[str, list[float]] = {name: [] for name in implementations}
-    for i in range(rounds + 1):
-        for name, answer in implementations.items():
-            start = time.perf_counter()
-            output = answer(rows.tolist())
-            assert [len(row) for row in output] == [tokens] * batch
-            if i:  # the first round warms up
-                seconds[name].append(time.perf_counter() - start)
-    first = statistics.median(next(iter(seconds.values())))
-    for name, times in seconds.items():
-        middle = statistics.median(times)
-        speed = f"{batch * tokens / middle:.1f} | {middle / tokens * 1e3:.1f} | {first / middle:.2f}"
-        print(f"| {name} | {batch} | {speed} | {bytes_[name] / rate * 1e3:.1f} |", flush=True)
+    """Print a row per implementation. `min_seconds`: time per token to read the weights."""
+    generator = torch.Generator().manual_seed(batch_size)
+    prompts = torch.randint(0, LLAMA_135M["vocab_size"], (batch_size, PROMPT_LENGTH), generator=generator).tolist()
+
+    def build_workload(generate: GenerateFunction) -> Workload:
+        def run() -> None:
+            assert [len(answer) for answer in generate(prompts)] == [max_new_tokens] * batch_size
+
+        return run
+
+    times = measure_interleaved({name: build_workload(generate) for name, generate in functions.items()}, rounds)
+    baseline = statistics.median(next(iter(times.values())))
+    for name, seconds in times.items():
+        median = statistics.median(seconds)
+        speed = f"{batch_size * max_new_tokens / median:.1f} | {median / max_new_tokens * 1e3:.1f}"
+        print(
+            f"| {name} | {batch_size} | {speed} | {baseline / median:.2f} | {min_seconds[name] * 1e3:.1f} |", flush=True
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.utils.logging.set_verbosity_error()
-    rate = bandwidth()
-    print(f"{describe_hardware(torch.device('cpu'))}, {args.threads} threads, torch {torch.__version__}, "
-          f"transformers {transformers.__version__}, Python {platform.python_version()}; "
-          f"load {os.getloadavg()[0]:.1f}; memory is read at {rate / 1e9:.1f} GB/s\n")  # fmt: skip
-    precision = PrecisionConfig("bf16", frozen_dtype="bf16")
-    with tempfile.TemporaryDirectory() as place:
-        folder = make_checkpoint(Path(place))
-        kinds = {
-            "tunekit": NoQuantization(),
-            "tunekit, nf4": NF4Config(),
-            "tunekit, nf4 nested": NF4Config(double_quant=True),
-        }
-        models = {
-            name: build.build_model(
-                HFCheckpoint.open(folder),
-                weights,
-                FrozenModel(),
-                precision,
-                MemoryConfig(),
-                DistributedContext(0, "cpu"),
-            )
-            for name, weights in kinds.items()
-        }
-        answers = {"transformers": theirs(folder, args.tokens)}
-        answers |= {name: ours(model, args.tokens) for name, model in models.items()}
-    bytes_ = {name: bytes_per_token(model) for name, model in models.items()}
-    bytes_["transformers"] = bytes_["tunekit"]
-    print("| | rows | tokens/s | ms a token | times transformers | ms a token that reading takes |")
+    bandwidth = measure_read_bandwidth()
+    print(f"{describe_environment('transformers')}; memory read bandwidth {bandwidth / 1e9:.1f} GB/s\n")
+    with tempfile.TemporaryDirectory() as name:
+        directory = write_random_llama(Path(name), LLAMA_135M)
+        models = {name: load_frozen_model(directory, "bf16", config) for name, config in QUANTIZATIONS.items()}
+        functions = {"transformers": build_transformers_generate(directory, args.tokens)}
+    functions |= {name: build_tunekit_generate(model, args.tokens) for name, model in models.items()}
+    min_seconds = {name: count_weight_bytes(model) / bandwidth for name, model in models.items()}
+    min_seconds["transformers"] = min_seconds["tunekit"]
+    print("| | rows | tokens/s | ms per token | speedup over transformers | ms per token to read the weights |")
     print("|---|---|---|---|---|---|")
-    for batch in args.batch:
-        compare(answers, batch, args.rounds, args.tokens, bytes_, rate)
+    for batch_size in args.batch_sizes:
+        print_rows(functions, batch_size, args.tokens, args.rounds, min_seconds)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Hardware limits of this machine: copy bandwidth and bf16 matmul rate.
 
-python benchmarks/limits.py
+python benchmarks/hardware_limits.py
 """
 
+import argparse
 import json
 import statistics
 import time
@@ -10,43 +11,51 @@ from collections.abc import Callable
 
 import torch
 
-SIDES = (1024, 2048, 4096)
-COPIED = 2**28  # bytes, larger than all caches
+MATMUL_SIZES = (1024, 2048, 4096)
+COPY_BYTES = 2**28  # larger than all caches
+READ_BYTES = 2**29
 
 
-def seconds(fn: Callable[[], object], rounds: int, device: torch.device) -> float:
-    """Median of some rounds after a warmup."""
-    times = []
+def measure_seconds(fn: Callable[[], object], rounds: int, device: torch.device) -> list[float]:
+    """Seconds of each call after one warmup call."""
+    seconds = []
     for _ in range(rounds + 1):
         start = time.perf_counter()
         fn()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
 
 
-def copy_bandwidth(device: torch.device, size: int = COPIED) -> float:
-    """Bytes read and written per second, into existing memory."""
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    two = torch.ones_like(source)
-    return 2 * size / seconds(lambda: two.copy_(source), 9, device)
+def measure_copy_bandwidth(device: torch.device, num_bytes: int = COPY_BYTES) -> float:
+    """Bytes read and written per second, into allocated memory."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    return 2 * num_bytes / statistics.median(measure_seconds(lambda: target.copy_(source), 9, device))
 
 
-def matmul_rates(device: torch.device, sides: tuple[int, ...] = SIDES) -> dict[int, float]:
-    """FLOPs per second of square bf16 matmuls, by size."""
+def measure_read_bandwidth() -> float:
+    """Bytes read per second by a sum on the CPU."""
+    tensor = torch.ones(READ_BYTES // 4)
+    return READ_BYTES / min(measure_seconds(tensor.sum, 4, tensor.device))
+
+
+def measure_matmul_rates(device: torch.device, sizes: tuple[int, ...] = MATMUL_SIZES) -> dict[int, float]:
+    """FLOP/s of square bf16 matmuls, by size."""
     rates = {}
-    for side in sides:
-        a, b = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
-        rates[side] = 2 * side**3 / seconds(lambda a=a, b=b: a @ b, 7, device)
+    for size in sizes:
+        a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+        rates[size] = 2 * size**3 / statistics.median(measure_seconds(lambda a=a, b=b: a @ b, 7, device))
     return rates
 
 
-def measure_all(device: torch.device) -> dict[str, float]:
-    products = matmul_rates(device)
-    side = max(products, key=lambda side: products[side])
-    return {"copy": copy_bandwidth(device), "matmul": products[side], "side": side}
+def measure_limits(device: torch.device) -> dict[str, float]:
+    rates = measure_matmul_rates(device)
+    size = max(rates, key=lambda size: rates[size])
+    return {"copy": measure_copy_bandwidth(device), "matmul": rates[size], "matmul_size": size}
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure_all(torch.device("cpu"))))
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    print(json.dumps(measure_limits(torch.device("cpu"))))

@@ -1,21 +1,21 @@
-"""Alternating measurements of several workloads, so that other load on the machine affects all of them equally."""
+"""Interleaved timing of several workloads, so that other load on the machine affects all of them equally."""
 
 import time
 from collections.abc import Callable, Mapping
 
-Work = Callable[[], object]
+Workload = Callable[[], object]
 Clock = Callable[[], float]
 
 
-def turns(
-    works: Mapping[str, Work], rounds: int, clock: Clock = time.perf_counter, warmup: int = 1
+def measure_interleaved(
+    workloads: Mapping[str, Workload], rounds: int, clock: Clock = time.perf_counter, warmup: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of each workload, by round, after `warmup` further rounds."""
-    seconds: dict[str, list[float]] = {name: [] for name in works}
+    """Seconds of each workload, by round. `warmup` additional rounds run first and are not measured."""
+    seconds: dict[str, list[float]] = {name: [] for name in workloads}
     for i in range(warmup + rounds):
-        for name, work in works.items():
+        for name, workload in workloads.items():
             start = clock()
-            work()
+            workload()
             if i >= warmup:
                 seconds[name].append(clock() - start)
     return seconds

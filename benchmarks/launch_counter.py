@@ -1,10 +1,10 @@
 """Count the kernel launches and host waits of a CUDA program on a machine without a GPU.
 
-Meta tensors stand in for CUDA tensors: they claim to be on `cuda:0`, so that the Python code takes its CUDA paths, and
-an operator that mixes them with CPU tensors fails as it does on a GPU. Every operator that would launch a kernel counts
-as one launch; views and allocations count as none. Custom operators of tunekit run their CUDA implementation, in which
-every Triton launch counts as one. A call of cuBLAS, of a sort or of an attention kernel is one launch as well, although
-the library may split it: the number is the least that the program needs, and the same rule holds for every library.
+Meta tensors replace CUDA tensors: their device is reported as `cuda:0`, so that the Python code takes its CUDA paths,
+and an operator that mixes them with CPU tensors fails as it does on a GPU. Every operator that would launch a kernel
+counts as one launch; views and allocations count as none. Custom operators of tunekit run their CUDA implementation, in
+which every Triton launch counts as one. A call of cuBLAS, of a sort or of an attention kernel is one launch as well,
+although the library may split it: the result is a lower bound, by the same rule for every library.
 """
 
 import math
@@ -31,7 +31,7 @@ ALLOCATIONS = {
     *("_unsafe_view", "detach_", "_reshape_alias", "record_stream", "is_same_size", "_local_scalar_dense"),
     *("sym_size", "sym_stride", "sym_numel", "is_pinned", "_has_compatible_shallow_copy_type"),
 }
-# The size of the result depends on values, which the host has to read first.
+# The host has to read values, on which the size of the result depends.
 DATA_DEPENDENT = {"nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "is_nonzero", "equal"}
 # ATen/native/cuda/MultiTensorApply.cuh: tensors of one launch by number of lists, blocks of one launch, chunk size.
 MAX_TENSORS, MAX_BLOCKS, CHUNK_SIZE = (110, 64, 48, 36, 30), 320, 65536
@@ -59,7 +59,7 @@ def is_meta(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
 
-class DeviceArguments(TorchFunctionMode):
+class MetaDeviceMode(TorchFunctionMode):
     """Replace `cuda` by `meta` in arguments, and operators that meta tensors cannot run by an equivalent."""
 
     def __init__(self, counter: "LaunchCounter") -> None:
@@ -76,12 +76,12 @@ class DeviceArguments(TorchFunctionMode):
         if name in ("tensor", "as_tensor") and kwargs.get("device") == META and not is_meta(args[0]):
             self.counter.add_wait(f"torch.{name}(data, device='cuda')")
         if func is F.scaled_dot_product_attention and is_meta(args[0]):
-            return fused_attention(*args, **kwargs)
+            return run_fused_attention(*args, **kwargs)
         return func(*args, **kwargs)
 
 
 def to_meta_device(value: Any) -> Any:
-    """The meta device for one of CUDA, and everything else as it is."""
+    """Replace a CUDA device by the meta device; return other values unchanged."""
     if isinstance(value, torch.device) and value.type == "cuda":
         return META
     if isinstance(value, str) and value.partition(":")[0] == "cuda":
@@ -89,25 +89,25 @@ def to_meta_device(value: Any) -> Any:
     return value
 
 
-def fused_attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
+def run_fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """The fused kernel that CUDA takes: FlashAttention, or the memory-efficient one with a mask."""
-    scale = options.get("scale")
+    """Run the fused kernel that CUDA selects: FlashAttention, or with a mask the memory-efficient one."""
+    scale = kwargs.get("scale")
     if attn_mask is None:
-        causal = options.get("is_causal", False)
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[0]
+        is_causal = kwargs.get("is_causal", False)
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[0]
     return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, scale=scale)[0]
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Counts what each operator on the device launches, and where the host waits for the device."""
+    """Counts the launches of each operator on the device, and the points where the host waits for the device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.phase, self.counts = "setup", Counts()
         self.in_operator = False  # torch's own shape functions must see the meta device
-        self.arguments = DeviceArguments(self)
+        self.meta_device_mode = MetaDeviceMode(self)
 
     def add_launches(self, name: str, number: int = 1) -> None:
         self.counts.launches[self.phase] += number
@@ -122,7 +122,7 @@ class LaunchCounter(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if func.namespace == "tunekit" and any(map(is_meta, flatten(args))):
             keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-            with self, self.arguments:
+            with self, self.meta_device_mode:
                 return func.redispatch(keys, *args, **kwargs)
         with self:
             result = func.decompose(*args, **kwargs)
@@ -131,19 +131,19 @@ class LaunchCounter(TorchDispatchMode):
         if name == "_local_scalar_dense" and is_meta(args[0]):
             self.add_wait("item")
             return torch.ones((), dtype=args[0].dtype, device="cpu").item()
-        if name in ("_to_copy", "copy_") and (result := self.copy(name, args, kwargs)) is not None:
+        if name in ("_to_copy", "copy_") and (result := self.count_copy(name, args, kwargs)) is not None:
             return result
         if name in DATA_DEPENDENT or (name == "repeat_interleave" and kwargs.get("output_size") is None):
-            return self.data_dependent(func, name, args, kwargs)
+            return self.run_data_dependent(func, name, args, kwargs)
         if name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1]):
             self.add_wait("index with a mask")
-        result = self.infer(func, args, kwargs)
+        result = self.run_operator(func, args, kwargs)
         if any(map(is_meta, flatten((args, kwargs, result)))):
-            self.add_launches(name, num_launches(func, name, args, kwargs))
+            self.add_launches(name, count_operator_launches(func, name, args, kwargs))
         return result
 
-    def infer(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Shapes of the results, or the results of an operator on the CPU."""
+    def run_operator(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run an operator on meta tensors, or on the CPU."""
         if func is torch.ops.aten.addmm.dtype_out:  # torch 2.11 cannot run it on the meta device
             return kwargs["out"]
         self.in_operator = True
@@ -152,8 +152,8 @@ class LaunchCounter(TorchDispatchMode):
         finally:
             self.in_operator = False
 
-    def copy(self, name: str, args: tuple, kwargs: dict) -> Tensor | None:
-        """Count a copy between host and device, and run one to the host, which meta tensors cannot."""
+    def count_copy(self, name: str, args: tuple, kwargs: dict) -> Tensor | None:
+        """Count a copy between host and device, and return its result; None for other copies."""
         source = args[0] if name == "_to_copy" else args[1]
         target = kwargs.get("device") if name == "_to_copy" else args[0].device
         non_blocking = kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])
@@ -165,12 +165,13 @@ class LaunchCounter(TorchDispatchMode):
             return torch.ones(source.shape, dtype=kwargs.get("dtype") or source.dtype, device="cpu")
         if to_host:
             return args[0]
-        if to_device:  # a copy is no kernel
+        if to_device:  # a copy does not launch a kernel
             shape, dtype = source.shape, kwargs.get("dtype") or source.dtype
             return torch.empty(shape, dtype=dtype, device=META) if name == "_to_copy" else args[0]
         return None
 
-    def data_dependent(self, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    def run_data_dependent(self, func: Any, name: str, args: tuple, kwargs: dict) -> Any:
+        """Count an operator whose result depends on values, and return a result of the maximum size."""
         if not any(map(is_meta, flatten(args))):
             return func(*args, **kwargs)
         self.add_wait(name)
@@ -192,42 +193,42 @@ def flatten(values: Any) -> Iterator[Any]:
         yield from flatten(value)
 
 
-def num_launches(func: Any, name: str, args: tuple, kwargs: dict) -> int:
-    """Kernels that an operator of torch launches."""
+def count_operator_launches(func: Any, name: str, args: tuple, kwargs: dict) -> int:
+    """Number of kernels that an operator of torch launches."""
     if name in ALLOCATIONS or is_view(func):
         return 0
     if name.startswith("_foreach_") or name.startswith("_fused_"):
         lists = [a for a in (*args, *kwargs.values()) if isinstance(a, tuple | list) and a and isinstance(a[0], Tensor)]
-        # State steps are lists of scalars: they travel with the others.
+        # Lists of scalars, such as steps of optimizer states, need no further launches.
         lists = [a for a in lists if a[0].ndim or len(lists) == 1]
-        launches = multi_tensor_launches([t.numel() for t in lists[0]], len(lists)) if lists else 1
-        return launches + (name == "_foreach_norm")  # a second kernel adds up the parts
+        launches = count_multi_tensor_launches([t.numel() for t in lists[0]], len(lists)) if lists else 1
+        return launches + (name == "_foreach_norm")  # a second kernel sums over chunks
     return 1
 
 
 def is_view(func: Any) -> bool:
-    """Whether the result shares memory with an argument, which nothing writes to."""
+    """Whether the result is an alias of an argument that is not written to."""
     infos = [a.alias_info for a in func._schema.arguments if a.alias_info is not None]
     returned = any(r.alias_info is not None for r in func._schema.returns)
     return returned and bool(infos) and not any(info.is_write for info in infos)
 
 
-def multi_tensor_launches(sizes: list[int], depth: int) -> int:
-    """Launches of multi_tensor_apply over lists of tensors of these sizes."""
+def count_multi_tensor_launches(sizes: list[int], num_lists: int) -> int:
+    """Launches of multi_tensor_apply over `num_lists` lists of tensors of these sizes."""
     launches = tensors = blocks = 0
     for size in sizes:
         tensors += 1
-        for chunk in range(chunks := math.ceil(size / CHUNK_SIZE)):
+        for chunk in range(num_chunks := math.ceil(size / CHUNK_SIZE)):
             blocks += 1
-            last = chunk == chunks - 1
-            if blocks == MAX_BLOCKS or (last and tensors == MAX_TENSORS[min(depth, 5) - 1]):
-                launches, blocks, tensors = launches + 1, 0, 0 if last else 1
+            is_last = chunk == num_chunks - 1
+            if blocks == MAX_BLOCKS or (is_last and tensors == MAX_TENSORS[min(num_lists, 5) - 1]):
+                launches, blocks, tensors = launches + 1, 0, 0 if is_last else 1
     return launches + (blocks > 0)
 
 
 @contextmanager
 def simulated_capabilities(capability: tuple[int, int]) -> Iterator[None]:
-    """Within this context the device table describes CUDA and meta devices as a GPU of this capability."""
+    """Describe CUDA and meta devices as a GPU of this capability in the device table."""
     describe = devices.describe
 
     def describe_simulated(device: torch.device) -> devices.Device:
@@ -239,12 +240,12 @@ def simulated_capabilities(capability: tuple[int, int]) -> Iterator[None]:
     devices.capabilities.cache_clear()
 
 
-def cuda_queries(capability: tuple[int, int]) -> list[tuple[Any, str, Any]]:
-    """Functions of torch that describe the device, with the answers of a GPU: owner, name, replacement."""
+def build_cuda_patches(capability: tuple[int, int]) -> list[tuple[Any, str, Any]]:
+    """Replacements of functions of torch that describe the device: owner, name, replacement."""
     return [
         (torch.nn.utils.clip_grad, "_has_foreach_support", lambda *_: True),
         (torch.cuda, "is_available", lambda: True),
-        # Optimizers ask, and a CUDA build without a driver raises an error.
+        # Called by optimizers; a CUDA build without a driver raises an error.
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "current_device", lambda: 0),
@@ -256,22 +257,21 @@ def cuda_queries(capability: tuple[int, int]) -> list[tuple[Any, str, Any]]:
 
 @contextmanager
 def simulated_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[LaunchCounter]:
-    """Within this context meta tensors are CUDA tensors of a device of this capability."""
+    """Present meta tensors as CUDA tensors of a device of this capability."""
     counter = LaunchCounter()
-    arguments = counter.arguments
     device = Tensor.device
     run_backward = torch.autograd.graph._engine_run_backward
 
     def get_device(tensor: Tensor) -> torch.device:
-        real = device.__get__(tensor)
-        return CUDA if real.type == "meta" and not counter.in_operator else real
+        actual = device.__get__(tensor)
+        return CUDA if actual.type == "meta" and not counter.in_operator else actual
 
     def run_engine(*args: Any, **kwargs: Any) -> Any:
-        # torch.autograd.grad and Tensor.backward switch the function mode off before they start the engine.
-        with arguments:
+        # torch.autograd.grad and Tensor.backward disable the function mode before they start the engine.
+        with counter.meta_device_mode:
             return run_backward(*args, **kwargs)
 
-    def launch(kernel: JITFunction, *args: Any, **kwargs: Any) -> None:
+    def count_launch(kernel: JITFunction, *args: Any, **kwargs: Any) -> None:
         counter.add_launches(f"triton {kernel.__name__}")
 
     replacements: list[tuple[Any, str, Any]] = [
@@ -279,23 +279,23 @@ def simulated_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[LaunchCount
         (Tensor, "is_cuda", property(lambda tensor: get_device(tensor).type == "cuda")),
         (torch.autograd, "_engine_run_backward", run_engine),
         (torch.autograd.graph, "_engine_run_backward", run_engine),
-        (JITFunction, "run", launch),
+        (JITFunction, "run", count_launch),
         (triton_support, "can_launch", lambda: True),
-        *cuda_queries(capability),
+        *build_cuda_patches(capability),
     ]
     with ExitStack() as stack:
         stack.enter_context(simulated_capabilities(capability))
         for owner, name, value in replacements:
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(counter)
-        stack.enter_context(arguments)
+        stack.enter_context(counter.meta_device_mode)
         yield counter
 
 
-def count_step(step: Callable[[LaunchCounter], object], capability: tuple[int, int] = (9, 0)) -> Counts:
-    """Counts of the second step: the first one fills caches and creates optimizer states."""
+def count_step(run_step: Callable[[LaunchCounter], object], capability: tuple[int, int] = (9, 0)) -> Counts:
+    """Count the second step: the first one fills caches and creates optimizer states."""
     with simulated_cuda(capability) as counter:
-        step(counter)
+        run_step(counter)
         counter.counts = Counts()
-        step(counter)
+        run_step(counter)
     return counter.counts

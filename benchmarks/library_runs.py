@@ -1,4 +1,4 @@
-"""Contestants that run the same training: how they are started, their results, and parts of a report."""
+"""Training runs of the compared libraries: how they are started, their measurements, and parts of their reports."""
 
 import argparse
 import json
@@ -16,30 +16,30 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from stage import Task, write
+from reporting import BENCHMARKS, RESULTS
+from training_inputs import TrainingTask, write_json
 
 from tunekit.env_info import package_versions
 
-BENCHMARKS = Path(__file__).parent
 PACKAGES = ("torch", "tunekit", "transformers", "peft", "trl", "bitsandbytes", "torchtune", "torchao")
 
 
 @dataclass(frozen=True)
 class RunSetup:
-    """Directories, Python interpreters, and a command prefix for all processes."""
+    """Directory of all files, a command prefix for all processes, and the Python interpreter of each library."""
 
-    folder: Path
+    directory: Path
     command_prefix: tuple[str, ...]  # such as numactl, or a lock
     pythons: Mapping[str, str]
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace, folder: str, **pythons: str) -> Self:
-        return cls(Path(folder), tuple(shlex.split(args.command_prefix)), pythons)
+    def from_args(cls, args: argparse.Namespace, directory: str, **pythons: str) -> Self:
+        return cls(Path(directory), tuple(shlex.split(args.command_prefix)), pythons)
 
 
 @dataclass
-class ContestantResult:
-    """Measurements of one contestant in one task, over all rounds."""
+class LibraryResult:
+    """Measurements of one library in one task, over all rounds."""
 
     name: str
     seconds: list[list[float]] = field(default_factory=list)  # of the measured steps, by round
@@ -48,111 +48,119 @@ class ContestantResult:
     process_peaks: list[int] = field(default_factory=list)  # bytes, including startup and shutdown
     versions: dict[str, str] = field(default_factory=dict)
     threads: int = 0
-    fault: str = ""
+    error: str = ""
 
     @property
-    def step(self) -> float:
-        return statistics.median(s for round in self.seconds for s in round)
+    def step_time(self) -> float:
+        return statistics.median(s for round_seconds in self.seconds for s in round_seconds)
 
     @property
-    def memory(self) -> tuple[float, float]:
-        """GiB at the last step, and of the whole process."""
-        return statistics.median(self.peaks) / 2**30, statistics.median(self.process_peaks) / 2**30
+    def peak_gib(self) -> float:
+        """Peak at the last step."""
+        return statistics.median(self.peaks) / 2**30
 
-    def add_run(self, measured: dict, process_bytes: int, drop: int) -> None:
-        self.seconds.append(measured["seconds"][drop:])
-        self.losses = measured["losses"]
-        self.peaks.append(measured["peak"])
+    @property
+    def process_peak_gib(self) -> float:
+        return statistics.median(self.process_peaks) / 2**30
+
+    def add_run(self, measurements: dict, process_bytes: int, warmup_steps: int) -> None:
+        self.seconds.append(measurements["seconds"][warmup_steps:])
+        self.losses = measurements["losses"]
+        self.peaks.append(measurements["peak"])
         self.process_peaks.append(process_bytes)
-        self.versions, self.threads = measured["versions"], measured["threads"]
+        self.versions, self.threads = measurements["versions"], measurements["threads"]
 
 
 def add_arguments(parser: argparse.ArgumentParser, steps: int) -> None:
-    """Arguments of all comparison benchmarks."""
+    """Add the arguments of all benchmarks that compare training runs."""
     parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--drop", type=int, default=2, help="first steps that do not count")
-    parser.add_argument("--layers", type=int, default=30, help="fewer, for a quick look")
+    parser.add_argument("--warmup-steps", type=int, default=2, help="first steps, which are not measured")
+    parser.add_argument("--layers", type=int, default=30, help="a small number is a quick run")
     parser.add_argument(
-        "--under", default="", metavar="COMMAND", help="what each process is started by, such as a lock"
+        "--command-prefix", default="", metavar="COMMAND", help="command that starts each process, such as a lock"
     )
-    parser.add_argument("--results", type=Path, default=BENCHMARKS / "results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
 
 
-def tunekit_config(setup: RunSetup, task: Task, **options: Any) -> dict:
-    """Config of tunekit, with `options` of one recipe."""
-    full = task.method == "full"
+def build_tunekit_config(setup: RunSetup, task: TrainingTask, **options: Any) -> dict:
+    """Config of tunekit, with the `options` of one recipe."""
+    is_full = task.method == "full"
     return {
-        "model": str(setup.folder / "model"),
+        "model": str(setup.directory / "model"),
         "quantization": "nf4" if task.method == "qlora" else "none",
         "optimizer": {"kind": "adamw", "lr": task.lr, "betas": [0.9, 0.999]},
         "lr_scheduler": "constant",
-        "precision": {"compute_dtype": "bf16", "master_dtype": "bf16" if full else "fp32", "frozen_dtype": "bf16"},
-        "global_batch_size": task.batch,
-        "micro_batch_size": task.batch,
+        "precision": {"compute_dtype": "bf16", "master_dtype": "bf16" if is_full else "fp32", "frozen_dtype": "bf16"},
+        "global_batch_size": task.batch_size,
+        "micro_batch_size": task.batch_size,
         "max_steps": task.steps,
         "device": "cpu",
     } | options
 
 
-def run_tunekit(setup: RunSetup, config: dict, folder: Path, overrides: tuple[str, ...] = ()) -> tuple[dict, int]:
-    """Run `tune run`. Measurements of its metrics.jsonl, and the peak bytes of the process."""
-    recipe, out = config["recipe"], folder / f"run{time.time_ns()}"
-    file = folder / f"{recipe}.yaml"
-    write(file, config)  # JSON is YAML
-    command = Path(sys.executable).with_name("tune")
-    process_bytes = run_process(setup, [str(command), "run", recipe, str(file), f"output_dir={out}", *overrides])
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+def run_tunekit(setup: RunSetup, config: dict, directory: Path, overrides: tuple[str, ...] = ()) -> tuple[dict, int]:
+    """Run `tune run`; return the measurements in its metrics.jsonl, and the peak bytes of the process."""
+    recipe, output_dir = config["recipe"], directory / f"run{time.time_ns()}"
+    file = directory / f"{recipe}.yaml"
+    write_json(file, config)  # JSON is YAML
+    tune = Path(sys.executable).with_name("tune")
+    process_bytes = run_process(setup, [str(tune), "run", recipe, str(file), f"output_dir={output_dir}", *overrides])
+    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "step_time" in line]
-    totals = [0, *(step["num_target_tokens"] for step in steps)]
-    measured = {
+    total_target_tokens = [0, *(step["num_target_tokens"] for step in steps)]
+    measurements = {
         "seconds": [step["step_time"] for step in steps],
         "losses": [step["loss"] for step in steps],
-        "target_tokens": [after - before for before, after in pairwise(totals)],
+        "target_tokens": [after - before for before, after in pairwise(total_target_tokens)],
+        "peak": steps[-1]["peak_memory"],
+        "versions": package_versions(),
+        "threads": torch.get_num_threads(),
     }
-    shutil.rmtree(out)  # gigabytes a run
-    peak, threads = steps[-1]["peak_memory"], torch.get_num_threads()
-    return measured | {"peak": peak, "versions": package_versions(), "threads": threads}, process_bytes
+    shutil.rmtree(output_dir)  # gigabytes per run
+    return measurements, process_bytes
 
 
-def run_contestant(setup: RunSetup, name: str, kind: str, folder: Path) -> tuple[dict, int]:
-    """Run the script of a contestant; "trl, wrapped" is trl with `--wrapped`."""
-    script, *flags = name.split(", ")
-    out = folder / "result.json"
-    out.unlink(missing_ok=True)
-    command = [
-        setup.pythons[script],
-        str(BENCHMARKS / "contestants" / f"{script}_{kind}.py"),
-        str(setup.folder),
-        str(folder),
-    ]
-    process_bytes = run_process(setup, [*command, str(out), *(f"--{flag}" for flag in flags)])
-    return json.loads(out.read_text()), process_bytes
+def run_library(setup: RunSetup, name: str, recipe: str, directory: Path) -> tuple[dict, int]:
+    """Run the script of a library in its environment; "trl, wrapped" is trl with `--wrapped`."""
+    library, *options = name.split(", ")
+    output = directory / "result.json"
+    output.unlink(missing_ok=True)
+    script = BENCHMARKS / "libraries" / f"{library}_{recipe}.py"
+    command = [setup.pythons[library], str(script), str(setup.directory), str(directory), str(output)]
+    process_bytes = run_process(setup, [*command, *(f"--{option}" for option in options)])
+    return json.loads(output.read_text()), process_bytes
 
 
 def run_process(setup: RunSetup, command: list[str]) -> int:
-    """Run a command; return its peak resident bytes."""
-    log = setup.folder / "txt"
+    """Run a command; return its peak resident bytes. Raise RuntimeError if it fails."""
+    log = setup.directory / "log.txt"
     with log.open("w") as stream:
-        process = subprocess.Popen([*setup.command_prefix, *command], stdout=stream, stderr=stream, cwd=setup.folder)
-        _, status, used = os.wait4(process.pid, 0)
+        process = subprocess.Popen([*setup.command_prefix, *command], stdout=stream, stderr=stream, cwd=setup.directory)
+        _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        messages = [text for text in log.read_text().splitlines() if text.strip()]
-        raise RuntimeError(f"exit {process.returncode}: {messages[-1] if messages else 'nothing said'}")
-    return used.ru_maxrss * 1024
+    check_exit_code(process.returncode, log)
+    return usage.ru_maxrss * 1024
 
 
-def format_versions(results: Iterable[ContestantResult]) -> str:
-    """Names and versions of the packages of all contestants."""
+def check_exit_code(exit_code: int, log: Path) -> None:
+    """Raise RuntimeError with the last line of the log if a process has failed."""
+    if exit_code:
+        lines = [line for line in log.read_text().splitlines() if line.strip()]
+        raise RuntimeError(f"exit code {exit_code}: {lines[-1] if lines else 'no output'}")
+
+
+def format_versions(results: Iterable[LibraryResult]) -> str:
+    """Names and versions of the packages of all libraries."""
     versions = {name: version for result in results for name, version in result.versions.items()}
     return ", ".join(f"{name} {versions[name]}" for name in PACKAGES if name in versions)
 
 
-def format_steps(results: Sequence[ContestantResult]) -> str:
-    """Text after a table: failures, and all measured steps."""
-    text = "".join(f"\n{f.name} failed: {f.fault}\n" for f in results if f.fault)
-    text += "\nSeconds of all kept steps, by round:\n\n"
-    for f in results:
-        if f.seconds:
-            text += f"- {f.name}: " + "; ".join(" ".join(f"{s:.2f}" for s in round) for round in f.seconds) + "\n"
+def format_step_times(results: Sequence[LibraryResult]) -> str:
+    """Errors, and the times of all measured steps."""
+    text = "".join(f"\n{result.name} failed: {result.error}\n" for result in results if result.error)
+    text += "\nSeconds of all measured steps, by round:\n\n"
+    for result in results:
+        if result.seconds:
+            rounds = (" ".join(f"{s:.2f}" for s in round_seconds) for round_seconds in result.seconds)
+            text += f"- {result.name}: {'; '.join(rounds)}\n"
     return text

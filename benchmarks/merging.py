@@ -1,26 +1,26 @@
 """Memory and time of merging an adapter into a sharded model with a billion parameters, tunekit and peft.
 
-    python benchmarks/merging.py [--shard 500] [--rounds 1] [--threads 2] > benchmarks/results/merging.md
+    python benchmarks/merging.py [--shard-size-mb 500] [--rounds 1] [--threads 2] > benchmarks/results/merging.md
 
 Each merge runs in its own process. Memory is the growth since the merge started, separately for private pages
 (RssAnon) and mapped file pages (RssFile), which the system can reclaim.
 """
 
 import argparse
+import importlib
 import json
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from dataclasses import replace
 from datetime import date
-from importlib import metadata
+from functools import partial
 from pathlib import Path
 
 import torch
+from reporting import describe_environment
+from resource_usage import MemorySampler
+from subprocesses import run_script
 
-from tunekit import env_info
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.checkpoint import layerwise_forward, merge, peft_adapter, verify
 from tunekit.checkpoint.hf_checkpoint import INDEX, HFCheckpoint
@@ -36,140 +36,125 @@ ADAPTERS = {
     "LoRA of all layers, rank 16": LoRAConfig(16),
     "LoRA of all layers and the head, rank 64": LoRAConfig(64, target_modules=("all-linear", "head")),
     "DoRA of all layers, rank 16": DoRAConfig(16),
-    "LoRA, embedding and head whole": LoRAConfig(16, modules_to_save=("embed", "head")),
+    "LoRA, trained embedding and head": LoRAConfig(16, modules_to_save=("embed", "head")),
 }
+METHODS = ("merge", "tune merge", "peft")
 MB = 1e6
 
 
-def make(folder: Path, shard: float) -> HFCheckpoint:
-    """Random checkpoint in files of at most `shard` bytes, or of one larger tensor."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    source = HFCheckpoint.open(folder)
-    files: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}]
-    size = 0.0
-    for move in save_mappings(model_shapes(source.spec), source.family.table):
-        shape = model_shapes(source.spec)[move.ours[0]]
-        size += 2 * torch.Size(shape).numel()
-        if size > shard and files[-1]:
-            files.append({})
-            size = 2 * torch.Size(shape).numel()
-        files[-1][move.hub[0]] = shape, torch.bfloat16
-    index = {}
-    for i, entries in enumerate(files, start=1):
-        name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        with SafetensorsWriter(folder / name, entries) as out:
-            for tensor, (shape, dtype) in entries.items():
-                index[tensor] = name
-                out[tensor] = torch.ones(shape, dtype=dtype) if len(shape) == 1 else torch.randn(shape).to(dtype) / 50
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    return HFCheckpoint.open(folder)
+def plan_shards(source: HFCheckpoint, shard_bytes: float) -> list[dict[str, torch.Size]]:
+    """Shapes of the tensors of each file: at most `shard_bytes` bytes in bf16, or one larger tensor."""
+    shapes = model_shapes(source.spec)
+    shards: list[dict[str, torch.Size]] = [{}]
+    total = 0.0
+    for mapping in save_mappings(shapes, source.family.table):
+        shape = torch.Size(shapes[mapping.ours[0]])
+        total += 2 * shape.numel()
+        if total > shard_bytes and shards[-1]:
+            shards.append({})
+            total = 2 * shape.numel()
+        shards[-1][mapping.hub[0]] = shape
+    return shards
 
 
-def adapt(folder: Path, source: HFCheckpoint, adapter: LoRAConfig) -> None:
-    """Save a random adapter."""
-    folder.mkdir()
+def write_random_checkpoint(directory: Path, shard_bytes: float) -> HFCheckpoint:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(MODEL))
+    shards = plan_shards(HFCheckpoint.open(directory), shard_bytes)
+    weight_map = {}
+    for i, shapes in enumerate(shards, start=1):
+        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        with SafetensorsWriter(directory / file, {name: (s, torch.bfloat16) for name, s in shapes.items()}) as writer:
+            for name, shape in shapes.items():
+                weight_map[name] = file
+                writer[name] = (torch.ones(shape) if len(shape) == 1 else torch.randn(shape) / 50).bfloat16()
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return HFCheckpoint.open(directory)
+
+
+def write_random_adapter(directory: Path, source: HFCheckpoint, adapter: LoRAConfig) -> None:
+    directory.mkdir()
     with torch.device("meta"):
-        net = Decoder(source.spec)
-    adapter.apply(net)
-    trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
-    layerwise_forward.allocate(net, trained, torch.device("cpu"))
+        model = Decoder(source.spec)
+    adapter.apply(model)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    layerwise_forward.allocate(model, trained, torch.device("cpu"))
     with torch.no_grad():
         for name in trained:
-            p = net.get_parameter(name)
+            p = model.get_parameter(name)
             p.copy_(torch.ones_like(p) if "magnitude" in name else torch.randn(p.shape) / 50)
-    peft_adapter.save_adapter(folder, net, adapter, source)
+    peft_adapter.save_adapter(directory, model, adapter, source)
 
 
-class MemoryMonitor:
-    """Peak memory of a with block, minus the memory before it."""
-
-    def __enter__(self) -> "MemoryMonitor":
-        self.before, self.peak, self.stopped = memory_usage(), memory_usage(), False
-        self.thread = threading.Thread(target=self.sample)
-        self.thread.start()
-        self.start = time.process_time()
-        return self
-
-    def sample(self) -> None:
-        while not self.stopped:
-            self.peak = {key: max(value, memory_usage()[key]) for key, value in self.peak.items()}
-            time.sleep(0.002)
-
-    def __exit__(self, *error: object) -> None:
-        self.seconds, self.stopped = time.process_time() - self.start, True
-        self.thread.join()
-
-    @property
-    def growth(self) -> dict[str, float]:
-        return {key: value - self.before[key] for key, value in self.peak.items()} | {"seconds": self.seconds}
+def merge_with_peft(base: Path, adapter: Path, output: Path) -> None:
+    peft, transformers = importlib.import_module("peft"), importlib.import_module("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    peft.PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(output)
 
 
-def memory_usage() -> dict[str, float]:
-    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
-    return {line[0].rstrip(":"): 1024 * int(line[1]) for line in lines if line[0] in ("RssAnon:", "RssFile:")}
+def merge_with_tunekit(source: HFCheckpoint, adapter: Path, output: Path, is_verified: bool) -> None:
+    output.mkdir()
+    merge.merge_adapter(source, adapter, output, quiet=True)
+    if is_verified:
+        config = peft_adapter.read_adapter_config(adapter, source)
+        verify.verify_merge(output, source, replace(config, adapter_path=str(adapter)), torch.device("cpu"))
 
 
-def child(method: str, base: Path, adapter: Path, out: Path) -> dict[str, float]:
-    """One merge in this process."""
-    if method == "peft":
-        peft_module, transformers = __import__("peft"), __import__("transformers")
-        with MemoryMonitor() as watch:
-            model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-            peft_module.PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(out)
-        return watch.growth
-    source = HFCheckpoint.open(base)
-    out.mkdir()
-    with MemoryMonitor() as watch:
-        merge.merge_adapter(source, adapter, out, quiet=True)
-        if method == "tune merge":
-            choice = peft_adapter.read_adapter_config(adapter, source)
-            verify.verify_merge(out, source, replace(choice, adapter_path=str(adapter)), torch.device("cpu"))
-    return watch.growth
+def measure_in_child(method: str, base: Path, adapter: Path, output: Path) -> dict[str, float]:
+    """Memory growth and CPU seconds of one merge in this process."""
+    if method == "peft":  # imports are not measured
+        importlib.import_module("peft")
+        importlib.import_module("transformers")
+        run_merge = partial(merge_with_peft, base, adapter, output)
+    else:
+        run_merge = partial(merge_with_tunekit, HFCheckpoint.open(base), adapter, output, method == "tune merge")
+    start = time.process_time()
+    with MemorySampler("RssAnon", "RssFile") as sampler:
+        run_merge()
+    return sampler.growth | {"seconds": time.process_time() - start}
 
 
-def run(method: str, base: Path, adapter: Path, threads: int) -> dict[str, float]:
-    with tempfile.TemporaryDirectory(dir=base.parent) as out:
-        words = [sys.executable, __file__, "--child", method, str(base), str(adapter), f"{out}/merged"]
-        done = subprocess.run([*words, "--threads", str(threads)], capture_output=True, text=True, check=True)
-        return json.loads(done.stdout.splitlines()[-1])
+def measure_method(method: str, base: Path, adapter: Path, threads: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory(dir=base.parent) as output:
+        paths = str(base), str(adapter), f"{output}/merged"
+        return run_script(__file__, "--child", method, *paths, "--threads", str(threads))
 
 
-def report(args: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory(dir=args.place) as place:
-        base = Path(place, "base")
-        source = make(base, args.shard * MB)
+def print_report(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory(dir=args.directory) as name:
+        directory = Path(name)
+        source = write_random_checkpoint(directory / "base", args.shard_size_mb * MB)
         sizes = [file.stat().st_size / MB for file in source.files]
-        versions = [f"{name} {metadata.version(name)}" for name in ("tunekit", "torch", "peft", "transformers")]
-        print("# Merging adapters\n")
-        print(f"{', '.join([str(date.today()), env_info.describe_hardware(torch.device('cpu')), *versions])}.\n")
+        print(f"# Merging adapters\n\n{date.today()}, {describe_environment('tunekit', 'peft', 'transformers')}.\n")
         print(f"Base: {sum(sizes):,.0f} MB in bf16, {len(sizes)} files, the largest of {max(sizes):,.0f} MB.")
-        print("Memory beyond what the process held before; seconds of all cores. `tune merge` also verifies.\n")
-        print("| adapter | way | own pages, MB | in files | mapped pages, MB | seconds |\n|---|---|---|---|---|---|")
-        for i, (name, adapter) in enumerate(ADAPTERS.items()):
-            adapt(Path(place, f"adapter{i}"), source, adapter)
-            for method in ("merge", "tune merge", "peft"):
-                rounds = [run(method, base, Path(place, f"adapter{i}"), args.threads) for _ in range(args.rounds)]
-                private, mapped = (max(result[key] for result in rounds) / MB for key in ("RssAnon", "RssFile"))
-                seconds = min(result["seconds"] for result in rounds)
-                figures = [f"{private:,.0f}", f"{private / max(sizes):.2f}", f"{mapped:,.0f}", f"{seconds:.0f}"]
-                print(f"| {' | '.join([name, method, *figures])} |", flush=True)
+        print("Memory in addition to that before the merge; CPU seconds of all cores. `tune merge` also verifies.\n")
+        print("| adapter | method | private pages, MB | relative to the largest file | mapped pages, MB | CPU s |")
+        print("|---|---|---|---|---|---|")
+        for i, (adapter_name, adapter) in enumerate(ADAPTERS.items()):
+            adapter_dir = directory / f"adapter{i}"
+            write_random_adapter(adapter_dir, source, adapter)
+            for method in METHODS:
+                runs = [measure_method(method, source.path, adapter_dir, args.threads) for _ in range(args.rounds)]
+                private, mapped = (max(run[key] for run in runs) / MB for key in ("RssAnon", "RssFile"))
+                seconds = min(run["seconds"] for run in runs)
+                memory = f"{private:,.0f} | {private / max(sizes):.2f} | {mapped:,.0f}"
+                print(f"| {adapter_name} | {method} | {memory} | {seconds:.0f} |", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shard", type=float, default=500, help="megabytes of a file")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shard-size-mb", type=float, default=500, help="maximum size of a file")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--place", default=None, help="folder with 10 GB of room")
+    parser.add_argument("--directory", default=None, help="parent of the temporary directory; needs 10 GB")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.child:
         method, *paths = args.child
-        print(json.dumps(child(method, *map(Path, paths))))
+        print(json.dumps(measure_in_child(method, *map(Path, paths))))
     else:
-        report(args)
+        print_report(args)
 
 
 if __name__ == "__main__":

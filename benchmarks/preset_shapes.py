@@ -1,4 +1,4 @@
-"""Sizes of tensors that reach kernels, over all presets of tunekit."""
+"""Sizes on which kernels depend, over all presets of tunekit."""
 
 import json
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ PRESETS = Path(__file__).resolve().parents[1] / "tunekit/models/presets"
 
 @dataclass(frozen=True)
 class PresetShapes:
-    """Sizes in `tunekit/models/presets/*/config.json` that reach kernels."""
+    """Sizes in `tunekit/models/presets/*/config.json` on which kernels depend."""
 
     norm_dims: frozenset[int]
     mlp_dims: frozenset[int]
-    heads: frozenset[tuple[int, int, int]]  # number, channels, rotated channels
+    heads: frozenset[tuple[int, int, int]]  # number, head_dim, channels with RoPE
     vocab_sizes: frozenset[int]
 
 
@@ -22,20 +22,20 @@ def read_preset_shapes() -> PresetShapes:
     assert configs
     norm_dims, mlp_dims, heads, vocab_sizes = set(), set(), set(), set()
     for config in configs:
-        number, groups = config["num_attention_heads"], config["num_key_value_heads"]
-        channels = config.get("head_dim") or config["hidden_size"] // number
+        num_heads, num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
         names = "hidden_size", "q_lora_rank", "kv_lora_rank", "linear_value_head_dim"
         norm_dims |= {config[name] for name in names if config.get(name)} | {
-            channels,
-            channels * number,
-            channels * groups,
+            head_dim,
+            head_dim * num_heads,
+            head_dim * num_kv_heads,
         }
         names = "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"
         mlp_dims |= {config[name] for name in names if config.get(name)}
-        if rotated := config.get("qk_rope_head_dim"):  # latent attention: one key, all channels of which are rotated
-            heads |= {(number, config["qk_nope_head_dim"] + rotated, rotated), (1, rotated, rotated)}
+        if rope_dim := config.get("qk_rope_head_dim"):  # multi-head latent attention: one key, only with RoPE channels
+            heads |= {(num_heads, config["qk_nope_head_dim"] + rope_dim, rope_dim), (1, rope_dim, rope_dim)}
         else:
-            rotated = int(channels * config.get("partial_rotary_factor", 1.0))
-            heads |= {(number, channels, rotated), (groups, channels, rotated)}
+            rope_dim = int(head_dim * config.get("partial_rotary_factor", 1.0))
+            heads |= {(num_heads, head_dim, rope_dim), (num_kv_heads, head_dim, rope_dim)}
         vocab_sizes.add(config["vocab_size"])
     return PresetShapes(frozenset(norm_dims), frozenset(mlp_dims), frozenset(heads), frozenset(vocab_sizes))

@@ -7,15 +7,16 @@ one or a few tokens.
 import base64
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 
-WORDS, SENTENCES, VOCAB = 40_000, 60_000, 32_000
-# number of sentences of each question and answer, of which there are three to five
-TURNS, QUESTION, ANSWER = (3, 6), (1, 4), (3, 12)
+NUM_WORDS, NUM_SENTENCES, VOCAB_SIZE = 40_000, 60_000, 32_000
+# Ranges, without their ends: questions and answers of a conversation, sentences of each
+TURNS, QUESTION_SENTENCES, ANSWER_SENTENCES = (3, 6), (1, 4), (3, 12)
 SYLLABLES = [a + b for a in "bcdfghklmnprstvw" for b in ("a", "e", "i", "o", "u", "an", "er", "ing", "ou")]
 
 CHATML = """{% for message in messages %}<|im_start|>{{ message.role }}
@@ -30,9 +31,20 @@ HEADERS = """{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ m
 {% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
 
 {% endif %}"""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Jinja source and special tokens; the first two are BOS and padding."""
+
+    source: str
+    special_tokens: tuple[str, ...]
+    eos_token: str
+
+
 TEMPLATES = {
-    "chatml": (CHATML, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), "<|im_end|>"),
-    "headers": (
+    "chatml": ChatTemplate(CHATML, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), "<|im_end|>"),
+    "headers": ChatTemplate(
         HEADERS,
         ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
         "<|eot_id|>",
@@ -40,70 +52,72 @@ TEMPLATES = {
 }
 
 
-def sentences() -> list[str]:
+def generate_sentences() -> list[str]:
     """Sentences of 5 to 20 words, with capitals, commas and numbers."""
-    random = np.random.default_rng(0)
-    words = ["".join(random.choice(SYLLABLES, random.integers(1, 4))) for _ in range(WORDS)]
-    often = 1 / np.arange(1, WORDS + 1)
-    lengths = random.integers(5, 21, SENTENCES)
-    drawn = iter(random.choice(WORDS, lengths.sum(), p=often / often.sum()).tolist())
-    texts = []
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(SYLLABLES, rng.integers(1, 4))) for _ in range(NUM_WORDS)]
+    frequencies = 1 / np.arange(1, NUM_WORDS + 1)
+    lengths = rng.integers(5, 21, NUM_SENTENCES)
+    word_ids = iter(rng.choice(NUM_WORDS, lengths.sum(), p=frequencies / frequencies.sum()).tolist())
+    sentences = []
     for length in lengths.tolist():
-        chosen = [words[next(drawn)] for _ in range(length)]
-        chosen[length // 2] += "," if length % 3 else f" {length * 37}"
-        texts.append(" ".join(chosen).capitalize() + ".")
-    return texts
+        sentence = [words[next(word_ids)] for _ in range(length)]
+        sentence[length // 2] += "," if length % 3 else f" {length * 37}"
+        sentences.append(" ".join(sentence).capitalize() + ".")
+    return sentences
 
 
-def chats(count: int, seed: int = 1) -> Iterator[dict]:
+def generate_chats(num_chats: int, seed: int = 1) -> Iterator[dict]:
     """Conversations of three to five questions and answers."""
-    random, known = np.random.default_rng(seed), sentences()
-    for _ in range(count):
+    rng, sentences = np.random.default_rng(seed), generate_sentences()
+    for _ in range(num_chats):
         messages = []
-        for _ in range(random.integers(*TURNS)):
-            for role, bounds in (("user", QUESTION), ("assistant", ANSWER)):
-                drawn = random.integers(0, SENTENCES, random.integers(*bounds)).tolist()
-                messages.append({"role": role, "content": " ".join(known[i] for i in drawn)})
+        for _ in range(rng.integers(*TURNS)):
+            for role, num_sentences in (("user", QUESTION_SENTENCES), ("assistant", ANSWER_SENTENCES)):
+                sentence_ids = rng.integers(0, NUM_SENTENCES, rng.integers(*num_sentences)).tolist()
+                messages.append({"role": role, "content": " ".join(sentences[i] for i in sentence_ids)})
         yield {"messages": messages}
 
 
-def write_rows(file: Path, count: int) -> None:
+def write_chats(file: Path, num_chats: int) -> None:
     with file.open("w") as stream:
-        stream.writelines(json.dumps(row) + "\n" for row in chats(count))
+        stream.writelines(json.dumps(chat) + "\n" for chat in generate_chats(num_chats))
 
 
-def write_tokenizers(folder: Path, vocab: int = VOCAB) -> None:
+def write_tokenizers(directory: Path, vocab_size: int = VOCAB_SIZE) -> None:
     """A tokenizer directory for each chat template, and the same vocabulary as a tiktoken file."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
-    tokenizer.train_from_iterator(sentences()[: SENTENCES // 3], trainer)
-    ranks = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    folder.mkdir(exist_ok=True)
-    lines = (f"{base64.b64encode(raw(token)).decode()} {rank}\n" for token, rank in ranks)
-    (folder / "words.tiktoken").write_text("".join(lines))
-    plain = tokenizer.to_str()
-    for name, (template, special, end) in TEMPLATES.items():
-        (folder / name).mkdir(exist_ok=True)
-        with_special = Tokenizer.from_str(plain)
-        with_special.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-        with_special.save(str(folder / name / "tokenizer.json"))
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special[0], "eos_token": end}
-        config |= {"pad_token": special[1], "chat_template": template}
-        (folder / name / "tokenizer_config.json").write_text(json.dumps(config))
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(generate_sentences()[: NUM_SENTENCES // 3], trainer)
+    vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    directory.mkdir(exist_ok=True)
+    lines = (f"{base64.b64encode(decode_token(token)).decode()} {rank}\n" for token, rank in vocab)
+    (directory / "vocab.tiktoken").write_text("".join(lines))
+    without_special_tokens = tokenizer.to_str()
+    for name, template in TEMPLATES.items():
+        (directory / name).mkdir(exist_ok=True)
+        tokenizer = Tokenizer.from_str(without_special_tokens)
+        special_tokens = [AddedToken(text, special=True, normalized=False) for text in template.special_tokens]
+        tokenizer.add_special_tokens(special_tokens)
+        tokenizer.save(str(directory / name / "tokenizer.json"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template.source}
+        config |= {"bos_token": template.special_tokens[0], "pad_token": template.special_tokens[1]}
+        config |= {"eos_token": template.eos_token}
+        (directory / name / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def raw(token: str) -> bytes:
+def decode_token(token: str) -> bytes:
     """Bytes of a byte-level token."""
-    return bytes(BYTES[char] for char in token)
+    return bytes(CHAR_TO_BYTE[char] for char in token)
 
 
-def byte_table() -> dict[str, int]:
-    """Characters of bytes: printable bytes are themselves, others are the characters from 256 on."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+def build_byte_table() -> dict[str, int]:
+    """Bytes by character, as in GPT-2: printable bytes are themselves, others are the characters from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
 
 
-BYTES = byte_table()
+CHAR_TO_BYTE = build_byte_table()

@@ -1,7 +1,7 @@
-"""Triton kernels of tunekit, read from the source code, and those that are not compiled.
+"""Triton kernels in the source code of tunekit, and which of them are not compiled.
 
-The source is parsed, not imported: functions that a decorator such as `triton.autotune` wraps, that are defined inside
-other functions, or that modules outside of `LAUNCHES` contain count as well.
+The source is parsed, not imported: functions that a decorator such as `triton.autotune` wraps, functions that are
+defined inside other functions, and modules that are not in `LAUNCHES` are included.
 """
 
 import ast
@@ -13,9 +13,9 @@ PACKAGE = "tunekit.kernels"
 
 
 def list_kernels(directory: Path = KERNELS) -> dict[str, set[str]]:
-    """Functions that Triton compiles as "module.name", each with the names of the functions that it may call.
+    """Functions that Triton compiles, by "module.name", with the names of the functions that each may call.
 
-    A use of `triton.jit` other than as a decorator is listed as "module:line": no launch reaches it.
+    A use of `triton.jit` other than as a decorator is listed as "module:line", which never counts as compiled.
     """
     kernels: dict[str, set[str]] = {}
     for file in sorted(directory.rglob("*.py")):
@@ -23,15 +23,17 @@ def list_kernels(directory: Path = KERNELS) -> dict[str, set[str]]:
         imports = read_imports(tree)
         decorators: set[ast.AST] = set()
         for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
-            if jit := {node for d in function.decorator_list for node in find_jit(d, imports)}:
-                decorators |= jit
-                kernels.setdefault(f"{file.stem}.{function.name}", set()).update(find_names(function, file, imports))
+            if jit_nodes := {node for d in function.decorator_list for node in find_jit(d, imports)}:
+                decorators |= jit_nodes
+                kernels.setdefault(f"{file.stem}.{function.name}", set()).update(
+                    find_references(function, file, imports)
+                )
         kernels |= {f"{file.stem}:{node.lineno}": set() for node in find_jit(tree, imports) if node not in decorators}
     return kernels
 
 
 def read_imports(tree: ast.AST) -> dict[str, str]:
-    """Full names of what a file imports, by the names that it uses for them."""
+    """Full names of the imports of a file, by local name."""
     imports = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -42,31 +44,31 @@ def read_imports(tree: ast.AST) -> dict[str, str]:
     return imports
 
 
-def resolve(node: ast.AST, imports: dict[str, str]) -> str:
+def resolve_name(node: ast.AST, imports: dict[str, str]) -> str:
     """Full name of `name` or `module.name`, or an empty string."""
     if isinstance(node, ast.Name):
         return imports.get(node.id, node.id)
-    if isinstance(node, ast.Attribute) and (owner := resolve(node.value, imports)):
-        return f"{owner}.{node.attr}"
+    if isinstance(node, ast.Attribute) and (parent := resolve_name(node.value, imports)):
+        return f"{parent}.{node.attr}"
     return ""
 
 
 def find_jit(tree: ast.AST, imports: dict[str, str]) -> Iterator[ast.AST]:
-    """Uses of `triton.jit`, by whichever name it is imported."""
+    """Uses of `triton.jit`, by any import name."""
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Name, ast.Attribute)) and resolve(node, imports) in (
+        if isinstance(node, (ast.Name, ast.Attribute)) and resolve_name(node, imports) in (
             "triton.jit",
             "triton.runtime.jit",
         ):
             yield node
 
 
-def find_names(function: ast.FunctionDef, file: Path, imports: dict[str, str]) -> set[str]:
+def find_references(function: ast.FunctionDef, file: Path, imports: dict[str, str]) -> set[str]:
     """Functions of the same file and of other kernel modules that a function refers to, as "module.name"."""
     nodes = [node for statement in function.body for node in ast.walk(statement)]
     local = {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
     local |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    names = {resolve(node, imports) for node in nodes} - local
+    names = {resolve_name(node, imports) for node in nodes} - local
     return {name.removeprefix(f"{PACKAGE}.") if "." in name else f"{file.stem}.{name}" for name in names if name}
 
 

@@ -1,4 +1,4 @@
-"""Record launches of Triton kernels without a GPU, with everything that Triton needs to compile them.
+"""Record launches of Triton kernels without a GPU, with all inputs of the compiler.
 
 Launchers run with tensors on the meta device and a driver that only reports a target. Triton then derives the
 signature, constants and argument attributes of each launch as it does on a GPU, and a hook records them instead of
@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 @dataclass(frozen=True)
 class Launch:
-    """Inputs of Triton to compile one launch, and the numbers that it passes."""
+    """Inputs of the compiler for one launch, and its integer arguments."""
 
     kernel: JITFunction
     key: str  # equal for launches that share one compiled kernel
@@ -43,18 +43,18 @@ class Launch:
 
     @property
     def variant(self) -> str:
-        """The constants that select code: block sizes and flags, and arguments that are 1."""
+        """Compile-time constants: block sizes and flags, and arguments that are 1."""
         names = list(self.signature)
         return " ".join(f"{names[i]}={value}" for (i, *_), value in self.constants.items())
 
 
 class TargetDriver:
-    """A Triton driver that knows its target and nothing else: launches need it to find their specialization."""
+    """Triton driver that only reports a target, from which launches derive their specialization."""
 
     def __init__(self) -> None:
         self.targets: list[GPUTarget] = []
 
-    def get_current_device(self) -> int:  # a number for each target: Triton caches the compiler of a device
+    def get_current_device(self) -> int:  # differs by target: Triton caches the compiler of a device
         return len(self.targets) - 1
 
     def get_current_stream(self, device: int) -> int:
@@ -69,12 +69,12 @@ DRIVER = TargetDriver()
 
 @contextmanager
 def record_launches(target: GPUTarget) -> Iterator[list[Launch]]:
-    """Collect the launches inside the block, as they would be compiled for a target. Nothing runs."""
+    """Collect the launches inside the block, as they would be compiled for a target, without running them."""
     launches: list[Launch] = []
     pending: dict[str, Any] = {}
     run = JITFunction.run
 
-    def run_recorded(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    def run_with_arguments(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         pending.update(grid=grid, values=dict(zip(self.arg_names, args, strict=False)))
         run(self, *args, grid=grid, warmup=warmup, **options)
 
@@ -83,13 +83,13 @@ def record_launches(target: GPUTarget) -> Iterator[list[Launch]]:
         options = {name: compiled[name] for name in ("num_warps", "num_stages", "enable_fp_fusion")}
         integers = {name: value for name, value in pending["values"].items() if isinstance(value, int)}
         key = f"{function.__module__}.{event['repr']}{event['key']}"
-        form = compiled["signature"], compiled["constants"], compiled["configs"][0]
-        launches.append(Launch(function, key, *form, options, tuple(pending["grid"]), integers))
+        arguments = compiled["signature"], compiled["constants"], compiled["configs"][0]
+        launches.append(Launch(function, key, *arguments, options, tuple(pending["grid"]), integers))
         return True  # do not compile
 
     DRIVER.targets.append(target)
     driver.set_active(DRIVER)
-    JITFunction.run, knobs.runtime.jit_cache_hook = run_recorded, add_launch
+    JITFunction.run, knobs.runtime.jit_cache_hook = run_with_arguments, add_launch
     try:
         yield launches
     finally:

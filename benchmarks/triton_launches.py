@@ -1,6 +1,6 @@
-"""Launches of every Triton kernel of tunekit: all variants, the largest tensors, and those of training steps.
+"""Launches of every Triton kernel of tunekit: all variants, the largest tensors, and training steps.
 
-`LAUNCHES` lists the launches of each kernel module: for a new `kernels/<name>_triton.py`, add an entry.
+`LAUNCHES` lists the launches of each kernel module. A new `kernels/<name>_triton.py` needs an entry.
 `triton_compile.py` compiles the records; `tests/gpu/test_triton_compiles.py` checks the results.
 """
 
@@ -30,9 +30,8 @@ from tunekit.kernels import (
 from tunekit.kernels.adamw8bit import AdamWHyperparams, Moments
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-FLOATS = (BF16, FP16, FP32)  # of activations
-STORED = (BF16, FP16, FP32)  # of checkpoints: weights are quantized from these, and merged into these
-TOKENS = 2048
+ACTIVATION_DTYPES = CHECKPOINT_DTYPES = (BF16, FP16, FP32)
+NUM_TOKENS = 2048
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 SHAPES = read_preset_shapes()
 
@@ -41,7 +40,7 @@ SHAPES = read_preset_shapes()
 
 
 def launch_glu(shape: tuple[int, int], act: str, dtype: torch.dtype = BF16, stride: int | None = None) -> None:
-    """Both ways, of contiguous rows or of rows that are parts of wider ones."""
+    """Forward and backward pass, on contiguous rows or on slices of wider rows."""
     rows, dim = shape
     x = empty_meta(rows, stride or dim, dtype=dtype)[:, :dim]
     y = empty_meta(rows, dim, dtype=dtype)
@@ -52,13 +51,13 @@ def launch_glu(shape: tuple[int, int], act: str, dtype: torch.dtype = BF16, stri
 def launch_glu_variants() -> None:
     for dim in sorted(SHAPES.mlp_dims):
         for act in ACTIVATIONS:
-            for dtype in FLOATS:
-                launch_glu((1, TOKENS * dim), act, dtype)
-                launch_glu((TOKENS, dim), act, dtype, 2 * dim)  # of a joined projection
+            for dtype in ACTIVATION_DTYPES:
+                launch_glu((1, NUM_TOKENS * dim), act, dtype)
+                launch_glu((NUM_TOKENS, dim), act, dtype, 2 * dim)  # of a fused projection
                 launch_glu((1, 7), act, dtype)
 
 
-def launch_norm(  # noqa: PLR0913 (what a norm depends on)
+def launch_rms_norm(  # noqa: PLR0913 (one argument per property of a norm)
     rows: int,
     dim: int,
     dtypes: tuple[torch.dtype, torch.dtype | None],
@@ -75,36 +74,36 @@ def launch_norm(  # noqa: PLR0913 (what a norm depends on)
     rms_norm_triton.backward(y, x, weight, rstd, y, partial_sums, 0.0, scale_in_fp32)
 
 
-def launch_norm_variants() -> None:
-    pairs = [(a, b) for a in FLOATS for b in (a, FP32, None)]
+def launch_rms_norm_variants() -> None:
+    pairs = [(a, b) for a in ACTIVATION_DTYPES for b in (a, FP32, None)]
     for dim in sorted(SHAPES.norm_dims | {100}):
         for dtypes in dict.fromkeys(pairs):
             for scale_in_fp32 in (False, True) if dtypes[1] else (False,):
-                launch_norm(TOKENS, dim, dtypes, scale_in_fp32)
-                launch_norm(TOKENS, dim, dtypes, scale_in_fp32, train_weight=False)
+                launch_rms_norm(NUM_TOKENS, dim, dtypes, scale_in_fp32)
+                launch_rms_norm(NUM_TOKENS, dim, dtypes, scale_in_fp32, train_weight=False)
 
 
 def launch_rope(
     shape: tuple[int, int, int],
-    rotated: int,
+    rope_dim: int,
     interleaved: tuple[bool, bool],
     rotate_last: bool,
     dtype: torch.dtype = BF16,
 ) -> None:
-    x, table = empty_meta(*shape, dtype=dtype), empty_meta(shape[0], rotated // 2, dtype=FP32)
-    rope_triton.rotate(x, x, table, table, shape[2] - rotated if rotate_last else 0, 1.0, *interleaved)
+    x, table = empty_meta(*shape, dtype=dtype), empty_meta(shape[0], rope_dim // 2, dtype=FP32)
+    rope_triton.rotate(x, x, table, table, shape[2] - rope_dim if rotate_last else 0, 1.0, *interleaved)
 
 
 def launch_rope_variants() -> None:
-    for num_heads, channels, rotated in sorted(SHAPES.heads):
+    for num_heads, head_dim, rope_dim in sorted(SHAPES.heads):
         for interleaved in ((False, False), (True, True), (True, False), (False, True)):
-            for dtype in FLOATS:
+            for dtype in ACTIVATION_DTYPES:
                 for rotate_last in (False, True):
-                    launch_rope((TOKENS, num_heads, channels), rotated, interleaved, rotate_last, dtype)
+                    launch_rope((NUM_TOKENS, num_heads, head_dim), rope_dim, interleaved, rotate_last, dtype)
 
 
 def launch_cross_entropy(rows: int, vocab: int, softcap: float, dtype: torch.dtype = BF16) -> None:
-    """Losses as evaluation and both kinds of training take them, and entropies."""
+    """Losses of evaluation and of both kinds of training, and entropies."""
     logits, targets = empty_meta(rows, vocab, dtype=dtype), empty_meta(rows, dtype=torch.int64)
     terms = [1.0, softcap, 0.0, 0.0]
     cross_entropy_triton.token_losses(logits, targets, None, terms, False)
@@ -116,7 +115,7 @@ def launch_cross_entropy(rows: int, vocab: int, softcap: float, dtype: torch.dty
 def launch_cross_entropy_variants() -> None:
     for vocab in sorted(SHAPES.vocab_sizes | {1000}):
         for softcap in (0.0, 30.0):
-            for dtype in FLOATS:
+            for dtype in ACTIVATION_DTYPES:
                 launch_cross_entropy(64, vocab, softcap, dtype)
 
 
@@ -128,13 +127,13 @@ def launch_adamw8bit(count: int, row: int | None, dtype: torch.dtype = BF16, ste
 
 
 def launch_adamw8bit_variants() -> None:
-    for dtype in FLOATS:
+    for dtype in ACTIVATION_DTYPES:
         for rows, row in ((64, 4096), (64, 100), (64, 1), (1, 256)):
             launch_adamw8bit(rows * row, row, dtype)
 
 
 def empty_nf4_weight(out: int, width: int, nested: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Bytes, scales and outer scales of a weight (out, width)."""
+    """Packed values, scales and outer scales of a weight (out, width)."""
     scales = empty_meta(out, width // 64 * (1 if nested else 4), dtype=torch.uint8)
     outer = empty_meta(4 * (-(-out * width // 64 // 256) + 1), dtype=torch.uint8) if nested else None
     return empty_meta(out, width // 2, dtype=torch.uint8), scales, outer
@@ -159,9 +158,9 @@ def launch_nf4_quantize(count: int, dtype: torch.dtype = BF16) -> None:
 
 def launch_nf4_variants() -> None:
     for nested in (False, True):
-        for dtype in STORED:
+        for dtype in CHECKPOINT_DTYPES:
             launch_nf4(4096, 4096, nested, dtype)
-    for dtype in STORED:
+    for dtype in CHECKPOINT_DTYPES:
         for count in (4096 * 4096, 64 * 77, 64 * 77 + 16, 1001):
             launch_nf4_quantize(count, dtype)
 
@@ -180,7 +179,7 @@ def launch_float8(blocks: int, dtype: torch.dtype = BF16) -> None:
 
 
 def launch_float8_variants() -> None:
-    for dtype in STORED:
+    for dtype in CHECKPOINT_DTYPES:
         for blocks in (4096 * 64, 77, 1):
             launch_float8(blocks, dtype)
 
@@ -190,7 +189,7 @@ FORWARD, REVERSE, BOTH, SKEWED = (1.0, 0.0, 0.0, 0.0), (0.0, 0.0, 1.0, 0.0), (0.
 MIXTURES = (FORWARD, REVERSE, BOTH, SKEWED, (1.0, 0.1, 0.0, 0.0), (0.0, 0.0, 1.0, 0.1))
 
 
-def launch_divergence(  # noqa: PLR0913 (what a divergence depends on)
+def launch_kl_divergence(  # noqa: PLR0913 (one argument per property of a divergence)
     rows: int,
     vocab: int,
     mixture: Mixture,
@@ -198,44 +197,44 @@ def launch_divergence(  # noqa: PLR0913 (what a divergence depends on)
     dtypes: tuple[torch.dtype, torch.dtype] = (BF16, BF16),
     gradient: bool = True,
 ) -> None:
-    """Terms of a teacher that has fewer ids than the student."""
-    numbers = [1.0, caps[0], 1.0, caps[1], 2.0, *mixture, 1.0]
+    """Divergence from a teacher with a smaller vocabulary."""
+    parameters = [1.0, caps[0], 1.0, caps[1], 2.0, *mixture, 1.0]
     student, teacher = empty_meta(rows, vocab, dtype=dtypes[0]), empty_meta(rows, vocab - 8, dtype=dtypes[1])
-    kl_divergence_triton.divergences(student, teacher, numbers, vocab - 8, gradient)
+    kl_divergence_triton.divergences(student, teacher, parameters, vocab - 8, gradient)
 
 
-def launch_divergence_variants() -> None:
+def launch_kl_divergence_variants() -> None:
     for vocab in sorted(SHAPES.vocab_sizes | {100, 1000}):
         for mixture in MIXTURES:
-            launch_divergence(64, vocab, mixture)
-        launch_divergence(64, vocab, FORWARD, gradient=False)
-        launch_divergence(64, vocab, SKEWED, gradient=False)
-        launch_divergence(64, vocab, BOTH, (30.0, 0.0), (BF16, FP32))
-        launch_divergence(64, vocab, REVERSE, (0.0, 30.0), (FP32, BF16))
-        launch_divergence(64, vocab, SKEWED, (30.0, 30.0), (FP32, FP32), gradient=False)
-        launch_divergence(64, vocab, SKEWED, (30.0, 30.0))
+            launch_kl_divergence(64, vocab, mixture)
+        launch_kl_divergence(64, vocab, FORWARD, gradient=False)
+        launch_kl_divergence(64, vocab, SKEWED, gradient=False)
+        launch_kl_divergence(64, vocab, BOTH, (30.0, 0.0), (BF16, FP32))
+        launch_kl_divergence(64, vocab, REVERSE, (0.0, 30.0), (FP32, BF16))
+        launch_kl_divergence(64, vocab, SKEWED, (30.0, 30.0), (FP32, FP32), gradient=False)
+        launch_kl_divergence(64, vocab, SKEWED, (30.0, 30.0))
 
 
-def launch_experts(rows: int, num_experts: int, width: int, inner: int, expert_rows: int = 0) -> None:
-    """Products of `x` (rows, inner) with weights (num_experts, width, inner) forth and back, and of both sides.
+def launch_grouped_mm(rows: int, num_experts: int, width: int, inner: int, expert_rows: int = 0) -> None:
+    """Matmuls of `x` (rows, inner) with weights (num_experts, width, inner): forward, and gradients of both.
 
-    `expert_rows`: distance of two experts in rows, where weights are parts of larger tensors.
+    `expert_rows`: rows between the starts of two experts, if weights are slices of larger tensors.
     """
     x, y, ends = empty_meta(rows, inner), empty_meta(rows, width), empty_meta(num_experts, dtype=torch.int32)
     weight = empty_meta(num_experts, expert_rows or width, inner)[:, :width]
     grouped_mm_triton.grouped_product(x, weight.mT, ends)
     grouped_mm_triton.grouped_product(y, weight, ends)
     grouped_mm_triton.grouped_outer(y, x, ends)
-    grouped_mm_triton.grouped_outer(y, empty_meta(rows, 8), ends)  # gradients of biases: products with ones
+    grouped_mm_triton.grouped_outer(y, empty_meta(rows, 8), ends)  # gradients of biases: matmuls with ones
 
 
-def launch_experts_variants() -> None:
+def launch_grouped_mm_variants() -> None:
     for num_experts in (8, 128, 512):
-        launch_experts(TOKENS, num_experts, 1536, 4096)
-        launch_experts(TOKENS, num_experts, 520, 1000)  # multiples of 8 and not of 16
+        launch_grouped_mm(NUM_TOKENS, num_experts, 1536, 4096)
+        launch_grouped_mm(NUM_TOKENS, num_experts, 520, 1000)  # multiples of 8 and not of 16
 
 
-# The largest tensors: rows times row length, or their distance in memory, is above 2^31
+# The largest tensors: more than 2^31 elements, or larger offsets
 
 
 def launch_glu_large() -> None:
@@ -245,15 +244,15 @@ def launch_glu_large() -> None:
         launch_glu((2**18, 18432), act, stride=2 * 18432)
 
 
-def launch_norm_large() -> None:
-    launch_norm(2**18, 16384, (BF16, BF16), scale_in_fp32=False)
-    launch_norm(2**15, 128, (BF16, BF16), scale_in_fp32=False, stride=2**17)
+def launch_rms_norm_large() -> None:
+    launch_rms_norm(2**18, 16384, (BF16, BF16), scale_in_fp32=False)
+    launch_rms_norm(2**15, 128, (BF16, BF16), scale_in_fp32=False, stride=2**17)
 
 
 def launch_rope_large() -> None:
     for interleaved in ((False, False), (True, True)):
         launch_rope((2**18, 128, 128), 128, interleaved, rotate_last=False)
-    heads = empty_meta(128, 2**17, 256).transpose(0, 1)  # heads are farther apart than tokens
+    heads = empty_meta(128, 2**17, 256).transpose(0, 1)  # the stride of heads is larger than that of tokens
     table = empty_meta(2**17, 128, dtype=FP32)
     rope_triton.rotate(heads, empty_meta(2**17, 128, 256), table, table, 0, 1.0, False, False)
 
@@ -271,7 +270,7 @@ def launch_adamw8bit_large() -> None:
 
 def launch_nf4_large() -> None:
     for nested in (False, True):
-        launch_nf4(2**15 + 2**14, 2**16, nested)  # 1.6e9 bytes: they fit an int32 and twice as many do not
+        launch_nf4(2**15 + 2**14, 2**16, nested)  # 1.6e9 bytes, which fit an int32; twice the number does not
         launch_nf4(2**17, 2**16, nested)
     for count in (2**31 - 64, 2**31 - 1, 2**33, 2**33 + 7):
         launch_nf4_quantize(count)
@@ -287,28 +286,28 @@ def launch_float8_large() -> None:
     launch_float8(2**31 + 32)
 
 
-def launch_divergence_large() -> None:
+def launch_kl_divergence_large() -> None:
     for mixture in MIXTURES:
-        launch_divergence(8192 + 64, 262144, mixture, (30.0, 0.0))
-    launch_divergence(8192 + 64, 262144 + 1, SKEWED)
+        launch_kl_divergence(8192 + 64, 262144, mixture, (30.0, 0.0))
+    launch_kl_divergence(8192 + 64, 262144 + 1, SKEWED)
 
 
-def launch_experts_large() -> None:
-    launch_experts(2**19, 64, 8192, 4096)  # activations, and weights of all experts
-    launch_experts(2**18, 8, 2**16, 2**16)  # weights of one expert
-    launch_experts(2**18, 8, 2**15, 2**15, expert_rows=2**17)
+def launch_grouped_mm_large() -> None:
+    launch_grouped_mm(2**19, 64, 8192, 4096)  # activations, and weights of all experts
+    launch_grouped_mm(2**18, 8, 2**16, 2**16)  # weights of one expert
+    launch_grouped_mm(2**18, 8, 2**15, 2**15, expert_rows=2**17)
 
 
-# What changes from one training step to the next: token counts, step numbers
+# Training steps, which differ in the number of tokens and the step number
 
 
 def launch_glu_step(tokens: int, step: int) -> None:
     launch_glu((1, tokens * 11008), "silu")
 
 
-def launch_norm_step(tokens: int, step: int) -> None:
-    launch_norm(tokens, 4096, (BF16, BF16), scale_in_fp32=False)
-    launch_norm(tokens, 4096, (BF16, BF16), scale_in_fp32=False, train_weight=False)
+def launch_rms_norm_step(tokens: int, step: int) -> None:
+    launch_rms_norm(tokens, 4096, (BF16, BF16), scale_in_fp32=False)
+    launch_rms_norm(tokens, 4096, (BF16, BF16), scale_in_fp32=False, train_weight=False)
 
 
 def launch_rope_step(tokens: int, step: int) -> None:
@@ -324,7 +323,7 @@ def launch_adamw8bit_step(tokens: int, step: int) -> None:
 
 
 def launch_nf4_step(tokens: int, step: int) -> None:
-    launch_nf4(64 + tokens % 7, 4096, nested=True)  # experts, projections: weights of many sizes
+    launch_nf4(64 + tokens % 7, 4096, nested=True)  # weights of different sizes, as those of experts and projections
     launch_nf4_quantize((64 + tokens % 7) * 4096)
 
 
@@ -336,12 +335,12 @@ def launch_float8_step(tokens: int, step: int) -> None:
     launch_float8((64 + tokens % 7) * 64)
 
 
-def launch_divergence_step(tokens: int, step: int) -> None:
-    launch_divergence(tokens, 49160, FORWARD)
+def launch_kl_divergence_step(tokens: int, step: int) -> None:
+    launch_kl_divergence(tokens, 49160, FORWARD)
 
 
-def launch_experts_step(tokens: int, step: int) -> None:
-    launch_experts(tokens, 128, 768, 2048)
+def launch_grouped_mm_step(tokens: int, step: int) -> None:
+    launch_grouped_mm(tokens, 128, 768, 2048)
 
 
 def launch_probe(*_: int) -> None:
@@ -352,15 +351,15 @@ def launch_probe(*_: int) -> None:
 class KernelLaunches:
     """Launches of the kernels of one module."""
 
-    variants: Callable[[], None]  # every specialization that a run with a preset can ask for
-    large: Callable[[], None]  # with more than 2^31 numbers
-    step: Callable[[int, int], None]  # a training step: number of tokens, number of the step
+    variants: Callable[[], None]  # every specialization that a run with a preset can need
+    large: Callable[[], None]  # more than 2^31 elements
+    step: Callable[[int, int], None]  # a training step: number of tokens, step number
 
-    def run(self, form: str) -> None:
-        if form == "step":
-            self.step(TOKENS, 1)
+    def run(self, kind: str) -> None:
+        if kind == "step":
+            self.step(NUM_TOKENS, 1)
         else:
-            {"variants": self.variants, "large": self.large}[form]()
+            {"variants": self.variants, "large": self.large}[kind]()
 
 
 LAUNCHES = {
@@ -368,32 +367,34 @@ LAUNCHES = {
     "cross_entropy_triton": KernelLaunches(
         launch_cross_entropy_variants, launch_cross_entropy_large, launch_cross_entropy_step
     ),
-    "kl_divergence_triton": KernelLaunches(launch_divergence_variants, launch_divergence_large, launch_divergence_step),
-    "grouped_mm_triton": KernelLaunches(launch_experts_variants, launch_experts_large, launch_experts_step),
+    "kl_divergence_triton": KernelLaunches(
+        launch_kl_divergence_variants, launch_kl_divergence_large, launch_kl_divergence_step
+    ),
+    "grouped_mm_triton": KernelLaunches(launch_grouped_mm_variants, launch_grouped_mm_large, launch_grouped_mm_step),
     "float8_triton": KernelLaunches(launch_float8_variants, launch_float8_large, launch_float8_step),
     "glu_triton": KernelLaunches(launch_glu_variants, launch_glu_large, launch_glu_step),
     "nf4_matmul_triton": KernelLaunches(launch_nf4_matmul_variants, launch_nf4_matmul_large, launch_nf4_matmul_step),
     "nf4_triton": KernelLaunches(launch_nf4_variants, launch_nf4_large, launch_nf4_step),
-    "rms_norm_triton": KernelLaunches(launch_norm_variants, launch_norm_large, launch_norm_step),
+    "rms_norm_triton": KernelLaunches(launch_rms_norm_variants, launch_rms_norm_large, launch_rms_norm_step),
     "probe_triton": KernelLaunches(launch_probe, launch_probe, launch_probe),
     "rope_triton": KernelLaunches(launch_rope_variants, launch_rope_large, launch_rope_step),
 }
 
 
 @cache
-def unique_launches(backend: str, form: str = "variants") -> list[Launch]:
-    """Launches of all modules that are compiled separately, in a fixed order.
+def unique_launches(backend: str, kind: str = "variants") -> list[Launch]:
+    """Launches of all modules with different compiled kernels, in a fixed order.
 
-    They depend on the backend, "cuda" or "hip", but on no architecture.
+    They depend on the backend, "cuda" or "hip", but not on the architecture.
     """
     with record_launches(GPUTarget(backend, {"cuda": 80, "hip": "gfx942"}[backend], 32)) as launches:
         for kernels in LAUNCHES.values():
-            kernels.run(form)
+            kernels.run(kind)
     return list({launch.key: launch for launch in launches}.values())
 
 
 def count_compiles(steps: Iterable[tuple[int, int]], module: str) -> int:
-    """Specializations that training steps, each of (number of tokens, number of the step), ask of a module."""
+    """Number of kernels of a module that training steps compile, each with a number of tokens and a step number."""
     with record_launches(GPUTarget("cuda", 80, 32)) as launches:
         for tokens, step in steps:
             LAUNCHES[module].step(tokens, step)

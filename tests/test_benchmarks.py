@@ -1,4 +1,4 @@
-"""Benchmarks can be imported and print their help. They run by hand, so broken imports would go unnoticed."""
+"""Benchmarks can be imported and print their help. They are run manually, so broken imports would go unnoticed."""
 
 import json
 import runpy
@@ -13,7 +13,7 @@ from tunekit.recipes.sft import SFTConfig
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 GPU_SCRIPTS = Path(__file__).parents[1] / "scripts/gpu"
 SCRIPTS = sorted(file.stem for file in BENCHMARKS.glob("*.py") if "ArgumentParser(" in file.read_text("utf-8"))
-REQUIRED_PACKAGES = {"compare": "matplotlib", "ladder": "matplotlib", "scaling": "matplotlib"}
+REQUIRED_PACKAGES: dict[str, str] = dict.fromkeys(("ablation", "compare", "reward_curves", "scaling"), "matplotlib")
 REQUIRED_PACKAGES |= dict.fromkeys(("triton_checks", "triton_compile"), "triton")
 
 
@@ -32,8 +32,8 @@ def test_compared_configs_are_valid(method: str, tmp_path: Path, monkeypatch: py
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(BENCHMARKS)
     compare = runpy.run_path(str(BENCHMARKS / "compare.py"))
-    setup, task = compare["RunSetup"](tmp_path, (), {}), compare["Work"](method)
-    config = compare["sft_config"](setup, task, tmp_path) | {"output_dir": str(tmp_path / "out")}
+    setup, task = compare["RunSetup"](tmp_path, (), {}), compare["SFTTask"](method)
+    config = compare["build_sft_config"](setup, task, tmp_path) | {"output_dir": str(tmp_path / "out")}
     (tmp_path / "sft.yaml").write_text(json.dumps(config))
     assert load_config(SFTConfig, tmp_path / "sft.yaml").max_steps == task.steps
 
@@ -41,8 +41,8 @@ def test_compared_configs_are_valid(method: str, tmp_path: Path, monkeypatch: py
 def test_planned_configs_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     plan = runpy.run_path(str(BENCHMARKS / "plan.py"))
-    tasks = [plan["make_task"](name, 1) for name in plan["CONFIGS"]]
-    assert {task.global_batch_size for task in tasks} == {2, 4}
+    workloads = [plan["build_workload"](name, 1) for name in plan["CONFIGS"]]
+    assert {workload.global_batch_size for workload in workloads} == {2, 4}
 
 
 def test_speed_suite_names_sections_of_the_gpu_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,4 +51,4 @@ def test_speed_suite_names_sections_of_the_gpu_benchmark(monkeypatch: pytest.Mon
         monkeypatch.syspath_prepend(directory)
     jobs, _ = runpy.run_path(str(GPU_SCRIPTS / "suites.py"))["SUITES"]["speed"]("cpu")
     sections = runpy.run_path(str(BENCHMARKS / "gpu.py"))["SECTIONS"]
-    assert {job.name for job in jobs} <= {section.__name__ for section in sections}
+    assert {job.name for job in jobs} <= sections.keys()

@@ -1,4 +1,6 @@
-"""torchtune 0.6.1: python torchtune_preparation.py ROWS TOKENIZER OUT, in an environment that has it.
+"""Preprocessing of conversations by torchtune 0.6.1, in an environment that has it.
+
+python torchtune_preprocessing.py ROWS TOKENIZER_DIR OUTPUT
 
 `chat_dataset` with `packed=True`, as its recipes preprocess rows before training; unpacked rows are tokenized
 during training. Uses its Llama 3 tokenizer with the vocabulary of the others.
@@ -13,12 +15,12 @@ import torchtune
 from torchtune.datasets import chat_dataset
 from torchtune.models.llama3 import llama3_tokenizer
 
-IGNORED = -100
+IGNORE = -100
 
 
 def main() -> None:
-    rows, folder, out = map(Path, sys.argv[1:4])
-    tokenizer = llama3_tokenizer(str(folder.parent / "words.tiktoken"), max_seq_len=2048)
+    rows, tokenizer_dir, output = map(Path, sys.argv[1:4])
+    tokenizer = llama3_tokenizer(str(tokenizer_dir.parent / "vocab.tiktoken"), max_seq_len=2048)
     start = time.perf_counter()
     dataset = chat_dataset(
         tokenizer,
@@ -28,16 +30,14 @@ def main() -> None:
         conversation_style="openai",
         packed=True,
     )
-    seconds = time.perf_counter() - start
-    real = [int((pack["tokens"] != tokenizer.pad_id).sum()) for pack in dataset.packs]
-    num_target_tokens = sum(int((pack["labels"] != IGNORED).sum()) for pack in dataset.packs)
-    result = {
-        "seconds": seconds,
+    measurements = {
+        "seconds": time.perf_counter() - start,
         "rows": len(rows.read_text().splitlines()),
-        "tokens": sum(real),
-        "target_tokens": num_target_tokens,
+        "num_tokens": sum(int((pack["tokens"] != tokenizer.pad_id).sum()) for pack in dataset.packs),
+        "num_target_tokens": sum(int((pack["labels"] != IGNORE).sum()) for pack in dataset.packs),
+        "versions": {"torchtune": torchtune.__version__},
     }
-    out.write_text(json.dumps({**result, "versions": {"torchtune": torchtune.__version__}}))
+    output.write_text(json.dumps(measurements))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""transformers + peft + trl (+ bitsandbytes): python trl_dpo.py GIVEN ROWS OUT, in an environment that has them.
+"""DPO with transformers + peft + trl (+ bitsandbytes), in an environment that has them.
 
-The reference is the model with its adapter disabled. `--flat`: pairs without padding (`padding_free`).
+python trl_dpo.py CHECKPOINT_DIR DATA_DIR OUTPUT [--padding-free]
+
+The reference is the model with its adapter disabled. `--padding-free` sets `padding_free`.
 """
 
 import sys
@@ -9,27 +11,27 @@ from datasets import load_dataset
 from peft import LoraConfig
 from transformers import AutoTokenizer
 from trl import DPOConfig, DPOTrainer
-from trl_run import Ordered, TimingCallback, arguments, load, parse_arguments, train
+from trl_training import SequentialTrainer, TimingCallback, build_trainer_arguments, load_model, parse_arguments, train
 
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-class Trainer(Ordered, DPOTrainer):
-    """Trains on pairs of texts."""
+class SequentialDPOTrainer(SequentialTrainer, DPOTrainer):
+    """Trains on pairs of texts in order."""
 
 
 def main() -> None:
-    (folder, rows, out, work), watch = parse_arguments(), TimingCallback()
-    more = {"padding_free": "--flat" in sys.argv, "beta": work["beta"]}
-    trainer = Trainer(
-        load(folder, work).unload(),  # the given adapter is created by the trainer: a loaded one would be kept twice
-        args=DPOConfig(**arguments(out, work), **more),
-        peft_config=LoraConfig(r=work["rank"], lora_alpha=work["alpha"], target_modules=TARGETS),
-        train_dataset=load_dataset("json", data_files=str(rows / "pairs.jsonl"), split="train"),
-        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
-        callbacks=[watch],
+    (checkpoint_dir, data_dir, output, task), timing = parse_arguments(), TimingCallback()
+    options = {"padding_free": "--padding-free" in sys.argv, "beta": task["beta"]}
+    trainer = SequentialDPOTrainer(
+        load_model(checkpoint_dir, task).unload(),  # the trainer creates the adapter, and a copy of a loaded one
+        args=DPOConfig(**build_trainer_arguments(output, task), **options),
+        peft_config=LoraConfig(r=task["rank"], lora_alpha=task["alpha"], target_modules=TARGET_MODULES),
+        train_dataset=load_dataset("json", data_files=str(data_dir / "pairs.jsonl"), split="train"),
+        processing_class=AutoTokenizer.from_pretrained(checkpoint_dir / "model"),
+        callbacks=[timing],
     )
-    train(trainer, watch, out)
+    train(trainer, timing, output)
 
 
 if __name__ == "__main__":

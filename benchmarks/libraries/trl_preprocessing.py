@@ -1,6 +1,8 @@
-"""trl: python trl_preparation.py ROWS TOKENIZER OUT, in an environment that has it.
+"""Preprocessing of conversations by trl, in an environment that has it.
 
-Preprocessing of conversations by SFTTrainer for training on assistant messages, with two processes.
+python trl_preprocessing.py ROWS TOKENIZER_DIR OUTPUT
+
+SFTTrainer prepares rows for training on assistant messages, with two processes.
 """
 
 import json
@@ -15,23 +17,23 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 
-class Timed(SFTTrainer):
+class TimedTrainer(SFTTrainer):
     """Records the time of the preprocessing."""
 
-    def _prepare_dataset(self, *args, **options):
+    def _prepare_dataset(self, *args, **kwargs):
         start = time.perf_counter()
-        dataset = super()._prepare_dataset(*args, **options)
-        self.prepared = time.perf_counter() - start
+        dataset = super()._prepare_dataset(*args, **kwargs)
+        self.preprocessing_seconds = time.perf_counter() - start
         return dataset
 
 
 def main() -> None:
-    rows, folder, out = map(Path, sys.argv[1:4])
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    small = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
-    small.vocab_size = len(tokenizer)
+    rows, tokenizer_dir, output = map(Path, sys.argv[1:4])
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    tiny = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
+    tiny.vocab_size = len(tokenizer)
     args = SFTConfig(
-        output_dir=str(out.parent / "trl"),
+        output_dir=str(output.parent / "trl"),
         use_cpu=True,
         bf16=False,
         max_length=2048,
@@ -41,22 +43,22 @@ def main() -> None:
         disable_tqdm=True,
     )
     start = time.perf_counter()
-    table = datasets.load_dataset("json", data_files=str(rows), split="train")
-    loaded = time.perf_counter() - start
-    trainer = Timed(LlamaForCausalLM(small), args=args, train_dataset=table, processing_class=tokenizer)
+    conversations = datasets.load_dataset("json", data_files=str(rows), split="train")
+    loading_seconds = time.perf_counter() - start
+    trainer = TimedTrainer(LlamaForCausalLM(tiny), args=args, train_dataset=conversations, processing_class=tokenizer)
     dataset = trainer.train_dataset
-    num_target_tokens = tokens = 0
+    num_tokens = num_target_tokens = 0
     for batch in dataset.with_format("arrow").iter(1000):
         labels = batch["labels"].combine_chunks().flatten().to_numpy()
-        tokens, num_target_tokens = tokens + len(labels), num_target_tokens + int((labels != -100).sum())
-    result = {
-        "seconds": loaded + trainer.prepared,
+        num_tokens, num_target_tokens = num_tokens + len(labels), num_target_tokens + int((labels != -100).sum())
+    measurements = {
+        "seconds": loading_seconds + trainer.preprocessing_seconds,
         "rows": len(dataset),
-        "tokens": tokens,
-        "target_tokens": num_target_tokens,
+        "num_tokens": num_tokens,
+        "num_target_tokens": num_target_tokens,
+        "versions": {package.__name__: package.__version__ for package in (trl, transformers, datasets)},
     }
-    packages = (trl, transformers, datasets)
-    out.write_text(json.dumps({**result, "versions": {package.__name__: package.__version__ for package in packages}}))
+    output.write_text(json.dumps(measurements))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""transformers + peft + trl (+ bitsandbytes): python trl_sft.py GIVEN ROWS OUT, in an environment that has them.
+"""SFT with transformers + peft + trl (+ bitsandbytes), in an environment that has them.
+
+python trl_sft.py CHECKPOINT_DIR DATA_DIR OUTPUT [--wrapped]
 
 Rows are flattened as trl does for packed rows (`padding_free`). `--wrapped` trains on each row as one document:
-this needs no mask and is cheaper, but documents attend to each other.
+this needs no mask and is faster, but documents attend to each other.
 """
 
 import json
@@ -11,31 +13,33 @@ from pathlib import Path
 from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
-from trl_run import Ordered, TimingCallback, arguments, load, parse_arguments, train
+from trl_training import SequentialTrainer, TimingCallback, build_trainer_arguments, load_model, parse_arguments, train
 
 
-class Trainer(Ordered, SFTTrainer):
-    """Trains on tokenized rows."""
+class SequentialSFTTrainer(SequentialTrainer, SFTTrainer):
+    """Trains on tokenized rows in order."""
 
 
-def data(folder: Path, wrapped: bool) -> Dataset:
-    rows = json.loads((folder / "rows.json").read_text())
-    table = {"input_ids": [sum(row, []) for row in rows]}
-    return Dataset.from_dict(table if wrapped else table | {"seq_lengths": [[len(d) for d in row] for row in rows]})
+def load_rows(data_dir: Path, wrapped: bool) -> Dataset:
+    rows = json.loads((data_dir / "rows.json").read_text())
+    columns = {"input_ids": [sum(row, []) for row in rows]}
+    if not wrapped:
+        columns["seq_lengths"] = [[len(document) for document in row] for row in rows]
+    return Dataset.from_dict(columns)
 
 
 def main() -> None:
-    (folder, rows, out, work), watch = parse_arguments(), TimingCallback()
+    (checkpoint_dir, data_dir, output, task), timing = parse_arguments(), TimingCallback()
     wrapped = "--wrapped" in sys.argv
-    more = {"padding_free": not wrapped, "dataset_kwargs": {"skip_prepare_dataset": True}}
-    trainer = Trainer(
-        load(folder, work),
-        args=SFTConfig(**arguments(out, work), **more),
-        train_dataset=data(rows, wrapped),
-        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
-        callbacks=[watch],
+    options = {"padding_free": not wrapped, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    trainer = SequentialSFTTrainer(
+        load_model(checkpoint_dir, task),
+        args=SFTConfig(**build_trainer_arguments(output, task), **options),
+        train_dataset=load_rows(data_dir, wrapped),
+        processing_class=AutoTokenizer.from_pretrained(checkpoint_dir / "model"),
+        callbacks=[timing],
     )
-    train(trainer, watch, out)
+    train(trainer, timing, output)
 
 
 if __name__ == "__main__":

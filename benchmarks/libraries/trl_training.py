@@ -1,6 +1,6 @@
-"""Common parts of trl runs: model, arguments and timing.
+"""Model, trainer arguments and timing of the trl runs.
 
-As an experienced user would set it up on a CPU: SDPA, no activation checkpointing, bf16 autocast, fused AdamW.
+A tuned setup for a CPU: SDPA, no activation checkpointing, bf16 autocast, fused AdamW.
 """
 
 import json
@@ -15,8 +15,9 @@ import torch
 import transformers
 import trl
 from peft import PeftModel
+from process_memory import read_peak_memory
 from torch.utils.data import SequentialSampler
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, Trainer, TrainerCallback
 
 START = time.perf_counter()
 MAX_SECONDS = 85.0  # no step starts later: a slow machine runs fewer steps instead of none
@@ -26,67 +27,61 @@ class TimingCallback(TrainerCallback):
     """Records the time and loss of each step."""
 
     def __init__(self) -> None:
-        self.last = time.perf_counter()
+        self.last_step_end = time.perf_counter()
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.peak = 0
 
-    def on_train_begin(self, args, state, control, **more) -> None:
-        self.last = time.perf_counter()
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.last_step_end = time.perf_counter()
 
-    def on_step_end(self, args, state, control, **more) -> None:
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         now = time.perf_counter()
-        self.seconds.append(now - self.last)
-        self.last, self.peak = now, peak_rss()
+        self.seconds.append(now - self.last_step_end)
+        self.last_step_end, self.peak = now, read_peak_memory()
         control.should_training_stop |= now - START > MAX_SECONDS
 
-    def on_log(self, args, state, control, logs=None, **more) -> None:
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if logs and "loss" in logs:
             self.losses.append(float(logs["loss"]))
 
 
-class Ordered(Trainer):
+class SequentialTrainer(Trainer):
     """Reads rows in order."""
 
     def _get_train_sampler(self, train_dataset=None):
         return SequentialSampler(train_dataset or self.train_dataset)
 
 
-def peak_rss() -> int:
-    """Peak resident bytes of this process."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
 def parse_arguments() -> tuple[Path, Path, Path, dict]:
-    """Command-line arguments: directories of the checkpoint and the rows, the output file, and the task."""
-    folder, rows, out = map(Path, sys.argv[1:4])
-    return folder, rows, out, json.loads((rows / "work.json").read_text())
+    """Directories of the checkpoint and of the data, the output file, and the task."""
+    checkpoint_dir, data_dir, output = map(Path, sys.argv[1:4])
+    return checkpoint_dir, data_dir, output, json.loads((data_dir / "task.json").read_text())
 
 
-def load(folder: Path, work: dict):
-    """Model, with the given adapter unless all weights are trained."""
-    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-    more = {"quantization_config": four, "device_map": {"": "cpu"}} if work["method"] == "qlora" else {}
+def load_model(checkpoint_dir: Path, task: dict) -> PreTrainedModel | PeftModel:
+    """Model, with the initial adapter unless all weights are trained."""
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    options = {"quantization_config": nf4, "device_map": {"": "cpu"}} if task["method"] == "qlora" else {}
     model = AutoModelForCausalLM.from_pretrained(
-        folder / "model", dtype=torch.bfloat16, attn_implementation="sdpa", **more
+        checkpoint_dir / "model", dtype=torch.bfloat16, attn_implementation="sdpa", **options
     )
-    if work["method"] == "full":
+    if task["method"] == "full":
         return model
-    return PeftModel.from_pretrained(model, folder / "adapter", is_trainable=True)
+    return PeftModel.from_pretrained(model, checkpoint_dir / "adapter", is_trainable=True)
 
 
-def arguments(out: Path, work: dict) -> dict[str, Any]:
-    """Arguments of the trainer's config."""
+def build_trainer_arguments(output: Path, task: dict) -> dict[str, Any]:
+    """Arguments of SFTConfig and DPOConfig."""
     return {
-        "output_dir": str(out.parent),
+        "output_dir": str(output.parent),
         "use_cpu": True,
         "bf16": True,
         "gradient_checkpointing": False,
         "max_length": None,
-        "per_device_train_batch_size": work["batch"],
-        "max_steps": work["steps"],
-        "learning_rate": work["lr"],
+        "per_device_train_batch_size": task["batch_size"],
+        "max_steps": task["steps"],
+        "learning_rate": task["lr"],
         "lr_scheduler_type": "constant",
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
@@ -99,10 +94,15 @@ def arguments(out: Path, work: dict) -> dict[str, Any]:
     }
 
 
-def train(trainer: Trainer, watch: TimingCallback, out: Path) -> None:
-    """Run all steps and write the result file."""
+def train(trainer: Trainer, timing: TimingCallback, output: Path) -> None:
+    """Run all steps, and write the measurements."""
     trainer.train()
     packages = (torch, transformers, peft, trl, bitsandbytes)
-    result = {"seconds": watch.seconds, "losses": watch.losses, "peak": watch.peak, "threads": torch.get_num_threads()}
-    result["versions"] = {package.__name__: package.__version__ for package in packages}
-    out.write_text(json.dumps(result))
+    measurements = {
+        "seconds": timing.seconds,
+        "losses": timing.losses,
+        "peak": timing.peak,
+        "threads": torch.get_num_threads(),
+        "versions": {package.__name__: package.__version__ for package in packages},
+    }
+    output.write_text(json.dumps(measurements))

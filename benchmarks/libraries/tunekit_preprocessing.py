@@ -1,4 +1,7 @@
-"""tunekit: python tunekit_preparation.py ROWS TOKENIZER OUT. TUNEKIT_CACHE sets the cache directory."""
+"""Preprocessing of conversations by tunekit. TUNEKIT_CACHE sets the cache directory.
+
+python tunekit_preprocessing.py ROWS TOKENIZER_DIR OUTPUT
+"""
 
 import json
 import sys
@@ -21,14 +24,18 @@ class SingleProcess:
 
 
 def main() -> None:
-    rows, folder, out = map(Path, sys.argv[1:4])
-    tokenizer = Tokenizer.open(folder)
+    rows, tokenizer_dir, output = map(Path, sys.argv[1:4])
+    tokenizer = Tokenizer.open(tokenizer_dir)
     start = time.perf_counter()
     dataset = preprocess.preprocess_dataset(ChatDataset(source=str(rows), max_length=2048), tokenizer, SingleProcess())
-    result = {"seconds": time.perf_counter() - start, "rows": len(dataset), "tokens": len(dataset.tokens)}
-    out.write_text(
-        json.dumps({**result, "target_tokens": dataset.num_target_tokens, "versions": {"tunekit": __version__}})
-    )
+    measurements = {
+        "seconds": time.perf_counter() - start,
+        "rows": len(dataset),
+        "num_tokens": len(dataset.tokens),
+        "num_target_tokens": dataset.num_target_tokens,
+        "versions": {"tunekit": __version__},
+    }
+    output.write_text(json.dumps(measurements))
 
 
 if __name__ == "__main__":

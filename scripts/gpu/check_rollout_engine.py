@@ -94,7 +94,7 @@ def measure_speed(quantization: NoQuantization | NF4Config, size: gpu.Size, devi
     """
     precision = PrecisionConfig("bf16", master_dtype="fp32", frozen_dtype="bf16")
     config = size.config("tunekit/llama3_1_8b")
-    model = gpu.model(config, quantization, LoRAConfig(16), MemoryConfig(), precision).eval()
+    model = gpu.build_random_model(config, quantization, LoRAConfig(16), MemoryConfig(), precision).eval()
     weights_name = type(quantization).__name__
     num_bytes = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
     print(f"{weights_name}: weights of {num_bytes / 2**30:.2f} GiB", flush=True)

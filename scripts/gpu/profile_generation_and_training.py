@@ -57,8 +57,8 @@ def print_host_syncs(step: Callable[[], None], name: str) -> None:
 
 def profile_training_step(model: Decoder, name: str, size: gpu.Size) -> None:
     """Print host synchronizations, host time and the longest kernels of a LoRA step."""
-    batch = gpu.batch(model.spec.vocab, *size.tokens(4, 2048))
-    step = gpu.train(model.train(), LoRAConfig(16), batch)
+    batch = gpu.build_random_batch(model.spec.vocab, *size.tokens(4, 2048))
+    step = gpu.build_training_step(model.train(), LoRAConfig(16), batch)
     for _ in range(NUM_WARMUP_STEPS):
         step()
     print_host_syncs(step, name)
@@ -84,7 +84,7 @@ def main() -> None:
     for quantization in (NoQuantization(), NF4Config()):
         name = type(quantization).__name__
         precision = PrecisionConfig("bf16", master_dtype="fp32", frozen_dtype="bf16")
-        model = gpu.model(size.config("tunekit/llama3_1_8b"), quantization, LoRAConfig(16), MemoryConfig(), precision)
+        model = gpu.build_random_model(size.config("tunekit/llama3_1_8b"), quantization, LoRAConfig(16), MemoryConfig(), precision)
         measure_generation(model, name, device)
         if device.type == "cuda":
             for num_rows in (1, 8):

@@ -1,6 +1,7 @@
 """Launches and host waits of a layer on a simulated CUDA device, counted by benchmarks/launch_counter.py."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -15,12 +16,12 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(BENCHMARKS)
     pytest.importorskip("triton")
-    yield import_module("launches")
+    yield import_module("kernel_launches")
 
 
 def per_layer(benchmark: ModuleType, build: Callable, method: str) -> tuple[float, set[str]]:
     """Launches of a layer, forward and backward, and the waits that each further layer adds."""
-    counts = [benchmark.count(build, method, n, (9, 0)) for n in (1, 2)]
+    counts = [benchmark.count_launches(build, method, n, (9, 0)) for n in (1, 2)]
     shallow, deep = (c.launches["forward"] + c.launches["backward"] for c in counts)
     added = {f"{phase}: {name}" for (phase, name), n in (counts[1].causes - counts[0].causes).items() if n}
     return deep - shallow, added
@@ -28,15 +29,16 @@ def per_layer(benchmark: ModuleType, build: Callable, method: str) -> tuple[floa
 
 @pytest.mark.parametrize(("method", "bound"), [("full", 64), ("lora", 81), ("qlora", 95)])
 def test_layers_launch_no_more_than_bound_and_never_wait(benchmark: ModuleType, method: str, bound: int) -> None:
-    launches, waits = per_layer(benchmark, benchmark.tunekit_step, method)
+    launches, waits = per_layer(benchmark, benchmark.build_tunekit_step, method)
     assert launches <= bound
     assert waits == set()
 
 
 def test_lora_layer_launches_at_most_60_percent_of_peft(benchmark: ModuleType) -> None:
-    ours, _ = per_layer(benchmark, benchmark.tunekit_step, "lora")
-    least, _ = per_layer(benchmark, lambda method, n: benchmark.peft_step(method, n, autocast=False), "lora")
-    assert ours <= 0.6 * least
+    launches, _ = per_layer(benchmark, benchmark.build_tunekit_step, "lora")
+    build_peft_step = partial(benchmark.build_peft_step, autocast=False)
+    peft_launches, _ = per_layer(benchmark, build_peft_step, "lora")
+    assert launches <= 0.6 * peft_launches
 
 
 def test_counter_sees_waits_and_no_views(benchmark: ModuleType) -> None:

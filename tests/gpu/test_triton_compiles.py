@@ -151,11 +151,15 @@ def check_instructions(results: list[dict[str, Any]], gradients: set[bool]) -> N
     # without fusion, losses have the same bits with and without the gradient.
     losses = [r for r in results if r["kernel"].endswith(".losses_kernel") and r["target"].startswith("sm")]
     assert {"NEEDS_GRADIENT=True" in result["variant"] for result in losses} == gradients
-    assert len({result["multiply_adds"] for result in losses}) == 1
+    assert len({result["fma_instructions"] for result in losses}) == 1
     # Inverse scales of large weights, and the divisor of zeros, are subnormal numbers
-    assert not [result for result in results if result["kernel"] == "nf4_triton.quantize_kernel" and result["flushes"]]
+    assert not [
+        result
+        for result in results
+        if result["kernel"] == "nf4_triton.quantize_kernel" and result["flushes_subnormals"]
+    ]
     products = [result for result in results if result["kernel"].startswith("grouped_mm_triton.")]
-    assert products and all(result["matrix_products"] for result in products)
+    assert products and all(result["mma_instructions"] for result in products)
 
 
 def test_addresses_of_large_tensors_do_not_overflow() -> None:
@@ -166,10 +170,10 @@ def test_addresses_of_large_tensors_do_not_overflow() -> None:
 def test_overflow_check_finds_known_overflows() -> None:
     """One in a mask and two in addresses, in kernels that are wrong on purpose; and none in their repaired copies."""
     overflows = check_launches()["control"]
-    assert ["muli" in line for line in overflows["wrong_mask"]] == [True]
-    assert ["muli" in line for line in overflows["wrong_address"]] == [True]
-    assert ["muli" in line for line in overflows["wrong_row"]] == [True]
-    assert overflows["right"] == []
+    assert ["muli" in line for line in overflows["overflow_mask"]] == [True]
+    assert ["muli" in line for line in overflows["overflow_address"]] == [True]
+    assert ["muli" in line for line in overflows["overflow_row"]] == [True]
+    assert overflows["no_overflow"] == []
 
 
 def test_steps_of_other_lengths_compile_nothing() -> None:
