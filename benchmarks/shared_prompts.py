@@ -48,7 +48,7 @@ def build_documents(args: argparse.Namespace, vocab: int) -> TokenizedDataset:
         for answer in rng.integers(1, vocab, (2, args.answer_length)):
             loss_mask = np.arange(length) >= args.prompt_length
             documents.append(Document(np.concatenate([prompt, answer]).astype(np.int32), loss_mask, length))
-    return TokenizedDataset(documents)
+    return TokenizedDataset.from_documents(documents)
 
 
 def build_batch(args: argparse.Namespace, vocab: int, share_prefixes: bool) -> Batch:
