@@ -12,7 +12,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -50,7 +50,9 @@ def write_random_llama(directory: Path, config: Mapping[str, Any]) -> Path:
     return directory
 
 
-def load_frozen_model(directory: Path, dtype: str, quantization: NoQuantization | None = None) -> Decoder:
+def load_frozen_model(
+    directory: Path, dtype: Literal["bf16", "fp32"], quantization: NoQuantization | None = None
+) -> Decoder:
     quantization = quantization or NoQuantization()
     options = quantization, FrozenModel(), PrecisionConfig(dtype, frozen_dtype=dtype), MemoryConfig()
     return build.build_model(HFCheckpoint.open(directory), *options, DistributedContext(0, "cpu"))

@@ -145,7 +145,7 @@ def format_report(results: dict[str, list[PreprocessingResult]]) -> str:
 
 def compare_libraries(args: argparse.Namespace, directory: Path, pythons: dict[str, str]) -> None:
     """Run all rounds; runs of the libraries alternate."""
-    num_rows = dict.fromkeys(("tunekit", "tunekit, cached", *pythons), args.rows)
+    num_rows: dict[str, int] = dict.fromkeys(("tunekit", "tunekit, cached", *pythons), args.rows)
     if "torchtune" in pythons:
         num_rows["torchtune"] = min(args.rows, args.torchtune_rows)
     for count in set(num_rows.values()):

@@ -78,10 +78,10 @@ def build_tunekit_workload(
     model = build.build_model(source, *options, DistributedContext(0, "cpu"))
     tokenizer = build.open_tokenizer(source)
     engine = GenerationEngine(model, len(rows) * num_generations, 512, None)
-    prompts = []
+    prompts = {}
     for i, row in enumerate(rows):
         messages = [{"role": "user", "content": row["prompt"]}]
-        prompts.append(PromptRow(f"row {i}", messages, encode_conversation(tokenizer, messages), row))
+        prompts[i] = PromptRow(f"row {i}", messages, encode_conversation(tokenizer, messages), row)
     sampling, steps = SamplingConfig(TEMPERATURE, max_new_tokens=MAX_NEW_TOKENS), count()
 
     def generate() -> None:
