@@ -9,7 +9,7 @@ OLDEST_TRITON := $(if $(filter Linux,$(shell uname)),.venv/triton-3.6)
 
 .PHONY: quickstart test lint clean
 
-quickstart: .venv/core  ## fine-tune a small model, then ask it what it has learnt
+quickstart: .venv/core  ## fine-tune a small model, then ask it what it has learned
 	$(BIN)/tune run sft nano/tools_lora
 	$(BIN)/tune run evaluate nano/tools
 

@@ -84,7 +84,9 @@ def main() -> None:
     for quantization in (NoQuantization(), NF4Config()):
         name = type(quantization).__name__
         precision = PrecisionConfig("bf16", master_dtype="fp32", frozen_dtype="bf16")
-        model = gpu.build_random_model(size.config("tunekit/llama3_1_8b"), quantization, LoRAConfig(16), MemoryConfig(), precision)
+        model = gpu.build_random_model(
+            size.config("tunekit/llama3_1_8b"), quantization, LoRAConfig(16), MemoryConfig(), precision
+        )
         measure_generation(model, name, device)
         if device.type == "cuda":
             for num_rows in (1, 8):
