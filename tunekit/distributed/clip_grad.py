@@ -71,11 +71,13 @@ def squares_in_blocks(weight: Tensor, context: DistributedContext) -> Tensor:
     grad = to_local(require_grad(weight))
     if not counts_locally(weight, context):
         return grad.new_zeros((), dtype=accumulation_dtype(weight.device))
-    flat = grad.reshape(-1).float()
+    flat, wide = grad.reshape(-1).float(), accumulation_dtype(weight.device)
     num_full = len(flat) // SUM_BLOCK * SUM_BLOCK
-    body, remainder = flat[:num_full].view(-1, SUM_BLOCK), flat[num_full:]
-    norms, wide = torch.linalg.vector_norm(body, dim=1), accumulation_dtype(flat.device)
-    return norms.to(wide).square().sum() + remainder.to(wide).square().sum()
+    parts = [torch.linalg.vector_norm(flat[:num_full].view(-1, SUM_BLOCK), dim=1)] if num_full else []
+    if num_full < len(flat) or not parts:
+        parts.append(flat[num_full:])
+    first, *others = (part.to(wide).square().sum() for part in parts)
+    return first + others[0] if others else first
 
 
 def require_grad(weight: Tensor) -> Tensor:
