@@ -17,8 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tunekit.plan.fake_tensors import call_on_meta, returns_new_tensor, runs_on_meta
+
 ROOT = Path(__file__).resolve().parents[2]
 META = torch.device("meta")
+PLAIN = {Tensor, torch.nn.Parameter}
 # The size of the result depends on numbers of the device.
 DATA_DEPENDENT = {"_local_scalar_dense", "nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim"}
 FROM_HOST = {torch.tensor, torch.as_tensor, Tensor.new_tensor}  # these skip the dispatcher
@@ -56,6 +59,8 @@ class DeviceRules(TorchDispatchMode):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(x.is_meta for x in tensors):
             self.check(func, args, tensors, kwargs)
+            if runs_on_meta(func) and returns_new_tensor(func) and all(x.is_meta and type(x) in PLAIN for x in tensors):
+                return call_on_meta(func, args, kwargs)
         elif func.overloadpacket.__name__ in COPIES and torch.device(kwargs.get("device") or "cpu") == META:
             self.count_copy(kwargs.get("non_blocking", False))
         return func(*args, **kwargs)
