@@ -385,10 +385,10 @@ SHORT_RUN = (
 
 
 LEARNING_RUN = (
-    "eval_data.split=test[:64]",
+    "eval_data.split=test[:32]",
     "global_batch_size=8",
     "micro_batch_size=8",
-    "max_steps=40",
+    "max_steps=24",
     "device=cpu",
 )
 
