@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tunekit.errors import UserError
 from tunekit.selftest.checklist import Check
 from tunekit.selftest.result import Outcome
 from tunekit.selftest.runner import Runner
@@ -48,8 +47,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("CHILD_FILE", str(tmp_path / "child"))
 
-    def run_checks(*names: str, device: str = "cpu", **options) -> dict[str, Outcome]:
-        runner = Runner(device, False, lambda outcome: None, package="demo_selftest", **options)
+    def run_checks(*names: str, **options) -> dict[str, Outcome]:
+        runner = Runner("cpu", False, lambda outcome: None, package="demo_selftest", **options)
         outcomes = runner.run([Check(f"demo.{name}", "demo", 2) for name in names])
         assert [outcome.check for outcome in outcomes] == [f"demo.{name}" for name in names]
         return {outcome.check.removeprefix("demo."): outcome for outcome in outcomes}
@@ -85,8 +84,3 @@ def test_checks_after_the_total_time_limit_are_skipped(run: Callable[..., dict[s
     outcomes = run("fine", "absent", total_seconds=0.5)
     assert {outcome.status for outcome in outcomes.values()} == {"skipped"}
     assert "0.5 s" in outcomes["fine"].detail
-
-
-def test_a_device_that_does_not_exist_is_a_mistake_of_the_user(run: Callable[..., dict[str, Outcome]]) -> None:
-    with pytest.raises(UserError, match="--device xpu"):
-        run("fine", device="xpu")
