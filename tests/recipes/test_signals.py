@@ -18,6 +18,13 @@ from tunekit.loggers.metric_logger import MetricLogger
 step = MetricLogger.log_step
 MetricLogger.log_step = lambda *args, **more: (step(*args, **more), time.sleep(0.5))
 """
+# The evaluation before training is fast, the next one takes long.
+SLOW_EVALUATION = """
+import time
+from tunekit.recipes import sft
+evaluate, delays = sft.evaluate, iter((0, 300))
+sft.evaluate = lambda *args: (time.sleep(next(delays)), evaluate(*args))[1]
+"""
 # Creates a file when generation starts.
 MARK_FIRST_ANSWER = """
 from pathlib import Path
@@ -56,8 +63,7 @@ def test_signal_saves_and_the_same_command_resumes(workspace, number):
 
 def test_second_signal_ends_immediately(workspace):
     """A long evaluation is interrupted."""
-    (workspace.folder / "held.jsonl").write_text((workspace.folder / "held.jsonl").read_text() * 2000)
-    process = workspace.start(*RUN, "eval_every=1", "save_every=1")
+    process = workspace.start(*RUN, "eval_every=1", "save_every=1", setup=SLOW_EVALUATION)
     wait_until(lambda: has_taken_a_step(workspace), process)
     os.kill(process.pid, signal.SIGINT)
     wait_until(lambda: "ends the run at once" in workspace.log, process)
