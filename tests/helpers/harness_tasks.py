@@ -32,7 +32,7 @@ metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bit
 
 
 def write(folder: Path) -> Path:
-    """Write three tasks and their rows. Some choices have one token and share a forward pass; some texts exceed a
+    """Write three tasks and their rows. Some choices have one token and share a forward pass; one text exceeds a
     row.
     """
     rng, lines = Random(0), []
@@ -40,7 +40,8 @@ def write(folder: Path) -> Path:
         a, b = rng.randint(0, 20), rng.randint(0, 20)
         choices = [str(a + b + error) for error in (0, 1, 2, 30)]
         rng.shuffle(choices)
-        text = "".join(f"{rng.randint(0, 99)} + {b} is {a}. " for _ in range(rng.randint(1, 90)))
+        sentences = [f"{rng.randint(0, 99)} + {b} is {a}. " for _ in range(rng.randint(1, 90))]
+        text = "".join(sentences[: None if len(sentences) > 85 else 9])
         row = {"ask": f"{a} + {b}", "choices": choices, "right": choices.index(str(a + b)), "text": text}
         lines.append(json.dumps(row | {"answer": f"{a} + {b} = {a + b}"}) + "\n")
     (folder / "rows.jsonl").write_text("".join(lines))
