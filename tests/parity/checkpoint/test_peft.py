@@ -22,14 +22,10 @@ from tests.helpers.random_checkpoints import (
     random_tokens,
     relative_error,
     shuffle_adapter,
-    train,
 )
+from tests.helpers.transformers_parity import measure_adapter_parity, open_with_peft, train_adapter
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
-from tunekit.checkpoint import atomic, final_checkpoint
-from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.errors import UserError
-from tunekit.models.decoder import Decoder
-from tunekit.models.spec import DecoderSpec, DenseMoE, MoE
 
 CASES = {
     "lora": ("llama-biases", LoRAConfig(4)),
@@ -92,42 +88,11 @@ CASES = {
 }
 
 
-def train_adapter(directory: Path, shape: str, adapter: LoRAConfig) -> tuple[Path, Decoder]:
-    """Write a base, and train and write an adapter for it."""
-    base = make_checkpoint(directory / "base", shape)
-    model = load_model(base, adapter)
-    with torch.enable_grad():
-        train(model, adapter, steps=2)  # A does not change in the first
-    with atomic.AtomicDir(directory / "adapter") as out:
-        final_checkpoint.save_final(adapter, out, model, HFCheckpoint.open(base))
-    return directory / "adapter", model.eval()
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_peft_opens_trained_adapters(case: str, tmp_path: Path) -> None:
-    folder, _ = check_adapter(tmp_path, *CASES[case])
-    assert peft.PeftConfig.from_pretrained(folder).base_model_name_or_path == str(tmp_path / "base")
-
-
-@torch.no_grad()
-def check_adapter(path: Path, shape: str, adapter: LoRAConfig) -> tuple[Path, Decoder]:
-    """Check that the trained model, peft and tunekit's reader give the same logits. Returns adapter and model."""
-    folder, model = train_adapter(path, shape, adapter)
-    base = load_transformers_model(path / "base")
-    plain = base(random_tokens()).logits
-    other = open_with_peft(base, folder)
-    expected = other(random_tokens()).logits
-    assert relative_error(plain, expected) > 1e-2, "training changed the logits"
-    num_near_ties = has_experts(HFCheckpoint.open(path / "base").spec)
-    for logits in (model(random_tokens()), load_inference_model(folder)(random_tokens())):
-        errors = ((logits - expected).abs().amax(-1) / expected.abs().max()).flatten().sort(descending=True).values
-        # The last bit decides between equally good experts.
-        assert errors[int(num_near_ties)] < 1e-5
-    return folder, model
-
-
-def has_experts(spec: DecoderSpec) -> bool:
-    return any(isinstance(layer.ffn, MoE | DenseMoE) for layer in spec.layers)
+    _, errors = measure_adapter_parity(tmp_path, *CASES[case])
+    assert max(errors.in_peft, errors.from_files) < 1e-5
+    assert peft.PeftConfig.from_pretrained(tmp_path / "adapter").base_model_name_or_path == str(tmp_path / "base")
 
 
 @pytest.mark.parametrize("shape", ["qwen2", "qwen2-tied", "qwen3", "qwen2-moe", "qwen3-moe", "qwen3-next", "qwen3.5"])
@@ -140,14 +105,6 @@ def test_q_and_k_of_qwen_are_exported_unpermuted(shape: str, tmp_path: Path) -> 
     for name in names:
         ours = name.removeprefix("base_model.model.model.").replace("self_attn", "attn")
         assert torch.equal(files[name], model.get_parameter(ours))
-
-
-def open_with_peft(base: torch.nn.Module, folder: Path) -> peft.PeftModel:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # for example about missing or unexpected keys
-        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
-        warnings.filterwarnings("ignore", message=".*_pattern keys did not match.*")  # peft ignores parameters there
-        return peft.PeftModel.from_pretrained(base, folder).eval()
 
 
 PEFT_CASES = {
