@@ -91,14 +91,20 @@ class CheckTarget:
         self.row_ids = np.concatenate([row_ids(dataset, i) for i, dataset in enumerate(datasets)], axis=1)
         self.starts_row = np.append(True, (self.row_ids[:, 1:] != self.row_ids[:, :-1]).any(axis=0))
         self.row_indices = np.cumsum(self.starts_row) - 1  # of each document
+        self.row_hashes = self.hash_rows()
 
     def __len__(self) -> int:
         """Number of rows, each of one or more adjacent documents."""
         return int(self.row_indices[-1]) + 1
 
-    def in_rows(self, reduce: np.ufunc, mask: np.ndarray) -> np.ndarray:
-        """Reduce `mask` (documents,) over the documents of each row, for each of them."""
-        return reduce.reduceat(mask, np.flatnonzero(self.starts_row))[self.row_indices]
+    def reduce_over_rows(self, ufunc: np.ufunc, values: np.ndarray) -> np.ndarray:
+        """Reduce `values` (documents,) over the documents of each row. Each document gets the result of its row."""
+        return ufunc.reduceat(values, np.flatnonzero(self.starts_row))[self.row_indices]
+
+    def hash_rows(self) -> np.ndarray:
+        """64-bit hash of the row of each document (documents,): of its documents in their order."""
+        positions = np.arange(len(self.hashes)) - np.flatnonzero(self.starts_row)[self.row_indices]
+        return self.reduce_over_rows(np.add, self.hashes * (2 * positions + 1))  # modulo 2^64; odd factors lose no bit
 
     def report_rows(
         self, kind: str, mask: np.ndarray, message: str, hint: str, doubtful: float = 0.0, wrong: float = math.inf
@@ -253,10 +259,9 @@ def find_low_target_fraction(target: CheckTarget) -> Iterator[Finding]:
 
 def find_duplicates(target: CheckTarget) -> Iterator[Finding]:
     """Duplicate rows; separately those that are truncated, whose full texts may differ."""
-    _, firsts, inverse = np.unique(target.hashes, return_index=True, return_inverse=True)
-    is_repeated = (target.row_ids != target.row_ids[:, firsts[inverse]]).any(axis=0)
-    is_duplicate = target.in_rows(np.logical_and, is_repeated)
-    is_truncated = target.in_rows(np.logical_or, target.is_truncated)
+    _, firsts, inverse = np.unique(target.row_hashes, return_index=True, return_inverse=True)
+    is_duplicate = (target.row_ids != target.row_ids[:, firsts[inverse]]).any(axis=0)
+    is_truncated = target.reduce_over_rows(np.logical_or, target.is_truncated)
     truncated_message = "{rows} {are} equal to earlier ones when truncated to {limit}"
     truncated_hint = "Raise `max_length`: {} begins like {}"
     for kind, mask, message, hint in (
@@ -406,10 +411,10 @@ def find_missing_special_tokens(target: CheckTarget) -> Iterator[Finding]:
 def find_overlap(train: CheckTarget, held_out: CheckTarget) -> Iterator[Finding]:
     """Held-out rows that are in the training data, and those whose prompt is.
 
-    Rows with several documents may share some of them, such as the negatives of queries.
+    Whole rows are compared: queries with different documents may share a negative, and pairs of texts one of them.
     """
-    is_same = held_out.in_rows(np.logical_and, np.isin(held_out.hashes, train.hashes))
-    is_truncated = held_out.in_rows(np.logical_or, held_out.is_truncated)
+    is_same = np.isin(held_out.row_hashes, train.row_hashes)
+    is_truncated = held_out.reduce_over_rows(np.logical_or, held_out.is_truncated)
     message = "{rows} {are} also in `data`: their loss does not measure generalization"
     hint = "Remove them from one of both, or use separate slices of a `split`"
     yield from held_out.report_rows("overlap", is_same & ~is_truncated, message, hint, wrong=0.5)
@@ -419,7 +424,8 @@ def find_overlap(train: CheckTarget, held_out: CheckTarget) -> Iterator[Finding]
     prompts, counts = np.unique(train.stats.prompt_hash[train.stats.first_target > 0], return_counts=True)
     rare_prompts = prompts[counts <= max(10, len(train) // 200)]  # common prompts, such as instructions, are no overlap
     has_prompt = ~held_out.stats.all_targets & (held_out.stats.first_target > 0)
-    same_prompt = ~is_same & has_prompt & np.isin(held_out.stats.prompt_hash, rare_prompts)
+    is_known = np.isin(held_out.hashes, train.hashes)
+    same_prompt = ~is_known & has_prompt & np.isin(held_out.stats.prompt_hash, rare_prompts)
     message = "{rows} {have} the prompt of a row of `data`, with another answer"
     hint = "Remove them from one of both if evaluation needs new prompts"
     yield from held_out.report_rows("same prompts", same_prompt, message, hint, doubtful=0.05)

@@ -4,6 +4,7 @@ import json
 import random
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -364,27 +365,46 @@ def test_eval_rows_in_training_data_are_reported(nano: Tokenizer) -> None:
     assert not find_overlap(nano, new_rows)
 
 
-def test_documents_that_several_rows_share_are_no_overlap(nano: Tokenizer) -> None:
-    """Queries with different documents may have the same hard negative."""
-    negative, rows = make_rows(nano, 1, 500)[0], make_rows(nano)
+def make_pairs(tokenizer: Tokenizer, pairs: list[tuple[Document, Document]], key: str) -> CheckTarget:
+    """Rows of two documents, all of whose tokens are targets, as those of embedding models."""
+    documents = [document._replace(loss_mask=np.ones_like(document.loss_mask)) for row in pairs for document in row]
+    locations = [f"{key}.jsonl:{number}" for number in range(len(pairs)) for _ in range(2)]
+    return CheckTarget(key, [TokenizedDataset.from_documents(documents, locations)], tokenizer, CheckContext(LIMIT))
 
-    def make_pairs(documents: list[Document], key: str) -> CheckTarget:
-        pairs = [document for row in documents for document in (row, negative)]
-        where = [f"{key}.jsonl:{number}" for number in range(len(documents)) for _ in range(2)]
-        return CheckTarget(key, [TokenizedDataset.from_documents(pairs, where)], nano, CheckContext(LIMIT))
 
-    train, held_out = make_pairs(rows[:30], "data"), make_pairs(rows[20:], "eval_data")
-    assert len(held_out) == 20
-    (finding,) = (finding for finding in run_data_checks(train, held_out) if finding.kind == "overlap")
-    assert (finding.severity, finding.count) == ("wrong", 10)
-    held_out = make_pairs(rows[30:], "eval_data")
-    assert not {finding.kind for finding in run_data_checks(train, held_out)} & {"overlap", "same prompts"}
+def test_rows_with_several_documents_are_compared_as_a_whole(nano: Tokenizer) -> None:
+    """Queries may share a hard negative, and pairs of texts one or both texts with other pairs."""
+    rows, negative = make_rows(nano), make_rows(nano, 1, 500)[0]
+    train = [*zip(rows[:20], repeat(negative)), *zip(rows[:20], rows[20:], strict=True)]
+    held_out = [(rows[30], negative), (rows[0], rows[21]), (rows[20], rows[0])]
+    target = make_pairs(nano, train, "data")
+    assert len(target) == 40 and not [*row_checks.find_duplicates(target)]
+    assert not [*row_checks.find_overlap(target, make_pairs(nano, held_out, "eval_data"))]
+    held_out += train[5:8]
+    (finding,) = row_checks.find_overlap(target, make_pairs(nano, held_out, "eval_data"))
+    assert (finding.kind, finding.severity, finding.count) == ("overlap", "wrong", 3)
+    (finding,) = row_checks.find_duplicates(make_pairs(nano, train + train[:2], "data"))
+    assert finding.count == 2
 
 
 def test_eval_prompts_in_training_data_with_another_answer_are_reported(nano: Tokenizer) -> None:
     repeated = [make_document(nano, (f"What has {NAMES[row]} in box {row}?", "I do not know.")) for row in (1, 2)]
     finding = find_overlap(nano, repeated + make_rows(nano, 8, 100))["same prompts"]
     assert (finding.severity, finding.count) == ("doubtful", 2)
+
+
+def test_answers_in_training_data_do_not_have_another_answer(nano: Tokenizer) -> None:
+    """A held-out pair may share one of its answers with a pair of the training data."""
+    first, second, third = (make_document(nano, ("What is in box 3?", answer)) for answer in ("Nuts.", "Ink.", "Tea."))
+
+    def make_pair(documents: list[Document], key: str) -> CheckTarget:
+        rows = TokenizedDataset.from_documents(documents, [f"{key}:1"] * 2)
+        return CheckTarget(key, [rows], nano, CheckContext(LIMIT))
+
+    train = make_pair([first, second], "data")
+    assert not [*row_checks.find_overlap(train, make_pair([second, first], "eval_data"))]
+    (finding,) = row_checks.find_overlap(train, make_pair([first, third], "eval_data"))
+    assert finding.kind == "same prompts"
 
 
 def test_prompt_of_many_rows_is_no_overlap(nano: Tokenizer) -> None:
@@ -396,7 +416,7 @@ def test_prompt_of_many_rows_is_no_overlap(nano: Tokenizer) -> None:
 def test_mix_is_checked_as_one_dataset(nano: Tokenizer) -> None:
     rows = make_rows(nano)
     datasets = [
-        TokenizedDataset.from_documents(rows[:25], ["a:1"] * 25),
+        TokenizedDataset.from_documents(rows[:25], [f"a:{row}" for row in range(25)]),
         TokenizedDataset.from_documents(rows[25:] + rows[:3], [f"b:{row}" for row in range(18)]),
     ]
     (finding,) = run_data_checks(CheckTarget("data", datasets, nano, CheckContext(LIMIT)))
