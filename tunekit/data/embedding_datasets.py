@@ -11,6 +11,7 @@ import numpy as np
 from tunekit.data.chat_template.messages import get_column, json_type
 from tunekit.data.datasets import SKIP_HINT, Fields, UnsplitRowsBase, to_number
 from tunekit.data.doc_flags import DocFlags
+from tunekit.data.format_detection import NEGATIVES, POSITIVES, QUERIES
 from tunekit.data.preprocess.preprocess import detect_first_row
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.tokenize import MaskedText
@@ -19,8 +20,6 @@ from tunekit.errors import FieldError, UserError
 
 Pooling = Literal["mean", "lasttoken", "cls"]  # tokens whose hidden states are the embedding of a text
 NO_FLAGS = DocFlags(0)
-# Column names of public datasets, in the order of preference.
-QUERIES, POSITIVES, NEGATIVES = ("query", "anchor", "question"), ("positive", "pos", "answer"), ("negative", "neg")
 
 
 @dataclass(frozen=True)

@@ -72,12 +72,14 @@ REWARD_RULES = (
     format_rule("reranking_pairs", "triplets", {"query": str, "positive": TEXT_TYPES, "negative": TEXT_TYPES}),
 )
 
-# Rules of the recipe for embedding models, which other recipes cannot read. More columns may hold hard negatives.
+# Column names of retrieval datasets, in the order of preference.
+QUERIES, POSITIVES, NEGATIVES = ("query", "anchor", "question"), ("positive", "pos", "answer"), ("negative", "neg")
+# Rules of recipe `embed`. Other columns, such as `negative`, may contain hard negatives.
 EMBEDDING_RULES = (
     *(
         format_rule("retrieval", "queries with documents", {query: str, positive: TEXT_TYPES})
-        for query in ("query", "anchor")
-        for positive in ("positive", "pos")
+        for query in QUERIES
+        for positive in POSITIVES
     ),
     format_rule("similarity", "pairs of texts", {"sentence1": str, "sentence2": str, "score": LABEL_TYPES}),
 )

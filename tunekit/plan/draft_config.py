@@ -21,8 +21,8 @@ from tunekit.plan.workload import make_workload
 LENGTHS = tuple(2**n for n in range(7, 18))  # values of max_length
 DEFAULT_LENGTH = 2048
 BATCH_SIZE = 16
-RETRIEVAL_BATCH_SIZE = 128  # more in-batch negatives
-MIN_STEPS = 8  # that packing and larger batches must leave
+RETRIEVAL_BATCH_SIZE = 128  # each query has 127 in-batch negatives
+MIN_STEPS = 8  # minimum per epoch for packing or a larger batch
 MAX_CLASSES = 1000  # larger integers are numbers, not classes
 COVERED = 0.995  # fraction of the rows that `max_length` must cover
 LONG_RUN_ROWS = 10_000  # rows from which one epoch is enough
@@ -41,8 +41,8 @@ LOSSES = {
     "reranking": "binary_cross_entropy",
     "similarity": "cosent",
 }
-CHATS = ("chat", "sharegpt", "instruct")
-WHOLE_TEXTS = ("retrieval", "similarity", "reranking", "reranking_pairs")  # lists in these rows are alternative texts
+CHAT_KINDS = ("chat", "sharegpt", "instruct")
+TEXT_PAIR_KINDS = ("retrieval", "similarity", "reranking", "reranking_pairs")  # a list in such a row is not a chat
 LoadConfig = Callable[[dict[str, Any]], Any]
 
 
@@ -95,10 +95,10 @@ def draft_config(
     draft.set("optimizer", {"kind": "adamw", "lr": round_rate(LEARNING_RATES[sample.task][full] * scale)})
     draft.set("lr_scheduler", {"kind": "cosine", "warmup_steps": 0.03})
     if sample.row_format.kind == "retrieval" and sample.count >= MIN_STEPS * RETRIEVAL_BATCH_SIZE:
-        comment = "Rows in a step: the documents of all others are negatives of a query"
+        comment = "Rows per step. The documents of all other rows are negatives of a query"
         draft.set("global_batch_size", RETRIEVAL_BATCH_SIZE, comment)
-    step_size = draft.tree.get("global_batch_size", BATCH_SIZE)
-    draft.set("micro_batch_size", 1, f"Rows in a forward pass, at most as many as fit; {step_size} make a step")
+    num_rows = draft.tree.get("global_batch_size", BATCH_SIZE)
+    draft.set("micro_batch_size", 1, f"Rows in a forward pass, at most as many as fit; a step has {num_rows}")
     if sample.count < LONG_RUN_ROWS and sample.task == "sft":
         draft.set("epochs", 3)
     draft.set("output_dir", f"runs/{draft_name(model, sample.source)}")
@@ -137,11 +137,13 @@ def add_data(draft: Draft, source: HFCheckpoint, sample: RowSample, load: LoadCo
         longest = load(draft.tree | {"data": data | {"max_length": source.spec.context}, "output_dir": "runs"}).data
         lengths = measure_lengths(longest, tokenizer, sample)
         mean, covered = sum(lengths) / len(lengths), lengths[int(COVERED * (len(lengths) - 1))]
+        num_tokens = sum(lengths) / len(sample.rows) * sample.count
         length += f". Tokens: {mean:,.0f} on average, {lengths[-1]:,} at most"
         max_length = min(next((n for n in LENGTHS if n >= covered), LENGTHS[-1]), source.spec.context)
         if truncated := sum(n > max_length for n in lengths):
             length += f"; {truncated / len(lengths):.1%} are truncated"
-        packing = mean < max_length / 2 and sample.count * mean / max_length >= MIN_STEPS * BATCH_SIZE
+        packing = mean < max_length / 2 and num_tokens / max_length >= MIN_STEPS * BATCH_SIZE
+        packing = packing and sample.row_format.kind != "retrieval"  # the number of in-batch negatives would vary
     else:
         length += ". Lengths are unknown without the tokenizer: check max_length with `tune data`"
     train = data | ({"split": sample.split} if sample.split != "train" else {}) | {"max_length": max_length}
@@ -153,7 +155,7 @@ def add_data(draft: Draft, source: HFCheckpoint, sample: RowSample, load: LoadCo
 def add_template(draft: Draft, tokenizer: Tokenizer, sample: RowSample) -> dict[str, str]:
     """Chat template for messages if the tokenizer has none, with its markers as new tokens."""
     has_lists = any(isinstance(value, list) for value in sample.rows[0].values())
-    has_messages = sample.row_format.kind in CHATS or (sample.row_format.kind not in WHOLE_TEXTS and has_lists)
+    has_messages = sample.row_format.kind in CHAT_KINDS or (sample.row_format.kind not in TEXT_PAIR_KINDS and has_lists)
     if tokenizer.templates or not has_messages:
         return {}
     if markers := find_split_markers(with_chat_format(tokenizer, "chatml", {})):
