@@ -132,24 +132,30 @@ def launch_adamw8bit_variants() -> None:
             launch_adamw8bit(rows * row, row, dtype)
 
 
-def empty_nf4_weight(out: int, width: int, nested: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def empty_nf4_weight(out: int, width: int, double_quant: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Packed values, scales and outer scales of a weight (out, width)."""
-    scales = empty_meta(out, width // 64 * (1 if nested else 4), dtype=torch.uint8)
-    outer = empty_meta(4 * (-(-out * width // 64 // 256) + 1), dtype=torch.uint8) if nested else None
-    return empty_meta(out, width // 2, dtype=torch.uint8), scales, outer
+    scales = empty_meta(out, width // 64 * (1 if double_quant else 4), dtype=torch.uint8)
+    outer_scales = empty_meta(4 * (-(-out * width // 64 // 256) + 1), dtype=torch.uint8) if double_quant else None
+    return empty_meta(out, width // 2, dtype=torch.uint8), scales, outer_scales
 
 
-def launch_nf4(out: int, width: int, nested: bool, dtype: torch.dtype = BF16) -> None:
+def launch_nf4(out: int, width: int, double_quant: bool, dtype: torch.dtype = BF16) -> None:
     tables = empty_meta(16, dtype=FP32), empty_meta(256, dtype=FP32)
-    nf4_triton.dequantize(*empty_nf4_weight(out, width, nested), *tables, dtype)
+    nf4_triton.dequantize(*empty_nf4_weight(out, width, double_quant), *tables, dtype)
 
 
 def launch_nf4_matmul(
-    rows: int, out: int, width: int, nested: bool, dtype: torch.dtype = BF16, bias: bool = False, kind: str = "nf4"
+    rows: int,
+    out: int,
+    width: int,
+    double_quant: bool,
+    dtype: torch.dtype = BF16,
+    bias: bool = False,
+    kind: str = "nf4",
 ) -> None:
     tables = empty_meta(16, dtype=FP32), empty_meta(256, dtype=FP32)
     x, b = empty_meta(rows, width, dtype=dtype), empty_meta(out, dtype=dtype) if bias else None
-    nf4_matmul_triton.matmul_fused(x, empty_nf4_weight(out, width, nested), kind, *tables, b)
+    nf4_matmul_triton.matmul_fused(x, empty_nf4_weight(out, width, double_quant), kind, *tables, b)
 
 
 def launch_nf4_quantize(count: int, dtype: torch.dtype = BF16) -> None:
@@ -157,9 +163,9 @@ def launch_nf4_quantize(count: int, dtype: torch.dtype = BF16) -> None:
 
 
 def launch_nf4_variants() -> None:
-    for nested in (False, True):
+    for double_quant in (False, True):
         for dtype in CHECKPOINT_DTYPES:
-            launch_nf4(4096, 4096, nested, dtype)
+            launch_nf4(4096, 4096, double_quant, dtype)
     for dtype in CHECKPOINT_DTYPES:
         for count in (4096 * 4096, 64 * 77, 64 * 77 + 16, 1001):
             launch_nf4_quantize(count, dtype)
@@ -168,8 +174,8 @@ def launch_nf4_variants() -> None:
 def launch_nf4_matmul_variants() -> None:
     for dtype in (BF16, torch.float16):
         for rows in (1, 8):
-            for nested in (False, True):
-                launch_nf4_matmul(rows, 4096, 4096, nested, dtype)
+            for double_quant in (False, True):
+                launch_nf4_matmul(rows, 4096, 4096, double_quant, dtype)
             launch_nf4_matmul(rows, 4096, 4096, True, dtype, bias=True)
             launch_nf4_matmul(rows, 4096, 4096, True, dtype, kind="fp4")
 
@@ -269,16 +275,16 @@ def launch_adamw8bit_large() -> None:
 
 
 def launch_nf4_large() -> None:
-    for nested in (False, True):
-        launch_nf4(2**15 + 2**14, 2**16, nested)  # 1.6e9 bytes, which fit an int32; twice the number does not
-        launch_nf4(2**17, 2**16, nested)
+    for double_quant in (False, True):
+        launch_nf4(2**15 + 2**14, 2**16, double_quant)  # 1.6e9 bytes, which fit an int32; twice the number does not
+        launch_nf4(2**17, 2**16, double_quant)
     for count in (2**31 - 64, 2**31 - 1, 2**33, 2**33 + 7):
         launch_nf4_quantize(count)
 
 
 def launch_nf4_matmul_large() -> None:
-    for nested in (False, True):
-        launch_nf4_matmul(8, 2**17, 2**16, nested)
+    for double_quant in (False, True):
+        launch_nf4_matmul(8, 2**17, 2**16, double_quant)
 
 
 def launch_float8_large() -> None:
@@ -323,12 +329,14 @@ def launch_adamw8bit_step(tokens: int, step: int) -> None:
 
 
 def launch_nf4_step(tokens: int, step: int) -> None:
-    launch_nf4(64 + tokens % 7, 4096, nested=True)  # weights of different sizes, as those of experts and projections
+    launch_nf4(
+        64 + tokens % 7, 4096, double_quant=True
+    )  # weights of different sizes, as those of experts and projections
     launch_nf4_quantize((64 + tokens % 7) * 4096)
 
 
 def launch_nf4_matmul_step(tokens: int, step: int) -> None:
-    launch_nf4_matmul(1, 4096 + 64 * (tokens % 7), 4096, nested=True)
+    launch_nf4_matmul(1, 4096 + 64 * (tokens % 7), 4096, double_quant=True)
 
 
 def launch_float8_step(tokens: int, step: int) -> None:

@@ -161,14 +161,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(rows, length, heads, v.shape[3]), q.new_empty(heads, rows * length, dtype=torch.float32)
 
 
-def register_gradients(op: KernelOp, back: KernelOp) -> None:
+def register_gradients(op: KernelOp, backward_op: KernelOp) -> None:
     """Set the gradients of op(q, k, v, cu_seqlens, key_cu_seqlens, sinks, *options), which returns y and log-sum-exp.
 
-    back(grad, saved, *options) returns those of q, k, v and sinks; `saved` are q, k, v, both bounds, y, log-sum-exp and
-    the sinks, if any.
+    backward_op(grad, saved, *options) returns those of q, k, v and sinks; `saved` are q, k, v, both bounds, y, log-sum-exp
+    and the sinks, if any.
     """
 
-    @back.register_fake
+    @backward_op.register_fake
     def _(grad: Tensor, saved: list[Tensor], *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         q, k, v, _, _, _, _, *sinks = saved
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -181,7 +181,7 @@ def register_gradients(op: KernelOp, back: KernelOp) -> None:
         ctx.save_for_backward(*tensors, *output, *([] if sinks is None else [sinks]))
 
     def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        dq, dk, dv, sink_grad = back(grad, list(ctx.saved_tensors), *ctx.options)
+        dq, dk, dv, sink_grad = backward_op(grad, list(ctx.saved_tensors), *ctx.options)
         return dq, dk, dv, None, None, sink_grad if ctx.has_sinks else None, *(None for _ in ctx.options)
 
     op.register_autograd(backward, setup_context)

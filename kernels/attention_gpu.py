@@ -88,9 +88,8 @@ def attention_gpu(
     q, k, v = (x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1])) for x in (q, k, v))
     if q.dtype in HALF_DTYPES and not params[3] and (sinks is None or get_capabilities(q.device).flash_lse):
         cu_seqlens, max_seqlen, key_cu_seqlens, max_key_seqlen = varlen_bounds(layout, int(params[2]), q.device)
-        return flash_attention(q, k, v, cu_seqlens, key_cu_seqlens, sinks, max_seqlen, max_key_seqlen, params)[0][
-            ..., :v_dim
-        ]
+        y, _ = flash_attention(q, k, v, cu_seqlens, key_cu_seqlens, sinks, max_seqlen, max_key_seqlen, params)
+        return y[..., :v_dim]
     return flex(q, k, v, layout, sinks, params)[..., :v_dim]
 
 

@@ -213,7 +213,7 @@ def divergences_reference(student: Tensor, teacher: Tensor, terms: KLTerms, grad
     sums = sum_over_ranks(torch.stack([summand.sum(-1) for summand in summands], dim=1), terms.vocab_shard)
     if gradient:
         all_logits[:, terms.count :] = 0
-        student.copy_((grad_log_probs - p * sums[:, 5:]) * logit_derivative(x, terms))
+        student.copy_((grad_log_probs - p * sums[:, 5:]) * compute_logit_derivative(x, terms))
     sums[:, 4].clamp_(max=1)
     return sums[:, :5]
 
@@ -236,7 +236,7 @@ def divergence_terms(lp: Tensor, lq: Tensor, mixture: KLMixture) -> tuple[Tensor
     return divergence, grad_log_probs
 
 
-def logit_derivative(x: Tensor, terms: KLTerms) -> Tensor | float:
+def compute_logit_derivative(x: Tensor, terms: KLTerms) -> Tensor | float:
     """Derivative of the scaled logit with respect to the raw logit, times the weight of the divergence."""
     (scale, softcap), temperature = terms.student, terms.mixture.temperature
     factor = terms.weight * scale / temperature
@@ -334,7 +334,7 @@ def top_k_divergences_reference(
     columns_of_ids = ids.long() - (0 if vocab_shard is None else vocab_shard.start)
     is_local = (columns_of_ids >= 0) & (columns_of_ids < terms.count)
     columns_of_ids, maximum = columns_of_ids.where(is_local, 0), max_over_vocab(x, vocab_shard)
-    derivative = logit_derivative(x, terms) if gradient else 1.0
+    derivative = compute_logit_derivative(x, terms) if gradient else 1.0
     x = log_softmax(x, maximum, vocab_shard)
     max_log_prob = max_over_vocab(x, vocab_shard)
     top_log_probs = torch.zeros_like(teacher_log_probs[:, :-1])

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tunekit.plan.fake_tensors import call_on_meta, returns_new_tensor, runs_on_meta
+from tunekit.plan.fake_tensors import call_with_cached_layout, returns_new_tensor, runs_on_meta
 
 ROOT = Path(__file__).resolve().parents[2]
 META = torch.device("meta")
@@ -60,7 +60,7 @@ class DeviceRules(TorchDispatchMode):
         if any(x.is_meta for x in tensors):
             self.check(func, args, tensors, kwargs)
             if runs_on_meta(func) and returns_new_tensor(func) and all(x.is_meta and type(x) in PLAIN for x in tensors):
-                return call_on_meta(func, args, kwargs)
+                return call_with_cached_layout(func, args, kwargs)
         elif func.overloadpacket.__name__ in COPIES and torch.device(kwargs.get("device") or "cpu") == META:
             self.count_copy(kwargs.get("non_blocking", False))
         return func(*args, **kwargs)

@@ -146,8 +146,8 @@ def dequantize(x: Tensor) -> Tensor:
 
 DISPATCHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda x: rms_norm.rms_norm(x, x.new_zeros(64), 1e-6),
-    "gated": lambda x: glu.gated_activation("silu", x, x),
-    "rotate": rotate,
+    "gated_activation": lambda x: glu.gated_activation("silu", x, x),
+    "rope": rotate,
     "losses": take_losses,
     "entropies": lambda x: cross_entropy.token_entropies(x, 1.0, None),
     "adamw8bit": step_adamw,

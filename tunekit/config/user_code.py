@@ -48,8 +48,8 @@ def _import_once(file: Path) -> ModuleType:
         return import_file(name, file)
 
 
-class SourceLoader(SourceFileLoader):
-    """Compile a file without cached bytecode: an edit in the same second that keeps the file size would not be seen."""
+class UncachedSourceLoader(SourceFileLoader):
+    """Ignores cached bytecode, which Python uses even after an edit if time (in seconds) and file size are the same."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
@@ -57,7 +57,7 @@ class SourceLoader(SourceFileLoader):
 
 def import_file(name: str, file: Path) -> ModuleType:
     """Import a Python file of the user as the module `name`."""
-    spec = importlib.util.spec_from_file_location(name, file, loader=SourceLoader(name, str(file)))
+    spec = importlib.util.spec_from_file_location(name, file, loader=UncachedSourceLoader(name, str(file)))
     assert spec is not None and spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module while they are created

@@ -72,6 +72,7 @@ def squares_in_blocks(weight: Tensor, context: DistributedContext) -> Tensor:
     if not counts_locally(weight, context):
         return grad.new_zeros((), dtype=accumulation_dtype(weight.device))
     flat, wide = grad.reshape(-1).float(), accumulation_dtype(weight.device)
+    # Most weights are whole blocks, or smaller than one: empty parts would double the kernel launches.
     num_full = len(flat) // SUM_BLOCK * SUM_BLOCK
     parts = [torch.linalg.vector_norm(flat[:num_full].view(-1, SUM_BLOCK), dim=1)] if num_full else []
     if num_full < len(flat) or not parts:

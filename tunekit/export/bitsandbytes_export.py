@@ -125,10 +125,10 @@ def quantize_weight(
     state = {"quant_type": quantization.kind, "blocksize": nf4.BLOCK}
     state |= {"dtype": str(dtype).removeprefix("torch."), "shape": list(weight.shape)}
     if quantization.double_quant:
-        scales, outer = nf4.double_quantize(scales)
+        scales, outer_scales = nf4.double_quantize(scales)
         state |= {"nested_blocksize": nf4.DOUBLE_QUANT_BLOCK, "nested_dtype": "float32"}
-        state |= {"nested_offset": outer[-1].item()}
-        yield f"{name}.nested_absmax", outer[:-1]
+        state |= {"nested_offset": outer_scales[-1].item()}
+        yield f"{name}.nested_absmax", outer_scales[:-1]
         yield f"{name}.nested_quant_map", nf4.dynamic_map(weight.device)
     text = json.dumps(state).encode().ljust(STATE_BYTES)
     yield name, packed[:, None]

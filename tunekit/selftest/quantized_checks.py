@@ -39,9 +39,9 @@ def check_four_bits(kind: str, context: Context) -> Result:
     comparison.check("scales", actual_scales, scales)
     codes, outer_scales = nf4.double_quantize(scales)
     plain = Stored(packed.view(OUT, -1), scales.view(torch.uint8).view(OUT, -1), None)
-    nested = Stored(packed.view(OUT, -1), codes.view(OUT, -1), outer_scales.view(torch.uint8))
+    double_quantized = Stored(packed.view(OUT, -1), codes.view(OUT, -1), outer_scales.view(torch.uint8))
     with require_triton_launches(context):
-        for name, stored in (("scales in fp32", plain), ("scales in 8 bits", nested)):
+        for name, stored in (("scales in fp32", plain), ("scales in 8 bits", double_quantized)):
             unpacked = nf4.unpack_scales(stored.scales, stored.outer_scales)
             expected = nf4.dequantize_reference(stored.packed, unpacked, kind)
             check_stored(comparison, name, (nf4, kind), stored, expected)

@@ -359,10 +359,10 @@ def test_interpreted_product_of_few_rows(
 def four_bits(weight: Tensor, kind: str, nested: bool) -> tuple[Tensor, Tensor, Tensor | None, str]:
     """Arguments of `nf4.matmul` after x."""
     packed, scales = nf4.quantize(weight, kind)
-    codes, outer = nf4.double_quantize(scales) if nested else (scales, None)
+    codes, outer_scales = nf4.double_quantize(scales) if nested else (scales, None)
     out = len(weight)
     parts = packed.view(out, -1), codes.view(torch.uint8).view(out, -1)
-    return *parts, None if outer is None else outer.view(torch.uint8), kind
+    return *parts, None if outer_scales is None else outer_scales.view(torch.uint8), kind
 
 
 def product_error(actual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> float:

@@ -279,10 +279,10 @@ def quantize_checkpoint(tensors: dict[str, Tensor], nested: bool, kind: str = "n
             f"{name}.quant_map": nf4.code_values(kind, CPU).clone(),
         }
         if nested:
-            codes, outer = nf4.double_quantize(scales)
-            quantized |= {f"{name}.absmax": codes, f"{name}.nested_absmax": outer[:-1].clone()}
+            codes, outer_scales = nf4.double_quantize(scales)
+            quantized |= {f"{name}.absmax": codes, f"{name}.nested_absmax": outer_scales[:-1].clone()}
             quantized[f"{name}.nested_quant_map"] = nf4.dynamic_map(CPU).clone()
-            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": outer[-1].item()}
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": outer_scales[-1].item()}
         quantized[f"{name}.quant_state.bitsandbytes__{kind}"] = torch.tensor(
             [*json.dumps(state).encode()], dtype=torch.uint8
         )
@@ -300,10 +300,10 @@ def test_bitsandbytes_checkpoint_is_loaded_bit_exactly(weights: NF4Config, neste
     name, layer = "model.layers.1.self_attn.o_proj.weight", model.layers[1].attn.o_proj
     scales = tensors[f"{name}.absmax"]
     if nested:
-        outer = torch.cat([tensors[f"{name}.nested_absmax"], torch.zeros(1)])
+        outer_scales = torch.cat([tensors[f"{name}.nested_absmax"], torch.zeros(1)])
         state = json.loads(bytes(tensors[f"{name}.quant_state.bitsandbytes__{weights.kind}"].tolist()))
-        outer[-1] = state["nested_offset"]
-        scales = nf4.decode_scales(scales, outer)
+        outer_scales[-1] = state["nested_offset"]
+        scales = nf4.decode_scales(scales, outer_scales)
     assert torch.equal(layer.scales.view(torch.float32).flatten(), scales)
     assert torch.equal(
         layer.dequantize(), nf4.dequantize_reference(tensors[name].view(64, -1), scales.view(64, -1), weights.kind)
