@@ -24,7 +24,7 @@ settings.register_profile("tunekit", derandomize=DETERMINISTIC, deadline=None)
 settings.load_profile("tunekit")
 os.environ["TUNEKIT_CACHE"] = "off"
 # Inductor would compile a program for each instruction set of the CPU to test the compiler, 7 CPU seconds.
-os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Transformers and TRL import these if they can, which takes 4 CPU seconds. Tests that need them import them later.
 TRACKERS = ("comet_ml", "mlflow", "trackio", "wandb")
 # Each takes long: started first, the workers of pytest-xdist finish at the same time.

@@ -41,7 +41,7 @@ def write(folder: Path) -> Path:
         choices = [str(a + b + error) for error in (0, 1, 2, 30)]
         rng.shuffle(choices)
         sentences = [f"{rng.randint(0, 99)} + {b} is {a}. " for _ in range(rng.randint(1, 90))]
-        text = "".join(sentences[: None if len(sentences) > 85 else 9])
+        text = "".join(sentences[: None if len(sentences) > 86 else 9])
         row = {"ask": f"{a} + {b}", "choices": choices, "right": choices.index(str(a + b)), "text": text}
         lines.append(json.dumps(row | {"answer": f"{a} + {b} = {a + b}"}) + "\n")
     (folder / "rows.jsonl").write_text("".join(lines))

@@ -142,7 +142,7 @@ def diff_configs(new: dict[str, Any], old: dict[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class AdapterErrors:
-    """Errors of logits: of an adapter saved by tunekit in peft, and of the files of one of them in tunekit."""
+    """Errors of logits: of an adapter in peft, and of its files, and those that peft saves, in tunekit."""
 
     in_peft: float
     from_files: float
@@ -152,17 +152,22 @@ class AdapterErrors:
 def measure_adapter_parity(
     path: Path, name: str, adapter: LoRAConfig, saved_by_peft: bool = False
 ) -> tuple[Decoder, AdapterErrors]:
-    """Train an adapter for a checkpoint, open it with peft, and load it or what peft saves for inference."""
+    """Train an adapter for a checkpoint, open it with peft, and load it for inference, and what peft saves."""
     folder, model = train_adapter(path, name, adapter)
     base = load_transformers_model(path / "base")
     base_logits = base(random_tokens()).logits
     peft_model = open_with_peft(base, folder)
     expected = peft_model(random_tokens()).logits
     assert relative_error(base_logits, expected) > 1e-2, "training changed the logits"
+    folders = [folder]
     if saved_by_peft:
-        peft_model.save_pretrained(folder := path / "back")
-    models = model, load_inference_model(folder)
-    return model, AdapterErrors(*(max_token_error(m(random_tokens()), expected, has_experts(m.spec)) for m in models))
+        peft_model.save_pretrained(path / "back")
+        folders.append(path / "back")
+    in_peft, *from_files = (
+        max_token_error(loaded(random_tokens()), expected, has_experts(model.spec))
+        for loaded in (model, *map(load_inference_model, folders))
+    )
+    return model, AdapterErrors(in_peft, max(from_files))
 
 
 def train_adapter(path: Path, name: str, adapter: LoRAConfig) -> tuple[Path, Decoder]:

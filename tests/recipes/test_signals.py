@@ -18,12 +18,21 @@ from tunekit.loggers.metric_logger import MetricLogger
 step = MetricLogger.log_step
 MetricLogger.log_step = lambda *args, **more: (step(*args, **more), time.sleep(0.5))
 """
-# The evaluation before training is fast, the next one takes long.
+# The evaluation before training is fast; the first forward pass of the next one takes longer than the test waits.
 SLOW_EVALUATION = """
 import time
+from tunekit.models.decoder import Decoder
 from tunekit.recipes import sft
-evaluate, delays = sft.evaluate, iter((0, 300))
-sft.evaluate = lambda *args: (time.sleep(next(delays)), evaluate(*args))[1]
+evaluate, forward, delays = sft.evaluate, Decoder.forward, iter((0, 3600))
+
+def evaluate_slowly(*args):
+    delay = next(delays)
+    Decoder.forward = lambda *values, **options: (forward(*values, **options), time.sleep(delay))[0]
+    metrics = evaluate(*args)
+    Decoder.forward = forward
+    return metrics
+
+sft.evaluate = evaluate_slowly
 """
 # Creates a file when generation starts.
 MARK_FIRST_ANSWER = """

@@ -12,8 +12,8 @@ from tests.parity.checkpoint.test_merge import check_merge
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.models.families.registry import FAMILIES, find_family
 
-COLUMNS = ("checkpoint", "model_type", "logits", "gradients", "generation", "files", "LoRA in peft", "and back")
-LINE = "\n{:21} {:17} {:>8} {:>9}  {:10} {:10} {:>12} {:>8}"
+COLUMNS = ("checkpoint", "model_type", "logits", "gradients", "generation", "files", "LoRA in peft", "reloaded", "kind")
+LINE = "\n{:21} {:17} {:>8} {:>9}  {:10} {:10} {:>12} {:>8}  {}"
 FIRST_SHAPES = {shape["model_type"]: name for name, shape in reversed(SHAPES.items())}  # the first shape of each family
 
 
@@ -31,7 +31,7 @@ def test_family_matches_transformers(name: str) -> None:
     generation = "differs" if errors.generation else "equal"
     files = "differ" if errors.files else "bit by bit"
     numbers = f"{errors.logits:.1e}", f"{errors.gradients:.1e}"
-    print(LINE.format(name, SHAPES[name]["model_type"], *numbers, generation, files, "-", "-"))
+    print(LINE.format(name, SHAPES[name]["model_type"], *numbers, generation, files, "-", "-", ""))
     assert errors.logits < 1e-5
     assert errors.gradients < 1e-4
     assert not errors.generation
@@ -94,13 +94,13 @@ def family_cases(kinds: Sequence[str]) -> list[tuple[str, str]]:
 def test_adapters_are_exchanged_with_peft_and_merged(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """peft opens the files of tunekit; tunekit those that peft saves if the adapter has all options, else its own."""
+    """peft opens the files of tunekit, and tunekit its own, and those that peft saves if the adapter has all options."""
     if name != "qwen3-next":  # the rounding errors of two layers are up to 1.7e-5 for these weights, of three 0.8e-5
         monkeypatch.setitem(SHAPES, name, shallow_shape(name))
     adapter = adapter_for(name, KINDS[kind])
     model, errors = measure_adapter_parity(tmp_path, name, adapter, saved_by_peft=kind == "all options")
     lora = f"{errors.in_peft:.1e}", f"{errors.from_files:.1e}"
-    print(LINE.format(name, SHAPES[name]["model_type"], *"----", *lora))
+    print(LINE.format(name, SHAPES[name]["model_type"], *"----", *lora, kind))
     assert max(errors.in_peft, errors.from_files) < 1e-5
     check_merge(tmp_path, name, model)
 

@@ -75,7 +75,7 @@ def to_rollout(prompt: Any, completion: Any, ids: list[int], answer: str) -> Rol
     return Rollout(row, 0, np.array([1, *ids], np.int32), mask, logps, "stop", answers)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("chat", "score"), ("text", "score_async")])
+@pytest.mark.parametrize(("kind", "name"), [("text", "score"), ("chat", "score_async")])
 def test_function_of_trl_works_unchanged(tmp_path: Path, kind: str, name: str) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(FUNCTION)
