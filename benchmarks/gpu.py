@@ -1,5 +1,4 @@
-"""Speed and memory of tunekit on a GPU, compared with hardware limits and transformers + peft (+ bitsandbytes), in
-twelve minutes.
+"""Speed and memory of tunekit on a GPU, compared with hardware limits and transformers + peft (+ bitsandbytes).
 
     python benchmarks/gpu.py [limits dequantize lora qlora full memory vocabulary cuda_graph transformers_steps kernels]
         [--small]

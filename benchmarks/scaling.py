@@ -59,15 +59,15 @@ def main() -> None:
                 text += f"| {name} | {length:,} | {median:.2f} | {1e3 * median / length:.2f} | {peak / 2**30:.2f} "
                 text += f"| {' '.join(f'{s:.2f}' for s in seconds)} |\n"
                 print(f"{length} {name}: {median:.2f} s", flush=True)
-    exponents = {name: fit_exponent(args.lengths, times) for name, times in medians.items()}
+    exponents = {name: fit_exponent(args.lengths, times) for name, times in medians.items() if len(times) > 1}
     text += "".join(f"\n{name}: time grows with tokens^{exponent:.3f}.\n" for name, exponent in exponents.items())
     file = args.results / f"{date.today()}-scaling"
     file.with_suffix(".md").write_text(text)
-    lines = {f"{name}: tokens^{exponents[name]:.2f}": times for name, times in medians.items()}
+    print(text)
+    lines = {f"{name}: tokens^{exponent:.2f}": medians[name] for name, exponent in exponents.items()}
     first = next(iter(medians.values()))
     lines["proportional"] = [first[0] * length / args.lengths[0] for length in args.lengths]
     plot_scaling(file.with_suffix(".png"), args.lengths, "step time, s", lines)
-    print(text)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {
 GROUP_SIZE = 2  # processes per process group
 WARMUP_STEPS = 2
 HEADER = """
-| layout | processes | step time, s | speedup over single | exposed | hidden | MB sent | expected MB | ratio |
+| layout | processes | step time, s | speed relative to one process | exposed | hidden | MB sent | expected MB | ratio |
 |---|---|---|---|---|---|---|---|---|
 """
 

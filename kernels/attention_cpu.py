@@ -164,8 +164,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 def register_gradients(op: KernelOp, backward_op: KernelOp) -> None:
     """Set the gradients of op(q, k, v, cu_seqlens, key_cu_seqlens, sinks, *options), which returns y and log-sum-exp.
 
-    backward_op(grad, saved, *options) returns those of q, k, v and sinks; `saved` are q, k, v, both bounds, y, log-sum-exp
-    and the sinks, if any.
+    backward_op(grad, saved, *options) returns those of q, k, v and sinks; `saved` are q, k, v, both bounds, y,
+    log-sum-exp, and the sinks, if any.
     """
 
     @backward_op.register_fake

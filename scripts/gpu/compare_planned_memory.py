@@ -26,11 +26,11 @@ SMALL_CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 MAX_LENGTHS = {"cuda": 2048, "cpu": 256}
 RUNS = {
     "lora": ("1b_lora", "micro_batch_size=2"),
-    "lora, recompute": ("1b_lora", "micro_batch_size=4", "memory.activation_checkpointing=full"),
-    "lora, no recompute": ("1b_lora", "micro_batch_size=4", "memory.activation_checkpointing=none"),
+    "lora, full checkpointing": ("1b_lora", "micro_batch_size=4", "memory.activation_checkpointing=full"),
+    "lora, no checkpointing": ("1b_lora", "micro_batch_size=4", "memory.activation_checkpointing=none"),
     "qlora": ("1b_qlora", "micro_batch_size=4"),
     "full": ("1b_full", "micro_batch_size=2"),
-    "full, recompute": ("1b_full", "micro_batch_size=4", "memory.activation_checkpointing=full"),
+    "full, full checkpointing": ("1b_full", "micro_batch_size=4", "memory.activation_checkpointing=full"),
     "full, 8-bit AdamW": ("1b_full", "micro_batch_size=2", "optimizer=adamw8bit"),
 }
 GIB = 2**30

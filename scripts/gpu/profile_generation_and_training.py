@@ -91,7 +91,9 @@ def main() -> None:
         if device.type == "cuda":
             for num_rows in (1, 8):
                 run = partial(generate, model, num_rows, PROFILED_TOKENS)
-                print_longest_kernels(run, PROFILED_TOKENS, f"{name}, {num_rows} rows", device, NUM_KERNELS)
+                print_longest_kernels(
+                    run, PROFILED_TOKENS, f"{name}, {num_rows} rows, with the prefill", device, NUM_KERNELS
+                )
             profile_training_step(model, name, size)
             del model
             torch.cuda.empty_cache()

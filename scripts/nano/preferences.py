@@ -243,7 +243,7 @@ def make_short_exchange(make_question: Callable[[TemplateContext], Exchange], rn
 
 
 def iter_pairs(seed: int) -> Iterator[PreferencePair]:
-    """Infinite pairs without duplicate prompts or answers."""
+    """Yield pairs without end; no prompt or answer repeats."""
     rng, seen = Random(seed), set[str]()
     while True:
         make_pair = make_request_pair if rng.random() < REQUEST_FRACTION else make_question_pair

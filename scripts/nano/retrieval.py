@@ -50,7 +50,7 @@ FACT_TEMPLATES = (
 
 
 def iter_rows(seed: int) -> Iterator[dict[str, str]]:
-    """Infinite rows of all kinds of facts in turn, without duplicate questions or facts."""
+    """Yield rows of all kinds of facts in turn, without end; no question or fact repeats."""
     rng, seen = Random(seed), set()
     while True:
         for fact in FACT_TEMPLATES:

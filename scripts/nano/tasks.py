@@ -24,7 +24,7 @@ TASKS: dict[str, Callable[[Random], list[Exchange]]] = {
 
 
 def iter_unique_conversations(make_conversation: Callable[[Random], list[Exchange]]) -> Iterator[list[Exchange]]:
-    """Infinite conversations without duplicates."""
+    """Yield conversations without end; none repeats."""
     rng, seen = Random(SEED), set()
     while True:
         exchanges = make_conversation(rng)

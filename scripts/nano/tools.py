@@ -23,7 +23,7 @@ def make_tool_call(rng: Random, request: ToolRequest) -> Exchange:
 
 
 def iter_tool_calls(seed: int) -> Iterator[Exchange]:
-    """Infinite requests for all tools in turn, without duplicate tool calls."""
+    """Yield requests for all tools in turn, without end; no tool call repeats."""
     rng, seen = Random(seed), set()
     while True:
         for request in TOOL_REQUESTS:

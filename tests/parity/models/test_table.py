@@ -94,7 +94,7 @@ def family_cases(kinds: Sequence[str]) -> list[tuple[str, str]]:
 def test_adapters_are_exchanged_with_peft_and_merged(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """peft opens the files of tunekit, and tunekit its own, and those that peft saves if the adapter has all options."""
+    """peft opens the files of tunekit; tunekit its own, and those that peft saves if the adapter has all options."""
     if name != "qwen3-next":  # the rounding errors of two layers are up to 1.7e-5 for these weights, of three 0.8e-5
         monkeypatch.setitem(SHAPES, name, shallow_shape(name))
     adapter = adapter_for(name, KINDS[kind])
