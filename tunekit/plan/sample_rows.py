@@ -30,13 +30,18 @@ TASKS = {  # formats that a recipe reads
     "reward": ("preference", *LABELED, "reranking", "reranking_pairs"),
     "embed": ("retrieval", "similarity"),
 }
-# Rules that are tried first. Triplets train an embedding model, and with `--task reward` a reranker.
+# Rules that are tried first. Triplets train an embedding model, and with `--task reward` a reranker. Questions with
+# answers may also be meant for another recipe.
 FIRST_RULES = {
     "sft": (),
     "preference": PREFERENCE_RULES,
     "reward": REWARD_RULES,
     "embed": EMBEDDING_RULES,
-    None: (*RULES[:2], *EMBEDDING_RULES, *REWARD_RULES[1:]),
+    None: (
+        *RULES[:2],
+        *(rule for rule in EMBEDDING_RULES if rule.types.keys().isdisjoint(("question", "answer"))),
+        *REWARD_RULES[1:],
+    ),
 }
 
 

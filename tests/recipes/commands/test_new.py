@@ -31,7 +31,11 @@ ROWS = {
     "sizes": [{"text": f"Text {n}", "label": ('5" pipe, {steel}', "a: ${b}")[n % 2]} for n in range(40)],
     "relevance": [{"query": f"Q {n}", "document": f"D {n}", "label": n % 2} for n in range(40)],
     "triplets": [{"query": f"Q {n}", "positive": f"D {n}", "negative": "no"} for n in range(40)],
-    "lists": [{"anchor": f"Q {n}", "pos": [f"D {n}"], "neg": ["no", "none"]} for n in range(1100)],
+    "lists": [
+        {"anchor": f"Where is the red hat number {n}?", "pos": [f"Hat {n} is in a box."], "neg": ["no", "none"]}
+        for n in range(1200)
+    ],
+    "questions": [{"question": f"Q {n}", "answer": f"D {n}"} for n in range(40)],
     "scores": [{"sentence1": f"A {n}", "sentence2": f"B {n}", "score": n / 40} for n in range(40)],
     "one": [{"text": f"Text {n}", "label": 1} for n in range(40)],
     "other": [{"foo": 1}],
@@ -66,7 +70,7 @@ def shallow_model(make_model: Callable[..., Path], tmp_path_factory: pytest.Temp
         ("relevance", "", {"recipe": "reward", "loss": "binary_cross_entropy"}),
         ("triplets", "", {"recipe": "embed", "loss": None, "global_batch_size": None}),
         ("triplets", "--task reward", {"recipe": "reward", "loss": None}),
-        ("lists", "", {"recipe": "embed", "loss": None, "global_batch_size": 128}),
+        ("questions", "--task embed", {"recipe": "embed", "loss": None}),
         ("scores", "", {"recipe": "embed", "loss": "cosent"}),
         ("grades", "", {"recipe": "reward", "loss": "regression"}),
         ("steps", "", {"recipe": "reward", "loss": "process_reward"}),
@@ -81,6 +85,19 @@ def test_config_follows_the_rows(
     tree = yaml.safe_load(Path("new.yaml").read_text())
     assert {key: tree.get(key) for key in expected} == expected
     assert workspace.run_tune(*args).code == 2, "an existing file is kept"
+
+
+def test_embedding_config(workspace: Workspace) -> None:
+    """Rows are not packed, so that each step has as many in-batch negatives; lists of texts are no conversations."""
+    (workspace.model / "chat_template.jinja").rename("template.jinja")
+    try:
+        result = workspace.run_tune("new", str(workspace.model), "lists.jsonl", "--output", "new.yaml")
+    finally:
+        Path("template.jinja").rename(workspace.model / "chat_template.jinja")
+    tree = yaml.safe_load(Path("new.yaml").read_text())
+    assert tree["data"] == {"kind": "retrieval", "source": "lists.jsonl", "split": "train[:95%]", "max_length": 128}
+    assert (tree["recipe"], tree["global_batch_size"]) == ("embed", 128) and "new_special_tokens" not in tree
+    assert "tune run new.yaml" in result.out and "tune chat" not in result.out
 
 
 def test_next_command_trains(workspace: Workspace) -> None:
@@ -121,6 +138,7 @@ def test_config_fits_the_machine(workspace: Workspace, monkeypatch: pytest.Monke
     ("args", "problem"),
     [
         ("tunekit/nano other.jsonl", "other.jsonl: unknown format"),
+        ("tunekit/nano questions.jsonl", "questions.jsonl: unknown format"),
         ("tunekit/nano one.jsonl", "one.jsonl: all rows have label 1"),
         ("tunekit/nano missing.jsonl", "missing.jsonl: no such file"),
         ("tunekit/nanoo chat.jsonl", "did you mean tunekit/nano?"),

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from tunekit.plan.fake_tensors import call_with_cached_layout
 from tunekit.plan.memory_tracker import MemoryTracker
 
 OPERATIONS: dict[str, Callable[[Tensor], object]] = {
@@ -29,13 +30,27 @@ def describe(outputs: object, x: Tensor) -> list[object]:
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS.keys())
 def test_outputs_match_real_tensors(operation: Callable[[Tensor], object]) -> None:
-    real = torch.randn(6, 6)
-    expected = describe(operation(real), real)
-    with FakeTensorMode() as mode, MemoryTracker():
-        x = mode.from_tensor(torch.randn(6, 6))
-        outputs = operation(x)
-    assert describe(outputs, x) == expected
-    assert all(isinstance(leaf, FakeTensor) for leaf in tree_leaves(outputs))
+    """The first call caches layouts, which the second one uses; inputs with other layouts or dtypes do not use them."""
+    for real in (torch.randn(6, 6), torch.randn(6, 6), torch.randn(6, 6).t(), torch.randn(6, 6).double()):
+        expected = describe(operation(real), real)
+        with FakeTensorMode() as mode, MemoryTracker():
+            x = mode.from_tensor(real)
+            outputs = operation(x)
+        assert describe(outputs, x) == expected
+        assert all(isinstance(leaf, FakeTensor) for leaf in tree_leaves(outputs))
+
+
+def test_layouts_of_dtypes_and_devices_are_cached_apart() -> None:
+    x, default = torch.ones(3, dtype=torch.int64, device="meta"), torch.get_default_dtype()
+    divide, new = torch.ops.aten.div.Tensor, torch.ops.aten.new_empty.default
+    for device in ("cpu", "meta", "cpu", "meta"):
+        assert call_with_cached_layout(new, (x, (2,)), {"device": torch.device(device)}).device.type == device
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            assert call_with_cached_layout(divide, (x, x), {}).dtype == dtype
+    finally:
+        torch.set_default_dtype(default)
 
 
 def test_shapes_that_depend_on_values_are_refused() -> None:
