@@ -276,8 +276,10 @@ def peak_memory(fn: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def return_freed_memory() -> None:
-    """Return freed tensors of more than 64 KB to the kernel, or the peak would be that of the malloc arenas of all
-    threads of gloo, each of which retains what it has freed."""
+    """Return freed tensors of more than 64 KB to the kernel.
+
+    Otherwise the heap retains up to 64 MiB, and so do the malloc arenas of the threads of gloo.
+    """
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16) == 1
 
 

@@ -57,7 +57,7 @@ class UncachedSourceLoader(SourceFileLoader):
 
 def import_file(name: str, file: Path) -> ModuleType:
     """Import a Python file of the user as the module `name`."""
-    spec = importlib.util.spec_from_file_location(name, file, loader=UncachedSourceLoader(name, str(file)))
+    spec = importlib.util.spec_from_file_location(name, file, loader=UncachedSourceLoader(name, str(file.absolute())))
     assert spec is not None and spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module while they are created

@@ -1,15 +1,12 @@
 """Peak memory of loading and saving, measured by the kernel in a separate process."""
 
-import ctypes
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 import torch
 
-from tests.helpers.checkpoint_ranks import measure_memory
+from tests.helpers.checkpoint_ranks import measure_memory, peak_memory, return_freed_memory
 from tests.helpers.ranks import run_ranks
 from tunekit import build
 from tunekit.adapters.config import FrozenModel, NoAdapter
@@ -22,8 +19,6 @@ from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
 from tunekit.models.weight_map import save_mappings
 from tunekit.quantization.config import NoQuantization
-
-T = TypeVar("T")
 
 CONFIG = {"model_type": "llama", "vocab_size": 16000, "hidden_size": 1024, "intermediate_size": 4096}
 CONFIG |= {"num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "torch_dtype": "bfloat16"}
@@ -54,27 +49,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def status(key: str) -> int:
-    """Bytes of this process in a field of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
-
-
-def peak_growth(act: Callable[[], T]) -> tuple[int, T]:
-    """Peak growth of the memory of this process during a call, and its result."""
-    ctypes.CDLL(None).malloc_trim(0)  # otherwise freed memory would be reused without growth
-    Path("/proc/self/clear_refs").write_text("5")
-    before, result = status("VmRSS"), act()
-    return status("VmHWM") - before, result
-
-
 def load_and_save(directory: Path, out: Path, adapter: NoAdapter | FrozenModel) -> tuple[int, int, int]:
     """Bytes of a model, and growth of the memory while it is loaded and saved."""
+    return_freed_memory()
     source, options = HFCheckpoint.open(directory), (MemoryConfig(), DistributedContext(0, "cpu"))
     precision = PrecisionConfig("fp32", "fp32", "checkpoint")
-    load, model = peak_growth(lambda: build.build_model(source, NoQuantization(), adapter, precision, *options))
+    load, model = peak_memory(lambda: build.build_model(source, NoQuantization(), adapter, precision, *options))
     out.mkdir()
-    save, _ = peak_growth(lambda: save_model(out, model, source, quiet=True))
+    save, _ = peak_memory(lambda: save_model(out, model, source, quiet=True))
     return sum(parameter.nbytes for parameter in model.parameters()), load, save
 
 

@@ -92,7 +92,7 @@ def test_sinks_without_log_sum_exp_use_flex_attention(monkeypatch: pytest.Monkey
     """Other layouts of the log-sum-exp, as on ROCm, use FlexAttention."""
     monkeypatch.setattr(attention_gpu, "get_capabilities", lambda device: CDNA)
     monkeypatch.setattr(attention_gpu, "compiled_flex_attention", lambda: flex_attention)
-    monkeypatch.setattr(attention_gpu, "flash", None)
+    monkeypatch.setattr(attention_gpu, "flash_attention", None)
     rule, bounds, sinks = AttentionParams(0.2), BOUNDS["many"], make_sinks(6).detach()
     inputs = [x.detach() for x in make_inputs(torch.float32, 6, 2, 24, 24)]
     y = attention_gpu.attention_gpu(*inputs, rule.to_list(), SequenceLayout(torch.tensor(bounds)), sinks)
