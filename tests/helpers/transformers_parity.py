@@ -30,11 +30,13 @@ from tests.helpers.random_checkpoints import (
 from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint import atomic, final_checkpoint, save_model
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.merge import merge_adapter
 from tunekit.generation.generate import generate_batch
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.models.decoder import Decoder
 from tunekit.models.spec import DecoderSpec, DenseMoE, MoE
 
+WEIGHTS = "model.safetensors"
 TransformersModel = transformers.PreTrainedModel
 PROMPTS = [random_tokens(1, length, seed=length)[0].tolist() for length in (13, 1, 6)]
 STEPS_ALONE = 4  # of the longest prompt
@@ -198,3 +200,21 @@ def max_token_error(actual: torch.Tensor, expected: torch.Tensor, has_near_ties:
     """
     errors = ((actual - expected).abs().amax(-1) / expected.abs().max()).flatten().sort(descending=True).values
     return errors[int(has_near_ties)].item()
+
+
+def merge(path: Path) -> Path:
+    """Merge `base` and `adapter` of a directory."""
+    with atomic.AtomicDir(path / "merged") as out:
+        merge_adapter(HFCheckpoint.open(path / "base"), path / "adapter", out, quiet=True)
+    return path / "merged"
+
+
+@torch.no_grad()
+def check_merge(path: Path, shape: str, model: Decoder) -> None:
+    """Check that the merged checkpoint gives the logits of the trained model in tunekit and in transformers."""
+    out, expected = merge(path), model(random_tokens())
+    for logits in (load_model(out)(random_tokens()), load_transformers_model(out)(random_tokens()).logits):
+        error = max_token_error(logits, expected, has_experts(model.spec))
+        assert error < (2e-5 if shape == "bamba" else 1e-5)
+    before, after = load_file(path / "base" / WEIGHTS), load_file(out / WEIGHTS)
+    assert {t.dtype for t in after.values()} == {t.dtype for t in before.values()}

@@ -22,7 +22,13 @@ from tests.helpers.random_checkpoints import (
     save,
     train,
 )
-from tests.helpers.transformers_parity import has_experts, max_token_error, open_with_peft, train_adapter
+from tests.helpers.transformers_parity import (
+    WEIGHTS,
+    check_merge,
+    merge,
+    open_with_peft,
+    train_adapter,
+)
 from tests.parity.checkpoint.test_peft import make_peft_adapter
 from tests.parity.checkpoint.test_quantized import (
     GPT_OSS,
@@ -36,21 +42,10 @@ from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.checkpoint import atomic, peft_adapter
 from tunekit.checkpoint import final_checkpoint as saving
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
-from tunekit.checkpoint.merge import merge_adapter
 from tunekit.checkpoint.safetensors_io import read_header
 from tunekit.cli import main as cli
 from tunekit.errors import UserError
-from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
-
-WEIGHTS = "model.safetensors"
-
-
-def merge(path: Path) -> Path:
-    """Merge `base` and `adapter` of a directory."""
-    with atomic.AtomicDir(path / "merged") as out:
-        merge_adapter(HFCheckpoint.open(path / "base"), path / "adapter", out, quiet=True)
-    return path / "merged"
 
 
 def train_adapter_of(path: Path, base: Path, adapter: LoRAConfig) -> Path:
@@ -60,17 +55,6 @@ def train_adapter_of(path: Path, base: Path, adapter: LoRAConfig) -> Path:
     with atomic.AtomicDir(path / "adapter") as out:
         saving.save_final(adapter, out, model, HFCheckpoint.open(base))
     return path / "adapter"
-
-
-@torch.no_grad()
-def check_merge(path: Path, shape: str, model: Decoder) -> None:
-    """Check that the merged checkpoint gives the logits of the trained model in tunekit and in transformers."""
-    out, expected = merge(path), model(random_tokens())
-    for logits in (load_model(out)(random_tokens()), load_transformers_model(out)(random_tokens()).logits):
-        error = max_token_error(logits, expected, has_experts(model.spec))
-        assert error < (2e-5 if shape == "bamba" else 1e-5)
-    before, after = load_file(path / "base" / WEIGHTS), load_file(out / WEIGHTS)
-    assert {t.dtype for t in after.values()} == {t.dtype for t in before.values()}
 
 
 def test_dora_of_shared_experts_is_merged(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from transformers.models.auto import modeling_auto
 
 from tests.helpers.random_checkpoints import (
     DEFAULT_MEMORY,
+    FIRST_SHAPES,
     FP32,
     FULL,
     SHAPES,
@@ -38,7 +39,6 @@ from tunekit.quantization.config import NoQuantization
 
 LENGTHS = (23, 17)
 PAD = 3
-FIRST_SHAPES = {shape["model_type"]: name for name, shape in reversed(SHAPES.items())}
 SEQUENCE_CLASSIFIERS = [
     name for kind, name in FIRST_SHAPES.items() if classifiers.classifier_architecture(kind, per_token=False)
 ]

@@ -6,15 +6,13 @@ from pathlib import Path
 import pytest
 import transformers
 
-from tests.helpers.random_checkpoints import SHAPES, WEIGHTLESS_OPTIONS, shallow_shape
-from tests.helpers.transformers_parity import has_experts, measure_adapter_parity, measure_parity
-from tests.parity.checkpoint.test_merge import check_merge
+from tests.helpers.random_checkpoints import FIRST_SHAPES, SHAPES, WEIGHTLESS_OPTIONS, shallow_shape
+from tests.helpers.transformers_parity import check_merge, has_experts, measure_adapter_parity, measure_parity
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.models.families.registry import FAMILIES, find_family
 
 COLUMNS = ("checkpoint", "model_type", "logits", "gradients", "generation", "files", "LoRA in peft", "reloaded", "kind")
 LINE = "\n{:21} {:17} {:>8} {:>9}  {:10} {:10} {:>12} {:>8}  {}"
-FIRST_SHAPES = {shape["model_type"]: name for name, shape in reversed(SHAPES.items())}  # the first shape of each family
 
 
 @pytest.fixture(scope="module", autouse=True)
