@@ -13,7 +13,7 @@ quickstart: .venv/core  ## fine-tune a small model, then ask it what it has lear
 	$(BIN)/tune run sft nano/tools_lora
 	$(BIN)/tune run evaluate nano/tools
 
-# One thread for each worker, or they fight for the cores. Three workers are fastest on two cores, as many tests wait.
+# One thread for each worker, or they fight for the cores. Three workers, because many tests wait for other processes.
 # Compiled modules are kept: tests start hundreds of processes.
 test: .venv/dev $(OLDEST_TRITON)
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --numprocesses $(WORKERS) --dist worksteal --durations 15 $(ARGS)

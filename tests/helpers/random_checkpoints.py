@@ -51,7 +51,7 @@ TEMPLATE = """{% for m in messages %}{{ '<' + m.role + '> ' + m.content + ' </s>
 {%- if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"""
 
 SHAPES: dict[str, dict[str, Any]] = DENSE | EXPERTS | DELTA
-FIRST_SHAPES = {shape["model_type"]: name for name, shape in reversed(SHAPES.items())}  # of each family
+FIRST_SHAPES = {shape["model_type"]: name for name, shape in reversed(SHAPES.items())}  # by family
 # Shapes of a family that differ only in these have the same weights.
 WEIGHTLESS_OPTIONS = {"rope_parameters", "rms_norm_eps", "hidden_act", "sliding_window"}
 

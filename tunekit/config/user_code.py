@@ -49,7 +49,7 @@ def _import_once(file: Path) -> ModuleType:
 
 
 class UncachedSourceLoader(SourceFileLoader):
-    """Ignores cached bytecode, which Python uses even after an edit if time (in seconds) and file size are the same."""
+    """Loader without cached bytecode, which Python uses even after an edit within a second that keeps the file size."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)

@@ -72,13 +72,12 @@ def squares_in_blocks(weight: Tensor, context: DistributedContext) -> Tensor:
     if not counts_locally(weight, context):
         return grad.new_zeros((), dtype=accumulation_dtype(weight.device))
     flat, wide = grad.reshape(-1).float(), accumulation_dtype(weight.device)
-    # Most weights are whole blocks, or smaller than one: empty parts would double the kernel launches.
     num_full = len(flat) // SUM_BLOCK * SUM_BLOCK
-    parts = [torch.linalg.vector_norm(flat[:num_full].view(-1, SUM_BLOCK), dim=1)] if num_full else []
-    if num_full < len(flat) or not parts:
-        parts.append(flat[num_full:])
-    first, *others = (part.to(wide).square().sum() for part in parts)
-    return first + others[0] if others else first
+    # Sums of empty tensors would launch kernels, too.
+    if num_full == 0:
+        return flat.to(wide).square().sum()
+    total = torch.linalg.vector_norm(flat[:num_full].view(-1, SUM_BLOCK), dim=1).to(wide).square().sum()
+    return total if num_full == len(flat) else total + flat[num_full:].to(wide).square().sum()
 
 
 def require_grad(weight: Tensor) -> Tensor:

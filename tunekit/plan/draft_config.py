@@ -142,8 +142,9 @@ def add_data(draft: Draft, source: HFCheckpoint, sample: RowSample, load: LoadCo
         max_length = min(next((n for n in LENGTHS if n >= covered), LENGTHS[-1]), source.spec.context)
         if truncated := sum(n > max_length for n in lengths):
             length += f"; {truncated / len(lengths):.1%} are truncated"
-        packing = mean < max_length / 2 and num_tokens / max_length >= MIN_STEPS * BATCH_SIZE
-        packing = packing and sample.row_format.kind != "retrieval"  # the number of in-batch negatives would vary
+        has_fixed_rows = sample.row_format.kind == "retrieval"  # packed, the number of in-batch negatives would vary
+        is_large = num_tokens / max_length >= MIN_STEPS * BATCH_SIZE
+        packing = mean < max_length / 2 and is_large and not has_fixed_rows
     else:
         length += ". Lengths are unknown without the tokenizer: check max_length with `tune data`"
     train = data | ({"split": sample.split} if sample.split != "train" else {}) | {"max_length": max_length}
