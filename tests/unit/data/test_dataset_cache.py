@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ import pytest
 
 from tests.helpers.wait import TIMEOUT_SECONDS, wait_until
 from tunekit.data.preprocess import cache
+from tunekit.data.preprocess.preprocess import read_bad_rows
 from tunekit.data.preprocess.tokenized_dataset import (
     METADATA_FILE,
     Document,
@@ -24,6 +27,7 @@ from tunekit.data.preprocess.tokenized_dataset import (
     flatten_documents,
     is_complete,
 )
+from tunekit.data.readers.row_reader import BadRow
 from tunekit.errors import UserError
 
 COUNT = 400
@@ -49,12 +53,12 @@ print(entry.fingerprint, len(entry), flush=True)
 """
 
 
-def write_entry(directory: Path, seconds: float = 0.0, count: int = COUNT) -> None:
+def write_entry(directory: Path, seconds: float = 0.0, count: int = COUNT, bad_rows: Sequence[BadRow] = ()) -> None:
     with TokenizedDatasetWriter(directory) as writer:
         for number in range(count):
             document = Document(np.full(9, number, np.int32), np.ones(9, bool), 9)
             flat = flatten_documents([document], [f"rows.jsonl:{number + 1}"])
-            writer.add(TokenizedChunk(None, PreprocessSummary(rows=1), [], flat))
+            writer.add(TokenizedChunk(None, PreprocessSummary(rows=1), [*bad_rows], flat))
             time.sleep(seconds / count)
         writer.finish(source="rows.jsonl", split="train", made=time.time(), seconds=seconds)
 
@@ -160,13 +164,25 @@ def test_disabled_cache_keeps_nothing(cache_dir: Path, tmp_path: Path, monkeypat
     monkeypatch.setenv("TUNEKIT_CACHE", "off")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     entry = cache.get_or_build("key", write_entry, pytest.fail)
-    assert len(entry) == COUNT
-    assert len(list(tmp_path.iterdir())) == 1
-    del entry
-    gc.collect()
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())  # a killed process leaves nothing
+    assert [document.tokens[0] for document in entry] == list(range(COUNT))
     with pytest.raises(AssertionError, match="made again"):
         cache.get_or_build("key", fail_on_build, pytest.fail)
+    assert not list(tmp_path.iterdir())
+
+
+def test_disabled_cache_keeps_bad_rows_for_the_dataset(
+    cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TUNEKIT_CACHE", "off")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    bad_row = BadRow("rows.jsonl:7", "no text")
+    entry = cache.get_or_build("key", partial(write_entry, bad_rows=[bad_row]), pytest.fail)
+    assert entry.summary.bad_rows is not None
+    assert [*read_bad_rows(entry.summary.bad_rows)] == COUNT * [bad_row]
+    assert [path.name for path in tmp_path.glob("*/*")] == [entry.summary.bad_rows.name]
+    del entry
+    gc.collect()
     assert not list(tmp_path.iterdir())
 
 

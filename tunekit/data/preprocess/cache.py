@@ -93,13 +93,21 @@ def publish(entry: Path, build: BuildFn) -> None:
 
 
 def build_temporary(build: BuildFn) -> TokenizedDataset:
-    """Dataset in a temporary directory that is removed with it."""
+    """Dataset in a temporary directory.
+
+    Its files are removed as soon as they are mapped, so that a killed process leaves none; the list of bad rows with
+    the dataset.
+    """
     with ExitStack() as stack:
         directory = Path(tempfile.mkdtemp(prefix="tunekit-rows-"))
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         build(directory)
         dataset = TokenizedDataset.open(directory)
-        weakref.finalize(dataset, stack.pop_all().close)
+        if dataset.summary.bad_rows is not None:
+            for file in directory.iterdir():
+                if file != dataset.summary.bad_rows:
+                    file.unlink()
+            weakref.finalize(dataset, stack.pop_all().close)
     return dataset
 
 
