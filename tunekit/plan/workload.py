@@ -54,6 +54,13 @@ RANK_MODELS: dict[tuple[DecoderSpec, str], Decoder] = {}
 
 
 @runtime_checkable
+class HasCudaGraph(Protocol):
+    """A config whose steps may run as CUDA graphs."""
+
+    cuda_graph: bool
+
+
+@runtime_checkable
 class TrainingOptions(build.ModelChoices, Protocol):
     """The config keys that determine memory and step time."""
 
@@ -191,6 +198,8 @@ def resolve_precision(precision: PrecisionConfig, machine: ClusterSpec) -> Preci
 
 def list_omissions(cfg: TrainingOptions) -> Iterator[str]:
     """Yield a message for each cost that the plan does not include."""
+    if isinstance(cfg, HasCudaGraph) and cfg.cuda_graph:
+        yield "not planned: cuda_graph: up to twice the memory of activations, all gradients, and a higher speed"
     if isinstance(cfg, HasTeacher) and cfg.on_policy.lmbda:
         yield "not planned: generation by the student: its time and its KV cache"
     if isinstance(cfg, HasReference):

@@ -29,7 +29,7 @@ from tunekit.plan.layer_profile import CPU, ProbeStep, rows
 from tunekit.plan.memory import build_memory_model
 from tunekit.plan.memory_tracker import MemoryTracker
 from tunekit.plan.num_steps import StepCount, count_steps
-from tunekit.plan.workload import Workload, build_rank_model, profile_workload
+from tunekit.plan.workload import Workload, build_rank_model, list_omissions, profile_workload
 from tunekit.quantization.config import NF4Config
 
 ATTENTION = Attention(4, 2, 32, rope=Rope())
@@ -284,6 +284,26 @@ def test_report_is_complete_and_at_most_120_columns_wide() -> None:
         assert word in text
     data = report.report_json(plan, [], None)
     assert data["peak"] == plan.peak.total and data["seconds"] == plan.step_time.seconds
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "omitted"),
+    [
+        ("sft nano/tools_lora", [], []),
+        ("sft nano/tools_lora", ["cuda_graph=true"], ["cuda_graph"]),
+        ("sft nano/tools_lora", ["forgetting={data: {source: rows.jsonl}}"], ["forgetting"]),
+        ("sft nano/tools_lora", ["generation_eval={prompts: [hello]}"], ["generation_eval"]),
+        ("preference nano/dpo", [], ["shared prompts"]),
+        ("distill nano/distill", ["on_policy.lmbda=0.5", "on_policy.max_new_tokens=9"], ["student"]),
+        ("distill nano/distill", ["on_policy.lmbda=0"], []),
+    ],
+)
+def test_plan_lists_what_it_does_not_include(config: str, overrides: list[str], omitted: list[str]) -> None:
+    recipe, name = config.split()
+    cfg = recipe_loader.load_recipe_config(recipe_loader.load_recipe(recipe), name, overrides, [])
+    messages = list(list_omissions(cfg))
+    assert len(messages) == len(omitted)
+    assert all(word in message for word, message in zip(omitted, messages, strict=True))
 
 
 def test_step_count_matches_a_run(tmp_path: Path) -> None:
