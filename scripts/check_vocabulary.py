@@ -10,6 +10,7 @@ are skipped. The exit code is 1 if there are hits.
 import ast
 import functools
 import io
+import os
 import re
 import sys
 import tokenize
@@ -28,6 +29,7 @@ NAME = {  # outside of strings and comments, and not names of the standard libra
     ".js": r"//.*|\"[^\"]*\"|`[^`]*`|\.\w+|\b([A-Za-z_]\w*)",
 }
 NAME[".h"] = NAME[".cpp"]
+NAMED_NODES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.arg, ast.Name, ast.Attribute)
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 OFF, ON, IGNORE = "<!-- vocabulary: off -->", "<!-- vocabulary: on -->", "vocabulary: ignore"
 
@@ -86,13 +88,18 @@ def compile_patterns(entries: dict[str, str], template: str, flags: re.RegexFlag
 
 def find_hits(root: Path, vocabulary: Vocabulary) -> Iterator[Hit]:
     """All hits in the files below `root`."""
-    for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
-        is_source = path.suffix in {".py", ".md", *COMMENT} and path.name not in SKIPPED_FILES
-        if is_source and path.is_file() and not SKIPPED_DIRS.intersection(path.parts):
+    for path in iter_files(root) if root.is_dir() else [root]:
+        if path.suffix in {".py", ".md", *COMMENT} and path.name not in SKIPPED_FILES:
             text = path.read_text("utf-8")
             ignored = {number for number, line in enumerate(text.splitlines(), 1) if IGNORE in line}
             check = check_python if path.suffix == ".py" else check_text
             yield from (hit for hit in check(text, path, vocabulary) if hit.line not in ignored)
+
+
+def iter_files(root: Path) -> Iterator[Path]:
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = sorted(set(subdirectories) - SKIPPED_DIRS)
+        yield from (Path(directory, name) for name in sorted(names))
 
 
 def check_python(text: str, path: Path, vocabulary: Vocabulary) -> Iterator[Hit]:
@@ -104,7 +111,7 @@ def check_python(text: str, path: Path, vocabulary: Vocabulary) -> Iterator[Hit]
                 yield from find_matches(vocabulary.docstring_start, node.value.strip(), node.lineno, path)
             if id(node) in docstrings or not CORPUS_DIRS.intersection(path.parts):
                 yield from find_matches(vocabulary.prose, node.value, node.lineno, path)
-        for name in iter_defined_names(node):
+        for name in iter_defined_names(node) if isinstance(node, NAMED_NODES) else ():
             if (replacement := vocabulary.find_replacement(name)) is not None:
                 yield Hit(path, getattr(node, "lineno", 1), name, replacement)
     if any("#" in line and vocabulary.prose.union.search(line) for line in text.splitlines()):

@@ -3,6 +3,7 @@
 Embedding, head and final norm stay gathered during the forward pass. Quantized weights are gathered in quantized form.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ def apply_fsdp(model: Decoder, context: DistributedContext) -> None:
 
 def shard_module(module: nn.Module, **options: Any) -> FSDPModule:
     """`fully_shard` that also accepts modules with integer parameters, such as quantized weights."""
-    with SkipIntegerRequiresGrad():
+    has_integers = not all(parameter.is_floating_point() for parameter in module.parameters())
+    with SkipIntegerRequiresGrad() if has_integers else nullcontext():
         return fully_shard(module, **options)
 
 
