@@ -84,6 +84,7 @@ class LoRAConfig:
     """LoRA (arXiv:2106.09685): W + scale B A with frozen W. Parameters have the names of PEFT."""
 
     kind: ClassVar[str] = "lora"
+    keeps_shared_keys: ClassVar[bool] = True  # DoRA keeps the keys of LoRA, and the reverse
     rank: int = 16  # Rank of the update B A
     alpha: float = 32.0  # scale = alpha / rank
     dropout: float = 0.0  # Dropout probability on the adapter input

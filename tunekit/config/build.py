@@ -16,7 +16,13 @@ from tunekit.config.choices import (
 from tunekit.config.errors import ErrorCollector, FieldErrors, Path
 from tunekit.config.node import COMMAND, FAILED, YamlNode
 from tunekit.config.scalar import TYPE_LABELS, parse_number
-from tunekit.config.suggestions import join_with_or, key_for_value, unknown_key_message, unknown_kind_message
+from tunekit.config.suggestions import (
+    closest_match,
+    join_with_or,
+    key_for_value,
+    unknown_key_message,
+    unknown_kind_message,
+)
 from tunekit.config.yaml_parser import format_value
 from tunekit.errors import FieldError, UserError
 
@@ -24,6 +30,7 @@ DEVICE_VARIABLES = {
     "cuda": "CUDA_VISIBLE_DEVICES",
     "xpu": "ZE_AFFINITY_MASK",
 }  # variables that select one of several GPUs
+DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}  # of torch
 
 
 class ConfigBuilder:
@@ -199,6 +206,14 @@ def _device_hint(options: tuple[Any, ...], value: str) -> str:
     return f"; write {kind}, and select the device with the environment variable {DEVICE_VARIABLES[kind]}={index}"
 
 
+def _closest_literal(options: tuple[Any, ...], value: str) -> str | None:
+    """The word that `value` resembles, or that is tunekit's name of a dtype of torch."""
+    words = [item for option in options if get_origin(option) is Literal for item in get_args(option)]
+    words = [word for word in words if isinstance(word, str)]
+    renamed = DTYPE_NAMES.get(value.removeprefix("torch."))
+    return renamed if renamed in words else closest_match(value, words)
+
+
 def _type_hint(slot: FieldSlot, node: YamlNode) -> str:
     value = node.value
     if exceeds_int64(value):
@@ -206,6 +221,8 @@ def _type_hint(slot: FieldSlot, node: YamlNode) -> str:
     options = union_members(slot.hint)
     if value == "None" and type(None) in options:
         return "; write null"
+    if isinstance(value, str) and (nearest := _closest_literal(options, value)):
+        return f"; did you mean {nearest}?"
     if isinstance(value, list) or (generic_args(slot.hint, tuple) and not isinstance(value, dict)):
         return "" if isinstance(value, list) else f"; a list is written [{value}]"
     if str in options and node.text:

@@ -43,6 +43,13 @@ class AnyKeyKind(Protocol):
 
 
 @runtime_checkable
+class SharedKeysKind(Protocol):
+    """Class whose keys are kept if an override selects another such kind that has them."""
+
+    keeps_shared_keys: ClassVar[bool]
+
+
+@runtime_checkable
 class CodeKind(Protocol):
     """Class that a function or class in a Python file selects: `FILE.py:name` is the value of this key."""
 
@@ -152,8 +159,13 @@ class ChoiceRegistry:
 
     def keys_to_keep(self, slot: FieldSlot, old: Any, new: Any) -> set[str]:
         """Keys to keep if an override changes the kind: all keys of the new kind if the old kind has `accepts_any_key`,
-        otherwise none."""
-        return set(self.kind_slots(slot, new)) if isinstance(self.kinds(slot).get(old), AnyKeyKind) else set()
+        those that both kinds have if both have `keeps_shared_keys`, otherwise none."""
+        old_class, new_class = self.kinds(slot).get(old), self.kinds(slot).get(new)
+        if isinstance(old_class, AnyKeyKind):
+            return set(self.kind_slots(slot, new))
+        if isinstance(old_class, SharedKeysKind) and isinstance(new_class, SharedKeysKind):
+            return set(self.kind_slots(slot, new)) & set(self.kind_slots(slot, old))
+        return set()
 
     def kind_slots(self, slot: FieldSlot, kind: Any) -> dict[str, FieldSlot]:
         """Keys of a kind in this slot; empty if the kind does not exist."""

@@ -97,7 +97,7 @@ class Overrides:
         return new
 
     def replace_kind(self, node: YamlNode, kind: YamlNode, slot: FieldSlot) -> YamlNode:
-        """Change the kind and drop the keys of the old kind. Overrides are kept, and are validated later."""
+        """Change the kind and drop the keys that only the old kind has. Overrides are kept, and are validated later."""
         old = self.choices.kind_of_node(slot, node)
         is_same_kind, shared_keys = old == kind.value, self.choices.keys_to_keep(slot, old, kind.value)
         entries = {

@@ -7,6 +7,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 from tunekit.config.choices import (
     REQUIRED,
     ChoiceRegistry,
+    CodeKind,
     FieldSlot,
     field_slots,
     generic_args,
@@ -36,6 +37,8 @@ def closest_match(word: str, words: Iterable[str]) -> str | None:
 
 def unknown_kind_message(kind: str, kinds: Mapping[str, type]) -> str:
     """Error message with all kinds, grouped by their `description` if there are many."""
+    if kind.endswith(".py") and any(isinstance(cls, CodeKind) for cls in kinds.values()):
+        return f"'{kind}' names a file only. Write {kind}:NAME, with the name of a function or class in it"
     renamed = RENAMED_KINDS.get(kind)
     nearest = renamed if renamed in kinds else closest_match(kind, kinds)
     suggestion = f", did you mean '{nearest}'?" if nearest else "."
@@ -82,8 +85,10 @@ def unknown_key_message(
     paths = below or [place for place in all_paths if place[-1] == key]
     paths = list(dict.fromkeys(paths))[:3]
     if paths:
-        owners = [".".join(place[:-1]) or "the top level" for place in paths]
-        return f"unknown key: '{key}' is a key of {join_with_or(owners, 'and')}: write {'.'.join(paths[0])}"
+        # The only element of a list needs no index.
+        names = [".".join(part for part in place if part != "0") for place in paths]
+        owners = [name.rpartition(".")[0] or "the top level" for name in names]
+        return f"unknown key: '{key}' is a key of {join_with_or(owners, 'and')}: write {names[0]}"
     if nearest := closest_match(key, slots):
         return f"unknown key, did you mean '{nearest}'?"
     nested_keys: dict[str, str] = {}

@@ -41,6 +41,8 @@ SKIP_HINT = "Fix the row, or set `on_bad_row: skip` next to the `source` of this
 class DataConfig:
     """Data of a recipe: the rows of one dataset, or a mixture of several. The common base of their kinds."""
 
+    keeps_shared_keys: ClassVar[bool] = True  # another kind of rows keeps the source
+
 
 @dataclass(frozen=True)
 class DatasetConfig(DataConfig):

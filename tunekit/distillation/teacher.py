@@ -67,6 +67,7 @@ def token_means(sums: MetricSums, dist: DistributedContext, num_tokens: int) -> 
 class TeacherConfig(ABC):
     """Teacher model, and the format of its weights."""
 
+    keeps_shared_keys: ClassVar[bool] = True  # an offline teacher keeps the model of an online one, and the reverse
     model: str  # Directory of a checkpoint, adapter or run; a Hub name; or tunekit/nano
     quantization: NoQuantization | NF4Config | FP4Config | Float8Config = NoQuantization()  # Format of its weights
     precision: PrecisionConfig = PrecisionConfig()

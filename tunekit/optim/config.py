@@ -69,6 +69,7 @@ def check_betas(name: str, values: tuple[float, ...]) -> None:
 class OptimizerConfig:
     """Learning rates of all weights, and of those of some modules."""
 
+    keeps_shared_keys: ClassVar[bool] = True  # another optimizer keeps the learning rate
     lr: float = 2e-4
     # Learning rates of modules, by module pattern; the first match wins. With LoRA, of the adapters of these modules
     lr_pattern: dict[str, float] = field(default_factory=dict, kw_only=True)
@@ -182,6 +183,7 @@ class SGDConfig(OptimizerConfig):
 class LRSchedulerConfig:
     """Base class of schedules: linear warmup, then `decay_factor`."""
 
+    keeps_shared_keys: ClassVar[bool] = True  # another schedule keeps the warmup
     warmup_steps: float = 0.0  # Warmup steps; a value below 1 is a fraction of all steps
 
     def __post_init__(self) -> None:

@@ -37,6 +37,7 @@ class Float8Config(NoQuantization):
     """8-bit floats with one scale per 64 values: 8.5 bits per weight. For the linear layers of the decoder layers."""
 
     keeps_prequantized: ClassVar[bool] = True
+    keeps_shared_keys: ClassVar[bool] = True  # FP4 keeps the keys of NF4, and the reverse
     trainable: ClassVar[bool] = False
     kind: ClassVar[str] = "float8"
     values_per_byte: ClassVar[int] = 1

@@ -44,7 +44,7 @@ def test_class_is_an_environment(overrides: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("value", ["f.py", "f.py:1st", "module:score", "f.py:"])
 def test_other_words_are_kinds(value: str) -> None:
-    with pytest.raises(ConfigError, match="rewards: unknown kind|rewards: expected"):
+    with pytest.raises(ConfigError, match="rewards: unknown kind|rewards: expected|Write f.py:NAME"):
         load_config(GRPO, BASE + "rewards: [{kind: length}]", [f"rewards={value}"])
 
 

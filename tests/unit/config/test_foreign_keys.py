@@ -144,7 +144,9 @@ def test_config_keys_have_no_foreign_hint() -> None:
         ("nano/dpo", "precompute_ref_log_probs", "use reference: set reference=precomputed"),
         ("nano/dpo", "max_length", "'max_length' is a key of data"),
         ("nano/dpo", "ref_model", "use reference: always the initial policy"),
-        ("nano/dpo", "loss_type", "use loss: set loss=ipo"),
+        ("nano/dpo", "loss_type", "use loss: set loss=sigmoid, ipo"),
+        ("nano/tools_lora", "optimizer._component_", "optimizer.kind=adamw"),
+        ("nano/tools_lora", "recipe", "tune run RECIPE CONFIG"),
         ("nano/dpo", "reward_weights", "reward functions belong to recipe grpo"),
         ("nano/grpo", "max_completion_length", "use sampling.max_new_tokens"),
         ("nano/grpo", "max_prompt_length", "use data.max_prompt_length"),
@@ -166,9 +168,9 @@ def test_config_keys_have_no_foreign_hint() -> None:
         ("nano/ppo", "lmbda", "use loss.lam"),
         ("nano/ppo", "loss.epsilon", "use loss.cliprange"),
         ("nano/ppo", "reward_model_path", "use rewards: [{kind: reward_model"),
-        ("nano/dpo", "beta", "'beta' is a key of loss.0"),
+        ("nano/dpo", "beta", "'beta' is a key of loss: write loss.beta"),
         ("nano/dpo", "loss.0.smoothing", "use loss.0.label_smoothing"),
-        ("nano/dpo", "label_smoothing", "'label_smoothing' is a key of loss.0"),
+        ("nano/dpo", "label_smoothing", "'label_smoothing' is a key of loss: write loss.label_smoothing"),
         (
             "nano/dpo",
             "label_smoothing_factor",
@@ -301,6 +303,10 @@ def single_error(config: str, override: str) -> str:
             "; for pairs, without a reference: sft, cpo, simpo, alphapo, orpo; for single answers",
         ),
         ("nano/dpo", "loss=dop", "that are marked: kto, bco, apo_zero_unpaired"),
+        ("nano/tools_lora", "data.train_on=assistent", "did you mean assistant?"),
+        ("nano/tools_lora", "precision.compute_dtype=torch.bfloat16", "did you mean bf16?"),
+        ("nano/tools_lora", "precision.compute_dtype=float16", "did you mean fp16?"),
+        ("nano/grpo", "rewards=my_rewards.py", "Write my_rewards.py:NAME"),
     ],
 )
 def test_value_that_is_no_kind_gets_a_hint(config: str, override: str, expected: str) -> None:

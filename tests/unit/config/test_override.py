@@ -1,10 +1,13 @@
 import re
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
+import yaml
 
+from tunekit.config.choices import kind_name
 from tunekit.config.load import load_config
+from tunekit.recipes.sft import SFTConfig
 
 
 def test_values_are_parsed_by_field_type(sft):
@@ -40,6 +43,65 @@ def test_kind_and_its_keys_in_any_order(sft, tree):
 @pytest.mark.parametrize("override", ["adapter=dora", "adapter.kind=dora", "adapter={kind: dora}"])
 def test_new_kind_drops_the_keys_of_the_old_one(sft, tree, override):
     assert sft("adapter: {kind: lora, rank: 64}", override).adapter == tree.DoRA()
+
+
+@dataclass(frozen=True)
+class Ada:
+    """Optimizer."""
+
+    keeps_shared_keys: ClassVar[bool] = True
+    lr: float = 1.0
+    eps: float = 1.0
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """Optimizer without `eps`."""
+
+    keeps_shared_keys: ClassVar[bool] = True
+    lr: float = 2.0
+    momentum: float = 2.0
+
+
+@dataclass(frozen=True)
+class Other:
+    """Optimizer that keeps no keys."""
+
+    lr: float = 3.0
+
+
+@dataclass(frozen=True)
+class Options:
+    optimizer: Ada | Momentum | Other = Ada()
+
+
+@pytest.mark.parametrize("override", ["optimizer=momentum", "optimizer.kind=momentum"])
+def test_new_kind_keeps_the_keys_that_both_kinds_share(override: str) -> None:
+    text = "optimizer: {lr: 9, eps: 9}"
+    assert load_config(Options, text, [override]).optimizer == Momentum(9.0)
+    assert load_config(Options, text, [override, "optimizer=ada"]).optimizer == Ada(9.0)
+    assert load_config(Options, text, ["optimizer={kind: momentum}"]).optimizer == Momentum()
+    assert load_config(Options, text, ["optimizer=other"]).optimizer == Other()
+    assert load_config(Options, "optimizer: {kind: other, lr: 9}", [override]).optimizer == Momentum()
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "kept", "kinds"),
+    [
+        ("optimizer", "adamw", {"lr": 0.5, "weight_decay": 0.1}, ["adamw8bit", "muon", "sgd"]),
+        ("lr_scheduler", "cosine", {"warmup_steps": 7.0}, ["linear", "constant", "wsd"]),
+        ("adapter", "lora", {"rank": 3, "dropout": 0.1}, ["dora"]),
+        ("quantization", "nf4", {"double_quant": True}, ["fp4"]),
+        ("data", "chat", {"source": "b", "max_length": 9}, ["sharegpt", "completion", "text"]),
+    ],
+)
+def test_another_kind_keeps_training_options(key: str, old: str, kept: dict[str, Any], kinds: list[str]) -> None:
+    options: dict[str, Any] = {"model": "m", "output_dir": "out", "data": {"source": "a"}}
+    options |= {"adapter": "lora", key: {"kind": old, **kept}}
+    for kind in kinds:
+        choice = getattr(load_config(SFTConfig, yaml.safe_dump(options), [f"{key}={kind}"]), key)
+        assert kind_name(type(choice)) == kind
+        assert {name: value for name, value in vars(choice).items() if name in kept} == kept
 
 
 def test_new_kind_drops_the_keys_of_the_default(sft, tree):
