@@ -86,7 +86,7 @@ def test_new_kind_keeps_the_keys_that_both_kinds_share(override: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "old", "kept", "kinds"),
+    ("key", "old", "shared", "kinds"),
     [
         ("optimizer", "adamw", {"lr": 0.5, "weight_decay": 0.1}, ["adamw8bit", "muon", "sgd"]),
         ("lr_scheduler", "cosine", {"warmup_steps": 7.0}, ["linear", "constant", "wsd"]),
@@ -95,13 +95,13 @@ def test_new_kind_keeps_the_keys_that_both_kinds_share(override: str) -> None:
         ("data", "chat", {"source": "b", "max_length": 9}, ["sharegpt", "completion", "text"]),
     ],
 )
-def test_another_kind_keeps_training_options(key: str, old: str, kept: dict[str, Any], kinds: list[str]) -> None:
+def test_another_kind_keeps_training_options(key: str, old: str, shared: dict[str, Any], kinds: list[str]) -> None:
     options: dict[str, Any] = {"model": "m", "output_dir": "out", "data": {"source": "a"}}
-    options |= {"adapter": "lora", key: {"kind": old, **kept}}
+    options |= {"adapter": "lora", key: {"kind": old, **shared}}
     for kind in kinds:
         choice = getattr(load_config(SFTConfig, yaml.safe_dump(options), [f"{key}={kind}"]), key)
         assert kind_name(type(choice)) == kind
-        assert {name: value for name, value in vars(choice).items() if name in kept} == kept
+        assert {name: value for name, value in vars(choice).items() if name in shared} == shared
 
 
 def test_new_kind_drops_the_keys_of_the_default(sft, tree):
