@@ -44,8 +44,7 @@ def _import_once(file: Path) -> ModuleType:
         return sys.modules[name]
     if file.suffix != ".py":
         raise ConfigError([f"{file}: cannot be imported: not a Python file (.py)"])
-    with UserCodeErrors(file, name):
-        return import_file(name, file)
+    return import_file(name, file)
 
 
 class UncachedSourceLoader(SourceFileLoader):
@@ -56,12 +55,13 @@ class UncachedSourceLoader(SourceFileLoader):
 
 
 def import_file(name: str, file: Path) -> ModuleType:
-    """Import a Python file of the user as the module `name`."""
+    """Import a Python file of the user as the module `name`. Raises ConfigError, with the line, for any exception."""
     spec = importlib.util.spec_from_file_location(name, file, loader=UncachedSourceLoader(name, str(file.absolute())))
     assert spec is not None and spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module while they are created
-    spec.loader.exec_module(module)
+    with UserCodeErrors(file, name):
+        spec.loader.exec_module(module)
     return module
 
 

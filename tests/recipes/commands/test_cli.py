@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -271,8 +270,14 @@ def test_options_lists_all_fields(count: Path, capsys: pytest.CaptureFixture[str
     assert set(json.loads(capsys.readouterr().out)["properties"]) >= {"word", "to", "output_dir"}
 
 
-def test_unexpected_error_shows_the_traceback(count: Path) -> None:
-    (count / "count.py").write_text((count / "count.py").read_text() + "\n1 / 0\n")
-    command = [TUNE, "run", "count.py", "count"]
-    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert result.returncode == 1 and "ZeroDivisionError" in result.stderr
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [("1 / 0", "ZeroDivisionError"), ("def (", "SyntaxError"), ("raise SystemExit", "SystemExit")],
+)
+def test_recipe_that_cannot_be_imported_names_the_line(
+    count: Path, capsys: pytest.CaptureFixture[str], code: str, error: str
+) -> None:
+    text = (count / "count.py").read_text() + f"\n{code}\n"
+    (count / "count.py").write_text(text)
+    line = text.splitlines().index(code) + 1
+    assert f"count.py:{line}: cannot be imported: {error}" in run_with_error(capsys, "run", "count.py", "count")
