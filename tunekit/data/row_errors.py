@@ -13,10 +13,11 @@ USER_CODE_ERRORS = (
     AssertionError,
     RuntimeError,
     OSError,
+    SystemExit,
 )
 
 
-def format_user_code_error(error: Exception, *configs: object) -> str | None:
+def format_user_code_error(error: BaseException, *configs: object) -> str | None:
     """Exception with the line of user code that raised it; None if no class of `configs` is from that code."""
     modules = {cls.__module__ for config in configs for cls in type(config).__mro__}
     user_modules = {name for name in modules if name != "builtins" and not name.startswith("tunekit.")}

@@ -1,6 +1,7 @@
 """Row transforms rename columns and filter rows, from a config and from a user's file."""
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,7 +76,7 @@ class First(RowTransform):
     """Take the first message as text."""
 
     def __call__(self, fields: dict) -> dict:
-        return {"text": fields["messages"][0]}
+        return {"text": fields["messages"][0] if "messages" in fields else sys.exit("no messages")}
 
 
 def test_error_in_user_code_makes_a_bad_row(tokenizer_dirs: dict[str, Path]) -> None:
@@ -84,7 +85,7 @@ def test_error_in_user_code_makes_a_bad_row(tokenizer_dirs: dict[str, Path]) -> 
     empty, absent, documents = dataset.encode_rows(Tokenizer.open(tokenizer_dirs["chatml"]), rows)
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if '["messages"][0]' in text)
     assert empty == BadRow("a:1", f"test_transforms.py:{line}: IndexError: list index out of range")
-    assert absent == BadRow("a:2", f"test_transforms.py:{line}: KeyError: 'messages'")
+    assert absent == BadRow("a:2", f"test_transforms.py:{line}: SystemExit: no messages")
     assert isinstance(documents, list)
     with pytest.raises(AttributeError):  # not raised in user code
         AutoDataset("a").encode(None, rows[2:])  # type: ignore[arg-type]

@@ -87,6 +87,7 @@ def test_async_functions_run_at_the_same_time_also_in_a_notebook(
         ("return 3", "a:1"),
         ("return ['good', 1]", "a:1"),
         ("return [0, float('inf')]", "a:2"),
+        ("import sys; return [sys.exit(3) if c[0]['content'] == 'no' else 0 for c in completions]", "a:2"),
     ],
 )
 def test_bad_function_names_reward_and_row(tmp_path: Path, body: str, row: str) -> None:
@@ -94,8 +95,8 @@ def test_bad_function_names_reward_and_row(tmp_path: Path, body: str, row: str) 
         score_rollouts([Length(), user_function(tmp_path, body)], ROLLOUTS)
     message = str(error.value)
     assert message.startswith(f"{row}: rewards.1 (score)") and "\n" not in message
-    if "/" in body:
-        assert f"{tmp_path / 'reward.py'}:2: ZeroDivisionError" in message
+    for code, name in (("1 /", "ZeroDivisionError"), ("exit", "SystemExit")):
+        assert code not in body or f"{tmp_path / 'reward.py'}:2: {name}" in message
 
 
 def test_logged_columns_without_finite_values_are_json() -> None:
