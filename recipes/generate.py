@@ -98,7 +98,7 @@ def check(cfg: GenerateConfig) -> None:
     if cfg.source is not None:
         find_data_files(cfg.source, cfg.split)
     if cfg.environment is not None:
-        cfg.environment.check()
+        cfg.environment.check(needs_reward=not cfg.rewards and cfg.output_format != "answers")
     if cfg.rewards:
         first = next(read_prompts(cfg.prompts, cfg.source, cfg.split), None)
         check_rewards(cfg.rewards, () if first is None else [*first.columns])

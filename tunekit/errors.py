@@ -84,3 +84,9 @@ def find_user_code(error: BaseException) -> UserCodeLocation | None:
     message = " ".join(traceback.format_exception_only(error)[-1].split())
     stack = "".join(traceback.format_tb(error.__traceback__)[indices[-1] :])
     return UserCodeLocation(f"{frame.f_code.co_filename}:{line}: {message}", stack)
+
+
+def describe_user_code_error(error: BaseException) -> str:
+    """`file:line: Exception: message` with the innermost line of user code; without file and line if there is none."""
+    location = find_user_code(error)
+    return f"{type(error).__name__}: {error}" if location is None else location.message

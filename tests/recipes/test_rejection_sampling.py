@@ -22,6 +22,7 @@ OPTIONS = (
 def generate(workspace):
     """Function that samples answers with some options. Returns its result and the rows of the output file."""
     (workspace.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (workspace.folder / "env.py").write_text("class NoReward:\n    pass\n")
 
     def call(*args: str) -> tuple[Any, list[dict]]:
         path = workspace.folder / "out.jsonl"
@@ -88,6 +89,7 @@ def test_environments_give_rewards_and_turns(generate, workspace):
     ("args", "message"),
     [
         (("rewards=[]",), "output_format"),
+        (("rewards=[]", "environment=env.py:NoReward"), "get_reward"),
         (("output_format=preference", "num_return_sequences=1"), "num_return_sequences"),
         (("output_path=null",), "output_path"),
         (("min_reward=9",), "min_reward"),

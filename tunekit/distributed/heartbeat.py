@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunekit.distributed import worker_env
-from tunekit.errors import RunStopped, UserError, find_user_code
+from tunekit.errors import RunStopped, UserError, describe_user_code_error
 
 HEARTBEAT_STRUCT = struct.Struct("<qd32s")  # step, time, phase
 FAILURE_STRUCT = struct.Struct("<d960s")  # time of the failure (0: none), reason
@@ -70,8 +70,7 @@ class HeartbeatWriter:
         """
         if error is None or isinstance(error, RunStopped):
             return
-        location = find_user_code(error)
-        reason = (location.message if location else f"{type(error).__name__}: {error}").encode(errors="replace")
+        reason = describe_user_code_error(error).encode(errors="replace")
         FAILURE_STRUCT.pack_into(self.memory, self.start + HEARTBEAT_STRUCT.size, time.monotonic(), reason)
         if worker_env.is_tune_worker() and isinstance(error, Exception) and not isinstance(error, UserError):
             stack = "".join(traceback.format_exception(error))

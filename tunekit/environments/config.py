@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from tunekit.config.user_code import load_attribute
+from tunekit.data.row_errors import USER_CODE_ERRORS
 from tunekit.environments.base import Environment, get_tool_schemas
 from tunekit.environments.calculator import Calculator
 from tunekit.environments.grid_world import GridWorld, Observation
@@ -15,7 +16,7 @@ from tunekit.environments.key_value_lookup import KeyValueLookup
 from tunekit.environments.openenv import CLIENT_ERRORS, OpenEnvEnvironment
 from tunekit.environments.python_tool import PythonTool
 from tunekit.environments.sandbox import SandboxConfig, require_sandbox
-from tunekit.errors import FieldError, UserError, check_range
+from tunekit.errors import FieldError, UserError, check_range, describe_user_code_error
 from tunekit.evaluation.answer_checks import AnswerChecks
 
 
@@ -44,13 +45,16 @@ class EnvironmentConfig(ABC):
     def create(self) -> Environment:
         """A new environment, for one episode."""
 
-    def check(self) -> None:
-        """Raise UserError if no environment can be created, or its tools have no schema."""
+    def check(self, needs_reward: bool = False) -> None:
+        """Raise UserError if no environment can be created, its tools have no schema, or it lacks a needed reward."""
         try:
             with closing(self.create()) as environment:
                 get_tool_schemas(environment)
         except UserError as error:
             raise UserError(f"environment.{error}") from None
+        if needs_reward and type(environment).get_reward is Environment.get_reward:
+            problem = f"{type(environment).__name__} has no method get_reward, and the config has no rewards"
+            raise UserError(f"environment: {problem}. Define get_reward, or set rewards.")
 
 
 @dataclass(frozen=True)
@@ -114,8 +118,8 @@ class PythonConfig(EnvironmentConfig):
     def create(self) -> Environment:
         return PythonTool(self.sandbox)
 
-    def check(self) -> None:
-        super().check()
+    def check(self, needs_reward: bool = False) -> None:
+        super().check(needs_reward)
         require_sandbox()
 
 
@@ -136,7 +140,14 @@ class CustomEnvironmentConfig(EnvironmentConfig):
         return cls if issubclass(cls, Environment) else type(cls.__name__, (cls, Environment), {})
 
     def create(self) -> Environment:
-        return self.environment_class()
+        cls = self.environment_class
+        try:
+            return cls()
+        except USER_CODE_ERRORS as error:
+            problem = f"{self.environment_factory}: {describe_user_code_error(error)}"
+            raise UserError(
+                f"environment_factory: {problem}. Fix the class, which is created without arguments."
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -159,9 +170,9 @@ class OpenEnvConfig(EnvironmentConfig):
     def create(self) -> Environment:
         return OpenEnvEnvironment(self.base_url, self.action_field, self.observation_field, self.tool_timeout_seconds)
 
-    def check(self) -> None:
+    def check(self, needs_reward: bool = False) -> None:
         """Also raise UserError if there is no server."""
-        super().check()
+        super().check(needs_reward)
         with closing(self.create()) as environment:
             try:
                 environment.reset()

@@ -143,7 +143,7 @@ def check_policy(cfg: PolicyConfig) -> None:
     """Raise UserError for everything that can be found without reading weights."""
     check_training(cfg)
     if cfg.environment is not None:
-        cfg.environment.check()
+        cfg.environment.check(needs_reward=not cfg.rewards)
     for data in filter(None, (cfg.data, cfg.eval_data)):
         for columns in first_columns(data):
             check_rewards(cfg.rewards, columns)

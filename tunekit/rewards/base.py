@@ -5,7 +5,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,6 +17,7 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError, find_user_code
 from tunekit.rewards.context import RewardContext, mean_metrics
 from tunekit.rollouts.rollout import Rollout
+from tunekit.rollouts.user_numbers import to_number
 
 
 @dataclass(frozen=True)
@@ -192,14 +192,3 @@ def find_failing_row(reward: RewardFunction, rollouts: Sequence[Rollout]) -> str
         except USER_CODE_ERRORS:
             return rollout.prompt.where
     return rollouts[0].prompt.where
-
-
-def to_number(value: Any, where: str) -> float:
-    """A score as a number; NaN for None. Raises UserError for other values."""
-    if value is None:
-        return math.nan
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if not isinstance(value, Real | np.bool_) or math.isinf(value):
-        raise UserError(f"{where}: expected a finite number, got {str(value)[:50]!r}. Return a number or None.")
-    return float(value)

@@ -1,6 +1,7 @@
 """State of an episode: its tokens so far, and what the environment says to an answer."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -14,8 +15,9 @@ from tunekit.data.chat_template.messages import Message
 from tunekit.environments.base import Environment, get_tool_schemas, get_tools
 from tunekit.environments.config import EnvironmentConfig
 from tunekit.environments.tool_calls import error_result, run_in_thread, run_tool
-from tunekit.errors import UserError, find_user_code
+from tunekit.errors import UserError, describe_user_code_error
 from tunekit.rollouts.rollout import FinishReason, PromptRow, Rollout
+from tunekit.rollouts.user_numbers import to_metrics, to_number
 
 
 @dataclass(frozen=True)
@@ -135,10 +137,12 @@ class EpisodeEnvironment:
 
     def end(self, result: TurnResult) -> TurnResult:
         """The result with reward and metrics. Closes the environment."""
-        reward = self.call("get_reward", self.environment.get_reward)
-        metrics = self.call("get_metrics", self.environment.get_metrics)
+        value = self.call("get_reward", self.environment.get_reward)
+        reward = to_number(value, self.where("get_reward"))
+        values = self.call("get_metrics", self.environment.get_metrics)
+        metrics = to_metrics(values, self.where("get_metrics"))
         self.close()
-        return replace(result, messages=(), reward=None if reward is None else float(reward), metrics=metrics)
+        return replace(result, messages=(), reward=None if math.isnan(reward) else reward, metrics=metrics)
 
     def close(self) -> None:
         """Close the environment, if it is open."""
@@ -151,9 +155,13 @@ class EpisodeEnvironment:
         with suppress(UserError):
             self.close()
 
+    def where(self, name: str) -> str:
+        """Row and method, for error messages."""
+        return f"{self.prompt.where}: environment {self.name}.{name}"
+
     def call(self, name: str, function: Callable[[], Any]) -> Any:
         """Result of a method. Raises UserError with the row if it raises or hangs."""
-        where = f"{self.prompt.where}: environment {self.name}.{name}"
+        where = self.where(name)
         seconds = self.config.tool_timeout_seconds
         future = run_in_thread(function)
         try:
@@ -164,9 +172,7 @@ class EpisodeEnvironment:
             raise UserError(f"{where}: no result after {seconds:g} s. {fix}") from None
         if error is None or isinstance(error, UserError):
             return future.result()
-        location = find_user_code(error)
-        text = f"{type(error).__name__}: {error}" if location is None else location.message
-        raise UserError(f"{where}: {text}. Fix the row or the environment.") from error
+        raise UserError(f"{where}: {describe_user_code_error(error)}. Fix the row or the environment.") from error
 
 
 def close_late(future: Future[Any]) -> None:

@@ -167,6 +167,8 @@ def test_classes_for_trl_need_no_base_class(tmp_path: Path) -> None:
         "    def add(self, n: int) -> int:\n        '''Add.\n\n        Args:\n            n: Number.\n        '''\n"
         "        self.n += n\n        return self.n\n"
         "class Bad:\n    def reset(self): pass\n    def tool(self, x): pass\n"
+        "class Init:\n    def __init__(self, size): pass\n"
+        "class Exit:\n    def __init__(self): raise SystemExit(3)\n"
     )
     config = CustomEnvironmentConfig(f"{tmp_path / 'env.py'}:Counter")
     config.check()
@@ -175,8 +177,16 @@ def test_classes_for_trl_need_no_base_class(tmp_path: Path) -> None:
     second.reset()
     assert run_tool(get_tools(first), call("add", n=2), 1).content == "2"
     assert run_tool(get_tools(second), call("add", n=3), 1).content == "3" and first.get_reward() is None
-    for name in ("Bad", "Missing"):
-        with pytest.raises(UserError, match=f"environment.*{name if name == 'Missing' else 'tool'}"):
+    with pytest.raises(UserError, match="environment: Counter has no method get_reward"):
+        config.check(needs_reward=True)
+    CalculatorConfig().check(needs_reward=True)
+    for name, problem in (
+        ("Bad", "tool"),
+        ("Missing", "Missing"),
+        ("Init", "'size'"),
+        ("Exit", r"env\.py:\d+: System"),
+    ):
+        with pytest.raises(UserError, match=f"environment.*{problem}"):
             CustomEnvironmentConfig(f"{tmp_path / 'env.py'}:{name}").check()
 
 

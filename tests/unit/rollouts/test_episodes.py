@@ -243,6 +243,30 @@ def test_environment_that_raises_names_the_row(nano: Tokenizer, tmp_path: Path, 
     )
 
 
+NUMBERS = (
+    "class Slow:\n    def get_reward(self): return 1\n    def get_metrics(self): return {{}}\n    def {}: return {}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "value"),
+    [("get_reward", "'good'"), ("get_reward", "float('inf')"), ("get_metrics", "{'a': 'x'}"), ("get_metrics", "[1]")],
+)
+def test_environment_without_numbers_names_the_row(nano: Tokenizer, tmp_path: Path, method: str, value: str) -> None:
+    config = make_environment(tmp_path, NUMBERS.format(f"{method}(self)", value))
+    with pytest.raises(UserError) as error:
+        run(nano, [text_answer(nano, "hi")], config, make_prompt(nano))
+    assert str(error.value).startswith(f"rows.jsonl:1: environment Slow.{method}: ")
+
+
+def test_nan_is_no_reward(nano: Tokenizer, tmp_path: Path) -> None:
+    config = make_environment(tmp_path, NUMBERS.format("get_reward(self)", "float('nan')"))
+    assert run(nano, [text_answer(nano, "hi")], config, make_prompt(nano))[0].environment_reward is None
+    config = make_environment(tmp_path, NUMBERS.format("get_metrics(self)", "{'a': 2, 'b': None, 'c': float('nan')}"))
+    rollout, _ = run(nano, [text_answer(nano, "hi")], config, make_prompt(nano))
+    assert rollout.metrics["a"] == 2 and not {"b", "c"} & rollout.metrics.keys()
+
+
 def test_environment_that_hangs_is_named(nano: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "env.py").write_text("import time\nclass Slow:\n    def reset(self):\n        time.sleep(3)\n")
     config = CustomEnvironmentConfig(f"{tmp_path / 'env.py'}:Slow", tool_timeout_seconds=0.1)
