@@ -34,6 +34,9 @@ def turns(environments, completions, log_extra):
     log_extra("texts", [environment.answers for environment in environments])
     return [len(environment.answers) for environment in environments]
 
+def missing(completions, **kwargs):
+    return [float("nan")] * len(completions)
+
 def wrong_column(completions, title):
     return [0.0] * len(completions)
 """
@@ -48,6 +51,10 @@ class Again:
 
     def get_reward(self):
         return sum(c in "aeiou" for answer in self.answers for c in answer) / 20
+
+class NoReward:
+    def reset(self, **columns):
+        return None
 """
 RUN = ("run", "grpo", "grpo.yaml")
 OFF_POLICY = ("steps_per_generation=2", "num_iterations=2", "max_steps=9", "loss.beta=0.1")
@@ -70,7 +77,7 @@ def grpo_workspace(workspace: Workspace) -> Workspace:
     (("rewards=[]",), "rewards: needs a reward"),
     (("rewards=[{kind: exact_match}]",), "rewards.0.column: the rows have no column 'answer'"),
     (("rewards=[{kind: function, function: 'rewards.py:wrong_column'}]",), "has a parameter 'title'"),
-    (("rewards=[{kind: function, function: 'rewards.py:missing'}]",), "rewards.0.function"),
+    (("rewards=[{kind: function, function: 'rewards.py:absent'}]",), "rewards.0.function"),
     (("sampling.temperature=0",), "sampling.temperature: must be > 0"),
     (("sampling.max_new_tokens=64",), "data.max_length: must be more than sampling.max_new_tokens=64"),
     (("data.streaming=true",), "data.streaming: "),
@@ -82,6 +89,7 @@ def grpo_workspace(workspace: Workspace) -> Workspace:
     (("loss.top_entropy_quantile=0",), "loss.top_entropy_quantile: "),
     (("loss=ppo",), "loss: "),
     (("environment=again.py:Again", "data.prompt_format=text"), "data.prompt_format: must be auto or chat"),
+    (("environment=again.py:NoReward", "rewards=[]"), "environment: NoReward has no method get_reward"),
 ])  # fmt: skip
 def test_config_and_row_errors(grpo_workspace: Workspace, changes: tuple[str, ...], message: str) -> None:
     result = grpo_workspace.run_tune(*RUN, *changes)
@@ -102,6 +110,11 @@ def test_reward_that_raises_names_the_row(grpo_workspace: Workspace) -> None:
     result = grpo_workspace.run_tune(*RUN, "rewards=[{kind: function, function: 'rewards.py:broken'}]")
     assert result.code == 2
     assert "prompts.jsonl:" in result.error and "rewards.py:6" in result.error
+
+
+def test_run_without_any_reward_stops(grpo_workspace: Workspace) -> None:
+    result = grpo_workspace.run_tune(*RUN, "rewards=rewards.py:missing", "eval_data=null")
+    assert result.code == 2 and "rewards: no answer has a reward: missing" in result.error
 
 
 def test_metrics_and_completions(grpo_workspace: Workspace) -> None:

@@ -147,6 +147,8 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """Fraction of the variance of returns that values predict: 1 if all of it, 0 if none, less if they are worse."""
+    if not mask.any():  # no answer has a reward
+        return 0.0
     total = returns[mask].var(correction=0)
     residual = (returns - values)[mask].var(correction=0)
     return float((1 - residual / total).nan_to_num(0, neginf=0))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
+from tunekit.errors import UserError
 from tunekit.loggers.metric_logger import MetricLogger
 from tunekit.losses.advantages import nan_std, sum_rewards
 from tunekit.losses.policy_gradient import RewardSignals
@@ -168,7 +169,7 @@ class RolloutBuffer:
         self.generation = -1  # number of the generation; -1: none
         self.samples: PolicySamples | None = None
         self.metrics: dict[str, float] = {}  # of the generation
-        self.has_warned = False  # about answers with equal rewards
+        self.warnings: set[str] = set()  # problems that were logged
 
     def needs_rollouts(self, data_step: int) -> bool:
         """Whether a step has no samples yet."""
@@ -178,20 +179,37 @@ class RolloutBuffer:
         """Sample and score answers under the current weights, and log them."""
         start_time = time.perf_counter()
         scored = self.sampler(prompts, self.sampler.cfg.num_generations, data_step, self.sampler.dist.step)
+        self.check_rewards(scored)
         self.generation = data_step // self.sampler.cfg.steps_per_prompt
         self.samples, metrics = self.prepare(model, scored)
         seconds = time.perf_counter() - start_time
         self.metrics = {**scored.metrics, **metrics, "generation_time": seconds}
-        if metrics.get("frac_reward_zero_std") == 1 and not self.has_warned:
-            self.has_warned = True
-            problem = "all answers to each prompt have the same reward, so nothing is learned from them"
-            self.sampler.dist.log(f"doubtful: rewards: {problem}. completions.jsonl has the answers and their rewards.")
+        if metrics.get("frac_reward_zero_std") == 1:
+            self.warn("all answers to each prompt have the same reward")
         advantages = self.samples.advantages.sum(1) / self.samples.num_tokens.clamp(min=1)
         rows = scored.rows(advantages)
         number, cfg = self.sampler.dist.step + 1, self.sampler.cfg
         logger.log_completions(number, rows, cfg.num_completions_to_print)
         episodes = scored.episodes(self.sampler.tokenizer, self.samples.advantages, cfg.num_episodes_to_save)
         logger.log_episodes(number, episodes)
+
+    def check_rewards(self, scored: ScoredRollouts) -> None:
+        """Raise UserError if no answer of the first generation has a reward. In later ones, this is a warning."""
+        if not scored.rewards.isnan().all():
+            return
+        if self.generation < 0:
+            names = ", ".join(scored.names)
+            problem = f"no answer has a reward: {names} returned None or NaN for all {len(scored.rollouts)} answers"
+            fix = "Return a number, or remove rows without rewards."
+            raise UserError(f"rewards: {problem} of step {self.sampler.dist.step + 1}. {fix}")
+        self.warn("no answer of a generation has a reward")
+
+    def warn(self, problem: str) -> None:
+        """Log, once, why nothing is learned from the answers of a generation."""
+        if problem not in self.warnings:
+            self.warnings.add(problem)
+            hint = "completions.jsonl has the answers and their rewards"
+            self.sampler.dist.log(f"doubtful: rewards: {problem}, so nothing is learned from them. {hint}.")
 
     def prepare(self, model: Decoder, scored: ScoredRollouts) -> tuple[PolicySamples, dict[str, float]]:
         """Samples with log-probabilities and advantages, and metrics of the generation."""

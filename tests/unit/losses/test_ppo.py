@@ -1,5 +1,6 @@
 """Advantages and losses of PPO compared with the formulas of the papers, in float64."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -153,6 +154,8 @@ def test_explained_variance() -> None:
     assert explained_variance(torch.zeros_like(returns), returns, mask) == pytest.approx(0)
     assert explained_variance(-returns, returns, mask) == pytest.approx(-3)
     assert explained_variance(returns, torch.ones_like(returns), mask) == 0, "equal returns"
+    with warnings.catch_warnings(action="error"):
+        assert explained_variance(returns, returns, torch.zeros_like(mask)) == 0, "no answer has a reward"
 
 
 def test_tokens_need_values() -> None:
