@@ -20,7 +20,7 @@ from tunekit.environments.config import EnvironmentChoice
 from tunekit.errors import FieldError, check_range
 from tunekit.evaluation.inference_config import InferenceConfig
 from tunekit.generation.engine import GenerationEngine
-from tunekit.generation.generate import generate_texts
+from tunekit.generation.generate import generate_answers, log_cut_answers
 from tunekit.loggers.progress import ProgressLogger
 from tunekit.models.decoder import Decoder
 from tunekit.rewards.base import ScoredRollout, check_rewards, gather_answers
@@ -29,7 +29,7 @@ from tunekit.rewards.context import RewardContext
 from tunekit.rewards.rejection_sampling import OutputFormat, select_rows, summarize
 from tunekit.rollouts.episode_log import episode_record
 from tunekit.rollouts.episodes import generate_rollouts
-from tunekit.rollouts.prompts import read_prompts
+from tunekit.rollouts.prompts import check_prompt_lengths, read_prompts
 from tunekit.rollouts.rollout import PromptRow
 
 PROMPTS_PER_PASS = 256  # that a rank answers before rewards are computed
@@ -55,7 +55,7 @@ class GenerateConfig(InferenceConfig):
     min_reward: float | None = None  # Prompts whose best answer has a lower reward are left out; null: none
     episodes_path: str | None = None  # JSONL file with the tokens of all answers, for `tune episodes`; null: none
     # Most tokens of a prompt and its answer, with rewards or an environment; null: the longest prompt and
-    # max_new_tokens, and 1,024 more for an environment
+    # max_new_tokens, and 1,024 more for an environment. At most the context length of the model
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
@@ -111,14 +111,15 @@ def main(cfg: GenerateConfig) -> None:
         model, tokenizer = cfg.load_model(cfg.model, dist)
         prompts = list(read_prompts(cfg.prompts, cfg.source, cfg.split))
         rows = [prompt.to_row(tokenizer, cfg.system_prompt, cfg.apply_chat_template) for prompt in prompts]
+        check_prompt_lengths(rows, model.spec.context)
         if cfg.has_rewards:
             scored = sample_and_score(cfg, rows, model, tokenizer, dist)
             dist.run_on_main(partial(write_scored, cfg, tokenizer, scored))
             return
         indices = [index for index in range(len(rows)) for _ in range(cfg.num_return_sequences)]
         tokens = [rows[i].tokens for i in indices]
-        answers = generate_texts(model, tokenizer, tokens, cfg.sampling, cfg.max_num_seqs, dist)
-        lines = [{"prompt": prompts[i].value, "answer": text} for i, text in zip(indices, answers, strict=True)]
+        answers = generate_answers(model, tokenizer, tokens, cfg.sampling, cfg.max_num_seqs, dist)
+        lines = [{"prompt": prompts[i].value} | answer._asdict() for i, answer in zip(indices, answers, strict=True)]
         dist.run_on_main(partial(write_rows, cfg, lines, [f"{len(lines)} answers in {cfg.output_path}"]))
 
 
@@ -129,7 +130,7 @@ def sample_and_score(
     for reward in cfg.rewards:
         reward.prepare(dist)
     space = cfg.sampling.max_new_tokens + (0 if cfg.environment is None else ENVIRONMENT_TOKENS)
-    length = cfg.max_model_len or max(len(row.tokens) for row in rows) + space
+    length = min(cfg.max_model_len or max(len(row.tokens) for row in rows) + space, model.spec.context)
     engine = GenerationEngine(model, cfg.max_num_seqs, length, dist)
     share, num_samples, scored = range(dist.dp_rank, len(rows), dist.dims.dp_size), cfg.num_return_sequences, []
     with ProgressLogger("answering", len(share) * num_samples, "answer", dist.is_main_process) as progress:
@@ -140,6 +141,7 @@ def sample_and_score(
             generate = partial(generate_rollouts, engine, tokenizer, prompts, num_samples, *options)
             scored += gather_answers(cfg.rewards, dist.run_on_all(generate), RewardContext(), dist)[0]
             dist.heartbeat.record(first, "answer")
+    log_cut_answers([len(item.rollout.tokens) >= model.spec.context for item in scored], model.spec.context, dist)
     return scored
 
 

@@ -162,6 +162,13 @@ def test_config_errors_are_reported_before_weights_are_read(
     assert "`tasks` contains none" in tune("num_fewshot=3")
 
 
+def test_prompt_beyond_the_context_is_an_error(run_evaluate, workspace):
+    run_evaluate("limit=1", "baseline=null")  # writes the config
+    override = "config_overrides.max_position_embeddings=4"
+    result = workspace.run_tune("run", "evaluate", "evaluate.yaml", "baseline=null", override)
+    assert result.code == 2 and "asked.jsonl:1: the prompt has" in result.err
+
+
 def test_answers_are_checked_by_pattern_and_schema(run_evaluate, workspace):
     """Answers are "It is 2!": the groups of the pattern equal those of the row, and a schema of texts needs quotes."""
     (workspace.folder / "schema.json").write_text('{"type": "string"}')

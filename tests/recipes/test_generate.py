@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from tunekit import build
+
 PROMPTS = ["What is 1 plus 1?", "What is 4 plus 16?", "Why?", "What is a day? " * 9]
 
 
@@ -103,6 +105,23 @@ def test_config_overrides_reach_the_model(run_generate):
     """With scaled positions, the memorized answers are lost."""
     overrides = "config_overrides={rope_scaling: {rope_type: linear, factor: 8.0}}"
     assert run_generate(overrides) != run_generate()
+
+
+def test_answers_end_at_the_context_length(run_generate, workspace):
+    """A warning counts them, with rewards too. Prompts that leave no space are errors with their row."""
+    full = run_generate()
+    run = ("run", "generate", "generate.yaml", "output_path=new/answers.jsonl", f"prompts={json.dumps(PROMPTS[:3])}")
+    context = len(build.resolve_model(str(workspace.model))[2].encode_prompt([{"role": "user", "content": PROMPTS[0]}]))
+    run += (f"config_overrides.max_position_embeddings={context + 2}",)
+    for rewards in ("rewards=[]", "rewards=[{kind: length, min_tokens: 1}]"):
+        result = workspace.run_tune(*run, rewards)
+        assert result.code == 0 and f"context length of the model, {context + 2} tokens" in result.err, result.err
+        rows = [json.loads(line) for line in (workspace.folder / "new/answers.jsonl").read_text().splitlines()]
+        assert rows[0]["finish_reason"] == "length" and full[0]["answer"].startswith(rows[0]["answer"])
+        assert full[0]["finish_reason"] == "stop"
+    (workspace.folder / "source.jsonl").write_text(json.dumps({"prompt": PROMPTS[3]}))
+    result = workspace.run_tune(*run, "source=source.jsonl")
+    assert result.code == 2 and "source.jsonl:1" in result.err and "context length" in result.err
 
 
 def test_tools_of_a_row_are_in_its_prompt(run_generate, workspace):

@@ -157,6 +157,8 @@ def test_fractions_and_epochs_are_intervals(
     (["generation_eval={prompts: [a], regex: (}"], "generation_eval.regex"),
     (["generation_eval={prompts: [a], json_schema: nope.json}"], "generation_eval.json_schema"),
     (["generation_eval={data: {kind: text, source: texts.jsonl}}"], "generation_eval.data"),
+    (["generation_eval.prompts=['Why?']", "config_overrides.max_position_embeddings=4"], "generation_eval.prompts.0"),
+    ([f"generation_eval={{{DATA}}}", "config_overrides.max_position_embeddings=4"], "rows.jsonl:1: the prompt has"),
     (["metric_for_best_model=exact_match", "load_best_model_at_end=true"], "exact_match requires generation_eval.data"),
     (["generation_eval.prompts=[a]", "early_stopping_patience=1", "eval_data=null"], "generation_eval: has no metric"),
     ([ANSWERS, "load_best_model_at_end=true", "metric_for_best_model=json_schema_match"], "metric_for_best_model"),

@@ -38,8 +38,8 @@ sft.evaluate = evaluate_slowly
 MARK_FIRST_ANSWER = """
 from pathlib import Path
 from tunekit.recipes import generate
-answers = generate.generate_texts
-generate.generate_texts = lambda *args: (Path("answering").touch(), answers(*args))[1]
+answers = generate.generate_answers
+generate.generate_answers = lambda *args: (Path("answering").touch(), answers(*args))[1]
 """
 
 

@@ -11,7 +11,7 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.evaluation.answer_checks import AnswerChecks
 from tunekit.evaluation.loglikelihood import ScoredTokens, score_rows
 from tunekit.evaluation.results import Metric, TaskResult
-from tunekit.generation.generate import generate_texts
+from tunekit.generation.generate import check_prompt_length, generate_texts
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.models.decoder import Decoder
 
@@ -46,6 +46,8 @@ class GenerationEvaluator:
         metrics = self.loss_metrics(rows)
         questions = list(iter_questions(rows, self.tokenizer))
         prompts = [question.prompt for question in questions]
+        for question in questions:
+            check_prompt_length(question.row, len(question.prompt), self.model.spec.context)
         texts = generate_texts(self.model, self.tokenizer, prompts, self.sampling, self.batch_size, self.dist)
         completions = tuple(text.strip() for text in texts)
         if questions:

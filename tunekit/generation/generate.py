@@ -1,7 +1,7 @@
 """Texts and token ids of answers to many prompts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tunekit.data.chat_template.chat_format import encode_conversation
 from tunekit.data.chat_template.messages import Message
@@ -9,11 +9,41 @@ from tunekit.data.tokenizer import TextStreamer, Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.generation.engine import GenerationEngine
-from tunekit.generation.requests import GenerationRequest, never_stop
+from tunekit.generation.requests import FinishReason, GenerationRequest, never_stop
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.generation.stop_strings import StopStrings
 from tunekit.loggers.progress import ProgressLogger
 from tunekit.models.decoder import Decoder
+
+
+class AnswerTokens(NamedTuple):
+    """Token ids of an answer, without its stop token."""
+
+    tokens: list[int]
+    finish_reason: FinishReason
+
+
+class GeneratedText(NamedTuple):
+    """Text of an answer, up to the first stop string."""
+
+    answer: str
+    finish_reason: FinishReason
+
+
+def check_prompt_length(where: str, num_tokens: int, context: int | None) -> None:
+    """Raise UserError if a prompt leaves no space for an answer within the context length, if that is known."""
+    if context is not None and num_tokens >= context:
+        raise UserError(
+            f"{where}: the prompt has {num_tokens:,} tokens, but the context length of the model is {context:,}. "
+            "Shorten the prompt, or raise config_overrides.max_position_embeddings."
+        )
+
+
+def log_cut_answers(is_cut: Sequence[bool], context: int, dist: DistributedContext) -> None:
+    """Warn about answers that ended because the context was full."""
+    if any(is_cut):
+        limit = f"the context length of the model, {context:,} tokens with the prompt"
+        dist.log(f"warning: {sum(is_cut):,} of {len(is_cut):,} answers were cut off at {limit}")
 
 
 def generate_rows(
@@ -23,14 +53,14 @@ def generate_rows(
     stop_ids: frozenset[int],
     batch_size: int,
     is_finished: Callable[[Sequence[int]], bool] = never_stop,
-) -> Iterator[tuple[int, list[int]]]:
-    """Yield the index and the answer of each row when it is finished, without its stop token.
+) -> Iterator[tuple[int, AnswerTokens]]:
+    """Yield the index and the answer of each row when it is finished. Answers end at the context length of the model.
 
     Indices name the random numbers. Ranks that share weights have the same rows.
     """
     if not prompts:
         return
-    max_model_len = max(map(len, prompts.values())) + sampling.max_new_tokens
+    max_model_len = min(max(map(len, prompts.values())) + sampling.max_new_tokens, model.spec.context)
     engine = GenerationEngine(model, min(batch_size, len(prompts)), max_model_len, None)
     rows = {f"row {row}": row for row in prompts}
     answers: dict[str, list[int]] = {name: [] for name in rows}
@@ -39,7 +69,7 @@ def generate_rows(
         if token not in stop_ids:
             answers[name].append(token)
         if finish_reason is not None:
-            yield rows[name], answers.pop(name)
+            yield rows[name], AnswerTokens(answers.pop(name), finish_reason)
 
 
 def generate_batch(
@@ -56,7 +86,7 @@ def generate_batch(
     """
     rows = dict(enumerate(prompts, start=first))
     answers = dict(generate_rows(model, rows, sampling, stop_ids, len(prompts), is_finished))
-    return [answers[row] for row in rows]
+    return [answers[row].tokens for row in rows]
 
 
 def generate_all(
@@ -67,7 +97,7 @@ def generate_all(
     batch_size: int,
     dist: DistributedContext,
     is_finished: Callable[[Sequence[int]], bool] = never_stop,
-) -> list[list[int]]:
+) -> list[AnswerTokens]:
     """Answers to all prompts in order, `batch_size` at once. Model replicas (dp_replicate) share the prompts."""
     rows = {row: prompts[row] for row in range(dist.coords.replicate, len(prompts), dist.dims.dp_replicate)}
     answers = generate_rows(model, rows, sampling, stop_ids, batch_size, is_finished)
@@ -81,6 +111,22 @@ def generate_all(
     return [merged[row] for row in range(len(prompts))]
 
 
+def generate_answers(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    batch_size: int,
+    dist: DistributedContext,
+) -> list[GeneratedText]:
+    """Texts of the answers to all prompts, as `generate_all`. Warns about those that the context length cuts off."""
+    stop = StopStrings(tokenizer, sampling.stop_strings)
+    answers = generate_all(model, prompts, sampling, stop.token_ids, batch_size, dist, stop.is_finished)
+    is_cut = [reason == "length" and len(tokens) < sampling.max_new_tokens for tokens, reason in answers]
+    log_cut_answers(is_cut, model.spec.context, dist)
+    return [GeneratedText(stop.cut(tokenizer.decode(tokens)), reason) for tokens, reason in answers]
+
+
 def generate_texts(
     model: Decoder,
     tokenizer: Tokenizer,
@@ -89,10 +135,8 @@ def generate_texts(
     batch_size: int,
     dist: DistributedContext,
 ) -> list[str]:
-    """Texts of the answers to all prompts, up to the first stop string; otherwise as `generate_all`."""
-    stop = StopStrings(tokenizer, sampling.stop_strings)
-    answers = generate_all(model, prompts, sampling, stop.token_ids, batch_size, dist, stop.is_finished)
-    return [stop.cut(tokenizer.decode(answer)) for answer in answers]
+    """Texts of `generate_answers`."""
+    return [text for text, _ in generate_answers(model, tokenizer, prompts, sampling, batch_size, dist)]
 
 
 def stream_text(  # noqa: PLR0913

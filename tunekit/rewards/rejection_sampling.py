@@ -69,6 +69,7 @@ def answer_row(item: ScoredRollout) -> dict[str, Any]:
     return item.columns | {
         "prompt": list(item.rollout.prompt.messages),
         "answer": item.rollout.completion,
+        "finish_reason": item.rollout.finish_reason,
         "reward": item.reward,
         "rewards": item.scores,
         **turns_of(item.rollout),

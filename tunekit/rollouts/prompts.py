@@ -1,6 +1,6 @@
 """Prompts of recipe `generate`: texts of the config, and rows of a dataset."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tunekit.data.chat_template.chat_format import encode_conversation
@@ -9,6 +9,7 @@ from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.readers.row_reader import require_row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
+from tunekit.generation.generate import check_prompt_length
 from tunekit.rollouts.rollout import PromptRow
 
 
@@ -47,6 +48,12 @@ def read_prompts(texts: Sequence[str], source: str | None, split: str) -> Iterat
         except UserError as error:
             raise UserError(f"{row.where}: {error}") from None
         yield Prompt(row.where, value, tools, {**expected_answer(value), **row.fields})
+
+
+def check_prompt_lengths(rows: Iterable[PromptRow], context: int) -> None:
+    """Raise UserError with the row if a prompt leaves no space for an answer within the context length."""
+    for row in rows:
+        check_prompt_length(row.where, len(row.tokens), context)
 
 
 def expected_answer(prompt: str | list[Message]) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.evaluation.generation_eval import iter_questions, with_source
-from tunekit.generation.generate import generate_texts
+from tunekit.generation.generate import check_prompt_length, generate_texts
 from tunekit.loggers.metric_logger import MetricLogger
 from tunekit.models.decoder import Decoder
 from tunekit.training.run_context import RunContext
@@ -30,8 +30,9 @@ class GenerationMonitor:
         self.prompts: list[PromptToAnswer] = []
         if self.config is None:
             return
-        for text in self.config.prompts:
+        for index, text in enumerate(self.config.prompts):
             tokens = encode_conversation(tokenizer, [{"role": "user", "content": text}])
+            check_prompt_length(f"generation_eval.prompts.{index}", len(tokens), tokenizer.max_position_embeddings)
             self.prompts.append(PromptToAnswer(tokens, text, None))
         if self.config.data is not None:
             rows = open_dataloader(self.config.data, tokenizer, run, "generation_eval")
@@ -56,7 +57,9 @@ class GenerationMonitor:
 
 def find_prompts(loader: DataLoader, tokenizer: Tokenizer) -> list[PromptToAnswer]:
     """The rows of a dataset up to their last answers. Raises UserError if no row has one."""
-    questions = iter_questions(with_source(loader.datasets), tokenizer)
+    questions = [*iter_questions(with_source(loader.datasets), tokenizer)]
+    for question in questions:
+        check_prompt_length(question.row, len(question.prompt), tokenizer.max_position_embeddings)
     prompts = [PromptToAnswer(question.prompt, question.text, question.expected) for question in questions]
     if not prompts:
         raise UserError("generation_eval.data: no row has an answer after a prompt. Use rows with conversations.")
