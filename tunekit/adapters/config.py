@@ -293,9 +293,10 @@ class LoRAConfig:
         up = (layer.lora_B * layer.lora_scale).to(x.dtype)  # the fast grouped matmul needs the dtype of the rows
         return layer.matmul(x, sizes).add_(grouped_mm(low, up, sizes))
 
-    def forward_embedding(self, layer: Embedding, tokens: Tensor) -> Tensor:
+    def forward_embedding(self, layer: Embedding, tokens: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """Embeddings of tokens (...) with their update: (..., dim)."""
         low = layer.lookup(tokens, layer.lora_embedding_A.T) @ layer.lora_embedding_B.T
-        rows = layer.embed(tokens)
+        rows = layer.embed(tokens, dtype)
         return rows + (low * layer.lora_scale).type_as(rows)
 
     def delta(self, layer: Linear) -> Tensor:

@@ -58,9 +58,9 @@ def add_token_rows(model: Decoder, ids: Sequence[int], adapted: set[str], saved:
     model.tie()
 
 
-def forward_embedding(layer: Embedding, tokens: Tensor) -> Tensor:
+def forward_embedding(layer: Embedding, tokens: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Embeddings of tokens (...): (..., dim)."""
-    return look_up_token_rows(layer, tokens, layer.embed(tokens))
+    return look_up_token_rows(layer, tokens, layer.embed(tokens, dtype))
 
 
 def look_up_token_rows(layer: Embedding, tokens: Tensor, rows: Tensor) -> Tensor:

@@ -217,8 +217,10 @@ class RoundedPart:
         self.weights, self.updates = {}, {}
 
 
-def lookup_rounded(layer: Embedding, tokens: Tensor, is_adapted: bool, dtype: torch.dtype) -> Tensor:
-    """Rows of an embedding with its LoRA delta, rounded."""
+def lookup_rounded(
+    layer: Embedding, tokens: Tensor, _: torch.dtype | None, *, is_adapted: bool, dtype: torch.dtype
+) -> Tensor:
+    """Rows of an embedding with its LoRA delta, rounded to `dtype`."""
     rows = look_up_token_rows(layer, tokens, layer.embed(tokens).float())
     if is_adapted:
         delta = F.embedding(tokens, layer.lora_embedding_A.T).float() @ layer.lora_embedding_B.T.float()

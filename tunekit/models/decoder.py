@@ -36,17 +36,17 @@ class PerLayerEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         """One (B, S, dim) per layer, from `tokens` (B, S) and the input of the first layer."""
-        of_token = self.look_up(tokens).to(x.dtype).unflatten(-1, self.shape) * self.shape[1] ** 0.5
+        of_token = self.look_up(tokens, x.dtype).to(x.dtype).unflatten(-1, self.shape) * self.shape[1] ** 0.5
         of_input = self.norm((self.proj(x) * x.shape[-1] ** -0.5).unflatten(-1, self.shape))
         return ((of_input + of_token) * 2**-0.5).unbind(2)
 
-    def look_up(self, tokens: Tensor) -> Tensor:
+    def look_up(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """Embeddings (B, S, layers * dim). As in transformers, the row that stands for unknown tokens is not trained by
         them."""
         if self.unknown_id is None:
-            return self.embed(tokens)
+            return self.embed(tokens, dtype)
         is_known = tokens < self.embed.num_embeddings
-        x = self.embed(tokens.where(is_known, self.unknown_id))
+        x = self.embed(tokens.where(is_known, self.unknown_id), dtype)
         return torch.where(is_known[..., None], x, x.detach())
 
 
@@ -204,7 +204,7 @@ class Decoder(nn.Module):
 
     def forward_layers(self, tokens: Tensor, context: ForwardContext, cache: KVCache | None) -> Tensor:
         """Hidden states (B, S, dim) after the final norm, of the tokens that this rank holds between layers."""
-        x = self.embed(tokens)
+        x = self.embed(tokens, self.compute_dtype)
         x = self.tp_region.leave(x if self.compute_dtype is None else x.to(self.compute_dtype))
         if self.neftune_noise_alpha is not None and self.training and torch.is_grad_enabled():
             x = x + self.draw_noise(tokens, self.neftune_noise_alpha / (context.row_length * self.spec.dim) ** 0.5, x)

@@ -148,7 +148,7 @@ def is_same_method(a: object, b: object) -> bool:
 class Embedding(nn.Embedding, InitMixin):
     """Token embedding. An adapter may set `update`."""
 
-    update: "Callable[[Embedding, Tensor], Tensor] | None" = None
+    update: "Callable[[Embedding, Tensor, torch.dtype | None], Tensor] | None" = None
     lora_embedding_A: nn.Parameter  # (rank, ids)
     lora_embedding_B: nn.Parameter  # (dim, rank)
     lora_scale: float
@@ -161,9 +161,10 @@ class Embedding(nn.Embedding, InitMixin):
         """Do nothing: weights are loaded, or drawn by `init_weights`. On the meta device, torch's version loads the
         compiler (1.8 s, 160 MB)."""
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Token ids (...) to embeddings (..., dim)."""
-        return self.lookup(tokens, self.weight)
+    def embed(self, tokens: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Token ids (...) to embeddings (..., dim), in the wider of `dtype` and the dtype of the weight."""
+        rows = self.lookup(tokens, self.weight)
+        return rows if dtype is None else rows.to(torch.promote_types(rows.dtype, dtype))
 
     def lookup(self, tokens: Tensor, table: Tensor) -> Tensor:
         """Rows of a table (ids, ...) by token id. Ids of other ranks give zeros."""
@@ -176,5 +177,6 @@ class Embedding(nn.Embedding, InitMixin):
     def init_weights(self, generator: torch.Generator, std: float) -> None:
         self.weight_storage.copy(self.weight, normal_init(self.weight_storage.full_shape(self.weight), std, generator))
 
-    def forward(self, input: Tensor) -> Tensor:
-        return self.embed(input) if self.update is None else self.update(self, input)
+    def forward(self, input: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Embeddings as in `embed`, with the update of an adapter, which is not rounded to the dtype of the weight."""
+        return self.embed(input, dtype) if self.update is None else self.update(self, input, dtype)

@@ -24,8 +24,11 @@ from tests.helpers.random_checkpoints import (
     shuffle_adapter,
 )
 from tests.helpers.transformers_parity import measure_adapter_parity, open_with_peft, train_adapter
+from tunekit import build
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
+from tunekit.models.precision import PrecisionConfig
 
 CASES = {
     "lora": ("llama-biases", LoRAConfig(4)),
@@ -220,6 +223,22 @@ def test_adapters_of_peft_are_read(case: str, tmp_path: Path) -> None:
     grad_norms = sorted(p.grad.abs().sum().item() for n, p in model.named_parameters() if p.requires_grad)
     expected_norms = sorted(p.grad.abs().sum().item() for n, p in other.named_parameters() if p.requires_grad)
     assert grad_norms == pytest.approx(expected_norms, rel=1e-4)
+
+
+@pytest.mark.parametrize(("shape", "options"), [
+    ("smollm2", {"target_modules": ["embed_tokens"]}), ("llama3.1", {"target_modules": ["embed_tokens"]}),
+    ("llama3.1", {"target_modules": ["v_proj"], "trainable_token_indices": [3, 5, 8]}),
+])  # fmt: skip
+@torch.no_grad()
+def test_updates_of_bf16_embeddings_are_added_in_the_compute_dtype(shape: str, options: dict, tmp_path: Path) -> None:
+    folder, other = make_peft_adapter(tmp_path, shape, **options)
+    load_transformers_model(tmp_path / "base").bfloat16().save_pretrained(tmp_path / "base")
+    for name, parameter in other.named_parameters():
+        if "lora_" not in name and "trainable_tokens_delta" not in name:
+            parameter.copy_(parameter.bfloat16())
+    model, _ = build.load_for_inference(str(folder), PrecisionConfig("fp32"), DistributedContext(0, "cpu"))
+    assert model.embed.weight.dtype == torch.bfloat16
+    assert relative_error(model(random_tokens()), other(random_tokens()).logits) < 1e-5
 
 
 EXPERTS = {"target_modules": [], "target_parameters": ["gate_up_proj", "down_proj"]}
