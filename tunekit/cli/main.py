@@ -106,7 +106,7 @@ def _run(add: AddArgument) -> None:
 
 
 def _download(add: AddArgument) -> None:
-    add("repo", metavar="REPO", help="name on the Hugging Face Hub, such as Qwen/Qwen3-0.6B")
+    add("repo", metavar="REPO", help="name on the Hugging Face Hub, such as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@main")
     add("--revision", metavar="NAME", help="branch, tag or commit")
     add("--include", action="append", default=[], metavar="GLOB", help="download only these files; repeatable")
     add("--exclude", action="append", default=[], metavar="GLOB", help="skip these files; repeatable")

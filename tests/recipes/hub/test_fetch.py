@@ -48,7 +48,7 @@ def test_only_needed_files_are_downloaded_once(sandbox: Sandbox) -> None:
     assert downloaded_files(done) == {name: FILES[name] for name in NEEDED} and "4 files" in done.err
     assert Path(done.out.strip()).name == repo.refs["main"] == download.cached_commit(Path(done.out.strip()))
     sandbox.hub.log.clear()
-    assert sandbox.tune("download", "owner/model").out == done.out
+    assert sandbox.tune("download", "owner/model").out == sandbox.tune("download", "owner/model@main").out == done.out
     assert not sandbox.hub.seen(path="/resolve/") and not sandbox.hub.seen(path="/storage/")
     sandbox.hub.log.clear()
     offline = sandbox.tune("download", "owner/model", HF_HUB_OFFLINE="1")
@@ -173,6 +173,8 @@ def test_concurrent_downloads_fetch_a_large_file_once(sandbox: Sandbox) -> None:
         (["owner/model", "--token", "hf_wrong"], {}, "401"),
         (["owner/broken"], {}, "418"),
         (["owner/model", "--revision", "nope"], {}, "'nope'"),
+        (["owner/model@nope"], {}, "'nope'"),
+        (["owner/model@v1", "--revision", "v2"], {}, "--revision"),
         (["owner/model", "--include", "*.gguf"], {}, "owner/model"),
         (["own er/model"], {}, "own er/model"),
         (["owner/model", "--token", f"{TOKEN}\n"], {}, "token"),

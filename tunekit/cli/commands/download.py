@@ -10,9 +10,11 @@ from tunekit.hub import download
 
 def main(args: argparse.Namespace) -> None:
     """Download the files. Standard output is only the directory, for use in scripts."""
-    directory = download.download_repo(
-        args.repo, args.revision, file_patterns(args), args.local_dir and Path(args.local_dir).expanduser(), args.token
-    )
+    repo, revision = download.split_repo_revision(args.repo) or (args.repo, None)
+    if revision and args.revision:
+        raise UserError(f"--revision: {args.repo} has a revision too. Remove one of them.")
+    to = args.local_dir and Path(args.local_dir).expanduser()
+    directory = download.download_repo(repo, args.revision or revision, file_patterns(args), to, args.token)
     files = [
         path for path in directory.rglob("*") if path.is_file() and ".cache" not in path.relative_to(directory).parts
     ]
