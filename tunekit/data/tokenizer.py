@@ -223,8 +223,8 @@ class Tokenizer:
         if name not in self.templates:
             names = f" named 'default', only {', '.join(self.templates)}" if self.templates else ""
             raise UserError(
-                f"the tokenizer has no chat template{names}. Set `chat_template` to a Jinja file or "
-                f"one of {', '.join(TEMPLATES)}, or train on text"
+                f"the tokenizer has no chat template{names}. Set chat_template (flag --chat-template) to a Jinja file "
+                f"or one of {', '.join(TEMPLATES)}; or train on text, or generate with apply_chat_template=false"
             )
         if name not in self.compiled:
             self.compiled[name] = compile_template(*self.templates[name])
