@@ -47,8 +47,12 @@ SUPPORTED_VALUES |= {"use_qalora": (None, False), "alora_invocation_tokens": (No
 # Other initializations change the base weights.
 SUPPORTED_VALUES |= {"init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal")}
 
-TYPES = {"rank_pattern": dict, "alpha_pattern": dict, "target_parameters": list | str, "modules_to_save": list | str}
-EXPECTED = {dict: "an object", list | str: "a list of names"}
+# Types of the values, and their names in errors. Keys other than `r` and `lora_alpha` may be missing or null.
+NUMBER, NAMES, OBJECT = ((int, float), "a number"), ((list, str), "a list of names"), ((dict,), "an object")
+TYPES: dict[str, tuple[tuple[type, ...], str]] = {"r": ((int,), "an integer"), "lora_alpha": NUMBER}
+TYPES |= {"lora_dropout": NUMBER, "rank_pattern": OBJECT, "alpha_pattern": OBJECT}
+TYPES |= dict.fromkeys(("use_rslora", "use_dora"), ((bool,), "true or false"))
+TYPES |= dict.fromkeys(("target_modules", "target_parameters", "modules_to_save"), NAMES)
 
 Get = Callable[[str], Tensor]
 
@@ -68,9 +72,10 @@ class PeftConfigFile:
         for key, allowed in SUPPORTED_VALUES.items():
             if config.get(key, allowed[0]) not in allowed:
                 raise UserError(f"{folder / CONFIG}: unsupported value {key}={config[key]!r}")
-        for key, kinds in TYPES.items():
-            if not isinstance(config.get(key), kinds | None):
-                raise UserError(f"{folder / CONFIG}: {key} must be {EXPECTED[kinds]}, got {config[key]!r}")
+        for key, (types, expected) in TYPES.items():
+            is_optional = key not in ("r", "lora_alpha")
+            if key in config and type(config[key]) not in types and not (is_optional and config[key] is None):
+                raise UserError(f"{folder / CONFIG}: {key}: must be {expected}, got {json.dumps(config[key])}")
         check_token_indices(folder / CONFIG, config.get("trainable_token_indices"))
         return PeftConfigFile(folder / CONFIG, config)
 

@@ -386,7 +386,9 @@ def llama2_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("init_lora_weights", "olora", "'olora'"),
     ("init_lora_weights", "loftq", "'loftq'"),
     ("base_model_name_or_path", None, "base_model_name_or_path"),
-    ("r", None, "adapter_config.json"),
+    ("r", None, "r: must be an integer, got null"), ("r", "4", 'r: must be an integer, got "4"'),
+    ("lora_alpha", None, "lora_alpha: must be a number, got null"), ("lora_dropout", "x", "lora_dropout: "),
+    ("target_modules", 5, "target_modules: "), ("use_rslora", "no", "use_rslora: "), ("use_dora", 1, "use_dora: "),
     ("r", 0, "rank: "),
     ("lora_alpha", "much", "much"),
 ])  # fmt: skip

@@ -39,8 +39,8 @@ def test_pattern_of_a_downloaded_adapter_is_refused(table: str, tmp_path: Path) 
         file.rank_and_alpha("model.layers.0.self_attn.q_proj" * 4, file.adapter)
 
 
-@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "target_parameters", "modules_to_save"])
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "target_parameters", "modules_to_save", "use_rslora"])
 def test_values_of_the_wrong_type_are_refused(key: str, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16, key: 3}))
-    with pytest.raises(UserError, match=f"{key} must be"):
+    with pytest.raises(UserError, match=f"{key}: must be"):
         PeftConfigFile.open(tmp_path)
