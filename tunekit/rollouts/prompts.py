@@ -1,5 +1,6 @@
 """Prompts of recipe `generate`: texts of the config, and rows of a dataset."""
 
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,15 +40,25 @@ def read_prompts(texts: Sequence[str], source: str | None, split: str) -> Iterat
     """The prompts of the config, then those of the source."""
     yield from (Prompt(f"prompts.{index}", text, None, {}) for index, text in enumerate(texts))
     for row in map(require_row, open_dataset(source, split, None).rows) if source is not None else ():
-        prompt = row.fields.get("messages", row.fields.get("prompt"))
-        if not isinstance(prompt, str | list) or not prompt:
-            raise UserError(f"{row.where}: has no 'messages' or 'prompt'")
         try:
+            value = parse_prompt(row.fields)
             tools = parse_tools(row.fields.get("tools"), "tools")
-            value = prompt if isinstance(prompt, str) else make_conversation(prompt, "messages").messages
         except UserError as error:
             raise UserError(f"{row.where}: {error}") from None
         yield Prompt(row.where, value, tools, {**expected_answer(value), **row.fields})
+
+
+def parse_prompt(fields: Mapping[str, Any]) -> str | list[Message]:
+    """The text or the messages of a row. Raises UserError with the column if there are none."""
+    column = next((name for name in ("messages", "prompt") if fields.get(name) is not None), None)
+    if column is None:
+        raise UserError("has no 'messages' or 'prompt'")
+    value = fields[column]
+    if not isinstance(value, str | list):
+        raise UserError(f"{column}: must be text or a list of messages, got {reprlib.repr(value)}")
+    if not value:
+        raise UserError(f"{column}: is empty")
+    return value if isinstance(value, str) else make_conversation(value, column).messages
 
 
 def check_prompt_lengths(rows: Iterable[PromptRow], context: int) -> None:
