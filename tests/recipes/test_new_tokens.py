@@ -74,6 +74,7 @@ def test_unusable_tokens_are_one_line(workspace: Workspace) -> None:
         "new_special_tokens=[<|turn|>]": "new_special_tokens: '<|turn|>' is already token",
         "new_tokens={<x>: ''}": "new_tokens.<x>: ",
         "new_tokens=<x>": "a list is written [<x>]",
+        "new_tokens=null": "a list is written []",
     }.items():
         result = workspace.run_tune("run", "sft", "sft.yaml", option, "output_dir=run")
         assert result.code == 2 and problem in result.err and result.err.count("\n") == 1

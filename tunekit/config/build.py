@@ -224,7 +224,7 @@ def _type_hint(slot: FieldSlot, node: YamlNode) -> str:
     if isinstance(value, str) and (nearest := _closest_literal(options, value)):
         return f"; did you mean {nearest}?"
     if isinstance(value, list) or (generic_args(slot.hint, tuple) and not isinstance(value, dict)):
-        return "" if isinstance(value, list) else f"; a list is written [{value}]"
+        return "" if isinstance(value, list) else f"; a list is written [{'' if value is None else value}]"
     if str in options and node.text:
         return f"; put text in quotes: '{node.text}'"
     if bool in options and isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):
