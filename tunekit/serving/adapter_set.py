@@ -11,6 +11,7 @@ from tunekit import build
 from tunekit.adapters.config import Layer, LoRAConfig, adapter_tensors
 from tunekit.checkpoint import peft_adapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.peft_reader import read_contents
 from tunekit.errors import UserError
 from tunekit.hub import download
 from tunekit.models.decoder import Decoder
@@ -28,7 +29,7 @@ class AdapterSet:
 
     def load(self, name: str, path: str) -> None:
         """Load an adapter in PEFT's format: a directory, a run, or a Hub name. Raises UserError if it does not fit."""
-        adapter = read_adapter(f"adapter {name}={path}", path)
+        adapter = read_adapter(f"adapter {name}={path}", path, self.base)
         assert adapter.adapter_path is not None
         active = self.active
         self.activate(None)
@@ -63,8 +64,8 @@ class AdapterSet:
         self.active = name
 
 
-def read_adapter(where: str, path: str) -> LoRAConfig:
-    """Config of an adapter that changes nothing but its layers. Errors start with `where`."""
+def read_adapter(where: str, path: str, base: HFCheckpoint) -> LoRAConfig:
+    """Config of an adapter of `base` that changes only its layers. Errors start with `where`. Reads no weights."""
     adapter = build.resolve_checkpoint(path, download.READ)[1]
     if not isinstance(adapter, LoRAConfig):
         raise UserError(f"{where}: is not an adapter. Serve it as the model.")
@@ -78,6 +79,11 @@ def read_adapter(where: str, path: str) -> LoRAConfig:
         if value:
             problem = f"has {key}, which cannot be switched between requests"
             raise UserError(f"{where}: {problem}. Serve it as the model, or use `tune merge`.")
+    assert adapter.adapter_path is not None
+    try:
+        read_contents(Path(adapter.adapter_path), base)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
     return adapter
 
 

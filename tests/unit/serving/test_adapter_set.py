@@ -1,5 +1,6 @@
 """Adapters that share the base weights answer as models that were loaded alone."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,4 +92,8 @@ def test_adapters_that_change_other_weights_are_errors(tmp_path: Path) -> None:
     adapters = AdapterSet(model, HFCheckpoint.open(assets.MODELS["tunekit/nano"], "tunekit/nano"))
     with pytest.raises(UserError, match="modules_to_save"):
         adapters.load("a", str(path))
+    other = write_random_adapter(tmp_path / "b", LoRAConfig(rank=2), 0)
+    shorter = replace(adapters.base, spec=replace(adapters.base.spec, layers=adapters.base.spec.layers[:1]))
+    with pytest.raises(UserError, match=rf"adapter b={other}: .*adapter_model\.safetensors: "):
+        AdapterSet(model, shorter).load("b", str(other))
     assert adapters.states == {}

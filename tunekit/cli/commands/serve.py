@@ -102,7 +102,7 @@ def check_model(cfg: ServeConfig, adapters: dict[str, str], allows_lora_updates:
         flag = "--adapter" if adapters else "--allow-runtime-lora-updating"
         raise UserError(f"{flag}: {cfg.model} is an adapter itself. Serve its base model, and both as --adapter.")
     for name, path in adapters.items():
-        read_adapter(f"--adapter {name}={path}", path)
+        read_adapter(f"--adapter {name}={path}", path, checkpoint)
     return checkpoint
 
 
