@@ -271,6 +271,14 @@ def probe_prompts(folder: Path, spec: DecoderSpec) -> list[list[int]]:
     return [row[-min(MAX_PROMPT_TOKENS, spec.context) :] for row in valid if row]
 
 
+def check_unchanged(folder: Path) -> None:
+    """Raise UserError if the checksum of a weight file has changed since a run saved it. Other files may be edited."""
+    sums = atomic.read_mark(folder) or {} if atomic.is_complete(folder) else {}
+    weights = {folder / name: value for name, value in sums.items() if name.endswith(".safetensors")}
+    if changed := next((file for file, value in weights.items() if not atomic.is_intact(file, value)), None):
+        raise UserError(f"{changed}: the checksum differs, the file was changed or is corrupt")
+
+
 def read_verification(folder: Path) -> dict[str, Any] | None:
     """Read verification.json of a directory; None if the files were not verified."""
     return read_json(folder / FILE) if (folder / FILE).is_file() else None

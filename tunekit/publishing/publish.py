@@ -1,6 +1,5 @@
 """Publishes checkpoints on the Hub: selects and checks files, and uploads during and after a run."""
 
-import json
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
@@ -238,16 +237,15 @@ def is_public_file(path: Path) -> bool:
 
 def find_problem(folder: Path, require_verified: bool) -> str | None:
     """Reason why files should not be published: changed, incomplete, failed verification, or `require_verified`."""
-    if changed := find_changed_weights(folder):
-        return f"{changed}: the checksum differs, the file was changed or is corrupt."
     try:
+        verify.check_unchanged(folder)
         check_weights_complete(folder)
     except UserError as error:
         return str(error)
     verification = verify.read_verification(folder)
     if verification is None:
-        return f"{folder}: the files were not verified (no {verify.FILE})." if require_verified else None
-    return None if verification["passed"] is True else f"{folder}: the files failed verification, see {verify.FILE}."
+        return f"{folder}: the files were not verified (no {verify.FILE})" if require_verified else None
+    return None if verification["passed"] is True else f"{folder}: the files failed verification, see {verify.FILE}"
 
 
 def check_weights_complete(folder: Path) -> None:
@@ -258,12 +256,3 @@ def check_weights_complete(folder: Path) -> None:
     elif config.is_file() and read_json(config).get("model_type") in FAMILIES:
         source = HFCheckpoint.open(folder)
         load_model.check_tensors(source, build.build_meta_model(source, NoQuantization(), FrozenModel()).shapes)
-
-
-def find_changed_weights(folder: Path) -> Path | None:
-    """Return a weight file whose checksum has changed since it was saved. Other files may be edited."""
-    if not atomic.is_complete(folder):
-        return None
-    sums = json.loads((folder / atomic.MARK).read_text("utf-8"))
-    weights = {folder / name: value for name, value in sums.items() if name.endswith(".safetensors")}
-    return next((file for file, value in weights.items() if atomic.checksum(file) != value), None)

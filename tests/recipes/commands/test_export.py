@@ -1,6 +1,7 @@
 """`tune export` on the command line."""
 
 import importlib
+import shutil
 from pathlib import Path
 
 import gguf
@@ -10,6 +11,7 @@ from tests.helpers.gguf_models import SUPPORTED, make_checkpoint, regex_pre_toke
 from tests.helpers.random_checkpoints import load_model, rewrite_config, shuffle_adapter
 from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint import peft_adapter
+from tunekit.checkpoint.atomic import AtomicDir
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.cli import main as cli
 from tunekit.export.pretokenizer import QWEN2
@@ -47,6 +49,19 @@ def test_adapter_is_merged_before_export(model: Path, tmp_path: Path, capsys: py
     peft_adapter.save_adapter(adapter_dir, decoder, adapter, HFCheckpoint.open(model))
     assert cli.main(["export", str(adapter_dir), str(tmp_path / "a.gguf"), "--type", "bf16"]) == 0
     assert "\nverified: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["f32", "nf4"])
+def test_weights_that_changed_since_a_run_saved_them_are_rejected(
+    kind: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with AtomicDir(tmp_path / "final") as directory:
+        shutil.copytree(model, directory, dirs_exist_ok=True)
+    weights = tmp_path / "final/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    assert cli.main(["export", str(tmp_path / "final"), str(tmp_path / "out"), "--type", kind]) == 2
+    err = capsys.readouterr().err
+    assert str(weights) in err and "checksum" in err and not (tmp_path / "out").exists()
 
 
 def test_failed_verification_keeps_the_file_and_exits_with_2(

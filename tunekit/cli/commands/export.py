@@ -10,11 +10,13 @@ from pathlib import Path
 from types import ModuleType
 
 from tunekit import build
+from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint import verify
 from tunekit.checkpoint.atomic import AtomicDir
 from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.layerwise_forward import ModelSource, checkpoint_logits
+from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.export import bitsandbytes_export
@@ -44,7 +46,7 @@ def main(args: argparse.Namespace) -> None:
 
 def export_bitsandbytes(model: str, out: Path, weights: NF4Config) -> None:
     """Write a 4-bit checkpoint and compare its logits with those of the model quantized in memory."""
-    source, adapter, _ = build.resolve_model(model)
+    source, adapter, _ = resolve_unchanged(model)
     with AtomicDir(out) as directory:
         read = bitsandbytes_export.export_bitsandbytes(source, adapter, weights, directory)
         # Quantizing scales again would change them, so the loaded checkpoint uses the dequantized scales.
@@ -68,7 +70,7 @@ def export_bitsandbytes(model: str, out: Path, weights: NF4Config) -> None:
 def export_gguf(args: argparse.Namespace, out: Path) -> None:
     """Write a GGUF file, and report its rounding errors and the difference of its logits."""
     tools = import_gguf_export()
-    source, adapter, tokenizer = build.resolve_model(args.model)
+    source, adapter, tokenizer = resolve_unchanged(args.model)
     require_language_model(source, args.model)
     name = Path(args.model.partition("@")[0]).name or out.stem
     result = tools.export(source, adapter, tokenizer, out, args.type, name)
@@ -82,6 +84,14 @@ def export_gguf(args: argparse.Namespace, out: Path) -> None:
     if not verification.passed:
         raise UserError(f"{out}: {verification}. The file was not deleted")
     print_line(str(verification))
+
+
+def resolve_unchanged(name: str) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig, Tokenizer]:
+    """Checkpoint, adapter and tokenizer of a model. Raises UserError if weights have changed since a run saved them."""
+    source, adapter, tokenizer = build.resolve_model(name)
+    for path in filter(None, (source.path, adapter.adapter_path)):
+        verify.check_unchanged(Path(path))
+    return source, adapter, tokenizer
 
 
 def import_gguf_export() -> ModuleType:
