@@ -1,21 +1,30 @@
 """The config of commands that generate answers, and the model that it describes."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from tunekit import build
 from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.checkpoint.hf_checkpoint import ConfigOverrides
+from tunekit.config.load import load_config
 from tunekit.data.chat_template.chat_format import describe_unread_kwargs, with_chat_format
 from tunekit.data.chat_template.template import TemplateKwargs, check_template_kwargs
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.devices import DeviceChoice
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.parallel_dims import REPLICATED, ParallelConfig
+from tunekit.errors import UserError
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.hub import download
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
 from tunekit.quantization.config import Float8Config, FP4Config, NF4Config, NoQuantization
+
+T = TypeVar("T", bound="InferenceConfig")
+# A key at the start of an error, without what its flag leaves out.
+KEY = re.compile(r"^(?:command line: )?(?:sampling\.|precision\.compute_)?(\w+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,3 +62,11 @@ class InferenceConfig:
         if warning := describe_unread_kwargs(tokenizer):
             dist.log(f"warning: {warning}")
         return model, tokenizer
+
+
+def config_from_flags(cls: type[T], values: Mapping[str, str | None]) -> T:
+    """Config with the values of flags by key; None: the default. Errors name flags: `--top-k` is sampling.top_k."""
+    try:
+        return load_config(cls, None, [f"{key}={value}" for key, value in values.items() if value is not None])
+    except UserError as error:
+        raise UserError(KEY.sub(lambda match: f"--{match[1].replace('_', '-')}", str(error))) from error

@@ -103,10 +103,10 @@ class PromptMaker:
         """Limit on the tokens of an answer. Raises APIError if they do not fit into the context."""
         if self.max_tokens is not None and (options.max_tokens or 0) > self.max_tokens:
             problem = f"this server allows at most {self.max_tokens} tokens per answer, got {options.max_tokens}"
-            raise invalid("max_tokens", problem)
+            raise invalid(options.max_tokens_field, problem)
         space = self.max_model_len - num_prompt_tokens
         if space < (options.max_tokens or 1):
-            answer = f" and max_tokens={options.max_tokens}" if options.max_tokens else ""
+            answer = f" and {options.max_tokens_field}={options.max_tokens}" if options.max_tokens else ""
             sizes = (
                 f"the prompt has {num_prompt_tokens} tokens{answer}, but the context has {self.max_model_len} tokens"
             )

@@ -42,11 +42,12 @@ class Structure(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
-    """How prompts are answered. `max_tokens` is None if the request has no limit."""
+    """How prompts are answered. `max_tokens` is None if the request has no limit, which is in `max_tokens_field`."""
 
     model: str
     sampling: SamplingConfig
     max_tokens: int | None
+    max_tokens_field: str
     num_choices: int
     is_stream: bool
     includes_usage: bool  # whether a stream ends with the numbers of tokens
@@ -220,12 +221,15 @@ class Fields:
         return Structure(kind, value, param)
 
 
-def parse_options(fields: Fields, num_logprobs: int | None, max_tokens: int | None) -> AnswerOptions:
+def parse_options(
+    fields: Fields, num_logprobs: int | None, max_tokens: int | None, max_tokens_field: str = "max_tokens"
+) -> AnswerOptions:
     stream_options = fields.object("stream_options")
     return AnswerOptions(
         model=fields.string("model"),
         sampling=fields.sampling(),
         max_tokens=max_tokens,
+        max_tokens_field=max_tokens_field,
         num_choices=fields.integer("n", 1, MAX_CHOICES) or 1,
         is_stream=fields.boolean("stream"),
         includes_usage=stream_options.get("include_usage") is True,
@@ -245,9 +249,9 @@ def parse_chat_request(body: Mapping[str, Any]) -> ChatRequest:
     wants_logprobs, top = fields.boolean("logprobs"), fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top and not wants_logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
-    limits = [fields.integer(name, 1) for name in ("max_completion_tokens", "max_tokens")]
-    max_tokens = next((limit for limit in limits if limit is not None), None)
-    options = parse_options(fields, (top or 0) if wants_logprobs else None, max_tokens)
+    limits = {name: fields.integer(name, 1) for name in ("max_completion_tokens", "max_tokens")}
+    key = next((name for name, limit in limits.items() if limit is not None), "max_tokens")
+    options = parse_options(fields, (top or 0) if wants_logprobs else None, limits[key], key)
     try:
         tools = parse_tools(body.get("tools"), "tools")
         tools, is_forced = choose_tools(tools, fields.values.get("tool_choice", "auto"))

@@ -381,9 +381,10 @@ def test_context_overflow_names_the_numbers(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as error:
         chat(client, "fox " * 2000)
     assert error.value.code == "context_length_exceeded" and "1024" in error.value.message
-    with pytest.raises(openai.BadRequestError) as error:
-        chat(client, max_tokens=2000)
-    assert "12 tokens and max_tokens=2000" in error.value.message
+    for field in ("max_tokens", "max_completion_tokens"):
+        with pytest.raises(openai.BadRequestError) as error:
+            chat(client, **{field: 2000})
+        assert f"12 tokens and {field}=2000" in error.value.message
 
 
 def test_wrong_keys_models_and_paths(server: ServerProcess, client: openai.OpenAI) -> None:
@@ -476,7 +477,7 @@ def test_signals_finish_running_requests(number: signal.Signals) -> None:
         (["--adapter", "a=tunekit/nano"], "is not an adapter"),
         (["--max-model-len", "5000"], "1024"),
         (["--quantization", "nf5"], "nf4"),
-        (["--dtype", "fp8"], "fp8"),
+        (["--dtype", "fp8"], "--dtype: "),
         (["--port", "99999"], "99999"),
     ],
 )

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import readline
 import sys
 from collections.abc import Callable, Iterator
@@ -12,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.checkpoint.atomic import wrap_write_errors
-from tunekit.config.load import load_config
 from tunekit.data.chat_template.chat_format import encode_conversation
 from tunekit.data.chat_template.messages import Message, parse_json, parse_tools
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
-from tunekit.evaluation.inference_config import InferenceConfig
+from tunekit.evaluation.inference_config import InferenceConfig, config_from_flags
 from tunekit.generation.generate import stream_text
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.generation.token_probabilities import render_probabilities, token_probabilities
@@ -27,7 +25,6 @@ AnswerFn = Callable[[list[Message], int, list[int]], Iterator[str]]
 ShowTokensFn = Callable[[list[Message], list[int], str], bytes]  # conversation, ids of the answer, suffix -> a file
 IMAGES = (".png", ".svg", ".pdf")  # other files of /tokens are web pages
 BLOCK = '"""'
-KEY = re.compile(r"^(?:command line: )?(?:sampling\.)?(\w+)", re.MULTILINE)  # at the start of an error
 COMMANDS = {
     "/help": "show this",
     "/reset": "start a new conversation",
@@ -57,12 +54,7 @@ class ChatConfig(InferenceConfig):
         values |= {"sampling.stop_strings": json.dumps(args.stop_strings) if args.stop_strings else None}
         names = ("chat_template", "chat_template_kwargs", "config_overrides", "quantization")
         values |= {"model": json.dumps(args.model)} | {name: getattr(args, name) for name in names}
-        try:
-            return load_config(
-                ChatConfig, None, [f"{key}={value}" for key, value in values.items() if value is not None]
-            )
-        except UserError as error:  # names the flag instead of the key
-            raise UserError(KEY.sub(lambda match: f"--{match[1].replace('_', '-')}", str(error))) from error
+        return config_from_flags(ChatConfig, values)
 
 
 def main(args: argparse.Namespace) -> None:

@@ -10,12 +10,11 @@ from typing import Any
 from tunekit import build
 from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
-from tunekit.config.load import load_config
 from tunekit.data.chat_template.chat_format import with_chat_format
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
-from tunekit.evaluation.inference_config import InferenceConfig
+from tunekit.evaluation.inference_config import InferenceConfig, config_from_flags
 from tunekit.generation.engine import GenerationEngine
 from tunekit.hub import download
 from tunekit.serving.adapter_set import AdapterSet, read_adapter
@@ -33,7 +32,7 @@ class ServeConfig(InferenceConfig):
         names = ("chat_template", "chat_template_kwargs", "config_overrides", "quantization")
         values = {"model": json.dumps(args.model), "precision.compute_dtype": args.dtype}
         values |= {name: getattr(args, name) for name in names}
-        return load_config(ServeConfig, None, [f"{key}={value}" for key, value in values.items() if value is not None])
+        return config_from_flags(ServeConfig, values)
 
     def read_tokenizer(self, path: str) -> Tokenizer:
         """Tokenizer of an adapter, whose chat template may be another one than that of the model."""
