@@ -121,7 +121,7 @@ def check_flags(conversation: Conversation, turns: list[int], train_on: TrainOn)
         # A true flag of an answer that `train_on` leaves out is allowed.
         if (bool(flag) != is_target or 0 < flag < 1) and (is_target or not is_answer):
             value = train_on if isinstance(train_on, str) else f"[{', '.join(train_on)}]"
-            name = f"weight is {flag:g}" if 0 < flag < 1 else f"train flag is {str(bool(flag)).lower()}"
+            name = f"train flag is {str(flag).lower()}" if isinstance(flag, bool) else f"weight is {flag:g}"
             raise UserError(
                 f"{conversation.column}[{index}]: the {name}, which contradicts "
                 f"`train_on: {value}`. Set `train_on: per_message`"

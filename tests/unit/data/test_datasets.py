@@ -191,7 +191,9 @@ def test_flags_that_contradict_train_on_are_rejected(tokenizer: Tokenizer) -> No
     ):
         reason = reject_reason(ChatDataset("x", train_on=train_on), tokenizer, with_flags(*flags))
         value = train_on if isinstance(train_on, str) else "[user]"
-        assert f"messages[{index}]" in reason and f"train_on: {value}" in reason
+        assert f"messages[{index}]: the train flag is " in reason and f"train_on: {value}" in reason
+    weighted = [CONVERSATION[0], {**CONVERSATION[1], "weight": 0}, *CONVERSATION[2:]]
+    assert "messages[1]: the weight is 0" in reject_reason(ChatDataset("x"), tokenizer, {"messages": weighted})
     assert target_texts(ChatDataset("x"), tokenizer, with_flags(False, True, False, True)) == [BOTH], "same as train_on"
     assert target_texts(ChatDataset("x", train_on="last"), tokenizer, with_flags(None, True, None, True)) == [
         "Hello there 😀<|im_end|>"
@@ -286,7 +288,7 @@ def test_sharegpt_equals_openai_messages(tools: Tokenizer) -> None:
         (
             {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "[{}]"}]},
             "conversations[1].value.name",
-            "None",
+            "null",
         ),
         ({"conversations": [{"from": "system", "value": "a"}], "system": "b"}, "conversations[0]", "system"),
         ({"conversations": [{"from": "human", "value": "a"}], "system": 3}, "system", "number"),

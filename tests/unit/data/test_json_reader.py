@@ -149,6 +149,17 @@ def test_malformed_list_is_an_error_with_its_line(tmp_path: Path) -> None:
         open_dataset(str(path), "train")
 
 
+@pytest.mark.parametrize(("value", "kind"), [("null", "null"), ("3", "a number"), ("[1]", "a list")])
+def test_other_json_values_are_named_by_their_type(value: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(f'{{"a": 1}}\n{value}\n')
+    row = list(open_dataset(str(tmp_path / "rows.jsonl"), "train").rows)[1]
+    assert isinstance(row, BadRow) and row.reason.endswith(f"got {kind}")
+    if not value.startswith("["):
+        (tmp_path / "rows.json").write_text(value)
+        with pytest.raises(UserError, match=f"got {kind}$"):
+            open_dataset(str(tmp_path / "rows.json"), "train")
+
+
 @pytest.mark.parametrize("length", [1, 3, 30, 200, -9, -1])
 @pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json.gz", "rows.csv.gz"])
 def test_truncated_gzip_file_is_an_error(name: str, length: int, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class Conversation(NamedTuple):
 
     messages: list[Message]
     tools: Tools = None
-    train_flags: Mapping[int, float] = {}  # `train` or `weight`, by index of the messages with one
+    train_flags: Mapping[int, bool | float] = {}  # `train` or `weight`, by index of the messages with one
     num_prompt_messages: int = 0  # leading messages that are never targets
     column: str = "messages"  # where the messages are from, for error messages
 
@@ -80,7 +80,7 @@ def make_conversation(
     if not value:
         raise UserError(f"{column}: the conversation is empty")
     messages: list[Message] = []
-    train_flags: dict[int, float] = {}
+    train_flags: dict[int, bool | float] = {}
     for index, item in enumerate(value):
         try:
             item = item if to_message is None else to_message(item)
@@ -98,6 +98,8 @@ def normalize_message(item: Any) -> Message:
     if not isinstance(item, dict):
         raise UserError(f": expected an object with `role` and `content`, got {json_type(item)}")
     role = item.get("role")
+    if role is None:
+        raise UserError(": has no `role`")
     if not isinstance(role, str) or (role not in ROLES and role != "function"):
         hint = f"{suggest_word(role, ROLES)}Use one of {', '.join(ROLES)}."
         raise UserError(f".role: unknown role {format_value(role)}. {hint}")
@@ -133,7 +135,7 @@ def suggest_word(word: Any, candidates: Iterable[str]) -> str:
 
 def format_value(value: Any) -> str:
     """Format a value for an error message, truncated to 40 characters."""
-    text = repr(value)
+    text = "null" if value is None else repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
@@ -194,13 +196,13 @@ def parse_tool_call(function: Any, path: str) -> dict[str, Any]:
     return {"name": function["name"], "arguments": value}
 
 
-def parse_train_flag(item: Message) -> float | None:
-    """Return the loss weight of a message, from 0 to 1: its `weight`, or 0 or 1 for its `train`; None if unmarked."""
+def parse_train_flag(item: Message) -> bool | float | None:
+    """Return the loss weight of a message, from 0 to 1: its `weight`, or its `train`, a boolean; None if unmarked."""
     train, weight = item.get("train"), item.get("weight")
     if train is not None and not isinstance(train, bool):
         raise UserError(f".train: expected a boolean, got {json_type(train)}")
     if weight is None:
-        return None if train is None else float(train)
+        return train
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number or not (weight == 0 or MIN_WEIGHT <= weight <= 1):
         raise UserError(f".weight: must be 0, or from {MIN_WEIGHT:g} to 1, got {format_value(weight)}")

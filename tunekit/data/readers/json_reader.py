@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tunekit.data.chat_template.messages import json_type
 from tunekit.data.readers.filesystem import DataFile, RowFile, skip_bytes, wrap_read_errors
 from tunekit.data.readers.row_reader import CHUNK_BYTES, BadRow, FileOffset, FileShard, Row, RowChunk
 from tunekit.data.readers.text_lines import BLANK, MAX_ROW_BYTES, chunked, decode_utf8, open_text, split_lines
@@ -42,7 +43,7 @@ def to_row(where: str, raw: bytes) -> Row | BadRow:
     except ValueError as error:
         return BadRow(where, str(error))
     if not isinstance(value, dict):
-        return BadRow(where, f"row must be a JSON object, got {type(value).__name__}")
+        return BadRow(where, f"row must be a JSON object, got {json_type(value)}")
     return Row(where, value)
 
 
@@ -140,8 +141,8 @@ class JsonObjectFile(RowFile):
         except (RecursionError, ValueError) as error:
             raise UserError(f"{self.file.name}: unreadable JSON: {error}") from None
         if not isinstance(value, dict):
-            kind = type(value).__name__
-            raise UserError(f'{self.file.name}: expected a list of rows or {{"data": [rows]}}, got {kind}')
+            expected = 'expected a list of rows or {"data": [rows]}'
+            raise UserError(f"{self.file.name}: {expected}, got {json_type(value)}")
         rows = value["data"] if isinstance(value.get("data"), list) else [value]
         return [json.dumps(row).encode() for row in rows]
 
