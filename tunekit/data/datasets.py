@@ -15,6 +15,7 @@ from tunekit.data.chat_template.messages import (
     Conversation,
     MissingColumnError,
     get_column,
+    get_optional_column,
     get_string,
     json_type,
     make_conversation,
@@ -22,7 +23,7 @@ from tunekit.data.chat_template.messages import (
 )
 from tunekit.data.chat_template.template import TemplateKwargs, check_template_kwargs, find_template
 from tunekit.data.doc_flags import UNEQUAL_WEIGHTS, DocFlags
-from tunekit.data.format_detection import FormatRule, RowFormat, detect_format, suggest_kind
+from tunekit.data.format_detection import FormatRule, RowFormat, detect_format, find_unused_prompt, suggest_kind
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.readers.open_dataset import find_data_files, open_dataset, parse_split
 from tunekit.data.readers.row_reader import BadRow, Row, RowReader
@@ -411,22 +412,27 @@ class PreferenceDataset(PreferenceBase):
 
     kind: ClassVar[str] = "preference"
 
-    prompt_column: str = "prompt"  # Column of the prompt, which rows may lack
+    prompt_column: str = "prompt"  # Column of the prompt, which rows may lack if it is the default
     chosen_column: str = "chosen"  # Column of the preferred answer
     rejected_column: str = "rejected"  # Column of the other answer
-    margin_column: str = "margin"  # Column of the target reward margin, which rows may lack
+    margin_column: str = "margin"  # Column of the target reward margin, which rows may lack if it is the default
 
     @property
     def docs_per_row(self) -> int:
         return 2
 
     def describe(self, fields: Fields) -> str:
-        return f"preference pairs (columns {self.chosen_column!r}, {self.rejected_column!r})"
+        prompt = [] if fields.get(self.prompt_column) is None else [self.prompt_column]
+        columns = ", ".join(map(repr, [*prompt, self.chosen_column, self.rejected_column]))
+        unused = (
+            None if prompt else find_unused_prompt(fields, *map(fields.get, (self.chosen_column, self.rejected_column)))
+        )
+        return f"preference pairs (columns {columns}{'' if unused is None else f'; {unused!r} is not used'})"
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
         chosen = get_answer(fields, self.chosen_column, "chosen_column")
         rejected = get_answer(fields, self.rejected_column, "rejected_column")
-        prompt = parse_json_cell(fields.get(self.prompt_column))
+        prompt = parse_json_cell(get_optional_column(fields, self.prompt_column, "prompt_column", "prompt"))
         if chosen == rejected:
             raise UserError(f"{self.chosen_column} and {self.rejected_column} must differ")
         if all(isinstance(answer, str) for answer in (chosen, rejected)) and isinstance(prompt, str | None):
@@ -440,8 +446,11 @@ class PreferenceDataset(PreferenceBase):
             texts = [tokenize.render_conversation(tokenizer, item, self.train_on) for item in conversations]
         if any(text.doc_flags & DocFlags.WEIGHTED for text in texts):
             raise UserError(UNEQUAL_WEIGHTS)
-        margin, (desirable, undesirable) = fields.get(self.margin_column), texts
+        margin = get_optional_column(fields, self.margin_column, "margin_column", "margin")
         values = () if margin is None else (to_number(margin, self.margin_column),)
+        is_unused = prompt is None and find_unused_prompt(fields, chosen, rejected) is not None
+        flags = DocFlags.PROMPT_UNUSED if is_unused else DocFlags(0)
+        desirable, undesirable = (text._replace(doc_flags=text.doc_flags | flags) for text in texts)
         return [
             desirable._replace(doc_flags=desirable.doc_flags | DocFlags.DESIRABLE, values=values),
             undesirable._replace(doc_flags=undesirable.doc_flags | DocFlags.UNDESIRABLE),

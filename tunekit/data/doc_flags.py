@@ -8,7 +8,7 @@ UNEQUAL_WEIGHTS = "message weights between 0 and 1 need recipe sft with a built-
 class DocFlags(IntFlag):
     """Bits of a document. The last five are properties, not oddities.
 
-    `loss_mask` sets MISSING_END_TOKEN and PROMPT_TRAINED, `template_warnings` the other oddities.
+    `loss_mask` sets MISSING_END_TOKEN and PROMPT_TRAINED, `template_warnings` the other oddities of conversations.
     """
 
     SPECIAL_IN_TEXT = 1  # a user, system, or tool message contains the text of a special token
@@ -18,6 +18,7 @@ class DocFlags(IntFlag):
     REASONING_DROPPED = 16  # a target turn has reasoning that the template does not render
     CONTENT_LOST = 32  # message content that is missing in the rendered text
     EMPTY_TURN = 64  # a target turn is empty: the model is trained to stop at once
+    PROMPT_UNUSED = 128  # a pair without a prompt has another column that may be the prompt
     DESIRABLE = 1 << 16  # chosen, or labeled as good
     UNDESIRABLE = 1 << 17  # rejected, or labeled as bad
     STEPWISE = 1 << 18  # has a label for each step, at the last token of the step

@@ -8,6 +8,7 @@ from tunekit.errors import UserError
 
 SPEAKER_KEYS = {"role", "from"}  # key of the speaker in OpenAI messages, in ShareGPT
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
+QUESTION_COLUMNS = ("question", "instruction", "query", "input")  # may be the prompt of pairs without a column `prompt`
 
 
 class RowFormat(NamedTuple):
@@ -110,6 +111,14 @@ def suggest_kind(fields: Mapping[str, Any], kind: str) -> str:
     if row_format.kind == kind:
         return ""
     return f", or `kind: {row_format.kind}`: the row has the format of {row_format.description}"
+
+
+def find_unused_prompt(fields: Mapping[str, Any], chosen: Any, rejected: Any) -> str | None:
+    """Column that may be the prompt of two answers, each a text or a list of messages, that do not start with one."""
+    if isinstance(chosen, list) and isinstance(rejected, list) and chosen[:1] == rejected[:1]:
+        return None
+    texts = ((name, fields.get(name)) for name in QUESTION_COLUMNS)
+    return next((name for name, text in texts if isinstance(text, str) and text.strip() not in str(chosen)), None)
 
 
 def match_rule(fields: Mapping[str, Any], rules: Sequence[FormatRule]) -> RowFormat | None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from tunekit.data.chat_template.chat_format import describe_unread_kwargs, find_end_of_turn, find_split_markers
 from tunekit.data.doc_flags import DocFlags
+from tunekit.data.format_detection import QUESTION_COLUMNS
 from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, TokenizedDataset
 from tunekit.data.row_stats import RowStats, measure_rows
 from tunekit.data.tokenize import bos_ids
@@ -370,6 +371,11 @@ FLAG_FINDINGS = {
         "content lost",
         "the chat template does not render all message content of {rows}",
         "Set a `chat_template` that does",
+    ),
+    DocFlags.PROMPT_UNUSED: (
+        "prompt unused",
+        f"{{rows}} {{have}} no prompt, but an unused column that may be one ({' or '.join(QUESTION_COLUMNS)})",
+        "Set `kind: preference` and `prompt_column`",
     ),
 }
 

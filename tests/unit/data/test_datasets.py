@@ -503,6 +503,33 @@ def test_preferences_can_be_texts(tokenizer: Tokenizer) -> None:
     )
 
 
+@pytest.mark.parametrize("key", ["prompt_column", "margin_column"])
+def test_optional_column_that_is_set_is_required(key: str, tokenizer: Tokenizer) -> None:
+    dataset, row = PreferenceDataset("x", **{key: "extra"}), {"chosen": "a b", "rejected": "a c"}
+    assert "'extra'" in reject_reason(dataset, tokenizer, row) and key in reject_reason(dataset, tokenizer, row)
+    assert len(list(encode_documents(dataset, tokenizer, {**row, "extra": None}))) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_unused"),
+    [
+        ({"question": "2 + 2?", "chosen": "four", "rejected": "five"}, True),
+        ({"question": "2 + 2?", "chosen": "four", "rejected": "five", "prompt": "2 + 2?"}, False),
+        ({"question": "2 + 2?", "chosen": "2 + 2? four", "rejected": "2 + 2? five"}, False),
+        ({"question": "", "chosen": "four", "rejected": "five"}, False),
+        ({"chosen": "four", "rejected": "five"}, False),
+        ({"question": "2 + 2?", "chosen": [ANSWER], "rejected": [CONVERSATION[3]]}, True),
+        ({"question": "2?", "chosen": [QUESTION, ANSWER], "rejected": [QUESTION, CONVERSATION[3]]}, False),
+    ],
+)
+def test_unused_prompt_of_a_pair_is_flagged(fields: dict, is_unused: bool, tokenizer: Tokenizer) -> None:
+    documents = list(encode_documents(PreferenceDataset("x"), tokenizer, fields))
+    assert [bool(document.doc_flags & DocFlags.PROMPT_UNUSED) for document in documents] == [is_unused] * 2
+    description = PreferenceDataset("x").describe(fields)
+    assert ("'question' is not used" in description) == is_unused
+    assert ("'prompt'" in description) == ("prompt" in fields)
+
+
 def test_repeated_prompt_of_a_pair_is_written_once(tokenizer: Tokenizer) -> None:
     """Some datasets have it in the prompt, after a system message, and at the start of both answers too."""
     system, better, worse = {"role": "system", "content": "Be brief."}, ANSWER, {**ANSWER, "content": "It is 5."}

@@ -171,6 +171,7 @@ FAULTS: dict[str, tuple[Plant, str, str, int]] = {  # name: fault, kind, severit
     "prompt in targets": (change_some(set_flags(DocFlags.PROMPT_TRAINED)), "prompt in targets", "doubtful", 3),
     "tools unused": (change_some(set_flags(DocFlags.TOOLS_NOT_RENDERED)), "tools unused", "doubtful", 3),
     "reasoning dropped": (change_some(set_flags(DocFlags.REASONING_DROPPED)), "reasoning dropped", "note", 3),
+    "prompt unused": (change_some(set_flags(DocFlags.PROMPT_UNUSED)), "prompt unused", "doubtful", 3),
     "content lost": (change_some(set_flags(DocFlags.CONTENT_LOST)), "content lost", "doubtful", 3),
 }
 

@@ -44,6 +44,11 @@ def get_column(fields: Mapping[str, Any], name: str, option: str) -> Any:
     return fields[name]
 
 
+def get_optional_column(fields: Mapping[str, Any], name: str, option: str, default: str) -> Any:
+    """Return a column that rows may lack if `option` has its default: None without it."""
+    return fields.get(name) if name == default else get_column(fields, name, option)
+
+
 def get_string(fields: Mapping[str, Any], name: str, option: str) -> str:
     """Return a column of a row that must be a string."""
     value = get_column(fields, name, option)
