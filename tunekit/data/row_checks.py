@@ -199,7 +199,8 @@ def find_empty_answers(target: CheckTarget) -> Iterator[Finding]:
     kind = None if target.context.reward_target is None else target.context.reward_target.kind
     if kind == "labels":
         return  # a labeled text need not be an answer
-    is_end_only = (target.stats.targets == 1) & (target.stats.turns_with_end == 1)
+    is_merged = (target.doc_flags & DocFlags.FIRST_TOKEN_MERGED) > 0  # the answer is not empty, its targets are
+    is_end_only = (target.stats.targets == 1) & (target.stats.turns_with_end == 1) & ~is_merged
     mask = target.starts_row & is_end_only | (target.doc_flags & DocFlags.EMPTY_TURN > 0)
     has_preferences = bool((target.doc_flags & (DocFlags.DESIRABLE | DocFlags.UNDESIRABLE)).any())
     is_preference = kind == "pairs" or has_preferences
@@ -376,6 +377,11 @@ FLAG_FINDINGS = {
         "prompt unused",
         f"{{rows}} {{have}} no prompt, but an unused column that may be one ({' or '.join(QUESTION_COLUMNS)})",
         "Set `kind: preference` and `prompt_column`",
+    ),
+    DocFlags.FIRST_TOKEN_MERGED: (
+        "merged tokens",
+        "the first token of the answer also covers the end of the prompt in {rows}, and is not a target",
+        "Start answers with a space, or end prompts with a line break",
     ),
 }
 

@@ -147,15 +147,18 @@ def to_document(tokenizer: Tokenizer, masked: MaskedText, encoding: TokenizerEnc
     """Document of an encoded text: character spans become a token mask."""
     ids = np.array(encoding.ids, np.int32)
     mask, weights = np.zeros(len(ids), bool), np.zeros(len(ids), np.float32)
+    doc_flags = masked.doc_flags
     for index, span in enumerate(masked.target_spans):
         start, end = loss_mask.token_range(encoding, masked.text, span, tokenizer.special_ids)
         mask[end - 1 if masked.is_stepwise else start : end] = True
         if masked.doc_flags & DocFlags.WEIGHTED:
             weights[start:end] = masked.values[index]
     if masked.end_token is not None:
+        if not masked.is_stepwise and loss_mask.is_first_token_merged(encoding, masked.target_spans[0], mask):
+            doc_flags |= DocFlags.FIRST_TOKEN_MERGED
         ids, mask = add_bos_and_end(ids, mask, bos_ids(tokenizer), masked)
     values = weights[mask] if masked.doc_flags & DocFlags.WEIGHTED else np.array(masked.values, np.float32)
-    return Document(ids, mask, len(ids), masked.doc_flags, values)
+    return Document(ids, mask, len(ids), doc_flags, values)
 
 
 def add_bos_and_end(

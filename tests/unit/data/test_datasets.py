@@ -351,6 +351,23 @@ def test_completion_is_target_and_its_prompt_is_not(tokenizer_dirs: dict[str, Pa
     assert reject_reason(CompletionDataset("x"), tokenizer, {"prompt": 3, "completion": "a"}).startswith("prompt:")
 
 
+@pytest.mark.parametrize(
+    ("prompt", "completion", "is_merged"),
+    [
+        ("Question: wha", "t is it", True),
+        ("Question:", " what is it", False),
+        ("Question: ", "what is it", False),
+        ("Question:", "", False),
+    ],
+)
+def test_first_token_that_covers_the_prompt_is_flagged(
+    prompt: str, completion: str, is_merged: bool, tokenizer: Tokenizer
+) -> None:
+    row = {"prompt": prompt, "completion": completion}
+    (document,) = encode_documents(CompletionDataset("x"), tokenizer, row)
+    assert bool(document.doc_flags & DocFlags.FIRST_TOKEN_MERGED) == is_merged
+
+
 def test_text_targets_are_all_tokens_between_bos_and_eos(tokenizer_dirs: dict[str, Path], tokenizer: Tokenizer) -> None:
     row = {"text": "Hello there. 😀"}
     headers = Tokenizer.open(tokenizer_dirs["headers"])

@@ -172,6 +172,7 @@ FAULTS: dict[str, tuple[Plant, str, str, int]] = {  # name: fault, kind, severit
     "tools unused": (change_some(set_flags(DocFlags.TOOLS_NOT_RENDERED)), "tools unused", "doubtful", 3),
     "reasoning dropped": (change_some(set_flags(DocFlags.REASONING_DROPPED)), "reasoning dropped", "note", 3),
     "prompt unused": (change_some(set_flags(DocFlags.PROMPT_UNUSED)), "prompt unused", "doubtful", 3),
+    "merged tokens": (change_some(set_flags(DocFlags.FIRST_TOKEN_MERGED)), "merged tokens", "doubtful", 3),
     "content lost": (change_some(set_flags(DocFlags.CONTENT_LOST)), "content lost", "doubtful", 3),
 }
 
@@ -187,6 +188,13 @@ def test_planted_fault_is_found(nano: Tokenizer, name: str) -> None:
         place.startswith("data.jsonl:") for place in finding.row_locations
     )
     assert "\n" not in str(finding)
+
+
+def test_answer_that_merges_with_its_prompt_is_not_empty(nano: Tokenizer) -> None:
+    rows = [
+        row._replace(doc_flags=DocFlags.FIRST_TOKEN_MERGED) for row in change_all(empty_answer)(nano, make_rows(nano))
+    ]
+    assert set(check_rows(nano, rows)) == {"merged tokens"}
 
 
 def test_empty_answers_of_pairs_and_labeled_rows(nano: Tokenizer) -> None:

@@ -8,6 +8,8 @@ Spans come from the template's `{% generation %}` blocks, or else from the bound
 from collections.abc import Container
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tunekit.data.chat_template.messages import Messages, Tools
 from tunekit.data.chat_template.template_pattern import TemplatePattern, find_pattern, padded_sentinel
 from tunekit.data.chat_template.turn_boundaries import (
@@ -209,6 +211,12 @@ def token_range(encoding: TokenizerEncoding, text: str, span: Span, special: Con
         last += 1
     overhangs = last >= 0 and token_chars(encoding, last)[1] > end and encoding.ids[last] not in special
     return first, max(first, last if overhangs else last + 1)
+
+
+def is_first_token_merged(encoding: TokenizerEncoding, span: Span, mask: np.ndarray) -> bool:
+    """Whether the first token of a span is not in its `mask` (tokens,), because it starts before the span."""
+    first = token_at(encoding, range(*span), len(encoding))
+    return first < len(encoding) and not mask[first]
 
 
 def token_at(encoding: TokenizerEncoding, positions: range, default: int) -> int:
