@@ -6,7 +6,7 @@ UNEQUAL_WEIGHTS = "message weights between 0 and 1 need recipe sft with a built-
 
 
 class DocFlags(IntFlag):
-    """Bits of a document. The last five are properties, not oddities.
+    """Bits of a document. The last six are properties, not oddities.
 
     `loss_mask` sets MISSING_END_TOKEN and PROMPT_TRAINED, `template_warnings` the other oddities of conversations.
     """
@@ -25,3 +25,4 @@ class DocFlags(IntFlag):
     STEPWISE = 1 << 18  # has a label for each step, at the last token of the step
     SPLIT = 1 << 19  # one of several windows of a row
     WEIGHTED = 1 << 20  # has a loss weight for each target token
+    SEGMENTS = 1 << 21  # segments: without a chat template, and a target need not be a complete turn

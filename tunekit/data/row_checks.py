@@ -86,6 +86,7 @@ class CheckTarget:
         self.lengths = self.documents.lengths
         self.full_lengths = np.concatenate([dataset.full_lengths for dataset in datasets])
         self.doc_flags = np.concatenate([dataset.doc_flags for dataset in datasets])
+        self.is_segments = (self.doc_flags & DocFlags.SEGMENTS) > 0
         self.is_truncated = self.lengths < self.full_lengths
         self.hashes = self.stats.token_hash + self.is_truncated  # a truncated document equals no complete one
         # A row may have several documents, not all of which are its start, and a stream may contain a row twice.
@@ -170,14 +171,18 @@ def find_tokens_beyond_vocab(target: CheckTarget) -> Iterator[Finding]:
 
 
 def find_missing_end_tokens(target: CheckTarget) -> Iterator[Finding]:
-    """Answers whose end token is not a target. Ignores plain text and truncated answers."""
-    stats, has_turns = target.stats, target.stats.complete_turns > 0
-    is_missing = (stats.turns_with_end < stats.complete_turns) | (target.doc_flags & DocFlags.MISSING_END_TOKEN > 0)
-    all_missing = bool(has_turns.any()) and not stats.turns_with_end.any()
+    """Answers whose end token is not a target. Ignores plain text, truncated answers, and segments before the last."""
+    stats, is_segments = target.stats, target.is_segments
+    num_turns = np.where(is_segments, (stats.complete_turns > 0) & ~stats.end_missing, stats.complete_turns)
+    last_has_end = np.isin(stats.last_token, list(target.tokenizer.special_ids))
+    num_with_end = np.where(is_segments, last_has_end, stats.turns_with_end)
+    is_missing = (num_with_end < num_turns) | (target.doc_flags & DocFlags.MISSING_END_TOKEN > 0)
+    all_missing = bool(num_turns.any()) and not num_with_end.any()
     message = "no answer has an end token as target" if all_missing else "answers of {rows} have no end token as target"
     message += ": the model is not trained to stop"
     hint = "End turns with a special token, in the rows or with another `chat_template`"
-    mask, wrong = is_missing & (has_turns | (stats.targets > 0)), 0.0 if all_missing else math.inf
+    hint = "End the last target with a special token" if is_segments.all() else hint
+    mask, wrong = is_missing & ((num_turns > 0) | (stats.targets > 0)), 0.0 if all_missing else math.inf
     yield from target.report_rows("terminators", mask, message, hint, wrong=wrong)
 
 
@@ -336,7 +341,8 @@ def find_bos_problems(target: CheckTarget) -> Iterator[Finding]:
     if len(bos) and is_missing.sum() >= 0.5 * target.starts_row.sum():
         token = target.tokenizer.model.id_to_token(int(bos[0]))
         message = f"{{rows}} {{do}} not begin with {token}, which this tokenizer adds to the start of texts"
-        yield from target.report_rows("bos", is_missing, message, "Add it to the chat template")
+        hint = f"Start the first segment with {token}" if target.is_segments.all() else "Add it to the chat template"
+        yield from target.report_rows("bos", is_missing, message, hint)
 
 
 def find_unknown_tokens(target: CheckTarget) -> Iterator[Finding]:

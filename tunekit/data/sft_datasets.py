@@ -19,6 +19,7 @@ from tunekit.data.datasets import (
     ShareGPTDataset,
     TextDataset,
 )
+from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.tokenize import MaskedText
 from tunekit.data.tokenizer import Tokenizer
@@ -51,7 +52,7 @@ class SegmentsDataset(DatasetConfig):
             if is_target and len(text) > start:
                 spans.append((start, len(text)))
         check_encodable(text)
-        return [MaskedText(text, spans)]
+        return [MaskedText(text, spans, DocFlags.SEGMENTS)]
 
 
 def parse_segment(item: Any, path: str) -> tuple[str, bool]:

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from tests.helpers.chat_families import FAMILIES, write_family
+from tests.helpers.encode_rows import encode_document
 from tunekit.data import row_checks, row_stats
 from tunekit.data.datasets import ChatDataset
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.row_checks import CheckContext, CheckTarget, Finding, RewardTarget, run_data_checks
+from tunekit.data.sft_datasets import SegmentsDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.truncation import fit_documents
 
@@ -195,6 +197,22 @@ def test_answer_that_merges_with_its_prompt_is_not_empty(nano: Tokenizer) -> Non
         row._replace(doc_flags=DocFlags.FIRST_TOKEN_MERGED) for row in change_all(empty_answer)(nano, make_rows(nano))
     ]
     assert set(check_rows(nano, rows)) == {"merged tokens"}
+
+
+def test_only_the_last_target_of_segments_needs_an_end_token(nano: Tokenizer) -> None:
+    def check_segments(city_end: str, year_end: str, start: str = "<|begin|>") -> dict[str, Finding]:
+        documents = []
+        for number in range(8):
+            texts = (f"{start}Name: {NAMES[number]}\nCity:", f" London{city_end}", "\nYear:", f" 181{number}{year_end}")
+            segments = [{"text": text, "train": i % 2 == 1} for i, text in enumerate(texts)]
+            documents.append(encode_document(SegmentsDataset("x"), nano, {"segments": segments}))
+        return check_rows(nano, documents)
+
+    assert not check_segments("", "<|turn|>")
+    assert "last target" in check_segments("<|turn|>", "")["terminators"].hint
+    finding = check_segments("", "", "")["terminators"]
+    assert finding.severity == "wrong" and finding.count == 8
+    assert "first segment with <|begin|>" in check_segments("", "<|turn|>", "")["bos"].hint
 
 
 def test_empty_answers_of_pairs_and_labeled_rows(nano: Tokenizer) -> None:
