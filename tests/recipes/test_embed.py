@@ -33,6 +33,9 @@ def embed_workspace(workspace: Workspace) -> Workspace:
         write_lines(name, rows)
     write_lines("scored", [{"sentence1": f"{n} cats", "sentence2": f"{n * n} dogs", "score": n / 9} for n in range(10)])
     write_lines("uneven", [{"query": "a", "positive": "b", "negative": ["c", "d"]}, {"query": "a", "positive": "b"}])
+    pairs = [{"query": f"What is {n}?", "positive": f"It is {n}"} for n in range(3)]
+    write_lines("pairs", pairs)
+    write_lines("late", [pairs[0], *({**pair, "neg": ["c"]} for pair in pairs[1:])])
     write_lines("null", [{"query": "a", "positive": "b"}, {"query": "c", "positive": None}])
     write_lines("stars", [{"sentence1": f"{n} cats", "sentence2": f"{n} dogs", "score": n} for n in (0, 1, 5, 4)])
     write_lines("words", [{"sentence1": "a", "sentence2": "b", "score": "high"}])
@@ -43,6 +46,8 @@ def embed_workspace(workspace: Workspace) -> Workspace:
 @pytest.mark.parametrize(("changes", "message"), [
     (("data.source=scored.jsonl",), "scored.jsonl: the row has no column 'query'"),
     (("data.query_column=title",), "no column 'title'"),
+    (("data.negative_column=title",), "no column 'title'"),
+    (("data.source=late.jsonl", "eval_data=null"), "2 of 3 rows (67%) have more hard negatives than are used"),
     (("data.source=uneven.jsonl",), "uneven.jsonl:2: negative: "),
     (("data.num_negatives=2",), "negative: the row has 1 hard negatives"),
     (("data.num_negatives=-1",), "data.num_negatives: "),
@@ -69,6 +74,15 @@ def test_errors_name_the_key_or_row(changes: tuple[str, ...], message: str, embe
     result = embed_workspace.run_tune(*RUN, *changes)
     assert result.code == 2
     assert message in result.err and "Traceback" not in result.err
+
+
+def test_preview_shows_the_negatives_that_are_used(embed_workspace: Workspace) -> None:
+    for changes, count in ((), 2), (("data.num_negatives=0",), 2), (("data.source=triplets.jsonl",), 3):
+        result = embed_workspace.run_tune("data", "embed.yaml", "data.source=late.jsonl", *changes, "--row=2", "--json")
+        report = json.loads(result.out)
+        assert len(report["rows"][0]["spans"]) == count
+        severities = [finding["severity"] for finding in report["findings"] if finding["kind"] == "negatives unused"]
+        assert severities == (["doubtful"] if "data.num_negatives=0" in changes else ["wrong"] if count == 2 else [])
 
 
 @pytest.mark.parametrize("changes", [

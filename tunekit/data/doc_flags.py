@@ -20,6 +20,7 @@ class DocFlags(IntFlag):
     EMPTY_TURN = 64  # a target turn is empty: the model is trained to stop at once
     PROMPT_UNUSED = 128  # a pair without a prompt has another column that may be the prompt
     FIRST_TOKEN_MERGED = 256  # the first token of a text's answer covers the end of its prompt, and is not a target
+    NEGATIVES_UNUSED = 512  # the row has more hard negatives than are used
     DESIRABLE = 1 << 16  # chosen, or labeled as good
     UNDESIRABLE = 1 << 17  # rejected, or labeled as bad
     STEPWISE = 1 << 18  # has a label for each step, at the last token of the step

@@ -1,7 +1,7 @@
 """Datasets of texts that are embedded or scored as they are: with the special tokens of the tokenizer, without labels
 on tokens. sentence-transformers makes the same tokens of the same texts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from typing import Any, ClassVar, Literal, Self
@@ -77,8 +77,8 @@ class RetrievalDataset(WholeTextDataset):
 
     @property
     def is_resolved(self) -> bool:
-        """Whether all columns and the number of negatives are known."""
-        return None not in (self.query_column, self.positive_column, self.negative_column, self.num_negatives)
+        """Whether the columns of queries and documents and the number of negatives are known."""
+        return None not in (self.query_column, self.positive_column, self.num_negatives)
 
     def resolve(self) -> Self:
         """Config with the columns and the number of negatives of the first row."""
@@ -86,16 +86,15 @@ class RetrievalDataset(WholeTextDataset):
 
     def detect(self, fields: Fields) -> Self:
         """Config of the format of a row."""
-        choices = {"query_column": QUERIES, "positive_column": POSITIVES, "negative_column": NEGATIVES}
-        columns: dict[str, Any] = {
-            key: next((name for name in names if name in fields or f"{name}_1" in fields), names[0])
-            for key, names in choices.items()
-            if getattr(self, key) is None
-        }
-        config = replace(self, **columns)
+        query_column = self.query_column or first_column(fields, QUERIES)
+        positive_column = self.positive_column or first_column(fields, POSITIVES)
+        config = replace(self, query_column=query_column, positive_column=positive_column)
         config.texts(fields, 0)
-        num_negatives = len(config.negatives(fields)) if self.num_negatives is None else self.num_negatives
-        return replace(config, num_negatives=num_negatives)
+        if self.num_negatives is not None:
+            return config
+        if self.negative_column is not None and f"{self.negative_column}_1" not in fields:
+            get_column(fields, self.negative_column, "negative_column")
+        return replace(config, num_negatives=len(config.negatives(fields)))
 
     def describe(self, fields: Fields) -> str:
         negatives = f" and {self.num_negatives} hard negative{'s' * (self.num_negatives != 1)}" * bool(
@@ -113,22 +112,35 @@ class RetrievalDataset(WholeTextDataset):
         negatives = self.negatives(fields) if num_negatives else []
         if len(negatives) < num_negatives:
             problem = f"the row has {len(negatives)} hard negatives, but {num_negatives} are required (by default those"
-            raise UserError(f"{self.negative_column}: {problem} of the first row). Set a lower `num_negatives`")
+            raise UserError(f"{self.negatives_name(fields)}: {problem} of the first row). Set a lower `num_negatives`")
         return [*query, *positive, *negatives[:num_negatives]]
+
+    def negatives_name(self, fields: Fields) -> str:
+        """Column of the hard negatives of a row, without its number."""
+        return self.negative_column or first_column(fields, NEGATIVES)
+
+    def unused_flag(self, fields: Fields) -> DocFlags:
+        """Flag of a row with more hard negatives than are used."""
+        counts = (len(value) if isinstance(value, list) else 1 for _, value in self.negative_columns(fields))
+        return DocFlags.NEGATIVES_UNUSED if sum(counts) > (self.num_negatives or 0) else NO_FLAGS
 
     def negatives(self, fields: Fields) -> list[str]:
         """All hard negatives of a row."""
-        assert self.negative_column is not None, "a config that is not resolved"
-        name = self.negative_column
+        columns = self.negative_columns(fields)
+        return [text for column, value in columns for text in as_texts(value, column, required=False)]
+
+    def negative_columns(self, fields: Fields) -> list[tuple[str, Any]]:
+        """Columns of a row with hard negatives, and their values."""
+        name = self.negatives_name(fields)
         numbered = takewhile(fields.__contains__, (f"{name}_{i}" for i in count(1)))
-        values = [(column, fields[column]) for column in (name, *numbered) if fields.get(column) is not None]
-        return [text for column, value in values for text in as_texts(value, column, required=False)]
+        return [(column, fields[column]) for column in (name, *numbered) if fields.get(column) is not None]
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
         config = self if self.is_resolved else self.detect(fields)
         query, *documents = config.texts(fields, config.num_negatives or 0)
         texts = [self.query_prompt + query, *(self.document_prompt + document for document in documents)]
-        return [self.encode(tokenizer, [text]) for text in texts]
+        flag = config.unused_flag(fields)
+        return [self.encode(tokenizer, [text], flags=flag) for text in texts]
 
 
 @dataclass(frozen=True)
@@ -203,12 +215,18 @@ class RerankingPairsDataset(RetrievalDataset):
         return "queries, each with a relevant and an irrelevant document"
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        query, *documents = (self if self.is_resolved else self.detect(fields)).texts(fields, 1)
-        flags = DocFlags.DESIRABLE, DocFlags.UNDESIRABLE
+        config = self if self.is_resolved else self.detect(fields)
+        query, *documents = config.texts(fields, 1)
+        flags = (flag | config.unused_flag(fields) for flag in (DocFlags.DESIRABLE, DocFlags.UNDESIRABLE))
         return [
             self.encode(tokenizer, (self.query_prompt + query, self.document_prompt + document), flags=flag)
             for document, flag in zip(documents, flags, strict=True)
         ]
+
+
+def first_column(fields: Fields, names: Sequence[str]) -> str:
+    """First of these columns that a row has, also with a number; the first name if it has none."""
+    return next((name for name in names if name in fields or f"{name}_1" in fields), names[0])
 
 
 def as_texts(value: Any, name: str, required: bool = True) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from tunekit.data.chat_template.chat_format import describe_unread_kwargs, find_end_of_turn, find_split_markers
 from tunekit.data.doc_flags import DocFlags
-from tunekit.data.format_detection import QUESTION_COLUMNS
+from tunekit.data.flag_findings import FLAG_FINDINGS
 from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, TokenizedDataset
 from tunekit.data.row_stats import RowStats, measure_rows
 from tunekit.data.tokenize import bos_ids
@@ -63,7 +63,8 @@ class CheckContext:
     """How the rows are used.
 
     `max_length` is the maximum tokens of a row, `docs_per_packed_row` (rows,) the number of documents of each packed
-    row. `reward_target` is None for language models.
+    row. `reward_target` is None for language models. `has_num_negatives`: the config sets `num_negatives`, so that rows
+    may have more.
     """
 
     max_length: int
@@ -72,6 +73,7 @@ class CheckContext:
     num_steps: int | None = None
     warmup_steps: int | None = None
     reward_target: RewardTarget | None = None
+    has_num_negatives: bool = True
 
 
 class CheckTarget:
@@ -353,49 +355,12 @@ def find_unknown_tokens(target: CheckTarget) -> Iterator[Finding]:
     yield from target.report_rows("unknown tokens", target.stats.num_unknown > 0, message, hint, doubtful)
 
 
-FLAG_FINDINGS = {
-    DocFlags.SPECIAL_IN_TEXT: (
-        "special tokens",
-        "messages of {rows} contain the text of a special token, which becomes that token",
-        "Remove it from the text",
-    ),
-    DocFlags.PROMPT_TRAINED: (
-        "prompt in targets",
-        "the prompt of the answer is part of the target tokens in {rows}",
-        "Start the {% generation %} block of the chat template after it",
-    ),
-    DocFlags.TOOLS_NOT_RENDERED: (
-        "tools unused",
-        "{rows} {have} tools or calls that the chat template does not render",
-        "Set a `chat_template` that does, or remove them",
-    ),
-    DocFlags.REASONING_DROPPED: (
-        "reasoning dropped",
-        "the chat template drops reasoning of {rows}",
-        "To train on it, set a `chat_template` that renders it",
-    ),
-    DocFlags.CONTENT_LOST: (
-        "content lost",
-        "the chat template does not render all message content of {rows}",
-        "Set a `chat_template` that does",
-    ),
-    DocFlags.PROMPT_UNUSED: (
-        "prompt unused",
-        f"{{rows}} {{have}} no prompt, but an unused column that may be one ({' or '.join(QUESTION_COLUMNS)})",
-        "Set `kind: preference` and `prompt_column`",
-    ),
-    DocFlags.FIRST_TOKEN_MERGED: (
-        "merged tokens",
-        "the first token of the answer also covers the end of the prompt in {rows}, and is not a target",
-        "Start answers with a space, or end prompts with a line break",
-    ),
-}
-
-
 def find_flagged_rows(target: CheckTarget) -> Iterator[Finding]:
     for flag, (kind, message, hint) in FLAG_FINDINGS.items():
         doubtful = math.inf if flag is DocFlags.REASONING_DROPPED else 0.0
-        yield from target.report_rows(kind, (target.doc_flags & flag) > 0, message, hint, doubtful)
+        is_wrong = flag is DocFlags.NEGATIVES_UNUSED and not target.context.has_num_negatives
+        wrong = 0.0 if is_wrong else math.inf
+        yield from target.report_rows(kind, (target.doc_flags & flag) > 0, message, hint, doubtful, wrong)
 
 
 def find_poor_packing(target: CheckTarget) -> Iterator[Finding]:

@@ -7,6 +7,9 @@ import numpy as np
 
 from tunekit import build
 from tunekit.data.dataloader.base import DataLoader
+from tunekit.data.dataloader.mixture import MixtureBase
+from tunekit.data.datasets import DatasetConfig
+from tunekit.data.embedding_datasets import RetrievalDataset
 from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.data.row_checks import CheckContext, CheckTarget, Finding, run_data_checks
 from tunekit.data.tokenizer import Tokenizer
@@ -40,11 +43,18 @@ def check_context(cfg: Any, key: str, loader: DataLoader, vocab: int | None) -> 
     max_length = loader.mixture.max_length
     packed = None if loader.mixture.capacity is None else np.diff(loader.first_plan.bounds)
     scored = cfg.loss.target if isinstance(cfg, HasLoss) and isinstance(cfg.loss, RewardLoss | EmbeddingLoss) else None
+    is_set = has_num_negatives(getattr(cfg, key))
     if key != "data" or not isinstance(cfg, TrainConfig):
-        return CheckContext(max_length, vocab, packed, reward_target=scored)
+        return CheckContext(max_length, vocab, packed, reward_target=scored, has_num_negatives=is_set)
     num_steps = cfg.max_steps or loader.num_steps(cfg.epochs)  # a streamed dataset needs max_steps
     warmup_steps = resolve_steps(cfg.lr_scheduler.warmup_steps, num_steps)
-    return CheckContext(max_length, vocab, packed, num_steps, warmup_steps, scored)
+    return CheckContext(max_length, vocab, packed, num_steps, warmup_steps, scored, is_set)
+
+
+def has_num_negatives(data: DatasetConfig | MixtureBase) -> bool:
+    """Whether `num_negatives` of all retrieval datasets of a config is set, not that of the first row."""
+    datasets = MixtureBase.from_config(data).dataset_configs
+    return all(dataset.num_negatives is not None for dataset in datasets if isinstance(dataset, RetrievalDataset))
 
 
 def check_data(

@@ -175,6 +175,7 @@ FAULTS: dict[str, tuple[Plant, str, str, int]] = {  # name: fault, kind, severit
     "reasoning dropped": (change_some(set_flags(DocFlags.REASONING_DROPPED)), "reasoning dropped", "note", 3),
     "prompt unused": (change_some(set_flags(DocFlags.PROMPT_UNUSED)), "prompt unused", "doubtful", 3),
     "merged tokens": (change_some(set_flags(DocFlags.FIRST_TOKEN_MERGED)), "merged tokens", "doubtful", 3),
+    "negatives unused": (change_some(set_flags(DocFlags.NEGATIVES_UNUSED)), "negatives unused", "doubtful", 3),
     "content lost": (change_some(set_flags(DocFlags.CONTENT_LOST)), "content lost", "doubtful", 3),
 }
 

@@ -84,7 +84,7 @@ def build_report(cfg: Any, rows: int | list[str], make_targets: MakeTargets) -> 
     """
     data, batch_sizes, seed = find_datasets(cfg)
     tokenizer, dist = cfg.open_tokenizer(), DistributedContext(seed, "cpu")
-    mixtures = {key: MixtureBase.from_config(config) for key, config in data.items() if config is not None}
+    mixtures = {key: MixtureBase.from_config(config).resolve() for key, config in data.items() if config}
     loaders = {
         key: build_dataloader(skip_bad_rows(mixture), tokenizer, *batch_sizes, dist)
         for key, mixture in mixtures.items()
