@@ -68,7 +68,7 @@ CONFIG = EmbedConfig
 def check(cfg: EmbedConfig) -> None:
     """Raise UserError for everything that can be found without reading weights."""
     check_training(cfg)
-    check_rows(cfg.data, cfg.eval_data)
+    check_rows(cfg.data, cfg.eval_data, cfg.global_batch_size)
 
 
 def main(cfg: EmbedConfig, overwrite: bool = False) -> None:

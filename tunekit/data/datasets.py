@@ -23,7 +23,13 @@ from tunekit.data.chat_template.messages import (
 )
 from tunekit.data.chat_template.template import TemplateKwargs, check_template_kwargs, find_template
 from tunekit.data.doc_flags import UNEQUAL_WEIGHTS, DocFlags
-from tunekit.data.format_detection import FormatRule, RowFormat, detect_format, find_unused_prompt, suggest_kind
+from tunekit.data.format_detection import (
+    FormatRule,
+    RowFormat,
+    detect_format,
+    explain_missing_column,
+    find_unused_prompt,
+)
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.readers.open_dataset import find_data_files, open_dataset, parse_split
 from tunekit.data.readers.row_reader import BadRow, Row, RowReader
@@ -145,7 +151,7 @@ class DatasetConfig(DataConfig):
             fields = self.apply_transforms(row.fields)
             return None if fields is None else self.render(tokenizer, fields)
         except MissingColumnError as error:
-            return BadRow(row.where, f"{str(error)[:-1]}{suggest_kind(row.fields, kind_name(type(self)))}.")
+            return BadRow(row.where, explain_missing_column(error, row.fields, kind_name(type(self))))
         except UserError as error:
             return BadRow(row.where, str(error))
         except USER_CODE_ERRORS as error:

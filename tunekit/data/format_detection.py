@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tunekit.data.chat_template.messages import json_type, parse_json_cell
+from tunekit.data.chat_template.messages import MissingColumnError, json_type, parse_json_cell
 from tunekit.errors import UserError
 
 SPEAKER_KEYS = {"role", "from"}  # key of the speaker in OpenAI messages, in ShareGPT
@@ -84,6 +84,7 @@ EMBEDDING_RULES = (
     ),
     format_rule("similarity", "pairs of texts", {"sentence1": str, "sentence2": str, "score": LABEL_TYPES}),
 )
+SUGGESTED_LOSSES = {"similarity": "cosent"}  # of kinds that the default loss of their recipe does not accept
 
 
 def detect_format(fields: Mapping[str, Any], first_rules: Sequence[FormatRule] = ()) -> RowFormat:
@@ -101,16 +102,25 @@ def detect_format(fields: Mapping[str, Any], first_rules: Sequence[FormatRule] =
     raise UserError(f"unknown format with columns: {columns}. Set `kind`, or rename columns with `transforms`")
 
 
-def suggest_kind(fields: Mapping[str, Any], kind: str) -> str:
-    """Continuation of a message about a row that lacks a column of its `kind`, if it has those of another kind."""
+def explain_missing_column(error: MissingColumnError, fields: Mapping[str, Any], kind: str) -> str:
+    """Message about a row that lacks a column of its `kind`. Names the other kind whose columns it has."""
+    row_format = detect_other_kind(fields, kind)
+    if row_format is None or row_format.kind == kind:
+        return str(error)
+    loss = SUGGESTED_LOSSES.get(row_format.kind)
+    keys = f"`kind: {row_format.kind}`" + ("" if loss is None else f" and `loss: {loss}`")
+    return f"{str(error)[:-1]}, or {keys}: the row has the format of {row_format.description}."
+
+
+def detect_other_kind(fields: Mapping[str, Any], kind: str) -> RowFormat | None:
+    """Format of a row among those that are used for the same training as `kind`."""
+    if any(rule.row_format.kind == kind for rule in EMBEDDING_RULES):
+        return match_rule(fields, EMBEDDING_RULES)
     is_preference = any(rule.row_format.kind == kind for rule in PREFERENCE_RULES)
     try:
-        row_format = detect_format(fields, PREFERENCE_RULES if is_preference else RULES[len(PREFERENCE_RULES) :])
+        return detect_format(fields, PREFERENCE_RULES if is_preference else RULES[len(PREFERENCE_RULES) :])
     except UserError:
-        return ""
-    if row_format.kind == kind:
-        return ""
-    return f", or `kind: {row_format.kind}`: the row has the format of {row_format.description}"
+        return None
 
 
 def find_unused_prompt(fields: Mapping[str, Any], chosen: Any, rejected: Any) -> str | None:

@@ -6,6 +6,7 @@ from typing import ClassVar
 from tunekit.data.dataloader.mixture import MixtureBase, MixtureMemberBase
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.embedding_datasets import RetrievalDataset, SimilarityDataset
+from tunekit.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,17 @@ class EmbeddingMixture(MixtureBase):
 EmbeddingData = RetrievalDataset | SimilarityDataset | EmbeddingMixture  # datasets of the embed recipe
 
 
-def check_rows(*data: DatasetConfig | MixtureBase | None) -> None:
-    """Raise UserError if the first rows are invalid, or if datasets do not fit each other."""
-    for config in filter(None, data):
-        MixtureBase.from_config(config).resolve()
+def check_rows(
+    data: DatasetConfig | MixtureBase, eval_data: DatasetConfig | MixtureBase | None, global_batch_size: int
+) -> None:
+    """Raise UserError if the first rows are invalid, if datasets do not fit each other, or for steps of one pair."""
+    mixture = MixtureBase.from_config(data).resolve()
+    has_negatives = mixture.docs_per_row > 2 or global_batch_size > 1 or mixture.packing
+    if isinstance(mixture.dataset_configs[0], RetrievalDataset) and not has_negatives:
+        problem = "no negatives in a step: they are the documents of the other rows of a step, and hard negatives"
+        raise UserError(f"global_batch_size: {problem}. Set global_batch_size to 2 or more, or add hard negatives.")
+    if eval_data is not None:
+        MixtureBase.from_config(eval_data).resolve()
 
 
 def read_text_options(data: DatasetConfig | MixtureBase) -> tuple[int, dict[str, str]]:

@@ -10,7 +10,10 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
+from tunekit.config.choices import kind_name
+from tunekit.data.chat_template.messages import MissingColumnError
 from tunekit.data.datasets import DatasetConfig, Fields
+from tunekit.data.format_detection import explain_missing_column
 from tunekit.data.preprocess import cache, user_modules, worker, worker_pool
 from tunekit.data.preprocess.fingerprint import fingerprint
 from tunekit.data.preprocess.tokenized_dataset import TokenizedChunk, TokenizedDataset, TokenizedDatasetWriter
@@ -81,12 +84,15 @@ def probe_rows(config: DatasetConfig, reader: RowReader, fn: Callable[[Fields], 
     """Result of `fn` for the first row for which it raises no UserError; or None, and the last error."""
     error_message = "has no rows"
     for row in islice(reader.rows, MAX_PROBED_ROWS):
-        try:
-            fields = config.apply_transforms(row.fields) if isinstance(row, Row) else None
-            if fields is not None:
-                return fn(fields), ""
-        except UserError as error:
-            error_message = str(error)
+        if isinstance(row, Row):
+            try:
+                fields = config.apply_transforms(row.fields)
+                if fields is not None:
+                    return fn(fields), ""
+            except MissingColumnError as error:
+                error_message = explain_missing_column(error, row.fields, kind_name(type(config)))
+            except UserError as error:
+                error_message = str(error)
     return None, error_message
 
 
