@@ -1,5 +1,6 @@
 """Exceptions with one-line messages for users, and the location of exceptions in user code."""
 
+import math
 import operator
 import traceback
 from collections.abc import Callable
@@ -28,14 +29,17 @@ def check_range(
     le: float | None = None,
     lt: float | None = None,
 ) -> None:
-    """Raise FieldError for the first field of a config class that is set and is out of range."""
+    """Raise FieldError for the first field of a config class that is set and is out of range or infinite."""
     checks = ((">=", ge, operator.ge), (">", gt, operator.gt), ("<=", le, operator.le), ("<", lt, operator.lt))
     limits = [(sign, bound, compare) for sign, bound, compare in checks if bound is not None]
     for name in names:
         value = getattr(config, name)
-        if value is not None and not all(compare(value, bound) for _, bound, compare in limits):
+        if value is not None and not (
+            abs(value) < math.inf and all(compare(value, bound) for _, bound, compare in limits)
+        ):
             expected = " and ".join(f"{sign} {bound}" for sign, bound, _ in limits)
-            raise FieldError(name, f"must be {expected}, got {value}")
+            finite = " and finite" if value == math.inf else ""
+            raise FieldError(name, f"must be {expected}{finite}, got {value}")
 
 
 class DeferredError:

@@ -19,7 +19,7 @@ from tunekit.adapters.module_patterns import (
 from tunekit.adapters.token_rows import add_token_rows, check_token_ids
 from tunekit.devices import fork_rng
 from tunekit.distributed.sharding import copy_to_shard, shard_slice, unsharded
-from tunekit.errors import FieldError, UserError
+from tunekit.errors import FieldError, UserError, check_range
 from tunekit.kernels.grouped_mm import grouped_mm
 from tunekit.kernels.lora import CPU_CHUNK_SIZE, LoRAWeights, lora_linear, lora_row_norms
 from tunekit.models.decoder import Decoder
@@ -105,12 +105,9 @@ class LoRAConfig:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise FieldError("rank", f"must be >= 1, got {self.rank}")
-        if self.alpha <= 0:
-            raise FieldError("alpha", f"must be > 0, got {self.alpha}")
+        check_range(self, "alpha", "loraplus_lr_ratio", gt=0)
         if not 0 <= self.dropout < 1:
             raise FieldError("dropout", f"must be >= 0 and < 1, got {self.dropout}")
-        if self.loraplus_lr_ratio <= 0:
-            raise FieldError("loraplus_lr_ratio", f"must be > 0, got {self.loraplus_lr_ratio}")
         if self.adapter_path is not None and self.init != "default":
             raise FieldError("adapter_path", f"not compatible with adapter.init={self.init}. Remove one of the two.")
         if not self.target_modules:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tunekit.adapters.module_patterns import check_patterns, values_by_module
 from tunekit.devices import capabilities
 from tunekit.distributed.sharding import shard_slice, to_local
-from tunekit.errors import FieldError
+from tunekit.errors import FieldError, check_range
 from tunekit.optim.container import AdamW8bit, Muon, OptimizerContainer
 
 MIN_QUANTIZED_SIZE = 4096  # elements; the moments of smaller weights stay in fp32
@@ -55,11 +55,6 @@ def can_fuse(groups: list[dict[str, Any]]) -> bool:
     return all(capabilities(p.device).fused_adamw for group in groups for p in group["params"])
 
 
-def check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise FieldError(name, f"must be > 0, got {value}")
-
-
 def check_betas(name: str, values: tuple[float, ...]) -> None:
     if len(values) != 2 or not all(0 <= value < 1 for value in values):
         raise FieldError(name, f"must be two numbers >= 0 and < 1, got {list(values)}")
@@ -75,11 +70,13 @@ class OptimizerConfig:
     lr_pattern: dict[str, float] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_positive("lr", self.lr)
+        check_range(self, "lr", gt=0)
         check_patterns("lr_pattern", self.lr_pattern)
         for pattern, lr in self.lr_pattern.items():
-            if not lr > 0:
-                raise FieldError("lr_pattern", f"{pattern}: must be > 0, got {lr}. To freeze: adapter.frozen_modules")
+            if not 0 < lr < math.inf:
+                raise FieldError(
+                    "lr_pattern", f"{pattern}: must be > 0 and finite, got {lr}. To freeze: adapter.frozen_modules"
+                )
 
     def apply_lr_pattern(self, trained: TrainedGroups, model: nn.Module) -> Iterator[tuple[list[nn.Parameter], float]]:
         """Split groups by the learning rates of their modules. Weights without one are first."""
@@ -110,7 +107,8 @@ class AdamWConfig(OptimizerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_betas("betas", self.betas)
-        check_positive("eps", self.eps)
+        check_range(self, "eps", gt=0)
+        check_range(self, "weight_decay", ge=0)
 
     def build(self, trained: TrainedGroups, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
         """Build the optimizer. `inner` are the weights of the decoder layers, which Muon treats differently."""
@@ -155,9 +153,9 @@ class MuonConfig(OptimizerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_betas("betas", self.betas)
-        check_positive("eps", self.eps)
-        if not 0 <= self.momentum < 1:
-            raise FieldError("momentum", f"must be >= 0 and < 1, got {self.momentum}")
+        check_range(self, "eps", gt=0)
+        check_range(self, "weight_decay", ge=0)
+        check_range(self, "momentum", ge=0, lt=1)
 
     def build(self, trained: TrainedGroups, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
         """Use Muon for the matrices among the `inner` weights, including stacked experts, but not for conv filters."""
@@ -175,6 +173,10 @@ class SGDConfig(OptimizerConfig):
     momentum: float = 0.0  # Momentum of the gradients
     weight_decay: float = 0.0  # Decoupled weight decay; not applied to norms and biases
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(self, "momentum", "weight_decay", ge=0)
+
     def build(self, trained: TrainedGroups, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
         return torch.optim.SGD(param_groups(trained, self.lr, self.weight_decay), momentum=self.momentum)
 
@@ -187,8 +189,7 @@ class LRSchedulerConfig:
     warmup_steps: float = 0.0  # Warmup steps; a value below 1 is a fraction of all steps
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise FieldError("warmup_steps", f"must be >= 0, got {self.warmup_steps}")
+        check_range(self, "warmup_steps", ge=0)
 
     def build(self, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
         return LambdaLR(optimizer, self.factors(steps))

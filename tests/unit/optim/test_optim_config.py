@@ -133,6 +133,11 @@ def test_steps_match_torch(config: AdamWConfig | SGDConfig, make_torch_optimizer
     [
         (lambda: AdamWConfig(lr=0.0), "lr"),
         (lambda: AdamWConfig(lr=float("nan")), "lr"),
+        (lambda: AdamWConfig(lr=math.inf), "lr"),
+        (lambda: AdamWConfig(lr_pattern={"lm_head": math.inf}), "lr_pattern"),
+        (lambda: AdamW8bitConfig(weight_decay=math.inf), "weight_decay"),
+        (lambda: SGDConfig(weight_decay=-0.1), "weight_decay"),
+        (lambda: WSDConfig(warmup_steps=math.inf), "warmup_steps"),
         (lambda: AdamWConfig(betas=(0.9,)), "betas"),
         (lambda: AdamWConfig(betas=(0.9, 1.0)), "betas"),
         (lambda: SGDConfig(lr=-1.0), "lr"),
