@@ -74,6 +74,7 @@ class CheckContext:
     warmup_steps: int | None = None
     reward_target: RewardTarget | None = None
     has_num_negatives: bool = True
+    length_key: str = "epochs"  # key that sets `num_steps`
 
 
 class CheckTarget:
@@ -377,8 +378,9 @@ def find_poor_packing(target: CheckTarget) -> Iterator[Finding]:
 def find_long_warmup(target: CheckTarget) -> Iterator[Finding]:
     num_steps, warmup_steps = target.context.num_steps, target.context.warmup_steps
     if num_steps is not None and warmup_steps is not None and warmup_steps >= num_steps:
+        hint = f"Lower `lr_scheduler.warmup_steps`, or raise `{target.context.length_key}`"
         message = f"the warmup of {warmup_steps:,} steps does not end before the last step ({num_steps:,})"
-        yield target.report("doubtful", "warm-up", message, "Lower `lr_scheduler.warmup_steps`, or raise `epochs`")
+        yield target.report("doubtful", "warm-up", message, hint)
 
 
 def find_missing_special_tokens(target: CheckTarget) -> Iterator[Finding]:

@@ -48,7 +48,8 @@ def check_context(cfg: Any, key: str, loader: DataLoader, vocab: int | None) -> 
         return CheckContext(max_length, vocab, packed, reward_target=scored, has_num_negatives=is_set)
     num_steps = cfg.max_steps or loader.num_steps(cfg.epochs)  # a streamed dataset needs max_steps
     warmup_steps = resolve_steps(cfg.lr_scheduler.warmup_steps, num_steps)
-    return CheckContext(max_length, vocab, packed, num_steps, warmup_steps, scored, is_set)
+    length_key = "epochs" if cfg.max_steps is None else "max_steps"
+    return CheckContext(max_length, vocab, packed, num_steps, warmup_steps, scored, is_set, length_key)
 
 
 def has_num_negatives(data: DatasetConfig | MixtureBase) -> bool:

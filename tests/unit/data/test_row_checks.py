@@ -310,7 +310,10 @@ def test_packed_rows_with_one_document_are_noted(nano: Tokenizer) -> None:
 
 @pytest.mark.parametrize(("warmup", "is_reported"), [(5, False), (9, False), (10, True), (100, True)])
 def test_warmup_longer_than_run_is_reported(nano: Tokenizer, warmup: int, is_reported: bool) -> None:
-    assert ("warm-up" in check_rows(nano, make_rows(nano), num_steps=10, warmup_steps=warmup)) is is_reported
+    context = {"num_steps": 10, "warmup_steps": warmup, "length_key": "max_steps"}
+    findings = check_rows(nano, make_rows(nano), **context)
+    assert ("warm-up" in findings) is is_reported
+    assert not is_reported or "max_steps" in str(findings["warm-up"])
 
 
 def test_tokenizer_without_end_token_is_reported(nano: Tokenizer) -> None:
