@@ -3,12 +3,14 @@
 import fcntl
 import json
 import os
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import yaml
 
@@ -22,6 +24,7 @@ COMPLETIONS = "completions.jsonl"  # answers of the model in training
 EVALUATION = "evaluation.json"  # results of the recipe `evaluate`
 UPLOAD = "upload"  # checkpoints that are being uploaded
 LENGTH_KEYS = {"max_steps", "epochs"}  # keys that users change to continue a finished run
+PATH_KEYS = {"source", "model", "tokenizer", "adapter_path"}  # last parts of keys whose values may be paths
 # Directories of the experiment trackers; see `tunekit.loggers.metric_logger`.
 LOGS = ("tensorboard", "wandb", "mlflow", "comet")
 START_PREFIX = "# began on "
@@ -76,9 +79,9 @@ def open_run_dir(
 ) -> RunDir:
     """Create or reopen the run directory `out`, and lock it on the main process. `resolved` is the config as YAML.
 
-    A run with results can only be resumed with the same config, except for the top-level keys `mutable_keys`. With
-    `overwrite`, any config is accepted, and results are deleted when the run starts. `continue_hint` says in an error
-    message how to start a new run from the result of a finished one.
+    A run with results can only be resumed with the same config, except for the keys and sections that match a pattern
+    of `mutable_keys`. With `overwrite`, any config is accepted, and results are deleted when the run starts.
+    `continue_hint` says in an error message how to start a new run from the result of a finished one.
     """
     dist = dist or DistributedContext(device="cpu")
     with ExitStack() as stack:
@@ -168,7 +171,11 @@ def check_same_config(out: Path, resolved: str, mutable_keys: frozenset[str], co
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         remedy = "Fix it, pass --overwrite, or set another output_dir."
         raise UserError(f"{out / CONFIG}: cannot be parsed. {remedy}") from error
-    changed = [change for change in diff_configs(old, new) if change[0].partition(".")[0] not in mutable_keys]
+    changed = [
+        (key, saved, given)
+        for key, saved, given in diff_configs(old, new)
+        if not (matches_key(key, mutable_keys) or (key.split(".")[-1] in PATH_KEYS and is_same_path(saved, given)))
+    ]
     format_value = partial(json.dumps, ensure_ascii=False, default=str)  # YAML dates are not JSON
     differences = "; ".join(
         f"{key}: {format_value(saved)} saved, {format_value(given)} given" for key, saved, given in changed
@@ -179,8 +186,23 @@ def check_same_config(out: Path, resolved: str, mutable_keys: frozenset[str], co
     if changed:
         raise UserError(
             f"output_dir: {out} was created with a different config ({differences}). "
-            "Pass --overwrite, or set another output_dir."
+            "Pass --overwrite, or set another output_dir. docs/checkpoints.md lists the keys that may change."
         )
+
+
+def matches_key(key: str, patterns: Iterable[str]) -> bool:
+    """Whether a dotted key, or a section that contains it, matches a pattern."""
+    parts = key.split(".")
+    sections = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    return any(fnmatchcase(section, pattern) for section in sections for pattern in patterns)
+
+
+def is_same_path(saved: Any, given: Any) -> bool:
+    """Whether two values are paths of the same file or directory. Training states compare its rows."""
+    try:
+        return isinstance(saved, str) and isinstance(given, str) and Path(saved).samefile(given)
+    except (OSError, ValueError):  # no such file, or no valid path
+        return False
 
 
 def acquire_lock(out: Path) -> IO[str]:

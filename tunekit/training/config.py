@@ -45,9 +45,19 @@ from tunekit.training.intervals import Interval, interval_error
 from tunekit.training.profiler import ProfilerConfig, resolve_profiler
 from tunekit.training.step_guard import StepGuardConfig
 
-# Keys that may change when a run is resumed: they do not change the trained weights.
+# Patterns of keys that may change when a run is resumed. They do not change the trained weights, except for rounding:
+# another number of devices or another micro-batch size adds the same gradients in another order.
 LIVE_KEYS = frozenset(
     {
+        "memory",
+        "micro_batch_size",
+        "*.batch_size",  # rows of a forward pass
+        "max_num_seqs",
+        "*.num_proc",
+        "eval_every",
+        "num_completions_to_print",
+        "*.num_completions_to_print",
+        "num_episodes_to_save",
         "output_dir",
         "log_every",
         "report_to",

@@ -13,8 +13,19 @@ from tunekit.checkpoint import atomic
 from tunekit.checkpoint.run_dir import check_final_files, open_run_dir
 from tunekit.errors import UserError
 
-CONFIG = "recipe: sft\nseed: 1\nout: runs/a\noptimizer:\n  kind: adamw\n  lr: 0.0001\nlog:\n  every: 1\n"
-LIVE = frozenset({"log"})
+CONFIG = """recipe: sft
+seed: 1
+out: runs/a
+optimizer:
+  kind: adamw
+  lr: 0.0001
+log:
+  every: 1
+data:
+  source: rows.jsonl
+  num_proc: 1
+"""
+LIVE = frozenset({"log", "*.num_proc"})
 
 
 def file_names(directory):
@@ -64,9 +75,22 @@ def test_changed_config_names_every_key(tmp_path):
 def test_live_keys_may_change(tmp_path):
     with open_run_dir(tmp_path / "a", CONFIG, LIVE) as run_dir:
         write_results(run_dir)
-    other = CONFIG.replace("every: 1", "every: 5")
+    other = CONFIG.replace("every: 1", "every: 5").replace("num_proc: 1", "num_proc: 2")
     open_run_dir(tmp_path / "a", other, LIVE).close()
     assert config_text(run_dir) == other
+
+
+def test_a_file_may_be_named_by_another_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("rows.jsonl", "copy.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    with open_run_dir(tmp_path / "a", CONFIG, LIVE) as run_dir:
+        write_results(run_dir)
+    for source in ("./rows.jsonl", str(tmp_path / "rows.jsonl")):
+        open_run_dir(tmp_path / "a", CONFIG.replace("rows.jsonl", source), LIVE).close()
+    for source in ("copy.jsonl", "missing.jsonl", "x" * 300):
+        with pytest.raises(UserError, match=r"data\.source"):
+            open_run_dir(tmp_path / "a", CONFIG.replace("rows.jsonl", source), LIVE)
 
 
 def test_run_without_results_accepts_any_config(tmp_path):
