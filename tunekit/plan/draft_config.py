@@ -173,7 +173,7 @@ def fit(draft: Draft, load: LoadConfig, machine: ClusterSpec) -> Draft:
         if plan is not None and fits(plan):
             plan = with_large_micro_batch(plan, lambda rows: plan_of(candidate, load, machine, rows))  # noqa: B023
             candidate.set("micro_batch_size", plan.task.micro_batch_size)
-            candidate.plan = replace(plan, step_count=count_steps(load(candidate.tree)))
+            candidate.plan = replace(plan, step_count=count_steps(load(candidate.tree), plan.task.source))
             explain(candidate)
             return candidate
     raise UserError(

@@ -159,8 +159,11 @@ def format_total(plan: Estimate) -> str:
     text = f"{about}{step_count.steps:,} step{'s' * (step_count.steps != 1)}"
     if step_count.rows is not None:
         epochs = f"{step_count.epochs:,} epoch{'s' * (step_count.epochs > 1)} of "
-        text += f" ({epochs}{step_count.rows:,} rows{'' if step_count.exact else ', packed'})"
-    text += f", {about or 'at most '}{step_count.steps * plan.tokens:,} tokens"
+        text += f" ({epochs}{step_count.rows:,} rows{', packed' if step_count.packed else ''})"
+    if step_count.tokens is None:
+        text += f", at most {step_count.steps * plan.tokens:,} tokens"
+    else:
+        text += f", {about}{step_count.tokens:,} tokens"
     return text if plan.hours is None else f"{text}: {format_duration(3600 * plan.hours)}"
 
 

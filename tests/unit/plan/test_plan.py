@@ -314,12 +314,11 @@ def test_step_count_matches_a_run(tmp_path: Path) -> None:
         def __init__(self, **options: object) -> None:
             vars(self).update({"global_batch_size": 4, "epochs": 2, "max_steps": None, **options})
 
-    mixture = Mixture(
-        (MixtureMember(TextDataset(str(file))), MixtureMember(TextDataset(str(file)), max_samples_per_epoch=10))
-    )
-    for data, count in ((TextDataset(str(file)), 90), (TextDataset(str(file), split="train[:10]"), 10), (mixture, 100)):
+    rows = TextDataset(str(file), excess_length_strategy="truncate")
+    mixture = Mixture((MixtureMember(rows), MixtureMember(rows, max_samples_per_epoch=10)))
+    for data, count in ((rows, 90), (replace(rows, split="train[:10]"), 10), (mixture, 100)):
         assert count_steps(Config(data=data)) == StepCount(2 * -(-count // 4), count, 2)
-    packed = count_steps(Config(data=TextDataset(str(file), packing=True, max_length=100)))
+    packed = count_steps(Config(data=replace(rows, packing=True, max_length=100)))
     assert packed is not None and not packed.exact and 0 < packed.steps < 46
     assert count_steps(Config(data=TextDataset("owner/name"))) is None and count_steps(
         Config(data=TextDataset("owner/name"), max_steps=7)

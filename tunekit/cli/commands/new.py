@@ -81,7 +81,7 @@ def describe(draft: Draft, sample: RowSample, output: Path, machine: ClusterSpec
     run = f"tune run {output}" + (f" --nproc-per-node {machine.devices}" if machine.devices > 1 else "")
     steps = draft.plan.step_count
     numbers = [f"at most {format_gib(draft.plan.peak.total)} GiB of {machine.label}"]
-    numbers += [f"{steps.steps:,} steps"] if steps is not None else []
+    numbers += [f"{'' if steps.exact else 'about '}{steps.steps:,} steps"] if steps is not None else []
     numbers += [f"about {format_duration(draft.plan.hours * 3600)}"] if draft.plan.hours is not None else []
     use = f"tune chat {draft.tree['output_dir']}" if sample.task not in ("reward", "embed") else ""
     rows = [(f"tune data {output}", "show the rows and their loss masks"), (run, "train; resumes if it is interrupted")]

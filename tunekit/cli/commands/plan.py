@@ -28,7 +28,8 @@ def main(args: argparse.Namespace) -> None:
     if args.auto or args.output:
         search.check_memory_is_known(cluster)
     cfg = recipe_loader.load_recipe_config(recipe, args.config, args.overrides, args.imports)
-    plan = replace(estimate.estimate(make_workload(cfg, cluster), cluster), step_count=count_steps(cfg))
+    workload = make_workload(cfg, cluster)
+    plan = replace(estimate.estimate(workload, cluster), step_count=count_steps(cfg, workload.source))
     changes = suggestions.suggest_changes(plan)
     if cluster.is_assumed:
         print(assumed_gpu_note(args, cluster), file=sys.stderr if args.json else sys.stdout)
