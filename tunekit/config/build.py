@@ -221,7 +221,7 @@ def _type_hint(slot: FieldSlot, node: YamlNode) -> str:
     options = union_members(slot.hint)
     if value == "None" and type(None) in options:
         return "; write null"
-    if isinstance(value, str) and (nearest := _closest_literal(options, value)):
+    if isinstance(value, str) and ":" not in value and (nearest := _closest_literal(options, value)):
         return f"; did you mean {nearest}?"
     if isinstance(value, list) or (generic_args(slot.hint, tuple) and not isinstance(value, dict)):
         return "" if isinstance(value, list) else f"; a list is written [{'' if value is None else value}]"

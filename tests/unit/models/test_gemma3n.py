@@ -49,7 +49,7 @@ def test_unknown_tokens_share_a_row_that_they_do_not_train(tmp_path: Path) -> No
     assert model.per_layer is not None
     weight = model.per_layer.embed.weight
     assert weight.grad is not None and weight.grad.abs().sum(1).nonzero().flatten().tolist() == [7]
-    rows = model.per_layer.look_up(torch.tensor([[known, known + 1, 0]]))
+    rows = model.per_layer.look_up(torch.tensor([[known, known + 1, 0]]), torch.float32)
     assert torch.equal(rows[0, 0], rows[0, 2]) and torch.equal(rows[0, 1], rows[0, 2])
 
 
