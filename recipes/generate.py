@@ -141,7 +141,7 @@ def sample_and_score(
             generate = partial(generate_rollouts, engine, tokenizer, prompts, num_samples, *options)
             scored += gather_answers(cfg.rewards, dist.run_on_all(generate), RewardContext(), dist)[0]
             dist.heartbeat.record(first, "answer")
-    log_cut_answers([len(item.rollout.tokens) >= model.spec.context for item in scored], model.spec.context, dist)
+    log_cut_answers([item.rollout.is_cut_off_at(model.spec.context) for item in scored], model.spec.context, dist)
     return scored
 
 

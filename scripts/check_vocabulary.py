@@ -97,6 +97,7 @@ def find_hits(root: Path, vocabulary: Vocabulary) -> Iterator[Hit]:
 
 
 def iter_files(root: Path) -> Iterator[Path]:
+    """All files below a directory, without `SKIPPED_DIRS`."""
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = sorted(set(subdirectories) - SKIPPED_DIRS)
         yield from (Path(directory, name) for name in sorted(names))

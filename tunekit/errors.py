@@ -38,7 +38,7 @@ def check_range(
             abs(value) < math.inf and all(compare(value, bound) for _, bound, compare in limits)
         ):
             expected = " and ".join(f"{sign} {bound}" for sign, bound, _ in limits)
-            finite = " and finite" if value == math.inf else ""
+            finite = " and finite" if value == math.inf and le is lt is None else ""
             raise FieldError(name, f"must be {expected}{finite}, got {value}")
 
 

@@ -178,7 +178,7 @@ def find_missing_end_tokens(target: CheckTarget) -> Iterator[Finding]:
     stats, is_segments = target.stats, target.is_segments
     num_turns = np.where(is_segments, (stats.complete_turns > 0) & ~stats.end_missing, stats.complete_turns)
     last_has_end = np.isin(stats.last_token, list(target.tokenizer.special_ids))
-    num_with_end = np.where(is_segments, last_has_end, stats.turns_with_end)
+    num_with_end = np.where(is_segments, last_has_end & ~stats.end_missing, stats.turns_with_end)
     is_missing = (num_with_end < num_turns) | (target.doc_flags & DocFlags.MISSING_END_TOKEN > 0)
     all_missing = bool(num_turns.any()) and not num_with_end.any()
     message = "no answer has an end token as target" if all_missing else "answers of {rows} have no end token as target"

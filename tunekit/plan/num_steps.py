@@ -72,7 +72,7 @@ def count_steps(cfg: TrainingOptions, source: HFCheckpoint | None = None) -> Ste
         if len(counts) < len(mix.dataset_configs):
             return None
         pairs = list(zip(mix.dataset_configs, tables, strict=True))
-        if not mix.packing and not any(changes_count(*pair) for pair in pairs):
+        if not mix.packing and not any(can_change_count(*pair) for pair in pairs):
             rows = sum(mix.rows_per_epoch(counts))
             return StepCount(StepIndex(lambda _: rows, cfg.global_batch_size).num_steps(cfg.epochs), rows, cfg.epochs)
         tokenizer = open_tokenizer(source)
@@ -96,13 +96,13 @@ def open_tokenizer(source: HFCheckpoint | None) -> Tokenizer | None:
     return build.open_tokenizer(source)
 
 
-def changes_count(config: DatasetConfig, table: RowReader) -> bool:
+def can_change_count(config: DatasetConfig, table: RowReader) -> bool:
     """Whether a row may become several rows or none. Prompts are rarely dropped."""
     has_filters = bool(config.transforms) or config.on_bad_row == "skip"
-    return config.has_targets and (has_filters or excess_length_strategy(config, table)[0] != "truncate")
+    return config.has_targets and (has_filters or get_excess_length_strategy(config, table)[0] != "truncate")
 
 
-def excess_length_strategy(config: DatasetConfig, table: RowReader) -> tuple[str, int]:
+def get_excess_length_strategy(config: DatasetConfig, table: RowReader) -> tuple[str, int]:
     """Treatment of long rows, and the number of tokens by which the windows of a split row overlap."""
     strategy = config.excess_length_strategy
     if isinstance(config, AutoDataset) and isinstance(probe_rows(config, table, config.detect)[0], TextDataset):
@@ -138,7 +138,7 @@ def sample_lengths(config: DatasetConfig, table: RowReader, tokenizer: Tokenizer
         text = max(iter_strings(rows[0].fields), key=len, default="")[:MAX_TOKENIZED_CHARS]
         num_tokens, num_chars = len(tokenizer.model.encode(text).ids), len(text)
     scale = num_tokens / num_chars if num_chars else 1 / BYTES_PER_TOKEN
-    long_rows = excess_length_strategy(config, table)
+    long_rows = get_excess_length_strategy(config, table)
     lengths = [
         np.array([len(doc.tokens) for doc in documents[i]], int)
         if i in documents

@@ -184,7 +184,7 @@ class RolloutBuffer:
         self.samples, metrics = self.prepare(model, scored)
         seconds = time.perf_counter() - start_time
         self.metrics = {**scored.metrics, **metrics, "generation_time": seconds}
-        if metrics.get("frac_reward_zero_std") == 1:
+        if metrics.get("frac_reward_zero_std") == 1 and not scored.rewards.isnan().all():
             self.warn("all answers to each prompt have the same reward")
         advantages = self.samples.advantages.sum(1) / self.samples.num_tokens.clamp(min=1)
         rows = scored.rows(advantages)

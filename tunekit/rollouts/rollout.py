@@ -54,6 +54,10 @@ class Rollout:
     def num_sampled_tokens(self) -> int:
         return int(self.loss_mask.sum())
 
+    def is_cut_off_at(self, length: int) -> bool:
+        """Whether the last answer was cut off because the tokens reached a length."""
+        return self.finish_reason == "length" and len(self.tokens) >= length
+
     @property
     def completion(self) -> str:
         """Text of the last answer; empty without one."""

@@ -45,15 +45,17 @@ from tunekit.training.intervals import Interval, interval_error
 from tunekit.training.profiler import ProfilerConfig, resolve_profiler
 from tunekit.training.step_guard import StepGuardConfig
 
-# Patterns of keys that may change when a run is resumed. They do not change the trained weights, except for rounding:
-# another number of devices or another micro-batch size adds the same gradients in another order.
+# Patterns of keys that may change when a run is resumed. Steps stay the same, except for rounding: another number of
+# devices or another micro-batch size adds the same gradients in another order. docs/checkpoints.md lists the effects.
 LIVE_KEYS = frozenset(
     {
         "memory",
         "micro_batch_size",
-        "*.batch_size",  # rows of a forward pass
+        "on_policy.batch_size",
+        "generation_eval.batch_size",
         "max_num_seqs",
-        "*.num_proc",
+        "data*.num_proc",  # also of the datasets of a mixture
+        "eval_data*.num_proc",
         "eval_every",
         "num_completions_to_print",
         "*.num_completions_to_print",

@@ -18,6 +18,7 @@ from tunekit.data.preprocess import cache, user_modules, worker, worker_pool
 from tunekit.data.preprocess.fingerprint import fingerprint
 from tunekit.data.preprocess.tokenized_dataset import TokenizedChunk, TokenizedDataset, TokenizedDatasetWriter
 from tunekit.data.readers.row_reader import CHUNK_ROWS, BadRow, Row, RowChunk, RowReader
+from tunekit.data.row_errors import USER_CODE_ERRORS, format_user_code_error
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
@@ -81,7 +82,7 @@ def detect_first_row(config: DatasetConfig, detect: Callable[[Fields], Result]) 
 
 
 def probe_rows(config: DatasetConfig, reader: RowReader, fn: Callable[[Fields], Result]) -> tuple[Result | None, str]:
-    """Result of `fn` for the first row for which it raises no UserError; or None, and the last error."""
+    """Result of `fn` for the first row for which it and the transforms raise no error; or None, and the last error."""
     error_message = "has no rows"
     for row in islice(reader.rows, MAX_PROBED_ROWS):
         if isinstance(row, Row):
@@ -93,6 +94,11 @@ def probe_rows(config: DatasetConfig, reader: RowReader, fn: Callable[[Fields], 
                 error_message = explain_missing_column(error, row.fields, kind_name(type(config)))
             except UserError as error:
                 error_message = str(error)
+            except USER_CODE_ERRORS as error:
+                message = format_user_code_error(error, config, *config.transforms)
+                if message is None:
+                    raise
+                error_message = message
     return None, error_message
 
 
