@@ -103,11 +103,9 @@ class LoRAConfig:
     trainable_token_indices: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise FieldError("rank", f"must be >= 1, got {self.rank}")
+        check_range(self, "rank", ge=1)
         check_range(self, "alpha", "loraplus_lr_ratio", gt=0)
-        if not 0 <= self.dropout < 1:
-            raise FieldError("dropout", f"must be >= 0 and < 1, got {self.dropout}")
+        check_range(self, "dropout", ge=0, lt=1)
         if self.adapter_path is not None and self.init != "default":
             raise FieldError("adapter_path", f"not compatible with adapter.init={self.init}. Remove one of the two.")
         if not self.target_modules:

@@ -13,7 +13,6 @@ from tunekit.data.chat_template import converters
 from tunekit.data.chat_template.chat_format import with_chat_format
 from tunekit.data.chat_template.messages import (
     Conversation,
-    MissingColumnError,
     get_column,
     get_optional_column,
     get_string,
@@ -27,13 +26,12 @@ from tunekit.data.format_detection import (
     FormatRule,
     RowFormat,
     detect_format,
-    explain_missing_column,
     find_unused_prompt,
 )
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.readers.open_dataset import find_data_files, open_dataset, parse_split
 from tunekit.data.readers.row_reader import BadRow, Row, RowReader
-from tunekit.data.row_errors import USER_CODE_ERRORS, format_user_code_error
+from tunekit.data.row_errors import USER_CODE_ERRORS, format_row_error
 from tunekit.data.tokenize import MaskedText, TrainOn
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.transforms import Fields, Filter, RenameColumns
@@ -150,15 +148,8 @@ class DatasetConfig(DataConfig):
         try:
             fields = self.apply_transforms(row.fields)
             return None if fields is None else self.render(tokenizer, fields)
-        except MissingColumnError as error:
-            return BadRow(row.where, explain_missing_column(error, row.fields, kind_name(type(self))))
-        except UserError as error:
-            return BadRow(row.where, str(error))
-        except USER_CODE_ERRORS as error:
-            message = format_user_code_error(error, self, *self.transforms)
-            if message is None:
-                raise
-            return BadRow(row.where, message)
+        except (UserError, *USER_CODE_ERRORS) as error:
+            return BadRow(row.where, format_row_error(error, row.fields, self, *self.transforms))
 
     def apply_transforms(self, fields: Fields) -> Fields | None:
         """Columns after all transforms; None if one of them removes the row."""

@@ -1,7 +1,14 @@
-"""Errors of user code on a row, with the line of the code."""
+"""Messages about rows that fail, with the other kind whose columns they have, or the line of user code."""
 
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from tunekit.config.choices import kind_name
+from tunekit.data.chat_template.messages import MissingColumnError
+from tunekit.data.format_detection import explain_missing_column
+from tunekit.errors import UserError
 
 # Exceptions of user transforms and formats that make a row a bad row.
 USER_CODE_ERRORS = (
@@ -15,6 +22,16 @@ USER_CODE_ERRORS = (
     OSError,
     SystemExit,
 )
+
+
+def format_row_error(error: BaseException, fields: Mapping[str, Any], config: object, *transforms: object) -> str:
+    """Message about a row for which a dataset config or a transform raised. Raises errors that are not of user code."""
+    if isinstance(error, MissingColumnError):
+        return explain_missing_column(error, fields, kind_name(type(config)))
+    message = str(error) if isinstance(error, UserError) else format_user_code_error(error, config, *transforms)
+    if message is None:
+        raise error
+    return message
 
 
 def format_user_code_error(error: BaseException, *configs: object) -> str | None:

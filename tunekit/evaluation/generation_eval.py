@@ -11,7 +11,7 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.evaluation.answer_checks import AnswerChecks
 from tunekit.evaluation.loglikelihood import ScoredTokens, score_rows
 from tunekit.evaluation.results import Metric, TaskResult
-from tunekit.generation.generate import check_prompt_length, generate_texts
+from tunekit.generation.generate import check_prompt_length, generate_answers
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.models.decoder import Decoder
 
@@ -48,8 +48,8 @@ class GenerationEvaluator:
         prompts = [question.prompt for question in questions]
         for question in questions:
             check_prompt_length(question.row, len(question.prompt), self.model.spec.context)
-        texts = generate_texts(self.model, self.tokenizer, prompts, self.sampling, self.batch_size, self.dist)
-        completions = tuple(text.strip() for text in texts)
+        answers = generate_answers(self.model, self.tokenizer, prompts, self.sampling, self.batch_size, self.dist)
+        completions = tuple(text.strip() for text, _ in answers)
         if questions:
             pairs, locations = zip(completions, questions, strict=True), [question.row for question in questions]
             scores = [checks.scores(text, question.expected) for text, question in pairs]

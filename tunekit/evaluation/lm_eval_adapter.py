@@ -30,7 +30,7 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.evaluation.loglikelihood import ScoredTokens, score_rows
 from tunekit.evaluation.results import Metric, TaskResult
-from tunekit.generation.generate import generate_texts
+from tunekit.generation.generate import generate_answers
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.hub import errors
 from tunekit.models.decoder import Decoder
@@ -165,7 +165,8 @@ class LMEvalAdapter(TemplateLM):
             problem = f"max_gen_toks is {sampling.max_new_tokens}, and the context length is {self.max_length}"
             raise UserError(f"tasks: {problem}. Define your own task with a smaller max_gen_toks.")
         prompts = [prompt[-max_prompt:] for prompt in prompts]
-        return generate_texts(self.model, self.text_tokenizer, prompts, sampling, self.batch_size, self.dist)
+        answers = generate_answers(self.model, self.text_tokenizer, prompts, sampling, self.batch_size, self.dist)
+        return [text for text, _ in answers]
 
 
 def row_error(request: Instance, problem: str) -> UserError:

@@ -127,18 +127,6 @@ def generate_answers(
     return [GeneratedText(stop.cut(tokenizer.decode(tokens)), reason) for tokens, reason in answers]
 
 
-def generate_texts(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingConfig,
-    batch_size: int,
-    dist: DistributedContext,
-) -> list[str]:
-    """Texts of `generate_answers`."""
-    return [text for text, _ in generate_answers(model, tokenizer, prompts, sampling, batch_size, dist)]
-
-
 def stream_text(  # noqa: PLR0913
     model: Decoder,
     tokenizer: Tokenizer,

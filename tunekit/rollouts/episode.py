@@ -138,9 +138,9 @@ class EpisodeEnvironment:
     def end(self, result: TurnResult) -> TurnResult:
         """The result with reward and metrics. Closes the environment."""
         value = self.call("get_reward", self.environment.get_reward)
-        reward = to_number(value, self.where("get_reward"))
+        reward = to_number(value, self.describe_call("get_reward"))
         values = self.call("get_metrics", self.environment.get_metrics)
-        metrics = to_metrics(values, self.where("get_metrics"))
+        metrics = to_metrics(values, self.describe_call("get_metrics"))
         self.close()
         return replace(result, messages=(), reward=None if math.isnan(reward) else reward, metrics=metrics)
 
@@ -155,13 +155,13 @@ class EpisodeEnvironment:
         with suppress(UserError):
             self.close()
 
-    def where(self, name: str) -> str:
+    def describe_call(self, name: str) -> str:
         """Row and method, for error messages."""
         return f"{self.prompt.where}: environment {self.name}.{name}"
 
     def call(self, name: str, function: Callable[[], Any]) -> Any:
         """Result of a method. Raises UserError with the row if it raises or hangs."""
-        where = self.where(name)
+        where = self.describe_call(name)
         seconds = self.config.tool_timeout_seconds
         future = run_in_thread(function)
         try:

@@ -7,7 +7,7 @@ from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.evaluation.generation_eval import iter_questions, with_source
-from tunekit.generation.generate import check_prompt_length, generate_texts
+from tunekit.generation.generate import check_prompt_length, generate_answers
 from tunekit.loggers.metric_logger import MetricLogger
 from tunekit.models.decoder import Decoder
 from tunekit.training.run_context import RunContext
@@ -44,7 +44,7 @@ class GenerationMonitor:
             return {}
         self.dist.heartbeat.record(step, "validate")
         prompts, options = [prompt.tokens for prompt in self.prompts], (self.config.sampling, self.config.batch_size)
-        answers = [text.strip() for text in generate_texts(model, self.tokenizer, prompts, *options, self.dist)]
+        answers = [text.strip() for text, _ in generate_answers(model, self.tokenizer, prompts, *options, self.dist)]
         pairs = list(zip(self.prompts, answers, strict=True))
         scores = [self.config.checks.scores(answer, prompt.expected) for prompt, answer in pairs]
         rows = [{"prompt": prompt.text, "completion": answer, "expected": prompt.expected} for prompt, answer in pairs]

@@ -29,7 +29,7 @@ from tunekit.cli import main as cli
 from tunekit.data.chat_template.chat_format import encode_conversation
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
-from tunekit.generation.generate import generate_texts
+from tunekit.generation.generate import generate_answers
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.generation.token_probabilities import token_probabilities
 from tunekit.models.decoder import Decoder
@@ -105,7 +105,7 @@ def expected_answers(path: str, prompts: list[str], max_new_tokens: int) -> list
     model, tokenizer = load_for_inference(path, FP32, DistributedContext())
     encoded = [encode_conversation(tokenizer, user_message(text)) for text in prompts]
     sampling = SamplingConfig(max_new_tokens=max_new_tokens)
-    return generate_texts(model, tokenizer, encoded, sampling, 4, DistributedContext())
+    return [text for text, _ in generate_answers(model, tokenizer, encoded, sampling, 4, DistributedContext())]
 
 
 def test_models_are_listed(client: openai.OpenAI) -> None:

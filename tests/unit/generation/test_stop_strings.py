@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tunekit import assets, build
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
-from tunekit.generation.generate import generate_texts, stream_text
+from tunekit.generation.generate import generate_answers, stream_text
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.generation.stop_strings import StopStrings
 from tunekit.models.decoder import Decoder
@@ -25,7 +25,7 @@ def nano() -> tuple[Decoder, Tokenizer]:
 def answer(nano: tuple[Decoder, Tokenizer], *stop_strings: str) -> str:
     sampling = SamplingConfig(stop_strings=stop_strings, max_new_tokens=NUM_TOKENS)
     prompts = [nano[1].encode_prompt(MESSAGES)]
-    (text,) = generate_texts(*nano, prompts, sampling, 1, DistributedContext(0, "cpu"))
+    ((text, _),) = generate_answers(*nano, prompts, sampling, 1, DistributedContext(0, "cpu"))
     assert "".join(stream_text(*nano, MESSAGES, sampling)) == text
     return text
 

@@ -10,15 +10,12 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from tunekit.config.choices import kind_name
-from tunekit.data.chat_template.messages import MissingColumnError
 from tunekit.data.datasets import DatasetConfig, Fields
-from tunekit.data.format_detection import explain_missing_column
 from tunekit.data.preprocess import cache, user_modules, worker, worker_pool
 from tunekit.data.preprocess.fingerprint import fingerprint
 from tunekit.data.preprocess.tokenized_dataset import TokenizedChunk, TokenizedDataset, TokenizedDatasetWriter
 from tunekit.data.readers.row_reader import CHUNK_ROWS, BadRow, Row, RowChunk, RowReader
-from tunekit.data.row_errors import USER_CODE_ERRORS, format_user_code_error
+from tunekit.data.row_errors import USER_CODE_ERRORS, format_row_error
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
@@ -90,15 +87,8 @@ def probe_rows(config: DatasetConfig, reader: RowReader, fn: Callable[[Fields], 
                 fields = config.apply_transforms(row.fields)
                 if fields is not None:
                     return fn(fields), ""
-            except MissingColumnError as error:
-                error_message = explain_missing_column(error, row.fields, kind_name(type(config)))
-            except UserError as error:
-                error_message = str(error)
-            except USER_CODE_ERRORS as error:
-                message = format_user_code_error(error, config, *config.transforms)
-                if message is None:
-                    raise
-                error_message = message
+            except (UserError, *USER_CODE_ERRORS) as error:
+                error_message = format_row_error(error, row.fields, config, *config.transforms)
     return None, error_message
 
 
