@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.wait import has_ended
+from tests.helpers.wait import has_ended, read_process_state
 
 KILLS_VARIABLE, SIZE_VARIABLE, SEED_VARIABLE = "TUNEKIT_TEST_KILLS", "TUNEKIT_TEST_SIZE", "TUNEKIT_TEST_SEED"
 # When to kill: at any time of a start, or a few milliseconds after a directory was created: that of a state after the
@@ -70,10 +70,10 @@ def kill_process(pid: int) -> bool:
     """Kill a process. False if it had already ended."""
     try:
         os.kill(pid, signal.SIGSTOP)
-        while (state := Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]) not in "TZX":
+        while (state := read_process_state(pid)) not in "TZX":
             time.sleep(0.0001)
         os.kill(pid, signal.SIGKILL)
-    except (FileNotFoundError, ProcessLookupError):
+    except ProcessLookupError:
         return False
     return state == "T"
 

@@ -225,12 +225,3 @@ class ToyLauncher:
 
     def log(self, rank: int) -> str:
         return (self.folder / f"out/logs/rank-{rank}.log").read_text()
-
-
-def has_exited(pid: int) -> bool:
-    """Whether the process has ended or is a zombie."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() or ["Z"])[0] == "Z"

@@ -9,8 +9,8 @@ import pytest
 
 from tests.distributed.launch.test_network_cut import ALL_REDUCE_RECIPE
 from tests.helpers.forked_ranks import end_tune
-from tests.helpers.toy_launcher import ToyLauncher, has_exited
-from tests.helpers.wait import wait_until
+from tests.helpers.toy_launcher import ToyLauncher
+from tests.helpers.wait import has_exited, wait_until
 from tunekit.distributed import heartbeat, worker_env
 from tunekit.distributed.heartbeat import (
     Heartbeat,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.command_result import CommandResult
-from tests.helpers.toy_launcher import ToyLauncher, has_exited
-from tests.helpers.wait import wait_until
+from tests.helpers.toy_launcher import ToyLauncher
+from tests.helpers.wait import has_exited, wait_until
 from tunekit.distributed.rendezvous import Connection, Participant, find_mismatch
 
 pytestmark = pytest.mark.multi

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.toy_launcher import ToyLauncher, has_exited
-from tests.helpers.wait import wait_until
+from tests.helpers.toy_launcher import ToyLauncher
+from tests.helpers.wait import has_exited, wait_until
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 RENDEZVOUS_ARGS = ("--nnodes", "2", "--rdzv-endpoint", "10.213.7.1:29400")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.toy_launcher import ToyLauncher, has_exited
-from tests.helpers.wait import wait_until
+from tests.helpers.toy_launcher import ToyLauncher
+from tests.helpers.wait import has_exited, wait_until
 
 pytestmark = pytest.mark.multi
 MANY_STEPS = "steps=1000"

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.wait import TIMEOUT_SECONDS, wait_until
+from tests.helpers.wait import TIMEOUT_SECONDS, has_exited, wait_until
 from tunekit.config.user_code import load_user_choices
 from tunekit.data.datasets import ChatDataset, PreferenceDataset, TextDataset
 from tunekit.data.preprocess import preprocess, worker_pool
@@ -324,23 +324,15 @@ def test_worker_processes_end_with_their_parent(
         assert parent.stderr is not None
         workers = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(workers) == 2
-        assert all(map(is_alive, workers))
+        assert not any(map(has_exited, workers))
         parent.send_signal(number)
         try:
             parent.wait(TIMEOUT_SECONDS)
         finally:
             parent.kill()
-        wait_until(lambda: not any(map(is_alive, workers)))
+        wait_until(lambda: all(map(has_exited, workers)))
         output = parent.stderr.read()
         assert "worker" not in output, output
-
-
-def is_alive(process: int) -> bool:
-    """Return whether a process runs. A zombie does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 MEMORY_SCRIPT = """

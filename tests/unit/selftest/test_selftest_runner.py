@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.wait import has_exited
 from tunekit.selftest.checklist import Check
 from tunekit.selftest.result import Outcome
 from tunekit.selftest.runner import Runner
@@ -71,13 +72,7 @@ def test_what_a_check_does_ends_no_other(run: Callable[..., dict[str, Outcome]],
     assert "ZeroDivisionError: by zero (at demo.py:" in outcomes["error"].detail
     assert outcomes["wrong"].detail == "off by one"
     assert "no result after" in outcomes["hang"].detail
-    assert not is_running(int((tmp_path / "child").read_text())), "children of a check end with it"
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+    assert has_exited(int((tmp_path / "child").read_text())), "children of a check end with it"
 
 
 def test_checks_after_the_total_time_limit_are_skipped(run: Callable[..., dict[str, Outcome]]) -> None:
