@@ -20,6 +20,7 @@ from tunekit.data.readers.row_reader import Row, RowReader
 from tunekit.data.sft_datasets import AutoDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
+from tunekit.plan.rollout_cache import SamplesAnswers
 from tunekit.plan.workload import TrainingOptions
 
 MAX_FILE_BYTES = 2**31  # larger files take too long to count
@@ -72,8 +73,11 @@ def count_steps(cfg: TrainingOptions, source: HFCheckpoint | None = None) -> Ste
         if len(counts) < len(mix.dataset_configs):
             return None
         pairs = list(zip(mix.dataset_configs, tables, strict=True))
+        rows = sum(mix.rows_per_epoch(counts))
+        if isinstance(cfg, SamplesAnswers):  # rows are prompts: packing is of answers, and all steps are complete
+            steps = cfg.epochs * cfg.steps_per_prompt * (rows // cfg.num_prompts)
+            return StepCount(steps, rows, cfg.epochs)
         if not mix.packing and not any(can_change_count(*pair) for pair in pairs):
-            rows = sum(mix.rows_per_epoch(counts))
             return StepCount(StepIndex(lambda _: rows, cfg.global_batch_size).num_steps(cfg.epochs), rows, cfg.epochs)
         tokenizer = open_tokenizer(source)
         return estimate_steps(cfg, mix, [sample_lengths(*pair, tokenizer) for pair in pairs], counts)

@@ -26,6 +26,10 @@ class SamplesAnswers(Protocol):
 
     @property
     def num_cached_seqs(self) -> int: ...
+    @property
+    def num_prompts(self) -> int: ...
+    @property
+    def steps_per_prompt(self) -> int: ...
 
 
 class RolloutShape(NamedTuple):

@@ -13,6 +13,7 @@ from tunekit.data.sft_datasets import AutoDataset
 from tunekit.distributed.context import DistributedContext
 from tunekit.hub import download
 from tunekit.plan.num_steps import count_steps
+from tunekit.policy.prompt_loader import PromptLoader
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -37,3 +38,15 @@ def test_split_and_packed_rows_are_counted(
     tolerance = 0 if is_exact else 0.1
     assert count.steps == pytest.approx(loader.num_steps(2), rel=tolerance, abs=0)
     assert count.tokens == pytest.approx(2 * loader.summary.tokens, rel=tolerance, abs=0)
+
+
+@pytest.mark.parametrize("options", [["global_batch_size=128"], ["steps_per_generation=3", "num_iterations=2"]])
+def test_steps_of_policy_recipes_are_counted_in_prompts(options: list[str]) -> None:
+    overrides = ["max_steps=null", "epochs=2", "global_batch_size=64", *options]
+    cfg = recipe_loader.load_recipe_config(recipe_loader.load_recipe("grpo"), "nano/grpo", overrides, [])
+    tokenizer = build.open_tokenizer(build.resolve_checkpoint("tunekit/nano", download.SMALL)[0])
+    data = replace(cfg.data, packing=False)  # of answers
+    loader = build_dataloader(data, tokenizer, cfg.num_prompts, 1, DistributedContext(device="cpu"))
+    count = count_steps(cfg)
+    assert count is not None and count.exact
+    assert count.steps == PromptLoader(loader, tokenizer, 0, cfg.steps_per_prompt).num_steps(2)
