@@ -71,7 +71,9 @@ class ConfigBuilder:
             if get_origin(option) is Literal:
                 descriptions.append("one of " + ", ".join(format_value(value) for value in get_args(option)))
             elif get_origin(option) is tuple:
-                descriptions.append(f"a list of {self.expected(FieldSlot(get_args(option)[0]))}")
+                first, *others = get_args(option)
+                size = "" if Ellipsis in others else f"{1 + len(others)} elements, each "
+                descriptions.append(f"a list of {size}{self.expected(FieldSlot(first))}")
             elif get_origin(option) is dict:
                 descriptions.append("a mapping")
             elif option in TYPE_LABELS:
@@ -80,7 +82,8 @@ class ConfigBuilder:
 
     def items(self, arguments: tuple[Any, ...], node: YamlNode, path: Path) -> Any:
         if arguments[-1] is not Ellipsis and len(arguments) != len(node.value):
-            self.problems.add(node.at, path, f"expected a list of {len(arguments)}, got {len(node.value)} elements")
+            got = f"got {len(node.value)}"
+            self.problems.add(node.at, path, f"expected a list of {len(arguments)} elements, {got}")
             return FAILED
         built = [
             self.value(FieldSlot(element_type(arguments, i)), item, (*path, str(i)))
@@ -224,7 +227,7 @@ def _type_hint(slot: FieldSlot, node: YamlNode) -> str:
     if isinstance(value, str) and ":" not in value and (nearest := _closest_literal(options, value)):
         return f"; did you mean {nearest}?"
     if isinstance(value, list) or (generic_args(slot.hint, tuple) and not isinstance(value, dict)):
-        return "" if isinstance(value, list) else f"; a list is written [{'' if value is None else value}]"
+        return "" if isinstance(value, list) else f"; a list is written {_list_example(slot, value)}"
     if str in options and node.text:
         return f"; put text in quotes: '{node.text}'"
     if bool in options and isinstance(value, str) and value.lower() in ("yes", "no", "on", "off"):
@@ -234,3 +237,9 @@ def _type_hint(slot: FieldSlot, node: YamlNode) -> str:
     if int in options and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return f"; write {int(value)}"
     return ""
+
+
+def _list_example(slot: FieldSlot, value: object) -> str:
+    """How a list is written: with this value, and dots for the other elements of a tuple."""
+    size = len([hint for hint in generic_args(slot.hint, tuple) if hint is not Ellipsis])
+    return f"[{'' if value is None else value}{', ...' * (size > 1)}]"

@@ -44,8 +44,7 @@ def split_optimizer(
     trained = list(trained)
     special_groups = param_groups(trained, cfg.lr, cfg.weight_decay, is_special)
     adamw_groups = param_groups(trained, cfg.lr, cfg.weight_decay, lambda p: not is_special(p))
-    betas = (cfg.betas[0], cfg.betas[1])
-    make_adamw = partial(torch.optim.AdamW, betas=betas, eps=cfg.eps, fused=can_fuse(adamw_groups) or None)
+    make_adamw = partial(torch.optim.AdamW, betas=cfg.betas, eps=cfg.eps, fused=can_fuse(adamw_groups) or None)
     pairs = (make_special, special_groups), (make_adamw, adamw_groups)
     return OptimizerContainer(*(make(groups) for make, groups in pairs if groups))
 
@@ -55,7 +54,7 @@ def can_fuse(groups: list[dict[str, Any]]) -> bool:
     return all(capabilities(p.device).fused_adamw for group in groups for p in group["params"])
 
 
-def check_betas(name: str, values: tuple[float, ...]) -> None:
+def check_betas(name: str, values: tuple[float, float]) -> None:
     if len(values) != 2 or not all(0 <= value < 1 for value in values):
         raise FieldError(name, f"must be two numbers >= 0 and < 1, got {list(values)}")
 
@@ -100,7 +99,7 @@ class AdamWConfig(OptimizerConfig):
     """AdamW: Adam with decoupled weight decay (arXiv:1711.05101). Fused if torch supports it on the device."""
 
     kind: ClassVar[str] = "adamw"
-    betas: tuple[float, ...] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0  # Decoupled weight decay; not applied to norms and biases
 
@@ -112,9 +111,8 @@ class AdamWConfig(OptimizerConfig):
 
     def build(self, trained: TrainedGroups, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
         """Build the optimizer. `inner` are the weights of the decoder layers, which Muon treats differently."""
-        betas = (self.betas[0], self.betas[1])
         groups = param_groups(trained, self.lr, self.weight_decay)
-        return torch.optim.AdamW(groups, betas=betas, eps=self.eps, fused=can_fuse(groups) or None)
+        return torch.optim.AdamW(groups, betas=self.betas, eps=self.eps, fused=can_fuse(groups) or None)
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ class AdamW8bitConfig(AdamWConfig):
     kind: ClassVar[str] = "adamw8bit"
 
     def build(self, trained: TrainedGroups, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
-        defaults = {"betas": (self.betas[0], self.betas[1]), "eps": self.eps}
+        defaults = {"betas": self.betas, "eps": self.eps}
         return split_optimizer(trained, self, is_worth_quantizing, lambda groups: AdamW8bit(groups, defaults))
 
 
@@ -147,7 +145,7 @@ class MuonConfig(OptimizerConfig):
     kind: ClassVar[str] = "muon"
     momentum: float = 0.95  # Momentum of the gradients of matrices
     weight_decay: float = 0.0  # Decoupled weight decay; not applied to norms and biases
-    betas: tuple[float, ...] = (0.9, 0.95)  # AdamW betas for the other weights
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW betas for the other weights
     eps: float = 1e-8  # AdamW epsilon for the other weights
 
     def __post_init__(self) -> None:

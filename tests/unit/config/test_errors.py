@@ -51,6 +51,7 @@ def test_all_errors_are_reported_with_file_and_line(tmp_path, tree):
         ("log: {to: wandbb}", r"log\.to: .*'wandb'"),
         ("log: {to: {kind: wandb, projekt: x}}", r"log\.to\.projekt: .*'project'"),
         ("optimizer: {betas: [1]}", r"optimizer\.betas: "),
+        ("optimizer: {betas: 0.5}", r"optimizer\.betas: .*2 elements, each a number.*\[0\.5, \.\.\.\]"),
         ("optimizer: {betas: [1, x]}", r"optimizer\.betas\.1: "),
         ("optimizer: null", "optimizer: "),
         ("optimizer: 3", "optimizer: "),
