@@ -157,6 +157,8 @@ def push_dir(config: PushToHubConfig, folder: Path, message: str, description: s
 def find_result_dir(source: str) -> tuple[Path, bool]:
     """Directory to upload for a run, checkpoint or adapter, and whether a run has written it."""
     path = assets.model_dir(source) or Path(source).expanduser()
+    if path.is_file():
+        raise UserError(f"{source}: is a file, not a directory. Upload it with `hf upload OWNER/NAME {source}`.")
     if not path.is_dir():
         raise UserError(f"{source}: directory not found")
     folder = build.final_dir_of(path)

@@ -127,6 +127,12 @@ def test_silent_hub_is_retried(path: str, sandbox: Sandbox) -> None:
     assert without_card(sandbox.hub.repos["ann/nano"].files) == NANO_FILES
 
 
+def test_file_cannot_be_pushed(sandbox: Sandbox) -> None:
+    file = sandbox.directory / "nano.gguf"
+    file.touch()
+    assert f"hf upload OWNER/NAME {file}" in sandbox.tune("push", str(file), "ann/nano").error
+
+
 @pytest.mark.parametrize("word", ["soon", "0", "-1", "inf", "nan"])
 def test_hub_timeout_must_be_a_number(word: str, sandbox: Sandbox) -> None:
     outcome = sandbox.tune("push", "tunekit/nano", "ann/nano", TUNEKIT_HUB_TIMEOUT=word)
