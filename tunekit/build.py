@@ -237,12 +237,14 @@ def load_for_inference(
     allow_score_head: bool = False,
     config_overrides: Mapping[str, Any] = NO_OVERRIDES,
 ) -> tuple[Decoder, Tokenizer]:
-    """The model of a checkpoint, adapter or run, and its tokenizer. Raises UserError without a language model head,
-    unless `allow_score_head`."""
+    """The model of a checkpoint, adapter or run, in eval mode, and its tokenizer.
+
+    Raises UserError without a language model head, unless `allow_score_head`.
+    """
     checkpoint, adapter, tokenizer = resolve_model(name, config_overrides=config_overrides)
     if not allow_score_head:
         require_language_model(checkpoint, name)
-    return build_model(checkpoint, quantization, adapter, precision, MemoryConfig(), dist), tokenizer
+    return build_model(checkpoint, quantization, adapter, precision, MemoryConfig(), dist).eval(), tokenizer
 
 
 def resolve_model(

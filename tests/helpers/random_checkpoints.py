@@ -242,7 +242,7 @@ def load_model(
 
 def load_inference_model(folder: Path) -> Decoder:
     """Checkpoint, or adapter with its base model, loaded for inference in fp32."""
-    return assemble.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"))[0].eval()
+    return assemble.load_for_inference(str(folder), FP32, DistributedContext(0, "cpu"))[0]
 
 
 def random_tokens(rows: int = 2, length: int = 23, seed: int = 1) -> torch.Tensor:

@@ -96,7 +96,7 @@ class TeacherConfig(ABC):
     def load_model(self, dist: DistributedContext) -> Decoder:
         """Load the teacher in eval mode, sharded like the student."""
         try:
-            return build.load_for_inference(self.model, self.precision, dist, self.quantization)[0].eval()
+            return build.load_for_inference(self.model, self.precision, dist, self.quantization)[0]
         except UserError as error:
             raise UserError(f"teacher.model: {error}") from None
 

@@ -184,7 +184,7 @@ class LRSchedulerConfig:
     """Base class of schedules: linear warmup, then `decay_factor`."""
 
     keeps_shared_keys: ClassVar[bool] = True  # another schedule keeps the warmup
-    warmup_steps: float = 0.0  # Warmup steps; a value below 1 is a fraction of all steps
+    warmup_steps: float = 0.0  # Warmup steps; a value below 1 is a fraction of all steps, rounded up
 
     def __post_init__(self) -> None:
         check_range(self, "warmup_steps", ge=0)
@@ -209,8 +209,8 @@ class LRSchedulerConfig:
 
 
 def resolve_steps(steps: float, total: int) -> int:
-    """Number of steps; a value below 1 is a fraction of all steps."""
-    return round(steps * total) if steps < 1 else round(steps)
+    """Number of steps; a value below 1 is a fraction of all steps, rounded up as in transformers."""
+    return math.ceil(steps * total) if steps < 1 else int(steps)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class RewardModel(RewardFunction):
             local = DistributedContext.single_process()
             local.device = dist.device
             model, tokenizer = build.load_for_inference(self.model, self.precision, local, allow_score_head=True)
-            self.loaded.append(Scorer(model.eval().requires_grad_(False), tokenizer))
+            self.loaded.append(Scorer(model.requires_grad_(False), tokenizer))
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Sequence[float | None]:
         assert self.loaded, "prepare() loads the model"

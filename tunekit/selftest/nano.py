@@ -26,7 +26,7 @@ SHORT_RUN = ("eval_data=null", "global_batch_size=8", "micro_batch_size=4", "log
 
 def open_model(dist: DistributedContext, compute: str) -> Decoder:
     """The model with its weights as they are stored, and products in `compute`."""
-    return build.load_for_inference(NAME, PrecisionConfig(compute), dist)[0].eval()  # type: ignore[arg-type]
+    return build.load_for_inference(NAME, PrecisionConfig(compute), dist)[0]  # type: ignore[arg-type]
 
 
 def random_documents(vocab: int, lengths: Sequence[int], trained: float = 0.5) -> list[Document]:

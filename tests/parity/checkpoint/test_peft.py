@@ -241,6 +241,13 @@ def test_updates_of_bf16_embeddings_are_added_in_the_compute_dtype(shape: str, o
     assert relative_error(model(random_tokens()), other(random_tokens()).logits) < 1e-5
 
 
+@torch.no_grad()
+def test_loaded_model_applies_no_dropout(tmp_path: Path) -> None:
+    folder, other = make_peft_adapter(tmp_path, "llama3.1", target_modules=["v_proj"], lora_dropout=0.5)
+    model, _ = build.load_for_inference(str(folder), PrecisionConfig("fp32"), DistributedContext(0, "cpu"))
+    assert relative_error(model(random_tokens()), other.eval()(random_tokens()).logits) < 1e-5
+
+
 EXPERTS = {"target_modules": [], "target_parameters": ["gate_up_proj", "down_proj"]}
 
 

@@ -21,6 +21,7 @@ from tunekit.optim.config import (
     MuonConfig,
     SGDConfig,
     WSDConfig,
+    resolve_steps,
 )
 
 
@@ -77,6 +78,12 @@ def test_schedule_ends_at_min_lr_ratio(kind: type) -> None:
     assert with_floor[5:] == pytest.approx([0.2 + 0.8 * rate for rate in unscaled[5:]])
     assert kind(min_lr_ratio=0.2).factors(40)(40) == pytest.approx(0.2)
     assert kind(min_lr_ratio=0.2).factors(40)(90) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0.1, 25), (0.03, 16), (0.5, 3), (3.0, 16), (0.0, 16)])
+def test_warmup_fraction_equals_transformers(warmup: float, steps: int) -> None:
+    expected = transformers.TrainingArguments(warmup_steps=warmup).get_warmup_steps(steps)
+    assert resolve_steps(warmup, steps) == expected
 
 
 def test_warmup_steps_below_one_are_a_fraction() -> None:
