@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import is_dataclass
@@ -14,6 +15,8 @@ from typing import Any
 from tunekit.config.choices import ChoiceRegistry, iter_slots, kind_name
 from tunekit.config.errors import ConfigError, ErrorCollector
 from tunekit.errors import UserError
+
+IMPORT_LOCK = threading.RLock()  # environments and rewards are loaded in threads, too
 
 
 def load_user_choices(root: type, files: Sequence[Path]) -> ChoiceRegistry:
@@ -40,11 +43,12 @@ def _import_once(file: Path) -> ModuleType:
         raise ConfigError([f"{file}: cannot be imported: {error.strerror}"]) from error
     digest = hashlib.sha256(str(file.resolve()).encode() + b"\0" + text).hexdigest()[:16]
     name = f"tunekit_import_{file.stem}_{digest}"
-    if name in sys.modules:
-        return sys.modules[name]
-    if file.suffix != ".py":
-        raise ConfigError([f"{file}: cannot be imported: not a Python file (.py)"])
-    return import_file(name, file)
+    with IMPORT_LOCK:  # another thread may have imported a part of it
+        if name in sys.modules:
+            return sys.modules[name]
+        if file.suffix != ".py":
+            raise ConfigError([f"{file}: cannot be imported: not a Python file (.py)"])
+        return import_file(name, file)
 
 
 class UncachedSourceLoader(SourceFileLoader):

@@ -1,6 +1,7 @@
 """`FILE.py:name` as the value of a key selects the kind with code of the user."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,10 @@ def test_edit_within_a_second_is_seen(tmp_path: Path, monkeypatch: pytest.Monkey
         os.utime(path, (1_700_000_000, 1_700_000_000))
         assert load_attribute(f"{path}:VALUE", "rewards") == value
     assert not list(tmp_path.glob("__pycache__"))
+
+
+def test_threads_wait_until_a_file_is_imported(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text("import time\ntime.sleep(0.2)\nVALUE = 3\n")
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(load_attribute, [f"{path}:VALUE"] * 4, ["rewards"] * 4)] == [3] * 4
