@@ -29,6 +29,7 @@ USER_TRANSFORM = '''"""A transform that sleeps, sends a signal, or drops the row
 
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
 
@@ -43,6 +44,8 @@ class Odd(RowTransform):
         print("seen")
         if "sleep" in fields:
             time.sleep(fields["sleep"])
+        if "message" in fields:
+            os.write(int(sys.argv[1]), fields["message"].encode())
         if "signal" in fields:
             os.kill(os.getpid(), fields["signal"])
         return None if fields.get("leave") else {"text": fields["text"] + self.suffix}
@@ -228,11 +231,17 @@ def test_user_file_that_changes_is_an_error(tmp_path: Path, tokenizer: Tokenizer
             list(pool)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+PART_OF_A_MESSAGE = "\0\0\1\0cut"  # 3 of 256 bytes
+
+
+@pytest.mark.parametrize(
+    ("number", "fields"),
+    [(signal.SIGKILL, {}), (signal.SIGSEGV, {}), (signal.SIGKILL, {"message": PART_OF_A_MESSAGE})],
+)
 def test_dead_process_is_reported_with_its_rows(
-    tmp_path: Path, tokenizer: Tokenizer, odd, number: signal.Signals
+    tmp_path: Path, tokenizer: Tokenizer, odd, number: signal.Signals, fields: dict[str, str]
 ) -> None:
-    source = write_rows(tmp_path / "rows.jsonl", text_rows(1800, row700={"signal": number}))
+    source = write_rows(tmp_path / "rows.jsonl", text_rows(1800, row700={"signal": number, **fields}))
     rows = TextDataset(source=str(source), transforms=(odd(),))
     with pytest.raises(UserError) as caught:
         preprocess_columns(rows, tokenizer, 2)
@@ -293,6 +302,17 @@ def test_worker_process_starts_fast() -> None:
         name: min(startup_seconds(name) for _ in range(3)) for name in ("tunekit.data.preprocess.worker", DEPENDENCIES)
     }
     assert seconds["tunekit.data.preprocess.worker"] < 3 * seconds[DEPENDENCIES], seconds
+
+
+def test_process_ends_silently_if_the_pool_ends_during_a_message(
+    tmp_path: Path, tokenizer: Tokenizer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = TextDataset(source=str(write_rows(tmp_path / "rows.jsonl", text_rows(3))))
+    worker = worker_pool.WorkerProcess(worker_pool.WorkerPool(rows, tokenizer, [], 1).task)
+    assert worker.receive() is None, "it is ready"
+    os.write(worker.pipe.fileno(), PART_OF_A_MESSAGE.encode())
+    worker.pipe.close()
+    assert worker.process.wait() == 0 and capfd.readouterr().err == ""
 
 
 POOL_SCRIPT = """

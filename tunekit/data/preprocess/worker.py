@@ -9,6 +9,7 @@ import pickle
 import sys
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from typing import Any
 
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.preprocess.tokenized_dataset import Document, PreprocessSummary, TokenizedChunk, flatten_documents
@@ -47,9 +48,17 @@ def track_rows(rows: Sequence[Row | BadRow], progress: memoryview) -> Iterator[R
     progress[0] = len(rows)
 
 
+def receive(pipe: Connection) -> Any:
+    """The next message. Raise EOFError if the pool has ended, also in the middle of a message."""
+    try:
+        return pipe.recv()
+    except OSError as error:
+        raise EOFError from error
+
+
 def serve(pipe: Connection, progress: memoryview) -> None:
     """Receive the config and tokenizer, then tokenize chunk by chunk."""
-    modules, task = pipe.recv()
+    modules, task = receive(pipe)
     for module in modules:
         module.load()
     with TokenizerErrors("the tokenizer cannot be copied to a worker process", "Check tokenizer.json."):
@@ -58,7 +67,7 @@ def serve(pipe: Connection, progress: memoryview) -> None:
     pipe.send(None)  # ready
     while True:
         try:
-            result = tokenize_chunk(config, tokenizer, pipe.recv(), progress)
+            result = tokenize_chunk(config, tokenizer, receive(pipe), progress)
         except UserError as error:
             result = UserError(str(error))
         pipe.send(result)

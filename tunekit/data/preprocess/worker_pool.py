@@ -72,7 +72,7 @@ class WorkerProcess:
         """Receive None when the worker is ready, later the result of a chunk. Raise UserError if it has died."""
         try:
             message = self.pipe.recv()
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):  # OSError: it has died while it sent a message
             raise UserError(self.describe_exit()) from None
         if not self.ready and isinstance(message, UserError):
             raise message
