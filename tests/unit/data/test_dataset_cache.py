@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -201,13 +202,39 @@ def test_entry_in_use_is_not_removed(cache_dir: Path, tmp_path: Path) -> None:
     assert not cache.list_unfinished()
 
 
+def test_entries_may_be_listed_and_removed_while_they_are_built(cache_dir: Path) -> None:
+    def build() -> None:
+        for _ in range(40):
+            assert len(cache.get_or_build("key", partial(write_entry, count=1), lambda message: None)) == 1
+
+    def list_all() -> None:
+        for path in (*(entry.path for entry in cache.list_entries()), *cache.list_unfinished()):
+            assert cache.dir_bytes(path) >= 0
+
+    def remove_all() -> None:
+        for path in (cache_dir / "key", *cache.list_unfinished()):
+            cache.remove_entry(path)
+
+    with ThreadPoolExecutor(4) as pool:
+        builders = [pool.submit(build) for _ in range(2)]
+        others = [pool.submit(repeat_until_done, builders, function) for function in (list_all, remove_all)]
+    for future in (*builders, *others):
+        future.result()
+
+
+def repeat_until_done(futures: Sequence[Future[None]], function: Callable[[], None]) -> None:
+    while not all(future.done() for future in futures):
+        function()
+
+
 def test_list_entries_describes_contents_and_last_use(cache_dir: Path) -> None:
     assert not cache.list_entries()
     cache.get_or_build("old", write_entry, pytest.fail)
     cache.get_or_build("new", write_entry, pytest.fail)
-    os.utime(cache_dir / "old" / METADATA_FILE, (1000, 1000))
+    for key, used in (("old", 1000), ("new", 2000)):
+        os.utime(cache_dir / key / METADATA_FILE, (used, used))
     new, old = cache.list_entries()
-    assert (new.key, old.key, old.used) == ("new", "old", 1000)
+    assert (new.key, new.used, old.key, old.used) == ("new", 2000, "old", 1000)
     assert (old.metadata["documents"], old.metadata["tokens"], old.metadata["source"]) == (
         COUNT,
         9 * COUNT,

@@ -14,7 +14,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,8 +157,9 @@ class CacheLock:
                 fcntl.flock(self.file, operation)
             except BlockingIOError:
                 return False
-            if self.path.exists() and os.path.samestat(os.fstat(self.file.fileno()), self.path.stat()):
-                return True
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self.file.fileno()), self.path.stat()):
+                    return True
             self.file = self.path.open("a+")  # the previous owner has removed the file
 
     def free(self) -> None:
@@ -186,7 +187,9 @@ def list_entries() -> list[CacheEntry]:
     for path in entry_dirs():
         if path.suffix != PARTIAL and is_complete(path):
             file = path / METADATA_FILE
-            entries.append(CacheEntry(path, json.loads(file.read_text("utf-8")), dir_bytes(path), file.stat().st_mtime))
+            with suppress(FileNotFoundError):  # another process has removed it
+                metadata, used = json.loads(file.read_text("utf-8")), file.stat().st_mtime
+                entries.append(CacheEntry(path, metadata, dir_bytes(path), used))
     return sorted(entries, key=lambda entry: entry.used, reverse=True)
 
 
@@ -197,8 +200,12 @@ def entry_dirs() -> Iterator[Path]:
 
 
 def dir_bytes(path: Path) -> int:
-    """Bytes of the files in a directory."""
-    return sum(file.stat().st_size for file in path.iterdir())
+    """Bytes of the files in a directory. Another process may move or remove them meanwhile."""
+    size = 0
+    with suppress(FileNotFoundError):
+        for file in path.iterdir():
+            size += file.stat().st_size
+    return size
 
 
 def list_unfinished() -> list[Path]:
@@ -212,7 +219,8 @@ def remove_entry(path: Path) -> bool:
     try:
         if not lock.acquire_exclusive():
             return False
-        shutil.rmtree(path)
+        with suppress(FileNotFoundError):  # another process has removed or completed it
+            shutil.rmtree(path)
         lock.path.unlink()
         return True
     finally:

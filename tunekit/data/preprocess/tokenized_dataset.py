@@ -252,16 +252,15 @@ def is_complete(directory: Path) -> bool:
     """Whether a directory has all files of a `TokenizedDatasetWriter` of this version."""
     try:
         metadata = json.loads((directory / METADATA_FILE).read_text("utf-8"))
-    except (OSError, ValueError):
+        if metadata.get("columns") != list(COLUMNS):
+            return False
+        counts = dict.fromkeys(COLUMNS, metadata["documents"]) | dict.fromkeys(TOKEN_COLUMNS, metadata["tokens"])
+        counts["values"] = metadata["values"]
+        sizes = {name: count * COLUMNS[name].itemsize for name, count in counts.items()}
+        sizes[BOUNDS] = 8 * (metadata["documents"] + 1)
+        return all((directory / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):  # a file is missing, also if another process removes the directory meanwhile
         return False
-    if metadata.get("columns") != list(COLUMNS):
-        return False
-    counts = dict.fromkeys(COLUMNS, metadata["documents"]) | dict.fromkeys(TOKEN_COLUMNS, metadata["tokens"])
-    counts["values"] = metadata["values"]
-    sizes = {name: count * COLUMNS[name].itemsize for name, count in counts.items()}
-    sizes[BOUNDS] = 8 * (metadata["documents"] + 1)
-    paths = ((directory / name, size) for name, size in sizes.items())
-    return all(path.is_file() and path.stat().st_size == size for path, size in paths)
 
 
 class FingerprintBuilder:
