@@ -80,8 +80,9 @@ def fail(fault):
 
 def wait_for_all(folder, step, rank, size):
     (folder / f"{step}.{rank}").touch()
-    while not all((folder / f"{step}.{other}").exists() for other in range(size)):
-        time.sleep(0.005)
+    for path in [str(folder / f"{step}.{other}") for other in range(size)]:
+        while not os.access(path, os.F_OK):  # calls no Python function: the stack of a hang ends here
+            time.sleep(0.005)
 
 
 def stop_together(out, rank, step, received):

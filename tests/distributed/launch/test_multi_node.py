@@ -5,6 +5,7 @@ import signal
 import socket
 import struct
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -41,14 +42,10 @@ def reserve_port(port: int) -> bool:
 def free_address() -> str:
     """Free address outside the ephemeral port range."""
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for number in range(low - 1, 1024, -1):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", number))
-            except OSError:
-                continue
-            if reserve_port(number):
-                return f"127.0.0.1:{number}"
+    for number in filter(reserve_port, range(low - 1, 1024, -1)):  # a port of another test must not be probed
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", number))
+            return f"127.0.0.1:{number}"
     raise AssertionError("no port is free")
 
 
