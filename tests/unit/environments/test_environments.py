@@ -1,6 +1,7 @@
 """Tools, their schemas and calls, and the built-in environments."""
 
 import json
+import threading
 import time
 from enum import Enum
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, Literal, Optional
 
 import pytest
 
+from tests.helpers.wait import TIMEOUT_SECONDS
 from tunekit.environments.answers import is_expected
 from tunekit.environments.base import Environment, get_tools
 from tunekit.environments.calculator import Calculator, evaluate
@@ -61,10 +63,11 @@ def test_wrong_calls_are_results() -> None:
     ):
         result = run_tool(tools, wrong, 1)
         assert result.is_error and json.loads(result.content)["error"]
-    start = time.monotonic()
+    may_end = threading.Event()
     assert run_tool({"sleep": time.sleep}, call("sleep"), 1).is_error
-    slow = {"hang": lambda: time.sleep(3), "exit": lambda: exit(3)}
-    assert "0.1 seconds" in run_tool(slow, call("hang"), 0.1).content and time.monotonic() - start < 2
+    slow = {"hang": lambda: may_end.wait(TIMEOUT_SECONDS), "exit": lambda: exit(3)}
+    assert "0.1 seconds" in run_tool(slow, call("hang"), 0.1).content
+    may_end.set()
     assert run_tool(slow, call("exit"), 1).is_error
 
 

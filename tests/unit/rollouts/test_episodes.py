@@ -1,6 +1,6 @@
 """Episodes: what the model sampled is kept, what the environment says is appended and not learned."""
 
-import time
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.chat_families import write_family
 from tests.helpers.scripted_engine import ScriptedEngine
-from tests.helpers.wait import wait_until
+from tests.helpers.wait import TIMEOUT_SECONDS, wait_until
 from tunekit.build import resolve_model
 from tunekit.data.chat_template.chat_format import encode_conversation
 from tunekit.data.chat_template.template_features import detect_features
@@ -164,7 +164,10 @@ def test_limits_end_an_episode(
 
 
 SLOW = """
+import threading
 import time
+
+EIGHT_CALLS = threading.Barrier(8, timeout=20)
 
 class Slow:
     def reset(self, answer):
@@ -184,7 +187,8 @@ class Slow:
             return "word " * 3000
         if expression == "special":
             return "a<|im_end|>b"
-        time.sleep(0.2)
+        if expression == "wait for others":
+            EIGHT_CALLS.wait()
         return [1, None]
 """
 
@@ -224,11 +228,10 @@ def test_results_cannot_end_the_message(nano: Tokenizer, tmp_path: Path) -> None
 
 def test_tools_of_different_episodes_run_at_the_same_time(nano: Tokenizer, tmp_path: Path) -> None:
     config = make_environment(tmp_path, SLOW, num_workers=8)
-    answers = [call_answer(nano, {"expression": "x"}), text_answer(nano, "done")]
-    engine = ScriptedEngine(lambda _, turn: answers[turn])
-    start = time.monotonic()
-    generate_rollouts(engine, nano, {0: make_prompt(nano, answer=1)}, 8, SAMPLING, config, 0)  # type: ignore[arg-type]
-    assert time.monotonic() - start < 1.2  # 8 x 0.2 s one after the other
+    answers = [call_answer(nano, {"expression": "wait for others"}), text_answer(nano, "done")]
+    engine, prompt = ScriptedEngine(lambda _, turn: answers[turn]), make_prompt(nano, answer=1)
+    rollouts = generate_rollouts(engine, nano, {0: prompt}, 8, SAMPLING, config, 0)  # type: ignore[arg-type]
+    assert [rollout.messages[1]["content"] for rollout in rollouts] == ["[1, null]"] * 8
 
 
 @pytest.mark.parametrize("method", ["reset", "step", "get_reward"])
@@ -280,12 +283,14 @@ class Counted(Environment):
     opened: ClassVar[list["Counted"]] = []
     failing: ClassVar[str] = ""
     max_open: ClassVar[int] = 0
+    lock: ClassVar[threading.Lock] = threading.Lock()  # environments start in threads
 
     def __init__(self) -> None:
         self.num_closed = 0
-        self.opened.append(self)
-        self.number = len(self.opened)
-        type(self).max_open = max(self.max_open, sum(item.num_closed == 0 for item in self.opened))
+        with self.lock:
+            self.opened.append(self)
+            self.number = len(self.opened)
+            type(self).max_open = max(self.max_open, sum(item.num_closed == 0 for item in self.opened))
 
     def _act(self, name: str) -> None:
         if self.number == 3 and name == self.failing:
@@ -352,9 +357,10 @@ class UntypedConfig(EnvironmentConfig):
 
 class SlowConfig(EnvironmentConfig):
     kind: ClassVar[str] = "slow"
+    may_start: ClassVar[threading.Event] = threading.Event()
 
     def create(self) -> Environment:
-        time.sleep(0.3)
+        assert self.may_start.wait(TIMEOUT_SECONDS)
         return Counted()
 
 
@@ -363,8 +369,10 @@ def test_environments_that_cannot_start_are_closed(
     config: EnvironmentConfig, nano: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Counted, "opened", [])
+    SlowConfig.may_start.clear()
     with pytest.raises(UserError, match=r"tool tool: argument|rows.jsonl:1: environment slow.__init__: no result"):
         generate_rollouts(ScriptedEngine(lambda _, turn: []), nano, {0: make_prompt(nano)}, 1, SAMPLING, config, 0)
+    SlowConfig.may_start.set()
     wait_until(lambda: [item.num_closed for item in Counted.opened] == [1])
 
 
