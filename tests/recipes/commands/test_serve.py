@@ -22,6 +22,7 @@ import pytest
 import transformers
 
 from tests.helpers.servers import ServerProcess, write_random_adapter
+from tests.helpers.wait import wait_until
 from tunekit import assets
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.build import load_for_inference
@@ -453,9 +454,8 @@ def test_signals_finish_running_requests(number: signal.Signals) -> None:
         stream = chat(client, PROMPTS[1], stream=True, **options)
         chunks = [next(stream)]
         server.signal(number)
-        time.sleep(0.3)
-        health = httpx.get(f"{server.url}/health")
-        assert (health.status_code, health.json()["status"]) == (503, "shutting down")
+        wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+        assert httpx.get(f"{server.url}/health").json() == {"status": "shutting down"}
         with pytest.raises(openai.InternalServerError) as refused:
             chat(client.with_options(max_retries=0))
         assert refused.value.status_code == 503

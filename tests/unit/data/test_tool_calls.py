@@ -212,13 +212,13 @@ def test_damaged_answers_never_raise(name: str, tokenizers: dict[str, Tokenizer]
 def test_hostile_answers_take_no_time(name: str, tokenizers: dict[str, Tokenizer]) -> None:
     parser = ToolCallParser(tokenizers[name], TOOLS)
     units = ("\n", " ", "\n[", "[{", "(", "-", "1+", '{"a":', "<tool_call>", "[weather(x=", "weather\n{", "<|channel|>")
-    started = time.monotonic()
+    started = time.thread_time()
     for unit in units:
         for start in ("", "[weather(x=", "<tool_call>", '{"name": "weather", "arguments": '):
             text = start + unit * (20_000 // len(unit))
             assert not parser.parse(text).tool_calls
             parser.streamable(text)
-    assert time.monotonic() - started < 10
+    assert time.thread_time() - started < 10
 
 
 @pytest.mark.parametrize("name", [*WRITES_CALLS, *CALLS, "nano", "chatml"])
