@@ -59,6 +59,17 @@ os.dup2(log, 2)
 {first}
 sys.exit(cli.main({words!r}))
 """
+# Code that ends a run with SIGKILL after the state of a step is saved.
+KILL_AFTER_STEP = """
+from tunekit.checkpoint.training_state import Checkpointer
+save = Checkpointer.save
+def save_and_end(state, step):
+    save(state, step)
+    state.wait()
+    if step == {step}:
+        os.kill(os.getpid(), signal.SIGKILL)
+Checkpointer.save = save_and_end
+"""
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,12 @@ class Workspace:
         self.capture.readouterr()
         code, output = cli.main(args), self.capture.readouterr()
         return CommandResult(code, output.out, output.err)
+
+    def kill_after(self, step: int, *args: str) -> None:
+        """Run `tune` in a child process that is killed after the state of a step is saved."""
+        process = self.start(*args, setup=KILL_AFTER_STEP.format(step=step))
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, self.log
 
     def start(self, *args: str, setup: str = "") -> ForkServerProcess:
         """Run `tune` in a process that is forked from one with all imports done.

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -190,12 +189,7 @@ def test_run_resumes_in_the_middle_of_a_generation(
 def test_killed_run_resumes_in_the_middle_of_a_generation(grpo_workspace: Workspace) -> None:
     args = (*RUN, *OFF_POLICY, "save_every=1", "save_total_limit=20")
     assert grpo_workspace.run_tune(*args).code == 0
-    process = grpo_workspace.start(*args, "output_dir=broken")
-    while process.is_alive() and not Path("broken/state/00000003/complete").exists():
-        time.sleep(0.001)
-    process.kill()
-    process.join()
-    assert not Path("broken/final").exists(), "the run had already ended"
+    grpo_workspace.kill_after(3, *args, "output_dir=broken")
     assert grpo_workspace.run_tune(*args, "output_dir=broken").code == 0
     assert grpo_workspace.is_same_run("out", "broken")
 

@@ -1,8 +1,6 @@
 """PPO runs: config errors, exact resume in the middle of a generation, metrics, and files without the value head."""
 
 import json
-import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -119,12 +117,7 @@ def test_sigkill_does_not_change_the_result(ppo_workspace: Workspace) -> None:
     """The run is killed after a state in the middle of a generation was saved."""
     args = (*RUN, "value_lr=0.05", "save_every=1")
     assert ppo_workspace.run_tune(*args).code == 0
-    process = ppo_workspace.start(*args, "output_dir=killed")
-    while process.is_alive() and not Path("killed/state/00000003/complete").exists():
-        time.sleep(0.0005)
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL, ppo_workspace.log
+    ppo_workspace.kill_after(3, *args, "output_dir=killed")
     assert ppo_workspace.run_tune(*args, "output_dir=killed").code == 0
     assert ppo_workspace.is_same_run("out", "killed")
 
