@@ -79,8 +79,7 @@ class EngineThread:
     def submit(self, requests: Iterable[QueuedRequest]) -> None:
         """Queue requests. Raises APIError if the thread has ended."""
         with self.condition:
-            if self.is_stopping:
-                raise APIError(503, "the engine has stopped", code="service_unavailable")
+            self.check_running()
             self.arrived += requests
             self.condition.notify()
 
@@ -89,6 +88,10 @@ class EngineThread:
         with self.condition:
             self.aborted += request_ids
             self.condition.notify()
+
+    def check_running(self) -> None:
+        if self.is_stopping:
+            raise APIError(503, "the engine has stopped", code="service_unavailable")
 
     def load_adapter(self, name: str, path: str) -> Future[None]:
         """Load an adapter between two steps."""
@@ -108,9 +111,10 @@ class EngineThread:
         return self.call(unload)
 
     def call(self, function: Callable[[], None]) -> Future[None]:
-        """Run a function in the thread, between two steps."""
+        """Run a function in the thread, between two steps. Raises APIError if the thread has ended."""
         future: Future[None] = Future()
         with self.condition:
+            self.check_running()
             self.calls.append((function, future))
             self.condition.notify()
         return future
@@ -131,8 +135,12 @@ class EngineThread:
                     self.admit()
                     self.send(self.engine.step() if self.running else [])
         finally:  # no client may wait for an engine that has stopped
-            self.is_stopping = True
-            self.fail([*self.running.values(), *self.waiting, *self.arrived], APIError(503, "the engine has stopped"))
+            with self.condition:  # nothing is queued after that
+                self.is_stopping = True
+            error = APIError(503, "the engine has stopped")
+            self.fail([*self.running.values(), *self.waiting, *self.arrived], error)
+            for _, future in self.calls:
+                future.set_exception(error)
 
     def receive(self) -> bool:
         """Take new requests; wait for them if there is nothing to do. False: the thread must end."""

@@ -125,3 +125,20 @@ def test_a_failing_step_fails_its_requests_only(adapters: AdapterSet) -> None:
         assert not thread.is_alive
 
     asyncio.run(run())
+
+
+def test_nothing_waits_for_a_stopped_engine(adapters: AdapterSet) -> None:
+    async def run() -> None:
+        outputs: asyncio.Queue[Output] = asyncio.Queue()
+        thread = EngineThread(make_engine(adapters), adapters)
+        thread.stop()
+        for call in (
+            lambda: thread.submit([make_request("late", None, outputs)]),
+            lambda: thread.load_adapter("b", "missing"),
+            lambda: thread.unload_adapter("a"),
+        ):
+            with pytest.raises(APIError) as error:
+                call()
+            assert error.value.status == 503
+
+    asyncio.run(run())
