@@ -41,7 +41,7 @@ MODEL = "tunekit/nano"
 PROMPTS = ["What is 3 plus 4?", "A story about a fox, please.", "How many grams are 62 pounds?", "Hello!"]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FP32 = PrecisionConfig(compute_dtype="fp32")
-ENDLESS: Any = {"temperature": 2, "max_tokens": 900, "extra_body": {"repetition_penalty": 2}}  # answers of 900 tokens
+ENDLESS: Any = {"temperature": 2, "max_tokens": 900, "extra_body": {"ignore_eos": True}}  # answers of 900 tokens
 TOOLS: Any = [
     {"type": "function", "function": {"name": "get_weather", "description": "Weather", "parameters": CITY}},
     {"type": "function", "function": {"name": "get_tides", "description": "Tides", "parameters": CITY}},
@@ -450,8 +450,7 @@ def test_signals_finish_running_requests(number: signal.Signals) -> None:
     server = ServerProcess()
     try:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0, timeout=60)
-        options = {"temperature": 2, "max_tokens": 900, "extra_body": {"ignore_eos": True}}  # an answer takes seconds
-        stream = chat(client, PROMPTS[1], stream=True, **options)
+        stream = chat(client, PROMPTS[1], stream=True, **ENDLESS)  # the answer takes seconds
         chunks = [next(stream)]
         server.signal(number)
         wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
