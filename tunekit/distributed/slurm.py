@@ -17,6 +17,13 @@ RENDEZVOUS_SCRIPT = """\
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export TUNEKIT_RENDEZVOUS=$first:$((20000 + SLURM_JOB_ID % 10000))
 """
+# Since Slurm 22.05, srun does not inherit --cpus-per-task from sbatch.
+STEP_CPUS = '[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK'
+CPU_OPTIONS = ("cpus-per-task", "cpus-per-gpu", "exclusive")
+CPU_NOTE = (
+    "\n--slurm: without cpus-per-task, Slurm may bind all ranks of a node to one core. "
+    "Set it to the number of cores per node, such as cpus-per-task=64"
+)
 # Jobs that Slurm restarts resume.
 OVERWRITE_FLAG = ' $([ "${SLURM_RESTART_COUNT:-0}" = 0 ] && echo --overwrite)'
 RENDEZVOUS_FLAGS = ' --rdzv-endpoint "$TUNEKIT_RENDEZVOUS" --node-rank "$SLURM_NODEID"'
@@ -75,7 +82,7 @@ class SlurmJob:
         if is_multi_node:
             command += f" --nnodes {self.nodes}{RENDEZVOUS_FLAGS}"
         lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in options.items()), "set -eu"]
-        lines.append(f"cd {shlex.quote(str(Path.cwd()))}")
+        lines += [STEP_CPUS, f"cd {shlex.quote(str(Path.cwd()))}"]
         lines += [RENDEZVOUS_SCRIPT.rstrip()] if is_multi_node else []
         return "\n".join([*lines, f"exec srun --kill-on-bad-exit=1 bash -c {shlex.quote(f'exec {command}')}\n"])
 
@@ -84,8 +91,9 @@ class SlurmJob:
         (output_dir / LOGS).mkdir(parents=True, exist_ok=True)
         file = output_dir / SCRIPT
         file.write_text(self.format_script(args, output_dir, overwrite))
+        note = "" if any(name in self.options for name in CPU_OPTIONS) else CPU_NOTE
         if dry_run:
-            return f"written, not submitted: {file}"
+            return f"written, not submitted: {file}{note}"
         try:
             process = subprocess.run(["sbatch", file], capture_output=True, text=True, check=False)
         except FileNotFoundError:
@@ -93,4 +101,4 @@ class SlurmJob:
             raise UserError(f"--slurm: sbatch not found on this machine. {remedy}") from None
         if process.returncode:
             raise UserError(f"--slurm: sbatch refused {file}: {' '.join(process.stderr.split())}")
-        return f"{process.stdout.strip()}: {file}"
+        return f"{process.stdout.strip()}: {file}{note}"

@@ -7,19 +7,22 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.toy_launcher import ToyLauncher
-from tunekit.distributed.slurm import SlurmJob
+from tunekit.distributed.slurm import CPU_NOTE, SlurmJob
 from tunekit.errors import UserError
 
 SBATCH = """#!/bin/bash
 # Run a script immediately, on the first node.
 log=$(sed -n 's/^#SBATCH --output=//p' "$1" | sed 's/%j/17/')
 nodes=$(sed -n 's/^#SBATCH --nodes=//p' "$1")
+cpus=$(sed -n 's/^#SBATCH --cpus-per-task=//p' "$1")
+[ -z "$cpus" ] || export SLURM_CPUS_PER_TASK=$cpus
 SLURM_JOB_ID=17 SLURM_JOB_NODELIST='n[1-2]' NODES=$nodes bash "$1" > "$log" 2>&1
 echo "Submitted batch job 17"
 """
 SRUN = """#!/bin/bash
-# Run the command once per node.
+# Run the command once per node. SLURM_CPUS_PER_TASK is not inherited.
 shift
+echo "cpus of a task: ${SRUN_CPUS_PER_TASK:-1}"
 for node in $(seq 0 $((NODES - 1))); do SLURM_NODEID=$node "$@" & pids="$pids $!"; done
 for pid in $pids; do wait "$pid" || code=$?; done
 exit ${code:-0}
@@ -41,10 +44,11 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ToyLauncher:
 
 @pytest.mark.multi
 def test_job_runs_the_ranks_of_all_nodes(toy: ToyLauncher) -> None:
-    result = toy.run("--slurm", "nodes=2,gpus=2,time=1:00:00", "--max-restarts", "1", "--overwrite", "fault=SIGKILL")
+    result = toy.run("--slurm", "nodes=2,gpus=2,cpus-per-task=6", "--max-restarts", "1", "--overwrite", "fault=SIGKILL")
     assert (result.code, result.out) == (0, "Submitted batch job 17: out/logs/job.sh\n"), result
     log = (toy.folder / "out/logs/slurm-17.log").read_text()
     assert "starting 2 processes of 4 on 2 machines" in log and "restart 1 of 1" in log, log
+    assert "cpus of a task: 6\n" in log, log
     assert sorted((worker.rank, worker.size, worker.overwrite) for worker in toy.started_workers()) == sorted(
         (rank, 4, overwrite) for rank in range(4) for overwrite in (True, False)
     )
@@ -53,7 +57,7 @@ def test_job_runs_the_ranks_of_all_nodes(toy: ToyLauncher) -> None:
 @pytest.mark.multi
 def test_dry_run_writes_the_script_only(toy: ToyLauncher) -> None:
     result = toy.run("--slurm", "gpus=8,time=4:00:00,partition=x,exclude=a;b", "--dry-run", "steps=5")
-    assert (result.code, result.out) == (0, "written, not submitted: out/logs/job.sh\n"), result
+    assert (result.code, result.out) == (0, f"written, not submitted: out/logs/job.sh{CPU_NOTE}\n"), result
     script = (toy.folder / "out/logs/job.sh").read_text()
     options = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
     assert options >= {"nodes=1", "gpus-per-node=8", "time=4:00:00", "partition=x", "exclude=a,b", "signal=TERM@120"}
