@@ -14,6 +14,7 @@ from tunekit.plan.step_time import StepTime
 from tunekit.plan.suggestions import Suggestion
 
 MAX_WIDTH = 120  # columns
+USUAL_HOST_MEMORY = 2000 * GIB  # that of servers with eight GPUs
 
 PHASE_LABELS = {
     "load": "load the model",
@@ -74,8 +75,15 @@ def format_memory(plan: Estimate) -> str:
         )
     lines = format_table(rows)
     if estimate.host:
-        lines.append(f"and {format_gib(estimate.host * plan.machine.per_host)} GiB of the memory of each host")
+        lines.append(f"and {format_host_memory(plan)}")
     return "\n".join(lines)
+
+
+def format_host_memory(plan: Estimate) -> str:
+    """Format the memory of each host that offloading needs, with a warning if it is more than hosts usually have."""
+    size = plan.memory.host * plan.machine.per_host
+    warning = " (warning: more than most hosts have)" if size > USUAL_HOST_MEMORY else ""
+    return f"{format_gib(size)} GiB of the memory of each host{warning}"
 
 
 def format_verdict(plan: Estimate, changes: Sequence[Suggestion]) -> str:
@@ -206,8 +214,7 @@ def format_overrides(result: SearchResult) -> str:
         return "fit: the config already is the fastest that fits"
     seconds = result.plan.step_time.seconds
     time_text = "" if seconds is None else f", {format_duration(seconds)} a step"
-    host = result.plan.memory.host * result.plan.machine.per_host
-    away = f", {format_gib(host)} GiB of the memory of each host" if host else ""
+    away = f", {format_host_memory(result.plan)}" if result.plan.memory.host else ""
     summary = f"fit: {' '.join(result.words)}\n     {format_gib(result.plan.peak.total)} GiB at most{away}{time_text}"
     return "\n     ".join([summary, *(warning for word, warning in OVERRIDE_WARNINGS.items() if word in result.words)])
 

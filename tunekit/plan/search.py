@@ -89,18 +89,19 @@ def list_fallbacks(task: Workload) -> Iterator[Workload]:
 def list_candidates(now: Estimate) -> list[tuple[float, Workload]]:
     """Candidates that should fit, with the seconds of a step. Profiles are extrapolated from one and two rows.
 
-    Tensor parallelism has exposed communication, and CPU offload needs much host memory: more of either is tried only
+    Tensor parallelism has exposed communication, and offloading needs much host memory: more of either is tried only
     if nothing fits without it.
     """
     first, candidates = now.task.parallel, []
     max_tp = max(now.machine.per_host, first.tp)
-    hosts = now.machine.kind is not None and now.machine.devices > 1
-    stage = {(first.tp, first.cpu_offload)}
+    stage = {(first.tp, first.cpu_offload, False), (first.tp, first.cpu_offload, now.task.memory.activation_offloading)}
     while stage and not candidates:
-        shared = (layout for tensor, hosted in sorted(stage) for layout in list_layouts(now, tensor, hosted))
-        candidates = [candidate for layout in shared for candidate in vary_activation_memory(layout, now)]
-        larger = {(2 * tensor, hosted) for tensor, hosted in stage if 2 * tensor <= max_tp}
-        stage = larger | {(tensor, True) for tensor, hosted in stage if hosts and not hosted}
+        for tensor, hosted, offload in sorted(stage):
+            for layout in list_layouts(now, tensor, hosted):
+                candidates += vary_activation_memory(layout, offload, now)
+        larger = {(2 * tensor, hosted, offload) for tensor, hosted, offload in stage if 2 * tensor <= max_tp}
+        larger |= {(tensor, True, offload) for tensor, _, offload in stage if now.machine.devices > 1}
+        stage = (larger | {(tensor, hosted, True) for tensor, hosted, _ in stage}) - stage
     return candidates
 
 
@@ -121,10 +122,14 @@ def list_layouts(now: Estimate, tensor: int, hosted: bool) -> Iterator[ParallelC
             yield replace(shared, all_gather_dtype=gather, reshard_after_forward=reshard)
 
 
-def vary_activation_memory(shared: ParallelConfig, now: Estimate) -> Iterator[tuple[float, Workload]]:
-    """Yield candidates with each activation checkpointing mode, with and without activation offloading."""
-    for mode, offload in product(CHECKPOINTING_MODES, (False, True)):
-        if (mode == "selective" and now.task.compile) or (offload and now.machine.kind is None):
+def vary_activation_memory(shared: ParallelConfig, offload: bool, now: Estimate) -> Iterator[tuple[float, Workload]]:
+    """Yield candidates with each activation checkpointing mode.
+
+    Without `full`, offloading may need terabytes of host memory. It is tried only if the config offloads.
+    """
+    has_all_modes = not offload or now.task.memory.activation_offloading
+    for mode in CHECKPOINTING_MODES if has_all_modes else ("full",):
+        if mode == "selective" and now.task.compile:
             continue
         memory = replace(now.task.memory, activation_checkpointing=mode, activation_offloading=offload)
         yield from vary_micro_batch(replace(now.task, memory=memory, parallel=shared), now)

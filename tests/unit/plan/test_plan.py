@@ -266,6 +266,23 @@ def test_cpu_offload_is_suggested_only_if_needed() -> None:
         estimate.estimate(replace(workload, parallel=ParallelConfig(cpu_offload=True)), ClusterSpec(2))
 
 
+def test_activation_offloading_is_searched_only_if_needed() -> None:
+    machine = replace(H100, devices=1, kind=replace(KINDS["h100"], tflops=1))  # checkpointing takes time
+    checkpoint = make_checkpoint(*[DENSE] * 8)
+    workload = build_workload(checkpoint, max_length=4096, global_batch_size=1, micro_batch_size=1)
+    faster, full, offloaded = (
+        estimate.estimate(replace(workload, memory=MemoryConfig(mode, offload)), machine)
+        for mode, offload in (("none", True), ("full", False), ("full", True))
+    )
+    assert offloaded.peak.total < full.peak.total < faster.peak.total
+    for plan, offload in ((faster, False), (full, False), (offloaded, True)):
+        available = replace(machine, memory=int(plan.peak.total / (1 - search.MEMORY_MARGIN)) + 2**10)
+        memory = search.search_config(estimate.estimate(workload, available)).plan.task.memory
+        assert memory == MemoryConfig("full", offload)
+    large = replace(offloaded, memory=replace(offloaded.memory, host=3000 * GIB))
+    assert "warning" in report.format_memory(large) and "warning" not in report.format_memory(offloaded)
+
+
 def test_report_is_complete_and_at_most_120_columns_wide() -> None:
     plan = replace(
         estimate.estimate(llama_workload("llama3_2_1b"), replace(H100, price=2.0)),
