@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tunekit.adapters.module_patterns import (
     check_patterns,
+    display_name,
     last_component,
     match_modules,
     module_params,
@@ -179,13 +180,13 @@ class LoRAConfig:
         tied = TIED_MODULES if model.spec.tie_word_embeddings and not TIED_MODULES.isdisjoint(adapted) else set()
         if both := [n for n in saved if n in adapted | tied or any(layer.startswith(f"{n}.") for layer in adapted)]:
             raise UserError(
-                f"adapter.modules_to_save: {both[0]} also has an adapter. "
+                f"adapter.modules_to_save: {display_name(both[0])} also has an adapter. "
                 "Remove it from modules_to_save or from target_modules."
             )
         quantized = [n for n in saved if not all(p.is_floating_point() for p in modules[n].parameters(recurse=False))]
         if quantized:
             raise UserError(
-                f"adapter.modules_to_save: {quantized[0]} is quantized and cannot be trained. "
+                f"adapter.modules_to_save: {display_name(quantized[0])} is quantized and cannot be trained. "
                 "Remove it from modules_to_save."
             )
         names = [f"{name}.{key}" for name in saved for key, _ in modules[name].named_parameters(recurse=False)]

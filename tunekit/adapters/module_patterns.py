@@ -43,6 +43,11 @@ def last_component(name: str) -> str:
     return name.rpartition(".")[2]
 
 
+def display_name(name: str) -> str:
+    """Name of a module as users write it: that of Hugging Face for the head and the embedding."""
+    return next((group for group in ("lm_head", "embed_tokens") if MODULE_GROUPS[group] == name), name)
+
+
 def is_inside(name: str, modules: set[str]) -> bool:
     """Whether a name is below one of these modules."""
     return any(name[:i] in modules for i, char in enumerate(name) if char == ".")
@@ -56,8 +61,7 @@ def match_modules(key: str, target: str, names: Iterable[str]) -> list[str]:
     pattern, is_group = re.compile(MODULE_GROUPS.get(target, target)), target in MODULE_GROUPS
     hits = [n for n in names if pattern.fullmatch(n) or (not is_group and pattern.fullmatch(last_component(n)))]
     if not hits:
-        hub_names = {MODULE_GROUPS[name]: name for name in ("lm_head", "embed_tokens")}
-        available = dict.fromkeys(hub_names.get(name, last_component(name)) for name in names)
+        available = dict.fromkeys(last_component(display_name(name)) for name in names)
         listed = ", ".join(name for name in available if not name.isdigit())
         raise UserError(f"{key}: no {NOUNS.get(key, 'module')} matches {target!r}. Available: {listed}.")
     return hits

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tunekit.adapters.module_patterns import display_name
 from tunekit.errors import FieldError, UserError
 from tunekit.models.decoder import Decoder
 from tunekit.models.linear import Embedding, Linear
@@ -40,8 +41,8 @@ def add_token_rows(model: Decoder, ids: Sequence[int], adapted: set[str], saved:
     layers = {"embed": model.embed} if model.spec.score is not None else {"embed": model.embed, "head": model.head}
     if both := [name for name in layers if name in adapted]:
         raise UserError(
-            f"adapter.target_modules: {both[0]} has rows of new tokens, which are trained on their own. Remove it, or "
-            "list it in adapter.modules_to_save."
+            f"adapter.target_modules: {display_name(both[0])} has rows of new tokens, which are trained on their own. "
+            "Remove it, or list it in adapter.modules_to_save instead."
         )
     tied = model.spec.tie_word_embeddings
     trained = {name for name in layers if f"{name}.weight" in saved}

@@ -276,8 +276,10 @@ def test_tied_head_is_trained_with_the_embedding_unless_untied(tmp_path: Path) -
         assert model.head.weight is not model.embed.weight
         assert model.get_submodule(saved).weight.requires_grad
         assert not model.get_submodule(frozen).weight.requires_grad
-    with pytest.raises(UserError, match=r"adapter\.modules_to_save: embed"):
+    with pytest.raises(UserError, match=r"adapter\.modules_to_save: embed_tokens "):
         load_model(base, LoRAConfig(4, target_modules="head", modules_to_save=("embed",)))
+    with pytest.raises(UserError, match=r"adapter\.target_modules: lm_head "):
+        load_model(base, LoRAConfig(4, target_modules="head", trainable_token_indices=(3,)))
     load_model(base, LoRAConfig(4, target_modules="head", modules_to_save=("embed",), untie_embeddings=True))
 
 
