@@ -61,8 +61,9 @@ def match_modules(key: str, target: str, names: Iterable[str]) -> list[str]:
     pattern, is_group = re.compile(MODULE_GROUPS.get(target, target)), target in MODULE_GROUPS
     hits = [n for n in names if pattern.fullmatch(n) or (not is_group and pattern.fullmatch(last_component(n)))]
     if not hits:
-        available = dict.fromkeys(last_component(display_name(name)) for name in names)
-        listed = ", ".join(name for name in available if not name.isdigit())
+        groups = [group for group, regex in MODULE_GROUPS.items() if any(re.fullmatch(regex, n) for n in names)]
+        components = [last_component(name) for name in names if name not in MODULE_GROUPS.values()]
+        listed = ", ".join(name for name in dict.fromkeys([*groups, *components]) if not name.isdigit())
         raise UserError(f"{key}: no {NOUNS.get(key, 'module')} matches {target!r}. Available: {listed}.")
     return hits
 
@@ -78,6 +79,8 @@ def values_by_module(key: str, values: Mapping[str, Number], names: Iterable[str
 def check_patterns(key: str, patterns: Iterable[str]) -> None:
     """Raise FieldError for an invalid regular expression."""
     for pattern in patterns:
+        if "," in pattern and "{" not in pattern:  # names contain no comma
+            raise FieldError(key, f"{pattern!r} contains a comma. Write a list: [{pattern}]")
         try:
             compile_pattern(pattern)
         except ValueError as error:

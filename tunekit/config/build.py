@@ -14,6 +14,7 @@ from tunekit.config.choices import (
     union_members,
 )
 from tunekit.config.errors import ErrorCollector, FieldErrors, Path
+from tunekit.config.migration_hints import VALUE_NOTES
 from tunekit.config.node import COMMAND, FAILED, YamlNode
 from tunekit.config.scalar import TYPE_LABELS, parse_number
 from tunekit.config.suggestions import (
@@ -49,7 +50,7 @@ class ConfigBuilder:
         if isinstance(node.value, list) and arguments:
             return self.items(arguments, node, path)
         single = self.choices.single(slot)
-        if single and isinstance(node.value, str | dict):
+        if single and isinstance(node.value, str | dict) and node.value != "none":
             item = self.value(single, node, path)
             return FAILED if item is FAILED else (item,)
         kinds, table = self.choices.kinds(slot), generic_args(slot.hint, dict)
@@ -60,7 +61,9 @@ class ConfigBuilder:
         if isinstance(node.value, str) and (len(kinds) > 1 or node.value in kinds):
             return self.choice(slot, {"kind": replace(node, bare=True)}, node, path)
         got = f", got {format_value(node.value)}"
-        self.problems.add(node.at, path, f"expected {self.expected(slot)}{got}{_type_hint(slot, node)}")
+        self.problems.add(
+            node.at, path, f"expected {self.expected(slot)}{got}{_type_hint(slot, node) or _value_note(path)}"
+        )
         return FAILED
 
     def expected(self, slot: FieldSlot) -> str:
@@ -239,7 +242,14 @@ def _type_hint(slot: FieldSlot, node: YamlNode) -> str:
     return ""
 
 
+def _value_note(path: Path) -> str:
+    note = VALUE_NOTES.get(path[-1]) if path else None
+    return f"; {note}" if note else ""
+
+
 def _list_example(slot: FieldSlot, value: object) -> str:
     """How a list is written: with this value, and dots for the other elements of a tuple."""
+    if isinstance(value, str) and "," in value:
+        return f"[{value.strip('()')}]"
     size = len([hint for hint in generic_args(slot.hint, tuple) if hint is not Ellipsis])
-    return f"[{'' if value is None else value}{', ...' * (size > 1)}]"
+    return f"[{'' if value in (None, 'none') else value}{', ...' * (size > 1)}]"

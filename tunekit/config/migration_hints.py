@@ -70,10 +70,30 @@ RENAMED_KINDS = {
     "int4": "nf4",
     "mnrl": "multiple_negatives_ranking",
     "fp8": "float8",
+    "int8": "float8",
+    "8bit": "float8",
+    "adamw_torch_fused": "adamw",
+    "paged_adamw_32bit": "adamw",
+    "torch.optim.AdamW": "adamw",
+    "bitsandbytes.optim.PagedAdamW": "adamw",
+    "bitsandbytes.optim.AdamW8bit": "adamw8bit",
+    "bitsandbytes.optim.PagedAdamW8bit": "adamw8bit",
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "wsd",
 }
 KIND_NOTES = {  # kinds of other trainers that are several keys here
     "qlora": "QLoRA is adapter=lora quantization=nf4",
     "qdora": "QDoRA is adapter=dora quantization=nf4",
+}
+VALUE_NOTES = {  # for values of the wrong type, by the last part of the key
+    "epochs": "max_steps=N trains a part of an epoch",
+    "eval_every": "eval_data=null turns evaluation off",
+    "save_every": "a number above that of all steps saves the last training state only",
+    "max_length": "the longest context of a model is max_position_embeddings of its config.json",
+    "max_grad_norm": "0 disables clipping",
+    "push_to_hub": "set push_to_hub.repo_id=OWNER/NAME",
+    "loss": "another loss is a class of your own: --import FILE.py",
 }
 
 DATA_SECTIONS = frozenset({"eval_data", "dataset"})

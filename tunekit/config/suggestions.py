@@ -88,7 +88,8 @@ def unknown_key_message(
         # The only element of a list needs no index.
         names = [".".join(part for part in place if part != "0") for place in paths]
         owners = [name.rpartition(".")[0] or "the top level" for name in names]
-        return f"unknown key: '{key}' is a key of {join_with_or(owners, 'and')}: write {names[0]}"
+        example = list_example(paths[0], root, choices, node) or names[0]
+        return f"unknown key: '{key}' is a key of {join_with_or(owners, 'and')}: write {example}"
     if nearest := closest_match(key, slots):
         return f"unknown key, did you mean '{nearest}'?"
     nested_keys: dict[str, str] = {}
@@ -97,6 +98,17 @@ def unknown_key_message(
     if nearest := closest_match(key, nested_keys):
         return f"unknown key, did you mean '{nested_keys[nearest]}'?"
     return f"unknown key; available keys: {join_with_or(slots, 'and') if slots else 'none'}"
+
+
+def list_example(path: Path, root: type, choices: ChoiceRegistry, node: YamlNode) -> str | None:
+    """List whose only element has the key at `path`; None unless the list is at the top level and empty."""
+    slot, list_node = field_slots(root)[path[0]], node.value.get(path[0])
+    if path[1:-1] != ("0",) or slot.default != () or (list_node is not None and list_node.value):
+        return None
+    arguments = generic_args(slot.hint, tuple)
+    kinds = choices.kinds(FieldSlot(arguments[0])) if arguments else {}
+    kind = next(kind for kind, cls in kinds.items() if path[-1] in field_slots(cls))
+    return f"{path[0]}='[{{kind: {kind}, {path[-1]}: ...}}]'"
 
 
 def qualified_key(key: str, path: Path, root: type, choices: ChoiceRegistry, node: YamlNode) -> str:

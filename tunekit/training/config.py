@@ -82,11 +82,10 @@ COUNTS = (  # keys that must be positive
     "global_batch_size",
     "micro_batch_size",
     "epochs",
-    "max_steps",
     "save_total_limit",
-    "early_stopping_patience",
     "log_every",
 )
+OPTIONAL_COUNTS = ("max_steps", "early_stopping_patience")
 
 ANSWER_METRICS = {"exact_match": "data", "regex_match": "regex", "json_schema_match": "json_schema"}  # and their keys
 
@@ -253,8 +252,8 @@ class TrainConfig:
     def check_values(self) -> None:
         """Raise FieldErrors for all values that are out of range."""
         errors = [
-            FieldError(name, f"must be >= 1, got {value}")
-            for name in COUNTS
+            FieldError(name, f"must be >= 1{' or null' if name in OPTIONAL_COUNTS else ''}, got {value}")
+            for name in (*COUNTS, *OPTIONAL_COUNTS)
             if (value := getattr(self, name)) is not None and value < 1
         ]
         is_stream = is_streaming(self.data)
