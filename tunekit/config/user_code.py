@@ -2,14 +2,15 @@
 
 import hashlib
 import importlib.util
+import inspect
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import is_dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, FunctionType, ModuleType, TracebackType
 from typing import Any
 
 from tunekit.config.choices import ChoiceRegistry, iter_slots, kind_name
@@ -124,7 +125,7 @@ def _classes(module: ModuleType) -> list[type]:
 
 
 def _check_classes(root: type, files: dict[type, Path], problems: ErrorCollector) -> None:
-    """Check that kinds are unique in each union and that their classes are frozen dataclasses."""
+    """Check that kinds are unique in each union, and that their classes are frozen and override methods correctly."""
     for path, slot in iter_slots(root, ChoiceRegistry(tuple(files))):
         kinds = ChoiceRegistry().kinds(slot)
         for cls in ChoiceRegistry(tuple(files)).matching_user_classes([*kinds.values()]):
@@ -134,4 +135,22 @@ def _check_classes(root: type, files: dict[type, Path], problems: ErrorCollector
                 problems.add(at, (), f"class {cls.__name__}: {message}")
             elif "__dataclass_fields__" not in vars(cls) or not cls.__dataclass_params__.frozen:
                 problems.add(at, (), f"class {cls.__name__} is a choice; write @dataclass(frozen=True) above it")
+            for line, message in _signature_problems(cls):
+                problems.add(f"{at}:{line}", (), f"class {cls.__name__}: {message}")
             kinds[kind] = cls
+
+
+def _signature_problems(cls: type) -> Iterator[tuple[int, str]]:
+    """Line and message for each method that refuses the arguments of the method that it overrides."""
+    for name, method in vars(cls).items():
+        overridden = next((vars(base)[name] for base in cls.__mro__[1:] if name in vars(base)), None)
+        if name.startswith("__") or not isinstance(method, FunctionType) or not isinstance(overridden, FunctionType):
+            continue
+        expected = inspect.signature(overridden)
+        kinds = [parameter.kind for parameter in expected.parameters.values()]
+        positional = [kind for kind in kinds if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        try:
+            inspect.signature(method).bind(*positional)
+        except TypeError as error:
+            names = ", ".join(expected.parameters)
+            yield method.__code__.co_firstlineno, f"{name}() is called with ({names}): {error}. Change its arguments"

@@ -1,10 +1,14 @@
+import contextlib
 import inspect
 import sys
 
 import pytest
 
 from tunekit.config.dump import dump_yaml
+from tunekit.config.errors import ConfigError
 from tunekit.config.load import load_config
+from tunekit.config.user_code import load_user_choices
+from tunekit.training.config import TrainConfig
 
 USER_CLASS = """
 from dataclasses import dataclass
@@ -133,6 +137,26 @@ def test_existing_kind_is_an_error(tmp_path, errors):
     assert errors(imports=[other, third]) == [
         f"{third}: class Mine: the kind 'mine' of log.to.0 exists already; give the class another name"
     ]
+
+
+@pytest.mark.parametrize(
+    ("base", "method", "problem"),
+    [
+        ("AdamWConfig", "build(self, groups)", r"build\(\) is called with \(self, trained, inner\): too many"),
+        (
+            "LRSchedulerConfig",
+            "decay_factor(self, step, total)",
+            r"decay_factor\(\) .*\(self, done\): missing.*'total'",
+        ),
+        ("LRSchedulerConfig", "decay_factor(self, *args)", None),
+        ("AdamWConfig", "build(self, trained, inner=(), extra=1)", None),
+    ],
+)
+def test_signature_of_an_overridden_method_is_checked(tmp_path, base, method, problem):
+    text = f"from tunekit.optim.config import {base}\nfrom dataclasses import dataclass\n"
+    file = write_file(tmp_path, f"{text}@dataclass(frozen=True)\nclass Mine({base}):\n    def {method}: ...\n")
+    with contextlib.nullcontext() if problem is None else pytest.raises(ConfigError, match=rf"py:5: class .*{problem}"):
+        load_user_choices(TrainConfig, [file])
 
 
 def test_missing_decorator_is_an_error(tmp_path, errors):
