@@ -251,5 +251,5 @@ def _list_example(slot: FieldSlot, value: object) -> str:
     """How a list is written: with this value, and dots for the other elements of a tuple."""
     if isinstance(value, str) and "," in value:
         return f"[{value.strip('()')}]"
-    size = len([hint for hint in generic_args(slot.hint, tuple) if hint is not Ellipsis])
+    size = len([hint for hint in generic_args(slot.hint, tuple) or () if hint is not Ellipsis])
     return f"[{'' if value in (None, 'none') else value}{', ...' * (size > 1)}]"
