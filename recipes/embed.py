@@ -12,7 +12,7 @@ from torch import Tensor
 from tunekit.build import open_checkpoint, open_tokenizer
 from tunekit.checkpoint.classification_head import without_head
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
-from tunekit.checkpoint.sentence_transformers import EmbeddingModules, read_pooling
+from tunekit.checkpoint.sentence_transformers import EmbeddingModules, choose_pooling
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.embedding_data import EmbeddingData, check_rows, read_text_options
 from tunekit.data.dataloader.prefetch import Prefetcher
@@ -57,7 +57,8 @@ class EmbedConfig(TrainConfig):
 
     def modules(self, checkpoint: HFCheckpoint) -> EmbeddingModules:
         """Pooling, normalization and prompts of the result."""
-        pooling = self.pooling or read_pooling(self.adapter.adapter_path, checkpoint.tokenizer_path, checkpoint.path)
+        directories = self.adapter.adapter_path, checkpoint.tokenizer_path, checkpoint.path
+        pooling = choose_pooling(self.pooling, *directories)
         max_length, prompts = read_text_options(self.data)
         return EmbeddingModules(checkpoint.spec.dim, pooling or "lasttoken", self.normalize, max_length, prompts)
 

@@ -45,15 +45,20 @@ WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises UserError for a missing file, invalid JSON, or another JSON type."""
+    value = read_json_value(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must contain a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_json_value(path: Path) -> Any:
+    """Read JSON of any type. Raises UserError for a missing file or invalid JSON."""
     try:
-        value = json.loads(path.read_text("utf-8"))
+        return json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: must contain a JSON object, got {type(value).__name__}")
-    return value
 
 
 def suggest_checkpoint(path: Path) -> str:

@@ -251,7 +251,8 @@ def write_companion_files(base: HFCheckpoint, adapter: Path, folder: Path) -> No
     copy_companion_files(base.path, folder, skip=unrelated_files(base), tokenizer=tokenizer)
     if (adapter / GENERATION_CONFIG).is_file():  # with the stop tokens of its chat template
         shutil.copyfile(adapter / GENERATION_CONFIG, folder / GENERATION_CONFIG)
-    copy_modules(adapter, folder)
+    for directory in (base.path, adapter) if base.is_base_model else (adapter,):
+        copy_modules(directory, folder)
     write_companions(folder, base)
     write_config(folder, base)
 

@@ -19,6 +19,7 @@ from tunekit.checkpoint.dcp_planner import reshard
 from tunekit.checkpoint.dequantize import QUANTIZATION_KEY, PrequantizedTensor
 from tunekit.checkpoint.hf_checkpoint import INDEX, PICKLE_INDEX, WEIGHTS, HFCheckpoint, read_json
 from tunekit.checkpoint.safetensors_io import Entries, SafetensorsWriter, TensorReader, TensorSlice
+from tunekit.checkpoint.sentence_transformers import MODULE_FILES, read_modules
 from tunekit.data.new_tokens import write_new_tokens
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
@@ -126,7 +127,9 @@ def copy_companion_files(source: Path, target: Path, skip: Iterable[str] = (), t
 
 def unrelated_files(source: HFCheckpoint) -> tuple[str, ...]:
     """Files of the source that do not apply to a checkpoint that cannot generate text."""
-    return (GENERATION_CONFIG,) if source.spec.score is not None or source.is_base_model else ()
+    has_score = source.spec.score is not None
+    modules = MODULE_FILES if has_score and len(read_modules(source.path)) > 1 else ()  # the score head replaces them
+    return (GENERATION_CONFIG, *modules) if has_score or source.is_base_model else ()
 
 
 def copy_matching(source: Path, target: Path, patterns: Iterable[str], skipped: set[str]) -> None:

@@ -1,20 +1,22 @@
 """Files with which sentence-transformers opens a checkpoint or adapter as an embedding model: pooling and prompts."""
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from tunekit.checkpoint.hf_checkpoint import read_json
+from tunekit.checkpoint.hf_checkpoint import read_json, read_json_value
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.embedding_datasets import Pooling, RerankingDataset, RerankingPairsDataset
 from tunekit.errors import UserError
 
 MODULES, PROMPTS, TRANSFORMER = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
+MODULE_FILES = (MODULES, PROMPTS, TRANSFORMER)
 POOLING = "1_Pooling/config.json"
-FILES = (MODULES, PROMPTS, TRANSFORMER, POOLING)
+SUPPORTED_MODULES = ("Transformer", "Pooling", "Normalize")
 # Key of each pooling mode in 1_Pooling/config.json, as written by all versions before 6 and read by all.
 POOLING_KEYS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
@@ -77,24 +79,62 @@ def to_json(contents: Mapping[str, Any]) -> dict[str, str]:
     return {name: json.dumps(content, indent=2) + "\n" for name, content in contents.items()}
 
 
-def read_pooling(*directories: Path | str | None) -> Pooling | None:
-    """Pooling of the first of these directories that is an embedding model; None if there is none."""
-    files = (Path(directory) / POOLING for directory in directories if directory is not None)
-    file = next((file for file in files if file.is_file()), None)
-    if file is None:
+def choose_pooling(pooling: Pooling | None, *directories: Path | str | None) -> Pooling | None:
+    """`pooling`, or else that of the first of these directories that is an embedding model; None if there is none.
+
+    Raise UserError if the embedding model has other modules than a transformer, pooling and normalization.
+    """
+    modules = (find_pooling(Path(directory)) for directory in directories if directory is not None)
+    file = next(filter(None, modules), None)
+    return pooling if pooling or file is None else read_pooling(file)
+
+
+def find_pooling(directory: Path) -> Path | None:
+    """Config file of the pooling module; None for a directory that is not an embedding model."""
+    paths = {module_class(module): directory / module["path"] for module in read_modules(directory)}
+    if "Pooling" not in paths:
         return None
+    if unsupported := [name for name in paths if name not in SUPPORTED_MODULES]:
+        problem = f"module {unsupported[0]} is not supported"
+        raise UserError(f"{directory / MODULES}: {problem}. Remove it in a copy of the model to train without it.")
+    return paths["Pooling"] / "config.json"
+
+
+def read_modules(directory: Path) -> list[dict[str, Any]]:
+    """Modules of a model of sentence-transformers; none for other directories."""
+    file = directory / MODULES
+    return read_json_value(file) if file.is_file() else []
+
+
+def is_embedding_model(directory: Path) -> bool:
+    return any(module_class(module) == "Pooling" for module in read_modules(directory))
+
+
+def module_class(module: Mapping[str, Any]) -> str:
+    """Class name, which is the same in all versions of sentence-transformers; the full name of other classes."""
+    name: str = module["type"]
+    return name.rpartition(".")[2] if name.startswith("sentence_transformers.") else name
+
+
+def read_pooling(file: Path) -> Pooling:
+    """Pooling mode of a config file."""
     config = read_json(file)
-    mode = config.get("pooling_mode") or next((mode for key, mode in POOLING_KEYS.items() if config.get(key)), None)
+    modes = config.get("pooling_mode") or [
+        POOLING_KEYS.get(key, key) for key, on in config.items() if key.startswith("pooling_mode_") and on
+    ]
+    mode = modes if isinstance(modes, str) else " and ".join(modes)
     pooling: Pooling | None = next((known for known in POOLING_KEYS.values() if known == mode), None)
     if pooling is None or not config.get("include_prompt", True):
-        problem = "without prompts (include_prompt)" if pooling else f"with {mode or 'another mode'}"
+        problem = "without prompts (include_prompt)" if pooling else f"with {mode or 'no mode'}"
         raise UserError(f"{file}: pooling {problem} is not supported. Set pooling={' or '.join(get_args(Pooling))}.")
     return pooling
 
 
 def copy_modules(source: Path, target: Path) -> None:
-    """Copy the files of an embedding model, if it is one."""
-    for name in FILES:
+    """Copy the files of a model of sentence-transformers, if it is one, with the weights of modules after the first."""
+    for name in MODULE_FILES:
         if (source / name).is_file():
-            (target / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, target / name)
+    for path in (module["path"] for module in read_modules(source)):
+        if re.fullmatch(r"\w[\w.-]*", path):  # no path to another directory
+            shutil.copytree(source / path, target / path, dirs_exist_ok=True)

@@ -25,6 +25,7 @@ from tunekit.checkpoint.save_model import (
     unrelated_files,
     write_index,
 )
+from tunekit.checkpoint.sentence_transformers import copy_modules
 from tunekit.errors import UserError
 from tunekit.kernels import nf4
 from tunekit.models.decoder import Decoder
@@ -77,6 +78,8 @@ def export_companion_files(model: HFCheckpoint, adapter: NoAdapter | LoRAConfig,
     """Write everything but the weights: config, tokenizer, chat template, license."""
     if adapter.adapter_path is None:
         copy_companion_files(model.path, folder, skip=unrelated_files(model), tokenizer=model.tokenizer_dir)
+        if model.is_base_model:
+            copy_modules(model.path, folder)
     else:
         write_companion_files(model, Path(adapter.adapter_path), folder)
 

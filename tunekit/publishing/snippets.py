@@ -171,7 +171,7 @@ UNKNOWN_FORMAT = PromptFormat()
 
 def describe_scores(folder: Path) -> str:
     """Sentence about the outputs of a model; empty for a language model."""
-    if is_embedding_model(folder):
+    if sentence_transformers.is_embedding_model(folder):
         return " It embeds texts for search: those with a similar meaning have similar vectors."
     head = ScoreHeadInfo.from_dir(folder)
     return "" if head is None else f" {head.description}"
@@ -179,14 +179,14 @@ def describe_scores(folder: Path) -> str:
 
 def library_name(folder: Path) -> str:
     """Library that opens the model."""
-    if is_embedding_model(folder):
+    if sentence_transformers.is_embedding_model(folder):
         return "sentence-transformers"
     return "peft" if is_adapter(folder) else "transformers"
 
 
 def pipeline_tag(folder: Path) -> str:
     """Pipeline tag of the Hub."""
-    if is_embedding_model(folder):
+    if sentence_transformers.is_embedding_model(folder):
         return "sentence-similarity"
     head = ScoreHeadInfo.from_dir(folder)
     return "text-generation" if head is None else SCORE_TASKS[head.task][1]
@@ -205,7 +205,7 @@ def usage_snippet(
     """
     note = f"`{name}` is the directory of this model, or its name on the Hub."
     base_name = "" if base is None else base.repo or base.name
-    if is_embedding_model(folder):
+    if sentence_transformers.is_embedding_model(folder):
         return f"{note}\n\n```python\n{EMBED.format(name=name)}```"
     load, head = LOAD, ScoreHeadInfo.from_dir(folder)
     if is_adapter(folder):
@@ -239,10 +239,6 @@ def config_options(folder: Path) -> str:
     if theta is not None:
         changes["rope_parameters"] = {"rope_theta": theta, "rope_type": "default"} | (scaling or {})
     return "".join(f", {key}={value!r}" for key, value in changes.items())
-
-
-def is_embedding_model(folder: Path) -> bool:
-    return (folder / sentence_transformers.POOLING).is_file()
 
 
 def is_adapter(folder: Path) -> bool:

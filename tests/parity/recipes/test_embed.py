@@ -133,7 +133,7 @@ def our_embeddings(folder: Path, cfg: embed.EmbedConfig) -> Tensor:
     data = build_dataloader(cfg.data, tokenizer, ROWS, ROWS, dist)
     (batch,) = data[0]
     assert batch.document_indices is not None
-    pooling = sentence_transformers.read_pooling(folder)
+    pooling = sentence_transformers.choose_pooling(None, folder)
     assert pooling is not None
     with torch.no_grad():
         embeddings = Embedder(model.eval(), pooling, dist)(batch)
@@ -178,7 +178,7 @@ def test_adapter_and_its_merge_open_in_sentence_transformers(rows: list[dict[str
     check_result(tmp_path / "merged", ours, rows)
     second = replace(cfg, model=str(final), pooling=None, output_dir=str(tmp_path / "second"), max_steps=1)
     embed.main(second.continue_adapter())
-    assert sentence_transformers.read_pooling(tmp_path / "second" / "final") == "mean"
+    assert sentence_transformers.choose_pooling(None, tmp_path / "second" / "final") == "mean"
 
 
 def test_training_continues_from_an_embedding_model(rows: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_training_continues_from_an_embedding_model(rows: list[dict[str, Any]], 
     second = replace(cfg, model=str(tmp_path / "saved"), pooling=None, output_dir=str(tmp_path / "second"), max_steps=2)
     embed.main(second)
     final = tmp_path / "second" / "final"
-    assert sentence_transformers.read_pooling(final) == "mean"
+    assert sentence_transformers.choose_pooling(None, final) == "mean"
     assert HFCheckpoint.open(final).tensors.keys() == HFCheckpoint.open(tmp_path / "saved").tensors.keys()
     ours = torch.nn.functional.normalize(our_embeddings(final, second), dim=-1)
     check_result(final, ours, rows)
