@@ -1,6 +1,7 @@
 """Reward runs: config errors, metrics, resuming, and use of the result in other libraries."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,10 @@ KINDS = {
     "values": (*source_options("values"), "loss=regression"),
     "steps": (*source_options("steps"), "loss=process_reward"),
 }
+PLAIN_KINDS = {
+    "text_pairs": source_options("text_pairs"),
+    "reranking": (*source_options("reranking"), "loss=binary_cross_entropy"),
+}
 
 
 def make_rows(n: int) -> dict[str, dict[str, Any]]:
@@ -54,6 +59,8 @@ def make_rows(n: int) -> dict[str, dict[str, Any]]:
         "classes": {"text": text, "label": n % 3},
         "values": {"text": text, "label": n / 10},
         "steps": steps,
+        "text_pairs": {"prompt": question, **answers},
+        "reranking": {"query": question, "document": text, "label": n % 2},
     }
 
 
@@ -61,7 +68,7 @@ def make_rows(n: int) -> dict[str, dict[str, Any]]:
 def reward_workspace(workspace: Workspace) -> Workspace:
     """Workspace with `reward.yaml`, and training and held-out rows of each kind."""
     for end, numbers in (("", range(1, 17)), ("_held", range(100, 105))):
-        for kind in KINDS:
+        for kind in KINDS | PLAIN_KINDS:
             lines = [json.dumps(make_rows(n)[kind]) + "\n" for n in numbers]
             Path(f"{kind}{end}.jsonl").write_text("".join(lines))
     Path("reward.yaml").write_text((CONFIG + SHARED_CONFIG).format(model=workspace.model))
@@ -186,6 +193,30 @@ def test_code_in_the_card_scores_like_the_run(kind: str, adapter: bool, reward_w
     assert loss_of_logits(kind, logits, row, namespace) == pytest.approx(expected["eval/loss"], rel=1e-4)
     if kind == "names":
         assert namespace["model"].config.id2label == dict(enumerate(CLASS_NAMES))
+        if not adapter:
+            classify = transformers.pipeline("text-classification", "runs/mine/final", dtype=torch.float32, top_k=None)
+            probabilities = {output["label"]: output["score"] for output in classify([row["text"]])[0]}
+            assert -math.log(probabilities[row["label"]]) == pytest.approx(expected["eval/loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", PLAIN_KINDS)
+def test_code_in_the_card_encodes_plain_text_like_the_run(kind: str, reward_workspace: Workspace) -> None:
+    """Texts of preference pairs end with the EOS token; a query and a document are a pair of texts."""
+    row = json.loads(Path(f"{kind}_held.jsonl").read_text().splitlines()[0])
+    Path(f"{kind}_held.jsonl").write_text(json.dumps(row) + "\n")
+    assert reward_workspace.run_tune(*RUN, *PLAIN_KINDS[kind]).code == 0
+    code, expected, namespace = card_code("out/final", reward_workspace.model), read_metrics("out")[-2], {}
+    if kind == "text_pairs":
+        exec(code.replace("Once upon a time", row["prompt"] + row["chosen"]), namespace)
+        score = namespace["model"](**namespace["inputs"]).logits.item()
+        assert score == pytest.approx(expected["eval/rewards/chosen"], abs=1e-4)
+        return
+    code = code.replace("Where is the red hat?", row["query"]).replace("The red hat is in the hall.", row["document"])
+    exec(code, namespace)
+    score, label = namespace["model"](**namespace["inputs"]).logits[0, 0], torch.tensor(float(row["label"]))
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(score, label).item()
+    assert loss == pytest.approx(expected["eval/loss"], rel=1e-4)
+    assert "how relevant a document is" in Path("out/final/README.md").read_text()
 
 
 def test_step_scores_with_a_chat_prompt_match_transformers(reward_workspace: Workspace) -> None:

@@ -79,6 +79,12 @@ def to_json(contents: Mapping[str, Any]) -> dict[str, str]:
     return {name: json.dumps(content, indent=2) + "\n" for name, content in contents.items()}
 
 
+def is_cross_encoder(directory: Path) -> bool:
+    """Whether a directory has the files of a reranker."""
+    file = directory / PROMPTS
+    return file.is_file() and read_json(file).get("model_type") == "CrossEncoder"
+
+
 def choose_pooling(pooling: Pooling | None, *directories: Path | str | None) -> Pooling | None:
     """`pooling`, or else that of the first of these directories that is an embedding model; None if there is none.
 

@@ -16,6 +16,7 @@ from tunekit.data.chat_template.messages import (
 )
 from tunekit.data.datasets import SKIP_HINT, ChatTemplateMixin, EosTokenMixin, Fields, UnsplitRowsBase, to_number
 from tunekit.data.doc_flags import DocFlags
+from tunekit.data.embedding_datasets import WholeTextDataset
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.tokenize import MaskedText
 from tunekit.data.tokenizer import Tokenizer
@@ -23,10 +24,11 @@ from tunekit.errors import FieldError, UserError
 
 
 @dataclass(frozen=True)
-class LabeledDataset(UnsplitRowsBase, EosTokenMixin, ChatTemplateMixin):
+class LabeledDataset(WholeTextDataset, ChatTemplateMixin):
     """Texts, or conversations that the chat template renders, each with a label.
 
-    A label is a number, or one of `class_names`, which stands for its index.
+    Texts get the special tokens that the tokenizer adds, and nothing else, as in a pipeline of transformers. A label is
+    a number, or one of `class_names`, which stands for its index.
     """
 
     kind: ClassVar[str] = "labeled"
@@ -46,13 +48,14 @@ class LabeledDataset(UnsplitRowsBase, EosTokenMixin, ChatTemplateMixin):
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
         value = self.label_value(get_column(fields, self.label_column, "label_column"))
         messages = parse_json_cell(fields.get(self.messages_column))
-        if messages is not None:
-            conversation = make_conversation(messages, self.messages_column, fields.get("tools"))
-            text = tokenize.render_conversation(tokenizer, conversation, "all")
-        else:
-            content = get_string(fields, self.text_column, "text_column")
-            text = tokenize.render_plain_text(content, self.eos_token_id(tokenizer))
-        return [text._replace(values=(value,))]
+        if messages is None:
+            return [self.encode(tokenizer, [get_string(fields, self.text_column, "text_column")], value)]
+        conversation = make_conversation(messages, self.messages_column, fields.get("tools"))
+        return [tokenize.render_conversation(tokenizer, conversation, "all")._replace(values=(value,))]
+
+    def limit_length(self, text: MaskedText, document: Document) -> list[Document]:
+        is_plain = text.document is not None  # already truncated
+        return super().limit_length(text, document) if is_plain else UnsplitRowsBase.limit_length(self, text, document)
 
     def label_value(self, label: Any) -> float:
         """Number of a label."""

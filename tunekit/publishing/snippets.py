@@ -60,8 +60,9 @@ SCORED_CHAT_INPUTS = """\
 messages = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hello to you!"}]
 inputs = tokenizer.apply_chat_template(messages, return_dict=True, return_tensors="pt")\
 """
-# Training texts end with the EOS token.
-SCORED_TEXT_INPUTS = 'inputs = tokenizer("Once upon a time" + tokenizer.eos_token, return_tensors="pt")'
+# Plain text of preference pairs ends with the EOS token.
+REWARD_TEXT_INPUTS = 'inputs = tokenizer("Once upon a time" + tokenizer.eos_token, return_tensors="pt")'
+PAIR_INPUTS = 'inputs = tokenizer("Where is the red hat?", "The red hat is in the hall.", return_tensors="pt")'
 PRINT_REWARD = "print(model(**inputs).logits[0, 0].item())"
 PRINT_CLASSES = """\
 probabilities = model(**inputs).logits[0].softmax(-1).tolist()
@@ -97,11 +98,12 @@ SCORE_TASKS = {
 
 @dataclass(frozen=True)
 class ScoreHeadInfo:
-    """Score head of a model, its label names and its transformers problem_type."""
+    """Score head of a model, its label names and its transformers problem_type, and whether it is a reranker."""
 
     score: ScoreHead
     names: Mapping[str, str]
     problem: str | None
+    is_reranker: bool
 
     @staticmethod
     def from_dir(folder: Path) -> "ScoreHeadInfo | None":
@@ -114,7 +116,8 @@ class ScoreHeadInfo:
             metadata = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
             head = classifiers.score_head(metadata)
         names, problem = metadata.get("id2label") or {}, metadata.get("problem_type")
-        return None if head is None else ScoreHeadInfo(head, names, problem)
+        is_reranker = sentence_transformers.is_cross_encoder(folder)
+        return None if head is None else ScoreHeadInfo(head, names, problem, is_reranker)
 
     @property
     def task(self) -> str:
@@ -129,8 +132,12 @@ class ScoreHeadInfo:
             return f"It predicts for each step of an answer {classes}, at the last token of the step."
         if self.problem == "regression":
             return "It predicts a number for a text."
-        if self.problem == "multi_label_classification":
+        if self.problem == "multi_label_classification" and self.is_reranker:
             return "It predicts how relevant a document is to a query: the logit of a probability."
+        if self.problem == "multi_label_classification":
+            return "It predicts the logit of the probability that the label of a text is 1."
+        if self.is_reranker:
+            return "It predicts how relevant a document is to a query. The more relevant document has the higher score."
         if self.score.labels > 1:
             classes = ", ".join(f"`{name}`" for name in self.names.values()) or self.score.labels
             return f"It predicts the class of a text: {classes}."
@@ -150,12 +157,19 @@ class ScoreHeadInfo:
         """Whether the label names differ from the defaults of transformers."""
         return any(name != f"LABEL_{key}" for key, name in self.names.items())
 
+    @property
+    def text_inputs(self) -> str:
+        """Code that encodes plain text as in training."""
+        if self.is_reranker:
+            return PAIR_INPUTS
+        return REWARD_TEXT_INPUTS if self.problem is None and self.score.labels == 1 else TEXT_INPUTS
+
     def scoring_code(self, is_chat: bool, separator: str) -> str:
         """Code that prints scores."""
         if self.score.per_token:
             return PRINT_STEP_SCORES.format(separator=json.dumps(separator), **(CHAT_STEPS if is_chat else TEXT_STEPS))
         output = PRINT_CLASSES if self.score.labels > 1 else PRINT_REWARD
-        return f"{SCORED_CHAT_INPUTS if is_chat else SCORED_TEXT_INPUTS}\n{output}"
+        return f"{SCORED_CHAT_INPUTS if is_chat and not self.is_reranker else self.text_inputs}\n{output}"
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,8 @@ def test_text_labels_reach_the_batch(pack: bool, tokenizer, make_dist, tmp_path)
     for batch in loader[0]:
         for index in range(len(batch.document_indices)):
             tokens = batch.tokens[batch.document_ids == index].tolist()
-            assert (tokens[0], tokens[-1]) == (tokenizer.bos, tokenizer.eos)
+            assert tokens == tokenizer.encode_texts([tokenizer.decode(tokens)], True)[0]
+            assert tokens[0] == tokenizer.bos and tokenizer.eos not in tokens
 
 
 def test_label_is_class_name_number_or_boolean(tokenizer) -> None:
