@@ -95,7 +95,9 @@ class PromptMaker:
         vocab = self.tokenizer.vocab_size or self.tokenizer.size
         encode = self.with_api_errors(self.tokenizer.encode, "prompt")
         tokens = encode(text, True) if isinstance(text, str) else text
-        if not tokens or not all(0 <= token < vocab for token in tokens):
+        if not tokens:
+            raise invalid("prompt", "has no tokens. Send a text, or token ids such as that of BOS")
+        if not all(0 <= token < vocab for token in tokens):
             raise invalid("prompt", f"must have token ids from 0 to {vocab - 1}")
         return tokens
 

@@ -252,10 +252,13 @@ def parse_chat_request(body: Mapping[str, Any]) -> ChatRequest:
     limits = {name: fields.integer(name, 1) for name in ("max_completion_tokens", "max_tokens")}
     key = next((name for name, limit in limits.items() if limit is not None), "max_tokens")
     options = parse_options(fields, (top or 0) if wants_logprobs else None, limits[key], key)
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        raise invalid("messages", f"must be a list of messages, got {json_type(messages)}")
     try:
         tools = parse_tools(body.get("tools"), "tools")
         tools, is_forced = choose_tools(tools, fields.values.get("tool_choice", "auto"))
-        conversation = make_conversation(body.get("messages"), "messages", tools)
+        conversation = make_conversation(messages, "messages", tools)
     except UserError as error:
         raise APIError(400, str(error), str(error).partition("[")[0].partition(":")[0], "invalid_value") from None
     if is_forced and options.structure is not None:

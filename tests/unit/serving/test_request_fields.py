@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
+from tunekit import assets
+from tunekit.data.tokenizer import Tokenizer
 from tunekit.serving.errors import APIError
+from tunekit.serving.prompts import PromptMaker
 from tunekit.serving.request_fields import CHAT, FIXED, SHARED, parse_chat_request, parse_completion_request
 
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -22,6 +25,20 @@ def test_any_value_is_accepted_or_an_api_error(name: str) -> None:
                 parse(body | {name: value})
             except APIError as error:
                 assert error.status == 400 and error.message and error.body["error"]["message"] == error.message
+
+
+def test_messages_that_are_not_a_list_are_an_error() -> None:
+    for messages in ("Hi", '[{"role": "user", "content": "Hi"}]', None, {}):
+        with pytest.raises(APIError, match="list of messages") as error:
+            parse_chat_request(BODY | {"messages": messages})
+        assert error.value.param == "messages"
+
+
+@pytest.mark.parametrize(("tokens", "problem"), [([], "no tokens"), ([1, 10**6], "token ids from 0 to")])
+def test_prompt_without_tokens_or_with_unknown_ones_is_an_error(tokens: list[int], problem: str) -> None:
+    maker = PromptMaker(Tokenizer.open(assets.MODELS["tunekit/nano"]), 64, None)
+    with pytest.raises(APIError, match=problem):
+        maker.encode_prompt(tokens)
 
 
 def test_pairs_of_fields_are_accepted_or_an_api_error() -> None:
