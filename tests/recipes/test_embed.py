@@ -110,6 +110,8 @@ def test_dropout_is_the_same_in_both_passes(embed_workspace: Workspace) -> None:
         assert embed_workspace.run_tune(*RUN, *changes, "optimizer={kind: sgd, lr: 0.01}").code == 0
         losses.append([line["loss"] for line in metrics_file.read_metrics(Path(f"size{size}")) if "loss" in line])
     assert len(losses[0]) == 5 and losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
+    card = Path("size2/final/README.md").read_text()
+    assert f"`{embed_workspace.model.name}` is the directory of the base." in card
 
 
 def test_metrics_and_best_model(embed_workspace: Workspace) -> None:

@@ -219,6 +219,8 @@ def usage_snippet(
     """
     note = f"`{name}` is the directory of this model, or its name on the Hub."
     base_name = "" if base is None else base.repo or base.name
+    if is_adapter(folder) and base is not None and base.repo is None:
+        note += f" `{base_name}` is the directory of the base."
     if sentence_transformers.is_embedding_model(folder):
         return f"{note}\n\n```python\n{EMBED.format(name=name)}```"
     load, head = LOAD, ScoreHeadInfo.from_dir(folder)
@@ -228,7 +230,6 @@ def usage_snippet(
         if quantization is not None and "double_quant" in quantization:  # a format of bitsandbytes
             kind, nested = quantization["kind"], str(quantization["double_quant"])
             load = LOAD_QUANTIZED.replace("{kind}", kind).replace("{nested}", nested)
-        note += "" if base is None or base.repo else f" `{base_name}` is the directory of the base."
     auto = "AutoModelForCausalLM" if head is None else SCORE_TASKS[head.task][0]
     options = "" if head is None else head.load_options
     options += config_options(folder) if is_adapter(folder) else ""
