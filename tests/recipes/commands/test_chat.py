@@ -115,7 +115,7 @@ def test_another_answer_replaces_the_last(
 
 @pytest.mark.parametrize(("line", "name"), [
     ("/foo", "/foo"), ("/save", "/save"), ("/save x.jsonl", "/save"), ("/tokens x", "/tokens"), ("/retry", "/retry"),
-    ("/tool", "/tool"), ("a\n/save /nope/x", "/nope/x"),
+    ("/tool", "/tool"), ("/tool 7", "/tool"), ("a\n/save /nope/x", "/nope/x"),
 ])  # fmt: skip
 def test_unusable_commands_are_errors(
     line: str, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -114,6 +114,11 @@ class Chat:
         """The last answer, if it is the last message."""
         return [message for message in self.messages[-1:] if message["role"] == "assistant"]
 
+    def require_answer(self, name: str) -> None:
+        """Raise UserError if the last message is not an answer, which command `name` needs."""
+        if not self.last_answer:
+            raise UserError(f"{name}: there is no answer yet. Write a message first.")
+
     def send(self, answer: AnswerFn, *new: Message) -> None:
         """Stream the answer to new messages. An interrupted answer stays in the conversation up to the interruption."""
         chunks, tokens = [], []
@@ -130,8 +135,7 @@ class Chat:
             self.num_answers, self.tokens = self.num_answers + 1, tokens
 
     def retry(self, answer: AnswerFn) -> None:
-        if not self.last_answer:
-            raise UserError("/retry: there is no answer yet. Write a message first.")
+        self.require_answer("/retry")
         messages = self.messages
         self.messages = messages[:-1]
         try:
@@ -156,14 +160,14 @@ class Chat:
         elif not text:
             raise UserError(f"{name}: an argument is missing. /help describes it.")
         elif name == "/tool":
+            self.require_answer(name)
             self.send(answer, {"role": "tool", "content": text})
         else:
             self.write(name, Path(text), show_tokens)
 
     def write(self, name: str, file: Path, show_tokens: ShowTokensFn) -> None:
         """Write the file of /save or /tokens."""
-        if not self.last_answer:
-            raise UserError(f"{name}: there is no answer yet. Write a message first.")
+        self.require_answer(name)
         with wrap_write_errors(file):
             if name == "/save":
                 with file.open("a", encoding="utf-8") as lines:
