@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.random_checkpoints import make_checkpoint
+from tunekit.checkpoint.classification_head import with_score_head
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.save_model import unrelated_files
 from tunekit.checkpoint.sentence_transformers import choose_pooling, copy_modules, is_embedding_model
 from tunekit.errors import UserError
+from tunekit.models.spec import ScoreHead
 
 TRANSFORMER = ("", "sentence_transformers.models.Transformer")
 POOLING = ("1_Pooling", "sentence_transformers.sentence_transformer.modules.pooling.Pooling")
@@ -73,3 +78,14 @@ def test_copy_has_all_modules_and_no_other_directory(tmp_path: Path) -> None:
     assert (target / "2_Dense" / "model.safetensors").read_bytes() == b"weights"
     assert json.loads((target / "1_Pooling" / "config.json").read_text()) == MEAN
     assert not (tmp_path / "b" / "outside").exists()
+
+
+def test_score_head_replaces_modules_after_the_transformer(tmp_path: Path) -> None:
+    """Scores of a language model by its `yes` and `no` tokens do not apply to a model with a score head."""
+    folder = make_checkpoint(tmp_path / "model", "llama3.2")
+    logit_score = ("1_LogitScore", "sentence_transformers.cross_encoder.modules.logit_score.LogitScore")
+    for modules, is_skipped in (([TRANSFORMER], False), ([TRANSFORMER, logit_score], True)):
+        entries = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(modules)]
+        (folder / "modules.json").write_text(json.dumps(entries))
+        scored = with_score_head(HFCheckpoint.open(folder), ScoreHead(labels=1, pad_token_id=0))
+        assert ("modules.json" in unrelated_files(scored)) == is_skipped
