@@ -142,5 +142,6 @@ def copy_modules(source: Path, target: Path) -> None:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
     for path in (module["path"] for module in read_modules(source)):
-        if re.fullmatch(r"\w[\w.-]*", path):  # no path to another directory
+        is_inside = re.fullmatch(r"\w[\w.-]*", path)
+        if is_inside and (source / path).is_dir():  # a module without options may have none
             shutil.copytree(source / path, target / path, dirs_exist_ok=True)

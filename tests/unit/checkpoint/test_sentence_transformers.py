@@ -69,9 +69,11 @@ def test_unsupported_modules_are_errors(
 
 
 def test_copy_has_all_modules_and_no_other_directory(tmp_path: Path) -> None:
-    modules = [TRANSFORMER, POOLING, DENSE, ("../outside", "sentence_transformers.models.Normalize")]
+    modules = [TRANSFORMER, POOLING, DENSE, NORMALIZE, ("../outside", "sentence_transformers.models.Normalize")]
     source = write_modules(tmp_path / "a" / "source", modules, MEAN)
     (source / "2_Dense" / "model.safetensors").write_bytes(b"weights")
+    (source / "2_Normalize" / "config.json").unlink()
+    (source / "2_Normalize").rmdir()
     target = tmp_path / "b" / "target"
     target.mkdir(parents=True)
     copy_modules(source, target)
