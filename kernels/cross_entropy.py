@@ -268,7 +268,7 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, first: bool) -> None:
         if not fake_mode.is_fake():  # torch has no meta implementation
             torch.addmm(total, grad.T, x, out_dtype=total.dtype, beta=beta, out=total)
         return
-    slice_rows = max(1, GRAD_SLICE_SIZE.get(x.device.type, GRAD_SLICE_SIZE["cpu"]) // x.shape[1])
+    slice_rows = max(1, GRAD_SLICE_SIZE.get(fake_mode.device_type(x), GRAD_SLICE_SIZE["cpu"]) // x.shape[1])
     buffer = x.new_empty(slice_rows, x.shape[1])
     if fake_mode.is_fake():  # the other slices have the same cost
         total, grad = total[:slice_rows], grad[:, :slice_rows]
@@ -329,7 +329,7 @@ class TokenChunks:
 
 def chunk_size(count: int, vocab: int, like: Tensor, wide: bool = False) -> int:
     """Tokens per chunk, a multiple of TOKEN_MULTIPLE. `wide`: twice as many, if chunks add to the head's gradient."""
-    max_bytes = (1 + wide) * CHUNK_BYTES.get(like.device.type, CHUNK_BYTES["cpu"])
+    max_bytes = (1 + wide) * CHUNK_BYTES.get(fake_mode.device_type(like), CHUNK_BYTES["cpu"])
     max_blocks = max_bytes // (vocab * like.itemsize) // TOKEN_MULTIPLE or 1
     num_blocks = -(-count // TOKEN_MULTIPLE) or 1
     return TOKEN_MULTIPLE * -(-num_blocks // -(-num_blocks // max_blocks))

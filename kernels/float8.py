@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunekit.kernels import grouped_mm
+from tunekit.kernels import fake_mode, grouped_mm
 from tunekit.kernels.nf4 import BLOCK, MIN_SCALE, QUANTIZE_CHUNK
 from tunekit.kernels.triton_support import triton_kernels, uses_triton
 
@@ -58,7 +58,7 @@ def dequantize_reference(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> 
     out = torch.empty(packed.shape, dtype=dtype, device=packed.device)
     rows, columns = packed.numel() // packed.shape[-1], packed.shape[-1]
     tensors = (packed.reshape(rows, columns), scales.reshape(rows, -1), out.view(rows, columns))
-    tile_rows = max(1, TILE_SIZE.get(packed.device.type, TILE_SIZE["cpu"]) // columns)
+    tile_rows = max(1, TILE_SIZE.get(fake_mode.device_type(packed), TILE_SIZE["cpu"]) // columns)
     for codes, tile_scales, tile in zip(*(tensor.split(tile_rows) for tensor in tensors), strict=True):
         values = codes.view(CODE_DTYPE).float().view(-1, columns // BLOCK, BLOCK)
         tile.copy_((values * tile_scales[..., None]).view(-1, columns))

@@ -14,7 +14,7 @@ from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.datasets import TextDataset
 from tunekit.errors import UserError
-from tunekit.kernels import fake_mode
+from tunekit.kernels import cross_entropy, fake_mode
 from tunekit.kernels.gated_delta_rule import CHUNK, gated_delta_rule
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.precision import PrecisionConfig
@@ -150,6 +150,14 @@ def test_the_delta_rule_is_planned_as_the_device_computes_it() -> None:
     """A GPU solves all chunks at once, and only the product that carries the state is launched for each."""
     more = {device: delta_rule_launches(device, 20) - delta_rule_launches(device, 10) for device in ("cuda", "cpu")}
     assert more["cuda"] == 10 and more["cpu"] >= 50
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_logits_are_planned_in_the_chunks_of_the_device(device: str) -> None:
+    vocab, like = 2**17, torch.empty(1, dtype=torch.bfloat16, device="meta")
+    with fake_mode.fake_mode(device):
+        size = cross_entropy.chunk_size(2**15, vocab, like)
+    assert size * vocab * like.itemsize == cross_entropy.CHUNK_BYTES[device]
 
 
 def test_a_small_model_is_limited_by_the_host() -> None:

@@ -100,8 +100,10 @@ def list_candidates(now: Estimate) -> list[tuple[float, Workload]]:
             for layout in list_layouts(now, tensor, hosted):
                 candidates += vary_activation_memory(layout, offload, now)
         larger = {(2 * tensor, hosted, offload) for tensor, hosted, offload in stage if 2 * tensor <= max_tp}
-        larger |= {(tensor, True, offload) for tensor, _, offload in stage if now.machine.devices > 1}
-        stage = (larger | {(tensor, hosted, True) for tensor, hosted, _ in stage}) - stage
+        if now.machine.kind is not None:
+            larger |= {(tensor, hosted, True) for tensor, hosted, _ in stage}
+            larger |= {(tensor, True, offload) for tensor, _, offload in stage if now.machine.devices > 1}
+        stage = larger - stage
     return candidates
 
 
