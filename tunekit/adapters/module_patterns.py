@@ -80,7 +80,9 @@ def check_patterns(key: str, patterns: Iterable[str]) -> None:
     """Raise FieldError for an invalid regular expression."""
     for pattern in patterns:
         if "," in pattern and "{" not in pattern:  # names contain no comma
-            raise FieldError(key, f"{pattern!r} contains a comma. Write a list: [{pattern}]")
+            alternatives = pattern.replace(" ", "").replace(",", "|")
+            remedy = alternatives if key.endswith("_pattern") else f"a list: [{pattern}]"
+            raise FieldError(key, f"{pattern!r} contains a comma. Write {remedy}")
         try:
             compile_pattern(pattern)
         except ValueError as error:

@@ -98,18 +98,23 @@ def choose_pooling(pooling: Pooling | None, *directories: Path | str | None) -> 
 def find_pooling(directory: Path) -> Path | None:
     """Config file of the pooling module; None for a directory that is not an embedding model."""
     paths = {module_class(module): directory / module["path"] for module in read_modules(directory)}
-    if "Pooling" not in paths:
+    if not paths or is_cross_encoder(directory):
         return None
     if unsupported := [name for name in paths if name not in SUPPORTED_MODULES]:
         problem = f"module {unsupported[0]} is not supported"
         raise UserError(f"{directory / MODULES}: {problem}. Remove it in a copy of the model to train without it.")
-    return paths["Pooling"] / "config.json"
+    return paths["Pooling"] / "config.json" if "Pooling" in paths else None
 
 
 def read_modules(directory: Path) -> list[dict[str, Any]]:
     """Modules of a model of sentence-transformers; none for other directories."""
     file = directory / MODULES
-    return read_json_value(file) if file.is_file() else []
+    modules = read_json_value(file) if file.is_file() else []
+    if not isinstance(modules, list) or not all(
+        isinstance(item, dict) and {"type", "path"} <= {*item} for item in modules
+    ):
+        raise UserError(f"{file}: must be a list of modules, each with `type` and `path`")
+    return modules
 
 
 def is_embedding_model(directory: Path) -> bool:
@@ -141,7 +146,7 @@ def copy_modules(source: Path, target: Path) -> None:
     for name in MODULE_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-    for path in (module["path"] for module in read_modules(source)):
-        is_inside = re.fullmatch(r"\w[\w.-]*", path)
+    for path in (module["path"] for module in read_modules(source)[1:]):
+        is_inside = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)*", path)
         if is_inside and (source / path).is_dir():  # a module without options may have none
             shutil.copytree(source / path, target / path, dirs_exist_ok=True)

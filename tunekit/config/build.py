@@ -252,4 +252,5 @@ def _list_example(slot: FieldSlot, value: object) -> str:
     if isinstance(value, str) and "," in value:
         return f"[{value.strip('()')}]"
     size = len([hint for hint in generic_args(slot.hint, tuple) or () if hint is not Ellipsis])
-    return f"[{'' if value in (None, 'none') else value}{', ...' * (size > 1)}]"
+    first = ("..." if size > 1 else "") if value in (None, "none") else value
+    return f"[{first}{', ...' * (size > 1)}]"

@@ -141,16 +141,18 @@ def _check_classes(root: type, files: dict[type, Path], problems: ErrorCollector
 
 
 def _signature_problems(cls: type) -> Iterator[tuple[int, str]]:
-    """Line and message for each method that refuses the arguments of the method that it overrides."""
+    """Line and message for each method that refuses the arguments of the method of tunekit that it overrides."""
+    bases = [base for base in cls.__mro__[1:] if base.__module__.startswith("tunekit.")]
     for name, method in vars(cls).items():
-        overridden = next((vars(base)[name] for base in cls.__mro__[1:] if name in vars(base)), None)
+        overridden = next((vars(base)[name] for base in bases if name in vars(base)), None)
         if name.startswith("__") or not isinstance(method, FunctionType) or not isinstance(overridden, FunctionType):
             continue
         expected = inspect.signature(overridden)
         kinds = [parameter.kind for parameter in expected.parameters.values()]
-        positional = [kind for kind in kinds if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        if any(kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds):
+            continue
         try:
-            inspect.signature(method).bind(*positional)
+            inspect.signature(method, follow_wrapped=False).bind(*kinds)
         except TypeError as error:
             names = ", ".join(expected.parameters)
             yield method.__code__.co_firstlineno, f"{name}() is called with ({names}): {error}. Change its arguments"

@@ -140,7 +140,8 @@ class EngineThread:
             error = APIError(503, "the engine has stopped")
             self.fail([*self.running.values(), *self.waiting, *self.arrived], error)
             for _, future in self.calls:
-                future.set_exception(error)
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(error)
 
     def receive(self) -> bool:
         """Take new requests; wait for them if there is nothing to do. False: the thread must end."""
@@ -216,7 +217,9 @@ class EngineThread:
 
 
 def run_call(function: Callable[[], None], future: "Future[None]") -> None:
-    """Run a function for a future."""
+    """Run a function for a future, unless it was canceled."""
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(function())
     except (UserError, APIError, OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:

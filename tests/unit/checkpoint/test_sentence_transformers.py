@@ -42,12 +42,15 @@ def test_pooling_is_that_of_the_pooling_module(
     modules: list[tuple[str, str]], config: dict[str, Any], expected: str | None, tmp_path: Path
 ) -> None:
     folder = write_modules(tmp_path, modules, config)
+    if expected is None:
+        (folder / "config_sentence_transformers.json").write_text('{"model_type": "CrossEncoder"}')
     assert choose_pooling(None, None, folder) == expected
     assert is_embedding_model(folder) == (expected is not None)
 
 
 @pytest.mark.parametrize(("modules", "config", "words"), [
     ([TRANSFORMER, POOLING, DENSE], MEAN, ("modules.json: ", "Dense")),
+    ([("", "sentence_transformers.models.StaticEmbedding")], {}, ("modules.json: ", "StaticEmbedding")),
     ([("", "my_code.Transformer"), POOLING], MEAN, ("modules.json: ", "my_code.Transformer")),
     ([TRANSFORMER, POOLING], {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, ("max_tokens",)),
     ([TRANSFORMER, POOLING], {"pooling_mode": ["cls", "mean"]}, ("cls and mean",)),
@@ -69,17 +72,30 @@ def test_unsupported_modules_are_errors(
 
 
 def test_copy_has_all_modules_and_no_other_directory(tmp_path: Path) -> None:
-    modules = [TRANSFORMER, POOLING, DENSE, NORMALIZE, ("../outside", "sentence_transformers.models.Normalize")]
+    modules = [
+        ("0_Transformer", TRANSFORMER[1]),
+        POOLING,
+        ("parts/2_Dense", DENSE[1]),
+        NORMALIZE,
+        ("../outside", "sentence_transformers.models.Normalize"),
+    ]
     source = write_modules(tmp_path / "a" / "source", modules, MEAN)
-    (source / "2_Dense" / "model.safetensors").write_bytes(b"weights")
+    (source / "parts" / "2_Dense" / "model.safetensors").write_bytes(b"weights")
     (source / "2_Normalize" / "config.json").unlink()
     (source / "2_Normalize").rmdir()
     target = tmp_path / "b" / "target"
     target.mkdir(parents=True)
     copy_modules(source, target)
-    assert (target / "2_Dense" / "model.safetensors").read_bytes() == b"weights"
+    assert (target / "parts" / "2_Dense" / "model.safetensors").read_bytes() == b"weights"
     assert json.loads((target / "1_Pooling" / "config.json").read_text()) == MEAN
-    assert not (tmp_path / "b" / "outside").exists()
+    assert not (tmp_path / "b" / "outside").exists() and not (target / "0_Transformer").exists()
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', '[{"type": "sentence_transformers.models.Pooling"}]', "[1]"])
+def test_broken_list_of_modules_is_an_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text(text)
+    with pytest.raises(UserError, match="modules.json: must be a list"):
+        is_embedding_model(tmp_path)
 
 
 def test_score_head_replaces_modules_after_the_transformer(tmp_path: Path) -> None:

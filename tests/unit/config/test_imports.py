@@ -150,6 +150,11 @@ def test_existing_kind_is_an_error(tmp_path, errors):
         ),
         ("LRSchedulerConfig", "decay_factor(self, *args)", None),
         ("AdamWConfig", "build(self, trained, inner=(), extra=1)", None),
+        (
+            "AdamWConfig",
+            "curve(self, step): ...\n@dataclass(frozen=True)\nclass Other(Mine):\n    def curve(self)",
+            None,
+        ),
     ],
 )
 def test_signature_of_an_overridden_method_is_checked(tmp_path, base, method, problem):
