@@ -177,7 +177,7 @@ def test_errors_of_score_heads(tmp_path: Path) -> None:
     train_adapter(tmp_path, "llama3.1", adapter, score)
     with pytest.raises(UserError, match=" 1 "):
         assemble.load_for_inference(str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"))
-    with pytest.raises(UserError, match=r"adapter\.modules_to_save: head"):
+    with pytest.raises(UserError, match=r"adapter\.modules_to_save: lm_head"):
         build_model(
             with_score_head(HFCheckpoint.open(tmp_path / "base"), score), LoRAConfig(4, target_modules=("attn", "head"))
         )
