@@ -90,8 +90,8 @@ def choose_pooling(pooling: Pooling | None, *directories: Path | str | None) -> 
 
     Raise UserError if the embedding model has other modules than a transformer, pooling and normalization.
     """
-    modules = (find_pooling(Path(directory)) for directory in directories if directory is not None)
-    file = next(filter(None, modules), None)
+    files = (find_pooling(Path(directory)) for directory in directories if directory is not None)
+    file = next(filter(None, files), None)
     return pooling if pooling or file is None else read_pooling(file)
 
 
@@ -111,7 +111,7 @@ def read_modules(directory: Path) -> list[dict[str, Any]]:
     file = directory / MODULES
     modules = read_json_value(file) if file.is_file() else []
     if not isinstance(modules, list) or not all(
-        isinstance(item, dict) and {"type", "path"} <= {*item} for item in modules
+        isinstance(item, dict) and item.keys() >= {"type", "path"} for item in modules
     ):
         raise UserError(f"{file}: must be a list of modules, each with `type` and `path`")
     return modules

@@ -89,11 +89,11 @@ KIND_NOTES = {  # kinds of other trainers that are several keys here
 VALUE_NOTES = {  # for values of the wrong type, by the last part of the key
     "epochs": "max_steps=N trains a part of an epoch",
     "eval_every": "eval_data=null turns evaluation off",
-    "save_every": "a number above that of all steps saves the last training state only",
+    "save_every": "a number greater than the number of steps saves only the last training state",
     "max_length": "the longest context of a model is max_position_embeddings of its config.json",
     "max_grad_norm": "0 disables clipping",
     "push_to_hub": "set push_to_hub.repo_id=OWNER/NAME",
-    "loss": "another loss is a class of your own: --import FILE.py",
+    "loss": "for another loss, write a class and pass --import FILE.py",
 }
 
 DATA_SECTIONS = frozenset({"eval_data", "dataset"})

@@ -147,12 +147,11 @@ def _signature_problems(cls: type) -> Iterator[tuple[int, str]]:
         overridden = next((vars(base)[name] for base in bases if name in vars(base)), None)
         if name.startswith("__") or not isinstance(method, FunctionType) or not isinstance(overridden, FunctionType):
             continue
-        expected = inspect.signature(overridden)
-        kinds = [parameter.kind for parameter in expected.parameters.values()]
-        if any(kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for kind in kinds):
+        arguments = inspect.signature(overridden).parameters
+        if any(item.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for item in arguments.values()):
             continue
         try:
-            inspect.signature(method, follow_wrapped=False).bind(*kinds)
+            inspect.signature(method, follow_wrapped=False).bind(*arguments)
         except TypeError as error:
-            names = ", ".join(expected.parameters)
-            yield method.__code__.co_firstlineno, f"{name}() is called with ({names}): {error}. Change its arguments"
+            problem = f"{name}() is called with ({', '.join(arguments)}): {error}"
+            yield method.__code__.co_firstlineno, f"{problem}. Change its arguments"

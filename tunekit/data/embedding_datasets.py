@@ -38,7 +38,9 @@ class WholeTextDataset(UnsplitRowsBase):
         return MaskedText("", [], document=document)
 
     def limit_length(self, text: MaskedText, document: Document) -> list[Document]:
-        """Keep a document of any length, even of a single token, unless truncated documents are dropped."""
+        """Keep a text that `encode` truncated, even to a single token, unless truncated documents are dropped."""
+        if text.document is None:  # a conversation
+            return super().limit_length(text, document)
         is_truncated = document.full_length > len(document.tokens)
         return [] if is_truncated and self.excess_length_strategy == "drop" else [document]
 

@@ -53,10 +53,6 @@ class LabeledDataset(WholeTextDataset, ChatTemplateMixin):
         conversation = make_conversation(messages, self.messages_column, fields.get("tools"))
         return [tokenize.render_conversation(tokenizer, conversation, "all")._replace(values=(value,))]
 
-    def limit_length(self, text: MaskedText, document: Document) -> list[Document]:
-        is_plain = text.document is not None  # already truncated
-        return super().limit_length(text, document) if is_plain else UnsplitRowsBase.limit_length(self, text, document)
-
     def label_value(self, label: Any) -> float:
         """Number of a label."""
         if label is None:

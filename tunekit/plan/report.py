@@ -211,8 +211,8 @@ OVERRIDE_WARNINGS = {
 def format_overrides(result: SearchResult) -> str:
     """Format the overrides of a search result."""
     if not result.words:
-        is_offloading = result.plan.task.memory.activation_offloading
-        return f"fit: the config already is the fastest that fits{'' if is_offloading else ' without offloading'}"
+        limits = "" if result.plan.task.memory.activation_offloading else " without activation offloading"
+        return f"fit: the config already is the fastest that fits{limits}"
     seconds = result.plan.step_time.seconds
     time_text = "" if seconds is None else f", {format_duration(seconds)} a step"
     away = f", {format_host_memory(result.plan)}" if result.plan.memory.host else ""

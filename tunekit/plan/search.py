@@ -94,32 +94,32 @@ def list_candidates(now: Estimate) -> list[tuple[float, Workload]]:
     """
     first, candidates = now.task.parallel, []
     max_tp = max(now.machine.per_host, first.tp)
-    stage = {(first.tp, first.cpu_offload, False), (first.tp, first.cpu_offload, now.task.memory.activation_offloading)}
+    stage = {(first.tp, first.cpu_offload, offload) for offload in (False, now.task.memory.activation_offloading)}
     while stage and not candidates:
-        for tensor, hosted, offload in sorted(stage):
-            for layout in list_layouts(now, tensor, hosted):
-                candidates += vary_activation_memory(layout, offload, now)
-        larger = {(2 * tensor, hosted, offload) for tensor, hosted, offload in stage if 2 * tensor <= max_tp}
+        for tp, cpu_offload, activation_offloading in sorted(stage):
+            for layout in list_layouts(now, tp, cpu_offload):
+                candidates += vary_activation_memory(layout, activation_offloading, now)
+        larger = {(2 * tp, *offloading) for tp, *offloading in stage if 2 * tp <= max_tp}
         if now.machine.kind is not None:
-            larger |= {(tensor, hosted, True) for tensor, hosted, _ in stage}
-            larger |= {(tensor, True, offload) for tensor, _, offload in stage if now.machine.devices > 1}
+            larger |= {(tp, cpu_offload, True) for tp, cpu_offload, _ in stage}
+            larger |= {(tp, True, offload) for tp, _, offload in stage if now.machine.devices > 1}
         stage = larger - stage
     return candidates
 
 
-def list_layouts(now: Estimate, tensor: int, hosted: bool) -> Iterator[ParallelConfig]:
+def list_layouts(now: Estimate, tp: int, cpu_offload: bool) -> Iterator[ParallelConfig]:
     """Yield layouts: number of replicas, resharding after the forward pass, and dtype of the all-gather."""
     parallel, devices = now.task.parallel, now.machine.devices
     if devices == 1:
         yield parallel
         return
-    rest, more = divmod(devices, parallel.cp * tensor)
+    rest, more = divmod(devices, parallel.cp * tp)
     exact = parallel.all_gather_dtype == "compute" or now.task.precision.master_dtype != "fp32"
     gathers = (parallel.all_gather_dtype,) if exact else ("param", "compute")
     for copies in (n for n in range(1, rest + 1) if not more and rest % n == 0):
-        shared = replace(parallel, dp_replicate=copies, dp_shard=None, tp=tensor, cpu_offload=hosted)
+        shared = replace(parallel, dp_replicate=copies, dp_shard=None, tp=tp, cpu_offload=cpu_offload)
         if shared.resolve_dims(devices) == now.sizes:
-            shared = replace(parallel, cpu_offload=hosted)
+            shared = replace(parallel, cpu_offload=cpu_offload)
         for gather, reshard in product(gathers, (True, False)):
             yield replace(shared, all_gather_dtype=gather, reshard_after_forward=reshard)
 
@@ -127,10 +127,10 @@ def list_layouts(now: Estimate, tensor: int, hosted: bool) -> Iterator[ParallelC
 def vary_activation_memory(shared: ParallelConfig, offload: bool, now: Estimate) -> Iterator[tuple[float, Workload]]:
     """Yield candidates with each activation checkpointing mode.
 
-    Without `full`, offloading may need terabytes of host memory. It is tried only if the config offloads.
+    Offloading without `full` checkpointing may need terabytes of host memory: only if the config offloads already.
     """
-    has_all_modes = not offload or now.task.memory.activation_offloading
-    for mode in CHECKPOINTING_MODES if has_all_modes else ("full",):
+    needs_full = offload and not now.task.memory.activation_offloading
+    for mode in ("full",) if needs_full else CHECKPOINTING_MODES:
         if mode == "selective" and now.task.compile:
             continue
         memory = replace(now.task.memory, activation_checkpointing=mode, activation_offloading=offload)

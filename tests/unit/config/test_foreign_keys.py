@@ -353,7 +353,7 @@ def single_error(config: str, override: str) -> str:
         ("nano/tools_lora", "optimizer=paged_adamw_32bit", "did you mean 'adamw'?"),
         ("nano/tools_lora", "report_to=none", "a list is written []"),
         ("nano/tools_lora", "eval_every=no", "eval_data=null"),
-        ("nano/tools_lora", "save_every=no", "saves the last training state only"),
+        ("nano/tools_lora", "save_every=no", "saves only the last training state"),
         ("nano/tools_lora", "max_steps=-1", "or null"),
         ("nano/tools_lora", "push_to_hub=true", "push_to_hub.repo_id="),
         ("nano/tools_lora", "data.max_length=null", "max_position_embeddings"),
