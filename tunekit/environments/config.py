@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
+from tunekit.config.base_url import check_base_url
 from tunekit.config.user_code import load_attribute
 from tunekit.data.row_errors import USER_CODE_ERRORS
 from tunekit.environments.base import Environment, get_tool_schemas
@@ -164,8 +165,7 @@ class OpenEnvConfig(EnvironmentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.base_url.startswith(("http://", "https://", "ws://", "wss://")):
-            raise FieldError("base_url", f"must start with http:// or https://, got {self.base_url!r}")
+        check_base_url(self.base_url, ("http", "https", "ws", "wss"))
 
     def create(self) -> Environment:
         return OpenEnvEnvironment(self.base_url, self.action_field, self.observation_field, self.tool_timeout_seconds)
