@@ -166,6 +166,7 @@ def call_reward(
     reward: RewardFunction, rollouts: Sequence[Rollout], where: str, context: RewardContext
 ) -> Sequence[Any]:
     """Scores of rollouts, one each. Raises UserError if there are more or fewer, or if code of the user raises."""
+    values: Any = None
     with CaughtError() as caught, ProcessGuard(lambda: f"{rollouts[0].prompt.where}: {where}"):
         values = reward.score_in_context(rollouts, context)
     if caught.error is not None:
