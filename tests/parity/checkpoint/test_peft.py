@@ -23,7 +23,7 @@ from tests.helpers.random_checkpoints import (
     relative_error,
     shuffle_adapter,
 )
-from tests.helpers.transformers_parity import measure_adapter_parity, open_with_peft, train_adapter
+from tests.helpers.transformers_parity import max_logit_rounding, measure_adapter_parity, open_with_peft, train_adapter
 from tunekit import build
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.distributed.context import DistributedContext
@@ -93,8 +93,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_peft_opens_trained_adapters(case: str, tmp_path: Path) -> None:
-    _, errors = measure_adapter_parity(tmp_path, *CASES[case])
-    assert max(errors.in_peft, errors.from_files) < 1e-5
+    model, errors = measure_adapter_parity(tmp_path, *CASES[case])
+    assert max(errors.in_peft, errors.from_files) < max_logit_rounding(model.spec)
     assert peft.PeftConfig.from_pretrained(tmp_path / "adapter").base_model_name_or_path == str(tmp_path / "base")
 
 
