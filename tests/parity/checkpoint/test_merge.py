@@ -60,7 +60,7 @@ def train_adapter_of(path: Path, base: Path, adapter: LoRAConfig) -> Path:
 def test_dora_of_shared_experts_is_merged(tmp_path: Path) -> None:
     """peft cannot open it."""
     _, model = train_adapter(tmp_path, "qwen2-moe", DoRAConfig(4))
-    check_merge(tmp_path, "qwen2-moe", model)
+    check_merge(tmp_path, model)
 
 
 @pytest.mark.parametrize(("shape", "adapter"), [
