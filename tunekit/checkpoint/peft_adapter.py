@@ -120,7 +120,8 @@ def save_adapter(
     tensors = {name: t for tensor in planned for name, t in tensor.tensors(prefixes[tensor.name]).items()} | saved_meta
     tensors |= token_rows.stored_rows(model, source, to_meta)
     entries = {PREFIX + name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    blocks = {tensor.name: tensor.blocks for tensor in planned if len(tensor.blocks) > 1}
+    # Of fused layers, and of experts: the reader knows their layout.
+    blocks = {tensor.name: tensor.blocks for tensor in planned if len(tensor.blocks) > 1 or tensor.delta.a.ndim == 3}
     metadata = FORMAT | ({BLOCKS_KEY: json.dumps(blocks)} if blocks else {}) | head_metadata(source)
     metadata |= {CONFIG_KEY: json.dumps(source.saved_changes)} if source.saved_changes else {}
     config_text = json.dumps(peft_config(planned, saved_meta, model, adapter, source), indent=2)

@@ -80,10 +80,10 @@ class PeftConfigFile:
         return PeftConfigFile(folder / CONFIG, config)
 
     @property
-    def is_before_0_19(self) -> bool:
-        """Whether PEFT before 0.19 saved this adapter. It assumed the shape (E, in, out) for all experts."""
-        match = re.match(r"0\.(\d+)", str(self.values.get("peft_version")))
-        return match is not None and int(match[1]) < 19
+    def is_before_0_19(self) -> bool | None:
+        """Whether PEFT before 0.19 saved this adapter; None if unknown: PEFT before 0.18 did not save its version."""
+        match = re.match(r"(\d+)\.(\d+)", str(self.values.get("peft_version")))
+        return None if match is None else (int(match[1]), int(match[2])) < (0, 19)
 
     @property
     def base_name(self) -> str:
@@ -194,6 +194,16 @@ class TargetTensors:
     target: LoRATarget
     tensors: tuple[StoredDelta, ...]
     blocks: tuple[tuple[int, float], ...]  # ranks and scales of the layers, if the file has them
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the tensors are stacked weights of experts."""
+        return any(len(tensor.shape) == 3 for tensor in self.tensors)
+
+    def in_old_layout(self) -> "TargetTensors":
+        """The same target, in the layout of PEFT before 0.19."""
+        swapped = self.has_experts and self.target.op == self.target.output_op
+        return replace(self, tensors=tuple(replace(tensor, swapped=swapped) for tensor in self.tensors))
 
     def load_deltas(self, get: Get, shapes: Mapping[str, Shape]) -> dict[str, LoRADelta]:
         """Deltas by layer name. `shapes` are those of the model parameters."""
@@ -375,7 +385,46 @@ class AdapterReader:
             match = self.match_key(self.adapted_tensor(module, depth))
             tensor = match.hub[match.position].replace("*", str(match.expert))
             targets.setdefault(LoRATarget.from_match(match), {})[tensor] = self.check_complete(module, kinds)
-        return [self.build_target(site, tensors) for site, tensors in targets.items()]
+        parsed = self.choose_layout([self.build_target(site, tensors) for site, tensors in targets.items()])
+        for delta in (delta for target in parsed for delta in target.tensors):
+            self.check_shapes(delta)
+        return parsed
+
+    def choose_layout(self, targets: list[TargetTensors]) -> list[TargetTensors]:
+        """The targets, or the same in the layout of PEFT before 0.19, which assumed the shape (E, in, out) for experts.
+
+        The shapes of all experts decide. Those of square weights fit both, so that the version must be known.
+        """
+        old = [target.in_old_layout() for target in targets]
+        if old == targets or not self.has_expected_experts(old):
+            return targets
+        is_old = not self.has_expected_experts(targets) or self.config.is_before_0_19
+        if is_old is None and all(target.blocks for target in targets if target.has_experts):  # saved by tunekit
+            is_old = False
+        if is_old is None:
+            raise UserError(
+                f"{self.config.file}: no 'peft_version', and the shapes of its experts do not show in which layout they "
+                'are. Add "peft_version": "0.17.0" if PEFT before 0.19 saved this adapter, else "0.19.0".'
+            )
+        return old if is_old else targets
+
+    def has_expected_experts(self, targets: Iterable[TargetTensors]) -> bool:
+        """Whether the tensors of all experts have the expected shapes."""
+        experts = (delta for target in targets if target.has_experts for delta in target.tensors)
+        return all(self.wrong_factor(delta) is None for delta in experts)
+
+    def wrong_factor(self, delta: StoredDelta) -> str | None:
+        """First factor whose tensor does not have the expected shape."""
+        expected = delta.expected_shapes()
+        return next((kind for kind, name in delta.names.items() if self.tensors[name].shape != expected[kind]), None)
+
+    def check_shapes(self, delta: StoredDelta) -> None:
+        """Raise UserError if a factor does not have the expected shape."""
+        if (kind := self.wrong_factor(delta)) is not None:
+            name, expected = delta.names[kind], list(delta.expected_shapes()[kind])
+            hint = f"{self.config.trained_for}, or its rank is not {delta.rank}"
+            shapes = f"has shape {list(self.tensors[name].shape)}, expected {expected}"
+            raise UserError(f"{self.file}: {name.removeprefix(PREFIX)} {shapes}; {hint}")
 
     def check_complete(self, module: str, kinds: dict[str, str]) -> dict[str, str]:
         """Return the factors of one module. Raises UserError if one is missing or unexpected."""
@@ -407,9 +456,8 @@ class AdapterReader:
         tensors = target.tensor_names(layer_shapes[0][0])
         if missing := [tensor for tensor in tensors if tensor not in factors]:
             raise UserError(f"{self.file}: adapts {next(iter(factors))}, but not {missing[0]} of the same layer")
-        swapped = target.op == target.output_op if self.config.is_before_0_19 else self.source.family.transposed_experts
         shapes = zip(tensors, target.shapes(layer_shapes), strict=True)
-        parsed = [self.build_tensor(tensor, factors[tensor], shape, swapped) for tensor, shape in shapes]
+        parsed = [self.build_tensor(tensor, factors[tensor], shape) for tensor, shape in shapes]
         return TargetTensors(target, tuple(parsed), self.valid_blocks(self.blocks.get(tensors[0]), target, parsed))
 
     def valid_blocks(
@@ -420,19 +468,11 @@ class AdapterReader:
         same_rank = sum(rank for rank, _ in parsed) == sum(tensor.rank for tensor in tensors)
         return parsed if same_rank and len(parsed) == len(target.layers) else ()
 
-    def build_tensor(self, tensor: str, names: dict[str, str], shape: Shape, swapped: bool) -> StoredDelta:
+    def build_tensor(self, tensor: str, names: dict[str, str], shape: Shape) -> StoredDelta:
         key = tensor if self.config.is_target_parameter(tensor) else tensor.removesuffix(WEIGHT)
         rank, alpha = self.config.rank_and_alpha(key, self.adapter)
-        result = StoredDelta(names, rank, self.adapter.scale(rank, alpha), shape, len(shape) == 3 and swapped)
-        if len(shape) == 3 and self.tensors[names["lora_A"]].shape != result.expected_shapes()["lora_A"]:
-            result = replace(result, swapped=not result.swapped)  # saved by an older PEFT without a version
-        for kind, name in names.items():
-            if self.tensors[name].shape != result.expected_shapes()[kind]:
-                actual, expected = list(self.tensors[name].shape), list(result.expected_shapes()[kind])
-                hint = f"{self.config.trained_for}, or its rank is not {rank}"
-                shapes = f"has shape {actual}, expected {expected}"
-                raise UserError(f"{self.file}: {name.removeprefix(PREFIX)} {shapes}; {hint}")
-        return result
+        swapped = len(shape) == 3 and self.source.family.transposed_experts
+        return StoredDelta(names, rank, self.adapter.scale(rank, alpha), shape, swapped)
 
 
 def read_config_changes(folder: Path) -> dict[str, Any]:
