@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from tunekit.adapters.config import DoRAConfig, FrozenModel, Layer, LoRAConfig, NoAdapter, lora_factors
 from tunekit.adapters.token_rows import look_up_token_rows, replace_token_rows
-from tunekit.checkpoint import peft_adapter
+from tunekit.checkpoint import load_adapter
 from tunekit.checkpoint.dcp_planner import reshard
 from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint, TensorReader
 from tunekit.checkpoint.load_model import apply_mapping, check_tensors, key_mappings, load_tensor
@@ -260,10 +260,10 @@ def load_initial_adapter(
         return []
     allocate(net, [name for name in named_tensors(net) if ".lora_" in name], device)
     net.tie()
-    peft_adapter.check_adapter_fits(Path(adapter.adapter_path), net, adapter, source)
+    load_adapter.check_adapter_fits(Path(adapter.adapter_path), net, adapter, source)
     contents = read_contents(Path(adapter.adapter_path), source)
     tensors = stack.enter_context(TensorReader(contents.tensors))
-    peft_adapter.load_lora_weights(net, contents, tensors)
+    load_adapter.load_lora_weights(net, contents, tensors)
     load_token_rows(net, source, contents.token_rows, tensors)
 
     def read(name: str) -> Tensor:

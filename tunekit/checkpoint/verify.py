@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tunekit.adapters.config import LoRAConfig, NoAdapter
-from tunekit.checkpoint import atomic, layerwise_forward, peft_adapter
+from tunekit.checkpoint import atomic, layerwise_forward, peft_adapter, peft_config
 from tunekit.checkpoint.final_checkpoint import VERIFICATION as FILE
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
 from tunekit.checkpoint.layerwise_forward import LazyLogits, LogitsFn, ModelSource, checkpoint_logits
@@ -122,7 +122,7 @@ def verify_saved(
     model_source = replace(model_source, precision=replace(model_source.precision, compute_dtype="fp32"))
     rows = dist.run_on_main(partial(probe_prompts, folder, source.spec))
     expected = live_logits(model, model_source, rows, dist)
-    if (folder / peft_adapter.CONFIG).is_file():  # adapters are saved in the dtype of training, without rounding
+    if (folder / peft_config.CONFIG).is_file():  # adapters are saved in the dtype of training, without rounding
         adapter = replace(peft_adapter.read_adapter_config(folder, source), adapter_path=str(folder))
         written, rounded = replace(model_source, adapter=adapter), None
     else:

@@ -27,7 +27,7 @@ from tests.helpers.random_checkpoints import (
 from tunekit import assets
 from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
 from tunekit.checkpoint import final_checkpoint as saving
-from tunekit.checkpoint import merge, peft_adapter, verify
+from tunekit.checkpoint import merge, peft_adapter, peft_config, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.layerwise_forward import ModelSource
 from tunekit.data.tokenizer import Tokenizer
@@ -216,8 +216,8 @@ def test_merged_model_passes_and_wrong_merge_fails(name: str, dtype: torch.dtype
     assert result.unexplained < max(1e-6, 0.01 * result.mean)
     assert verify.read_verification(tmp_path / "merged") == asdict(result)
     wrong_dir = shutil.copytree(adapter_dir, tmp_path / "wrong")
-    config = json.loads((wrong_dir / peft_adapter.CONFIG).read_text())
-    (wrong_dir / peft_adapter.CONFIG).write_text(json.dumps(config | {"lora_alpha": 1.02 * config["lora_alpha"]}))
+    config = json.loads((wrong_dir / peft_config.CONFIG).read_text())
+    (wrong_dir / peft_config.CONFIG).write_text(json.dumps(config | {"lora_alpha": 1.02 * config["lora_alpha"]}))
     assert not verify_merged(tmp_path / "other", source, adapter, wrong_dir).passed
 
 
