@@ -11,6 +11,7 @@ import torch
 from tunekit import build
 from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint import atomic, final_checkpoint, save_model, training_state
+from tunekit.checkpoint.dcp_planner import TENSOR_OVERHEAD
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.run_dir import FINAL, STATE
 from tunekit.distributed.context import DistributedContext
@@ -20,6 +21,7 @@ from tunekit.system import existing_parent, file_system, format_binary_bytes, fr
 from tunekit.training.config import TrainConfig
 
 STATE_OVERHEAD = 2**20  # bytes of the files of a training state that have no tensors
+TENSORS_PER_STATE = 3  # at most, of the optimizer and one weight
 
 
 def check_can_save(cfg: TrainConfig, checkpoint: HFCheckpoint, dist: DistributedContext, value_head: bool) -> None:
@@ -84,4 +86,6 @@ def state_bytes(cfg: TrainConfig, model: Decoder) -> int:
     inner = {parameter for layer in model.layers for parameter in layer.parameters()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     states = (cfg.optimizer.state_bytes(parameter, parameter in inner) for parameter in trained)
-    return sum(tensor.nbytes for tensor in (*trained, *model.buffers())) + sum(states) + STATE_OVERHEAD
+    tensors = [*trained, *model.buffers()]
+    overhead = STATE_OVERHEAD + TENSOR_OVERHEAD * (len(tensors) + TENSORS_PER_STATE * len(trained))
+    return sum(tensor.nbytes for tensor in tensors) + sum(states) + overhead
