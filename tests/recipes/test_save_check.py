@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.recipe_runs import Workspace
 from tests.helpers.training_methods import METHODS, Case, make_config, write_rows
 from tunekit import system
+from tunekit.training.run_context import Due, RunContext
 
 RUN = ("run", "sft", "sft.yaml", "data_checks=warn")
 FUSED = "{kind: lora, rank: 2, target_modules: [q_proj], modules_to_save: [k_proj]}"
@@ -73,3 +74,18 @@ def test_run_resumes_after_its_disk_was_full(workspace: Workspace, set_free_spac
     set_free_space(size + 2**21)
     assert workspace.run_tune(*args).code == 0
     assert workspace.is_same_run("out", "unbroken")
+
+
+def test_result_is_saved_without_the_data(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training rows are deleted during the run. The model card says nothing about them."""
+    due_after = RunContext.due_after
+
+    def delete_rows(run: RunContext, step: int, num_steps: int) -> Due:
+        Path("rows.jsonl").unlink(missing_ok=True)
+        return due_after(run, step, num_steps)
+
+    monkeypatch.setattr(RunContext, "due_after", delete_rows)
+    result = workspace.run_tune(*RUN)
+    assert result.code == 0
+    assert "warning: out/final/README.md" in result.err
+    assert "rows.jsonl" not in Path("out/final/README.md").read_text()
