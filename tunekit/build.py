@@ -268,9 +268,21 @@ def resolve_checkpoint(name: str, files: download.Files) -> tuple[HFCheckpoint, 
     if not (path / peft_config.CONFIG).is_file():
         return HFCheckpoint.open(path, name), FrozenModel()
     base = peft_config.PeftConfigFile.open(path).base_name
-    checkpoint = HFCheckpoint.open(download.resolve_model_dir(base, files), base)
+    checkpoint = HFCheckpoint.open(resolve_base_dir(path, base, files), base)
     checkpoint = peft_adapter.with_adapter_config(path, checkpoint)
     return checkpoint, replace(peft_adapter.read_adapter_config(path, checkpoint), adapter_path=str(path))
+
+
+def resolve_base_dir(adapter: Path, base: str, files: download.Files) -> Path:
+    """Directory of the base of an adapter, which may have been trained on another machine."""
+    try:
+        return download.resolve_model_dir(base, files)
+    except UserError as error:
+        remedy = f"Set base_model_name_or_path to another directory or Hub name, or run `tune merge BASE {adapter} OUT`"
+        raise UserError(
+            f"{adapter / peft_config.CONFIG}: the base model of this adapter cannot be opened "
+            f"({str(error).removesuffix('.')}). {remedy} and use OUT."
+        ) from error
 
 
 def final_dir_of(path: Path) -> Path:

@@ -2,14 +2,19 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.adapters.module_patterns import compile_pattern
 from tunekit.checkpoint.hf_checkpoint import read_json
+from tunekit.distributed import worker_env
 from tunekit.errors import UserError
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -22,6 +27,25 @@ SUPPORTED_VALUES |= {"lora_bias": (None, False)}
 SUPPORTED_VALUES |= {"use_qalora": (None, False), "alora_invocation_tokens": (None, [])}
 # Other initializations change the base weights.
 SUPPORTED_VALUES |= {"init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal")}
+
+# In PEFT before 0.3, only some of the layers that are fused in a tensor had an adapter.
+SUPPORTED_VALUES |= {"enable_lora": (None, [])}
+# Keys of PEFT 0.21 that are read, or do not change the logits of the saved tensors.
+KNOWN_KEYS = {"alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying"}
+KNOWN_KEYS |= {"eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern"}
+KNOWN_KEYS |= {"layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config"}
+KNOWN_KEYS |= {
+    "megatron_core",
+    "merge_weights",
+    "modules_to_save",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+}
+KNOWN_KEYS |= {"rank_pattern", "revision", "runtime_config", "target_modules", "target_parameters", "task_type"}
+KNOWN_KEYS |= {"trainable_token_indices", "use_dora", "use_rslora"}
+OFF = (None, False, 0, "", [], {})  # values of a key that has no effect
 
 # Types of the values, and their names in errors. Keys other than `r` and `lora_alpha` may be missing or null.
 NUMBER, NAMES, OBJECT = ((int, float), "a number"), ((list, str), "a list of names"), ((dict,), "an object")
@@ -51,6 +75,9 @@ class PeftConfigFile:
             if key in config and type(config[key]) not in types and not (is_optional and config[key] is None):
                 raise UserError(f"{folder / CONFIG}: {key}: must be {expected}, got {json.dumps(config[key])}")
         check_token_indices(folder / CONFIG, config.get("trainable_token_indices"))
+        unknown = config.keys() - KNOWN_KEYS - SUPPORTED_VALUES.keys()
+        if keys := sorted(key for key in unknown if config[key] not in OFF):
+            warn_unknown_keys(folder / CONFIG, ", ".join(keys))
         return PeftConfigFile(folder / CONFIG, config)
 
     @property
@@ -131,6 +158,15 @@ class PeftConfigFile:
     def is_target_parameter(self, tensor: str) -> bool:
         """Whether a checkpoint tensor is in target_parameters instead of target_modules."""
         return any(f".{tensor}".endswith(f".{target}") for target in self.values.get("target_parameters") or [])
+
+
+@cache
+def warn_unknown_keys(file: Path, keys: str) -> None:
+    """Print a line about keys that are ignored, once for each file."""
+    if worker_env.is_main_worker():
+        tqdm.write(
+            f"warning: {file}: unknown keys are ignored: {keys}. Check that they do not matter.", file=sys.stderr
+        )
 
 
 def check_token_indices(file: Path, value: Any) -> None:

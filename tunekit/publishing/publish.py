@@ -185,6 +185,8 @@ def merged_dir(folder: Path, out: Path | None = None, device: str = "auto") -> I
                 raise UserError(f"{folder.parent}: {problem}. Set --merged-dir.") from error
         with atomic.AtomicDir(out) as partial_dir:
             merge.merge_adapter(source, folder, partial_dir)
+            if source.has_untrained_mtp:
+                print_line(f"note: {model_card.UNTRAINED_MTP}")
             print_line(str(verify.verify_merge(partial_dir, source, adapter, DistributedContext(device=device).device)))
             model_card.write_merged_card(partial_dir, folder, source)
         yield out

@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from tunekit import devices
+from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint import atomic, final_checkpoint, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.layerwise_forward import ModelSource
@@ -40,6 +41,8 @@ def export_final(
         info = model_card.ModelCardInfo(run.recipe, config, run.dir, checkpoint, model, data, dist.device)
         problem = dist.run_on_main(partial(write_model_card, directory, run.dir, info, step, result))
     dist.log(f"finished: {final_dir}\n{result}")
+    if isinstance(cfg.adapter, NoAdapter) and checkpoint.has_untrained_mtp:
+        dist.log(f"note: {model_card.UNTRAINED_MTP}")
     if problem is not None:
         dist.log(f"warning: {final_dir / CARD} has no details of the run: {problem}")
     if dist.is_main_process and (problem := model_card.find_divergence(metrics_file.read_metrics(run.dir))):

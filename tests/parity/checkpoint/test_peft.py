@@ -4,7 +4,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import peft
@@ -26,6 +26,7 @@ from tests.helpers.random_checkpoints import (
 from tests.helpers.transformers_parity import measure_adapter_parity, open_with_peft, train_adapter
 from tunekit import build
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
+from tunekit.checkpoint.peft_config import KNOWN_KEYS, SUPPORTED_VALUES
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.models.precision import PrecisionConfig
@@ -486,6 +487,22 @@ def assert_rejected(texts: str | Sequence[str], action) -> None:
     for text in (texts,) if isinstance(texts, str) else texts:
         assert text in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_unknown_keys_are_reported(llama2_adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once for each file, unless their values turn them off. All keys of PEFT are known."""
+    folder = shutil.copytree(llama2_adapter, tmp_path / "adapter")
+    keys = {field.name for field in fields(peft.LoraConfig)}
+    assert keys <= KNOWN_KEYS | SUPPORTED_VALUES.keys()
+    capsys.readouterr()
+    load_inference_model(folder)
+    assert "adapter_config.json" not in capsys.readouterr().err
+    folder = folder.rename(tmp_path / "newer")
+    edit_config(folder, lora_of_next_year={"gamma": 2}, use_other_lora=False, other_config=None)
+    load_inference_model(folder)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "adapter_config.json" in line]
+    assert "lora_of_next_year" in line
+    assert "use_other_lora" not in line and "other_config" not in line
 
 
 def test_missing_config_keys_have_defaults(llama2_adapter: Path, tmp_path: Path) -> None:

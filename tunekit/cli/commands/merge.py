@@ -34,6 +34,8 @@ def main(args: argparse.Namespace) -> None:
     with atomic.AtomicDir(out) as folder:
         if merge.merge_adapter(source, adapter, folder):
             print_line("note: the adapter changes the output head, which is no longer tied to the embedding")
+        if source.has_untrained_mtp:
+            print_line(f"note: {model_card.UNTRAINED_MTP}")
         verification = verify.verify_merge(folder, source, adapter_config, DistributedContext().device)
         model_card.write_merged_card(folder, adapter, source)
     print_line(str(verification))
