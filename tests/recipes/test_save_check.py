@@ -1,4 +1,4 @@
-"""What cannot be saved at the end of a run is refused before its first step, and the run can be repeated."""
+"""Results that cannot be saved are refused before the first step of a run, which can be repeated."""
 
 import shutil
 from collections.abc import Callable
@@ -18,7 +18,7 @@ RECIPES = ("sft", "dpo", "reward", "embed", "grpo", "ppo", "distill")  # a metho
 
 
 class Usage(NamedTuple):
-    """Of a disk, in bytes."""
+    """Size of a disk in bytes."""
 
     total: int
     used: int

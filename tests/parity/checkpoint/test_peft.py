@@ -89,8 +89,8 @@ CASES = {
     ),
     "saved experts": ("qwen3-moe", LoRAConfig(4, target_modules="attn", modules_to_save=("experts", "router"))),
     "dora with frozen experts": ("mixtral", DoRAConfig(4)),
-    "embedding beside one per layer": ("gemma3n", LoRAConfig(4, target_modules=("q_proj", "embed_tokens"))),
-    "saved embedding beside one per layer": (
+    "embedding with one per layer": ("gemma3n", LoRAConfig(4, target_modules=("q_proj", "embed_tokens"))),
+    "saved embedding with one per layer": (
         "gemma4",
         LoRAConfig(4, target_modules="attn", modules_to_save=("embed_tokens", "per_layer.norm")),
     ),
@@ -156,9 +156,9 @@ LAYOUTS = {
     ),
     "adapted tied": ("smollm2", {"target_modules": ["embed_tokens", "v_proj"], "ensure_weight_tying": True}),
     "saved embedding": ("llama3.1", {"target_modules": ["embed_tokens", "lm_head"]}),
-    "embedding beside one per layer": ("gemma3n", {"target_modules": ["q_proj", "embed_tokens"]}),
+    "embedding with one per layer": ("gemma3n", {"target_modules": ["q_proj", "embed_tokens"]}),
     "embedding of each layer": ("gemma4", {"target_modules": ["v_proj", "embed_tokens_per_layer"]}),
-    "saved embedding beside one per layer": (
+    "saved embedding with one per layer": (
         "gemma4",
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
     ),
