@@ -34,16 +34,8 @@ SUPPORTED_VALUES |= {"enable_lora": (None, [])}
 KNOWN_KEYS = {"alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying"}
 KNOWN_KEYS |= {"eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern"}
 KNOWN_KEYS |= {"layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_config"}
-KNOWN_KEYS |= {
-    "megatron_core",
-    "merge_weights",
-    "modules_to_save",
-    "peft_type",
-    "peft_version",
-    "qalora_group_size",
-    "r",
-}
-KNOWN_KEYS |= {"rank_pattern", "revision", "runtime_config", "target_modules", "target_parameters", "task_type"}
+KNOWN_KEYS |= {"megatron_core", "merge_weights", "modules_to_save", "peft_type", "peft_version", "qalora_group_size"}
+KNOWN_KEYS |= {"r", "rank_pattern", "revision", "runtime_config", "target_modules", "target_parameters", "task_type"}
 KNOWN_KEYS |= {"trainable_token_indices", "use_dora", "use_rslora"}
 OFF = (None, False, 0, "", [], {})  # values of a key that has no effect
 
