@@ -61,7 +61,26 @@ def fsync_path(path: Path) -> None:
 
 def free_bytes(path: Path) -> int:
     """Bytes that this user may still write where `path` is or will be."""
-    return shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists())).free
+    return shutil.disk_usage(existing_parent(path)).free
+
+
+def file_system(path: Path) -> int:
+    """Number of the file system where `path` is or will be."""
+    return existing_parent(path).stat().st_dev
+
+
+def existing_parent(path: Path) -> Path:
+    """A path, or its closest parent that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+def format_binary_bytes(size: float) -> str:
+    """Size with a binary unit, as `df -h` shows it."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}" if unit != "bytes" else f"{size:.0f} bytes"
+        size /= 1024
+    return f"{size:,.1f} GiB"
 
 
 def format_bytes(size: float) -> str:

@@ -57,7 +57,7 @@ def save_model(
     dist = dist or DistributedContext(device="cpu")
     reshard(model)
     mappings = output_mappings(model, source)
-    entries = {name: entry for mapping in mappings for name, entry in tensor_entries(model, mapping, source)}
+    entries = model_entries(model, source)
     shards = plan_shards(entries, source)
     dist.run_on_main(partial(create_model_files, folder, source, shards, entries))
     deferred = DeferredError()
@@ -191,6 +191,12 @@ def output_mappings(model: Decoder, source: HFCheckpoint) -> list[KeyMapping]:
     tied = {TIED} if source.spec.tie_word_embeddings else set()
     shapes = {name: shape for name, shape in model.shapes.items() if name not in tied}
     return save_mappings(shapes, source.family.table)
+
+
+def model_entries(model: Decoder, source: HFCheckpoint) -> Entries:
+    """Shapes and dtypes of all checkpoint tensors."""
+    mappings = output_mappings(model, source)
+    return {name: entry for mapping in mappings for name, entry in tensor_entries(model, mapping, source)}
 
 
 def tensor_entries(

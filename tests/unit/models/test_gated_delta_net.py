@@ -209,6 +209,7 @@ def check_layout(folder: Path, layout: Layout, path: Path) -> None:
     save_model.save_model(path / "written", model, HFCheckpoint.open(folder), quiet=True)
     actual = load_file(path / "written" / "model.safetensors")
     assert actual.keys() == tensors.keys()
+    assert HFCheckpoint.open(folder).has_untrained_mtp == (layout is add_prediction_layer)
     assert all(t.dtype == actual[name].dtype and torch.equal(t, actual[name]) for name, t in tensors.items())
 
 

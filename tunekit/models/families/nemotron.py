@@ -11,7 +11,7 @@ from tunekit.models.families.base import (
 from tunekit.models.families.deepseek import expert_groups
 from tunekit.models.families.mamba_base import LEAVES, LINEAR, check_time_steps, hybrid_layer_types
 from tunekit.models.spec import MLP, DecoderSpec, Layer, Mamba2, MoE, Norm
-from tunekit.models.weight_map import HubOnly, KeyRule, Stack, with_prefix
+from tunekit.models.weight_map import KeyRule, MultiTokenPrediction, Stack, with_prefix
 
 DENSE, SPARSE = "mlp", "moe"  # layer types in config.json
 PATTERN = {"M": LINEAR, "*": FULL, "-": DENSE, "E": SPARSE}
@@ -32,7 +32,7 @@ NAMES = (
     KeyRule("head", "lm_head"),
 )
 # Published files have another prefix than the modules of transformers. Layers for multi-token prediction are kept.
-TABLE = (*with_prefix("backbone.", NAMES), *NAMES, KeyRule((), "mtp", HubOnly()))
+TABLE = (*with_prefix("backbone.", NAMES), *NAMES, KeyRule((), "mtp", MultiTokenPrediction()))
 DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "layer_norm_epsilon": 1e-5}
 DEFAULTS |= {"ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4}
 DEFAULTS |= {"use_conv_bias": True, "use_bias": False, "intermediate_size": 21_504, "mlp_bias": False}
