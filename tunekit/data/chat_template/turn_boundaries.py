@@ -195,10 +195,14 @@ class RenderedPrefixes:
         """Return the rendered text before and after the marked part of a message; None if marks change it."""
         text = self.try_render(lambda: self.render(count, prompt, mode, (index, marks)))
         parts = None if text is None else self.split_at_marks(text, index, marks)
-        unmarked = "" if parts is None else self.render(count, prompt, mode)
-        if parts is None or sum(map(len, parts)) > len(unmarked):
+        if parts is None:
             return None
-        return parts if unmarked.startswith(parts[0]) and unmarked.endswith(parts[1]) else None
+        unmarked, (before, after) = self.render(count, prompt, mode), parts
+        for head, tail in [parts, *([(before.rstrip(), after.lstrip())] if marks == "content" else [])]:
+            is_clear = len(head) + len(tail) <= len(unmarked)
+            if is_clear and unmarked.startswith(head) and unmarked.endswith(tail):
+                return head, tail
+        return None
 
     def text_start(self, index: int) -> int | None:
         """Return the position where the texts of a message start; None if it is ambiguous."""
@@ -231,7 +235,13 @@ class RenderedPrefixes:
         start = self.turn_start(index) if self.messages[index]["role"] == "assistant" else self.text_start(index)
         if start is None:
             raise AmbiguousMaskError(f"messages[{index}]: no target tokens: the chat template modifies its content")
-        return start, self.turn_end(index, start)
+        end = self.turn_end(index, start)
+        if self.next_text_start(start, index) < end:
+            raise AmbiguousMaskError(
+                f"messages[{index}]: ambiguous loss mask: the chat template writes another message within this turn. "
+                f"{MASK_HINT}"
+            )
+        return start, end
 
     def turn_start(self, index: int) -> int:
         """Return the position where the generation prompt of an assistant turn ends."""
@@ -250,7 +260,7 @@ class RenderedPrefixes:
                 (marks, self.text_after(previous, index, marks, True), self.text_after(previous, self.count, marks))
                 for marks in MARKS
             ]
-            found = [(marks, tail, text_tail) for marks, tail, text_tail in tails if tail and text_tail]
+            found = [(marks, tail, end) for marks, tail, end in tails if tail is not None and end is not None]
             for marks, prompt_tail, text_tail in found:
                 size = self.prompt_length(index, (previous, marks), prompt_tail, text_tail)
                 if size is not None:
@@ -315,8 +325,9 @@ class RenderedPrefixes:
             window_start = start if text_tail is None else len(self.text) - len(text_tail)
             window_end = self.next_text_start(window_start if text_tail is not None else start + 1, index)
             window = self.text[window_start:window_end]
-            for tail in self.turn_tails(index, marks, self.text[:start]):
-                end = find_ending(self.tokenizer.special_texts, window, tail, exact=marks is None)
+            tails = [*self.turn_tails(index, marks, self.text[:start])]
+            for exact, tail in [*((True, tail) for tail in tails), *((False, tail) for tail in tails if marks)]:
+                end = find_ending(self.tokenizer.special_texts, window, tail, exact)
                 if end is not None:
                     return self.end_with_stop_token((start, window_start + end), index)
         raise AmbiguousMaskError(
@@ -356,17 +367,23 @@ class RenderedPrefixes:
     def end_with_stop_token(self, span: Span, index: int | None) -> int:
         """Extend a span by a stop token that follows it: in some templates it is the first token of the next turn."""
         end = span[1]
-        if self.is_ended(span, index):
+        stops = tuple(
+            self.tokenizer.special_ids[token] for token in self.tokenizer.stops & self.tokenizer.special_ids.keys()
+        )
+        if self.ending(span, index).endswith(stops):
             return end
         match = self.tokenizer.stop_texts.match(self.text, end, self.next_text_start(end, index))
         return end if match is None else match.end()
 
     def is_ended(self, span: Span, index: int | None) -> bool:
-        """Whether a turn ends with a special token of the template, not with one in the content of message `index`."""
+        """Whether a turn ends with a special token of the template."""
+        return self.ending(span, index).endswith(tuple(self.tokenizer.special_ids.values()))
+
+    def ending(self, span: Span, index: int | None) -> str:
+        """Return the end of a turn, without the content of message `index`, which may contain special tokens."""
         start, end = span
         tail_start = None if index is None else self.text_end(index)
-        ending = self.text[tail_start if tail_start is not None and start <= tail_start <= end else start : end]
-        return ending.rstrip().endswith(tuple(self.tokenizer.special_ids.values()))
+        return self.text[tail_start if tail_start is not None and start <= tail_start <= end else start : end].rstrip()
 
 
 def find_ending(special_pattern: re.Pattern[str], window: str, tail: str, exact: bool) -> int | None:
