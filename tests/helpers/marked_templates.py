@@ -34,7 +34,7 @@ ACTIONS = ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_TOOL_RESULT|>", "<|END
 GEMMA4 = ("<bos>", "<eos>", "<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>",
           "<|tool_response>", "<tool_response|>", '<|"|>', "<|channel>", "<channel|>")  # fmt: skip
 LLAMA4 = ("<|begin_of_text|>", "<|header_start|>", "<|header_end|>", "<|eot|>", "<|python_start|>", "<|python_end|>")
-MISTRAL13 = (*MISTRAL, "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[CALL_ID]", "[ARGS]", "[TOOL_CONTENT]")
+MISTRAL11 = (*MISTRAL, "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[CALL_ID]", "[ARGS]", "[TOOL_CONTENT]")
 M1 = ("<begin_of_document>", "<beginning_of_sentence>", "<end_of_sentence>")
 
 
@@ -74,7 +74,7 @@ MARKED = {
         GEMMA4, "<bos>", "<eos>", stops=("<eos>", "<turn|>", "<|tool_response>"), has_text_with_calls=False
     ),
     "llama4": MarkedTemplate(LLAMA4, LLAMA4[0], "<|eot|>"),
-    "mistral_v13": MarkedTemplate(MISTRAL13, "<s>", "</s>"),
+    "mistral_v11": MarkedTemplate(MISTRAL11, "<s>", "</s>"),
 }
 QUESTION, AGAIN = {"role": "user", "content": "Weather?"}, {"role": "user", "content": "And in Rome, é 😀?"}
 ANSWER = {"role": "assistant", "content": "It rains."}
@@ -109,7 +109,7 @@ def calling(*arguments: dict[str, Any], as_text: bool = False, **fields: Any) ->
         {
             "type": "function",
             "id": call_id,
-            "function": {"name": name, "arguments": json.dumps(values) if as_text else values},
+            "function": {"name": name, "arguments": json.dumps(values, ensure_ascii=False) if as_text else values},
         }
         for call_id, name, values in zip(ids, names, arguments, strict=False)
     ]
