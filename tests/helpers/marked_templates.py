@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
 from tests.helpers.chat_families import (
     COMMAND,
     DEEPSEEK,
@@ -52,7 +50,6 @@ class MarkedTemplate:
     has_text_with_calls: bool = True
     has_steps: bool = True  # an answer after a result may call again
     text_arguments: bool = False  # the template concatenates arguments
-    has_call_format: bool = True  # an answer can be parsed: it contains the names of the tools
 
 
 MARKED = {
@@ -160,25 +157,11 @@ def write_marked(directory: Path, name: str) -> Path:
     return write_template_family(directory, family, (TEMPLATE_DIR / f"{name}.jinja").read_text(encoding="utf-8"))
 
 
-def render_in_transformers(tokenizer: Any, messages: list[dict], tools: Any) -> tuple[str, list[tuple[int, int]]]:
-    """Text of a conversation and the spans of its marked turns; adjacent spans are joined."""
-    text = tokenizer.chat_template.replace("{#- target #}", "{%- generation %}")
-    text = text.replace("{#- end target #}", "{%- endgeneration %}")
-    options: dict[str, Any] = {"return_assistant_tokens_mask": True, **tokenizer.special_tokens_map}
-    (rendered,), (blocks,) = render_jinja_template([messages], tools, None, text, **options)
-    return rendered, join_spans(blocks)
-
-
-def join_spans(spans: Any) -> list[tuple[int, int]]:
-    joined: list[tuple[int, int]] = []
-    for start, end in spans:
-        if joined and joined[-1][1] == start:
-            start = joined.pop()[0]
-        joined += [(start, end)] if end > start else []
-    return joined
-
-
 def adapt(tokenizer: Tokenizer, messages: list[dict], tools: Any) -> list[dict]:
     """Messages as in training."""
     conversation = make_conversation(messages, "messages")
     return detect_features(tokenizer.template(tools), tokenizer).adapt_messages(conversation.messages)
+
+
+def open_marked(directory: Path, name: str) -> Tokenizer:
+    return Tokenizer.open(write_marked(directory, name))

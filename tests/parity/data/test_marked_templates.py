@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.helpers.encode_rows import encode_document
 from tests.helpers.loss_masks import render_targets
@@ -13,8 +14,6 @@ from tests.helpers.marked_templates import (
     adapt,
     call_conversations,
     calling,
-    join_spans,
-    render_in_transformers,
     text_conversations,
     write_marked,
 )
@@ -34,6 +33,24 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Toke
     """Tokenizers of each family, ours and that of transformers."""
     directories = {name: write_marked(tmp_path_factory.mktemp(name), name) for name in MARKED}
     return {name: (Tokenizer.open(path), AutoTokenizer.from_pretrained(path)) for name, path in directories.items()}
+
+
+def render_in_transformers(tokenizer: Any, messages: list[dict], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+    """Text of a conversation and the spans of its marked turns; adjacent spans are joined."""
+    text = tokenizer.chat_template.replace("{#- target #}", "{%- generation %}")
+    text = text.replace("{#- end target #}", "{%- endgeneration %}")
+    options: dict[str, Any] = {"return_assistant_tokens_mask": True, **tokenizer.special_tokens_map}
+    (rendered,), (blocks,) = render_jinja_template([messages], tools, None, text, **options)
+    return rendered, join_spans(blocks)
+
+
+def join_spans(spans: Any) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for start, end in spans:
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined += [(start, end)] if end > start else []
+    return joined
 
 
 def target_texts(text: str, spans: list[tuple[int, int]]) -> list[str]:
