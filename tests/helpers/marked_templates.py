@@ -62,6 +62,7 @@ MARKED = {
     ),
     "deepseek_v31": MarkedTemplate(DEEPSEEK, DEEPSEEK[0], DEEPSEEK[1], THINK[:2], text_arguments=True),
     "kimi_k2": MarkedTemplate(KIMI, None, "[EOS]", stops=("<|im_end|>",)),
+    "kimi_k2_thinking": MarkedTemplate(KIMI, None, "[EOS]", THINK[:2], ("<|im_end|>",)),
     "minimax_m1": MarkedTemplate(M1, None, "<end_of_sentence>", has_calls=False),
     "minimax_m2": MarkedTemplate(MINIMAX, None, "[e~[", THINK[:2]),
     "glm45": MarkedTemplate(GLM, None, "<|endoftext|>", THINK, ("<|endoftext|>", "<|user|>", "<|observation|>")),

@@ -17,10 +17,10 @@ from tunekit.errors import UserError
 
 Span = tuple[int, int]
 Mode = tuple[str, bool]  # a template variable and its value, such as ("enable_thinking", False)
-# What is replaced in a message to find it: its texts; the name of its first call, for calls without texts in their
-# arguments; or all of its content, which may be empty or consist of tags.
-Marks = Literal["texts", "name", "content"]
-MARKS: tuple[Marks, ...] = ("texts", "name", "content")
+# What is replaced in a message to find it: its texts; the name or the id of its first call, whose arguments may have no
+# texts; or all of its content, which may be empty or consist of tags.
+Marks = Literal["texts", "name", "id", "content"]
+MARKS: tuple[Marks, ...] = ("texts", "name", "id", "content")
 SENTINEL_BASE = 0x17000  # first sentinel character: Tangut script, because `repr` does not escape it
 MAX_SENTINELS = 6000
 MARK, ANSWER_MARK = map(chr, range(SENTINEL_BASE + MAX_SENTINELS, SENTINEL_BASE + MAX_SENTINELS + 2))
@@ -169,8 +169,16 @@ class RenderedPrefixes:
         if not message.get("tool_calls"):
             return message
         call, *others = message["tool_calls"]
-        function = {**call["function"], "name": MARK * len(call["function"]["name"])}
-        return {**message, "tool_calls": [{**call, "function": function}, *others]}
+        hidden = MARK * len(self.marked_text(index, marks))
+        marked = {"id": hidden} if marks == "id" else {"function": {**call["function"], "name": hidden}}
+        return {**message, "tool_calls": [{**call, **marked}, *others]}
+
+    def marked_text(self, index: int, marks: Marks) -> str:
+        """Return the text of a message that MARK replaces, repeated to its length."""
+        if marks == "content" or not self.messages[index].get("tool_calls"):
+            return " "
+        call = self.messages[index]["tool_calls"][0]
+        return call["function"]["name"] if marks == "name" else call.get("id", "") or " "
 
     def to_content(self, text: str) -> Any:
         return [{"type": "text", "text": text}] if self.has_parts else text
@@ -178,16 +186,15 @@ class RenderedPrefixes:
     def split_at_marks(self, text: str, index: int, marks: Marks) -> tuple[str, str] | None:
         """Return the text before and after the marks of message `index`; None without marks.
 
-        A name is marked in full, and what follows is restored: templates may write it again with the tool's result.
+        A name is marked in full, and restored after its first place: templates write it again with the tool's result.
         """
         if marks == "texts":
             low, high = self.sentinels.ranges[index]
             found = [match.span() for match in SENTINELS.finditer(text) if low <= ord(match[1]) - SENTINEL_BASE < high]
             return (text[: found[0][0]], text[found[-1][1] :]) if found else None
-        calls = self.messages[index].get("tool_calls")
-        name = calls[0]["function"]["name"] if marks == "name" and calls else " "
-        before, mark, after = text.partition(MARK * len(name))
-        return (before, after.replace(mark, name)) if mark else None
+        hidden = self.marked_text(index, marks)
+        before, mark, after = text.partition(MARK * len(hidden))
+        return (before, after.replace(mark, hidden)) if mark else None
 
     def surroundings(
         self, index: int, count: int, marks: Marks, prompt: bool = False, mode: Mode | None = None
