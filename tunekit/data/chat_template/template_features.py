@@ -45,8 +45,9 @@ class TemplateFeatures:
                 message = renumber_calls(message, ids)
             if self.text_arguments and "tool_calls" in message:
                 message = {**message, "tool_calls": [with_text_arguments(call) for call in message["tool_calls"]]}
-        if self.content_parts and message.get("content"):
-            message = {**message, "content": to_content_parts(message["content"])}
+        content = message.get("content")
+        if self.content_parts and (content or content == "" and "tool_calls" not in message):
+            message = {**message, "content": to_content_parts(content)}
         return message
 
     def with_empty_content(self, message: Message) -> Message:

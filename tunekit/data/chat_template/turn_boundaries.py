@@ -219,8 +219,8 @@ class RenderedPrefixes:
         return self.text_starts[index]
 
     def text_end(self, index: int) -> int | None:
-        """Return a position in a message that only text of the template, or a call, follows; None if ambiguous."""
-        found = (self.surroundings(index, self.count, marks) for marks in MARKS)
+        """Return the position where only text of the template, or a call, follows in a message; None if ambiguous."""
+        found = (self.surroundings(index, self.count, marks) for marks in ("content", *MARKS))
         return next((len(self.text) - len(parts[1]) for parts in found if parts is not None), None)
 
     def text_after(
