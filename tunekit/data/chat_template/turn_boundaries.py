@@ -202,9 +202,10 @@ class RenderedPrefixes:
         """Return the rendered text before and after the marked part of a message; None if marks change it."""
         text = self.try_render(lambda: self.render(count, prompt, mode, (index, marks)))
         parts = None if text is None else self.split_at_marks(text, index, marks)
-        if parts is None:
+        unmarked = self.try_render(lambda: self.render(count, prompt, mode))
+        if parts is None or unmarked is None:
             return None
-        unmarked, (before, after) = self.render(count, prompt, mode), parts
+        before, after = parts
         for head, tail in [parts, *([(before.rstrip(), after.lstrip())] if marks == "content" else [])]:
             is_clear = len(head) + len(tail) <= len(unmarked)
             if is_clear and unmarked.startswith(head) and unmarked.endswith(tail):
@@ -350,7 +351,11 @@ class RenderedPrefixes:
         for prompt in (False, True):
             text = self.try_render(lambda prompt=prompt: self.render(index + 1, prompt))
             tail = None
-            if text is not None and marks is not None:
+            if text is not None and marks == "content":  # the text before it may change: reasoning in the content
+                marked = self.try_render(lambda prompt=prompt: self.render(index + 1, prompt, None, (index, marks)))
+                tail = (marked or "").partition(MARK)[2]
+                tail = tail if marked and text.endswith(tail) else None
+            elif text is not None and marks is not None:
                 tail = self.text_after(index, index + 1, marks, prompt)
             elif text is not None and text.startswith(before):
                 tail = text[len(before) :]
