@@ -1,6 +1,6 @@
 """Chat templates whose turns are marked by comments, from `{#- target #}` to `{#- end target #}`, and conversations.
 
-With `{% generation %}` in place of the comments, transformers computes the loss masks that tunekit must find without.
+With `{% generation %}` instead of the comments, transformers computes the loss masks that tunekit must find without.
 """
 
 import json
@@ -74,7 +74,7 @@ MARKED = {
     "llama4": MarkedTemplate(LLAMA4, LLAMA4[0], "<|eot|>"),
     "mistral_v11": MarkedTemplate(MISTRAL11, "<s>", "</s>"),
 }
-QUESTION, AGAIN = {"role": "user", "content": "Weather?"}, {"role": "user", "content": "And in Rome, é 😀?"}
+QUESTION, FOLLOW_UP = {"role": "user", "content": "Weather?"}, {"role": "user", "content": "And in Rome, é 😀?"}
 ANSWER = {"role": "assistant", "content": "It rains."}
 SYSTEM = {"role": "system", "content": "Be brief."}
 PROPERTIES = {"city": {"type": "string"}, "on": {"type": "boolean"}, "days": {"type": "integer"}, "more": {}}
@@ -125,7 +125,7 @@ def text_conversations() -> dict[str, list[dict[str, Any]]]:
     answers["reasoning"] = {**ANSWER, "reasoning_content": "Hm."}
     answers["only reasoning"] = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
     rows = {f"{name}, {len(rest)} follow": [QUESTION, answer, *rest]
-            for name, answer in answers.items() for rest in ([], [AGAIN, ANSWER])}  # fmt: skip
+            for name, answer in answers.items() for rest in ([], [FOLLOW_UP, ANSWER])}  # fmt: skip
     return rows | {"system": [SYSTEM, QUESTION, ANSWER], "repeated": [QUESTION, ANSWER, QUESTION, ANSWER]}
 
 
@@ -135,16 +135,16 @@ def call_conversations(template: MarkedTemplate) -> dict[str, list[dict[str, Any
     turns = {name: calling(values, as_text=as_text) for name, values in ARGUMENTS.items()}
     turns["reasoning"] = calling({}, as_text=as_text, reasoning_content="Hm.")
     if template.has_text_with_calls:
-        turns["text beside"] = calling({}, as_text=as_text, **text)
+        turns["text and call"] = calling({}, as_text=as_text, **text)
         turns["all"] = calling({"on": True}, as_text=as_text, **text, reasoning_content="Hm.")
     if template.max_calls > 1:
         turns["parallel"] = calling({}, {"on": True}, as_text=as_text)
         turns["parallel texts"] = calling({"city": "Oslo"}, {}, as_text=as_text)
-    again = turns["none"] if template.has_steps else []
+    more_calls = turns["none"] if template.has_steps else []
     rows = {
         f"{name}, {len(rest)} follow": [QUESTION, *turn, *rest]
         for name, turn in turns.items()
-        for rest in ([ANSWER], [ANSWER, AGAIN, *again, ANSWER])
+        for rest in ([ANSWER], [ANSWER, FOLLOW_UP, *more_calls, ANSWER])
     }
     rows |= {f"{name}, last": [SYSTEM, QUESTION, turn[0]] for name, turn in turns.items()}
     steps = [QUESTION, *turns["none"], *turns["boolean"], *turns["text"], ANSWER]

@@ -190,8 +190,8 @@ class RenderedPrefixes:
         """
         if marks == "texts":
             low, high = self.sentinels.ranges[index]
-            found = [match.span() for match in SENTINELS.finditer(text) if low <= ord(match[1]) - SENTINEL_BASE < high]
-            return (text[: found[0][0]], text[found[-1][1] :]) if found else None
+            spans = [match.span() for match in SENTINELS.finditer(text) if low <= ord(match[1]) - SENTINEL_BASE < high]
+            return (text[: spans[0][0]], text[spans[-1][1] :]) if spans else None
         hidden = self.marked_text(index, marks)
         before, mark, after = text.partition(MARK * len(hidden))
         return (before, after.replace(mark, hidden)) if mark else None
@@ -215,14 +215,14 @@ class RenderedPrefixes:
     def text_start(self, index: int) -> int | None:
         """Return the position where the texts of a message start; None if it is ambiguous."""
         if index not in self.text_starts:
-            found = (self.surroundings(index, self.count, marks) for marks in MARKS)
-            self.text_starts[index] = next((len(parts[0]) for parts in found if parts is not None), None)
+            candidates = (self.surroundings(index, self.count, marks) for marks in MARKS)
+            self.text_starts[index] = next((len(parts[0]) for parts in candidates if parts is not None), None)
         return self.text_starts[index]
 
     def text_end(self, index: int) -> int | None:
         """Return the position where only text of the template, or a call, follows in a message; None if ambiguous."""
-        found = (self.surroundings(index, self.count, marks) for marks in ("content", *MARKS))
-        return next((len(self.text) - len(parts[1]) for parts in found if parts is not None), None)
+        candidates = (self.surroundings(index, self.count, marks) for marks in ("content", *MARKS))
+        return next((len(self.text) - len(parts[1]) for parts in candidates if parts is not None), None)
 
     def text_after(
         self, index: int, count: int, marks: Marks, prompt: bool = False, mode: Mode | None = None
@@ -264,16 +264,16 @@ class RenderedPrefixes:
         # Earlier messages are rendered differently when this turn follows. The text after the last earlier message
         # must still start with the prompt.
         for previous in reversed(range(index)):
-            tails = [
-                (marks, self.text_after(previous, index, marks, True), self.text_after(previous, self.count, marks))
-                for marks in MARKS
-            ]
-            found = [(marks, tail, end) for marks, tail, end in tails if tail is not None and end is not None]
-            for marks, prompt_tail, text_tail in found:
-                size = self.prompt_length(index, (previous, marks), prompt_tail, text_tail)
-                if size is not None:
-                    return len(self.text) - len(text_tail) + size
-            if found:
+            is_rendered = False
+            for marks in MARKS:
+                prompt_tail = self.text_after(previous, index, marks, True)
+                text_tail = self.text_after(previous, self.count, marks)
+                if prompt_tail is not None and text_tail is not None:
+                    is_rendered = True
+                    size = self.prompt_length(index, (previous, marks), prompt_tail, text_tail)
+                    if size is not None:
+                        return len(self.text) - len(text_tail) + size
+            if is_rendered:
                 break
         raise AmbiguousMaskError(
             f"messages[{index}]: ambiguous loss mask: the chat template renders the earlier messages differently in "
