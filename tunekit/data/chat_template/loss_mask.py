@@ -15,6 +15,7 @@ from tunekit.data.chat_template.template_pattern import TemplatePattern, find_pa
 from tunekit.data.chat_template.turn_boundaries import (
     MASK_HINT,
     MAX_SENTINELS,
+    RESERVED,
     SENTINEL_BASE,
     SENTINEL_NUMBERS,
     SENTINELS,
@@ -71,7 +72,7 @@ def render_with_mask(
         # Generation blocks are invisible in the text and may depend on what a message contains.
         if spans[num_targets:] == (generation_blocks(tokenizer, text, messages, tools) if blocks is None else blocks):
             return MaskedConversation(text, spans[:num_targets], span_pattern.doc_flags)
-    if SENTINELS.search(text):
+    if RESERVED.search(text):
         raise UserError("ambiguous loss mask: the row contains Tangut characters, which are reserved to find turns")
     return MaskedConversation(
         text, *find_target_spans(RenderedPrefixes(tokenizer, messages, tools, sentinels), targets)
