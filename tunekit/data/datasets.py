@@ -1,11 +1,12 @@
 """Dataset configs: what the rows of a dataset are, and which of their tokens are target tokens."""
 
 import dataclasses
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal
+
+import numpy as np
 
 from tunekit.config.choices import kind_name
 from tunekit.data import tokenize
@@ -40,6 +41,7 @@ from tunekit.errors import FieldError, UserError
 
 EncodedRow = list[Document] | BadRow | None
 # Without a key path: a dataset config does not know its own, nor its index in a mixture.
+MAX_NUMBER = float(np.finfo(np.float32).max)  # of a column: values are stored in fp32
 SKIP_HINT = "Fix the row, or set `on_bad_row: skip` next to the `source` of this file"
 
 
@@ -482,8 +484,9 @@ def get_answer(fields: Fields, name: str, option: str) -> Any:
 
 
 def to_number(value: Any, name: str) -> float:
-    """Number of a column; true is 1 and false is 0. Raise UserError for other types, NaN, and Inf."""
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    """Number of a column; true is 1 and false is 0. Raise UserError for other types, NaN, and what fp32 cannot hold."""
+    if not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
         received = repr(value) if isinstance(value, float) else json_type(value)
-        raise UserError(f"{name}: must be a number, got {received}")
+        problem = "a number in the range of fp32" if isinstance(value, int | float) else "a number"
+        raise UserError(f"{name}: must be {problem}, got {received}")
     return float(value)

@@ -9,7 +9,8 @@ from tunekit.environments.base import Environment
 from tunekit.environments.tool_calls import to_text
 from tunekit.errors import UserError
 
-CLIENT_ERRORS = (OSError, RuntimeError, TimeoutError, ValueError)  # ConnectionError is an OSError
+# Errors of connections and of responses: the client does not check their types
+CLIENT_ERRORS = (OSError, RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
 
 def load_client() -> Any:

@@ -53,7 +53,7 @@ class PolicyConfig(TrainConfig):
     max_num_seqs: int = 64  # Answers that a device generates at once, or has requested from a server
     reference: PolicyReference = AutoReference()  # Reference model; only used if the loss has a KL divergence
     # Stop if the mean difference between the log-probabilities of sampling and training exceeds this; null: 0.2, or no
-    # limit with loss.importance_sampling_correction
+    # limit with loss.importance_sampling_correction and engine=native
     max_logprob_drift: float | None = None
     global_batch_size: int = 16  # Answers per optimizer step, over all devices: prompts times num_generations
     micro_batch_size: int = 1  # Answers per forward pass on one device; with data.packing, rows of several answers

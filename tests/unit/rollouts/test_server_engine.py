@@ -207,6 +207,19 @@ def test_each_version_of_an_adapter_has_a_name(
     assert len({*names}) == 3 and all("adapter_model.safetensors" in files for _, files in server.loaded)
 
 
+def test_adapter_is_removed_after_an_error(
+    adapted: tuple[Decoder, HFCheckpoint], server: CompletionServer, tmp_path: Path
+) -> None:
+    server.change = lambda reply: None
+    with pytest.raises(UserError):
+        open_adapter(server, adapted, tmp_path).check([1])
+    engine = open_adapter(server, adapted, tmp_path)
+    with pytest.raises(UserError), engine.closing_on_error():
+        engine.sync_weights()
+        engine.generate(make_requests(2))
+    assert len(server.loaded) == 2 and [*server.models] == ["base"] and not any(tmp_path.iterdir())
+
+
 def test_restarted_server_loads_the_adapter_again(
     adapted: tuple[Decoder, HFCheckpoint], server: CompletionServer, tmp_path: Path
 ) -> None:
