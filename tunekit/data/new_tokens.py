@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunekit.data.tokenizer import Tokenizer, read_json
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.tokenizer_files import read_json
 from tunekit.errors import UserError
 
 TokenTexts = tuple[str, ...] | dict[str, str]  # tokens, each with a text whose embeddings it starts from
