@@ -30,6 +30,14 @@ SIMPLE_KEYS = {"role", "content"}  # the keys of most messages
 INCOMPLETE_CHAR = "\ufffd"
 
 
+PROBED_CHARACTERS = 8  # per token of a limit: the start of a text that is encoded first, if the text is longer
+PROBE_MARGIN = 1.25  # by which the start must exceed the limit: its last word may have other tokens than in the text
+
+
+class TextTooLongError(UserError):
+    """A text that has more tokens than the limit."""
+
+
 ENCODING_ERRORS = TokenizerErrors("the tokenizer fails on a text", "Check the patterns in tokenizer.json.")
 
 
@@ -55,6 +63,7 @@ class Tokenizer:
         self.today: date | None = None
         self.vocab_size: int | None = None  # number of embeddings of the model, if known
         self.max_position_embeddings: int | None = None  # context length of the model, if known
+        self.max_tokens: int | None = None  # limit on texts to encode, if any: longer ones are refused early
         self.post_processor = post_processor
         self.cleans_up_spaces = False  # whether decoded texts have no spaces before punctuation
         self.bos, self.eos, pad = (self.special_token(f"{name}_token") for name in ("bos", "eos", "pad"))
@@ -107,7 +116,7 @@ class Tokenizer:
         """Copy with other fields, and without cached values that depend on them."""
         tokenizer = copy.copy(self)
         vars(tokenizer).update(fields, shapes={})
-        for name in ("digest", "size", "special_ids", "special_texts", "stop_texts"):
+        for name in ("digest", "size", "longest_token", "special_ids", "special_texts", "stop_texts"):
             vars(tokenizer).pop(name, None)
         return tokenizer
 
@@ -156,6 +165,8 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of a text. `special` adds the tokens that the tokenizer adds to all texts, such as BOS."""
+        if self.max_tokens is not None:
+            self.check_length(text, self.max_tokens)
         ids = self.encode_texts([text], special)[0]
         if self.vocab_size is not None and max(ids, default=0) >= self.vocab_size:
             token = self.model.id_to_token(max(ids))
@@ -163,6 +174,21 @@ class Tokenizer:
                 f"the text contains the token {token!r} (id {max(ids)}), but the model has {self.vocab_size} embeddings"
             )
         return ids
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Length of the longest token in bytes, in the alphabet of the vocabulary."""
+        return max((len(text.encode()) for text in self.model.get_vocab(with_added_tokens=True)), default=1)
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Raise TextTooLongError for a text that has more tokens, without encoding all of it."""
+        size, limit = len(text.encode()), max_tokens * self.longest_token
+        if size > limit:
+            problem = f"{size} bytes are more than {max_tokens} tokens of at most {self.longest_token} bytes"
+            raise TextTooLongError(f"the prompt is longer than the context: {problem}")
+        start = text[: PROBED_CHARACTERS * max_tokens]
+        if len(start) < len(text) and len(self.encode_texts([start])[0]) > PROBE_MARGIN * max_tokens:
+            raise TextTooLongError(f"the prompt is longer than the context, which has {max_tokens} tokens")
 
     def encode_texts(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
         """Token ids of many texts, encoded on all cores."""
