@@ -130,14 +130,15 @@ CLASSES = {
 }
 # Classes that build other tokenizers than tokenizer.json describes, or are written in Python.
 UNSUPPORTED = {f"{name}Tokenizer" for name in (
-    "Albert", "Barthez", "Bart", "Bartpho", "BertGeneration", "BertJapanese", "Bert", "Bertweet", "BigBird", "BioGpt",
-    "BlenderbotSmall", "Blenderbot", "ByT5", "CLIP", "CTRL", "Camembert", "Canine", "CodeGen", "CpmAnt", "Cpm",
-    "Deberta", "DebertaV2", "DistilBert", "Electra", "Esm", "Esmc", "FNet", "FSMT", "Flaubert", "Funnel",
-    "GPTNeoXJapanese", "GPTSw3", "Herbert", "LED", "LayoutLM", "LayoutLMv2", "LayoutLMv3", "LayoutXLM", "Longformer",
-    "Luke", "Lxmert", "M2M100", "MBart50", "MBart", "MLuke", "MPNet", "MT5", "Marian", "MarkupLM", "MobileBert",
-    "Mvp", "MyT5", "Nllb", "Nougat", "OpenAIGPT", "PLBart", "Parakeet", "Pegasus", "Perceiver", "Phobert",
-    "ProphetNet", "Reformer", "RemBert", "RoCBert", "RoFormer", "Roberta", "SeamlessM4T", "Siglip2", "Siglip",
-    "Splinter", "T5", "Tapas", "Udop", "Whisper", "XGLM", "XLMRoberta", "XLM", "XLNet",
+    "Albert", "Bart", "Barthez", "Bartpho", "Bert", "BertGeneration", "BertJapanese", "Bertweet", "BigBird", "BioGpt",
+    "Blenderbot", "BlenderbotSmall", "ByT5", "Camembert", "Canine", "CLIP", "Clvp", "CodeGen", "Cpm", "CpmAnt",
+    "CTRL", "Deberta", "DebertaV2", "Dia", "DistilBert", "DPRQuestionEncoder", "Electra", "Esm", "Esmc", "Flaubert",
+    "FNet", "FSMT", "Funnel", "GPTNeoXJapanese", "GPTSw3", "Herbert", "Lasr", "LayoutLM", "LayoutLMv2", "LayoutLMv3",
+    "LayoutXLM", "LED", "Longformer", "Luke", "Lxmert", "M2M100", "Marian", "MarkupLM", "MBart", "MBart50", "Mgpstr",
+    "MLuke", "MobileBert", "MPNet", "MT5", "Mvp", "MyT5", "Nllb", "Nougat", "OpenAIGPT", "Parakeet", "Pegasus",
+    "Perceiver", "Phobert", "PLBart", "ProphetNet", "Rag", "Reformer", "RemBert", "Roberta", "RoCBert", "RoFormer",
+    "SeamlessM4T", "Siglip", "Siglip2", "Splinter", "T5", "Tapas", "Udop", "VideoPrism", "Vits", "Wav2Vec2CTC",
+    "Wav2Vec2PhonemeCTC", "Whisper", "XGLM", "XLM", "XLMRoberta", "XLNet",
 )}  # fmt: skip
 # Class of a model type. Where tokenizer_config.json names none, it is used; where it names another, only if it is one
 # of FORCED, or reads tokenizer.json as it is.
