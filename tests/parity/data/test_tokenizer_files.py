@@ -127,7 +127,7 @@ def random_files(source: random.Random) -> Files:
 
 
 def test_random_combinations(bases: dict[str, str], tmp_path: Path) -> None:
-    for seed in range(40):
+    for seed in range(24):
         source = random.Random(seed)
         (tmp_path / str(seed)).mkdir()
         directory = write(tmp_path / str(seed), bases[source.choice(["chatml", "brackets"])], random_files(source))
