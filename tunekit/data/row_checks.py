@@ -14,8 +14,8 @@ import numpy as np
 from tunekit.data.chat_template.chat_format import (
     advise_on_markers,
     describe_unread_kwargs,
+    find_doubtful_markers,
     find_end_of_turn,
-    find_rendered_markers,
     find_split_markers,
 )
 from tunekit.data.doc_flags import DocFlags
@@ -229,8 +229,8 @@ def find_template_problems(target: CheckTarget) -> Iterator[Finding]:
         hint = "Remove them, or use a template that reads them"
         yield target.report("doubtful", "template variables", message, hint)
     if markers := find_split_markers(tokenizer):
-        is_rendered = bool(find_rendered_markers(tokenizer, markers)) or not find_end_of_turn(tokenizer)
-        severity: Severity = "doubtful" if is_rendered else "note"
+        is_doubtful = bool(find_doubtful_markers(tokenizer, markers)) or not find_end_of_turn(tokenizer)
+        severity: Severity = "doubtful" if is_doubtful else "note"
         message = f"the chat template writes {' and '.join(markers)}, which this tokenizer splits into several tokens"
         hint = f"{advise_on_markers(tokenizer, markers)}, or use a template whose markers are tokens"
         yield target.report(severity, "template markers", message, hint)

@@ -35,6 +35,8 @@ EXTRA_KEYS = ("extra_special_tokens", "additional_special_tokens")  # the second
 OTHER_FORMATS = ("tekken.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt", "spiece.model")
 VERSIONED_FILE = re.compile(r"tokenizer\.(.+)\.json")
 MAX_NORMALIZER_GROWTH = 1000  # factor of the length of a text; known tokenizers have up to 3
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which is no text
 Token = str | AddedToken
 
 
@@ -205,15 +207,14 @@ class TokenSettings:
 
 def to_token(value: Any, where: str) -> Token:
     """A token of a file: a text, or an object with its flags. Raises UserError."""
-    if isinstance(value, str | AddedToken):
+    if isinstance(value, AddedToken):
         return value
-    flags = {key: item for key, item in value.items() if key not in ("__type", "id")} if isinstance(value, dict) else {}
-    is_valid = isinstance(flags.get("content"), str) and all(
-        isinstance(item, bool) for key, item in flags.items() if key != "content"
-    )
-    if not is_valid:
+    content = value.get("content") if isinstance(value, dict) else value
+    flags = {name: value[name] for name in FLAGS if name in value} if isinstance(value, dict) else {}
+    is_text = isinstance(content, str) and SURROGATE.search(content) is None
+    if not is_text or not all(isinstance(flag, bool) for flag in flags.values()):
         raise UserError(f"{where}: must be a token, got {json.dumps(value)[:80]}. Download the file again.")
-    return AddedToken(**{"special": True, **flags})
+    return AddedToken(content, **{"special": True, **flags}) if isinstance(value, dict) else content
 
 
 def read_token_settings(
@@ -309,7 +310,7 @@ def read_added_tokens(path: Path, settings: Mapping[str, Any]) -> dict[int, Adde
     values = read_json(path)
     tokens = [*(settings[name] for name in STANDARD_TOKENS if name in settings), *(settings.get(EXTRA_KEYS[0]) or ())]
     special = {str(token) for token in tokens if isinstance(token, str | AddedToken)}  # not those with flags
-    if not all(isinstance(index, int) for index in values.values()):
+    if not all(isinstance(index, int) and SURROGATE.search(text) is None for text, index in values.items()):
         raise UserError(f"{path}: must map tokens to token ids. Download it again.")
     return {
         index: AddedToken(text, normalized=text not in special, special=text in special)

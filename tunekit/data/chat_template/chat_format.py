@@ -12,6 +12,7 @@ from tunekit.errors import UserError
 
 NAME = r"[^\s<>|｜{}'\"]{1,60}"  # of a marker
 MARKER = re.compile(rf"<[|｜]{NAME}[|｜]?>|<{NAME}[|｜]>|<(?:start|end)_of_turn>")
+ROLE_MARKERS = {f"<|{role}|>" for role in ("system", "user", "assistant", "tool")}
 
 
 def with_chat_format(tokenizer: Tokenizer, chat_template: str | None, kwargs: Mapping[str, Any]) -> Tokenizer:
@@ -65,10 +66,13 @@ def is_split(tokenizer: Tokenizer, marker: str) -> bool:
         return True
 
 
-def find_rendered_markers(tokenizer: Tokenizer, markers: Sequence[str]) -> list[str]:
-    """The markers that are in every conversation."""
-    text = render_markers(tokenizer)
-    return [marker for marker in markers if marker in text]
+def find_doubtful_markers(tokenizer: Tokenizer, markers: Sequence[str]) -> list[str]:
+    """The split markers of every conversation, except names of roles where a special token ends the turns.
+
+    Zephyr and OLMo 2 were trained on such names as plain text.
+    """
+    text, ends_turns = render_markers(tokenizer), bool(find_end_of_turn(tokenizer))
+    return [marker for marker in markers if marker in text and not (ends_turns and marker in ROLE_MARKERS)]
 
 
 def advise_on_markers(tokenizer: Tokenizer, markers: Sequence[str]) -> str:
@@ -82,7 +86,7 @@ def advise_on_markers(tokenizer: Tokenizer, markers: Sequence[str]) -> str:
 
 def describe_split_markers(tokenizer: Tokenizer) -> str:
     """Warning about markers of every conversation that are split; empty without any."""
-    markers = find_rendered_markers(tokenizer, find_split_markers(tokenizer))
+    markers = find_doubtful_markers(tokenizer, find_split_markers(tokenizer))
     names = " and ".join(markers)
     return f"the chat template writes {names}, which the tokenizer splits into several tokens" if markers else ""
 
