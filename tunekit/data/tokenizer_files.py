@@ -19,6 +19,7 @@ from tokenizers import AddedToken, processors
 
 from tunekit.data.tokenizer_classes import (
     CLASSES,
+    FORCED,
     TOKENIZER_JSON,
     UNSUPPORTED,
     Merges,
@@ -123,7 +124,10 @@ def parse_tokenizer(files: TokenizerFiles) -> SavedTokenizer:
     check_supported(directory, content, config)
     with TokenizerErrors(f"{directory / MODEL}: is not a valid tokenizer", "Download it again."):
         saved = tokenizers.Tokenizer.from_str(json.dumps(content))
-    kind = find_class(directory, content, config)
+    name, kind = find_class(directory)
+    if name in UNSUPPORTED:
+        remedy = "If tokenizer.json is complete, set tokenizer_class to PreTrainedTokenizerFast."
+        raise UserError(f"{directory / CONFIG}: tokenizer_class {name} is not supported. {remedy}")
     tokens = read_token_settings(directory, content, config, kind)
     with TokenizerErrors(f"{directory / CONFIG}: does not fit to tokenizer.json", "Download both again."):
         model = rebuild(saved, content, kind, tokens.settings)
@@ -165,13 +169,32 @@ def max_growth(normalizer: Any) -> int:
     return max(1, len(content)) if isinstance(content, str) else 1
 
 
-def find_class(directory: Path, content: Mapping[str, Any], config: Mapping[str, Any]) -> TokenizerClass:
-    """Class of transformers that reads the files. Raises UserError if it is not supported."""
-    name = find_class_name(config, read_json(directory / "config.json"), '"ByteLevel"' in json.dumps(content))
-    if name in UNSUPPORTED:
-        remedy = "If tokenizer.json is complete, set tokenizer_class to PreTrainedTokenizerFast."
-        raise UserError(f"{directory / CONFIG}: tokenizer_class {name} is not supported. {remedy}")
-    return CLASSES.get(name, TOKENIZER_JSON)
+def find_class(directory: Path, model_config: Mapping[str, Any] | None = None) -> tuple[str, TokenizerClass]:
+    """Class of transformers that reads a tokenizer beside a config.json, by default that of its directory."""
+    model_config = read_json(directory / "config.json") if model_config is None else model_config
+    is_byte_level = b'"ByteLevel"' in (directory / MODEL).read_bytes()
+    name = find_class_name(read_json(directory / CONFIG), model_config, is_byte_level)
+    return name, CLASSES.get(name, TOKENIZER_JSON)
+
+
+def check_model_type(directory: Path, model_config: Mapping[str, Any]) -> None:
+    """Raise UserError if transformers would read a tokenizer to other tokens in a checkpoint with this config.json."""
+    (name, kind), (other, forced) = find_class(directory), find_class(directory, model_config)
+    model_type = model_config.get("model_type")
+    if kind is not forced and model_type in FORCED:
+        problem = f"transformers reads the tokenizer as {other} instead of {name} in models of type {model_type}"
+        raise UserError(f"tokenizer: {problem}, to other tokens. Use the tokenizer of a model of this type.")
+
+
+def keep_class(directory: Path, source: Path) -> None:
+    """Name the class of a copied tokenizer, if transformers would choose another one beside the new config.json."""
+    if not (directory / MODEL).is_file() or not (source / MODEL).is_file():
+        return
+    name, kind = find_class(source)
+    if find_class(directory)[1] is not kind:
+        config = read_json(directory / CONFIG) | {"tokenizer_class": name}
+        text = json.dumps(config, indent=2, ensure_ascii=False)
+        (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
 def rebuild(
