@@ -103,7 +103,8 @@ class Tokenizer:
                 f"{path}: the tokenizer has {num_base_tokens} tokens, but the model has {vocab_size} embeddings. "
                 "Restore the tokenizer.json of this model."
             )
-        return self.copy_with(vocab_size=vocab_size, max_position_embeddings=max_positions)
+        pads = (token for token in (self.pad, self.eos) if token is not None and token < vocab_size)
+        return self.copy_with(vocab_size=vocab_size, max_position_embeddings=max_positions, pad=next(pads, 0))
 
     def with_added_token(self, text: str, is_special: bool) -> "Tokenizer":
         """Copy with another token, which has the next id."""

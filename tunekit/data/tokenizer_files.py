@@ -170,7 +170,7 @@ def max_growth(normalizer: Any) -> int:
 
 
 def find_class(directory: Path, model_config: Mapping[str, Any] | None = None) -> tuple[str, TokenizerClass]:
-    """Class of transformers that reads a tokenizer beside a config.json, by default that of its directory."""
+    """Class of transformers that reads a tokenizer with a config.json, by default that of its directory."""
     model_config = read_json(directory / "config.json") if model_config is None else model_config
     is_byte_level = b'"ByteLevel"' in (directory / MODEL).read_bytes()
     name = find_class_name(read_json(directory / CONFIG), model_config, is_byte_level)
@@ -187,7 +187,7 @@ def check_model_type(directory: Path, model_config: Mapping[str, Any]) -> None:
 
 
 def keep_class(directory: Path, source: Path) -> None:
-    """Name the class of a copied tokenizer, if transformers would choose another one beside the new config.json."""
+    """Name the class of a copied tokenizer, if transformers would choose another one with the new config.json."""
     if not (directory / MODEL).is_file() or not (source / MODEL).is_file():
         return
     name, kind = find_class(source)

@@ -108,20 +108,24 @@ def random_files(source: random.Random) -> Files:
         word = source.choice(WORDS)
         return word if source.random() < 0.5 or not typed else {"__type": "AddedToken", "content": word, **flags()}
 
-    def some(values: Iterator[tuple[str, Any]], share: float = 0.4) -> dict[str, Any]:
+    def sample_items(values: Iterator[tuple[str, Any]], share: float = 0.4) -> dict[str, Any]:
         return {key: value for key, value in values if source.random() < share}
 
     names = ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token", "audio_token")
     lists = ("additional_special_tokens", "extra_special_tokens")
     decoder = {str(source.randrange(420)): {"content": source.choice(WORDS), **flags()} for _ in range(4)}
     switches = ("add_bos_token", "add_prefix_space", "legacy", "clean_up_tokenization_spaces")
-    config = some((name, pick()) for name in names) | some((name, [pick(), pick()]) for name in lists)
-    config |= some(iter([("added_tokens_decoder", decoder)])) | some((name, source.random() < 0.5) for name in switches)
+    config = sample_items((name, pick()) for name in names) | sample_items((name, [pick(), pick()]) for name in lists)
+    config |= sample_items(iter([("added_tokens_decoder", decoder)])) | sample_items(
+        (name, source.random() < 0.5) for name in switches
+    )
     named = source.choice([None, *CLASSES, "PreTrainedTokenizerFast", "CustomTokenizer"])
     config |= {} if named is None else {"tokenizer_class": named}
-    special = some((name, pick(False)) for name in names) | some((name, [pick(False)]) for name in lists)
+    special = sample_items((name, pick(False)) for name in names) | sample_items(
+        (name, [pick(False)]) for name in lists
+    )
     added = {source.choice(WORDS): source.randrange(360, 420) for _ in range(3)}
-    files = some(iter([("special_tokens_map.json", special), ("added_tokens.json", added)]), 0.5)
+    files = sample_items(iter([("special_tokens_map.json", special), ("added_tokens.json", added)]), 0.5)
     model_type = source.choice(["llama", "qwen2", "qwen3", "gemma2", "cohere", "olmoe", "phi3", "mistral", "smollm3"])
     return {"tokenizer_config.json": config, "config.json": {"model_type": model_type}, **files}
 
