@@ -20,6 +20,7 @@ from tunekit.data.chat_template.chat_format import advise_on_markers, describe_s
 from tunekit.data.new_tokens import add_new_tokens, write_new_tokens
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.tokenizer_classes import AS_FILE, CLASSES, FORCED, MODEL_CLASSES, UNSUPPORTED, base_name
+from tunekit.data.tokenizer_files import check_model_type, keep_class
 from tunekit.errors import UserError
 from tunekit.models.families.registry import FAMILIES
 
@@ -108,24 +109,22 @@ def random_files(source: random.Random) -> Files:
         word = source.choice(WORDS)
         return word if source.random() < 0.5 or not typed else {"__type": "AddedToken", "content": word, **flags()}
 
-    def sample_items(values: Iterator[tuple[str, Any]], share: float = 0.4) -> dict[str, Any]:
+    def subset(values: Iterator[tuple[str, Any]], share: float = 0.4) -> dict[str, Any]:
         return {key: value for key, value in values if source.random() < share}
 
     names = ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token", "audio_token")
     lists = ("additional_special_tokens", "extra_special_tokens")
     decoder = {str(source.randrange(420)): {"content": source.choice(WORDS), **flags()} for _ in range(4)}
     switches = ("add_bos_token", "add_prefix_space", "legacy", "clean_up_tokenization_spaces")
-    config = sample_items((name, pick()) for name in names) | sample_items((name, [pick(), pick()]) for name in lists)
-    config |= sample_items(iter([("added_tokens_decoder", decoder)])) | sample_items(
+    config = subset((name, pick()) for name in names) | subset((name, [pick(), pick()]) for name in lists)
+    config |= subset(iter([("added_tokens_decoder", decoder)])) | subset(
         (name, source.random() < 0.5) for name in switches
     )
     named = source.choice([None, *CLASSES, "PreTrainedTokenizerFast", "CustomTokenizer"])
     config |= {} if named is None else {"tokenizer_class": named}
-    special = sample_items((name, pick(False)) for name in names) | sample_items(
-        (name, [pick(False)]) for name in lists
-    )
+    special = subset((name, pick(False)) for name in names) | subset((name, [pick(False)]) for name in lists)
     added = {source.choice(WORDS): source.randrange(360, 420) for _ in range(3)}
-    files = sample_items(iter([("special_tokens_map.json", special), ("added_tokens.json", added)]), 0.5)
+    files = subset(iter([("special_tokens_map.json", special), ("added_tokens.json", added)]), 0.5)
     model_type = source.choice(["llama", "qwen2", "qwen3", "gemma2", "cohere", "olmoe", "phi3", "mistral", "smollm3"])
     return {"tokenizer_config.json": config, "config.json": {"model_type": model_type}, **files}
 
@@ -220,3 +219,19 @@ def test_marker_that_is_only_in_the_vocabulary_is_split(bases: dict[str, str], t
     content["model"]["vocab"]["<|im_start|>"] = len(content["model"]["vocab"])
     config = {"tokenizer_config.json": {"chat_template": SHAPES["chatml"].template}}
     assert "<|im_start|>" in find_split_markers(Tokenizer.open(write(tmp_path, json.dumps(content), config)))
+
+
+def test_copied_tokenizer_keeps_its_class(bases: dict[str, str], tmp_path: Path) -> None:
+    """transformers chooses the class also by config.json, which an adapter and a model with another tokenizer lack."""
+    source, adapter, model = (tmp_path / name for name in ("source", "adapter", "model"))
+    for directory in (source, adapter, model):
+        directory.mkdir()
+        write(directory, bases["chatml"], {"tokenizer_config.json": {"eos_token": "</s>"}})
+    write(source, bases["chatml"], {"config.json": {"model_type": "qwen3"}})
+    write(model, bases["chatml"], {"config.json": {"model_type": "cohere"}})
+    for directory in (adapter, model):
+        keep_class(directory, source)
+        assert assert_equal_to_transformers(directory).encode(TEXT) == Tokenizer.open(source).encode(TEXT)
+    with pytest.raises(UserError, match="^tokenizer: "):
+        check_model_type(model, {"model_type": "phi3"})
+    check_model_type(source, {"model_type": "qwen2"})
