@@ -19,6 +19,7 @@ from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.new_tokens import TokenTexts
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.tokenizer_files import check_model_type
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.fsdp import allocate, apply_fsdp
 from tunekit.distributed.parallel_dims import ParallelConfig, ParallelDims
@@ -108,6 +109,8 @@ def read_checkpoint_and_adapter(
         checkpoint = token_rows.with_adapter_tokens(Path(cfg.adapter.adapter_path), checkpoint)
     if cfg.tokenizer is not None:
         checkpoint = replace(checkpoint, tokenizer_dir=download.resolve_model_dir(cfg.tokenizer, download.SMALL))
+        if has_tokenizer(checkpoint.tokenizer_path):
+            check_model_type(checkpoint.tokenizer_path, checkpoint.config)
     elif start is not None and (adapter.adapter_path or checkpoint.trained_ids) and has_tokenizer(Path(start)):
         checkpoint = replace(checkpoint, tokenizer_dir=Path(start))
     if start is not None and (cfg.new_tokens or cfg.new_special_tokens):

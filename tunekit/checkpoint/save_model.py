@@ -22,6 +22,7 @@ from tunekit.checkpoint.safetensors_io import Entries, SafetensorsWriter, Tensor
 from tunekit.checkpoint.sentence_transformers import MODULE_FILES, read_modules
 from tunekit.data.new_tokens import write_new_tokens
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.tokenizer_files import keep_class
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.sharding import full_tensor
 from tunekit.errors import DeferredError
@@ -45,6 +46,7 @@ COMPANIONS = (
 )
 TEMPLATES = ("chat_template*", "additional_chat_templates/*.jinja")
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", *TEMPLATES, "vocab.*", "merges.txt")
+TOKENIZER += ("tekken.json", "spiece.model")
 
 
 def save_model(
@@ -123,6 +125,7 @@ def copy_companion_files(source: Path, target: Path, skip: Iterable[str] = (), t
         copy_matching(tokenizer, target, (*TOKENIZER, GENERATION_CONFIG), skipped)
         skipped |= {file.name for pattern in TOKENIZER for file in source.glob(pattern)}
     copy_matching(source, target, COMPANIONS, skipped)
+    keep_class(target, tokenizer or source)
 
 
 def unrelated_files(source: HFCheckpoint) -> tuple[str, ...]:

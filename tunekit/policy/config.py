@@ -11,7 +11,7 @@ from tunekit.data.readers.open_dataset import find_data_files
 from tunekit.data.readers.row_reader import Row
 from tunekit.environments.config import EnvironmentChoice
 from tunekit.errors import FieldError, check_range
-from tunekit.generation.sampling import SamplingConfig
+from tunekit.generation.sampling import MIN_TEMPERATURE, SamplingConfig
 from tunekit.losses.policy_gradient import PolicyGradientLoss
 from tunekit.policy.engine_config import EngineChoice, NativeEngineConfig
 from tunekit.rewards.base import check_rewards
@@ -31,6 +31,7 @@ class RolloutSamplingConfig(SamplingConfig):
         super().__post_init__()
         if self.temperature == 0:
             raise FieldError("temperature", "must be > 0: all answers to a prompt would be the same, got 0")
+        check_range(self, "temperature", ge=MIN_TEMPERATURE)
         if self.repetition_penalty != 1:
             problem = "must be 1: log-probabilities of training have no penalty"
             raise FieldError("repetition_penalty", f"{problem}, got {self.repetition_penalty}")

@@ -121,10 +121,11 @@ def test_files_of_older_tokenizers_list_the_new_tokens(tmp_path: Path) -> None:
     source = open_extended(base)
     folder = save(tmp_path / "out", NoAdapter(), load(source, NoAdapter()), source)
     listed = json.loads((folder / "tokenizer_config.json").read_text())["added_tokens_decoder"]
-    assert {id: (token["content"], token["special"]) for id, token in listed.items()} == {
-        "67": ("<tool>", False), "68": ("<call>", False), "69": ("<|end|>", True)
-    }  # fmt: skip
-    assert json.loads((folder / "added_tokens.json").read_text()) == {"<tool>": 67, "<call>": 68, "<|end|>": 69}
+    new = {"<tool>": 67, "<call>": 68, "<|end|>": 69}
+    assert [(listed[str(id)]["content"], listed[str(id)]["special"]) for id in new.values()] == [
+        (text, text == "<|end|>") for text in new
+    ]
+    assert new.items() <= json.loads((folder / "added_tokens.json").read_text()).items()
     assert len(transformers.AutoTokenizer.from_pretrained(folder)) == NEW
 
 
