@@ -4,7 +4,6 @@ Reads only file names and first lines and imports nothing slow, so that listing 
 """
 
 import ast
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -74,15 +73,9 @@ def summary_line(path: Path) -> str:
 def read_utf8(path: Path) -> str:
     """Text of a recipe or config. Raises UserError for another encoding, such as UTF-16."""
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}). Save it as UTF-8.") from None
-
-
-def recipe_of_config(path: Path) -> str | None:
-    """Recipe in the `recipe:` line of a config. Uses no YAML parser, because importing one is slow."""
-    line = re.search(r"^recipe:[ \t]*['\"]?([\w-]+)", read_utf8(path), re.MULTILINE)
-    return line.group(1) if line else None
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:

@@ -44,6 +44,7 @@ SHAREGPT = {
     name: format_rule("sharegpt", "ShareGPT", {name: list}, "conversations_column").row_format
     for name in MESSAGE_COLUMNS
 }
+INSTRUCT = format_rule("instruct", "Alpaca", {"instruction": str, "output": str})
 PRETOKENIZED = format_rule("pretokenized", "token ids", {"input_ids": list})
 RULES = (
     format_rule("preference", "preference pairs", {"chosen": TEXT_TYPES, "rejected": TEXT_TYPES}),
@@ -53,7 +54,7 @@ RULES = (
         {"prompt": TEXT_TYPES, "completion": TEXT_TYPES, "label": bool},
     ),
     format_rule("completion", "prompts with completions", {"prompt": TEXT_TYPES, "completion": TEXT_TYPES}),
-    format_rule("instruct", "Alpaca", {"instruction": str, "output": str}),
+    INSTRUCT,
     format_rule("segments", "segments", {"segments": list}),
     format_rule("text", "plain text", {"text": str}),
 )
@@ -93,13 +94,17 @@ def detect_format(fields: Mapping[str, Any], first_rules: Sequence[FormatRule] =
         return row_format
     for name in MESSAGE_COLUMNS:
         if name in fields and isinstance(messages := parse_json_cell(fields[name], SPEAKER_KEYS), list):
-            first = messages[0] if messages else None
-            is_sharegpt = isinstance(first, dict) and first.get("role") is None and first.get("from") is not None
-            return (SHAREGPT if is_sharegpt else CHAT)[name]
+            return (SHAREGPT if is_sharegpt(messages) else CHAT)[name]
     if row_format := match_rule(fields, RULES):
         return row_format
     columns = ", ".join(f"{name} ({json_type(value)})" for name, value in fields.items() if value is not None) or "none"
     raise UserError(f"unknown format with columns: {columns}. Set `kind`, or rename columns with `transforms`")
+
+
+def is_sharegpt(messages: list[Any]) -> bool:
+    """Whether the items of a conversation have `from` and `value` instead of `role` and `content`."""
+    first = messages[0] if messages else None
+    return isinstance(first, dict) and first.get("role") is None and first.get("from") is not None
 
 
 def explain_missing_column(error: MissingColumnError, fields: Mapping[str, Any], kind: str) -> str:

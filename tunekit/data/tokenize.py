@@ -174,6 +174,12 @@ def add_bos_and_end(
     return ids, mask
 
 
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a text to continue: with the BOS token that the tokenizer adds, and without an EOS token."""
+    loss_mask.check_encodable(text)
+    return [*bos_ids(tokenizer).tolist(), *tokenizer.encode(text)]
+
+
 @lru_cache(maxsize=8)
 def bos_ids(tokenizer: Tokenizer) -> np.ndarray:
     """Token ids that the tokenizer adds to the start of texts, such as BOS."""

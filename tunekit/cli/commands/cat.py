@@ -8,4 +8,4 @@ from tunekit.cli import registry
 
 def main(args: argparse.Namespace) -> None:
     """Print the file."""
-    sys.stdout.write(registry.find_recipe_or_config(args.name).read_text("utf-8"))
+    sys.stdout.write(registry.read_utf8(registry.find_recipe_or_config(args.name)))

@@ -23,10 +23,13 @@ class TemplateFeatures:
     content_parts: bool = False  # content must be a list of parts
     empty_contents: tuple[bool, ...] = (True, True, True)  # which of EMPTY_CONTENTS are rendered correctly
     renders_call_ids: bool = True  # if not, ids are renumbered, so that more rows have the same shape
+    has_developer: bool = True  # if not, developer messages are system messages, which OpenAI renamed
     source: str | None = None  # template text: message keys that do not occur in it are dropped; None: keep all keys
 
     def adapt_messages(self, messages: list[Message]) -> list[Message]:
         """Convert messages to formats that the template supports."""
+        if not self.has_developer:
+            messages = [as_system_message(message) for message in messages]
         if not self.content_parts and all(len(message) == 2 for message in messages):
             return messages
         ids: dict[str, str] = {}
@@ -51,6 +54,11 @@ class TemplateFeatures:
             return message
         fields = {key: value for key, value in message.items() if key != "content"}
         return fields | EMPTY_CONTENTS[self.empty_contents.index(True)]
+
+
+def as_system_message(message: Message) -> Message:
+    """Return a developer message as a system message, and any other message unchanged."""
+    return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
 def to_content_parts(text: str) -> list[dict[str, str]]:
@@ -88,7 +96,11 @@ def detect_features(template: ChatTemplate, tokenizer: Tokenizer) -> TemplateFea
     source = "\n".join(text for text, _ in tokenizer.templates.values())
     ignores_unknown_keys = probe.render_answer(EXTRA_KEY) == answer
     return TemplateFeatures(
-        probe is parts_probe, supported, first != second or not first, source if ignores_unknown_keys else None
+        probe is parts_probe,
+        supported,
+        renders_call_ids=first != second or not first,
+        has_developer="developer" in source,
+        source=source if ignores_unknown_keys else None,
     )
 
 
