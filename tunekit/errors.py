@@ -42,6 +42,11 @@ def check_range(
             raise FieldError(name, f"must be {expected}{finite}, got {value}")
 
 
+def join_sentences(*texts: str) -> str:
+    """Texts as sentences. Each ends with one full stop, also if it is a message that has its own."""
+    return " ".join(text if text.endswith((".", "?", "!")) else f"{text}." for text in filter(None, texts))
+
+
 class DeferredError:
     """Runs functions until the first UserError, and raises it later, when no other rank waits in a collective."""
 

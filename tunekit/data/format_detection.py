@@ -15,7 +15,7 @@ class RowFormat(NamedTuple):
     """Kind of a dataset, its keys that name columns, and a description."""
 
     kind: str
-    columns: tuple[tuple[str, str], ...]
+    columns: tuple[tuple[str, str | None], ...]
     description: str
 
 
