@@ -89,9 +89,7 @@ def write_files(page: str) -> None:
 @cache
 def resolved_configs() -> dict[str, str]:
     """Resolved config of each sft config, by output directory."""
-    sft_configs = {
-        name: path for name, path in registry.list_configs().items() if read_recipe(path) == "sft"
-    }
+    sft_configs = {name: path for name, path in registry.list_configs().items() if read_recipe(path) == "sft"}
     return {
         cfg.output_dir: dump_yaml(cfg, "sft") for cfg in (load_config(SFTConfig, path) for path in sft_configs.values())
     }

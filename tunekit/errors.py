@@ -2,6 +2,7 @@
 
 import math
 import operator
+import re
 import traceback
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,8 +10,14 @@ from typing import NamedTuple
 USER_MODULES = ("own_", "tunekit_import_")  # prefixes of the modules of recipe files and of `--import`
 
 
+DOUBLE_STOP = re.compile(r"(?<=[^\s./])\.\.(?=\s|$)")  # of a quoted message and of the sentence that contains it
+
+
 class UserError(Exception):
     """A mistake that the user can fix. The message states the problem and the fix. The CLI exits with code 2."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(DOUBLE_STOP.sub(".", message))
 
 
 class FieldError(ValueError):
@@ -40,11 +47,6 @@ def check_range(
             expected = " and ".join(f"{sign} {bound}" for sign, bound, _ in limits)
             finite = " and finite" if value == math.inf and le is lt is None else ""
             raise FieldError(name, f"must be {expected}{finite}, got {value}")
-
-
-def join_sentences(*texts: str) -> str:
-    """Texts as sentences. Each ends with one full stop, also if it is a message that has its own."""
-    return " ".join(text if text.endswith((".", "?", "!")) else f"{text}." for text in filter(None, texts))
 
 
 class DeferredError:

@@ -59,6 +59,13 @@ RULES = (
     format_rule("text", "plain text", {"text": str}),
 )
 LABEL_TYPES = (bool, int, float, str)
+TYPE_LABELS: Mapping[type | tuple[type, ...], str] = {
+    str: "a string",
+    list: "a list",
+    bool: "true or false",
+    TEXT_TYPES: "a string or a list of messages",
+    LABEL_TYPES: "a number or a string",
+}
 # Rules of the preference recipe. Accepts any label, so that a wrong type is reported as such.
 PREFERENCE_RULES = (
     RULES[0],
@@ -97,6 +104,11 @@ def detect_format(fields: Mapping[str, Any], first_rules: Sequence[FormatRule] =
             return (SHAREGPT if is_sharegpt(messages) else CHAT)[name]
     if row_format := match_rule(fields, RULES):
         return row_format
+    for row_format, types in (*first_rules, *RULES):
+        if all(fields.get(name) is not None for name in types):
+            name = next(name for name, expected in types.items() if not isinstance(fields[name], expected))
+            problem = f"{name}: must be {TYPE_LABELS[types[name]]}, got {json_type(fields[name])}"
+            raise UserError(f"{problem}. The row has the columns of {row_format.description}")
     columns = ", ".join(f"{name} ({json_type(value)})" for name, value in fields.items() if value is not None) or "none"
     raise UserError(f"unknown format with columns: {columns}. Set `kind`, or rename columns with `transforms`")
 

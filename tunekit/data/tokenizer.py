@@ -184,7 +184,9 @@ class Tokenizer:
         return ids
 
     def encode_texts(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
-        """Token ids of many texts, encoded on all cores."""
+        """Token ids of many texts, encoded on all cores. Raises UserError if one of them cannot be encoded as UTF-8."""
+        for text in texts:
+            check_encodable(text)
         with ENCODING_ERRORS:
             encodings = self.model.encode_batch_fast(list(texts), add_special_tokens=False)
             if special and self.post_processor is not None:
@@ -196,6 +198,8 @@ class Tokenizer:
 
         Texts are truncated before special tokens are added; of a pair, the longer text first, as in transformers.
         """
+        for text in texts:
+            check_encodable(text)
         with ENCODING_ERRORS:
             encodings = [self.model.encode(text, add_special_tokens=False) for text in texts]
             lengths, post_processor = [len(encoding) for encoding in encodings], self.post_processor
@@ -259,6 +263,15 @@ class Tokenizer:
         if not ids:
             raise UserError(f"{self.template(tools).name}: the chat template renders the prompt as an empty text")
         return ids
+
+
+def check_encodable(text: str) -> None:
+    """Raise UserError if a text cannot be encoded as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = f"U+{ord(text[error.start]):04X}"
+        raise UserError(f"the text contains a lone surrogate ({code}), which cannot be tokenized") from None
 
 
 def longest_first(lengths: Sequence[int], total: int) -> list[int]:

@@ -188,7 +188,9 @@ def list_problems(sample: RowSample, options: Mapping[str, Any], bad_rows: Seque
         fraction = len(bad_rows) / sample.num_read
         limit = math.ceil(20 * fraction) / 20  # of all rows, which may have more of them than the first ones
         remedy = f" and max_bad_row_fraction: {limit:g}" if fraction > DatasetConfig.max_bad_row_fraction else ""
-        count = f"{len(bad_rows):,} of {sample.num_read:,} rows cannot be used. Fix them, or set on_bad_row: skip{remedy}"
+        count = (
+            f"{len(bad_rows):,} of {sample.num_read:,} rows cannot be used. Fix them, or set on_bad_row: skip{remedy}"
+        )
         problems += [count, *(f"{row.where}: {row.reason}" for row in bad_rows[:MAX_LISTED])]
     return problems
 

@@ -49,7 +49,9 @@ def find_prompt_and_answer(texts: Mapping[str, Sequence[str]]) -> tuple[str | No
     """
     prompt = next((name for name in PROMPTS if name in texts), None)
     answer = next((name for name in ANSWERS if name in texts), None)
-    others = sorted((name for name in texts if name not in (prompt, answer)), key=lambda name: -mean_length(texts[name]))
+    others = sorted(
+        (name for name in texts if name not in (prompt, answer)), key=lambda name: -mean_length(texts[name])
+    )
     if prompt is None and answer is None and len(others) > 1:
         first, second = (name for name in texts if name in others[:2])
         return first, second

@@ -88,7 +88,11 @@ def shallow_model(make_model: Callable[..., Path], tmp_path_factory: pytest.Temp
         ("steps", "", {"recipe": "reward", "loss": "process_reward"}),
         ("weights", "", {"recipe": "sft", "data.train_on": "per_message"}),
         ("mixed", "", {"recipe": "sft", "data.kind": None}),
-        ("questions", "", {"data.kind": "instruct", "data.prompt_column": "question", "data.response_column": "answer"}),
+        (
+            "questions",
+            "",
+            {"data.kind": "instruct", "data.prompt_column": "question", "data.response_column": "answer"},
+        ),
         ("turns", "", {"data.kind": "chat", "data.messages_column": "thread"}),
         ("input", "", {"data.prompt_column": "input", "data.response_column": "output", "data.input_column": None}),
     ],

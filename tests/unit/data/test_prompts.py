@@ -102,7 +102,9 @@ def test_developer_messages_are_system_messages(tmp_path: Path, family: str) -> 
 
 def test_templates_that_know_the_developer_role_get_it(qwen: Tokenizer, tmp_path: Path) -> None:
     template = tmp_path / "roles.jinja"
-    template.write_text("{% for m in messages %}{{ {'developer': 'DEV'}[m.role] or m.role }} {{ m.content }}{% endfor %}")
+    template.write_text(
+        "{% for m in messages %}{{ {'developer': 'DEV'}[m.role] or m.role }} {{ m.content }}{% endfor %}"
+    )
     data = PromptDataset("x", chat_template=str(template))
     tokens = encode_document(data, qwen, {"messages": CONVERSATIONS["developer"]}).tokens.tolist()
     assert qwen.decode(tokens) == f"DEV Be brief.user {USER['content']}"
