@@ -67,7 +67,7 @@ def format_value(value: Any) -> str:
 
 
 def read_recipe(file: File) -> str | None:
-    """Recipe that a config names; None without one. Raises ConfigError. Text after the key is not parsed: it is fast."""
+    """Recipe that a config names; None without one. Raises ConfigError. Fast: text after the key is not parsed."""
     problems = ErrorCollector()
     text = _text(file, problems) or ""
     node = _parse(text, lambda line: f"{file}:{line}", problems, lambda parser: parser.find(RECIPE_KEY))
