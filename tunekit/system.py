@@ -9,9 +9,19 @@ from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 
+from tunekit.errors import UserError
+
 CPU_INFO = Path("/proc/cpuinfo")
 # Device files of NVIDIA, AMD and Intel GPUs, and of GPUs in WSL
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg")
+
+
+def read_utf8(path: Path) -> str:
+    """Text of a file, without a byte order mark. Raises UserError for another encoding, such as UTF-16."""
+    try:
+        return path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}). Save it as UTF-8.") from None
 
 
 def may_have_gpu() -> bool:

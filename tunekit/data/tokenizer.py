@@ -183,6 +183,7 @@ class Tokenizer:
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Raise TextTooLongError for a text that has more tokens, without encoding all of it."""
+        check_encodable(text)
         size, limit = len(text.encode()), max_tokens * self.longest_token
         if size > limit:
             problem = f"{size} bytes are more than {max_tokens} tokens of at most {self.longest_token} bytes"
@@ -192,7 +193,9 @@ class Tokenizer:
             raise TextTooLongError(f"the prompt is longer than the context, which has {max_tokens} tokens")
 
     def encode_texts(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
-        """Token ids of many texts, encoded on all cores."""
+        """Token ids of many texts, encoded on all cores. Raises UserError if one of them cannot be encoded as UTF-8."""
+        for text in texts:
+            check_encodable(text)
         with ENCODING_ERRORS:
             encodings = self.model.encode_batch_fast(list(texts), add_special_tokens=False)
             if special and self.post_processor is not None:
@@ -204,6 +207,8 @@ class Tokenizer:
 
         Texts are truncated before special tokens are added; of a pair, the longer text first, as in transformers.
         """
+        for text in texts:
+            check_encodable(text)
         with ENCODING_ERRORS:
             encodings = [self.model.encode(text, add_special_tokens=False) for text in texts]
             lengths, post_processor = [len(encoding) for encoding in encodings], self.post_processor
@@ -278,6 +283,15 @@ def clean_up_spaces(text: str) -> str:
     for ending in ("n't", "'m", "'s", "'ve", "'re"):
         text = text.replace(f" {ending}", ending)
     return text
+
+
+def check_encodable(text: str) -> None:
+    """Raise UserError if a text cannot be encoded as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = f"U+{ord(text[error.start]):04X}"
+        raise UserError(f"the text contains a lone surrogate ({code}), which cannot be tokenized") from None
 
 
 def longest_first(lengths: Sequence[int], total: int) -> list[int]:

@@ -43,6 +43,7 @@ from tunekit.publishing.base_model import (
     read_front_matter,
 )
 from tunekit.publishing.snippets import UNKNOWN_FORMAT, PromptFormat
+from tunekit.system import read_utf8
 
 Tree = Mapping[str, Any]
 Lines = Sequence[Tree]
@@ -146,7 +147,7 @@ def add_unverified_warning(folder: Path) -> None:
     """Add a warning to a card that the files are published although they were not verified."""
     if not (folder / CARD).is_file():
         write_minimal_card(folder)
-    text = (folder / CARD).read_text("utf-8")
+    text = read_utf8(folder / CARD)
     if WARNING in text:
         return
     reason = "these files were not compared with the model that they were saved from"
@@ -176,7 +177,7 @@ def add_evaluation(run: Path, data: str, results: Sequence[Tree], num_questions:
 def update_evaluation(run: Path) -> None:
     """Replace the evaluation results between the markers in the card of a finished run."""
     file = run / FINAL / CARD
-    before, _, tail = file.read_text("utf-8").partition(EVALUATION_MARKERS[0])
+    before, _, tail = read_utf8(file).partition(EVALUATION_MARKERS[0])
     _, end_marker, after = tail.partition(EVALUATION_MARKERS[1])
     if end_marker:
         atomic.write_text_atomic(file, before + redact.redact_text(evaluation_section(run)) + after)

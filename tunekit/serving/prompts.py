@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from tunekit.data.chat_template.chat_format import encode_conversation, with_chat_format
-from tunekit.data.chat_template.messages import Message
 from tunekit.data.chat_template.tool_calls import ToolCallParser
+from tunekit.data.tokenize import encode_text
 from tunekit.data.tokenizer import TextTooLongError, Tokenizer
 from tunekit.errors import UserError
 from tunekit.serving.choices import ForcedCallParser
@@ -78,9 +78,8 @@ class PromptMaker:
             make_variant = self.with_api_errors(self.make_variant, "messages")
             variant = make_variant(json.dumps(request.template_kwargs, sort_keys=True))
             return variant.make_chat_prompt(replace(request, template_kwargs={}))
-        messages = [self.with_known_role(message) for message in request.conversation.messages]
         encode = self.with_api_errors(encode_conversation, "messages")
-        tokens = encode(self.tokenizer, messages, request.tools)
+        tokens = encode(self.tokenizer, request.conversation.messages, request.tools)
         parser = ForcedCallParser() if request.is_forced else self.make_parser(json.dumps(request.tools))
         max_tokens = self.answer_length(len(tokens), request.options, "messages")
         structure = request.options.structure
@@ -99,16 +98,10 @@ class PromptMaker:
         """Parser for tools as JSON. It is reused: detecting the format of calls renders a few probes."""
         return ToolCallParser(self.tokenizer, json.loads(tools))
 
-    def with_known_role(self, message: Message) -> Message:
-        """Developer messages are system messages for templates that do not know the role."""
-        texts = self.tokenizer.template_texts.values()
-        is_unknown = message["role"] == "developer" and not any("developer" in text for text in texts)
-        return {**message, "role": "system"} if is_unknown else message
-
     def encode_prompt(self, text: str | list[int]) -> list[int]:
         vocab = self.tokenizer.vocab_size or self.tokenizer.size
-        encode = self.with_api_errors(self.tokenizer.encode, "prompt")
-        tokens = encode(text, True) if isinstance(text, str) else text
+        encode = self.with_api_errors(encode_text, "prompt")
+        tokens = encode(self.tokenizer, text) if isinstance(text, str) else text
         if not tokens:
             raise invalid("prompt", "has no tokens. Send a text, or token ids such as that of BOS")
         if not all(0 <= token < vocab for token in tokens):

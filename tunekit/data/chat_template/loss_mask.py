@@ -27,7 +27,7 @@ from tunekit.data.chat_template.turn_boundaries import (
 )
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.token_cache import TokenizerEncoding
-from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.tokenizer import Tokenizer, check_encodable
 from tunekit.errors import UserError
 
 PROBE_TOOLS = [{"type": "function", "function": {"name": "a", "description": "b", "parameters": {"type": "object"}}}]
@@ -94,15 +94,6 @@ def generation_blocks(tokenizer: Tokenizer, text: str, messages: Messages, tools
     if not template.has_generation_blocks:
         return []
     return template.generation_spans(text, tokenizer.template_context(messages, tools))
-
-
-def check_encodable(text: str) -> None:
-    """Raise UserError if a text cannot be encoded as UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code = f"U+{ord(text[error.start]):04X}"
-        raise UserError(f"the text contains a lone surrogate ({code}), which cannot be tokenized") from None
 
 
 def get_span_pattern(

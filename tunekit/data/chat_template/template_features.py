@@ -26,10 +26,13 @@ class TemplateFeatures:
     empty_contents: tuple[bool, ...] = (True, True, True)  # which of EMPTY_CONTENTS are rendered correctly
     text_arguments: bool = False  # arguments of calls must be JSON texts, because the template concatenates them
     renders_call_ids: bool = True  # if not, ids are renumbered, so that more rows have the same shape
+    has_developer: bool = True  # if not, developer messages are system messages, which OpenAI renamed
     source: str | None = None  # template text: message keys that do not occur in it are dropped; None: keep all keys
 
     def adapt_messages(self, messages: list[Message]) -> list[Message]:
         """Convert messages to formats that the template supports."""
+        if not self.has_developer:
+            messages = [as_system_message(message) for message in messages]
         if not self.content_parts and all(len(message) == 2 for message in messages):
             return messages
         ids: dict[str, str] = {}
@@ -62,6 +65,11 @@ class TemplateFeatures:
 def with_text_arguments(call: Message) -> Message:
     function = call["function"]
     return {**call, "function": {**function, "arguments": arguments_text(function["arguments"])}}
+
+
+def as_system_message(message: Message) -> Message:
+    """Return a developer message as a system message, and any other message unchanged."""
+    return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
 def to_content_parts(text: str) -> list[dict[str, str]]:
@@ -102,7 +110,12 @@ def detect_features(template: ChatTemplate, tokenizer: Tokenizer) -> TemplateFea
     ignores_unknown_keys = probe.render_answer(EXTRA_KEY) == answer
     renders_call_ids = first != second or not first
     return TemplateFeatures(
-        has_parts, supported, text_arguments, renders_call_ids, source if ignores_unknown_keys else None
+        has_parts,
+        supported,
+        text_arguments,
+        renders_call_ids,
+        has_developer="developer" in source,
+        source=source if ignores_unknown_keys else None,
     )
 
 
