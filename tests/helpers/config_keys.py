@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +15,10 @@ from unittest import mock
 import torch
 import transformers
 
-from tests.helpers.random_checkpoints import build, load_model, random_tokens
+from tests.helpers.random_checkpoints import auto_class, build, load_model, random_tokens
 from tests.helpers.transformers_parity import has_experts, max_token_error
 from tunekit.errors import UserError
-from tunekit.models.families.registry import find_family
+from tunekit.models.families.registry import Family, find_family
 from tunekit.models.spec import DecoderSpec
 
 Config = dict[str, Any]
@@ -132,7 +132,9 @@ def single_changes(config: Config) -> Iterator[Change]:
     text = parsed.text_config if "text_config" in config else parsed
     types = {field.name: str(field.type) for field in dataclasses.fields(text)}
     legacy = re.findall(r'kwargs(?:\.get\(|\.pop\(|\[)"(\w+)"', inspect.getsource(type(text)))
-    names = dict.fromkeys([*types, *section, *text.attribute_map, *legacy, *undeclared_keys(json.dumps(config))])
+    names = dict.fromkeys(
+        [*types, *section, *text.attribute_map, *legacy, *keys_read_by_transformers(json.dumps(config)).undeclared]
+    )
     for key in names:
         if key in STRUCTURE or key.startswith("_"):
             continue
@@ -156,20 +158,34 @@ def outer_changes(config: Config) -> Iterator[Change]:
                 yield Change(f"(outer) {field.name}", value, changed)
 
 
+class KeysRead(NamedTuple):
+    """Keys that the model in transformers looks up when it is built and called."""
+
+    all: frozenset[str]
+    undeclared: tuple[str, ...]  # those that its config class does not declare
+
+
 @cache
-def undeclared_keys(config: str) -> tuple[str, ...]:
-    """Keys that the model in transformers looks up although its config class does not declare them."""
-    names: dict[str, None] = {}
+def keys_read_by_transformers(config: str) -> KeysRead:
+    names: dict[str, bool] = {}
     original = transformers.PreTrainedConfig.__getattribute__
 
     def record(self: Any, name: str) -> Any:
-        if not name.startswith("_") and name not in original(self, "__dict__") and name not in dir(type(self)):
-            names[name] = None
+        names[name] = name not in original(self, "__dict__") and name not in dir(type(self))
         return original(self, name)
 
+    parsed = parse(json.loads(config))
     with mock.patch.object(transformers.PreTrainedConfig, "__getattribute__", record), torch.no_grad():
-        build(json.loads(config))(random_tokens())
-    return tuple(names)
+        auto_class(json.loads(config)).from_config(parsed, attn_implementation="eager").eval()(random_tokens())
+    return KeysRead(frozenset(names), tuple(name for name, is_undeclared in names.items() if is_undeclared))
+
+
+def is_read_by_transformers(config: Config, changed: Config) -> bool:
+    """Whether the configs differ in keys that the model looks up. Raises what transformers raises for the values."""
+    first, second = (parse(each).to_dict() for each in (config, changed))
+    sections = (first, second), (first.get("text_config") or {}, second.get("text_config") or {})
+    differences = {key for a, b in sections for key in a | b if a.get(key) != b.get(key)} - {"text_config"}
+    return not differences.isdisjoint(keys_read_by_transformers(json.dumps(config)).all)
 
 
 def other_values(key: str, current: Any, declared: str | None, is_in_file: bool) -> list[Any]:
@@ -290,18 +306,27 @@ class Outcome(NamedTuple):
     reason: str = ""
 
 
-def compare_logits(change: Change) -> Outcome:
-    """Build a model with transformers, save it with the changed config.json, and load it with tunekit."""
+def compare_logits(config: Config, change: Change) -> Outcome:
+    """Build a model with transformers, save it with the changed config.json, and load it with tunekit.
+
+    Nothing is built if neither of the two reads a key that differs from `config`.
+    """
     try:
-        find_family(to_json(change.config), "config.json")
+        is_read_by_us = read_family(change.config) != read_family(config)
     except UserError as error:
         return Outcome("refused", str(error))
     with tempfile.TemporaryDirectory() as path, torch.no_grad():
         try:
+            if not is_read_by_us and not is_read_by_transformers(config, change.config):
+                return Outcome("equal", "read by neither")
             expected = save_with_transformers(change.config, Path(path))
         except Exception as error:  # whatever transformers raises
             return Outcome("invalid", f"{type(error).__name__}: {error}")
-        return compare_with_transformers(Path(path), expected)
+        return compare_with_transformers(Path(path), expected, change.key)
+
+
+def read_family(config: Config) -> tuple[Family, DecoderSpec]:
+    return find_family(to_json(config), "config.json")
 
 
 def save_with_transformers(config: Config, folder: Path) -> torch.Tensor:
@@ -317,24 +342,19 @@ def save_with_transformers(config: Config, folder: Path) -> torch.Tensor:
     return logits
 
 
-def compare_with_transformers(folder: Path, expected: torch.Tensor) -> Outcome:
+def compare_with_transformers(folder: Path, expected: torch.Tensor, key: str) -> Outcome:
     """Load the checkpoint and compare its logits, and the model with the one of the config.json of transformers."""
     try:
         model = load_model(folder).eval()
     except UserError as error:
-        return Outcome("different", f"the weights do not fit: {error}")
+        return Outcome("refused" if key in str(error) else "different", f"the weights do not fit: {error}")
     logits = model(random_tokens())
     if logits.shape != expected.shape:
         return Outcome("different", f"shapes {tuple(logits.shape)} and {tuple(expected.shape)}")
     if not (error := max_token_error(logits, expected, has_experts(model.spec))) < TOLERANCE:
         return Outcome("different", f"logits: {error:.1e}")
-    saved = read_spec(json.loads((folder / "saved.json").read_text()))
-    return Outcome("equal") if saved in (model.spec, None) else Outcome("different", "the file saved by transformers")
-
-
-def read_spec(config: Mapping[str, Any]) -> DecoderSpec | None:
-    """The model that a config.json describes; None if it is refused."""
     try:
-        return find_family(dict(config), "config.json")[1]
-    except UserError:
-        return None
+        saved = read_family(json.loads((folder / "saved.json").read_text()))[1]
+    except UserError as error:
+        return Outcome("different", f"the file saved by transformers is refused: {error}")
+    return Outcome("equal") if saved == model.spec else Outcome("different", "the file saved by transformers")

@@ -123,7 +123,9 @@ def rope_for_layer_type(c: Config, kind: str, **overrides: Any) -> Rope:
         raise ValueError(f"rope_parameters: missing entry for layer type {kind!r}")
     if "type" in (legacy := c.get("rope_scaling") or {}) and "rope_type" not in legacy:
         raise ValueError("rope_scaling: 'type' is not supported for layer types, only 'rope_type'")
-    return rope_from_config({**c, **overrides, "rope_parameters": parameters and parameters[kind]})
+    c = {**c, **overrides, "rope_parameters": parameters and parameters[kind]}
+    reject_config_values(rope_scaling_config(c), {"truncate": True})  # transformers truncates the bounds in any case
+    return rope_from_config(c)
 
 
 def scaling(p: Config, c: Config) -> Scaling | None:
