@@ -182,7 +182,7 @@ def attention_spec(c: Config, **changes: Any) -> Attention:
 def activation(c: Config) -> Act:
     act = c["hidden_act"]
     if act not in ACTS:
-        raise ValueError(f"hidden_act {act!r} is not supported, only {', '.join(ACTS)}")
+        raise ValueError(f"hidden_act (or hidden_activation) {act!r} is not supported, only {', '.join(ACTS)}")
     return ACTS[act]
 
 

@@ -188,7 +188,10 @@ def mamba_problems(mamba: Mamba2) -> Iterator[str]:
 def rope_problems(rope: Rope, head_dim: int) -> Iterator[str]:
     dims = head_dim if rope.dims is None else rope.dims
     if not 2 <= dims <= head_dim or dims % 2:
-        yield f"RoPE must rotate an even number of the {head_dim} channels of a head, at least 2; got {dims}"
+        yield (
+            f"RoPE must rotate an even number of the {head_dim} channels of a head (head_dim, partial_rotary_factor), "
+            f"at least 2; got {dims}"
+        )
     match rope.scaling:
         case Llama3Scaling(low=low, high=high) if high < low:
             yield f"high_freq_factor {high} must be at least low_freq_factor {low}"

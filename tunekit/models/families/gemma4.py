@@ -113,8 +113,8 @@ def mixer(c: Config, i: int, kind: str, **changes: Any) -> Attention:
 
 
 def rope(c: Config, kind: str) -> Rope:
-    p, head = c["rope_parameters"][kind], c["head_dim"]
-    if p["rope_type"] != "proportional":
+    p, head = c["rope_parameters"].get(kind) or {}, c["head_dim"]
+    if p.get("rope_type") != "proportional":
         reject_config_values(p, {"partial_rotary_factor": 1.0})
         return rope_for_layer_type(c, kind)
     rotary_fraction, factor = p.get("partial_rotary_factor") or 1.0, p.get("factor") or 1.0

@@ -36,7 +36,7 @@ def mamba_spec(c: Config, **changes: Any) -> Mamba2:
 def check_time_steps(c: Config) -> None:
     """Raise ValueError if step sizes are limited."""
     limit = c.get("time_step_limit")
-    if limit is not None and (limit[0] != 0 or limit[1] not in UNLIMITED):
+    if limit is not None and (len(limit) != 2 or limit[0] != 0 or limit[1] not in UNLIMITED):
         raise ValueError(f"time_step_limit {limit} is not supported, only [0.0, Infinity]")
 
 
