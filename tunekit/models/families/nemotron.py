@@ -71,6 +71,8 @@ def spec(config: Config) -> DecoderSpec:
 def layer_types(c: Config) -> list[str]:
     """Types of all layers, which may be given as a string with a letter per layer."""
     key = "layers_block_type" if c.get("layers_block_type") else "hybrid_override_pattern"
+    if key not in c:
+        raise ValueError("layers_block_type (or hybrid_override_pattern) is missing")
     types = hybrid_layer_types([PATTERN.get(str(kind), str(kind)) for kind in c[key]])
     if unsupported := [kind for kind in types if kind not in PATTERN.values()]:
         raise ValueError(f"{key}: {unsupported[0]!r} is not supported, only {', '.join(PATTERN.values())}")
