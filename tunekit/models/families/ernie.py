@@ -10,6 +10,7 @@ from tunekit.models.families.base import (
     decoder_spec,
     mlp_spec,
     reject_config_values,
+    rename_keys,
     rope_from_config,
     with_default_config,
 )
@@ -55,6 +56,7 @@ def attention(c: Config) -> Attention:
 
 
 def ernie_moe(config: Config) -> DecoderSpec:
+    config = rename_keys(config, {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"})
     c = with_biases(with_default_config(config, **MOE_DEFAULTS))
     reject_config_values(c, {"use_bias": False, "moe_norm_min": 1e-12})
     keys = {"num_experts": c["moe_num_experts"], "num_experts_per_tok": c["moe_k"]}
