@@ -211,7 +211,8 @@ def read_bpe(model: Mapping[str, Any]) -> tuple[Vocabulary, Merges]:
     vocabulary, merges = model.get("vocab", {}), model.get("merges", [])
     if isinstance(vocabulary, list):
         vocabulary = {item[0] if isinstance(item, list) else item: index for index, item in enumerate(vocabulary)}
-    return vocabulary, [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
+    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
+    return vocabulary, [(left, right) for left, right in pairs]
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ def to_token(value: Any, where: str) -> Token:
     """A token of a file: a text, or an object with its flags. Raises UserError."""
     if isinstance(value, AddedToken):
         return value
-    content = value.get("content") if isinstance(value, dict) else value
+    content: Any = value.get("content") if isinstance(value, dict) else value
     flags = {name: value[name] for name in FLAGS if name in value} if isinstance(value, dict) else {}
     is_text = isinstance(content, str) and SURROGATE.search(content) is None
     if not is_text or not all(isinstance(flag, bool) for flag in flags.values()):
@@ -296,9 +297,9 @@ def is_model_token(key: str, value: Any) -> bool:
     return key.endswith("_token") and key not in STANDARD_TOKENS and is_token
 
 
-def content_of(value: Any) -> str | None:
+def content_of(value: Any) -> str:
     """Text of a token."""
-    return value.get("content") if isinstance(value, dict) else str(value)
+    return str(value.get("content") if isinstance(value, dict) else value)
 
 
 def added_token(value: Any, where: Path) -> AddedToken:
