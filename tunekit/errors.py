@@ -2,6 +2,7 @@
 
 import math
 import operator
+import re
 import signal
 import traceback
 from collections.abc import Callable
@@ -11,8 +12,14 @@ from typing import NamedTuple, NoReturn
 USER_MODULES = ("own_", "tunekit_import_")  # prefixes of the modules of recipe files and of `--import`
 
 
+DOUBLE_STOP = re.compile(r"(?<=[^\s./])\.\.(?=\s|$)")  # of a quoted message and of the sentence that contains it
+
+
 class UserError(Exception):
     """A mistake that the user can fix. The message states the problem and the fix. The CLI exits with code 2."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(DOUBLE_STOP.sub(".", message))
 
 
 class FieldError(ValueError):

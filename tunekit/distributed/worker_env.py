@@ -22,6 +22,11 @@ def is_worker() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def is_main_worker() -> bool:
+    """Whether this process prints messages: it is the first of its run, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def has_launcher_env() -> bool:
     """Whether a launcher has started the processes of this node. (Kubeflow sets RANK per node, without LOCAL_RANK.)"""
     return is_worker() and "LOCAL_RANK" in os.environ

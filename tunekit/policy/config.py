@@ -1,6 +1,7 @@
 """The keys that recipes with sampled answers share, and their checks."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tunekit.config.choices import kind_name
@@ -10,8 +11,8 @@ from tunekit.data.dataloader.summary import format_count
 from tunekit.data.readers.open_dataset import find_data_files
 from tunekit.data.readers.row_reader import Row
 from tunekit.environments.config import EnvironmentChoice
-from tunekit.errors import FieldError, check_range
-from tunekit.generation.sampling import SamplingConfig
+from tunekit.errors import FieldError, UserError, check_range
+from tunekit.generation.sampling import MIN_TEMPERATURE, SamplingConfig
 from tunekit.losses.policy_gradient import PolicyGradientLoss
 from tunekit.policy.engine_config import EngineChoice, NativeEngineConfig
 from tunekit.rewards.base import check_rewards
@@ -31,6 +32,7 @@ class RolloutSamplingConfig(SamplingConfig):
         super().__post_init__()
         if self.temperature == 0:
             raise FieldError("temperature", "must be > 0: all answers to a prompt would be the same, got 0")
+        check_range(self, "temperature", ge=MIN_TEMPERATURE)
         if self.repetition_penalty != 1:
             problem = "must be 1: log-probabilities of training have no penalty"
             raise FieldError("repetition_penalty", f"{problem}, got {self.repetition_penalty}")
@@ -154,6 +156,7 @@ def first_columns(data: PromptData) -> Iterator[list[str]]:
     for config in MixtureBase.from_config(data).dataset_configs:
         if find_data_files(config.source, config.split) is None:
             continue  # on the Hub: the columns are checked when the rows are read
-        columns = (config.apply_transforms(row.fields) for row in config.open_rows().rows if isinstance(row, Row))
-        if (fields := next(filter(None, columns), None)) is not None:
-            yield [*fields]
+        rows = (config.apply_transforms(row.fields) for row in config.open_rows().rows if isinstance(row, Row))
+        if (fields := next(filter(None, rows), None)) is not None and isinstance(config, PromptDataset):
+            with suppress(UserError):  # an unusable row, which is reported when all rows are read
+                yield [*config.read_prompt(fields).columns]

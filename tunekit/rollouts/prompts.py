@@ -1,74 +1,49 @@
 """Prompts of recipe `generate`: texts of the config, and rows of a dataset."""
 
-import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
-from tunekit.data.chat_template.chat_format import encode_conversation
-from tunekit.data.chat_template.messages import Message, make_conversation, parse_tools
-from tunekit.data.readers.open_dataset import open_dataset
-from tunekit.data.readers.row_reader import require_row
+from tunekit.data.dataloader.prompt_data import PromptDataset
+from tunekit.data.prompts import Prompt
+from tunekit.data.readers.row_reader import Row, require_row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.generation.generate import check_prompt_length
 from tunekit.rollouts.rollout import PromptRow
 
-
-class Prompt(NamedTuple):
-    """A prompt as text, or as a list of messages, with its tools and the columns of its row."""
-
-    where: str
-    value: str | list[Message]
-    tools: list[dict[str, Any]] | None
-    columns: Mapping[str, Any]
-
-    def to_row(self, tokenizer: Tokenizer, system_prompt: str | None, apply_chat_template: bool) -> PromptRow:
-        """The row to answer, up to the start of the answer. Without a chat template, texts are continued."""
-        messages = [{"role": "user", "content": self.value}] if isinstance(self.value, str) else self.value
-        if messages[-1].get("role") == "assistant":
-            messages = messages[:-1]
-        if system_prompt:
-            messages = [{"role": "system", "content": system_prompt}, *messages]
-        if isinstance(self.value, str) and not apply_chat_template:
-            tokens = tokenizer.encode(self.value, special=True)
-            return PromptRow(self.where, messages, tokens, self.columns, self.tools, is_text=True)
-        tokens = encode_conversation(tokenizer, messages, self.tools)
-        return PromptRow(self.where, messages, tokens, self.columns, self.tools)
+LocatedPrompt = tuple[str, Prompt]  # file and row of a prompt, and the prompt
 
 
-def read_prompts(texts: Sequence[str], source: str | None, split: str) -> Iterator[Prompt]:
-    """The prompts of the config, then those of the source."""
-    yield from (Prompt(f"prompts.{index}", text, None, {}) for index, text in enumerate(texts))
-    for row in map(require_row, open_dataset(source, split, None).rows) if source is not None else ():
+def read_prompts(data: PromptDataset, texts: Sequence[str], has_rows: bool = True) -> Iterator[LocatedPrompt]:
+    """The texts, and then the rows of `data` if it has some. Raise UserError, with the row, if there is no prompt."""
+    rows = chain(
+        (Row(f"prompts.{index}", {"prompt": text}) for index, text in enumerate(texts)),
+        map(require_row, data.open_rows().rows if has_rows else ()),
+    )
+    for row in rows:
         try:
-            value = parse_prompt(row.fields)
-            tools = parse_tools(row.fields.get("tools"), "tools")
+            yield row.where, data.read_prompt(row.fields)
         except UserError as error:
             raise UserError(f"{row.where}: {error}") from None
-        yield Prompt(row.where, value, tools, {**expected_answer(value), **row.fields})
 
 
-def parse_prompt(fields: Mapping[str, Any]) -> str | list[Message]:
-    """The text or the messages of a row. Raises UserError with the column if there are none."""
-    column = next((name for name in ("messages", "prompt") if fields.get(name) is not None), None)
-    if column is None:
-        raise UserError("has no 'messages' or 'prompt'")
-    value = fields[column]
-    if not isinstance(value, str | list):
-        raise UserError(f"{column}: must be text or a list of messages, got {reprlib.repr(value)}")
-    if not value:
-        raise UserError(f"{column}: is empty")
-    return value if isinstance(value, str) else make_conversation(value, column).messages
+def encode_prompts(data: PromptDataset, prompts: Iterable[LocatedPrompt], tokenizer: Tokenizer) -> list[PromptRow]:
+    """Prompts with their tokens. Raise UserError, with the row, if the chat template fails."""
+    rows = []
+    for where, prompt in prompts:
+        try:
+            tokens = data.encode_prompt(tokenizer, prompt)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        rows.append(make_prompt_row(where, prompt, tokens, data.is_plain_text(tokenizer, prompt)))
+    return rows
+
+
+def make_prompt_row(where: str, prompt: Prompt, tokens: Sequence[int], is_text: bool) -> PromptRow:
+    return PromptRow(where, prompt.conversation.messages, tokens, prompt.columns, prompt.conversation.tools, is_text)
 
 
 def check_prompt_lengths(rows: Iterable[PromptRow], context: int) -> None:
     """Raise UserError with the row if a prompt leaves no space for an answer within the context length."""
     for row in rows:
         check_prompt_length(row.where, len(row.tokens), context)
-
-
-def expected_answer(prompt: str | list[Message]) -> Mapping[str, Any]:
-    """The answer at the end of a conversation as a column for rewards; empty without one."""
-    if isinstance(prompt, str) or prompt[-1].get("role") != "assistant":
-        return {}
-    return {"answer": prompt[-1].get("content")}

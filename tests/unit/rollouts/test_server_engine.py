@@ -243,7 +243,7 @@ def test_start_checks_name_length_and_connection(
     start = time.monotonic()
     with pytest.raises(UserError, match="127.0.0.1:9/v1: /models: .*refused"):
         make_engine(make_client("http://127.0.0.1:9/v1", max_retries=20), model).check([1])
-    assert time.monotonic() - start < 2, "a start is not repeated"
+    assert time.monotonic() - start < 60, "a start is not repeated: 20 retries would take minutes"
 
 
 def test_adapters_that_the_server_refuses(

@@ -42,6 +42,8 @@ def main(args: argparse.Namespace) -> None:
     atomic.write_text_atomic(output, draft.format(f"Written by `{command}` for {machine.label}"))
     if is_complete:
         recipe.check(recipe_loader.load_recipe_config(recipe, str(output), (), ()))
+    for problem in draft.problems:
+        print(f"warning: {problem}", file=sys.stderr)
     print(f"written: {output}", file=sys.stderr)
     print(describe(draft, sample, output, machine))
 
