@@ -90,7 +90,7 @@ def raise_ctrl_c(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def is_ctrl_c(error: BaseException) -> bool:
-    """Whether the user has pressed Ctrl-C, as far as can be told: the handler of Python has no class of its own."""
+    """Whether the user has pressed Ctrl-C. With the handler of Python, any KeyboardInterrupt counts as such."""
     has_own_handler = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     return isinstance(error, CtrlC) or (isinstance(error, KeyboardInterrupt) and not has_own_handler)
 
@@ -135,7 +135,8 @@ def find_user_code(error: BaseException) -> UserCodeLocation | None:
 
 def describe_exception(error: BaseException) -> str:
     """`Exception: message` in one line, also if the exception cannot be converted to text."""
-    return " ".join(traceback.format_exception_only(error)[-1].split())
+    text = " ".join(traceback.format_exception_only(error)[-1].split())
+    return text.removeprefix(f"{type(error).__module__}.")
 
 
 def describe_user_code_error(error: BaseException) -> str:

@@ -10,7 +10,7 @@ def check_base_url(url: str, schemes: tuple[str, ...] = ("http", "https")) -> No
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # brackets, or a port that is no number or out of range
+    except ValueError:  # invalid brackets or port
         is_address = False
     if not is_address or " " in url or not url.isprintable():
         expected = " or ".join(f"{scheme}://" for scheme in schemes[:2])

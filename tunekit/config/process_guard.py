@@ -14,7 +14,7 @@ from typing import TextIO
 from tunekit.errors import UserError, is_ctrl_c
 
 STREAMS = {1: "stdout", 2: "stderr"}  # name in `sys` by file descriptor
-PACKAGES = ("torch", "tunekit")  # that are imported piece by piece while a run goes on
+PACKAGES = ("torch", "tunekit")  # whose modules are imported during a run, too
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 MIN_DESCRIPTOR = 100  # of copies: code that closes a range of descriptors starts at 0
 
@@ -62,7 +62,8 @@ class ProcessGuard:
             stream = vars(sys)[name]
             if stream is None or (isinstance(stream, io.TextIOBase) and stream.closed):
                 saved = self.streams[name]
-                vars(sys)[name] = open(number, "w", closefd=False) if saved is None or saved.closed else saved  # noqa: SIM115, PTH123
+                is_usable = saved is not None and not saved.closed
+                setattr(sys, name, saved if is_usable else open(number, "w", closefd=False))  # noqa: SIM115, PTH123
                 changes.append(f"closes sys.{name}")
         return changes
 

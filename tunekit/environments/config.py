@@ -143,6 +143,7 @@ class CustomEnvironmentConfig(EnvironmentConfig):
         cls = self.environment_class
         with CaughtError() as caught:
             return cls()
+        assert caught.error is not None
         problem = f"{self.environment_factory}: {describe_user_code_error(caught.error)}"
         fix = "Fix the class, which is created without arguments."
         raise UserError(f"environment_factory: {problem}. {fix}") from caught.error

@@ -166,6 +166,7 @@ def call_reward(
     reward: RewardFunction, rollouts: Sequence[Rollout], where: str, context: RewardContext
 ) -> Sequence[Any]:
     """Scores of rollouts, one each. Raises UserError if there are more or fewer, or if code of the user raises."""
+    values: Sequence[Any] | None = None
     with CaughtError() as caught, ProcessGuard(lambda: f"{rollouts[0].prompt.where}: {where}"):
         values = reward.score_in_context(rollouts, context)
     if caught.error is not None:
@@ -175,7 +176,7 @@ def call_reward(
         row = find_failing_row(reward, rollouts)
         raise UserError(f"{row}: {where}: {location.message}. Fix the function.") from caught.error
     count = len(values) if isinstance(values, list | tuple | np.ndarray | Tensor) else None
-    if count != len(rollouts):
+    if values is None or count != len(rollouts):
         received = type(values).__name__ if count is None else f"{count} values"
         raise UserError(
             f"{rollouts[0].prompt.where}: {where}: expected a list of {len(rollouts)} numbers, got {received}. "

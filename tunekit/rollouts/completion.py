@@ -1,7 +1,6 @@
 """Parser of the completions of a server: whatever it returns is a valid answer or one error."""
 
 import re
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tunekit.generation.requests import Answer, FinishReason
@@ -122,7 +121,7 @@ def expect_object(value: Any, name: str) -> dict[str, Any]:
     return value
 
 
-def expect_list(value: Any, name: str) -> Sequence[Any]:
+def expect_list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
         raise ResponseError(f"not a response of the OpenAI protocol: {name} is {show(value)} instead of a list")
     return value

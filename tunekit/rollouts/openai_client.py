@@ -116,7 +116,7 @@ def error_message(response: Response) -> str:
     """Text of an error response in one line."""
     if 300 <= response.status < 400:
         location = response.headers.get("Location", "another address")
-        return f"redirects are not followed, set base_url to the address behind {shorten(location)}"
+        return f"redirects are not followed, set base_url to the address that {shorten(location)} belongs to"
     text = response.body.decode(errors="replace")
     try:
         body = json.loads(text)
