@@ -112,12 +112,12 @@ def test_templates_that_know_the_developer_role_get_it(qwen: Tokenizer, tmp_path
 
 
 def test_system_prompts_are_for_prompts_without_one() -> None:
-    system, own = {"role": "system", "content": "Be brief."}, {"role": "system", "content": "Be long."}
+    system, other = {"role": "system", "content": "Be brief."}, {"role": "system", "content": "Be long."}
     for row, messages in (
         ({"prompt": "a"}, [system, {"role": "user", "content": "a"}]),
         ({"messages": [USER, ANSWER]}, [system, USER]),
-        ({"messages": [own, USER, ANSWER]}, [own, USER]),
-        ({"prompt": "a", "system": "Be long."}, [own, {"role": "user", "content": "a"}]),
+        ({"messages": [other, USER, ANSWER]}, [other, USER]),
+        ({"prompt": "a", "system": "Be long."}, [other, {"role": "user", "content": "a"}]),
     ):
         assert read_prompt(row, system_prompt="Be brief.").conversation.messages == messages
 
