@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.checkpoint.atomic import write_text_atomic
-from tunekit.data.dataloader.prompt_data import PromptDataset
 from tunekit.data.readers.open_dataset import find_data_files
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
@@ -30,7 +29,7 @@ from tunekit.rewards.context import RewardContext
 from tunekit.rewards.rejection_sampling import OutputFormat, select_rows, summarize
 from tunekit.rollouts.episode_log import episode_record
 from tunekit.rollouts.episodes import generate_rollouts
-from tunekit.rollouts.prompts import check_prompt_lengths, encode_prompts, read_prompts
+from tunekit.rollouts.prompts import check_prompt_lengths, encode_prompts, make_dataset, read_prompts
 from tunekit.rollouts.rollout import PromptRow
 
 PROMPTS_PER_PASS = 256  # that a rank answers before rewards are computed
@@ -42,8 +41,7 @@ class GenerateConfig(InferenceConfig):
     """The keys of this recipe."""
 
     prompts: tuple[str, ...] = ()  # User messages
-    # Dataset with a column `prompt`, or with conversations in a format of recipe sft, whose final answer is left out
-    source: str | None = None
+    source: str | None = None  # Dataset with a column `prompt`, or with conversations, whose last answers are left out
     split: str = "train"  # Split of `source`
     system_prompt: str | None = None  # System message
     apply_chat_template: bool = True  # Format prompts with the chat template; false: continue the text
@@ -62,12 +60,8 @@ class GenerateConfig(InferenceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.prompts and self.source is None:
-            raise FieldError("prompts", "no prompts. Set prompts or source.")
+        make_dataset(self)  # raises FieldError
         check_range(self, "max_num_seqs", "num_return_sequences", "max_model_len", ge=1)
-        if self.system_prompt is not None and not self.apply_chat_template:
-            raise FieldError("system_prompt", "needs the chat template. Remove it, or set apply_chat_template=true.")
-        assert self.data is not None  # its own checks
         if self.num_return_sequences > 1 and self.sampling.temperature == 0:
             raise FieldError("num_return_sequences", "greedy answers are equal. Set sampling.temperature.")
         self.check_selection()
@@ -88,14 +82,6 @@ class GenerateConfig(InferenceConfig):
             raise FieldError("episodes_path", "needs rewards. Set rewards or environment.")
 
     @property
-    def data(self) -> PromptDataset:
-        """How texts and rows become prompts."""
-        prompt_format = "chat" if self.apply_chat_template else "text"
-        return PromptDataset(
-            self.source or "prompts", self.split, prompt_format=prompt_format, system_prompt=self.system_prompt
-        )
-
-    @property
     def has_rewards(self) -> bool:
         return bool(self.rewards) or self.environment is not None
 
@@ -113,7 +99,7 @@ def check(cfg: GenerateConfig) -> None:
     if cfg.environment is not None:
         cfg.environment.check(needs_reward=not cfg.rewards and cfg.output_format != "answers")
     if cfg.rewards:
-        first = next(read_prompts(cfg.data, cfg.prompts, cfg.source is not None), None)
+        first = next(read_prompts(cfg), None)
         check_rewards(cfg.rewards, () if first is None else [*first[1].columns])
 
 
@@ -122,8 +108,8 @@ def main(cfg: GenerateConfig) -> None:
     with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as dist:
         cfg.parallel.check_inference(dist.world_size)
         model, tokenizer = cfg.load_model(cfg.model, dist)
-        prompts = list(read_prompts(cfg.data, cfg.prompts, cfg.source is not None))
-        rows = encode_prompts(cfg.data, prompts, tokenizer)
+        prompts = list(read_prompts(cfg))
+        rows = encode_prompts(cfg, prompts, tokenizer)
         check_prompt_lengths(rows, model.spec.context)
         if cfg.has_rewards:
             scored = sample_and_score(cfg, rows, model, tokenizer, dist)
@@ -132,8 +118,7 @@ def main(cfg: GenerateConfig) -> None:
         indices = [index for index in range(len(rows)) for _ in range(cfg.num_return_sequences)]
         tokens = [rows[i].tokens for i in indices]
         answers = generate_answers(model, tokenizer, tokens, cfg.sampling, cfg.max_num_seqs, dist)
-        values = [prompt.conversation.messages if prompt.text is None else prompt.text for _, prompt in prompts]
-        lines = [{"prompt": values[i]} | answer._asdict() for i, answer in zip(indices, answers, strict=True)]
+        lines = [{"prompt": prompts[i][1].value} | answer._asdict() for i, answer in zip(indices, answers, strict=True)]
         dist.run_on_main(partial(write_rows, cfg, lines, [f"{len(lines)} answers in {cfg.output_path}"]))
 
 

@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tunekit.data.chat_template.converters import to_system_messages
-from tunekit.data.chat_template.messages import Conversation, get_column, json_type, parse_json_cell, parse_tools
+from tunekit.data.chat_template.messages import (
+    Conversation,
+    Message,
+    get_column,
+    json_type,
+    parse_json_cell,
+    parse_tools,
+)
 from tunekit.data.datasets import ChatDataset, InstructDataset, ShareGPTDataset
 from tunekit.data.format_detection import INSTRUCT, MESSAGE_COLUMNS, SPEAKER_KEYS, is_sharegpt, match_rule
 from tunekit.errors import UserError
@@ -23,6 +30,11 @@ class Prompt(NamedTuple):
     conversation: Conversation
     text: str | None
     columns: Fields
+
+    @property
+    def value(self) -> str | list[Message]:
+        """The text, or the messages."""
+        return self.conversation.messages if self.text is None else self.text
 
 
 def read_prompt(fields: Fields, column: str = PROMPT, system_prompt: str | None = None) -> Prompt:

@@ -179,7 +179,7 @@ def find_row_options(
 
 
 def list_problems(sample: RowSample, options: Mapping[str, Any], bad_rows: Sequence[BadRow]) -> list[str]:
-    """What is unusual about the rows, and which ones cannot be used: training stops at the first of them."""
+    """Problems of the rows, with those that cannot be used: training stops at the first one."""
     problems = [f"columns have other names. Check that these are meant: {sample.row_format.description}"]
     problems = problems if sample.is_guess else []
     if options == PER_MESSAGE:

@@ -2,23 +2,55 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from typing import Protocol
 
 from tunekit.data.dataloader.prompt_data import PromptDataset
 from tunekit.data.prompts import Prompt
 from tunekit.data.readers.row_reader import Row, require_row
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.errors import UserError
+from tunekit.errors import FieldError, UserError
 from tunekit.generation.generate import check_prompt_length
 from tunekit.rollouts.rollout import PromptRow
 
 LocatedPrompt = tuple[str, Prompt]  # file and row of a prompt, and the prompt
 
 
-def read_prompts(data: PromptDataset, texts: Sequence[str], has_rows: bool = True) -> Iterator[LocatedPrompt]:
-    """The texts, and then the rows of `data` if it has some. Raise UserError, with the row, if there is no prompt."""
+class PromptOptions(Protocol):
+    """Keys of the recipe that select prompts and their format."""
+
+    @property
+    def prompts(self) -> tuple[str, ...]: ...
+
+    @property
+    def source(self) -> str | None: ...
+
+    @property
+    def split(self) -> str: ...
+
+    @property
+    def system_prompt(self) -> str | None: ...
+
+    @property
+    def apply_chat_template(self) -> bool: ...
+
+
+def make_dataset(cfg: PromptOptions) -> PromptDataset:
+    """Dataset of the prompts, which reads them as recipe grpo does. Raise FieldError if keys contradict."""
+    if not cfg.prompts and cfg.source is None:
+        raise FieldError("prompts", "no prompts. Set prompts or source.")
+    if cfg.system_prompt is not None and not cfg.apply_chat_template:
+        raise FieldError("system_prompt", "needs the chat template. Remove it, or set apply_chat_template=true.")
+    prompt_format = "chat" if cfg.apply_chat_template else "text"
+    source = "prompts" if cfg.source is None else cfg.source
+    return PromptDataset(source, cfg.split, prompt_format=prompt_format, system_prompt=cfg.system_prompt)
+
+
+def read_prompts(cfg: PromptOptions) -> Iterator[LocatedPrompt]:
+    """The prompts of the config, then those of the source. Raise UserError, with the row, if a row has none."""
+    data = make_dataset(cfg)
     rows = chain(
-        (Row(f"prompts.{index}", {"prompt": text}) for index, text in enumerate(texts)),
-        map(require_row, data.open_rows().rows if has_rows else ()),
+        (Row(f"prompts.{index}", {"prompt": text}) for index, text in enumerate(cfg.prompts)),
+        map(require_row, data.open_rows().rows if cfg.source is not None else ()),
     )
     for row in rows:
         try:
@@ -27,9 +59,9 @@ def read_prompts(data: PromptDataset, texts: Sequence[str], has_rows: bool = Tru
             raise UserError(f"{row.where}: {error}") from None
 
 
-def encode_prompts(data: PromptDataset, prompts: Iterable[LocatedPrompt], tokenizer: Tokenizer) -> list[PromptRow]:
+def encode_prompts(cfg: PromptOptions, prompts: Iterable[LocatedPrompt], tokenizer: Tokenizer) -> list[PromptRow]:
     """Prompts with their tokens. Raise UserError, with the row, if the chat template fails."""
-    rows = []
+    data, rows = make_dataset(cfg), []
     for where, prompt in prompts:
         try:
             tokens = data.encode_prompt(tokenizer, prompt)

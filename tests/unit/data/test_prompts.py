@@ -16,6 +16,7 @@ from tunekit.data.prompts import read_prompt
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.evaluation.generation_eval import iter_questions
+from tunekit.recipes.generate import GenerateConfig
 from tunekit.rollouts.prompts import encode_prompts, read_prompts
 from tunekit.serving.prompts import PromptMaker
 from tunekit.serving.request_fields import parse_chat_request, parse_completion_request
@@ -72,7 +73,7 @@ def test_rows_without_a_prompt_are_errors_with_their_place(tmp_path: Path, row: 
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps(row or {"id": 1}))
     with pytest.raises(UserError, match=r"^\S+rows.jsonl:2: "):
-        list(read_prompts(PromptDataset(str(file)), ()))
+        list(read_prompts(GenerateConfig(model="m", source=str(file))))
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
@@ -81,9 +82,9 @@ def test_recipes_and_the_server_read_the_same_prompt(qwen: Tokenizer, tmp_path: 
     messages, file = CONVERSATIONS[name], tmp_path / "rows.jsonl"
     row = {"messages": messages, "tools": TOOLS}
     file.write_text(json.dumps(row))
-    data = PromptDataset(str(file))
-    (generate,) = encode_prompts(data, read_prompts(data, ()), qwen)
-    policy = encode_document(data, qwen, row).tokens.tolist()
+    config = GenerateConfig(model="m", source=str(file))
+    (generate,) = encode_prompts(config, read_prompts(config), qwen)
+    policy = encode_document(PromptDataset("x"), qwen, row).tokens.tolist()
     (question,) = iter_questions([("", encode_document(ChatDataset("x"), qwen, row))], qwen)
     request = parse_chat_request({"model": "m", "messages": messages[:-1], "tools": TOOLS})
     (served,) = PromptMaker(qwen, 4096, None).make_prompts(request)
@@ -111,12 +112,12 @@ def test_templates_that_know_the_developer_role_get_it(qwen: Tokenizer, tmp_path
 
 
 def test_system_prompts_are_for_prompts_without_one() -> None:
-    system, own = {"role": "system", "content": "Be brief."}, {"role": "system", "content": "Be long."}
+    system, other = {"role": "system", "content": "Be brief."}, {"role": "system", "content": "Be long."}
     for row, messages in (
         ({"prompt": "a"}, [system, {"role": "user", "content": "a"}]),
         ({"messages": [USER, ANSWER]}, [system, USER]),
-        ({"messages": [own, USER, ANSWER]}, [own, USER]),
-        ({"prompt": "a", "system": "Be long."}, [own, {"role": "user", "content": "a"}]),
+        ({"messages": [other, USER, ANSWER]}, [other, USER]),
+        ({"prompt": "a", "system": "Be long."}, [other, {"role": "user", "content": "a"}]),
     ):
         assert read_prompt(row, system_prompt="Be brief.").conversation.messages == messages
 
