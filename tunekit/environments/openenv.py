@@ -9,6 +9,7 @@ from tunekit.environments.base import Environment
 from tunekit.environments.tool_calls import to_text
 from tunekit.errors import UserError
 
+RESET_COLUMNS = ("seed", "episode_id")  # passed to `reset`, if a row has them
 CLIENT_ERRORS = (OSError, RuntimeError, TimeoutError, ValueError)  # ConnectionError is an OSError
 
 
@@ -35,7 +36,7 @@ class OpenEnvEnvironment(Environment):
             self.client.connect()
         except CLIENT_ERRORS as error:
             raise UserError(f"environment.base_url: {self.base_url}: {error}. Start the server.") from None
-        options = {name: columns[name] for name in ("seed", "episode_id") if columns.get(name) is not None}
+        options = {name: columns[name] for name in RESET_COLUMNS if columns.get(name) is not None}
         return self._observe(self.client.reset(**options))
 
     def step(self, answer: str) -> str | None:

@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 from tunekit.config.choices import kind_name
+from tunekit.data.check_target import ColumnReaders
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.prompt_data import PromptData, PromptDataset
 from tunekit.data.dataloader.summary import format_count
@@ -111,6 +114,12 @@ class PolicyConfig(TrainConfig):
     def num_cached_seqs(self) -> int:
         """Rows of the cache of a device that generates answers."""
         return self.max_num_seqs if isinstance(self.engine, NativeEngineConfig) else 0
+
+    @property
+    def column_readers(self) -> ColumnReaders:
+        """Columns of rows that the rewards and the environment read."""
+        readers = (item.column_readers for item in (*self.rewards, self.environment) if item is not None)
+        return reduce(or_, readers, ColumnReaders())
 
     @property
     def num_prompts(self) -> int:

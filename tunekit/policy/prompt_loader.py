@@ -20,6 +20,7 @@ from tunekit.errors import UserError
 from tunekit.policy.config import PolicyConfig
 from tunekit.rewards.base import check_rewards
 from tunekit.rollouts.rollout import PromptRow
+from tunekit.training.data_checks import check_columns
 from tunekit.training.run_context import RunContext
 
 
@@ -112,6 +113,7 @@ def check_prompts(
             raise UserError(f"{key}: turns of an environment need a chat template. Set {key}.chat_template.")
         if key == "data":
             dist.log(f"data: {cfg.generation_summary}")
+        check_columns(cfg, key, loader, dist)
         for columns in loader.columns:
             check_rewards(cfg.rewards, next(iter(columns.values())))
         context = checkpoint.spec.context

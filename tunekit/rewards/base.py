@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tunekit.config.choices import kind_name
+from tunekit.data.check_target import ColumnReaders
 from tunekit.data.row_errors import USER_CODE_ERRORS
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError, find_user_code
@@ -44,6 +45,12 @@ class RewardFunction(ABC):
         if column is not None and column not in columns:
             known = ", ".join(columns) or "none"
             raise UserError(f"{key}: the rows have no column {column!r} (columns: {known}). Set it to one of these.")
+
+    @property
+    def column_readers(self) -> ColumnReaders:
+        """Columns of rows that this reward reads."""
+        column: str | None = None if self.column_key is None else getattr(self, self.column_key)
+        return ColumnReaders(frozenset(filter(None, (column,))))
 
     @property
     def is_async(self) -> bool:

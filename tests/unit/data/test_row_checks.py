@@ -17,7 +17,8 @@ from tunekit.data.datasets import ChatDataset
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 from tunekit.data.readers.open_dataset import open_dataset
-from tunekit.data.row_checks import CheckContext, CheckTarget, Finding, RewardTarget, run_data_checks
+from tunekit.data.check_target import CheckContext, CheckTarget, Finding, RewardTarget
+from tunekit.data.row_checks import run_data_checks
 from tunekit.data.sft_datasets import SegmentsDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.truncation import fit_documents

@@ -24,7 +24,8 @@ class PromptDataset(ChatTemplateMixin):
     """Prompts: texts, or conversations whose last message is not an answer. All columns are kept for rewards.
 
     Rows without a prompt column may have `messages`, as in supervised fine-tuning; answers at their end are left out.
-    An optional column `tools` has tool schemas. `max_length` limits a prompt together with the tokens that follow it.
+    Optional columns: `system`, and `tools`, which has tool schemas. `max_length` limits a prompt together with the
+    tokens that follow it.
     """
 
     kind: ClassVar[str] = "prompt"
@@ -63,6 +64,9 @@ class PromptDataset(ChatTemplateMixin):
         """Token ids of a prompt, up to the start of the answer."""
         prompt = self.to_conversation(fields)
         if self.is_plain_text(tokenizer, fields):
+            if prompt.tools or len(prompt.messages) > 1:
+                problem = "system message" if len(prompt.messages) > 1 else "tools"
+                raise UserError(f"{problem}: a text to continue has none. Use a chat template, or remove the column")
             return [*bos_ids(tokenizer).tolist(), *tokenizer.encode(prompt.messages[-1]["content"])]
         return encode_conversation(tokenizer, prompt.messages, prompt.tools)
 
@@ -82,6 +86,7 @@ class PromptDataset(ChatTemplateMixin):
         if not isinstance(value, str | list):
             raise UserError(f"{column}: expected a text or a list of messages, got {json_type(value)}")
         conversation = make_conversation(converters.to_messages(value, "user", column), column, fields.get("tools"))
+        conversation = converters.with_system(conversation, converters.get_system(fields), column)
         messages = conversation.messages
         while messages and messages[-1]["role"] == "assistant":
             messages = messages[:-1]
