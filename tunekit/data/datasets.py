@@ -24,7 +24,7 @@ from tunekit.data.chat_template.template import TemplateKwargs, check_template_k
 from tunekit.data.column_usage import ColumnUsage
 from tunekit.data.doc_flags import UNEQUAL_WEIGHTS, DocFlags
 from tunekit.data.format_detection import FormatRule, RowFormat, detect_format
-from tunekit.data.preference_prompts import find_prompt_column, read_prompt_messages
+from tunekit.data.preference_prompts import find_prompt_column, read_prompt_messages, starts_with_prompt
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.readers.open_dataset import find_data_files, open_dataset, parse_split
 from tunekit.data.readers.row_reader import BadRow, Row, RowReader
@@ -440,11 +440,14 @@ class PreferenceDataset(PreferenceBase):
 
     def find_prompt(self, fields: Fields, answers: list[Any]) -> tuple[str | None, Any]:
         """Column and value of the prompt, a text or a list of messages; (None, None) without one."""
-        prompt = parse_json_cell(get_optional_column(fields, self.prompt_column, "prompt_column", "prompt"))
-        if prompt is not None or self.prompt_column != "prompt":
-            return self.prompt_column, prompt
-        column = find_prompt_column(fields, answers)
-        return column, None if column is None else read_prompt_messages(fields[column], column, answers)
+        values = dict(fields)  # a column that is not used does not count as read
+        prompt = parse_json_cell(get_optional_column(values, self.prompt_column, "prompt_column", "prompt"))
+        if isinstance(prompt, str) and all(map(starts_with_prompt, answers)):
+            return None, None
+        if prompt is None and self.prompt_column == "prompt":
+            column = find_prompt_column(values, answers)
+            return column, None if column is None else read_prompt_messages(fields[column], column, answers)
+        return self.prompt_column, parse_json_cell(fields.get(self.prompt_column))
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
         chosen = get_answer(fields, self.chosen_column, "chosen_column")

@@ -16,12 +16,16 @@ def find_prompt_column(fields: Mapping[str, Any], answers: Sequence[Any]) -> str
 
     Lists that start with a message of the user include their prompt, and so may texts.
     """
-    if any(isinstance(answer, list) and includes_prompt(answer, None) for answer in answers):
+    if any(map(starts_with_prompt, answers)):
         return None
-    values = dict(fields)  # a column that is only looked at does not count as read
-    parsed = ((name, parse_json_cell(values.get(name), SPEAKER_KEYS)) for name in MESSAGE_COLUMNS)
+    parsed = ((name, parse_json_cell(fields.get(name), SPEAKER_KEYS)) for name in MESSAGE_COLUMNS)
     column, messages = next(((name, value) for name, value in parsed if isinstance(value, list) and value), (None, []))
     return None if has_repeated_prompt(messages, answers) else column
+
+
+def starts_with_prompt(answer: Any) -> bool:
+    """Whether an answer is a list of messages whose first one, after a system message, is of the user."""
+    return isinstance(answer, list) and includes_prompt(answer, None)
 
 
 def has_repeated_prompt(messages: Sequence[Any], answers: Sequence[Any]) -> bool:

@@ -12,12 +12,12 @@ import pytest
 
 from tests.helpers.chat_families import FAMILIES, write_family
 from tests.helpers.encode_rows import encode_document
-from tunekit.data import row_checks, row_stats
+from tunekit.data import check_target, row_checks, row_stats
+from tunekit.data.check_target import CheckContext, CheckTarget, Finding, RewardTarget
 from tunekit.data.datasets import ChatDataset
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 from tunekit.data.readers.open_dataset import open_dataset
-from tunekit.data.check_target import CheckContext, CheckTarget, Finding, RewardTarget
 from tunekit.data.row_checks import run_data_checks
 from tunekit.data.sft_datasets import SegmentsDataset
 from tunekit.data.tokenizer import Tokenizer
@@ -174,7 +174,6 @@ FAULTS: dict[str, tuple[Plant, str, str, int]] = {  # name: fault, kind, severit
     "prompt in targets": (change_some(set_flags(DocFlags.PROMPT_TRAINED)), "prompt in targets", "doubtful", 3),
     "tools unused": (change_some(set_flags(DocFlags.TOOLS_NOT_RENDERED)), "tools unused", "doubtful", 3),
     "reasoning dropped": (change_some(set_flags(DocFlags.REASONING_DROPPED)), "reasoning dropped", "note", 3),
-    "prompt unused": (change_some(set_flags(DocFlags.PROMPT_UNUSED)), "prompt unused", "doubtful", 3),
     "merged tokens": (change_some(set_flags(DocFlags.FIRST_TOKEN_MERGED)), "merged tokens", "doubtful", 3),
     "negatives unused": (change_some(set_flags(DocFlags.NEGATIVES_UNUSED)), "negatives unused", "doubtful", 3),
     "content lost": (change_some(set_flags(DocFlags.CONTENT_LOST)), "content lost", "doubtful", 3),
@@ -188,7 +187,7 @@ def test_planted_fault_is_found(nano: Tokenizer, name: str) -> None:
     assert set(findings) == {kind} | ({"empty answers"} if kind == "short" else set())
     finding = findings[kind]
     assert (finding.severity, finding.count) == (severity, num_rows)
-    assert len(finding.row_locations) == min(num_rows, row_checks.MAX_LISTED) and all(
+    assert len(finding.row_locations) == min(num_rows, check_target.MAX_LISTED) and all(
         place.startswith("data.jsonl:") for place in finding.row_locations
     )
     assert "\n" not in str(finding)
