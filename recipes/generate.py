@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.checkpoint.atomic import write_text_atomic
+from tunekit.data.column_checks import column_findings
+from tunekit.data.column_usage import ColumnUsage
 from tunekit.data.readers.open_dataset import find_data_files
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
@@ -23,7 +25,7 @@ from tunekit.generation.engine import GenerationEngine
 from tunekit.generation.generate import generate_answers, log_cut_answers
 from tunekit.loggers.progress import ProgressLogger
 from tunekit.models.decoder import Decoder
-from tunekit.rewards.base import ScoredRollout, check_rewards, gather_answers
+from tunekit.rewards.base import ScoredRollout, check_rewards, combine_readers, gather_answers
 from tunekit.rewards.config import RewardChoice
 from tunekit.rewards.context import RewardContext
 from tunekit.rewards.rejection_sampling import OutputFormat, select_rows, summarize
@@ -109,7 +111,9 @@ def main(cfg: GenerateConfig) -> None:
     with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as dist:
         cfg.parallel.check_inference(dist.world_size)
         model, tokenizer = cfg.load_model(cfg.model, dist)
-        prompts = list(read_prompts(cfg.prompts, cfg.source, cfg.split))
+        usage = ColumnUsage()
+        prompts = list(read_prompts(cfg.prompts, cfg.source, cfg.split, usage))
+        log_columns(cfg, usage, len(prompts), dist)
         rows = [prompt.to_row(tokenizer, cfg.system_prompt, cfg.apply_chat_template) for prompt in prompts]
         check_prompt_lengths(rows, model.spec.context)
         if cfg.has_rewards:
@@ -121,6 +125,14 @@ def main(cfg: GenerateConfig) -> None:
         answers = generate_answers(model, tokenizer, tokens, cfg.sampling, cfg.max_num_seqs, dist)
         lines = [{"prompt": prompts[i].value} | answer._asdict() for i, answer in zip(indices, answers, strict=True)]
         dist.run_on_main(partial(write_rows, cfg, lines, [f"{len(lines)} answers in {cfg.output_path}"]))
+
+
+def log_columns(cfg: GenerateConfig, usage: ColumnUsage, num_rows: int, dist: DistributedContext) -> None:
+    """Log the columns of `source` that neither prompts nor rewards use."""
+    readers = combine_readers([*cfg.rewards, cfg.environment])
+    for finding in column_findings("source", usage.reports, num_rows, readers):
+        location = f" ({finding.row_locations[0]})" if finding.row_locations else ""
+        dist.log(f"{finding.severity}: source: {finding.message}{location}.")
 
 
 def sample_and_score(

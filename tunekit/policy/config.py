@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 
 from tunekit.config.choices import kind_name
 from tunekit.data.check_target import ColumnReaders
@@ -17,7 +15,7 @@ from tunekit.errors import FieldError, check_range
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.losses.policy_gradient import PolicyGradientLoss
 from tunekit.policy.engine_config import EngineChoice, NativeEngineConfig
-from tunekit.rewards.base import check_rewards
+from tunekit.rewards.base import check_rewards, combine_readers
 from tunekit.rewards.config import RewardChoice
 from tunekit.training.config import TrainConfig, check_training
 from tunekit.training.reference_model import AutoReference, PolicyReference
@@ -118,8 +116,7 @@ class PolicyConfig(TrainConfig):
     @property
     def column_readers(self) -> ColumnReaders:
         """Columns of rows that the rewards and the environment read."""
-        readers = (item.column_readers for item in (*self.rewards, self.environment) if item is not None)
-        return reduce(or_, readers, ColumnReaders())
+        return combine_readers([*self.rewards, self.environment])
 
     @property
     def num_prompts(self) -> int:

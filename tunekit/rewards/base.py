@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,9 +14,10 @@ import torch
 from torch import Tensor
 
 from tunekit.config.choices import kind_name
-from tunekit.data.check_target import ColumnReaders
+from tunekit.data.check_target import NO_READERS, ColumnReaders
 from tunekit.data.row_errors import USER_CODE_ERRORS
 from tunekit.distributed.context import DistributedContext
+from tunekit.environments.config import EnvironmentConfig
 from tunekit.errors import FieldError, UserError, find_user_code
 from tunekit.rewards.context import RewardContext, mean_metrics
 from tunekit.rollouts.rollout import Rollout
@@ -88,6 +91,11 @@ def check_rewards(rewards: Sequence[RewardFunction], columns: Collection[str]) -
             reward.check(columns)
         except UserError as error:
             raise UserError(f"rewards.{index}.{error}") from None
+
+
+def combine_readers(items: Sequence[RewardFunction | EnvironmentConfig | None]) -> ColumnReaders:
+    """Columns of rows that any of some rewards and environments reads."""
+    return reduce(or_, (item.column_readers for item in items if item is not None), NO_READERS)
 
 
 def reward_names(rewards: Sequence[RewardFunction]) -> list[str]:

@@ -5,47 +5,64 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tunekit.data.chat_template.chat_format import encode_conversation
+from tunekit.data.chat_template.converters import add_system, get_system
 from tunekit.data.chat_template.messages import Message, make_conversation, parse_tools
+from tunekit.data.column_usage import ColumnUsage
 from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.readers.row_reader import require_row
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.transforms import RowFields
 from tunekit.errors import UserError
 from tunekit.generation.generate import check_prompt_length
 from tunekit.rollouts.rollout import PromptRow
 
 
 class Prompt(NamedTuple):
-    """A prompt as text, or as a list of messages, with its tools and the columns of its row."""
+    """A prompt as text, or as a list of messages, with its tools, the columns of its row, and their system message."""
 
     where: str
     value: str | list[Message]
     tools: list[dict[str, Any]] | None
     columns: Mapping[str, Any]
+    system: Any = None
 
     def to_row(self, tokenizer: Tokenizer, system_prompt: str | None, apply_chat_template: bool) -> PromptRow:
         """The row to answer, up to the start of the answer. Without a chat template, texts are continued."""
         messages = [{"role": "user", "content": self.value}] if isinstance(self.value, str) else self.value
         if messages[-1].get("role") == "assistant":
             messages = messages[:-1]
-        if system_prompt:
+        is_text = isinstance(self.value, str) and not apply_chat_template
+        if is_text and (self.system or self.tools):
+            name = "system" if self.system else "tools"
+            raise UserError(f"{self.where}: {name}: a text to continue has none. Set apply_chat_template=true.")
+        try:
+            messages = add_system(list(messages), self.system, "messages")
+        except UserError as error:
+            raise UserError(f"{self.where}: {error}") from None
+        if system_prompt and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": system_prompt}, *messages]
-        if isinstance(self.value, str) and not apply_chat_template:
+        if isinstance(self.value, str) and is_text:
             tokens = tokenizer.encode(self.value, special=True)
             return PromptRow(self.where, messages, tokens, self.columns, self.tools, is_text=True)
         tokens = encode_conversation(tokenizer, messages, self.tools)
         return PromptRow(self.where, messages, tokens, self.columns, self.tools)
 
 
-def read_prompts(texts: Sequence[str], source: str | None, split: str) -> Iterator[Prompt]:
-    """The prompts of the config, then those of the source."""
+def read_prompts(
+    texts: Sequence[str], source: str | None, split: str, usage: ColumnUsage | None = None
+) -> Iterator[Prompt]:
+    """The prompts of the config, then those of the source, whose columns are added to `usage`."""
     yield from (Prompt(f"prompts.{index}", text, None, {}) for index, text in enumerate(texts))
     for row in map(require_row, open_dataset(source, split, None).rows) if source is not None else ():
+        fields = RowFields(row.fields)
         try:
-            value = parse_prompt(row.fields)
-            tools = parse_tools(row.fields.get("tools"), "tools")
+            value = parse_prompt(fields)
+            tools, system = parse_tools(fields.get("tools"), "tools"), get_system(fields)
         except UserError as error:
             raise UserError(f"{row.where}: {error}") from None
-        yield Prompt(row.where, value, tools, {**expected_answer(value), **row.fields})
+        if usage is not None:
+            usage.add(row.where, fields, lambda: "")
+        yield Prompt(row.where, value, tools, {**expected_answer(value), **row.fields}, system)
 
 
 def parse_prompt(fields: Mapping[str, Any]) -> str | list[Message]:
