@@ -11,6 +11,7 @@ from tunekit.config.dump import to_yaml
 from tunekit.config.load import load_config
 from tunekit.data.dataloader import stream_blocks
 from tunekit.data.inspect.report import build_report
+from tunekit.errors import UserError
 from tunekit.training.data_checks import check_targets, column_warnings
 
 TEXTS = {"prompt": "The capital is", "completion": " called Oslo."}
