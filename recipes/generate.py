@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.checkpoint.atomic import write_text_atomic
-from tunekit.data.column_checks import column_findings
-from tunekit.data.column_usage import ColumnUsage
 from tunekit.data.readers.open_dataset import find_data_files
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
@@ -31,7 +29,7 @@ from tunekit.rewards.context import RewardContext
 from tunekit.rewards.rejection_sampling import OutputFormat, select_rows, summarize
 from tunekit.rollouts.episode_log import episode_record
 from tunekit.rollouts.episodes import generate_rollouts
-from tunekit.rollouts.prompts import check_prompt_lengths, read_prompts
+from tunekit.rollouts.prompts import check_prompt_lengths, open_prompts, read_prompts
 from tunekit.rollouts.rollout import PromptRow
 
 PROMPTS_PER_PASS = 256  # that a rank answers before rewards are computed
@@ -111,9 +109,9 @@ def main(cfg: GenerateConfig) -> None:
     with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as dist:
         cfg.parallel.check_inference(dist.world_size)
         model, tokenizer = cfg.load_model(cfg.model, dist)
-        usage = ColumnUsage()
-        prompts = list(read_prompts(cfg.prompts, cfg.source, cfg.split, usage))
-        log_columns(cfg, usage, len(prompts), dist)
+        prompts = open_prompts(
+            cfg.prompts, cfg.source, cfg.split, combine_readers([*cfg.rewards, cfg.environment]), dist
+        )
         rows = [prompt.to_row(tokenizer, cfg.system_prompt, cfg.apply_chat_template) for prompt in prompts]
         check_prompt_lengths(rows, model.spec.context)
         if cfg.has_rewards:
@@ -125,14 +123,6 @@ def main(cfg: GenerateConfig) -> None:
         answers = generate_answers(model, tokenizer, tokens, cfg.sampling, cfg.max_num_seqs, dist)
         lines = [{"prompt": prompts[i].value} | answer._asdict() for i, answer in zip(indices, answers, strict=True)]
         dist.run_on_main(partial(write_rows, cfg, lines, [f"{len(lines)} answers in {cfg.output_path}"]))
-
-
-def log_columns(cfg: GenerateConfig, usage: ColumnUsage, num_rows: int, dist: DistributedContext) -> None:
-    """Log the columns of `source` that neither prompts nor rewards use."""
-    readers = combine_readers([*cfg.rewards, cfg.environment])
-    for finding in column_findings("source", usage.reports, num_rows, readers):
-        location = f" ({finding.row_locations[0]})" if finding.row_locations else ""
-        dist.log(f"{finding.severity}: source: {finding.message}{location}.")
 
 
 def sample_and_score(

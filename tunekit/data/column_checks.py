@@ -42,7 +42,7 @@ def column_findings(
         )
     for report in reports:
         if report.usage == "serialized":
-            severity = "wrong" if report.count >= 0.5 * num_rows else "doubtful"
+            severity = "wrong" if report.num_rows >= 0.5 * num_rows else "doubtful"
             message = "{names} {have} messages as JSON or Python text in {rows}, and is trained on as it is"
             yield make_finding(
                 config_key, severity, "serialized messages", [report], num_rows, message, SERIALIZED_HINT
@@ -59,15 +59,15 @@ def make_finding(
     hint: str,
 ) -> Finding:
     """Finding about columns. Templates contain `{names}`, `{rows}`, `{it}`, `{are}` and `{have}`."""
-    first = max(columns, key=lambda report: report.count)
-    total, names = max(first.count, num_rows), ", ".join(report.name for report in columns)
+    first = max(columns, key=lambda report: report.num_rows)
+    total, names = max(first.num_rows, num_rows), ", ".join(report.name for report in columns)
     listed = ", ".join(repr(report.name) for report in columns)
     if len(columns) == 1:
         words = {"it": "it", "are": "is", "have": "has", "names": f"column {listed}"}
     else:
         words = {"it": "them", "are": "are", "have": "have", "names": f"columns {listed}"}
-    text = message.format(rows=format_row_count(first.count, total), **words)
+    text = message.format(rows=format_row_count(first.num_rows, total), **words)
     hint = hint.format(**words | {"names": names})
     return Finding(
-        severity, kind, config_key, text, hint, first.count, first.count / total, row_locations=first.locations
+        severity, kind, config_key, text, hint, first.num_rows, first.num_rows / total, row_locations=first.locations
     )

@@ -52,20 +52,20 @@ class ColumnReport(NamedTuple):
 
     usage: Usage
     name: str
-    count: int  # rows
+    num_rows: int
     locations: tuple[str, ...]  # of the first rows
 
     def __add__(self, other: "ColumnReport") -> "ColumnReport":  # type: ignore[override]
         """Report on these rows and further ones."""
         locations = (self.locations + other.locations)[:MAX_LOCATIONS]
-        return self._replace(count=self.count + other.count, locations=locations)
+        return self._replace(num_rows=self.num_rows + other.num_rows, locations=locations)
 
 
 class ColumnUsage:
     """Counts the columns of rows that are not used, or whose text is a conversation."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[Usage, str], ColumnReport] = {}
+        self.by_column: dict[tuple[Usage, str], ColumnReport] = {}
 
     def add(self, where: str, fields: RowFields, render: Callable[[], str]) -> None:
         """Add a row whose format has read `fields`. `render` returns the text that the model sees."""
@@ -81,12 +81,12 @@ class ColumnUsage:
     def count(self, report: ColumnReport) -> None:
         """Add a report."""
         key = report.usage, report.name
-        self.found[key] = self.found[key] + report if key in self.found else report
+        self.by_column[key] = self.by_column[key] + report if key in self.by_column else report
 
     @property
     def reports(self) -> tuple[ColumnReport, ...]:
         """Reports by column, in the order in which rows have them."""
-        return tuple(self.found.values())
+        return tuple(self.by_column.values())
 
 
 def merge_reports(*groups: tuple[ColumnReport, ...]) -> tuple[ColumnReport, ...]:
@@ -99,7 +99,7 @@ def merge_reports(*groups: tuple[ColumnReport, ...]) -> tuple[ColumnReport, ...]
 
 def read_reports(values: Iterable[Any]) -> tuple[ColumnReport, ...]:
     """Reports from the lists that JSON makes of them."""
-    return tuple(ColumnReport(usage, name, count, tuple(locations)) for usage, name, count, locations in values)
+    return tuple(ColumnReport(usage, name, num_rows, tuple(locations)) for usage, name, num_rows, locations in values)
 
 
 class SeenText:

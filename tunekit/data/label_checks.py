@@ -1,4 +1,4 @@
-"""Data checks on labels: all the same, of classes that no row has, or values that the loss cannot use."""
+"""Data checks on labels: of one class only, of classes that no row has, or values that the loss cannot use."""
 
 from collections.abc import Iterator
 
@@ -40,7 +40,7 @@ def report_majority(target: CheckTarget, label: str, count: int, total: int) -> 
         severity: Severity = "wrong" if is_wrong else "doubtful"
         message = f"{format_percent(fraction)} of the labels are {label}"
         yield target.report(
-            severity, "constant labels", message, "Add rows with other labels: nothing tells them apart"
+            severity, "constant labels", message, "Add rows with other labels, without which there is nothing to learn"
         )
 
 

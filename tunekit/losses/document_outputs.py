@@ -30,7 +30,9 @@ def document_embeddings(model: Decoder, batch: Batch, pooling: Pooling) -> Tenso
 
 def check_labels(datasets: Iterable[TokenizedDataset], rule: LabelRule | None) -> None:
     """Raise UserError with the row and the reason of the first label that a loss cannot use."""
-    for dataset in datasets if rule is not None else ():
+    if rule is None:
+        return
+    for dataset in datasets:
         documents, values = invalid_labels(dataset, rule)
         if len(documents):
             raise UserError(f"{dataset.row_location(int(documents[0]))}: {rule.reason(float(values[0]))}")

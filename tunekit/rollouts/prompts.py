@@ -7,11 +7,14 @@ from typing import Any, NamedTuple
 from tunekit.data.chat_template.chat_format import encode_conversation
 from tunekit.data.chat_template.converters import add_system, get_system
 from tunekit.data.chat_template.messages import Message, make_conversation, parse_tools
+from tunekit.data.check_target import ColumnReaders
+from tunekit.data.column_checks import column_findings
 from tunekit.data.column_usage import ColumnUsage
 from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.readers.row_reader import require_row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.transforms import RowFields
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.generation.generate import check_prompt_length
 from tunekit.rollouts.rollout import PromptRow
@@ -76,6 +79,17 @@ def parse_prompt(fields: Mapping[str, Any]) -> str | list[Message]:
     if not value:
         raise UserError(f"{column}: is empty")
     return value if isinstance(value, str) else make_conversation(value, column).messages
+
+
+def open_prompts(
+    texts: Sequence[str], source: str | None, split: str, readers: ColumnReaders, dist: DistributedContext
+) -> list[Prompt]:
+    """All prompts. Log the columns that neither they nor the rewards and the environment, the `readers`, use."""
+    usage = ColumnUsage()
+    prompts = [*read_prompts(texts, source, split, usage)]
+    for finding in column_findings("source", usage.reports, len(prompts), readers):
+        dist.log(f"{finding.severity}: source: {finding.message} ({', '.join(finding.row_locations)}).")
+    return prompts
 
 
 def check_prompt_lengths(rows: Iterable[PromptRow], context: int) -> None:

@@ -15,7 +15,7 @@ from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.embedding_datasets import RetrievalDataset
 from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
-from tunekit.data.readers.open_dataset import find_data_files, open_dataset
+from tunekit.data.readers.open_dataset import find_data_files
 from tunekit.data.row_checks import run_data_checks
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
@@ -69,11 +69,10 @@ def check_context(cfg: Any, key: str, loader: DataLoader, vocab: int | None) -> 
 
 def find_label_rule(cfg: Any) -> LabelRule | None:
     """Labels that the loss of a config cannot use; None if there is no such loss."""
-    if not isinstance(cfg, HasLoss) or not isinstance(cfg.loss, RewardLoss | EmbeddingLoss):
-        return None
-    if isinstance(cfg.loss, EmbeddingLoss):
-        return cfg.loss.label_rule
-    return cfg.loss.label_rule(cfg.loss.score_head(0, len(class_names(cfg.data))).labels)
+    loss = cfg.loss if isinstance(cfg, HasLoss) else None
+    if isinstance(loss, RewardLoss) and isinstance(cfg, TrainConfig):
+        return loss.label_rule(loss.score_head(0, len(class_names(cfg.data))).labels)
+    return loss.label_rule if isinstance(loss, EmbeddingLoss) else None
 
 
 def find_column_readers(cfg: Any) -> ColumnReaders:
@@ -141,8 +140,7 @@ def column_warnings(cfg: TrainConfig) -> Iterator[str]:
         for config in () if data is None else MixtureBase.from_config(data).resolve().dataset_configs:
             if not find_data_files(config.source, config.split):
                 continue
-            usage, reader = ColumnUsage(), open_dataset(config.source, config.split, NUM_SAMPLED_ROWS, streaming=True)
-            rows = [*islice(reader.rows, NUM_SAMPLED_ROWS)]
+            usage, rows = ColumnUsage(), [*islice(config.open_rows().rows, NUM_SAMPLED_ROWS)]
             config.encode_rows(config.prepare_tokenizer(tokenizer), rows, usage)
             yield from map(str, column_findings(key, usage.reports, len(rows), find_column_readers(cfg)))
 
