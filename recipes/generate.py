@@ -109,9 +109,7 @@ def main(cfg: GenerateConfig) -> None:
     with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as dist:
         cfg.parallel.check_inference(dist.world_size)
         model, tokenizer = cfg.load_model(cfg.model, dist)
-        prompts = open_prompts(
-            cfg.prompts, cfg.source, cfg.split, combine_readers([*cfg.rewards, cfg.environment]), dist
-        )
+        prompts = open_prompts(cfg.prompts, cfg.source, cfg.split, combine_readers(*cfg.rewards, cfg.environment), dist)
         rows = [prompt.to_row(tokenizer, cfg.system_prompt, cfg.apply_chat_template) for prompt in prompts]
         check_prompt_lengths(rows, model.spec.context)
         if cfg.has_rewards:

@@ -116,7 +116,7 @@ class PolicyConfig(TrainConfig):
     @property
     def column_readers(self) -> ColumnReaders:
         """Columns of rows that the rewards and the environment read."""
-        return combine_readers([*self.rewards, self.environment])
+        return combine_readers(*self.rewards, self.environment)
 
     @property
     def num_prompts(self) -> int:

@@ -93,7 +93,7 @@ def check_rewards(rewards: Sequence[RewardFunction], columns: Collection[str]) -
             raise UserError(f"rewards.{index}.{error}") from None
 
 
-def combine_readers(items: Sequence[RewardFunction | EnvironmentConfig | None]) -> ColumnReaders:
+def combine_readers(*items: RewardFunction | EnvironmentConfig | None) -> ColumnReaders:
     """Columns of rows that any of some rewards and environments reads."""
     return reduce(or_, (item.column_readers for item in items if item is not None), NO_READERS)
 
