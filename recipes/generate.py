@@ -29,7 +29,7 @@ from tunekit.rewards.context import RewardContext
 from tunekit.rewards.rejection_sampling import OutputFormat, select_rows, summarize
 from tunekit.rollouts.episode_log import episode_record
 from tunekit.rollouts.episodes import generate_rollouts
-from tunekit.rollouts.prompts import check_prompt_lengths, open_prompts, read_prompts
+from tunekit.rollouts.prompts import check_prompt_lengths, encode_prompts, make_dataset, open_prompts, read_prompts
 from tunekit.rollouts.rollout import PromptRow
 
 PROMPTS_PER_PASS = 256  # that a rank answers before rewards are computed
@@ -41,7 +41,7 @@ class GenerateConfig(InferenceConfig):
     """The keys of this recipe."""
 
     prompts: tuple[str, ...] = ()  # User messages
-    source: str | None = None  # Dataset with `messages` (up to the answer) or `prompt` columns
+    source: str | None = None  # Dataset with a column `prompt`, or with conversations, whose last answers are left out
     split: str = "train"  # Split of `source`
     system_prompt: str | None = None  # System message
     apply_chat_template: bool = True  # Format prompts with the chat template; false: continue the text
@@ -60,8 +60,7 @@ class GenerateConfig(InferenceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.prompts and self.source is None:
-            raise FieldError("prompts", "no prompts. Set prompts or source.")
+        make_dataset(self)  # raises FieldError
         check_range(self, "max_num_seqs", "num_return_sequences", "max_model_len", ge=1)
         if self.num_return_sequences > 1 and self.sampling.temperature == 0:
             raise FieldError("num_return_sequences", "greedy answers are equal. Set sampling.temperature.")
@@ -100,8 +99,8 @@ def check(cfg: GenerateConfig) -> None:
     if cfg.environment is not None:
         cfg.environment.check(needs_reward=not cfg.rewards and cfg.output_format != "answers")
     if cfg.rewards:
-        first = next(read_prompts(cfg.prompts, cfg.source, cfg.split), None)
-        check_rewards(cfg.rewards, () if first is None else [*first.columns])
+        first = next(read_prompts(cfg), None)
+        check_rewards(cfg.rewards, () if first is None else [*first[1].columns])
 
 
 def main(cfg: GenerateConfig) -> None:
@@ -109,8 +108,8 @@ def main(cfg: GenerateConfig) -> None:
     with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as dist:
         cfg.parallel.check_inference(dist.world_size)
         model, tokenizer = cfg.load_model(cfg.model, dist)
-        prompts = open_prompts(cfg.prompts, cfg.source, cfg.split, combine_readers(*cfg.rewards, cfg.environment), dist)
-        rows = [prompt.to_row(tokenizer, cfg.system_prompt, cfg.apply_chat_template) for prompt in prompts]
+        prompts = open_prompts(cfg, combine_readers(*cfg.rewards, cfg.environment), dist)
+        rows = encode_prompts(cfg, prompts, tokenizer)
         check_prompt_lengths(rows, model.spec.context)
         if cfg.has_rewards:
             scored = sample_and_score(cfg, rows, model, tokenizer, dist)
@@ -119,7 +118,7 @@ def main(cfg: GenerateConfig) -> None:
         indices = [index for index in range(len(rows)) for _ in range(cfg.num_return_sequences)]
         tokens = [rows[i].tokens for i in indices]
         answers = generate_answers(model, tokenizer, tokens, cfg.sampling, cfg.max_num_seqs, dist)
-        lines = [{"prompt": prompts[i].value} | answer._asdict() for i, answer in zip(indices, answers, strict=True)]
+        lines = [{"prompt": prompts[i][1].value} | answer._asdict() for i, answer in zip(indices, answers, strict=True)]
         dist.run_on_main(partial(write_rows, cfg, lines, [f"{len(lines)} answers in {cfg.output_path}"]))
 
 

@@ -26,6 +26,7 @@ from tunekit.config import schema
 from tunekit.config.choices import ChoiceRegistry, iter_slots
 from tunekit.config.dump import dump_yaml
 from tunekit.config.load import load_config
+from tunekit.config.yaml_parser import read_recipe
 from tunekit.data.dataloader.build import build_dataloader as read
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
@@ -88,9 +89,7 @@ def write_files(page: str) -> None:
 @cache
 def resolved_configs() -> dict[str, str]:
     """Resolved config of each sft config, by output directory."""
-    sft_configs = {
-        name: path for name, path in registry.list_configs().items() if registry.recipe_of_config(path) == "sft"
-    }
+    sft_configs = {name: path for name, path in registry.list_configs().items() if read_recipe(path) == "sft"}
     return {
         cfg.output_dir: dump_yaml(cfg, "sft") for cfg in (load_config(SFTConfig, path) for path in sft_configs.values())
     }
@@ -111,9 +110,9 @@ def check_command(command: list[str]) -> None:
         if args.verb == "run":
             run_verb.resolve_recipe_and_config(args)
         path = registry.find_config(args.config)
-        recipe = args.recipe or registry.recipe_of_config(path)
+        recipe = args.recipe or read_recipe(path)
         assert recipe is not None, f"{args.config} names no recipe"
-        assert recipe.endswith(".py") or recipe == registry.recipe_of_config(path)
+        assert recipe.endswith(".py") or recipe == read_recipe(path)
         load_config(
             recipe_loader.load_recipe(recipe).CONFIG, path, args.overrides, [Path(file) for file in args.imports]
         )

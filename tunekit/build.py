@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from tunekit import env_info
 from tunekit.adapters.config import FrozenModel, LoRAConfig, NoAdapter
-from tunekit.checkpoint import atomic, peft_adapter, token_rows
+from tunekit.checkpoint import atomic, load_adapter, peft_adapter, peft_config, token_rows
 from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.load_model import check_tensors, load_weights
@@ -19,6 +19,7 @@ from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.new_tokens import TokenTexts
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.tokenizer_files import check_model_type
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.fsdp import allocate, apply_fsdp
 from tunekit.distributed.parallel_dims import ParallelConfig, ParallelDims
@@ -108,6 +109,8 @@ def read_checkpoint_and_adapter(
         checkpoint = token_rows.with_adapter_tokens(Path(cfg.adapter.adapter_path), checkpoint)
     if cfg.tokenizer is not None:
         checkpoint = replace(checkpoint, tokenizer_dir=download.resolve_model_dir(cfg.tokenizer, download.SMALL))
+        if has_tokenizer(checkpoint.tokenizer_path):
+            check_model_type(checkpoint.tokenizer_path, checkpoint.config)
     elif start is not None and (adapter.adapter_path or checkpoint.trained_ids) and has_tokenizer(Path(start)):
         checkpoint = replace(checkpoint, tokenizer_dir=Path(start))
     if start is not None and (cfg.new_tokens or cfg.new_special_tokens):
@@ -183,7 +186,7 @@ def init_adapter(model: Decoder, adapter: NoAdapter | LoRAConfig, checkpoint: HF
     if adapter.adapter_path is None:
         token_rows.load_token_rows(model, checkpoint)
     else:
-        peft_adapter.load_adapter(Path(adapter.adapter_path), model, checkpoint)
+        load_adapter.load_adapter(Path(adapter.adapter_path), model, checkpoint)
 
 
 def check_host_memory(checkpoint: HFCheckpoint, model: Decoder, dist: DistributedContext) -> None:
@@ -214,7 +217,7 @@ def build_meta_model(
     if value_head:
         model.add_value_head()  # after the adapter, which freezes the other weights
     if adapter.adapter_path is not None:
-        peft_adapter.check_adapter_fits(Path(adapter.adapter_path), model, adapter, checkpoint)
+        load_adapter.check_adapter_fits(Path(adapter.adapter_path), model, adapter, checkpoint)
     return model
 
 
@@ -265,12 +268,24 @@ def resolve_checkpoint(name: str, files: download.Files) -> tuple[HFCheckpoint, 
     path = final_dir_of(directory)
     if path != directory:
         name = str(path)  # an adapter that is trained on a run names its `final/` as its base
-    if not (path / peft_adapter.CONFIG).is_file():
+    if not (path / peft_config.CONFIG).is_file():
         return HFCheckpoint.open(path, name), FrozenModel()
-    base = peft_adapter.PeftConfigFile.open(path).base_name
-    checkpoint = HFCheckpoint.open(download.resolve_model_dir(base, files), base)
+    base = peft_config.PeftConfigFile.open(path).base_name
+    checkpoint = HFCheckpoint.open(resolve_base_dir(path, base, files), base)
     checkpoint = peft_adapter.with_adapter_config(path, checkpoint)
     return checkpoint, replace(peft_adapter.read_adapter_config(path, checkpoint), adapter_path=str(path))
+
+
+def resolve_base_dir(adapter: Path, base: str, files: download.Files) -> Path:
+    """Directory of the base of an adapter, which may have been trained on another machine."""
+    try:
+        return download.resolve_model_dir(base, files)
+    except UserError as error:
+        remedy = f"Set base_model_name_or_path to another directory or Hub name, or run `tune merge BASE {adapter} OUT`"
+        raise UserError(
+            f"{adapter / peft_config.CONFIG}: the base model of this adapter cannot be opened "
+            f"({str(error).removesuffix('.')}). {remedy} and use OUT."
+        ) from error
 
 
 def final_dir_of(path: Path) -> Path:

@@ -24,6 +24,8 @@ LABELS = {"cuda": "an NVIDIA or AMD GPU", "xpu": "an Intel GPU", "mps": "an Appl
 # Names of instructions in /proc/cpuinfo, x86 and Arm. Without them bf16 matmuls are slower than fp32: 1024 x 1024 took
 # 21 ms instead of 14 on a processor limited to AVX-512, and 2.4 s instead of 22 ms with AVX2.
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+# Values of ONEDNN_MAX_CPU_ISA (DNNL_MAX_CPU_ISA in older versions), which keep oneDNN from using these instructions.
+ISAS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI"}
 
 
 class Device(NamedTuple):
@@ -113,9 +115,11 @@ def capabilities(device: torch.device) -> Capabilities:
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether bf16 matmuls are at least as fast as fp32. On a CPU that depends on its instructions."""
+    """Whether bf16 matmuls are at least as fast as fp32. On a CPU that depends on the instructions that oneDNN uses."""
     if device.type == "cpu":
-        return not BF16_FLAGS.isdisjoint(" ".join(system.read_cpu_info()).split())
+        max_isa = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
+        has_instructions = not BF16_FLAGS.isdisjoint(" ".join(system.read_cpu_info()).split())
+        return has_instructions and max_isa.upper() not in ISAS_WITHOUT_BF16
     return capabilities(device).bf16
 
 

@@ -2,15 +2,24 @@
 
 import math
 import operator
+import re
+import signal
 import traceback
 from collections.abc import Callable
-from typing import NamedTuple
+from types import FrameType
+from typing import NamedTuple, NoReturn
 
 USER_MODULES = ("own_", "tunekit_import_")  # prefixes of the modules of recipe files and of `--import`
 
 
+DOUBLE_STOP = re.compile(r"(?<=[^\s./])\.\.(?=\s|$)")  # of a quoted message and of the sentence that contains it
+
+
 class UserError(Exception):
     """A mistake that the user can fix. The message states the problem and the fix. The CLI exits with code 2."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(DOUBLE_STOP.sub(".", message))
 
 
 class FieldError(ValueError):
@@ -71,6 +80,40 @@ class RunStopped(Exception):
         self.code = code
 
 
+class CtrlC(KeyboardInterrupt):
+    """Raised by the handler of SIGINT of the CLI. Any other KeyboardInterrupt may come from code of the user."""
+
+
+def raise_ctrl_c(number: int, frame: FrameType | None) -> NoReturn:
+    """Handler of SIGINT."""
+    raise CtrlC
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Whether the user has pressed Ctrl-C. With the handler of Python, any KeyboardInterrupt counts as such."""
+    has_own_handler = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    return isinstance(error, CtrlC) or (isinstance(error, KeyboardInterrupt) and not has_own_handler)
+
+
+class CaughtError:
+    """Context manager that keeps any exception as `error` instead of raising it: code of the user may raise anything.
+
+    Ctrl-C and what ends the command as intended are raised.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> "CaughtError":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if error is None or isinstance(error, RunStopped) or is_ctrl_c(error):
+            return False
+        self.error = error
+        return True
+
+
 class UserCodeLocation(NamedTuple):
     """An exception in a file of the user: `file:line: Exception: message`, and the traceback from that line on."""
 
@@ -82,15 +125,21 @@ def find_user_code(error: BaseException) -> UserCodeLocation | None:
     """Innermost line of user code in the traceback of an exception; None if there is none."""
     frames = list(traceback.walk_tb(error.__traceback__))
     indices = [i for i, (frame, _) in enumerate(frames) if frame.f_globals.get("__name__", "").startswith(USER_MODULES)]
-    if not indices or isinstance(error, UserError | RunStopped):
+    if not indices or isinstance(error, UserError | RunStopped) or is_ctrl_c(error):
         return None
     frame, line = frames[indices[-1]]
-    message = " ".join(traceback.format_exception_only(error)[-1].split())
+    message = describe_exception(error)
     stack = "".join(traceback.format_tb(error.__traceback__)[indices[-1] :])
     return UserCodeLocation(f"{frame.f_code.co_filename}:{line}: {message}", stack)
+
+
+def describe_exception(error: BaseException) -> str:
+    """`Exception: message` in one line, also if the exception cannot be converted to text."""
+    text = " ".join(traceback.format_exception_only(error)[-1].split())
+    return text.removeprefix(f"{type(error).__module__}.")
 
 
 def describe_user_code_error(error: BaseException) -> str:
     """`file:line: Exception: message` with the innermost line of user code; without file and line if there is none."""
     location = find_user_code(error)
-    return f"{type(error).__name__}: {error}" if location is None else location.message
+    return describe_exception(error) if location is None else location.message

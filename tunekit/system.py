@@ -9,9 +9,19 @@ from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 
+from tunekit.errors import UserError
+
 CPU_INFO = Path("/proc/cpuinfo")
 # Device files of NVIDIA, AMD and Intel GPUs, and of GPUs in WSL
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri", "/dev/dxg")
+
+
+def read_utf8(path: Path) -> str:
+    """Text of a file, without a byte order mark. Raises UserError for another encoding, such as UTF-16."""
+    try:
+        return path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}). Save it as UTF-8.") from None
 
 
 def may_have_gpu() -> bool:
@@ -61,7 +71,26 @@ def fsync_path(path: Path) -> None:
 
 def free_bytes(path: Path) -> int:
     """Bytes that this user may still write where `path` is or will be."""
-    return shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists())).free
+    return shutil.disk_usage(existing_parent(path)).free
+
+
+def file_system(path: Path) -> int:
+    """Number of the file system where `path` is or will be."""
+    return existing_parent(path).stat().st_dev
+
+
+def existing_parent(path: Path) -> Path:
+    """A path, or its closest parent that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+def format_binary_bytes(size: float) -> str:
+    """Size with a binary unit, as `df -h` shows it."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}" if unit != "bytes" else f"{size:.0f} bytes"
+        size /= 1024
+    return f"{size:,.1f} GiB"
 
 
 def format_bytes(size: float) -> str:

@@ -47,7 +47,7 @@ class Family:
     special: tuple[str, ...]
     bos: str | None
     eos: str
-    turns: tuple[str, str]
+    turns: tuple[str, str] = ("", "")
     calls: tuple[str, str] | None = None
     thoughts: tuple[str, str] | None = None
     plain: tuple[str, ...] = ()
@@ -153,8 +153,11 @@ def read_family_template(name: str) -> str:
 
 def write_family(directory: Path, name: str) -> Path:
     """Write the tokenizer directory of a family."""
-    family = {**FAMILIES, **AMBIGUOUS}[name]
-    template = read_family_template(name)
+    return write_template_family(directory, {**FAMILIES, **AMBIGUOUS}[name], read_family_template(name))
+
+
+def write_template_family(directory: Path, family: Family, template: str) -> Path:
+    """Write a tokenizer directory with the special tokens of a family."""
     shape = Shape(template, family.special, family.bos, family.eos, family.plain, family.metaspace)
     path = write_tokenizer(directory, shape)
     token_ids = {

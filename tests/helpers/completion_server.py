@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -32,6 +32,8 @@ class CompletionServer(ThreadingHTTPServer):
         self.delays: list[float] = []
         self.finish_reasons: list[str] = []
         self.refused_tokens: set[int] = set()  # in prompts
+        self.change: Callable[[dict[str, Any]], object] = lambda reply: reply  # of completions
+        self.raw: dict[str, Callable[[], Iterable[bytes]]] = {}  # the whole response to a path, headers included
         self.requests: list[tuple[str, Any, str | None]] = []  # path, body, authorization
         self.loaded: list[tuple[str, list[str]]] = []  # names of all adapters that were loaded, with their files
         self.lock, self.num_active, self.max_active = threading.Lock(), 0, 0
@@ -65,6 +67,9 @@ class Handler(BaseHTTPRequestHandler):
     server: CompletionServer
 
     def do_GET(self) -> None:  # noqa: N802
+        if self.path in self.server.raw:
+            self.reply_raw(self.server.raw[self.path]())
+            return
         entries = [{"id": name, "max_model_len": self.server.max_model_len} for name in self.server.models]
         self.reply(200, {"object": "list", "data": entries})
 
@@ -76,6 +81,9 @@ class Handler(BaseHTTPRequestHandler):
             server.max_active = max(server.max_active, server.num_active)
             status = server.failures.pop(0) if server.failures else 200
             delay = server.delays.pop(0) if server.delays else 0.0
+        if self.path in server.raw:
+            self.reply_raw(server.raw[self.path]())
+            return
         time.sleep(delay)
         status, reply = self.answer(body) if status == 200 else (status, {"error": {"message": "overloaded"}})
         with server.lock:
@@ -89,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
                 return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
             if server.refused_tokens & {*body["prompt"]}:
                 return 400, {"error": {"message": "refused token"}}
-            return 200, server.complete(body)
+            return 200, server.change(server.complete(body))
         if self.path == "/v1/load_lora_adapter":
             name, path = body["lora_name"], Path(body["lora_path"])
             if name in server.models or not (path / "adapter_config.json").is_file():
@@ -108,6 +116,11 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+    def reply_raw(self, chunks: Iterable[bytes]) -> None:
+        for chunk in chunks:
+            self.wfile.write(chunk)
+            self.wfile.flush()
 
     def log_message(self, *_: object) -> None:
         pass

@@ -27,7 +27,7 @@ from tunekit.assets import BUNDLED
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.load_model import check_tensors
-from tunekit.checkpoint.peft_reader import PeftConfigFile
+from tunekit.checkpoint.peft_config import PeftConfigFile
 from tunekit.checkpoint.training_state import Checkpointer
 from tunekit.config.load import load_config
 from tunekit.data.readers.open_dataset import open_dataset

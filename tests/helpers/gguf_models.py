@@ -111,7 +111,8 @@ def write_sentencepiece(directory: Path, prefix: str) -> Path:
 def write_tokenizer(directory: Path, tokenizer: Tokenizer) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"bos_token": "<begin>", "eos_token": "<end>", "pad_token": "<pad>", "chat_template": TEMPLATE}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    config |= {"bos_token": "<begin>", "eos_token": "<end>", "pad_token": "<pad>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     (directory / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [2, tokenizer.token_to_id("<turn>")]})

@@ -25,6 +25,7 @@ from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.peft_reader import model_shapes
 from tunekit.data.dataloader.batch import IGNORE, Batch
+from tunekit.data.tokenizer_classes import FORCED
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.losses.cross_entropy import CrossEntropy
@@ -191,8 +192,16 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    config |= {"bos_token": "<s>", "eos_token": "</s>"}
+    if read_model_type(folder) in FORCED:  # transformers replaces their class, unless it has code of its own
+        config["auto_map"] = {"AutoTokenizer": [None, None]}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def read_model_type(folder: Path) -> str | None:
+    file = folder / "config.json"
+    return json.loads(file.read_text())["model_type"] if file.is_file() else None
 
 
 # Files of checkpoints, and the state of torch's generator after their creation.

@@ -34,13 +34,18 @@ from tunekit.checkpoint.merge import merge_adapter
 from tunekit.generation.generate import generate_batch
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.models.decoder import Decoder
-from tunekit.models.spec import DecoderSpec, DenseMoE, MoE
+from tunekit.models.spec import DecoderSpec, DeltaNet, DenseMoE, Mamba2, MoE, ParallelMixers
 
 WEIGHTS = "model.safetensors"
 TransformersModel = transformers.PreTrainedModel
 PROMPTS = [random_tokens(1, length, seed=length)[0].tolist() for length in (13, 1, 6)]
 STEPS_ALONE = 4  # of the longest prompt
 STEPS = 9  # longer than windows, chunks and the short context of LongRoPE
+
+# Rounding errors of a layer, in units of the last bit of fp32: three times the largest of all shapes with AVX2 and with
+# AVX-512, which order sums differently. Recurrent layers feed their errors back at each token.
+LOGIT_ROUNDING, RECURRENT_LOGIT_ROUNDING = 27, 320
+GRADIENT_ROUNDING, RECURRENT_GRADIENT_ROUNDING = 160, 400
 
 
 @dataclass(frozen=True)
@@ -190,6 +195,21 @@ def open_with_peft(base: nn.Module, folder: Path) -> peft.PeftModel:
         return peft.PeftModel.from_pretrained(base, folder).eval()
 
 
+def max_logit_rounding(spec: DecoderSpec) -> float:
+    """Maximum relative error of logits in fp32 from the order of sums."""
+    return sum_rounding(spec, LOGIT_ROUNDING, RECURRENT_LOGIT_ROUNDING)
+
+
+def max_gradient_rounding(spec: DecoderSpec) -> float:
+    """Maximum relative error of the gradients of a weight in fp32 from the order of sums."""
+    return sum_rounding(spec, GRADIENT_ROUNDING, RECURRENT_GRADIENT_ROUNDING)
+
+
+def sum_rounding(spec: DecoderSpec, other: float, recurrent: float) -> float:
+    num_recurrent = sum(isinstance(layer.mixer, DeltaNet | Mamba2 | ParallelMixers) for layer in spec.layers)
+    return torch.finfo(torch.float32).eps * (num_recurrent * recurrent + (len(spec.layers) - num_recurrent) * other)
+
+
 def has_experts(spec: DecoderSpec) -> bool:
     return any(isinstance(layer.ffn, MoE | DenseMoE) for layer in spec.layers)
 
@@ -210,11 +230,10 @@ def merge(path: Path) -> Path:
 
 
 @torch.no_grad()
-def check_merge(path: Path, shape: str, model: Decoder) -> None:
+def check_merge(path: Path, model: Decoder) -> None:
     """Check that the merged checkpoint gives the logits of the trained model in tunekit and in transformers."""
     out, expected = merge(path), model(random_tokens())
     for logits in (load_model(out)(random_tokens()), load_transformers_model(out)(random_tokens()).logits):
-        error = max_token_error(logits, expected, has_experts(model.spec))
-        assert error < (2e-5 if shape == "bamba" else 1e-5)
+        assert max_token_error(logits, expected, has_experts(model.spec)) < max_logit_rounding(model.spec)
     before, after = load_file(path / "base" / WEIGHTS), load_file(out / WEIGHTS)
     assert {t.dtype for t in after.values()} == {t.dtype for t in before.values()}

@@ -68,7 +68,7 @@ def test_custom_recipe_changes_loss_metrics_and_result(workspace, recipe: Path) 
 def stop_at(recipe: Path, step: int) -> str:
     """Make the recipe fail at the beginning of a step. Returns its source from before."""
     source = recipe.read_text("utf-8")
-    stop = f"            if step == {step}:\n                raise KeyboardInterrupt\n            run.begin_step"
+    stop = f"            if step == {step}:\n                raise RuntimeError\n            run.begin_step"
     recipe.write_text(replace_once(source, "            run.begin_step", stop), "utf-8")
     return source
 
@@ -77,7 +77,7 @@ def test_average_of_weights_survives_a_stop(workspace, recipe: Path) -> None:
     assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=whole").code == 0
     for step in (2, 4):
         source = stop_at(recipe, step)
-        assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed", "save_every=1").code == 130
+        assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed", "save_every=1").code == 1
         recipe.write_text(source, "utf-8")
     resumed = workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=resumed", "save_every=1")
     assert resumed.code == 0 and "resuming from step 4 of 6" in resumed.err, resumed.err
@@ -89,7 +89,7 @@ def test_average_of_weights_survives_a_stop(workspace, recipe: Path) -> None:
 
 def test_state_of_another_recipe_is_refused(workspace, recipe: Path) -> None:
     source = stop_at(recipe, 2)
-    assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "save_every=1").code == 130
+    assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "save_every=1").code == 1
     recipe.write_text(replace_once(source, "forgetting=forgetting, ema=ema", "forgetting=forgetting"), "utf-8")
     done = workspace.run_tune("run", "my_sft.py", "sft.yaml", "save_every=1")
     assert done.code == 2

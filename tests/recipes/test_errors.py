@@ -249,6 +249,26 @@ def test_adapter_of_another_model_is_an_error(workspace, make_model):
     expect_error(workspace, *RUN, lora, "output_dir=fourth", texts=("adapter_model.safetensors", "truncated"))
 
 
+def test_base_of_an_adapter_on_another_machine(workspace):
+    """The error names the adapter and its base. Another base can be set in its config, or given to `tune merge`."""
+    assert workspace.run_tune(*RUN, "adapter={kind: lora, rank: 4}").code == 0
+    file = Path("out/final/adapter_config.json")
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"base_model_name_or_path": "/home/bob/base"}))
+    Path("say.yaml").write_text(
+        "recipe: generate\nmodel: ./out\nprompts: [x]\ndevice: cpu\nsampling: {max_new_tokens: 1}\n"
+    )
+    commands = ("run", "generate", "say.yaml"), ("export", "out", "x.gguf"), ("chat", "out"), ("serve", "out")
+    for command in (*commands, ("run", "sft", "sft.yaml", "model=./out", "output_dir=more")):
+        result = workspace.run_tune(*command)
+        for text in (str(file), "/home/bob/base", "base_model_name_or_path", "tune merge BASE "):
+            assert text in result.error
+    assert workspace.run_tune("merge", str(workspace.model), "out", "merged").code == 0
+    assert workspace.run_tune("run", "generate", "say.yaml", "model=./merged").code == 0
+    file.write_text(json.dumps(config | {"base_model_name_or_path": str(workspace.model)}))
+    assert workspace.run_tune("run", "generate", "say.yaml").code == 0
+
+
 def test_unrelated_directory_is_not_overwritten(workspace):
     (workspace.folder / "thesis").mkdir()
     (workspace.folder / "thesis/chapter.tex").write_text("x")

@@ -5,8 +5,6 @@ import json
 import pytest
 
 from tunekit import build
-from tunekit.errors import UserError
-from tunekit.rollouts.prompts import read_prompts
 
 PROMPTS = ["What is 1 plus 1?", "What is 4 plus 16?", "Why?", "What is a day? " * 9]
 
@@ -68,16 +66,7 @@ def test_prompts_are_read_from_a_file(run_generate, workspace):
     (workspace.folder / "source.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     answers = run_generate("prompts=[]", "source=source.jsonl")
     assert [row["answer"] for row in answers] == ["It is 2!", "It is 2!", "It is 20!"]
-
-
-@pytest.mark.parametrize(("row", "words"), [
-    ({"prompt": 5}, "prompt: must be text or a list of messages, got 5"), ({"prompt": ""}, "prompt: is empty"),
-    ({"messages": []}, "messages: is empty"), ({"messages": None}, "has no 'messages' or 'prompt'"),
-])  # fmt: skip
-def test_rows_without_a_prompt_are_errors(tmp_path, row, words):
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    with pytest.raises(UserError, match=f"rows.jsonl:1: {words}"):
-        list(read_prompts((), str(tmp_path / "rows.jsonl"), "train"))
+    assert [row["prompt"] for row in answers] == [messages, messages, PROMPTS[1]], "without the answer of the row"
 
 
 def test_answers_are_printed_without_an_output_path(workspace, run_generate):

@@ -40,6 +40,7 @@ def test_all_methods_agree_on_two_ranks_and_with_packing(tmp_path: Path, make_mo
         kind = "packed" if case.packed else "padded"
         loss = expected.metrics["loss"]
         print(LINE.format(case.method, case.adapter, kind, f"{loss[-1]:.6f}", f"{difference.error:.1e}"))
-        assert loss[-1] != loss[0], "the loss did not change"
+        norms = expected.metrics["grad_norm"]  # the loss of RLOO is zero by construction, its gradients are not
+        assert abs(norms[-1] - norms[0]) > 1e-3 * norms[0] > 0, "all steps have the same gradients"
     assert not failures
     assert num_different <= len(CASES) // 20  # by rounding; about a quarter of the cases sample answers

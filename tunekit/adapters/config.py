@@ -31,7 +31,7 @@ from tunekit.models.weight_map import Shape, as_tuple
 Layer = Linear | GroupedLinear | Embedding
 ParamGroups = Iterator[tuple[list[nn.Parameter], float]]
 TIED_MODULES = {"embed", "head"}  # share one weight in models with tied embeddings
-
+B_FACTORS = ("lora_B", "lora_embedding_B")
 INITIAL_BUFFERS = {"lora_A0": "lora_A.weight", "lora_B0": "lora_B.weight"}  # buffer of initial values -> parameter
 
 
@@ -318,8 +318,8 @@ class LoRAConfig:
         trained = [
             (last_component(n.removesuffix(".weight")), p) for n, p in model.named_parameters() if p.requires_grad
         ]
-        yield [p for name, p in trained if "_B" not in name], 1.0
-        yield [p for name, p in trained if "_B" in name], self.loraplus_lr_ratio
+        yield [p for name, p in trained if name not in B_FACTORS], 1.0
+        yield [p for name, p in trained if name in B_FACTORS], self.loraplus_lr_ratio
 
 
 @dataclass(frozen=True)

@@ -56,14 +56,17 @@ def is_inside(name: str, modules: set[str]) -> bool:
 def match_modules(key: str, target: str, names: Iterable[str]) -> list[str]:
     """Names that belong to a module group, or that match a pattern in full or in their last component.
 
-    For example, `q_proj` matches every q_proj. Raises UserError if there is no match.
+    For example, `q_proj` matches every q_proj. The complete name of a module matches no other: `embed` does not match
+    `per_layer.embed`. Raises UserError if there is no match.
     """
-    pattern, is_group = re.compile(MODULE_GROUPS.get(target, target)), target in MODULE_GROUPS
-    hits = [n for n in names if pattern.fullmatch(n) or (not is_group and pattern.fullmatch(last_component(n)))]
+    names = [*names]
+    pattern, is_complete = re.compile(MODULE_GROUPS.get(target, target)), target in MODULE_GROUPS or target in names
+    hits = [n for n in names if pattern.fullmatch(n) or (not is_complete and pattern.fullmatch(last_component(n)))]
     if not hits:
         groups = [group for group, regex in MODULE_GROUPS.items() if any(re.fullmatch(regex, n) for n in names)]
-        components = [last_component(name) for name in names if name not in MODULE_GROUPS.values()]
-        listed = ", ".join(name for name in dict.fromkeys([*groups, *components]) if not name.isdigit())
+        others = [name for name in names if name not in MODULE_GROUPS.values()]
+        components = [name if last_component(name) in names else last_component(name) for name in others]
+        listed = ", ".join(name for name in dict.fromkeys([*groups, *components]) if not re.search(r"\b\d", name))
         raise UserError(f"{key}: no {NOUNS.get(key, 'module')} matches {target!r}. Available: {listed}.")
     return hits
 

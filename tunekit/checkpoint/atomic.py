@@ -18,7 +18,7 @@ from tempfile import TemporaryFile
 
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
-from tunekit.system import format_bytes, free_bytes, fsync_path
+from tunekit.system import format_binary_bytes, format_bytes, free_bytes, fsync_path
 
 MARK = "complete"
 PARTIAL, PREVIOUS = ".partial", ".previous"
@@ -184,7 +184,8 @@ def check_free_space(folder: Path, size: int) -> None:
     if size > free_bytes(folder):
         folder = final_path(folder)
         raise UserError(
-            f"{folder}: not enough disk space (needs {format_bytes(size)}, {format_bytes(free_bytes(folder))} free). "
+            f"{folder}: not enough disk space ({format_binary_bytes(size)} needed, "
+            f"{format_binary_bytes(free_bytes(folder))} free). "
             f"{last_complete_state(folder)} Free disk space and rerun."
         )
 

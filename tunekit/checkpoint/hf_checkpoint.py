@@ -27,7 +27,14 @@ from tunekit.models.families.classifiers import is_base_model
 from tunekit.models.families.config_overrides import model_section, override_config
 from tunekit.models.families.registry import Family, find_family
 from tunekit.models.spec import DecoderSpec
-from tunekit.models.weight_map import KeyMapping, KeyRule, load_mappings, match_hub_name, to_hub_name
+from tunekit.models.weight_map import (
+    KeyMapping,
+    KeyRule,
+    MultiTokenPrediction,
+    load_mappings,
+    match_hub_name,
+    to_hub_name,
+)
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -293,6 +300,12 @@ class HFCheckpoint:
     def key_mappings(self) -> list[KeyMapping]:
         """Mappings of the tensors that the model loads."""
         return [mapping for mapping in self.all_key_mappings if mapping.ours]
+
+    @property
+    def has_untrained_mtp(self) -> bool:
+        """Whether it has layers for multi-token prediction, which are copied from the base."""
+        mappings = self.all_key_mappings if self.has_weights else []
+        return any(isinstance(mapping.op, MultiTokenPrediction) for mapping in mappings)
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:

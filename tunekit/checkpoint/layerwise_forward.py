@@ -4,9 +4,10 @@ Tensors are memory-mapped if the files have the required dtype, so only the used
 head is read in chunks.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.func import functional_call
 
 from tunekit.adapters.config import DoRAConfig, FrozenModel, Layer, LoRAConfig, NoAdapter, lora_factors
 from tunekit.adapters.token_rows import look_up_token_rows, replace_token_rows
-from tunekit.checkpoint import peft_adapter
+from tunekit.checkpoint import load_adapter
 from tunekit.checkpoint.dcp_planner import reshard
 from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint, TensorReader
 from tunekit.checkpoint.load_model import apply_mapping, check_tensors, key_mappings, load_tensor
@@ -27,6 +28,7 @@ from tunekit.checkpoint.token_rows import load_token_rows
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.sharding import full_tensor, shard_slice
 from tunekit.models.decoder import TIED, Decoder, Head
+from tunekit.models.feed_forward import Router
 from tunekit.models.linear import Embedding, GroupedLinear, Linear
 from tunekit.models.precision import PrecisionConfig
 from tunekit.models.weight_map import KeyMapping
@@ -40,12 +42,27 @@ Load = tuple[KeyMapping, Callable[[str], Tensor]]
 
 
 @dataclass(frozen=True)
+class Routing:
+    """Logits (T, E) of all routers in a forward pass, on the CPU, and the experts (T, top_k) that were used."""
+
+    logits: list[Tensor] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)
+
+    def mean_difference(self, other: "Routing") -> float:
+        """Mean difference of the logits of each router, in standard deviations over the experts; the largest mean."""
+        pairs = zip(self.logits, other.logits, strict=True)
+        means = [((a - b).abs() / a.std(-1, keepdim=True).clamp_min(1e-30)).mean().item() for a, b in pairs]
+        return math.nan if any(map(math.isnan, means)) else max(means, default=0.0)
+
+
+@dataclass(frozen=True)
 class LazyLogits:
     """Logits (tokens, vocab), or scores (tokens, labels), that are computed in chunks of columns when they are read."""
 
     vocab: int
     compute: Callable[[slice], Tensor]
     is_score: bool = False
+    routing: Routing = field(default_factory=Routing)
 
     def chunks(self) -> Iterator[Tensor]:
         return (self.compute(slice(start, start + CHUNK_COLUMNS)) for start in range(0, self.vocab, CHUNK_COLUMNS))
@@ -81,10 +98,12 @@ def checkpoint_logits(
     rows: Sequence[Sequence[int]],
     device: torch.device,
     rounded_dtypes: Mapping[str, torch.dtype] | None = None,
+    like: LazyLogits | None = None,
 ) -> LazyLogits:
     """Logits of a checkpoint with the initial weights of an adapter, by `forward_logits`.
 
-    `rounded_dtypes` are dtypes by parameter name; with them, logits are computed by `rounded_logits`.
+    `rounded_dtypes` are dtypes by parameter name; with them, logits are computed by `rounded_logits`. Tokens use the
+    experts that they use in `like`: a rounding error could route them to others.
     """
     source, adapter, net = model.source, model.adapter, model.build_meta_model(device)
     check_tensors(source, net.shapes)
@@ -97,8 +116,8 @@ def checkpoint_logits(
         load_on_demand(net, lambda name: parts[name].load(device), lambda name: parts[name].free())
         parts["head"].load(device)
         if rounded_dtypes is not None:
-            return rounded_logits(net, rows, device, rounded_dtypes, adapter)
-        return forward_logits(net, rows, device)
+            return rounded_logits(net, rows, device, rounded_dtypes, adapter, like)
+        return forward_logits(net, rows, device, like)
 
 
 def load_on_demand(model: Decoder, load: Callable[[str], None], free: Callable[[str], None]) -> None:
@@ -110,10 +129,12 @@ def load_on_demand(model: Decoder, load: Callable[[str], None], free: Callable[[
 
 
 @torch.no_grad()
-def forward_logits(model: Decoder, rows: Sequence[Sequence[int]], device: torch.device) -> LazyLogits:
-    """Logits at every token of the rows, which are concatenated."""
-    states = hidden_states(model, rows, device)
-    return LazyLogits(model.spec.outputs, partial(head_columns, model, states), model.spec.score is not None)
+def forward_logits(
+    model: Decoder, rows: Sequence[Sequence[int]], device: torch.device, like: LazyLogits | None = None
+) -> LazyLogits:
+    """Logits at every token of the rows, which are concatenated. Tokens use the experts that they use in `like`."""
+    states, routing = hidden_states(model, rows, device, like)
+    return LazyLogits(model.spec.outputs, partial(head_columns, model, states), model.spec.score is not None, routing)
 
 
 @torch.no_grad()
@@ -123,6 +144,7 @@ def rounded_logits(
     device: torch.device,
     dtypes: Mapping[str, torch.dtype],
     adapter: NoAdapter | LoRAConfig = FROZEN,
+    like: LazyLogits | None = None,
 ) -> LazyLogits:
     """Logits of a model whose merged weights are rounded to these dtypes, as if they were saved and loaded."""
     all_dtypes = {**dtypes, TIED: dtypes.get(TIED, dtypes[EMBED])}
@@ -134,7 +156,7 @@ def rounded_logits(
             hooks.enter_context(module.register_forward_pre_hook(lambda *_, part=part: part.round_weights()))
             restore = module.register_forward_hook(lambda *_, part=part: part.restore_weights(), prepend=True)
             hooks.enter_context(restore)
-        states = hidden_states(model, rows, device)
+        states, routing = hidden_states(model, rows, device, like)
     with torch.device("meta"):
         head = Head(model.spec)
 
@@ -144,17 +166,40 @@ def rounded_logits(
         parameters |= {} if model.head.bias is None else {"bias": model.head.bias[columns].to(all_dtypes["head.bias"])}
         return functional_call(head, parameters, (states,))
 
-    return LazyLogits(model.spec.outputs, compute, model.spec.score is not None)
+    return LazyLogits(model.spec.outputs, compute, model.spec.score is not None, routing)
 
 
-def hidden_states(model: Decoder, rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Hidden states (tokens, dim) after the final norm."""
+def hidden_states(
+    model: Decoder, rows: Sequence[Sequence[int]], device: torch.device, like: LazyLogits | None
+) -> tuple[Tensor, Routing]:
+    """Hidden states (tokens, dim) after the final norm, and the routing of all tokens, with the experts of `like`."""
     longest = max(map(len, rows))
     tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
     lengths = torch.tensor([len(row) for row in rows], device=device)
     is_token = torch.arange(longest, device=device) < lengths[:, None]
-    with eval_mode(model):
-        return model(tokens, head_fn=lambda states, _: states[is_token])
+    with eval_mode(model), traced_routers(model, like) as routing:
+        return model(tokens, head_fn=lambda states, _: states[is_token]), routing
+
+
+@contextmanager
+def traced_routers(model: Decoder, like: LazyLogits | None) -> Iterator[Routing]:
+    """Collect the routing of a forward pass, and replace the experts by those of `like`."""
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    routing, experts = Routing(), iter([] if like is None else like.routing.experts)
+
+    def override(logits: Tensor, chosen: Tensor) -> Tensor:
+        chosen = chosen if like is None else next(experts).to(chosen.device)
+        routing.logits.append(logits.float().cpu())
+        routing.experts.append(chosen.cpu())
+        return chosen
+
+    for router in routers:
+        router.override = override
+    try:
+        yield routing
+    finally:
+        for router in routers:
+            router.override = None
 
 
 @torch.no_grad()
@@ -260,10 +305,10 @@ def load_initial_adapter(
         return []
     allocate(net, [name for name in named_tensors(net) if ".lora_" in name], device)
     net.tie()
-    peft_adapter.check_adapter_fits(Path(adapter.adapter_path), net, adapter, source)
+    load_adapter.check_adapter_fits(Path(adapter.adapter_path), net, adapter, source)
     contents = read_contents(Path(adapter.adapter_path), source)
     tensors = stack.enter_context(TensorReader(contents.tensors))
-    peft_adapter.load_lora_weights(net, contents, tensors)
+    load_adapter.load_lora_weights(net, contents, tensors)
     load_token_rows(net, source, contents.token_rows, tensors)
 
     def read(name: str) -> Tensor:

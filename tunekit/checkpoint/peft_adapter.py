@@ -21,18 +21,15 @@ from tunekit.checkpoint.classification_head import with_score_head, without_head
 from tunekit.checkpoint.dcp_planner import reshard
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, TensorReader
 from tunekit.checkpoint.lora_delta import WEIGHT, LoRADelta, LoRATarget, transformers_key
+from tunekit.checkpoint.peft_config import CONFIG, EMBEDDING_TASK, TENSORS, PeftConfigFile
 from tunekit.checkpoint.peft_reader import (
     BASE_LAYER,
     BLOCKS_KEY,
-    CONFIG,
     CONFIG_KEY,
-    EMBEDDING_TASK,
     HEAD_KEY,
     PREFIX,
-    TENSORS,
     VOCAB_SIZE,
     AdapterContents,
-    PeftConfigFile,
     read_config_changes,
     read_contents,
     unstack_factors,
@@ -45,14 +42,12 @@ from tunekit.checkpoint.save_model import (
     write_chat_format,
     write_companions,
 )
-from tunekit.config.choices import kind_name
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
-from tunekit.distributed.sharding import copy_to_shard, full_tensor, shard_slice
+from tunekit.distributed.sharding import full_tensor, shard_slice
 from tunekit.errors import DeferredError, UserError
 from tunekit.models.decoder import Decoder
 from tunekit.models.families import classifiers
-from tunekit.models.families.config_overrides import model_section
 from tunekit.models.linear import Embedding, Gather, GroupedLinear, Linear
 from tunekit.models.spec import ScoreHead
 from tunekit.models.weight_map import KeyMatch, expand_experts
@@ -101,6 +96,25 @@ class AdaptedModel(NamedTuple):
     layers: Collection[str]
     experts: bool
 
+    @staticmethod
+    def open(model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> "AdaptedModel":
+        experts = any(isinstance(module, GroupedLinear) for module in model.modules())
+        return AdaptedModel(model, adapter, source, adapter.target_layers(model), experts)
+
+
+class AdapterPlan(NamedTuple):
+    """The files of an adapter, without its tensors."""
+
+    entries: Entries
+    metadata: Mapping[str, str]  # of the file with the tensors
+    config_text: str
+    prefixes: Mapping[str, str]  # module prefixes of the LoRA tensors
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.entries.values())
+
 
 def save_adapter(
     folder: Path, model: Decoder, adapter: LoRAConfig, source: HFCheckpoint, dist: DistributedContext | None = None
@@ -111,49 +125,52 @@ def save_adapter(
     """
     dist = dist or DistributedContext(device="cpu")
     reshard(model)
-    experts = any(isinstance(m, GroupedLinear) for m in model.modules())
-    adapted = AdaptedModel(model, adapter, source, adapter.target_layers(model), experts)
-    targets, groups = lora_targets(adapted), saved_groups(model, adapter, source)
-    planned = [tensor for target in targets for tensor in peft_tensors(target, adapted, to_meta)]
-    saved_meta = {name: t for group in groups for name, t in saved_tensors(group, adapted, to_meta).items()}
-    prefixes = module_prefixes(planned)
-    tensors = {name: t for tensor in planned for name, t in tensor.tensors(prefixes[tensor.name]).items()} | saved_meta
-    tensors |= token_rows.stored_rows(model, source, to_meta)
-    entries = {PREFIX + name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    blocks = {tensor.name: tensor.blocks for tensor in planned if len(tensor.blocks) > 1}
-    metadata = FORMAT | ({BLOCKS_KEY: json.dumps(blocks)} if blocks else {}) | head_metadata(source)
-    metadata |= {CONFIG_KEY: json.dumps(source.saved_changes)} if source.saved_changes else {}
-    config_text = json.dumps(peft_config(planned, saved_meta, model, adapter, source), indent=2)
-    dist.run_on_main(partial(create_adapter_files, folder, source, entries, metadata, config_text))
+    adapted = AdaptedModel.open(model, adapter, source)
+    plan = plan_adapter(adapted)
+    dist.run_on_main(partial(create_adapter_files, folder, source, plan))
     deferred = DeferredError()
-    with SafetensorsWriter(folder / TENSORS, entries, metadata=metadata, exists=True) as out:
-        for i, tensors_to_write in enumerate(iter_file_tensors(targets, groups, prefixes, adapted)):
+    with SafetensorsWriter(folder / TENSORS, plan.entries, metadata=plan.metadata, exists=True) as out:
+        for i, tensors_to_write in enumerate(iter_file_tensors(adapted, plan.prefixes)):
             if i % dist.world_size == dist.rank:
                 deferred(partial(write_tensors, folder, out, tensors_to_write))
     dist.run_on_all(deferred.raise_error)
 
 
-def create_adapter_files(
-    folder: Path, source: HFCheckpoint, entries: Entries, metadata: Mapping[str, str], config_text: str
-) -> None:
+def plan_adapter(adapted: AdaptedModel) -> AdapterPlan:
+    """Names, shapes and dtypes of the tensors, and the config. The model may be on the meta device."""
+    model, adapter, source, _, _ = adapted
+    planned = [tensor for target in lora_targets(adapted) for tensor in peft_tensors(target, adapted, to_meta)]
+    groups = saved_groups(adapted)
+    saved_meta = {name: t for group in groups for name, t in saved_tensors(group, adapted, to_meta).items()}
+    prefixes = module_prefixes(planned)
+    tensors = {name: t for tensor in planned for name, t in tensor.tensors(prefixes[tensor.name]).items()} | saved_meta
+    tensors |= token_rows.stored_rows(model, source, to_meta)
+    entries = {PREFIX + name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    # Of fused layers, and of experts: the reader knows their layout.
+    blocks = {tensor.name: tensor.blocks for tensor in planned if len(tensor.blocks) > 1 or tensor.delta.a.ndim == 3}
+    metadata = FORMAT | ({BLOCKS_KEY: json.dumps(blocks)} if blocks else {}) | head_metadata(source)
+    metadata |= {CONFIG_KEY: json.dumps(source.saved_changes)} if source.saved_changes else {}
+    config_text = json.dumps(peft_config(planned, saved_meta, model, adapter, source), indent=2)
+    return AdapterPlan(entries, metadata, config_text, prefixes)
+
+
+def create_adapter_files(folder: Path, source: HFCheckpoint, plan: AdapterPlan) -> None:
     """Create all files of the adapter except the tensor data. Raises UserError if the disk is too small."""
-    check_free_space(folder, sum(math.prod(shape) * dtype.itemsize for shape, dtype in entries.values()))
-    with wrap_write_errors(folder), SafetensorsWriter(folder / TENSORS, entries, metadata=metadata):
+    check_free_space(folder, plan.num_bytes)
+    with wrap_write_errors(folder), SafetensorsWriter(folder / TENSORS, plan.entries, metadata=plan.metadata):
         skipped = ("config.json", GENERATION_CONFIG)
         copy_companion_files(source.path, folder, skip=skipped, tokenizer=source.tokenizer_dir)
         write_chat_format(folder, source)
         write_companions(folder, source)
-        (folder / CONFIG).write_text(config_text + "\n", encoding="utf-8")
+        (folder / CONFIG).write_text(plan.config_text + "\n", encoding="utf-8")
 
 
-def iter_file_tensors(
-    targets: list[LoRATarget], groups: list[SavedGroup], prefixes: Mapping[str, str], adapted: AdaptedModel
-) -> Iterator[dict[str, Tensor]]:
+def iter_file_tensors(adapted: AdaptedModel, prefixes: Mapping[str, str]) -> Iterator[dict[str, Tensor]]:
     """Gather the tensors of one target after the other, then the fully trained parameters and rows."""
-    for target in targets:
+    for target in lora_targets(adapted):
         tensors = peft_tensors(target, adapted, full_tensor)
         yield {name: t for tensor in tensors for name, t in tensor.tensors(prefixes[tensor.name]).items()}
-    for group in groups:
+    for group in saved_groups(adapted):
         yield saved_tensors(group, adapted, full_tensor)
     yield token_rows.stored_rows(adapted.model, adapted.source, full_tensor)
 
@@ -227,10 +244,18 @@ def saved_parameters(model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) 
     return {name: match for name, match in keys.items() if name in biases | required}
 
 
-def saved_groups(model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> list[SavedGroup]:
-    """Fully saved parameters, one entry per group that is fused in checkpoint tensors."""
+def saved_groups(adapted: AdaptedModel) -> list[SavedGroup]:
+    """Fully saved parameters, one entry per group that is fused in checkpoint tensors.
+
+    Raises UserError for a weight that is fused with one that has an adapter: PEFT cannot save both.
+    """
     groups: dict[str, SavedGroup] = {}
-    for name, match in saved_parameters(model, adapter, source).items():
+    for name, match in saved_parameters(adapted.model, adapted.adapter, adapted.source).items():
+        others = [owner for parameter in match.ours if (owner := owner_module(parameter)) in adapted.layers]
+        if match.tail == WEIGHT and others:
+            problem = f"{owner_module(name)} and {others[0]}, which has an adapter, are one tensor in files"
+            remedy = "Remove one from modules_to_save or target_modules, or list both in modules_to_save."
+            raise UserError(f"adapter.modules_to_save: {problem} ({match.hub[0]}). {remedy}")
         groups.setdefault(match.hub[0], (name, match))
     return [*groups.values()]
 
@@ -390,6 +415,11 @@ def read_score_head(folder: Path) -> ScoreHead:
 def read_adapter_config(folder: Path, source: HFCheckpoint, contents: AdapterContents | None = None) -> LoRAConfig:
     """Adapter config with exactly the layers and modules that are in the adapter file, which are read if not given."""
     contents = contents or read_contents(folder, source)
+    return adapter_config(contents, source.spec.tie_word_embeddings and not keeps_tied_head(contents))
+
+
+def adapter_config(contents: AdapterContents, untied: bool) -> LoRAConfig:
+    """Adapter config of an adapter file. `untied`: the head of a tied model gets weights of its own."""
     adapter, deltas = contents.config.adapter, contents.meta_deltas
     sizes = {name: (delta.rank, effective_alpha(delta, adapter)) for name, delta in deltas.items()}
     rank, alpha = Counter(sizes.values()).most_common(1)[0][0]
@@ -403,7 +433,7 @@ def read_adapter_config(folder: Path, source: HFCheckpoint, contents: AdapterCon
         rank_pattern={re.escape(name): size[0] for name, size in sizes.items() if size[0] != rank},
         alpha_pattern={re.escape(name): size[1] for name, size in sizes.items() if size[1] != alpha},
         modules_to_save=tuple(map(re.escape, sorted(full_modules))),
-        untie_embeddings=source.spec.tie_word_embeddings and not keeps_tied_head(contents),
+        untie_embeddings=untied,
         trainable_token_indices=contents.token_ids,
     )
 
@@ -417,82 +447,3 @@ def keeps_tied_head(contents: AdapterContents) -> bool:
     with TensorReader(contents.tensors) as tensors:
         weights = [tensors[contents.file_names[mapping.hub[0]]] for mapping in tied_mappings.values()]
     return len(weights) == len(TIED_MODULES) and torch.equal(*weights)
-
-
-def load_adapter(folder: Path, model: Decoder, source: HFCheckpoint) -> None:
-    """Load a PEFT adapter into a model that it fits, see `check_adapter_fits`."""
-    contents = read_contents(folder, source)
-    with TensorReader(contents.tensors) as tensors:
-        load_lora_weights(model, contents, tensors)
-        token_rows.load_token_rows(model, source, contents.token_rows, tensors)
-        for mapping in contents.saved_mappings:
-            loaded = mapping.load([tensors[contents.file_names[name]] for name in mapping.hub], contents.shapes)
-            for name, tensor in zip(mapping.ours, loaded, strict=True):
-                copy_to_shard(model.get_parameter(name), tensor)
-
-
-def load_lora_weights(model: Decoder, contents: AdapterContents, tensors: TensorReader) -> None:
-    for target in contents.targets:
-        for name, delta in target.load_deltas(tensors.__getitem__, contents.shapes).items():
-            fill_layer(model.get_submodule(name), delta)
-
-
-def fill_layer(layer: nn.Module, delta: LoRADelta) -> None:
-    """Copy a delta into the LoRA parameters of a layer."""
-    if isinstance(layer, Embedding):
-        copy_to_shard(layer.lora_embedding_A, delta.b.T)
-        copy_to_shard(layer.lora_embedding_B, delta.a.T)
-        return
-    assert isinstance(layer, Linear | GroupedLinear)
-    for factor, values in zip(lora_factors(layer), (delta.a, delta.b), strict=True):
-        copy_to_shard(factor, values)
-    if isinstance(layer, Linear) and delta.magnitude is not None:
-        copy_to_shard(layer.lora_magnitude_vector, delta.magnitude)
-
-
-def check_adapter_fits(folder: Path, model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> set[str]:
-    """Return the names of the parameters that an adapter loads. Raises UserError if it does not match the config."""
-    check_same_base_config(folder, source)
-    contents = read_contents(folder, source)
-    layers, deltas = adapter.target_layers(model), contents.meta_deltas
-    names = {name for mapping in contents.saved_mappings for name in mapping.ours}
-    required = {*saved_parameters(model, adapter, source)}
-    optional = {name + WEIGHT for name in TIED_MODULES} if model.spec.tie_word_embeddings else set()
-    family, hint = source.family, f"{contents.config.trained_for}, or has other targets"
-    if extra := [*(name + WEIGHT for name in deltas if name not in layers), *sorted(names - required)]:
-        name = transformers_key(extra[0], family).hub[0]
-        raise UserError(f"{folder / TENSORS}: {name} is not a target in this model; {hint}")
-    if missing := [*(name + WEIGHT for name in layers if name not in deltas), *sorted(required - names - optional)]:
-        raise UserError(f"{folder / TENSORS}: no weights for {transformers_key(missing[0], family).hub[0]}; {hint}")
-    saved = read_adapter_config(folder, source, contents)
-    if not source.spec.tie_word_embeddings:
-        saved = replace(saved, untie_embeddings=adapter.untie_embeddings)
-    check_same_options(folder, adapter, saved)
-    token_rows.check_same_tokens(folder, model, contents.token_ids)
-    sizes = adapter.ranks_and_alphas(layers)
-    for name, delta in deltas.items():
-        actual_sizes = delta.rank, effective_alpha(delta, adapter)
-        for key, expected, actual in zip(("rank", "alpha"), sizes[name], actual_sizes, strict=True):
-            if not math.isclose(expected, actual, rel_tol=1e-9):
-                problem = f"{expected}, but the adapter in {folder} has {actual} for {name}"
-                raise UserError(f"adapter.{key}: {problem}. Set adapter.{key}={actual:g}.")
-    return names | {name for name, _ in model.named_parameters() if ".lora_" in name}
-
-
-def check_same_base_config(folder: Path, source: HFCheckpoint) -> None:
-    """Raise UserError if an adapter was trained with `config_overrides` that the base does not have."""
-    section = model_section(dict(source.config))
-    for key, value in read_config_changes(folder).items():
-        if section.get(key) != value:
-            problem = (
-                f"the adapter in {folder} was trained with {json.dumps(value)}, got {json.dumps(section.get(key))}"
-            )
-            raise UserError(f"config_overrides.{key}: {problem}. Set the value of the adapter.")
-
-
-def check_same_options(folder: Path, adapter: LoRAConfig, saved: LoRAConfig) -> None:
-    """Raise UserError if an adapter config differs from that of the files in a way that changes the result."""
-    config_values, saved_values = ({"kind": kind_name(type(config)), **vars(config)} for config in (adapter, saved))
-    for key in ("kind", "use_rslora", "bias", "untie_embeddings"):
-        if config_values[key] != saved_values[key]:
-            raise UserError(f"adapter.{key}: {config_values[key]}, but the adapter in {folder} has {saved_values[key]}")

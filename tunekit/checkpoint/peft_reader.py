@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tunekit.adapters.config import DoRAConfig, LoRAConfig
-from tunekit.adapters.module_patterns import compile_pattern
-from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint, TensorMeta, read_header, read_json
+from tunekit.adapters.config import DoRAConfig
+from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint, TensorMeta, read_header
 from tunekit.checkpoint.lora_delta import WEIGHT, LoRADelta, LoRATarget, transformers_key
+from tunekit.checkpoint.peft_config import TENSORS, PeftConfigFile
 from tunekit.checkpoint.safetensors_io import ReplacedRows, read_metadata
 from tunekit.errors import UserError
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.models.spec import DecoderSpec
 from tunekit.models.weight_map import KeyMapping, KeyMatch, Shape, load_mappings, match_hub_name
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 BASE_LAYER = ".base_layer"  # name of a module inside its PEFT wrapper
 BLOCKS_KEY = "parts"  # metadata of tunekit files: ranks and scales of layers that are fused in one tensor
@@ -33,130 +32,12 @@ LORA_TENSOR = re.compile(
     rf"(?P<module>.+?)(?P<inner>(?:{re.escape(BASE_LAYER)})*)"
     r"\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
 )
-EMBEDDING_TASK = "FEATURE_EXTRACTION"  # PEFT task type of a model without a head
 TOKEN_ADAPTER = ".token_adapter"  # name of the module with token rows inside an embedding or head
 TOKEN_ROWS = f"{TOKEN_ADAPTER}.trainable_tokens_delta"
 TOKEN_PARAMETERS = (EMBED, TIED)  # may have token rows
-HEAD_MODULES = ("classifier", "score")  # PEFT lists both in modules_to_save of any classifier
 FACTOR_PAIRS = {frozenset({"lora_A", "lora_B"}), frozenset({"lora_embedding_A", "lora_embedding_B"})}
-# Keys of unsupported PEFT features; each must have one of these values. The first is the default.
-UNSUPPORTED = ("use_bdlora", "arrow_config", "kasa_config", "monteclora_config", "velora_config", "layer_replication")
-SUPPORTED_VALUES = {**dict.fromkeys(UNSUPPORTED, (None,)), "bias": ("none", "all", "lora_only")}
-SUPPORTED_VALUES |= {"lora_bias": (None, False)}
-SUPPORTED_VALUES |= {"use_qalora": (None, False), "alora_invocation_tokens": (None, [])}
-# Other initializations change the base weights.
-SUPPORTED_VALUES |= {"init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal")}
-
-# Types of the values, and their names in errors. Keys other than `r` and `lora_alpha` may be missing or null.
-NUMBER, NAMES, OBJECT = ((int, float), "a number"), ((list, str), "a list of names"), ((dict,), "an object")
-TYPES: dict[str, tuple[tuple[type, ...], str]] = {"r": ((int,), "an integer"), "lora_alpha": NUMBER}
-TYPES |= {"lora_dropout": NUMBER, "rank_pattern": OBJECT, "alpha_pattern": OBJECT}
-TYPES |= dict.fromkeys(("use_rslora", "use_dora"), ((bool,), "true or false"))
-TYPES |= dict.fromkeys(("target_modules", "target_parameters", "modules_to_save"), NAMES)
 
 Get = Callable[[str], Tensor]
-
-
-@dataclass(frozen=True)
-class PeftConfigFile:
-    """adapter_config.json."""
-
-    file: Path
-    values: Mapping[str, Any]
-
-    @staticmethod
-    def open(folder: Path) -> "PeftConfigFile":
-        config = read_json(folder / CONFIG)
-        if config.get("peft_type") != "LORA":
-            raise UserError(f"{folder / CONFIG}: unsupported peft_type {config.get('peft_type')!r}; must be 'LORA'")
-        for key, allowed in SUPPORTED_VALUES.items():
-            if config.get(key, allowed[0]) not in allowed:
-                raise UserError(f"{folder / CONFIG}: unsupported value {key}={config[key]!r}")
-        for key, (types, expected) in TYPES.items():
-            is_optional = key not in ("r", "lora_alpha")
-            if key in config and type(config[key]) not in types and not (is_optional and config[key] is None):
-                raise UserError(f"{folder / CONFIG}: {key}: must be {expected}, got {json.dumps(config[key])}")
-        check_token_indices(folder / CONFIG, config.get("trainable_token_indices"))
-        return PeftConfigFile(folder / CONFIG, config)
-
-    @property
-    def is_before_0_19(self) -> bool:
-        """Whether PEFT before 0.19 saved this adapter. It assumed the shape (E, in, out) for all experts."""
-        match = re.match(r"0\.(\d+)", str(self.values.get("peft_version")))
-        return match is not None and int(match[1]) < 19
-
-    @property
-    def base_name(self) -> str:
-        """Name of the base checkpoint, with its revision. Raises UserError if there is none."""
-        name = self.values.get("base_model_name_or_path")
-        if not isinstance(name, str):
-            raise UserError(f"{self.file}: no 'base_model_name_or_path', so the base model is unknown")
-        revision = self.values.get("revision")
-        return f"{name}@{revision}" if isinstance(revision, str) and not Path(name).is_dir() else name
-
-    @property
-    def has_score_head(self) -> bool:
-        """Whether the adapter belongs to a model with a score head."""
-        return self.task_type in ("SEQ_CLS", "TOKEN_CLS")
-
-    @property
-    def task_type(self) -> str | None:
-        """PEFT task type."""
-        return self.values.get("task_type")
-
-    @property
-    def trained_for(self) -> str:
-        """Clause for error messages that names the base model."""
-        return f"this adapter was trained for {self.values.get('base_model_name_or_path') or 'another model'}"
-
-    @property
-    def adapter(self) -> LoRAConfig:
-        """Adapter config without rank_pattern and alpha_pattern."""
-        config = self.values
-        adapter_class = DoRAConfig if config.get("use_dora") else LoRAConfig
-        bias, use_rslora = config.get("bias") or "none", bool(config.get("use_rslora"))
-        try:
-            rank, alpha, dropout = int(config["r"]), float(config["lora_alpha"]), float(config.get("lora_dropout") or 0)
-            return adapter_class(rank, alpha, dropout, use_rslora=use_rslora, bias=bias)
-        except KeyError as error:
-            raise UserError(f"{self.file}: {error} is missing") from error
-        except (OverflowError, TypeError, ValueError) as error:
-            raise UserError(f"{self.file}: {error}") from error
-
-    def rank_and_alpha(self, key: str, adapter: LoRAConfig) -> tuple[int, float]:
-        """Rank and alpha of the PEFT name `key`, from the first pattern that matches its end."""
-        rank = self.lookup_pattern("rank_pattern", key, adapter.rank)
-        return rank, self.lookup_pattern("alpha_pattern", key, adapter.alpha)
-
-    def lookup_pattern(self, table: str, key: str, default: Any) -> Any:
-        for pattern, value in (self.values.get(table) or {}).items():
-            try:
-                compile_pattern(pattern)  # a pattern of a downloaded adapter may take exponential time
-                if not re.match(rf"(.*\.)?({pattern})$", key):
-                    continue
-                if (number := type(default)(value)) <= 0:
-                    raise ValueError(f"must be > 0, got {number}")
-                return number
-            except (OverflowError, TypeError, ValueError) as error:
-                raise UserError(f"{self.file}: {table}: {pattern}: {error}") from error
-        return default
-
-    def check_modules_to_save(self, modules: Iterable[str]) -> None:
-        """Raise UserError if a module in modules_to_save has no tensors."""
-        optional = HEAD_MODULES if self.has_score_head else ()
-        for required in self.values.get("modules_to_save") or []:
-            if required not in optional and not any(module.endswith(required) for module in modules):
-                raise UserError(f"{self.file}: modules_to_save contains {required}, but {TENSORS} has no tensors of it")
-
-    def token_ids(self, module: str) -> tuple[int, ...]:
-        """Ids of the token rows of a module, in the order of the file."""
-        value = self.values.get("trainable_token_indices") or []
-        ids = value if isinstance(value, list) else next((v for k, v in value.items() if module.endswith(k)), [])
-        return tuple(ids)
-
-    def is_target_parameter(self, tensor: str) -> bool:
-        """Whether a checkpoint tensor is in target_parameters instead of target_modules."""
-        return any(f".{tensor}".endswith(f".{target}") for target in self.values.get("target_parameters") or [])
 
 
 @dataclass(frozen=True)
@@ -194,6 +75,16 @@ class TargetTensors:
     target: LoRATarget
     tensors: tuple[StoredDelta, ...]
     blocks: tuple[tuple[int, float], ...]  # ranks and scales of the layers, if the file has them
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the tensors are stacked weights of experts."""
+        return any(len(tensor.shape) == 3 for tensor in self.tensors)
+
+    def in_old_layout(self) -> "TargetTensors":
+        """The same target, in the layout of PEFT before 0.19."""
+        swapped = self.has_experts and self.target.op == self.target.output_op
+        return replace(self, tensors=tuple(replace(tensor, swapped=swapped) for tensor in self.tensors))
 
     def load_deltas(self, get: Get, shapes: Mapping[str, Shape]) -> dict[str, LoRADelta]:
         """Deltas by layer name. `shapes` are those of the model parameters."""
@@ -330,13 +221,6 @@ def read_token_rows(
     return changed, rows
 
 
-def check_token_indices(file: Path, value: Any) -> None:
-    """Raise UserError unless `trainable_token_indices` is a list of ids, or lists by module."""
-    lists = [*value.values()] if isinstance(value, dict) else [value or []]
-    if not all(isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids) for ids in lists):
-        raise UserError(f"{file}: trainable_token_indices must be a list of token ids, or such lists by module")
-
-
 def check_saved_mapping(file: Path, mapping: KeyMapping, contents: AdapterContents, source: HFCheckpoint) -> None:
     """Raise UserError if tensors of fully saved parameters are missing or have wrong shapes."""
     if not mapping.ours or any(name not in contents.shapes for name in mapping.ours):
@@ -375,7 +259,46 @@ class AdapterReader:
             match = self.match_key(self.adapted_tensor(module, depth))
             tensor = match.hub[match.position].replace("*", str(match.expert))
             targets.setdefault(LoRATarget.from_match(match), {})[tensor] = self.check_complete(module, kinds)
-        return [self.build_target(site, tensors) for site, tensors in targets.items()]
+        parsed = self.choose_layout([self.build_target(site, tensors) for site, tensors in targets.items()])
+        for delta in (delta for target in parsed for delta in target.tensors):
+            self.check_shapes(delta)
+        return parsed
+
+    def choose_layout(self, targets: list[TargetTensors]) -> list[TargetTensors]:
+        """The targets, or the same in the layout of PEFT before 0.19, which assumed the shape (E, in, out) for experts.
+
+        The shapes of all experts decide. Those of square weights fit both, so that the version must be known.
+        """
+        old = [target.in_old_layout() for target in targets]
+        if old == targets or not self.has_expected_experts(old):
+            return targets
+        is_old = not self.has_expected_experts(targets) or self.config.is_before_0_19
+        if is_old is None and all(target.blocks for target in targets if target.has_experts):  # saved by tunekit
+            is_old = False
+        if is_old is None:
+            raise UserError(
+                f"{self.config.file}: no 'peft_version', and the shapes do not show in which layout the experts are. "
+                'Add "peft_version": "0.17.0" if PEFT before 0.19 saved this adapter, else "0.19.0".'
+            )
+        return old if is_old else targets
+
+    def has_expected_experts(self, targets: Iterable[TargetTensors]) -> bool:
+        """Whether the tensors of all experts have the expected shapes."""
+        experts = (delta for target in targets if target.has_experts for delta in target.tensors)
+        return all(self.wrong_factor(delta) is None for delta in experts)
+
+    def wrong_factor(self, delta: StoredDelta) -> str | None:
+        """First factor whose tensor does not have the expected shape."""
+        expected = delta.expected_shapes()
+        return next((kind for kind, name in delta.names.items() if self.tensors[name].shape != expected[kind]), None)
+
+    def check_shapes(self, delta: StoredDelta) -> None:
+        """Raise UserError if a factor does not have the expected shape."""
+        if (kind := self.wrong_factor(delta)) is not None:
+            name, expected = delta.names[kind], list(delta.expected_shapes()[kind])
+            hint = f"{self.config.trained_for}, or its rank is not {delta.rank}"
+            shapes = f"has shape {list(self.tensors[name].shape)}, expected {expected}"
+            raise UserError(f"{self.file}: {name.removeprefix(PREFIX)} {shapes}; {hint}")
 
     def check_complete(self, module: str, kinds: dict[str, str]) -> dict[str, str]:
         """Return the factors of one module. Raises UserError if one is missing or unexpected."""
@@ -407,9 +330,8 @@ class AdapterReader:
         tensors = target.tensor_names(layer_shapes[0][0])
         if missing := [tensor for tensor in tensors if tensor not in factors]:
             raise UserError(f"{self.file}: adapts {next(iter(factors))}, but not {missing[0]} of the same layer")
-        swapped = target.op == target.output_op if self.config.is_before_0_19 else self.source.family.transposed_experts
         shapes = zip(tensors, target.shapes(layer_shapes), strict=True)
-        parsed = [self.build_tensor(tensor, factors[tensor], shape, swapped) for tensor, shape in shapes]
+        parsed = [self.build_tensor(tensor, factors[tensor], shape) for tensor, shape in shapes]
         return TargetTensors(target, tuple(parsed), self.valid_blocks(self.blocks.get(tensors[0]), target, parsed))
 
     def valid_blocks(
@@ -420,19 +342,11 @@ class AdapterReader:
         same_rank = sum(rank for rank, _ in parsed) == sum(tensor.rank for tensor in tensors)
         return parsed if same_rank and len(parsed) == len(target.layers) else ()
 
-    def build_tensor(self, tensor: str, names: dict[str, str], shape: Shape, swapped: bool) -> StoredDelta:
+    def build_tensor(self, tensor: str, names: dict[str, str], shape: Shape) -> StoredDelta:
         key = tensor if self.config.is_target_parameter(tensor) else tensor.removesuffix(WEIGHT)
         rank, alpha = self.config.rank_and_alpha(key, self.adapter)
-        result = StoredDelta(names, rank, self.adapter.scale(rank, alpha), shape, len(shape) == 3 and swapped)
-        if len(shape) == 3 and self.tensors[names["lora_A"]].shape != result.expected_shapes()["lora_A"]:
-            result = replace(result, swapped=not result.swapped)  # saved by an older PEFT without a version
-        for kind, name in names.items():
-            if self.tensors[name].shape != result.expected_shapes()[kind]:
-                actual, expected = list(self.tensors[name].shape), list(result.expected_shapes()[kind])
-                hint = f"{self.config.trained_for}, or its rank is not {rank}"
-                shapes = f"has shape {actual}, expected {expected}"
-                raise UserError(f"{self.file}: {name.removeprefix(PREFIX)} {shapes}; {hint}")
-        return result
+        swapped = len(shape) == 3 and self.source.family.transposed_experts
+        return StoredDelta(names, rank, self.adapter.scale(rank, alpha), shape, swapped)
 
 
 def read_config_changes(folder: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tunekit.checkpoint import atomic
 from tunekit.config.dump import diff_configs
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
+from tunekit.system import read_utf8
 
 CONFIG, METRICS, STATE, FINAL, LOCK = "config.yaml", "metrics.jsonl", "state", "final", ".lock"
 COMPLETIONS = "completions.jsonl"  # answers of the model in training
@@ -142,7 +143,7 @@ def check_final_files(out: Path) -> None:
 def start_date(out: Path) -> date:
     """Start date of the run in a directory, by default today. Chat templates may use it."""
     config = out / CONFIG
-    header = config.read_text(encoding="utf-8").partition("\n")[0] if has_results(out) and config.is_file() else ""
+    header = read_utf8(config).partition("\n")[0] if has_results(out) and config.is_file() else ""
     return date.fromisoformat(header.removeprefix(START_PREFIX)) if header.startswith(START_PREFIX) else date.today()
 
 

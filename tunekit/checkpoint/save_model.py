@@ -22,6 +22,7 @@ from tunekit.checkpoint.safetensors_io import Entries, SafetensorsWriter, Tensor
 from tunekit.checkpoint.sentence_transformers import MODULE_FILES, read_modules
 from tunekit.data.new_tokens import write_new_tokens
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.tokenizer_files import keep_class
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.sharding import full_tensor
 from tunekit.errors import DeferredError
@@ -45,6 +46,7 @@ COMPANIONS = (
 )
 TEMPLATES = ("chat_template*", "additional_chat_templates/*.jinja")
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", *TEMPLATES, "vocab.*", "merges.txt")
+TOKENIZER += ("tekken.json", "spiece.model")
 
 
 def save_model(
@@ -57,7 +59,7 @@ def save_model(
     dist = dist or DistributedContext(device="cpu")
     reshard(model)
     mappings = output_mappings(model, source)
-    entries = {name: entry for mapping in mappings for name, entry in tensor_entries(model, mapping, source)}
+    entries = model_entries(model, source)
     shards = plan_shards(entries, source)
     dist.run_on_main(partial(create_model_files, folder, source, shards, entries))
     deferred = DeferredError()
@@ -123,6 +125,7 @@ def copy_companion_files(source: Path, target: Path, skip: Iterable[str] = (), t
         copy_matching(tokenizer, target, (*TOKENIZER, GENERATION_CONFIG), skipped)
         skipped |= {file.name for pattern in TOKENIZER for file in source.glob(pattern)}
     copy_matching(source, target, COMPANIONS, skipped)
+    keep_class(target, tokenizer or source)
 
 
 def unrelated_files(source: HFCheckpoint) -> tuple[str, ...]:
@@ -191,6 +194,12 @@ def output_mappings(model: Decoder, source: HFCheckpoint) -> list[KeyMapping]:
     tied = {TIED} if source.spec.tie_word_embeddings else set()
     shapes = {name: shape for name, shape in model.shapes.items() if name not in tied}
     return save_mappings(shapes, source.family.table)
+
+
+def model_entries(model: Decoder, source: HFCheckpoint) -> Entries:
+    """Shapes and dtypes of all checkpoint tensors."""
+    mappings = output_mappings(model, source)
+    return {name: entry for mapping in mappings for name, entry in tensor_entries(model, mapping, source)}
 
 
 def tensor_entries(

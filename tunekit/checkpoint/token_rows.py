@@ -12,13 +12,11 @@ from tunekit.adapters.token_rows import token_row_layers
 from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint
 from tunekit.checkpoint.load_model import key_mappings
 from tunekit.checkpoint.lora_delta import WEIGHT, transformers_key
+from tunekit.checkpoint.peft_config import CONFIG, TENSORS, PeftConfigFile
 from tunekit.checkpoint.peft_reader import (
-    CONFIG,
     PREFIX,
-    TENSORS,
     TOKEN_PARAMETERS,
     TOKEN_ROWS,
-    PeftConfigFile,
     StoredRows,
     is_saved_name,
     saved_name,

@@ -5,7 +5,10 @@ import argparse
 import os
 import platform
 import re
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -13,8 +16,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from tunekit.cli import registry
+from tunekit.config.process_guard import ProcessGuard
 from tunekit.config.secrets import message_text
-from tunekit.errors import RunStopped, UserError, find_user_code
+from tunekit.config.user_code import user_files
+from tunekit.errors import RunStopped, UserError, find_user_code, is_ctrl_c, raise_ctrl_c
 from tunekit.kernels import cache_dir
 from tunekit.system import imports_without_gc
 
@@ -22,6 +27,7 @@ OUT_OF_MEMORY = re.compile(
     "allocate memory|can't start new thread|failed to map segment|out of memory"
     "|without exception set|without setting an exception"  # SystemError
 )
+THREAD_SECONDS = 5.0  # to wait for threads of the user before they are named
 AddArgument = Callable[..., argparse.Action]
 
 
@@ -364,8 +370,8 @@ def open_standard_streams() -> None:
 
 
 def redeliver_interrupt(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Interrupt again if a KeyboardInterrupt was raised in a callback, where Python only reports exceptions."""
-    if unraisable.exc_type is KeyboardInterrupt:
+    """Interrupt again if Ctrl-C came in a callback, where Python only reports exceptions."""
+    if unraisable.exc_value is not None and is_ctrl_c(unraisable.exc_value):
         _thread.interrupt_main()
     else:
         sys.__unraisablehook__(unraisable)
@@ -373,12 +379,21 @@ def redeliver_interrupt(unraisable: "sys.UnraisableHookArgs") -> None:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit code: 2 after a UserError, 128 plus the signal number after a signal."""
-    words = sys.argv[1:] if words is None else words
+    is_program, words = words is None, sys.argv[1:] if words is None else words
     open_standard_streams()
     sys.unraisablehook = redeliver_interrupt
     set_torch_env()
+    with CtrlCHandler():
+        code = run(words)
+    if is_program:
+        end_threads(code)
+    return code
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the subcommand. Returns the exit code, after the message of an error was printed."""
     try:
-        with UserCodeErrors():
+        with UserCodeErrors(), ProcessGuard(user_files):
             dispatch(words)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe, as in `tune ls | head`
@@ -399,6 +414,33 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
+class CtrlCHandler:
+    """Context manager in which Ctrl-C raises an exception of its own class, unless SIGINT has another handler."""
+
+    def __enter__(self) -> None:
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        self.is_installed = is_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self.is_installed:
+            signal.signal(signal.SIGINT, raise_ctrl_c)
+
+    def __exit__(self, *error: object) -> None:
+        if self.is_installed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_threads(code: int) -> None:
+    """Name threads that keep the program alive, which only code of the user starts. After a failure, end with them."""
+    main_thread, deadline = threading.main_thread(), time.monotonic() + THREAD_SECONDS
+    threads = [thread for thread in threading.enumerate() if thread is not main_thread and not thread.daemon]
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    names = ", ".join(thread.name for thread in threads if thread.is_alive())
+    if names:
+        print(f"{'ended with' if code else 'waiting for'} threads that still run: {names}", file=sys.stderr, flush=True)
+        if code:
+            os._exit(code)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the system refused memory or a thread to this process. Libraries report it in many ways."""
     return isinstance(error, MemoryError) or bool(OUT_OF_MEMORY.search(str(error)))
@@ -414,7 +456,7 @@ class UserCodeErrors:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and (location := find_user_code(error)) is not None:
+        if error is not None and (location := find_user_code(error)) is not None:
             raise RunStopped(f"error: {message_text(location.message)}\n{location.stack.rstrip()}", 1) from error
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from tunekit.cli import registry
 from tunekit.config import load
 from tunekit.config.user_code import import_file
+from tunekit.config.yaml_parser import read_recipe
 from tunekit.errors import UserError
 from tunekit.system import imports_without_gc
 
@@ -30,10 +31,13 @@ def find_config_and_recipe(args: argparse.Namespace) -> tuple[Path, str]:
     if args.overrides and "=" not in args.overrides[0] and not registry.is_config(args.config):
         args.recipe, args.config, *args.overrides = args.config, *args.overrides  # as in `tune run RECIPE CONFIG`
     path = registry.find_config(args.config)
-    recipe = args.recipe or registry.recipe_of_config(path)
+    recipe = args.recipe or read_recipe(path)
     if recipe is None:
         command = f"tune run sft {args.config}"
         raise UserError(f"{path}: missing recipe. Add a line 'recipe: sft', or pass --recipe sft (run: `{command}`)")
+    if args.recipe is None and recipe.endswith(".py"):  # a config cannot run code
+        command = f"tune run {recipe} {args.config}"
+        raise UserError(f"{path}: recipe: {recipe} is a file, which only the command line can name: `{command}`")
     return path, recipe
 
 
@@ -61,8 +65,8 @@ def load_checked_config(module: ModuleType, word: str, overrides: Sequence[str],
 def load_recipe_config(module: ModuleType, word: str, overrides: Sequence[str], imports: Sequence[str]) -> Any:
     """Load the recipe's config. Keys and values are validated; models and data are not accessed."""
     path = registry.find_config(word)
-    required, name = registry.recipe_of_config(path), module.__name__.rpartition(".")[2]
-    if required and required != name and module.__name__.startswith("tunekit."):
+    required, name = read_recipe(path), module.__name__.rpartition(".")[2]
+    if required and required.removesuffix(".py") != name and module.__name__.startswith("tunekit."):
         raise UserError(f"{path}: written for the recipe '{required}', not '{name}'. Use `tune run {required} {word}`")
     for override in overrides:
         if "=" not in override:

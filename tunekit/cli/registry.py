@@ -4,7 +4,6 @@ Reads only file names and first lines and imports nothing slow, so that listing 
 """
 
 import ast
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import tunekit.recipes
 from tunekit.config.migration_hints import suggest_recipe
 from tunekit.config.suggestions import closest_match
 from tunekit.errors import UserError
+from tunekit.system import read_utf8
 
 RECIPES = Path(next(iter(tunekit.recipes.__path__)))
 CONFIGS = RECIPES.parent / "configs"
@@ -69,20 +69,6 @@ def summary_line(path: Path) -> str:
         return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     first = text.partition("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
-
-
-def read_utf8(path: Path) -> str:
-    """Text of a recipe or config. Raises UserError for another encoding, such as UTF-16."""
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}). Save it as UTF-8.") from None
-
-
-def recipe_of_config(path: Path) -> str | None:
-    """Recipe in the `recipe:` line of a config. Uses no YAML parser, because importing one is slow."""
-    line = re.search(r"^recipe:[ \t]*['\"]?([\w-]+)", read_utf8(path), re.MULTILINE)
-    return line.group(1) if line else None
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:

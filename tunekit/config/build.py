@@ -1,6 +1,8 @@
 """Build dataclasses from a tree of YAML nodes and collect all errors."""
 
+import re
 from dataclasses import replace
+from pathlib import Path as FilePath
 from typing import Any, Literal, get_args, get_origin
 
 from tunekit.config.choices import (
@@ -26,6 +28,9 @@ from tunekit.config.suggestions import (
 )
 from tunekit.config.yaml_parser import format_value
 from tunekit.errors import FieldError, UserError
+
+PATH_KEY = re.compile(r"\w+_(dir|path)|source|model|tokenizer|baseline|json_schema|chat_template")
+ENVIRONMENT_VARIABLE = re.compile(r"\$[A-Z_][A-Z0-9_]*")
 
 DEVICE_VARIABLES = {
     "cuda": "CUDA_VISIBLE_DEVICES",
@@ -148,7 +153,7 @@ class ConfigBuilder:
         slots, values = field_slots(cls, base), {}
         for key, child in node.value.items():
             if key in slots:
-                values[key] = self.value(slots[key], child, (*path, key))
+                values[key] = self.expand_path(self.value(slots[key], child, (*path, key)), child, (*path, key))
             else:
                 message = unknown_key_message(self.root, (*path, key), cls, kinds, self.choices, node)
                 self.problems.add(child.at, (*path, key), message)
@@ -162,6 +167,18 @@ class ConfigBuilder:
         return (
             FAILED if any(value is FAILED for value in values.values()) else self.instantiate(cls, values, node, path)
         )
+
+    def expand_path(self, value: Any, node: YamlNode, path: Path) -> Any:
+        """Value of a key. Of paths, `~` is expanded; environment variables, which a shell would expand, are errors."""
+        if not isinstance(value, str) or not PATH_KEY.fullmatch(path[-1]):
+            return value
+        if variable := ENVIRONMENT_VARIABLE.search(value):
+            problem = f"{variable[0]} is not expanded, got {format_value(value)}"
+            message = f"{problem}. Write the path, or ~ for the home directory"
+            self.problems.add(node.at, path, message)
+            return FAILED
+        is_home = value == "~" or value.startswith("~/")
+        return str(FilePath(value).expanduser()) if is_home else value
 
     def instantiate(self, cls: type, values: dict[str, Any], node: YamlNode, path: Path) -> Any:
         """Call `cls`. Its `__post_init__` may reject values that have the right type."""

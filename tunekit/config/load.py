@@ -13,7 +13,7 @@ from tunekit.config.interpolate import get_child, referenced_keys, resolve_refer
 from tunekit.config.node import COMMAND, FAILED, YamlNode, to_node, to_plain
 from tunekit.config.overrides import Overrides
 from tunekit.config.user_code import load_user_choices
-from tunekit.config.yaml_parser import Source, format_value, read_config
+from tunekit.config.yaml_parser import RECIPE_KEY, Source, check_recipe, read_config
 
 T = TypeVar("T")
 
@@ -48,12 +48,11 @@ def mapping(source: Source) -> dict[str, Any]:
 
 def _without_recipe(root: YamlNode, cls: type, problems: ErrorCollector) -> YamlNode:
     """Remove the top-level key `recipe`. It is valid only in files; as an override it is an unknown key."""
-    node = root.value.get("recipe")
-    if node is None or node.at == COMMAND or "recipe" in field_slots(cls):
+    node = root.value.get(RECIPE_KEY)
+    if node is None or node.at == COMMAND or RECIPE_KEY in field_slots(cls):
         return root
-    if not isinstance(node.value, str | None) and node.value is not FAILED:
-        problems.add(node.at, ("recipe",), f"expected the name of a recipe, got {format_value(node.value)}")
-    return YamlNode({key: child for key, child in root.value.items() if key != "recipe"}, root.at)
+    check_recipe(node, problems)
+    return YamlNode({key: child for key, child in root.value.items() if key != RECIPE_KEY}, root.at)
 
 
 def with_defaults(root: YamlNode, cls: type, overrides: Overrides) -> YamlNode:

@@ -15,7 +15,8 @@ from typing import Any
 
 from tunekit.config.choices import ChoiceRegistry, iter_slots, kind_name
 from tunekit.config.errors import ConfigError, ErrorCollector
-from tunekit.errors import UserError
+from tunekit.config.process_guard import ChangedProcessError, ProcessGuard
+from tunekit.errors import USER_MODULES, UserError, describe_exception, is_ctrl_c
 
 IMPORT_LOCK = threading.RLock()  # environments and rewards are loaded in threads, too
 
@@ -65,7 +66,7 @@ def import_file(name: str, file: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module while they are created
-    with UserCodeErrors(file, name):
+    with UserCodeErrors(file, name), ProcessGuard(lambda: str(file)):
         spec.loader.exec_module(module)
     return module
 
@@ -87,6 +88,12 @@ def load_attribute(reference: str, key: str) -> Any:
     return vars(module)[name]
 
 
+def user_files() -> str:
+    """Files of the user that are imported, recipes too."""
+    modules = [module for name, module in sys.modules.items() if name.startswith(USER_MODULES)]
+    return ", ".join(dict.fromkeys(str(module.__file__) for module in modules))
+
+
 class UserCodeErrors:
     """Context manager that converts exceptions of a user's file to a ConfigError with file and line."""
 
@@ -100,9 +107,11 @@ class UserCodeErrors:
         if error is None:
             return
         sys.modules.pop(self.name, None)
-        if isinstance(error, Exception | SystemExit):
-            message = " ".join(traceback.format_exception_only(error)[-1].split())
-            raise ConfigError([f"{self.file}:{self.line(error)}: cannot be imported: {message}"]) from error
+        if isinstance(error, ChangedProcessError):
+            raise ConfigError([error.problem]) from error
+        if not is_ctrl_c(error):
+            problem = f"cannot be imported: {describe_exception(error)}"
+            raise ConfigError([f"{self.file}:{self.line(error)}: {problem}"]) from error
 
     def line(self, error: BaseException) -> int:
         if (

@@ -3,6 +3,8 @@
 Uses the events of the YAML parser: tags cannot create objects, and depth, aliases and duplicate keys are checked.
 """
 
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path as File
 from typing import Any, NoReturn
@@ -25,6 +27,8 @@ from tunekit.config.node import DEPTH, FAILED, YamlNode, to_node
 from tunekit.config.scalar import parse_scalar
 
 Source = File | Mapping[str, Any] | str | None
+RECIPE_KEY = "recipe"  # top-level key of config files, which no config class has
+SURROGATE_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")  # as JSON escapes an emoji
 _MAX_VALUES = 100_000  # values in a config with aliases expanded
 
 
@@ -62,10 +66,32 @@ def format_value(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:56]}..."
 
 
+def read_recipe(file: File) -> str | None:
+    """Recipe that a config names; None without one. Raises ConfigError. Fast: text after the key is not parsed."""
+    problems = ErrorCollector()
+    text = _text(file, problems) or ""
+    node = _parse(text, lambda line: f"{file}:{line}", problems, lambda parser: parser.find(RECIPE_KEY))
+    check_recipe(node, problems)
+    problems.check()
+    return node.value
+
+
+def check_recipe(node: YamlNode, problems: ErrorCollector) -> None:
+    """Add an error if the value of the key `recipe` is not a name."""
+    if not isinstance(node.value, str | None) and node.value is not FAILED:
+        problems.add(node.at, (RECIPE_KEY,), f"expected the name of a recipe, got {format_value(node.value)}")
+
+
 def parse_yaml(text: str, place: Callable[[int], str], problems: ErrorCollector) -> YamlNode:
     """Parse the only YAML document in `text`. `place` formats a line number, counted from 1."""
+    return _parse(text, place, problems, lambda parser: parser.document())
+
+
+def _parse(
+    text: str, place: Callable[[int], str], problems: ErrorCollector, read: Callable[["_Parser"], YamlNode]
+) -> YamlNode:
     try:
-        return _Parser(text, place, problems).document()
+        return read(_Parser(text, place, problems))
     except ParseAborted:
         pass
     except yaml.MarkedYAMLError as error:
@@ -83,7 +109,8 @@ def parse_yaml(text: str, place: Callable[[int], str], problems: ErrorCollector)
 def _text(file: File, problems: ErrorCollector) -> str | None:
     """Read the text of a file; None after an error."""
     try:
-        return file.read_bytes().decode("utf-8-sig")
+        text = file.read_bytes().decode("utf-8-sig")
+        return text.replace("\t", " ") if "\t" in text and _is_json(text) else text
     except FileNotFoundError:
         problems.add(str(file), (), "no such file")
     except OSError as error:
@@ -92,6 +119,18 @@ def _text(file: File, problems: ErrorCollector) -> str | None:
         line = error.object[: error.start].count(b"\n") + 1
         problems.add(f"{file}:{line}", (), "is not UTF-8 text; save it as UTF-8")
     return None
+
+
+def _is_json(text: str) -> bool:
+    """Whether a text is JSON, which is YAML except that tabs may indent it."""
+    try:
+        return text.lstrip().startswith("{") and bool(json.loads(text))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _join_pair(pair: re.Match[str]) -> str:
+    return pair[0].encode("utf-16", "surrogatepass").decode("utf-16")
 
 
 def _add_syntax_error(
@@ -132,6 +171,19 @@ class _Parser:
         if isinstance(event, DocumentStartEvent):
             self.stop(event, (), "second YAML document; a config must be one document")
         return root
+
+    def find(self, name: str) -> YamlNode:
+        """Value of a key of the top-level mapping; null without it. Later keys are not parsed."""
+        next(self.events)
+        merged: list[YamlNode] = []
+        if isinstance(next(self.events), DocumentStartEvent) and isinstance(next(self.events), MappingStartEvent):
+            while not isinstance(event := next(self.events), MappingEndEvent):
+                key, quoted = self.key(event, ())
+                value = self.node(next(self.events), (key,))
+                if key == name:
+                    return value
+                merged += self.merged(value, ()) if key == "<<" and not quoted else []
+        return next((base.value[name] for base in merged if name in base.value), YamlNode(None))
 
     def stop(self, event: Event, path: Path, message: str) -> NoReturn:
         self.problems.add(self.at(event), path[:4], message)
@@ -174,7 +226,7 @@ class _Parser:
 
     def scalar(self, event: ScalarEvent) -> YamlNode:
         if event.style:
-            return YamlNode(event.value, self.at(event))
+            return YamlNode(SURROGATE_PAIR.sub(_join_pair, event.value), self.at(event))
         return YamlNode(parse_scalar(event.value), self.at(event), event.value)
 
     def sequence(self, event: Event, path: Path) -> YamlNode:

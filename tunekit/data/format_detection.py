@@ -14,7 +14,7 @@ class RowFormat(NamedTuple):
     """Kind of a dataset, its keys that name columns, and a description."""
 
     kind: str
-    columns: tuple[tuple[str, str], ...]
+    columns: tuple[tuple[str, str | None], ...]
     description: str
 
 
@@ -44,6 +44,7 @@ SHAREGPT = {
     name: format_rule("sharegpt", "ShareGPT", {name: list}, "conversations_column").row_format
     for name in MESSAGE_COLUMNS
 }
+INSTRUCT = format_rule("instruct", "Alpaca", {"instruction": str, "output": str})
 PRETOKENIZED = format_rule("pretokenized", "token ids", {"input_ids": list})
 RULES = (
     format_rule("preference", "preference pairs", {"chosen": ANSWER_TYPES, "rejected": ANSWER_TYPES}),
@@ -53,11 +54,18 @@ RULES = (
         {"prompt": TEXT_TYPES, "completion": ANSWER_TYPES, "label": bool},
     ),
     format_rule("completion", "prompts with completions", {"prompt": TEXT_TYPES, "completion": ANSWER_TYPES}),
-    format_rule("instruct", "Alpaca", {"instruction": str, "output": str}),
+    INSTRUCT,
     format_rule("segments", "segments", {"segments": list}),
     format_rule("text", "plain text", {"text": str}),
 )
 LABEL_TYPES = (bool, int, float, str)
+TYPE_LABELS: Mapping[type | tuple[type, ...], str] = {
+    str: "a string",
+    list: "a list",
+    bool: "true or false",
+    TEXT_TYPES: "a string or a list of messages",
+    LABEL_TYPES: "a number or a string",
+}
 # Rules of the preference recipe. Accepts any label, so that a wrong type is reported as such.
 PREFERENCE_RULES = (
     RULES[0],
@@ -93,13 +101,22 @@ def detect_format(fields: Mapping[str, Any], first_rules: Sequence[FormatRule] =
         return row_format
     for name in MESSAGE_COLUMNS:
         if name in fields and isinstance(messages := parse_json_cell(fields[name], SPEAKER_KEYS), list):
-            first = messages[0] if messages else None
-            is_sharegpt = isinstance(first, dict) and first.get("role") is None and first.get("from") is not None
-            return (SHAREGPT if is_sharegpt else CHAT)[name]
+            return (SHAREGPT if is_sharegpt(messages) else CHAT)[name]
     if row_format := match_rule(fields, RULES):
         return row_format
+    for row_format, types in (*first_rules, *RULES):
+        if all(fields.get(name) is not None for name in types):
+            name = next(name for name, expected in types.items() if not isinstance(fields[name], expected))
+            problem = f"{name}: must be {TYPE_LABELS[types[name]]}, got {json_type(fields[name])}"
+            raise UserError(f"{problem}. The row has the columns of {row_format.description}")
     columns = ", ".join(f"{name} ({json_type(value)})" for name, value in fields.items() if value is not None) or "none"
     raise UserError(f"unknown format with columns: {columns}. Set `kind`, or rename columns with `transforms`")
+
+
+def is_sharegpt(messages: list[Any]) -> bool:
+    """Whether the items of a conversation have `from` and `value` instead of `role` and `content`."""
+    first = messages[0] if messages else None
+    return isinstance(first, dict) and first.get("role") is None and first.get("from") is not None
 
 
 def explain_missing_column(error: MissingColumnError, fields: Mapping[str, Any], kind: str) -> str:

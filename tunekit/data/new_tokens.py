@@ -5,7 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunekit.data.tokenizer import Tokenizer, read_json
+from tokenizers import AddedToken
+
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.tokenizer_files import read_json
 from tunekit.errors import UserError
 
 TokenTexts = tuple[str, ...] | dict[str, str]  # tokens, each with a text whose embeddings it starts from
@@ -43,8 +46,11 @@ def add_new_tokens(
                 reason = "is listed twice" if known in {token.id for token in added} else f"is already token {known}"
                 raise UserError(f"{key}: {f'{text!r} {reason}' if text else 'a token must not be empty'}. Remove it.")
             init_ids = describe(tokenizer, key, text, texts[text]) if isinstance(texts, dict) else ()
-            extended = extended.with_added_token(text, is_special)
-            added.append(NewToken(extended.size - 1, text, is_special, init_ids))
+            size, extended = extended.size, extended.with_added_token(text, is_special)
+            if extended.size != size + 1:  # the id of the next token is the number of tokens, as in transformers
+                index = extended.model.token_to_id(text)
+                raise UserError(f"{key}: {text!r} would get id {index}: the token ids have holes. Remove it.")
+            added.append(NewToken(size, text, is_special, init_ids))
     return extended, tuple(added)
 
 
@@ -57,19 +63,29 @@ def describe(tokenizer: Tokenizer, key: str, token: str, text: str) -> tuple[int
 
 
 def write_new_tokens(folder: Path, tokens: Sequence[NewToken]) -> None:
-    """Add tokens to the tokenizer files of a saved checkpoint."""
+    """Add tokens to the tokenizer files of a saved checkpoint.
+
+    All added tokens are written to tokenizer.json, in the order of their ids, which other programs derive from it.
+    """
     if not tokens:
         return
+    known = Tokenizer.open(folder).model.get_added_tokens_decoder()
+    entries = {index: describe_token(token) for index, token in known.items()} | {t.id: t.json for t in tokens}
     file = folder / "tokenizer.json"
-    content = read_json(file)
-    content["added_tokens"] = [*content.get("added_tokens", []), *({"id": t.id, **t.json} for t in tokens)]
+    content = read_json(file) | {"added_tokens": [{"id": index, **entries[index]} for index in sorted(entries)]}
     write_json(file, content)
     file = folder / "tokenizer_config.json"
     if "added_tokens_decoder" in (config := read_json(file)):
-        config["added_tokens_decoder"] |= {str(token.id): token.json for token in tokens}
+        config["added_tokens_decoder"] = {str(index): entries[index] for index in sorted(entries)}
         write_json(file, config)
     if (file := folder / "added_tokens.json").is_file():
-        write_json(file, read_json(file) | {token.text: token.id for token in tokens})
+        write_json(file, {str(entries[index]["content"]): index for index in sorted(entries)})
+
+
+def describe_token(token: AddedToken) -> dict[str, object]:
+    """Entry of a token in tokenizer files."""
+    flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
+    return {"content": token.content, **flags, "normalized": token.normalized, "special": token.special}
 
 
 def write_json(file: Path, content: Mapping[str, object]) -> None:

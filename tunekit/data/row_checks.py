@@ -4,13 +4,18 @@ Severities: `wrong` stops a run before training, because training on the rows is
 `note` is for information.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tunekit.data.chat_template.chat_format import describe_unread_kwargs, find_end_of_turn, find_split_markers
+from tunekit.data.chat_template.chat_format import (
+    advise_on_markers,
+    describe_unread_kwargs,
+    find_doubtful_markers,
+    find_end_of_turn,
+    find_split_markers,
+)
 from tunekit.data.check_target import SEVERITIES, CheckTarget, Finding, Severity, format_message, format_percent
 from tunekit.data.column_checks import find_columns
 from tunekit.data.doc_flags import DocFlags
@@ -92,9 +97,10 @@ def find_template_problems(target: CheckTarget) -> Iterator[Finding]:
         hint = "Remove them, or use a template that reads them"
         yield target.report("doubtful", "template variables", message, hint)
     if markers := find_split_markers(tokenizer):
-        severity: Severity = "note" if find_end_of_turn(tokenizer) else "doubtful"
+        is_doubtful = bool(find_doubtful_markers(tokenizer, markers)) or not find_end_of_turn(tokenizer)
+        severity: Severity = "doubtful" if is_doubtful else "note"
         message = f"the chat template writes {' and '.join(markers)}, which this tokenizer splits into several tokens"
-        hint = f"Add them with new_special_tokens={json.dumps(markers)}, or use a template whose markers are tokens"
+        hint = f"{advise_on_markers(tokenizer, markers)}, or use a template whose markers are tokens"
         yield target.report(severity, "template markers", message, hint)
 
 

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, get_args
 
 import numpy as np
 
-from tunekit.data.chat_template.loss_mask import check_encodable
 from tunekit.data.chat_template.messages import get_column, json_type
 from tunekit.data.datasets import (
     ChatDataset,
@@ -22,7 +21,7 @@ from tunekit.data.datasets import (
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.tokenize import MaskedText
-from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.tokenizer import Tokenizer, check_encodable
 from tunekit.data.truncation import fit_documents
 from tunekit.errors import UserError
 

@@ -13,7 +13,7 @@ from tunekit.data.chat_template.template_warnings import find_doc_flags
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.token_cache import TokenizerEncoding
-from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.tokenizer import Tokenizer, check_encodable
 from tunekit.errors import UserError
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -71,7 +71,7 @@ def render_prompt(tokenizer: Tokenizer, conversation: Conversation) -> MaskedTex
     messages = detect_features(template, tokenizer).adapt_messages(conversation.messages)
     content = conversation.messages[-1]["content"]
     text = loss_mask.text_before_last_message(tokenizer, messages, conversation.tools, content) + content
-    loss_mask.check_encodable(text)
+    check_encodable(text)
     return MaskedText(text, [], find_doc_flags(tokenizer, conversation, text, [len(messages) - 1]))
 
 
@@ -137,7 +137,7 @@ def check_flags(conversation: Conversation, turns: list[int], train_on: TrainOn)
 
 def render_plain_text(text: str, end_token: int, start: int = 0) -> MaskedText:
     """Plain text whose targets are the characters from `start` on and the end token."""
-    loss_mask.check_encodable(text)
+    check_encodable(text)
     return MaskedText(text, [(start, len(text))], DocFlags(0), end_token)
 
 
@@ -179,6 +179,11 @@ def add_bos_and_end(
     mask = np.concatenate((np.full(len(bos), masked.is_continuable), mask, np.ones(len(end), bool)))
     mask[-1] = True
     return ids, mask
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a text to continue: with the BOS token that the tokenizer adds, and without an EOS token."""
+    return [*bos_ids(tokenizer).tolist(), *tokenizer.encode(text)]
 
 
 @lru_cache(maxsize=8)

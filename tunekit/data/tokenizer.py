@@ -1,14 +1,11 @@
 """Tokenizer and chat templates of a checkpoint."""
 
 import copy
-import functools
 import hashlib
 import json
-import math
 import pickle
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -26,27 +23,19 @@ from tunekit.data.chat_template.template import (
     with_defaults,
 )
 from tunekit.data.token_cache import TokenCache, TokenizerEncoding, compile_alternation
+from tunekit.data.tokenizer_files import TokenizerErrors, read_json, read_tokenizer
 from tunekit.errors import UserError
 
 SIMPLE_KEYS = {"role", "content"}  # the keys of most messages
 INCOMPLETE_CHAR = "\ufffd"
-MAX_NORMALIZER_GROWTH = 1000  # factor of the length of a text; known tokenizers have up to 3
 
 
-class TokenizerErrors:
-    """Turns the plain `Exception` and the panics that the tokenizers library raises into UserError.
+PROBED_CHARACTERS = 8  # per token of a limit: the start of a text that is encoded first, if the text is longer
+PROBE_MARGIN = 1.25  # by which the start must exceed the limit: its last word may have other tokens than in the text
 
-    A context manager, because `except Exception` would also catch all other errors.
-    """
 
-    def __init__(self, problem: str, fix: str) -> None:
-        self.problem, self.fix = problem, fix
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is Exception or (kind is not None and kind.__name__ == "PanicException"):  # of Rust, a BaseException
-            raise UserError(f"{self.problem} ({error}). {self.fix}") from error
+class TextTooLongError(UserError):
+    """A text that has more tokens than the limit."""
 
 
 ENCODING_ERRORS = TokenizerErrors("the tokenizer fails on a text", "Check the patterns in tokenizer.json.")
@@ -74,7 +63,9 @@ class Tokenizer:
         self.today: date | None = None
         self.vocab_size: int | None = None  # number of embeddings of the model, if known
         self.max_position_embeddings: int | None = None  # context length of the model, if known
+        self.max_tokens: int | None = None  # limit on texts to encode, if any: longer ones are refused early
         self.post_processor = post_processor
+        self.cleans_up_spaces = False  # whether decoded texts have no spaces before punctuation
         self.bos, self.eos, pad = (self.special_token(f"{name}_token") for name in ("bos", "eos", "pad"))
         self.pad: int = next((token for token in (pad, self.eos) if token is not None), 0)
         self.stops = stops | ({self.eos} if self.eos is not None else frozenset())
@@ -83,15 +74,14 @@ class Tokenizer:
     def open(directory: Path) -> "Tokenizer":
         """Read the tokenizer of a checkpoint."""
         config = read_json(directory / "tokenizer_config.json")
-        if "added_tokens_decoder" not in config:  # older tokenizers have their special tokens in another file
-            config = {**config, **read_json(directory / "special_tokens_map.json")}
         eos_ids = read_json(directory / "generation_config.json").get("eos_token_id")
         eos_ids = eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids]
         if not all(isinstance(token, int) for token in eos_ids):
             raise UserError(f"{directory / 'generation_config.json'}: eos_token_id must be token ids, got {eos_ids}")
         templates = read_templates(directory, config)
-        model, post_processor = read_model(directory)
-        return Tokenizer(model, special_token_texts(config), templates, frozenset(eos_ids), post_processor)
+        saved = read_tokenizer(directory)
+        tokenizer = Tokenizer(saved.model, saved.names, templates, frozenset(eos_ids), saved.post_processor)
+        return tokenizer.copy_with(cleans_up_spaces=saved.cleans_up_spaces)
 
     def with_template(self, name: str) -> "Tokenizer":
         """Copy of the tokenizer with a chat template of the package, or of a file."""
@@ -113,7 +103,8 @@ class Tokenizer:
                 f"{path}: the tokenizer has {num_base_tokens} tokens, but the model has {vocab_size} embeddings. "
                 "Restore the tokenizer.json of this model."
             )
-        return self.copy_with(vocab_size=vocab_size, max_position_embeddings=max_positions)
+        pads = (token for token in (self.pad, self.eos) if token is not None and token < vocab_size)
+        return self.copy_with(vocab_size=vocab_size, max_position_embeddings=max_positions, pad=next(pads, 0))
 
     def with_added_token(self, text: str, is_special: bool) -> "Tokenizer":
         """Copy with another token, which has the next id."""
@@ -126,7 +117,7 @@ class Tokenizer:
         """Copy with other fields, and without cached values that depend on them."""
         tokenizer = copy.copy(self)
         vars(tokenizer).update(fields, shapes={})
-        for name in ("digest", "size", "special_ids", "special_texts", "stop_texts"):
+        for name in ("digest", "size", "longest_token", "special_ids", "special_texts", "stop_texts"):
             vars(tokenizer).pop(name, None)
         return tokenizer
 
@@ -175,6 +166,8 @@ class Tokenizer:
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of a text. `special` adds the tokens that the tokenizer adds to all texts, such as BOS."""
+        if self.max_tokens is not None:
+            self.check_length(text, self.max_tokens)
         ids = self.encode_texts([text], special)[0]
         if self.vocab_size is not None and max(ids, default=0) >= self.vocab_size:
             token = self.model.id_to_token(max(ids))
@@ -183,8 +176,26 @@ class Tokenizer:
             )
         return ids
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Length of the longest token in bytes, in the alphabet of the vocabulary."""
+        return max((len(text.encode()) for text in self.model.get_vocab(with_added_tokens=True)), default=1)
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Raise TextTooLongError for a text that has more tokens, without encoding all of it."""
+        check_encodable(text)
+        size, limit = len(text.encode()), max_tokens * self.longest_token
+        if size > limit:
+            problem = f"{size} bytes are more than {max_tokens} tokens of at most {self.longest_token} bytes"
+            raise TextTooLongError(f"the prompt is longer than the context: {problem}")
+        start = text[: PROBED_CHARACTERS * max_tokens]
+        if len(start) < len(text) and len(self.encode_texts([start])[0]) > PROBE_MARGIN * max_tokens:
+            raise TextTooLongError(f"the prompt is longer than the context, which has {max_tokens} tokens")
+
     def encode_texts(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
-        """Token ids of many texts, encoded on all cores."""
+        """Token ids of many texts, encoded on all cores. Raises UserError if one of them cannot be encoded as UTF-8."""
+        for text in texts:
+            check_encodable(text)
         with ENCODING_ERRORS:
             encodings = self.model.encode_batch_fast(list(texts), add_special_tokens=False)
             if special and self.post_processor is not None:
@@ -196,6 +207,8 @@ class Tokenizer:
 
         Texts are truncated before special tokens are added; of a pair, the longer text first, as in transformers.
         """
+        for text in texts:
+            check_encodable(text)
         with ENCODING_ERRORS:
             encodings = [self.model.encode(text, add_special_tokens=False) for text in texts]
             lengths, post_processor = [len(encoding) for encoding in encodings], self.post_processor
@@ -215,7 +228,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """Text of token ids. Special tokens are left out unless `special`."""
-        return self.model.decode(list(ids), skip_special_tokens=not special)
+        text = self.model.decode(list(ids), skip_special_tokens=not special)
+        return clean_up_spaces(text) if self.cleans_up_spaces else text
 
     def template(self, tools: Tools = None) -> ChatTemplate:
         """Compiled chat template. With tools, the one named `tool_use` if the checkpoint has it."""
@@ -259,6 +273,25 @@ class Tokenizer:
         if not ids:
             raise UserError(f"{self.template(tools).name}: the chat template renders the prompt as an empty text")
         return ids
+
+
+def clean_up_spaces(text: str) -> str:
+    """The text without spaces before punctuation and English contractions, which WordPiece decodes as words."""
+    for ending in (".", "?", "!", ","):
+        text = text.replace(f" {ending}", ending)
+    text = text.replace(" ' ", "'")
+    for ending in ("n't", "'m", "'s", "'ve", "'re"):
+        text = text.replace(f" {ending}", ending)
+    return text
+
+
+def check_encodable(text: str) -> None:
+    """Raise UserError if a text cannot be encoded as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = f"U+{ord(text[error.start]):04X}"
+        raise UserError(f"the text contains a lone surrogate ({code}), which cannot be tokenized") from None
 
 
 def longest_first(lengths: Sequence[int], total: int) -> list[int]:
@@ -314,82 +347,6 @@ def normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
     fields = {key: value for key, value in message.items() if value is not None or key == "content"}
     reasoning = next((fields[key] for key in REASONING_KEYS if key in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """JSON object of a file of a checkpoint; empty if the file does not exist."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise make_read_error(path, error) from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: must be a JSON object, got {type(content).__name__}")
-    return content
-
-
-def make_read_error(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path}: cannot read the file: {error}. Download it again.")
-
-
-@dataclass(frozen=True)
-class TokenizerFile:
-    """A tokenizer.json. Files with the same content are equal."""
-
-    digest: bytes
-    path: Path = field(compare=False)
-
-
-def read_model(directory: Path) -> tuple[tokenizers.Tokenizer, Any]:
-    """Read tokenizer.json. Returns a model, which must not be changed, and its post-processor."""
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise UserError(
-            f"{directory}: has no tokenizer.json. Download it, set `tokenizer` to a checkpoint, or create it with "
-            "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-        )
-    try:
-        file = TokenizerFile(hashlib.sha256(path.read_bytes()).digest(), path)
-    except OSError as error:
-        raise make_read_error(path, error) from None
-    return parse_model(file)
-
-
-@functools.lru_cache(maxsize=2)  # a run opens one tokenizer, or also that of its teacher, up to ten times
-def parse_model(file: TokenizerFile) -> tuple[tokenizers.Tokenizer, Any]:
-    """Model without its post-processor, and the post-processor, which may also remove spaces from offsets."""
-    content = read_json(file.path)
-    if max_growth(content.get("normalizer")) > MAX_NORMALIZER_GROWTH:
-        raise UserError(f"{file.path}: the normalizer can make a text more than {MAX_NORMALIZER_GROWTH} times longer")
-    with TokenizerErrors(f"{file.path}: is not a valid tokenizer", "Download it again."):
-        model = tokenizers.Tokenizer.from_str(json.dumps(content))
-    post_processor, model.post_processor = model.post_processor, None
-    model.no_truncation()
-    model.no_padding()
-    return model, post_processor
-
-
-def max_growth(normalizer: Any) -> int:
-    """How many times longer the replacements of a normalizer can make a text: they may follow one another."""
-    if not isinstance(normalizer, dict):
-        return 1
-    steps = normalizer.get("normalizers")
-    if isinstance(steps, list):
-        return math.prod(map(max_growth, steps))
-    content = normalizer.get("content")
-    return max(1, len(content)) if isinstance(content, str) else 1
-
-
-def special_token_texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of the special tokens of a tokenizer config, by key, such as `eos_token`."""
-    extra = config.get("extra_special_tokens")
-    fields = {**config, **(extra if isinstance(extra, dict) else {})}
-    texts = {
-        name: value["content"] if isinstance(value, dict) and "content" in value else value
-        for name, value in fields.items()
-    }
-    return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
 
 
 def read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

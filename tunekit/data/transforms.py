@@ -1,6 +1,6 @@
 """Transforms of the columns of a row, before its format is read."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,6 +23,11 @@ class RowFields(Fields):
     def get(self, name: str, default: Any = None, /) -> Any:
         self.reads.add(name)
         return super().get(name, default)
+
+
+def replace_column(fields: Mapping[str, Any], name: str, value: Any) -> RowFields:
+    """Columns with another value of one of them. Reading the result counts as reading `fields`."""
+    return RowFields({**fields, name: value}, fields.reads if isinstance(fields, RowFields) else None)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunekit.distributed import worker_env
-from tunekit.errors import RunStopped, UserError, describe_user_code_error
+from tunekit.errors import RunStopped, UserError, describe_user_code_error, find_user_code
 
 HEARTBEAT_STRUCT = struct.Struct("<qd32s")  # step, time, phase
 FAILURE_STRUCT = struct.Struct("<d960s")  # time of the failure (0: none), reason
@@ -72,7 +72,8 @@ class HeartbeatWriter:
             return
         reason = describe_user_code_error(error).encode(errors="replace")
         FAILURE_STRUCT.pack_into(self.memory, self.start + HEARTBEAT_STRUCT.size, time.monotonic(), reason)
-        if worker_env.is_tune_worker() and isinstance(error, Exception) and not isinstance(error, UserError):
+        has_stack = isinstance(error, Exception) or find_user_code(error) is not None
+        if worker_env.is_tune_worker() and has_stack and not isinstance(error, UserError):
             stack = "".join(traceback.format_exception(error))
             os.write(int(os.environ[worker_env.LOG]), stack.encode(errors="replace"))
             raise SystemExit(1)

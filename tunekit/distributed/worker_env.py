@@ -4,6 +4,7 @@ import ctypes
 import faulthandler
 import os
 import signal
+from collections.abc import Sequence
 
 from tunekit.distributed.signals import STOP_SIGNALS, is_kept_ignored
 
@@ -19,6 +20,11 @@ PR_SET_PDEATHSIG = 1  # PR_SET_PDEATHSIG
 def is_worker() -> bool:
     """Whether this process was started by `tune run` or torchrun as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_main_worker() -> bool:
+    """Whether this process prints messages: it is the first of its run, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def has_launcher_env() -> bool:
@@ -44,6 +50,16 @@ def init_worker() -> None:
     for number in STOP_SIGNALS:
         if not is_kept_ignored(number):
             signal.signal(number, signal.SIG_DFL)
+
+
+def end_with_launcher(words: Sequence[str]) -> None:
+    """Make a process that `tune run` has started, as a rank or for checks, exit when that command exits.
+
+    Other commands may be started by code of the user in a rank.
+    """
+    parent = os.environ.get(PARENT) or os.environ.get(REPORT, "").rpartition(":")[2]
+    if parent and words[:1] == ["run"]:
+        die_with_parent(int(parent))
 
 
 def die_with_parent(parent: int) -> None:

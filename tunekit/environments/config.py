@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
+from tunekit.config.base_url import check_base_url
 from tunekit.config.user_code import load_attribute
 from tunekit.data.check_target import ColumnReaders
-from tunekit.data.row_errors import USER_CODE_ERRORS
 from tunekit.environments.base import Environment, get_tool_schemas, signature_readers
 from tunekit.environments.calculator import Calculator
 from tunekit.environments.grid_world import GridWorld, Observation
@@ -17,7 +17,7 @@ from tunekit.environments.key_value_lookup import KeyValueLookup
 from tunekit.environments.openenv import CLIENT_ERRORS, RESET_COLUMNS, OpenEnvEnvironment
 from tunekit.environments.python_tool import PythonTool
 from tunekit.environments.sandbox import SandboxConfig, require_sandbox
-from tunekit.errors import FieldError, UserError, check_range, describe_user_code_error
+from tunekit.errors import CaughtError, FieldError, UserError, check_range, describe_user_code_error
 from tunekit.evaluation.answer_checks import AnswerChecks
 
 
@@ -153,13 +153,12 @@ class CustomEnvironmentConfig(EnvironmentConfig):
 
     def create(self) -> Environment:
         cls = self.environment_class
-        try:
+        with CaughtError() as caught:
             return cls()
-        except USER_CODE_ERRORS as error:
-            problem = f"{self.environment_factory}: {describe_user_code_error(error)}"
-            raise UserError(
-                f"environment_factory: {problem}. Fix the class, which is created without arguments."
-            ) from error
+        assert caught.error is not None
+        problem = f"{self.environment_factory}: {describe_user_code_error(caught.error)}"
+        fix = "Fix the class, which is created without arguments."
+        raise UserError(f"environment_factory: {problem}. {fix}") from caught.error
 
 
 @dataclass(frozen=True)
@@ -176,8 +175,7 @@ class OpenEnvConfig(EnvironmentConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.base_url.startswith(("http://", "https://", "ws://", "wss://")):
-            raise FieldError("base_url", f"must start with http:// or https://, got {self.base_url!r}")
+        check_base_url(self.base_url, ("http", "https", "ws", "wss"))
 
     @property
     def column_readers(self) -> ColumnReaders:

@@ -10,7 +10,8 @@ from tunekit.environments.tool_calls import to_text
 from tunekit.errors import UserError
 
 RESET_COLUMNS = ("seed", "episode_id")  # passed to `reset`, if a row has them
-CLIENT_ERRORS = (OSError, RuntimeError, TimeoutError, ValueError)  # ConnectionError is an OSError
+# Errors of connections and of responses: the client does not check their types
+CLIENT_ERRORS = (OSError, RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
 
 def load_client() -> Any:

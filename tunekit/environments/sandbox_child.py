@@ -55,6 +55,10 @@ DENIED = {
     "inotify_add_watch": (254, 27), "fallocate": (285, 47), "flock": (73, 32),
     "sync": (162, 81), "syncfs": (306, 267), "quotactl": (179, 60),
     "quotactl_fd": (443, 443), "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    # attributes of files and targets of links, which Landlock does not cover
+    "getxattr": (191, 8), "lgetxattr": (192, 9), "fgetxattr": (193, 10), "listxattr": (194, 11),
+    "llistxattr": (195, 12), "flistxattr": (196, 13), "getxattrat": (464, 464), "listxattrat": (465, 465),
+    "readlink": (89, None), "readlinkat": (267, 78),
     # memory and messages that are shared between processes
     "shmget": (29, 194), "shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186), "msgsnd": (69, 189),
     "shmctl": (31, 195), "semctl": (66, 191), "semop": (65, 193), "semtimedop": (220, 192), "msgctl": (71, 187),

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from tunekit.errors import CaughtError, describe_exception
+
 Tools = Mapping[str, Callable[..., Any]]
 
 
@@ -24,14 +26,14 @@ def run_tool(tools: Tools, call: Mapping[str, Any], timeout_seconds: float) -> T
         return error_result(f"Tool {name} not found. Available tools: {', '.join(tools) or 'none'}")
     if (problem := find_wrong_arguments(tools[name], arguments)) is not None:
         return error_result(f"{name}: {problem}")
-    future = run_in_thread(lambda: tools[name](**arguments))
+    future = run_in_thread(lambda: to_text(tools[name](**arguments)))
     try:
         error = future.exception(timeout_seconds)
     except TimeoutError:
         return error_result(f"{name}: no result after {timeout_seconds:g} seconds")
     if error is not None:
-        return error_result(f"{type(error).__name__}: {error}".removesuffix(": "))
-    return ToolResult(to_text(future.result()))
+        return error_result(describe_exception(error))
+    return ToolResult(future.result())
 
 
 def run_in_thread(call: Callable[[], Any]) -> Future[Any]:
@@ -39,25 +41,13 @@ def run_in_thread(call: Callable[[], Any]) -> Future[Any]:
     future: Future[Any] = Future()
 
     def run() -> None:
-        with Outcome(future):
+        with CaughtError() as caught:
             future.set_result(call())
+        if caught.error is not None:
+            future.set_exception(caught.error)
 
     threading.Thread(target=run, daemon=True, name="tunekit-tool").start()
     return future
-
-
-class Outcome:
-    """Context manager that stores any exception in a future: tools are code of the user and may raise anything."""
-
-    def __init__(self, future: Future[Any]) -> None:
-        self.future = future
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if error is not None:
-            self.future.set_exception(error)
-        return True
 
 
 def error_result(problem: str) -> ToolResult:

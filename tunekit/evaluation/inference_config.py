@@ -9,7 +9,7 @@ from tunekit import build
 from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.checkpoint.hf_checkpoint import ConfigOverrides
 from tunekit.config.load import load_config
-from tunekit.data.chat_template.chat_format import describe_unread_kwargs, with_chat_format
+from tunekit.data.chat_template.chat_format import describe_split_markers, describe_unread_kwargs, with_chat_format
 from tunekit.data.chat_template.template import TemplateKwargs, check_template_kwargs
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.devices import DeviceChoice
@@ -54,12 +54,12 @@ class InferenceConfig:
         return with_chat_format(tokenizer, self.chat_template, self.chat_template_kwargs)
 
     def load_model(self, name: str, dist: DistributedContext) -> tuple[Decoder, Tokenizer]:
-        """A model and its tokenizer with the chat format of this config. Warns about variables that are not read."""
+        """A model and its tokenizer with the chat format of this config. Warns about its variables and markers."""
         model, tokenizer = build.load_for_inference(
             name, self.precision, dist, self.quantization, config_overrides=self.config_overrides
         )
         tokenizer = with_chat_format(tokenizer, self.chat_template, self.chat_template_kwargs)
-        if warning := describe_unread_kwargs(tokenizer):
+        for warning in filter(None, (describe_unread_kwargs(tokenizer), describe_split_markers(tokenizer))):
             dist.log(f"warning: {warning}")
         return model, tokenizer
 

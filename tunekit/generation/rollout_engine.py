@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
@@ -101,3 +102,14 @@ class RolloutEngine(ABC):
     @abstractmethod
     def sleep(self) -> None:
         """Free memory until the next request, whose weights may differ. Collective."""
+
+    def close(self) -> None:  # noqa: B027
+        """End all requests, and free what the engine has outside of this process. Not collective: after an error."""
+
+    @contextmanager
+    def closing_on_error(self) -> Iterator[None]:
+        """Close the engine if an exception leaves the block."""
+        with ExitStack() as stack:
+            stack.callback(self.close)
+            yield
+            stack.pop_all()

@@ -12,6 +12,9 @@ from tunekit.errors import FieldError, check_range
 from tunekit.kernels.prefix_sum import prefix_sum
 from tunekit.models.weight_init import named_generator
 
+MIN_TEMPERATURE = 1e-5  # logits that are divided by smaller ones overflow in fp32
+MAX_PENALTY = 100.0  # and its inverse; far larger ones overflow
+
 
 @dataclass(frozen=True)
 class SamplingConfig:
@@ -36,8 +39,7 @@ class SamplingConfig:
         check_range(self, "top_p", gt=0, le=1)
         check_range(self, "min_p", ge=0, le=1)
         check_range(self, "max_new_tokens", ge=1)
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise FieldError("repetition_penalty", f"must be > 0, got {self.repetition_penalty}. Set 1 for no penalty.")
+        check_range(self, "repetition_penalty", ge=1 / MAX_PENALTY, le=MAX_PENALTY)
         if "" in self.stop_strings:
             raise FieldError("stop_strings", "must not contain an empty text")
 
@@ -63,7 +65,7 @@ class SamplingConfig:
 
     def scale(self, logits: Tensor) -> Tensor:
         """Logits divided by the temperature, in fp32."""
-        return logits.float() if self.temperature in (0, 1) else logits.float() / self.temperature
+        return logits.float() if self.temperature in (0, 1) else logits.float() / max(self.temperature, MIN_TEMPERATURE)
 
     def sample_scaled(self, logits: Tensor, numbers: Tensor) -> Tensor:
         """Next tokens (B,) from logits (B, vocab) that are divided by the temperature, which is not 0."""
@@ -71,7 +73,9 @@ class SamplingConfig:
         if self.num_candidates is not None or self.top_p < 1:
             weights, tokens = self.sort_top_k(weights)
             preceding = prefix_sum(weights) - weights  # total probability of more likely tokens
-            weights = weights * (preceding < self.top_p * weights.sum(-1, keepdim=True))
+            is_kept = preceding < self.top_p * weights.sum(-1, keepdim=True)
+            is_kept[:, 0] = True  # also if the product underflows
+            weights = weights * is_kept
         if self.min_p > 0:
             weights = weights * (weights >= self.min_p * weights.amax(-1, keepdim=True))
         index = sample_index(weights, numbers)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tunekit.data.inspect.html_report import escape, html_page
 from tunekit.data.inspect.token_display import decode_groups, show_whitespace
+from tunekit.data.token_bytes import TokenBytes
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.models.decoder import Decoder
 
@@ -76,6 +77,6 @@ def colored(text: str, level: float, tooltip: str = "") -> str:
 def describe(tokenizer: Tokenizer, item: TokenProbability) -> str:
     """Probability of a token, then the most likely tokens, one per line."""
     pairs = [(item.token, item.probability), *item.alternatives]
-    decoded = [tokenizer.decode([token], special=True) for token, _ in pairs]
-    lines = [f"{pair[1]:.2%} {text!r} ({pair[0]})" for pair, text in zip(pairs, decoded, strict=True)]
+    names = TokenBytes(tokenizer)
+    lines = [f"{probability:.2%} {names.label(token)!r} ({token})" for token, probability in pairs]
     return "\n".join([lines[0], "most likely:", *lines[1:]])

@@ -65,6 +65,8 @@ class Router(InitMixin):
     scale: nn.Parameter | None
     per_expert_scale: nn.Parameter | None
     stats: RouterStats | None = None  # for auxiliary losses
+    # Returns the experts to use (T, top_k), from the logits (T, E) and the chosen ones, to compare two models
+    override: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __init__(self, dim: int, spec: MoE) -> None:
         super().__init__()
@@ -91,6 +93,8 @@ class Router(InitMixin):
         chosen = self.selection_scores(scores.detach()).topk(spec.top_k, dim=-1).indices
         if self.stats is not None and torch.is_grad_enabled():
             self.stats.add(self, logits, chosen)
+        if self.override is not None:
+            chosen = self.override(logits, chosen)
         weights = scores.gather(-1, chosen)
         match spec.scoring_func:
             case "top_softmax":

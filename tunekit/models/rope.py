@@ -42,7 +42,8 @@ def yarn(s: YarnScaling, theta: float, dims: int, freq: Tensor) -> Tensor:
     bounds = [dims * math.log(s.context / (n * 2 * math.pi)) / (2 * math.log(theta)) for n in (s.fast, s.slow)]
     low, high = (math.floor(bounds[0]), math.ceil(bounds[1])) if s.truncate else bounds
     low, high = max(low, 0), min(high, dims - 1)
-    ramp = ((torch.arange(dims // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    width = high - low or 1e-3  # negative for a context of less than `slow` turns in all channels: no interpolation
+    ramp = ((torch.arange(dims // 2) - low) / width).clamp(0, 1)
     return torch.lerp(freq, freq / s.factor, ramp)
 
 

@@ -39,6 +39,11 @@ class HubOnly(Identity):
 
 
 @dataclass(frozen=True)
+class MultiTokenPrediction(HubOnly):
+    """Layers that predict further tokens, for speculative decoding. They are not trained."""
+
+
+@dataclass(frozen=True)
 class Stack(Identity):
     """One Hub tensor per expert; ours are stacked along a new first dimension."""
 

@@ -14,7 +14,7 @@ from tunekit.adapters.module_patterns import check_patterns, values_by_module
 from tunekit.devices import capabilities
 from tunekit.distributed.sharding import shard_slice, to_local
 from tunekit.errors import FieldError, check_range
-from tunekit.optim.container import AdamW8bit, Muon, OptimizerContainer
+from tunekit.optim.container import BLOCK, AdamW8bit, Muon, OptimizerContainer
 
 MIN_QUANTIZED_SIZE = 4096  # elements; the moments of smaller weights stay in fp32
 
@@ -77,6 +77,10 @@ class OptimizerConfig:
                     "lr_pattern", f"{pattern}: must be > 0 and finite, got {lr}. To freeze: adapter.frozen_modules"
                 )
 
+    def state_bytes(self, weight: nn.Parameter, is_inner: bool) -> int:
+        """Bytes of the optimizer state of a weight. `is_inner`: it belongs to a decoder layer."""
+        return 2 * weight.nbytes
+
     def apply_lr_pattern(self, trained: TrainedGroups, model: nn.Module) -> Iterator[tuple[list[nn.Parameter], float]]:
         """Split groups by the learning rates of their modules. Weights without one are first."""
         modules: dict[nn.Parameter, list[str]] = {}  # of each trained weight; a tied weight has two
@@ -125,6 +129,11 @@ class AdamW8bitConfig(AdamWConfig):
         defaults = {"betas": self.betas, "eps": self.eps}
         return split_optimizer(trained, self, is_worth_quantizing, lambda groups: AdamW8bit(groups, defaults))
 
+    def state_bytes(self, weight: nn.Parameter, is_inner: bool) -> int:
+        if not is_worth_quantizing(weight):
+            return super().state_bytes(weight, is_inner)
+        return 2 * weight.numel() + 8 * math.prod(weight.shape[:-1]) * math.ceil(weight.shape[-1] / BLOCK)
+
 
 def is_worth_quantizing(weight: nn.Parameter) -> bool:
     """Whether the full, unsharded weight is a large matrix."""
@@ -157,9 +166,17 @@ class MuonConfig(OptimizerConfig):
 
     def build(self, trained: TrainedGroups, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
         """Use Muon for the matrices among the `inner` weights, including stacked experts, but not for conv filters."""
-        matrices = {p for p in inner if p.ndim > 1 and min(shard_slice(p).shape[-2:]) > 1}
+        matrices = {parameter for parameter in inner if is_matrix(parameter)}
         defaults = {"momentum": self.momentum}
         return split_optimizer(trained, self, matrices.__contains__, lambda groups: Muon(groups, defaults))
+
+    def state_bytes(self, weight: nn.Parameter, is_inner: bool) -> int:
+        return weight.nbytes if is_inner and is_matrix(weight) else super().state_bytes(weight, is_inner)
+
+
+def is_matrix(weight: nn.Parameter) -> bool:
+    """Whether a weight is a matrix or a stack of matrices with more than one row and column."""
+    return weight.ndim > 1 and min(shard_slice(weight).shape[-2:]) > 1
 
 
 @dataclass(frozen=True)
@@ -177,6 +194,9 @@ class SGDConfig(OptimizerConfig):
 
     def build(self, trained: TrainedGroups, inner: Iterable[nn.Parameter] = ()) -> torch.optim.Optimizer:
         return torch.optim.SGD(param_groups(trained, self.lr, self.weight_decay), momentum=self.momentum)
+
+    def state_bytes(self, weight: nn.Parameter, is_inner: bool) -> int:
+        return weight.nbytes if self.momentum else 0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """A config for a model, a dataset and a machine: the first one of a user, with comments on what to change."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.config.dump import to_yaml
 from tunekit.data.chat_template.chat_format import find_split_markers, with_chat_format
+from tunekit.data.datasets import ConversationDataset, DatasetConfig
+from tunekit.data.readers.row_reader import BadRow
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 from tunekit.plan.estimate import Estimate, estimate
 from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.num_steps import count_steps
-from tunekit.plan.sample_rows import RowSample, measure_lengths
+from tunekit.plan.sample_rows import Lengths, RowSample, measure_lengths
 from tunekit.plan.search import memory_limit
 from tunekit.plan.workload import make_workload
 
@@ -27,6 +30,8 @@ MAX_CLASSES = 1000  # larger integers are numbers, not classes
 COVERED = 0.995  # fraction of the rows that `max_length` must cover
 LONG_RUN_ROWS = 10_000  # rows from which one epoch is enough
 MICRO_BATCHES = (16, 8, 4)  # tried besides 1 and 2
+PER_MESSAGE = {"train_on": "per_message"}  # key of `data` for messages with `train` or `weight`
+MAX_LISTED = 3  # rows that cannot be used
 # Learning rates of LoRA and of full training, for models of `REFERENCE_DIM`; smaller ones need higher rates.
 LEARNING_RATES = {
     "sft": (2e-4, 2e-5),
@@ -48,10 +53,11 @@ LoadConfig = Callable[[dict[str, Any]], Any]
 
 @dataclass
 class Draft:
-    """Keys of a config, and a comment for some of them."""
+    """Keys of a config, a comment for some of them, and problems of the rows."""
 
     tree: dict[str, Any]
     comments: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
     plan: Estimate | None = None
 
     def set(self, key: str, value: Any, comment: str = "") -> None:
@@ -129,15 +135,18 @@ def round_rate(rate: float) -> float:
 def add_data(draft: Draft, source: HFCheckpoint, sample: RowSample, load: LoadConfig) -> None:
     """Add training and held-out rows, with a chat template if the model has none."""
     data, length = dict(sample.data), f"{sample.count:,} rows: {sample.row_format.description}"
+    length += ", and other formats" if sample.is_mixed else ""
     max_length, packing = min(DEFAULT_LENGTH, source.spec.context), False
     if (source.tokenizer_path / "tokenizer.json").is_file():
         tokenizer = Tokenizer.open(source.tokenizer_path)
         data |= add_template(draft, tokenizer, sample)
         tokenizer = source.with_new_tokens((), draft.tree.get("new_special_tokens", ())).chat_tokenizer or tokenizer
-        longest = load(draft.tree | {"data": data | {"max_length": source.spec.context}, "output_dir": "runs"}).data
-        lengths = measure_lengths(longest, tokenizer, sample)
+        longest = draft.tree | {"data": data | {"max_length": source.spec.context}, "output_dir": "runs"}
+        options, (lengths, bad_rows) = find_row_options(longest, tokenizer, sample, load)
+        data |= options
+        draft.problems = list_problems(sample, options, bad_rows)
         mean, covered = sum(lengths) / len(lengths), lengths[int(COVERED * (len(lengths) - 1))]
-        num_tokens = sum(lengths) / len(sample.rows) * sample.count
+        num_tokens = sum(lengths) / sample.num_read * sample.count
         length += f". Tokens: {mean:,.0f} on average, {lengths[-1]:,} at most"
         max_length = min(next((n for n in LENGTHS if n >= covered), LENGTHS[-1]), source.spec.context)
         if truncated := sum(n > max_length for n in lengths):
@@ -148,9 +157,42 @@ def add_data(draft: Draft, source: HFCheckpoint, sample: RowSample, load: LoadCo
     else:
         length += ". Lengths are unknown without the tokenizer: check max_length with `tune data`"
     train = data | ({"split": sample.split} if sample.split != "train" else {}) | {"max_length": max_length}
-    draft.set("data", train | ({"packing": True} if packing else {}), length)
+    draft.set("data", train | ({"packing": True} if packing else {}), "\n# ".join([length, *draft.problems]))
     if sample.eval_split is not None:
         draft.set("eval_data", data | {"split": sample.eval_split, "max_length": max_length})
+
+
+def find_row_options(
+    tree: dict[str, Any], tokenizer: Tokenizer, sample: RowSample, load: LoadConfig
+) -> tuple[dict[str, Any], Lengths]:
+    """Keys of `data` with which most rows can be used, and the lengths of these. Raise UserError if none can."""
+    config, results = load(tree).data, []
+    for options in ({}, PER_MESSAGE) if isinstance(config, ConversationDataset) else ({},):
+        results.append((options, measure_lengths(replace(config, **options), tokenizer, sample)))
+        if not results[-1][1].bad_rows:
+            break
+    options, lengths = min(results, key=lambda result: len(result[1].bad_rows))  # the first of equal ones
+    if not lengths.tokens:
+        row = results[0][1].bad_rows[0]
+        raise UserError(f"{row.where}: {row.reason}")
+    return options, lengths
+
+
+def list_problems(sample: RowSample, options: Mapping[str, Any], bad_rows: Sequence[BadRow]) -> list[str]:
+    """Problems of the rows, with those that cannot be used: training stops at the first one."""
+    problems = [f"columns have other names. Check that these are meant: {sample.row_format.description}"]
+    problems = problems if sample.is_guess else []
+    if options == PER_MESSAGE:
+        problems.append("some messages have `train` or `weight`, so `train_on` is per_message")
+    if bad_rows:
+        fraction = len(bad_rows) / sample.num_read
+        limit = math.ceil(20 * fraction) / 20  # of all rows, which may have more of them than the first ones
+        remedy = f" and max_bad_row_fraction: {limit:g}" if fraction > DatasetConfig.max_bad_row_fraction else ""
+        count = (
+            f"{len(bad_rows):,} of {sample.num_read:,} rows cannot be used. Fix them, or set on_bad_row: skip{remedy}"
+        )
+        problems += [count, *(f"{row.where}: {row.reason}" for row in bad_rows[:MAX_LISTED])]
+    return problems
 
 
 def add_template(draft: Draft, tokenizer: Tokenizer, sample: RowSample) -> dict[str, str]:
@@ -168,7 +210,7 @@ def add_template(draft: Draft, tokenizer: Tokenizer, sample: RowSample) -> dict[
 def fit(draft: Draft, load: LoadConfig, machine: ClusterSpec) -> Draft:
     """The draft with the first options that fit: 16-bit or 4-bit weights, checkpointing, and micro-batch size."""
     for options in list_options(draft):
-        candidate = Draft(draft.tree | options, dict(draft.comments))
+        candidate = Draft(draft.tree | options, dict(draft.comments), draft.problems)
         plan = plan_of(candidate, load, machine, 1)
         if plan is not None and fits(plan):
             plan = with_large_micro_batch(plan, lambda rows: plan_of(candidate, load, machine, rows))  # noqa: B023

@@ -1,9 +1,10 @@
 """The rows of a dataset for which a config is written: their format, number and lengths."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.format_detection import (
@@ -15,9 +16,10 @@ from tunekit.data.format_detection import (
     detect_format,
 )
 from tunekit.data.readers.open_dataset import open_dataset
-from tunekit.data.readers.row_reader import BadRow, require_row
+from tunekit.data.readers.row_reader import BadRow, Row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
+from tunekit.plan.guess_format import guess_format
 
 SAMPLE_SIZE = 1000  # rows whose lengths are measured
 EVAL_SPLITS = ("test", "validation", "valid", "dev", "eval")
@@ -43,6 +45,14 @@ FIRST_RULES = {
         *REWARD_RULES[1:],
     ),
 }
+DEFAULT_COLUMNS = {("messages_column", "messages"), ("conversations_column", "conversations")}
+
+
+class Lengths(NamedTuple):
+    """Tokens of the documents of a sample, ascending, and the rows that cannot be used."""
+
+    tokens: list[int]
+    bad_rows: list[BadRow]
 
 
 @dataclass(frozen=True)
@@ -51,9 +61,12 @@ class RowSample:
 
     source: str
     task: str
-    row_format: RowFormat
+    row_format: RowFormat  # of most rows
+    is_mixed: bool  # whether the recipe reads other rows as well, by their own formats
+    is_guess: bool  # whether the columns have unknown names
     count: int
-    rows: tuple[Mapping[str, Any], ...]
+    num_read: int  # rows at the start of the source
+    rows: tuple[Mapping[str, Any], ...]  # those with a known format
     split: str
     eval_split: str | None
     labels: frozenset[Any] = frozenset()  # of all rows, for a classifier
@@ -62,7 +75,9 @@ class RowSample:
     @property
     def data(self) -> dict[str, Any]:
         """Keys of the dataset config that differ from their defaults."""
-        columns = {key: name for key, name in self.row_format.columns if key.removesuffix("_column") != name}
+        if self.is_mixed:
+            return {"source": self.source}
+        columns = {key: name for key, name in self.row_format.columns if (key, name) not in DEFAULT_COLUMNS}
         names = {"class_names": self.class_names} if self.class_names else {}
         return {"kind": self.row_format.kind, "source": self.source, **columns, **names}
 
@@ -73,33 +88,60 @@ class RowSample:
 
 
 def sample_rows(source: str, task: str | None) -> RowSample:
-    """Read the first rows of a dataset. Raise UserError if it has none, or no format that `task` reads.
+    """Read the first rows of a dataset. Raise UserError if no row has a format that `task` reads.
 
-    `task` is a recipe or a preference loss; None: the recipe that reads this format.
+    `task` is a recipe or a preference loss; None: the recipe that reads the format of most rows.
     """
     loss, task = (task, "preference") if task in PREFERENCE_TASKS else (None, task)
     table = open_dataset(source, "train")
-    rows = tuple(require_row(row).fields for row in islice(table.rows, SAMPLE_SIZE))
-    try:
-        row_format = detect_format(rows[0], FIRST_RULES[task])
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from error
-    task = task or next(task for task, kinds in TASKS.items() if row_format.kind in kinds)
+    items = [*islice(table.rows, SAMPLE_SIZE)]
+    formats, is_guess = detect_formats(source, items, task)
+    row_format = Counter(row_format for _, row_format in formats).most_common(1)[0][0]
+    task = task or task_of(row_format)
     if row_format.kind not in TASKS[task]:
-        other = next(task for task, kinds in TASKS.items() if row_format.kind in kinds)
         problem = f"--task {loss or task}: {source} has {row_format.description}"
-        raise UserError(f"{problem}. Use --task {other}, or other rows.")
+        raise UserError(f"{problem}. Use --task {task_of(row_format)}, or other rows.")
+    readable = [(fields, item) for fields, item in formats if item.kind in TASKS[task]]
+    is_mixed = task == "sft" and any(item != row_format for _, item in readable)
+    rows = tuple(fields for fields, item in readable if is_mixed or item == row_format)
     labels = read_labels(source) if row_format.kind == "labeled" else frozenset[Any]()
-    count = table.count or len(rows)
+    count = table.count or len(items)
     splits = "train", find_eval_split(source)
     if splits[1] is None and count >= MIN_ROWS_TO_SPLIT:
         splits = f"train[:{100 - EVAL_FRACTION}%]", f"train[{100 - EVAL_FRACTION}%:]"
-    return RowSample(source, task, row_format, count, rows, *splits, labels, None if loss == "dpo" else loss)
+    sizes = (count, len(items))
+    loss = None if loss == "dpo" else loss
+    return RowSample(source, task, row_format, is_mixed, is_guess, *sizes, rows, *splits, labels, loss)
+
+
+def detect_formats(
+    source: str, items: Sequence[Row | BadRow], task: str | None
+) -> tuple[list[tuple[Mapping[str, Any], RowFormat]], bool]:
+    """The rows of known formats; without any, all with a guess for recipe sft (True). Raise UserError without both."""
+    rows = [item.fields for item in items if isinstance(item, Row)]
+    formats: list[tuple[Mapping[str, Any], RowFormat]] = []
+    errors = [f"{item.where}: {item.reason}" for item in items if isinstance(item, BadRow)]
+    for fields in rows:
+        try:
+            formats.append((fields, detect_format(fields, FIRST_RULES[task])))
+        except UserError as error:
+            errors.insert(0, f"{source}: {error}")
+    guess = guess_format(rows) if not formats and task in ("sft", None) else None
+    formats = formats or [(fields, guess) for fields in rows if guess is not None]
+    if not formats:
+        raise UserError(errors[0])
+    return formats, guess is not None
+
+
+def task_of(row_format: RowFormat) -> str:
+    """Recipe that reads a format."""
+    return next(task for task, kinds in TASKS.items() if row_format.kind in kinds)
 
 
 def read_labels(source: str) -> frozenset[Any]:
     """Labels of all rows, which may be sorted by label. Raise UserError if all rows have the same one."""
-    labels = frozenset(require_row(row).fields.get("label") for row in open_dataset(source, "train").rows)
+    rows = (row for row in open_dataset(source, "train").rows if isinstance(row, Row))
+    labels = frozenset(row.fields.get("label") for row in rows)
     if len(labels) < 2:
         raise UserError(f"{source}: all rows have label {next(iter(labels))}. A classifier needs rows of two classes.")
     return labels
@@ -116,11 +158,10 @@ def find_eval_split(source: str) -> str | None:
     return None
 
 
-def measure_lengths(data: DatasetConfig, tokenizer: Tokenizer, sample: RowSample) -> list[int]:
-    """Tokens of the documents of the sample, ascending. Raise UserError for a row that cannot be encoded."""
-    reader = open_dataset(sample.source, "train", len(sample.rows))
+def measure_lengths(data: DatasetConfig, tokenizer: Tokenizer, sample: RowSample) -> Lengths:
+    """Tokens of the documents of the sample, and its rows that cannot be encoded."""
+    reader = open_dataset(sample.source, "train", sample.num_read)
     encoded = data.encode_rows(data.prepare_tokenizer(tokenizer), reader.rows)
-    for row in encoded:
-        if isinstance(row, BadRow):
-            raise UserError(f"{row.where}: {row.reason}")
-    return sorted(doc.full_length for row in encoded if isinstance(row, list) for doc in row)
+    bad_rows = [row for row in encoded if isinstance(row, BadRow)]
+    tokens = sorted(doc.full_length for row in encoded if isinstance(row, list) for doc in row)
+    return Lengths(tokens, bad_rows)

@@ -1,6 +1,7 @@
 """The keys that recipes with sampled answers share, and their checks."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tunekit.config.choices import kind_name
@@ -11,8 +12,8 @@ from tunekit.data.dataloader.summary import format_count
 from tunekit.data.readers.open_dataset import find_data_files
 from tunekit.data.readers.row_reader import Row
 from tunekit.environments.config import EnvironmentChoice
-from tunekit.errors import FieldError, check_range
-from tunekit.generation.sampling import SamplingConfig
+from tunekit.errors import FieldError, UserError, check_range
+from tunekit.generation.sampling import MIN_TEMPERATURE, SamplingConfig
 from tunekit.losses.policy_gradient import PolicyGradientLoss
 from tunekit.policy.engine_config import EngineChoice, NativeEngineConfig
 from tunekit.rewards.base import check_rewards, combine_readers
@@ -32,6 +33,7 @@ class RolloutSamplingConfig(SamplingConfig):
         super().__post_init__()
         if self.temperature == 0:
             raise FieldError("temperature", "must be > 0: all answers to a prompt would be the same, got 0")
+        check_range(self, "temperature", ge=MIN_TEMPERATURE)
         if self.repetition_penalty != 1:
             problem = "must be 1: log-probabilities of training have no penalty"
             raise FieldError("repetition_penalty", f"{problem}, got {self.repetition_penalty}")
@@ -54,7 +56,7 @@ class PolicyConfig(TrainConfig):
     max_num_seqs: int = 64  # Answers that a device generates at once, or has requested from a server
     reference: PolicyReference = AutoReference()  # Reference model; only used if the loss has a KL divergence
     # Stop if the mean difference between the log-probabilities of sampling and training exceeds this; null: 0.2, or no
-    # limit with loss.importance_sampling_correction
+    # limit with loss.importance_sampling_correction and engine=native
     max_logprob_drift: float | None = None
     global_batch_size: int = 16  # Answers per optimizer step, over all devices: prompts times num_generations
     micro_batch_size: int = 1  # Answers per forward pass on one device; with data.packing, rows of several answers
@@ -160,6 +162,7 @@ def first_columns(data: PromptData) -> Iterator[list[str]]:
     for config in MixtureBase.from_config(data).dataset_configs:
         if find_data_files(config.source, config.split) is None:
             continue  # on the Hub: the columns are checked when the rows are read
-        columns = (config.apply_transforms(row.fields) for row in config.open_rows().rows if isinstance(row, Row))
-        if (fields := next(filter(None, columns), None)) is not None:
-            yield [*fields]
+        rows = (config.apply_transforms(row.fields) for row in config.open_rows().rows if isinstance(row, Row))
+        if (fields := next(filter(None, rows), None)) is not None and isinstance(config, PromptDataset):
+            with suppress(UserError):  # an unusable row, which is reported when all rows are read
+                yield [*config.read_prompt(fields).columns]

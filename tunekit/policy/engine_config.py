@@ -8,12 +8,13 @@ from urllib.parse import urlsplit
 
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.build import open_checkpoint
+from tunekit.config.base_url import check_base_url
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, check_range
 from tunekit.generation.engine import GenerationEngine
 from tunekit.generation.rollout_engine import RolloutEngine
 from tunekit.models.decoder import Decoder
-from tunekit.rollouts.openai_client import OpenAIClient
+from tunekit.rollouts.openai_client import MAX_RESPONSE_BYTES, OpenAIClient
 from tunekit.rollouts.served_model import ServedAdapter, ServedModel
 from tunekit.rollouts.server_engine import ServerEngine
 from tunekit.training.config import TrainConfig
@@ -61,13 +62,13 @@ class ServerEngineConfig(BaseEngineConfig):
     sync: Literal["lora", "none"] = "lora"
     adapter_dir: str | None = None  # Directory for these adapters, which the server can read; null: output_dir
     api_key_env: str = "VLLM_API_KEY"  # Environment variable with the API key, which may be unset
-    timeout_seconds: float = 600.0  # Longest time of a request
+    timeout_seconds: float = 600.0  # Longest time of a request, from the connection to the last byte of the response
+    max_response_bytes: int = MAX_RESPONSE_BYTES  # Size of a response
     max_retries: int = 8  # Repetitions of a request after an error of the server or of the network
 
     def __post_init__(self) -> None:
-        if not self.base_url.startswith(("http://", "https://")):
-            raise FieldError("base_url", f"must start with http:// or https://, got {self.base_url!r}")
-        check_range(self, "timeout_seconds", gt=0)
+        check_base_url(self.base_url)
+        check_range(self, "timeout_seconds", "max_response_bytes", gt=0)
         check_range(self, "max_retries", ge=0)
 
     def check(self, adapter: NoAdapter | LoRAConfig) -> None:
@@ -84,7 +85,8 @@ class ServerEngineConfig(BaseEngineConfig):
         name = self.model or checkpoint.name
         has_path = urlsplit(self.base_url).path.strip("/")
         url = self.base_url if has_path else f"{self.base_url.rstrip('/')}/v1"  # TRL's addresses have no path
-        client = OpenAIClient("engine", url, self.api_key_env, self.timeout_seconds, self.max_retries)
+        limits = self.timeout_seconds, self.max_retries, self.max_response_bytes
+        client = OpenAIClient("engine", url, self.api_key_env, *limits)
         if self.sync == "none":
             served = ServedModel(client, name)
         else:

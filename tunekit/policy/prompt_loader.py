@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.policy.config import PolicyConfig
 from tunekit.rewards.base import check_rewards
+from tunekit.rollouts.prompts import make_prompt_row
 from tunekit.rollouts.rollout import PromptRow
 from tunekit.training.data_checks import check_columns
 from tunekit.training.run_context import RunContext
@@ -56,10 +58,13 @@ class PromptLoader(MapDataLoader):
     def prompt(self, index: int) -> PromptRow:
         """The prompt of a document."""
         number, where = bisect_right(self.starts, index) - 1, self.documents.row_location(index)
-        columns, config = self.columns[number][where], self.configs[number]
-        conversation = config.to_conversation(columns)
-        tokens, is_text = self.documents[index].tokens.tolist(), config.is_plain_text(self.tokenizer, columns)
-        return PromptRow(where, conversation.messages, tokens, columns, conversation.tools, is_text)
+        prompt = self.configs[number].read_prompt(self.columns[number][where])
+        is_text = self.configs[number].is_plain_text(self.tokenizer, prompt)
+        return make_prompt_row(where, prompt, self.documents[index].tokens.tolist(), is_text)
+
+    def first_prompts(self) -> list[PromptRow]:
+        """The first prompt of each dataset that has one."""
+        return [self.prompt(start) for start, stop in pairwise(self.starts) if start < stop]
 
 
 def read_columns(config: DatasetConfig) -> dict[str, dict[str, Any]]:
@@ -114,8 +119,8 @@ def check_prompts(
         if key == "data":
             dist.log(f"data: {cfg.generation_summary}")
         check_columns(cfg, key, loader, dist)
-        for columns in loader.columns:
-            check_rewards(cfg.rewards, next(iter(columns.values())))
+        for prompt in loader.first_prompts():
+            check_rewards(cfg.rewards, prompt.columns)
         context = checkpoint.spec.context
         for name, limit in (("max_length", loader.mixture.max_length), ("model context", context)):
             if count := int((loader.documents.lengths + max_new_tokens > limit).sum()):

@@ -124,12 +124,13 @@ class RolloutSampler:
         dist, engine, environment = self.dist, self.engine, self.cfg.environment
         share = {index: prompts[index] for index in range(dist.dp_rank, len(prompts), dist.dims.dp_size)}
         sampling = replace(self.cfg.sampling, seed=self.cfg.sampling.seed + dist.seed)
-        engine.sync_weights()
         generate = partial(
             generate_rollouts, engine, self.tokenizer, share, num_generations, sampling, environment, data_step
         )
-        rollouts = dist.run_on_all(generate)
-        engine.sleep()  # frees the cache for training
+        with engine.closing_on_error():
+            engine.sync_weights()
+            rollouts = dist.run_on_all(generate)
+            engine.sleep()  # frees the cache for training
         answers, metrics = gather_answers(self.cfg.rewards, rollouts, RewardContext(self.trainer_state(step)), dist)
         names, weights = reward_names(self.cfg.rewards), [reward.weight for reward in self.cfg.rewards]
         if environment is not None:

@@ -43,6 +43,7 @@ from tunekit.publishing.base_model import (
     read_front_matter,
 )
 from tunekit.publishing.snippets import UNKNOWN_FORMAT, PromptFormat
+from tunekit.system import read_utf8
 
 Tree = Mapping[str, Any]
 Lines = Sequence[Tree]
@@ -60,6 +61,10 @@ ACCURACIES = {  # names of metrics in the card
     "eval/spearman_cosine": "Spearman correlation",
 }
 ANSWER_METRICS = ("exact_match", "regex_match", "json_schema_match")  # of `generation_eval`
+UNTRAINED_MTP = (
+    "the layers for multi-token prediction are those of the base, and may predict fewer tokens right in speculative "
+    "decoding"
+)
 DISABLED = (None, False, 0, "none", "", (), [], {})
 
 
@@ -121,11 +126,12 @@ def write_merged_card(folder: Path, adapter: Path, source: HFCheckpoint) -> None
     text = read_card(adapter / CARD)
     sections = dict(re.findall(r"^## (\w+)\n\n(.*?)(?=^## |\Z)", text, re.M | re.S))
     if not {"Training", "Repeat"} <= sections.keys():
-        write_minimal_card(folder, source)
+        write_minimal_card(folder, source, about=mtp_sentence(source))
         return
     base, name = read_base_model(source), folder.resolve().name.removesuffix(atomic.PARTIAL)
     prompt_format = PromptFormat("apply_chat_template" in sections.get("Use", ""))
     about = f"A fine-tuned {base.link}: an adapter was merged into its weights with tunekit {VERSION}."
+    about += mtp_sentence(source)
     new_sections = {"": about + snippets.describe_scores(folder)}
     new_sections["Use"] = snippets.usage_snippet(folder, name, base, prompt_format=prompt_format)
     new_sections |= {title: sections[title] for title in ("Results", "Training", "Data") if title in sections}
@@ -141,7 +147,7 @@ def add_unverified_warning(folder: Path) -> None:
     """Add a warning to a card that the files are published although they were not verified."""
     if not (folder / CARD).is_file():
         write_minimal_card(folder)
-    text = (folder / CARD).read_text("utf-8")
+    text = read_utf8(folder / CARD)
     if WARNING in text:
         return
     reason = "these files were not compared with the model that they were saved from"
@@ -171,7 +177,7 @@ def add_evaluation(run: Path, data: str, results: Sequence[Tree], num_questions:
 def update_evaluation(run: Path) -> None:
     """Replace the evaluation results between the markers in the card of a finished run."""
     file = run / FINAL / CARD
-    before, _, tail = file.read_text("utf-8").partition(EVALUATION_MARKERS[0])
+    before, _, tail = read_utf8(file).partition(EVALUATION_MARKERS[0])
     _, end_marker, after = tail.partition(EVALUATION_MARKERS[1])
     if end_marker:
         atomic.write_text_atomic(file, before + redact.redact_text(evaluation_section(run)) + after)
@@ -206,7 +212,13 @@ def card_metadata(
 def summary_section(info: ModelCardInfo, base: BaseModelInfo) -> str:
     subject = f"An adapter ({info.adapter_kind}) for" if info.adapter_kind != "none" else "A fine-tuned"
     subject = "A model trained from random weights with the architecture of" if info.is_from_scratch else subject
-    return f"{subject} {base.link}, trained with the recipe `{info.recipe}` of tunekit {VERSION}."
+    about = f"{subject} {base.link}, trained with the recipe `{info.recipe}` of tunekit {VERSION}."
+    return about + (mtp_sentence(info.source) if info.adapter_kind == "none" else "")
+
+
+def mtp_sentence(source: HFCheckpoint) -> str:
+    """Sentence about the layers for multi-token prediction, which training does not change; empty without any."""
+    return f" {UNTRAINED_MTP[0].upper()}{UNTRAINED_MTP[1:]}." if source.has_untrained_mtp else ""
 
 
 def detect_prompt_format(info: ModelCardInfo) -> PromptFormat:

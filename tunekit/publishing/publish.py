@@ -14,9 +14,9 @@ from huggingface_hub.utils import disable_progress_bars
 
 from tunekit import __version__, assets, build
 from tunekit.adapters.config import FrozenModel, LoRAConfig
-from tunekit.checkpoint import atomic, load_model, merge, peft_adapter, verify
+from tunekit.checkpoint import atomic, load_model, merge, peft_config, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
-from tunekit.checkpoint.peft_reader import TENSORS
+from tunekit.checkpoint.peft_config import TENSORS
 from tunekit.checkpoint.run_dir import UPLOAD
 from tunekit.checkpoint.safetensors_io import read_header
 from tunekit.distributed.context import DistributedContext
@@ -143,7 +143,7 @@ def push_dir(config: PushToHubConfig, folder: Path, message: str, description: s
     """Upload a checkpoint directory in one commit, merged with `merge_adapter`. `description` adds a model card."""
     if description:
         model_card.write_minimal_card(folder, base_checkpoint(folder), about=description)
-    if not config.merge_adapter or not (folder / peft_adapter.CONFIG).is_file():
+    if not config.merge_adapter or not (folder / peft_config.CONFIG).is_file():
         warn_local_base(folder)
         return upload.upload_files(list_files(folder), config.target, message)
     with merged_dir(folder, device="cpu") as merged:  # the run may use all GPU memory
@@ -162,15 +162,15 @@ def find_result_dir(source: str) -> tuple[Path, bool]:
     if not path.is_dir():
         raise UserError(f"{source}: directory not found")
     folder = build.final_dir_of(path)
-    if not any((folder / name).is_file() for name in ("config.json", peft_adapter.CONFIG)):
-        raise UserError(f"{folder}: no config.json and no {peft_adapter.CONFIG}. Specify a run, checkpoint or adapter.")
+    if not any((folder / name).is_file() for name in ("config.json", peft_config.CONFIG)):
+        raise UserError(f"{folder}: no config.json and no {peft_config.CONFIG}. Specify a run, checkpoint or adapter.")
     return folder, folder != path or atomic.is_complete(folder)
 
 
 @contextmanager
 def merged_dir(folder: Path, out: Path | None = None, device: str = "auto") -> Iterator[Path]:
     """Merge an adapter into its base and yield the directory: `out`, or a temporary one next to the adapter."""
-    if not (folder / peft_adapter.CONFIG).is_file():
+    if not (folder / peft_config.CONFIG).is_file():
         raise UserError(f"--merge-adapter: {folder} is not an adapter. Omit this option.")
     if out is not None and out.exists():
         raise UserError(f"--merged-dir: {out} exists. Specify another directory.")
@@ -185,6 +185,8 @@ def merged_dir(folder: Path, out: Path | None = None, device: str = "auto") -> I
                 raise UserError(f"{folder.parent}: {problem}. Set --merged-dir.") from error
         with atomic.AtomicDir(out) as partial_dir:
             merge.merge_adapter(source, folder, partial_dir)
+            if source.has_untrained_mtp:
+                print_line(f"note: {model_card.UNTRAINED_MTP}")
             print_line(str(verify.verify_merge(partial_dir, source, adapter, DistributedContext(device=device).device)))
             model_card.write_merged_card(partial_dir, folder, source)
         yield out
@@ -214,7 +216,7 @@ def stage_files(folder: Path, repo: str, is_unverified: bool, query_hub: bool) -
 def base_checkpoint(folder: Path) -> HFCheckpoint | None:
     """Base of an adapter, None if it cannot be resolved."""
     with suppress(UserError):
-        return build.resolve_model(str(folder), download.SMALL)[0] if (folder / peft_adapter.CONFIG).is_file() else None
+        return build.resolve_model(str(folder), download.SMALL)[0] if (folder / peft_config.CONFIG).is_file() else None
 
 
 def list_files(folder: Path) -> dict[str, Path]:
@@ -225,10 +227,10 @@ def list_files(folder: Path) -> dict[str, Path]:
 
 def warn_local_base(folder: Path) -> None:
     """Print a warning if the base of an adapter is a local directory, which other users cannot load."""
-    base = peft_adapter.PeftConfigFile.open(folder).base_name if (folder / peft_adapter.CONFIG).is_file() else ""
+    base = peft_config.PeftConfigFile.open(folder).base_name if (folder / peft_config.CONFIG).is_file() else ""
     if Path(base).is_absolute():
         problem = f"the base {base} is a local directory, so other users cannot load the adapter"
-        print_line(f"warning: {peft_adapter.CONFIG}: {problem}. Use --merge-adapter.")
+        print_line(f"warning: {peft_config.CONFIG}: {problem}. Use --merge-adapter.")
 
 
 def is_public_file(path: Path) -> bool:

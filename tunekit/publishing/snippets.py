@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunekit.checkpoint import peft_adapter, peft_reader, sentence_transformers
+from tunekit.checkpoint import peft_adapter, peft_config, peft_reader, sentence_transformers
 from tunekit.checkpoint.hf_checkpoint import read_json
 from tunekit.hub import redact
 from tunekit.models.families import classifiers
@@ -109,7 +109,7 @@ class ScoreHeadInfo:
     def from_dir(folder: Path) -> "ScoreHeadInfo | None":
         """Score head of a checkpoint or adapter; None for a language model."""
         if is_adapter(folder):
-            if not peft_adapter.PeftConfigFile.open(folder).has_score_head:
+            if not peft_config.PeftConfigFile.open(folder).has_score_head:
                 return None
             head, metadata = peft_adapter.read_score_head(folder), peft_adapter.read_head_metadata(folder)
         else:
@@ -225,7 +225,7 @@ def usage_snippet(
         return f"{note}\n\n```python\n{EMBED.format(name=name)}```"
     load, head = LOAD, ScoreHeadInfo.from_dir(folder)
     if is_adapter(folder):
-        base_name = base_name or redact.redact_path(peft_adapter.PeftConfigFile.open(folder).base_name)
+        base_name = base_name or redact.redact_path(peft_config.PeftConfigFile.open(folder).base_name)
         load = LOAD_ADAPTER
         if quantization is not None and "double_quant" in quantization:  # a format of bitsandbytes
             kind, nested = quantization["kind"], str(quantization["double_quant"])
@@ -257,7 +257,7 @@ def config_options(folder: Path) -> str:
 
 
 def is_adapter(folder: Path) -> bool:
-    return (folder / peft_adapter.CONFIG).is_file()
+    return (folder / peft_config.CONFIG).is_file()
 
 
 def has_template(folder: Path) -> bool:

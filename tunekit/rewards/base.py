@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from tunekit.config.choices import kind_name
+from tunekit.config.process_guard import ProcessGuard
 from tunekit.data.check_target import NO_READERS, ColumnReaders
-from tunekit.data.row_errors import USER_CODE_ERRORS
 from tunekit.distributed.context import DistributedContext
 from tunekit.environments.config import EnvironmentConfig
-from tunekit.errors import FieldError, UserError, find_user_code
+from tunekit.errors import CaughtError, FieldError, UserError, find_user_code
 from tunekit.rewards.context import RewardContext, mean_metrics
 from tunekit.rollouts.rollout import Rollout
 from tunekit.rollouts.user_numbers import to_number
@@ -181,16 +181,17 @@ def call_reward(
     reward: RewardFunction, rollouts: Sequence[Rollout], where: str, context: RewardContext
 ) -> Sequence[Any]:
     """Scores of rollouts, one each. Raises UserError if there are more or fewer, or if code of the user raises."""
-    try:
+    values: Sequence[Any] | None = None
+    with CaughtError() as caught, ProcessGuard(lambda: f"{rollouts[0].prompt.where}: {where}"):
         values = reward.score_in_context(rollouts, context)
-    except USER_CODE_ERRORS as error:
-        location = find_user_code(error)
+    if caught.error is not None:
+        location = find_user_code(caught.error)
         if location is None:
-            raise
+            raise caught.error
         row = find_failing_row(reward, rollouts)
-        raise UserError(f"{row}: {where}: {location.message}. Fix the function.") from error
+        raise UserError(f"{row}: {where}: {location.message}. Fix the function.") from caught.error
     count = len(values) if isinstance(values, list | tuple | np.ndarray | Tensor) else None
-    if count != len(rollouts):
+    if values is None or count != len(rollouts):
         received = type(values).__name__ if count is None else f"{count} values"
         raise UserError(
             f"{rollouts[0].prompt.where}: {where}: expected a list of {len(rollouts)} numbers, got {received}. "
@@ -202,8 +203,8 @@ def call_reward(
 def find_failing_row(reward: RewardFunction, rollouts: Sequence[Rollout]) -> str:
     """File and row of the first rollout for which a reward raises on its own; the first of all if none does."""
     for rollout in rollouts:
-        try:
+        with CaughtError() as caught:
             reward([rollout])
-        except USER_CODE_ERRORS:
+        if caught.error is not None:
             return rollout.prompt.where
     return rollouts[0].prompt.where

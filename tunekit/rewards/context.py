@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from tunekit.errors import UserError
+from tunekit.rollouts.user_numbers import to_number
 
 # names that reward functions cannot log: those of each line, and arguments of `MetricLogger.log_step`
 RUN_COLUMNS = frozenset(
@@ -51,7 +52,7 @@ class RewardContext:
 
     def log_metric(self, name: str, value: float) -> None:
         """Log a number. Values of one name are averaged over the calls and over all ranks."""
-        self.metrics.setdefault(name, []).append(float(value))
+        self.metrics.setdefault(name, []).append(to_number(value, f"log_metric: {name!r}"))
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Add a column to `completions.jsonl`, with a value for each answer."""

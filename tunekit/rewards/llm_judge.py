@@ -1,18 +1,22 @@
 """Rewards from another language model, on a server with the OpenAI protocol."""
 
 import json
+import math
 import re
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from string import Formatter
 from typing import Any, ClassVar
 
+from tunekit.config.base_url import check_base_url
 from tunekit.data.check_target import ColumnReaders
 from tunekit.errors import FieldError, UserError, check_range
 from tunekit.rewards.base import RewardFunction
-from tunekit.rollouts.openai_client import OpenAIClient
+from tunekit.rollouts.completion import expect_list, expect_object
+from tunekit.rollouts.openai_client import MAX_RESPONSE_BYTES, OpenAIClient, ResponseError
 from tunekit.rollouts.rollout import Rollout
+from tunekit.rollouts.user_numbers import MAX_SCORE
 
 PROMPT = """Rate the answer to the question from 0 (useless) to 10 (perfect).
 
@@ -43,15 +47,16 @@ class LLMJudge(RewardFunction):
     api_key_env: str = "OPENAI_API_KEY"  # Environment variable with the API key, which may be unset
     temperature: float = 0.0  # Sampling temperature of the judge
     max_tokens: int = 1024  # Longest answer of the judge
-    timeout_seconds: float = 60.0  # Longest time of a request
+    timeout_seconds: float = 60.0  # Longest time of a request, from the connection to the last byte of the response
+    max_response_bytes: int = MAX_RESPONSE_BYTES  # Size of a response
     max_retries: int = 5  # Repetitions of a request after an error of the server or of the network
     num_workers: int = 16  # Requests at the same time
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.base_url.startswith(("http://", "https://")):
-            raise FieldError("base_url", f"must start with http:// or https://, got {self.base_url!r}")
-        check_range(self, "max_score", "timeout_seconds", "num_workers", "max_tokens", gt=0)
+        check_base_url(self.base_url)
+        check_range(self, "max_score", "timeout_seconds", "max_response_bytes", "num_workers", "max_tokens", gt=0)
+        check_range(self, "max_retries", ge=0)
         try:
             if re.compile(self.score_regex).groups < 1:
                 raise FieldError("score_regex", f"must have a group, as in 'score: (.*)', got {self.score_regex!r}")
@@ -80,16 +85,23 @@ class LLMJudge(RewardFunction):
                 )
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Sequence[float | None]:
-        with ThreadPoolExecutor(self.num_workers) as pool:
-            return list(pool.map(self.score, rollouts))
+        limits = self.timeout_seconds, self.max_retries, self.max_response_bytes
+        client = OpenAIClient("rewards: llm_judge", self.base_url, self.api_key_env, *limits)
+        # The client ends first: after an error, no other request keeps the pool open.
+        with ThreadPoolExecutor(self.num_workers) as pool, client:
+            futures = [pool.submit(self.score, client, rollout) for rollout in rollouts]
+            wait(futures, return_when=FIRST_EXCEPTION)
+            failed = next((future for future in futures if future.done() and future.exception() is not None), None)
+            return [future.result() for future in (futures if failed is None else [failed])]
 
-    def score(self, rollout: Rollout) -> float | None:
-        """Score of a rollout; None if the judge writes none."""
-        matches = list(re.finditer(self.score_regex, self.request_answer(self.question(rollout))))
+    def score(self, client: OpenAIClient, rollout: Rollout) -> float | None:
+        """Score of a rollout; None if the judge writes none, or an impossible number."""
+        matches = list(re.finditer(self.score_regex, self.request_answer(client, self.question(rollout))))
         try:
-            return float(matches[-1][1]) / self.max_score if matches else None
+            score = float(matches[-1][1]) / self.max_score if matches else math.nan
         except (TypeError, ValueError):
             return None
+        return score if abs(score) <= MAX_SCORE else None
 
     def question(self, rollout: Rollout) -> str:
         """Prompt of the judge. Texts that are inserted may contain braces."""
@@ -104,7 +116,7 @@ class LLMJudge(RewardFunction):
         parts = Formatter().parse(self.prompt)
         return "".join(text + ("" if name is None else values.get(name, "")) for text, name, _, _ in parts)
 
-    def request_answer(self, question: str) -> str:
+    def request_answer(self, client: OpenAIClient, question: str) -> str:
         """Answer of the judge. Raises UserError if the server still fails after all retries."""
         body = {
             "model": self.model,
@@ -112,15 +124,14 @@ class LLMJudge(RewardFunction):
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }
-        client = OpenAIClient(
-            "rewards: llm_judge", self.base_url, self.api_key_env, self.timeout_seconds, self.max_retries
-        )
         response = client.request("chat/completions", body)
         try:
-            return str(response["choices"][0]["message"]["content"] or "")
-        except (LookupError, TypeError) as error:
-            problem = f"not an answer of the OpenAI protocol ({type(error).__name__}: {error})"
-            raise client.error(problem) from error
+            choices = expect_list(expect_object(response, "the response").get("choices"), "choices")
+            choice = expect_object(choices[0] if choices else None, "choices[0]")
+            content = expect_object(choice.get("message"), "message").get("content")
+        except ResponseError as error:
+            raise client.error(f"/chat/completions: {error}") from None
+        return content if isinstance(content, str) else ""
 
 
 def as_text(value: Any) -> str:

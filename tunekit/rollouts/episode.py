@@ -111,7 +111,7 @@ class EpisodeEnvironment:
     def reset(self) -> EpisodeStart:
         """The prompt, with the text of the environment at the end of the last user message."""
         columns = accepted_columns(self.environment.reset, self.prompt.columns)
-        text = self.call("reset", lambda: self.environment.reset(**columns))
+        text = self.call("reset", lambda: as_text(self.environment.reset(**columns)))
         schemas = [*(self.prompt.tools or ()), *get_tool_schemas(self.environment)]
         return EpisodeStart(with_text(self.prompt.messages, text), schemas or None)
 
@@ -130,10 +130,10 @@ class EpisodeEnvironment:
 
     def step(self, answer: str) -> TurnResult:
         """Observation after an answer without calls."""
-        text = self.call("step", lambda: self.environment.step(answer))
+        text = self.call("step", lambda: as_text(self.environment.step(answer)))
         if text is None or self.environment.done:
             return TurnResult()
-        return TurnResult([{"role": "user", "content": str(text)}])
+        return TurnResult([{"role": "user", "content": text}])
 
     def end(self, result: TurnResult) -> TurnResult:
         """The result with reward and metrics. Closes the environment."""
@@ -173,6 +173,11 @@ class EpisodeEnvironment:
         if error is None or isinstance(error, UserError):
             return future.result()
         raise UserError(f"{where}: {describe_user_code_error(error)}. Fix the row or the environment.") from error
+
+
+def as_text(value: Any) -> str | None:
+    """Text that a method returns; None if it returns none."""
+    return None if value is None else str(value)
 
 
 def close_late(future: Future[Any]) -> None:

@@ -6,28 +6,45 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
 
 from tunekit.config.secrets import hide_secrets
 from tunekit.errors import UserError
+from tunekit.rollouts.http_request import Limits, OpenConnections, Response, ResponseTooLargeError, send_request
 
 TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # HTTP statuses after which a request is repeated
 NOT_FOUND = 404
 FIRST_DELAY, MAX_DELAY = 0.5, 30.0  # seconds between two attempts
 MAX_ERROR_LENGTH = 300  # characters of an error response
+MAX_RESPONSE_BYTES = 2**26
+
+
+class ResponseError(Exception):
+    """A response that does not follow the protocol. The message states the problem."""
 
 
 @dataclass(frozen=True)
 class OpenAIClient:
-    """Sends requests to paths below `base_url`. `where` is the config key that errors name."""
+    """Sends requests to paths below `base_url`. `where` is the config key that errors name.
+
+    As a context manager, it ends requests of other threads at the end of the block.
+    """
 
     where: str
     base_url: str
     api_key_env: str  # environment variable, which may be unset
-    timeout_seconds: float
+    timeout_seconds: float  # of a response, from the connection to its last byte
     max_retries: int
+    max_response_bytes: int = MAX_RESPONSE_BYTES
+    connections: OpenConnections = field(default_factory=OpenConnections, compare=False)
+
+    def __enter__(self) -> "OpenAIClient":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.connections.close()
 
     def request(
         self, path: str, body: Mapping[str, Any] | None = None, on_missing: Callable[[], None] | None = None
@@ -39,33 +56,44 @@ class OpenAIClient:
         problem = ""
         for attempt in range(self.max_retries + 1):
             try:
-                return self.send(path, body)
-            except urllib.error.HTTPError as error:
-                problem = f"HTTP status {error.code}: {error_message(error)}"
-                if error.code == NOT_FOUND and on_missing is not None:
+                response = self.send(path, body)
+                if response.status < 300:
+                    return parse_body(response)
+                problem = f"HTTP status {response.status}: {error_message(response)}"
+                if response.status == NOT_FOUND and on_missing is not None:
                     on_missing()
                     continue
-                if error.code not in TRANSIENT:
+                if response.status not in TRANSIENT:
                     break
-            except (OSError, HTTPException) as error:
-                reason = error.reason if isinstance(error, urllib.error.URLError) else error
-                problem = str(reason) or type(error).__name__
-            except ValueError as error:
-                problem = f"the response is not JSON ({error})"
+            except (ResponseError, ResponseTooLargeError) as error:
+                problem = str(error)
                 break
-            if attempt < self.max_retries:
-                time.sleep(min(FIRST_DELAY * 2**attempt, MAX_DELAY))
+            except (OSError, HTTPException) as error:
+                problem = self.describe(error)
+            if attempt < self.max_retries and self.connections.closed.wait(min(FIRST_DELAY * 2**attempt, MAX_DELAY)):
+                break
         raise self.error(f"/{path}: {problem}")
 
-    def send(self, path: str, body: Mapping[str, Any] | None) -> Any:
-        """Response to one request: its JSON, or its text. Raises OSError, HTTPException or ValueError."""
-        key = os.environ.get(self.api_key_env)
-        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+    def send(self, path: str, body: Mapping[str, Any] | None) -> Response:
+        """Response to one request. Raises OSError, HTTPException or ResponseTooLargeError."""
+        limits = Limits(time.monotonic() + self.timeout_seconds, self.max_response_bytes)
         url = f"{self.base_url.rstrip('/')}/{path}"
         data = None if body is None else json.dumps(body).encode()
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=self.timeout_seconds) as reply:
-            is_json = not reply.headers.get("Content-Type", "").startswith("text/")
-            return json.load(reply) if is_json else reply.read().decode(errors="replace")
+        return send_request(urllib.request.Request(url, data, self.headers()), limits, self.connections)
+
+    def headers(self) -> dict[str, str]:
+        key = os.environ.get(self.api_key_env, "").strip()
+        if not (key.isascii() and key.isprintable()):
+            fix = f"Set ${self.api_key_env} to the key alone."
+            raise UserError(f"{self.where}: ${self.api_key_env} has characters that no API key has. {fix}")
+        return {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+
+    def describe(self, error: OSError | HTTPException) -> str:
+        """Reason of a failed request."""
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        if isinstance(reason, TimeoutError):
+            return f"timed out after {self.timeout_seconds:g} s (timeout_seconds)"
+        return str(reason) or type(reason).__name__
 
     def error(self, problem: str) -> UserError:
         """Error of the server, with the keys to check."""
@@ -73,15 +101,31 @@ class OpenAIClient:
         return UserError(f"{self.where}: {hide_secrets(self.base_url)}: {problem}. {advice}")
 
 
-def error_message(error: urllib.error.HTTPError) -> str:
-    """Text of an error response in one line."""
+def parse_body(response: Response) -> Any:
+    """JSON of a response, or its text. Raises ResponseError."""
+    if response.headers.get("Content-Type", "").startswith("text/"):
+        return response.body.decode(errors="replace")
     try:
-        text = error.read().decode(errors="replace")
-    except (OSError, HTTPException):
-        return error.reason
+        return json.loads(response.body)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ResponseError(f"the response is not JSON ({reason})") from None
+
+
+def error_message(response: Response) -> str:
+    """Text of an error response in one line."""
+    if 300 <= response.status < 400:
+        location = response.headers.get("Location", "another address")
+        return f"redirects are not followed, set base_url to the address that {shorten(location)} belongs to"
+    text = response.body.decode(errors="replace")
     try:
         body = json.loads(text)
         text = str(body.get("error", body)["message"])
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass
-    return " ".join(text.split())[:MAX_ERROR_LENGTH].rstrip(".")
+    return shorten(text).rstrip(".")
+
+
+def shorten(text: str) -> str:
+    """A text of a server in one line of limited length."""
+    return " ".join(text[: 10 * MAX_ERROR_LENGTH].split())[:MAX_ERROR_LENGTH]

@@ -1,105 +1,102 @@
 """Prompts of recipe `generate`: texts of the config, and rows of a dataset."""
 
-import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Protocol
 
-from tunekit.data.chat_template.chat_format import encode_conversation
-from tunekit.data.chat_template.converters import add_system, get_system
-from tunekit.data.chat_template.messages import Message, make_conversation, parse_tools
 from tunekit.data.check_target import ColumnReaders
 from tunekit.data.column_checks import column_findings
 from tunekit.data.column_usage import ColumnUsage
-from tunekit.data.readers.open_dataset import open_dataset
-from tunekit.data.readers.row_reader import require_row
+from tunekit.data.dataloader.prompt_data import PromptDataset
+from tunekit.data.prompts import Prompt
+from tunekit.data.readers.row_reader import Row, require_row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.transforms import RowFields
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import UserError
+from tunekit.errors import FieldError, UserError
 from tunekit.generation.generate import check_prompt_length
 from tunekit.rollouts.rollout import PromptRow
 
-
-class Prompt(NamedTuple):
-    """A prompt as text, or as a list of messages, with its tools, the columns of its row, and their system message."""
-
-    where: str
-    value: str | list[Message]
-    tools: list[dict[str, Any]] | None
-    columns: Mapping[str, Any]
-    system: Any = None
-
-    def to_row(self, tokenizer: Tokenizer, system_prompt: str | None, apply_chat_template: bool) -> PromptRow:
-        """The row to answer, up to the start of the answer. Without a chat template, texts are continued."""
-        messages = [{"role": "user", "content": self.value}] if isinstance(self.value, str) else self.value
-        if messages[-1].get("role") == "assistant":
-            messages = messages[:-1]
-        is_text = isinstance(self.value, str) and not apply_chat_template
-        if is_text and (self.system or self.tools):
-            name = "system" if self.system else "tools"
-            raise UserError(f"{self.where}: {name}: a text to continue has none. Set apply_chat_template=true.")
-        try:
-            messages = add_system(list(messages), self.system, "messages")
-        except UserError as error:
-            raise UserError(f"{self.where}: {error}") from None
-        if system_prompt and messages[0]["role"] not in ("system", "developer"):
-            messages = [{"role": "system", "content": system_prompt}, *messages]
-        if isinstance(self.value, str) and is_text:
-            tokens = tokenizer.encode(self.value, special=True)
-            return PromptRow(self.where, messages, tokens, self.columns, self.tools, is_text=True)
-        tokens = encode_conversation(tokenizer, messages, self.tools)
-        return PromptRow(self.where, messages, tokens, self.columns, self.tools)
+LocatedPrompt = tuple[str, Prompt]  # file and row of a prompt, and the prompt
 
 
-def read_prompts(
-    texts: Sequence[str], source: str | None, split: str, usage: ColumnUsage | None = None
-) -> Iterator[Prompt]:
-    """The prompts of the config, then those of the source, whose columns are added to `usage`."""
-    yield from (Prompt(f"prompts.{index}", text, None, {}) for index, text in enumerate(texts))
-    for row in map(require_row, open_dataset(source, split, None).rows) if source is not None else ():
+class PromptOptions(Protocol):
+    """Keys of the recipe that select prompts and their format."""
+
+    @property
+    def prompts(self) -> tuple[str, ...]: ...
+
+    @property
+    def source(self) -> str | None: ...
+
+    @property
+    def split(self) -> str: ...
+
+    @property
+    def system_prompt(self) -> str | None: ...
+
+    @property
+    def apply_chat_template(self) -> bool: ...
+
+
+def make_dataset(cfg: PromptOptions) -> PromptDataset:
+    """Dataset of the prompts, which reads them as recipe grpo does. Raise FieldError if keys contradict."""
+    if not cfg.prompts and cfg.source is None:
+        raise FieldError("prompts", "no prompts. Set prompts or source.")
+    if cfg.system_prompt is not None and not cfg.apply_chat_template:
+        raise FieldError("system_prompt", "needs the chat template. Remove it, or set apply_chat_template=true.")
+    prompt_format = "chat" if cfg.apply_chat_template else "text"
+    source = "prompts" if cfg.source is None else cfg.source
+    return PromptDataset(source, cfg.split, prompt_format=prompt_format, system_prompt=cfg.system_prompt)
+
+
+def read_prompts(cfg: PromptOptions, usage: ColumnUsage | None = None) -> Iterator[LocatedPrompt]:
+    """The prompts of the config, then those of the source, whose columns are added to `usage`.
+
+    Raise UserError, with the row, if a row has none.
+    """
+    data = make_dataset(cfg)
+    rows = chain(
+        (Row(f"prompts.{index}", {"prompt": text}) for index, text in enumerate(cfg.prompts)),
+        map(require_row, data.open_rows().rows if cfg.source is not None else ()),
+    )
+    for row in rows:
         fields = RowFields(row.fields)
         try:
-            value = parse_prompt(fields)
-            tools, system = parse_tools(fields.get("tools"), "tools"), get_system(fields)
+            prompt = data.read_prompt(fields)
         except UserError as error:
             raise UserError(f"{row.where}: {error}") from None
         if usage is not None:
             usage.add(row.where, fields, lambda: "")
-        yield Prompt(row.where, value, tools, {**expected_answer(value), **row.fields}, system)
+        yield row.where, prompt._replace(columns=dict(prompt.columns))
 
 
-def parse_prompt(fields: Mapping[str, Any]) -> str | list[Message]:
-    """The text or the messages of a row. Raises UserError with the column if there are none."""
-    column = next((name for name in ("messages", "prompt") if fields.get(name) is not None), None)
-    if column is None:
-        raise UserError("has no 'messages' or 'prompt'")
-    value = fields[column]
-    if not isinstance(value, str | list):
-        raise UserError(f"{column}: must be text or a list of messages, got {reprlib.repr(value)}")
-    if not value:
-        raise UserError(f"{column}: is empty")
-    return value if isinstance(value, str) else make_conversation(value, column).messages
-
-
-def open_prompts(
-    texts: Sequence[str], source: str | None, split: str, readers: ColumnReaders, dist: DistributedContext
-) -> list[Prompt]:
+def open_prompts(cfg: PromptOptions, readers: ColumnReaders, dist: DistributedContext) -> list[LocatedPrompt]:
     """All prompts. Log the columns that neither they nor the rewards and the environment, the `readers`, use."""
     usage = ColumnUsage()
-    prompts = [*read_prompts(texts, source, split, usage)]
+    prompts = [*read_prompts(cfg, usage)]
     for finding in column_findings("source", usage.reports, len(prompts), readers):
         dist.log(f"{finding.severity}: source: {finding.message} ({', '.join(finding.row_locations)}).")
     return prompts
+
+
+def encode_prompts(cfg: PromptOptions, prompts: Iterable[LocatedPrompt], tokenizer: Tokenizer) -> list[PromptRow]:
+    """Prompts with their tokens. Raise UserError, with the row, if the chat template fails."""
+    data, rows = make_dataset(cfg), []
+    for where, prompt in prompts:
+        try:
+            tokens = data.encode_prompt(tokenizer, prompt)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        rows.append(make_prompt_row(where, prompt, tokens, data.is_plain_text(tokenizer, prompt)))
+    return rows
+
+
+def make_prompt_row(where: str, prompt: Prompt, tokens: Sequence[int], is_text: bool) -> PromptRow:
+    return PromptRow(where, prompt.conversation.messages, tokens, prompt.columns, prompt.conversation.tools, is_text)
 
 
 def check_prompt_lengths(rows: Iterable[PromptRow], context: int) -> None:
     """Raise UserError with the row if a prompt leaves no space for an answer within the context length."""
     for row in rows:
         check_prompt_length(row.where, len(row.tokens), context)
-
-
-def expected_answer(prompt: str | list[Message]) -> Mapping[str, Any]:
-    """The answer at the end of a conversation as a column for rewards; empty without one."""
-    if isinstance(prompt, str) or prompt[-1].get("role") != "assistant":
-        return {}
-    return {"answer": prompt[-1].get("content")}

@@ -1,9 +1,6 @@
 """The name of the model in training on a server, and how its new weights reach the server."""
 
-import shutil
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from http.client import HTTPException
 from pathlib import Path
 from secrets import token_hex
 from threading import Lock
@@ -15,7 +12,9 @@ from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
-from tunekit.rollouts.openai_client import OpenAIClient
+from tunekit.rollouts.adapter_cleanup import AdapterCleanup
+from tunekit.rollouts.completion import parse_models
+from tunekit.rollouts.openai_client import OpenAIClient, ResponseError, shorten
 
 LOAD_HINT = (
     "The server must be able to read the directory, and load adapters: vLLM with --enable-lora and "
@@ -35,16 +34,19 @@ class ServedModel:
 
     def restore(self) -> None:
         """Send the weights again to a server that has lost them. Raises UserError if it does not know the model."""
-        names = ", ".join(str(entry.get("id")) for entry in list_models(self.client))
-        raise self.client.error(f"{self.name!r} is not one of the models of the server: {names}")
+        names = ", ".join(entry["id"] for entry in list_models(self.client))
+        raise self.client.error(f"{self.name!r} is not one of the models of the server: {shorten(names)}")
 
     def release(self) -> None:
         """Remove the weights, which are outdated, from the server. Collective."""
 
+    def close(self) -> None:
+        """Remove the weights from the server after an error. Not collective."""
+
     def check(self, max_model_len: int) -> None:
         """Raise UserError if the server is not reachable, lacks the model, or has a shorter context."""
         entries = list_models(replace(self.client, max_retries=0))
-        entry = next((entry for entry in entries if entry.get("id") == self.name), None)
+        entry = next((entry for entry in entries if entry["id"] == self.name), None)
         if entry is None:
             ServedModel.restore(self)
         elif isinstance(limit := entry.get("max_model_len"), int) and limit < max_model_len:
@@ -65,6 +67,7 @@ class ServedAdapter(ServedModel):
     dist: DistributedContext
     version: int = 0
     lock: Lock = field(default_factory=Lock)
+    cleanup: AdapterCleanup | None = None  # on the main process, while the server has an adapter
 
     def __post_init__(self) -> None:
         self.prefix = self.dist.run_on_main(lambda: f"tunekit-{token_hex(4)}")  # other runs may use the same server
@@ -79,7 +82,12 @@ class ServedAdapter(ServedModel):
         self.name = f"{self.prefix}-v{self.version}"
         with atomic.AtomicDir(self.path, self.dist) as directory:
             peft_adapter.save_adapter(directory, model, self.adapter, self.checkpoint, self.dist)
-        self.dist.run_on_main(self.load)
+        self.dist.run_on_main(self.load_first)
+
+    def load_first(self) -> None:
+        """Load a new version, which the cleanup removes."""
+        self.cleanup = AdapterCleanup(self.client, self.name, self.path)
+        self.load()
 
     def load(self) -> None:
         try:
@@ -97,22 +105,21 @@ class ServedAdapter(ServedModel):
                         raise
 
     def is_loaded(self) -> bool:
-        return self.name in (entry.get("id") for entry in list_models(self.client))
+        return self.name in (entry["id"] for entry in list_models(self.client))
 
     def release(self) -> None:
         self.dist.barrier()
-        self.dist.run_on_main(self.unload)
+        self.dist.run_on_main(self.close)
 
-    def unload(self) -> None:
-        with suppress(OSError, HTTPException, ValueError):  # a server that was restarted has forgotten it
-            self.client.send("unload_lora_adapter", {"lora_name": self.name})
-        shutil.rmtree(self.path, ignore_errors=True)
+    def close(self) -> None:
+        if self.cleanup is not None:
+            self.cleanup.finish()
+            self.cleanup = None
 
 
 def list_models(client: OpenAIClient) -> list[dict[str, Any]]:
-    """Models of a server, adapters too. Raises UserError."""
-    response = client.request("models")
-    entries = response.get("data") if isinstance(response, dict) else None
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise client.error("/models: not a response of the OpenAI protocol")
-    return entries
+    """Models of a server, adapters too, each with its name as `id`. Raises UserError."""
+    try:
+        return parse_models(client.request("models"))
+    except ResponseError as error:
+        raise client.error(f"/models: {error}") from None

@@ -1,40 +1,25 @@
 """A generation engine on a server with the OpenAI protocol, such as vLLM: token ids in, token ids out."""
 
 import random
-import re
 import threading
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import UserError
-from tunekit.generation.requests import Answer, FinishReason, GenerationRequest, TokenOutput
+from tunekit.errors import CaughtError
+from tunekit.generation.requests import Answer, GenerationRequest, TokenOutput
 from tunekit.generation.rollout_engine import RolloutEngine
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.models.decoder import Decoder
-from tunekit.rollouts.openai_client import OpenAIClient
+from tunekit.rollouts.completion import Completion, parse_completion
+from tunekit.rollouts.openai_client import ResponseError
 from tunekit.rollouts.served_model import ServedModel
 
 WAIT_SECONDS = 0.05  # of a step for a response, while tools of other episodes run
 SEED_BITS = 31
-TOKEN_ID = re.compile(r"token_id:(\d+)")  # a token in log-probabilities with return_tokens_as_token_ids
-NO_TOKEN_IDS = (
-    "the responses have no token ids (`token_ids` in choices, or tokens such as 'token_id:7'). Use vLLM, `tune serve`, "
-    "or another server that supports return_token_ids or return_tokens_as_token_ids"
-)
 
-
-class Completion(NamedTuple):
-    """The sampled tokens of a response, with their log-probabilities."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[int, float]]]  # most likely tokens, best first; empty if none were requested
-    finish_reason: FinishReason
-
-
-Response = tuple[str, Completion | UserError]  # with the request id
+Result = Completion | BaseException  # an exception ends the run
 
 
 class ServerEngine(RolloutEngine):
@@ -55,7 +40,7 @@ class ServerEngine(RolloutEngine):
         self.leader = dist.rank // group_size * group_size
         self.is_sharded = group_size > 1
         self.queue: SimpleQueue[Answer | None] = SimpleQueue()  # None ends a thread
-        self.responses: SimpleQueue[tuple[Answer, Completion | UserError]] = SimpleQueue()
+        self.responses: SimpleQueue[tuple[Answer, Result]] = SimpleQueue()
         self.num_threads = 0
 
     # Requests
@@ -81,29 +66,40 @@ class ServerEngine(RolloutEngine):
     def sleep(self) -> None:
         """End the threads, and remove the weights from the server. Collective."""
         assert not self.unfinished, "requests are running"
+        self.end_threads()
+        self.served.release()
+
+    def close(self) -> None:
+        for answer in self.unfinished.values():
+            answer.is_finished = True
+        self.client.connections.close()
+        self.end_threads()
+        self.served.close()
+
+    def end_threads(self) -> None:
+        """Let the threads end after their requests."""
         for _ in range(self.num_threads):
             self.queue.put(None)
         self.num_threads = 0
         self.queue = SimpleQueue()
-        self.served.release()
 
     # Responses
 
     def step(self) -> list[TokenOutput]:
         """Tokens of the answers that have arrived; waits a short time for the first one.
 
-        Raises UserError if the server still fails after all retries, or returns no token ids.
+        Raises UserError if the server still fails after all retries, or returns something else.
         """
         responses = self.receive() if self.dist.rank == self.leader else []
         if self.is_sharded:
             ranks = self.dist.all_gather_objects(responses)
             responses = ranks[self.leader]
             for _, result in (response for rank in ranks for response in rank):
-                if isinstance(result, UserError):
+                if isinstance(result, BaseException):
                     raise result
         return [output for request_id, result in responses for output in self.finish(request_id, result)]
 
-    def receive(self) -> list[Response]:
+    def receive(self) -> list[tuple[str, Result]]:
         """Responses that have arrived to requests that were not aborted."""
         received = []
         try:
@@ -113,9 +109,9 @@ class ServerEngine(RolloutEngine):
         except Empty:
             return [(answer.request.request_id, result) for answer, result in received if not answer.is_finished]
 
-    def finish(self, request_id: str, result: Completion | UserError) -> list[TokenOutput]:
+    def finish(self, request_id: str, result: Result) -> list[TokenOutput]:
         """Outputs of an answer up to its first stop condition."""
-        if isinstance(result, UserError):
+        if isinstance(result, BaseException):
             raise result
         answer, outputs = self.unfinished.pop(request_id), []
         num_tokens = len(result.tokens)
@@ -136,28 +132,32 @@ class ServerEngine(RolloutEngine):
         while (answer := queue.get()) is not None:
             if answer.is_finished:  # aborted
                 continue
-            try:
-                result: Completion | UserError = self.complete(answer)
-            except UserError as error:
-                result = error
-            self.responses.put((answer, result))
+            with CaughtError() as caught:
+                self.responses.put((answer, self.complete(answer)))
+            if caught.error is not None:
+                self.responses.put((answer, caught.error))
 
     def complete(self, answer: Answer) -> Completion:
         """Response to a request."""
         for _ in range(self.client.max_retries + 1):
-            body = completion_request(self.served.name, answer)
-            response = self.client.request("completions", body, self.served.restore)
-            if (completion := parse_completion(self.client, response, answer.request.num_logprobs)) is not None:
+            model = self.served.name
+            response = self.client.request("completions", completion_request(model, answer), self.served.restore)
+            try:
+                completion = parse_completion(response, answer, model, self.model.spec.vocab)
+            except ResponseError as error:
+                raise self.client.error(f"/completions: {error}") from None
+            if completion is not None:
                 return completion
         raise self.client.error("/completions: the server aborts the answers")
 
     def check(self, prompt: Sequence[int]) -> None:
         """Raise UserError if the server cannot answer with token ids and log-probabilities. Collective."""
         self.dist.run_on_main(lambda: self.served.check(self.max_model_len))
-        self.sync_weights()
         sampling = SamplingConfig(temperature=1.0, max_new_tokens=1)
         answer = Answer(GenerationRequest("check", prompt, sampling), sampling, [*prompt], 1)
-        self.dist.run_on_main(lambda: self.complete(answer))
+        with self.closing_on_error():
+            self.sync_weights()
+            self.dist.run_on_main(lambda: self.complete(answer))
         self.served.release()
 
 
@@ -182,39 +182,3 @@ def completion_request(model: str, answer: Answer) -> dict[str, Any]:
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,  # vLLM before 0.10.2
     }
-
-
-def parse_completion(client: OpenAIClient, response: Any, num_logprobs: int) -> Completion | None:
-    """Tokens of a response; None if the server has aborted the answer. Raises UserError if there are no token ids."""
-    try:
-        choice = response["choices"][0]
-        reason, logprobs, ids = choice["finish_reason"], choice.get("logprobs") or {}, choice.get("token_ids")
-    except (LookupError, TypeError, AttributeError):
-        raise client.error("/completions: not a response of the OpenAI protocol") from None
-    if reason not in ("stop", "length"):
-        return None
-    values = logprobs.get("token_logprobs")
-    parsed = ids if ids is not None else [parse_token_id(text) for text in logprobs.get("tokens") or ()]
-    tokens = [token for token in parsed if token is not None]
-    if not tokens or len(tokens) < len(parsed):
-        raise client.error(NO_TOKEN_IDS)
-    if not values or any(value is None for value in values):
-        raise client.error("/completions: the responses have no log-probabilities of the sampled tokens")
-    if len(values) != len(tokens):
-        problem = f"/completions: {len(tokens)} token ids have {len(values)} log-probabilities"
-        raise client.error(f"{problem}: the server must report stop tokens in both")
-    rows = logprobs.get("top_logprobs") or [] if num_logprobs else []
-    return Completion(tokens, [*values], [parse_top_logprobs(client, row, num_logprobs) for row in rows], reason)
-
-
-def parse_token_id(text: Any) -> int | None:
-    match = TOKEN_ID.fullmatch(text) if isinstance(text, str) else None
-    return int(match[1]) if match else None
-
-
-def parse_top_logprobs(client: OpenAIClient, row: dict[str, float], count: int) -> list[tuple[int, float]]:
-    """The most likely tokens of a position, best first."""
-    pairs = [(token, logprob) for text, logprob in row.items() if (token := parse_token_id(text)) is not None]
-    if len(pairs) < len(row):
-        raise client.error(NO_TOKEN_IDS)
-    return sorted(pairs, key=lambda pair: -pair[1])[:count]

@@ -9,7 +9,7 @@ from torch import nn
 
 from tunekit import build
 from tunekit.adapters.config import Layer, LoRAConfig, adapter_tensors
-from tunekit.checkpoint import peft_adapter
+from tunekit.checkpoint import load_adapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.peft_reader import read_contents
 from tunekit.errors import UserError
@@ -39,8 +39,8 @@ class AdapterSet:
             for layer in layers.values():
                 allocate_adapter(layer, self.model.device)
             folder = Path(adapter.adapter_path)
-            peft_adapter.check_adapter_fits(folder, self.model, adapter, self.base)
-            peft_adapter.load_adapter(folder, self.model, self.base)
+            load_adapter.check_adapter_fits(folder, self.model, adapter, self.base)
+            load_adapter.load_adapter(folder, self.model, self.base)
         finally:
             state = {key: detach_adapter(layer) for key, layer in layers.items()}
             self.activate(active)

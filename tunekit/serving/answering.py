@@ -7,9 +7,9 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from tunekit.generation.requests import GenerationRequest, TokenOutput
+from tunekit.generation.requests import GenerationRequest
 from tunekit.generation.stop_strings import StopStrings
-from tunekit.serving.choices import Choice, new_id
+from tunekit.serving.choices import AnswerToken, Choice, new_id
 from tunekit.serving.engine_thread import EngineThread, Output, QueuedRequest
 from tunekit.serving.errors import APIError
 from tunekit.serving.prompts import Prompt
@@ -50,7 +50,7 @@ class Answering:
                 self.choices.append(Choice(response.tokenizer, options, stop, prompt.parser, prompt.tokens))
         self.indices = {item.request_id: index for index, item in enumerate(self.requests)}
 
-    async def run(self) -> AsyncIterator[tuple[int, list[TokenOutput]]]:
+    async def run(self) -> AsyncIterator[tuple[int, list[AnswerToken]]]:
         """Yield the indices of choices with their new tokens. Frees the engine when the caller stops."""
         self.thread.submit(self.requests)
         try:

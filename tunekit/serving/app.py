@@ -174,7 +174,7 @@ class ModelServer:
         """vLLM's endpoint: load an adapter from a directory of this machine."""
         fields = Fields(await self.read_body(request))
         fields.check_names({"lora_name", "lora_path"})
-        name, path = fields.string("lora_name"), fields.string("lora_path")
+        name, path = fields.name("lora_name"), fields.name("lora_path")
         async with self.adapter_lock:
             if name in (self.name, *self.adapters.states):
                 raise APIError(400, f"the model {name!r} has already been loaded", "lora_name", "invalid_value")
@@ -191,7 +191,7 @@ class ModelServer:
         """vLLM's endpoint: forget an adapter."""
         fields = Fields(await self.read_body(request))
         fields.check_names({"lora_name", "lora_int_id"})
-        name = fields.string("lora_name")
+        name = fields.name("lora_name")
         async with self.adapter_lock:
             if name not in self.adapters.states:
                 raise APIError(404, f"the adapter {name!r} does not exist", "lora_name", "model_not_found")

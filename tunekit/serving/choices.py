@@ -3,20 +3,27 @@
 import json
 import secrets
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tunekit.data.chat_template.call_formats import CallError, Scanner, json_call
 from tunekit.data.chat_template.tool_calls import ParsedAnswer, ToolCallParser, number_calls
-from tunekit.data.tokenizer import TextStreamer, Tokenizer
+from tunekit.data.token_bytes import TokenBytes
+from tunekit.data.tokenizer import INCOMPLETE_CHAR, TextStreamer, Tokenizer
 from tunekit.generation.requests import TokenOutput
 from tunekit.generation.stop_strings import StopStrings
 from tunekit.serving.request_fields import AnswerOptions
 
 MIN_LOGPROB = -9999.0  # as in vLLM
-TokenText = Callable[[int], str]
 ID_LENGTH = 9  # of a call: the templates of Mistral require it
+
+
+class AnswerToken(NamedTuple):
+    """A token of an answer, and the number of characters before it. A token inside a character has that of the one."""
+
+    output: TokenOutput
+    offset: int
 
 
 class ForcedCallParser:
@@ -44,9 +51,8 @@ class Choice:
     prompt_tokens: Sequence[int]
     text: str = ""  # of all tokens; in chats with special tokens
     num_tokens: int = 0
-    tokens: list[TokenOutput] = field(
-        default_factory=list
-    )  # that belong to the text, and the stop token if the request asks for token ids
+    # That belong to the text, and the stop token if the request asks for token ids
+    tokens: list[AnswerToken] = field(default_factory=list)
     finish_reason: str | None = None
     sent: ParsedAnswer = ParsedAnswer("")  # that was streamed
 
@@ -60,7 +66,7 @@ class Choice:
         self.finish_reason = output.finish_reason
         is_stop_token = output.token in self.stop_tokens
         if self.options.includes_stop_token or not is_stop_token:
-            self.tokens.append(output)
+            self.tokens.append(AnswerToken(output, self.num_characters()))
         if not is_stop_token:
             self.text += self.streamer.add(output.token)
         if output.finish_reason is not None:
@@ -68,11 +74,19 @@ class Choice:
             cut = self.stop.cut(self.text)
             self.text, self.finish_reason = cut, "stop" if cut != self.text else output.finish_reason
 
+    def num_characters(self) -> int:
+        """Number of complete characters of the text, also of those that the streamer holds back."""
+        if self.options.num_logprobs is None:
+            return 0  # nothing reads it, and decoding takes time
+        return len(self.text) + len(self.streamer.pending_text().rstrip(INCOMPLETE_CHAR))
+
     def result(self) -> ParsedAnswer:
         """The complete answer."""
         if self.parser is None:
             return ParsedAnswer(self.text)
         parsed = self.parser.parse(self.text)
+        if not self.options.allows_parallel_calls:
+            parsed = parsed._replace(tool_calls=parsed.tool_calls[:1])
         if parsed.tool_calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
         return parsed
@@ -120,28 +134,35 @@ def finite(logprob: float) -> float:
     return max(logprob, MIN_LOGPROB)
 
 
-def chat_logprobs(token_text: TokenText, tokens: Sequence[TokenOutput]) -> dict[str, Any]:
+class TokenNames:
+    """Names and bytes of tokens in log-probabilities. `by_id`: names are such as `token_id:7`."""
+
+    def __init__(self, tokenizer: Tokenizer, by_id: bool, prefix: str = "") -> None:
+        self.bytes, self.by_id, self.prefix = TokenBytes(tokenizer), by_id, prefix
+
+    def __call__(self, token: int) -> str:
+        return f"token_id:{token}" if self.by_id else self.bytes.label(token, self.prefix)
+
+
+def chat_logprobs(names: TokenNames, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
     """Log-probabilities of tokens in the format of chats."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = token_text(token)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+        return {"token": names(token), "logprob": finite(logprob), "bytes": list(names.bytes(token))}
 
     content = [
         {**entry(item.token, item.logprob), "top_logprobs": [entry(*pair) for pair in item.top_logprobs]}
-        for item in tokens
+        for item, _ in tokens
     ]
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(token_text: TokenText, tokens: Sequence[TokenOutput], start: int = 0) -> dict[str, Any]:
-    """Log-probabilities of tokens in the format of completions. `start` is the offset of the first one in the text."""
-    texts = [token_text(item.token) for item in tokens]
-    offsets = [start + sum(map(len, texts[:index])) for index in range(len(texts))]
-    top = [{token_text(token): finite(logprob) for token, logprob in item.top_logprobs} for item in tokens]
+def completion_logprobs(names: TokenNames, tokens: Sequence[AnswerToken], length: int) -> dict[str, Any]:
+    """Log-probabilities of tokens in the format of completions. `length` is that of the text, which stops may cut."""
+    top = [{names(token): finite(logprob) for token, logprob in item.top_logprobs} for item, _ in tokens]
     return {
-        "tokens": texts,
-        "token_logprobs": [finite(item.logprob) for item in tokens],
+        "tokens": [names(item.token) for item, _ in tokens],
+        "token_logprobs": [finite(item.logprob) for item, _ in tokens],
         "top_logprobs": top if any(top) else None,
-        "text_offset": offsets,
+        "text_offset": [min(offset, length) for _, offset in tokens],
     }

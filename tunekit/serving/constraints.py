@@ -1,7 +1,10 @@
 """Answers that follow a JSON Schema or a regular expression: the tokens that may come next."""
 
+import json
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +16,9 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.serving.errors import APIError
 from tunekit.serving.request_fields import Structure
 
+MAX_STRUCTURE_BYTES = 256 * 2**10  # compiling takes up to 13 microseconds per byte of a pattern (llguidance 1.9)
+COMPILE_SECONDS = 10.0  # deadline
+MAX_ERROR_LENGTH = 300  # characters of llguidance's messages, which repeat the pattern
 REGEX_SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 
 
@@ -26,16 +32,46 @@ class Grammars:
     def vocabulary(self) -> LLTokenizer:
         return LLTokenizer(self.tokenizer.model.to_str(), n_vocab=self.tokenizer.vocab_size or self.tokenizer.size)
 
-    def compile(self, structure: Structure) -> "Constraint":
-        """Constraint of one answer. Raises APIError for an invalid or unsupported structure."""
-        param, code = structure.param, "invalid_json_schema" if structure.kind == "json" else "invalid_value"
+    @cached_property
+    def workers(self) -> ThreadPoolExecutor:
+        """Threads that compile. A compilation cannot be interrupted: two slow ones make others wait or fail."""
+        return ThreadPoolExecutor(2, "grammar")
+
+    def compile(self, structure: Structure) -> "Grammar":
+        """Grammar of the answers to a request. Raises APIError for an invalid, unsupported or too large structure."""
+        code = "invalid_json_schema" if structure.kind == "json" else "invalid_value"
+
+        def error(problem: str) -> APIError:
+            message = " ".join(problem.split())[:MAX_ERROR_LENGTH]
+            return APIError(400, f"{structure.param}: {message}", structure.param, code)
+
+        if (size := len(json.dumps(structure.value))) > MAX_STRUCTURE_BYTES:
+            raise error(f"must have at most {MAX_STRUCTURE_BYTES} bytes, got {size}")
         try:
-            matcher = LLMatcher(self.vocabulary, to_grammar(structure))
-        except (ValueError, RecursionError) as error:
-            raise APIError(400, f"{param}: {error}", param, code) from None
+            matcher = self.workers.submit(self.build_matcher, structure).result(COMPILE_SECONDS)
+        except TimeoutError:
+            raise error(f"cannot be compiled within {COMPILE_SECONDS:g} seconds. Simplify its patterns.") from None
+        except (ValueError, RecursionError) as problem:
+            raise error(str(problem)) from None
         if matcher.is_error():
-            raise APIError(400, f"{param}: {matcher.get_error()}", param, code)
-        return Constraint(matcher, self.vocabulary.vocab_size, self.tokenizer.stops)
+            raise error(matcher.get_error())
+        return Grammar(matcher, self.vocabulary.vocab_size, self.tokenizer.stops)
+
+    def build_matcher(self, structure: Structure) -> LLMatcher:
+        return LLMatcher(self.vocabulary, to_grammar(structure))
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A compiled structure."""
+
+    matcher: LLMatcher
+    vocab: int
+    stops: frozenset[int]
+
+    def constraints(self, count: int) -> list["Constraint"]:
+        """Constraints of several answers."""
+        return [Constraint(self.matcher.deep_copy(), self.vocab, self.stops) for _ in range(count)]
 
 
 def to_grammar(structure: Structure) -> str:

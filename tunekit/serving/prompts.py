@@ -9,14 +9,21 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from tunekit.data.chat_template.chat_format import encode_conversation, with_chat_format
-from tunekit.data.chat_template.messages import Message
 from tunekit.data.chat_template.tool_calls import ToolCallParser
-from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.tokenize import encode_text
+from tunekit.data.tokenizer import TextTooLongError, Tokenizer
 from tunekit.errors import UserError
 from tunekit.serving.choices import ForcedCallParser
-from tunekit.serving.constraints import Grammars, call_schema
+from tunekit.serving.constraints import Grammar, Grammars, call_schema
 from tunekit.serving.errors import APIError, invalid
-from tunekit.serving.request_fields import AnswerOptions, ChatRequest, CompletionRequest, Structure
+from tunekit.serving.request_fields import (
+    DEFAULT_EFFORT,
+    EFFORT,
+    AnswerOptions,
+    ChatRequest,
+    CompletionRequest,
+    Structure,
+)
 
 Constraint = Callable[[Sequence[int]], Tensor | None] | None
 T = TypeVar("T")
@@ -39,7 +46,8 @@ class PromptMaker:
     """
 
     def __init__(self, tokenizer: Tokenizer, max_model_len: int, max_tokens: int | None) -> None:
-        self.tokenizer, self.max_model_len, self.max_tokens = tokenizer, max_model_len, max_tokens
+        self.tokenizer = tokenizer.copy_with(max_tokens=max_model_len)
+        self.max_model_len, self.max_tokens = max_model_len, max_tokens
         self.make_parser = lru_cache(maxsize=64)(self.parser_of)
         self.make_variant = lru_cache(maxsize=64)(self.with_template_kwargs)
 
@@ -49,7 +57,10 @@ class PromptMaker:
 
     def with_template_kwargs(self, kwargs: str) -> "PromptMaker":
         """The prompt maker whose chat template has these values of its variables, a JSON object."""
-        tokenizer = with_chat_format(self.tokenizer, None, json.loads(kwargs))
+        values = json.loads(kwargs)
+        if EFFORT in values and EFFORT not in self.tokenizer.template().variables:
+            raise invalid(EFFORT, f"must be {DEFAULT_EFFORT}: the chat template of the model does not read it")
+        tokenizer = with_chat_format(self.tokenizer, None, values)
         maker = PromptMaker(tokenizer, self.max_model_len, self.max_tokens)
         maker.grammars = self.grammars  # do not depend on the template
         return maker
@@ -58,43 +69,39 @@ class PromptMaker:
         """The prompts of a request. Raises APIError."""
         if isinstance(request, ChatRequest):
             return [self.make_chat_prompt(request)]
-        return [self.make_completion_prompt(text, request.options) for text in request.prompts]
+        grammar = self.compile(request.options.structure)
+        return [self.make_completion_prompt(text, request.options, grammar) for text in request.prompts]
 
     def make_chat_prompt(self, request: ChatRequest) -> Prompt:
         """Prompt of a conversation. Raises APIError."""
         if request.template_kwargs:
-            variant = self.make_variant(json.dumps(request.template_kwargs, sort_keys=True))
+            make_variant = self.with_api_errors(self.make_variant, "messages")
+            variant = make_variant(json.dumps(request.template_kwargs, sort_keys=True))
             return variant.make_chat_prompt(replace(request, template_kwargs={}))
-        messages = [self.with_known_role(message) for message in request.conversation.messages]
         encode = self.with_api_errors(encode_conversation, "messages")
-        tokens = encode(self.tokenizer, messages, request.tools)
+        tokens = encode(self.tokenizer, request.conversation.messages, request.tools)
         parser = ForcedCallParser() if request.is_forced else self.make_parser(json.dumps(request.tools))
         max_tokens = self.answer_length(len(tokens), request.options, "messages")
         structure = request.options.structure
         if request.is_forced:
             structure = Structure("json", call_schema(request.tools or []), "tools")
-        return Prompt(tokens, max_tokens, parser, self.make_constraints(structure, request.options.num_choices))
+        constraints = make_constraints(self.compile(structure), request.options.num_choices)
+        return Prompt(tokens, max_tokens, parser, constraints)
 
-    def make_completion_prompt(self, text: str | list[int], options: AnswerOptions) -> Prompt:
+    def make_completion_prompt(self, text: str | list[int], options: AnswerOptions, grammar: Grammar | None) -> Prompt:
         """Prompt of a text or of token ids. Raises APIError."""
         tokens = self.encode_prompt(text)
         max_tokens = self.answer_length(len(tokens), options, "prompt")
-        return Prompt(tokens, max_tokens, None, self.make_constraints(options.structure, options.num_choices))
+        return Prompt(tokens, max_tokens, None, make_constraints(grammar, options.num_choices))
 
     def parser_of(self, tools: str) -> ToolCallParser:
         """Parser for tools as JSON. It is reused: detecting the format of calls renders a few probes."""
         return ToolCallParser(self.tokenizer, json.loads(tools))
 
-    def with_known_role(self, message: Message) -> Message:
-        """Developer messages are system messages for templates that do not know the role."""
-        texts = self.tokenizer.template_texts.values()
-        is_unknown = message["role"] == "developer" and not any("developer" in text for text in texts)
-        return {**message, "role": "system"} if is_unknown else message
-
     def encode_prompt(self, text: str | list[int]) -> list[int]:
         vocab = self.tokenizer.vocab_size or self.tokenizer.size
-        encode = self.with_api_errors(self.tokenizer.encode, "prompt")
-        tokens = encode(text, True) if isinstance(text, str) else text
+        encode = self.with_api_errors(encode_text, "prompt")
+        tokens = encode(self.tokenizer, text) if isinstance(text, str) else text
         if not tokens:
             raise invalid("prompt", "has no tokens. Send a text, or token ids such as that of BOS")
         if not all(0 <= token < vocab for token in tokens):
@@ -115,11 +122,9 @@ class PromptMaker:
             raise APIError(400, sizes, param, "context_length_exceeded")
         return options.max_tokens or min(space, self.max_tokens or space)
 
-    def make_constraints(self, structure: Structure | None, count: int) -> list[Constraint]:
-        """A constraint for each choice."""
-        if structure is None:
-            return [None] * count
-        return [self.grammars.compile(structure) for _ in range(count)]
+    def compile(self, structure: Structure | None) -> Grammar | None:
+        """Grammar of all answers to a request. Raises APIError."""
+        return None if structure is None else self.grammars.compile(structure)
 
     def with_api_errors(self, function: Callable[..., T], param: str) -> Callable[..., T]:
         """Turn errors of the user into status 400 for a field. Clients do not see the path of the template."""
@@ -131,6 +136,12 @@ class PromptMaker:
                 message = str(error)
                 for _, path in self.tokenizer.templates.values():
                     message = message.removeprefix(f"{path}: ")
-                raise APIError(400, message, param, "invalid_value") from None
+                code = "context_length_exceeded" if isinstance(error, TextTooLongError) else "invalid_value"
+                raise APIError(400, message, param, code) from None
 
         return run
+
+
+def make_constraints(grammar: Grammar | None, count: int) -> Sequence[Constraint]:
+    """A constraint for each choice."""
+    return [None] * count if grammar is None else grammar.constraints(count)

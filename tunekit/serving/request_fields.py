@@ -23,12 +23,25 @@ SHARED = {"model", "n", "max_tokens", "temperature", "top_p", "top_k", "min_p", 
           "return_tokens_as_token_ids", "structured_outputs", "guided_json", "guided_regex",
           "guided_choice"}  # fmt: skip
 CHAT = {"messages", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs",
-        "chat_template_kwargs"}  # fmt: skip
-# Fields without an effect on the answer, and others with the only value that is supported.
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+        "chat_template_kwargs", "reasoning_effort"}  # fmt: skip
+# Fields without an effect on the answer
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+           "prompt_cache_retention", "request_id", "cache_salt", "priority", "cache_prompt"}  # fmt: skip
+# Fields of OpenAI, vLLM and SGLang with the values that are supported: those that change nothing.
 FIXED: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "echo": (False,), "suffix": ("",),
-    "best_of": (1,), "modalities": (["text"],)}  # fmt: skip
+    "frequency_penalty": (0,), "presence_penalty": (0,), "length_penalty": (1,), "typical_p": (1,), "min_tokens": (0,),
+    "logit_bias": ({},), "bad_words": ([],), "best_of": (1,), "use_beam_search": (False,), "early_stopping": (False,),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "detokenize": (True,),
+    "include_stop_str_in_output": (False,), "no_stop_trim": (False,), "return_hidden_states": (False,),
+    "prompt_logprobs": (0, False), "return_token_offsets": (False,), "load_inplace": (False,)}  # fmt: skip
+FIXED_CHAT: dict[str, tuple[Any, ...]] = {
+    "modalities": (["text"],), "functions": ([],), "function_call": ("none", "auto"), "verbosity": ("medium",),
+    "include_reasoning": (True,), "separate_reasoning": (True,),
+    "stream_reasoning": (True,), "documents": ([],), "echo": (False,), "add_generation_prompt": (True,),
+    "continue_final_message": (False,), "add_special_tokens": (False,), "chat_template_content_format": ("auto",),
+    "mm_processor_kwargs": ({},)}  # fmt: skip
+FIXED_COMPLETION: dict[str, tuple[Any, ...]] = {"echo": (False,), "suffix": ("",), "add_special_tokens": (True,)}
+EFFORT, DEFAULT_EFFORT = "reasoning_effort", "medium"  # a variable of the chat template
 Tools = list[dict[str, Any]] | None
 
 
@@ -56,6 +69,7 @@ class AnswerOptions:
     stop_token_ids: frozenset[int]  # end the answer, besides the stop tokens of the model
     ignores_eos: bool  # whether the stop tokens of the model do not end the answer
     returns_token_ids: bool  # whether choices have the ids of their tokens
+    allows_parallel_calls: bool  # whether an answer may have several tool calls
     names_tokens_by_id: bool  # whether log-probabilities name tokens as `token_id:7` instead of by their text
 
     @property
@@ -97,12 +111,14 @@ class Fields:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = {key: value for key, value in values.items() if value is not None}
 
-    def check_names(self, known: set[str]) -> None:
+    def check_names(self, known: set[str], fixed: Mapping[str, tuple[Any, ...]] = FIXED) -> None:
+        """Raise APIError for fields that are neither known nor have one of the `fixed` values."""
         for name, value in self.values.items():
-            if name in FIXED and value in FIXED[name]:
+            if name in known | IGNORED or value in fixed.get(name, ()):
                 continue
-            if name not in known | IGNORED:
-                raise APIError(400, f"{name}: not supported by this server", name, "unsupported_parameter")
+            values = " and ".join(json.dumps(item) for item in fixed.get(name, ()))
+            problem = f"must be {values}" if values else "not supported by this server"
+            raise APIError(400, f"{name}: {problem}", name, "unsupported_parameter")
 
     def typed(self, name: str, kinds: type | UnionType, noun: str, default: Any = None) -> Any:
         """Value of a field. Raises APIError for other types than `kinds`; booleans are not numbers."""
@@ -130,14 +146,20 @@ class Fields:
             raise invalid(name, f"must be >= {low}{'' if high is None else f' and <= {high}'}, got {value}")
         return value
 
-    def boolean(self, name: str) -> bool:
-        return self.typed(name, bool, "a boolean", False)
+    def boolean(self, name: str, default: bool = False) -> bool:
+        return self.typed(name, bool, "a boolean", default)
 
     def object(self, name: str) -> dict[str, Any]:
         return self.typed(name, dict, "an object", {})
 
     def string(self, name: str) -> str:
         return self.typed(name, str, "a string")
+
+    def name(self, name: str) -> str:
+        """A string that is not blank."""
+        if not (value := self.string(name)).strip():
+            raise invalid(name, "must not be empty")
+        return value
 
     def stop_strings(self) -> tuple[str, ...]:
         value = self.values.get("stop", [])
@@ -238,6 +260,7 @@ def parse_options(
         stop_token_ids=fields.stop_token_ids(),
         ignores_eos=fields.boolean("ignore_eos"),
         returns_token_ids=fields.boolean("return_token_ids"),
+        allows_parallel_calls=fields.boolean("parallel_tool_calls", True),
         names_tokens_by_id=fields.boolean("return_tokens_as_token_ids"),
     )
 
@@ -245,7 +268,7 @@ def parse_options(
 def parse_chat_request(body: Mapping[str, Any]) -> ChatRequest:
     """Parse the body of /v1/chat/completions. Raises APIError."""
     fields = Fields(body)
-    fields.check_names(SHARED | CHAT)
+    fields.check_names(SHARED | CHAT, FIXED | FIXED_CHAT)
     wants_logprobs, top = fields.boolean("logprobs"), fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top and not wants_logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
@@ -269,6 +292,8 @@ def parse_chat_request(body: Mapping[str, Any]) -> ChatRequest:
 def template_kwargs(fields: Fields) -> dict[str, Any]:
     """Values of variables of the chat template."""
     values = fields.object("chat_template_kwargs")
+    if fields.values.get(EFFORT, DEFAULT_EFFORT) != DEFAULT_EFFORT:
+        values = {EFFORT: fields.string(EFFORT), **values}
     try:
         check_template_kwargs(values)
     except FieldError as error:
@@ -298,7 +323,7 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, bool]:
 def parse_completion_request(body: Mapping[str, Any]) -> CompletionRequest:
     """Parse the body of /v1/completions. Raises APIError."""
     fields = Fields(body)
-    fields.check_names(SHARED | {"prompt"})
+    fields.check_names(SHARED | {"prompt"}, FIXED | FIXED_COMPLETION)
     value = fields.values.get("prompt")
     prompts: list[Any] = value if isinstance(value, list) and not is_tokens(value) else [value]
     if not prompts or not all(isinstance(prompt, str) or is_tokens(prompt) for prompt in prompts):

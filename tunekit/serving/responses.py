@@ -1,14 +1,22 @@
 """JSON of responses: whole ones, and the chunks of a stream."""
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.generation.requests import TokenOutput
-from tunekit.serving.choices import Choice, chat_logprobs, completion_logprobs, format_calls, new_id
+from tunekit.serving.choices import (
+    AnswerToken,
+    Choice,
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+    format_calls,
+    new_id,
+)
 from tunekit.serving.request_fields import AnswerOptions, Endpoint
 
 DONE = b"data: [DONE]\n\n"
@@ -31,13 +39,8 @@ class ResponseFormat:
 
     def __post_init__(self) -> None:
         self.id = new_id("chatcmpl" if self.endpoint == "chat" else "cmpl")
-        self.offsets: dict[int, int] = {}  # length of the tokens of each choice that were sent
-
-    def token_text(self, token: int) -> str:
-        """Name of a token in log-probabilities."""
-        if self.options.names_tokens_by_id:
-            return f"token_id:{token}"
-        return self.tokenizer.decode([token], special=True)
+        prefix = "" if self.endpoint == "chat" else "bytes:"  # as in OpenAI's protocol
+        self.names = TokenNames(self.tokenizer, self.options.names_tokens_by_id, prefix)
 
     def header(self, is_chunk: bool = False) -> dict[str, Any]:
         kind = "text_completion"
@@ -53,15 +56,12 @@ class ResponseFormat:
             "total_tokens": self.num_prompt_tokens + num_tokens,
         }
 
-    def logprobs(self, tokens: Sequence[TokenOutput], index: int = 0) -> dict[str, Any] | None:
+    def logprobs(self, tokens: Sequence[AnswerToken], choice: Choice) -> dict[str, Any] | None:
         if self.options.num_logprobs is None:
             return None
         if self.endpoint == "chat":
-            return chat_logprobs(self.token_text, tokens)
-        start = self.offsets.get(index, 0)
-        value = completion_logprobs(self.token_text, tokens, start)
-        self.offsets[index] = start + sum(map(len, value["tokens"]))
-        return value
+            return chat_logprobs(self.names, tokens)
+        return completion_logprobs(self.names, tokens, len(choice.text) if choice.finish_reason else sys.maxsize)
 
     def complete(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """The response to a request without streaming."""
@@ -70,12 +70,12 @@ class ResponseFormat:
         prompt = {"prompt_token_ids": [*choices[0].prompt_tokens]} if is_chat else {}
         return {**self.header(), "choices": items, "usage": self.usage(choices), **prompt}
 
-    def token_ids(self, tokens: Sequence[TokenOutput]) -> dict[str, Any]:
+    def token_ids(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
         """The field with token ids, if the request asks for it."""
-        return {"token_ids": [item.token for item in tokens]} if self.options.returns_token_ids else {}
+        return {"token_ids": [item.token for item, _ in tokens]} if self.options.returns_token_ids else {}
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        parsed, logprobs = choice.result(), self.logprobs(choice.tokens, index)
+        parsed, logprobs = choice.result(), self.logprobs(choice.tokens, choice)
         fields = {"index": index, "logprobs": logprobs, "finish_reason": choice.finish_reason}
         fields |= self.token_ids(choice.tokens)
         if self.endpoint == "completion":
@@ -94,7 +94,7 @@ class ResponseFormat:
         delta = {"role": "assistant", "content": ""}
         return [self.chunk({"index": index, "delta": delta, "finish_reason": None}) for index in range(num_choices)]
 
-    def delta_chunk(self, index: int, choice: Choice, tokens: Sequence[TokenOutput]) -> bytes | None:
+    def delta_chunk(self, index: int, choice: Choice, tokens: Sequence[AnswerToken]) -> bytes | None:
         """Chunk with new text of a choice; None if there is nothing to send yet."""
         delta = choice.delta()
         wants_logprobs = self.options.num_logprobs is not None and bool(tokens)
@@ -103,7 +103,7 @@ class ResponseFormat:
             return None
         fields = {
             "index": index,
-            "logprobs": self.logprobs(tokens, index) if wants_logprobs else None,
+            "logprobs": self.logprobs(tokens, choice) if wants_logprobs else None,
             "finish_reason": choice.finish_reason,
             **token_ids,
         }

@@ -4,14 +4,17 @@ from functools import partial
 from pathlib import Path
 
 from tunekit import devices
+from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint import atomic, final_checkpoint, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.layerwise_forward import ModelSource
 from tunekit.config.dump import to_plain_config
 from tunekit.data.dataloader.build import DataLoader
+from tunekit.errors import UserError
 from tunekit.loggers import metrics_file
 from tunekit.models.decoder import Decoder
 from tunekit.publishing import model_card
+from tunekit.publishing.base_model import CARD
 from tunekit.training.run_context import RunContext
 
 
@@ -36,8 +39,12 @@ def export_final(
         config = to_plain_config(cfg, run.recipe)
         data = {"data": loaders[0], "eval_data": loaders[1]}
         info = model_card.ModelCardInfo(run.recipe, config, run.dir, checkpoint, model, data, dist.device)
-        dist.run_on_main(partial(write_model_card, directory, run.dir, info, step, result))
+        problem = dist.run_on_main(partial(write_model_card, directory, run.dir, info, step, result))
     dist.log(f"finished: {final_dir}\n{result}")
+    if isinstance(cfg.adapter, NoAdapter) and checkpoint.has_untrained_mtp:
+        dist.log(f"note: {model_card.UNTRAINED_MTP}")
+    if problem is not None:
+        dist.log(f"warning: {final_dir / CARD} has no details of the run: {problem}")
     if dist.is_main_process and (problem := model_card.find_divergence(metrics_file.read_metrics(run.dir))):
         dist.log(f"warning: {problem}. Do not use this result. Lower optimizer.lr and train again with --overwrite.")
     verify.raise_if_failed(final_dir)
@@ -45,8 +52,18 @@ def export_final(
 
 def write_model_card(
     directory: Path, run_dir: Path, info: model_card.ModelCardInfo, step: int, result: verify.VerificationResult
-) -> None:
-    """Write the verification into the metrics, and README.md with plots into the checkpoint."""
+) -> str | None:
+    """Write the verification into the metrics, and README.md with plots into the checkpoint.
+
+    Data or files of the base may have been deleted during the run: then the card is short. Returns the reason.
+    """
     with atomic.wrap_write_errors(directory):
         metrics_file.write_final_metrics(run_dir, step, **result.metrics)
-        model_card.write_model_card(directory, info)
+        try:
+            model_card.write_model_card(directory, info)
+        except (UserError, OSError) as error:
+            if atomic.find_disk_error(error) is not None:
+                raise
+            model_card.write_minimal_card(directory, None if info.is_from_scratch else info.source, "finetune")
+            return str(error)
+    return None

@@ -22,6 +22,7 @@ from tunekit.plan import free_memory
 from tunekit.training.config import TrainConfig
 from tunekit.training.data_checks import check_data
 from tunekit.training.run_context import RunContext
+from tunekit.training.save_check import check_can_save
 
 
 def open_dataloaders(cfg: TrainConfig, tokenizer: Tokenizer, run: RunContext) -> tuple[DataLoader, DataLoader | None]:
@@ -45,6 +46,7 @@ def load_model(
 ) -> Decoder:
     """The model to train: this rank's shards, with weights and adapter, and with a new value head if asked for."""
     dist.heartbeat.record(0, "load")
+    check_can_save(cfg, checkpoint, dist, value_head)
     free_memory.check(cfg, dist)
     from_scratch = cfg.init == "random"
     if cfg.precision.compute_dtype == "auto" and (dtype := resolve_auto("auto", dist.device)) != "bf16":

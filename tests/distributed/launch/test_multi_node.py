@@ -97,14 +97,14 @@ def test_different_configs_are_an_error(toy: ToyLauncher) -> None:
 
 
 def test_missing_node_is_reported(toy: ToyLauncher) -> None:
-    limit, name = "parallel.hang_timeout_seconds=5", socket.gethostname()
+    limit, name = "parallel.hang_timeout_seconds=15", socket.gethostname()
     rendezvous = ("--nnodes", "3", "--rdzv-endpoint", free_address(), limit)
     unreachable = toy.start("--nnodes", "2", "--rdzv-endpoint", "192.0.2.1:9", limit, "--node-rank", "1")
     for results in wait_for_all(toy, [toy.start(*rendezvous), toy.start(*rendezvous)]):
         assert results.code == 1
-        assert f"2 of 3 machines came within 5 s: {name}, {name}" in results.err
+        assert f"2 of 3 machines came within 15 s: {name}, {name}" in results.err
     result = toy.end(unreachable)
-    assert result.code == 1 and "192.0.2.1:9 did not answer for 5 s" in result.err
+    assert result.code == 1 and "192.0.2.1:9 did not answer for 15 s" in result.err
 
 
 def test_killed_rank_ends_all_nodes(toy: ToyLauncher) -> None:
@@ -158,7 +158,7 @@ def test_restarted_node_rejoins(toy: ToyLauncher) -> None:
 
 
 def test_hung_rank_is_reported_by_its_node(toy: ToyLauncher) -> None:
-    results = wait_for_all(toy, start_two_nodes(toy, "fault=hang", "parallel.hang_timeout_seconds=5"))
+    results = wait_for_all(toy, start_two_nodes(toy, "fault=hang", "parallel.hang_timeout_seconds=15"))
     assert [item.code for item in results] == [1, 1], results
     assert any("rank 0: step 2, step; in wait_for_all" in item.err for item in results), results
     assert any("rank 1: step 2, step; in fail" in item.err for item in results), results

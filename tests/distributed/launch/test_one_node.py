@@ -3,12 +3,15 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.toy_launcher import ToyLauncher
 from tests.helpers.wait import has_exited, wait_until
+from tunekit.distributed import worker_env
 
 pytestmark = pytest.mark.multi
 MANY_STEPS = "steps=1000"
@@ -151,3 +154,12 @@ def test_ranks_end_with_their_launcher(toy: ToyLauncher) -> None:
     process.kill()
     wait_until(lambda: all(has_exited(worker.pid) for worker in toy.started_workers()))
     toy.end(process)
+
+
+@pytest.mark.parametrize("variable", [(worker_env.PARENT, "1"), (worker_env.REPORT, "9:1")], ids=["rank", "check"])
+def test_process_without_its_launcher_ends_before_it_does_anything(variable: tuple[str, str]) -> None:
+    """A launcher that was killed while the process started. The command has an error, which is not found any more."""
+    command = [sys.executable, "-P", "-X", "importtime", "-m", "tunekit.cli", "run", "no_such_recipe"]
+    done = subprocess.run(command, env={**os.environ, variable[0]: variable[1]}, capture_output=True, text=True)
+    assert done.returncode == 1 and "error" not in done.stderr
+    assert "tunekit.cli.main" not in done.stderr, "it ends before other modules are imported"

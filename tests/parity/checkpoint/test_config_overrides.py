@@ -73,11 +73,11 @@ def test_rope_scaling_equals_transformers(name: str, config_version: int, tmp_pa
     expected = type(reference)(transformers.AutoConfig.for_model(**config)).eval()
     expected.load_state_dict(reference.state_dict())
     logits = model(TOKENS)
-    assert relative_error(logits, expected(TOKENS).logits) < 1e-5
+    assert relative_error(logits, expected(TOKENS).logits) < 3e-5
     assert relative_error(logits, reference(TOKENS).logits) > 1e-3, "the scaling changes the logits"
     with atomic.AtomicDir(tmp_path / "out") as out:
         final_checkpoint.save_final(NoAdapter(), out, model, source)
-    assert relative_error(load_transformers_model(tmp_path / "out")(TOKENS).logits, logits) < 1e-5
+    assert relative_error(load_transformers_model(tmp_path / "out")(TOKENS).logits, logits) < 3e-5
     assert HFCheckpoint.open(tmp_path / "out").spec == source.spec
     assert source.spec.context == LONGER
 
@@ -96,15 +96,15 @@ def test_adapter_keeps_the_overrides_of_its_base(config_version: int, tmp_path: 
     with atomic.AtomicDir(tmp_path / "adapter") as out:
         final_checkpoint.save_final(adapter, out, model, source)
     logits = model(TOKENS)
-    assert relative_error(load_inference_model(tmp_path / "adapter")(TOKENS), logits) < 1e-5
+    assert relative_error(load_inference_model(tmp_path / "adapter")(TOKENS), logits) < 3e-5
     options = eval(f"dict({config_options(tmp_path / 'adapter')[2:]})")
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options)
     peft_model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    assert relative_error(peft_model(TOKENS).logits, logits) < 1e-5
+    assert relative_error(peft_model(TOKENS).logits, logits) < 3e-5
     checkpoint, _, _ = construction.resolve_model(str(tmp_path / "adapter"))
     with atomic.AtomicDir(tmp_path / "merged") as out:
         merge.merge_adapter(checkpoint, tmp_path / "adapter", out)
-    assert relative_error(load_transformers_model(tmp_path / "merged")(TOKENS).logits, logits) < 1e-5
+    assert relative_error(load_transformers_model(tmp_path / "merged")(TOKENS).logits, logits) < 3e-5
 
 
 def test_new_run_from_an_adapter_needs_its_overrides(tmp_path: Path) -> None:

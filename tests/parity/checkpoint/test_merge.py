@@ -39,7 +39,7 @@ from tests.parity.checkpoint.test_quantized import (
     quantize_fp8,
 )
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
-from tunekit.checkpoint import atomic, peft_adapter
+from tunekit.checkpoint import atomic, peft_config
 from tunekit.checkpoint import final_checkpoint as saving
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.safetensors_io import read_header
@@ -60,7 +60,7 @@ def train_adapter_of(path: Path, base: Path, adapter: LoRAConfig) -> Path:
 def test_dora_of_shared_experts_is_merged(tmp_path: Path) -> None:
     """peft cannot open it."""
     _, model = train_adapter(tmp_path, "qwen2-moe", DoRAConfig(4))
-    check_merge(tmp_path, "qwen2-moe", model)
+    check_merge(tmp_path, model)
 
 
 @pytest.mark.parametrize(("shape", "adapter"), [
@@ -147,7 +147,7 @@ def test_merged_sums_are_exact_and_other_tensors_are_copied(dtype: torch.dtype, 
     base = save_sharded(tmp_path, "llama3.1", dtype, "40KB")
     with torch.enable_grad():
         folder = train_adapter_of(tmp_path, base, LoRAConfig(4, target_modules=("q_proj", "down_proj")))
-    out, updates = merge(tmp_path), load_file(folder / peft_adapter.TENSORS)
+    out, updates = merge(tmp_path), load_file(folder / peft_config.TENSORS)
     files = sorted(base.glob("*.safetensors"))
     assert len(files) == 3
     assert (out / "model.safetensors.index.json").read_bytes() == (base / "model.safetensors.index.json").read_bytes()
@@ -292,7 +292,7 @@ def test_command_names_wrong_arguments(tmp_path: Path) -> None:
             run_tune("merge", *args)
         assert path in str(caught.value)
     assert not [*tmp_path.glob("out*")], "nothing is written"
-    file = adapter / peft_adapter.TENSORS
+    file = adapter / peft_config.TENSORS
     tensors = load_file(file)
     save_file({name: t for name, t in tensors.items() if "layers.1.mlp.up_proj.lora_B" not in name}, tmp_path / "less")
     shutil.copy(tmp_path / "less", file)
@@ -308,7 +308,7 @@ def test_adapter_of_another_model_with_the_same_shapes_is_a_warning(
     run_tune("merge", other, tmp_path / "adapter", tmp_path / "out")
     output = capsys.readouterr().err
     assert all(str(path) in output for path in (tmp_path / "adapter", tmp_path / "base", other))
-    config = tmp_path / "adapter" / peft_adapter.CONFIG
+    config = tmp_path / "adapter" / peft_config.CONFIG
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": None}))
     run_tune("merge", other, tmp_path / "adapter", tmp_path / "again")
     assert str(tmp_path / "base") not in capsys.readouterr().err
@@ -319,7 +319,7 @@ def test_failed_verification_keeps_the_files(tmp_path: Path, capsys: pytest.Capt
     """The merged weights overflow in fp16; base and adapter alone do not."""
     base = save_sharded(tmp_path, "llama3.1", torch.float16, "5GB")
     adapter = train_adapter_of(tmp_path, base, LoRAConfig(4, target_modules="head"))
-    file = adapter / peft_adapter.TENSORS
+    file = adapter / peft_config.TENSORS
     tensors = load_file(file)
     save_file({name: t * (1e6 if "lora_B" in name else 1) for name, t in tensors.items()}, tmp_path / "more")
     shutil.copy(tmp_path / "more", file)

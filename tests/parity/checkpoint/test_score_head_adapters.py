@@ -104,7 +104,7 @@ def test_peft_opens_trained_adapters(case: str, tmp_path: Path) -> None:
     assert peft.PeftConfig.from_pretrained(tmp_path / "adapter").task_type == TASKS[score.per_token]
     other = peft.PeftModel.from_pretrained(open_classifier(tmp_path / "base", score), tmp_path / "adapter").eval()
     expected = compute_scores(model, score)
-    assert relative_error(other(make_rows()).logits, expected) < 1e-5
+    assert relative_error(other(make_rows()).logits, expected) < 3e-5
     assert (
         relative_error(
             compute_scores(
@@ -143,7 +143,7 @@ def test_adapters_of_peft_are_read_and_merged(case: str, tmp_path: Path) -> None
         str(tmp_path / "adapter"), FP32, DistributedContext(0, "cpu"), allow_score_head=True
     )
     assert model.spec.score == score
-    assert relative_error(compute_scores(model, score), expected) < 1e-5
+    assert relative_error(compute_scores(model, score), expected) < 3e-5
     source, merged_adapter, _ = assemble.resolve_model(str(tmp_path / "adapter"))
     assert isinstance(merged_adapter, LoRAConfig)
     with atomic.AtomicDir(tmp_path / "merged") as out:
@@ -153,7 +153,7 @@ def test_adapters_of_peft_are_read_and_merged(case: str, tmp_path: Path) -> None
         tmp_path / "merged", dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not loading_info["missing_keys"] and not loading_info["unexpected_keys"]
-    assert relative_error(merged.eval()(make_rows()).logits, expected) < 1e-5
+    assert relative_error(merged.eval()(make_rows()).logits, expected) < 3e-5
 
 
 @pytest.mark.parametrize("adapter", [NoAdapter(), LoRAConfig(4)], ids=["full", "nf4"])

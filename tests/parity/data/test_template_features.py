@@ -38,6 +38,7 @@ FORMS = {
     "ids": FOR_EACH + "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}" + END,
     "dumps": FOR_EACH + "{{ m | tojson }}" + END,
     "mood": FOR_EACH + "{{ m.content }}{{ m.mood }}" + END,
+    "text arguments": FOR_EACH + CALLS.replace(" | tojson", "") + END,  # prints objects as Python does
     "json": FOR_EACH + "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}" + END,
 }
 
@@ -75,6 +76,16 @@ def test_content_is_a_string_or_parts_as_the_template_needs(form: str, open_form
 def test_null_content_of_tool_calls_is_empty(form: str, open_form) -> None:
     tokenizer = open_form(form)
     assert rendered_text(tokenizer, [QUESTION, CALL]) == expected_text(QUESTION["content"], 'add({"a": 1})')
+
+
+@pytest.mark.parametrize(
+    ("form", "is_text"), [("text arguments", True), ("nulls", False), ("dumps", False), ("strings", False)]
+)
+def test_arguments_are_texts_if_the_template_needs_texts(form: str, is_text: bool, open_form) -> None:
+    tokenizer = open_form(form)
+    assert detect_features(tokenizer.template(), tokenizer).text_arguments == is_text
+    if "arguments" in FORMS[form]:
+        assert 'add({"a": 1})' in rendered_text(tokenizer, [QUESTION, CALL])
 
 
 def test_text_equals_transformers(open_form, tokenizer_dirs: dict[str, Path]) -> None:

@@ -47,7 +47,7 @@ def check(ours: EmbeddingLoss, theirs: Callable[[nn.Module], nn.Module], columns
     assert torch.equal(loss, ours.without_gradient(step, DistributedContext(device="cpu")))
     expected_loss, expected_gradient = expected(theirs(Passthrough()), embeddings, scores)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(gradient, expected_gradient.flatten(0, 1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, expected_gradient.flatten(0, 1), rtol=3e-5, atol=3e-6)
     assert gradient.abs().max() > 1e-3
 
 

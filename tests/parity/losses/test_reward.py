@@ -110,8 +110,8 @@ def test_loss_and_gradients_equal_transformers(kind: str, tmp_path: Path) -> Non
     count = loss.num_units(micro_batch, net.spec.outputs)
     total, gradients = loss_and_grads(loss, net, [micro_batch])
     assert (total / count).item() == pytest.approx(expected.item(), rel=1e-6)
-    assert relative_error(gradients["head.weight"] / count, transformers_model.score.weight.grad) < 1e-5
-    assert relative_error(gradients["embed.weight"] / count, transformers_model.model.embed_tokens.weight.grad) < 1e-5
+    assert relative_error(gradients["head.weight"] / count, transformers_model.score.weight.grad) < 3e-5
+    assert relative_error(gradients["embed.weight"] / count, transformers_model.model.embed_tokens.weight.grad) < 3e-5
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -135,7 +135,7 @@ def test_loss_does_not_depend_on_the_layout(kind: str, tmp_path: Path) -> None:
             == units
         )
         assert total.item() == pytest.approx(expected.item(), rel=1e-5)
-        assert all(relative_error(grads[name], gradients[name]) < 1e-5 for name in gradients)
+        assert all(relative_error(grads[name], gradients[name]) < 3e-5 for name in gradients)
 
 
 def test_margin_is_subtracted_and_rewards_are_centered(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_context_parallel_ranks_equal_one_process(tmp_path: Path) -> None:
         _, net = build_model(directory, loss)
         total, gradients = loss_and_grads(loss, net, make_batches(loss, capacity=64))
         assert first_loss == second_loss == pytest.approx(total.item(), rel=1e-5)
-        assert all(relative_error(grads[name], gradients[name]) < 1e-5 for name in gradients)
+        assert all(relative_error(grads[name], gradients[name]) < 3e-5 for name in gradients)
 
 
 def test_invalid_labels_are_rejected(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def check_load_and_save(name: str, labels: int, per_token: bool, path: Path) -> 
     model = build_classifier(SHAPES[name], labels, per_token)
     folder = save(model, path / "theirs")
     decoder = load_model(folder)
-    assert relative_error(our_scores(decoder, per_token), transformers_scores(model)) < 1e-5
+    assert relative_error(our_scores(decoder, per_token), transformers_scores(model)) < 3e-5
     (path / "back").mkdir()
     save_model.save_model(path / "back", decoder, HFCheckpoint.open(folder), quiet=True)
     expected, actual = (load_file(directory / "model.safetensors") for directory in (folder, path / "back"))
@@ -122,7 +122,7 @@ def check_loads_in_transformers(name: str, score: ScoreHead, path: Path) -> None
     )
     assert [type(model).__name__] == json.loads((path / "ours" / "config.json").read_text())["architectures"]
     assert model.config.num_labels == score.labels and model.config.get_text_config().pad_token_id == PAD
-    assert relative_error(our_scores(decoder, score.per_token), transformers_scores(model.eval())) < 1e-5
+    assert relative_error(our_scores(decoder, score.per_token), transformers_scores(model.eval())) < 3e-5
 
 
 def test_classifier_architectures_are_those_of_transformers() -> None:

@@ -65,7 +65,7 @@ def compare_with_run(cfg: distill.DistillConfig, expected: dict[str, list[float]
     distill.main(cfg)
     metrics = step_metrics(cfg.output_dir)
     for name, values in expected.items():
-        assert [line[name] for line in metrics] == pytest.approx(values, rel=1e-5)
+        assert [line[name] for line in metrics] == pytest.approx(values, rel=3e-5)
     with torch.no_grad():
         assert (
             relative_error(

@@ -93,7 +93,7 @@ def check_steps(cfg: embed.EmbedConfig, rows: list[dict[str, Any]], theirs: Any,
     assert actual == pytest.approx(expected, rel=1e-5) and abs(expected[0] - expected[1]) > 1e-3
     tensors = open_model(folder / "run" / "final").state_dict()
     for name, tensor in model.state_dict().items():
-        assert relative_error(tensors[name], tensor) < 1e-5, name
+        assert relative_error(tensors[name], tensor) < 3e-5, name
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -145,7 +145,7 @@ def check_result(folder: Path, ours: Tensor, rows: list[dict[str, Any]]) -> Sent
     model = open_model(folder)
     queries = model.encode_query([row["query"] for row in rows], convert_to_tensor=True)
     documents = model.encode_document([row["negative_2"] for row in rows], convert_to_tensor=True)
-    assert relative_error(queries, ours[:, 0]) < 1e-5 and relative_error(documents, ours[:, 3]) < 1e-5
+    assert relative_error(queries, ours[:, 0]) < 3e-5 and relative_error(documents, ours[:, 3]) < 1e-5
     return model
 
 

@@ -108,7 +108,7 @@ def compare_with_run(cfg: preference.PreferenceConfig, trainer: Any, names: tupl
     expected = [line for line in trainer.state.log_history if "loss" in line]
     assert len(metrics) == len(expected) == STEPS
     for ours, them in zip(metrics, expected, strict=True):
-        assert ours["grad_norm"] == pytest.approx(float(them["grad_norm"]), rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(float(them["grad_norm"]), rel=3e-5)
         for name in names:
             bound = 1e-6 * abs(ours.get("logps/chosen", 1.0))  # rewards are differences of log-probabilities
             assert ours[name] == pytest.approx(float(them[name]), rel=1e-5, abs=max(1e-5, bound)), name

@@ -131,7 +131,7 @@ def check_trl_match(cfg: reward.RewardConfig, folder: Path) -> None:
     assert abs(expected[-1]["loss"] - expected[0]["loss"]) > 1e-2, "the loss changed"
     tensors = load_scoring_model(folder / "run" / "final").state_dict()
     for name, tensor in trl_model.state_dict().items():
-        assert relative_error(tensors[name], tensor) < 1e-5, name
+        assert relative_error(tensors[name], tensor) < 3e-5, name
 
 
 @pytest.mark.parametrize("center", [0.0, 0.1])
@@ -172,7 +172,7 @@ def test_labeled_steps_match_transformers(loss: RewardLoss, tmp_path: Path) -> N
         values = [line[name] for line in metrics]
         assert values == pytest.approx([line[name] for line in expected], rel=1e-5), name
     tensors = load_scoring_model(tmp_path / "run" / "final").state_dict()
-    assert all(relative_error(tensors[name], tensor) < 1e-5 for name, tensor in reference.state_dict().items())
+    assert all(relative_error(tensors[name], tensor) < 3e-5 for name, tensor in reference.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["reranking", "reranking_pairs"])

@@ -182,3 +182,10 @@ def test_invalid_sampling_options_are_one_line_errors(
 ) -> None:
     assert cli.main(["chat", "tunekit/nano", *args]) == 2
     assert option in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_input_that_is_not_utf8_is_one_line(monkeypatch: pytest.MonkeyPatch, errors: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9?\n"), "utf-8", errors))
+    with pytest.raises(UserError, match="^standard input: "):
+        chat.read_message()

@@ -14,6 +14,7 @@ from tunekit import assets
 from tunekit.cli import recipe_loader, registry
 from tunekit.config.errors import ConfigError
 from tunekit.config.load import load_config
+from tunekit.config.yaml_parser import read_recipe
 from tunekit.plan.estimate import estimate
 from tunekit.plan.hardware import ClusterSpec, gpu_by_name
 from tunekit.plan.workload import make_workload
@@ -59,7 +60,7 @@ def test_commands_in_bundled_configs_are_valid() -> None:
         for name, path in CONFIGS.items()
         for command in re.findall(r"tune run (\S+) (\S+)", path.read_text())
     ]
-    wrong = [row for row in commands if registry.recipe_of_config(registry.find_config(row[2])) != row[1]]
+    wrong = [row for row in commands if read_recipe(registry.find_config(row[2])) != row[1]]
     assert commands and not wrong
 
 

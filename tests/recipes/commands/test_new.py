@@ -18,6 +18,7 @@ CHATS = [
     {"conversations": [{"from": "human", "value": f"What is {n} plus 1?"}, {"from": "gpt", "value": f"It is {n + 1}."}]}
     for n in range(200)
 ]
+QUESTION, ANSWER = {"role": "user", "content": "What is 1 plus 1?"}, {"role": "assistant", "content": "It is 2."}
 ROWS = {
     "chat": CHATS,
     "few": [{"text": f"Text {n}"} for n in range(9)],
@@ -39,6 +40,17 @@ ROWS = {
     "scores": [{"sentence1": f"A {n}", "sentence2": f"B {n}", "score": n / 40} for n in range(40)],
     "one": [{"text": f"Text {n}", "label": 1} for n in range(40)],
     "other": [{"foo": 1}],
+    "numbers": [1, 2],
+    "weights": [{"messages": [QUESTION, ANSWER | {"weight": 0}, QUESTION, ANSWER]} for _ in range(9)],
+    "mixed": [*CHATS[:9], {"instruction": "Say 1", "output": "1"}],
+    "turns": [{"thread": [QUESTION, ANSWER]} for _ in range(9)],
+    "input": [{"id": str(n), "input": f"Q {n}", "output": f"D {n}"} for n in range(9)],
+}
+# Contents of files with rows that cannot be used, and the lines of these.
+BAD_ROWS = {
+    "cut.jsonl": (json.dumps(CHATS[0]) + "\n" + '{"conversations": [' + "\n" + json.dumps(CHATS[1]), [2]),
+    "empty.jsonl": ("{}\n" + '{"conversations": []}' + "\n" + json.dumps(CHATS[0]), [1, 2]),
+    "more.csv": ("prompt,completion\nSay 1,1\na,b,c\n", [3]),
 }
 
 
@@ -74,6 +86,15 @@ def shallow_model(make_model: Callable[..., Path], tmp_path_factory: pytest.Temp
         ("scores", "", {"recipe": "embed", "loss": "cosent"}),
         ("grades", "", {"recipe": "reward", "loss": "regression"}),
         ("steps", "", {"recipe": "reward", "loss": "process_reward"}),
+        ("weights", "", {"recipe": "sft", "data.train_on": "per_message"}),
+        ("mixed", "", {"recipe": "sft", "data.kind": None}),
+        (
+            "questions",
+            "",
+            {"data.kind": "instruct", "data.prompt_column": "question", "data.response_column": "answer"},
+        ),
+        ("turns", "", {"data.kind": "chat", "data.messages_column": "thread"}),
+        ("input", "", {"data.prompt_column": "input", "data.response_column": "output", "data.input_column": None}),
     ],
 )
 def test_config_follows_the_rows(
@@ -83,8 +104,19 @@ def test_config_follows_the_rows(
     result = workspace.run_tune(*args)
     assert result.code == 0, result.err
     tree = yaml.safe_load(Path("new.yaml").read_text())
+    tree |= {f"data.{key}": value for key, value in tree["data"].items()}
     assert {key: tree.get(key) for key in expected} == expected
     assert workspace.run_tune(*args).code == 2, "an existing file is kept"
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_rows_that_cannot_be_used_are_listed(name: str, workspace: Workspace, shallow_model: Path) -> None:
+    text, lines = BAD_ROWS[name]
+    Path(name).write_text(text)
+    result = workspace.run_tune("new", str(shallow_model), name, "--output", "new.yaml")
+    assert result.code == 0, result.err
+    for output in (result.err, Path("new.yaml").read_text()):
+        assert all(f"{name}:{line}: " in output for line in lines) and "on_bad_row: skip" in output
 
 
 def test_embedding_config(workspace: Workspace) -> None:
@@ -138,7 +170,7 @@ def test_config_fits_the_machine(workspace: Workspace, monkeypatch: pytest.Monke
     ("args", "problem"),
     [
         ("tunekit/nano other.jsonl", "other.jsonl: unknown format"),
-        ("tunekit/nano questions.jsonl", "questions.jsonl: unknown format"),
+        ("tunekit/nano numbers.jsonl", "numbers.jsonl:1: row must be a JSON object"),
         ("tunekit/nano one.jsonl", "one.jsonl: all rows have label 1"),
         ("tunekit/nano missing.jsonl", "missing.jsonl: no such file"),
         ("tunekit/nanoo chat.jsonl", "did you mean tunekit/nano?"),

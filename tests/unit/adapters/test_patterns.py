@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tunekit.adapters.module_patterns import compile_pattern
-from tunekit.checkpoint.peft_reader import PeftConfigFile
+from tunekit.checkpoint.peft_config import PeftConfigFile
 from tunekit.errors import UserError
 
 EXPONENTIAL = ("(([a-z_.0-9])+)+!", "(a|a)*b", "(?:x+x+)+y", "(a?){40}b", "(?=(a+)+b)c")

@@ -27,9 +27,9 @@ from tests.helpers.random_checkpoints import (
 from tunekit import assets
 from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
 from tunekit.checkpoint import final_checkpoint as saving
-from tunekit.checkpoint import merge, peft_adapter, verify
+from tunekit.checkpoint import merge, peft_adapter, peft_config, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
-from tunekit.checkpoint.layerwise_forward import ModelSource
+from tunekit.checkpoint.layerwise_forward import ModelSource, checkpoint_logits
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
@@ -116,6 +116,13 @@ def zero_tensors(name_part: str) -> Callable[[dict[str, Tensor]], None]:
     return change
 
 
+def scale_tensor(name: str, factor: float) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[name] *= factor
+
+    return change
+
+
 def swap_rows(name: str) -> Callable[[dict[str, Tensor]], None]:
     def change(tensors: dict[str, Tensor]) -> None:
         tensors[name][[3, 4]] = tensors[name][[4, 3]]
@@ -134,6 +141,9 @@ MISTAKES = {
     "two rows of the embedding": ("qwen3", swap_rows("model.embed_tokens.weight")),
     "two rows of v": ("mistral", swap_rows("model.layers.1.self_attn.v_proj.weight")),
     "two rows of up": ("llama3.1", swap_rows("model.layers.0.mlp.up_proj.weight")),
+    "a layer scaled by 1%": ("qwen3-moe", scale_tensor("model.layers.1.self_attn.o_proj.weight", 1.01)),
+    "two experts swapped in one layer": ("qwen3-moe", swap_tensors("1.mlp.experts.0.", "1.mlp.experts.1.")),
+    "two rows of a router": ("mixtral", swap_rows("model.layers.1.block_sparse_moe.gate.weight")),
     "not a number": ("llama2", lambda tensors: tensors["model.norm.weight"][0].fill_(math.nan)),
 }
 
@@ -195,6 +205,43 @@ def test_wrong_adapter_scale_fails(tmp_path: Path) -> None:
     assert verify_saved(out, model, source).passed
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_flipped_router_choices_pass(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Two experts have almost the same router logits, so that rounding errors choose between them."""
+    model = build(SHAPES["qwen3-moe"])
+    router = model.get_parameter("model.layers.1.mlp.gate.weight")
+    with torch.no_grad():
+        router[1] = router[0] * (1 + 1e-6)
+    source = HFCheckpoint.open(save(model, tmp_path / "exact"))
+    rounded = HFCheckpoint.open(save(model.to(dtype), tmp_path / "rounded"))
+    allowed = 0.00625 if dtype == torch.float16 else 0.05  # as for GGUF files
+    result = verify.verify_export(source, FULL, rounded, allowed, CPU)
+    assert result.passed, result
+    rows = verify.probe_prompts(source.path, source.spec)
+    expected, actual = (checkpoint_logits(ModelSource(checkpoint), rows, CPU) for checkpoint in (source, rounded))
+    assert any(not torch.equal(a, b) for a, b in zip(expected.routing.experts, actual.routing.experts, strict=True))
+    assert verify.logit_diffs([expected], actual)[0].largest > 2 * result.largest
+
+
+@pytest.mark.parametrize("change", ["scale", "router"])
+def test_failed_export_names_the_limit(change: str, tmp_path: Path) -> None:
+    model = build(SHAPES["qwen3-moe"])
+    source = HFCheckpoint.open(save(model, tmp_path / "exact"))
+    name = "model.layers.1.mlp.gate.weight" if change == "router" else "model.layers.2.self_attn.v_proj.weight"
+    with torch.no_grad():
+        if change == "router":
+            model.get_parameter(name)[[2, 5]] = model.get_parameter(name)[[5, 2]]
+        else:
+            model.get_parameter(name).mul_(2)
+    result = verify.verify_export(source, FULL, HFCheckpoint.open(save(model, tmp_path / "wrong")), 0.00625, CPU)
+    assert not result.passed
+    assert result.exceeded is not None
+    assert result.exceeded in str(result)
+    assert "above" in result.exceeded
+    saved = result.write(tmp_path).exceeded
+    assert verify.read_verification(tmp_path) == asdict(result) | {"exceeded": saved}
+
+
 ADAPTERS = {
     "llama-biases": LoRAConfig(4, use_rslora=True, bias="all"),
     "llama3.2": LoRAConfig(4, target_modules=("all-linear", "embed")),
@@ -216,8 +263,8 @@ def test_merged_model_passes_and_wrong_merge_fails(name: str, dtype: torch.dtype
     assert result.unexplained < max(1e-6, 0.01 * result.mean)
     assert verify.read_verification(tmp_path / "merged") == asdict(result)
     wrong_dir = shutil.copytree(adapter_dir, tmp_path / "wrong")
-    config = json.loads((wrong_dir / peft_adapter.CONFIG).read_text())
-    (wrong_dir / peft_adapter.CONFIG).write_text(json.dumps(config | {"lora_alpha": 1.02 * config["lora_alpha"]}))
+    config = json.loads((wrong_dir / peft_config.CONFIG).read_text())
+    (wrong_dir / peft_config.CONFIG).write_text(json.dumps(config | {"lora_alpha": 1.02 * config["lora_alpha"]}))
     assert not verify_merged(tmp_path / "other", source, adapter, wrong_dir).passed
 
 

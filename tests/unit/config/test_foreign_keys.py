@@ -18,6 +18,7 @@ from tunekit.config.choices import ChoiceRegistry, field_slots, iter_slots
 from tunekit.config.errors import ConfigError
 from tunekit.config.load import load_config
 from tunekit.config.migration_hints import RECIPES, TABLE, KeyHint, find_hint, suggest_recipe
+from tunekit.config.yaml_parser import read_recipe
 
 DOCS = Path(__file__).parents[3] / "docs"
 # keys that no config class has
@@ -322,7 +323,7 @@ def test_keys_of_other_trainers_work_or_have_an_answer(recipe: str, keys: Collec
 def single_error(config: str, override: str) -> str:
     """The only error of a config with this override."""
     path = registry.find_config(config)
-    recipe = registry.recipe_of_config(path)
+    recipe = read_recipe(path)
     assert recipe is not None
     with pytest.raises(ConfigError) as caught:
         load_config(recipe_loader.load_recipe(recipe).CONFIG, path, [override])
@@ -453,7 +454,7 @@ def test_suggested_configs_exist() -> None:
     assert sum(map(len, commands)) > 4
     for recipe, config, overrides in (command for group in commands for command in group):
         path = registry.find_config(config)
-        assert registry.recipe_of_config(path) == recipe
+        assert read_recipe(path) == recipe
         load_config(recipe_loader.load_recipe(recipe).CONFIG, path, overrides.split())
 
 

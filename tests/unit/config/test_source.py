@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tunekit.config.errors import ConfigError
 from tunekit.config.load import load_config, mapping
+from tunekit.config.yaml_parser import read_recipe
 
 
 def lines(source) -> list[str]:
@@ -120,3 +121,44 @@ def test_json_is_yaml(data):
     text = json.dumps(data)
     assume("${" not in text)
     assert mapping(text) == data
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "recipe: sft",
+        "\ufeffrecipe: sft",
+        "recipe : sft",
+        "recipe:\n  sft",
+        "a: 1\n'recipe': &name \"sft\"  # of the package",
+        "name: &name sft\nrecipe: *name",
+        "<<: {recipe: sft}\na: 1",
+        "? recipe\n: >-\n  sft",
+        "a: |\n  recipe: reward\nb: {recipe: reward}\nrecipe: sft",
+        "%YAML 1.1\n---\r\nrecipe: sft\r\n",
+        '{"a": "😀", "recipe": "sft"}',
+        '{\n\t"recipe": "sft"\n}',
+    ],
+)
+def test_recipe_is_read_as_all_other_keys(tmp_path, text):
+    file = tmp_path / "c.yaml"
+    file.write_bytes(text.encode())
+    assert read_recipe(file) == mapping(file)["recipe"] == "sft"
+
+
+@pytest.mark.parametrize("text", ["", "a: 1", "recipe:", "# recipe: sft", "a:\n  recipe: sft", "- recipe: sft"])
+def test_configs_may_name_no_recipe(tmp_path, text):
+    (tmp_path / "c.yaml").write_text(text)
+    assert read_recipe(tmp_path / "c.yaml") is None
+
+
+@pytest.mark.parametrize("text", [b"recipe: 5", b"recipe: [sft]", b"a: [\nrecipe: sft", b"# caf\xe9\nrecipe: sft"])
+def test_unreadable_recipe_keys_are_errors(tmp_path, text):
+    (tmp_path / "c.yaml").write_bytes(text)
+    with pytest.raises(ConfigError, match=r"^\S+c.yaml:\d"):
+        read_recipe(tmp_path / "c.yaml")
+
+
+def test_escaped_surrogate_pairs_are_characters(tmp_path):
+    (tmp_path / "c.json").write_text(json.dumps({"a": "😀 café"}))
+    assert mapping(tmp_path / "c.json") == {"a": "😀 café"}

@@ -159,6 +159,8 @@ BAD_ROWS = {
     "long class name": (LabeledDataset("x"), {"text": "fox", "label": "a" * 99}, f"label: '{'a' * 39}..."),
     "unknown class": (LabeledDataset("x", class_names=("a", "b")), {"text": "fox", "label": "c"}, "a, b"),
     "class index too high": (LabeledDataset("x", class_names=("a", "b")), {"text": "fox", "label": 2}, "class_names"),
+    "label beyond fp32": (LabeledDataset("x"), {"text": "fox", "label": 1e39}, "label: "),
+    "huge integer label": (LabeledDataset("x"), {"text": "fox", "label": -(10**400)}, "label: "),
     "infinite label": (LabeledDataset("x"), {"text": "fox", "label": math.inf}, "label: "),
     "list as label": (LabeledDataset("x"), {"text": "fox", "label": [1]}, "label: "),
     "missing labels": (StepwiseDataset("x"), STEPS | {"labels": [1]}, "labels: "),

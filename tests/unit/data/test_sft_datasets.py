@@ -134,3 +134,17 @@ def to_row(kind: str, tokenizer: Tokenizer, document: Document) -> dict:
         return {"input_ids": tokens, "labels": [t if m else -100 for t, m in zip(tokens, mask, strict=True)]}
     texts = [tokenizer.decode([token], special=True) for token in tokens]
     return {"segments": [{"text": text, "train": flag} for text, flag in zip(texts, mask, strict=True)]}
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"instruction": "a", "output": 4}, "output"),
+        ({"prompt": "a", "completion": 4}, "completion"),
+        ({"text": 4}, "text"),
+        ({"prompt": {"role": "user"}, "completion": "b"}, "prompt"),
+    ],
+)
+def test_known_columns_of_another_type_are_named(row: dict, column: str, tokenizer: Tokenizer) -> None:
+    result = encode_row(AutoDataset("x"), tokenizer, row)
+    assert isinstance(result, BadRow) and result.reason.startswith(f"{column}: must be")

@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers.call_templates import CALLS, open_call_family
 from tests.helpers.chat_families import AMBIGUOUS, FAMILIES, write_family
+from tests.helpers.marked_templates import MARKED, open_marked
 from tunekit.build import resolve_model
 from tunekit.data.chat_template.call_detection import detect_format, render_calls
 from tunekit.data.chat_template.template_features import try_render
@@ -38,7 +39,9 @@ ARGUMENTS = (
 )
 WRITES_CALLS = ("llama3_tools", "llama3_builtin", "mistral", "qwen2", "qwen3", "deepseek_r1", "glm4", "gpt_oss")
 ONE_CALL = ("llama3_tools", "llama3_builtin", "gpt_oss")  # these templates write one call in an answer
-NAMES = (*FAMILIES, *AMBIGUOUS, *CALLS, "nano")
+MARKED_ONLY = tuple(name for name in MARKED if name not in FAMILIES)
+CALLING = (*WRITES_CALLS, *CALLS, *(name for name in MARKED_ONLY if MARKED[name].has_calls), "nano")
+NAMES = (*FAMILIES, *AMBIGUOUS, *CALLS, *MARKED_ONLY, "nano")
 RESULT = {"role": "tool", "content": "7 degrees", "tool_call_id": "call00000", "name": "weather"}
 
 
@@ -47,6 +50,8 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
     def open_one(name: str, directory: Path) -> Tokenizer:
         if name == "nano":
             return resolve_model("tunekit/nano", download.SMALL, {})[2]
+        if name in MARKED_ONLY:
+            return open_marked(directory, name)
         return open_call_family(directory, name) if name in CALLS else Tokenizer.open(write_family(directory, name))
 
     return {name: open_one(name, tmp_path_factory.mktemp(name)) for name in NAMES}
@@ -57,7 +62,7 @@ def make_calls(arguments: tuple[dict[str, Any], ...], name: str = "") -> list[di
     return [
         {
             "type": "function",
-            "id": f"functions.{tool}:{index}" if name == "kimi_k2" else f"call0000{index}",
+            "id": f"functions.{tool}:{index}" if name.startswith("kimi") else f"call0000{index}",
             "function": {"name": tool, "arguments": values},
         }
         for index, (tool, values) in enumerate(calls)
@@ -70,11 +75,11 @@ def functions(calls: Any) -> list[dict[str, Any]]:
 
 def test_which_templates_write_calls(tokenizers: dict[str, Tokenizer]) -> None:
     names = {name for name, tokenizer in tokenizers.items() if detect_format(tokenizer, TOOLS)}
-    assert names == {*WRITES_CALLS, *CALLS, "nano"} - {"kimi_k2"}  # which writes the id of a call instead of its name
+    assert names == {*CALLING} - {"kimi_k2", "kimi_k2_thinking"}  # which write ids of calls, not names
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("name", [*WRITES_CALLS, *CALLS, "nano"])
+@pytest.mark.parametrize("name", CALLING)
 def test_written_calls_are_parsed(name: str, count: int, tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers[name]
     calls = make_calls(ARGUMENTS[:count], name)
@@ -88,7 +93,7 @@ def test_written_calls_are_parsed(name: str, count: int, tokenizers: dict[str, T
 
 
 @pytest.mark.parametrize("arguments", [{}, {"city": ""}, {"days": 0}, {"tags": []}])
-@pytest.mark.parametrize("name", [*WRITES_CALLS, *CALLS, "nano"])
+@pytest.mark.parametrize("name", CALLING)
 def test_arguments_may_be_empty(name: str, arguments: dict[str, Any], tokenizers: dict[str, Tokenizer]) -> None:
     calls = make_calls((arguments,), name)
     parsed = ToolCallParser(tokenizers[name], TOOLS).parse(render_calls(tokenizers[name], TOOLS, calls))
@@ -150,6 +155,14 @@ def test_llama_python_tag(tokenizers: dict[str, Tokenizer]) -> None:
     assert functions(custom.tool_calls) == [{"name": "weather", "arguments": {"city": "Oslo"}}]
 
 
+def test_gemma_arguments(tokenizers: dict[str, Tokenizer]) -> None:
+    text = '<|tool_call>call:weather{"city":"Oslo", days : 3,\n tags:[<|"|>a,{}"b<|"|>,<|"|><|"|>],range:{low:-1.5}}'
+    parsed = ToolCallParser(tokenizers["gemma4"], TOOLS).parse(f"<|channel>thought\nHm.<channel|>{text}<tool_call|>")
+    arguments = {"city": "Oslo", "days": 3, "tags": ['a,{}"b', ""], "range": {"low": -1.5}}
+    assert functions(parsed.tool_calls) == [{"name": "weather", "arguments": arguments}]
+    assert (parsed.content, parsed.reasoning_content) == ("", "Hm.")
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -162,11 +175,14 @@ def test_llama_python_tag(tokenizers: dict[str, Tokenizer]) -> None:
         ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</tool_call>"),
         ("qwen3_coder", "<tool_call>\n<function=weather>\n"),
         ("glm45", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo"),
-        ("mistral_v11", '[TOOL_CALLS]weather[ARGS]{"city": '),
+        ("mistral_v13", '[TOOL_CALLS]weather[ARGS]{"city": '),
         ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁call▁end｜>"),
         ("gpt_oss", "<|channel|>commentary to=functions.weather<|message|>{city<|call|>"),
-        ("llama4", "[weather(open('x'))]"),
+        ("llama4_python", "[weather(open('x'))]"),
         ("llama3_tools", '{"name": "weather", "parameters": {"city": "Oslo"'),
+        ("gemma4", '<|tool_call>call:weather{city:<|"|>Oslo}<tool_call|>'),
+        ("gemma4", "<|tool_call>call:weather{city:1 <tool_call|>"),
+        ("gemma4", "<|tool_call>call:weather{x:" + "[" * 1000),
     ],
 )
 def test_malformed_calls_are_described(name: str, text: str, tokenizers: dict[str, Tokenizer]) -> None:
@@ -176,7 +192,9 @@ def test_malformed_calls_are_described(name: str, text: str, tokenizers: dict[st
 
 
 @pytest.mark.parametrize("text", ['{"name": "Ada", "age": 36}', '{"city": "Oslo"}', "[1, 2]", "weather\nis fine", ""])
-@pytest.mark.parametrize("name", ["llama3_tools", "nano", "glm4", "llama4", "chatml", "qwen2"])
+@pytest.mark.parametrize(
+    "name", ["llama3_tools", "nano", "glm4", "llama4", "llama4_python", "chatml", "qwen2", "gemma4"]
+)
 def test_answers_without_calls_are_content(name: str, text: str, tokenizers: dict[str, Tokenizer]) -> None:
     assert ToolCallParser(tokenizers[name], TOOLS).parse(text) == (text, None, (), None)
 
@@ -193,7 +211,7 @@ def test_models_without_a_call_template_use_known_formats(tokenizers: dict[str, 
         assert functions(ToolCallParser(tokenizers["granite"], TOOLS).parse(text).tool_calls) == [call]
 
 
-@pytest.mark.parametrize("name", [*WRITES_CALLS, *CALLS, "nano"])
+@pytest.mark.parametrize("name", CALLING)
 def test_damaged_answers_never_raise(name: str, tokenizers: dict[str, Tokenizer]) -> None:
     rng = random.Random(0)
     text = render_calls(tokenizers[name], TOOLS, make_calls(ARGUMENTS, name)) or render_calls(
@@ -208,10 +226,26 @@ def test_damaged_answers_never_raise(name: str, tokenizers: dict[str, Tokenizer]
         parser.streamable(damaged)
 
 
-@pytest.mark.parametrize("name", ["nano", "llama3_tools", "llama4", "glm4", "gpt_oss", "qwen3_coder", "granite"])
+@pytest.mark.parametrize(
+    "name", ["nano", "llama3_tools", "llama4_python", "glm4", "gpt_oss", "qwen3_coder", "granite", "gemma4"]
+)
 def test_hostile_answers_take_no_time(name: str, tokenizers: dict[str, Tokenizer]) -> None:
     parser = ToolCallParser(tokenizers[name], TOOLS)
-    units = ("\n", " ", "\n[", "[{", "(", "-", "1+", '{"a":', "<tool_call>", "[weather(x=", "weather\n{", "<|channel|>")
+    units = (
+        "\n",
+        " ",
+        "\n[",
+        "[{",
+        "(",
+        "-",
+        "1+",
+        '{"a":',
+        "<tool_call>",
+        "<|tool_call>call:a{",
+        "[weather(x=",
+        "weather\n{",
+        "<|channel|>",
+    )
     started = time.thread_time()
     for unit in units:
         for start in ("", "[weather(x=", "<tool_call>", '{"name": "weather", "arguments": '):
@@ -221,7 +255,7 @@ def test_hostile_answers_take_no_time(name: str, tokenizers: dict[str, Tokenizer
     assert time.thread_time() - started < 10
 
 
-@pytest.mark.parametrize("name", [*WRITES_CALLS, *CALLS, "nano", "chatml"])
+@pytest.mark.parametrize("name", [*CALLING, "chatml"])
 def test_streamed_parts_are_prefixes_of_the_answer(name: str, tokenizers: dict[str, Tokenizer]) -> None:
     parser = ToolCallParser(tokenizers[name], TOOLS)
     calls = render_calls(tokenizers[name], TOOLS, make_calls(ARGUMENTS[:1], name))

@@ -91,6 +91,39 @@ def test_extreme_random_numbers_select_allowed_tokens() -> None:
                 assert exact_probs(sampling, logits[row])[sampled[row]] > 0
 
 
+@pytest.mark.parametrize("options", [
+    {"top_p": 1e-300}, {"top_p": 5e-324}, {"top_p": 5e-324, "top_k": 3}, {"top_k": 1}, {"min_p": 1.0},
+    {"temperature": 5e-324}, {"temperature": 1e-300}, {"top_p": 5e-324, "min_p": 1.0},
+])  # fmt: skip
+def test_extreme_options_leave_the_most_likely_token(options: dict[str, float]) -> None:
+    logits = 30 * torch.randn(4, 12, generator=torch.Generator().manual_seed(0))
+    sampling = SamplingConfig(**{"temperature": 1.0} | options)
+    for number in (0.0, 0.5, 1 - 2**-24):
+        assert torch.equal(sampling.sample(logits, torch.full((4,), number)), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("options", [
+    {"min_p": 5e-324}, {"top_k": 10**9}, {"temperature": 1e300}, {"repetition_penalty": 100.0}
+])  # fmt: skip
+def test_extreme_options_give_tokens_of_the_vocabulary(options: dict[str, float]) -> None:
+    logits = 30 * torch.randn(4, 12, generator=torch.Generator().manual_seed(0))
+    sampling = SamplingConfig(**{"temperature": 1.0} | options)
+    for number in (0.0, 0.5, 1 - 2**-24):
+        sampled = sampling.sample(logits, torch.full((4,), number), seen_tokens(4))
+        assert 0 <= sampled.min() <= sampled.max() < 12
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("top_p", 0.0), ("top_p", float("nan")), ("temperature", float("nan")), ("temperature", float("inf")),
+    ("min_p", float("nan")), ("repetition_penalty", 1e-300), ("repetition_penalty", 1e300),
+    ("repetition_penalty", float("nan")),
+])  # fmt: skip
+def test_options_without_a_distribution_are_refused(name: str, value: float) -> None:
+    with pytest.raises(FieldError) as error:
+        SamplingConfig(**{name: value})
+    assert error.value.field == name
+
+
 def numbers_of(seed: int, stop: int = 200) -> Tensor:
     sampling = SamplingConfig(1.0, seed=seed)
     return torch.stack([sampling.uniform_numbers(f"row {row}", 0, stop) for row in range(6)])

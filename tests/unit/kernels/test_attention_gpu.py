@@ -58,7 +58,7 @@ def test_flex_attention_equals_reference(name: str, with_sinks: bool, monkeypatc
     rule, bounds, sinks = RULES[name], BOUNDS["many"], make_sinks(6).detach() if with_sinks else None
     inputs = [x.detach() for x in make_inputs(torch.float32, 6, 2, 24, 24)]
     y = attention_gpu.attention_gpu(*inputs, rule.to_list(), SequenceLayout(torch.tensor(bounds)), sinks)
-    assert relative_error(y.double(), reference_attention(inputs, rule, bounds, sinks)) < 1e-6
+    assert relative_error(y.double(), reference_attention(inputs, rule, bounds, sinks)) < 3e-6
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_sinks_without_log_sum_exp_use_flex_attention(monkeypatch: pytest.Monkey
     rule, bounds, sinks = AttentionParams(0.2), BOUNDS["many"], make_sinks(6).detach()
     inputs = [x.detach() for x in make_inputs(torch.float32, 6, 2, 24, 24)]
     y = attention_gpu.attention_gpu(*inputs, rule.to_list(), SequenceLayout(torch.tensor(bounds)), sinks)
-    assert relative_error(y.double(), reference_attention(inputs, rule, bounds, sinks)) < 1e-6
+    assert relative_error(y.double(), reference_attention(inputs, rule, bounds, sinks)) < 3e-6
 
 
 @pytest.mark.usefixtures("kernel")

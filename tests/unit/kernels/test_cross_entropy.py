@@ -40,7 +40,7 @@ from tunekit.models.spec import DecoderSpec
 
 KERNEL = cross_entropy
 BF16, FP32 = torch.bfloat16, torch.float32
-LIMITS = {FP32: 1e-5, BF16: 1e-2, torch.half: 2e-3}
+LIMITS = {FP32: 1e-5, BF16: 2e-2, torch.half: 2e-3}
 PLAIN = CrossEntropyTerms()
 TERMS = [
     PLAIN,
@@ -399,7 +399,7 @@ def test_bf16(terms: CrossEntropyTerms, weights: torch.dtype, chunks_of_four: No
     head, hidden = make_head(64, 50, terms, weights), torch.randn(30, 64).bfloat16().requires_grad_()
     targets = torch.randint(0, 50, (30,))
     expected = token_loss_reference(terms, head(hidden.double()), targets)
-    assert_same(linear_cross_entropy(hidden, targets, head, terms), expected.sum(), [hidden, head.weight], 1e-2)
+    assert_same(linear_cross_entropy(hidden, targets, head, terms), expected.sum(), [hidden, head.weight], 2e-2)
     if terms == CrossEntropyTerms(terms.scale, terms.softcap):
         assert_same(
             token_logps(hidden, targets, head),

@@ -50,7 +50,7 @@ def test_entropies_equal_definition(vocab: int, dtype: torch.dtype, rule: tuple[
     before = logits.clone()
     actual, expected = token_entropies(logits, scale, softcap), entropy_definition(logits, scale, softcap)
     assert torch.equal(logits, before) and actual.dtype == torch.float32
-    torch.testing.assert_close(actual.double(), expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(actual.double(), expected, rtol=5e-6, atol=5e-6)
     strided = torch.stack([logits, logits], dim=1)[:, 0]  # strided rows
     assert torch.equal(token_entropies(strided, scale, softcap), actual)
 

@@ -55,7 +55,7 @@ def test_products_and_gradients_equal_float64(
     actual = results(product, x, weight, bias, sizes)
     assert [t.dtype for t in actual] == [x_dtype, x_dtype, weight_dtype, weight_dtype]
     for a, b in zip(actual, expected, strict=True):
-        assert relative_error(a.double(), b) < (1e-2 if BF16 in (x_dtype, weight_dtype) else 1e-6)
+        assert relative_error(a.double(), b) < (2e-2 if BF16 in (x_dtype, weight_dtype) else 3e-6)
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
@@ -115,7 +115,7 @@ def test_interpreted_kernels_equal_products(rows: list[int], widths: tuple[int, 
     expected_grad = torch.cat([part @ w for part, w in zip(expected.split(rows), weight, strict=True)])
     assert relative_error(interpreted.grouped_product(expected, weight, ends), expected_grad) < 1e-6
     outer = torch.stack([a.T @ b for a, b in zip(expected.split(rows), x.split(rows), strict=True)])
-    assert relative_error(interpreted.grouped_outer(expected, x, ends), outer) < 1e-6
+    assert relative_error(interpreted.grouped_outer(expected, x, ends), outer) < 3e-6
 
 
 @requires_interpreter_loops

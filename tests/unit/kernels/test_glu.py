@@ -93,7 +93,7 @@ def test_strided_tensors(view, act: str, backend: str) -> None:
     gate, up = (x.detach().requires_grad_() for x in view(torch.randn(2, 6, 64)))
     actual = outputs_and_grads(gated_activation(act, gate, up), gate, up)
     for result, expected in zip(actual, float64_results(act, gate, up), strict=True):
-        assert relative_error(result.double(), expected) < 2e-6
+        assert relative_error(result.double(), expected) < 4e-6
 
 
 def test_only_inputs_are_saved() -> None:

@@ -71,7 +71,7 @@ def check_in_place(
     actual = divergence(student, True)
     assert torch.equal(actual, without_grad)
     torch.testing.assert_close(
-        actual[:, : len(expected_stats)].double(), torch.stack(expected_stats, 1), rtol=3e-6, atol=3e-6
+        actual[:, : len(expected_stats)].double(), torch.stack(expected_stats, 1), rtol=6e-6, atol=6e-6
     )
     assert not student[:, count:].any()
     limit = 2e-6 if student.dtype == FP32 else 4e-3
@@ -229,9 +229,9 @@ def test_divergences_equal_trl(beta: float, temperature: float) -> None:
     trained = [hidden, student.weight]
     grads = torch.autograd.grad(loss, trained)
     for expected in (gkd, chunked):
-        assert relative_error(loss.double(), expected) < 1e-6
+        assert relative_error(loss.double(), expected) < 3e-6
         errors = [relative_error(a, b) for a, b in zip(grads, torch.autograd.grad(expected, trained), strict=True)]
-        assert max(errors) < 1e-6, errors
+        assert max(errors) < 3e-6, errors
 
 
 class LargestTensor(TorchDispatchMode):

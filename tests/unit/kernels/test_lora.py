@@ -107,7 +107,7 @@ def test_outputs_and_all_gradients(
     assert [t.dtype for t in actual[count + 1 :]] == [p.dtype for p in trained_parameters(layers)]
     for a, b in zip(actual, expected, strict=True):
         assert relative_error(a.double(), b) < (
-            1e-5 if dtype == FP32 else 2e-2 if isinstance(adapter, DoRAConfig) else 1e-2
+            1e-5 if dtype == FP32 else 4e-2 if isinstance(adapter, DoRAConfig) else 2e-2
         )
 
 

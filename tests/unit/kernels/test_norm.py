@@ -63,7 +63,7 @@ def test_values_and_gradients_equal_float64(
     for a, b, rounded in zip(
         actual, expected, (dtype, dtype, dtype if weight_dtype == FP32 else weight_dtype), strict=False
     ):
-        assert relative_error(a.double(), b) < (1e-6 if rounded == FP32 else 1e-2)
+        assert relative_error(a.double(), b) < (3e-6 if rounded == FP32 else 2e-2)
 
 
 @pytest.mark.parametrize(("offset", "scale_in_fp32"), KINDS)

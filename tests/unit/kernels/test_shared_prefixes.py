@@ -100,9 +100,9 @@ def test_attention_equals_full_documents(name: str, case: str, monkeypatch: pyte
     expected_grads = gradients(expected, inputs)
     for backend in backends(monkeypatch):
         y = attention.attention(*inputs, RULES[name], layout, None, layout.key_index(CPU))
-        assert relative_error(y.double(), expected) < 2e-6, backend
+        assert relative_error(y.double(), expected) < 5e-6, backend
         for grad, expected_grad in zip(gradients(y, inputs), expected_grads, strict=True):
-            assert relative_error(grad.double(), expected_grad.double()) < 2e-6, backend
+            assert relative_error(grad.double(), expected_grad.double()) < 5e-6, backend
 
 
 @pytest.mark.parametrize("backend", [pytest.param("compiled", marks=needs_cpp_kernel), "torch"])
@@ -222,7 +222,7 @@ def test_flex_attention_equals_full_documents(name: str, with_sinks: bool, monke
     q, k, v = inputs = [x.detach() for x in make_inputs(torch.float32, 6, 2, 24, 24)]
     k, v = (x.flatten(0, 1)[layout.key_index(CPU)][None] for x in (k, v))
     y = attention_gpu.attention_gpu(q, k, v, RULES[name].to_list(), layout, sinks)
-    assert relative_error(y.double(), expected_attention(inputs, RULES[name], "pairs", sinks)) < 1e-6
+    assert relative_error(y.double(), expected_attention(inputs, RULES[name], "pairs", sinks)) < 3e-6
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.moe_shapes import GEMMA4
+from tests.helpers.random_checkpoints import SHAPES
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.assets import BUNDLED
 from tunekit.build import build_model
@@ -54,7 +55,8 @@ INVALID = {
     "num_key_value_heads": (0.5, 5),
     "max_position_embeddings": (-(10**18), 0),
     "rms_norm_eps": (-1e-6, 2.0, float("inf")),
-    "rope_theta": (0, -1, float("nan"), float("inf")),
+    "rope_theta": (0, -1, 0.5, float("nan"), float("inf")),
+    "is_causal": (False, None, "no"),
     "layer_types": (3, "full_attention"),
     "tie_word_embeddings": ("false", [1, 2], {}, 2),
     "attention_bias": ("no", 0.5),
@@ -94,6 +96,47 @@ def test_invalid_values_are_refused_by_name(key: str, value: object) -> None:
 def test_invalid_values_of_single_layers_and_embeddings(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         find_family(GEMMA4 | changes, "config.json")
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 0.5}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(("name", "change", "key"), [
+    ("bamba", {"hidden_act": "gelu"}, "hidden_act"),
+    ("falcon-h1", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
+    ("granite4", {"hidden_act": "gelu"}, "hidden_act"),
+    ("deepseek-v2", {"num_experts_per_tok": 6}, "num_experts_per_tok"),
+    ("deepseek-v2", {"mlp_bias": True}, "mlp_bias"),
+    ("deepseek-v3", {"n_group": 8, "topk_group": 4}, "n_group"),
+    ("llama2", {"rope_parameters": LLAMA3}, "high_freq_factor"),
+    ("llama2", {"rope_scaling": YARN | {"beta_fast": 1.0, "beta_slow": 2.0}}, "beta_fast"),
+    ("llama2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("gemma3", {"rope_parameters": {"full_attention": PARTIAL}}, "partial_rotary_factor"),
+    ("gemma3", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+    ("gemma3", {"rope_parameters": None, "rope_scaling": YARN | {"truncate": False}}, "truncate"),
+    ("bamba", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+    ("olmo3", {"rope_theta": 1e4}, "rope_theta"),
+    ("ministral3", {"original_max_position_embeddings": 128}, "original_max_position_embeddings"),
+])  # fmt: skip
+def test_values_that_only_transformers_would_apply_are_refused(name: str, change: dict[str, Any], key: str) -> None:
+    with pytest.raises(UserError, match=rf"^config\.json: .*{key}"):
+        find_family(SHAPES[name] | change, "config.json")
+
+
+@pytest.mark.parametrize(("name", "old", "new"), [
+    ("nemotron-h", {"mamba_n_groups": 1}, {"n_groups": 1}),
+    ("nemotron-h", {"mamba_d_conv": 2, "mamba_conv_bias": None}, {"conv_kernel": 2, "use_conv_bias": False}),
+    ("nemotron-h", {"num_local_experts": 4}, {"n_routed_experts": 4}),
+    ("ernie4.5-moe", {"num_experts_per_tok": 2, "num_experts": 5}, {"moe_k": 2, "moe_num_experts": 5}),
+    ("granite4", {"layers_block_type": ["attention"] * 3}, {"layer_types": ["full_attention"] * 3}),
+    ("bamba", {"mamba_conv_bias": None}, {"mamba_conv_bias": False}),
+    ("granite4", {"layer_types": ["attention"] * 3, "hidden_act": "swish"}, {"layer_types": ["full_attention"] * 3}),
+])  # fmt: skip
+def test_old_names_and_null_have_the_meaning_of_transformers(name: str, old: dict, new: dict) -> None:
+    first, second = (find_family(SHAPES[name] | change, "config.json")[1] for change in (old, new))
+    assert first == second != find_family(SHAPES[name], "config.json")[1]
 
 
 def test_mutated_configs_are_read_or_refused() -> None:

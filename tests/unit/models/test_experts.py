@@ -164,7 +164,7 @@ def test_row_does_not_depend_on_other_rows(spec: MoE) -> None:
     assert torch.equal(together[3], together[0])
     assert torch.equal(together[8], together[0])
     for i in range(len(x)):
-        assert relative_error(layer(x[i : i + 1])[0], together[i]) < 1e-6
+        assert relative_error(layer(x[i : i + 1])[0], together[i]) < 3e-6
 
 
 def test_unused_experts_have_zero_gradients() -> None:

@@ -90,8 +90,8 @@ def test_padding_does_not_change_the_state(name: str, tmp_path: Path) -> None:
     assert len(together) == len(delta_nets(model)) > 0
     for i, row in enumerate(rows):
         for actual, expected in zip(together, run_and_get_states(row[None], [len(row)]), strict=True):
-            assert relative_error(actual.tail[i], expected.tail[0]) < 1e-5
-            assert relative_error(actual.states[i], expected.states[0]) < 1e-5
+            assert relative_error(actual.tail[i], expected.tail[0]) < 2e-5
+            assert relative_error(actual.states[i], expected.states[0]) < 2e-5
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -209,6 +209,7 @@ def check_layout(folder: Path, layout: Layout, path: Path) -> None:
     save_model.save_model(path / "written", model, HFCheckpoint.open(folder), quiet=True)
     actual = load_file(path / "written" / "model.safetensors")
     assert actual.keys() == tensors.keys()
+    assert HFCheckpoint.open(folder).has_untrained_mtp == (layout is add_prediction_layer)
     assert all(t.dtype == actual[name].dtype and torch.equal(t, actual[name]) for name, t in tensors.items())
 
 

@@ -59,14 +59,17 @@ def test_weights_have_the_requested_dtype(precision, trained, frozen, mixed_chec
     )
 
 
-@pytest.mark.parametrize(("flags", "fast"), [
-    ("fpu avx512f avx512_bf16", True), ("asimd bf16 i8mm", True), ("fpu avx2 f16c", False), (None, False),
+@pytest.mark.parametrize(("flags", "max_isa", "fast"), [
+    ("fpu avx512f avx512_bf16", "", True), ("asimd bf16 i8mm", "", True), ("fpu avx2 f16c", "", False),
+    (None, "", False), ("fpu avx512f avx512_bf16", "avx2", False), ("fpu amx_bf16", "AVX512_CORE", False),
+    ("fpu amx_bf16", "AVX512_CORE_BF16", True),
 ])  # fmt: skip
-def test_fast_bf16_is_detected_from_cpu_flags(flags, fast, tmp_path: Path, monkeypatch) -> None:
+def test_fast_bf16_is_detected_from_cpu_flags(flags, max_isa, fast, tmp_path: Path, monkeypatch) -> None:
     info = tmp_path / "cpuinfo"
     if flags is not None:
         info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
     monkeypatch.setattr("tunekit.system.CPU_INFO", info)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", max_isa)
     assert devices.has_fast_bf16(torch.device("cpu")) is fast
 
 

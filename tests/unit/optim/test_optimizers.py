@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from tunekit.optim.config import MIN_QUANTIZED_SIZE, AdamW8bitConfig, AdamWConfig, MuonConfig
+from tunekit.optim.config import (
+    MIN_QUANTIZED_SIZE,
+    AdamW8bitConfig,
+    AdamWConfig,
+    MuonConfig,
+    OptimizerConfig,
+    SGDConfig,
+)
 from tunekit.optim.container import AdamW8bit, Muon, orthogonalize
 
 
@@ -41,6 +48,26 @@ def test_adamw8bit_converges_like_adamw() -> None:
     assert actual[-1] == pytest.approx(expected[-1], rel=0.1)
     for p, q, initial in zip(full_model.parameters(), model_8bit.parameters(), start, strict=True):
         assert (p - q).norm() < 0.15 * (p - initial).norm()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [AdamWConfig(), AdamW8bitConfig(), MuonConfig(), SGDConfig(), SGDConfig(momentum=0.9)],
+    ids=["adamw", "adamw8bit", "muon", "sgd", "momentum"],
+)
+def test_state_bytes_are_those_of_the_state(config: OptimizerConfig) -> None:
+    model, large = make_model(), nn.Linear(MIN_QUANTIZED_SIZE // 100, 130)
+    weights = [*model.parameters(), *large.parameters()]
+    inner = {*model[1:4].parameters()}
+    optimizer = config.build([(weights, 1.0)], inner)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    for weight in weights:
+        tensors = [
+            value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor) and value.ndim
+        ]
+        assert config.state_bytes(weight, weight in inner) == sum(value.nbytes for value in tensors)
 
 
 def test_adamw8bit_state_is_two_bytes_per_parameter() -> None:

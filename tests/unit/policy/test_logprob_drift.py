@@ -11,14 +11,18 @@ from tunekit.data.dataloader.prompt_data import PromptDataset
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.losses.policy_gradient import DAPO
+from tunekit.policy.engine_config import EngineChoice, NativeEngineConfig, ServerEngineConfig
 from tunekit.policy.logprob_drift import METRIC, DriftLimit
 from tunekit.recipes.grpo import GRPOConfig
 from tunekit.rewards.answer_rewards import Length
 
+NATIVE, SERVER = NativeEngineConfig(), ServerEngineConfig("http://x", sync="none")
 IDLE, PENDING = SimpleNamespace(pending=[]), SimpleNamespace(pending=["a metric line"])
 
 
-def make_limit(limit: float | None = None, correction: bool = False, device: str = "cpu") -> DriftLimit:
+def make_limit(
+    limit: float | None = None, correction: bool = False, device: str = "cpu", engine: EngineChoice = NATIVE
+) -> DriftLimit:
     cfg: Any = GRPOConfig(
         model="m",
         output_dir="o",
@@ -26,6 +30,7 @@ def make_limit(limit: float | None = None, correction: bool = False, device: str
         rewards=(Length(),),
         loss=DAPO(importance_sampling_correction=correction),
         max_logprob_drift=limit,
+        engine=engine,
     )
     dist = DistributedContext(0, "cpu")
     dist.device = torch.device(device)
@@ -50,6 +55,12 @@ def add(limit: DriftLimit, drift: float, logger: Any = IDLE) -> None:
 def test_limit_applies(limit: float | None, correction: bool, drift: float, stops: bool) -> None:
     with pytest.raises(UserError, match="max_logprob_drift") if stops else nullcontext():
         add(make_limit(limit, correction), drift)
+
+
+@pytest.mark.parametrize(("limit", "drift", "stops"), [(None, 0.1, False), (None, 0.21, True), (5.0, 1.0, False)])
+def test_limit_of_a_server_applies_with_the_correction_too(limit: float | None, drift: float, stops: bool) -> None:
+    with pytest.raises(UserError, match="max_logprob_drift") if stops else nullcontext():
+        add(make_limit(limit, correction=True, engine=SERVER), drift)
 
 
 def test_device_is_not_read_in_each_step() -> None:

@@ -88,15 +88,44 @@ def test_async_functions_run_at_the_same_time_also_in_a_notebook(
         ("return ['good', 1]", "a:1"),
         ("return [0, float('inf')]", "a:2"),
         ("import sys; return [sys.exit(3) if c[0]['content'] == 'no' else 0 for c in completions]", "a:2"),
+        ("return [not_defined for c in completions]", "a:1"),
+        ("raise GeneratorExit", "a:1"),
+        ("raise type('Mine', (BaseException,), {})()", "a:1"),
+        ("import os; os.chdir('/'); return [0, 1]", "a:1"),
+        ("return [0, 10**400]", "a:2"),
+        ("return [0, 10**5000]", "a:2"),
+        ("return [0, 1e300]", "a:2"),
+        ("from decimal import Decimal; return [0, Decimal('1e400')]", "a:2"),
+        ("from fractions import Fraction; return [0, Fraction(10**400)]", "a:2"),
+        ("return [0, 1j]", "a:2"),
+        ("return [0, [[1.0]]]", "a:2"),
+        ("import torch; return [0, torch.zeros(2)]", "a:2"),
+        ("import torch; return [0, torch.zeros(1, device='meta')]", "a:2"),
+        ("import torch; return [0, torch.tensor(1j)]", "a:2"),
+        ("import numpy; return [0, numpy.longdouble('1e4000')]", "a:2"),
+        ("import numpy; return numpy.array(['a', 'b'])", "a:1"),
+        ("log_metric('x', 10**400); return [0, 1]", "log_metric"),
     ],
 )
 def test_bad_function_names_reward_and_row(tmp_path: Path, body: str, row: str) -> None:
     with pytest.raises(UserError) as error:
-        score_rollouts([Length(), user_function(tmp_path, body)], ROLLOUTS)
+        score_rollouts([Length(), user_function(tmp_path, body, "completions, log_metric, **kwargs")], ROLLOUTS)
     message = str(error.value)
-    assert message.startswith(f"{row}: rewards.1 (score)") and "\n" not in message
+    start = row if row == "log_metric" else f"{row}: rewards.1 (score)"
+    assert message.startswith(start) and "\n" not in message
     for code, name in (("1 /", "ZeroDivisionError"), ("exit", "SystemExit")):
         assert code not in body or f"{tmp_path / 'reward.py'}:2: {name}" in message
+
+
+def test_numbers_of_all_libraries_are_scores(tmp_path: Path) -> None:
+    imports = "import numpy, torch; from decimal import Decimal; from fractions import Fraction; "
+    values = (
+        "torch.tensor(0.5, requires_grad=True), numpy.float16(0.5), numpy.array([0.5]), Decimal('0.5'), Fraction(1, 2)"
+    )
+    values += ", torch.tensor([True]), numpy.int64(1), numpy.bool_(True), True, 10**30, None, Decimal('NaN')"
+    function = user_function(tmp_path, f"{imports}return [{values}]")
+    scores = score_rollouts([function], [ROLLOUTS[0]] * 12)[:, 0].tolist()
+    assert scores[:9] == [0.5] * 5 + [1] * 4 and scores[9] == pytest.approx(1e30) and all(map(math.isnan, scores[10:]))
 
 
 def test_logged_columns_without_finite_values_are_json() -> None:

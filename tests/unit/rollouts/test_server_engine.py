@@ -207,6 +207,19 @@ def test_each_version_of_an_adapter_has_a_name(
     assert len({*names}) == 3 and all("adapter_model.safetensors" in files for _, files in server.loaded)
 
 
+def test_adapter_is_removed_after_an_error(
+    adapted: tuple[Decoder, HFCheckpoint], server: CompletionServer, tmp_path: Path
+) -> None:
+    server.change = lambda reply: None
+    with pytest.raises(UserError):
+        open_adapter(server, adapted, tmp_path).check([1])
+    engine = open_adapter(server, adapted, tmp_path)
+    with pytest.raises(UserError), engine.closing_on_error():
+        engine.sync_weights()
+        engine.generate(make_requests(2))
+    assert len(server.loaded) == 2 and [*server.models] == ["base"] and not any(tmp_path.iterdir())
+
+
 def test_restarted_server_loads_the_adapter_again(
     adapted: tuple[Decoder, HFCheckpoint], server: CompletionServer, tmp_path: Path
 ) -> None:
@@ -230,7 +243,7 @@ def test_start_checks_name_length_and_connection(
     start = time.monotonic()
     with pytest.raises(UserError, match="127.0.0.1:9/v1: /models: .*refused"):
         make_engine(make_client("http://127.0.0.1:9/v1", max_retries=20), model).check([1])
-    assert time.monotonic() - start < 2, "a start is not repeated"
+    assert time.monotonic() - start < 60, "a start is not repeated: 20 retries would take minutes"
 
 
 def test_adapters_that_the_server_refuses(

@@ -114,7 +114,8 @@ def test_rows_are_wrapped_and_never_cut_off() -> None:
 
 
 def test_ctrl_c_says_that_there_is_no_report(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "tunekit.cli", "selftest", "--device", "cpu", "--only", "lora_step"]
+    """The signal arrives after the second check; all others take a minute."""
+    command = [sys.executable, "-P", "-m", "tunekit.cli", "selftest", "--device", "cpu"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TMPDIR": str(tmp_path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=tmp_path, env=env, **pipes) as process:
@@ -122,7 +123,9 @@ def test_ctrl_c_says_that_there_is_no_report(tmp_path: Path) -> None:
         compiled = ("passed   kernels.compile", "skipped  kernels.compile")
         assert any(line.startswith(compiled) for line in process.stdout)
         process.send_signal(signal.SIGINT)
-        assert process.stderr.read() == "\ninterrupted after 2 of 3 checks: no report was written\n"
+        message = process.stderr.read()
+    match = re.fullmatch(r"\ninterrupted after (\d+) of (\d+) checks: no report was written\n", message)
+    assert match and 2 <= int(match[1]) < int(match[2]), message
     assert process.returncode == 130 and not [*tmp_path.iterdir()]
 
 

@@ -4,8 +4,9 @@ import argparse
 import sys
 
 from tunekit.cli import registry
+from tunekit.system import read_utf8
 
 
 def main(args: argparse.Namespace) -> None:
     """Print the file."""
-    sys.stdout.write(registry.find_recipe_or_config(args.name).read_text("utf-8"))
+    sys.stdout.write(read_utf8(registry.find_recipe_or_config(args.name)))

@@ -19,6 +19,7 @@ from tunekit.evaluation.inference_config import InferenceConfig, config_from_fla
 from tunekit.generation.generate import stream_text
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.generation.token_probabilities import render_probabilities, token_probabilities
+from tunekit.system import read_utf8
 
 # Chunks of the answer to a conversation; the number selects random numbers, and token ids are appended to the list.
 AnswerFn = Callable[[list[Message], int, list[int]], Iterator[str]]
@@ -86,7 +87,7 @@ def read_tools(file: str | None) -> list[dict[str, Any]] | None:
     if file is None:
         return None
     try:
-        text = Path(file).read_text(encoding="utf-8", errors="replace")
+        text = read_utf8(Path(file))
     except OSError as error:
         problem = f"cannot read {file}: {error.strerror}"
         raise UserError(f"--tools: {problem}. Set it to a JSON file with a list of tools.") from error
@@ -224,4 +225,10 @@ def read_message() -> str | None:
 
 
 def read_line(prompt: str) -> str:
-    return input(prompt if sys.stdin.isatty() else "")
+    """A line of standard input. Raise UserError if it is not UTF-8."""
+    try:
+        line = input(prompt if sys.stdin.isatty() else "")
+        line.encode()  # some locales decode invalid bytes to lone surrogates
+    except UnicodeError:
+        raise UserError("standard input: not UTF-8 text. Convert it, for example with: iconv -t UTF-8") from None
+    return line

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 from tunekit.cli import registry
+from tunekit.config.yaml_parser import read_recipe
 from tunekit.errors import UserError
 
 
@@ -14,18 +15,19 @@ def main(args: argparse.Namespace) -> None:
     dest = resolve_dest(source, args.dest)
     if dest.exists() and not args.force:
         raise UserError(f"{dest}: already exists. Choose another name, or pass --force to overwrite it")
+    arguments = run_arguments(source, dest)  # before anything is written: the config may be malformed
     try:
         dest.parent.mkdir(parents=True, exist_ok=True)
         dest.write_bytes(source.read_bytes())
     except OSError as error:
         raise UserError(f"cannot write {dest}: {error.strerror}") from error
-    print(f"{dest}\nrun it: tune run {run_arguments(dest)}")
+    print(f"{dest}\nrun it: tune run {arguments}")
 
 
-def run_arguments(path: Path) -> str:
-    """Arguments of `tune run` for a local recipe or config."""
-    quoted = shlex.quote(str(path))
-    return f"{quoted} CONFIG" if path.suffix == ".py" else f"{registry.recipe_of_config(path) or 'RECIPE'} {quoted}"
+def run_arguments(source: Path, dest: Path) -> str:
+    """Arguments of `tune run` for the copy of a recipe or config."""
+    quoted = shlex.quote(str(dest))
+    return f"{quoted} CONFIG" if source.suffix == ".py" else f"{read_recipe(source) or 'RECIPE'} {quoted}"
 
 
 def resolve_dest(source: Path, word: str) -> Path:

@@ -43,6 +43,8 @@ def read_records(path: Path, count: int) -> list[dict[str, Any]]:
     try:
         with path.open(encoding="utf-8") as file:
             lines = deque(enumerate(file, 1), count)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error.reason})") from None
     except OSError as error:
         hint = "Name a file that a recipe wrote to episodes_path."
         raise UserError(f"{path}: cannot be read: {error.strerror}. {hint}") from None

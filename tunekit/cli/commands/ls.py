@@ -5,6 +5,7 @@ import json
 
 from tunekit import assets
 from tunekit.cli import registry
+from tunekit.config.yaml_parser import read_recipe
 from tunekit.errors import UserError
 
 
@@ -24,7 +25,7 @@ def main(args: argparse.Namespace) -> None:
 def list_recipe_rows() -> list[dict]:
     """List all recipes with their summary lines and configs."""
     configs = [
-        (registry.recipe_of_config(path), {"name": name, "about": registry.summary_line(path)})
+        (read_recipe(path), {"name": name, "about": registry.summary_line(path)})
         for name, path in registry.list_configs().items()
     ]
     return [

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tunekit import build
-from tunekit.checkpoint import atomic, merge, peft_adapter, verify
+from tunekit.checkpoint import atomic, merge, peft_adapter, peft_config, verify
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
@@ -20,22 +20,22 @@ def main(args: argparse.Namespace) -> None:
     if out.exists():
         raise UserError(f"{out}: already exists. Choose another directory")
     adapter, base = (build.final_dir_of(download.resolve_model_dir(name)) for name in (args.adapter, args.base))
-    if not (adapter / peft_adapter.CONFIG).is_file():
+    if not (adapter / peft_config.CONFIG).is_file():
+        raise UserError(f"{args.adapter}: not an adapter (no {peft_config.CONFIG}). Usage: tune merge BASE ADAPTER DIR")
+    if (base / peft_config.CONFIG).is_file():
         raise UserError(
-            f"{args.adapter}: not an adapter (no {peft_adapter.CONFIG}). Usage: tune merge BASE ADAPTER DIR"
-        )
-    if (base / peft_adapter.CONFIG).is_file():
-        raise UserError(
-            f"{args.base}: BASE is an adapter. Use its base model, {peft_adapter.PeftConfigFile.open(base).base_name}"
+            f"{args.base}: BASE is an adapter. Use its base model, {peft_config.PeftConfigFile.open(base).base_name}"
         )
     source = peft_adapter.with_adapter_config(adapter, HFCheckpoint.open(base, args.base))
     adapter_config = replace(peft_adapter.read_adapter_config(adapter, source), adapter_path=str(adapter))
-    trained_on = peft_adapter.PeftConfigFile.open(adapter).values.get("base_model_name_or_path")
+    trained_on = peft_config.PeftConfigFile.open(adapter).values.get("base_model_name_or_path")
     if trained_on not in (None, args.base, peft_adapter.base_model_ref(source)[0]):
         print_line(f"note: {args.adapter} was trained on {trained_on}; its shapes match {args.base}")
     with atomic.AtomicDir(out) as folder:
         if merge.merge_adapter(source, adapter, folder):
             print_line("note: the adapter changes the output head, which is no longer tied to the embedding")
+        if source.has_untrained_mtp:
+            print_line(f"note: {model_card.UNTRAINED_MTP}")
         verification = verify.verify_merge(folder, source, adapter_config, DistributedContext().device)
         model_card.write_merged_card(folder, adapter, source)
     print_line(str(verification))

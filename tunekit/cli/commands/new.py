@@ -44,8 +44,9 @@ def main(args: argparse.Namespace) -> None:
     if is_complete:
         cfg = recipe_loader.load_recipe_config(recipe, str(output), (), ())
         recipe.check(cfg)
-        for warning in column_warnings(cfg):
-            print(f"warning: {warning}", file=sys.stderr)
+        draft.problems += column_warnings(cfg)
+    for problem in draft.problems:
+        print(f"warning: {problem}", file=sys.stderr)
     print(f"written: {output}", file=sys.stderr)
     print(describe(draft, sample, output, machine))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from tunekit.data.chat_template.call_formats import (
     ARGUMENT_KEYS,
+    CALL_ID_PLACE,
     KNOWN_FORMATS,
     NAME_KEYS,
     CallError,
@@ -76,12 +77,15 @@ def detect_format(tokenizer: Tokenizer, tools: Tools) -> CallFormat | None:
 
 def parse_probe(tokenizer: Tokenizer, text: str, pair: str) -> CallFormat | None:
     """Format of a rendered probe call. `pair` is the rendering of two calls; empty if the template writes only one."""
+    unquoted = (item for item in KNOWN_FORMATS if item.kind == "unquoted" and item.trigger in text)
+    if result := next(unquoted, None):
+        return result
     for start, value, end in json_values(text):
         if NAMES[0] in json.dumps(value) and is_probe_call(value):
             return json_format(tokenizer, text[:start], text[end:], pair)
         if value == ARGUMENTS:
             name = text.index(NAMES[0])
-            middle = text[name + len(NAMES[0]) : start]
+            middle = text[name + len(NAMES[0]) : start].replace(CALL_ID.format(0), CALL_ID_PLACE)
             result = CallFormat("named", text[:name], before_stop(tokenizer, text[end:]), middle=middle)
             return with_section(result, *between_calls(pair, json.dumps(ARGUMENTS)))
     return text_format(tokenizer, text, pair)

@@ -7,12 +7,12 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from tunekit.data.chat_template.messages import reject_constant
+from tunekit.data.chat_template.messages import MAX_DEPTH, reject_constant
 
 NAME_KEYS = ("name", "tool_name", "function")
 ARGUMENT_KEYS = ("arguments", "parameters", "args")
@@ -24,6 +24,8 @@ PYTHON_CALL = re.compile(r"\[\s*[\w.]+\(")
 WRAPPED_NAME = re.compile(r"^functions\.(.+?)(?::\d+)?$")  # Kimi K2 and gpt-oss: a namespace and a number
 SEPARATORS = " \t\r\n,;]"
 CALL_ERRORS = (ValueError, SyntaxError, TypeError, LookupError, RecursionError, MemoryError)
+STRING_DELIMITERS = ('<|"|>', "<escape>")  # Gemma 4, FunctionGemma: tokens around strings, in which nothing is escaped
+CALL_ID_PLACE = "\0"  # in a literal: any call id
 Schemas = Mapping[str, Mapping[str, Any]]  # properties of the parameters of each tool by its name
 
 
@@ -41,6 +43,7 @@ class Scanner:
 
     text: str
     pos: int = 0
+    call_id: str | None = None  # in the last literal
 
     def skip(self, chars: str = " \t\r\n") -> None:
         while self.pos < len(self.text) and self.text[self.pos] in chars:
@@ -59,6 +62,7 @@ class Scanner:
         if match is None:
             raise CallError(f"{label} is incomplete: {literal.strip()!r} is missing")
         start, self.pos = self.pos, match.end()
+        self.call_id = match.groupdict().get("id")
         return self.text[start : match.start()]
 
     def json(self, label: str) -> Any:
@@ -72,11 +76,43 @@ class Scanner:
             raise CallError(f"{label} is not valid JSON: it is nested too deeply") from None
         return value
 
+    def unquoted(self, label: str, depth: int = 0) -> Any:
+        """Return the JSON value with unquoted keys and delimited strings that follows, and move after it."""
+        self.skip()
+        if depth > MAX_DEPTH:
+            raise CallError(f"{label} is nested too deeply")
+        for delimiter in STRING_DELIMITERS:
+            if self.accept(delimiter):
+                return self.until(delimiter, label)
+        if self.text.startswith('"', self.pos):
+            return self.json(label)
+        if self.accept("["):
+            return [value for _, value in self.unquoted_items("]", label, depth)]
+        if self.accept("{"):
+            return dict(self.unquoted_items("}", label, depth))
+        match = re.compile(r"[^,{}\[\]]*").match(self.text, self.pos)
+        assert match is not None
+        self.pos = match.end()
+        return typed_value(match[0].strip(), {})
+
+    def unquoted_items(self, end: str, label: str, depth: int) -> Iterator[tuple[str, Any]]:
+        """Yield the items of an object or a list up to its end. Those of a list have an empty key."""
+        while not self.accept(end):
+            key = ""
+            if end == "}":
+                is_delimited = self.text.startswith((*STRING_DELIMITERS, '"'), self.pos)
+                key = self.unquoted(label, depth) if is_delimited else ""
+                key += self.until(":", f"a key of {label}").strip()
+            yield key, self.unquoted(label, depth + 1)
+            if not self.accept(",") and not self.text.startswith(end, self.pos):
+                raise CallError(f"{label} is incomplete: {end!r} is missing")
+
 
 @lru_cache(maxsize=256)
 def literal_pattern(literal: str) -> re.Pattern[str]:
     """Pattern of a literal with any whitespace, or none, between its parts."""
-    return re.compile(r"\s*".join(map(re.escape, literal.split())))
+    pattern = r"\s*".join(map(re.escape, literal.split()))
+    return re.compile(pattern.replace(re.escape(CALL_ID_PLACE), rf"(?P<id>{NAME.pattern}?)"))
 
 
 @dataclass(frozen=True)
@@ -84,10 +120,11 @@ class CallFormat:
     """The text that a template writes around the parts of calls.
 
     Kinds: `json`, objects with a name and arguments, or a list of them; `named`, a name and a JSON object;
-    `parameters`, a name and a text for each argument; `python`, a list of Python calls.
+    `unquoted`, the same with unquoted keys and tokens around strings; `parameters`, a name and a text for each
+    argument; `python`, a list of Python calls.
     """
 
-    kind: Literal["json", "named", "parameters", "python"]
+    kind: Literal["json", "named", "unquoted", "parameters", "python"]
     start: str = ""  # before each call
     end: str = ""  # after each call
     section: str = ""  # before the first call
@@ -143,16 +180,20 @@ class CallFormat:
         rest = scanner.text[scanner.pos :].lstrip()
         if self.start.strip() and not (self.kind == "json" and self.section.strip()):
             return True
-        patterns = {"json": r"[\[{]", "named": rf"{NAME.pattern}\s*\S", "parameters": NAME.pattern, "python": r"\[?\w"}
-        return re.match(patterns[self.kind], rest) is not None
+        named = rf"{NAME.pattern}\s*\S"
+        patterns = {"json": r"[\[{]", "parameters": NAME.pattern, "python": r"\[?\w"}
+        return re.match(patterns.get(self.kind, named), rest) is not None
 
     def parse_call(self, scanner: Scanner, schemas: Schemas) -> list[dict[str, Any]]:
         match self.kind:
             case "json":
                 return self.parse_json(scanner)
             case "named":
+                name, call_id = self.parse_name(scanner), scanner.call_id
+                return [make_call(name, scanner.json(f"the arguments of {name}"), call_id)]
+            case "unquoted":
                 name = self.parse_name(scanner)
-                return [make_call(name, scanner.json(f"the arguments of {name}"))]
+                return [make_call(name, scanner.unquoted(f"the arguments of {name}"))]
             case "parameters":
                 name = self.parse_name(scanner)
                 return [make_call(name, self.parse_parameters(scanner, name, schemas.get(name, {})))]
@@ -322,6 +363,9 @@ KNOWN_FORMATS = (
     CallFormat("json", "<|python_tag|>"),  # Llama 3
     CallFormat("python", "<|python_tag|>"),  # Llama 3 with built-in tools
     CallFormat("python", "<|python_start|>", "<|python_end|>"),  # Llama 4
+    CallFormat("json", section="<|python_end|>"),  # Llama 4, after a text
+    CallFormat("unquoted", "<|tool_call> call:", "<tool_call|>"),  # Gemma 4
+    CallFormat("unquoted", "<start_function_call> call:", "<end_function_call>"),  # FunctionGemma
     CallFormat("python", "```tool_code", "```"),  # Gemma 3
     CallFormat("named", "<function=", "</function>", middle=">"),  # Functionary
 )  # fmt: skip

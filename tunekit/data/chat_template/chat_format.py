@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunekit.data.chat_template.messages import Message, Tools
@@ -10,7 +10,9 @@ from tunekit.data.chat_template.template_features import ANSWER, QUESTION, detec
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
-MARKER = re.compile(r"<\|\w+\|>|<(?:start|end)_of_turn>")
+NAME = r"[^\s<>|｜{}'\"]{1,60}"  # of a marker
+MARKER = re.compile(rf"<[|｜]{NAME}[|｜]?>|<{NAME}[|｜]>|<(?:start|end)_of_turn>")
+ROLE_MARKERS = {f"<|{role}|>" for role in ("system", "user", "assistant", "tool")}
 
 
 def with_chat_format(tokenizer: Tokenizer, chat_template: str | None, kwargs: Mapping[str, Any]) -> Tokenizer:
@@ -43,10 +45,50 @@ def render_turn_end(tokenizer: Tokenizer) -> str:
     return try_render(tokenizer, messages, None).rpartition(ANSWER)[2].lstrip()
 
 
+def render_markers(tokenizer: Tokenizer) -> str:
+    """Text of a short conversation; empty if the chat template does not render it."""
+    messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+    return try_render(tokenizer, messages, None) or try_render(tokenizer, messages[:1], None, prompt=True)
+
+
 def find_split_markers(tokenizer: Tokenizer) -> list[str]:
     """Markers in the chat template, such as <|im_start|>, that the tokenizer splits into several tokens."""
-    markers = dict.fromkeys(MARKER.findall(tokenizer.templates.get("default", ("", ""))[0]))
-    return [marker for marker in markers if tokenizer.model.token_to_id(marker) is None]
+    text = tokenizer.templates.get("default", ("", ""))[0]
+    markers = dict.fromkeys(match[0] for part in (text, render_markers(tokenizer)) for match in MARKER.finditer(part))
+    return [marker for marker in markers if is_split(tokenizer, marker)]
+
+
+def is_split(tokenizer: Tokenizer, marker: str) -> bool:
+    """Whether a marker is not one token, also if the vocabulary has it: texts are split before they are looked up."""
+    try:
+        return len(tokenizer.encode_texts([marker])[0]) != 1
+    except UserError:  # the tokenizer has no token for an unknown character
+        return True
+
+
+def find_doubtful_markers(tokenizer: Tokenizer, markers: Sequence[str]) -> list[str]:
+    """The split markers of every conversation, except names of roles where a special token ends the turns.
+
+    Zephyr and OLMo 2 were trained on such names as plain text.
+    """
+    text, ends_turns = render_markers(tokenizer), bool(find_end_of_turn(tokenizer))
+    return [marker for marker in markers if marker in text and not (ends_turns and marker in ROLE_MARKERS)]
+
+
+def advise_on_markers(tokenizer: Tokenizer, markers: Sequence[str]) -> str:
+    """Remedy for split markers. New tokens are not proposed if they could take over rows that are trained."""
+    if tokenizer.vocab_size is not None and tokenizer.size < tokenizer.vocab_size:
+        files = "tokenizer.json, tokenizer_config.json, special_tokens_map.json and added_tokens.json"
+        sizes = f"the model has {tokenizer.vocab_size} embeddings, its tokenizer only {tokenizer.size} tokens"
+        return f"If its tokenizer files are incomplete ({sizes}), download {files}"
+    return f"Add them with new_special_tokens={json.dumps([*markers])}"
+
+
+def describe_split_markers(tokenizer: Tokenizer) -> str:
+    """Warning about markers of every conversation that are split; empty without any."""
+    markers = find_doubtful_markers(tokenizer, find_split_markers(tokenizer))
+    names = " and ".join(markers)
+    return f"the chat template writes {names}, which the tokenizer splits into several tokens" if markers else ""
 
 
 def check_turn_end(tokenizer: Tokenizer) -> None:
@@ -55,7 +97,7 @@ def check_turn_end(tokenizer: Tokenizer) -> None:
     if marker := next(filter(end.startswith, markers), None):
         raise UserError(
             f"data.chat_template: answers end with {marker}, which the tokenizer splits into several tokens, so "
-            f"generation would not stop. Add new_special_tokens={json.dumps(markers)}, or set data_checks=warn."
+            f"generation would not stop. {advise_on_markers(tokenizer, markers)}, or set data_checks=warn."
         )
 
 

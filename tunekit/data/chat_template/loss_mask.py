@@ -15,6 +15,7 @@ from tunekit.data.chat_template.template_pattern import TemplatePattern, find_pa
 from tunekit.data.chat_template.turn_boundaries import (
     MASK_HINT,
     MAX_SENTINELS,
+    RESERVED,
     SENTINEL_BASE,
     SENTINEL_NUMBERS,
     SENTINELS,
@@ -26,7 +27,7 @@ from tunekit.data.chat_template.turn_boundaries import (
 )
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.token_cache import TokenizerEncoding
-from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.tokenizer import Tokenizer, check_encodable
 from tunekit.errors import UserError
 
 PROBE_TOOLS = [{"type": "function", "function": {"name": "a", "description": "b", "parameters": {"type": "object"}}}]
@@ -71,7 +72,7 @@ def render_with_mask(
         # Generation blocks are invisible in the text and may depend on what a message contains.
         if spans[num_targets:] == (generation_blocks(tokenizer, text, messages, tools) if blocks is None else blocks):
             return MaskedConversation(text, spans[:num_targets], span_pattern.doc_flags)
-    if SENTINELS.search(text):
+    if RESERVED.search(text):
         raise UserError("ambiguous loss mask: the row contains Tangut characters, which are reserved to find turns")
     return MaskedConversation(
         text, *find_target_spans(RenderedPrefixes(tokenizer, messages, tools, sentinels), targets)
@@ -93,15 +94,6 @@ def generation_blocks(tokenizer: Tokenizer, text: str, messages: Messages, tools
     if not template.has_generation_blocks:
         return []
     return template.generation_spans(text, tokenizer.template_context(messages, tools))
-
-
-def check_encodable(text: str) -> None:
-    """Raise UserError if a text cannot be encoded as UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code = f"U+{ord(text[error.start]):04X}"
-        raise UserError(f"the text contains a lone surrogate ({code}), which cannot be tokenized") from None
 
 
 def get_span_pattern(

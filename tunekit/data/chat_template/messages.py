@@ -32,6 +32,14 @@ class Conversation(NamedTuple):
     column: str = "messages"  # where the messages are from, for error messages
 
 
+class JSONArguments(dict[str, Any]):
+    """Arguments of a call that a row stores as a JSON string, which some templates write as it is."""
+
+    def __init__(self, values: Mapping[str, Any], json_text: str) -> None:
+        super().__init__(values)
+        self.json_text = json_text
+
+
 class MissingColumnError(UserError):
     """A row without a column that its kind needs."""
 
@@ -208,7 +216,14 @@ def parse_tool_call(function: Any, path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         suffix = " in a string" if isinstance(arguments, str) else ""
         raise UserError(f"{path}.arguments: expected an object, got {json_type(value)}{suffix}")
+    if isinstance(arguments, str) and arguments.strip():
+        value = JSONArguments(value, arguments)
     return {"name": function["name"], "arguments": value}
+
+
+def arguments_text(arguments: Mapping[str, Any]) -> str:
+    """Return arguments of a call as JSON: the string of the row if it has one."""
+    return arguments.json_text if isinstance(arguments, JSONArguments) else json.dumps(arguments, ensure_ascii=False)
 
 
 def parse_train_flag(item: Message) -> bool | float | None:

@@ -1,11 +1,12 @@
 """Message formats that a chat template supports, detected by rendering probes instead of by model family."""
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from tunekit.data.chat_template.messages import REASONING_KEYS, Message, Tools
+from tunekit.data.chat_template.messages import REASONING_KEYS, Message, Tools, arguments_text
 from tunekit.data.chat_template.template import ChatTemplate
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
@@ -13,6 +14,7 @@ from tunekit.errors import UserError
 QUESTION, ANSWER, TOOL_NAME, EXTRA_KEY = "qaz", "wsx", "edc", "rfv"  # strings that no template contains
 KNOWN_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *REASONING_KEYS})
 CALL_ID = "call{:05}"  # some templates require nine characters
+ARGUMENTS = {EXTRA_KEY: ANSWER}
 EMPTY_CONTENTS: tuple[Message, ...] = ({"content": None}, {"content": ""}, {})  # content of a message with only calls
 
 
@@ -22,11 +24,15 @@ class TemplateFeatures:
 
     content_parts: bool = False  # content must be a list of parts
     empty_contents: tuple[bool, ...] = (True, True, True)  # which of EMPTY_CONTENTS are rendered correctly
+    text_arguments: bool = False  # arguments of calls must be JSON texts, because the template concatenates them
     renders_call_ids: bool = True  # if not, ids are renumbered, so that more rows have the same shape
+    has_developer: bool = True  # if not, developer messages are system messages, which OpenAI renamed
     source: str | None = None  # template text: message keys that do not occur in it are dropped; None: keep all keys
 
     def adapt_messages(self, messages: list[Message]) -> list[Message]:
         """Convert messages to formats that the template supports."""
+        if not self.has_developer:
+            messages = [as_system_message(message) for message in messages]
         if not self.content_parts and all(len(message) == 2 for message in messages):
             return messages
         ids: dict[str, str] = {}
@@ -40,8 +46,11 @@ class TemplateFeatures:
                 message = self.with_empty_content(message)
             if not self.renders_call_ids:
                 message = renumber_calls(message, ids)
-        if self.content_parts and message.get("content"):
-            message = {**message, "content": to_content_parts(message["content"])}
+            if self.text_arguments and "tool_calls" in message:
+                message = {**message, "tool_calls": [with_text_arguments(call) for call in message["tool_calls"]]}
+        content = message.get("content")
+        if self.content_parts and (content or content == "" and "tool_calls" not in message):
+            message = {**message, "content": to_content_parts(content)}
         return message
 
     def with_empty_content(self, message: Message) -> Message:
@@ -51,6 +60,16 @@ class TemplateFeatures:
             return message
         fields = {key: value for key, value in message.items() if key != "content"}
         return fields | EMPTY_CONTENTS[self.empty_contents.index(True)]
+
+
+def with_text_arguments(call: Message) -> Message:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": arguments_text(function["arguments"])}}
+
+
+def as_system_message(message: Message) -> Message:
+    """Return a developer message as a system message, and any other message unchanged."""
+    return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
 def to_content_parts(text: str) -> list[dict[str, str]]:
@@ -81,15 +100,35 @@ def detect_features(template: ChatTemplate, tokenizer: Tokenizer) -> TemplateFea
     parts_probe = TemplateProbe(template, tokenizer, to_content_parts)
     if not has_question_and_answer(answer) and has_question_and_answer(parts_probe.render_answer()):
         probe, answer = parts_probe, parts_probe.render_answer()
+    has_parts, text_arguments = probe is parts_probe, needs_text_arguments(probe)
+    probe = replace(probe, arguments="{}") if text_arguments else probe
     texts = [probe.render_call(empty_content) for empty_content in EMPTY_CONTENTS]
     supported = supported_empty_contents(texts, answer.count("None"))
     empty_content = EMPTY_CONTENTS[supported.index(True)] if True in supported else EMPTY_CONTENTS[0]
     first, second = (probe.render_call(empty_content, CALL_ID.format(number), with_result=True) for number in (1, 2))
     source = "\n".join(text for text, _ in tokenizer.templates.values())
     ignores_unknown_keys = probe.render_answer(EXTRA_KEY) == answer
+    renders_call_ids = first != second or not first
     return TemplateFeatures(
-        probe is parts_probe, supported, first != second or not first, source if ignores_unknown_keys else None
+        has_parts,
+        supported,
+        text_arguments,
+        renders_call_ids,
+        has_developer="developer" in source,
+        source=source if ignores_unknown_keys else None,
     )
+
+
+def needs_text_arguments(probe: "TemplateProbe") -> bool:
+    """Whether a template writes the arguments of calls as JSON only if they are texts.
+
+    With objects, it fails, or prints them as Python does.
+    """
+    forms = [replace(probe, arguments=arguments) for arguments in (ARGUMENTS, json.dumps(ARGUMENTS))]
+    with_object, with_text = ([form.render_call(empty) for empty in EMPTY_CONTENTS] for form in forms)
+    if any(EXTRA_KEY in text and ANSWER in text and repr(ARGUMENTS) not in text for text in with_object):
+        return False
+    return any(json.dumps(ARGUMENTS) in text for text in with_text)
 
 
 def try_render(tokenizer: Tokenizer, messages: list[Message], tools: Tools, prompt: bool = False) -> str:
@@ -119,6 +158,7 @@ class TemplateProbe:
     template: ChatTemplate
     tokenizer: Tokenizer
     to_content: Callable[[str], Any]
+    arguments: Any = field(default_factory=dict)  # of calls
 
     def render_answer(self, extra_key: str | None = None) -> str:
         """Render a question and its answer, optionally with an unknown key."""
@@ -127,7 +167,7 @@ class TemplateProbe:
 
     def render_call(self, empty_content: Message, call_id: str = CALL_ID.format(0), with_result: bool = False) -> str:
         """Render a question and a tool call, optionally with its result and an answer."""
-        call = {"type": "function", "id": call_id, "function": {"name": TOOL_NAME, "arguments": {}}}
+        call = {"type": "function", "id": call_id, "function": {"name": TOOL_NAME, "arguments": self.arguments}}
         result = {"role": "tool", "tool_call_id": call_id, "name": TOOL_NAME, "content": self.to_content(ANSWER)}
         answer = {"role": "assistant", "content": self.to_content(ANSWER)}
         message = {"role": "assistant", **empty_content, "tool_calls": [call]}

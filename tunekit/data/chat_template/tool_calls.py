@@ -25,6 +25,7 @@ REASONING_TAGS = (
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
     ("<thought>", "</thought>"),
+    ("<|channel>thought", "<channel|>"),
 )
 HARMONY_MESSAGE = re.compile(r"(?P<head>(?:[^<]|<\|(?:channel|constrain)\|>)*)<\|message\|>(?P<text>.*)", re.DOTALL)
 HARMONY_ENDS = re.compile(r"<\|(?:end|call|return)\|>")

@@ -5,27 +5,24 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from tunekit.data.chat_template import converters
 from tunekit.data.chat_template.chat_format import encode_conversation
-from tunekit.data.chat_template.messages import Conversation, get_column, json_type, make_conversation, parse_json_cell
 from tunekit.data.dataloader.mixture import MixtureBase, MixtureMemberBase
 from tunekit.data.datasets import ChatTemplateMixin, Fields
 from tunekit.data.preprocess.tokenized_dataset import Document
-from tunekit.data.tokenize import MaskedText, bos_ids
+from tunekit.data.prompts import Prompt, read_prompt
+from tunekit.data.tokenize import MaskedText, encode_text
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.truncation import TooLong
 from tunekit.errors import FieldError, UserError
 
-MESSAGES = "messages"  # column of conversations, for rows without a prompt
-
 
 @dataclass(frozen=True)
 class PromptDataset(ChatTemplateMixin):
-    """Prompts: texts, or conversations whose last message is not an answer. All columns are kept for rewards.
+    """Prompts: texts, or conversations. All columns are kept for rewards.
 
-    Rows without a prompt column may have `messages`, as in supervised fine-tuning; answers at their end are left out.
-    Optional columns: `system`, and `tools`, which has tool schemas. `max_length` limits a prompt together with the
-    tokens that follow it.
+    Rows without a prompt column may be conversations in any format of supervised fine-tuning. Answers at the end of a
+    conversation are left out; the last one is the column `answer`, unless the row has one. Optional columns: `system`,
+    and `tools`, which has tool schemas. `max_length` limits a prompt together with the tokens that follow it.
     """
 
     kind: ClassVar[str] = "prompt"
@@ -53,48 +50,31 @@ class PromptDataset(ChatTemplateMixin):
             raise FieldError("system_prompt", "needs a chat template, and prompt_format is text. Remove one of them.")
 
     def describe(self, fields: Fields) -> str:
-        return f"prompts (column {self.prompt_column if self.prompt_column in fields else MESSAGES!r})"
+        return f"prompts (column {self.read_prompt(fields).conversation.column!r})"
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        tokens = np.array(self.encode_prompt(tokenizer, fields), np.int32)
+        tokens = np.array(self.encode_prompt(tokenizer, self.read_prompt(fields)), np.int32)
         document = Document(tokens, np.ones(len(tokens), bool), len(tokens))
         return [MaskedText("", [], document=document)]
 
-    def encode_prompt(self, tokenizer: Tokenizer, fields: Fields) -> list[int]:
-        """Token ids of a prompt, up to the start of the answer."""
-        prompt = self.to_conversation(fields)
-        if self.is_plain_text(tokenizer, fields):
-            if prompt.tools or len(prompt.messages) > 1:
-                problem = "system message" if len(prompt.messages) > 1 else "tools"
-                raise UserError(f"{problem}: a text to continue has none. Use a chat template, or remove the column")
-            return [*bos_ids(tokenizer).tolist(), *tokenizer.encode(prompt.messages[-1]["content"])]
-        return encode_conversation(tokenizer, prompt.messages, prompt.tools)
+    def read_prompt(self, fields: Fields) -> Prompt:
+        """The prompt of a row. Raise UserError if there is nothing to answer."""
+        return read_prompt(fields, self.prompt_column, self.system_prompt)
 
-    def is_plain_text(self, tokenizer: Tokenizer, fields: Fields) -> bool:
+    def encode_prompt(self, tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, up to the start of the answer."""
+        if prompt.text is not None and self.is_plain_text(tokenizer, prompt):
+            if prompt.conversation.tools or len(prompt.conversation.messages) > 1:
+                name = "tools" if prompt.conversation.tools else "system"
+                raise UserError(f"{name}: a text to continue has none. Use a chat template, or remove the column")
+            return encode_text(tokenizer, prompt.text)
+        return encode_conversation(tokenizer, prompt.conversation.messages, prompt.conversation.tools)
+
+    def is_plain_text(self, tokenizer: Tokenizer, prompt: Prompt) -> bool:
         """Whether a prompt is a text that the model continues."""
-        value = parse_json_cell(fields.get(self.prompt_column))
-        if not isinstance(value, str) or self.prompt_format == "chat" or self.system_prompt is not None:
+        if prompt.text is None or self.prompt_format == "chat" or self.system_prompt is not None:
             return False
         return self.prompt_format == "text" or not tokenizer.templates
-
-    def to_conversation(self, fields: Fields) -> Conversation:
-        """Messages of a prompt and its tools. Raise UserError if nothing is left to answer."""
-        column = self.prompt_column
-        if column not in fields and self.prompt_column == "prompt" and MESSAGES in fields:
-            column = MESSAGES
-        value = parse_json_cell(get_column(fields, column, "prompt_column"))
-        if not isinstance(value, str | list):
-            raise UserError(f"{column}: expected a text or a list of messages, got {json_type(value)}")
-        conversation = make_conversation(converters.to_messages(value, "user", column), column, fields.get("tools"))
-        conversation = converters.with_system(conversation, converters.get_system(fields), column)
-        messages = conversation.messages
-        while messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
-        if not messages or messages[-1]["role"] not in ("user", "tool"):
-            raise UserError(f"{column}: has no message to answer. The last message must be of role user or tool")
-        if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        return conversation._replace(messages=messages)
 
     def limit_length(self, text: MaskedText, document: Document) -> list[Document]:
         limit = self.max_length - 1 if self.max_prompt_length is None else self.max_prompt_length

@@ -15,7 +15,8 @@ from tunekit.data.column_usage import ColumnUsage
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.preprocess.tokenized_dataset import Document, PreprocessSummary, TokenizedChunk, flatten_documents
 from tunekit.data.readers.row_reader import BadRow, Row, RowChunk
-from tunekit.data.tokenizer import Tokenizer, TokenizerErrors
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.tokenizer_files import TokenizerErrors
 from tunekit.errors import UserError
 
 PROGRESS_BYTES = 8  # of the shared memory in which a worker stores the index of its row

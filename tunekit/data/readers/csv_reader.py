@@ -78,6 +78,8 @@ class CsvFile(RowFile):
             where, names = f"{self.file.name}:{record.line}", record.values
             if isinstance(names, str):
                 raise UserError(f"{where}: malformed CSV: {names}")
+            if names[0].lstrip().startswith(("{", "[")):
+                raise UserError(f"{where}: the header is {names[0][:60]!r}. If the file has JSON rows, name it .jsonl.")
             if len(names) == 1 and (delimiter := next((c for c in ";\t|" if c in names[0]), None)):
                 problem = f"the header has one column {names[0][:60]!r}, which contains {delimiter!r}"
                 raise UserError(f"{where}: {problem}. Use commas as delimiters.")

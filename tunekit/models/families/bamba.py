@@ -9,6 +9,7 @@ from tunekit.models.families.base import (
     decoder_spec,
     head_dim,
     mlp_spec,
+    reject_config_values,
     with_default_config,
 )
 from tunekit.models.families.mamba_base import DEFAULTS, MAMBA, mamba_spec
@@ -27,9 +28,10 @@ BAMBA |= {"partial_rotary_factor": 0.5, "attn_layer_indices": []}
 
 def bamba(config: Config) -> DecoderSpec:
     c = with_default_config(config, **BAMBA)
-    mamba, attention, ffn = mamba_spec(c), attention_spec(c), mlp_spec(c)
-    has_attention = (i in c["attn_layer_indices"] for i in range(c["num_hidden_layers"]))
-    return decoder_spec(c, (Layer(attention if attends else mamba, ffn) for attends in has_attention))
+    reject_config_values(c, {"partial_rotary_factor": 0.5})  # of transformers, unless it is in rope_parameters
+    has_attention = [i in c["attn_layer_indices"] for i in range(c["num_hidden_layers"])]
+    attention, mamba = attention_spec(c), None if all(has_attention) else mamba_spec(c)
+    return decoder_spec(c, (Layer(attention if attends else mamba, mlp_spec(c)) for attends in has_attention))
 
 
 FALCON_TABLE = (

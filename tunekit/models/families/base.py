@@ -1,9 +1,10 @@
 """Llama architecture and readers of config.json, which most families use with small changes."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from tunekit.models.families.config_checks import FLAGS
 from tunekit.models.spec import (
     MLP,
     Act,
@@ -51,16 +52,40 @@ OPTIONAL = {
     "rope_theta": 10_000.0,
     "tie_word_embeddings": False,
 }
-# Null is a value for these keys; for all others it means that the key is missing.
+# Null is a value for these keys and means false for flags; for all others it means that the key is missing.
 NULLABLE = {"num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank"}
 NULLABLE |= {"mamba_d_ssm"}
 # "gelu_new" and "gelu_pytorch_tanh" are the same function.
-ACTS: dict[str, Act] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTS: dict[str, Act] = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
+ACTS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 def with_default_config(c: Config, **defaults: Any) -> dict[str, Any]:
-    """config.json with defaults for missing and null keys."""
-    return OPTIONAL | defaults | {key: value for key, value in c.items() if value is not None or key in NULLABLE}
+    """config.json with defaults for missing and null keys.
+
+    Raises ValueError for a partial rotary factor in a family without a default for it, in which transformers rotates
+    all channels.
+    """
+    if "partial_rotary_factor" not in defaults:
+        for section in (c, *rope_sections(c)):
+            reject_config_values(section, {"partial_rotary_factor": 1.0})
+    flags = {key: False for key, value in c.items() if value is None and key in FLAGS}
+    given = {key: value for key, value in c.items() if value is not None or key in NULLABLE}
+    return OPTIONAL | defaults | flags | given
+
+
+def rope_sections(c: Config) -> Iterator[Config]:
+    """RoPE settings of all layers, or those of each layer type."""
+    for section in (c.get("rope_parameters"), c.get("rope_scaling")):
+        if section:
+            nested = [value for value in section.values() if isinstance(value, Mapping)]
+            yield from nested or [section]
+
+
+def rename_keys(c: Config, names: Mapping[str, str]) -> Config:
+    """config.json with the current `names` of old ones, which win over them, as in transformers."""
+    renamed = {names[key]: value for key, value in c.items() if key in names}
+    return {key: value for key, value in c.items() if key not in names} | renamed
 
 
 def reject_config_values(c: Config, expected: Config) -> None:
@@ -89,11 +114,18 @@ def rope_scaling_config(c: Config) -> dict[str, Any]:
 
 
 def rope_for_layer_type(c: Config, kind: str, **overrides: Any) -> Rope:
-    """RoPE settings of one layer type: its entry in `rope_parameters`, or those of all layers with `overrides`."""
-    parameters = c.get("rope_parameters")
+    """RoPE settings of one layer type: its entry in `rope_parameters`, or those of all layers with `overrides`.
+
+    The context before scaling is that of the entry, or `max_position_embeddings`.
+    """
+    parameters, overrides = c.get("rope_parameters"), {"original_max_position_embeddings": None} | overrides
     if parameters and kind not in parameters:
         raise ValueError(f"rope_parameters: missing entry for layer type {kind!r}")
-    return rope_from_config({**c, **overrides, "rope_parameters": parameters and parameters[kind]})
+    if "type" in (legacy := c.get("rope_scaling") or {}) and "rope_type" not in legacy:
+        raise ValueError("rope_scaling: 'type' is not supported for layer types, only 'rope_type'")
+    c = {**c, **overrides, "rope_parameters": parameters and parameters[kind]}
+    reject_config_values(rope_scaling_config(c), {"truncate": True})  # transformers truncates the bounds in any case
+    return rope_from_config(c)
 
 
 def scaling(p: Config, c: Config) -> Scaling | None:
@@ -150,7 +182,7 @@ def attention_spec(c: Config, **changes: Any) -> Attention:
 def activation(c: Config) -> Act:
     act = c["hidden_act"]
     if act not in ACTS:
-        raise ValueError(f"hidden_act {act!r} is not supported, only {', '.join(ACTS)}")
+        raise ValueError(f"hidden_act (or hidden_activation) {act!r} is not supported, only {', '.join(ACTS)}")
     return ACTS[act]
 
 

@@ -11,10 +11,12 @@ from tunekit.models.spec import (
     DenseMoE,
     LatentAttention,
     Layer,
+    Llama3Scaling,
     Mamba2,
     MoE,
     ParallelMixers,
     Rope,
+    YarnScaling,
 )
 
 MAX_SIZE, MAX_VOCAB, MAX_LAYERS, MAX_POSITIONS = 2**20, 2**24, 1000, 2**40
@@ -57,7 +59,9 @@ SIZE, SIZE_OR_ZERO = Range(1, MAX_SIZE, True), Range(0, MAX_SIZE, True)
 POSITION = Range(0, MAX_POSITIONS, True)
 FRACTION = Range(0, 1, excludes_low=True)
 POSITIVE, NON_NEGATIVE = Range(0, 1e30, excludes_low=True), Range(0, 1e30)
+ROPE_BASE = Range(1, 1e30, excludes_low=True)
 FLAG = AllowedType("true or false", lambda value: value in (True, False))
+CAUSAL = AllowedType("true: only causal attention is supported", lambda value: value is True)
 LIST = AllowedType("a list", lambda value: isinstance(value, list))
 FACTORS = AllowedType(
     "a list of positive numbers",
@@ -87,8 +91,9 @@ KEYS_BY_VALUES = {
     ),
     POSITION: "sliding_window",
     FRACTION: "rms_norm_eps layer_norm_eps norm_eps layer_norm_epsilon partial_rotary_factor",
+    ROPE_BASE: "rope_theta rope_local_base_freq",
     POSITIVE: (
-        "rope_theta rope_local_base_freq factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow "
+        "factor low_freq_factor high_freq_factor attention_factor beta_fast beta_slow "
         "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping attention_multiplier "
         "embedding_multiplier residual_multiplier logits_scaling routed_scaling_factor floor_scale swiglu_limit "
         "swiglu_alpha logit_scale alpha block_ffn_dim_multiplier altup_coef_clip lm_head_multiplier key_multiplier "
@@ -101,6 +106,7 @@ KEYS_BY_VALUES = {
         "qkv_bias tie_word_embeddings use_sliding_window use_qk_norm norm_topk_prob rope_interleave truncate "
         "attn_temperature_tuning attention_k_eq_v enable_moe_block altup_correct_scale use_double_wide_mlp"
     ),
+    CAUSAL: "is_causal",
     LIST: (
         "layer_types no_rope_layers mlp_only_layers moe_layers cross_attention_layers full_attn_idxs "
         "activation_sparsity_pattern attn_layer_indices mlp_multipliers ssm_multipliers layers_block_type "
@@ -110,6 +116,7 @@ KEYS_BY_VALUES = {
     OBJECT: "text_config rope_parameters rope_scaling per_layer_config",
 }
 ALLOWED = {key: allowed for allowed, keys in KEYS_BY_VALUES.items() for key in keys.split()}
+FLAGS = {key for key, allowed in ALLOWED.items() if allowed is FLAG}
 PER_LAYER = ("intermediate_size",)  # may be a list in Gemma 3n
 
 
@@ -117,7 +124,8 @@ def check_config_values(config: Mapping[str, Any], prefix: str = "") -> None:
     """Raise ValueError for a known key with a value of the wrong type or outside its range. Null counts as missing."""
     for key, value in config.items():
         allowed, values = ALLOWED.get(key), value if key in PER_LAYER and isinstance(value, list) else [value]
-        if value is not None and allowed is not None and any(item not in allowed for item in values):
+        is_given = value is not None or allowed is CAUSAL  # transformers takes null as false
+        if is_given and allowed is not None and any(item not in allowed for item in values):
             raise ValueError(f"{prefix}{key} must be {allowed}, got {shorten(value)}")
         if isinstance(value, Mapping) and (allowed is OBJECT or prefix):
             check_config_values(value, f"{prefix}{key}.")
@@ -180,7 +188,15 @@ def mamba_problems(mamba: Mamba2) -> Iterator[str]:
 def rope_problems(rope: Rope, head_dim: int) -> Iterator[str]:
     dims = head_dim if rope.dims is None else rope.dims
     if not 2 <= dims <= head_dim or dims % 2:
-        yield f"RoPE must rotate an even number of the {head_dim} channels of a head, at least 2; got {dims}"
+        yield (
+            f"RoPE must rotate an even number of the {head_dim} channels of a head (head_dim, partial_rotary_factor), "
+            f"at least 2; got {dims}"
+        )
+    match rope.scaling:
+        case Llama3Scaling(low=low, high=high) if high < low:
+            yield f"high_freq_factor {high} must be at least low_freq_factor {low}"
+        case YarnScaling(fast=fast, slow=slow) if fast < slow:
+            yield f"beta_fast {fast} must be at least beta_slow {slow}"
 
 
 def moe_problems(moe: MoE) -> Iterator[str]:
@@ -188,3 +204,9 @@ def moe_problems(moe: MoE) -> Iterator[str]:
         yield f"num_experts_per_tok {moe.top_k} must be from 1 to the number of experts, {moe.experts}"
     if moe.groups is not None and (moe.experts % moe.groups[0] or moe.groups[1] > moe.groups[0]):
         yield f"{moe.experts} experts cannot be split into n_group {moe.groups[0]}, with topk_group {moe.groups[1]}"
+    elif moe.groups is not None:
+        size = moe.experts // moe.groups[0]
+        if moe.top_k > (limit := size * moe.groups[1]):
+            yield f"num_experts_per_tok {moe.top_k} must be at most {limit}, the number of experts in topk_group groups"
+        if moe.selection_bias and size < 2:
+            yield f"n_group {moe.groups[0]} must leave at least 2 experts in each group"

@@ -46,6 +46,8 @@ def v2(config: Config) -> DecoderSpec:
     """DeepSeek V2: softmax scores. Weights of the selected experts are never normalized, whatever config.json says."""
     c = with_default_config(config, **DEFAULTS2)
     reject_config_values(c, {"scoring_func": "softmax", "moe_layer_freq": 1})
+    if c["first_k_dense_replace"] < c["num_hidden_layers"]:
+        reject_config_values(c, {"mlp_bias": False})  # of shared experts
     groups = expert_groups(c) if c.get("topk_method") == "group_limited_greedy" else None
     return spec(c, moe_with_shared_expert(c, scoring_func="softmax", norm_topk_prob=False, groups=groups))
 

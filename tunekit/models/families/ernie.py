@@ -10,15 +10,17 @@ from tunekit.models.families.base import (
     decoder_spec,
     mlp_spec,
     reject_config_values,
+    rename_keys,
     rope_from_config,
     with_default_config,
 )
 from tunekit.models.families.moe_base import EXPERTS, HUB, OURS, ROUTER, moe_spec
 from tunekit.models.spec import Attention, DecoderSpec, Layer
-from tunekit.models.weight_map import HubOnly, KeyRule, Unsqueezed
+from tunekit.models.weight_map import KeyRule, MultiTokenPrediction, Unsqueezed
 
 BIAS = "moe_statics.e_score_correction_bias"
 MODULES = (KeyRule(f"{OURS}.router.selection_bias", f"{HUB}.gate.{BIAS}", Unsqueezed()),)  # of transformers
+MTP_MODULES = ("block", "emb_norm", "hidden_norm", "linear_proj")
 MOE_TABLE = (
     *EXPERTS,
     KeyRule(f"{OURS}.router.selection_bias", f"{HUB}.{BIAS}", Unsqueezed()),
@@ -26,7 +28,10 @@ MOE_TABLE = (
     KeyRule(f"{OURS}.shared", f"{HUB}.shared_experts"),
     *ROUTER,
     *LLAMA,
-    *(KeyRule((), f"model.mtp_{name}", HubOnly()) for name in ("block", "emb_norm", "hidden_norm", "linear_proj")),
+    *(
+        KeyRule((), f"model.mtp_{name}", MultiTokenPrediction())
+        for name in ("block", "emb_norm", "hidden_norm", "linear_proj")
+    ),
 )
 DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
 DEFAULTS |= {"rope_theta": 5e5, "tie_word_embeddings": True, "use_bias": False}
@@ -51,6 +56,7 @@ def attention(c: Config) -> Attention:
 
 
 def ernie_moe(config: Config) -> DecoderSpec:
+    config = rename_keys(config, {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"})
     c = with_biases(with_default_config(config, **MOE_DEFAULTS))
     reject_config_values(c, {"use_bias": False, "moe_norm_min": 1e-12})
     keys = {"num_experts": c["moe_num_experts"], "num_experts_per_tok": c["moe_k"]}

@@ -15,7 +15,7 @@ from tunekit.models.families.base import (
     layer_types,
     mlp_spec,
     reject_config_values,
-    rope_from_config,
+    rope_for_layer_type,
     text_model_table,
     with_default_config,
 )
@@ -53,13 +53,14 @@ DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "
 DEFAULTS |= {"max_position_embeddings": 131_072, "sliding_window": 512, "tie_word_embeddings": True}
 DEFAULTS |= {"vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0}
 DEFAULTS |= {"attention_k_eq_v": False, "enable_moe_block": False, "use_double_wide_mlp": False}
-DEFAULTS |= {"rope_parameters": ROPES}
+DEFAULTS |= {"rope_parameters": ROPES, "partial_rotary_factor": 1.0}
 
 
 def spec(config: Config) -> DecoderSpec:
     c = with_layer_types(config)
     # "vision" is causal for text
     reject_config_values(c, {"use_bidirectional_attention": "vision", "rope_scaling": None})
+    reject_config_values(c, {"partial_rotary_factor": 1.0})  # only those in rope_parameters are read
     sources, norm = kv_sources(c), Norm(c["rms_norm_eps"], scale_in_fp32=True)
     dense = mlp_spec(c)
     wide = replace(dense, intermediate_size=2 * dense.intermediate_size) if c["use_double_wide_mlp"] else dense
@@ -112,9 +113,10 @@ def mixer(c: Config, i: int, kind: str, **changes: Any) -> Attention:
 
 
 def rope(c: Config, kind: str) -> Rope:
-    p, head = c["rope_parameters"][kind], c["head_dim"]
-    if p["rope_type"] != "proportional":
-        return rope_from_config({**c, "rope_parameters": p})
+    p, head = c["rope_parameters"].get(kind) or {}, c["head_dim"]
+    if p.get("rope_type") != "proportional":
+        reject_config_values(p, {"partial_rotary_factor": 1.0})
+        return rope_for_layer_type(c, kind)
     rotary_fraction, factor = p.get("partial_rotary_factor") or 1.0, p.get("factor") or 1.0
     scaling = None if factor == 1.0 else LinearScaling(factor)
     return Rope(p["rope_theta"], 2 * int(rotary_fraction * head // 2), scaling, pad=rotary_fraction < 1.0)

@@ -11,6 +11,7 @@ from tunekit.models.families.base import (
     decoder_spec,
     layer_types,
     mlp_spec,
+    rename_keys,
     with_default_config,
 )
 from tunekit.models.families.moe_base import OURS, moe_spec, stacked_expert_table
@@ -58,19 +59,20 @@ HYBRID_DEFAULTS = MOE_DEFAULTS | mamba_base.DEFAULTS | {"shared_intermediate_siz
 
 def hybrid(config: Config) -> DecoderSpec:
     """Granite 4: Mamba 2 with attention in some layers, and a shared expert with or without routed ones."""
+    config = rename_keys(config, {"layers_block_type": "layer_types"})
     c, position = with_default_config(config, **HYBRID_DEFAULTS), config.get("position_embedding_type")
     if position not in (None, "nope", "rope"):
         raise ValueError(f"position_embedding_type {position!r} is not supported, only nope and rope")
     base, shared = granite(c), c["shared_intermediate_size"]
     attention = attention_spec(c, scale=c["attention_multiplier"])
     attention = attention if position == "rope" else replace(attention, rope=None)
-    mixers = {mamba_base.LINEAR: mamba_base.mamba_spec(c), FULL: attention}
     ffn = mlp_spec(c | {"intermediate_size": shared, "mlp_bias": False})
     if has_experts(c):
         ffn = moe_spec(c, c["intermediate_size"], shared_intermediate_size=shared)
-    types = mamba_base.hybrid_layer_types(c.get("layer_types") or c.get("layers_block_type") or [])
+    types = mamba_base.hybrid_layer_types(c.get("layer_types") or [])
     types = layer_types(c | {"layer_types": types}, [mamba_base.LINEAR] * len(base.layers), mamba_base.LINEAR)
-    return replace(base, layers=tuple(Layer(mixers[kind], ffn) for kind in types))
+    mamba = mamba_base.mamba_spec(c) if mamba_base.LINEAR in types else None
+    return replace(base, layers=tuple(Layer(attention if kind == FULL else mamba, ffn) for kind in types))
 
 
 def has_experts(config: Config) -> bool:

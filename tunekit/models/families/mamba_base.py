@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tunekit.models.families.base import FULL, Config
+from tunekit.models.families.base import FULL, Config, reject_config_values
 from tunekit.models.spec import Mamba2, Norm
 from tunekit.models.weight_map import KeyRule
 
@@ -18,6 +18,7 @@ DEFAULTS |= {"mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": Fals
 def mamba_spec(c: Config, **changes: Any) -> Mamba2:
     """Mamba 2 mixer from keys with the prefix `mamba_`."""
     check_time_steps(c)
+    reject_config_values(c, {"hidden_act": "silu"})  # also the activation of the convolution
     heads, inner = c["mamba_n_heads"], c.get("mamba_d_ssm") or c["mamba_expand"] * c["hidden_size"]
     size = inner // heads if c["mamba_d_head"] == "auto" else c["mamba_d_head"]
     if size * heads != inner:
@@ -35,7 +36,7 @@ def mamba_spec(c: Config, **changes: Any) -> Mamba2:
 def check_time_steps(c: Config) -> None:
     """Raise ValueError if step sizes are limited."""
     limit = c.get("time_step_limit")
-    if limit is not None and (limit[0] != 0 or limit[1] not in UNLIMITED):
+    if limit is not None and (len(limit) != 2 or limit[0] != 0 or limit[1] not in UNLIMITED):
         raise ValueError(f"time_step_limit {limit} is not supported, only [0.0, Infinity]")
 
 

@@ -8,6 +8,7 @@ from tunekit.models.families.base import (
     decoder_spec,
     layer_types,
     mlp_spec,
+    reject_config_values,
     rope_from_config,
     rope_scaling_config,
     text_model_table,
@@ -42,6 +43,7 @@ def ministral3(config: Config) -> DecoderSpec:
     """Ministral 3: temperature tuning beyond the original context."""
     c = with_default_config(config, **DEFAULTS3)
     p = rope_scaling_config(c) or YARN
+    reject_config_values(c, {"original_max_position_embeddings": p["original_max_position_embeddings"]})
     tuning = AttnTemperatureTuning(p["llama_4_scaling_beta"], p["original_max_position_embeddings"])
     mixer = attention_spec(
         c, rope=rope_from_config(c | {"rope_scaling": p}), window=c.get("sliding_window"), temperature_tuning=tuning

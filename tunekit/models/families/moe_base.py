@@ -4,7 +4,7 @@ from typing import Any
 
 from tunekit.models.families.base import Config, activation
 from tunekit.models.spec import MoE
-from tunekit.models.weight_map import Fused, HubOnly, Identity, KeyRule, Stack, Transposed
+from tunekit.models.weight_map import Fused, Identity, KeyRule, MultiTokenPrediction, Stack, Transposed
 
 OURS, HUB = "layers.{}.mlp", "model.layers.{}.mlp"
 
@@ -53,4 +53,4 @@ def mtp_layers(c: Config) -> tuple[KeyRule, ...]:
     """Multi-token prediction layers after the last one. They are not loaded, but kept for other programs."""
     count = c.get("num_nextn_predict_layers") or c.get("num_mtp_layers") or 1
     first = c["num_hidden_layers"]
-    return tuple(KeyRule((), f"model.layers.{i}", HubOnly()) for i in range(first, first + count))
+    return tuple(KeyRule((), f"model.layers.{i}", MultiTokenPrediction()) for i in range(first, first + count))

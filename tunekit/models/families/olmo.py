@@ -12,6 +12,7 @@ from tunekit.models.families.base import (
     decoder_spec,
     mlp_spec,
     reject_config_values,
+    rename_keys,
     rope_for_layer_type,
     with_default_config,
 )
@@ -36,6 +37,8 @@ def olmo2(config: Config) -> DecoderSpec:
 def olmo3(config: Config) -> DecoderSpec:
     """OLMo 3: sliding windows in three of four layers; RoPE scaling only in full layers."""
     c = with_default_config(config, **DEFAULTS3)
+    if any("rope_theta" not in section for section in (c.get("rope_parameters") or {FULL: {}}).values()):
+        reject_config_values(c, {"rope_theta": DEFAULTS3["rope_theta"]})  # transformers uses it in full layers only
     full = attention_spec(c, rope=rope_for_layer_type(c, FULL))
     sliding = replace(full, rope=rope_for_layer_type(c, SLIDING, rope_scaling=None), window=c["sliding_window"])
     return spec(c, alternate_layers(c, 4, sliding, full))
@@ -50,10 +53,11 @@ def spec(c: Config, mixers: list[Attention]) -> DecoderSpec:
 
 MOE_TABLE = (*EXPERTS, *ROUTER, *LLAMA)
 MOE_DEFAULTS = DEFAULTS | {"max_position_embeddings": 4096, "norm_topk_prob": False, "num_experts_per_tok": 8}
+MOE_DEFAULTS |= {"router_aux_loss_coef": 0.01}
 
 
 def olmoe(config: Config) -> DecoderSpec:
-    c = with_default_config(config, **MOE_DEFAULTS)
+    c = with_default_config(rename_keys(config, {"num_local_experts": "num_experts"}), **MOE_DEFAULTS)
     reject_config_values(c, {"clip_qkv": None})
     mixer = attention_spec(c, qk_norm=Norm(c["rms_norm_eps"], over_all_heads=True))
     moe = moe_spec(c, c["intermediate_size"], norm_topk_prob=c["norm_topk_prob"])

@@ -19,6 +19,7 @@ TABLE = (
     *LLAMA,
 )
 DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
+DEFAULTS |= {"partial_rotary_factor": 1.0}
 LONGROPE_ALIASES = {"su", "yarn"}  # names of longrope in the first files
 
 

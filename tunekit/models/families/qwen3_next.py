@@ -17,13 +17,13 @@ from tunekit.models.families.base import (
 )
 from tunekit.models.families.qwen import MOE_TABLE, ffn, moe_with_shared_gate
 from tunekit.models.spec import DecoderSpec, DeltaNet, FeedForward, Layer, Norm
-from tunekit.models.weight_map import HubOnly, KeyRule
+from tunekit.models.weight_map import KeyRule, MultiTokenPrediction
 
 LINEAR = "linear_attention"  # layer type of a delta net in config.json
 LEAVES = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba")
 LEAVES += ("conv1d", "A_log", "dt_bias", "norm", "out_proj")
 NET = tuple(KeyRule(f"layers.{{}}.attn.{leaf}", f"model.layers.{{}}.linear_attn.{leaf}") for leaf in LEAVES)
-MTP = (KeyRule((), "mtp", HubOnly()),)  # multi-token prediction: not loaded, but kept for other programs
+MTP = (KeyRule((), "mtp", MultiTokenPrediction()),)  # multi-token prediction: not loaded, but kept for other programs
 TABLE = (*NET, *MOE_TABLE, *MTP)
 DENSE = (*NET, *LLAMA, *MTP)
 
