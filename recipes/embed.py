@@ -87,7 +87,7 @@ def train(cfg: EmbedConfig, run: RunContext) -> None:
     tokenizer = open_tokenizer(checkpoint, run.start_date)
     train_data, eval_data = open_dataloaders(cfg, tokenizer, run)
     for loader in filter(None, (train_data, eval_data)):
-        cfg.loss.check_labels(loader.datasets)
+        loader.add_check(cfg.loss.check_labels)
     model = load_model(checkpoint, cfg, dist)
     embedder = Embedder(model, cfg.modules(checkpoint).pooling, dist)
     num_steps = run.begin(train_data)

@@ -23,13 +23,13 @@ from tunekit.generation.engine import GenerationEngine
 from tunekit.generation.generate import generate_answers, log_cut_answers
 from tunekit.loggers.progress import ProgressLogger
 from tunekit.models.decoder import Decoder
-from tunekit.rewards.base import ScoredRollout, check_rewards, gather_answers
+from tunekit.rewards.base import ScoredRollout, check_rewards, combine_readers, gather_answers
 from tunekit.rewards.config import RewardChoice
 from tunekit.rewards.context import RewardContext
 from tunekit.rewards.rejection_sampling import OutputFormat, select_rows, summarize
 from tunekit.rollouts.episode_log import episode_record
 from tunekit.rollouts.episodes import generate_rollouts
-from tunekit.rollouts.prompts import check_prompt_lengths, encode_prompts, make_dataset, read_prompts
+from tunekit.rollouts.prompts import check_prompt_lengths, encode_prompts, make_dataset, open_prompts, read_prompts
 from tunekit.rollouts.rollout import PromptRow
 
 PROMPTS_PER_PASS = 256  # that a rank answers before rewards are computed
@@ -108,7 +108,7 @@ def main(cfg: GenerateConfig) -> None:
     with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as dist:
         cfg.parallel.check_inference(dist.world_size)
         model, tokenizer = cfg.load_model(cfg.model, dist)
-        prompts = list(read_prompts(cfg))
+        prompts = open_prompts(cfg, combine_readers(*cfg.rewards, cfg.environment), dist)
         rows = encode_prompts(cfg, prompts, tokenizer)
         check_prompt_lengths(rows, model.spec.context)
         if cfg.has_rewards:

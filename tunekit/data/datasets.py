@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-
 from tunekit.config.choices import kind_name
 from tunekit.data import tokenize
+from tunekit.data.cell_values import get_answer, to_number
 from tunekit.data.chat_template import converters
 from tunekit.data.chat_template.chat_format import with_chat_format
 from tunekit.data.chat_template.messages import (
@@ -22,27 +21,21 @@ from tunekit.data.chat_template.messages import (
     parse_json_cell,
 )
 from tunekit.data.chat_template.template import TemplateKwargs, check_template_kwargs, find_template
+from tunekit.data.column_usage import ColumnUsage
 from tunekit.data.doc_flags import UNEQUAL_WEIGHTS, DocFlags
-from tunekit.data.format_detection import (
-    FormatRule,
-    RowFormat,
-    detect_format,
-    find_unused_prompt,
-)
+from tunekit.data.format_detection import FormatRule, RowFormat, detect_format
+from tunekit.data.preference_prompts import find_prompt_column, read_prompt_messages, starts_with_prompt
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.readers.open_dataset import find_data_files, open_dataset, parse_split
 from tunekit.data.readers.row_reader import BadRow, Row, RowReader
 from tunekit.data.row_errors import USER_CODE_ERRORS, format_row_error
 from tunekit.data.tokenize import MaskedText, TrainOn
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.data.transforms import Fields, Filter, RenameColumns
+from tunekit.data.transforms import Fields, Filter, RemoveColumns, RenameColumns, RowFields
 from tunekit.data.truncation import TooLong, fit_documents
 from tunekit.errors import FieldError, UserError
 
 EncodedRow = list[Document] | BadRow | None
-# Without a key path: a dataset config does not know its own, nor its index in a mixture.
-MAX_NUMBER = float(np.finfo(np.float32).max)  # of a column: values are stored in fp32
-SKIP_HINT = "Fix the row, or set `on_bad_row: skip` next to the `source` of this file"
 
 
 class DataConfig:
@@ -77,7 +70,9 @@ class DatasetConfig(DataConfig):
     excess_length_strategy: TooLong = "truncate"  # `truncate` (without an EOS token), `drop`, or `split` into rows
     on_bad_row: Literal["error", "skip"] = "error"  # Rows that cannot be parsed or have no target tokens
     max_bad_row_fraction: float = 0.01  # Stop if more rows than this are skipped
-    transforms: tuple[RenameColumns | Filter, ...] = ()  # Change or filter rows before their format is read
+    transforms: tuple[
+        RenameColumns | Filter | RemoveColumns, ...
+    ] = ()  # Change or filter rows before their format is read
     streaming: bool = False  # Read and tokenize rows during training
     num_proc: int | None = None  # Preprocessing processes; null: one per core
 
@@ -131,9 +126,14 @@ class DatasetConfig(DataConfig):
         """Texts of a row, one for each document. Raise UserError for an invalid row."""
         raise NotImplementedError
 
-    def encode_rows(self, tokenizer: Tokenizer, rows: Iterable[Row | BadRow]) -> list[EncodedRow]:
-        """Result of each row: documents, [] if dropped as too long, a BadRow, or None if a transform removes it."""
-        rendered = [(row, self.render_row(tokenizer, row)) for row in rows]
+    def encode_rows(
+        self, tokenizer: Tokenizer, rows: Iterable[Row | BadRow], usage: ColumnUsage | None = None
+    ) -> list[EncodedRow]:
+        """Result of each row: documents, [] if dropped as too long, a BadRow, or None if a transform removes it.
+
+        The columns of valid rows are added to `usage`.
+        """
+        rendered = [(row, self.render_row(tokenizer, row, usage)) for row in rows]
         texts = [text for _, result in rendered if isinstance(result, list) for text in result]
         documents = iter(tokenize.tokenize_texts(tokenizer, texts))
         return [
@@ -143,21 +143,29 @@ class DatasetConfig(DataConfig):
             for row, result in rendered
         ]
 
-    def render_row(self, tokenizer: Tokenizer, row: Row | BadRow) -> list[MaskedText] | BadRow | None:
+    def render_row(
+        self, tokenizer: Tokenizer, row: Row | BadRow, usage: ColumnUsage | None = None
+    ) -> list[MaskedText] | BadRow | None:
         """Texts of a row after its transforms; None if a transform removes it."""
         if isinstance(row, BadRow):
             return row
         try:
             fields = self.apply_transforms(row.fields)
-            return None if fields is None else self.render(tokenizer, fields)
+            texts = None if fields is None else self.render(tokenizer, fields)
         except (UserError, *USER_CODE_ERRORS) as error:
             return BadRow(row.where, format_row_error(error, row.fields, self, *self.transforms))
+        if usage is not None and fields is not None and texts is not None:
+            usage.add(row.where, fields, lambda: tokenize.seen_text(tokenizer, texts))
+        return texts
 
-    def apply_transforms(self, fields: Fields) -> Fields | None:
-        """Columns after all transforms; None if one of them removes the row."""
-        result: Fields | None = fields
+    def apply_transforms(self, fields: Fields) -> RowFields | None:
+        """Columns after all transforms, which record what is read; None if a transform removes the row."""
+        result = RowFields(fields)
         for transform in self.transforms:
-            result = None if result is None else transform(result)
+            changed = transform(result)
+            if changed is None:
+                return None
+            result = RowFields(changed, result.reads)
         return result
 
     def limit_row_length(
@@ -230,7 +238,7 @@ class ConversationDataset(ChatTemplateMixin):
 class ChatDataset(ConversationDataset):
     """Conversations in OpenAI's format: a list of messages with role and content.
 
-    An optional column `tools` has tool schemas: a list, or a JSON string.
+    Optional columns: `system`, and `tools`, which has tool schemas: a list, or a JSON string.
     """
 
     kind: ClassVar[str] = "chat"
@@ -238,7 +246,8 @@ class ChatDataset(ConversationDataset):
 
     def to_conversation(self, fields: Fields) -> Conversation:
         messages = get_column(fields, self.messages_column, "messages_column")
-        return make_conversation(messages, self.messages_column, fields.get("tools"))
+        conversation = make_conversation(messages, self.messages_column, fields.get("tools"))
+        return converters.with_system(conversation, converters.get_system(fields), self.messages_column)
 
 
 @dataclass(frozen=True)
@@ -254,7 +263,8 @@ class ShareGPTDataset(ConversationDataset):
 
     def to_conversation(self, fields: Fields) -> Conversation:
         items = get_column(fields, self.conversations_column, "conversations_column")
-        return converters.from_sharegpt(items, self.conversations_column, fields.get("system"), fields.get("tools"))
+        system, tools = converters.get_system(fields), fields.get("tools")
+        return converters.from_sharegpt(items, self.conversations_column, system, tools)
 
 
 @dataclass(frozen=True)
@@ -277,7 +287,7 @@ class InstructDataset(ConversationDataset):
             input_text = get_string(fields, self.input_column, "input_column")
             prompt = f"{prompt}\n\n{input_text}" if input_text else prompt
         response = get_string(fields, self.response_column, "response_column")
-        system = fields.get("system") or self.system_prompt
+        system = converters.get_system(fields) or self.system_prompt
         return converters.from_instruct(prompt, response, system, fields.get("history"))
 
 
@@ -319,7 +329,8 @@ class CompletionDataset(TextOrChatMixin):
             start = 0 if self.train_on == "all" else len(prompt)
             return [tokenize.render_plain_text(prompt + completion, self.eos_token_id(tokenizer), start)]
         columns = self.prompt_column, self.completion_column
-        conversation = converters.join_prompt(prompt, completion, fields.get("tools"), columns)
+        system = converters.get_system(fields)
+        conversation = converters.join_prompt(prompt, completion, fields.get("tools"), columns, system)
         return [tokenize.render_conversation(tokenizer, conversation, self.train_on)]
 
 
@@ -374,7 +385,7 @@ class DetectedDataset(TextOrChatMixin):
         return detect_format(fields, self.rules).description
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        return self.detect(fields).render(tokenizer, fields)
+        return self.detect(dict(fields)).render(tokenizer, fields)  # a copy: the detection reads other columns too
 
 
 @dataclass(frozen=True)
@@ -404,7 +415,8 @@ class PreferenceBase(UnsplitRowsBase, TextOrChatMixin):
 class PreferenceDataset(PreferenceBase):
     """Pairs of a chosen and a rejected answer: texts, or conversations. The chosen document comes first.
 
-    The prompt is the common prefix of both. A column `prompt` is added to answers that do not start with it.
+    The prompt is the common prefix of both. A column `prompt` is added to answers that do not start with it; without
+    one, the column `messages` or `conversations`.
     `max_length` limits each answer with its prompt; a packed row has room for both. Losses on unpaired answers use the
     chosen answer as desirable and the rejected one as undesirable.
     """
@@ -421,17 +433,26 @@ class PreferenceDataset(PreferenceBase):
         return 2
 
     def describe(self, fields: Fields) -> str:
-        prompt = [] if fields.get(self.prompt_column) is None else [self.prompt_column]
-        columns = ", ".join(map(repr, [*prompt, self.chosen_column, self.rejected_column]))
-        unused = (
-            None if prompt else find_unused_prompt(fields, *map(fields.get, (self.chosen_column, self.rejected_column)))
-        )
-        return f"preference pairs (columns {columns}{'' if unused is None else f'; {unused!r} is not used'})"
+        answers = [parse_json_cell(fields.get(name)) for name in (self.chosen_column, self.rejected_column)]
+        prompt, _ = self.find_prompt(fields, answers)
+        columns = ", ".join(map(repr, filter(None, (prompt, self.chosen_column, self.rejected_column))))
+        return f"preference pairs (columns {columns})"
+
+    def find_prompt(self, fields: Fields, answers: list[Any]) -> tuple[str | None, Any]:
+        """Column and value of the prompt, a text or a list of messages; (None, None) without one."""
+        values = dict(fields)  # a column that is not used does not count as read
+        prompt = parse_json_cell(get_optional_column(values, self.prompt_column, "prompt_column", "prompt"))
+        if isinstance(prompt, str) and all(map(starts_with_prompt, answers)):
+            return None, None
+        if prompt is None and self.prompt_column == "prompt":
+            column = find_prompt_column(values, answers)
+            return column, None if column is None else read_prompt_messages(fields[column], column, answers)
+        return self.prompt_column, parse_json_cell(fields.get(self.prompt_column))
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
         chosen = get_answer(fields, self.chosen_column, "chosen_column")
         rejected = get_answer(fields, self.rejected_column, "rejected_column")
-        prompt = parse_json_cell(get_optional_column(fields, self.prompt_column, "prompt_column", "prompt"))
+        _, prompt = self.find_prompt(fields, [chosen, rejected])
         if chosen == rejected:
             raise UserError(f"{self.chosen_column} and {self.rejected_column} must differ")
         if all(isinstance(answer, str) for answer in (chosen, rejected)) and isinstance(prompt, str | None):
@@ -441,15 +462,14 @@ class PreferenceDataset(PreferenceBase):
             eos_id = self.eos_token_id(tokenizer)
             texts = [tokenize.render_plain_text(content, eos_id, len(prefix)) for content in contents]
         else:
-            conversations = converters.split_preference(chosen, rejected, prompt, fields.get("tools"))
+            tools, system = fields.get("tools"), converters.get_system(fields)
+            conversations = converters.split_preference(chosen, rejected, prompt, tools, system)
             texts = [tokenize.render_conversation(tokenizer, item, self.train_on) for item in conversations]
         if any(text.doc_flags & DocFlags.WEIGHTED for text in texts):
             raise UserError(UNEQUAL_WEIGHTS)
         margin = get_optional_column(fields, self.margin_column, "margin_column", "margin")
         values = () if margin is None else (to_number(margin, self.margin_column),)
-        is_unused = prompt is None and find_unused_prompt(fields, chosen, rejected) is not None
-        flags = DocFlags.PROMPT_UNUSED if is_unused else DocFlags(0)
-        desirable, undesirable = (text._replace(doc_flags=text.doc_flags | flags) for text in texts)
+        desirable, undesirable = texts
         return [
             desirable._replace(doc_flags=desirable.doc_flags | DocFlags.DESIRABLE, values=values),
             undesirable._replace(doc_flags=undesirable.doc_flags | DocFlags.UNDESIRABLE),
@@ -473,20 +493,3 @@ class UnpairedPreferenceDataset(PreferenceBase, CompletionDataset):
             raise UserError(f"{self.label_column}: must be true or false, got {json_type(label)}")
         (text,) = super().render(tokenizer, fields)
         return [text._replace(doc_flags=text.doc_flags | (DocFlags.DESIRABLE if label else DocFlags.UNDESIRABLE))]
-
-
-def get_answer(fields: Fields, name: str, option: str) -> Any:
-    """Chosen or rejected answer of a row. Raise UserError if it is null or an empty list."""
-    answer = parse_json_cell(get_column(fields, name, option))
-    if answer is None or answer == []:
-        raise UserError(f"{name}: must be an answer, got {'null' if answer is None else 'an empty list'}. {SKIP_HINT}")
-    return answer
-
-
-def to_number(value: Any, name: str) -> float:
-    """Number of a column; true is 1 and false is 0. Raise UserError for other types, NaN, and what fp32 cannot hold."""
-    if not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
-        received = repr(value) if isinstance(value, float) else json_type(value)
-        problem = "a number in the range of fp32" if isinstance(value, int | float) else "a number"
-        raise UserError(f"{name}: must be {problem}, got {received}")
-    return float(value)

@@ -18,7 +18,6 @@ class DocFlags(IntFlag):
     REASONING_DROPPED = 16  # a target turn has reasoning that the template does not render
     CONTENT_LOST = 32  # message content that is missing in the rendered text
     EMPTY_TURN = 64  # a target turn is empty: the model is trained to stop at once
-    PROMPT_UNUSED = 128  # a pair without a prompt has another column that may be the prompt
     FIRST_TOKEN_MERGED = 256  # the first token of a text's answer covers the end of its prompt, and is not a target
     NEGATIVES_UNUSED = 512  # the row has more hard negatives than are used
     DESIRABLE = 1 << 16  # chosen, or labeled as good

@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
+from tunekit.data.cell_values import SKIP_HINT, to_number
 from tunekit.data.chat_template.messages import get_column, json_type
-from tunekit.data.datasets import SKIP_HINT, Fields, UnsplitRowsBase, to_number
+from tunekit.data.datasets import Fields, UnsplitRowsBase
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.format_detection import NEGATIVES, POSITIVES, QUERIES
 from tunekit.data.preprocess.preprocess import detect_first_row

@@ -1,7 +1,6 @@
 """Kind, message and hint of the findings about documents with a flag."""
 
 from tunekit.data.doc_flags import DocFlags
-from tunekit.data.format_detection import QUESTION_COLUMNS
 
 FLAG_FINDINGS = {
     DocFlags.SPECIAL_IN_TEXT: (
@@ -28,11 +27,6 @@ FLAG_FINDINGS = {
         "content lost",
         "the chat template does not render all message content of {rows}",
         "Set a `chat_template` that does",
-    ),
-    DocFlags.PROMPT_UNUSED: (
-        "prompt unused",
-        f"{{rows}} {{have}} no prompt, but an unused column that may be one ({' or '.join(QUESTION_COLUMNS)})",
-        "Set `kind: preference` and `prompt_column`",
     ),
     DocFlags.FIRST_TOKEN_MERGED: (
         "merged tokens",

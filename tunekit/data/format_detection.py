@@ -8,7 +8,6 @@ from tunekit.errors import UserError
 
 SPEAKER_KEYS = {"role", "from"}  # key of the speaker in OpenAI messages, in ShareGPT
 MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
-QUESTION_COLUMNS = ("question", "instruction", "query", "input")  # may be the prompt of pairs without a column `prompt`
 
 
 class RowFormat(NamedTuple):
@@ -37,6 +36,7 @@ def format_rule(
 
 
 TEXT_TYPES = (str, list)
+ANSWER_TYPES = (str, list, dict)  # an object is one message
 CHAT = {
     name: format_rule("chat", "OpenAI messages", {name: list}, "messages_column").row_format for name in MESSAGE_COLUMNS
 }
@@ -47,13 +47,13 @@ SHAREGPT = {
 INSTRUCT = format_rule("instruct", "Alpaca", {"instruction": str, "output": str})
 PRETOKENIZED = format_rule("pretokenized", "token ids", {"input_ids": list})
 RULES = (
-    format_rule("preference", "preference pairs", {"chosen": TEXT_TYPES, "rejected": TEXT_TYPES}),
+    format_rule("preference", "preference pairs", {"chosen": ANSWER_TYPES, "rejected": ANSWER_TYPES}),
     format_rule(
         "unpaired_preference",
         "unpaired preferences",
-        {"prompt": TEXT_TYPES, "completion": TEXT_TYPES, "label": bool},
+        {"prompt": TEXT_TYPES, "completion": ANSWER_TYPES, "label": bool},
     ),
-    format_rule("completion", "prompts with completions", {"prompt": TEXT_TYPES, "completion": TEXT_TYPES}),
+    format_rule("completion", "prompts with completions", {"prompt": TEXT_TYPES, "completion": ANSWER_TYPES}),
     INSTRUCT,
     format_rule("segments", "segments", {"segments": list}),
     format_rule("text", "plain text", {"text": str}),
@@ -138,14 +138,6 @@ def detect_other_kind(fields: Mapping[str, Any], kind: str) -> RowFormat | None:
         return detect_format(fields, PREFERENCE_RULES if is_preference else RULES[len(PREFERENCE_RULES) :])
     except UserError:
         return None
-
-
-def find_unused_prompt(fields: Mapping[str, Any], chosen: Any, rejected: Any) -> str | None:
-    """Column that may be the prompt of two answers, each a text or a list of messages, that do not start with one."""
-    if isinstance(chosen, list) and isinstance(rejected, list) and chosen[:1] == rejected[:1]:
-        return None
-    texts = ((name, fields.get(name)) for name in QUESTION_COLUMNS)
-    return next((name for name, text in texts if isinstance(text, str) and text.strip() not in str(chosen)), None)
 
 
 def match_rule(fields: Mapping[str, Any], rules: Sequence[FormatRule]) -> RowFormat | None:

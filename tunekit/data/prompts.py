@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tunekit.data.chat_template.converters import to_system_messages
+from tunekit.data.chat_template.converters import get_system, to_system_messages
 from tunekit.data.chat_template.messages import (
     Conversation,
     Message,
@@ -14,6 +14,7 @@ from tunekit.data.chat_template.messages import (
 )
 from tunekit.data.datasets import ChatDataset, InstructDataset, ShareGPTDataset
 from tunekit.data.format_detection import INSTRUCT, MESSAGE_COLUMNS, SPEAKER_KEYS, is_sharegpt, match_rule
+from tunekit.data.transforms import replace_column
 from tunekit.errors import UserError
 
 Fields = Mapping[str, Any]
@@ -71,7 +72,7 @@ def read_conversation(fields: Fields, column: str | None) -> tuple[Conversation,
         return InstructDataset("row").to_conversation(fields)._replace(column="instruction"), None
     value = parse_json_cell(get_column(fields, column, "prompt_column"), SPEAKER_KEYS)
     if isinstance(value, list):
-        row = {**fields, column: value}
+        row = replace_column(fields, column, value)
         if is_sharegpt(value):
             return ShareGPTDataset("row", conversations_column=column).to_conversation(row), None
         return ChatDataset("row", messages_column=column).to_conversation(row), None
@@ -79,5 +80,5 @@ def read_conversation(fields: Fields, column: str | None) -> tuple[Conversation,
         raise UserError(f"{column}: expected a text or a list of messages, got {json_type(value)}")
     if not value:
         raise UserError(f"{column}: is empty")
-    messages = [*to_system_messages(fields.get("system")), {"role": "user", "content": value}]
+    messages = [*to_system_messages(get_system(fields)), {"role": "user", "content": value}]
     return Conversation(messages, parse_tools(fields.get("tools"), "tools"), column=column), value

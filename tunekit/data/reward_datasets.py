@@ -5,6 +5,7 @@ from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 from tunekit.data import tokenize
+from tunekit.data.cell_values import SKIP_HINT, to_number
 from tunekit.data.chat_template import converters
 from tunekit.data.chat_template.messages import (
     format_value,
@@ -14,7 +15,7 @@ from tunekit.data.chat_template.messages import (
     make_conversation,
     parse_json_cell,
 )
-from tunekit.data.datasets import SKIP_HINT, ChatTemplateMixin, EosTokenMixin, Fields, UnsplitRowsBase, to_number
+from tunekit.data.datasets import ChatTemplateMixin, EosTokenMixin, Fields, UnsplitRowsBase
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.embedding_datasets import WholeTextDataset
 from tunekit.data.preprocess.tokenized_dataset import Document
@@ -51,6 +52,7 @@ class LabeledDataset(WholeTextDataset, ChatTemplateMixin):
         if messages is None:
             return [self.encode(tokenizer, [get_string(fields, self.text_column, "text_column")], value)]
         conversation = make_conversation(messages, self.messages_column, fields.get("tools"))
+        conversation = converters.with_system(conversation, converters.get_system(fields), self.messages_column)
         return [tokenize.render_conversation(tokenizer, conversation, "all")._replace(values=(value,))]
 
     def label_value(self, label: Any) -> float:
@@ -111,7 +113,8 @@ class StepwiseDataset(UnsplitRowsBase, EosTokenMixin, ChatTemplateMixin):
         if not isinstance(prompt, list):
             raise UserError(f"{self.prompt_column}: must be text or a list of messages, got {json_type(prompt)}")
         columns = self.prompt_column, self.completions_column
-        conversation = converters.join_prompt(prompt, answer, fields.get("tools"), columns)
+        system = converters.get_system(fields)
+        conversation = converters.join_prompt(prompt, answer, fields.get("tools"), columns, system)
         if [message["role"] for message in conversation.messages[-2:]] == ["assistant"] * 2:
             raise UserError(
                 f"{self.prompt_column}: must not end with an assistant message. Make it the first of the steps"

@@ -75,6 +75,13 @@ def render_prompt(tokenizer: Tokenizer, conversation: Conversation) -> MaskedTex
     return MaskedText(text, [], find_doc_flags(tokenizer, conversation, text, [len(messages) - 1]))
 
 
+def seen_text(tokenizer: Tokenizer, texts: Sequence[MaskedText]) -> str:
+    """Texts of the documents of a row, before truncation."""
+    return "\n".join(
+        text.text if text.document is None else tokenizer.decode(text.document.tokens.tolist()) for text in texts
+    )
+
+
 def target_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
     """Indices of the target messages. Raise UserError if there is none, or if the flag of a message contradicts."""
     roles = train_on if isinstance(train_on, tuple) else ("assistant",)

@@ -1,12 +1,33 @@
 """Transforms of the columns of a row, before its format is read."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tunekit.errors import FieldError, UserError
 
 Fields = dict[str, Any]
+
+
+class RowFields(Fields):
+    """Columns of a row, which record the names that a transform or a format reads. Copies and tests of names do not."""
+
+    def __init__(self, fields: Fields, reads: set[str] | None = None) -> None:
+        super().__init__(fields)
+        self.reads: set[str] = set() if reads is None else reads
+
+    def __getitem__(self, name: str, /) -> Any:
+        self.reads.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None, /) -> Any:
+        self.reads.add(name)
+        return super().get(name, default)
+
+
+def replace_column(fields: Mapping[str, Any], name: str, value: Any) -> RowFields:
+    """Columns with another value of one of them. Reading the result counts as reading `fields`."""
+    return RowFields({**fields, name: value}, fields.reads if isinstance(fields, RowFields) else None)
 
 
 @dataclass(frozen=True)
@@ -50,6 +71,17 @@ class Filter(RowTransform):
             (fields[name], values if isinstance(values, tuple) else (values,)) for name, values in self.columns.items()
         )
         return fields if all(any(is_equal(value, item) for item in values) for value, values in allowed) else None
+
+
+@dataclass(frozen=True)
+class RemoveColumns(RowTransform):
+    """Remove columns that are not meant to be used: `columns: [notes]`. Rows may lack them."""
+
+    kind: ClassVar[str] = "remove_columns"
+    columns: tuple[str, ...]  # Names of the columns
+
+    def __call__(self, fields: Fields) -> Fields | None:
+        return {name: value for name, value in fields.items() if name not in self.columns}
 
 
 def require_columns(fields: Fields, names: Iterable[str], key: str) -> None:

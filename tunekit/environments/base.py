@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from tunekit.data.check_target import ColumnReaders
 from tunekit.environments.tool_schema import tool_schema
 
 
@@ -32,6 +33,13 @@ class Environment:
     def get_metrics(self) -> Mapping[str, float]:
         """Further numbers of the episode, which are averaged and logged."""
         return {}
+
+
+def signature_readers(function: Callable[..., Any]) -> ColumnReaders:
+    """Columns that a function gets as keyword arguments."""
+    parameters = inspect.signature(function).parameters
+    get_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return ColumnReaders(frozenset(parameters), get_all)
 
 
 RESERVED = frozenset(name for name in vars(Environment) if not name.startswith("_"))

@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 
 from tunekit.config.base_url import check_base_url
 from tunekit.config.user_code import load_attribute
-from tunekit.environments.base import Environment, get_tool_schemas
+from tunekit.data.check_target import ColumnReaders
+from tunekit.environments.base import Environment, get_tool_schemas, signature_readers
 from tunekit.environments.calculator import Calculator
 from tunekit.environments.grid_world import GridWorld, Observation
 from tunekit.environments.json_answer import JsonAnswer
 from tunekit.environments.key_value_lookup import KeyValueLookup
-from tunekit.environments.openenv import CLIENT_ERRORS, OpenEnvEnvironment
+from tunekit.environments.openenv import CLIENT_ERRORS, RESET_COLUMNS, OpenEnvEnvironment
 from tunekit.environments.python_tool import PythonTool
 from tunekit.environments.sandbox import SandboxConfig, require_sandbox
 from tunekit.errors import CaughtError, FieldError, UserError, check_range, describe_user_code_error
@@ -44,6 +45,12 @@ class EnvironmentConfig(ABC):
     @abstractmethod
     def create(self) -> Environment:
         """A new environment, for one episode."""
+
+    @property
+    def column_readers(self) -> ColumnReaders:
+        """Columns of rows that `reset` reads."""
+        with closing(self.create()) as environment:
+            return signature_readers(environment.reset)._replace(get_all=False)
 
     def check(self, needs_reward: bool = False) -> None:
         """Raise UserError if no environment can be created, its tools have no schema, or it lacks a needed reward."""
@@ -139,6 +146,11 @@ class CustomEnvironmentConfig(EnvironmentConfig):
         # A class that was written for TRL has no base class; the missing methods come from ours.
         return cls if issubclass(cls, Environment) else type(cls.__name__, (cls, Environment), {})
 
+    @property
+    def column_readers(self) -> ColumnReaders:
+        reset = self.environment_class.reset
+        return ColumnReaders() if reset is Environment.reset else signature_readers(reset)
+
     def create(self) -> Environment:
         cls = self.environment_class
         with CaughtError() as caught:
@@ -164,6 +176,10 @@ class OpenEnvConfig(EnvironmentConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_base_url(self.base_url, ("http", "https", "ws", "wss"))
+
+    @property
+    def column_readers(self) -> ColumnReaders:
+        return ColumnReaders(frozenset(RESET_COLUMNS))
 
     def create(self) -> Environment:
         return OpenEnvEnvironment(self.base_url, self.action_field, self.observation_field, self.tool_timeout_seconds)

@@ -9,6 +9,7 @@ from tunekit.environments.base import Environment
 from tunekit.environments.tool_calls import to_text
 from tunekit.errors import UserError
 
+RESET_COLUMNS = ("seed", "episode_id")  # passed to `reset`, if a row has them
 # Errors of connections and of responses: the client does not check their types
 CLIENT_ERRORS = (OSError, RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
@@ -36,7 +37,7 @@ class OpenEnvEnvironment(Environment):
             self.client.connect()
         except CLIENT_ERRORS as error:
             raise UserError(f"environment.base_url: {self.base_url}: {error}. Start the server.") from None
-        options = {name: columns[name] for name in ("seed", "episode_id") if columns.get(name) is not None}
+        options = {name: columns[name] for name in RESET_COLUMNS if columns.get(name) is not None}
         return self._observe(self.client.reset(**options))
 
     def step(self, answer: str) -> str | None:

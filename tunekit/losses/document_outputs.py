@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from tunekit.data.check_target import LabelRule
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.embedding_datasets import Pooling
+from tunekit.data.label_checks import invalid_labels
 from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder, Head
@@ -27,16 +28,14 @@ def document_embeddings(model: Decoder, batch: Batch, pooling: Pooling) -> Tenso
     return sum_over_documents(model, batch, mark_tokens(ids, ends), count, lambda hidden, _: hidden)
 
 
-def check_labels(
-    datasets: Iterable[TokenizedDataset], is_invalid: Callable[[Tensor], Tensor], message: Callable[[float], str]
-) -> None:
-    """Raise UserError with the row and the message of the first invalid label."""
+def check_labels(datasets: Iterable[TokenizedDataset], rule: LabelRule | None) -> None:
+    """Raise UserError with the row and the reason of the first label that a loss cannot use."""
+    if rule is None:
+        return
     for dataset in datasets:
-        labels = torch.tensor(dataset.values)
-        invalid = is_invalid(labels).nonzero().flatten().tolist()
-        if invalid and dataset.value_ends is not None:
-            row = dataset.row_location(int(np.searchsorted(dataset.value_ends, invalid[0], side="right")))
-            raise UserError(f"{row}: {message(float(labels[invalid[0]]))}")
+        documents, values = invalid_labels(dataset, rule)
+        if len(documents):
+            raise UserError(f"{dataset.row_location(int(documents[0]))}: {rule.reason(float(values[0]))}")
 
 
 def document_scores(model: Decoder, batch: Batch) -> Tensor:

@@ -5,7 +5,7 @@ gives the gradient of each embedding, and a second pass over the micro-batches g
 (GradCache, arXiv:2101.06983). The rows of a step compete with each other, on any number of ranks.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.config.choices import kind_name
+from tunekit.data.check_target import LabelRule, RewardTarget
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.embedding_datasets import RetrievalDataset, SimilarityDataset
 from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
-from tunekit.data.row_checks import RewardTarget
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError, check_range
 from tunekit.kernels.device_tensors import copy_to_device
@@ -122,8 +122,14 @@ class EmbeddingLoss:
             for dim, weight in zip(dims, weights, strict=True):
                 yield weight * self(F.normalize(embeddings[..., :dim], dim=-1), labels, rows)
 
-    def check_labels(self, datasets: Iterable[TokenizedDataset]) -> None:
-        """Raise UserError for the first score that the loss cannot use; by default, it can use all."""
+    @property
+    def label_rule(self) -> LabelRule | None:
+        """Scores that the loss cannot use; by default, it can use all."""
+        return None
+
+    def check_labels(self, dataset: TokenizedDataset) -> None:
+        """Raise UserError for the first score that the loss cannot use."""
+        check_labels([dataset], self.label_rule)
 
     def chunks(self, num_rows: int) -> list[slice]:
         """Rows whose terms are computed together; by default all."""
@@ -212,8 +218,9 @@ class CosineSimilarity(EmbeddingLoss):
 
     kind: ClassVar[str] = "cosine_similarity"
 
-    def check_labels(self, datasets: Iterable[TokenizedDataset]) -> None:
-        check_labels(datasets, lambda labels: labels.abs() > 1, lambda label: f"score {label:g} is not from -1 to 1")
+    @property
+    def label_rule(self) -> LabelRule:
+        return LabelRule(lambda labels: abs(labels) > 1, lambda label: f"score {label:g} is not from -1 to 1")
 
     def __call__(self, embeddings: Tensor, labels: Tensor, rows: slice) -> Tensor:
         cosines = (embeddings[:, 0] * embeddings[:, 1]).sum(-1)

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tunekit.config.choices import kind_name
+from tunekit.data.check_target import LabelRule, RewardTarget
 from tunekit.data.dataloader.batch import IGNORE, Batch
 from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import MixtureBase
@@ -17,7 +18,6 @@ from tunekit.data.datasets import DatasetConfig, DetectedDataset, PreferenceData
 from tunekit.data.embedding_datasets import RerankingDataset, RerankingPairsDataset
 from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.data.reward_datasets import LabeledDataset, StepwiseDataset
-from tunekit.data.row_checks import RewardTarget
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError, check_range
 from tunekit.losses.cross_entropy import local_targets
@@ -89,21 +89,24 @@ class RewardLoss:
                 remedy = "Set eval_data=null, or set"
             raise UserError(f"{problem}. {remedy} {key}.source and {key}.kind={expected}.")
 
-    def check_labels(self, datasets: Iterable[TokenizedDataset], labels: int) -> None:
-        """Raise UserError with the row of the first label that the loss cannot use with `labels` scores."""
-        check_labels(
-            datasets,
-            lambda values: self.is_invalid(values, labels),
-            lambda value: self.invalid_message(value, labels),
+    def label_rule(self, labels: int) -> LabelRule:
+        """Labels that the loss cannot use with `labels` scores."""
+        return LabelRule(
+            lambda values: self.is_invalid(values, labels), lambda value: self.invalid_message(value, labels)
         )
 
-    def is_invalid(self, values: Tensor, labels: int) -> Tensor:
-        """Mask of the labels that the loss cannot use."""
-        classes = (values < 0) | (values >= labels) | (values % 1 != 0)
-        return classes if self.labels_are_classes else torch.zeros_like(classes)
+    def check_labels(self, datasets: Iterable[TokenizedDataset], labels: int) -> None:
+        """Raise UserError with the row of the first label that the loss cannot use with `labels` scores."""
+        check_labels(datasets, self.label_rule(labels))
+
+    def is_invalid(self, values: Any, labels: int) -> Any:
+        """Mask of the labels, an array or a tensor, that the loss cannot use."""
+        if not self.labels_are_classes:
+            return values != values
+        return (values < 0) | (values >= labels) | (values % 1 != 0)
 
     def invalid_message(self, value: float, labels: int) -> str:
-        return f"label {value:g} is not a class index from 0 to {labels - 1}. See loss.num_labels."
+        return f"label {value:g} is not a class index from 0 to {labels - 1}. See loss.num_labels"
 
     def prepare_data(self, model: Decoder, train_data: DataLoader, eval_data: DataLoader | None) -> None:
         """Check that the labels fit the head, and share prompts in packed rows where the model can."""
@@ -260,7 +263,7 @@ class BinaryCrossEntropy(RewardLoss):
             raise FieldError("data.class_names", f"must be at most 2 names, got {names}. Or set loss=classification.")
         return super().score_head(pad)
 
-    def is_invalid(self, values: Tensor, labels: int) -> Tensor:
+    def is_invalid(self, values: Any, labels: int) -> Any:
         return (values < 0) | (values > 1)
 
     def invalid_message(self, value: float, labels: int) -> str:

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunekit.data.chat_template.messages import parse_json_cell
-from tunekit.data.format_detection import QUESTION_COLUMNS, SPEAKER_KEYS, RowFormat, is_sharegpt
+from tunekit.data.format_detection import SPEAKER_KEYS, RowFormat, is_sharegpt
 
 Fields = Mapping[str, Any]
-PROMPTS = ("prompt", *QUESTION_COLUMNS, "user", "human")
+PROMPTS = ("prompt", "question", "instruction", "query", "input", "user", "human")
 ANSWERS = ("answer", "output", "response", "completion", "target", "assistant", "reply")
 
 

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from tunekit.config.choices import kind_name
+from tunekit.data.check_target import ColumnReaders
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.prompt_data import PromptData, PromptDataset
 from tunekit.data.dataloader.summary import format_count
@@ -15,7 +16,7 @@ from tunekit.errors import FieldError, UserError, check_range
 from tunekit.generation.sampling import MIN_TEMPERATURE, SamplingConfig
 from tunekit.losses.policy_gradient import PolicyGradientLoss
 from tunekit.policy.engine_config import EngineChoice, NativeEngineConfig
-from tunekit.rewards.base import check_rewards
+from tunekit.rewards.base import check_rewards, combine_readers
 from tunekit.rewards.config import RewardChoice
 from tunekit.training.config import TrainConfig, check_training
 from tunekit.training.reference_model import AutoReference, PolicyReference
@@ -113,6 +114,11 @@ class PolicyConfig(TrainConfig):
     def num_cached_seqs(self) -> int:
         """Rows of the cache of a device that generates answers."""
         return self.max_num_seqs if isinstance(self.engine, NativeEngineConfig) else 0
+
+    @property
+    def column_readers(self) -> ColumnReaders:
+        """Columns of rows that the rewards and the environment read."""
+        return combine_readers(*self.rewards, self.environment)
 
     @property
     def num_prompts(self) -> int:

@@ -22,6 +22,7 @@ from tunekit.policy.config import PolicyConfig
 from tunekit.rewards.base import check_rewards
 from tunekit.rollouts.prompts import make_prompt_row
 from tunekit.rollouts.rollout import PromptRow
+from tunekit.training.data_checks import check_columns
 from tunekit.training.run_context import RunContext
 
 
@@ -117,6 +118,7 @@ def check_prompts(
             raise UserError(f"{key}: turns of an environment need a chat template. Set {key}.chat_template.")
         if key == "data":
             dist.log(f"data: {cfg.generation_summary}")
+        check_columns(cfg, key, loader, dist)
         for prompt in loader.first_prompts():
             check_rewards(cfg.rewards, prompt.columns)
         context = checkpoint.spec.context

@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +15,9 @@ from torch import Tensor
 
 from tunekit.config.choices import kind_name
 from tunekit.config.process_guard import ProcessGuard
+from tunekit.data.check_target import NO_READERS, ColumnReaders
 from tunekit.distributed.context import DistributedContext
+from tunekit.environments.config import EnvironmentConfig
 from tunekit.errors import CaughtError, FieldError, UserError, find_user_code
 from tunekit.rewards.context import RewardContext, mean_metrics
 from tunekit.rollouts.rollout import Rollout
@@ -44,6 +48,12 @@ class RewardFunction(ABC):
         if column is not None and column not in columns:
             known = ", ".join(columns) or "none"
             raise UserError(f"{key}: the rows have no column {column!r} (columns: {known}). Set it to one of these.")
+
+    @property
+    def column_readers(self) -> ColumnReaders:
+        """Columns of rows that this reward reads."""
+        column: str | None = None if self.column_key is None else getattr(self, self.column_key)
+        return ColumnReaders(frozenset(filter(None, (column,))))
 
     @property
     def is_async(self) -> bool:
@@ -81,6 +91,11 @@ def check_rewards(rewards: Sequence[RewardFunction], columns: Collection[str]) -
             reward.check(columns)
         except UserError as error:
             raise UserError(f"rewards.{index}.{error}") from None
+
+
+def combine_readers(*items: RewardFunction | EnvironmentConfig | None) -> ColumnReaders:
+    """Columns of rows that any of some rewards and environments reads."""
+    return reduce(or_, (item.column_readers for item in items if item is not None), NO_READERS)
 
 
 def reward_names(rewards: Sequence[RewardFunction]) -> list[str]:

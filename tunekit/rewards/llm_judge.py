@@ -10,6 +10,7 @@ from string import Formatter
 from typing import Any, ClassVar
 
 from tunekit.config.base_url import check_base_url
+from tunekit.data.check_target import ColumnReaders
 from tunekit.errors import FieldError, UserError, check_range
 from tunekit.rewards.base import RewardFunction
 from tunekit.rollouts.completion import expect_list, expect_object
@@ -69,6 +70,10 @@ class LLMJudge(RewardFunction):
     def prompt_names(self) -> list[str]:
         """Names in braces of the prompt."""
         return [name for _, name, _, _ in Formatter().parse(self.prompt) if name is not None]
+
+    @property
+    def column_readers(self) -> ColumnReaders:
+        return ColumnReaders(frozenset(self.prompt_names()) - {"prompt", "completion", "messages"})
 
     def check(self, columns: Collection[str]) -> None:
         """Raise UserError if the prompt names something else than the conversation and its columns."""

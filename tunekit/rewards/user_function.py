@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 from tunekit.config.user_code import load_attribute
 from tunekit.data.chat_template.messages import Message
+from tunekit.data.check_target import ColumnReaders
+from tunekit.environments.base import signature_readers
 from tunekit.errors import UserError
 from tunekit.rewards.base import RewardFunction
 from tunekit.rewards.context import RewardContext
@@ -49,6 +51,10 @@ class UserFunction(RewardFunction):
     @cached_property
     def parameters(self) -> Sequence[inspect.Parameter]:
         return tuple(inspect.signature(self.callable).parameters.values())
+
+    @property
+    def column_readers(self) -> ColumnReaders:
+        return signature_readers(self.callable)
 
     @property
     def is_async(self) -> bool:

@@ -4,10 +4,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
+from tunekit.data.check_target import ColumnReaders
+from tunekit.data.column_checks import column_findings
+from tunekit.data.column_usage import ColumnUsage
 from tunekit.data.dataloader.prompt_data import PromptDataset
 from tunekit.data.prompts import Prompt
 from tunekit.data.readers.row_reader import Row, require_row
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.transforms import RowFields
+from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
 from tunekit.generation.generate import check_prompt_length
 from tunekit.rollouts.rollout import PromptRow
@@ -45,18 +50,34 @@ def make_dataset(cfg: PromptOptions) -> PromptDataset:
     return PromptDataset(source, cfg.split, prompt_format=prompt_format, system_prompt=cfg.system_prompt)
 
 
-def read_prompts(cfg: PromptOptions) -> Iterator[LocatedPrompt]:
-    """The prompts of the config, then those of the source. Raise UserError, with the row, if a row has none."""
+def read_prompts(cfg: PromptOptions, usage: ColumnUsage | None = None) -> Iterator[LocatedPrompt]:
+    """The prompts of the config, then those of the source, whose columns are added to `usage`.
+
+    Raise UserError, with the row, if a row has none.
+    """
     data = make_dataset(cfg)
     rows = chain(
         (Row(f"prompts.{index}", {"prompt": text}) for index, text in enumerate(cfg.prompts)),
         map(require_row, data.open_rows().rows if cfg.source is not None else ()),
     )
     for row in rows:
+        fields = RowFields(row.fields)
         try:
-            yield row.where, data.read_prompt(row.fields)
+            prompt = data.read_prompt(fields)
         except UserError as error:
             raise UserError(f"{row.where}: {error}") from None
+        if usage is not None:
+            usage.add(row.where, fields, lambda: "")
+        yield row.where, prompt._replace(columns=dict(prompt.columns))
+
+
+def open_prompts(cfg: PromptOptions, readers: ColumnReaders, dist: DistributedContext) -> list[LocatedPrompt]:
+    """All prompts. Log the columns that neither they nor the rewards and the environment, the `readers`, use."""
+    usage = ColumnUsage()
+    prompts = [*read_prompts(cfg, usage)]
+    for finding in column_findings("source", usage.reports, len(prompts), readers):
+        dist.log(f"{finding.severity}: source: {finding.message} ({', '.join(finding.row_locations)}).")
+    return prompts
 
 
 def encode_prompts(cfg: PromptOptions, prompts: Iterable[LocatedPrompt], tokenizer: Tokenizer) -> list[PromptRow]:

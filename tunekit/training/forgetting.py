@@ -11,6 +11,7 @@ from tunekit.loggers.metric_logger import MetricLogger
 from tunekit.losses import cross_entropy
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.models.decoder import Decoder
+from tunekit.training.data_checks import check_columns
 from tunekit.training.run_context import RunContext
 from tunekit.training.setup import open_dataloader
 
@@ -26,6 +27,8 @@ class ForgettingMonitor:
     def __init__(self, tokenizer: Tokenizer, run: RunContext) -> None:
         self.config, self.dist, self.run_dir = run.cfg.forgetting, run.dist, run.dir
         self.rows = self.config and open_dataloader(self.config.data, tokenizer, run, "forgetting")
+        if self.rows is not None:
+            check_columns(run.cfg, "forgetting.data", self.rows, run.dist)
         self.digest = self.rows and self.rows.fingerprint
         self.first_loss: float | None = None  # before the first step
         self.last_loss: float | None = None

@@ -10,6 +10,7 @@ from tunekit.evaluation.generation_eval import iter_questions, with_source
 from tunekit.generation.generate import check_prompt_length, generate_answers
 from tunekit.loggers.metric_logger import MetricLogger
 from tunekit.models.decoder import Decoder
+from tunekit.training.data_checks import check_columns
 from tunekit.training.run_context import RunContext
 from tunekit.training.setup import open_dataloader
 
@@ -36,6 +37,7 @@ class GenerationMonitor:
             self.prompts.append(PromptToAnswer(tokens, text, None))
         if self.config.data is not None:
             rows = open_dataloader(self.config.data, tokenizer, run, "generation_eval")
+            check_columns(run.cfg, "generation_eval.data", rows, run.dist)
             self.prompts += find_prompts(rows, tokenizer)
 
     def evaluate(self, model: Decoder, step: int, logger: MetricLogger) -> dict[str, float]:

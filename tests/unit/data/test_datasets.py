@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tunekit.data.chat_template.turn_boundaries import SENTINEL_NUMBER
+from tunekit.data.column_usage import ColumnUsage
 from tunekit.data.datasets import (
     ChatDataset,
     CompletionDataset,
@@ -536,15 +537,17 @@ def test_optional_column_that_is_set_is_required(key: str, tokenizer: Tokenizer)
         ({"question": "", "chosen": "four", "rejected": "five"}, False),
         ({"chosen": "four", "rejected": "five"}, False),
         ({"question": "2 + 2?", "chosen": [ANSWER], "rejected": [CONVERSATION[3]]}, True),
-        ({"question": "2?", "chosen": [QUESTION, ANSWER], "rejected": [QUESTION, CONVERSATION[3]]}, False),
+        (
+            {"question": QUESTION["content"], "chosen": [QUESTION, ANSWER], "rejected": [QUESTION, CONVERSATION[3]]},
+            False,
+        ),
     ],
 )
-def test_unused_prompt_of_a_pair_is_flagged(fields: dict, is_unused: bool, tokenizer: Tokenizer) -> None:
-    documents = list(encode_documents(PreferenceDataset("x"), tokenizer, fields))
-    assert [bool(document.doc_flags & DocFlags.PROMPT_UNUSED) for document in documents] == [is_unused] * 2
-    description = PreferenceDataset("x").describe(fields)
-    assert ("'question' is not used" in description) == is_unused
-    assert ("'prompt'" in description) == ("prompt" in fields)
+def test_unused_prompt_of_a_pair_is_reported(fields: dict, is_unused: bool, tokenizer: Tokenizer) -> None:
+    dataset, usage = PreferenceDataset("x"), ColumnUsage()
+    dataset.encode_rows(dataset.prepare_tokenizer(tokenizer), [Row("rows.jsonl:1", fields)], usage)
+    assert [report.name for report in usage.reports if report.usage == "context"] == ["question"] * is_unused
+    assert ("'prompt'" in dataset.describe(fields)) == ("prompt" in fields)
 
 
 def test_repeated_prompt_of_a_pair_is_written_once(tokenizer: Tokenizer) -> None:

@@ -12,17 +12,21 @@ import pytest
 
 from tests.helpers.chat_families import FAMILIES, write_family
 from tests.helpers.encode_rows import encode_document
-from tunekit.data import row_checks, row_stats
+from tunekit.data import check_target, row_checks, row_stats
+from tunekit.data.check_target import CheckContext, CheckTarget, Finding, RewardTarget
 from tunekit.data.datasets import ChatDataset
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 from tunekit.data.readers.open_dataset import open_dataset
-from tunekit.data.row_checks import CheckContext, CheckTarget, Finding, RewardTarget, run_data_checks
+from tunekit.data.row_checks import run_data_checks
 from tunekit.data.sft_datasets import SegmentsDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.truncation import fit_documents
+from tunekit.errors import UserError
+from tunekit.losses.embedding import CosineSimilarity
 
 LIMIT = 64
+SIDES = DocFlags.DESIRABLE | DocFlags.UNDESIRABLE
 NAMES = ["Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "June"]
 
 
@@ -173,7 +177,6 @@ FAULTS: dict[str, tuple[Plant, str, str, int]] = {  # name: fault, kind, severit
     "prompt in targets": (change_some(set_flags(DocFlags.PROMPT_TRAINED)), "prompt in targets", "doubtful", 3),
     "tools unused": (change_some(set_flags(DocFlags.TOOLS_NOT_RENDERED)), "tools unused", "doubtful", 3),
     "reasoning dropped": (change_some(set_flags(DocFlags.REASONING_DROPPED)), "reasoning dropped", "note", 3),
-    "prompt unused": (change_some(set_flags(DocFlags.PROMPT_UNUSED)), "prompt unused", "doubtful", 3),
     "merged tokens": (change_some(set_flags(DocFlags.FIRST_TOKEN_MERGED)), "merged tokens", "doubtful", 3),
     "negatives unused": (change_some(set_flags(DocFlags.NEGATIVES_UNUSED)), "negatives unused", "doubtful", 3),
     "content lost": (change_some(set_flags(DocFlags.CONTENT_LOST)), "content lost", "doubtful", 3),
@@ -187,7 +190,7 @@ def test_planted_fault_is_found(nano: Tokenizer, name: str) -> None:
     assert set(findings) == {kind} | ({"empty answers"} if kind == "short" else set())
     finding = findings[kind]
     assert (finding.severity, finding.count) == (severity, num_rows)
-    assert len(finding.row_locations) == min(num_rows, row_checks.MAX_LISTED) and all(
+    assert len(finding.row_locations) == min(num_rows, check_target.MAX_LISTED) and all(
         place.startswith("data.jsonl:") for place in finding.row_locations
     )
     assert "\n" not in str(finding)
@@ -354,6 +357,31 @@ def test_constant_labels_are_reported(nano: Tokenizer, num_same: int, severity: 
     finding = check_rows(nano, rows, reward_target=RewardTarget("labels")).get("constant labels")
     assert (finding and finding.severity) == severity
     assert "constant labels" not in check_rows(nano, rows, reward_target=RewardTarget("pairs"))
+
+
+@pytest.mark.parametrize("flag", [DocFlags.DESIRABLE, DocFlags.UNDESIRABLE])
+def test_one_sided_data_of_any_size_is_reported(nano: Tokenizer, flag: DocFlags) -> None:
+    """Unpaired preferences and labels, with two rows as with many; few held-out rows may be of one class."""
+    for rows, context in (
+        ([row._replace(doc_flags=flag) for row in make_rows(nano, 2)], {}),
+        (make_labeled_rows(nano, [1, 1]), {"reward_target": RewardTarget("labels")}),
+    ):
+        assert check_rows(nano, rows, **context)["constant labels"].severity == "wrong"
+        findings = [*row_checks.run_checks(make_target(nano, rows, "eval_data", **context))]
+        assert [item.severity for item in findings if item.kind == "constant labels"] == ["doubtful"]
+    both = [row._replace(doc_flags=side) for row, side in zip(make_rows(nano, 2), (flag, flag ^ SIDES), strict=True)]
+    assert "constant labels" not in check_rows(nano, both)
+
+
+def test_labels_that_the_loss_cannot_use_are_the_same_for_checks_and_training(nano: Tokenizer) -> None:
+    rows, loss = make_labeled_rows(nano, [0.5, 1.5, -2, 1] * 3), CosineSimilarity()
+    context = {"reward_target": RewardTarget("labels"), "label_rule": loss.label_rule}
+    finding = check_rows(nano, rows, **context)["labels"]
+    assert (finding.severity, finding.count, finding.row_locations[0]) == ("wrong", 6, "data.jsonl:2")
+    dataset = TokenizedDataset.from_documents(rows, [f"data.jsonl:{row}" for row in range(1, 13)])
+    with pytest.raises(UserError, match="data.jsonl:2: "):
+        loss.check_labels(dataset)
+    assert "labels" not in check_rows(nano, rows, reward_target=RewardTarget("labels"))
 
 
 @pytest.mark.parametrize(("labels", "classes", "absent"), [

@@ -23,6 +23,7 @@ from tunekit.plan.draft_config import Draft, draft_config, draft_name
 from tunekit.plan.hardware import ClusterSpec, make_cluster
 from tunekit.plan.report import format_duration, format_gib
 from tunekit.plan.sample_rows import RowSample, sample_rows
+from tunekit.training.data_checks import column_warnings
 
 
 def main(args: argparse.Namespace) -> None:
@@ -41,7 +42,9 @@ def main(args: argparse.Namespace) -> None:
     command = shlex.join(["tune", "new", args.model, args.data])
     atomic.write_text_atomic(output, draft.format(f"Written by `{command}` for {machine.label}"))
     if is_complete:
-        recipe.check(recipe_loader.load_recipe_config(recipe, str(output), (), ()))
+        cfg = recipe_loader.load_recipe_config(recipe, str(output), (), ())
+        recipe.check(cfg)
+        draft.problems += column_warnings(cfg)
     for problem in draft.problems:
         print(f"warning: {problem}", file=sys.stderr)
     print(f"written: {output}", file=sys.stderr)

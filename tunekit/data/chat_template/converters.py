@@ -1,6 +1,7 @@
 """Converters from ShareGPT, instruction, prompt/completion, and preference rows to conversations."""
 
 import re
+from collections.abc import Mapping
 from os.path import commonprefix
 from typing import Any
 
@@ -17,6 +18,7 @@ from tunekit.data.chat_template.messages import (
 )
 from tunekit.errors import UserError
 
+SYSTEM_COLUMNS = ("system", "system_prompt")
 LAST_WORD = re.compile(r"\s*\S*$")
 SPEAKER_ROLES = {
     "human": "user",
@@ -36,15 +38,35 @@ SPEAKER_ROLES = {
 def from_sharegpt(value: Any, column: str, system: Any = None, tools: Any = None) -> Conversation:
     """Convert a ShareGPT conversation (`from`, `value`). Items with `role` and `content` are accepted too."""
     schemas = parse_tools(tools, "tools")
-    conversation = make_conversation(value, column, None, from_sharegpt_item)
-    system_messages = to_system_messages(system)
-    if system_messages and conversation.messages[0]["role"] == "system":
-        raise UserError(f"{column}[0]: the row has a system message and a column 'system'. Remove one of them.")
+    conversation = with_system(make_conversation(value, column, None, from_sharegpt_item), system, column)
+    return conversation._replace(tools=schemas and [wrap_tool_schema(schema) for schema in schemas])
+
+
+def get_system(fields: Mapping[str, Any]) -> Any:
+    """Value of the column with the system message of a row; None without one."""
+    values = (fields.get(name) for name in SYSTEM_COLUMNS)
+    return next((value for value in values if value not in (None, "")), None)
+
+
+def with_system(conversation: Conversation, system: Any, column: str) -> Conversation:
+    """Conversation that starts with the system message of another column. Raise UserError if it has another one."""
+    messages = add_system(conversation.messages, system, column)
+    count = len(messages) - len(conversation.messages)
     return conversation._replace(
-        messages=system_messages + conversation.messages,
-        tools=schemas and [wrap_tool_schema(schema) for schema in schemas],
-        train_flags={index + len(system_messages): flag for index, flag in conversation.train_flags.items()},
+        messages=messages,
+        train_flags={index + count: flag for index, flag in conversation.train_flags.items()},
+        num_prompt_messages=conversation.num_prompt_messages and conversation.num_prompt_messages + count,
     )
+
+
+def add_system(messages: list[Any], system: Any, column: str) -> list[Any]:
+    """Messages that start with the system message of another column. Raise UserError if they have another one."""
+    system_messages = to_system_messages(system)
+    if not system_messages or messages[:1] == system_messages:
+        return messages
+    if messages and isinstance(messages[0], dict) and messages[0].get("role") in ("system", "developer"):
+        raise UserError(f"{column}[0]: the row has a system message and a column 'system'. Remove one of them.")
+    return system_messages + messages
 
 
 def to_system_messages(system: Any) -> list[Message]:
@@ -101,9 +123,9 @@ def to_exchange(question: str, answer: str) -> list[Message]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def join_prompt(prompt: Any, completion: Any, tools: Any, columns: tuple[str, str]) -> Conversation:
+def join_prompt(prompt: Any, completion: Any, tools: Any, columns: tuple[str, str], system: Any = None) -> Conversation:
     """Join a prompt and its completion. Prompt messages are not targets. Each may be a string or a list of messages."""
-    prompt_messages = to_messages(prompt, "user", columns[0])
+    prompt_messages = add_system(to_messages(prompt, "user", columns[0]), system, columns[0])
     completion_messages = to_messages(completion, "assistant", columns[1])
     column = " + ".join(columns) if prompt_messages else columns[1]
     conversation = make_conversation([*prompt_messages, *completion_messages], column, tools)
@@ -121,7 +143,7 @@ def to_messages(value: Any, role: str, column: str) -> list[Any]:
     return value
 
 
-def split_preference(chosen: Any, rejected: Any, prompt: Any, tools: Any) -> list[Conversation]:
+def split_preference(chosen: Any, rejected: Any, prompt: Any, tools: Any, system: Any = None) -> list[Conversation]:
     """Return the chosen and the rejected conversation. Their common leading messages are the prompt.
 
     `chosen` and `rejected` may contain all of the prompt, the end of it, or none of it.
@@ -133,6 +155,7 @@ def split_preference(chosen: Any, rejected: Any, prompt: Any, tools: Any) -> lis
         overlaps = (n for n in counts if all(side[:n] == prompt_messages[-n:] for side in sides))
         overlap = next(overlaps, 0)  # for example, the question again but not the system message
         sides = [[*prompt_messages, *side[overlap:]] for side in sides]
+    sides = [add_system(side, system, name) for side, name in zip(sides, ("chosen", "rejected"), strict=True)]
     num_common = count_common_messages(*sides)
     return [
         make_conversation(side, name, tools)._replace(num_prompt_messages=num_common)

@@ -71,16 +71,26 @@ def get_string(fields: Mapping[str, Any], name: str, option: str) -> str:
 def parse_json_cell(value: Any, role_keys: Set[str] = frozenset({"role"})) -> Any:
     """Parse messages that are stored as a JSON string, as in CSV files. Return any other value unchanged.
 
-    A list counts as messages if each item is an object with one of `role_keys`: other lists may be training text.
+    A list counts as messages if each item is an object with one of `role_keys`: other lists may be training text. An
+    object counts as one message if it has a role and content: it becomes a list.
     """
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
+    if isinstance(value, dict):
+        return [value] if is_single_message(value) else value
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
     try:
         items = parse_json(value, "")
     except UserError:
         return value
+    if isinstance(items, dict) and is_single_message(items):
+        return [items]
     is_list = isinstance(items, list) and items
     return items if is_list and all(isinstance(item, dict) and item.keys() & role_keys for item in items) else value
+
+
+def is_single_message(item: Mapping[str, Any]) -> bool:
+    """Whether an object is a message: a known role with content or tool calls. Other objects may be answers."""
+    return item.get("role") in (*ROLES, "function") and bool(item.keys() & {"content", "tool_calls", "function_call"})
 
 
 def make_conversation(

@@ -13,7 +13,7 @@ from tunekit.data.prompts import Prompt, read_prompt
 from tunekit.data.tokenize import MaskedText, encode_text
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.truncation import TooLong
-from tunekit.errors import FieldError
+from tunekit.errors import FieldError, UserError
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class PromptDataset(ChatTemplateMixin):
     """Prompts: texts, or conversations. All columns are kept for rewards.
 
     Rows without a prompt column may be conversations in any format of supervised fine-tuning. Answers at the end of a
-    conversation are left out; the last one is the column `answer`, unless the row has one. An optional column `tools`
-    has tool schemas. `max_length` limits a prompt together with the tokens that follow it.
+    conversation are left out; the last one is the column `answer`, unless the row has one. Optional columns: `system`,
+    and `tools`, which has tool schemas. `max_length` limits a prompt together with the tokens that follow it.
     """
 
     kind: ClassVar[str] = "prompt"
@@ -64,6 +64,9 @@ class PromptDataset(ChatTemplateMixin):
     def encode_prompt(self, tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, up to the start of the answer."""
         if prompt.text is not None and self.is_plain_text(tokenizer, prompt):
+            if prompt.conversation.tools or len(prompt.conversation.messages) > 1:
+                name = "tools" if prompt.conversation.tools else "system"
+                raise UserError(f"{name}: a text to continue has none. Use a chat template, or remove the column")
             return encode_text(tokenizer, prompt.text)
         return encode_conversation(tokenizer, prompt.conversation.messages, prompt.conversation.tools)
 

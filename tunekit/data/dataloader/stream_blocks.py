@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tunekit.data.column_usage import ColumnReport, merge_reports
 from tunekit.data.dataloader.mixture import EpochSampler, MixtureBase
 from tunekit.data.dataloader.packing import PackingPlan
 from tunekit.data.dataloader.sampler import plan_rows, unit_documents
@@ -26,7 +27,7 @@ from tunekit.data.preprocess.preprocess import (
     read_bad_rows,
     tokenize_chunks,
 )
-from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedChunk, TokenizedDataset
+from tunekit.data.preprocess.tokenized_dataset import Document, PreprocessSummary, TokenizedChunk, TokenizedDataset
 from tunekit.data.readers.row_reader import FileOffset, RowChunk
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
@@ -55,6 +56,7 @@ class DocumentFeed(ABC):
 
     position: StreamPosition
     description: str
+    columns: tuple[ColumnReport, ...] = ()  # of the rows that were read so far
 
     @abstractmethod
     def seek(self, position: StreamPosition) -> None:
@@ -120,7 +122,9 @@ class StreamFeed(DocumentFeed):
         for chunk in self.tokenized:
             pass_index = self.pass_indices.popleft()
             if pass_index > last_pass and not has_documents:
-                raise UserError(f"{self.config.source}: no row has target tokens{self.bad_rows.example}")
+                is_bad = self.bad_rows.num_bad == self.bad_rows.num_rows
+                problem = "all rows are invalid" if is_bad else "no row is left to train on"
+                raise UserError(f"{self.config.source}: {problem}{self.bad_rows.example}")
             has_documents, last_pass = has_documents and pass_index == last_pass, pass_index
             self.record_bad_rows(chunk)
             documents = TokenizedDataset(chunk.flat)
@@ -135,6 +139,7 @@ class StreamFeed(DocumentFeed):
         if self.stopped:
             raise UserError("data: reading was stopped")
         self.bad_rows.add(chunk.bad_rows, chunk.summary.rows)
+        self.columns = merge_reports(self.columns, chunk.summary.columns)
         if self.bad_rows.num_rows >= MIN_CHECKED_ROWS:
             self.bad_rows.check()
         new = [bad_row for bad_row in chunk.bad_rows if bad_row.where not in self.listed_rows]
@@ -167,6 +172,7 @@ class MapFeed(DocumentFeed):
     def __init__(self, dataset: TokenizedDataset, docs_per_row: int, seed: int, shuffle: bool) -> None:
         self.dataset, self.docs_per_row = dataset, docs_per_row
         self.position, self.description = StreamPosition(), dataset.summary.row_format
+        self.columns = dataset.summary.columns
         self.sampler = EpochSampler([len(dataset) // docs_per_row], [1], seed, shuffle)
 
     def seek(self, position: StreamPosition) -> None:
@@ -230,6 +236,7 @@ class BlockStream:
                 num_tokens += sum(len(document.tokens) for document, _ in new_documents)
         located = [item for documents in sources for item in documents]
         dataset = TokenizedDataset.from_documents([item for item, _ in located], [where for _, where in located])
+        dataset.summary = PreprocessSummary(columns=merge_reports(*(feed.columns for feed in self.feeds)))
         return ShuffleBlock(
             round_index=round_index,
             num_rounds=self.round_index - round_index,

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tunekit.config.secrets import escape_control
+from tunekit.data.check_target import Finding
 from tunekit.data.inspect.examples import ExampleView, TokenSpan
 from tunekit.data.inspect.report import DataReport
 from tunekit.data.inspect.stats import DatasetStats, Histogram
 from tunekit.data.inspect.token_display import DisplayToken, TokenRole, display_tokens, visible_text
-from tunekit.data.row_checks import Finding
 from tunekit.data.tokenizer import Tokenizer
 
 ASSETS_DIR = Path(__file__).parent

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
+from tunekit.data.check_target import CheckTarget, Finding, format_percent
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.build import build_dataloader
 from tunekit.data.dataloader.mixture import MixtureBase
@@ -13,7 +14,7 @@ from tunekit.data.datasets import DatasetConfig
 from tunekit.data.inspect.examples import ExampleSampler, ExampleView, make_example
 from tunekit.data.inspect.stats import DatasetStats, compute_stats
 from tunekit.data.preprocess.preprocess import read_bad_rows
-from tunekit.data.row_checks import CheckTarget, Finding, format_percent, run_data_checks
+from tunekit.data.row_checks import run_data_checks
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError

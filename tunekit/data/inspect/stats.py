@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from tunekit.data.check_target import CheckTarget, format_percent
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.map_style import describe_rows
 from tunekit.data.dataloader.mixture import MixtureBase, dataset_title
 from tunekit.data.dataloader.summary import DatasetSummary, PromptLengths, format_count
 from tunekit.data.preprocess.preprocess import read_bad_rows
 from tunekit.data.readers.row_reader import BadRow
-from tunekit.data.row_checks import CheckTarget, format_percent
 
 NUM_BINS = 10
 MAX_BAD_ROWS = 5  # bad rows that are listed with their reasons

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from tunekit.config.secrets import escape_control
+from tunekit.data.check_target import Finding
 from tunekit.data.inspect.examples import ExampleView, TokenSpan
 from tunekit.data.inspect.stats import DatasetStats, Histogram
 from tunekit.data.inspect.token_display import DisplayToken, TokenRole, display_tokens, visible_text
-from tunekit.data.row_checks import Finding
 from tunekit.data.tokenizer import Tokenizer
 
 BAR = " ▏▎▍▌▋▊▉█"

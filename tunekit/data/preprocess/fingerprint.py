@@ -16,8 +16,9 @@ from tunekit.data.tokenizer import Tokenizer
 
 # Modules and packages of tunekit.data that do not affect the documents of a row. All others are part of the key.
 UNRELATED = (
-    "dataloader/", "flag_findings.py", "inspect/", "preprocess/cache.py", "preprocess/fingerprint.py",
-    "preprocess/preprocess.py", "preprocess/worker_pool.py", "row_checks.py", "row_stats.py",
+    "check_target.py", "column_checks.py", "dataloader/", "flag_findings.py", "inspect/", "label_checks.py",
+    "preprocess/cache.py", "preprocess/fingerprint.py", "preprocess/preprocess.py", "preprocess/worker_pool.py",
+    "row_checks.py", "row_stats.py",
 )  # fmt: skip
 PACKAGES = ("tokenizers", "jinja2", "numpy")
 

@@ -13,7 +13,12 @@ from tqdm import tqdm
 from tunekit.data.datasets import DatasetConfig, Fields
 from tunekit.data.preprocess import cache, user_modules, worker, worker_pool
 from tunekit.data.preprocess.fingerprint import fingerprint
-from tunekit.data.preprocess.tokenized_dataset import TokenizedChunk, TokenizedDataset, TokenizedDatasetWriter
+from tunekit.data.preprocess.tokenized_dataset import (
+    PreprocessSummary,
+    TokenizedChunk,
+    TokenizedDataset,
+    TokenizedDatasetWriter,
+)
 from tunekit.data.readers.row_reader import CHUNK_ROWS, BadRow, Row, RowChunk, RowReader
 from tunekit.data.row_errors import USER_CODE_ERRORS, format_row_error
 from tunekit.data.tokenizer import Tokenizer
@@ -107,11 +112,23 @@ def write_documents(
             bar.update(chunk.summary.rows)
         bad_rows.check()
         if not writer.counts["documents"]:
-            counts = writer.summary.format("bad")
-            raise UserError(f"{config.source}: no row has target tokens: {counts}{bad_rows.example}")
+            raise UserError(describe_unusable(config, writer.summary, bad_rows))
         with cache.raise_disk_full(directory):
             seconds = time.time() - start_time
             writer.finish(source=config.source, split=config.split, made=start_time, seconds=seconds)
+
+
+def describe_unusable(config: DatasetConfig, summary: PreprocessSummary, bad_rows: "BadRowPolicy") -> str:
+    """Why no row of a dataset is left: the one cause if all rows have the same, or their counts."""
+    if not summary.rows:
+        return f"{config.source}: split {config.split} has no rows"
+    causes = (
+        (summary.skipped, "all rows are invalid"),
+        (summary.filtered, "`transforms` remove all rows"),
+        (summary.dropped, f"all rows are longer than max_length={config.max_length:,} (`excess_length_strategy`)"),
+    )
+    problem = next((cause for count, cause in causes if count == summary.rows), "no row is left to train on")
+    return f"{config.source}: {problem}: {summary.format('bad')}{bad_rows.example}"
 
 
 def read_bad_rows(path: Path | None) -> Iterator[BadRow]:

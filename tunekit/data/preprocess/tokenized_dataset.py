@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tunekit.data.column_usage import ColumnReport, merge_reports, read_reports
 from tunekit.data.doc_flags import UNEQUAL_WEIGHTS, DocFlags
 from tunekit.data.readers.row_reader import BadRow
 from tunekit.errors import UserError
@@ -96,6 +97,7 @@ class PreprocessSummary:
     split: int = 0  # into several documents
     row_format: str = ""  # description of the format
     bad_rows: Path | None = field(default=None, compare=False)  # JSON Lines file with where and reason
+    columns: tuple[ColumnReport, ...] = field(default=(), compare=False)  # that are not used as their names suggest
 
     def format(self, skipped: str) -> str:
         """Counts as text. `skipped` is the word for bad rows."""
@@ -113,6 +115,7 @@ class PreprocessSummary:
             skipped=self.skipped + other.skipped,
             dropped=self.dropped + other.dropped,
             split=self.split + other.split,
+            columns=merge_reports(self.columns, other.columns),
         )
 
 
@@ -166,7 +169,8 @@ class TokenizedDataset:
         dtypes = {**COLUMNS, BOUNDS: np.dtype(np.int64)}
         columns = {name: map_file(directory / name, dtype) for name, dtype in dtypes.items()}
         bad_rows = directory / BAD_ROWS
-        summary = PreprocessSummary(**metadata["prepared"], bad_rows=bad_rows if bad_rows.is_file() else None)
+        prepared = metadata["prepared"] | {"columns": read_reports(metadata["prepared"]["columns"])}
+        summary = PreprocessSummary(**prepared, bad_rows=bad_rows if bad_rows.is_file() else None)
         return TokenizedDataset(FlatDocuments(columns, metadata["names"]), summary, metadata, lock)
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tunekit.data.column_usage import ColumnUsage
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.preprocess.tokenized_dataset import Document, PreprocessSummary, TokenizedChunk, flatten_documents
 from tunekit.data.readers.row_reader import BadRow, Row, RowChunk
@@ -25,8 +26,8 @@ def tokenize_chunk(
     config: DatasetConfig, tokenizer: Tokenizer, chunk: RowChunk, progress: memoryview | None = None
 ) -> TokenizedChunk:
     """Tokenize a chunk. The index of the row that is being rendered is written to `progress`."""
-    rows = list(chunk.rows())
-    encoded = config.encode_rows(tokenizer, rows if progress is None else track_rows(rows, progress))
+    rows, usage = list(chunk.rows()), ColumnUsage()
+    encoded = config.encode_rows(tokenizer, rows if progress is None else track_rows(rows, progress), usage)
     bad_rows = [result for result in encoded if isinstance(result, BadRow)]
     valid = [(row.where, result) for row, result in zip(rows, encoded, strict=True) if isinstance(result, list)]
     documents: list[Document] = [document for _, result in valid for document in result]
@@ -37,6 +38,7 @@ def tokenize_chunk(
         skipped=len(bad_rows),
         dropped=sum(not result for _, result in valid),
         split=sum(len(result) > config.docs_per_row for _, result in valid),
+        columns=usage.reports,
     )
     return TokenizedChunk(chunk.position, summary, bad_rows, flat)
 

@@ -4,13 +4,13 @@ import re
 from html.parser import HTMLParser
 
 from tunekit import assets
+from tunekit.data.check_target import Finding
 from tunekit.data.dataloader.summary import DatasetSummary
 from tunekit.data.inspect import html_report
 from tunekit.data.inspect.examples import ExampleView, TokenSpan
 from tunekit.data.inspect.report import DataReport
 from tunekit.data.inspect.stats import DatasetStats, Histogram
 from tunekit.data.readers.row_reader import BadRow
-from tunekit.data.row_checks import Finding
 from tunekit.data.tokenizer import Tokenizer
 
 EVIL = '</p><script>alert(1)</script> & "quotes" <img src=x onerror=alert(2)> \u202e'

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunekit import assets
+from tunekit.data.check_target import Finding
 from tunekit.data.inspect import terminal
 from tunekit.data.inspect.examples import ExampleView, TokenSpan
 from tunekit.data.inspect.stats import Histogram, make_histogram
 from tunekit.data.inspect.terminal import TerminalSize, display_width
 from tunekit.data.inspect.token_display import TokenRole
-from tunekit.data.row_checks import Finding
 from tunekit.data.tokenizer import Tokenizer
 
 COLOR_CODE = re.compile(r"\x1b\[[\d;]*m")
