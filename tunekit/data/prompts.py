@@ -69,7 +69,7 @@ def find_column(fields: Fields) -> str | None:
 def read_conversation(fields: Fields, column: str | None) -> tuple[Conversation, str | None]:
     """Messages of a row, and its text if it has no list of messages."""
     if column is None:
-        return InstructDataset("row").to_conversation(fields)._replace(column="instruction"), None
+        return InstructDataset("row").to_conversation({**fields})._replace(column="instruction"), None
     value = parse_json_cell(get_column(fields, column, "prompt_column"), SPEAKER_KEYS)
     if isinstance(value, list):
         row = replace_column(fields, column, value)
