@@ -470,7 +470,7 @@ def test_format_is_detected_from_columns(tokenizer: Tokenizer) -> None:
     [
         ({"foo": 1, "bar": "a", "none": None}, ["foo (a number)", "bar (a string)"]),
         ({}, ["kind"]),
-        ({"text": 3}, ["text (a number)"]),
+        ({"text": 3}, ["text: ", "a number"]),
         ({"chosen": "a", "rejected": "b"}, ["'chosen', 'rejected'"]),
         ({"prompt": "a", "completion": "b", "label": True}, ["'prompt', 'completion', 'label'"]),
         ({"messages": []}, ["messages: "]),
