@@ -183,7 +183,7 @@ def keys_read_by_transformers(config: str) -> KeysRead:
 
 def is_read_by_transformers(config: Config, changed: Config) -> bool:
     """Whether the configs differ in keys that the model looks up. Raises what transformers raises for the values."""
-    first, second = (parse(each).to_dict() for each in (config, changed))
+    first, second = parse(config).to_dict(), parse(changed).to_dict()
     sections = (first, second), (first.get("text_config") or {}, second.get("text_config") or {})
     differences = {key for a, b in sections for key in a | b if a.get(key) != b.get(key)} - {"text_config"}
     return not differences.isdisjoint(keys_read_by_transformers(json.dumps(config)).all)
@@ -264,8 +264,8 @@ def rope_changes(config: Config) -> Iterator[Change]:
 
 def complete_rope(scaling: Config, current: Config, text: transformers.PreTrainedConfig) -> Config:
     """Settings of a type of RoPE, with the base and the rotated channels of the current one."""
-    kept = {key: current[key] for key in KEPT_ROPE_KEYS if key in current}
-    rope = {"rope_theta": 1e4} | kept | scaling
+    unchanged = {key: current[key] for key in KEPT_ROPE_KEYS if key in current}
+    rope = {"rope_theta": 1e4} | unchanged | scaling
     if rope["rope_type"] == "longrope":
         size = vars(text).get("head_dim") or text.hidden_size // text.num_attention_heads
         pairs = range(int(size * rope.get("partial_rotary_factor", 1.0)) // 2)

@@ -28,8 +28,8 @@ from tunekit.errors import UserError
 
 SIMPLE_KEYS = {"role", "content"}  # the keys of most messages
 INCOMPLETE_CHAR = "\ufffd"
-
-
+# Characters of a text. The tokenizers library takes about 200 bytes per character (0.23), and aborts without memory.
+MAX_TEXT_CHARS = 2**24
 PROBED_CHARACTERS = 8  # per token of a limit: the start of a text that is encoded first, if the text is longer
 PROBE_MARGIN = 1.25  # by which the start must exceed the limit: its last word may have other tokens than in the text
 
@@ -286,7 +286,10 @@ def clean_up_spaces(text: str) -> str:
 
 
 def check_encodable(text: str) -> None:
-    """Raise UserError if a text cannot be encoded as UTF-8."""
+    """Raise UserError if a text cannot be encoded as UTF-8, or is too long to be tokenized."""
+    if len(text) > MAX_TEXT_CHARS:
+        problem = f"a text of {len(text):,} characters, more than {MAX_TEXT_CHARS:,}"
+        raise UserError(f"{problem}. Split it into several rows.")
     try:
         text.encode()
     except UnicodeEncodeError as error:

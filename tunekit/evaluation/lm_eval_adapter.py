@@ -33,6 +33,7 @@ from tunekit.evaluation.results import Metric, TaskResult
 from tunekit.generation.generate import generate_answers
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.hub import errors
+from tunekit.hub.foreign_hints import drop_hints
 from tunekit.models.decoder import Decoder
 
 # Values of generation_kwargs that have no effect and are accepted.
@@ -250,7 +251,7 @@ def wrap_task_errors(tasks: Iterable[str]) -> Iterator[None]:
     except TASK_ERRORS as error:
         is_offline = isinstance(error, ConnectionError)  # raised by datasets if the Hub cannot be reached
         hint = ". Downloaded datasets are cached; `include_path` adds tasks with local rows." if is_offline else ""
-        reason = (" ".join(str(error).split()) or type(error).__name__)[:MAX_REASON]
+        reason = drop_hints(error)[:MAX_REASON]
         raise UserError(f"tasks: cannot evaluate {', '.join(tasks)}: {reason}{hint}") from error
 
 

@@ -31,6 +31,7 @@ from huggingface_hub.utils import disable_progress_bars
 from tqdm import tqdm
 
 from tunekit.errors import UserError
+from tunekit.hub.foreign_hints import drop_hints
 
 T = TypeVar("T")
 # Errors of the client, which raises RuntimeError for large files and ValueError for invalid arguments.
@@ -59,10 +60,7 @@ def retry(fn: Callable[[], T], name: str, progress: Callable[[], int] = lambda: 
             delay = retry_delay(cause, attempt)
             if attempt == MAX_ATTEMPTS or not is_transient(cause) or delay > MAX_DELAY:
                 raise
-            code = (
-                f"answered {cause.response.status_code}" if isinstance(cause, HfHubHTTPError) else "lost the connection"
-            )
-            reason = f"{constants.ENDPOINT}: {code}"
+            reason = f"{constants.ENDPOINT}: {describe_failure(cause)}"
             print_line(f"{name}: {reason}; trying again in {delay:.0f} s ({attempt} of {MAX_ATTEMPTS - 1})")
             time.sleep(delay)
             attempt += 1
@@ -115,10 +113,23 @@ def request_timeout() -> float:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a retry may succeed: after rate limiting, a server error, or a lost connection."""
+    """Whether a retry may succeed: after rate limiting, a server error, a lost connection, or an incomplete file."""
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in (408, 429) or error.response.status_code >= 500
-    return isinstance(error, (HTTPError, json.JSONDecodeError))  # proxies return an HTML page on errors
+    is_lost = isinstance(error, (HTTPError, json.JSONDecodeError))  # proxies return an HTML page on errors
+    return is_lost or is_incomplete_file(error)
+
+
+def is_incomplete_file(error: BaseException) -> bool:
+    """Whether a file has another size than the Hub says. The client has no class for it, but deletes the file."""
+    return type(error) is OSError and error.errno is None and "Consistency check failed" in str(error)
+
+
+def describe_failure(error: BaseException) -> str:
+    """Describe a transient failure, for the line about a retry."""
+    if isinstance(error, HfHubHTTPError):
+        return f"answered {error.response.status_code}"
+    return "sent an incomplete file" if is_incomplete_file(error) else "lost the connection"
 
 
 def retry_delay(error: BaseException, attempt: int) -> float:
@@ -171,8 +182,11 @@ def explain_error(error: BaseException, name: str, revision: str | None) -> str:
         return line
     if isinstance(error, HfHubHTTPError):
         return explain_status(error, name)
-    is_lost = isinstance(error, HTTPError)
-    return f"{name}: " + (f"lost the connection to {hub}. {REPEAT_HINT}." if is_lost else str(error))
+    if isinstance(error, HTTPError):
+        return f"{name}: lost the connection to {hub}. {REPEAT_HINT}."
+    return f"{name}: " + (
+        f"{hub} sent an incomplete file. {REPEAT_HINT}." if is_incomplete_file(error) else drop_hints(error)
+    )
 
 
 def explain_status(error: HfHubHTTPError, name: str) -> str:

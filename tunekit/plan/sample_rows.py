@@ -16,7 +16,7 @@ from tunekit.data.format_detection import (
     detect_format,
 )
 from tunekit.data.readers.open_dataset import open_dataset
-from tunekit.data.readers.row_reader import BadRow, Row
+from tunekit.data.readers.row_reader import BadRow, Row, UnreadableCell
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.plan.guess_format import guess_format
@@ -141,7 +141,8 @@ def task_of(row_format: RowFormat) -> str:
 def read_labels(source: str) -> frozenset[Any]:
     """Labels of all rows, which may be sorted by label. Raise UserError if all rows have the same one."""
     rows = (row for row in open_dataset(source, "train").rows if isinstance(row, Row))
-    labels = frozenset(row.fields.get("label") for row in rows)
+    values = (row.fields.get("label") for row in rows)
+    labels = frozenset(value for value in values if not isinstance(value, UnreadableCell))
     if len(labels) < 2:
         raise UserError(f"{source}: all rows have label {next(iter(labels))}. A classifier needs rows of two classes.")
     return labels

@@ -104,7 +104,7 @@ def declared_keys(family: str) -> frozenset[str]:
 
 
 def test_keys_for_training_are_known() -> None:
-    """Those of all families: a new one has to be applied in training, or documented."""
+    """A new key of any family has to be applied in training, or documented."""
     keys = frozenset[str]().union(*map(declared_keys, RICHEST_SHAPES))
-    found = {key for key in keys if any(word in key for word in ("drop", "jitter", "z_loss", "noise"))}
-    assert found == TRAINING_KEYS
+    training_keys = {key for key in keys if any(word in key for word in ("drop", "jitter", "z_loss", "noise"))}
+    assert training_keys == TRAINING_KEYS

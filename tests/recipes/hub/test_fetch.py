@@ -109,6 +109,15 @@ def test_reset_connection_repeats_only_its_file(to: tuple[str, ...], sandbox: Sa
     assert len([seen for seen in sandbox.hub.seen("GET", "/storage/") if oid not in seen.path]) == 1
 
 
+def test_incomplete_file_is_downloaded_again(sandbox: Sandbox) -> None:
+    """A proxy ends the reply early, but in a way that is complete for HTTP."""
+    sandbox.hub.put("owner/model", FILES)
+    sandbox.hub.faults = [Fault("GET", "/resolve/.*tokenizer", 200, body="{")]
+    done = sandbox.tune("download", "owner/model")
+    assert downloaded_files(done) == {name: FILES[name] for name in NEEDED} and "incomplete" in done.err
+    assert not any(fault.times for fault in sandbox.hub.faults) and "force_download" not in done.err
+
+
 def test_progress_renews_the_retries(sandbox: Sandbox) -> None:
     """More failures than attempts, but a file is completed between any two of them."""
     data = {f"{number}.safetensors": os.urandom(1000) for number in range(8)}

@@ -143,11 +143,18 @@ def test_config_package_imports_fast_and_without_torch():
     assert min(float(run.stdout) for run in runs) < 0.25
 
 
-def test_paths_start_in_the_home_directory(sft, monkeypatch, tmp_path):
+@dataclass(frozen=True)
+class Paths:
+    output_dir: str
+    source: str = ""
+    prompt: str = ""
+
+
+def test_paths_start_in_the_home_directory(monkeypatch, tmp_path):
     """With `~`, in keys of directories and files; variables of a shell are errors with their key."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    tree = {"model": "m", "data": {"kind": "chat", "source": "rows.jsonl"}, "output_dir": "~/runs/a"}
-    assert load_config(sft, tree).output_dir == f"{tmp_path}/runs/a"
-    for overrides, key in (("output_dir=$HOME/a", "output_dir"), ("data.source=$DATA/a.jsonl", "data.source")):
-        with pytest.raises(ConfigError, match=f": {key}: .HOME|: {key}: .DATA"):
-            load_config(sft, tree, [overrides])
+    built = load_config(Paths, {"output_dir": "~/runs/a", "prompt": "~/ or $HOME?"})
+    assert built == Paths(f"{tmp_path}/runs/a", prompt="~/ or $HOME?")
+    for override, key in (("output_dir=$HOME/a", "output_dir"), ("source=a/$DATA.jsonl", "source")):
+        with pytest.raises(ConfigError, match=f": {key}: [$]"):
+            load_config(Paths, {"output_dir": "a"}, [override])

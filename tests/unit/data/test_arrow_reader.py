@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow
+import pyarrow.feather
 import pyarrow.ipc
 import pyarrow.parquet
 import pytest
@@ -15,8 +17,11 @@ from hypothesis import strategies as st
 
 from tests.helpers.row_files import encode_columns, small_chunks, write
 from tests.unit.data.test_chunks import check_resumes
+from tunekit.data.datasets import TextDataset
 from tunekit.data.readers.open_dataset import open_dataset
-from tunekit.data.readers.row_reader import BadRow, Row, require_row
+from tunekit.data.readers.row_reader import BadRow, UnreadableCell, require_row
+from tunekit.data.tokenizer import Tokenizer
+from tunekit.data.transforms import Filter, RenameColumns
 from tunekit.errors import UserError
 
 ROWS = [
@@ -55,13 +60,88 @@ def test_json_texts_are_parsed_like_datasets(tmp_path: Path) -> None:
     assert list(saved)[0]["tools"] == rows[0]["tools"]
 
 
-def test_invalid_utf8_is_a_bad_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_invalid_utf8_is_a_bad_row(kind: str, tmp_path: Path, nano: Tokenizer) -> None:
     values = pyarrow.array([b"fine", b"\xff", b"too"]).cast(pyarrow.binary())
     texts = pyarrow.Array.from_buffers(pyarrow.string(), 3, values.buffers())
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "rows.parquet")
-    good, bad, last = open_dataset(str(tmp_path / "rows.parquet"), "train").rows
-    assert isinstance(good, Row) and isinstance(last, Row)
-    assert isinstance(bad, BadRow) and bad.where.endswith("rows.parquet row 2") and "utf-8" in bad.reason
+    path = write_table(tmp_path / f"rows.{kind}", pyarrow.table({"text": texts}))
+    rows = open_dataset(str(path), "train").rows
+    good, bad, last = TextDataset("x").encode_rows(nano, rows)
+    assert isinstance(good, list) and isinstance(last, list)
+    assert isinstance(bad, BadRow) and bad.where == f"{path} row 2" and "utf-8" in bad.reason
+
+
+UNREADABLE = {  # values that Python cannot represent
+    "zone": pyarrow.array([253402300799999999], pyarrow.timestamp("us", "Asia/Tokyo")),  # 9999-12-31 in UTC
+    "unknown_zone": pyarrow.array([0], pyarrow.timestamp("us", "No/Zone")),
+    "date": pyarrow.array([2**31 - 1], pyarrow.date32()),
+    "duration": pyarrow.array([2**62], pyarrow.duration("s")),
+    "fields": pyarrow.StructArray.from_arrays([pyarrow.array([1])] * 2, names=["a", "a"]),
+}
+READABLE = {
+    "number": pyarrow.array([10**70], pyarrow.decimal256(76, 0)),
+    "id": pyarrow.array([b"1" * 16], pyarrow.uuid()),
+    "bytes": pyarrow.array([b"\xff"]),
+    "pairs": pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64())),
+}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "feather.arrow"])
+def test_columns_without_a_python_type_fail_only_if_used(kind: str, tmp_path: Path, nano: Tokenizer) -> None:
+    unreadable = {name: values for name, values in UNREADABLE.items() if kind != "parquet" or name != "fields"}
+    table = pyarrow.table({**unreadable, "text": pyarrow.array(["Hello!"]), **READABLE})
+    path = write_table(tmp_path / f"rows.{kind}", table)
+    (row,) = map(require_row, open_dataset(str(path), "train").rows)
+    assert [*row.fields] == table.column_names, "the names of unread columns are known"
+    for name in table.column_names:
+        dataset = TextDataset("x", text_column=name, transforms=(Filter({"text": "Hello!"}),))
+        (result,) = dataset.encode_rows(nano, [row])
+        assert isinstance(result, list) == (name == "text")
+        assert isinstance(result, list) or (isinstance(result, BadRow) and name in result.reason)
+    for name in unreadable:
+        for transform in (Filter({name: 1}), RenameColumns({name: "text"})):
+            (result,) = TextDataset("x", transforms=(transform,)).encode_rows(nano, [row])
+            assert isinstance(result, BadRow) and repr(name) in result.reason
+
+
+def test_columns_of_the_same_name_fail_only_if_used(tmp_path: Path) -> None:
+    texts = pyarrow.array(["a"])
+    path = write_table(tmp_path / "rows.arrow", pyarrow.Table.from_arrays([texts] * 3, names=["text", "b", "b"]))
+    (row,) = map(require_row, open_dataset(str(path), "train").rows)
+    assert row.fields["text"] == "a" and isinstance(row.fields["b"], UnreadableCell)
+
+
+def test_dictionaries_and_views_are_read(tmp_path: Path) -> None:
+    values = ["a", None, "b", "a"]
+    columns = {
+        "codes": pyarrow.array(values).dictionary_encode(),
+        "views": pyarrow.array(values, pyarrow.string_view()),
+        "runs": pyarrow.RunEndEncodedArray.from_arrays([1, 2, 3, 4], pyarrow.array(values)),
+    }
+    path = write_table(tmp_path / "rows.arrow", pyarrow.table(columns))
+    rows = [require_row(row).fields for row in open_dataset(str(path), "train").rows]
+    assert rows == [dict.fromkeys(columns, value) for value in values]
+
+
+def test_offsets_outside_of_a_buffer_are_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "rows.arrow"
+    offsets = pyarrow.py_buffer(np.array([0, 2**30, 4], np.int32))
+    broken = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, offsets, pyarrow.py_buffer(b"abcd")])
+    with pyarrow.ipc.new_stream(str(path), pyarrow.schema([("text", pyarrow.string())])) as stream:
+        stream.write_batch(pyarrow.record_batch([broken], names=["text"]))
+    with pytest.raises(UserError, match=f"^{path}: "):
+        list(open_dataset(str(path), "train").rows)
+
+
+def write_table(path: Path, table: pyarrow.Table) -> Path:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    elif path.name.endswith("feather.arrow"):
+        pyarrow.feather.write_feather(table, str(path))
+    else:
+        with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
+            stream.write_table(table)
+    return path
 
 
 def test_row_groups_are_read_in_small_chunks(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_slow_packages_are_not_imported_for_plain_files() -> None:
         ("a.jsonl", b'{"a": 1}\n\n[1]\n', r"a.jsonl:3: .*list"),
         ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', r"a.jsonl:2: .*UTF-8 \(byte 0xff at 7\)"),
         ("a.jsonl", b'{"a": ' + b"[" * 200_000 + b"\n", r"a.jsonl:1: .*maximum recursion"),
-        ("a.jsonl", b'{"a": ' + b"1" * 10_000 + b"}\n", r"a.jsonl:1: .*Exceeds the limit"),
+        ("a.json", b'{"a": ' + b"1" * 10_000 + b"}\n", r"a.json: .*Exceeds the limit"),
         ("a.jsonl", b"\n \n", r"a.jsonl: .*empty"),
         ("a.json", b"[]", r"a.json: .*empty"),
         ("a.json", b'[{"a": 1},\n {"a" 2}]', r"a.json:2: .*':' delimiter at column 7"),

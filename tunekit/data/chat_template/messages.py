@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
+from tunekit.data.readers.row_reader import UnreadableCell
 from tunekit.errors import UserError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -49,12 +50,14 @@ def get_column(fields: Mapping[str, Any], name: str, option: str) -> Any:
     if name not in fields:
         columns = ", ".join(map(str, fields)) or "none"
         raise MissingColumnError(f"the row has no column {name!r} (columns: {columns}). Set `{option}`.")
-    return fields[name]
+    if isinstance(value := fields[name], UnreadableCell):
+        value.raise_error()
+    return value
 
 
 def get_optional_column(fields: Mapping[str, Any], name: str, option: str, default: str) -> Any:
     """Return a column that rows may lack if `option` has its default: None without it."""
-    return fields.get(name) if name == default else get_column(fields, name, option)
+    return None if name == default and name not in fields else get_column(fields, name, option)
 
 
 def get_string(fields: Mapping[str, Any], name: str, option: str) -> str:
@@ -285,6 +288,8 @@ def parse_schema_string(text: str, name: str) -> Tools:
 
 def json_type(value: Any) -> str:
     """Return the JSON type of a value with its article, for error messages."""
+    if isinstance(value, UnreadableCell):
+        return f"an unreadable value ({value.reason})"
     return TYPE_NAMES.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tunekit.data.readers.filesystem import RowFile, skip_bytes
-from tunekit.data.readers.row_reader import BadRow, FileOffset, Row, RowChunk
-from tunekit.data.readers.text_lines import MAX_ROW_BYTES, chunked, open_text, split_lines
+from tunekit.data.readers.row_reader import MAX_ROW_BYTES, BadRow, FileOffset, Row, RowChunk
+from tunekit.data.readers.text_lines import check_blank, chunked, open_text, row_too_long, split_lines
 from tunekit.errors import UserError
 
 
@@ -93,7 +93,8 @@ class CsvLines:
     """Line iterator for the csv module that counts lines and bytes. Invalid UTF-8 becomes lone surrogates."""
 
     def __init__(self, file: io.BufferedReader, name: str, offset: int, line: int) -> None:
-        self.lines, self.offset, self.line = split_lines(file, name, line), offset, line
+        self.lines, self.offset, self.line, self.name = split_lines(file, name, line), offset, line, name
+        self.start, self.start_line = offset, line  # of the record that is being read
 
     def __iter__(self) -> "CsvLines":
         return self
@@ -102,13 +103,15 @@ class CsvLines:
         raw = next(self.lines)
         text = (raw.removeprefix(codecs.BOM_UTF8) if self.offset == 0 else raw).decode("utf-8", "surrogateescape")
         self.offset, self.line = self.offset + len(raw), self.line + 1
+        if self.offset - self.start > MAX_ROW_BYTES:
+            raise row_too_long(f"{self.name}:{self.start_line}")
         return text
 
     def records(self) -> Iterator[CsvRecord]:
         """Yield the remaining records. Blank lines are skipped."""
-        reader = csv.reader(self, strict=True)
+        reader, last = csv.reader(self, strict=True), self.offset
         while True:
-            offset, line = self.offset, self.line
+            offset, line = self.start, self.start_line = self.offset, self.line
             try:
                 values = next(reader, None)
             except csv.Error as error:
@@ -117,3 +120,5 @@ class CsvLines:
                 return
             if values:
                 yield CsvRecord(offset, self.offset - offset, line, values)
+                last = self.offset
+            check_blank(f"{self.name}:{line}", self.offset - last)

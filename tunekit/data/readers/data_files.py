@@ -1,7 +1,8 @@
-"""Selection of the data files of a split in a directory. A function lists directories, which may be remote."""
+"""Selection of the data files of a split in a directory, or of a glob pattern. A function lists remote directories."""
 
+import fnmatch
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ SUFFIXES = (*TEXT_SUFFIXES, *COLUMNAR_SUFFIXES)
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval", "heldout")
 # Files that `datasets` writes next to the rows: metadata, and caches of transforms.
 METADATA_FILES = re.compile(r"\..*|dataset_dict\.json|dataset_infos?\.json|state\.json|cache-.*\.arrow")
+MAGIC = re.compile(r"[*?[]")
+MAX_ENTRIES = 50_000  # files and directories among which the matches of a pattern are searched, in about a second
 
 
 class DirEntry(NamedTuple):
@@ -20,6 +23,7 @@ class DirEntry(NamedTuple):
 
     path: str
     is_dir: bool
+    is_link: bool = False
 
     @property
     def name(self) -> str:
@@ -87,15 +91,59 @@ def subdirectory_hint(directories: list[DirEntry]) -> str:
 
 def is_glob(source: str) -> bool:
     """Whether a source is a glob pattern. HTTP URLs are not: `?` starts their query."""
-    return not source.startswith(("http://", "https://")) and any(character in source for character in "*?[")
+    return not source.startswith(("http://", "https://")) and MAGIC.search(source) is not None
 
 
-def files_matching(pattern: str, paths: Iterable[str]) -> list[str]:
-    """Return the data files among the paths that a glob pattern matches."""
-    matches = sorted(path for path in paths if is_row_file(DirEntry(path, False)))
-    if not matches:
-        raise UserError(f"{pattern}: no {', '.join(SUFFIXES)} file matches")
-    return matches
+def files_matching(
+    name: str, pattern: str, list_dir: Callable[[str], Iterable[DirEntry]], entries_per_dir: int = 1
+) -> list[str]:
+    """Return the data files that a glob pattern matches. A part `**` is any number of directories, except links.
+
+    `name` is the pattern in messages. Raise UserError after MAX_ENTRIES entries; listing a directory counts as
+    `entries_per_dir`, because remote ones are slow to list.
+    """
+    magic = MAGIC.search(pattern)
+    start = pattern.rfind("/", 0, magic.start() if magic else None) + 1
+    parts = tuple(part for part in pattern[start:].split("/") if part not in ("", "."))
+    files, num_entries, root = [], 0, pattern[:start]
+    pending = [(root, {parts if parts[-1:] != ("**",) else (*parts, "*")})]
+    while pending:
+        directory, patterns = pending.pop()
+        num_entries += entries_per_dir
+        for entry in list_readable(directory, list_dir, is_root=directory is root):
+            num_entries += 1
+            if num_entries > MAX_ENTRIES:
+                problem = f"this pattern searches more than {MAX_ENTRIES:,} files and directories"
+                raise UserError(f"{name}: {problem}. Set `source` to a pattern that starts with more directories.")
+            rest = match_entry(entry, patterns)
+            if entry.is_dir and rest:
+                pending.append((entry.path, rest))
+            elif () in rest and is_row_file(entry):
+                files.append(entry.path)
+    if not files:
+        raise UserError(f"{name}: no {', '.join(SUFFIXES)} file matches")
+    return sorted(files)
+
+
+def list_readable(directory: str, list_dir: Callable[[str], Iterable[DirEntry]], is_root: bool) -> Iterator[DirEntry]:
+    """Entries of a directory; none if it is unreadable or was removed, except for the root of a search."""
+    try:
+        yield from list_dir(directory)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        if is_root:
+            raise
+
+
+def match_entry(entry: DirEntry, patterns: set[tuple[str, ...]]) -> set[tuple[str, ...]]:
+    """Return what remains of each pattern that the name of an entry matches."""
+    remaining = set()
+    for parts in patterns:
+        first = next((index for index, part in enumerate(parts) if part != "**"), len(parts))
+        if first > 0 and entry.is_dir and not entry.is_link:
+            remaining.add(parts[first - 1 :])
+        if parts[first:] and fnmatch.fnmatchcase(entry.name, parts[first]):
+            remaining.add(parts[first + 1 :])
+    return remaining - ({()} if entry.is_dir else set())
 
 
 def check_row_file(path: str) -> None:

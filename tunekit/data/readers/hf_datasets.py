@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import datasets
-from datasets.exceptions import DatasetsError
-from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
+from datasets.exceptions import DatasetGenerationError
 
 from tunekit.data.readers.arrow_reader import iter_batches, iter_chunks
 from tunekit.data.readers.data_files import file_format
+from tunekit.data.readers.library_errors import LibraryErrors
 from tunekit.data.readers.remote_files import RemoteFile, open_filesystem
 from tunekit.data.readers.row_reader import CHUNK_ROWS, FileOffset, FileShard, RowChunk
 from tunekit.errors import UserError
-from tunekit.hub.errors import configure_client
+from tunekit.hub import errors
+from tunekit.hub.foreign_hints import drop_hints
 
 Result = TypeVar("Result")
 COMMIT_IN_URL = re.compile(r"@[0-9a-f]{40}/")  # removed in error messages
@@ -67,10 +68,14 @@ def load_from_hub(name: str, split: str, load: Callable[[str, str | None, str | 
     """Call `load(path, config, revision)` for `owner/name:config@revision` and convert its errors to UserErrors."""
     path_and_config, _, revision = name.partition("@")
     path, _, config = path_and_config.partition(":")
-    configure_client()
-    try:
-        return load(path, config or None, revision or None)
-    except (DatasetsError, HTTPError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        problem = f"no such file or directory, and cannot load split {split!r} from the Hub"
-        raise UserError(f"{name}: {problem}: {reason}") from None
+    problem = f"no such file or directory, and cannot load split {split!r} from the Hub"
+    with LibraryErrors(lambda error: f"{name}: {problem}: {explain_error(error, path)}"):
+        return errors.retry(lambda: load(path, config or None, revision or None), name)
+
+
+def explain_error(error: BaseException, path: str) -> str:
+    """Message of an error of `datasets`, which wraps errors of its formats in one without a reason."""
+    if isinstance(error, DatasetGenerationError) and error.__cause__ is not None:
+        return explain_error(error.__cause__, path)
+    hint = f". Set `source` to {path}:NAME" if "Config name is missing" in str(error) else ""
+    return drop_hints(error).rstrip(".") + hint

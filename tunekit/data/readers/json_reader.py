@@ -4,20 +4,39 @@ import codecs
 import io
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tunekit.data.chat_template.messages import json_type
 from tunekit.data.readers.filesystem import DataFile, RowFile, skip_bytes, wrap_read_errors
-from tunekit.data.readers.row_reader import CHUNK_BYTES, BadRow, FileOffset, FileShard, Row, RowChunk
-from tunekit.data.readers.text_lines import BLANK, MAX_ROW_BYTES, chunked, decode_utf8, open_text, split_lines
+from tunekit.data.readers.row_reader import (
+    CHUNK_BYTES,
+    MAX_ROW_BYTES,
+    BadRow,
+    FileOffset,
+    FileShard,
+    Row,
+    RowChunk,
+    UnreadableCell,
+)
+from tunekit.data.readers.text_lines import (
+    BLANK,
+    check_blank,
+    chunked,
+    decode_utf8,
+    open_text,
+    row_too_long,
+    split_lines,
+)
 from tunekit.errors import UserError
 
 WHITESPACE = re.compile(r"[ \t\r\n\ufeff]*")
 # Finds the end of a value. Numbers are not converted, so that one with too many digits fails for its row only.
 DECODER = json.JSONDecoder(parse_int=str, parse_float=str)
 JSON_WHITESPACE = " \t\r\n"
+MAX_OBJECT_BYTES = 2**29  # of a file with one object, which is read into memory
 LOOKAHEAD = 16  # characters; an error this close to the end of a block may only be due to missing input
 
 
@@ -28,8 +47,28 @@ def parse_bytes(raw: bytes) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(malformed_message(error.msg, error.colno)) from None
-    except (RecursionError, ValueError) as error:  # ValueError: an integer of more digits than Python converts
+    except RecursionError as error:
         raise ValueError(f"unreadable JSON: {error}") from None
+    except ValueError:  # an integer of more digits than Python converts
+        value = json.loads(text, parse_int=parse_integer)
+    return {key: mark_unreadable(key, item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def parse_integer(digits: str) -> int | UnreadableCell:
+    """Parse an integer. Python limits the digits, because parsing takes quadratic time."""
+    limit = sys.get_int_max_str_digits()
+    return int(digits) if len(digits) <= limit else UnreadableCell("", f"it has a number of {len(digits):,} digits")
+
+
+def mark_unreadable(key: str, value: Any) -> Any:
+    """Return the value of a column; an UnreadableCell if there is one in it."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, UnreadableCell):
+            return UnreadableCell(key, item.reason)
+        pending += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+    return value
 
 
 def malformed_message(reason: str, column: int) -> str:
@@ -38,6 +77,8 @@ def malformed_message(reason: str, column: int) -> str:
 
 def to_row(where: str, raw: bytes) -> Row | BadRow:
     """Parse a row, which must be a JSON object."""
+    if len(raw) > MAX_ROW_BYTES:
+        return BadRow(where, f"the row is longer than {MAX_ROW_BYTES >> 20} MB")
     try:
         value = parse_bytes(raw)
     except ValueError as error:
@@ -70,11 +111,14 @@ class JsonLinesFile(RowFile):
         name = self.file.name
         with open_text(self.file) as file:
             skip_bytes(file, name, position.offset)
+            last = position.offset
             for group in chunked(split_lines(file, name, position.line), len):
                 texts = tuple(group)
                 count = sum(1 for text in texts if text.strip(BLANK))
                 yield JsonChunk(f"{name}:", position, count, texts)
                 position = position.advance(count, position.offset + sum(map(len, texts)), len(texts))
+                last = position.offset if count else last
+                check_blank(f"{name}:{position.line}", position.offset - last)
 
 
 @dataclass(frozen=True)
@@ -89,9 +133,10 @@ class JsonFile(RowFile):
     def detect_layout(self) -> FileShard:
         """Return the reader for the layout of this file."""
         with open_text(self.file) as file, wrap_read_errors(self.file.name):
-            first = b" "
+            first, num_blank = b" ", 0
             while first and first in BLANK:
-                first = file.read(1)
+                first, num_blank = file.read(1), num_blank + 1
+                check_blank(self.file.name, num_blank)
             if first == b"[":
                 return JsonListFile(self.file)
             if self.lines or (is_value(first + file.readline(MAX_ROW_BYTES)) and file.read(CHUNK_BYTES).strip(BLANK)):
@@ -112,7 +157,7 @@ class JsonListFile(RowFile):
     def chunks(self, position: FileOffset) -> Iterator[RowChunk]:
         with open_text(self.file) as file:
             skip_bytes(file, self.file.name, position.offset)
-            elements = iter(JsonElements(self.file, file, position.offset))
+            elements = iter(JsonElements(self.file, file, position))
             for group in chunked(elements, lambda element: len(element.text)):
                 texts = tuple(element.text for element in group)
                 yield JsonChunk(f"{self.file.name} row ", position, len(texts), texts)
@@ -133,7 +178,10 @@ class JsonObjectFile(RowFile):
 
     def texts(self) -> list[bytes]:
         with open_text(self.file) as file, wrap_read_errors(self.file.name):
-            raw = file.read()
+            raw = file.read(MAX_OBJECT_BYTES + 1)
+        if len(raw) > MAX_OBJECT_BYTES:
+            problem = f"one JSON object of more than {MAX_OBJECT_BYTES >> 20} MB"
+            raise UserError(f"{self.file.name} row 1: {problem}. Use a list of rows, or JSON Lines.")
         try:
             value = json.loads(decode_utf8(raw).rstrip(JSON_WHITESPACE))
         except json.JSONDecodeError as error:
@@ -160,11 +208,15 @@ class JsonElements:
     `offset` is the offset of `text[index]` in the file.
     """
 
-    def __init__(self, source: DataFile, file: io.BufferedReader, offset: int) -> None:
-        self.source, self.file, self.offset = source, file, offset
+    def __init__(self, source: DataFile, file: io.BufferedReader, position: FileOffset) -> None:
+        self.source, self.file, self.offset, self.row = source, file, position.offset, position.line
         # Invalid UTF-8 becomes lone surrogates, which `to_bytes` converts back.
         self.decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         self.text, self.index, self.ended = "", 0, False
+
+    @property
+    def where(self) -> str:
+        return f"{self.source.name} row {self.row}"
 
     def __iter__(self) -> Iterator[JsonElement]:
         delimiter = ","
@@ -179,16 +231,19 @@ class JsonElements:
             if delimiter not in (",", "]"):
                 raise self.make_error("Expecting ',' delimiter" if delimiter else "list is not closed", self.index)
             self.advance(self.index + 1)
+            self.row += 1
             yield JsonElement(text, self.offset)
         if self.peek():
             raise self.make_error("extra data after the list", self.index)
 
     def peek(self) -> str:
         """Skip whitespace, and return the next character, or '' at the end of the file. Reads blocks as needed."""
+        start = self.offset
         while True:
             self.advance(end_of_whitespace(self.text, self.index))
             if self.index < len(self.text) or self.ended:
                 return self.text[self.index : self.index + 1]
+            check_blank(self.where, self.offset - start)
             self.read_block()
 
     def read_value(self) -> bytes:
@@ -219,7 +274,7 @@ class JsonElements:
 
     def read_block(self) -> None:
         if len(self.text) - self.index > MAX_ROW_BYTES:
-            raise self.make_error(f"row exceeds {MAX_ROW_BYTES >> 20} MB", self.index)
+            raise row_too_long(self.where)
         with wrap_read_errors(self.source.name):
             block = self.file.read(max(CHUNK_BYTES, len(self.text) - self.index))
         self.ended = not block

@@ -1,12 +1,14 @@
 """Open datasets: a file, a directory, a glob pattern, a URL, a bundled dataset, or a Hub name; and slice splits."""
 
 import importlib
+import os
 import re
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from tunekit import assets
+from tunekit.config.secrets import hide_secrets
 from tunekit.data.readers.csv_reader import CsvFile
 from tunekit.data.readers.data_files import (
     DirEntry,
@@ -19,6 +21,7 @@ from tunekit.data.readers.data_files import (
 )
 from tunekit.data.readers.filesystem import CompressedFile, DataFile, LocalFile, open_gzip, wrap_read_errors
 from tunekit.data.readers.json_reader import JsonFile
+from tunekit.data.readers.library_errors import LibraryErrors
 from tunekit.data.readers.row_reader import FileShard, RowReader
 from tunekit.errors import UserError
 
@@ -30,6 +33,7 @@ LAZY_IMPORTS = {
     "hub": ("tunekit.data.readers.hf_datasets", "open_hub_dataset"),
     "hub stream": ("tunekit.data.readers.hf_datasets", "list_hub_files"),
     "remote": ("tunekit.data.readers.remote_files", "open_remote_files"),
+    "filesystem": ("tunekit.data.readers.remote_files", "open_filesystem"),
 }
 # owner/name, with an optional configuration and revision: owner/name:config@revision
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:[\w.-]+)?(@[\w./-]+)?")
@@ -96,11 +100,22 @@ def open_dataset(source: str, split: str, limit: int | None = None, streaming: b
 def open_shards(source: str, split: str, streaming: bool) -> tuple[FileShard, ...]:
     """Return the files of a split, without reading rows."""
     files = find_data_files(source, split)
-    if files is None and not streaming:
-        return (lazy_import("hub")(source, split),)
-    if files is None or is_url(source):
-        return tuple(map(open_shard, lazy_import("remote" if is_url(source) else "hub stream")(source, split)))
-    return tuple(open_shard(LocalFile(path)) for path in files)
+    with source_errors(source):
+        if files is None and not streaming:
+            return (lazy_import("hub")(source, split),)
+        if files is None or is_url(source):
+            return tuple(map(open_shard, lazy_import("remote" if is_url(source) else "hub stream")(source, split)))
+        return tuple(open_shard(LocalFile(path)) for path in files)
+
+
+def source_errors(source: str) -> LibraryErrors:
+    """Context manager that turns any error of a library into a UserError that names the source."""
+
+    def describe(error: Exception) -> str:
+        reason = hide_secrets(" ".join(str(error).split()) or type(error).__name__)
+        return f"{hide_secrets(source)}: cannot open this `source`: {reason}"
+
+    return LibraryErrors(describe)
 
 
 def count_rows(shards: tuple[FileShard, ...], limit: int | None) -> tuple[int, ...]:
@@ -117,28 +132,41 @@ def count_rows(shards: tuple[FileShard, ...], limit: int | None) -> tuple[int, .
 def find_data_files(source: str, split: str) -> list[Path] | None:
     """Return the local files of a split, or of a slice of it, without reading them; None if `source` is a Hub name.
 
-    The list is empty if `source` is a URL, which is resolved when it is opened.
+    The list is empty if `source` is a URL: its files are found when it is opened.
     """
     split = parse_split(split).name
-    if is_url(source):
-        return []
-    bundled = assets.DATA.get(source)
-    path = Path(source.removeprefix("file://")).expanduser() if bundled is None else bundled
+    if not {"\0", "\n", "\r"}.isdisjoint(source):
+        raise UserError(f"{source!r}: `source` must be a single line without null characters")
+    with source_errors(source):
+        if is_url(source):
+            lazy_import("filesystem")(source)
+            return []
+        bundled = assets.DATA.get(source)
+        path = Path(source.removeprefix("file://")).expanduser() if bundled is None else bundled
+        files = find_local_files(path, source, split)
+        if files is None and HUB_NAME.fullmatch(source) is None:
+            raise UserError(f"{source}: no such file or directory")
+        if irregular := next((file for file in files or () if not Path(file).is_file()), None):
+            raise UserError(f"{irregular}: not a regular file, which can be read repeatedly. Copy it to a file.")
+        return None if files is None else [Path(file) for file in files]
+
+
+def find_local_files(path: Path, source: str, split: str) -> list[str] | None:
+    """Return the files of a split at a path; None if there is nothing."""
     with wrap_read_errors(str(path)):
         if path.is_dir():
-            return [Path(file) for file in files_in_dir(str(path), split, list_dir)]
-        if path.is_file():
+            return files_in_dir(str(path), split, list_dir)
+        if path.exists():
             check_row_file(str(path))
             check_train_split(str(path), split)
-            return [path]
-    if is_glob(source):
-        check_train_split(source, split)
-        matches = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
-        return [Path(file) for file in files_matching(source, map(str, matches))]
+            return [str(path)]
+        if is_glob(source):
+            check_train_split(source, split)
+            return files_matching(source, str(path), list_dir)
     name = source.partition(":")[0]
     if source != name and Path(name).expanduser().is_file():
         raise UserError(f"{source}: no such file or directory. For the file {name}, set `source: {name}`")
-    if file_format(source) or HUB_NAME.fullmatch(source) is None:
+    if file_format(source):
         raise UserError(f"{source}: no such file or directory")
     return None
 
@@ -149,7 +177,14 @@ def is_url(source: str) -> bool:
 
 
 def list_dir(directory: str) -> list[DirEntry]:
-    return [DirEntry(str(path), path.is_dir()) for path in Path(directory).iterdir()]
+    prefix = f"{directory.rstrip('/')}/" if directory else ""
+    with os.scandir(directory or ".") as entries:
+        return [DirEntry(prefix + entry.name, is_dir(entry), entry.is_symlink()) for entry in entries]
+
+
+def is_dir(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a directory, or a link to one. Links that cannot be followed are not."""
+    return Path(entry.path).is_dir() if entry.is_symlink() else entry.is_dir()
 
 
 def open_shard(file: DataFile) -> FileShard:

@@ -2,11 +2,11 @@
 
 import hashlib
 import io
+import re
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,9 +16,12 @@ from fsspec.registry import known_implementations
 from tunekit.config.secrets import has_hidden_secret
 from tunekit.data.readers import data_files
 from tunekit.data.readers.filesystem import BLOCK_BYTES
+from tunekit.data.readers.library_errors import LibraryErrors
 from tunekit.errors import UserError
 from tunekit.hub import redact
+from tunekit.hub.foreign_hints import drop_hints
 
+ENTRIES_PER_DIR = 100  # a request per directory: 1,000 of them end a search
 RETRY_DELAYS = (1.0, 4.0, 16.0)  # seconds between attempts to read: streams outlive connections
 # Columns are read alternately from different offsets; with few cached blocks they would evict each other.
 CACHE_OPTIONS = {"block_size": 2**22, "cache_type": "blockcache", "cache_options": {"maxblocks": 16}}
@@ -45,13 +48,13 @@ class RemoteFile:
     url: str
 
     def open(self) -> io.BufferedReader:
-        with wrap_errors(self.name):
+        with remote_errors(self.name):
             file = self.filesystem.open(self.url, "rb", **CACHE_OPTIONS)
         return io.BufferedReader(RetryingFile(file), BLOCK_BYTES)
 
     def digest(self, full: bool) -> bytes:
         """Hash of the ETag, size, time, or similar metadata. The file is not downloaded."""
-        with wrap_errors(self.name):
+        with remote_errors(self.name):
             info = self.filesystem.info(self.url)
         versions = sorted((key.lower(), str(value)) for key, value in info.items() if key.lower() in VERSION_KEYS)
         return hashlib.blake2b(repr(versions).encode(), digest_size=16).digest()
@@ -98,10 +101,10 @@ class RetryingFile(io.RawIOBase):
 def open_remote_files(url: str, split: str) -> list[RemoteFile]:
     """Return the remote files of a split. The URL may be a file, a directory, or a glob pattern."""
     name, filesystem = without_credentials(url), open_filesystem(url)
-    with wrap_errors(name):
+    with remote_errors(name):
         if data_files.is_glob(url):
             data_files.check_train_split(name, split)
-            urls = data_files.files_matching(name, [full_url(filesystem, path) for path in filesystem.glob(url)])
+            urls = data_files.files_matching(name, url, partial(list_dir, filesystem), ENTRIES_PER_DIR)
         else:
             urls = resolve_urls(filesystem, url, split)
     return [RemoteFile(without_credentials(file_url), filesystem, file_url) for file_url in urls]
@@ -109,16 +112,16 @@ def open_remote_files(url: str, split: str) -> list[RemoteFile]:
 
 def resolve_urls(filesystem: Any, url: str, split: str) -> list[str]:
     """Return the URL of a file, or of the files of a split in a directory."""
-
-    def list_dir(directory: str) -> list[data_files.DirEntry]:
-        entries = ((entry["name"], entry["type"]) for entry in filesystem.ls(directory, detail=True))
-        return [data_files.DirEntry(full_url(filesystem, path), kind == "directory") for path, kind in entries]
-
     if filesystem.info(url)["type"] == "directory":
-        return data_files.files_in_dir(url.rstrip("/"), split, list_dir)
+        return data_files.files_in_dir(url.rstrip("/"), split, partial(list_dir, filesystem))
     data_files.check_row_file(without_credentials(url))
     data_files.check_train_split(without_credentials(url), split)
     return [url]
+
+
+def list_dir(filesystem: Any, directory: str) -> list[data_files.DirEntry]:
+    entries = ((entry["name"], entry["type"]) for entry in filesystem.ls(directory, detail=True))
+    return [data_files.DirEntry(full_url(filesystem, path), kind == "directory") for path, kind in entries]
 
 
 def full_url(filesystem: Any, path: str) -> str:
@@ -127,33 +130,36 @@ def full_url(filesystem: Any, path: str) -> str:
 
 def open_filesystem(url: str) -> Any:
     """Return the fsspec filesystem of a URL. Raise UserError if its driver is not installed."""
-    protocol = urlsplit(url).scheme
+    name, protocol = without_credentials(url), url.partition("://")[0]
     if has_hidden_secret(url):  # from the config.yaml of a run
-        raise UserError(f"{without_credentials(url)}: its secret was not saved; pass the address again")
-    try:
-        return url_to_fs(url)[0]
-    except ImportError:
-        driver = known_implementations[protocol]["class"].partition(".")[0]
+        raise UserError(f"{name}: its secret was not saved; pass the address again")
+
+    def describe(error: Exception) -> str:
+        if not isinstance(error, ImportError):
+            return f"{name}: not a valid URL for `source`: {error_text(error)}"
+        driver = known_implementations.get(protocol, {"class": ""})["class"].partition(".")[0]
         driver = f"'fsspec[{protocol.rstrip('s')}]'" if driver == "fsspec" else driver
-        hint = f"Install it with: pip install {driver}"
-        raise UserError(f"{without_credentials(url)}: {protocol}:// needs a driver. {hint}") from None
-    except (*driver_errors(), ValueError) as error:
-        raise UserError(f"{without_credentials(url)}: {error_text(error)}") from None
+        hint = f"Install it with: pip install {driver}" if driver else error_text(error)
+        return f"{name}: {protocol}:// needs a driver. {hint}"
+
+    with LibraryErrors(describe):  # fsspec passes parts of the URL to its drivers as they are
+        urlsplit(url)  # raises ValueError for a malformed host, which drivers find when they connect
+        return url_to_fs(url)[0]
 
 
-@contextmanager
-def wrap_errors(name: str) -> Iterator[None]:
-    """Turn errors of a filesystem into UserErrors."""
-    try:
-        yield
-    except FileNotFoundError as error:
+def remote_errors(name: str) -> LibraryErrors:
+    """Context manager that turns errors of a filesystem into UserErrors."""
+
+    def describe(error: Exception) -> str:
+        if isinstance(error, PermissionError):
+            return f"{name}: permission denied ({error_text(error)}). Check the credentials."
+        if not isinstance(error, FileNotFoundError):
+            return f"{name}: cannot read: {error_text(error)}"
         if error.__cause__ is None or isinstance(error.__cause__, FileNotFoundError):
-            raise UserError(f"{name}: no such file or directory") from None
-        raise UserError(f"{name}: cannot read: {error_text(error.__cause__)}") from None  # a server error
-    except PermissionError as error:
-        raise UserError(f"{name}: permission denied ({error_text(error)}). Check the credentials.") from None
-    except (*driver_errors(), ValueError) as error:
-        raise UserError(f"{name}: cannot read: {error_text(error)}") from None
+            return f"{name}: no such file or directory"
+        return f"{name}: cannot read: {error_text(error.__cause__)}"  # a server error
+
+    return LibraryErrors(describe)
 
 
 def driver_errors() -> tuple[type[Exception], ...]:
@@ -163,10 +169,11 @@ def driver_errors() -> tuple[type[Exception], ...]:
 
 
 def without_credentials(url: str) -> str:
-    """Remove the user and the query from a URL, which may contain credentials."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    """Remove the user and the query from a URL, or from each URL of a chain: they may contain credentials."""
+    return "::".join(
+        re.sub(r"(://)[^/@]*@", r"\1", part.partition("?")[0].partition("#")[0]) for part in url.split("::")
+    )
 
 
 def error_text(error: BaseException) -> str:
-    return redact.redact_text(" ".join(str(error).split())) or type(error).__name__
+    return redact.redact_text(drop_hints(error))

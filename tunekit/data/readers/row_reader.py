@@ -4,12 +4,13 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from tunekit.errors import UserError
 
 # Maximum rows and bytes of a chunk. A single larger row is a chunk of its own.
 CHUNK_ROWS, CHUNK_BYTES = 512, 2**20
+MAX_ROW_BYTES = 2**26  # of a row of text, and of a column of a row: a longer one is not a row, and exhausts memory
 
 
 class Row(NamedTuple):
@@ -24,6 +25,34 @@ class BadRow(NamedTuple):
 
     where: str
     reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class UnreadableCell:
+    """A value that has no Python type or is too large. It may be passed on, but any use of it raises UserError."""
+
+    column: str
+    reason: str
+
+    def raise_error(self) -> NoReturn:
+        raise UserError(f"column {self.column!r} cannot be read: {self.reason}")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, UnreadableCell):
+            self.raise_error()
+        return (self.column, self.reason) == (other.column, other.reason)
+
+    def __hash__(self) -> int:
+        self.raise_error()
+
+    def __bool__(self) -> bool:
+        self.raise_error()
+
+    def __str__(self) -> str:
+        self.raise_error()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.raise_error()
 
 
 class FileOffset(NamedTuple):

@@ -6,11 +6,11 @@ from functools import partial
 from typing import TypeVar
 
 from tunekit.data.readers.filesystem import READ_ERRORS, DataFile, read_error, wrap_read_errors
-from tunekit.data.readers.row_reader import CHUNK_BYTES, CHUNK_ROWS
+from tunekit.data.readers.row_reader import CHUNK_BYTES, CHUNK_ROWS, MAX_ROW_BYTES
 from tunekit.errors import UserError
 
 Item = TypeVar("Item")
-MAX_ROW_BYTES = 2**28  # a longer row means that the file has another format, and would exhaust memory
+MAX_BLANK_BYTES = 2**21  # blank lines and whitespace between two rows; more may never end
 BLANK = b" \t\r\n\v\f\xef\xbb\xbf"  # whitespace and byte order marks
 
 
@@ -39,11 +39,21 @@ def split_lines(file: io.BufferedReader, name: str, number: int) -> Iterator[byt
     try:
         for line in iter(partial(file.readline, MAX_ROW_BYTES), b""):
             if len(line) == MAX_ROW_BYTES:
-                raise UserError(f"{name}:{number}: line exceeds {MAX_ROW_BYTES >> 20} MB")
+                raise row_too_long(f"{name}:{number}")
             yield line
             number += 1
     except READ_ERRORS as error:
         raise read_error(f"{name}:{number}", error) from None
+
+
+def row_too_long(where: str) -> UserError:
+    return UserError(f"{where}: the row is longer than {MAX_ROW_BYTES >> 20} MB. Check that the file has its format.")
+
+
+def check_blank(where: str, num_bytes: int) -> None:
+    """Raise UserError if a file has no row in this many bytes."""
+    if num_bytes > MAX_BLANK_BYTES:
+        raise UserError(f"{where}: no row in {num_bytes >> 20} MB of blank lines. Remove them.")
 
 
 def chunked(items: Iterable[Item], length_of: Callable[[Item], int]) -> Iterator[list[Item]]:

@@ -54,7 +54,7 @@ OPTIONAL = {
 }
 # Null is a value for these keys and means false for flags; for all others it means that the key is missing.
 NULLABLE = {"num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank"}
-NULLABLE |= {"mamba_d_ssm"}
+NULLABLE |= {"mamba_d_ssm", "head_dim"}
 # "gelu_new" and "gelu_pytorch_tanh" are the same function.
 ACTS: dict[str, Act] = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
 ACTS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}

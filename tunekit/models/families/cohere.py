@@ -28,7 +28,8 @@ def cohere(config: Config) -> DecoderSpec:
 
 def cohere2(config: Config) -> DecoderSpec:
     """Command R7B and Command A: sliding windows in three of four layers, which alone have RoPE."""
-    c = with_default_config(config, **DEFAULTS2) | {"head_dim": None}  # always the width divided by the heads
+    c = with_default_config(config, **DEFAULTS2)
+    c["head_dim"] = None  # always the width divided by the heads
     local, window = attention(c), c["sliding_window"]
     full = replace(local, rope=None)
     mixers = alternate_layers(c, c["sliding_window_pattern"], replace(local, window=window), full)

@@ -64,6 +64,12 @@ def gemma3(config: Config) -> DecoderSpec:
     return gemma_spec(c, (Layer(mixer, ffn, post_norm=True) for mixer in alternate_layers(c, every, sliding, full)))
 
 
+def gemma3_vision(config: Config) -> DecoderSpec:
+    """Text model of multimodal Gemma 3, whose logits transformers does not cap."""
+    reject_config_values(config, {"final_logit_softcapping": None})
+    return gemma3(config)
+
+
 def gemma_spec(c: Config, layers: Iterable[Layer]) -> DecoderSpec:
     """Decoder whose norms store weight - 1 and whose embeddings are scaled by sqrt(dim)."""
     reject_config_values(c, {"use_bidirectional_attention": False})

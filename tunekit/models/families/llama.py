@@ -1,11 +1,15 @@
 """Llama 2 and 3.x, SmolLM2, all checkpoints with the same architecture, SmolLM3 and Seed-OSS."""
 
 from tunekit.models.families.base import (
+    FULL,
+    SLIDING,
     Config,
     attention_spec,
     decoder_spec,
+    layer_types,
     layers_with_rope,
     mlp_spec,
+    rope_from_config,
     with_default_config,
 )
 from tunekit.models.spec import DecoderSpec, Layer
@@ -34,7 +38,12 @@ SMOLLM3_DEFAULTS |= {"no_rope_layer_interval": 4, "tie_word_embeddings": True}
 def smollm3(config: Config) -> DecoderSpec:
     """SmolLM3: Llama without RoPE in every fourth layer."""
     c = with_default_config(config, **SMOLLM3_DEFAULTS)
-    window = c.get("sliding_window") if c.get("use_sliding_window") else None
-    with_rope, without_rope = attention_spec(c), attention_spec(c, rope=None, window=window)
-    mixers = (with_rope if has_rope else without_rope for has_rope in layers_with_rope(c))
-    return decoder_spec(c, (Layer(mixer, mlp_spec(c)) for mixer in mixers))
+    has_rope, window = layers_with_rope(c), c.get("sliding_window")
+    slides = bool(c.get("use_sliding_window")) and window is not None
+    types = layer_types(c, [SLIDING if slides and not rotates else FULL for rotates in has_rope])
+    rope, ffn = rope_from_config(c), mlp_spec(c)
+    mixers = (
+        attention_spec(c, rope=rope if rotates else None, window=window if kind == SLIDING else None)
+        for rotates, kind in zip(has_rope, types, strict=True)
+    )
+    return decoder_spec(c, (Layer(mixer, ffn) for mixer in mixers))

@@ -65,7 +65,7 @@ FAMILIES = {
     "falcon_h1": Family(bamba.falcon_h1, bamba.FALCON_TABLE),
     "gemma": Family(gemma.gemma),
     "gemma2": Family(gemma.gemma2, gemma.TABLE),
-    "gemma3": Family(gemma.gemma3, gemma.VISION, text_type="gemma3_text"),
+    "gemma3": Family(gemma.gemma3_vision, gemma.VISION, text_type="gemma3_text"),
     "gemma3_text": Family(gemma.gemma3, gemma.TABLE),
     "gemma3n": Family(gemma3n.spec, gemma3n.VISION, gemma3n.config_table, text_type="gemma3n_text"),
     "gemma3n_text": Family(gemma3n.spec, gemma3n.TABLE, gemma3n.config_table),
