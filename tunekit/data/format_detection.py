@@ -64,6 +64,7 @@ TYPE_LABELS: Mapping[type | tuple[type, ...], str] = {
     list: "a list",
     bool: "true or false",
     TEXT_TYPES: "a string or a list of messages",
+    ANSWER_TYPES: "a string or a list of messages",
     LABEL_TYPES: "a number or a string",
 }
 # Rules of the preference recipe. Accepts any label, so that a wrong type is reported as such.

@@ -1,7 +1,6 @@
 """Prompts of rows: texts, or conversations up to the answer. The one reader of all recipes that sample answers."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tunekit.data.chat_template.converters import get_system, to_system_messages
 from tunekit.data.chat_template.messages import (
@@ -14,10 +13,9 @@ from tunekit.data.chat_template.messages import (
 )
 from tunekit.data.datasets import ChatDataset, InstructDataset, ShareGPTDataset
 from tunekit.data.format_detection import INSTRUCT, MESSAGE_COLUMNS, SPEAKER_KEYS, is_sharegpt, match_rule
-from tunekit.data.transforms import replace_column
+from tunekit.data.transforms import Fields, replace_column
 from tunekit.errors import UserError
 
-Fields = Mapping[str, Any]
 PROMPT = "prompt"  # column of prompts; rows without it have a conversation
 
 

@@ -85,7 +85,7 @@ def test_unseen_context_is_an_error(name: str, open_run) -> None:
     ("rows", "cause"),
     [
         ([{"question": "2 + 2?", "reply": "4"}], "unknown format"),
-        ([{"prompt": "2 + 2?", "completion": 4}], "unknown format"),
+        ([{"prompt": "2 + 2?", "completion": 4}], "completion: must be"),
         ([{"messages": [{"role": "bot", "content": "4"}]}], "unknown role"),
         ([{"messages": [{"role": "user", "content": "2 + 2?"}]}], "no target tokens"),
     ],
