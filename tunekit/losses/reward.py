@@ -101,9 +101,7 @@ class RewardLoss:
 
     def is_invalid(self, values: Any, labels: int) -> Any:
         """Mask of the labels, an array or a tensor, that the loss cannot use."""
-        if not self.labels_are_classes:
-            return values != values
-        return (values < 0) | (values >= labels) | (values % 1 != 0)
+        return ((values < 0) | (values >= labels) | (values % 1 != 0)) & self.labels_are_classes
 
     def invalid_message(self, value: float, labels: int) -> str:
         return f"label {value:g} is not a class index from 0 to {labels - 1}. See loss.num_labels"
