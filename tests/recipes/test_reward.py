@@ -87,7 +87,7 @@ def reward_workspace(workspace: Workspace) -> Workspace:
     (("data={kind: chat, source: pairs.jsonl}",), "data.kind: "),
     (("data={kind: preference, source: pairs.jsonl}", "loss=process_reward"), "process_reward"),
     (source_options("values"), "bradley_terry"),
-    ((*source_options("classes"), "loss=classification"), "classes.jsonl:2: "),
+    ((*source_options("classes"), "loss=classification"), "classes.jsonl:2"),
     ((*source_options("names"), "loss=classification"), "label: 'odd'"),
     (("data.excess_length_strategy=split",), "excess_length_strategy: "),
     (("forgetting.data.source=pairs.jsonl",), "forgetting"),
@@ -107,7 +107,7 @@ def test_unused_classes_are_reported(reward_workspace: Workspace) -> None:
     assert key in " ".join(reward_workspace.run_tune("data", "reward.yaml", *args).out.split())
     Path("classes_held.jsonl").write_text('{"text": "It is 3", "label": 1}\n{"text": "It is 4", "label": 3}\n')
     result = reward_workspace.run_tune(*RUN, *KINDS["classes"], "output_dir=two")
-    assert result.code == 2 and "classes_held.jsonl:2: " in result.err
+    assert result.code == 2 and "classes_held.jsonl:2" in result.err
 
 
 def test_bad_eval_row_is_an_error(reward_workspace: Workspace) -> None:

@@ -104,8 +104,8 @@ def report_findings(cfg: Any, findings: list[Finding], dist: DistributedContext)
     log_findings([finding for finding in findings if finding not in errors], dist)
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        problem = f"{errors[0]}{more}".removesuffix(".")
-        raise UserError(f"{problem}. Inspect the rows with `tune data`, or set data_checks=warn.")
+        problem = str(errors[0]).removesuffix(".")
+        raise UserError(f"{problem}{more}. Inspect the rows with `tune data`, or set data_checks=warn.")
 
 
 def check_columns(cfg: Any, key: str, loader: DataLoader, dist: DistributedContext) -> None:

@@ -350,7 +350,7 @@ def test_full_disk_keeps_the_last_state(tmp_path, monkeypatch):
     state = make_state(tmp_path)
     state.save(1)
     monkeypatch.setattr(atomic, "free_bytes", lambda path: 1000)
-    with pytest.raises(UserError, match=r"1 kB.*00000001"):
+    with pytest.raises(UserError, match=r"1000 bytes free.*00000001"):
         state.save(2)
     assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
 
