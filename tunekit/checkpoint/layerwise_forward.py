@@ -49,8 +49,11 @@ class Routing:
     experts: list[Tensor] = field(default_factory=list)
 
     def mean_difference(self, other: "Routing") -> float:
-        """Mean difference of the logits of each router, in standard deviations over the experts; the largest mean."""
-        pairs = zip(self.logits, other.logits, strict=True)
+        """Mean difference of the logits of each router, in standard deviations over the experts; the largest mean.
+
+        Routers with one expert have no standard deviation, and are skipped.
+        """
+        pairs = ((a, b) for a, b in zip(self.logits, other.logits, strict=True) if a.shape[-1] > 1)
         means = [((a - b).abs() / a.std(-1, keepdim=True).clamp_min(1e-30)).mean().item() for a, b in pairs]
         return math.nan if any(map(math.isnan, means)) else max(means, default=0.0)
 

@@ -27,7 +27,6 @@ SUPPORTED_VALUES |= {"lora_bias": (None, False)}
 SUPPORTED_VALUES |= {"use_qalora": (None, False), "alora_invocation_tokens": (None, [])}
 # Other initializations change the base weights.
 SUPPORTED_VALUES |= {"init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal")}
-
 # In PEFT before 0.3, only some of the layers that are fused in a tensor had an adapter.
 SUPPORTED_VALUES |= {"enable_lora": (None, [])}
 # Keys of PEFT 0.21 that are read, or do not change the logits of the saved tensors.

@@ -1,14 +1,13 @@
 """Tokens that a run adds to the tokenizer of its checkpoint."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import AddedToken
 
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.data.tokenizer_files import read_json
+from tunekit.data.tokenizer_files import read_json, write_json
 from tunekit.errors import UserError
 
 TokenTexts = tuple[str, ...] | dict[str, str]  # tokens, each with a text whose embeddings it starts from
@@ -86,7 +85,3 @@ def describe_token(token: AddedToken) -> dict[str, object]:
     """Entry of a token in tokenizer files."""
     flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
     return {"content": token.content, **flags, "normalized": token.normalized, "special": token.special}
-
-
-def write_json(file: Path, content: Mapping[str, object]) -> None:
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

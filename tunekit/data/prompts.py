@@ -51,7 +51,7 @@ def read_prompt(fields: Fields, column: str = PROMPT, system_prompt: str | None 
     if system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
         messages = [{"role": "system", "content": system_prompt}, *messages]
     has_answer = last["role"] == "assistant" and last.get("content") is not None
-    columns = {"answer": last["content"], **fields} if has_answer else fields
+    columns = fields if fields.get("answer") is not None or not has_answer else {**fields, "answer": last["content"]}
     return Prompt(conversation._replace(messages=messages), text, columns)
 
 

@@ -70,6 +70,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def make_read_error(path: Path, error: Exception) -> UserError:
     return UserError(f"{path}: cannot read the file: {error}. Download it again.")
 
@@ -192,9 +196,7 @@ def keep_class(directory: Path, source: Path) -> None:
         return
     name, kind = find_class(source)
     if find_class(directory)[1] is not kind:
-        config = read_json(directory / CONFIG) | {"tokenizer_class": name}
-        text = json.dumps(config, indent=2, ensure_ascii=False)
-        (directory / CONFIG).write_text(text + "\n", encoding="utf-8")
+        write_json(directory / CONFIG, read_json(directory / CONFIG) | {"tokenizer_class": name})
 
 
 def rebuild(

@@ -223,6 +223,13 @@ def test_flipped_router_choices_pass(dtype: torch.dtype, tmp_path: Path) -> None
     assert verify.logit_diffs([expected], actual)[0].largest > 2 * result.largest
 
 
+def test_router_with_one_expert_passes(tmp_path: Path) -> None:
+    shape = SHAPES["mixtral"] | {"num_local_experts": 1, "num_experts_per_tok": 1}
+    source = HFCheckpoint.open(save(build(shape), tmp_path))
+    result = verify.verify_export(source, FULL, source, verify.TOLERANCE, CPU)
+    assert result.passed, result
+
+
 @pytest.mark.parametrize("change", ["scale", "router"])
 def test_failed_export_names_the_limit(change: str, tmp_path: Path) -> None:
     model = build(SHAPES["qwen3-moe"])

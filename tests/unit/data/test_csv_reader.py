@@ -86,3 +86,14 @@ def test_invalid_header_is_rejected(tmp_path: Path) -> None:
     path.write_text("a,b\n")
     with pytest.raises(UserError, match=r"rows\.csv: .*train"):
         open_dataset(str(path), "train")
+    for text in ('{"a": 1}\n{"a": 2}\n', '[\n  {"a": 1}\n]\n', "[[1, 2]]\n[[3]]\n"):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"rows\.csv:1: .*JSON"):
+            open_dataset(str(path), "train")
+
+
+def test_names_in_brackets_are_columns(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("[id],{text}\n1,a\n")
+    (row,) = open_dataset(str(path), "train").rows
+    assert require_row(row).fields == {"[id]": "1", "{text}": "a"}

@@ -63,6 +63,7 @@ def test_all_forms_of_rows_give_the_same_prompt(row: dict[str, Any]) -> None:
     prompt = read_prompt(row)
     assert prompt.conversation.messages == [USER]
     assert prompt.columns == {"answer": "7", **row}
+    assert read_prompt({"answer": None, **row}).columns["answer"] == "7"  # null: as without the column
 
 
 @pytest.mark.parametrize("row", [

@@ -25,6 +25,7 @@ WRAPPED_NAME = re.compile(r"^functions\.(.+?)(?::\d+)?$")  # Kimi K2 and gpt-oss
 SEPARATORS = " \t\r\n,;]"
 CALL_ERRORS = (ValueError, SyntaxError, TypeError, LookupError, RecursionError, MemoryError)
 STRING_DELIMITERS = ('<|"|>', "<escape>")  # Gemma 4, FunctionGemma: tokens around strings, in which nothing is escaped
+UNQUOTED_VALUE = re.compile(r"[^,{}\[\]]*")  # a number, true, false or null
 CALL_ID_PLACE = "\0"  # in a literal: any call id
 Schemas = Mapping[str, Mapping[str, Any]]  # properties of the parameters of each tool by its name
 
@@ -90,7 +91,7 @@ class Scanner:
             return [value for _, value in self.unquoted_items("]", label, depth)]
         if self.accept("{"):
             return dict(self.unquoted_items("}", label, depth))
-        match = re.compile(r"[^,{}\[\]]*").match(self.text, self.pos)
+        match = UNQUOTED_VALUE.match(self.text, self.pos)
         assert match is not None
         self.pos = match.end()
         return typed_value(match[0].strip(), {})

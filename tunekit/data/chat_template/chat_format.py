@@ -76,7 +76,7 @@ def find_doubtful_markers(tokenizer: Tokenizer, markers: Sequence[str]) -> list[
 
 
 def advise_on_markers(tokenizer: Tokenizer, markers: Sequence[str]) -> str:
-    """Remedy for split markers. New tokens are not proposed if they could take over rows that are trained."""
+    """Remedy for split markers. New tokens are not proposed if they could get ids of trained rows."""
     if tokenizer.vocab_size is not None and tokenizer.size < tokenizer.vocab_size:
         files = "tokenizer.json, tokenizer_config.json, special_tokens_map.json and added_tokens.json"
         sizes = f"the model has {tokenizer.vocab_size} embeddings, its tokenizer only {tokenizer.size} tokens"

@@ -3,6 +3,7 @@
 import codecs
 import csv
 import io
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,6 +12,8 @@ from tunekit.data.readers.filesystem import RowFile, skip_bytes
 from tunekit.data.readers.row_reader import MAX_ROW_BYTES, BadRow, FileOffset, Row, RowChunk
 from tunekit.data.readers.text_lines import check_blank, chunked, open_text, row_too_long, split_lines
 from tunekit.errors import UserError
+
+JSON_START = re.compile(r"\s*[\[{]\s*(?:[\"{\[]|$)")  # of an object or a list, unlike that of a column `[id]`
 
 
 class CsvRecord(NamedTuple):
@@ -78,7 +81,7 @@ class CsvFile(RowFile):
             where, names = f"{self.file.name}:{record.line}", record.values
             if isinstance(names, str):
                 raise UserError(f"{where}: malformed CSV: {names}")
-            if names[0].lstrip().startswith(("{", "[")):
+            if JSON_START.match(names[0]):
                 raise UserError(f"{where}: the header is {names[0][:60]!r}. If the file has JSON rows, name it .jsonl.")
             if len(names) == 1 and (delimiter := next((c for c in ";\t|" if c in names[0]), None)):
                 problem = f"the header has one column {names[0][:60]!r}, which contains {delimiter!r}"

@@ -20,7 +20,7 @@ from tunekit.models.weight_map import KeyRule, MultiTokenPrediction, Unsqueezed
 
 BIAS = "moe_statics.e_score_correction_bias"
 MODULES = (KeyRule(f"{OURS}.router.selection_bias", f"{HUB}.gate.{BIAS}", Unsqueezed()),)  # of transformers
-MTP_MODULES = ("block", "emb_norm", "hidden_norm", "linear_proj")
+MTP_MODULES = ("block", "emb_norm", "hidden_norm", "linear_proj")  # multi-token prediction
 MOE_TABLE = (
     *EXPERTS,
     KeyRule(f"{OURS}.router.selection_bias", f"{HUB}.{BIAS}", Unsqueezed()),
@@ -28,10 +28,7 @@ MOE_TABLE = (
     KeyRule(f"{OURS}.shared", f"{HUB}.shared_experts"),
     *ROUTER,
     *LLAMA,
-    *(
-        KeyRule((), f"model.mtp_{name}", MultiTokenPrediction())
-        for name in ("block", "emb_norm", "hidden_norm", "linear_proj")
-    ),
+    *(KeyRule((), f"model.mtp_{name}", MultiTokenPrediction()) for name in MTP_MODULES),
 )
 DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
 DEFAULTS |= {"rope_theta": 5e5, "tie_word_embeddings": True, "use_bias": False}
