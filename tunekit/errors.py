@@ -4,14 +4,13 @@ import math
 import operator
 import re
 import signal
+import threading
 import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
 USER_MODULES = ("own_", "tunekit_import_")  # prefixes of the modules of recipe files and of `--import`
-
-
 DOUBLE_STOP = re.compile(r"(?<=[^\s./])\.\.(?=\s|$)")  # of a quoted message and of the sentence that contains it
 
 
@@ -98,7 +97,7 @@ def is_ctrl_c(error: BaseException) -> bool:
 class CaughtError:
     """Context manager that keeps any exception as `error` instead of raising it: code of the user may raise anything.
 
-    Ctrl-C and what ends the command as intended are raised.
+    Ctrl-C and what ends the command as intended are raised in the main thread. In others, they would only be printed.
     """
 
     def __init__(self) -> None:
@@ -108,7 +107,8 @@ class CaughtError:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if error is None or isinstance(error, RunStopped) or is_ctrl_c(error):
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if error is None or (is_main_thread and (isinstance(error, RunStopped) or is_ctrl_c(error))):
             return False
         self.error = error
         return True
@@ -135,7 +135,8 @@ def find_user_code(error: BaseException) -> UserCodeLocation | None:
 
 def describe_exception(error: BaseException) -> str:
     """`Exception: message` in one line, also if the exception cannot be converted to text."""
-    text = " ".join(traceback.format_exception_only(error)[-1].split())
+    lines = traceback.format_exception_only(error)  # before it, the code of a SyntaxError; after it, notes
+    text = " ".join(next(line for line in lines if not line.startswith(" ")).split())
     return text.removeprefix(f"{type(error).__module__}.")
 
 

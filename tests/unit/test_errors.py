@@ -1,8 +1,9 @@
-"""Messages that contain the message of something else."""
+"""Messages that contain the message of something else, and exceptions of code of the user."""
 
 import pytest
 
-from tunekit.errors import UserError
+from tunekit.environments.tool_calls import run_in_thread
+from tunekit.errors import RunStopped, UserError, describe_exception
 
 
 @pytest.mark.parametrize(("text", "expected"), [
@@ -11,3 +12,20 @@ from tunekit.errors import UserError
 ])  # fmt: skip
 def test_quoted_messages_end_with_one_full_stop(text: str, expected: str | None) -> None:
     assert str(UserError(text)) == (expected or text)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RunStopped("x", 1), GeneratorExit(), ValueError("x")], ids=repr)
+def test_any_exception_in_a_thread_is_its_result(error: BaseException) -> None:
+    def call() -> None:
+        raise error
+
+    assert run_in_thread(call).exception(timeout=60) is error
+
+
+def test_description_of_an_exception_is_without_its_notes() -> None:
+    error = ValueError("a\nb")
+    error.add_note("a note")
+    assert describe_exception(error) == "ValueError: a b"
+    with pytest.raises(SyntaxError) as caught:
+        compile("x = (", "mine.py", "exec")
+    assert describe_exception(caught.value).startswith("SyntaxError: ")

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -438,6 +439,8 @@ def end_threads(code: int) -> None:
     if names:
         print(f"{'ended with' if code else 'waiting for'} threads that still run: {names}", file=sys.stderr, flush=True)
         if code:
+            with suppress(OSError, ValueError):  # the reader has closed the pipe, or the user the stream
+                sys.stdout.flush()
             os._exit(code)
 
 

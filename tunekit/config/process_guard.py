@@ -20,11 +20,7 @@ MIN_DESCRIPTOR = 100  # of copies: code that closes a range of descriptors start
 
 
 class ChangedProcessError(UserError):
-    """Code of the user has changed the state of the process, which has been restored. `problem` is without the fix."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(f"{problem}. Remove that.")
-        self.problem = problem
+    """Code of the user has changed the state of the process, which has been restored."""
 
 
 class ProcessGuard:
@@ -49,7 +45,7 @@ class ProcessGuard:
         changes = [*self.restore_streams(), *self.restore_imports(), *self.restore_directory()]
         self.restore_handlers()
         if changes and (where := self.where()) and (error is None or not is_ctrl_c(error)):
-            raise ChangedProcessError(f"{where}: {', '.join(changes)}") from error
+            raise ChangedProcessError(f"{where}: {', '.join(changes)}. Remove the code that does this.") from error
 
     def restore_streams(self) -> list[str]:
         changes = []
@@ -80,8 +76,10 @@ class ProcessGuard:
     def restore_directory(self) -> list[str]:
         if self.directory is None or current_directory() == self.directory:
             return []
-        os.chdir(self.directory)
-        return ["changes the working directory"]
+        with suppress(OSError):  # it was deleted
+            os.chdir(self.directory)
+            return ["changes the working directory"]
+        return []
 
     def restore_handlers(self) -> None:
         if threading.current_thread() is threading.main_thread():

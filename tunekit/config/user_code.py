@@ -108,7 +108,7 @@ class UserCodeErrors:
             return
         sys.modules.pop(self.name, None)
         if isinstance(error, ChangedProcessError):
-            raise ConfigError([error.problem]) from error
+            raise ConfigError([str(error)]) from error
         if not is_ctrl_c(error):
             problem = f"cannot be imported: {describe_exception(error)}"
             raise ConfigError([f"{self.file}:{self.line(error)}: {problem}"]) from error

@@ -8,7 +8,7 @@ from typing import Any
 from tunekit.config.choices import kind_name
 from tunekit.data.chat_template.messages import MissingColumnError
 from tunekit.data.format_detection import explain_missing_column
-from tunekit.errors import UserError
+from tunekit.errors import UserError, describe_exception
 
 # Exceptions of user transforms and formats that make a row a bad row.
 USER_CODE_ERRORS = (
@@ -43,5 +43,4 @@ def format_user_code_error(error: BaseException, *configs: object) -> str | None
     if not positions:
         return None
     code, line = positions[-1]
-    message = " ".join(traceback.format_exception_only(error)[-1].split())
-    return f"{Path(code.co_filename).name}:{line}: {message}"
+    return f"{Path(code.co_filename).name}:{line}: {describe_exception(error)}"

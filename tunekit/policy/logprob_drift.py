@@ -26,10 +26,10 @@ class DriftLimit:
     def __init__(self, cfg: PolicyConfig, dist: DistributedContext) -> None:
         is_native = isinstance(cfg.engine, NativeEngineConfig)
         # The correction is for rounding. On a server, a larger difference is one of weights, tokens or temperature.
-        has_no_default = cfg.loss.importance_sampling_correction and is_native
-        self.limit = DEFAULT_LIMIT if cfg.max_logprob_drift is None and not has_no_default else cfg.max_logprob_drift
-        correction = "or set loss.importance_sampling_correction=true"
-        self.advice = correction if is_native else "and start vLLM with --logprobs-mode processed_logprobs"
+        default = None if cfg.loss.importance_sampling_correction and is_native else DEFAULT_LIMIT
+        self.limit = default if cfg.max_logprob_drift is None else cfg.max_logprob_drift
+        correction = "set loss.importance_sampling_correction=true"
+        self.advice = correction if is_native else "start vLLM with --logprobs-mode processed_logprobs"
         self.largest = torch.zeros(1, device=dist.device)
         self.copy = HostCopy(self.largest)
         self.reads_now = dist.device.type == "cpu"
@@ -48,5 +48,5 @@ class DriftLimit:
         if self.limit is not None and (drift := self.copy.read()[0]) > self.limit:
             raise UserError(
                 f"max_logprob_drift: the log-probabilities of sampling and training differ by {drift:.3g} on average, "
-                f"more than {self.limit:g}. Use the same dtypes for both, raise it, {self.advice}."
+                f"more than {self.limit:g}. Use the same dtypes for both, raise it, or {self.advice}."
             )

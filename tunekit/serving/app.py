@@ -78,6 +78,8 @@ class ModelServer:
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self.thread = EngineThread(self.engine, self.adapters)
         yield
+        for maker in self.prompts.values():
+            maker.close()
         await asyncio.to_thread(self.thread.stop)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -55,6 +55,10 @@ class PromptMaker:
     def grammars(self) -> Grammars:
         return Grammars(self.tokenizer)
 
+    def close(self) -> None:
+        """End the threads that compile grammars, which would keep the process alive."""
+        self.grammars.workers.shutdown(wait=False, cancel_futures=True)
+
     def with_template_kwargs(self, kwargs: str) -> "PromptMaker":
         """The prompt maker whose chat template has these values of its variables, a JSON object."""
         values = json.loads(kwargs)

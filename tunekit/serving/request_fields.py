@@ -116,7 +116,7 @@ class Fields:
         for name, value in self.values.items():
             if name in known | IGNORED or value in fixed.get(name, ()):
                 continue
-            values = " and ".join(json.dumps(item) for item in fixed.get(name, ()))
+            values = " or ".join(json.dumps(item) for item in fixed.get(name, ()))
             problem = f"must be {values}" if values else "not supported by this server"
             raise APIError(400, f"{name}: {problem}", name, "unsupported_parameter")
 

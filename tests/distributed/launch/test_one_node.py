@@ -156,7 +156,7 @@ def test_ranks_end_with_their_launcher(toy: ToyLauncher) -> None:
     toy.end(process)
 
 
-@pytest.mark.parametrize("variable", [(worker_env.PARENT, "1"), (worker_env.REPORT, "9:1")], ids=["rank", "check"])
+@pytest.mark.parametrize("variable", [(worker_env.PARENT, "-1"), (worker_env.REPORT, "9:-1")], ids=["rank", "check"])
 def test_process_without_its_launcher_ends_before_it_does_anything(variable: tuple[str, str]) -> None:
     """A launcher that was killed while the process started. The command has an error, which is not found any more."""
     command = [sys.executable, "-P", "-X", "importtime", "-m", "tunekit.cli", "run", "no_such_recipe"]

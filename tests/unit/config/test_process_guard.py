@@ -74,6 +74,12 @@ def test_harmless_changes_are_accepted(code: str) -> None:
     assert process_state() == before
 
 
+def test_directory_that_was_deleted_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with ProcessGuard(lambda: "my.py"):
+        tmp_path.rmdir()
+
+
 def test_without_code_of_the_user_nothing_is_reported(tmp_path: Path) -> None:
     before = Path.cwd()
     with ProcessGuard(lambda: ""):

@@ -1,6 +1,7 @@
 """Fields of requests: wrong types and values are errors that name the field, never exceptions."""
 
 import itertools
+import threading
 from typing import Any
 
 import pytest
@@ -168,8 +169,12 @@ def test_large_patterns_are_refused_at_once(pattern: str) -> None:
 
 
 def test_a_slow_grammar_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both threads are busy, so that the grammar cannot be compiled."""
     monkeypatch.setattr(constraints, "COMPILE_SECONDS", 1e-6)
-    maker = PromptMaker(Tokenizer.open(assets.MODELS["tunekit/nano"]), 64, None)
+    maker, is_done = PromptMaker(Tokenizer.open(assets.MODELS["tunekit/nano"]), 64, None), threading.Event()
+    for _ in range(2):
+        maker.grammars.workers.submit(is_done.wait)
     with pytest.raises(APIError) as error:
-        maker.make_prompts(parse_chat_request(BODY | {"guided_regex": "\\w{2,50}" * 500}))
+        maker.make_prompts(parse_chat_request(BODY | {"guided_regex": "a"}))
+    is_done.set()
     assert (error.value.status, error.value.param) == (400, "guided_regex")

@@ -44,7 +44,7 @@ def read_records(path: Path, count: int) -> list[dict[str, Any]]:
         with path.open(encoding="utf-8") as file:
             lines = deque(enumerate(file, 1), count)
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error.reason})") from None
+        raise UserError(f"{path}: not UTF-8 text ({error.reason}). Save it as UTF-8.") from None
     except OSError as error:
         hint = "Name a file that a recipe wrote to episodes_path."
         raise UserError(f"{path}: cannot be read: {error.strerror}. {hint}") from None
