@@ -62,7 +62,8 @@ class PromptMaker:
     def with_template_kwargs(self, kwargs: str) -> "PromptMaker":
         """The prompt maker whose chat template has these values of its variables, a JSON object."""
         values = json.loads(kwargs)
-        if EFFORT in values and EFFORT not in self.tokenizer.template().variables:
+        is_unread = EFFORT in values and EFFORT not in self.tokenizer.template().variables
+        if is_unread and values.pop(EFFORT) != DEFAULT_EFFORT:
             raise invalid(EFFORT, f"must be {DEFAULT_EFFORT}: the chat template of the model does not read it")
         tokenizer = with_chat_format(self.tokenizer, None, values)
         maker = PromptMaker(tokenizer, self.max_model_len, self.max_tokens)

@@ -292,7 +292,7 @@ def parse_chat_request(body: Mapping[str, Any]) -> ChatRequest:
 def template_kwargs(fields: Fields) -> dict[str, Any]:
     """Values of variables of the chat template."""
     values = fields.object("chat_template_kwargs")
-    if fields.values.get(EFFORT, DEFAULT_EFFORT) != DEFAULT_EFFORT:
+    if EFFORT in fields.values:
         values = {EFFORT: fields.string(EFFORT), **values}
     try:
         check_template_kwargs(values)

@@ -2,11 +2,14 @@
 
 import itertools
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.chat_families import write_family
 from tunekit import assets
+from tunekit.data.chat_template.chat_format import with_chat_format
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.serving import constraints
 from tunekit.serving.errors import APIError
@@ -125,6 +128,21 @@ def test_reasoning_effort_is_a_variable_of_the_template() -> None:
     with pytest.raises(APIError) as error:
         maker.make_prompts(request)
     assert error.value.param == "reasoning_effort"
+
+
+def test_default_reasoning_effort_replaces_that_of_the_server(tmp_path: Path) -> None:
+    """Templates that do not read the variable accept only the default value."""
+    tokenizer = Tokenizer.open(write_family(tmp_path, "gpt_oss"))
+    plain, high = (
+        PromptMaker(with_chat_format(tokenizer, None, {"reasoning_effort": value}), 4096, None)
+        for value in ("medium", "high")
+    )
+    requests = [parse_chat_request(BODY), parse_chat_request(BODY | {"reasoning_effort": "medium"})]
+    tokens = [[maker.make_prompts(request)[0].tokens for request in requests] for maker in (plain, high)]
+    assert tokens[0][0] == tokens[0][1] == tokens[1][1] != tokens[1][0]
+    nano = PromptMaker(Tokenizer.open(assets.MODELS["tunekit/nano"]), 64, None)
+    default, medium = (nano.make_prompts(request)[0].tokens for request in requests)
+    assert default == medium
 
 
 def test_prompts_far_beyond_the_context_are_refused_before_they_are_encoded() -> None:
