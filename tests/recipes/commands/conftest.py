@@ -6,6 +6,7 @@ import pytest
 
 COUNT = '''"""Counting."""
 
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def main(cfg, overwrite=False):
     if overwrite:
         erase_results(Path(cfg.output_dir))
     if cfg.to == 0:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
     print(" ".join([cfg.word] * cfg.to))
 '''
 
