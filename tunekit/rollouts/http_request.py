@@ -47,10 +47,10 @@ class OpenConnections:
         self.lock = threading.Lock()
         self.closed = threading.Event()
 
-    def add(self, connected: socket.socket) -> None:
+    def add(self, sock: socket.socket) -> None:
         with self.lock:
             self.check()
-            self.sockets.add(connected)
+            self.sockets.add(sock)
 
     def check(self) -> None:
         """Raise ConnectionAbortedError after `close`."""
@@ -60,27 +60,27 @@ class OpenConnections:
     def close(self) -> None:
         self.closed.set()
         with self.lock:
-            for connected in self.sockets:
-                shut_down(connected)
+            for sock in self.sockets:
+                shut_down(sock)
 
 
-def shut_down(connected: socket.socket) -> None:
+def shut_down(sock: socket.socket) -> None:
     """End reads and writes of other threads. Closing it would give its number to other files, while they use it."""
     with suppress(OSError):  # the other end has closed it
-        connected.shutdown(socket.SHUT_RDWR)
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 class LimitedReader(io.RawIOBase):
     """Bytes of a socket until the limits."""
 
-    def __init__(self, connected: socket.socket, raw: io.RawIOBase, limits: Limits) -> None:
-        self.connected, self.raw, self.limits, self.num_bytes = connected, raw, limits, 0
+    def __init__(self, sock: socket.socket, raw: io.RawIOBase, limits: Limits) -> None:
+        self.sock, self.raw, self.limits, self.num_bytes = sock, raw, limits, 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        self.connected.settimeout(self.limits.remaining_seconds())
+        self.sock.settimeout(self.limits.remaining_seconds())
         count = self.raw.readinto(buffer)
         self.num_bytes += count or 0
         if self.num_bytes > self.limits.max_bytes:
@@ -97,10 +97,10 @@ class LimitedReader(io.RawIOBase):
 class LimitedResponse(http.client.HTTPResponse):
     """Reads status line, headers and body within the limits."""
 
-    def __init__(self, connected: socket.socket, *args: Any, limits: Limits, **options: Any) -> None:
-        super().__init__(connected, *args, **options)
+    def __init__(self, sock: socket.socket, *args: Any, limits: Limits, **options: Any) -> None:
+        super().__init__(sock, *args, **options)
         assert isinstance(self.fp, io.BufferedReader)
-        self.fp = io.BufferedReader(LimitedReader(connected, self.fp.detach(), limits))
+        self.fp = io.BufferedReader(LimitedReader(sock, self.fp.detach(), limits))
 
 
 class LimitedConnection(http.client.HTTPConnection):
