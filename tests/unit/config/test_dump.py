@@ -4,6 +4,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tunekit.config.build import ENVIRONMENT_VARIABLE
 from tunekit.config.dump import diff_configs, dump_yaml, to_plain_config
 from tunekit.config.load import load_config, mapping
 
@@ -13,6 +14,7 @@ TEXT = (
     | st.sampled_from(["on", "no", "null", "~", "2e-4", "1_0", "0x1", "012", "1:30", "2024-01-01"])
     | st.sampled_from(["None", "<<", "=", "${a}", "???", ".nan", "true", "${oc.env:HOME}"])
 )
+PATHS = TEXT.filter(lambda text: not text.startswith("~") and not ENVIRONMENT_VARIABLE.search(text))  # as after loading
 FLOAT = st.floats(allow_nan=False)
 MAX_INT64 = 2**63 - 1  # integers beyond 64 bits are refused
 INTEGERS = st.integers(-MAX_INT64, MAX_INT64)
@@ -20,7 +22,7 @@ INTEGERS = st.integers(-MAX_INT64, MAX_INT64)
 
 def values(tree):
     """Any value of the test recipe."""
-    rows = st.builds(tree.Rows, source=TEXT, length=INTEGERS, pack=st.booleans())
+    rows = st.builds(tree.Rows, source=PATHS, length=INTEGERS, pack=st.booleans())
     alpha, targets = st.floats(0), TEXT | st.lists(TEXT).map(tuple)
     lora = {"rank": st.integers(1, MAX_INT64), "alpha": alpha, "targets": targets}
     adapters = st.builds(tree.LoRA, **lora) | st.builds(tree.DoRA, **lora, magnitude=st.booleans())
@@ -28,7 +30,7 @@ def values(tree):
     logger = st.just(tree.TensorBoard()) | st.builds(tree.WandB, project=TEXT)
     return st.builds(
         tree.SFT,
-        model=TEXT,
+        model=PATHS,
         data=rows,
         out=TEXT,
         adapter=st.just(tree.Full()) | adapters,
