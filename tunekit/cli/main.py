@@ -437,7 +437,8 @@ def end_threads(code: int) -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
     names = ", ".join(thread.name for thread in threads if thread.is_alive())
     if names:
-        print(f"{'ended with' if code else 'waiting for'} threads that still run: {names}", file=sys.stderr, flush=True)
+        action = "ending with" if code else "waiting for"
+        print(f"warning: {action} threads that are still running: {names}", file=sys.stderr, flush=True)
         if code:
             with suppress(OSError, ValueError):  # the reader has closed the pipe, or the user the stream
                 sys.stdout.flush()

@@ -37,7 +37,7 @@ def find_config_and_recipe(args: argparse.Namespace) -> tuple[Path, str]:
         raise UserError(f"{path}: missing recipe. Add a line 'recipe: sft', or pass --recipe sft (run: `{command}`)")
     if args.recipe is None and recipe.endswith(".py"):  # a config cannot run code
         command = f"tune run {recipe} {args.config}"
-        raise UserError(f"{path}: recipe: {recipe} is a file, which only the command line can name: `{command}`")
+        raise UserError(f"{path}: recipe: must be a name, got the file {recipe!r}. Run it with: {command}")
     return path, recipe
 
 

@@ -263,6 +263,19 @@ def test_ctrl_c_prints_nothing(count: Path, capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr() == ("", "")
 
 
+def test_threads_of_the_user_end_with_a_failed_command() -> None:
+    code = """
+import threading
+from tunekit.cli import main as cli
+cli.THREAD_SECONDS = 0
+threading.Thread(target=threading.Event().wait, name="watcher").start()
+print("buffered")
+cli.end_threads(3)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (3, "buffered\n") and "watcher" in result.stderr
+
+
 def test_options_lists_all_fields(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["options", "count.py"]) == 0
     reference = capsys.readouterr().out
