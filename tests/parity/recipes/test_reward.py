@@ -163,7 +163,7 @@ def test_labeled_steps_match_transformers(loss: RewardLoss, tmp_path: Path) -> N
     """Our IGNORE is the ignore_index of transformers. The mean over documents of one batch is that of the step."""
     source = write_reward_rows(tmp_path)
     data = StepwiseDataset(source, step_separator=" w7 ") if isinstance(loss, ProcessReward) else LabeledDataset(source)
-    cfg = make_config(tmp_path, loss=loss, data=data)
+    cfg = make_config(tmp_path, loss=loss, data=data, data_checks="warn")  # rows of text have unused prompts
     reference = save_initial_model(cfg, tmp_path)
     expected = torch_steps(cfg, reference)
     reward.main(cfg)

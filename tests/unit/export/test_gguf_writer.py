@@ -48,7 +48,7 @@ def test_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
 def test_missing_space_is_an_error_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = make_checkpoint(tmp_path / "model", WIDE)
     monkeypatch.setattr(atomic, "free_bytes", lambda path: 1000)
-    with pytest.raises(UserError, match=r"model\.gguf.*1 kB"):
+    with pytest.raises(UserError, match=r"model\.gguf.*1000 bytes free"):
         export_checkpoint(directory, tmp_path / "out" / "model.gguf")
     assert not (tmp_path / "out").exists()
 
