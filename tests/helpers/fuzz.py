@@ -77,8 +77,8 @@ ROWS = b"".join(
 )
 
 
-class TooSlow(Exception):
-    """An input took longer than `SECONDS`."""
+class TooSlow(BaseException):
+    """An input took longer than `SECONDS`. Not an Exception, which readers turn into UserError."""
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def find_column(fields: Fields) -> str | None:
     column = next((name for name in (PROMPT, *MESSAGE_COLUMNS) if fields.get(name) is not None), None)
     if column is None and match_rule(fields, (INSTRUCT,)) is None:
         columns = ", ".join(map(str, fields)) or "none"
-        raise UserError(f"the row has no column 'prompt' or 'messages' (columns: {columns})")
+        raise UserError(f"the row has no column 'prompt' or 'messages' (columns: {columns}). Rename one")
     return column
 
 

@@ -1,20 +1,17 @@
 """Whatever `source` is, it gives rows or a one-line error, within seconds."""
 
 import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
 import fsspec
 import pytest
 
+from tests.helpers.fuzz import time_limit
 from tunekit.data.readers import data_files
 from tunekit.data.readers.open_dataset import find_data_files, open_dataset
 from tunekit.errors import UserError
 
-SECONDS = 20  # these sources take less than 0.5 s each
 PATTERNS = ("****x", "***", "**", "**/", "*" * 500, "**/" * 200 + "*.jsonl", "[", "[]", "[!]", "[[", "[z-a].jsonl",
             "[a-" * 200 + ".jsonl", "none/****x", "none/**/**/x", "?" * 300, "loop/**/*.csv",
             "*/*/*/*.csv", "locked/*.csv", "a\0*", "\ud800*.jsonl", "../*.none")  # fmt: skip
@@ -31,20 +28,6 @@ URLS = ("http://[::1", "http://", "http://:99999/x", "http://\n", "http://127.0.
         "hf://datasets/", "hf://datasets/a", "hf://spaces/x", "hf://buckets/x", "a::b://c", "::://", "://", "a://", "1://a",
         "nonsense://a", "HTTP://x", "filecache://x", "simplecache::http://127.0.0.1:1/x.jsonl", "reference://x", "cached://x",
         "github://x", "jupyter://x", "dbfs://x", "data://x", "generic://x", "async_wrapper://x", "git://x")  # fmt: skip
-
-
-@contextmanager
-def time_limit() -> Iterator[None]:
-    def stop(number: int, frame: object) -> None:
-        raise TimeoutError
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 @pytest.fixture
