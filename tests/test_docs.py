@@ -199,7 +199,7 @@ def test_option_pages_are_current() -> None:
     assert set(OPTIONS) == set(registry.list_recipes())
     for name, path in OPTIONS.items():
         expected = schema.options_markdown(recipe_loader.load_recipe(name).CONFIG) + "\n"
-        assert path.read_text() == expected, f"tune options {name} > docs/options/{name}.md"
+        assert path.read_text() == expected, f"tune options {name} --all > docs/options/{name}.md"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])

@@ -45,13 +45,13 @@ def _ls(add: AddArgument) -> None:
 
 
 def _cp(add: AddArgument) -> None:
-    add("name", metavar="NAME", help="recipe or config")
+    add("name", metavar="NAME", help="recipe, config, or train_loop")
     add("dest", nargs="?", default=".", metavar="FILE", help="new file or directory (default: current directory)")
     add("--force", action="store_true", help="overwrite an existing file")
 
 
 def _cat(add: AddArgument) -> None:
-    add("name", metavar="NAME", help="recipe or config")
+    add("name", metavar="NAME", help="recipe, config, or train_loop")
 
 
 def _new(add: AddArgument) -> None:
@@ -208,6 +208,8 @@ def _selftest(add: AddArgument) -> None:
 
 def _options(add: AddArgument) -> None:
     add("recipe", metavar="RECIPE", help="name or file of a recipe")
+    add("key", nargs="?", metavar="KEY", help="print all kinds of this key, such as loss or data.transforms")
+    add("--all", action="store_true", help="print all keys of all kinds, not only of those by default")
     add("--schema", action="store_true", help="print a JSON Schema for editors instead of Markdown")
 
 
@@ -274,7 +276,7 @@ VERBS: dict[str, tuple[str, Callable[[AddArgument], None]]] = {
     "chat": ("chat with a model", _chat),
     "serve": ("serve a model with the protocol of OpenAI", _serve),
     "selftest": ("check kernels, model and speed on this machine, and write a report", _selftest),
-    "options": ("list every option of a recipe", _options),
+    "options": ("list the options of a recipe", _options),
     "episodes": ("write a web page to read sampled episodes turn by turn", _episodes),
     "cache": ("show or clear the cache of tokenized rows", _cache),
     "completion": ("print a script for shell completion", _completion),

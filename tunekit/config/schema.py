@@ -16,6 +16,8 @@ from tunekit.config.choices import (
 from tunekit.config.dump import to_plain_value
 from tunekit.config.field_comments import class_comment, field_comments
 from tunekit.config.scalar import TYPE_LABELS
+from tunekit.config.suggestions import closest_match
+from tunekit.errors import UserError
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 _REFERENCE = {"type": "string", "pattern": r"\$\{"}  # a reference such as ${output_dir} is valid for any type
@@ -99,13 +101,55 @@ def _required(keys: dict[str, FieldSlot]) -> list[str]:
 
 
 def options_markdown(cls: type) -> str:
-    """Generate Markdown with all options of a recipe: one table for the recipe and one for each kind."""
-    uses: dict[type, list[str]] = {}
+    """Markdown with all options of a recipe: one table for the recipe and one for each kind."""
+    return _sections(cls, {choice: places for choice, (places, _) in _find_uses(cls).items()})
+
+
+def overview_markdown(cls: type) -> str:
+    """Markdown with the keys of a recipe, and those of the kind that each of them has by default.
+
+    If that kind has no options, as `adapter: none`, the first one with options is shown.
+    """
+    choices, shown = ChoiceRegistry(), set()
+    for slot in field_slots(cls).values():
+        kinds = [kind for kind in choices.kinds(slot).values() if field_slots(kind)]
+        default = [kind for kind in kinds if kind is type(slot.default)]
+        shown |= {*(default or kinds)[:1]}
+    uses = {choice: places[:1] for choice, (places, depth) in _find_uses(cls).items() if choice in shown and depth == 1}
+    return _sections(cls, uses)
+
+
+def key_markdown(cls: type, key: str) -> str:
+    """Markdown with the options of all kinds of a key such as `loss` or `data.transforms`. Raises UserError if the key
+    has none.
+    """
+    uses = {}
+    for choice, (places, _) in _find_uses(cls).items():
+        if own := [place for place in places if place.strip("`").partition(": ")[0] == key]:
+            uses[choice] = own
+    if uses:
+        return "\n".join(_section(f"## {', '.join(places)}", choice) for choice, places in uses.items())
+    comments, slots = field_comments(cls), field_slots(cls)
+    if key in slots:
+        return f"`{key}`: {_type_label(slots[key].hint)}, default {_default(slots[key])}. {comments.get(key, '')}\n"
+    keys = {place.strip("`").partition(": ")[0] for places, _ in _find_uses(cls).values() for place in places}
+    match = closest_match(key, [*slots, *sorted(keys)])
+    raise UserError(f"{key}: unknown key.{f' Did you mean {match}?' if match else ''}")
+
+
+def _find_uses(cls: type) -> dict[type, tuple[list[str], int]]:
+    """Each kind of a recipe's config with the keys that accept it, as Markdown, and the depth of the first of them."""
+    uses: dict[type, tuple[list[str], int]] = {}
     for path, slot in iter_slots(cls, ChoiceRegistry()):
         kinds = ChoiceRegistry().kinds(slot)
-        key = ".".join(part for part in path if part != "0")
+        parts = [part for part in path if part != "0"]
         for kind, choice in kinds.items():
-            uses.setdefault(choice, []).append(f"`{key}: {kind}`" if len(kinds) > 1 else f"`{key}`")
+            place = f"`{'.'.join(parts)}: {kind}`" if len(kinds) > 1 else f"`{'.'.join(parts)}`"
+            uses.setdefault(choice, ([], len(parts)))[0].append(place)
+    return uses
+
+
+def _sections(cls: type, uses: dict[type, list[str]]) -> str:
     sections = [_section(f"# {cls.__name__}", cls)]
     sections += [_section(f"## {', '.join(dict.fromkeys(places))}", choice) for choice, places in uses.items()]
     return "\n".join(sections)

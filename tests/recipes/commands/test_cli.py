@@ -277,7 +277,7 @@ cli.end_threads(3)
 
 
 def test_options_lists_all_fields(count: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["options", "count.py"]) == 0
+    assert cli.main(["options", "count.py", "--all"]) == 0
     reference = capsys.readouterr().out
     assert all(name in reference for name in ("word", "to", "output_dir"))
     assert cli.main(["options", "count.py", "--schema"]) == 0

@@ -7,7 +7,8 @@ from tunekit.config.dump import to_plain_config
 from tunekit.config.errors import ConfigError
 from tunekit.config.field_comments import field_comments
 from tunekit.config.load import mapping
-from tunekit.config.schema import json_schema, options_markdown
+from tunekit.config.schema import json_schema, key_markdown, options_markdown, overview_markdown
+from tunekit.errors import UserError
 
 
 def test_field_comments_are_read(tree):
@@ -88,3 +89,21 @@ def test_reference_contains_all_options(tree):
     assert "\n## `log.to: wandb`\n" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"\|", row)) for row in rows} == {5}
+
+
+def test_overview_contains_each_key_and_the_default_kinds(tree):
+    text = overview_markdown(tree.SFT)
+    assert text.startswith("# SFT\n")
+    titles = [line for line in text.splitlines() if line.startswith("## ")]
+    assert "## `data`" in titles and "## `optimizer: adamw`" in titles and "## `optimizer: sgd`" not in titles
+
+
+def test_key_reference_contains_all_kinds_of_this_key(tree):
+    text = key_markdown(tree.SFT, "optimizer")
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        "## `optimizer: adamw`",
+        "## `optimizer: sgd`",
+    ]
+    assert "`model`: text, default **required**. directory or Hub name" in key_markdown(tree.SFT, "model")
+    with pytest.raises(UserError, match="optimizr: unknown key. Did you mean optimizer"):
+        key_markdown(tree.SFT, "optimizr")
