@@ -50,7 +50,7 @@ from tunekit.models.spec import Attention
 from tunekit.optim.config import AdamWConfig
 from tunekit.quantization.config import NF4Config, NoQuantization
 from tunekit.recipes import sft
-from tunekit.training.cuda_graph import graph_backward_pass
+from tunekit.training.cuda_graph import set_up_cuda_graphs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LLAMA_8B, LLAMA_1B = "tunekit/llama3_1_8b", "tunekit/llama3_2_1b"
@@ -293,14 +293,12 @@ def measure_sft_steps(size: Size, preset: str, rows: int, use_graphs: bool) -> d
     cfg = sft.SFTConfig(model=preset, data=TextDataset(preset), output_dir=preset, cuda_graph=use_graphs)
     optimizer = AdamWConfig(lr=1e-5).build(adapter.param_groups(model))
     with DistributedContext(0, DEVICE.type) as dist:
-        run_pass = partial(sft.backward_pass, model, cfg, dist)
-        if use_graphs:
-            run_pass = graph_backward_pass(run_pass, model, dist)
+        set_up_cuda_graphs(model, cfg, dist)
         batch_sizes = model.spec.vocab, *size.tokens(rows, 2048)
         batches = iter([build_random_documents(*batch_sizes, seed) for seed in range(3 * size.steps)])
 
         def run_step() -> None:
-            sft.forward_backward(model, [next(batches)], cfg, dist, run_pass)
+            sft.forward_backward(model, [next(batches)], cfg, dist)
             optimizer.step()
             optimizer.zero_grad()
 

@@ -5,6 +5,7 @@ tune run embed my_embed.yaml model=Qwen/Qwen3-0.6B loss.scale=50 global_batch_si
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,18 +16,14 @@ from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.sentence_transformers import EmbeddingModules, choose_pooling
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.embedding_data import EmbeddingData, check_rows, read_text_options
-from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.data.embedding_datasets import Pooling
 from tunekit.errors import FieldError
 from tunekit.losses.embedding import EmbeddingFamily, MultipleNegativesRanking, gather_embeddings
 from tunekit.losses.embedding_metrics import Embedder, evaluate
 from tunekit.training.config import TrainConfig, check_training
-from tunekit.training.early_stopping import EarlyStopping
-from tunekit.training.export import export_final
-from tunekit.training.packing_check import check_packing
-from tunekit.training.run_context import RunContext
+from tunekit.training.run_context import RunContext, run_training
 from tunekit.training.setup import build_optimizer, load_model, open_dataloaders
-from tunekit.training.step_guard import StepGuard
+from tunekit.training.train_loop import TrainLoop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +71,7 @@ def check(cfg: EmbedConfig) -> None:
 
 def main(cfg: EmbedConfig, overwrite: bool = False) -> None:
     """Train, or resume training, and write a model for sentence-transformers to `final/` in the run directory."""
-    with RunContext(cfg, "embed", overwrite) as run:
-        if not run.is_complete:
-            train(cfg, run)
-        run.push_result()
+    run_training("embed", train, cfg, overwrite)
 
 
 def train(cfg: EmbedConfig, run: RunContext) -> None:
@@ -88,57 +82,19 @@ def train(cfg: EmbedConfig, run: RunContext) -> None:
     train_data, eval_data = open_dataloaders(cfg, tokenizer, run)
     for loader in filter(None, (train_data, eval_data)):
         loader.add_check(cfg.loss.check_labels)
-    model = load_model(checkpoint, cfg, dist)
-    embedder = Embedder(model, cfg.modules(checkpoint).pooling, dist)
-    num_steps = run.begin(train_data)
-
-    optimizer = build_optimizer(cfg, model, dist)
-    lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
-    prefetcher = Prefetcher(train_data, dist.device)
-    guard = StepGuard(cfg.step_guard, dist, prefetcher)
-    early_stopping = EarlyStopping(cfg)
-    checkpointer = run.open_checkpointer(model, optimizer, lr_scheduler, early_stopping, data=prefetcher, guard=guard)
-    step = checkpointer.restore()  # 0 in a new run
-    if step == 0:
-        check_packing(model, train_data, dist)
-    logger = run.open_logger(num_steps, step)
-
-    with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
-        if step == 0 and eval_data:
-            early_stopping.check_metric(logger.log_eval(0, evaluate(embedder, eval_data, cfg.loss)))
-        guard.begin(step, checkpointer)  # saves step 0 if the run may roll back
-        run.handle_signals()
-        while step < num_steps and not early_stopping.triggered:
-            run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
-            batches = prefetcher.next()  # the micro-batches of this rank
-            loss = forward_backward(embedder, batches, cfg, train_data.mixture.docs_per_row)
+    with TrainLoop(run, checkpoint, tokenizer, (train_data, eval_data)) as loop:
+        model = load_model(checkpoint, cfg, dist)
+        embedder = Embedder(model, cfg.modules(checkpoint).pooling, dist)
+        optimizer = build_optimizer(cfg, model, dist)
+        # Resumes; between two steps it logs, evaluates, saves, uploads, rolls back or stops as the config says
+        for step in loop.start(model, optimizer, partial(evaluate, embedder, eval_data, cfg.loss)):
+            loss = forward_backward(embedder, step.batches, cfg, train_data.mixture.docs_per_row)
             grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
-            if not guard.accepts(step, loss, grad_norm):  # NaN, Inf or a spike
+            if not step.accepts(loss, grad_norm):  # NaN, Inf or a spike
                 optimizer.zero_grad()  # without gradients, `step` changes no weight
             optimizer.step()
             optimizer.zero_grad()
-            lr = lr_scheduler.get_last_lr()[0]
-            lr_scheduler.step()
-            if guard.needs_rollback(logger):
-                step = guard.roll_back(checkpointer, logger)  # to the last training state; skips the data since then
-                continue
-            step += 1
-            logger.log_step(step, batches, prefetcher.data_time, loss=loss, grad_norm=grad_norm, lr=lr)
-
-            due = run.due_after(step, num_steps)
-            with logger.pause():  # not part of the step time
-                if due.any:
-                    guard.check_all(logger)  # raises if a step was not finite, before its weights are used
-                if due.push:
-                    run.push_checkpoint(step, num_steps, model, checkpoint)
-                if due.eval and eval_data:
-                    early_stopping.update(step, logger.log_eval(step, evaluate(embedder, eval_data, cfg.loss)))
-                if due.save or early_stopping.needs_save(step):
-                    checkpointer.save(step)
-                    run.exit_if_stop_requested(step, num_steps)
-                checkpointer.poll()  # raises if a save in the background has failed
-        step = early_stopping.finish(checkpointer, step, num_steps)  # loads the best weights
-    export_final(run, model, checkpoint, (train_data, eval_data), step)
+            step.log(loss, grad_norm)
 
 
 def forward_backward(embedder: Embedder, batches: list[Batch], cfg: EmbedConfig, docs_per_row: int) -> Tensor:

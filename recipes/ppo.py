@@ -4,29 +4,25 @@ tune run ppo nano/ppo
 tune run ppo mistral/7b_ppo_full reward.model=REWARD_MODEL
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from tunekit.build import open_checkpoint, open_tokenizer
-from tunekit.data.dataloader.prefetch import Prefetcher
-from tunekit.distributed.context import DistributedContext
 from tunekit.errors import check_range
+from tunekit.losses.policy_gradient import RewardSignals
 from tunekit.losses.ppo import PPO
 from tunekit.models.decoder import Decoder
 from tunekit.policy.config import PolicyConfig, check_policy
 from tunekit.policy.logprob_drift import DriftLimit
-from tunekit.policy.objective import PolicyObjective, PolicyStep
-from tunekit.policy.ppo import PPOBuffer, PPOObjective
+from tunekit.policy.objective import PolicyObjective, PolicyStep, open_objective
+from tunekit.policy.ppo import PPOBuffer, PPOObjective, PPOSamples, objective_metrics
 from tunekit.policy.prompt_loader import open_prompts
-from tunekit.policy.rollout_buffer import RolloutSampler, open_objective
-from tunekit.training.early_stopping import EarlyStopping
-from tunekit.training.export import export_final
-from tunekit.training.forgetting import ForgettingMonitor
-from tunekit.training.generation_monitor import GenerationMonitor
-from tunekit.training.run_context import RunContext
+from tunekit.policy.rollout_sampler import RolloutSampler, ScoredRollouts
+from tunekit.policy.samples import PolicySamples
+from tunekit.training.run_context import RunContext, run_training
 from tunekit.training.setup import build_optimizer, load_model
-from tunekit.training.step_guard import StepGuard
+from tunekit.training.train_loop import TrainLoop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +50,12 @@ class PPOConfig(PolicyConfig):
 
 
 CONFIG = PPOConfig
-
-
-def check(cfg: PPOConfig) -> None:
-    """Raise UserError for everything that can be found without reading weights."""
-    check_policy(cfg)
+check = check_policy  # raises UserError for everything that can be found without reading weights
 
 
 def main(cfg: PPOConfig, overwrite: bool = False) -> None:
     """Train, or resume training, and write the result to `final/` in the run directory."""
-    with RunContext(cfg, "ppo", overwrite) as run:
-        if not run.is_complete:
-            train(cfg, run)
-        run.push_result()
+    run_training("ppo", train, cfg, overwrite)
 
 
 def train(cfg: PPOConfig, run: RunContext) -> None:
@@ -75,91 +64,57 @@ def train(cfg: PPOConfig, run: RunContext) -> None:
     checkpoint = open_checkpoint(cfg)  # config.json and tensor names; weights are read by load_model
     tokenizer = open_tokenizer(checkpoint, run.start_date)
     train_data, eval_data = open_prompts(cfg, checkpoint, tokenizer, run)
-    forgetting = ForgettingMonitor(tokenizer, run)
-    generation = GenerationMonitor(tokenizer, run)
-    model = load_model(checkpoint, cfg, dist, value_head=True)  # saved in training states only
-    objective = open_objective(cfg, train_data, model, PPOObjective)
-    reference = cfg.reference.open_model(cfg, checkpoint, model, dist) if cfg.loss.needs_reference else None
-    sampler = RolloutSampler(cfg, model, train_data, dist)
-    num_steps = run.begin(train_data)
-
-    optimizer = build_optimizer(cfg, model, dist, cfg.value_lr)
-    lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
-    prefetcher = Prefetcher(train_data, dist.device)
-    guard = StepGuard(cfg.step_guard, dist, prefetcher)
-    drift_limit = DriftLimit(cfg, dist)
-    early_stopping = EarlyStopping(cfg)
-    rollouts = PPOBuffer(sampler, objective, reference)
-    checkpointer = run.open_checkpointer(
-        model, optimizer, lr_scheduler, early_stopping, data=prefetcher, guard=guard,
-        forgetting=forgetting, rollouts=rollouts,
-    )  # fmt: skip
-    step = checkpointer.restore()  # 0 in a new run
-    logger = run.open_logger(num_steps, step)
-
-    with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
-        if step == 0 and cfg.has_evaluation:
-            metrics = sampler.evaluate(eval_data, step) | generation.evaluate(model, 0, logger)
-            early_stopping.check_metric(logger.log_eval(0, metrics))
-        forgetting.begin(model, step, logger)
-        guard.begin(step, checkpointer)  # saves step 0 if the run may roll back
-        run.handle_signals()
-        while step < num_steps and not early_stopping.triggered:
-            run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
-            prefetcher.next()
-            data_step = guard.data_step(step)
-            if rollouts.needs_rollouts(data_step):
-                rollouts.sample(model, train_data.prompts(data_step), data_step, logger)
-            samples = objective.begin_step(model, *rollouts.take(data_step), dist)
-            loss, metrics = forward_backward(model, samples, objective, dist)
-            drift_limit.add(metrics, logger)
+    with TrainLoop(run, checkpoint, tokenizer, (train_data, eval_data)) as loop:
+        model = load_model(checkpoint, cfg, dist, value_head=True)  # saved in training states only
+        reference = cfg.reference.open_model(cfg, checkpoint, model, dist) if cfg.loss.needs_reference else None
+        objective = open_objective(cfg, train_data, model, reference, dist, PPOObjective)
+        sampler, rollouts = RolloutSampler(cfg, model, train_data, dist), PPOBuffer(cfg)
+        optimizer = build_optimizer(cfg, model, dist, cfg.value_lr)
+        evaluate, checks = (lambda: sampler.evaluate(eval_data, loop.step)), [DriftLimit(cfg, dist)]
+        # Resumes; between two steps it logs, evaluates, saves, uploads, rolls back or stops as the config says
+        for step in loop.start(model, optimizer, evaluate, checks, rollouts=rollouts):
+            if rollouts.needs_rollouts(step.data_step):
+                answers = sampler.sample(train_data.prompts(step.data_step), step.data_step)
+                samples, metrics = make_samples(answers, model, objective, cfg)
+                rollouts.fill(step.data_step, samples, sampler.log(answers, samples, metrics, loop.logger))
+            policy_step = objective.begin_step(model, *rollouts.take(step.data_step))
+            step.batches = policy_step.batches
+            loss, metrics = forward_backward(model, policy_step, objective)
             grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
-            if not guard.accepts(step, loss, grad_norm):  # NaN, Inf or a spike
+            if not step.accepts(loss, grad_norm):  # NaN, Inf or a spike
                 optimizer.zero_grad()  # without gradients, `step` changes no weight
             optimizer.step()
             optimizer.zero_grad()
-            lr = lr_scheduler.get_last_lr()[0]
-            lr_scheduler.step()
-            if guard.needs_rollback(logger):
-                step = guard.roll_back(checkpointer, logger)  # to the last training state; skips the data since then
-                continue
-            step += 1
-            metrics = rollouts.metrics | metrics
-            logger.log_step(
-                step, samples.batches, prefetcher.data_time, loss=loss, grad_norm=grad_norm, lr=lr, **metrics
-            )
-
-            due = run.due_after(step, num_steps)
-            with logger.pause():  # not part of the step time
-                if due.any:
-                    guard.check_all(logger)  # raises if a step was not finite, before its weights are used
-                    drift_limit.check()
-                if due.push:
-                    run.push_checkpoint(step, num_steps, model, checkpoint)
-                if due.eval:
-                    metrics = sampler.evaluate(eval_data, step) | generation.evaluate(model, step, logger)
-                    early_stopping.update(step, logger.log_eval(step, metrics))
-                if due.forgetting:
-                    forgetting.evaluate(model, step, logger)
-                if due.save or early_stopping.needs_save(step) or forgetting.exceeded:
-                    checkpointer.save(step)
-                    run.exit_if_stop_requested(step, num_steps)
-                    forgetting.raise_if_exceeded(step)
-                checkpointer.poll()  # raises if a save in the background has failed
-        step = early_stopping.finish(checkpointer, step, num_steps)  # loads the best weights
-    export_final(run, model, checkpoint, (train_data, eval_data), step)
+            step.log(loss, grad_norm, **rollouts.metrics | metrics)
 
 
-def forward_backward(
-    model: Decoder, step: PolicyStep, objective: PolicyObjective, dist: DistributedContext
-) -> tuple[Tensor, dict[str, Tensor]]:
+def make_samples(
+    answers: ScoredRollouts, model: Decoder, objective: PolicyObjective, cfg: PPOConfig
+) -> tuple[PPOSamples, dict[str, float]]:
+    """Training samples of a generation: tokens with log-probabilities and values before the first update, advantages
+    and returns. Also returns metrics with TRL's names. Answers without a reward are not trained.
+    """
+    samples = PolicySamples.from_rollouts(answers.rollouts, cfg.loss.mask_truncated_completions)
+    scores = answers.rewards - (cfg.loss.missing_eos_penalty or 0) * answers.is_truncated
+    samples = replace(samples, loss_mask=samples.loss_mask & ~scores.isnan()[:, None])
+    logps, _, values = objective.score(model, samples)
+    ref_logps = logps if objective.reference is None else objective.score_reference(samples)
+    signals = RewardSignals(scores.nan_to_num(0), 1, samples.loss_mask, logps - ref_logps, values)
+    estimates = cfg.loss.advantages(signals)
+    samples = replace(samples, old_logps=logps, ref_logps=ref_logps, advantages=estimates.values)
+    metrics = objective_metrics(cfg.loss, signals, estimates, scores, logps)
+    return PPOSamples(**vars(samples), values=values, returns=estimates.returns), metrics
+
+
+def forward_backward(model: Decoder, step: PolicyStep, objective: PolicyObjective) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the gradients of one optimizer step. Returns its loss and its other metrics, over all ranks.
 
     The weights of all tokens are known in advance, so micro-batches and ranks add up to the loss of the step.
     """
+    dist = objective.dist
     for i, batch in enumerate(step.batches, start=1):
         dist.set_gradient_sync(model, enabled=i == len(step.batches))  # reduce gradients in the last micro-batch only
         loss = objective.token_loss(model, batch, step)
         (loss * dist.grad_scale).backward()  # FSDP averages gradients over ranks; this makes it a sum
-    metrics = objective.metrics(step, dist)
+    metrics = objective.metrics(step)
     return metrics.pop("loss"), metrics

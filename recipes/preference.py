@@ -6,13 +6,13 @@ tune run preference qwen3/1_7b_orpo_lora data.source=mine.jsonl
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
 from tunekit.build import open_checkpoint, open_tokenizer, read_checkpoint
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.preference_data import PreferenceData
-from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.distributed.context import DistributedContext
 from tunekit.losses.dpo import DPO, DPOFamily
 from tunekit.losses.metric_sums import MetricSums
@@ -22,15 +22,10 @@ from tunekit.losses.router_losses import RouterLosses
 from tunekit.losses.unpaired import UnpairedFamily
 from tunekit.models.decoder import Decoder
 from tunekit.training.config import TrainConfig, check_training
-from tunekit.training.early_stopping import EarlyStopping
-from tunekit.training.export import export_final
-from tunekit.training.forgetting import ForgettingMonitor
-from tunekit.training.generation_monitor import GenerationMonitor
-from tunekit.training.packing_check import check_packing
 from tunekit.training.reference_model import AutoReference, Reference, ReferenceInputs
-from tunekit.training.run_context import RunContext
+from tunekit.training.run_context import RunContext, run_training
 from tunekit.training.setup import build_optimizer, load_model, open_dataloaders
-from tunekit.training.step_guard import StepGuard
+from tunekit.training.train_loop import TrainLoop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +67,7 @@ def check(cfg: PreferenceConfig) -> None:
 
 def main(cfg: PreferenceConfig, overwrite: bool = False) -> None:
     """Train, or resume training, and write the result to `final/` in the run directory."""
-    with RunContext(cfg, "preference", overwrite) as run:
-        if not run.is_complete:
-            train(cfg, run)
-        run.push_result()
+    run_training("preference", train, cfg, overwrite)
 
 
 def train(cfg: PreferenceConfig, run: RunContext) -> None:
@@ -84,70 +76,22 @@ def train(cfg: PreferenceConfig, run: RunContext) -> None:
     checkpoint = open_checkpoint(cfg)  # config.json and tensor names; weights are read by load_model
     tokenizer = open_tokenizer(checkpoint, run.start_date)
     train_data, eval_data = open_dataloaders(cfg, tokenizer, run)
-    forgetting = ForgettingMonitor(tokenizer, run)
-    generation = GenerationMonitor(tokenizer, run)
-    model = load_model(checkpoint, cfg, dist)
-    objective = cfg.objective.prepare_data(model, train_data, eval_data, dist)
-    reference_inputs = ReferenceInputs(run, checkpoint, model, train_data, eval_data, objective)
-    objective = replace(objective, reference=cfg.reference.open(reference_inputs))
-    num_steps = run.begin(train_data)
-
-    optimizer = build_optimizer(cfg, model, dist)
-    lr_scheduler = cfg.lr_scheduler.build(optimizer.inner, num_steps)
-    prefetcher = Prefetcher(train_data, dist.device)
-    guard = StepGuard(cfg.step_guard, dist, prefetcher)
-    early_stopping = EarlyStopping(cfg)
-    checkpointer = run.open_checkpointer(
-        model, optimizer, lr_scheduler, early_stopping, data=prefetcher, guard=guard,
-        forgetting=forgetting, running_mean=objective.running_mean,
-    )  # fmt: skip
-    step = checkpointer.restore()  # 0 in a new run
-    if step == 0:
-        check_packing(model, train_data, dist)
-    logger = run.open_logger(num_steps, step)
-
-    with checkpointer, logger, run.profiler, prefetcher.start(guard.data_step(step), guard.data_step(num_steps)):
-        if step == 0 and cfg.has_evaluation:
-            metrics = objective.evaluate(model, eval_data, dist) | generation.evaluate(model, 0, logger)
-            early_stopping.check_metric(logger.log_eval(0, metrics))
-        forgetting.begin(model, step, logger)
-        guard.begin(step, checkpointer)  # saves step 0 if the run may roll back
-        run.handle_signals()
-        while step < num_steps and not early_stopping.triggered:
-            run.begin_step(step, logger)  # heartbeat, profiler, random seed of this step
-            batches = prefetcher.next()  # the micro-batches of this rank
-            loss, metrics = forward_backward(model, batches, objective, dist)
+    with TrainLoop(run, checkpoint, tokenizer, (train_data, eval_data)) as loop:
+        model = load_model(checkpoint, cfg, dist)
+        objective = cfg.objective.prepare_data(model, train_data, eval_data, dist)
+        reference_inputs = ReferenceInputs(run, checkpoint, model, train_data, eval_data, objective)
+        objective = replace(objective, reference=cfg.reference.open(reference_inputs))
+        optimizer = build_optimizer(cfg, model, dist)
+        evaluate = partial(objective.evaluate, model, eval_data, dist)
+        # Resumes; between two steps it logs, evaluates, saves, uploads, rolls back or stops as the config says
+        for step in loop.start(model, optimizer, evaluate, running_mean=objective.running_mean):
+            loss, metrics = forward_backward(model, step.batches, objective, dist)
             grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
-            if not guard.accepts(step, loss, grad_norm):  # NaN, Inf or a spike
+            if not step.accepts(loss, grad_norm):  # NaN, Inf or a spike
                 optimizer.zero_grad()  # without gradients, `step` changes no weight
             optimizer.step()
             optimizer.zero_grad()
-            lr = lr_scheduler.get_last_lr()[0]
-            lr_scheduler.step()
-            if guard.needs_rollback(logger):
-                step = guard.roll_back(checkpointer, logger)  # to the last training state; skips the data since then
-                continue
-            step += 1
-            logger.log_step(step, batches, prefetcher.data_time, loss=loss, grad_norm=grad_norm, lr=lr, **metrics)
-
-            due = run.due_after(step, num_steps)
-            with logger.pause():  # not part of the step time
-                if due.any:
-                    guard.check_all(logger)  # raises if a step was not finite, before its weights are used
-                if due.push:
-                    run.push_checkpoint(step, num_steps, model, checkpoint)
-                if due.eval:
-                    metrics = objective.evaluate(model, eval_data, dist) | generation.evaluate(model, step, logger)
-                    early_stopping.update(step, logger.log_eval(step, metrics))
-                if due.forgetting:
-                    forgetting.evaluate(model, step, logger)
-                if due.save or early_stopping.needs_save(step) or forgetting.exceeded:
-                    checkpointer.save(step)
-                    run.exit_if_stop_requested(step, num_steps)
-                    forgetting.raise_if_exceeded(step)
-                checkpointer.poll()  # raises if a save in the background has failed
-        step = early_stopping.finish(checkpointer, step, num_steps)  # loads the best weights
-    export_final(run, model, checkpoint, (train_data, eval_data), step)
+            step.log(loss, grad_norm, **metrics)
 
 
 def forward_backward(

@@ -28,19 +28,14 @@ def recipe(workspace) -> Path:
     assert workspace.run_tune("cp", "sft", "my_sft.py").code == 0
     path = workspace.folder / "my_sft.py"
     source = path.read_text("utf-8")
-    first_line = "    loss = cfg.loss(model, batch) / denominator\n"
+    first_line = "        loss = cfg.loss(model, batch.to(dist.device)) / denominator\n"
     source = replace_once(source, first_line, block_with("1e-4 *"))
-    log_step = re.search(r" *logger\.log_step\(.*\n", source)
-    assert log_step
-    source = replace_once(source, log_step[0], block_with("num_batches="))
+    log = "            step.log(loss, grad_norm, **cfg.loss.pop_metrics(model, dist))\n"
+    source = replace_once(source, log, block_with("num_batches=") + block_with("ema.copy_to"))
     source = replace_once(source, "\n\n@dataclass(", f"\n\n{block_with('class EMA')}\n\n@dataclass(")
-    checkpointer = re.search(r"    checkpointer = run\.open_checkpointer\(.*?\n    \).*?\n", source, re.DOTALL)
-    assert checkpointer
-    source = replace_once(source, checkpointer[0], block_with("ema=ema"))
+    start = "        for step in loop.start(model, optimizer, partial(evaluate, model, eval_data, dist)):\n"
+    source = replace_once(source, start, block_with("ema=ema"))
     source = replace_once(source, "            optimizer.step()\n", block_with("ema.update"))
-    source = replace_once(
-        source, "    export_final(run, model, checkpoint, (train_data, eval_data), step)\n", block_with("ema.copy_to")
-    )
     loss_field = "    loss: CrossEntropy = CrossEntropy()\n"
     source = replace_once(source, loss_field, loss_field + block_with("ema_decay: float"))
     source = replace_once(source, "ema = EMA(model)", "ema = EMA(model, cfg.ema_decay)")
@@ -68,8 +63,9 @@ def test_custom_recipe_changes_loss_metrics_and_result(workspace, recipe: Path) 
 def stop_at(recipe: Path, step: int) -> str:
     """Make the recipe fail at the beginning of a step. Returns its source from before."""
     source = recipe.read_text("utf-8")
-    stop = f"            if step == {step}:\n                raise RuntimeError\n            run.begin_step"
-    recipe.write_text(replace_once(source, "            run.begin_step", stop), "utf-8")
+    line = "            loss = forward_backward("
+    stop = f"            if step.number == {step}:\n                raise RuntimeError\n{line}"
+    recipe.write_text(replace_once(source, line, stop), "utf-8")
     return source
 
 
@@ -90,7 +86,25 @@ def test_average_of_weights_survives_a_stop(workspace, recipe: Path) -> None:
 def test_state_of_another_recipe_is_refused(workspace, recipe: Path) -> None:
     source = stop_at(recipe, 2)
     assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "save_every=1").code == 1
-    recipe.write_text(replace_once(source, "forgetting=forgetting, ema=ema", "forgetting=forgetting"), "utf-8")
+    recipe.write_text(replace_once(source, ", ema=ema)", ")"), "utf-8")
     done = workspace.run_tune("run", "my_sft.py", "sft.yaml", "save_every=1")
     assert done.code == 2
     assert "ema" in done.err and "--overwrite" in done.err
+
+
+def test_copy_of_the_loop_changes_the_order_of_events(workspace) -> None:
+    """The copied recipe imports the copied loop, which logs a line after each step."""
+    for name, path in (("sft", "my_sft.py"), ("train_loop", "my_loop.py")):
+        assert workspace.run_tune("cp", name, path).code == 0
+    recipe, loop = workspace.folder / "my_sft.py", workspace.folder / "my_loop.py"
+    source = replace_once(
+        recipe.read_text("utf-8"), "from tunekit.training.train_loop import TrainLoop\n", block_with("from my_loop")
+    )
+    recipe.write_text(source, "utf-8")
+    after_step = "            self.finish_step(step)\n"
+    line = '            self.run.dist.log(f"step {step.number} is done")\n'
+    loop.write_text(replace_once(loop.read_text("utf-8"), after_step, after_step + line), "utf-8")
+    done = workspace.run_tune("run", "my_sft.py", "sft.yaml", "output_dir=custom", "max_steps=2")
+    assert done.code == 0, done.err
+    assert "step 0 is done" in done.err and "step 1 is done" in done.err
+    assert (workspace.folder / "custom/final/README.md").is_file()

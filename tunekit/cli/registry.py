@@ -7,6 +7,7 @@ import ast
 from collections.abc import Iterable
 from pathlib import Path
 
+import tunekit
 import tunekit.recipes
 from tunekit.config.migration_hints import suggest_recipe
 from tunekit.config.suggestions import closest_match
@@ -15,6 +16,7 @@ from tunekit.system import read_utf8
 
 RECIPES = Path(next(iter(tunekit.recipes.__path__)))
 CONFIGS = RECIPES.parent / "configs"
+TRAIN_LOOP = Path(tunekit.__path__[0], "training/train_loop.py")  # of the training recipes
 
 
 def list_recipes() -> dict[str, Path]:
@@ -56,6 +58,11 @@ def find_recipe_or_config(word: str) -> Path:
         if is_config(word)
         else _find_by_name("recipe or config", word, list_recipes() | list_configs())
     )
+
+
+def find_source(word: str) -> Path:
+    """Find the file of a recipe or a config, or the training loop (`train_loop`) of the recipes."""
+    return TRAIN_LOOP if word.removesuffix(".py") == TRAIN_LOOP.stem else find_recipe_or_config(word)
 
 
 def _local_configs(word: str) -> list[Path]:

@@ -61,7 +61,12 @@ class UncachedSourceLoader(SourceFileLoader):
 
 
 def import_file(name: str, file: Path) -> ModuleType:
-    """Import a Python file of the user as the module `name`. Raises ConfigError, with the line, for any exception."""
+    """Import a Python file of the user as the module `name`. Raises ConfigError, with the line, for any exception.
+
+    It can import the other files of its directory, unless a module of another directory has the same name.
+    """
+    if (directory := str(file.absolute().parent)) not in sys.path:
+        sys.path.append(directory)
     spec = importlib.util.spec_from_file_location(name, file, loader=UncachedSourceLoader(name, str(file.absolute())))
     assert spec is not None and spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)

@@ -39,8 +39,10 @@ class Embedder:
 
 
 @torch.no_grad()
-def evaluate(embedder: Embedder, data: DataLoader, loss: EmbeddingLoss) -> dict[str, float]:
-    """Mean loss of the rows, and metrics of `EmbeddingTable`."""
+def evaluate(embedder: Embedder, data: DataLoader | None, loss: EmbeddingLoss) -> dict[str, float]:
+    """Mean loss of the held-out rows, if there are any, and metrics of `EmbeddingTable`."""
+    if data is None:
+        return {}
     dist, docs_per_row = embedder.dist, data.mixture.docs_per_row
     table = EmbeddingTable(data.datasets, embedder.model.spec.dim)
     total, num_rows = torch.zeros((), device=dist.device), 0

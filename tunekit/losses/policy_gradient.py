@@ -66,7 +66,7 @@ class Advantages(NamedTuple):
 
     values: Tensor
     reward_std: Tensor
-    returns: Tensor | None = None  # (N, T), which the value head learns
+    returns: Tensor = torch.empty(0)  # (N, T), which the value head learns, if there is one
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,8 +116,10 @@ class RewardLoss:
                     data.share_prefixes()
 
     @torch.no_grad()
-    def evaluate(self, model: Decoder, data: DataLoader, dist: DistributedContext) -> dict[str, float]:
-        """Loss and metrics of the held-out rows."""
+    def evaluate(self, model: Decoder, data: DataLoader | None, dist: DistributedContext) -> dict[str, float]:
+        """Loss and metrics of the held-out rows, if there are any."""
+        if data is None:
+            return {}
         sums, num_units = RewardMetrics(), 0
         for batches in eval_steps(model, data, dist):
             for batch in batches:

@@ -23,6 +23,9 @@ from tunekit.models.tp_region import NO_PARALLEL, NoParallel
 SLOT_MULTIPLE = 128  # number of cache slots on a GPU is a multiple of this, because kernels expect aligned masks
 TIED = "head.weight"  # alias of embed.weight if the head is tied
 
+HiddenFn = Callable[[Tensor, Tensor, SequenceLayout | None], Tensor]  # tokens, positions, layout -> (B, S, dim)
+LayerGraphs = Callable[[HiddenFn, Tensor, Tensor, SequenceLayout | None], Tensor]  # the same result, as a graph
+
 
 class PerLayerEmbedding(nn.Module):
     """Gemma 3n and 4: vectors of all layers, a second token embedding plus a projection of the first layer's input."""
@@ -54,6 +57,7 @@ class Decoder(nn.Module):
     """Tokens to logits. The memory and precision configs set `layer_call` and `compute_dtype`."""
 
     layer_call: Callable[..., Tensor] | None = None  # calls a layer when gradients are enabled
+    layer_graphs: LayerGraphs | None = None  # runs the layers of training passes as CUDA graphs
     flatten_rows = False  # pass rows to layers as documents of one row that requires grad: compiles each layer once
     compute_dtype: torch.dtype | None = None  # dtype of activations and matmuls; None: that of the embedding
     tp_region: NoParallel = NO_PARALLEL  # tokens between layers, under sequence parallelism
@@ -146,12 +150,29 @@ class Decoder(nn.Module):
         """
         if cache is not None and cache.is_decoding:
             assert positions is not None
-            return self.forward_with_context(tokens, cache.decode_context(positions, lengths), cache, head_fn)
+            hidden = self.run_with_context(tokens, cache.decode_context(positions, lengths), cache, tokens.shape)
+            return self.head(hidden) if head_fn is None else head_fn(hidden, self.head)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         assert sharded or self.cp_sharding is UNSHARDED or not torch.is_grad_enabled(), (
             "context parallel ranks would count each token several times"
         )
+        if self.layer_graphs is not None and cache is None and torch.is_grad_enabled():
+            hidden = self.layer_graphs(self.run_layers, tokens, positions, layout)
+        else:
+            hidden = self.run_layers(tokens, positions, layout, cache, lengths, sharded)
+        return self.head(hidden) if head_fn is None else head_fn(hidden, self.head)
+
+    def run_layers(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layout: SequenceLayout | None = None,
+        cache: KVCache | None = None,
+        lengths: Tensor | None = None,
+        sharded: bool = False,
+    ) -> Tensor:
+        """Hidden states (B, S, dim) of the tokens of this rank. See `forward`."""
         sharding, length = self.cp_sharding if sharded else UNSHARDED, tokens.shape[1]
         shape = sharding.local_tokens(tokens).shape
         key_index = None
@@ -165,7 +186,7 @@ class Decoder(nn.Module):
         tokens = sharding.local_tokens(tokens)
         if cache is not None:
             cache.cache_length = tokens.shape[1]
-        return self.forward_with_context(tokens, context, cache, head_fn, shape)
+        return self.run_with_context(tokens, context, cache, shape)
 
     def make_context(
         self,
@@ -183,19 +204,12 @@ class Decoder(nn.Module):
         positions = sharding.local_tokens(positions)
         return ForwardContext(positions, layout, lengths, tables, cp_sharding=sharding, prepared_layout=prepared)
 
-    def forward_with_context(
-        self,
-        tokens: Tensor,
-        context: ForwardContext,
-        cache: KVCache | None,
-        head_fn: "Callable[[Tensor, Head], Tensor] | None",
-        shape: torch.Size | None = None,
+    def run_with_context(
+        self, tokens: Tensor, context: ForwardContext, cache: KVCache | None, shape: torch.Size
     ) -> Tensor:
-        """Run the layers, then the head or `head_fn` on hidden states of `shape` (B, S)."""
-        shape = tokens.shape if shape is None else shape
+        """Hidden states of `shape` (B, S), and dim."""
         hidden = self.tp_region.enter(self.forward_layers(tokens, context, cache), tokens.shape)
-        hidden = hidden.view(*shape, self.spec.dim)
-        return self.head(hidden) if head_fn is None else head_fn(hidden, self.head)
+        return hidden.view(*shape, self.spec.dim)
 
     def begin_decoding(self, cache: KVCache) -> None:
         """Prepare a cache for single-token passes after the prefill pass."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -57,7 +57,7 @@ RANK_MODELS: dict[tuple[DecoderSpec, str], Decoder] = {}
 class HasCudaGraph(Protocol):
     """A config whose steps may run as CUDA graphs."""
 
-    cuda_graph: bool
+    cuda_graph: bool | Literal["auto"]
 
 
 @runtime_checkable
@@ -198,7 +198,7 @@ def resolve_precision(precision: PrecisionConfig, machine: ClusterSpec) -> Preci
 
 def list_omissions(cfg: TrainingOptions) -> Iterator[str]:
     """Yield a message for each cost that the plan does not include."""
-    if isinstance(cfg, HasCudaGraph) and cfg.cuda_graph:
+    if isinstance(cfg, HasCudaGraph) and cfg.cuda_graph is True:
         yield "not planned: cuda_graph: up to twice the memory of activations, all gradients, and a higher speed"
     if isinstance(cfg, HasTeacher) and cfg.on_policy.lmbda:
         yield "not planned: generation by the student: its time and its KV cache"

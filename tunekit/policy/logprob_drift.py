@@ -34,11 +34,11 @@ class DriftLimit:
         self.copy = HostCopy(self.largest)
         self.reads_now = dist.device.type == "cpu"
 
-    def add(self, metrics: Mapping[str, Tensor], logger: MetricLogger) -> None:
+    def add(self, metrics: Mapping[str, Tensor | float], logger: MetricLogger) -> None:
         """Note the difference of a step. Raises UserError if the limit is exceeded, as far as it is known."""
         if logger.pending:
             self.check()
-        self.largest = torch.maximum(self.largest, metrics[METRIC].nan_to_num(0))
+        self.largest = torch.maximum(self.largest, torch.as_tensor(metrics[METRIC]).nan_to_num(0))
         self.copy = HostCopy(self.largest)
         if self.reads_now:
             self.check()

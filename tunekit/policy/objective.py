@@ -13,7 +13,10 @@ from tunekit.losses.cross_entropy import local_targets
 from tunekit.losses.policy_gradient import PolicyGradientLoss, PolicyTokens, StepCounts
 from tunekit.losses.sequence_logps import document_ids
 from tunekit.models.decoder import Decoder, Head
+from tunekit.policy.config import PolicyConfig
+from tunekit.policy.prompt_loader import PromptLoader
 from tunekit.policy.samples import PolicyCollator, PolicySamples
+from tunekit.training.reference_model import ReferenceModel
 
 
 @dataclass(frozen=True)
@@ -35,21 +38,21 @@ class PolicyObjective:
     collator: PolicyCollator
     temperature: float
     max_completion_length: int
+    dist: DistributedContext
+    reference: ReferenceModel | None = None  # if the loss has a KL divergence
     num_outputs: ClassVar[int] = 2  # of `read_tokens`
 
-    def begin_step(
-        self, model: Decoder, samples: PolicySamples, mean_num_tokens: float, dist: DistributedContext
-    ) -> PolicyStep:
+    def begin_step(self, model: Decoder, samples: PolicySamples, mean_num_tokens: float) -> PolicyStep:
         """Prepare an optimizer step. `mean_num_tokens`: trained tokens per step of the generation."""
         num_tokens = samples.num_tokens
         counts = StepCounts(len(samples), int(num_tokens.sum()), mean_num_tokens, self.max_completion_length)
-        weights = self.loss.document_weights(num_tokens, counts).to(dist.device)
+        weights = self.loss.document_weights(num_tokens, counts).to(self.dist.device)
         batches = self.collator.micro_batches(samples)
-        step = PolicyStep(samples.to(dist.device), batches, weights, {})
+        step = PolicyStep(samples.to(self.dist.device), batches, weights, {})
         if self.loss.top_entropy_quantile == 1:
             return step
-        entropies = self.score(model, samples, dist)[1][samples.loss_mask]
-        threshold = quantile(entropies, 1 - self.loss.top_entropy_quantile).to(dist.device)
+        entropies = self.score(model, samples)[1][samples.loss_mask]
+        threshold = quantile(entropies, 1 - self.loss.top_entropy_quantile).to(self.dist.device)
         return replace(step, min_entropy=threshold)
 
     def token_loss(self, model: Decoder, batch: Batch, step: PolicyStep) -> Tensor:
@@ -98,21 +101,27 @@ class PolicyObjective:
         return outputs, batch.document_indices[documents[rows]], positions[rows] + 1
 
     @torch.no_grad()
-    def score(self, model: Decoder, samples: PolicySamples, dist: DistributedContext) -> Tensor:
+    def score(self, model: Decoder, samples: PolicySamples) -> Tensor:
         """Outputs (k, N, T) of `read_tokens` for all samples under current weights, on the host of all ranks."""
         was_training = model.training
         model.eval()
-        tables = torch.zeros(self.num_outputs, *samples.tokens.shape, device=dist.device)
+        tables = torch.zeros(self.num_outputs, *samples.tokens.shape, device=self.dist.device)
         for batch in self.collator.micro_batches(samples):
-            outputs, index, position = self.token_outputs(model, batch.to(dist.device))
+            outputs, index, position = self.token_outputs(model, batch.to(self.dist.device))
             tables[: len(outputs), index, position] = outputs
         model.train(was_training)
-        return dist.all_reduce_sum(tables).cpu()
+        return self.dist.all_reduce_sum(tables).cpu()
 
-    def metrics(self, step: PolicyStep, dist: DistributedContext) -> dict[str, Tensor]:
+    def score_reference(self, samples: PolicySamples) -> Tensor:
+        """Log-probabilities (N, T) of samples under the reference, on the host of all ranks."""
+        assert self.reference is not None
+        with self.reference.use():
+            return self.score(self.reference.model, samples)[0]
+
+    def metrics(self, step: PolicyStep) -> dict[str, Tensor]:
         """Loss and mean metrics of a step under TRL's names, over all ranks."""
         names = sorted(step.sums)
-        sums = dict(zip(names, dist.all_reduce_sum(torch.stack([step.sums[name] for name in names])), strict=True))
+        sums = dict(zip(names, self.dist.all_reduce_sum(torch.stack([step.sums[name] for name in names])), strict=True))
         num_tokens = step.samples.num_tokens
         metrics = {"loss": sums.pop("loss").sum()}
         per_sequence = {name: values / num_tokens for name, values in sums.items()}  # NaN without trained tokens
@@ -129,6 +138,27 @@ class PolicyObjective:
         if "clip_ratio/low_mean" in metrics:
             metrics["clip_ratio/region_mean"] = metrics["clip_ratio/low_mean"] + metrics["clip_ratio/high_mean"]
         return metrics
+
+
+def open_objective(
+    cfg: PolicyConfig,
+    data: PromptLoader,
+    model: Decoder,
+    reference: ReferenceModel | None,
+    dist: DistributedContext,
+    kind: type[PolicyObjective] = PolicyObjective,
+) -> PolicyObjective:
+    """The objective of a run. With `data.packing`, the answers to a prompt share it where the model supports that."""
+    max_length = data.mixture.max_length
+    collator = replace(
+        data.collator,
+        global_batch_size=cfg.global_batch_size,
+        micro_batch_size=cfg.micro_batch_size,
+        capacity=max_length if cfg.data.packing else None,
+        with_document_ids=True,
+    )
+    policy_collator = PolicyCollator(collator, cfg.num_generations, model.shares_prefixes(max_length))
+    return kind(cfg.loss, policy_collator, cfg.sampling.temperature, cfg.sampling.max_new_tokens, dist, reference)
 
 
 def quantile(values: Tensor, q: float) -> Tensor:

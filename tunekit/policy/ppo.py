@@ -1,6 +1,6 @@
-"""PPO on sampled answers: values of samples, the objective with a value head, and advantages of a generation."""
+"""PPO on sampled answers: samples with values, the objective of a model with a value head, and mini-batches."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from tunekit.losses.ppo import PPO, PPOTokens, explained_variance
 from tunekit.models.decoder import Decoder, Head
 from tunekit.models.weight_init import named_generator
 from tunekit.policy.objective import PolicyObjective
-from tunekit.policy.rollout_buffer import RolloutBuffer, ScoredRollouts
+from tunekit.policy.rollout_buffer import RolloutBuffer
 from tunekit.policy.samples import PolicySamples
 
 
@@ -50,33 +50,11 @@ class PPOBuffer(RolloutBuffer):
 
     samples_class: ClassVar[type[PolicySamples]] = PPOSamples
 
-    def prepare(self, model: Decoder, scored: ScoredRollouts) -> tuple[PPOSamples, dict[str, float]]:
-        """Samples with log-probabilities, values, advantages and returns, and metrics with TRL's names.
-
-        Answers without a reward are not trained.
-        """
-        loss, dist = self.objective.loss, self.sampler.dist
-        assert isinstance(loss, PPO)
-        samples = PolicySamples.from_rollouts(scored.rollouts, loss.mask_truncated_completions)
-        is_truncated = torch.tensor([rollout.finish_reason == "length" for rollout in scored.rollouts])
-        scores = scored.rewards - (loss.missing_eos_penalty or 0) * is_truncated
-        samples = replace(samples, loss_mask=samples.loss_mask & ~scores.isnan()[:, None])
-        logps, _, values = self.objective.score(model, samples, dist)
-        ref_logps = logps
-        if self.reference is not None:
-            ref_logps = self.score_reference(self.reference, samples)
-        signals = RewardSignals(scores.nan_to_num(0), 1, samples.loss_mask, logps - ref_logps, values)
-        estimates = loss.advantages(signals)
-        assert estimates.returns is not None
-        samples = replace(samples, old_logps=logps, ref_logps=ref_logps, advantages=estimates.values)
-        metrics = objective_metrics(loss, signals, estimates, scores, logps)
-        return PPOSamples(**vars(samples), values=values, returns=estimates.returns), metrics
-
     def rows(self, position: int) -> Tensor:
         """Indices of the samples of a mini-batch. Each epoch has its own order of prompts."""
-        cfg, dist = self.sampler.cfg, self.sampler.dist
+        cfg = self.cfg
         epoch = position // cfg.steps_per_generation
-        generator = named_generator(dist.seed, f"mini-batches {self.generation} {epoch}")
+        generator = named_generator(cfg.seed, f"mini-batches {self.generation} {epoch}")
         prompts = torch.randperm(cfg.num_prompts, generator=generator)
         order = prompts[:, None] * cfg.num_generations + torch.arange(cfg.num_generations)
         return order.flatten()[super().rows(position)]
@@ -86,7 +64,7 @@ def objective_metrics(
     loss: PPO, signals: RewardSignals, estimates: Advantages, scores: Tensor, logps: Tensor
 ) -> dict[str, float]:
     """Means over answers of sums over their tokens, and the explained variance of the values."""
-    assert signals.kl is not None and signals.values is not None and estimates.returns is not None
+    assert signals.kl is not None and signals.values is not None
     kl = (loss.estimate_kl(signals.kl) * signals.loss_mask).sum(1).mean()
     score = scores.nanmean()
     return {

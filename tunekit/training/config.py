@@ -235,6 +235,9 @@ class TrainConfig:
     log_every: int = 1  # Steps between two metric lines; the device is only read then
     report_to: tuple[Tracker, ...] = ()  # Experiment trackers that receive the metrics, such as `[wandb]`
     compile: bool = False  # Compile each layer with torch.compile
+    # Launch the kernels of the layers as CUDA graphs, which is faster if the model or the micro-batch is small. For
+    # dense models on one GPU, in bf16. `auto`: where that is possible and the work of a micro-batch is small
+    cuda_graph: bool | Literal["auto"] = "auto"
     seed: int = 0  # Seed of data order, dropout and initialization
     # Bit-identical results on the same device; slower on GPUs. Operations without a deterministic version are errors
     deterministic: bool = False
@@ -303,6 +306,22 @@ class TrainConfig:
         self.memory.check_clipping(self.max_grad_norm)
         if self.precision.compute_dtype == "fp16":
             self.memory.check_loss_scaling()
+        if self.cuda_graph is True and (fixes := self.list_cuda_graph_conflicts()):
+            problem = f"not compatible with other keys. Set {' '.join(fixes)}, or cuda_graph=auto."
+            raise FieldError("cuda_graph", problem)
+
+    def list_cuda_graph_conflicts(self) -> list[str]:
+        """Overrides without which passes cannot be CUDA graphs."""
+        fixes = {
+            "compile=false": self.compile,
+            "memory.activation_checkpointing=none": self.memory.activation_checkpointing != "none",
+            "memory.activation_offloading=false": self.memory.activation_offloading,
+            "memory.optimizer_in_bwd=false": self.memory.optimizer_in_bwd,
+            "precision.compute_dtype=bf16": self.precision.compute_dtype not in ("auto", "bf16"),
+            "adapter.dropout=0": isinstance(self.adapter, LoRAConfig) and self.adapter.dropout > 0,
+            "neftune_noise_alpha=null": self.neftune_noise_alpha is not None,
+        }
+        return [fix for fix, is_needed in fixes.items() if is_needed]
 
     def check_trainable(self) -> None:
         """Raise FieldError if the trained weights cannot be trained or saved."""

@@ -1,63 +1,45 @@
-"""Forward and backward passes of micro-batches as CUDA graphs.
+"""The layers of a model in training passes as CUDA graphs, in every recipe.
 
 The host launches kernels one by one, which takes longer than the kernels themselves if a model or a micro-batch is
 small. A graph has the same kernels and is launched at once. It reads and writes tensors of fixed address and size, so
-each micro-batch is copied to static tensors. Sizes that differ between micro-batches are rounded up: row lengths with
-padding, the number of target tokens with targets of weight 0, and the number of documents with empty ones.
+the tokens of each micro-batch are copied to static tensors. Sizes that differ between micro-batches are rounded up: row
+lengths with padding, and the number of documents with empty ones. The loss runs outside of the graphs, on hidden
+states: the forward pass of the layers is one graph, and their backward pass another one.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import NamedTuple
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tunekit.adapters.config import LoRAConfig
-from tunekit.data.dataloader.batch import IGNORE, LENGTH_MULTIPLE, Batch
+from tunekit.data.dataloader.batch import LENGTH_MULTIPLE
 from tunekit.devices import capabilities
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import FieldError
 from tunekit.kernels.attention_choice import AttentionBackend, AttentionCall, choose_attention_backend, get_capabilities
 from tunekit.kernels.device_tensors import copy_to_device
-from tunekit.losses.cross_entropy import CrossEntropy
-from tunekit.models.decode import MIN_REPLAYS, WARMUP_STEPS, StepGraph, get_capture, is_sharded, warn_eager
-from tunekit.models.decoder import Decoder
+from tunekit.kernels.sequence_layout import SequenceLayout
+from tunekit.models.decode import WARMUP_STEPS, Step, get_capture, is_sharded, run_detecting_waits, warn_eager
+from tunekit.models.decoder import Decoder, HiddenFn
 from tunekit.models.spec import MLP, Attention, LatentAttention, Layer
 from tunekit.training.config import TrainConfig
 
 MAX_GRAPHS = 32  # micro-batches of further shapes run without a graph
-# Few sizes, so that most micro-batches have a shape that was captured. Longer rows cost time, more targets logits, and
-# more or longer documents only thread blocks that end at once.
+# Few sizes, so that most micro-batches have a shape that was captured. Longer rows cost time, and more or longer
+# documents only thread blocks that end at once.
 LENGTHS_PER_OCTAVE = 8  # row lengths between a power of 2 and the next one
-NUM_TARGET_SIZES = 8  # numbers of targets are multiples of 1/8 of the tokens
 DOCUMENTS_FACTOR = 4  # between two numbers of documents
-
-# Adds the gradients of a micro-batch, divided by a loss denominator. Returns its detached loss.
-BackwardPass = Callable[[Batch, float | Tensor], Tensor]
-
-
-def check_cuda_graph(cfg: TrainConfig, loss: CrossEntropy) -> None:
-    """Raise FieldError for keys that a graph does not support."""
-    # Targets of weight 0 are added, whose weight other losses might not read.
-    reads_weights = loss.measure is None and type(loss).__call__ is CrossEntropy.__call__
-    fixes = {
-        "compile=false": cfg.compile,
-        "memory.activation_checkpointing=none": cfg.memory.activation_checkpointing != "none",
-        "memory.activation_offloading=false": cfg.memory.activation_offloading,
-        "memory.optimizer_in_bwd=false": cfg.memory.optimizer_in_bwd,
-        "precision.compute_dtype=bf16": cfg.precision.compute_dtype not in ("auto", "bf16"),
-        "adapter.dropout=0": isinstance(cfg.adapter, LoRAConfig) and cfg.adapter.dropout > 0,
-        "neftune_noise_alpha=null": cfg.neftune_noise_alpha is not None,
-        "loss=crossentropy": not reads_weights,
-    }
-    if needed := " ".join(fix for fix, is_needed in fixes.items() if is_needed):
-        raise FieldError("cuda_graph", f"not compatible with other keys. Set {needed}, or cuda_graph=false.")
+# Parameters times tokens of a micro-batch up to which `auto` uses graphs. On an H200, LoRA steps of 4,096 tokens took
+# 110 ms without and 55 ms with graphs at 1.2B parameters (5e12), but 275 and 270 ms at 8B (3.3e13).
+MAX_AUTO_WORK = 1.6e13
+# Of the first hidden states of a graph, relative to those without one. The kernels are the same.
+MAX_ERROR = 1e-2
 
 
 def find_obstacle(model: Decoder, dist: DistributedContext) -> str | None:
-    """Why steps of a model cannot be graphs; None if they can."""
+    """Why the layers of a model cannot be graphs; None if they can."""
     if not capabilities(model.device).graphs:
         return f"{capabilities(model.device).name} has no CUDA graphs"
     if dist.world_size > 1 or is_sharded(model):
@@ -83,40 +65,43 @@ def has_static_attention(layer: Layer, device: torch.device) -> bool:
     return is_supported and choose_attention_backend(call) is AttentionBackend.FLASH_VARLEN
 
 
-def graph_backward_pass(backward_pass: BackwardPass, model: Decoder, dist: DistributedContext) -> BackwardPass:
-    """The backward pass as graphs, if the model and the device support them."""
-    if reason := find_obstacle(model, dist):
+def set_up_cuda_graphs(model: Decoder, cfg: TrainConfig, dist: DistributedContext) -> None:
+    """Let training passes of a model run as graphs, as `cuda_graph` says, or log once why they do not."""
+    if cfg.cuda_graph is False:
+        return
+    fixes = cfg.list_cuda_graph_conflicts()
+    reason = f"it needs {' '.join(fixes)}" if fixes else find_obstacle(model, dist)
+    if reason is None:
+        capture = get_capture(model)
+        assert capture is not None
+        model.layer_graphs = GraphedLayers(model, capture, MAX_AUTO_WORK if cfg.cuda_graph == "auto" else None)
+    elif cfg.cuda_graph is True:
         warn_eager("cuda_graph", reason)
-        return backward_pass
-    capture = get_capture(model)
-    assert capture is not None
-    return GraphedBackwardPass(backward_pass, model, capture)
+    elif capabilities(model.device).graphs:
+        dist.log(f"cuda_graph: auto uses no graphs: {reason}")
 
 
-class BatchShape(NamedTuple):
+class PassShape(NamedTuple):
     """Sizes that a graph is captured for."""
 
     rows: int
     length: int
-    num_targets: int
     num_documents: int
     max_seqlen: int
 
     @classmethod
-    def of(cls, batch: Batch) -> "BatchShape":
-        """The rounded sizes of a micro-batch."""
-        rows, width = batch.tokens.shape
+    def of(cls, tokens: Tensor, layout: SequenceLayout | None) -> "PassShape":
+        """The rounded sizes of tokens (B, S) and of the documents in them."""
+        rows, width = tokens.shape
         length = round_up(width, max(LENGTH_MULTIPLE, next_power_of_2(width) // (2 * LENGTHS_PER_OCTAVE)))
-        num_tokens = rows * length
-        num_targets = min(num_tokens, round_up(batch.num_target_tokens, max(1, num_tokens // NUM_TARGET_SIZES)))
-        if batch.cu_seqlens is None:
-            return cls(rows, length, num_targets, rows, length)
-        lengths = batch.cu_seqlens.diff()
+        if layout is None:
+            return cls(rows, length, rows, length)
+        lengths = layout.cu_seqlens.diff()
         longest = length // 2 if int(lengths.max()) + length - width <= length // 2 else length
         num_documents = 2 * DOCUMENTS_FACTOR
         while num_documents < len(lengths):
             num_documents *= DOCUMENTS_FACTOR
-        return cls(rows, length, num_targets, num_documents, longest)
+        return cls(rows, length, num_documents, longest)
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -129,99 +114,169 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-class StaticBatch:
-    """A micro-batch in tensors of fixed address, with the loss denominator of its step.
+class StaticInputs:
+    """Tokens, positions and bounds of documents in tensors of fixed address. Additional documents have no tokens."""
 
-    Its loss equals that of the batch it is filled with: additional targets have weight 0, additional documents no
-    tokens.
-    """
-
-    def __init__(self, shape: BatchShape, device: torch.device) -> None:
+    def __init__(self, shape: PassShape, device: torch.device) -> None:
         self.shape = shape
-        tokens, targets, positions = (torch.zeros(shape[:2], dtype=torch.int64, device=device) for _ in range(3))
-        weights = torch.zeros(shape[:2], device=device)
-        self.batch = Batch(
-            tokens, targets, positions,
-            cu_seqlens=torch.zeros(shape.num_documents + 1, dtype=torch.int32),
-            num_target_tokens=shape.num_targets,
-            num_tokens=tokens.numel(),
-            loss_weights=weights,
-        )  # fmt: skip
-        self.cu_seqlens = torch.zeros(shape.num_documents + 1, dtype=torch.int32, device=device)
-        layout = self.batch.layout
-        assert layout is not None
-        layout.varlen_bounds[0, device] = self.cu_seqlens, shape.max_seqlen, self.cu_seqlens, shape.max_seqlen
-        self.denominator = torch.ones((), device=device)
-        self.loss = torch.zeros((), device=device)
+        self.tokens, self.positions = (torch.zeros(shape[:2], dtype=torch.int64, device=device) for _ in range(2))
+        bounds = torch.zeros(shape.num_documents + 1, dtype=torch.int32)
+        self.layout, self.cu_seqlens = SequenceLayout(bounds), torch.zeros_like(bounds, device=device)
+        self.layout.varlen_bounds[0, device] = self.cu_seqlens, shape.max_seqlen, self.cu_seqlens, shape.max_seqlen
 
-    def fill(self, batch: Batch, denominator: float | Tensor) -> None:
-        """Copy a batch of this shape whose tensors are on the device."""
-        rows, width = batch.tokens.shape
-        padding = 0, self.shape.length - width
-        targets, weights = F.pad(batch.targets, padding, value=IGNORE), batch.loss_weights
-        weights = targets.new_ones(targets.shape, dtype=torch.float32) if weights is None else F.pad(weights, padding)
-        targets, weights = add_targets(targets, weights, self.shape.num_targets - batch.num_target_tokens)
-        assert self.batch.loss_weights is not None
-        copies = (self.batch.tokens, self.batch.targets, self.batch.positions, self.batch.loss_weights)
-        inputs = F.pad(batch.tokens, padding), targets, F.pad(batch.positions, padding), weights
-        for static, new in zip(copies, inputs, strict=True):
-            static.copy_(new)
-        bounds = torch.arange(rows + 1) * width if batch.cu_seqlens is None else batch.cu_seqlens
-        bounds = bounds + bounds // width * (self.shape.length - width)  # padding belongs to the last document of a row
+    def fill(self, tokens: Tensor, positions: Tensor, layout: SequenceLayout | None) -> None:
+        """Copy inputs of this shape."""
+        rows, width = tokens.shape
+        added = self.shape.length - width
+        self.tokens.copy_(F.pad(tokens, (0, added)))
+        self.positions.copy_(F.pad(positions, (0, added)))
+        bounds = torch.arange(rows + 1) * width if layout is None else layout.cu_seqlens
+        bounds = bounds + bounds // width * added  # padding belongs to the last document of a row
         num_tokens = rows * self.shape.length
-        self.set_bounds(F.pad(bounds.int(), (0, self.shape.num_documents + 1 - len(bounds)), value=num_tokens))
-        self.denominator.fill_(denominator)
-
-    def set_bounds(self, bounds: Tensor) -> None:
-        """Set the bounds of documents (documents + 1,) on the host and on the device."""
-        assert self.batch.cu_seqlens is not None
-        self.batch.cu_seqlens.copy_(bounds)
+        bounds = F.pad(bounds.int(), (0, self.shape.num_documents + 1 - len(bounds)), value=num_tokens)
+        self.layout.cu_seqlens.copy_(bounds)
         self.cu_seqlens.copy_(copy_to_device(bounds, self.cu_seqlens.device))
 
 
-def add_targets(targets: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Replace `count` of the targets (B, S) that are IGNORE by a target of weight 0."""
-    is_ignored = targets == IGNORE
-    is_added = is_ignored & (is_ignored.flatten().cumsum(0).view_as(targets) <= count)
-    return targets.masked_fill(is_added, 0), weights.masked_fill(is_added, 0)
+class GraphedPass:
+    """Forward and backward pass of one shape: eager at first, then captured as two graphs.
+
+    Gradients are added to those of the parameters, and `hidden` and `grad` have fixed addresses after the capture.
+    """
+
+    def __init__(self, run: HiddenFn, inputs: StaticInputs, warmup_steps: int) -> None:
+        self.run, self.inputs, self.warmup_steps = run, inputs, warmup_steps
+        self.hidden: Tensor | None = None
+        self.grad: Tensor | None = None
+        self.num_eager = 0
+        self.replay: Callable[[], None] | None = None  # of the forward pass; None: passes are eager
+        self.replay_backward: Callable[[], None] | None = None
+        self.waits = False  # whether an eager pass waited for the device, which cannot be captured
+
+    def run_forward(self) -> None:
+        with torch.enable_grad():
+            self.hidden = self.run(self.inputs.tokens, self.inputs.positions, self.inputs.layout)
+
+    def run_backward(self) -> None:
+        assert self.hidden is not None
+        torch.autograd.backward(self.hidden, self.grad)
+
+    def forward(self) -> Tensor:
+        """Hidden states of the inputs, without a gradient function."""
+        self.call(self.replay, self.run_forward)
+        assert self.hidden is not None
+        return self.hidden.detach()
+
+    def backward(self, grad: Tensor) -> None:
+        """Add the gradients of the parameters, from those of the hidden states."""
+        if self.replay_backward is None or self.grad is None:
+            self.grad = grad
+        else:
+            self.grad.copy_(grad)
+        self.call(self.replay_backward, self.run_backward)
+        self.num_eager += 1
+
+    def call(self, replay: Step | None, run: Step) -> None:
+        if replay is not None:
+            replay()
+        elif self.num_eager == self.warmup_steps - 1:  # the first pass of a process loads kernels, which waits
+            self.waits |= run_detecting_waits(run)
+        else:
+            run()
+
+    def capture(self, capture: Callable[[Step], Step]) -> str | None:
+        """Capture both passes, and compare the hidden states of the inputs. Returns the problem, if there is one."""
+        self.run_forward()
+        assert self.hidden is not None
+        expected, self.grad = self.hidden.detach(), torch.zeros_like(self.hidden)
+        try:
+            replays = capture(self.run_forward), capture(self.run_backward)
+        except RuntimeError as error:  # a kernel that cannot be captured
+            return f"the capture failed: {str(error).partition(chr(10))[0]}"
+        replays[0]()
+        difference = float((self.hidden.detach() - expected).float().norm() / expected.float().norm())
+        if not difference <= MAX_ERROR:
+            return f"hidden states differ by {difference:.2g}"
+        self.replay, self.replay_backward = replays
+        return None
 
 
-class GraphedBackwardPass:
-    """Runs the backward pass of each micro-batch as a graph of its shape, captured at the second one of this shape.
+class ReplayedPass(torch.autograd.Function):
+    """Calls a `GraphedPass` in both directions. The first argument requires a gradient, so that the result does."""
+
+    @staticmethod
+    def forward(ctx: Any, trigger: Tensor, graphed_pass: GraphedPass, layers: "GraphedLayers") -> Tensor:  # noqa: ARG004
+        ctx.graphed_pass, ctx.layers = graphed_pass, layers
+        layers.pending = weakref.ref(ctx)
+        return graphed_pass.forward()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.graphed_pass.backward(grad)
+        ctx.layers.pending = None
+        ctx.layers.keep_gradients()
+        return None, None, None
+
+
+class GraphedLayers:
+    """Runs the layers of a model in training passes as graphs of their shape.
 
     Gradients are accumulated in tensors of fixed address. These become the gradients of the parameters again at the
     first micro-batch after the optimizer has freed them.
     """
 
-    def __init__(
-        self, backward_pass: BackwardPass, model: nn.Module, capture: Callable[[Callable[[], None]], Callable[[], None]]
-    ) -> None:
-        self.backward_pass, self.capture = backward_pass, capture
-        self.params: Sequence[nn.Parameter] = [p for p in model.parameters() if p.requires_grad]
+    def __init__(self, model: nn.Module, capture: Callable[[Step], Step], max_work: float | None = None) -> None:
+        """`max_work`: parameters times tokens of the largest micro-batch that runs as a graph; None: all do."""
+        self.capture: Callable[[Step], Step] | None = capture
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        num_params = sum(p.numel() for p in model.parameters())
+        self.max_tokens = None if max_work is None else max_work / num_params
         self.gradients: list[tuple[nn.Parameter, Tensor]] = []
-        self.steps: dict[BatchShape, tuple[StaticBatch, StepGraph]] = {}
+        self.passes: dict[PassShape, GraphedPass] = {}
+        self.trigger = torch.zeros((), device=self.params[0].device, requires_grad=True)
+        self.pending: weakref.ref[Any] | None = None  # the forward pass whose backward pass has not run
 
-    def __call__(self, batch: Batch, denominator: float | Tensor) -> Tensor:
-        """Add the gradients of a micro-batch whose tensors are on the device. Returns its loss."""
-        shape = BatchShape.of(batch)
+    def __call__(self, run: HiddenFn, tokens: Tensor, positions: Tensor, layout: SequenceLayout | None) -> Tensor:
+        """Hidden states (B, S, dim) of tokens (B, S). `run` computes them without a graph."""
         self.restore_gradients()
-        if shape not in self.steps and len(self.steps) >= MAX_GRAPHS:
-            warn_eager("cuda_graph", f"micro-batches have more than {MAX_GRAPHS} shapes, set data.packing=true")
-            return self.backward_pass(batch, denominator)
-        if shape not in self.steps:
-            static = StaticBatch(shape, batch.tokens.device)
-            warmup_steps = 1 if self.steps else WARMUP_STEPS  # the first shape shows whether the host waits
-            run_static = partial(self.run_static, static)
-            self.steps[shape] = static, StepGraph(run_static, self.capture, "cuda_graph", warmup_steps=warmup_steps)
-        static, graph = self.steps[shape]
-        static.fill(batch, denominator)
-        graph.run(shape, MIN_REPLAYS)
+        if not self.accepts(tokens, layout):
+            return run(tokens, positions, layout)
+        shape = PassShape.of(tokens, layout)
+        if shape not in self.passes:
+            if len(self.passes) >= MAX_GRAPHS:
+                warn_eager("cuda_graph", f"micro-batches have more than {MAX_GRAPHS} shapes, set data.packing=true")
+                return run(tokens, positions, layout)
+            warmup_steps = 1 if self.passes else WARMUP_STEPS  # the first shape shows whether the host waits
+            self.passes[shape] = GraphedPass(run, StaticInputs(shape, tokens.device), warmup_steps)
+        graphed_pass = self.passes[shape]
+        graphed_pass.inputs.fill(tokens, positions, layout)
+        self.capture_if_ready(graphed_pass)
+        hidden = ReplayedPass.apply(self.trigger, graphed_pass, self)
+        assert isinstance(hidden, Tensor)
+        return hidden[:, : tokens.shape[1]]
+
+    def accepts(self, tokens: Tensor, layout: SequenceLayout | None) -> bool:
+        """Whether a micro-batch runs as a graph. Two passes at once do not: they share memory."""
+        is_small = self.max_tokens is None or tokens.numel() <= self.max_tokens
+        has_prefixes = layout is not None and layout.prefixes is not None
+        is_pending = self.pending is not None and self.pending() is not None
+        return self.capture is not None and is_small and not has_prefixes and not is_pending
+
+    def capture_if_ready(self, graphed_pass: GraphedPass) -> None:
+        """Capture a pass after its eager ones, or use no graphs from now on if that is impossible."""
+        if graphed_pass.replay is not None or graphed_pass.num_eager < graphed_pass.warmup_steps:
+            return
+        assert self.capture is not None
+        waits = any(item.waits for item in self.passes.values())
+        reason = "a layer waits for the device in each step" if waits else graphed_pass.capture(self.capture)
+        if reason is not None:
+            warn_eager("cuda_graph", reason)
+            self.capture = None
+
+    def keep_gradients(self) -> None:
+        """Remember the gradients of the first backward pass, which are used in all later ones."""
         if not self.gradients:
             self.gradients = [(param, param.grad) for param in self.params if param.grad is not None]
-        return static.loss.clone()
-
-    def run_static(self, static: StaticBatch) -> None:
-        static.loss.copy_(self.backward_pass(static.batch, static.denominator))
 
     def restore_gradients(self) -> None:
         """Zero the gradients and assign them to the parameters, unless an earlier micro-batch of the step has."""

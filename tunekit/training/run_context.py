@@ -8,7 +8,7 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -35,6 +35,7 @@ from tunekit.training.early_stopping import EarlyStopping
 from tunekit.training.intervals import StepPlan
 from tunekit.training.profiler import Profiler
 
+ConfigT = TypeVar("ConfigT", bound=TrainConfig)
 SignalHandler = Callable[[int, FrameType | None], Any] | int | None
 
 
@@ -204,6 +205,14 @@ class RunContext:
             reason = stop_reason(number, self.stop_file)
             text = f"stopped by {reason} after step {step} of {num_steps}. Run the same command to resume."
             raise RunStopped(text, 128 + number)
+
+
+def run_training(recipe: str, train: Callable[[ConfigT, RunContext], None], cfg: ConfigT, overwrite: bool) -> None:
+    """Train in the run directory of the config, unless the run is complete; upload the result if the config says so."""
+    with RunContext(cfg, recipe, overwrite) as run:
+        if not run.is_complete:
+            train(cfg, run)
+        run.push_result()
 
 
 def continue_training_hint(cfg: TrainConfig) -> str:

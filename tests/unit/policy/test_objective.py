@@ -41,7 +41,7 @@ def make_rollouts() -> list[Rollout]:
 
 
 def make_objective(loss: PolicyGradientLoss, collator: Collator, shared: bool = False) -> PolicyObjective:
-    return PolicyObjective(loss, PolicyCollator(collator, GENERATIONS, shared), TEMPERATURE, 16)
+    return PolicyObjective(loss, PolicyCollator(collator, GENERATIONS, shared), TEMPERATURE, 16, DIST)
 
 
 def make_samples(model: Decoder, mask_truncated: bool = False) -> PolicySamples:
@@ -60,11 +60,11 @@ def make_samples(model: Decoder, mask_truncated: bool = False) -> PolicySamples:
 def run_step(model: Decoder, objective: PolicyObjective, samples: PolicySamples) -> tuple[dict[str, Tensor], Tensor]:
     """Metrics of a step, and the gradients of all weights."""
     model.zero_grad()
-    step = objective.begin_step(model, samples, float(samples.num_tokens.sum()), DIST)
+    step = objective.begin_step(model, samples, float(samples.num_tokens.sum()))
     for batch in step.batches:
         objective.token_loss(model, batch, step).backward()
     gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    return objective.metrics(step, DIST), gradients
+    return objective.metrics(step), gradients
 
 
 @pytest.fixture(params=["llama3.2", "gemma2", "granite"], scope="module")

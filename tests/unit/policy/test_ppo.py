@@ -46,7 +46,7 @@ def load_model(source: HFCheckpoint, name: str = "full") -> Decoder:
 
 
 def make_objective(collator: object = PADDED, shared: bool = False, loss: PPO = LOSS) -> PPOObjective:
-    return PPOObjective(loss, PolicyCollator(collator, GENERATIONS, shared), TEMPERATURE, 16)  # pyright: ignore
+    return PPOObjective(loss, PolicyCollator(collator, GENERATIONS, shared), TEMPERATURE, 16, DIST)  # pyright: ignore
 
 
 def make_samples(model: Decoder) -> PPOSamples:
@@ -65,10 +65,10 @@ def make_samples(model: Decoder) -> PPOSamples:
 def run_step(model: Decoder, objective: PPOObjective, samples: PPOSamples) -> tuple[dict[str, Tensor], Tensor]:
     """Metrics of a step, and the gradients of all trained weights."""
     model.zero_grad()
-    step = objective.begin_step(model, samples, 1.0, DIST)
+    step = objective.begin_step(model, samples, 1.0)
     for batch in step.batches:
         objective.token_loss(model, batch, step).backward()
-    return objective.metrics(step, DIST), all_gradients(model)
+    return objective.metrics(step), all_gradients(model)
 
 
 def all_gradients(model: Decoder) -> Tensor:

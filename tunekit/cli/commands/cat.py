@@ -9,4 +9,4 @@ from tunekit.system import read_utf8
 
 def main(args: argparse.Namespace) -> None:
     """Print the file."""
-    sys.stdout.write(read_utf8(registry.find_recipe_or_config(args.name)))
+    sys.stdout.write(read_utf8(registry.find_source(args.name)))

@@ -1,4 +1,4 @@
-"""`tune cp`: copy a recipe or config for editing."""
+"""`tune cp`: copy a recipe, a config or the training loop for editing."""
 
 import argparse
 import shlex
@@ -11,23 +11,26 @@ from tunekit.errors import UserError
 
 def main(args: argparse.Namespace) -> None:
     """Copy the file. Overwrites an existing file only with --force."""
-    source = registry.find_recipe_or_config(args.name)
+    source = registry.find_source(args.name)
     dest = resolve_dest(source, args.dest)
     if dest.exists() and not args.force:
         raise UserError(f"{dest}: already exists. Choose another name, or pass --force to overwrite it")
-    arguments = run_arguments(source, dest)  # before anything is written: the config may be malformed
+    hint = usage_hint(source, dest)  # before anything is written: the config may be malformed
     try:
         dest.parent.mkdir(parents=True, exist_ok=True)
         dest.write_bytes(source.read_bytes())
     except OSError as error:
         raise UserError(f"cannot write {dest}: {error.strerror}") from error
-    print(f"{dest}\nrun it: tune run {arguments}")
+    print(f"{dest}\n{hint}")
 
 
-def run_arguments(source: Path, dest: Path) -> str:
-    """Arguments of `tune run` for the copy of a recipe or config."""
+def usage_hint(source: Path, dest: Path) -> str:
+    """How to use the copy of a file."""
+    if source == registry.TRAIN_LOOP:
+        return f"import it in a copy of a recipe in the same directory: from {dest.stem} import TrainLoop"
     quoted = shlex.quote(str(dest))
-    return f"{quoted} CONFIG" if source.suffix == ".py" else f"{read_recipe(source) or 'RECIPE'} {quoted}"
+    arguments = f"{quoted} CONFIG" if source.suffix == ".py" else f"{read_recipe(source) or 'RECIPE'} {quoted}"
+    return f"run it: tune run {arguments}"
 
 
 def resolve_dest(source: Path, word: str) -> Path:

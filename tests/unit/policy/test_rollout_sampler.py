@@ -1,7 +1,6 @@
 """Generations in which no answer has a reward."""
 
 from math import nan
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch
 from tests.helpers.rollouts import make_rollout
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
-from tunekit.policy.rollout_buffer import RolloutBuffer, ScoredRollouts
+from tunekit.policy.rollout_sampler import RewardCheck, ScoredRollouts
 
 
 def score(*rewards: float) -> ScoredRollouts:
@@ -21,12 +20,12 @@ def test_first_generation_without_rewards_is_an_error(capsys: pytest.CaptureFixt
     """Later ones are logged once: rows without a reward may be in one batch by chance."""
     dist = DistributedContext.single_process()
     dist.step = 0
-    buffer = RolloutBuffer(SimpleNamespace(dist=dist), None, None)  # type: ignore[arg-type]
+    check = RewardCheck(dist)
     with pytest.raises(UserError, match=r"rewards: no answer has a reward: vowels .* all 2 answers of step 1"):
-        buffer.check_rewards(score(nan, nan))
-    buffer.check_rewards(score(nan, 1.0))
-    buffer.generation = 0
-    buffer.check_rewards(score(nan, nan))
-    buffer.check_rewards(score(nan, nan))
+        check.check_missing(score(nan, nan))
+    check.check_missing(score(nan, 1.0))
+    dist.step = 1
+    check.check_missing(score(nan, nan))
+    check.check_missing(score(nan, nan))
     log = capsys.readouterr().err
     assert log.startswith("doubtful: rewards: no answer") and log.count("\n") == 1
