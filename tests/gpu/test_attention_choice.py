@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.helpers.random_checkpoints import relative_error
-from tests.unit.kernels.test_attention import make_inputs, naive_attention, visible_mask
+from tests.unit.kernels.test_attention import make_inputs
 from tunekit.devices import CPU, Capabilities, Device, find_row
 from tunekit.kernels import attention, attention_choice, attention_cpu
 from tunekit.kernels.attention import AttentionParams
 from tunekit.kernels.attention_choice import AttentionBackend, AttentionCall, choose_attention_backend
 from tunekit.kernels.attention_decode import CachePositions, attend_decode
+from tunekit.kernels.sequence_cases import attention_definition, visible_mask
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -125,7 +126,9 @@ def test_packed_documents_without_flash_use_the_memory_efficient_kernel(
     document = torch.repeat_interleave(torch.arange(3), lengths)
     place = torch.cat([torch.arange(int(n)) for n in lengths])
     seen = visible_mask(place[None], place, rule) & (document[:, None] == document)
-    assert relative_error(y.double(), naive_attention(q, k, v, rule, seen)) < 1e-5  # scores of wide heads are large
+    assert (
+        relative_error(y.double(), attention_definition(q, k, v, rule, seen)) < 1e-5
+    )  # scores of wide heads are large
     assert all(a.shape[1] == b.shape[1] and a.shape[-1] % 8 == 0 for a, b, _ in sdpa.calls)
     assert sdpa.calls or rule.softcap
 
@@ -139,7 +142,7 @@ def test_cached_keys_without_flash_use_the_memory_efficient_kernel(rule: Attenti
     with SdpaCalls() as sdpa, torch.no_grad():
         y = attend_decode(q, k, v, CachePositions(positions, 17, 15), rule)
     mask = visible_mask(positions, torch.arange(17), rule)
-    assert relative_error(y.double(), naive_attention(q, k, v, rule, mask)) < 1e-6
+    assert relative_error(y.double(), attention_definition(q, k, v, rule, mask)) < 1e-6
     assert len(sdpa.calls) == 1
 
 
@@ -150,7 +153,7 @@ def test_gradients_reach_grouped_heads_that_were_repeated() -> None:
     weight = torch.randn(3, 17, 6, 12)
     with SdpaCalls():
         mine = torch.autograd.grad((attention.attention(*inputs, AttentionParams(0.3)) * weight).sum(), inputs)
-    expected = torch.autograd.grad((naive_attention(*inputs, AttentionParams(0.3), seen) * weight).sum(), inputs)
+    expected = torch.autograd.grad((attention_definition(*inputs, AttentionParams(0.3), seen) * weight).sum(), inputs)
     assert max(relative_error(a, b) for a, b in zip(mine, expected, strict=True)) < 1e-5
 
 

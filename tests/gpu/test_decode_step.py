@@ -15,7 +15,7 @@ from tests.gpu.flash_on_cpu import cpu_flash
 from tests.gpu.recorded_step import record_step
 from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import load_model, make_checkpoint, random_tokens, relative_error
-from tests.unit.kernels.test_attention import make_sinks, naive_attention, visible_mask
+from tests.unit.kernels.test_attention import make_sinks
 from tunekit.adapters.config import LoRAConfig
 from tunekit.distributed.context import DistributedContext
 from tunekit.generation import engine, slot_batch
@@ -28,6 +28,7 @@ from tunekit.generation.token_draw import SamplingGroup
 from tunekit.kernels import attention_choice, attention_cpu, attention_decode, glu, rms_norm, rope
 from tunekit.kernels.attention import AttentionParams
 from tunekit.kernels.attention_decode import CachePositions, attend_decode
+from tunekit.kernels.sequence_cases import attention_definition, visible_mask
 from tunekit.models import decode, decoder, forward_context
 from tunekit.models.decode import StepGraph
 from tunekit.models.decoder import Decoder
@@ -179,7 +180,7 @@ def check_decode(rule: AttentionParams, heads: tuple[int, int], sunk: bool) -> N
     sinks = make_sinks(heads[0]).detach() if sunk else None
     positions = torch.tensor([[0], [9], [19]])
     y = attend_decode(q, k, v, CachePositions(positions, slots, 20), rule, sinks)[..., :dim]
-    expected = naive_attention(
+    expected = attention_definition(
         q, k[..., :dim], v[..., :dim], rule, visible_mask(positions, torch.arange(slots), rule), sinks
     )
     assert relative_error(y.double(), expected) < 1e-6

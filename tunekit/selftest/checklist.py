@@ -15,7 +15,7 @@ ALWAYS = (SYSTEM, "kernels.compile")
 
 @dataclass(frozen=True)
 class Check:
-    """The function `check_NAME` of a module, where NAME is the last part of the name."""
+    """An entry of FUNCTIONS of a module, under the last part of the name."""
 
     name: str  # group.check
     module: str  # in tunekit.selftest
@@ -35,23 +35,23 @@ class Check:
 CHECKS = (
     Check(SYSTEM, "system", 30),
     Check("kernels.compile", "system", 90),
-    Check("kernels.glu", "elementwise_checks", 40),
-    Check("kernels.rms_norm", "elementwise_checks", 40),
-    Check("kernels.rope", "elementwise_checks", 40),
-    Check("kernels.linear", "elementwise_checks", 20),
-    Check("kernels.lora", "elementwise_checks", 20),
-    Check("kernels.cross_entropy", "loss_and_optimizer_checks", 40),
-    Check("kernels.kl_divergence", "loss_and_optimizer_checks", 30),
-    Check("kernels.adamw8bit", "loss_and_optimizer_checks", 30),
-    Check("kernels.nf4", "quantized_checks", 40),
-    Check("kernels.fp4", "quantized_checks", 40),
-    Check("kernels.float8", "quantized_checks", 20),
-    Check("kernels.gemv", "quantized_checks", 20),
-    Check("kernels.attention", "sequence_checks", 30),
-    Check("kernels.flex_attention", "sequence_checks", 60, quick=False),
-    Check("kernels.gated_delta_rule", "sequence_checks", 20),
-    Check("kernels.state_space", "sequence_checks", 20),
-    Check("kernels.grouped_mm", "sequence_checks", 20),
+    Check("kernels.glu", "kernel_checks", 40),
+    Check("kernels.rms_norm", "kernel_checks", 40),
+    Check("kernels.rope", "kernel_checks", 40),
+    Check("kernels.linear", "kernel_checks", 20),
+    Check("kernels.lora", "kernel_checks", 20),
+    Check("kernels.cross_entropy", "kernel_checks", 40),
+    Check("kernels.kl_divergence", "kernel_checks", 30),
+    Check("kernels.adamw8bit", "kernel_checks", 30),
+    Check("kernels.nf4", "kernel_checks", 40),
+    Check("kernels.fp4", "kernel_checks", 40),
+    Check("kernels.float8", "kernel_checks", 20),
+    Check("kernels.gemv", "kernel_checks", 20),
+    Check("kernels.attention", "kernel_checks", 30),
+    Check("kernels.flex_attention", "kernel_checks", 60, quick=False),
+    Check("kernels.gated_delta_rule", "kernel_checks", 20),
+    Check("kernels.state_space", "kernel_checks", 20),
+    Check("kernels.grouped_mm", "kernel_checks", 20),
     Check("model.packing", "model_checks", 30),
     Check("model.generation", "model_checks", 30),
     Check("model.resume", "model_checks", 60, quick=False),

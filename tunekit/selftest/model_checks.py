@@ -132,3 +132,6 @@ def check_same_weights(full: Path, resumed: Path) -> None:
     for name, tensor in expected.items():
         if name not in actual or not torch.equal(tensor.view(torch.uint8), actual[name].view(torch.uint8)):
             raise CheckFailedError(f"{name} of the resumed run differs from that of the uninterrupted run")
+
+
+FUNCTIONS = {"packing": check_packing, "generation": check_generation, "resume": check_resume}

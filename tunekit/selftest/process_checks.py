@@ -13,9 +13,9 @@ from tunekit.devices import capabilities, has_fast_bf16
 from tunekit.distributed.clip_grad import total_grad_norm
 from tunekit.distributed.context import ONE_RANK, DistributedContext
 from tunekit.distributed.launcher import tune_command
+from tunekit.kernels.kernel_case import relative_error
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.selftest import nano
-from tunekit.selftest.compare import relative_error
 from tunekit.selftest.context import Context
 from tunekit.selftest.result import CheckFailedError, CheckSkippedError, Result
 
@@ -115,3 +115,6 @@ def run_ranks(directory: Path, device: str, count: int, more: tuple[str, ...]) -
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()][-LOG_LINES:]
         raise CheckFailedError(f"{count} processes ended with code {done.returncode}: {' | '.join(lines)}")
+
+
+FUNCTIONS = {"one_rank": check_one_rank, "several_ranks": check_several_ranks}

@@ -122,11 +122,6 @@ def check_step(method: Method, context: Context) -> Result:
     raise CheckSkippedError(f"not enough GPU memory for {GPU_ROWS[-1][1]} tokens")
 
 
-check_lora_step = partial(check_step, Method(NoQuantization(), LoRAConfig(16)))
-check_qlora_step = partial(check_step, Method(NF4Config(), LoRAConfig(16)))
-check_full_step = partial(check_step, Method(NoQuantization(), NoAdapter()))
-
-
 def check_on_cpu(method: Method, context: Context, limits: Limits, spec: DecoderSpec) -> Result:
     """A step of a model with fewer layers."""
     smaller, total = replace(spec, layers=spec.layers[:CPU_LAYERS]), len(spec.layers)
@@ -252,3 +247,11 @@ def count_bytes(model: Decoder) -> float:
     parameters = [*model.parameters()]
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
     return 2 * sum(p.nbytes for p in parameters) + 8 * trained
+
+
+FUNCTIONS = {
+    "limits": check_limits,
+    "lora_step": partial(check_step, Method(NoQuantization(), LoRAConfig(16))),
+    "qlora_step": partial(check_step, Method(NF4Config(), LoRAConfig(16))),
+    "full_step": partial(check_step, Method(NoQuantization(), NoAdapter())),
+}

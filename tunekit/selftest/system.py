@@ -144,3 +144,6 @@ def build_error(source: Path) -> Exception | None:
     except (OSError, subprocess.SubprocessError) as error:
         return RuntimeError(f"{source.name}: {error}")
     return None
+
+
+FUNCTIONS = {"versions": check_versions, "compile": check_compile}

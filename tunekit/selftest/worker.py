@@ -78,7 +78,7 @@ def run_checks(job: dict[str, Any], send: Send) -> None:
         raise SystemExit(NO_DEVICE)
     for name, module in job["checks"]:
         with TemporaryDirectory(dir=job["directory"]) as directory, Recorder(name, send) as recorder:
-            function: CheckFunction = getattr(import_module(module), f"check_{name.rpartition('.')[2]}")
+            function: CheckFunction = import_module(module).FUNCTIONS[name.rpartition(".")[2]]
             torch.manual_seed(0)
             recorder.result = function(Context(device, Path(directory)))
         if recorder.is_broken and device.type != "cpu":

@@ -9,6 +9,7 @@ from tests.helpers.random_checkpoints import relative_error
 from tunekit.kernels import attention, attention_cpu, attention_decode
 from tunekit.kernels.attention import AttentionParams
 from tunekit.kernels.attention_decode import CachePositions, attend_decode
+from tunekit.kernels.sequence_cases import attention_definition, packed_attention_definition, visible_mask
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 WINDOWS = [None, 1, 2, 5, 16, 17, 40]
@@ -35,32 +36,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     elif not attention_cpu.is_available():
         pytest.skip("no compiler, or a CPU without bf16 matmul")
     return request.param
-
-
-def naive_attention(
-    q: Tensor, k: Tensor, v: Tensor, rule: AttentionParams, seen: Tensor, sinks: Tensor | None = None
-) -> Tensor:
-    """Attention from the scores of all pairs. `seen` (B, S, K) masks them."""
-    q, k, v = q.double(), k.double(), v.double()
-    groups = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * rule.scale
-    if rule.softcap is not None:
-        scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    scores = scores.masked_fill(~seen[:, None], float("-inf"))
-    if sinks is not None:
-        column = sinks.double()[:, None, None].expand(len(q), -1, q.shape[1], 1)
-        return torch.einsum("bhqk,bkhd->bqhd", torch.cat([scores, column], -1).softmax(-1)[..., :-1], v)
-    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
-
-
-def visible_mask(queries: Tensor, keys: Tensor, rule: AttentionParams) -> Tensor:
-    """Mask (B, S, K): the `queries` (B, S) that may attend to the `keys` (K,), both given as positions."""
-    queries = queries[..., None]
-    seen = queries >= keys
-    if rule.window is not None:
-        seen = seen & (queries - keys < rule.window)
-    return seen if rule.chunk is None else seen & (queries // rule.chunk == keys // rule.chunk)
 
 
 def make_inputs(
@@ -90,7 +65,7 @@ def assert_same(actual: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
 def test_causal_attention_and_its_variants(name: str, heads: tuple[int, int]) -> None:
     inputs = make_inputs(17, *heads)
     seen = visible_mask(torch.arange(17).expand(3, 17), torch.arange(17), RULES[name])
-    assert_same(attention.attention(*inputs, RULES[name]), naive_attention(*inputs, RULES[name], seen), inputs)
+    assert_same(attention.attention(*inputs, RULES[name]), attention_definition(*inputs, RULES[name], seen), inputs)
 
 
 @pytest.mark.parametrize("heads", [(6, 2), (5, 5)])
@@ -100,7 +75,7 @@ def test_attention_sinks(name: str, heads: tuple[int, int]) -> None:
     seen = visible_mask(torch.arange(17).expand(3, 17), torch.arange(17), RULES[name])
     assert_same(
         attention.attention(*inputs, RULES[name], sinks=sinks),
-        naive_attention(*inputs, RULES[name], seen, sinks),
+        attention_definition(*inputs, RULES[name], seen, sinks),
         [*inputs, sinks],
     )
 
@@ -109,7 +84,7 @@ def test_attention_sinks(name: str, heads: tuple[int, int]) -> None:
 def test_values_narrower_than_keys(name: str) -> None:
     inputs = make_inputs(17, v=8)
     seen = visible_mask(torch.arange(17).expand(3, 17), torch.arange(17), RULES[name])
-    assert_same(attention.attention(*inputs, RULES[name]), naive_attention(*inputs, RULES[name], seen), inputs)
+    assert_same(attention.attention(*inputs, RULES[name]), attention_definition(*inputs, RULES[name], seen), inputs)
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)
@@ -117,18 +92,10 @@ def test_values_narrower_than_keys(name: str) -> None:
 def test_documents_do_not_attend_to_each_other(name: str, bounds: list[int]) -> None:
     """Documents may end inside a row or cross its end. Windows and chunks count from the start of a document."""
     inputs, rule = make_inputs(17), RULES[name]
-    lengths = torch.tensor(bounds).diff()
-    document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    position = torch.cat([torch.arange(int(length)) for length in lengths])
-    seen = visible_mask(position[None], position, rule) & (document[:, None] == document)
-    flat = [x.flatten(0, 1)[None] for x in inputs]
-    actual = attention.attention(*inputs, rule, SequenceLayout(torch.tensor(bounds, dtype=torch.int32)))
-    assert_same(actual, naive_attention(*flat, rule, seen).view(3, 17, 6, 12), inputs)
-    if name in WITH_SINKS:
-        actual = attention.attention(
-            *inputs, rule, SequenceLayout(torch.tensor(bounds, dtype=torch.int32)), make_sinks(6)
-        )
-        assert_same(actual, naive_attention(*flat, rule, seen, make_sinks(6)).view(3, 17, 6, 12), inputs)
+    layout = SequenceLayout(torch.tensor(bounds, dtype=torch.int32))
+    for sinks in (None, make_sinks(6)) if name in WITH_SINKS else (None,):
+        actual = attention.attention(*inputs, rule, layout, sinks)
+        assert_same(actual, packed_attention_definition(inputs, rule, bounds, sinks), inputs)
 
 
 @torch.no_grad()
@@ -144,7 +111,7 @@ def test_decoding_with_cached_keys(name: str) -> None:
         seen = visible_mask(positions, torch.arange(17), rule)
         for sinks in (None, make_sinks(6)) if name in WITH_SINKS else (None,):
             actual = attend_decode(q, k, v, cache_positions, rule, sinks)
-            assert relative_error(actual.double(), naive_attention(q, k, v, rule, seen, sinks)) < 1e-6
+            assert relative_error(actual.double(), attention_definition(q, k, v, rule, seen, sinks)) < 1e-6
 
 
 @torch.no_grad()
@@ -159,7 +126,7 @@ def test_decoding_of_long_rows(dtype: torch.dtype, heads: int, kv_heads: int, di
     k, v = (torch.randn(rows, slots, kv_heads, size + 3)[..., :size].to(dtype) for size in (dim, v_dim))
     positions = torch.tensor([[699], [0], [15], [16], [333]])
     seen = visible_mask(positions, torch.arange(slots), rule)
-    expected = naive_attention(q, k, v, rule, seen)
+    expected = attention_definition(q, k, v, rule, seen)
     hidden = ~seen[:, 0, :, None, None]
     k, v = k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.nan)
     actual = attend_decode(q, k, v, CachePositions(positions, slots, slots), rule)
@@ -177,7 +144,7 @@ def test_long_rows_are_computed_in_blocks(rule: AttentionParams) -> None:
     position = torch.arange(inputs[0].shape[1])
     assert_same(
         attention.attention(*inputs, rule),
-        naive_attention(*inputs, rule, visible_mask(position[None], position, rule)),
+        attention_definition(*inputs, rule, visible_mask(position[None], position, rule)),
         inputs,
     )
 

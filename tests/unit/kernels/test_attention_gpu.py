@@ -4,33 +4,25 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from tests.gpu.flash_on_cpu import cpu_flash
 from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import relative_error
-from tests.unit.kernels.test_attention import make_sinks, visible_mask
-from tests.unit.kernels.test_attention_native import BOUNDS, RULES, gradients, make_inputs, reference_attention
+from tests.unit.kernels.test_attention import make_sinks
+from tests.unit.kernels.test_attention_native import BOUNDS, RULES, gradients, make_inputs
 from tunekit.devices import CDNA
 from tunekit.kernels import attention_gpu
 from tunekit.kernels.attention import AttentionParams, attention
+from tunekit.kernels.sequence_cases import packed_attention_definition, pair_mask
 from tunekit.kernels.sequence_layout import SequenceLayout, rows_layout
 
 CPU = torch.device("cpu")
 
 
-def pair_mask(rule: AttentionParams, bounds: list[int]) -> Tensor:
-    """Mask of all pairs (T, T)."""
-    lengths = torch.tensor(bounds).diff()
-    document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    place = torch.cat([torch.arange(int(n)) for n in lengths])
-    return visible_mask(place[None], place, rule)[0] & (document[:, None] == document)
-
-
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("name", RULES)
-def test_blocks_are_those_with_visible_pairs(name: str, bounds: str) -> None:
+def test_blocks_are_those_with_pair_mask(name: str, bounds: str) -> None:
     """Blocks that are marked as full have no masked pair."""
     rule, size = RULES[name], attention_gpu.BLOCK
     offsets = torch.tensor(BOUNDS[bounds])
@@ -58,7 +50,7 @@ def test_flex_attention_equals_reference(name: str, with_sinks: bool, monkeypatc
     rule, bounds, sinks = RULES[name], BOUNDS["many"], make_sinks(6).detach() if with_sinks else None
     inputs = [x.detach() for x in make_inputs(torch.float32, 6, 2, 24, 24)]
     y = attention_gpu.attention_gpu(*inputs, rule.to_list(), SequenceLayout(torch.tensor(bounds)), sinks)
-    assert relative_error(y.double(), reference_attention(inputs, rule, bounds, sinks)) < 3e-6
+    assert relative_error(y.double(), packed_attention_definition(inputs, rule, bounds, sinks)) < 3e-6
 
 
 @pytest.fixture
@@ -79,7 +71,7 @@ def test_flash_attention_equals_reference(name: str, with_sinks: bool, dims: tup
     """Documents, chunks, head dimensions, sinks and their gradients around the float64 kernels."""
     rule, bounds, sinks = RULES[name], BOUNDS["many"], make_sinks(6) if with_sinks else None
     inputs = make_inputs(torch.float32, 6, 2, *dims)
-    expected = reference_attention(inputs, rule, bounds, sinks)
+    expected = packed_attention_definition(inputs, rule, bounds, sinks)
     y = attention_gpu.attention_gpu(*inputs, rule.to_list(), SequenceLayout(torch.tensor(bounds)), sinks)
     assert relative_error(y.double(), expected) < 1e-6
     leaves = [*inputs, *([] if sinks is None else [sinks])]
@@ -96,14 +88,14 @@ def test_sinks_without_log_sum_exp_use_flex_attention(monkeypatch: pytest.Monkey
     rule, bounds, sinks = AttentionParams(0.2), BOUNDS["many"], make_sinks(6).detach()
     inputs = [x.detach() for x in make_inputs(torch.float32, 6, 2, 24, 24)]
     y = attention_gpu.attention_gpu(*inputs, rule.to_list(), SequenceLayout(torch.tensor(bounds)), sinks)
-    assert relative_error(y.double(), reference_attention(inputs, rule, bounds, sinks)) < 3e-6
+    assert relative_error(y.double(), packed_attention_definition(inputs, rule, bounds, sinks)) < 3e-6
 
 
 @pytest.mark.usefixtures("kernel")
 def test_rows_are_documents_by_default() -> None:
     inputs = make_inputs(torch.float32, 6, 2, 16, 16)
     y = attention_gpu.attention_gpu(*inputs, AttentionParams(0.2).to_list(), None, None)
-    assert relative_error(y.double(), reference_attention(inputs, AttentionParams(0.2), [0, 300, 600])) < 1e-6
+    assert relative_error(y.double(), packed_attention_definition(inputs, AttentionParams(0.2), [0, 300, 600])) < 1e-6
 
 
 @pytest.mark.parametrize("window", [0, 70])
@@ -149,7 +141,7 @@ def test_gpu_equals_reference(
     inputs = make_inputs(dtype, 6, 2, *dims)
     sinks = make_sinks(6) if with_sinks else None
     leaves = [*inputs, *([] if sinks is None else [sinks])]
-    expected = reference_attention(inputs, rule, offsets, sinks)
+    expected = packed_attention_definition(inputs, rule, offsets, sinks)
     on_gpu = [x.detach().cuda().requires_grad_() for x in leaves]
     y = attention(
         *on_gpu[:3], rule, SequenceLayout(torch.tensor(offsets, dtype=torch.int32)), on_gpu[3] if with_sinks else None

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import relative_error
-from tests.unit.kernels.test_attention import make_sinks, naive_attention, visible_mask
+from tests.unit.kernels.test_attention import make_sinks
 from tunekit.kernels import attention_cpu
 from tunekit.kernels.attention import AttentionParams, attention, attention_per_document
+from tunekit.kernels.sequence_cases import packed_attention_definition
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 pytestmark = pytest.mark.skipif(not attention_cpu.is_available(), reason="no compiler, or a CPU without bf16 matmul")
@@ -40,17 +41,6 @@ def make_inputs(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, v_dim: 
     return [(1.5 * torch.randn(2, tokens // 2, *shape)).to(dtype).requires_grad_() for shape in shapes]
 
 
-def reference_attention(
-    inputs: list[Tensor], rule: AttentionParams, bounds: list[int], sinks: Tensor | None = None
-) -> Tensor:
-    lengths = torch.tensor(bounds).diff()
-    document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    position = torch.cat([torch.arange(int(n)) for n in lengths])
-    seen = visible_mask(position[None], position, rule) & (document[:, None] == document)
-    y = naive_attention(*(x.flatten(0, 1)[None] for x in inputs), rule, seen, sinks)
-    return y.unflatten(1, inputs[0].shape[:2])[0]
-
-
 def gradients(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     """Gradients of a weighted sum, whose weights are exact in bf16."""
     weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -66,7 +56,7 @@ def relative_norm_error(actual: Tensor, expected: Tensor) -> float:
 def test_fp32_equals_reference(name: str, bounds: str, heads: tuple[int, int]) -> None:
     """Documents of several blocks and of one token, and empty ones."""
     inputs, rule = make_inputs(torch.float32, *heads, 24, 24), RULES[name]
-    expected = reference_attention(inputs, rule, BOUNDS[bounds])
+    expected = packed_attention_definition(inputs, rule, BOUNDS[bounds])
     y = attention(*inputs, rule, SequenceLayout(torch.tensor(BOUNDS[bounds], dtype=torch.int32)))
     assert relative_error(y.double(), expected) < 3e-6
     for grad, expected_grad in zip(gradients(y, inputs), gradients(expected, inputs), strict=True):
@@ -77,7 +67,7 @@ def test_fp32_equals_reference(name: str, bounds: str, heads: tuple[int, int]) -
 @pytest.mark.parametrize("name", RULES)
 def test_bf16_is_as_accurate_as_torch(name: str, dims: tuple[int, int]) -> None:
     inputs, rule, bounds = make_inputs(torch.bfloat16, 4, 2, *dims), RULES[name], BOUNDS["many"]
-    expected, offsets = reference_attention(inputs, rule, bounds), torch.tensor(bounds, dtype=torch.int32)
+    expected, offsets = packed_attention_definition(inputs, rule, bounds), torch.tensor(bounds, dtype=torch.int32)
     actual, torch_result = (
         attention(*inputs, rule, SequenceLayout(offsets)),
         attention_per_document(*inputs, rule, offsets, None),
@@ -99,7 +89,7 @@ def test_bf16_is_as_accurate_as_torch(name: str, dims: tuple[int, int]) -> None:
 def test_attention_sinks(name: str, dtype: torch.dtype) -> None:
     """Sinks are not capped."""
     inputs, sinks, bounds = make_inputs(dtype, 6, 2, 16, 16), make_sinks(6), BOUNDS["many"]
-    expected = reference_attention(inputs, RULES[name], bounds, sinks)
+    expected = packed_attention_definition(inputs, RULES[name], bounds, sinks)
     y = attention(*inputs, RULES[name], SequenceLayout(torch.tensor(bounds)), sinks)
     limit = 5e-6 if dtype == torch.float32 else 4e-2
     assert relative_error(y.double(), expected) < limit
@@ -146,7 +136,7 @@ def test_huge_scores_stay_finite() -> None:
     inputs = [100 * x.detach() for x in make_inputs(torch.float32, 2, 1, 16, 16, 200)]
     inputs = [x.requires_grad_() for x in inputs]
     expected, y = (
-        reference_attention(inputs, AttentionParams(1.0), [0, 200]),
+        packed_attention_definition(inputs, AttentionParams(1.0), [0, 200]),
         attention(*inputs, AttentionParams(1.0), SequenceLayout(torch.tensor([0, 200]))),
     )
     assert relative_error(y.double(), expected) < 1e-5

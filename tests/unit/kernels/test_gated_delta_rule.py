@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as theirs
 
@@ -19,15 +18,12 @@ from tunekit.kernels.gated_delta_rule import (
     recurrent,
     short_convolution,
 )
+from tunekit.kernels.sequence_cases import delta_rule_definition, layout_of, run_documents
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 LENGTHS = [1, 2, 5, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3]
 # Documents of three rows of 50 tokens: full rows, short ones, across the ends of rows and chunks, single tokens.
 BOUNDS = [[0, 50, 100, 150], [0, 150], [0, 1, 2, 50, 57, 100, 149, 150], [0, 30, 64, 65, 129, 150], [*range(151)]]
-
-
-def layout_of(bounds: list[int] | None) -> SequenceLayout | None:
-    return None if bounds is None else SequenceLayout(torch.tensor(bounds, dtype=torch.int32))
 
 
 def make_inputs(
@@ -38,29 +34,6 @@ def make_inputs(
     q, k = torch.randn(2, rows, length, k_heads, k_dim)
     v, decay = torch.randn(rows, length, v_heads, v_dim), -2 * torch.rand(rows, length, v_heads)
     return [x.requires_grad_() for x in (q, k, v, decay, torch.rand(rows, length, v_heads))]
-
-
-def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence of the paper in float64, for one row (S, H, ...) and states (H, V, K)."""
-    q, k, v, decay, beta = (x.double() for x in (q, k, v, decay, beta))
-    q, k = (F.normalize(x, dim=-1).repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
-    identity, state, answers = torch.eye(k.shape[-1], dtype=torch.float64), state.double(), []
-    for t in range(len(v)):
-        step_size = beta[t, :, None, None]
-        state = decay[t].exp()[:, None, None] * state @ (identity - step_size * k[t, :, :, None] * k[t, :, None])
-        state = state + step_size * v[t, :, :, None] * k[t, :, None]
-        answers.append((state @ q[t, :, :, None])[..., 0] * k.shape[-1] ** -0.5)
-    return torch.stack(answers), state
-
-
-def expected_results(inputs: list[Tensor], bounds: list[int], states: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Each document separately: answers (B, S, H, V), and the last state of each document (documents, H, K, V)."""
-    flat, (heads, v_dim) = [x.flatten(0, 1) for x in inputs], inputs[2].shape[2:]
-    if states is None:
-        states = torch.zeros(len(bounds) - 1, heads, inputs[1].shape[-1], v_dim)
-    spans = zip(bounds, bounds[1:], states.mT, strict=False)
-    pairs = [recurrence(*(x[first:last] for x in flat), state) for first, last, state in spans]
-    return torch.cat([y for y, _ in pairs]).view_as(inputs[2]), torch.stack([state.mT for _, state in pairs])
 
 
 def assert_same(actual: Tensor, expected_y: Tensor, inputs: list[Tensor], tolerance: float = 1e-5) -> None:
@@ -78,7 +51,7 @@ def assert_same(actual: Tensor, expected_y: Tensor, inputs: list[Tensor], tolera
 @pytest.mark.parametrize("length", LENGTHS)
 def test_rows_equal_recurrence(length: int, heads: tuple[int, int]) -> None:
     inputs = make_inputs(2, length, heads)
-    actual, expected = gated_delta_rule(*inputs), expected_results(inputs, [0, length, 2 * length])
+    actual, expected = gated_delta_rule(*inputs), run_documents(delta_rule_definition, inputs, [0, length, 2 * length])
     assert_same(actual[0], expected[0], inputs)
     assert_same(actual[1], expected[1], inputs[1:])
 
@@ -87,7 +60,7 @@ def test_rows_equal_recurrence(length: int, heads: tuple[int, int]) -> None:
 def test_documents_start_from_a_zero_state(bounds: list[int]) -> None:
     inputs = make_inputs(3, 50)
     actual, state = gated_delta_rule(*inputs, layout=layout_of(bounds))
-    expected, states = expected_results(inputs, bounds)
+    expected, states = run_documents(delta_rule_definition, inputs, bounds)
     assert_same(actual, expected, inputs)
     assert relative_error(state[0].double(), states[-1]) < 1e-5
 
@@ -96,7 +69,7 @@ def test_documents_start_from_a_zero_state(bounds: list[int]) -> None:
 def test_state_is_continued(length: int) -> None:
     """Starting from a state, in one pass or two. The gradient reaches the state."""
     inputs, state = make_inputs(2, length), torch.randn(2, 6, 8, 10, requires_grad=True)
-    expected, last = expected_results(inputs, [0, length, 2 * length], state)
+    expected, last = run_documents(delta_rule_definition, inputs, [0, length, 2 * length], state)
     answers, end = gated_delta_rule(*inputs, state=state)
     assert_same(answers, expected, [*inputs, state])
     half, answers = length // 2, []
@@ -118,7 +91,7 @@ def test_extreme_decays(decay: float) -> None:
         inputs[3][..., 0] = decay
         inputs[4][..., 1] = 1
         inputs[4][..., 2] = 0
-    assert_same(gated_delta_rule(*inputs)[0], expected_results(inputs, [0, 100])[0], inputs)
+    assert_same(gated_delta_rule(*inputs)[0], run_documents(delta_rule_definition, inputs, [0, 100])[0], inputs)
 
 
 def test_repeated_keys() -> None:
@@ -127,7 +100,12 @@ def test_repeated_keys() -> None:
     with torch.no_grad():
         inputs[1][:] = inputs[1][:, :1].clone()
         inputs[3].zero_(), inputs[4].fill_(1)
-    assert relative_error(gated_delta_rule(*inputs)[0].double(), expected_results(inputs, [0, CHUNK])[0]) < 1e-5
+    assert (
+        relative_error(
+            gated_delta_rule(*inputs)[0].double(), run_documents(delta_rule_definition, inputs, [0, CHUNK])[0]
+        )
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("rule", [chunked, batched])
@@ -223,22 +201,6 @@ def test_bf16_inputs_are_computed_in_fp32() -> None:
     expected, last = gated_delta_rule(*(x.float() for x in inputs))
     assert torch.equal(actual, expected.bfloat16())
     assert torch.equal(state, last)
-
-
-@pytest.mark.parametrize("width", [1, 2, 4])
-@pytest.mark.parametrize("bounds", [None, *BOUNDS])
-def test_convolution_equals_torch(bounds: list[int] | None, width: int) -> None:
-    """Apply torch's convolution to each document separately."""
-    torch.manual_seed(0)
-    x, weight = torch.randn(3, 50, 7, requires_grad=True), torch.randn(7, width, requires_grad=True)
-
-    def convolve(document: Tensor) -> Tensor:
-        y = F.conv1d(F.pad(document.double().T, (width - 1, 0))[None], weight.double()[:, None], groups=7)
-        return F.silu(y)[0].T
-
-    lengths = torch.tensor(bounds or BOUNDS[0]).diff().tolist()
-    expected = torch.cat([convolve(document) for document in x.flatten(0, 1).split(lengths)]).view(3, 50, 7)
-    assert_same(short_convolution(x, weight, layout_of(bounds)), expected, [x, weight])
 
 
 def test_convolution_continues_from_previous_tokens() -> None:

@@ -5,27 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.helpers.pairwise import pairwise
 from tunekit.kernels import gemv
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-@pairwise(
-    rows=[(1,), (2, 1), (3, 1), (2, 2), (5,), (6,), (7,), (8,), (9,), (15,), (16,), (17,)],
-    shape=[(1, 1), (3, 31), (33, 32), (64, 96), (70, 577), (300, 192), (300, 200)],
-    bias=[False, True],
-)
-def test_products_equal_float64(rows: tuple[int, ...], shape: tuple[int, int], bias: bool) -> None:
-    weight, x, b = random(*shape), random(*rows, shape[1], seed=1), random(shape[0], seed=2) if bias else None
-    expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
-    with torch.no_grad():
-        actual = gemv.gemv(x, weight, b)
-    assert actual.shape == expected.shape and actual.dtype == torch.bfloat16
-    scale = x.double().norm(dim=-1, keepdim=True) * weight.double().norm(dim=-1)
-    assert ((actual - expected).abs() <= 2**-8 * expected.abs() + 1e-6 * scale).all()
 
 
 @pytest.mark.parametrize("width", [64, 67])

@@ -21,35 +21,17 @@ from tunekit.kernels.kl_divergence import (
     linear_kl_divergence,
     top_k_targets,
 )
+from tunekit.kernels.loss_cases import MIXTURES, finish_logits, kl_definition
 from tunekit.models.decoder import Head
 from tunekit.models.spec import DecoderSpec
 
 KERNEL = kernel
 FP32, BF16 = torch.float32, torch.bfloat16
 PLAIN, CAPPED = (1.0, None), (0.7, 5.0)
-KINDS = {
-    "forward": KLMixture(),
-    "reverse": KLMixture(0.0, reverse=1.0),
-    "both": KLMixture(1.0, reverse=1.0),
-    "skewed": KLMixture(forward_skew=0.1),
-    "skewed reverse": KLMixture(0.0, reverse=1.0, reverse_skew=0.1),
-    "between": KLMixture(0.3, 0.3, 0.7, 0.7),
-    "warm": KLMixture(temperature=2.5),
-    "between, warm": KLMixture(0.5, 0.5, 0.5, 0.5, temperature=1.7),
-}
-
-
-def kl_definition(p: Tensor, q: Tensor, mixture: KLMixture) -> Tensor:
-    """KL divergence of each token, from probabilities (n, V)."""
-    m = mixture.forward_skew * q + (1 - mixture.forward_skew) * p
-    n = mixture.reverse_skew * p + (1 - mixture.reverse_skew) * q
-    forward, reverse = torch.xlogy(q, q) - torch.xlogy(q, m), torch.xlogy(p, p) - torch.xlogy(p, n)
-    return (mixture.forward * forward + mixture.reverse * reverse).sum(-1)
 
 
 def probabilities(raw: Tensor, finish: tuple[float, float | None], temperature: float) -> Tensor:
-    x = raw.double() * finish[0]
-    return ((x if finish[1] is None else finish[1] * (x / finish[1]).tanh()) / temperature).softmax(-1)
+    return (finish_logits(raw, *finish) / temperature).softmax(-1)
 
 
 def top_k_with_rest(x: Tensor, ids: Tensor) -> Tensor:
@@ -119,14 +101,14 @@ def chunks_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
     indirect=["backend"],
     backend=("fast", "reference"),
     sizes=[(1, 1), (19, 16), (16, 16), (5000, 4999)],
-    name=KINDS.keys(),
+    name=MIXTURES.keys(),
     dtypes=[(FP32, FP32), (BF16, FP32), (FP32, BF16), (BF16, BF16)],
 )
 def test_stats_and_in_place_gradients(
     sizes: tuple[int, int], name: str, dtypes: tuple[torch.dtype, torch.dtype], backend: str
 ) -> None:
     torch.manual_seed(sum(sizes))
-    (vocab, count), mixture = sizes, KINDS[name]
+    (vocab, count), mixture = sizes, MIXTURES[name]
     kernel_fn = kernel.divergences_cpu if backend == "fast" else kernel.divergences_reference
     for finish in (PLAIN, CAPPED):
         student, teacher = (3 * torch.randn(6, vocab)).to(dtypes[0]), (3 * torch.randn(6, count)).to(dtypes[1])
@@ -154,11 +136,11 @@ def test_stats_and_in_place_gradients(
         )
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_extreme_and_impossible_logits(name: str, backend: str) -> None:
     """Impossible and certain tokens give finite values, and NaN propagates."""
     kernel_fn = kernel.divergences_cpu if backend == "fast" else kernel.divergences_reference
-    rows, terms = extreme_rows(slice(None, None, 2)), KLTerms(KINDS[name], PLAIN, PLAIN, 40, None)
+    rows, terms = extreme_rows(slice(None, None, 2)), KLTerms(MIXTURES[name], PLAIN, PLAIN, 40, None)
     for teacher in rows:
         targets = teacher.expand(6, 40).contiguous()
         check_extreme(lambda student, targets=targets: kernel_fn(student, targets, terms, True), rows, teacher)
@@ -168,10 +150,10 @@ def test_extreme_and_impossible_logits(name: str, backend: str) -> None:
 
 
 @pytest.mark.usefixtures("chunks_of_four")
-@pairwise(ids=[(30, 30), (30, 41), (41, 30)], name=KINDS.keys(), truth=[0.0, 0.3], trained=[True, False])
+@pairwise(ids=[(30, 30), (30, 41), (41, 30)], name=MIXTURES.keys(), truth=[0.0, 0.3], trained=[True, False])
 def test_chunks_equal_definition(ids: tuple[int, int], name: str, truth: float, trained: bool) -> None:
     torch.manual_seed(1)
-    mixture = KLMixture(**{**vars(KINDS[name]), "ce_weight": truth})
+    mixture = KLMixture(**{**vars(MIXTURES[name]), "ce_weight": truth})
     student, teacher = make_head(10, ids[0], CAPPED, trained), make_head(7, ids[1], (1.3, None), False)
     hidden, seen, rows = torch.randn(13, 10, requires_grad=True), torch.randn(13, 7), torch.tensor([0, 2, 3, 5, 8, 12])
     targets = torch.randint(0, 30, (13,))
@@ -298,14 +280,14 @@ def test_matmuls_have_a_limited_number_of_shapes() -> None:
     backend=("fast", "reference"),
     finish=[PLAIN, (0.7, None), CAPPED],
     count=[1, 5, 29],
-    name=KINDS.keys(),
+    name=MIXTURES.keys(),
     truth=[0.0, 0.4],
 )
 def test_top_k_equals_definition(
     finish: tuple[float, float | None], count: int, name: str, truth: float, backend: str
 ) -> None:
     torch.manual_seed(3)
-    mixture = KLMixture(**{**vars(KINDS[name]), "ce_weight": truth})
+    mixture = KLMixture(**{**vars(MIXTURES[name]), "ce_weight": truth})
     student, teacher = make_head(10, 30, finish), make_head(7, 36, finish, False)
     hidden, seen, targets = torch.randn(9, 10, requires_grad=True), torch.randn(9, 7), torch.randint(0, 30, (9,))
     top = top_k_targets(seen, teacher, torch.arange(9), count, mixture.temperature, 30)
@@ -336,12 +318,12 @@ def test_top_k_equals_definition(
     indirect=["backend"],
     backend=("fast", "reference"),
     sizes=[(19, 16, 3), (16, 16, 16), (5000, 4999, 64)],
-    name=KINDS.keys(),
+    name=MIXTURES.keys(),
     dtype=[FP32, BF16],
 )
 def test_top_k_in_place_gradients(sizes: tuple[int, int, int], name: str, dtype: torch.dtype, backend: str) -> None:
     torch.manual_seed(sum(sizes))
-    (vocab, count, k), mixture = sizes, KINDS[name]
+    (vocab, count, k), mixture = sizes, MIXTURES[name]
     kernel_fn, expected = (
         (kernel.top_k_divergences_cpu, kernel.top_k_log_probs_cpu)
         if backend == "fast"
@@ -369,24 +351,24 @@ def test_top_k_in_place_gradients(sizes: tuple[int, int, int], name: str, dtype:
     )
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_top_k_with_extreme_and_impossible_logits(name: str, backend: str) -> None:
     """The remaining probability may underflow to zero, and still has a finite gradient."""
     kernel_fn = kernel.top_k_divergences_cpu if backend == "fast" else kernel.top_k_divergences_reference
-    rows, terms = extreme_rows(slice(4, None)), KLTerms(KINDS[name], PLAIN, PLAIN, 40, None)
+    rows, terms = extreme_rows(slice(4, None)), KLTerms(MIXTURES[name], PLAIN, PLAIN, 40, None)
     for teacher in rows:
         ids = teacher.topk(4).indices.int().expand(6, 4).contiguous()
-        logs = kernel.top_k_log_probs_reference(teacher[None].clone(), ids[:1], PLAIN, KINDS[name].temperature).expand(
-            6, 5
-        )
+        logs = kernel.top_k_log_probs_reference(
+            teacher[None].clone(), ids[:1], PLAIN, MIXTURES[name].temperature
+        ).expand(6, 5)
         check_extreme(lambda student, top=(ids, logs): kernel_fn(student, *top, terms, True), rows, teacher)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MIXTURES)
 def test_top_k_of_all_tokens_equals_full_logits(name: str, backend: str) -> None:
     """Then nothing else remains, and the results are those of full logits."""
     torch.manual_seed(4)
-    student, teacher, mixture = make_head(10, 30), make_head(7, 30, trained=False), KINDS[name]
+    student, teacher, mixture = make_head(10, 30), make_head(7, 30, trained=False), MIXTURES[name]
     hidden, seen, targets = torch.randn(9, 10, requires_grad=True), torch.randn(9, 7), torch.randint(0, 30, (9,))
     top = top_k_targets(seen, teacher, torch.arange(9), 30, mixture.temperature, 30)
     assert (top.log_probs[:, -1] == -torch.inf).all()

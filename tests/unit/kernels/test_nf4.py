@@ -16,6 +16,7 @@ from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import relative_error
 from tests.helpers.triton_interpreter import interpret, requires_interpreter_loops
 from tunekit.kernels import nf4, nf4_codes
+from tunekit.kernels.quantized_cases import dequantize_definition
 
 KERNEL = nf4
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -73,19 +74,6 @@ def quantize(weight: Tensor, nested: bool = False, kind: str = "nf4") -> list[Te
         scales, outer_scales = nf4.double_quantize(scales)
     tensors = [tensor.view(*weight.shape[:-1], -1) for tensor in (packed, scales.view(torch.uint8))]
     return [*tensors, None if outer_scales is None else outer_scales.view(torch.uint8)]
-
-
-def dequantize_reference(parts: list[Tensor | None], kind: str = "nf4") -> Tensor:
-    """Dequantize in float64 by table look-ups."""
-    packed, scales, outer_scales = parts
-    if outer_scales is None:
-        scales = scales.view(FP32).double()
-    else:
-        largest = outer_scales.view(FP32).double()
-        groups = torch.arange(scales.numel()).view(scales.shape) // 256
-        scales = nf4.dynamic_map(packed.device).double()[scales.int()] * largest[groups] + largest[-1]
-    codes = torch.stack([packed // 16, packed % 16], -1).flatten(-2)
-    return torch.tensor(nf4_codes.TABLES[kind]).double()[codes.int()] * scales.repeat_interleave(64, -1)
 
 
 # bitsandbytes
@@ -158,7 +146,7 @@ def test_codes_are_the_nearest(name: str, kind: str, backend: str) -> None:
     scales = weight.double().view(-1, 64).abs().amax(1, keepdim=True).clamp(min=1e-30)
     exact_ratios = (weight.double().view(-1, 64) / scales)[..., None]
     nearest = (exact_ratios - torch.tensor(nf4_codes.TABLES[kind]).double()).abs().amin(-1)
-    ratios = dequantize_reference(quantize(weight, kind=kind), kind).view(-1, 64) / scales
+    ratios = dequantize_definition(quantize(weight, kind=kind), kind).view(-1, 64) / scales
     assert ((ratios - exact_ratios[..., 0]).abs() - nearest).max() < 1e-6
 
 
@@ -166,7 +154,7 @@ def test_codes_are_the_nearest(name: str, kind: str, backend: str) -> None:
 @pytest.mark.parametrize("shape", [(1, 64), (3, 128), (33, 576), (2, 5, 192), (300, 64)])
 def test_dequantized_values(shape: tuple[int, ...], nested: bool, backend: str) -> None:
     tensors = quantize(random(*shape) / 50, nested)
-    expected = dequantize_reference(tensors)
+    expected = dequantize_definition(tensors)
     assert relative_error(nf4.dequantize(*tensors).double(), expected) < 2e-7
     assert torch.equal(nf4.dequantize(*tensors, "nf4", BF16), nf4.dequantize(*tensors).to(BF16))
     assert torch.equal(nf4.dequantize(*tensors, "nf4", torch.half), nf4.dequantize(*tensors).half())
@@ -186,32 +174,6 @@ SIZES = [(1, 1, 64), (7, 33, 64), (5, 64, 576), (130, 96, 192)]  # tokens, out, 
 @pairwise(
     indirect=["backend"],
     backend=("fast", "reference"),
-    sizes=SIZES,
-    dtype=[BF16, FP32],
-    nested=[False, True],
-    tile={"small tiles": 64, "uneven tiles": 640, "one tile": 2**22},
-)
-def test_products_and_gradients(sizes, dtype, nested: bool, tile: int, backend: str, monkeypatch) -> None:
-    tolerance = TOLERANCES[dtype]
-    monkeypatch.setattr(nf4, "TILE_SIZE", tile)
-    tokens, out, inner = sizes
-    tensors = quantize(random(out, inner), nested)
-    x, bias, grad = (random(*shape, seed=out).to(dtype) for shape in ((2, tokens, inner), (out,), (2, tokens, out)))
-    weight = dequantize_reference(tensors)
-    for b in (None, bias.requires_grad_()):
-        y = nf4.matmul(x.requires_grad_(), *tensors, "nf4", b)
-        (grad_back,) = torch.autograd.grad(y, x, grad, retain_graph=True)
-        expected = x.detach().double() @ weight.T + (0 if b is None else b.detach().double())
-        assert y.dtype == grad_back.dtype == dtype
-        assert relative_error(y.detach().double(), expected) < tolerance
-        assert relative_error(grad_back.double(), grad.double() @ weight) < tolerance
-    (grad_back,) = torch.autograd.grad(y, bias, grad)
-    assert relative_error(grad_back.double(), grad.double().sum((0, 1))) < tolerance
-
-
-@pairwise(
-    indirect=["backend"],
-    backend=("fast", "reference"),
     dtype=[BF16, FP32],
     nested=[False, True],
     rows=[[3, 1, 5], [0, 4, 0], [0, 0, 0]],
@@ -222,7 +184,7 @@ def test_products_of_experts(dtype, nested: bool, rows: list[int], backend: str)
     x, grad = random(sum(rows), 128, seed=1).to(dtype).requires_grad_(), random(sum(rows), 96, seed=2).to(dtype)
     y = nf4.grouped_matmul(x, *tensors, sizes, "nf4")
     y.backward(grad)
-    weight = dequantize_reference(tensors)[torch.arange(3).repeat_interleave(sizes)]
+    weight = dequantize_definition(tensors)[torch.arange(3).repeat_interleave(sizes)]
     assert y.shape == grad.shape and x.grad.shape == x.shape and y.dtype == x.grad.dtype == dtype
     if sum(rows):
         assert relative_error(y.detach().double(), torch.einsum("ni,noi->no", x.detach().double(), weight)) < tolerance
@@ -250,7 +212,7 @@ def test_compiled_without_graph_break() -> None:
     x, tensors = random(3, 64).requires_grad_(), quantize(random(32, 64))
     run = torch.compile(lambda x: nf4.matmul(x * 2, *tensors, "nf4", None).sum(), fullgraph=True, backend="aot_eager")
     run(x).backward()
-    expected = 2 * dequantize_reference(tensors).sum(0).expand(3, -1)
+    expected = 2 * dequantize_definition(tensors).sum(0).expand(3, -1)
     assert relative_error(x.grad.double(), expected) < 1e-5
 
 
@@ -347,22 +309,13 @@ def test_interpreted_product_of_few_rows(
     rows, out, inner = sizes
     # fp16: the interpreter multiplies the bits of bf16 matrices.
     x, bias = random(rows, inner, seed=1).half(), random(out, seed=2).half()
-    packed, scales, outer_scales, _ = four_bits(random(out, inner), kind, nested)
+    packed, scales, outer_scales = quantize(random(out, inner), nested, kind)
     tables = nf4.code_values(kind, x.device), nf4.dynamic_map(x.device)
     weight = nf4.dequantize(packed, scales, outer_scales, kind, torch.float32)
     for b in (None, bias):
         actual = interpreted_matmul.matmul_fused(x, (packed, scales, outer_scales), kind, *tables, b)
         assert actual.dtype == torch.half
         assert product_error(actual, x, weight, b) < 1e-3
-
-
-def four_bits(weight: Tensor, kind: str, nested: bool) -> tuple[Tensor, Tensor, Tensor | None, str]:
-    """Arguments of `nf4.matmul` after x."""
-    packed, scales = nf4.quantize(weight, kind)
-    codes, outer_scales = nf4.double_quantize(scales) if nested else (scales, None)
-    out = len(weight)
-    parts = packed.view(out, -1), codes.view(torch.uint8).view(out, -1)
-    return *parts, None if outer_scales is None else outer_scales.view(torch.uint8), kind
 
 
 def product_error(actual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
@@ -381,7 +334,7 @@ def test_product_of_few_rows_on_a_gpu(kind: str, nested: bool) -> None:
     sizes = (1, 1, 64), (1, 300, 576), (2, 33, 14336), (3, 33, 320), (8, 300, 1088), (16, 70, 4096)
     for dtype, tolerance in ((BF16, 8e-3), (torch.half, 1e-3), (FP32, 1e-6)):
         for rows, out, inner in sizes:
-            weight = four_bits(random(out, inner).cuda(), kind, nested)
+            weight = *quantize(random(out, inner).cuda(), nested, kind), kind
             x, bias = random(rows, inner, seed=1).cuda().to(dtype), random(out, seed=2).cuda().to(dtype)
             exact = nf4.dequantize(*weight, FP32)
             for b in (None, bias):
@@ -403,7 +356,7 @@ def test_gpu_gives_the_same_bits_without_synchronization(nested: bool) -> None:
     torch.cuda.set_sync_debug_mode("default")
     for dtype in (BF16, FP32):
         assert torch.equal(nf4.dequantize(*on_gpu, "nf4", dtype).cpu(), nf4.dequantize(*tensors, "nf4", dtype))
-    weight = dequantize_reference(tensors)
+    weight = dequantize_definition(tensors)
     for few_rows in (x.detach()[:1], x.detach()[:8].view(2, 4, 576)):
         expected = few_rows.cpu().double() @ weight.T
         assert relative_error(nf4.matmul(few_rows, *on_gpu, "nf4").cpu().double(), expected) < 1e-2

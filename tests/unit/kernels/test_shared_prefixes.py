@@ -12,19 +12,14 @@ from torch.nn.attention.flex_attention import flex_attention
 from tests.gpu.flash_on_cpu import cpu_flash
 from tests.helpers.random_checkpoints import relative_error
 from tests.unit.kernels.test_attention import make_sinks
-from tests.unit.kernels.test_attention_gpu import CPU, pair_mask
-from tests.unit.kernels.test_attention_native import (
-    RULES,
-    gradients,
-    make_inputs,
-    reference_attention,
-    relative_norm_error,
-)
+from tests.unit.kernels.test_attention_gpu import CPU
+from tests.unit.kernels.test_attention_native import RULES, gradients, make_inputs, relative_norm_error
 from tunekit.distributed.collectives import MeshDim
 from tunekit.distributed.context_parallel import ContextParallelSharding
 from tunekit.kernels import attention, attention_cpu, attention_gpu
 from tunekit.kernels.attention import AttentionParams
 from tunekit.kernels.attention_ranges import attention_sharded
+from tunekit.kernels.sequence_cases import packed_attention_definition, pair_mask
 from tunekit.kernels.sequence_layout import SequenceLayout
 
 # Rows of 300 tokens: the number of stored tokens of each document, and (prefix length, document of the prefix).
@@ -68,7 +63,7 @@ def expected_attention(inputs: list[Tensor], rule: AttentionParams, case: str, s
     bounds, token_positions, stored_indices = full_documents(case)
     positions = torch.tensor([position for positions in token_positions for position in positions])
     copies = [x.flatten(0, 1)[positions][None] for x in inputs]
-    return reference_attention(copies, rule, bounds, sinks)[0][stored_indices].view(*inputs[0].shape[:3], -1)
+    return packed_attention_definition(copies, rule, bounds, sinks)[0][stored_indices].view(*inputs[0].shape[:3], -1)
 
 
 def assert_same(y: Tensor, expected: Tensor, inputs: list[Tensor], limit: float = 2e-6) -> None:

@@ -7,6 +7,7 @@ from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
 from tests.helpers.random_checkpoints import relative_error
 from tunekit.kernels.gated_delta_rule import CHUNK
+from tunekit.kernels.sequence_cases import run_documents, state_space_definition
 from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.kernels.state_space import state_space_scan
 
@@ -21,26 +22,6 @@ def make_inputs(rows: int, length: int, heads: tuple[int, int] = (2, 6)) -> list
     q, k = torch.randn(2, rows, length, heads[0], 8)
     v, decay = torch.randn(rows, length, heads[1], 10), -2 * torch.rand(rows, length, heads[1])
     return [x.requires_grad_() for x in (q, k, v, decay)]
-
-
-def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence in float64, for one row (S, H, ...) and states (H, K, V)."""
-    q, k, v, decay, state = (x.double() for x in (q, k, v, decay, state))
-    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))
-    outputs = []
-    for t in range(len(v)):
-        state = decay[t].exp()[:, None, None] * state + k[t, :, :, None] * v[t, :, None]
-        outputs.append((q[t, :, None] @ state)[:, 0])
-    return torch.stack(outputs), state
-
-
-def expected_results(inputs: list[Tensor], bounds: list[int], states: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Each document separately: outputs (B, S, H, V), and the last state of each document."""
-    flat, (heads, dim) = [x.flatten(0, 1) for x in inputs], inputs[2].shape[2:]
-    states = torch.zeros(len(bounds) - 1, heads, inputs[1].shape[-1], dim) if states is None else states
-    spans = zip(bounds, bounds[1:], states, strict=False)
-    pairs = [recurrence(*(x[first:last] for x in flat), state) for first, last, state in spans]
-    return torch.cat([y for y, _ in pairs]).view_as(inputs[2]), torch.stack([state for _, state in pairs])
 
 
 def assert_same(actual: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
@@ -60,7 +41,7 @@ def assert_same(actual: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_rows_equal_recurrence(length: int, heads: tuple[int, int]) -> None:
     inputs = make_inputs(2, length, heads)
-    actual, expected = state_space_scan(*inputs), expected_results(inputs, [0, length, 2 * length])
+    actual, expected = state_space_scan(*inputs), run_documents(state_space_definition, inputs, [0, length, 2 * length])
     assert_same(actual[0], expected[0], inputs)
     assert_same(actual[1], expected[1], inputs[1:])
 
@@ -69,7 +50,7 @@ def test_rows_equal_recurrence(length: int, heads: tuple[int, int]) -> None:
 def test_documents_start_from_a_zero_state(bounds: list[int]) -> None:
     inputs = make_inputs(3, 50)
     actual, state = state_space_scan(*inputs, layout=SequenceLayout(torch.tensor(bounds, dtype=torch.int32)))
-    expected, states = expected_results(inputs, bounds)
+    expected, states = run_documents(state_space_definition, inputs, bounds)
     assert_same(actual, expected, inputs)
     assert relative_error(state[0].double(), states[-1]) < 1e-5
 
@@ -78,7 +59,7 @@ def test_documents_start_from_a_zero_state(bounds: list[int]) -> None:
 def test_state_is_continued(length: int) -> None:
     """Starting from a state, in one pass or two. The gradient reaches the state."""
     inputs, state = make_inputs(2, length), torch.randn(2, 6, 8, 10, requires_grad=True)
-    expected, last = expected_results(inputs, [0, length, 2 * length], state)
+    expected, last = run_documents(state_space_definition, inputs, [0, length, 2 * length], state)
     outputs, end = state_space_scan(*inputs, state=state)
     assert_same(outputs, expected, [*inputs, state])
     assert relative_error(end.double(), last) < 1e-5

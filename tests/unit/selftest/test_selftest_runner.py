@@ -35,6 +35,9 @@ def check_absent(context):
 def check_fine(context):
     (context.directory / "file").write_text("x")
     return Result("all fine", {"number": 1.5})
+
+FUNCTIONS = {"crash": check_crash, "hang": check_hang, "error": check_error}
+FUNCTIONS |= {"wrong": check_wrong, "absent": check_absent, "fine": check_fine}
 """
 
 
