@@ -27,14 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hardware_limits import measure_copy_bandwidth, measure_matmul_rates, measure_seconds
 from reporting import BENCHMARKS, RESULTS
 from torch import nn
-from training_step import build_batch, build_training_step
+from training_step import build_batch
 
 from tunekit import assets
 from tunekit.adapters.config import LoRAConfig, NoAdapter
-from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
+from tunekit.checkpoint.hf_checkpoint import read_json
 from tunekit.data.dataloader.batch import IGNORE, Batch
 from tunekit.data.datasets import TextDataset
 from tunekit.distributed.context import DistributedContext
@@ -44,12 +43,13 @@ from tunekit.kernels.cross_entropy import CrossEntropyTerms, linear_cross_entrop
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder, Head
 from tunekit.models.families.registry import find_family
-from tunekit.models.linear import Embedding, Linear
 from tunekit.models.precision import PrecisionConfig
-from tunekit.models.spec import Attention
 from tunekit.optim.config import AdamWConfig
 from tunekit.quantization.config import NF4Config, NoQuantization
 from tunekit.recipes import sft
+from tunekit.selftest import random_step
+from tunekit.selftest.hardware_limits import measure_copy_bandwidth, measure_matmul_rates, measure_seconds
+from tunekit.selftest.random_step import build_training_step, count_operations
 from tunekit.training.cuda_graph import set_up_cuda_graphs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -113,27 +113,8 @@ def build_random_model(
     precision: PrecisionConfig,
 ) -> Decoder:
     """Like `build.build_model`, but initialized on the device: on the CPU, 8B parameters take minutes."""
-    family, spec = find_family(config, "config.json")
-    source = HFCheckpoint(Path(), "random", config, family, spec)
-    with torch.device("meta"):
-        model = Decoder(source.spec)
-    quantization.apply(model)
-    adapter.apply(model)
-    precision.apply(model, {}, DEVICE)
-    memory.apply(model, DEVICE)
-    model.to_empty(device=DEVICE)
-    model.tie()
-    with torch.no_grad():
-        for name, module in model.named_modules():
-            if isinstance(module, Linear) and ".lora_" not in name:
-                module.load_weight(torch.randn(module.out_features, module.in_features, device=DEVICE) * 0.02)
-            elif isinstance(module, Embedding):
-                module.weight.normal_(std=0.02)
-        for parameter in model.parameters():
-            if parameter.ndim == 1 and parameter.is_floating_point():
-                parameter.fill_(1.0)
-    adapter.init_weights(model, 0)
-    return model
+    spec = find_family(config, "config.json")[1]
+    return random_step.build_random_model(spec, quantization, adapter, memory, precision, DEVICE)
 
 
 def build_random_batch(vocab: int, rows: int, length: int, packed: bool = True) -> Batch:
@@ -143,23 +124,10 @@ def build_random_batch(vocab: int, rows: int, length: int, packed: bool = True) 
     return build_batch(tokens, tokens.roll(-1, 1), document_lengths * rows)
 
 
-def count_flops(model: Decoder, batch: Batch, flops_per_weight: int) -> float:
-    """FLOPs of a step: 4 or 6 per weight and token, including the head; 6 for adapters; attention within documents."""
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
-    weight_flops = sum(
-        m.out_features * m.in_features * (6 if ".lora_" in name else flops_per_weight) for name, m in linears.items()
-    )
-    assert batch.cu_seqlens is not None
-    attended_pairs = sum(n * (n + 1) / 2 for n in batch.cu_seqlens.diff().tolist())
-    mixers = [layer.mixer for layer in model.spec.layers]
-    channels = sum(m.heads * m.head_dim for m in mixers if isinstance(m, Attention))
-    return weight_flops * batch.tokens.numel() + 3 * 4 * channels * attended_pairs
-
-
 def measure_training(
     size: Size, preset: str, quantization: NoQuantization, adapter: NoAdapter | LoRAConfig, **options: Any
 ) -> dict[str, float]:
-    """Steps of tunekit with a preset; `options`: rows, length, flops_per_weight, packed, activation_checkpointing."""
+    """Steps of tunekit with a preset; `options`: rows, length, packed, activation_checkpointing."""
     memory = MemoryConfig(activation_checkpointing=options.get("activation_checkpointing", "none"))
     master_dtype = "bf16" if type(adapter) is NoAdapter else "fp32"
     precision = PrecisionConfig("bf16", master_dtype=master_dtype, frozen_dtype="bf16")
@@ -168,7 +136,7 @@ def measure_training(
     batch = build_random_batch(model.spec.vocab, *batch_shape, options.get("packed", True))
     results = measure_steps(build_training_step(model, adapter, batch), size)
     matmul_rate = max(measure_matmul_rates(DEVICE, size.matmul_sizes).values())
-    flop_rate = count_flops(model, batch, options["flops_per_weight"]) / results["step"]
+    flop_rate = count_operations(model, batch) / results["step"]
     return results | {"fraction of matmul rate": flop_rate / matmul_rate}
 
 
@@ -230,7 +198,7 @@ def measure_qlora(size: Size) -> dict[str, float]:
 
 
 def measure_adapter_training(size: Size, quantization: NoQuantization) -> dict[str, float]:
-    options = {"length": 2048, "flops_per_weight": 4, "packed": False}
+    options = {"length": 2048, "packed": False}
     results = measure_training(size, LLAMA_8B, quantization, LoRAConfig(16), rows=4, **options)
     gc.collect()
     smaller = measure_training(size, LLAMA_8B, quantization, LoRAConfig(16), rows=TRANSFORMERS_ROWS, **options)
@@ -239,13 +207,13 @@ def measure_adapter_training(size: Size, quantization: NoQuantization) -> dict[s
 
 def measure_full(size: Size) -> dict[str, float]:
     """Full fine-tuning of a 1B Llama in bf16, 8,192 packed tokens."""
-    options = {"rows": 4, "length": 2048, "flops_per_weight": 6}
+    options = {"rows": 4, "length": 2048}
     return measure_training(size, LLAMA_1B, NoQuantization(), NoAdapter(), **options)
 
 
 def measure_memory(size: Size) -> dict[str, float]:
     """8B QLoRA at 2 x 2,048 with double quantization and full activation checkpointing."""
-    options = {"rows": 2, "length": 2048, "activation_checkpointing": "full", "flops_per_weight": 4}
+    options = {"rows": 2, "length": 2048, "activation_checkpointing": "full"}
     return measure_training(size, LLAMA_8B, NF4Config(True), LoRAConfig(16), **options)
 
 

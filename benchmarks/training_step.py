@@ -11,12 +11,10 @@ from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.dataloader.batch import IGNORE, Batch
 from tunekit.distributed.context import DistributedContext
-from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.memory.config import MemoryConfig
-from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig
-from tunekit.optim.config import AdamWConfig
 from tunekit.quantization.config import NoQuantization
+from tunekit.selftest.random_step import build_training_step
 
 LLAMA_135M = {
     "architectures": ["LlamaForCausalLM"],
@@ -41,18 +39,6 @@ def build_batch(tokens: Tensor, targets: Tensor, document_lengths: list[int]) ->
     positions = torch.cat([torch.arange(length) for length in document_lengths]).view(tokens.shape).to(tokens.device)
     num_target_tokens = int((targets != IGNORE).sum())
     return Batch(tokens, targets, positions, cu_seqlens, num_target_tokens, tokens.numel())
-
-
-def build_training_step(model: Decoder, adapter: NoAdapter | LoRAConfig, batch: Batch) -> Callable[[], None]:
-    """Forward pass, backward pass and AdamW step on the same batch."""
-    optimizer, loss = AdamWConfig(lr=1e-5).build(adapter.param_groups(model)), CrossEntropy()
-
-    def run_step() -> None:
-        (loss(model, batch) / batch.num_target_tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return run_step
 
 
 def build_cpu_training_step(

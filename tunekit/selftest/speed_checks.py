@@ -6,43 +6,35 @@ writes over the memory bandwidth.
 
 import gc
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from tunekit import assets, devices, env_info
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import read_json
 from tunekit.data.dataloader.batch import Batch
-from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
 from tunekit.models.families.registry import find_family
-from tunekit.models.linear import Embedding, Linear
 from tunekit.models.precision import PrecisionConfig
-from tunekit.models.spec import Attention, DecoderSpec
-from tunekit.optim.config import AdamWConfig
-from tunekit.plan.step_time import linear_flops
+from tunekit.models.spec import DecoderSpec
 from tunekit.quantization.config import NF4Config, NoQuantization
-from tunekit.selftest.context import Context, synchronize
+from tunekit.selftest.context import Context
+from tunekit.selftest.hardware_limits import Limits, measure_limits, measure_seconds
 from tunekit.selftest.nano import packing, random_documents
+from tunekit.selftest.random_step import build_random_model, build_training_step, count_bytes, count_operations
 from tunekit.selftest.result import CheckSkippedError, Result
 
 PRESET = "tunekit/llama3_2_1b"
-SIDES = {"cuda": (4096, 8192), "cpu": (1024, 2048)}  # of square matrices
-COPIED = {"cuda": 2**30, "cpu": 2**28}  # bytes, beyond every cache
 GPU_ROWS = ((4, 2048), (2, 2048), (1, 2048), (1, 512))  # rows and their length; the first that fits in memory counts
 CPU_TOKENS = (128, 64, 32, 16)  # the first whose operations take at most CPU_SECONDS at the measured rate
 CPU_SECONDS = 2.0
 CPU_LAYERS = 2  # of 16: the time of all layers is scaled by their operations
 ROUNDS, SLOW = 3, 2.0  # timed steps; a step of more seconds is timed once
 HEADROOM = 1.3  # of the memory that a model and its optimizer need
-NOISE = 2**20  # random numbers that are repeated to fill weights: to draw a billion takes seconds
 
 
 @dataclass(frozen=True)
@@ -53,14 +45,6 @@ class Method:
     adapter: NoAdapter | LoRAConfig
 
 
-class Limits(NamedTuple):
-    """Measured rates of the device."""
-
-    rate: float  # operations a second of the fastest matrix product
-    bandwidth: float  # bytes a second of a copy, read and written
-    dtype: torch.dtype
-
-
 class Step(NamedTuple):
     """A training step."""
 
@@ -68,33 +52,6 @@ class Step(NamedTuple):
     operations: float
     bytes: float
     peak: int  # bytes of GPU memory
-
-
-def measure_time(function: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """The median time after a round that warms up."""
-    times = []
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        function()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-        if times[0] > SLOW and len(times) == 2:
-            break
-    return statistics.median(times[1:])
-
-
-@cache
-def measure_limits(device: torch.device) -> Limits:
-    """The rate of matrix products in the dtype of training, and the bandwidth of the memory."""
-    dtype = torch.bfloat16 if devices.has_fast_bf16(device) else torch.float32
-    rates = []
-    for side in SIDES.get(device.type, SIDES["cpu"]):
-        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-        rates.append(2 * side**3 / measure_time(partial(torch.mm, a, b), device, 5))
-    size = COPIED.get(device.type, COPIED["cpu"])
-    source = torch.ones(size, dtype=torch.uint8, device=device)
-    target = torch.ones_like(source)
-    return Limits(max(rates), 2 * size / measure_time(partial(target.copy_, source), device, 5), dtype)
 
 
 def check_limits(context: Context) -> Result:
@@ -178,16 +135,17 @@ def measure_step(method: Method, spec: DecoderSpec, shape: tuple[int, int], cont
         torch.get_device_module(device).reset_peak_memory_stats(device)
     model = build_model(method, spec, device)
     batch = build_batch(spec.vocab, *shape).to(device)
-    optimizer, loss = AdamWConfig(lr=1e-5).build(method.adapter.param_groups(model)), CrossEntropy()
-
-    def train() -> None:
-        (loss(model, batch) / batch.num_target_tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    seconds = measure_time(train, device, ROUNDS)
+    step = build_training_step(model, method.adapter, batch)
+    seconds = statistics.median(measure_seconds(step, ROUNDS, device, SLOW))
     peak = devices.peak_memory(device) or 0
     return Step(seconds, count_operations(model, batch), count_bytes(model), peak)
+
+
+def build_model(method: Method, spec: DecoderSpec, device: torch.device) -> Decoder:
+    """A model with random weights in the precision of recipes."""
+    dtype = "bf16" if devices.has_fast_bf16(device) else "fp32"
+    precision = PrecisionConfig("auto", dtype if isinstance(method.adapter, NoAdapter) else "fp32", dtype)
+    return build_random_model(spec, method.weights, method.adapter, MemoryConfig(), precision, device).train()
 
 
 def meta_model(spec: DecoderSpec) -> Decoder:
@@ -195,58 +153,11 @@ def meta_model(spec: DecoderSpec) -> Decoder:
         return Decoder(spec)
 
 
-def build_model(method: Method, spec: DecoderSpec, device: torch.device) -> Decoder:
-    """Build a model as recipes do, with random numbers instead of a checkpoint."""
-    model = meta_model(spec)
-    method.weights.apply(model)
-    method.adapter.apply(model)
-    dtype = "bf16" if devices.has_fast_bf16(device) else "fp32"
-    PrecisionConfig("auto", dtype if isinstance(method.adapter, NoAdapter) else "fp32", dtype).apply(model, {}, device)
-    MemoryConfig().apply(model, device)
-    model.to_empty(device=device)
-    model.tie()
-    noise = torch.randn(NOISE, device=device) * 0.02
-    with torch.no_grad():
-        for name, module in model.named_modules():
-            if isinstance(module, Linear) and ".lora_" not in name:
-                module.load_weight(repeat_to(noise, module.out_features, module.in_features))
-            elif isinstance(module, Embedding):
-                module.weight.copy_(repeat_to(noise, *module.weight.shape))
-        for parameter in model.parameters():
-            if parameter.ndim == 1 and parameter.is_floating_point():
-                parameter.fill_(1.0)
-    method.adapter.init_weights(model, 0)
-    return model.train()
-
-
-def repeat_to(noise: Tensor, *shape: int) -> Tensor:
-    """A tensor of this shape that repeats some numbers."""
-    count = torch.Size(shape).numel()
-    return noise.repeat(-(-count // len(noise)))[:count].view(shape)
-
-
 def build_batch(vocab: int, rows: int, length: int) -> Batch:
     """Packed rows of three documents each, whose tokens are all trained on."""
     lengths = [length // 8, 3 * length // 8, length // 2] * rows
     documents = random_documents(vocab, lengths, trained=1.0)
     return packing(length, rows).collate_rows([documents[i : i + 3] for i in range(0, len(documents), 3)])[0]
-
-
-def count_operations(model: Decoder, batch: Batch) -> float:
-    """4 operations per frozen weight and token, 6 per trained one, and attention within documents."""
-    assert batch.cu_seqlens is not None
-    lengths = batch.cu_seqlens.diff().double()
-    pairs = float((lengths * (lengths + 1) / 2).sum())
-    mixers = [layer.mixer for layer in model.spec.layers]
-    channels = sum(m.heads * m.head_dim for m in mixers if isinstance(m, Attention))
-    return sum(linear_flops(model, 1)) * batch.tokens.numel() + 3 * 4 * channels * pairs
-
-
-def count_bytes(model: Decoder) -> float:
-    """Weights are read forward and backward; those that are trained have a gradient and two moments, and change."""
-    parameters = [*model.parameters()]
-    trained = sum(p.nbytes for p in parameters if p.requires_grad)
-    return 2 * sum(p.nbytes for p in parameters) + 8 * trained
 
 
 FUNCTIONS = {
