@@ -11,12 +11,23 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import cache
+from itertools import product
 
 import pytest
+import torch
 import transformers
 
-from tests.helpers.config_keys import Change, Outcome, compare_logits, key_changes, parse, text_section, to_json
-from tests.helpers.random_checkpoints import SHAPES
+from tests.helpers.config_keys import (
+    Change,
+    Outcome,
+    compare_logits,
+    key_changes,
+    parse,
+    read_family,
+    text_section,
+    to_json,
+)
+from tests.helpers.random_checkpoints import SHAPES, auto_class
 from tunekit.models.families.config_checks import ALLOWED
 
 ALL_KEYS = os.environ.get("TUNEKIT_ALL_KEYS") == "1"
@@ -29,7 +40,10 @@ FAMILIES_PER_KEY = 2  # in the sample
 EXCEPTIONS = {
     ("nemotron_h", "time_step_min"): "docs/families.md: raises step sizes in training and prefill, but not in decoding",
     ("nemotron_h", "mamba_dt_min"): "the old name of time_step_min",
-    ("llama4", "tie_word_embeddings"): "in conflict with the flag of the multimodal model, which wins",
+}
+EXCEPTIONS |= {
+    ("gemma4", f"(outer) {modality}_token_id"): "docs/families.md: placeholders of other modalities are not padding"
+    for modality in ("image", "video", "audio")
 }
 # Keys that only matter when a model trains, and that tunekit does not apply (docs/families.md).
 TRAINING_KEYS = {"attention_dropout", "dropout", "embd_pdrop", "hidden_dropout", "resid_pdrop", "residual_dropout"}
@@ -66,6 +80,22 @@ def test_keys_move_logits_as_in_transformers_or_are_refused(family: str) -> None
     assert not {change: outcome.reason for change, outcome in outcomes.items() if outcome.kind == "different"}
     refusals = {change: outcome.reason for change, outcome in outcomes.items() if outcome.kind == "refused"}
     assert not {change: reason for change, reason in refusals.items() if not names_a_key(reason, change[0])}
+
+
+MULTIMODAL = [family for family in RICHEST_SHAPES if "text_config" in SHAPES[RICHEST_SHAPES[family]]]
+
+
+@pytest.mark.parametrize("family", sorted({*MULTIMODAL} - {"mllama"}))  # whose tied heads are refused
+def test_contradicting_tie_flags_are_read_as_in_transformers(family: str) -> None:
+    """`tie_word_embeddings` of a multimodal model and of its text section."""
+    for outer, inner in product((False, True), repeat=2):
+        config = to_json(SHAPES[RICHEST_SHAPES[family]]) | {"tie_word_embeddings": outer}
+        config["text_config"]["tie_word_embeddings"] = inner
+        with torch.device("meta"):
+            model = auto_class(config).from_config(parse(config))
+        model.tie_weights()
+        is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        assert read_family(config)[1].tie_word_embeddings == is_tied, (outer, inner)
 
 
 def names_a_key(message: str, changed_key: str) -> bool:

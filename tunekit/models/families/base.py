@@ -1,7 +1,7 @@
 """Llama architecture and readers of config.json, which most families use with small changes."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from tunekit.models.families.config_checks import FLAGS
@@ -119,7 +119,7 @@ def rope_for_layer_type(c: Config, kind: str, **overrides: Any) -> Rope:
     The context before scaling is that of the entry, or `max_position_embeddings`.
     """
     parameters, overrides = c.get("rope_parameters"), {"original_max_position_embeddings": None} | overrides
-    if parameters and kind not in parameters:
+    if parameters and not isinstance(parameters.get(kind, kind), Mapping | None):
         raise ValueError(f"rope_parameters: missing entry for layer type {kind!r}")
     if "type" in (legacy := c.get("rope_scaling") or {}) and "rope_type" not in legacy:
         raise ValueError("rope_scaling: 'type' is not supported for layer types, only 'rope_type'")
@@ -239,13 +239,34 @@ def layers_with_rope(c: Config) -> list[bool]:
     return [bool(flag) for flag in flags[:count]]
 
 
-def text_config(config: Config, default_type: str) -> Config:
+TieRule = Callable[[bool | None, bool | None], bool | None]
+
+
+def outer_ties(outer: bool | None, inner: bool | None) -> bool | None:
+    """The flag of a multimodal model decides, or else that of its text section."""
+    return inner if outer is None else outer
+
+
+def outer_ties_by_default(outer: bool | None, inner: bool | None) -> bool:
+    """The flag of a multimodal model decides, which is true if it is missing."""
+    return outer is None or outer
+
+
+def either_ties(outer: bool | None, inner: bool | None) -> bool:
+    return bool(outer or inner)
+
+
+def inner_ties(outer: bool | None, inner: bool | None) -> bool | None:
+    return inner
+
+
+def text_config(config: Config, default_type: str, tie_rule: TieRule) -> Config:
     """Text model section of a vision-language config.json; `default_type` is its `model_type` if not stated.
 
-    The first such models have these keys at the top level.
+    The first such models have these keys at the top level. `tie_rule` decides between both `tie_word_embeddings`.
     """
     inner = config.get("text_config") or {key: value for key, value in config.items() if key != "model_type"}
-    tied = config.get("tie_word_embeddings")
+    tied = tie_rule(config.get("tie_word_embeddings"), inner.get("tie_word_embeddings"))
     return {"model_type": default_type, **inner, **({} if tied is None else {"tie_word_embeddings": tied})}
 
 

@@ -110,7 +110,7 @@ KEYS_BY_VALUES = {
     LIST: (
         "layer_types no_rope_layers mlp_only_layers moe_layers cross_attention_layers full_attn_idxs "
         "activation_sparsity_pattern attn_layer_indices mlp_multipliers ssm_multipliers layers_block_type "
-        "time_step_limit"
+        "time_step_limit mamba_dt_limit"
     ),
     FACTORS: "short_factor long_factor",
     OBJECT: "text_config rope_parameters rope_scaling per_layer_config",

@@ -37,10 +37,11 @@ def olmo2(config: Config) -> DecoderSpec:
 def olmo3(config: Config) -> DecoderSpec:
     """OLMo 3: sliding windows in three of four layers; RoPE scaling only in full layers."""
     c = with_default_config(config, **DEFAULTS3)
-    if any("rope_theta" not in section for section in (c.get("rope_parameters") or {FULL: {}}).values()):
-        reject_config_values(c, {"rope_theta": DEFAULTS3["rope_theta"]})  # transformers uses it in full layers only
     full = attention_spec(c, rope=rope_for_layer_type(c, FULL))
     sliding = replace(full, rope=rope_for_layer_type(c, SLIDING, rope_scaling=None), window=c["sliding_window"])
+    given = c.get("rope_parameters") or {}
+    if any("rope_theta" not in (given.get(kind) or {}) for kind in (FULL, SLIDING)):
+        reject_config_values(c, {"rope_theta": DEFAULTS3["rope_theta"]})  # transformers uses it in full layers only
     return spec(c, alternate_layers(c, 4, sliding, full))
 
 

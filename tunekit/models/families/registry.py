@@ -30,7 +30,17 @@ from tunekit.models.families import (
     qwen,
     qwen3_next,
 )
-from tunekit.models.families.base import LLAMA, Config, text_config, text_model_names
+from tunekit.models.families.base import (
+    LLAMA,
+    Config,
+    TieRule,
+    either_ties,
+    inner_ties,
+    outer_ties,
+    outer_ties_by_default,
+    text_config,
+    text_model_names,
+)
 from tunekit.models.families.config_checks import check_config_values, check_spec
 from tunekit.models.spec import DecoderSpec
 from tunekit.models.weight_map import KeyRule
@@ -47,6 +57,7 @@ class Family:
     transposed_experts: bool = False  # of transformers modules, which PEFT does not know
     unused_heads: tuple[KeyRule, ...] = ()  # heads that a classification head replaces
     text_type: str = ""  # of multimodal models: `model_type` of the text section of config.json, which `spec` gets
+    tie_rule: TieRule = outer_ties  # of multimodal models: the value of `tie_word_embeddings`, as in transformers
 
     @property
     def modules(self) -> tuple[KeyRule, ...]:
@@ -65,11 +76,23 @@ FAMILIES = {
     "falcon_h1": Family(bamba.falcon_h1, bamba.FALCON_TABLE),
     "gemma": Family(gemma.gemma),
     "gemma2": Family(gemma.gemma2, gemma.TABLE),
-    "gemma3": Family(gemma.gemma3_vision, gemma.VISION, text_type="gemma3_text"),
+    "gemma3": Family(gemma.gemma3_vision, gemma.VISION, text_type="gemma3_text", tie_rule=outer_ties_by_default),
     "gemma3_text": Family(gemma.gemma3, gemma.TABLE),
-    "gemma3n": Family(gemma3n.spec, gemma3n.VISION, gemma3n.config_table, text_type="gemma3n_text"),
+    "gemma3n": Family(
+        gemma3n.spec,
+        gemma3n.VISION,
+        gemma3n.config_table,
+        text_type="gemma3n_text",
+        tie_rule=outer_ties_by_default,
+    ),
     "gemma3n_text": Family(gemma3n.spec, gemma3n.TABLE, gemma3n.config_table),
-    "gemma4": Family(gemma4.spec, gemma4.VISION, gemma4.config_table, text_type="gemma4_text"),
+    "gemma4": Family(
+        gemma4.spec,
+        gemma4.VISION,
+        gemma4.config_table,
+        text_type="gemma4_text",
+        tie_rule=outer_ties_by_default,
+    ),
     "gemma4_text": Family(gemma4.spec, gemma4.TABLE, gemma4.config_table),
     "glm": Family(glm.glm, glm.TABLE),
     "glm4": Family(glm.glm4, glm.TABLE4),
@@ -83,7 +106,12 @@ FAMILIES = {
     "lfm2": Family(lfm2.spec, lfm2.TABLE),
     "llama": Family(llama.spec),
     "llama4": Family(
-        llama4.spec, llama4.VISION, module_table=llama4.LIVE, transposed_experts=True, text_type="llama4_text"
+        llama4.spec,
+        llama4.VISION,
+        module_table=llama4.LIVE,
+        transposed_experts=True,
+        text_type="llama4_text",
+        tie_rule=inner_ties,
     ),
     "llama4_text": Family(llama4.spec, llama4.TABLE, transposed_experts=True),
     "ministral": Family(mistral.ministral),
@@ -98,9 +126,9 @@ FAMILIES = {
     "olmoe": Family(olmo.olmoe, olmo.MOE_TABLE),
     "phi3": Family(phi.spec, phi.TABLE),
     "qwen2": Family(qwen.qwen2),
-    "qwen2_5_vl": Family(qwen.qwen2_vision, qwen.VISION, text_type="qwen2"),
+    "qwen2_5_vl": Family(qwen.qwen2_vision, qwen.VISION, text_type="qwen2", tie_rule=either_ties),
     "qwen2_moe": Family(qwen.qwen2_moe, qwen.MOE_TABLE),
-    "qwen2_vl": Family(qwen.qwen2_vision, qwen.VISION, text_type="qwen2"),
+    "qwen2_vl": Family(qwen.qwen2_vision, qwen.VISION, text_type="qwen2", tie_rule=either_ties),
     "qwen3": Family(qwen.qwen3),
     "qwen3_5": Family(qwen3_next.dense, qwen3_next.VISION, text_type="qwen3_5_text"),
     "qwen3_5_moe": Family(qwen3_next.moe, qwen3_next.MOE_VISION, text_type="qwen3_5_moe_text"),
@@ -126,7 +154,7 @@ def find_family(config: Config, where: str) -> tuple[Family, DecoderSpec]:
     family = FAMILIES[model_type]
     try:
         check_config_values(config)
-        section = text_config(config, family.text_type) if family.text_type else config
+        section = text_config(config, family.text_type, family.tie_rule) if family.text_type else config
         spec, rules = family.spec(section), family.config_table(section)
         check_spec(spec)
         family = replace(family, table=(text_model_names(rules) if family.text_type else rules) + family.table)
