@@ -3,8 +3,8 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.largest_tensor import LargestTensor
 from tests.helpers.random_checkpoints import relative_error
 from tunekit.kernels import attention, attention_cpu, attention_decode
 from tunekit.kernels.attention import AttentionParams
@@ -149,19 +149,6 @@ def test_long_rows_are_computed_in_blocks(rule: AttentionParams) -> None:
     )
 
 
-class LargestTensor(TorchDispatchMode):
-    """Number of elements of the largest tensor that any operation creates, including the backward pass."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        tensors = [t for t in (result if isinstance(result, tuple | list) else [result]) if isinstance(t, Tensor)]
-        # A view shares the storage of another tensor.
-        self.numbers = max(self.numbers, *(t.untyped_storage().nbytes() // t.itemsize for t in tensors), 0)
-        return result
-
-
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize(
     "rule",
@@ -176,7 +163,7 @@ def test_long_rows_need_no_memory_for_all_pairs(rule: AttentionParams, with_sink
     q, k, v = (torch.randn(1, length, 1, 8, requires_grad=True) for _ in range(3))
     with LargestTensor() as largest:
         attention.attention(q, k, v, rule, sinks=make_sinks(1) if with_sinks else None).sum().backward()
-    assert largest.numbers <= attention.BLOCK * length < length * length / 8
+    assert largest.numel <= attention.BLOCK * length < length * length / 8
 
 
 @pytest.mark.parametrize("name", ["window None", "window 5", "softcap and window"])

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.largest_tensor import LargestTensor
 from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import (
     load_model,
@@ -429,18 +429,6 @@ def test_operator_is_registered_consistently() -> None:
         torch.library.opcheck(token_losses, (logits, targets, weights, [1.0, 2.0, 0.1, 0.1], True))
 
 
-class LargestTensor(TorchDispatchMode):
-    """Number of elements of the largest tensor that any operation creates."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.numbers = max(self.numbers, result.untyped_storage().nbytes() // result.itemsize)
-        return result
-
-
 @pytest.mark.parametrize("fn", [linear_cross_entropy, token_logps])
 @pytest.mark.parametrize("vocab", [2**15, 2**17, 2**18])
 def test_memory_does_not_grow_with_the_vocabulary(vocab: int, fn: Callable[..., Tensor]) -> None:
@@ -448,7 +436,7 @@ def test_memory_does_not_grow_with_the_vocabulary(vocab: int, fn: Callable[..., 
     head, hidden = make_head(4, vocab, dtype=BF16).requires_grad_(False), torch.randn(1100, 4).to(BF16).requires_grad_()
     with LargestTensor() as largest:
         fn(hidden, torch.arange(1100), head, *(() if fn is token_logps else (PLAIN,))).sum().backward()
-    assert hidden.grad.any() and 2 * largest.numbers <= cross_entropy.CHUNK_BYTES["cpu"] < 2 * 1100 * vocab
+    assert hidden.grad.any() and 2 * largest.numel <= cross_entropy.CHUNK_BYTES["cpu"] < 2 * 1100 * vocab
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.largest_tensor import LargestTensor
 from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import relative_error
 from tunekit.kernels import cross_entropy
@@ -214,19 +215,6 @@ def test_divergences_equal_trl(beta: float, temperature: float) -> None:
         assert relative_error(loss.double(), expected) < 3e-6
         errors = [relative_error(a, b) for a, b in zip(grads, torch.autograd.grad(expected, trained), strict=True)]
         assert max(errors) < 3e-6, errors
-
-
-class LargestTensor(TorchDispatchMode):
-    """Number of elements of the largest tensor that any operation creates."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, Tensor):
-                self.numel = max(self.numel, tensor.numel())
-        return result
 
 
 @pytest.mark.usefixtures("chunks_of_four")

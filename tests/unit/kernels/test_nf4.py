@@ -54,18 +54,6 @@ INPUTS: dict[str, Callable[[str], Tensor]] = {
 }
 
 
-@pytest.fixture(params=["fast", "reference"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run a test with the compiled kernel, and with its torch reference as on machines without a compiler."""
-    if request.param == "reference":
-        monkeypatch.setattr(nf4, "load_library", lambda source: None)
-        nf4.compiled.cache_clear()
-        request.addfinalizer(nf4.compiled.cache_clear)
-    elif nf4.compiled() is None:
-        pytest.skip("no compiler")
-    return request.param
-
-
 def quantize(weight: Tensor, nested: bool = False, kind: str = "nf4") -> list[Tensor | None]:
     """Quantize a weight (..., in) as a layer stores it: codes, scales as bytes, and the outer scales."""
     packed, scales = nf4.quantize(weight, kind)
@@ -168,7 +156,6 @@ def test_non_finite_scales_propagate(backend: str) -> None:
 
 
 TOLERANCES = {BF16: 1e-2, FP32: 1e-5}
-SIZES = [(1, 1, 64), (7, 33, 64), (5, 64, 576), (130, 96, 192)]  # tokens, out, in
 
 
 @pairwise(

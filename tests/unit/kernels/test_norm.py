@@ -1,5 +1,6 @@
 """RMSNorm equals its float64 definition, its torch reference, and transformers in bf16."""
 
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -12,7 +13,8 @@ from tests.helpers.pairwise import pairwise
 from tests.helpers.random_checkpoints import relative_error
 from tests.helpers.triton_interpreter import requires_interpreter_loops
 from tunekit.kernels import rms_norm as norm
-from tunekit.kernels.elementwise_cases import normalize_reference
+from tunekit.kernels.elementwise_cases import normalize, normalize_reference
+from tunekit.kernels.kernel_case import cosines, run
 from tunekit.kernels.rms_norm import rms_norm
 
 KERNEL = norm
@@ -22,19 +24,13 @@ KINDS = [(0.0, False), (1.0, False), (0.0, True)]  # offset and scale in fp32: L
 
 def float64_results(x: Tensor, weight: Tensor | None, offset: float) -> list[Tensor]:
     """RMSNorm in float64, and gradients of its sum weighted with cosines."""
-    leaves = [t.detach().double().requires_grad_() for t in (x, weight) if t is not None]
-    y = normalize_reference(*leaves, offset=offset)
-    return [y.detach(), *torch.autograd.grad(y, leaves, cosines(y))]
-
-
-def cosines(y: Tensor) -> Tensor:
-    return torch.arange(y.numel(), device=y.device).double().cos().view_as(y).to(y.dtype)
+    leaves = [t.detach().double() for t in (x, weight) if t is not None]
+    return run(partial(normalize_reference, offset=offset), leaves, has_gradients=True)
 
 
 def outputs_and_grads(x: Tensor, weight: Tensor | None, offset: float, scale_in_fp32: bool) -> list[Tensor]:
-    leaves = [t.detach().requires_grad_() for t in (x, weight) if t is not None]
-    y = rms_norm(leaves[0], leaves[1] if len(leaves) == 2 else None, 1e-5, offset, scale_in_fp32)
-    return [y.detach(), *torch.autograd.grad(y, leaves, cosines(y))]
+    leaves = [t.detach() for t in (x, weight) if t is not None]
+    return run(partial(normalize, offset=offset, scale_in_fp32=scale_in_fp32), leaves, has_gradients=True)
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 300.0])

@@ -1,10 +1,12 @@
-"""The gated delta rule equals its float64 recurrence in every variant, and the short convolution equals torch's."""
+"""The gated delta rule and the state space scan equal their float64 recurrences in every variant, and transformers."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule as theirs
 
 from tests.helpers.random_checkpoints import relative_error
@@ -18,68 +20,97 @@ from tunekit.kernels.gated_delta_rule import (
     recurrent,
     short_convolution,
 )
-from tunekit.kernels.sequence_cases import delta_rule_definition, layout_of, run_documents
+from tunekit.kernels.sequence_cases import delta_rule_definition, layout_of, run_documents, state_space_definition
 from tunekit.kernels.sequence_layout import SequenceLayout
+from tunekit.kernels.state_space import state_space_scan
 
 LENGTHS = [1, 2, 5, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3]
 # Documents of three rows of 50 tokens: full rows, short ones, across the ends of rows and chunks, single tokens.
 BOUNDS = [[0, 50, 100, 150], [0, 150], [0, 1, 2, 50, 57, 100, 149, 150], [0, 30, 64, 65, 129, 150], [*range(151)]]
 
 
-def make_inputs(
-    rows: int, length: int, heads: tuple[int, int] = (2, 6), k_dim: int = 8, v_dim: int = 10
-) -> list[Tensor]:
+def make_inputs(rows: int, length: int, heads: tuple[int, int] = (2, 6)) -> list[Tensor]:
+    """Queries, keys, values, decays and betas."""
     torch.manual_seed(length)
-    k_heads, v_heads = heads
-    q, k = torch.randn(2, rows, length, k_heads, k_dim)
-    v, decay = torch.randn(rows, length, v_heads, v_dim), -2 * torch.rand(rows, length, v_heads)
-    return [x.requires_grad_() for x in (q, k, v, decay, torch.rand(rows, length, v_heads))]
+    q, k = torch.randn(2, rows, length, heads[0], 8)
+    v, decay = torch.randn(rows, length, heads[1], 10), -2 * torch.rand(rows, length, heads[1])
+    return [x.requires_grad_() for x in (q, k, v, decay, torch.rand(rows, length, heads[1]))]
 
 
-def assert_same(actual: Tensor, expected_y: Tensor, inputs: list[Tensor], tolerance: float = 1e-5) -> None:
-    """Assert that values and gradients agree."""
-    weight = torch.randn_like(expected_y)
-    grads, expected = (torch.autograd.grad((y * weight).sum(), inputs, retain_graph=True) for y in (actual, expected_y))
-    assert relative_error(actual.double(), expected_y) < tolerance
-    for a, b in zip(grads, expected, strict=True):
-        assert a.isfinite().all()
-        # The first token decays no state: there a gradient may be zero.
-        assert relative_error(a.double(), b.double()) < tolerance or max(a.abs().max(), b.abs().max()) < 1e-6
+def assert_same(actual: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
+    """Assert that values and gradients agree. The first token decays no state: there a gradient may be zero."""
+    weight = torch.randn_like(expected)
+    grads, expected_grads = (torch.autograd.grad((y * weight).sum(), inputs, retain_graph=True, allow_unused=True)
+                             for y in (actual, expected))  # fmt: skip
+    assert relative_error(actual.double(), expected) < 1e-5
+    for a, b in zip(grads, expected_grads, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert a.isfinite().all()
+            assert relative_error(a.double(), b.double()) < 1e-5 or max(a.abs().max(), b.abs().max()) < 1e-6
 
 
+class Layer(NamedTuple):
+    """A recurrent layer, its definition, and the number of its inputs: the state space model has no beta."""
+
+    run: Callable[..., tuple[Tensor, Tensor]]
+    definition: Callable[..., tuple[Tensor, Tensor]]
+    num_inputs: int
+
+
+LAYERS = {
+    "gated delta rule": Layer(gated_delta_rule, delta_rule_definition, 5),
+    "state space": Layer(state_space_scan, state_space_definition, 4),
+}
+each_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+
+
+@each_layer
 @pytest.mark.parametrize("heads", [(2, 6), (3, 3), (1, 4)])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_rows_equal_recurrence(length: int, heads: tuple[int, int]) -> None:
-    inputs = make_inputs(2, length, heads)
-    actual, expected = gated_delta_rule(*inputs), run_documents(delta_rule_definition, inputs, [0, length, 2 * length])
+def test_rows_equal_recurrence(length: int, heads: tuple[int, int], layer: Layer) -> None:
+    inputs = make_inputs(2, length, heads)[: layer.num_inputs]
+    actual, expected = layer.run(*inputs), run_documents(layer.definition, inputs, [0, length, 2 * length])
     assert_same(actual[0], expected[0], inputs)
     assert_same(actual[1], expected[1], inputs[1:])
 
 
+@each_layer
 @pytest.mark.parametrize("bounds", BOUNDS)
-def test_documents_start_from_a_zero_state(bounds: list[int]) -> None:
-    inputs = make_inputs(3, 50)
-    actual, state = gated_delta_rule(*inputs, layout=layout_of(bounds))
-    expected, states = run_documents(delta_rule_definition, inputs, bounds)
+def test_documents_start_from_a_zero_state(bounds: list[int], layer: Layer) -> None:
+    inputs = make_inputs(3, 50)[: layer.num_inputs]
+    actual, state = layer.run(*inputs, layout=layout_of(bounds))
+    expected, states = run_documents(layer.definition, inputs, bounds)
     assert_same(actual, expected, inputs)
     assert relative_error(state[0].double(), states[-1]) < 1e-5
 
 
+@each_layer
 @pytest.mark.parametrize("length", LENGTHS)
-def test_state_is_continued(length: int) -> None:
+def test_state_is_continued(length: int, layer: Layer) -> None:
     """Starting from a state, in one pass or two. The gradient reaches the state."""
-    inputs, state = make_inputs(2, length), torch.randn(2, 6, 8, 10, requires_grad=True)
-    expected, last = run_documents(delta_rule_definition, inputs, [0, length, 2 * length], state)
-    answers, end = gated_delta_rule(*inputs, state=state)
+    inputs = make_inputs(2, length)[: layer.num_inputs]
+    state = torch.randn(2, 6, 8, 10, requires_grad=True)
+    expected, last = run_documents(layer.definition, inputs, [0, length, 2 * length], state)
+    answers, end = layer.run(*inputs, state=state)
     assert_same(answers, expected, [*inputs, state])
     half, answers = length // 2, []
     for tokens in (slice(half), slice(half, None)):
         if inputs[0][:, tokens].numel():
-            y, state = gated_delta_rule(*(x[:, tokens] for x in inputs), state=state)
+            y, state = layer.run(*(x[:, tokens] for x in inputs), state=state)
             answers.append(y)
     assert relative_error(torch.cat(answers, dim=1).double(), expected) < 1e-5
     assert relative_error(end.double(), last) < 1e-5
     assert relative_error(state.double(), last) < 1e-5
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 50.0])
+def test_scan_matches_transformers(scale: float) -> None:
+    """Also with decays that underflow."""
+    q, k, v, *_ = make_inputs(2, 100)
+    rates, dt = -scale * torch.rand(6), torch.rand(2, 100, 6)
+    expected = mamba2_chunk_scan(v, dt, rates, k, q, chunk_size=32)
+    assert relative_error(state_space_scan(q, k, v * dt[..., None], rates * dt)[0], expected) < 1e-5
 
 
 @pytest.mark.parametrize("decay", [0.0, -1e-6, -30.0, -100.0, -1e4, -1e30])
