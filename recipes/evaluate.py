@@ -8,7 +8,6 @@ tune run evaluate nano/known tasks=[nano,arc_easy] limit=100
 import json
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 from tunekit.checkpoint.atomic import check_writable, write_text_atomic
@@ -18,8 +17,9 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, check_range
 from tunekit.evaluation.answer_checks import AnswerChecks
-from tunekit.evaluation.generation_eval import GenerationEvaluator, Question, with_source
+from tunekit.evaluation.generation_eval import GenerationEvaluator
 from tunekit.evaluation.inference_config import InferenceConfig
+from tunekit.evaluation.questions import Question, read_rows
 from tunekit.evaluation.results import ModelResult
 from tunekit.evaluation.significance import paired_differences
 from tunekit.evaluation.table import results_table
@@ -110,7 +110,7 @@ def evaluate_model(name: str, cfg: EvaluateConfig, dist: DistributedContext) -> 
         data.check_vocab(model.spec.vocab)
         if name == cfg.model:
             data_checks.warn_data(cfg, data, tokenizer, dist)
-        rows = islice(with_source(data.datasets), cfg.limit)
+        rows = read_rows(data, tokenizer, cfg.limit)
         questions, result = evaluator(dataset_title(cfg.data), rows, cfg.checks)
         results.append(result)
     return questions, ModelResult(name, (*results, *cfg.named.evaluate(evaluator, name, tasks)))

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from tunekit.config.choices import kind_name
@@ -18,12 +17,12 @@ from tunekit.data.chat_template.messages import (
     get_string,
     json_type,
     make_conversation,
+    messages_to_answer,
     parse_json_cell,
 )
 from tunekit.data.chat_template.template import TemplateKwargs, check_template_kwargs, find_template
 from tunekit.data.column_usage import ColumnUsage
 from tunekit.data.doc_flags import UNEQUAL_WEIGHTS, DocFlags
-from tunekit.data.format_detection import FormatRule, RowFormat, detect_format
 from tunekit.data.preference_prompts import find_prompt_column, read_prompt_messages, starts_with_prompt
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.readers.open_dataset import find_data_files, open_dataset, parse_split
@@ -125,6 +124,10 @@ class DatasetConfig(DataConfig):
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
         """Texts of a row, one for each document. Raise UserError for an invalid row."""
         raise NotImplementedError
+
+    def prompt_conversation(self, fields: Fields) -> Conversation | None:
+        """Conversation up to the answer at the end of the targets of a valid row; None if there is no such answer."""
+        return None
 
     def encode_rows(
         self, tokenizer: Tokenizer, rows: Iterable[Row | BadRow], usage: ColumnUsage | None = None
@@ -229,6 +232,13 @@ class ConversationDataset(ChatTemplateMixin):
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
         return [tokenize.render_conversation(tokenizer, self.to_conversation(fields), self.train_on)]
 
+    def prompt_conversation(self, fields: Fields) -> Conversation | None:
+        conversation = self.to_conversation(fields)
+        last = tokenize.target_turns(conversation, self.train_on)[-1]
+        is_answer = conversation.messages[last]["role"] == "assistant"
+        messages = messages_to_answer(conversation.messages[:last]) if is_answer else []
+        return conversation._replace(messages=messages) if messages else None
+
     def to_conversation(self, fields: Fields) -> Conversation:
         """Conversation of a row."""
         raise NotImplementedError
@@ -323,15 +333,27 @@ class CompletionDataset(TextOrChatMixin):
     completion_column: str = "completion"  # Column of the completion
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        prompt = parse_json_cell(get_column(fields, self.prompt_column, "prompt_column"))
-        completion = parse_json_cell(get_column(fields, self.completion_column, "completion_column"))
+        prompt, completion = self.get_parts(fields)
         if isinstance(prompt, str) and isinstance(completion, str):
             start = 0 if self.train_on == "all" else len(prompt)
             return [tokenize.render_plain_text(prompt + completion, self.eos_token_id(tokenizer), start)]
-        columns = self.prompt_column, self.completion_column
-        system = converters.get_system(fields)
-        conversation = converters.join_prompt(prompt, completion, fields.get("tools"), columns, system)
-        return [tokenize.render_conversation(tokenizer, conversation, self.train_on)]
+        return super().render(tokenizer, fields)
+
+    def get_parts(self, fields: Fields) -> tuple[Any, Any]:
+        """The prompt and the completion."""
+        prompt = parse_json_cell(get_column(fields, self.prompt_column, "prompt_column"))
+        return prompt, parse_json_cell(get_column(fields, self.completion_column, "completion_column"))
+
+    def prompt_conversation(self, fields: Fields) -> Conversation | None:
+        return (
+            None
+            if all(isinstance(part, str) for part in self.get_parts(fields))
+            else super().prompt_conversation(fields)
+        )
+
+    def to_conversation(self, fields: Fields) -> Conversation:
+        columns, system = (self.prompt_column, self.completion_column), converters.get_system(fields)
+        return converters.join_prompt(*self.get_parts(fields), fields.get("tools"), columns, system)
 
 
 @dataclass(frozen=True)
@@ -349,43 +371,6 @@ class TextDataset(EosTokenMixin):
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
         text = get_string(fields, self.text_column, "text_column")
         return [tokenize.render_plain_text(text, self.eos_token_id(tokenizer))]
-
-
-@dataclass(frozen=True)
-class DetectedDataset(TextOrChatMixin):
-    """Rows whose format is detected from their columns."""
-
-    accepts_any_key: ClassVar[bool] = True  # another kind keeps the keys that are set here
-    candidates: ClassVar[tuple[type[DatasetConfig], ...]]  # supported formats
-    expected_columns: ClassVar[str]  # remedy for rows of other formats
-    rules: ClassVar[tuple[FormatRule, ...]] = ()  # tried before the common rules
-
-    @cached_property
-    def detected(self) -> dict[RowFormat, DatasetConfig]:
-        """Configs of the formats that were detected so far, with the keys of this config."""
-        return {}
-
-    def detect(self, fields: Fields) -> DatasetConfig:
-        """Config of the format of a row."""
-        row_format = detect_format(fields, self.rules)
-        if row_format not in self.detected:
-            self.detected[row_format] = self.make_config(row_format)
-        return self.detected[row_format]
-
-    def make_config(self, row_format: RowFormat) -> DatasetConfig:
-        """Config of a format. Raise UserError if it is not one of the candidates."""
-        cls = next((cls for cls in self.candidates if kind_name(cls) == row_format.kind), None)
-        if cls is None:
-            raise UserError(f"this recipe does not support {row_format.description}. {self.expected_columns}")
-        names = {item.name for item in dataclasses.fields(cls)} & {item.name for item in dataclasses.fields(self)}
-        values: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return cls(**values, **dict[str, Any](row_format.columns))
-
-    def describe(self, fields: Fields) -> str:
-        return detect_format(fields, self.rules).description
-
-    def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        return self.detect(dict(fields)).render(tokenizer, fields)  # a copy: the detection reads other columns too
 
 
 @dataclass(frozen=True)

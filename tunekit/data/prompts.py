@@ -8,6 +8,7 @@ from tunekit.data.chat_template.messages import (
     Message,
     get_column,
     json_type,
+    messages_to_answer,
     parse_json_cell,
     parse_tools,
 )
@@ -43,10 +44,8 @@ def read_prompt(fields: Fields, column: str = PROMPT, system_prompt: str | None 
     for prompts without a system message. Raise UserError if nothing is left to answer.
     """
     conversation, text = read_conversation(fields, find_column(fields) if column == PROMPT else column)
-    messages, last = conversation.messages, conversation.messages[-1]
-    while messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages or messages[-1]["role"] not in ("user", "tool"):
+    messages, last = messages_to_answer(conversation.messages), conversation.messages[-1]
+    if not messages:
         raise UserError(f"{conversation.column}: has no message to answer. The last one must be of role user or tool")
     if system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
         messages = [{"role": "system", "content": system_prompt}, *messages]

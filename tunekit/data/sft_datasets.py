@@ -12,12 +12,12 @@ from tunekit.data.datasets import (
     ChatDataset,
     CompletionDataset,
     DatasetConfig,
-    DetectedDataset,
     Fields,
     InstructDataset,
     ShareGPTDataset,
     TextDataset,
 )
+from tunekit.data.detected_dataset import DetectedDataset
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.tokenize import MaskedText

@@ -17,7 +17,8 @@ from tunekit.data.datasets import ChatDataset
 from tunekit.data.readers.row_reader import Row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError, check_range
-from tunekit.evaluation.generation_eval import GenerationEvaluator, LocatedDocument
+from tunekit.evaluation.generation_eval import GenerationEvaluator
+from tunekit.evaluation.questions import EvaluationRow, add_prompts
 from tunekit.evaluation.results import TaskResult
 
 ALL_BUNDLED = "nano"
@@ -89,19 +90,19 @@ class TaskSelection:
         return results
 
 
-def task_documents(task: str, tokenizer: Tokenizer, limit: int | None) -> list[LocatedDocument]:
+def task_documents(task: str, tokenizer: Tokenizer, limit: int | None) -> list[EvaluationRow]:
     """The first `limit` rows of a task in the chat template of the model, or all of them."""
     with assets.TASKS[task].open(encoding="utf-8") as file:
         rows = [
             Row(f"{task} row {number}", json.loads(line)) for number, line in enumerate(islice(file, limit), start=1)
         ]
     dataset = ChatDataset(task, max_length=BUNDLED_MAX_LENGTH)
-    located: list[LocatedDocument] = []
-    for row, documents in zip(rows, dataset.encode_rows(dataset.prepare_tokenizer(tokenizer), rows), strict=True):
+    tokenizer, located = dataset.prepare_tokenizer(tokenizer), list[EvaluationRow]()
+    for row, documents in zip(rows, dataset.encode_rows(tokenizer, rows), strict=True):
         if not isinstance(documents, list):
             raise UserError(f"tasks: {task} cannot be evaluated: {documents}")
-        located += [(row.where, document) for document in documents]
-    return located
+        located += [EvaluationRow(row.where, document) for document in documents]
+    return add_prompts(located, rows, dataset, tokenizer)
 
 
 def import_adapter(tasks: Sequence[str]) -> Any:

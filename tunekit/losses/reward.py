@@ -14,7 +14,8 @@ from tunekit.data.check_target import LabelRule, RewardTarget
 from tunekit.data.dataloader.batch import IGNORE, Batch
 from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.mixture import MixtureBase
-from tunekit.data.datasets import DatasetConfig, DetectedDataset, PreferenceDataset
+from tunekit.data.datasets import DatasetConfig, PreferenceDataset
+from tunekit.data.detected_dataset import DetectedDataset
 from tunekit.data.embedding_datasets import RerankingDataset, RerankingPairsDataset
 from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.data.reward_datasets import LabeledDataset, StepwiseDataset

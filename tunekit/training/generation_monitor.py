@@ -6,7 +6,7 @@ from tunekit.data.chat_template.chat_format import encode_conversation
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
-from tunekit.evaluation.generation_eval import iter_questions, with_source
+from tunekit.evaluation.questions import iter_questions, read_rows
 from tunekit.generation.generate import check_prompt_length, generate_answers
 from tunekit.loggers.metric_logger import MetricLogger
 from tunekit.models.decoder import Decoder
@@ -59,7 +59,7 @@ class GenerationMonitor:
 
 def find_prompts(loader: DataLoader, tokenizer: Tokenizer) -> list[PromptToAnswer]:
     """The rows of a dataset up to their last answers. Raises UserError if no row has one."""
-    questions = [*iter_questions(with_source(loader.datasets), tokenizer)]
+    questions = [*iter_questions(read_rows(loader, tokenizer), tokenizer)]
     for question in questions:
         check_prompt_length(question.row, len(question.prompt), tokenizer.max_position_embeddings)
     prompts = [PromptToAnswer(question.prompt, question.text, question.expected) for question in questions]

@@ -22,6 +22,7 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.evaluation import lm_eval_adapter
 from tunekit.evaluation.generation_eval import GenerationEvaluator
+from tunekit.evaluation.questions import EvaluationRow
 from tunekit.evaluation.results import TaskResult
 from tunekit.evaluation.tasks import TaskSelection, task_documents
 from tunekit.generation.sampling import SamplingConfig
@@ -221,12 +222,13 @@ def test_bundled_rows_are_identified_by_location(adapter_model: lm_eval_adapter.
         adapter_model.model, adapter_model.text_tokenizer, SamplingConfig(max_new_tokens=4), 4, adapter_model.dist
     )
     rows = task_documents("nano/facts", adapter_model.text_tokenizer, 3)
-    no_targets = rows[1][1]._replace(loss_mask=np.zeros_like(rows[1][1].loss_mask))
-    complete, with_gap = evaluator("facts", rows)[1], evaluator("facts", [rows[0], ("nothing", no_targets), rows[2]])[1]
+    unmasked = rows[1].document
+    no_targets = EvaluationRow("nothing", unmasked._replace(loss_mask=np.zeros_like(unmasked.loss_mask)))
+    complete, with_gap = evaluator("facts", rows)[1], evaluator("facts", [rows[0], no_targets, rows[2]])[1]
     for actual, expected in ((complete, [1, 2, 3]), (with_gap, [1, 3])):
         assert list(actual["loss"].rows) == [f"nano/facts row {n}" for n in expected]
         assert actual["exact_match"].rows == actual["loss"].rows
-    assert evaluator("facts", [("nothing", no_targets)])[1] == TaskResult("facts", ())
+    assert evaluator("facts", [no_targets])[1] == TaskResult("facts", ())
 
 
 def test_fewshot_examples_are_the_same_for_each_model(

@@ -13,9 +13,10 @@ from tests.helpers.encode_rows import encode_document
 from tunekit.data.dataloader.prompt_data import PromptDataset
 from tunekit.data.datasets import ChatDataset
 from tunekit.data.prompts import read_prompt
+from tunekit.data.readers.row_reader import Row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
-from tunekit.evaluation.generation_eval import iter_questions
+from tunekit.evaluation.questions import EvaluationRow, add_prompts, iter_questions
 from tunekit.recipes.generate import GenerateConfig
 from tunekit.rollouts.prompts import encode_prompts, read_prompts
 from tunekit.serving.prompts import PromptMaker
@@ -79,17 +80,19 @@ def test_rows_without_a_prompt_are_errors_with_their_place(tmp_path: Path, row: 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_recipes_and_the_server_read_the_same_prompt(qwen: Tokenizer, tmp_path: Path, name: str) -> None:
-    """Up to the answer, these are the tokens of the row in training, which `evaluate` and distillation continue."""
+    """With this template, these are also the tokens of the row in training, which distillation continues."""
     messages, file = CONVERSATIONS[name], tmp_path / "rows.jsonl"
     row = {"messages": messages, "tools": TOOLS}
     file.write_text(json.dumps(row))
     config = GenerateConfig(model="m", source=str(file))
     (generate,) = encode_prompts(config, read_prompts(config), qwen)
     policy = encode_document(PromptDataset("x"), qwen, row).tokens.tolist()
-    (question,) = iter_questions([("", encode_document(ChatDataset("x"), qwen, row))], qwen)
+    document, chats = encode_document(ChatDataset("x"), qwen, row), ChatDataset("x")
+    (question,) = iter_questions(add_prompts([EvaluationRow("", document)], [Row("", row)], chats, qwen), qwen)
     request = parse_chat_request({"model": "m", "messages": messages[:-1], "tools": TOOLS})
     (served,) = PromptMaker(qwen, 4096, None).make_prompts(request)
     assert generate.tokens == policy == question.prompt == served.tokens
+    assert document.tokens[: len(policy)].tolist() == policy
 
 
 @pytest.mark.parametrize("family", ["qwen2", "alpaca", "llama2", "gemma3", "phi3", "command_r", "gpt_oss"])

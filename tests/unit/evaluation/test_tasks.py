@@ -18,12 +18,12 @@ def test_task_rows_are_reproducible_and_unique() -> None:
     tokenizer = Tokenizer.open(NANO)
     for task in assets.TASKS:
         first, second = (task_documents(task, tokenizer, None) for _ in range(2))
-        texts = [tuple(document.tokens.tolist()) for _, document in first]
+        texts = [tuple(document.tokens.tolist()) for _, document, _ in first]
         assert len(set(texts)) == 200
-        assert texts == [tuple(document.tokens.tolist()) for _, document in second]
-        assert [row for row, _ in first] == [row for row, _ in second]
+        assert texts == [tuple(document.tokens.tolist()) for _, document, _ in second]
+        assert [row.where for row in first] == [row.where for row in second]
         assert len(task_documents(task, tokenizer, 7)) == 7
-        assert all(len(document.tokens) == document.full_length for _, document in first)
+        assert all(len(document.tokens) == document.full_length for _, document, _ in first)
 
 
 def test_test_calls_are_not_in_the_training_data() -> None:

@@ -33,6 +33,13 @@ class Conversation(NamedTuple):
     column: str = "messages"  # where the messages are from, for error messages
 
 
+def messages_to_answer(messages: list[Message]) -> list[Message]:
+    """Messages without the answers at their end; empty if the last one left is not of role user or tool."""
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    return messages if messages and messages[-1]["role"] in ("user", "tool") else []
+
+
 class JSONArguments(dict[str, Any]):
     """Arguments of a call that a row stores as a JSON string, which some templates write as it is."""
 

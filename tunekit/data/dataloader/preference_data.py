@@ -6,11 +6,11 @@ from typing import ClassVar
 from tunekit.data.dataloader.mixture import MixtureBase, MixtureMemberBase
 from tunekit.data.datasets import (
     DatasetConfig,
-    DetectedDataset,
     PreferenceBase,
     PreferenceDataset,
     UnpairedPreferenceDataset,
 )
+from tunekit.data.detected_dataset import DetectedDataset
 from tunekit.data.format_detection import PREFERENCE_RULES, FormatRule
 from tunekit.data.preprocess.preprocess import detect_first_row
 
