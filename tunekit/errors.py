@@ -8,7 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 USER_MODULES = ("own_", "tunekit_import_")  # prefixes of the modules of recipe files and of `--import`
 DOUBLE_STOP = re.compile(r"(?<=[^\s./])\.\.(?=\s|$)")  # of a quoted message and of the sentence that contains it
@@ -27,6 +27,9 @@ class FieldError(ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field, self.message = field, message
+
+    def __reduce__(self) -> tuple[Any, ...]:  # worker processes and other ranks pickle exceptions
+        return type(self), (self.field, self.message)
 
 
 def check_range(
@@ -77,6 +80,9 @@ class RunStopped(Exception):
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.code)
 
 
 class CtrlC(KeyboardInterrupt):

@@ -1,6 +1,7 @@
 """Collection of config errors, so that all of them are reported together."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from tunekit.errors import FieldError, UserError
 
@@ -14,6 +15,9 @@ class FieldErrors(FieldError):
         super().__init__(errors[0].field, errors[0].message)
         self.errors = tuple(errors)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.errors,)
+
 
 class ConfigError(UserError):
     """All errors of a config, one line each: file and line, key, message."""
@@ -21,6 +25,9 @@ class ConfigError(UserError):
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__("\n".join(lines))
         self.lines = tuple(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # worker processes and other ranks pickle exceptions
+        return type(self), (self.lines,)
 
 
 class ErrorCollector:
