@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.helpers.compare_layouts import PROPORTIONAL, compare, make_checkpoint_dir
-from tests.helpers.random_checkpoints import SHAPES, build, load_model, load_transformers_model, save
+from tests.helpers.random_checkpoints import SHAPES, build, load_model, load_transformers_model, rewrite_config, save
 from tests.helpers.training_steps import Case
 from tunekit.adapters.config import LoRAConfig
 from tunekit.data.dataloader.batch import Batch, Collator
@@ -19,8 +20,16 @@ from tunekit.errors import FieldError, UserError
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.memory.config import MemoryConfig
 from tunekit.models.decoder import Decoder
+from tunekit.models.families.moe_base import NUM_EXPERTS_KEYS
 
 COEF = 0.5
+
+
+def is_sparse(shape: dict[str, Any]) -> bool:
+    return any(shape.get(key) for key in (*NUM_EXPERTS_KEYS, "moe_num_experts")) and "text_config" not in shape
+
+
+SPARSE = {shape["model_type"]: name for name, shape in SHAPES.items() if is_sparse(shape)}.values()
 
 
 def padded_batch() -> Batch:
@@ -73,6 +82,25 @@ def test_load_balancing_loss_equals_transformers(name: str, activation_checkpoin
         assert torch.equal(loss(model, batch), CrossEntropy(router_aux_loss_coef=0.0)(plain, batch)), (
             "not in evaluation"
         )
+
+
+@pytest.mark.parametrize(
+    "name", {shape["model_type"]: name for name, shape in SHAPES.items() if is_sparse(shape)}.values()
+)
+def test_coefficient_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    """Also if config.json has none, and 0 for models that have no such loss in transformers."""
+    folder = save(build(SHAPES[name] | {"output_router_logits": True, "router_aux_loss_coef": COEF}), tmp_path)
+    for changes in (lambda config: config, without_coefficient):
+        rewrite_config(folder, changes)
+        reference, batch = load_transformers_model(folder), padded_batch()
+        labels = batch.targets.roll(1, dims=1)
+        has_loss = reference(batch.tokens, labels=labels).get("aux_loss") is not None
+        expected = reference.config.router_aux_loss_coef if has_loss else 0.0
+        assert CrossEntropy().router_coefs(load_model(folder).spec)[0] == expected
+
+
+def without_coefficient(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "router_aux_loss_coef"}
 
 
 def test_z_loss_is_the_mean_square_of_the_log_normalizers(tmp_path: Path) -> None:

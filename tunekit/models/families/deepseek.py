@@ -67,6 +67,7 @@ def moe_with_shared_expert(c: Config, **changes: Any) -> MoE:
     hidden = c["moe_intermediate_size"]
     fields = {
         "router_in_fp32": True,
+        "router_aux_loss_coef": 0.0,
         "scale": c["routed_scaling_factor"],
         "shared_intermediate_size": hidden * (c["n_shared_experts"] or 0),
     }

@@ -124,7 +124,8 @@ def rope(c: Config, kind: str) -> Rope:
 
 def experts(c: Config) -> Any:
     per_token = {"num_experts_per_tok": c["top_k_experts"]}
-    return moe_spec({**c, **per_token}, c["moe_intermediate_size"], router_norm=Norm(c["rms_norm_eps"], weight=False))
+    router = {"router_norm": Norm(c["rms_norm_eps"], weight=False), "router_aux_loss_coef": 0.0}
+    return moe_spec({**c, **per_token}, c["moe_intermediate_size"], **router)
 
 
 def config_table(config: Config) -> tuple[KeyRule, ...]:

@@ -51,7 +51,7 @@ def spec(config: Config) -> DecoderSpec:
     hidden = c["intermediate_size"]
     dense = mlp_spec(c | {"intermediate_size": c["intermediate_size_mlp"]})
     experts = {"scoring_func": "top_sigmoid", "norm_topk_prob": False, "apply_router_weight_on_input": True}
-    moe = moe_spec(c, hidden, shared_intermediate_size=hidden, **experts)
+    moe = moe_spec(c, hidden, shared_intermediate_size=hidden, router_aux_loss_coef=0.0, **experts)
 
     def layer(i: int) -> Layer:
         chunk = c["attention_chunk_size"] if types[i] == CHUNKED else None

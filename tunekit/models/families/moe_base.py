@@ -37,7 +37,7 @@ NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")  # o
 
 
 def moe_spec(c: Config, hidden: int, **changes: Any) -> MoE:
-    """MoE of experts with `hidden` channels."""
+    """MoE of experts with `hidden` channels. Without a load-balancing loss in transformers, `changes` turn it off."""
     count, top_k = next((c[key] for key in NUM_EXPERTS_KEYS if c.get(key)), None), c["num_experts_per_tok"]
     if count is None:
         raise ValueError(f"number of experts is missing: set one of {', '.join(NUM_EXPERTS_KEYS)}")
@@ -45,7 +45,7 @@ def moe_spec(c: Config, hidden: int, **changes: Any) -> MoE:
         raise ValueError(f"num_experts_per_tok {top_k} must be <= the number of experts, {count}")
     values: dict[str, Any] = {"act": activation(c)} | changes
     if c.get("output_router_logits"):
-        values["router_aux_loss_coef"] = c.get("router_aux_loss_coef", DEFAULT_AUX_LOSS_COEF) or 0.0
+        values.setdefault("router_aux_loss_coef", c.get("router_aux_loss_coef", DEFAULT_AUX_LOSS_COEF) or 0.0)
     return MoE(count, top_k, hidden, **values)
 
 
