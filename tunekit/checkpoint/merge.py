@@ -35,12 +35,14 @@ from tunekit.checkpoint.save_model import (
     write_index,
 )
 from tunekit.checkpoint.sentence_transformers import copy_modules
+from tunekit.data.tokenizer_files import MODEL as TOKENIZER_JSON
+from tunekit.data.tokenizer_files import check_model_type
 from tunekit.models.decoder import TIED
 from tunekit.models.weight_map import Identity, KeyMapping, Stack, match_hub_name
 
 CONFIG = "config.json"
 CHUNK = 2**20  # elements that are in fp32 at a time
-TOKENIZER_FILES = {"tokenizer.json", "tokenizer.model"}  # an adapter with one of them has its own tokenizer
+TOKENIZER_FILES = {TOKENIZER_JSON, "tokenizer.model"}  # an adapter with one of them has its own tokenizer
 
 
 @torch.no_grad()
@@ -49,6 +51,7 @@ def merge_adapter(base: HFCheckpoint, adapter: Path, folder: Path, quiet: bool =
 
     Returns whether a tied head was untied because merging made it differ from the embedding.
     """
+    check_tokenizer(base, adapter)
     merged = MergedCheckpoint.open_adapter(base, adapter)
     entries = {name: (meta.shape, meta.dtype) for name, meta in merged.tensors.items()}
     check_free_space(folder, sum(map(tensor_bytes, entries.values())))
@@ -242,6 +245,13 @@ def add_delta(weight: Tensor, delta: LoRADelta) -> None:
         if delta.magnitude is not None:
             merged *= (delta.magnitude[rows].to(exact) / merged.norm(dim=1))[:, None]
         weight[rows] = merged
+
+
+def check_tokenizer(base: HFCheckpoint, adapter: Path) -> None:
+    """Raise UserError if the adapter has another tokenizer, and transformers would read it differently in the base."""
+    own, theirs = adapter / TOKENIZER_JSON, base.tokenizer_path / TOKENIZER_JSON
+    if own.is_file() and not (theirs.is_file() and own.read_bytes() == theirs.read_bytes()):
+        check_model_type(adapter, base.config)
 
 
 def write_companion_files(base: HFCheckpoint, adapter: Path, folder: Path) -> None:

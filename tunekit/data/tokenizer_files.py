@@ -37,6 +37,14 @@ OTHER_FORMATS = ("tekken.json", "tokenizer.model", "tiktoken.model", "vocab.json
 VERSIONED_FILE = re.compile(r"tokenizer\.(.+)\.json")
 MAX_NORMALIZER_GROWTH = 1000  # factor of the length of a text; known tokenizers have up to 3
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+# Of transformers, which replaces the regular expression of large Mistral tokenizers that were saved before version 5
+OLD_VERSION, MIN_MISTRAL_VOCAB = re.compile(r"[0-4]\."), 100_000
+MISTRAL_TYPES = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
+MISTRAL_REGEX = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which is no text
 Token = str | AddedToken
 
@@ -136,6 +144,7 @@ def parse_tokenizer(files: TokenizerFiles) -> SavedTokenizer:
     with TokenizerErrors(f"{directory / CONFIG}: does not fit to tokenizer.json", "Download both again."):
         model = rebuild(saved, content, kind, tokens.settings)
         add_saved_tokens(model, tokens, kind)
+    check_mistral_regex(directory, config, model)
     post_processor = saved.post_processor if kind.adds_bos is None else add_bos(model, tokens, kind.adds_bos)
     model.post_processor = None
     model.no_truncation()
@@ -160,6 +169,21 @@ def check_supported(directory: Path, content: Mapping[str, Any], config: Mapping
     if versioned:
         problem = f"fast_tokenizer_files names {versioned[0]}, only {MODEL} can be read"
         raise UserError(f"{directory / CONFIG}: {problem}. Rename the file, and remove the key.")
+
+
+def check_mistral_regex(directory: Path, config: Mapping[str, Any], model: tokenizers.Tokenizer) -> None:
+    """Raise UserError if transformers would replace the first step of the pre-tokenizer, as it does for old files."""
+    model_config = read_json(directory / "config.json")
+    is_old = OLD_VERSION.match(str(model_config.get("transformers_version") or "0.0")) is not None
+    is_mistral = (directory / "config.json").is_file() and model_config.get("model_type") in (None, *MISTRAL_TYPES)
+    is_large = model.get_vocab_size() > MIN_MISTRAL_VOCAB and model.pre_tokenizer is not None
+    if not (config.get("fix_mistral_regex") and is_old and is_mistral and is_large):
+        return
+    steps = json.loads(model.to_str())["pre_tokenizer"].get("pretokenizers") or [{}]
+    if steps[0].get("pattern") != {"Regex": MISTRAL_REGEX}:
+        problem = "fix_mistral_regex needs another regular expression than that of tokenizer.json"
+        remedy = "Save the tokenizer with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        raise UserError(f"{directory / CONFIG}: {problem}. {remedy}.")
 
 
 def max_growth(normalizer: Any) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from transformers.models.auto.tokenization_auto import (
     TOKENIZER_MAPPING_NAMES,
 )
 
+from tests.helpers.random_checkpoints import make_checkpoint
 from tests.helpers.tokenizers import SHAPES, train_tokenizer
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.merge import check_tokenizer, merge_adapter
 from tunekit.data.chat_template.chat_format import advise_on_markers, describe_split_markers, find_split_markers
 from tunekit.data.new_tokens import add_new_tokens, write_new_tokens
 from tunekit.data.tokenizer import Tokenizer
@@ -189,6 +193,28 @@ def test_what_cannot_be_read_is_refused_by_name(name: str, bases: dict[str, str]
     assert name in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("config", [
+    {"model_type": "mistral"}, {"model_type": "mistral3", "transformers_version": "4.57.1"}, {"a": 1}, {},
+    {"model_type": "mistral", "transformers_version": "5.0.0"}, {"model_type": "llama"},
+], ids=str)  # fmt: skip
+def test_fix_of_mistral_is_refused_where_transformers_makes_it(
+    config: dict, bases: dict[str, str], tmp_path: Path
+) -> None:
+    content = json.loads(bases["chatml"])
+    content["model"]["vocab"] |= {f"more{index}": index for index in range(len(content["model"]["vocab"]), 100_001)}
+    write(tmp_path, json.dumps(content), {"tokenizer_config.json": {"fix_mistral_regex": True}, "config.json": config})
+    unchanged = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    theirs, text = AutoTokenizer.from_pretrained(tmp_path), "theFox says/\n123"
+    steps = [backend.pre_tokenizer.pre_tokenize_str(text) for backend in (theirs.backend_tokenizer, unchanged)]
+    if steps[0] != steps[1]:
+        with pytest.raises(UserError, match="fix_mistral_regex"):
+            Tokenizer.open(tmp_path)
+        theirs.save_pretrained(tmp_path)
+    else:
+        assert config.get("model_type") == "llama" or config.get("transformers_version") == "5.0.0" or not config
+    assert Tokenizer.open(tmp_path).encode(text) == theirs.encode(text, add_special_tokens=False)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_new_tokens_are_saved_with_those_of_all_files(name: str, bases: dict[str, str], tmp_path: Path) -> None:
     directory = write(tmp_path, bases["chatml"], FILES[name])
@@ -235,3 +261,17 @@ def test_copied_tokenizer_keeps_its_class(bases: dict[str, str], tmp_path: Path)
     with pytest.raises(UserError, match="^tokenizer: "):
         check_model_type(model, {"model_type": "phi3"})
     check_model_type(source, {"model_type": "qwen2"})
+
+
+def test_adapter_whose_tokenizer_a_merged_model_would_read_otherwise_is_refused(tmp_path: Path) -> None:
+    base = HFCheckpoint.open(make_checkpoint(tmp_path / "base", "qwen2"))
+    adapter = shutil.copytree(tmp_path / "base", tmp_path / "adapter", ignore=lambda *_: ["config.json"])
+    (adapter / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPTNeoXTokenizer"}))
+    check_tokenizer(base, adapter)  # its tokenizer is that of the base
+    other = json.loads((adapter / "tokenizer.json").read_text())
+    other["added_tokens"].append({"id": len(other["model"]["vocab"]) + 9, "content": "<other>", **token("<other>")})
+    (adapter / "tokenizer.json").write_text(json.dumps(other))
+    with pytest.raises(UserError, match="^tokenizer: "):
+        merge_adapter(base, adapter, tmp_path)
+    (adapter / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2TokenizerFast"}))
+    check_tokenizer(base, adapter)
