@@ -183,8 +183,7 @@ class Tokenizer:
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Raise TextTooLongError for a text that has more tokens, without encoding all of it."""
-        check_encodable(text)
-        size, limit = len(text.encode()), max_tokens * self.longest_token
+        size, limit = len(text.encode(errors="surrogatepass")), max_tokens * self.longest_token
         if size > limit:
             problem = f"{size} bytes are more than {max_tokens} tokens of at most {self.longest_token} bytes"
             raise TextTooLongError(f"the prompt is longer than the context: {problem}")

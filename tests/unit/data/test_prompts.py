@@ -138,3 +138,10 @@ def test_texts_are_continued_with_bos_and_without_eos(tmp_path: Path) -> None:
     assert encode_document(data, tokenizer, {"prompt": "Hello"}).tokens.tolist() == expected
     request = parse_completion_request({"model": "m", "prompt": "Hello"})
     assert PromptMaker(tokenizer, 4096, None).make_prompts(request)[0].tokens == expected
+
+
+@pytest.mark.parametrize("max_tokens", [None, 50])
+@pytest.mark.parametrize("before", [0, 100])
+def test_half_characters_are_refused_with_any_limit(qwen: Tokenizer, before: int, max_tokens: int | None) -> None:
+    with pytest.raises(UserError, match="U\\+DC80"):
+        qwen.copy_with(max_tokens=max_tokens).encode("a" * before + "\udc80")
