@@ -1,7 +1,8 @@
 """Prompts of recipe `generate`: texts of the config, and rows of a dataset."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, repeat
 from typing import Protocol
 
 from tunekit.data.check_target import ColumnReaders
@@ -10,8 +11,9 @@ from tunekit.data.column_usage import ColumnUsage
 from tunekit.data.dataloader.prompt_data import PromptDataset
 from tunekit.data.prompts import Prompt
 from tunekit.data.readers.row_reader import Row, require_row
+from tunekit.data.row_errors import USER_CODE_ERRORS, format_row_error
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.data.transforms import RowFields
+from tunekit.data.transforms import Filter, RemoveColumns, RenameColumns
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
 from tunekit.generation.generate import check_prompt_length
@@ -33,6 +35,9 @@ class PromptOptions(Protocol):
     def split(self) -> str: ...
 
     @property
+    def transforms(self) -> tuple[RenameColumns | Filter | RemoveColumns, ...]: ...
+
+    @property
     def system_prompt(self) -> str | None: ...
 
     @property
@@ -45,9 +50,12 @@ def make_dataset(cfg: PromptOptions) -> PromptDataset:
         raise FieldError("prompts", "no prompts. Set prompts or source.")
     if cfg.system_prompt is not None and not cfg.apply_chat_template:
         raise FieldError("system_prompt", "needs the chat template. Remove it, or set apply_chat_template=true.")
+    if cfg.transforms and cfg.source is None:
+        raise FieldError("transforms", "change rows, and there are none. Set source.")
     prompt_format = "chat" if cfg.apply_chat_template else "text"
     source = "prompts" if cfg.source is None else cfg.source
-    return PromptDataset(source, cfg.split, prompt_format=prompt_format, system_prompt=cfg.system_prompt)
+    options = {"system_prompt": cfg.system_prompt, "transforms": cfg.transforms}
+    return PromptDataset(source, cfg.split, prompt_format=prompt_format, **options)
 
 
 def read_prompts(cfg: PromptOptions, usage: ColumnUsage | None = None) -> Iterator[LocatedPrompt]:
@@ -56,16 +64,17 @@ def read_prompts(cfg: PromptOptions, usage: ColumnUsage | None = None) -> Iterat
     Raise UserError, with the row, if a row has none.
     """
     data = make_dataset(cfg)
-    rows = chain(
-        (Row(f"prompts.{index}", {"prompt": text}) for index, text in enumerate(cfg.prompts)),
-        map(require_row, data.open_rows().rows if cfg.source is not None else ()),
-    )
-    for row in rows:
-        fields = RowFields(row.fields)
+    texts = (Row(f"prompts.{index}", {"prompt": text}) for index, text in enumerate(cfg.prompts))
+    rows = map(require_row, data.open_rows().rows if cfg.source is not None else ())
+    for dataset, row in chain(zip(repeat(replace(data, transforms=())), texts), zip(repeat(data), rows)):
         try:
-            prompt = data.read_prompt(fields)
-        except UserError as error:
-            raise UserError(f"{row.where}: {error}") from None
+            fields = dataset.apply_transforms(row.fields)
+            if fields is None:
+                continue
+            prompt = dataset.read_prompt(fields)
+        except (UserError, *USER_CODE_ERRORS) as error:
+            message = format_row_error(error, row.fields, dataset, *dataset.transforms)
+            raise UserError(f"{row.where}: {message}") from None
         if usage is not None:
             usage.add(row.where, fields, lambda: "")
         yield row.where, prompt._replace(columns=dict(prompt.columns))
@@ -75,6 +84,8 @@ def open_prompts(cfg: PromptOptions, readers: ColumnReaders, dist: DistributedCo
     """All prompts. Log the columns that neither they nor the rewards and the environment, the `readers`, use."""
     usage = ColumnUsage()
     prompts = [*read_prompts(cfg, usage)]
+    if not prompts:
+        raise UserError(f"source: {cfg.source}: {'transforms remove all rows' if cfg.transforms else 'has no rows'}")
     for finding in column_findings("source", usage.reports, len(prompts), readers):
         dist.log(f"{finding.severity}: source: {finding.message} ({', '.join(finding.row_locations)}).")
     return prompts

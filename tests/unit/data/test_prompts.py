@@ -1,6 +1,7 @@
 """Prompts of rows are the same in all formats of rows, and for all that answers them: recipes and the server."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,18 @@ from tokenizers import processors
 
 from tests.helpers.chat_families import write_family
 from tests.helpers.encode_rows import encode_document
+from tunekit.data.check_target import NO_READERS
 from tunekit.data.dataloader.prompt_data import PromptDataset
 from tunekit.data.datasets import ChatDataset
 from tunekit.data.prompts import read_prompt
 from tunekit.data.readers.row_reader import Row
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.errors import UserError
+from tunekit.data.transforms import Filter, RenameColumns
+from tunekit.distributed.context import DistributedContext
+from tunekit.errors import FieldError, UserError
 from tunekit.evaluation.questions import EvaluationRow, add_prompts, iter_questions
 from tunekit.recipes.generate import GenerateConfig
-from tunekit.rollouts.prompts import encode_prompts, read_prompts
+from tunekit.rollouts.prompts import encode_prompts, open_prompts, read_prompts
 from tunekit.serving.prompts import PromptMaker
 from tunekit.serving.request_fields import parse_chat_request, parse_completion_request
 
@@ -76,6 +80,26 @@ def test_rows_without_a_prompt_are_errors_with_their_place(tmp_path: Path, row: 
     file.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps(row or {"id": 1}))
     with pytest.raises(UserError, match=r"^\S+rows.jsonl:2: "):
         list(read_prompts(GenerateConfig(model="m", source=str(file))))
+
+
+def test_transforms_change_the_rows_of_a_source_and_no_other_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"q": text, "n": number}) + "\n" for number, text in enumerate("abc")))
+    transforms = Filter({"n": (1, 2)}), RenameColumns({"q": "prompt"})
+    config = GenerateConfig(model="m", source=str(file), prompts=("first",), transforms=transforms)
+    prompts = [*read_prompts(config)]
+    assert [(where.rpartition(":")[2], prompt.text) for where, prompt in prompts] == [
+        ("prompts.0", "first"), ("2", "b"), ("3", "c")
+    ]  # fmt: skip
+    assert prompts[1][1].columns == {"prompt": "b", "n": 1}
+    with pytest.raises(UserError, match=r"rows.jsonl:1: "):
+        [*read_prompts(replace(config, transforms=(Filter({"other": 1}),)))]
+    with pytest.raises(UserError, match="^source: "):
+        none_left = replace(config, prompts=(), transforms=(Filter({"n": 7}),))
+        open_prompts(none_left, NO_READERS, DistributedContext.single_process())
+    with pytest.raises(FieldError) as error:
+        replace(config, source=None)
+    assert error.value.field == "transforms"
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
