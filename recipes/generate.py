@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tunekit.checkpoint.atomic import write_text_atomic
+from tunekit.checkpoint.atomic import check_writable, write_text_atomic
 from tunekit.data.readers.open_dataset import find_data_files
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.transforms import Filter, RemoveColumns, RenameColumns
@@ -110,6 +110,9 @@ def main(cfg: GenerateConfig) -> None:
     """Generate the answers to all prompts, in their order, and write or print them."""
     with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as dist:
         cfg.parallel.check_inference(dist.world_size)
+        for path in (cfg.output_path, cfg.episodes_path):
+            if path is not None:
+                dist.run_on_main(partial(check_writable, Path(path)))
         model, tokenizer = cfg.load_model(cfg.model, dist)
         prompts = open_prompts(cfg, combine_readers(*cfg.rewards, cfg.environment), dist)
         rows = encode_prompts(cfg, prompts, tokenizer)

@@ -1,6 +1,7 @@
 """Answers of the generate recipe do not depend on the batch, are reproducible, and are printed or written to a file."""
 
 import json
+import os
 
 import pytest
 
@@ -54,6 +55,18 @@ def test_sampling_is_reproducible(run_generate):
     assert run_generate(*args, "sampling.seed=6") != rows
     repeated = run_generate(*args, f"prompts={json.dumps(PROMPTS[2:3] * 2)}")
     assert repeated[0]["answer"] != repeated[1]["answer"], "the same question twice is two draws"
+
+
+@pytest.mark.parametrize("key", ["output_path", "episodes_path"])
+@pytest.mark.parametrize("path", [".", "", "answers.fifo", "questions.jsonl/answers.jsonl"])
+def test_unwritable_paths_are_found_before_anything_is_generated(key, path, run_generate, workspace):
+    os.mkfifo(workspace.folder / "answers.fifo")
+    (workspace.folder / "questions.jsonl").write_text('{"prompt": "a"}')
+    args = ("source=questions.jsonl", "rewards=[{kind: length, max_tokens: 3}]", f"{key}={json.dumps(path)}")
+    result = workspace.run_tune("run", "generate", "generate.yaml", *args)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.count("\n") == 1
+    assert (workspace.folder / "answers.fifo").is_fifo()
 
 
 def test_prompts_are_read_from_a_file(run_generate, workspace):

@@ -155,9 +155,17 @@ def write_text_atomic(path: Path, text: str) -> None:
         partial_file.write_text(text, encoding="utf-8")
 
 
+def resolve_file(path: Path) -> Path:
+    """A path, or the file that it links to. Raise UserError for a directory, device or pipe, which would be lost."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: is {'a directory' if path.is_dir() else 'a device or a pipe'}. Specify a file.")
+    return path.resolve() if path.is_symlink() else path
+
+
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path that is renamed to `path` at the end. Disk errors are raised as UserError."""
+    path = resolve_file(path)
     partial_file = sibling_path(path, PARTIAL)
     with wrap_write_errors(path):
         try:
@@ -171,8 +179,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 def check_writable(path: Path) -> None:
     """Raise UserError if a file cannot be written. Call before the computation. Creates the directory of the file."""
-    if path.is_dir():
-        raise UserError(f"{path}: is a directory. Specify a file.")
+    path = resolve_file(path)
     with wrap_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path.parent):

@@ -252,6 +252,26 @@ def test_free_space_is_checked_before_writing(tmp_path):
     assert file_names(tmp_path) == set()
 
 
+def test_only_regular_files_are_replaced(tmp_path):
+    """A pipe or device of this name, such as /dev/null, would become a file. Links are written through."""
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    (tmp_path / "link_to_pipe").symlink_to(pipe)
+    for path in (pipe, tmp_path / "link_to_pipe", tmp_path, Path()):
+        for call in (atomic.check_writable, lambda path: atomic.write_text_atomic(path, "x")):
+            with pytest.raises(UserError):
+                call(path)
+    assert pipe.is_fifo() and (tmp_path / "link_to_pipe").is_symlink()
+    file.write_text("old")
+    link.symlink_to(file)
+    (tmp_path / "new_link").symlink_to(tmp_path / "new")
+    for path in (link, tmp_path / "new_link"):
+        atomic.check_writable(path)
+        atomic.write_text_atomic(path, "new")
+        assert path.is_symlink() and path.read_text() == "new"
+    assert file_names(tmp_path) == {"pipe", "link", "file", "link_to_pipe", "new", "new_link"}
+
+
 def test_small_file_is_replaced_atomically(tmp_path, small_files):
     path = tmp_path / "config.yaml"
     atomic.write_text_atomic(path, "lr: 1\n")
