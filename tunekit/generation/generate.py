@@ -1,5 +1,6 @@
 """Texts and token ids of answers to many prompts."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from tunekit.data.tokenizer import TextStreamer, Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.generation.engine import GenerationEngine
-from tunekit.generation.requests import FinishReason, GenerationRequest, never_stop
+from tunekit.generation.requests import FinishReason, GenerationRequest, TokenOutput, never_stop
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.generation.stop_strings import StopStrings
 from tunekit.loggers.progress import ProgressLogger
@@ -46,6 +47,13 @@ def log_cut_answers(is_cut: Sequence[bool], context: int, dist: DistributedConte
         dist.log(f"warning: {sum(is_cut):,} of {len(is_cut):,} answers were cut off at {limit}")
 
 
+def check_finite(output: TokenOutput) -> None:
+    """Raise UserError for a token of logits with NaN."""
+    if math.isnan(output.logprob):
+        problem = "the model computes NaN: its weights or its adapter have NaN, or values too large for the dtype"
+        raise UserError(f"{problem}. Check the files, or set precision.compute_dtype=fp32.")
+
+
 def generate_rows(
     model: Decoder,
     prompts: Mapping[int, Sequence[int]],
@@ -65,7 +73,9 @@ def generate_rows(
     rows = {f"row {row}": row for row in prompts}
     answers: dict[str, list[int]] = {name: [] for name in rows}
     requests = [GenerationRequest(name, prompts[row], sampling, stop_ids, is_finished) for name, row in rows.items()]
-    for name, token, _, _, finish_reason in engine.stream(requests):
+    for output in engine.stream(requests):
+        check_finite(output)
+        name, token, _, _, finish_reason = output
         if token not in stop_ids:
             answers[name].append(token)
         if finish_reason is not None:
@@ -150,6 +160,7 @@ def stream_text(  # noqa: PLR0913
     streamer, text = TextStreamer(tokenizer), ""
     engine = GenerationEngine(model, 1, len(prompt) + min(max_tokens, sampling.max_new_tokens), None)
     for output in engine.stream([GenerationRequest(f"row {first}", prompt, sampling)]):
+        check_finite(output)
         if answer is not None:
             answer.append(output.token)
         if output.token in stop.token_ids:

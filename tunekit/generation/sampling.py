@@ -94,8 +94,11 @@ class SamplingConfig:
 
 
 def sample_index(weights: Tensor, numbers: Tensor) -> Tensor:
-    """Sample an index (B,) from weights (B, N) with uniform numbers (B,). Indices of zero weights are never sampled."""
+    """Sample an index (B,) from weights (B, N) with uniform numbers (B,). Indices of zero weights are never sampled.
+
+    The index of weights with NaN is valid, but has no meaning.
+    """
     sums = prefix_sum(weights)
     total = sums[:, -1:]
     threshold = torch.minimum(numbers.to(sums)[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(sums, threshold, right=True).squeeze(-1)
+    return torch.searchsorted(sums, threshold, right=True).squeeze(-1).clamp(max=sums.shape[1] - 1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tunekit.errors import UserError
 from tunekit.generation.engine import GenerationEngine
+from tunekit.generation.generate import check_finite
 from tunekit.generation.requests import GenerationRequest, TokenOutput
 from tunekit.generation.slot_batch import StepGraphs
 from tunekit.serving.adapter_set import AdapterSet
@@ -44,7 +45,7 @@ class StepErrors:
         if not isinstance(error, Exception):
             return False
         logger.error("the engine failed", exc_info=error)
-        self.fail(f"the engine failed: {type(error).__name__}")
+        self.fail(f"the engine failed: {error if isinstance(error, UserError) else type(error).__name__}")
         return True
 
 
@@ -133,7 +134,10 @@ class EngineThread:
             while self.receive():
                 with self.step_errors:
                     self.admit()
-                    self.send(self.engine.step() if self.running else [])
+                    outputs = self.engine.step() if self.running else []
+                    for output in outputs:
+                        check_finite(output)
+                    self.send(outputs)
         finally:  # no client may wait for an engine that has stopped
             with self.condition:  # nothing is queued after that
                 self.is_stopping = True

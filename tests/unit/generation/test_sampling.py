@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from tests.helpers.random_checkpoints import load_model, make_checkpoint, random_tokens
-from tunekit.errors import FieldError
+from tunekit.errors import FieldError, UserError
 from tunekit.generation.generate import generate_batch
 from tunekit.generation.sampling import SamplingConfig
 
@@ -148,6 +148,16 @@ def test_answer_does_not_depend_on_other_rows(name: str, tmp_path: Path) -> None
     for row, prompt in enumerate(prompts):
         assert generate_batch(model, [prompt], sampling, frozenset(), first=row) == [together[row]]
     assert generate_batch(model, prompts, SamplingConfig(1.3, max_new_tokens=10, seed=6), frozenset()) != together
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_answers_of_nan_are_an_error(value: float, temperature: float, tmp_path: Path) -> None:
+    model = load_model(make_checkpoint(tmp_path, "qwen2"))
+    with torch.no_grad():
+        model.norm.weight[3] = value
+    with pytest.raises(UserError):
+        generate_batch(model, [[1, 2, 3]], SamplingConfig(temperature, max_new_tokens=3), frozenset())
 
 
 def test_each_row_ends_at_its_first_stop_token(tmp_path: Path) -> None:

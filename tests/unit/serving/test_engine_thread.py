@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.servers import write_random_adapter
 from tunekit import assets, build
@@ -142,3 +143,23 @@ def test_nothing_waits_for_a_stopped_engine(adapters: AdapterSet) -> None:
             assert error.value.status == 503
 
     asyncio.run(run())
+
+
+def test_answers_of_nan_fail_and_the_server_continues(adapters: AdapterSet) -> None:
+    async def run() -> list[Output]:
+        outputs: asyncio.Queue[Output] = asyncio.Queue()
+        thread = EngineThread(make_engine(adapters), adapters)
+        weight = adapters.model.norm.weight
+        value = weight[0].item()
+        for number in (float("nan"), value):
+            with torch.no_grad():
+                weight[0] = number
+            thread.submit([make_request(str(number), None, outputs, tokens=1)])
+            results.append(await outputs.get())
+        thread.stop()
+        return results
+
+    results: list[Output] = []
+    failure, answer = asyncio.run(run())
+    assert isinstance(failure, APIError) and failure.status == 500
+    assert isinstance(answer, TokenOutput) and answer.finish_reason == "length"
