@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Sequence
 
 from tunekit.data.check_target import NO_READERS, CheckTarget, ColumnReaders, Finding, Severity, format_row_count
-from tunekit.data.column_usage import ColumnReport, merge_reports
+from tunekit.data.column_usage import IN_MESSAGE, ColumnReport, merge_reports
 
 UNUSED = "unused columns"  # kind of a finding that runs log even as a note
 REMOVE_HINT = "To ignore {it}, add {{kind: remove_columns, columns: [{names}]}} to `transforms`"
 CONTEXT_HINT = "Rename {it} with `transforms`, or set the key that names the column of this text. " + REMOVE_HINT
+MESSAGE_HINT = "Remove {it} from the messages, or write {it} in the chat template"
 READER_HINT = "Only rewards or the environment get {it}. " + REMOVE_HINT
 SERIALIZED_HINT = "Store messages as a list, or as a JSON string with only the list; or set data_checks=warn"
 
@@ -29,17 +30,18 @@ def column_findings(
     function or an environment that takes any keyword gets it. A few serialized conversations may be meant as text.
     """
     unused = [report for report in reports if report.name not in readers.names]
-    context = [report for report in unused if report.usage == "context"]
-    unread = [report for report in unused if report.usage == "unread"]
-    if context:
+    for in_message in (False, True):
+        group = [report for report in unused if (IN_MESSAGE in report.name) == in_message]
+        context = [report for report in group if report.usage == "context"]
+        unread = [report for report in group if report.usage == "unread"]
         severity: Severity = "doubtful" if readers.get_all else "wrong"
-        message = "the model does not see {names}, which {have} text in {rows}"
-        hint = READER_HINT if readers.get_all else CONTEXT_HINT
-        yield make_finding(config_key, severity, "unused context", context, num_rows, message, hint)
-    if unread and not readers.get_all:
-        yield make_finding(
-            config_key, "note", UNUSED, unread, num_rows, "{names} {are} not used in {rows}", REMOVE_HINT
-        )
+        if context:
+            message = "the model does not see {names}, which {have} text in {rows}"
+            hint = MESSAGE_HINT if in_message else READER_HINT if readers.get_all else CONTEXT_HINT
+            yield make_finding(config_key, severity, "unused context", context, num_rows, message, hint)
+        if unread and not readers.get_all:
+            hint = MESSAGE_HINT if in_message else REMOVE_HINT
+            yield make_finding(config_key, "note", UNUSED, unread, num_rows, "{names} {are} not used in {rows}", hint)
     for report in reports:
         if report.usage == "serialized":
             severity = "wrong" if report.num_rows >= 0.5 * num_rows else "doubtful"

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from tunekit.data.chat_template.converters import SPEAKER_ROLES
-from tunekit.data.chat_template.messages import parse_json_cell
+from tunekit.data.chat_template.messages import REASONING_KEYS, parse_json_cell
 from tunekit.data.message_text import is_message_text
 from tunekit.data.transforms import RowFields
 
@@ -21,6 +21,10 @@ Usage = Literal["context", "unread", "serialized"]
 MAX_LOCATIONS = 3  # rows that are listed for a column
 SPEAKER_KEYS = frozenset({"role", "from"})
 ITEM_KEYS = frozenset({*SPEAKER_KEYS, "type", "id", "tool_call_id"})  # of messages, whose values are no content
+# Keys of messages that are read. Chat templates get the others too, and may write them.
+MESSAGE_KEYS = ITEM_KEYS | {"content", "value", "name", "tool_calls", "function_call", "weight", "train"}
+MESSAGE_KEYS |= frozenset(REASONING_KEYS)  # have checks of their own
+IN_MESSAGE = "[]."  # in the name of a report, between a column of messages and one of their keys
 MIN_PART_LENGTH = 5  # characters of a text that may be part of another text by more than chance
 MAX_COMPARED = 40  # characters of a serialized conversation that are compared
 
@@ -40,7 +44,7 @@ CONTEXT_WORDS = frozenset({
     "document", "doc", "passage", "article", "paragraph", "abstract", "snippet", "evidence", "knowledge",
     "background", "premise", "hypothesis", "question", "query", "instruction", "input", "problem", "tool", "function",
     "api", "image", "img", "picture", "audio", "video", "choice", "option", "schema", "table", "persona", "scenario",
-    "demonstration", "fewshot",
+    "demonstration", "fewshot", "example", "exemplar", "excerpt", "chunk", "transcript", "fact", "hint", "guideline",
 })  # fmt: skip
 CONTEXT_NAMES = frozenset({"chat_template_kwargs", "system_prompt", "system_message", "sql_context", "queries"})
 WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-.]+")
@@ -75,8 +79,12 @@ class ColumnUsage:
                 if is_reported(name) and has_content(value):
                     usage = "context" if is_context(name) and not rendered.contains(value) else "unread"
                     self.count(ColumnReport(usage, name, 1, (where,)))
-            elif any(rendered.has_raw(text) for text in iter_serialized(value)):
+                continue
+            if any(rendered.has_raw(text) for text in iter_serialized(value)):
                 self.count(ColumnReport("serialized", name, 1, (where,)))
+            for key in unseen_message_keys(value, rendered):
+                usage = "context" if is_context(key) else "unread"
+                self.count(ColumnReport(usage, f"{name}{IN_MESSAGE}{key}", 1, (where,)))
 
     def count(self, report: ColumnReport) -> None:
         """Add a report."""
@@ -202,6 +210,20 @@ def iter_texts(value: Any) -> Iterator[str]:
         )
     elif isinstance(value, list | tuple):
         yield from chain.from_iterable(map(iter_texts, value))
+
+
+def unseen_message_keys(value: Any, seen: SeenText) -> list[str]:
+    """Keys of the messages of a column whose texts the chat template does not write; none before it is rendered."""
+    items = parse_json_cell(value, SPEAKER_KEYS)
+    texts = (
+        (key, text)
+        for message in (items if isinstance(items, list) else ())
+        if isinstance(message, dict) and speaker_role(message)
+        for key in message.keys() - MESSAGE_KEYS
+        if isinstance(key, str) and is_reported(key)
+        for text in iter_texts(message[key])
+    )
+    return sorted({key for key, text in texts if text.strip() and seen.rendered and not seen.has_raw(text)})
 
 
 def iter_serialized(value: Any) -> Iterator[str]:

@@ -23,7 +23,7 @@ from tunekit.data.chat_template.template import (
     with_defaults,
 )
 from tunekit.data.token_cache import TokenCache, TokenizerEncoding, compile_alternation
-from tunekit.data.tokenizer_files import TokenizerErrors, read_json, read_tokenizer
+from tunekit.data.tokenizer_files import TokenizerErrors, has_file, read_json, read_tokenizer
 from tunekit.errors import UserError
 
 SIMPLE_KEYS = {"role", "content"}  # the keys of most messages
@@ -354,7 +354,7 @@ def normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
 def read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Chat templates by name, each with its file. Template files have precedence over the tokenizer config."""
     files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
-    if (directory / "chat_template.jinja").is_file():
+    if has_file(directory / "chat_template.jinja"):
         files["default"] = directory / "chat_template.jinja"
     if files:
         return {name: (read_template(path), str(path)) for name, path in files.items()}

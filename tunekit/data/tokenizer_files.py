@@ -65,9 +65,16 @@ class TokenizerErrors:
             raise UserError(f"{self.problem} ({error}). {self.fix}") from error
 
 
+def has_file(path: Path) -> bool:
+    """Whether a file of a checkpoint exists. Raises UserError for a broken link, as of an incomplete download."""
+    if not path.is_file() and (path.is_symlink() or path.exists()):
+        raise UserError(f"{path}: not a file, or a link to none. Download it again.")
+    return path.is_file()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """JSON object of a file of a checkpoint; empty if the file does not exist."""
-    if not path.is_file():
+    if not has_file(path):
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -111,7 +118,7 @@ class TokenizerFiles:
 def read_tokenizer(directory: Path) -> SavedTokenizer:
     """Read a tokenizer. Raises UserError."""
     path = directory / MODEL
-    if not path.is_file():
+    if not has_file(path):
         others = next((f"cannot read {name}, and " for name in OTHER_FORMATS if (directory / name).is_file()), "")
         raise UserError(
             f"{directory}: {others}has no tokenizer.json. Download it, set `tokenizer` to a checkpoint, or create it "
@@ -121,7 +128,7 @@ def read_tokenizer(directory: Path) -> SavedTokenizer:
     for name in (MODEL, CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, "config.json"):
         file = directory / name
         try:
-            content = file.read_bytes() if file.is_file() else b""
+            content = file.read_bytes() if has_file(file) else b""
         except OSError as error:
             raise make_read_error(file, error) from None
         digest.update(hashlib.sha256(content).digest())

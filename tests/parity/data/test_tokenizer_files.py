@@ -215,6 +215,21 @@ def test_fix_of_mistral_is_refused_where_transformers_makes_it(
     assert Tokenizer.open(tmp_path).encode(text) == theirs.encode(text, add_special_tokens=False)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+                                  "added_tokens.json", "generation_config.json", "chat_template.jinja"])  # fmt: skip
+def test_broken_links_are_no_missing_files(name: str, bases: dict[str, str], tmp_path: Path) -> None:
+    """The links of an incomplete download point to files that are not there."""
+    write(tmp_path, bases["chatml"], {"tokenizer_config.json": {}})
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to(tmp_path / "blobs" / "missing")
+    with pytest.raises(UserError, match=name):
+        Tokenizer.open(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=name):
+        Tokenizer.open(tmp_path)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_new_tokens_are_saved_with_those_of_all_files(name: str, bases: dict[str, str], tmp_path: Path) -> None:
     directory = write(tmp_path, bases["chatml"], FILES[name])

@@ -1,6 +1,7 @@
 """No column is dropped in silence: each is read, ignored by name, or reported; contexts are never only a note."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,6 +127,33 @@ def test_ordinary_row_has_no_finding(name: str, nano: Tokenizer) -> None:
     assert isinstance(result, list) and result and not usage.reports
     _, usage = encode(cls("rows.jsonl"), nano, {**row, "difficulty_notes": "hard"})
     assert [(report.usage, report.name) for report in usage.reports] == [("unread", "difficulty_notes")]
+
+
+KEYS_OF_MESSAGES = {"images": ["a long name.png"], "context": LONG, "reasoning_details": [{"text": LONG}]}
+
+
+@pytest.mark.parametrize("name", ["chat", "sharegpt", "completion of messages", "pairs of messages"])
+def test_unread_keys_of_messages_are_reported(name: str, nano: Tokenizer) -> None:
+    cls, row = ROWS[name]
+    column = next(key for key, value in row.items() if isinstance(value, list))
+    first, *rest = row[column]
+    for key, value in KEYS_OF_MESSAGES.items():
+        usage_of_key = "unread" if key == "reasoning_details" else "context"
+        _, usage = encode(cls("rows.jsonl"), nano, {**row, column: [{**first, key: value}, *rest]})
+        assert [(report.usage, report.name) for report in usage.reports] == [(usage_of_key, f"{column}[].{key}")]
+        (finding,) = column_findings("data", usage.reports, 1)
+        assert finding.severity == ("note" if usage_of_key == "unread" else "wrong")
+        assert "remove_columns" not in finding.hint  # which cannot remove it
+    known = {"id": "a long id", "name": "a long name", "images": [], "context": None, "score": 0.5}
+    assert not encode(cls("rows.jsonl"), nano, {**row, column: [{**first, **known}, *rest]})[1].reports
+
+
+def test_keys_that_the_chat_template_writes_are_no_finding(nano: Tokenizer, tmp_path: Path) -> None:
+    template = tmp_path / "with_context.jinja"
+    template.write_text("{% for m in messages %}<|{{ m.role }}|>{{ m.context }}{{ m.content }}<|turn|>{% endfor %}")
+    row = {"messages": [{**USER, "context": LONG}, ASSISTANT]}
+    (result,), usage = encode(ChatDataset("rows.jsonl", chat_template=str(template), train_on="all"), nano, row)
+    assert isinstance(result, list) and not usage.reports
 
 
 @pytest.mark.parametrize("answers", [("It is Oslo.", "It is Bergen."), ([ASSISTANT], [WRONG])])
