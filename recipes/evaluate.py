@@ -17,9 +17,9 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, check_range
 from tunekit.evaluation.answer_checks import AnswerChecks
+from tunekit.evaluation.evaluation_rows import Question, read_rows
 from tunekit.evaluation.generation_eval import GenerationEvaluator
 from tunekit.evaluation.inference_config import InferenceConfig
-from tunekit.evaluation.questions import Question, read_rows
 from tunekit.evaluation.results import ModelResult
 from tunekit.evaluation.significance import paired_differences
 from tunekit.evaluation.table import results_table

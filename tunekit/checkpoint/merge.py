@@ -249,8 +249,8 @@ def add_delta(weight: Tensor, delta: LoRADelta) -> None:
 
 def check_tokenizer(base: HFCheckpoint, adapter: Path) -> None:
     """Raise UserError if the adapter has another tokenizer, and transformers would read it differently in the base."""
-    own, theirs = adapter / TOKENIZER_JSON, base.tokenizer_path / TOKENIZER_JSON
-    if own.is_file() and not (theirs.is_file() and own.read_bytes() == theirs.read_bytes()):
+    file, base_file = adapter / TOKENIZER_JSON, base.tokenizer_path / TOKENIZER_JSON
+    if file.is_file() and not (base_file.is_file() and file.read_bytes() == base_file.read_bytes()):
         check_model_type(adapter, base.config)
 
 

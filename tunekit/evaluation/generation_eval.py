@@ -7,8 +7,8 @@ from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.evaluation.answer_checks import AnswerChecks
+from tunekit.evaluation.evaluation_rows import EvaluationRow, Question, iter_questions
 from tunekit.evaluation.loglikelihood import ScoredTokens, score_rows
-from tunekit.evaluation.questions import EvaluationRow, Question, iter_questions
 from tunekit.evaluation.results import Metric, TaskResult
 from tunekit.generation.generate import check_prompt_length, generate_answers
 from tunekit.generation.sampling import SamplingConfig

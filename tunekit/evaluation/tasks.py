@@ -17,8 +17,8 @@ from tunekit.data.datasets import ChatDataset
 from tunekit.data.readers.row_reader import Row
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError, check_range
+from tunekit.evaluation.evaluation_rows import EvaluationRow, add_prompts
 from tunekit.evaluation.generation_eval import GenerationEvaluator
-from tunekit.evaluation.questions import EvaluationRow, add_prompts
 from tunekit.evaluation.results import TaskResult
 
 ALL_BUNDLED = "nano"

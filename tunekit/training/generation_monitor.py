@@ -6,7 +6,7 @@ from tunekit.data.chat_template.chat_format import encode_conversation
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
-from tunekit.evaluation.questions import iter_questions, read_rows
+from tunekit.evaluation.evaluation_rows import iter_questions, read_rows
 from tunekit.generation.generate import check_prompt_length, generate_answers
 from tunekit.loggers.metric_logger import MetricLogger
 from tunekit.models.decoder import Decoder

@@ -16,7 +16,7 @@ from tunekit.data.datasets import ChatDataset
 from tunekit.data.sft_datasets import AutoDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
-from tunekit.evaluation.questions import Question, iter_questions, read_rows
+from tunekit.evaluation.evaluation_rows import Question, iter_questions, read_rows
 from tunekit.recipes.generate import GenerateConfig
 from tunekit.rollouts.prompts import encode_prompts, read_prompts
 from tunekit.serving.prompts import PromptMaker

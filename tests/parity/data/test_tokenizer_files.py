@@ -218,7 +218,7 @@ def test_fix_of_mistral_is_refused_where_transformers_makes_it(
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
                                   "added_tokens.json", "generation_config.json", "chat_template.jinja"])  # fmt: skip
 def test_broken_links_are_no_missing_files(name: str, bases: dict[str, str], tmp_path: Path) -> None:
-    """The links of an incomplete download point to files that are not there."""
+    """The links of an incomplete download point to missing files."""
     write(tmp_path, bases["chatml"], {"tokenizer_config.json": {}})
     (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / name).symlink_to(tmp_path / "blobs" / "missing")

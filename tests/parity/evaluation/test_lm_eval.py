@@ -21,8 +21,8 @@ from tunekit import assets, build
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.evaluation import lm_eval_adapter
+from tunekit.evaluation.evaluation_rows import EvaluationRow
 from tunekit.evaluation.generation_eval import GenerationEvaluator
-from tunekit.evaluation.questions import EvaluationRow
 from tunekit.evaluation.results import TaskResult
 from tunekit.evaluation.tasks import TaskSelection, task_documents
 from tunekit.generation.sampling import SamplingConfig

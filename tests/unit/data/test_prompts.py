@@ -20,7 +20,7 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.transforms import Filter, RenameColumns
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
-from tunekit.evaluation.questions import EvaluationRow, add_prompts, iter_questions
+from tunekit.evaluation.evaluation_rows import EvaluationRow, add_prompts, iter_questions
 from tunekit.recipes.generate import GenerateConfig
 from tunekit.rollouts.prompts import encode_prompts, open_prompts, read_prompts
 from tunekit.serving.prompts import PromptMaker

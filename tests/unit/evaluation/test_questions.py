@@ -14,7 +14,7 @@ from tunekit.data.sft_datasets import AutoDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.transforms import RenameColumns
 from tunekit.data.truncation import TooLong
-from tunekit.evaluation.questions import EvaluationRow, Question, add_prompts, iter_questions
+from tunekit.evaluation.evaluation_rows import EvaluationRow, Question, add_prompts, iter_questions
 
 CONVERSATION = [
     {"role": role, "content": text}
