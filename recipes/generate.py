@@ -44,8 +44,7 @@ class GenerateConfig(InferenceConfig):
     prompts: tuple[str, ...] = ()  # User messages
     source: str | None = None  # Dataset with a column `prompt`, or with conversations, whose last answers are left out
     split: str = "train"  # Split of `source`
-    # Change or filter the rows of `source` before their prompts are read
-    transforms: tuple[RenameColumns | Filter | RemoveColumns, ...] = ()
+    transforms: tuple[RenameColumns | Filter | RemoveColumns, ...] = ()  # Change or filter the rows of `source` first
     system_prompt: str | None = None  # System message
     apply_chat_template: bool = True  # Format prompts with the chat template; false: continue the text
     num_return_sequences: int = 1  # Answers to each prompt; several need sampling.temperature > 0
@@ -102,17 +101,15 @@ def check(cfg: GenerateConfig) -> None:
     if cfg.environment is not None:
         cfg.environment.check(needs_reward=not cfg.rewards and cfg.output_format != "answers")
     if cfg.rewards:
-        first = next(read_prompts(cfg), None)
-        check_rewards(cfg.rewards, () if first is None else [*first[1].columns])
+        check_rewards(cfg.rewards, [*next((prompt.columns for _, prompt in read_prompts(cfg)), ())])
 
 
 def main(cfg: GenerateConfig) -> None:
     """Generate the answers to all prompts, in their order, and write or print them."""
     with DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel) as dist:
         cfg.parallel.check_inference(dist.world_size)
-        for path in (cfg.output_path, cfg.episodes_path):
-            if path is not None:
-                dist.run_on_main(partial(check_writable, Path(path)))
+        for path in (Path(name) for name in (cfg.output_path, cfg.episodes_path) if name is not None):
+            dist.run_on_main(partial(check_writable, path))
         model, tokenizer = cfg.load_model(cfg.model, dist)
         prompts = open_prompts(cfg, combine_readers(*cfg.rewards, cfg.environment), dist)
         rows = encode_prompts(cfg, prompts, tokenizer)
@@ -164,11 +161,9 @@ def write_rows(cfg: GenerateConfig, rows: Sequence[Mapping[str, Any]], summary: 
     if cfg.output_path is not None:
         write_json_lines(cfg.output_path, rows)
         print("\n".join(summary))
-        return
-    for row in rows:
+    for row in rows if cfg.output_path is None else ():
         prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-        reward = f"reward {row['reward']}\n" if "reward" in row else ""
-        print(f"> {prompt}\n{row['answer']}\n{reward}")
+        print(f"> {prompt}\n{row['answer']}\n" + (f"reward {row['reward']}\n" if "reward" in row else ""))
 
 
 def write_json_lines(path: str, rows: Iterable[Mapping[str, Any]]) -> None:
