@@ -132,6 +132,19 @@ def test_commands_parse_and_name_existing_files(tmp_path: Path, monkeypatch: pyt
                 check_command(args)
 
 
+def test_job_files_are_valid(work_dir: Path) -> None:
+    """YAML of schedulers, whose `tune` commands have variables as values, and Python files of Ray."""
+    page = "docs/clusters.md"
+    for text in code_blocks(page, "py"):
+        compile(text, page, "exec")
+    texts = code_blocks(page, "yml")
+    for text in texts:
+        assert yaml.safe_load(text)
+        for command in re.findall(r"exec tune (.*)", text.replace("\\\n", ""), re.DOTALL):  # up to the end of the file
+            check_command(shlex.split(re.sub(r"\$\(.*?\)|\$\w+", "2", command)))
+    assert len(texts) == 3
+
+
 def test_readme_shows_each_verb() -> None:
     verbs = {args[0] for args in tune_commands("README.md") if args}
     assert set(cli.VERBS) <= verbs
