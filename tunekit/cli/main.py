@@ -104,7 +104,7 @@ def _run(add: AddArgument) -> None:
     endpoint = "host name of one of the nodes and a free port on it"
     add("--rdzv-endpoint", dest="rendezvous", metavar="HOST:PORT", help=endpoint)
     add("--rdzv-id", dest="job_id", metavar="ID", help="name of the job; nodes of another job are an error")
-    add("--node-rank", type=_number, metavar="K", help="0 for the first node (default: by arrival)")
+    add("--node-rank", type=_number, metavar="K", help="0 for the node of the endpoint (default: by host name)")
     restarts = "restarts from the last training state after a process fails (default: 0)"
     add("--max-restarts", type=_number, default=0, metavar="N", help=restarts)
     add("--slurm", metavar="KEY=VALUE,...", help="submit to Slurm: nodes=4,gpus=8,time=4:00:00,partition=x")

@@ -198,5 +198,5 @@ def find_stalled_rank(statuses: list[RankStatus], timeout: float) -> str:
     elif len({status.collective for status in statuses}) > 1:
         lines.append("they wait for each other in different collectives")
     else:
-        lines.append(f"all wait in {statuses[0].collective}: for a rank of another machine, or for the network")
+        lines.append(f"all wait in {statuses[0].collective}: for a rank of another node, or for the network")
     return "\n".join(lines)

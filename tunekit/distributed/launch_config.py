@@ -100,3 +100,7 @@ class RunResult:
     kind: str
     code: int = 0
     text: str = ""
+
+    @property
+    def is_expected(self) -> bool:
+        return self.kind in ("succeeded", "stopped")

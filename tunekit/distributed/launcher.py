@@ -6,10 +6,13 @@ If one rank ends, all are ended: the others could wait for it forever.
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from tunekit.distributed import flight_recorder, worker_env
 from tunekit.distributed.flight_recorder import PREFIX, Recorders, variables
 from tunekit.distributed.heartbeat import STACK_TIMEOUT_SECONDS, HeartbeatMonitor, find_stalled_rank, rank_status
 from tunekit.distributed.launch_config import RendezvousInfo, RunResult, WorkerSpec
-from tunekit.distributed.rendezvous import MultiNodeRendezvous, SingleNodeRendezvous
+from tunekit.distributed.node_address import BACKLOG
 from tunekit.distributed.signals import POLL_SECONDS, STOP, STOP_SIGNALS, StopFile, StopRequests, stop_reason
 from tunekit.errors import UserError
 
@@ -29,6 +32,7 @@ SLOW_START_SECONDS = 15.0  # seconds after which the phase of a start is printed
 START_PHASES = {"": "importing torch and the recipe", "prepare": "preparing rows", "load": "loading weights"}
 MAX_LOG_LINES = 30  # lines of the log of a failed rank that are printed
 RESTARTABLE = ("failed", "hung")  # kinds of results that are followed by a restart
+RunFunction = Callable[[WorkerSpec, StopRequests], RunResult]  # of a run on one node, or on several
 # Exit codes of ranks that end because another rank has failed.
 SECONDARY_EXIT_CODES = {-signal.SIGABRT, -signal.SIGPIPE}
 
@@ -237,66 +241,53 @@ def open_log(output_dir: Path | None, info: RendezvousInfo, slot: int) -> int:
     return os.open(output_dir / LOGS / f"rank-{info.base_rank + slot}.log", flags, 0o644)
 
 
-def launch_workers(spec: WorkerSpec, stop_requests: StopRequests) -> None:
-    """Start all workers, and restart them up to `max_restarts` times. SystemExit unless they succeed.
-
-    User errors and stop requests are not followed by a restart.
-    """
-    restarts = spec.launch_config.restarts
-    stop_file = nullcontext() if spec.output_dir is None else StopFile(spec.output_dir)
-    rendezvous_class = MultiNodeRendezvous if spec.launch_config.nodes > 1 else SingleNodeRendezvous
-    with stop_file, rendezvous_class(spec) as rendezvous:
-        result = run_once(spec, 0, stop_requests, rendezvous)
-        for start in range(1, restarts + 1):
-            if result.kind not in RESTARTABLE:
-                break
-            print_line(f"{result.text}\nstarting again from the last complete state (restart {start} of {restarts})")
-            result = run_once(spec, start, stop_requests, rendezvous)
+def launch_workers(spec: WorkerSpec, stop_requests: StopRequests, run: RunFunction) -> None:
+    """Run the workers of this node with `run`. SystemExit unless they succeed."""
+    with nullcontext() if spec.output_dir is None else StopFile(spec.output_dir):
+        result = run(spec, stop_requests)
     if result.kind == "user_error" and result.text:
         raise UserError(result.text)
     if result.text:
-        hint = "; --max-restarts N restarts it automatically" if result.kind in RESTARTABLE and not restarts else ""
-        print_line(result.text + hint)
+        has_hint = result.kind in RESTARTABLE and not spec.launch_config.restarts
+        print_line(result.text + "; --max-restarts N restarts it automatically" * has_hint)
     if result.code:
         raise SystemExit(result.code)
 
 
-def run_once(
-    spec: WorkerSpec, start: int, stop_requests: StopRequests, rendezvous: MultiNodeRendezvous | SingleNodeRendezvous
-) -> RunResult:
-    """Run all workers once."""
-    info = rendezvous.next_rendezvous(start, stop_requests)
-    if isinstance(info, RunResult):
-        return info
-    print_line(format_start_message(spec, info))
-    with WorkerGroup(spec, info) as workers:
-        local_result = monitor_workers(workers, stop_requests, rendezvous)
-    result = rendezvous.report_result(local_result, stop_requests)
-    if local_result.kind == "hung" and local_result.text not in result.text:  # another node was the first to report it
-        print_line(local_result.text)
-    return result
+def run_single_node(spec: WorkerSpec, stop_requests: StopRequests) -> RunResult:
+    """Start all workers of a run on one node, and restart them up to `max_restarts` times."""
+    for start in count():
+        listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+        size, port = spec.launch_config.nproc_per_node, listener.getsockname()[1]
+        info = RendezvousInfo(0, size, "127.0.0.1", port, listener.detach(), is_first_start=start == 0)
+        print_line(format_start_message(spec, info))
+        with WorkerGroup(spec, info) as workers:
+            while (result := poll_workers(workers, stop_requests)) is None:
+                time.sleep(POLL_SECONDS)
+        if not can_restart(spec, result, start + 1):
+            return result
+    raise AssertionError
 
 
-def monitor_workers(
-    workers: WorkerGroup, stop_requests: StopRequests, rendezvous: MultiNodeRendezvous | SingleNodeRendezvous
-) -> RunResult:
-    """Wait for the result of this or another node. Forwards signals, and prints messages about slow starts."""
-    while True:
-        if (message := workers.get_start_message()) is not None:
-            print_line(message)
-        if len(stop_requests.received) > 1:
-            number = stop_requests.received[-1]
-            return RunResult("interrupted", 128 + number, f"{number.name} again: ended at once")
-        if stop_requests.received and not workers.sent_signals:
-            workers.send_signal(stop_requests.received[0])
-        result = workers.poll_result() or workers.poll_hang()
-        if result is not None:
-            return result
-        if (result := rendezvous.poll_result()) is not None:
-            if result.kind == "hung":  # the stalled rank may be on this node
-                print_line(workers.write_hang_report())
-            return result
-        time.sleep(POLL_SECONDS)
+def can_restart(spec: WorkerSpec, result: RunResult, num_failures: int) -> bool:
+    """Whether a restart follows, which is printed. User errors and stop requests are not followed by one."""
+    restarts = spec.launch_config.restarts
+    if result.kind not in RESTARTABLE or num_failures > restarts:
+        return False
+    print_line(f"{result.text}\nstarting again from the last complete state (restart {num_failures} of {restarts})")
+    return True
+
+
+def poll_workers(workers: WorkerGroup, stop_requests: StopRequests) -> RunResult | None:
+    """Result of the workers of this node, if any. Forwards signals, and prints messages about slow starts."""
+    if (message := workers.get_start_message()) is not None:
+        print_line(message)
+    if len(stop_requests.received) > 1:
+        number = stop_requests.received[-1]
+        return RunResult("interrupted", 128 + number, f"{number.name} again: ended at once")
+    if stop_requests.received and not workers.sent_signals:
+        workers.send_signal(stop_requests.received[0])
+    return workers.poll_result() or workers.poll_hang()
 
 
 def format_start_message(spec: WorkerSpec, info: RendezvousInfo) -> str:
@@ -304,7 +295,7 @@ def format_start_message(spec: WorkerSpec, info: RendezvousInfo) -> str:
     count = spec.launch_config.nproc_per_node
     message = f"starting {count} process{'es' * (count > 1)}"
     if len(info.node_names) > 1:
-        message += f" of {info.world_size} on {len(info.node_names)} machines: {', '.join(info.node_names)}"
+        message += f" of {info.world_size} on {len(info.node_names)} nodes: {', '.join(info.node_names)}"
     return message
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch.test_network_cut import ALL_REDUCE_RECIPE
+from tests.distributed.launch.test_nodes import ALL_REDUCE_RECIPE
 from tests.helpers.forked_ranks import end_tune
 from tests.helpers.toy_launcher import ToyLauncher
 from tests.helpers.wait import has_exited, wait_until
@@ -54,7 +54,7 @@ def test_stalled_rank_is_found_from_stacks() -> None:
     assert "does not answer" in str(silent)
     assert find_stalled_rank([waits, reads], 5).splitlines()[-1] == "the others wait for rank 1"
     assert find_stalled_rank([waits, reads, silent], 5).splitlines()[-1] == "the others wait for rank 1 and rank 2"
-    assert "in all_reduce: for a rank of another machine" in find_stalled_rank([waits, waits], 5)
+    assert "in all_reduce: for a rank of another node" in find_stalled_rank([waits, waits], 5)
     other = rank_status(1, HEARTBEAT, ALL_REDUCE_STACK.replace("in all_reduce", "in broadcast"))
     assert "different collectives" in find_stalled_rank([waits, other], 5)
     assert "no rank waits" in find_stalled_rank([reads, silent], 5)

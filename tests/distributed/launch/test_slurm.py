@@ -47,7 +47,7 @@ def test_job_runs_the_ranks_of_all_nodes(toy: ToyLauncher) -> None:
     result = toy.run("--slurm", "nodes=2,gpus=2,cpus-per-task=6", "--max-restarts", "1", "--overwrite", "fault=SIGKILL")
     assert (result.code, result.out) == (0, "Submitted batch job 17: out/logs/job.sh\n"), result
     log = (toy.folder / "out/logs/slurm-17.log").read_text()
-    assert "starting 2 processes of 4 on 2 machines" in log and "restart 1 of 1" in log, log
+    assert "starting 2 processes of 4 on 2 nodes" in log and "restart 1 of 1" in log, log
     assert "cpus of a task: 6\n" in log, log
     assert sorted((worker.rank, worker.size, worker.overwrite) for worker in toy.started_workers()) == sorted(
         (rank, 4, overwrite) for rank in range(4) for overwrite in (True, False)

@@ -4,6 +4,7 @@ import argparse
 import os
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from tunekit.cli import recipe_loader, registry
 from tunekit.distributed import launcher, worker_env
@@ -16,7 +17,7 @@ from tunekit.system import imports_without_gc, may_have_gpu
 
 
 def main(args: argparse.Namespace) -> None:
-    """Run in this process, or in worker processes. A launcher process never imports torch."""
+    """Run in this process, or in worker processes. A launcher of one node does not import torch."""
     resolve_recipe_and_config(args)
     args.launch = launch_config(args)
     uses_workers = args.launch.needs_launcher or args.slurm is not None
@@ -68,7 +69,18 @@ def launch(args: argparse.Namespace, stop_requests: StopRequests) -> None:
         print(SlurmJob.parse(args.slurm).submit(worker_arguments, folder or Path(), args.overwrite, args.dry_run))
     else:
         job = WorkerSpec(worker_args(args), args.launch, folder, summary["timeout"], summary["digest"], args.overwrite)
-        launcher.launch_workers(job, stop_requests)
+        run = import_elastic_launcher().run_node if args.launch.nodes > 1 else launcher.run_single_node
+        launcher.launch_workers(job, stop_requests, run)
+
+
+def import_elastic_launcher() -> ModuleType:
+    """Import torch without its messages about each attempt to connect. Variables of the workers are unchanged."""
+    name, value = "TORCH_CPP_LOG_LEVEL", os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ.setdefault(name, "FATAL")  # read once, at the import
+    module = import_module("tunekit.distributed.elastic_launcher")
+    if value is None:
+        del os.environ[name]
+    return module
 
 
 def worker_args(args: argparse.Namespace) -> tuple[str, ...]:
