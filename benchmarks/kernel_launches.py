@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from tunekit import build
 from tunekit.adapters.config import LoRAConfig, NoAdapter
-from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.hf_checkpoint import CheckpointDir, HFCheckpoint
 from tunekit.data.dataloader.batch import Batch
 from tunekit.distributed.context import DistributedContext
 from tunekit.losses.cross_entropy import CrossEntropy
@@ -68,7 +68,7 @@ StepFunction = Callable[[LaunchCounter], object]
 def build_tunekit_step(method: str, num_layers: int) -> StepFunction:
     """The step of recipes/sft.py."""
     config = LLAMA_8B | {"num_hidden_layers": num_layers}
-    source = HFCheckpoint(Path(), "random", config, *find_family(config, "config.json"))
+    source = HFCheckpoint(CheckpointDir(Path()), "random", config, *find_family(config, "config.json"))
     adapter = NoAdapter() if method == "full" else LoRAConfig(RANK)
     quantization = NF4Config(double_quant=True) if method == "qlora" else NoQuantization()
     model = build.build_meta_model(source, quantization, adapter)

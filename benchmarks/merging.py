@@ -11,7 +11,6 @@ import importlib
 import json
 import tempfile
 import time
-from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -23,8 +22,8 @@ from subprocesses import run_script
 
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.checkpoint import layerwise_forward, merge, peft_adapter, verify
+from tunekit.checkpoint.adapter_dir import AdapterDir
 from tunekit.checkpoint.hf_checkpoint import INDEX, HFCheckpoint
-from tunekit.checkpoint.peft_reader import model_shapes
 from tunekit.checkpoint.safetensors_io import SafetensorsWriter
 from tunekit.models.decoder import Decoder
 from tunekit.models.weight_map import save_mappings
@@ -44,7 +43,7 @@ MB = 1e6
 
 def plan_shards(source: HFCheckpoint, shard_bytes: float) -> list[dict[str, torch.Size]]:
     """Shapes of the tensors of each file: at most `shard_bytes` bytes in bf16, or one larger tensor."""
-    shapes = model_shapes(source.spec)
+    shapes = source.shapes
     shards: list[dict[str, torch.Size]] = [{}]
     total = 0.0
     for mapping in save_mappings(shapes, source.family.table):
@@ -94,10 +93,10 @@ def merge_with_peft(base: Path, adapter: Path, output: Path) -> None:
 
 def merge_with_tunekit(source: HFCheckpoint, adapter: Path, output: Path, is_verified: bool) -> None:
     output.mkdir()
-    merge.merge_adapter(source, adapter, output, quiet=True)
+    directory = AdapterDir.open(adapter)
+    merge.merge_adapter(source, directory, output, quiet=True)
     if is_verified:
-        config = peft_adapter.read_adapter_config(adapter, source)
-        verify.verify_merge(output, source, replace(config, adapter_path=str(adapter)), torch.device("cpu"))
+        verify.verify_merge(output, source, peft_adapter.read_adapter_config(directory, source), torch.device("cpu"))
 
 
 def measure_in_child(method: str, base: Path, adapter: Path, output: Path) -> dict[str, float]:
@@ -124,7 +123,7 @@ def print_report(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(dir=args.directory) as name:
         directory = Path(name)
         source = write_random_checkpoint(directory / "base", args.shard_size_mb * MB)
-        sizes = [file.stat().st_size / MB for file in source.files]
+        sizes = [file.stat().st_size / MB for file in source.directory.files]
         print(f"# Merging adapters\n\n{date.today()}, {describe_environment('tunekit', 'peft', 'transformers')}.\n")
         print(f"Base: {sum(sizes):,.0f} MB in bf16, {len(sizes)} files, the largest of {max(sizes):,.0f} MB.")
         print("Memory in addition to that before the merge; CPU seconds of all cores. `tune merge` also verifies.\n")

@@ -16,7 +16,6 @@ from tunekit.checkpoint.sentence_transformers import reranker_files
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.reward_data import RewardData
-from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError
 from tunekit.losses.reward import BradleyTerry, RewardFamily, RewardMetrics, check_reward_data, class_names
@@ -46,7 +45,7 @@ class RewardConfig(TrainConfig):
     def with_head(self, checkpoint: HFCheckpoint) -> HFCheckpoint:
         """The checkpoint with a score head for the loss: a new one on a language model."""
         names = class_names(self.data)
-        score = self.loss.score_head(Tokenizer.open(checkpoint.tokenizer_path).pad, len(names))
+        score = self.loss.score_head(checkpoint.tokenizer.pad, len(names))
         return with_score_head(checkpoint, score, self.seed, names, self.loss.problem_type)
 
 

@@ -3,16 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from tunekit import env_info
 from tunekit.adapters.config import FrozenModel, LoRAConfig, NoAdapter
-from tunekit.checkpoint import atomic, load_adapter, peft_adapter, peft_config, token_rows
+from tunekit.checkpoint import atomic, load_adapter, peft_adapter, token_rows
+from tunekit.checkpoint.adapter_dir import AdapterDir
 from tunekit.checkpoint.classification_head import require_language_model
-from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.hf_checkpoint import CheckpointDir, HFCheckpoint
 from tunekit.checkpoint.load_model import check_tensors, load_weights
 from tunekit.checkpoint.merge import MergedCheckpoint
+from tunekit.checkpoint.model_dir import ModelDir, ModelDirs
 from tunekit.checkpoint.run_dir import CONFIG, FINAL, METRICS, STATE
 from tunekit.data.chat_template.chat_format import with_chat_format
 from tunekit.data.dataloader.mixture import MixtureBase
@@ -42,6 +45,11 @@ MIN_ADDRESS_SPACE = 700_000_000  # bytes, for threads, libraries that are loaded
 
 class ModelChoices(Protocol):
     """The config keys of a training recipe that decide which model is built."""
+
+    @cached_property
+    def model_dirs(self) -> ModelDirs:
+        """The open directories of the models below."""
+        ...
 
     @property
     def model(self) -> str: ...
@@ -89,7 +97,7 @@ def open_checkpoint(cfg: ModelChoices) -> HFCheckpoint:
                 "and set model=OUT."
             )
         checkpoint = MergedCheckpoint.with_adapter(checkpoint, adapter)
-        check_tensors(checkpoint, build_meta_model(checkpoint, cfg.quantization, cfg.adapter).shapes)
+        check_tensors(checkpoint, checkpoint.shapes)
     return checkpoint
 
 
@@ -102,26 +110,27 @@ def read_checkpoint_and_adapter(
     cfg: ModelChoices, files: download.Files
 ) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig]:
     """The checkpoint to train with its tokenizer, and the adapter that `model` is, if it is one."""
-    checkpoint, adapter = resolve_checkpoint(cfg.model, files)
+    checkpoint, adapter = resolve_checkpoint(cfg.model, files, cfg.model_dirs)
     checkpoint = checkpoint.with_config_overrides(cfg.config_overrides)
-    start = adapter.adapter_path or cfg.adapter.adapter_path
     if cfg.adapter.adapter_path is not None:
-        checkpoint = token_rows.with_adapter_tokens(Path(cfg.adapter.adapter_path), checkpoint)
+        directory = cfg.model_dirs.open(AdapterDir, Path(cfg.adapter.adapter_path))
+        checkpoint = token_rows.with_adapter_tokens(directory, checkpoint)
+    start = checkpoint.adapter
     if cfg.tokenizer is not None:
-        checkpoint = replace(checkpoint, tokenizer_dir=download.resolve_model_dir(cfg.tokenizer, download.SMALL))
-        if has_tokenizer(checkpoint.tokenizer_path):
-            check_model_type(checkpoint.tokenizer_path, checkpoint.config)
-    elif start is not None and (adapter.adapter_path or checkpoint.trained_ids) and has_tokenizer(Path(start)):
-        checkpoint = replace(checkpoint, tokenizer_dir=Path(start))
+        directory = cfg.model_dirs.open(ModelDir, download.resolve_model_dir(cfg.tokenizer, download.SMALL))
+        checkpoint = replace(checkpoint, tokenizer_dir=directory)
+        if directory.has_tokenizer and (hints := directory.tokenizer.class_hints) is not None:
+            check_model_type(hints, directory.config, checkpoint.config)
+    elif start is not None and (adapter.adapter_path or checkpoint.trained_ids) and start.has_tokenizer:
+        checkpoint = replace(checkpoint, tokenizer_dir=start)
     if start is not None and (cfg.new_tokens or cfg.new_special_tokens):
         key = "new_tokens" if cfg.new_tokens else "new_special_tokens"
         remedy = "Remove the key, or merge it with `tune merge` and train the result."
-        raise UserError(f"{key}: {start} is an adapter with its own tokens. {remedy}")
+        raise UserError(f"{key}: {start.path} is an adapter with its own tokens. {remedy}")
     checkpoint = checkpoint.with_new_tokens(cfg.new_tokens, cfg.new_special_tokens)
     data = MixtureBase.from_config(cfg.data)
     if data.chat_template is not None or data.chat_template_kwargs:
-        tokenizer = checkpoint.chat_tokenizer or Tokenizer.open(checkpoint.tokenizer_path)
-        tokenizer = with_chat_format(tokenizer, data.chat_template, data.chat_template_kwargs)
+        tokenizer = with_chat_format(checkpoint.tokenizer, data.chat_template, data.chat_template_kwargs)
         checkpoint = replace(checkpoint, chat_tokenizer=tokenizer)
     return cfg.with_head(checkpoint), adapter
 
@@ -133,7 +142,7 @@ def has_tokenizer(directory: Path) -> bool:
 def open_tokenizer(checkpoint: HFCheckpoint, today: date | None = None) -> Tokenizer:
     """The tokenizer of a checkpoint. Chat templates that print the date print `today`."""
     path, spec = checkpoint.tokenizer_path, checkpoint.spec
-    tokenizer = (checkpoint.chat_tokenizer or Tokenizer.open(path)).with_vocab_size(spec.vocab, path, spec.context)
+    tokenizer = checkpoint.tokenizer.with_vocab_size(spec.vocab, path, spec.context)
     return tokenizer if today is None else tokenizer.with_date(today)
 
 
@@ -146,10 +155,10 @@ def build_model(  # noqa: PLR0913
     dist: DistributedContext,
     from_scratch: bool = False,
     compile: bool = False,
-    value_head: bool = False,
+    model: Decoder | None = None,
 ) -> Decoder:
-    """Build the model on the meta device, allocate this rank's shards, and load or initialize the weights."""
-    model = build_meta_model(checkpoint, quantization, adapter, value_head)
+    """Allocate this rank's shards of the model that `build_meta_model` builds, and load or initialize the weights."""
+    model = build_meta_model(checkpoint, quantization, adapter) if model is None else model
     if not from_scratch:
         check_tensors(checkpoint, model.shapes)  # before anything is allocated
     for warning in quantization.warnings(model):
@@ -183,10 +192,8 @@ def init_adapter(model: Decoder, adapter: NoAdapter | LoRAConfig, checkpoint: HF
     adapter.init_weights(model, seed)
     if model.value_head is not None:
         model.value_head.init_weights()
-    if adapter.adapter_path is None:
-        token_rows.load_token_rows(model, checkpoint)
-    else:
-        load_adapter.load_adapter(Path(adapter.adapter_path), model, checkpoint)
+    if adapter.adapter_path is not None:
+        load_adapter.load_adapter(checkpoint.open_adapter(adapter.adapter_path), model, checkpoint)
 
 
 def check_host_memory(checkpoint: HFCheckpoint, model: Decoder, dist: DistributedContext) -> None:
@@ -217,7 +224,8 @@ def build_meta_model(
     if value_head:
         model.add_value_head()  # after the adapter, which freezes the other weights
     if adapter.adapter_path is not None:
-        load_adapter.check_adapter_fits(Path(adapter.adapter_path), model, adapter, checkpoint)
+        directory = checkpoint.open_adapter(adapter.adapter_path)
+        load_adapter.check_adapter_fits(directory, model, adapter, checkpoint)
     return model
 
 
@@ -239,51 +247,60 @@ def load_for_inference(
     quantization: NoQuantization = UNQUANTIZED,
     allow_score_head: bool = False,
     config_overrides: Mapping[str, Any] = NO_OVERRIDES,
+    dirs: ModelDirs | None = None,
 ) -> tuple[Decoder, Tokenizer]:
     """The model of a checkpoint, adapter or run, in eval mode, and its tokenizer.
 
     Raises UserError without a language model head, unless `allow_score_head`.
     """
-    checkpoint, adapter, tokenizer = resolve_model(name, config_overrides=config_overrides)
+    checkpoint, adapter, tokenizer = resolve_model(name, download.READ, config_overrides, dirs)
     if not allow_score_head:
         require_language_model(checkpoint, name)
     return build_model(checkpoint, quantization, adapter, precision, MemoryConfig(), dist).eval(), tokenizer
 
 
 def resolve_model(
-    name: str, files: download.Files = download.READ, config_overrides: Mapping[str, Any] = NO_OVERRIDES
+    name: str,
+    files: download.Files = download.READ,
+    config_overrides: Mapping[str, Any] = NO_OVERRIDES,
+    dirs: ModelDirs | None = None,
 ) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig, Tokenizer]:
     """Checkpoint, adapter and tokenizer of a directory, Hub name or finished run. An adapter comes with its base."""
-    checkpoint, adapter = resolve_checkpoint(name, files)
+    checkpoint, adapter = resolve_checkpoint(name, files, dirs)
     checkpoint = checkpoint.with_config_overrides(config_overrides)
-    path = Path(adapter.adapter_path or checkpoint.path)
-    tokenizer_dir = path if has_tokenizer(path) else checkpoint.path
-    spec, tokenizer = checkpoint.spec, Tokenizer.open(tokenizer_dir)
-    return checkpoint, adapter, tokenizer.with_vocab_size(spec.vocab, tokenizer_dir, spec.context)
+    if checkpoint.adapter is not None and checkpoint.adapter.has_tokenizer:
+        checkpoint = replace(checkpoint, tokenizer_dir=checkpoint.adapter)
+    return checkpoint, adapter, open_tokenizer(checkpoint)
 
 
-def resolve_checkpoint(name: str, files: download.Files) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig]:
-    """Checkpoint and adapter, as `resolve_model` returns them. Needs no tokenizer."""
+def resolve_checkpoint(
+    name: str, files: download.Files, dirs: ModelDirs | None = None
+) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig]:
+    """Checkpoint and adapter, as `resolve_model` returns them. Needs no tokenizer. `dirs` may be open already."""
+    dirs = dirs or ModelDirs()
     directory = download.resolve_model_dir(name, files)
     path = final_dir_of(directory)
     if path != directory:
         name = str(path)  # an adapter that is trained on a run names its `final/` as its base
-    if not (path / peft_config.CONFIG).is_file():
-        return HFCheckpoint.open(path, name), FrozenModel()
-    base = peft_config.PeftConfigFile.open(path).base_name
-    checkpoint = HFCheckpoint.open(resolve_base_dir(path, base, files), base)
-    checkpoint = peft_adapter.with_adapter_config(path, checkpoint)
-    return checkpoint, replace(peft_adapter.read_adapter_config(path, checkpoint), adapter_path=str(path))
+    if not AdapterDir.is_adapter(path):
+        return HFCheckpoint.from_dir(dirs.open(CheckpointDir, path), name), FrozenModel()
+    adapter = dirs.open(AdapterDir, path)
+    base = dirs.open(CheckpointDir, resolve_base_dir(adapter, files))
+    checkpoint = peft_adapter.with_adapter_config(adapter, HFCheckpoint.from_dir(base, adapter.peft.base_name))
+    return checkpoint, peft_adapter.read_adapter_config(adapter, checkpoint)
 
 
-def resolve_base_dir(adapter: Path, base: str, files: download.Files) -> Path:
+def resolve_base_dir(adapter: AdapterDir, files: download.Files) -> Path:
     """Directory of the base of an adapter, which may have been trained on another machine."""
+    base = adapter.peft.base_name
     try:
         return download.resolve_model_dir(base, files)
     except UserError as error:
-        remedy = f"Set base_model_name_or_path to another directory or Hub name, or run `tune merge BASE {adapter} OUT`"
+        remedy = (
+            f"Set base_model_name_or_path to another directory or Hub name, or run `tune merge BASE {adapter.path} OUT`"
+        )
         raise UserError(
-            f"{adapter / peft_config.CONFIG}: the base model of this adapter cannot be opened "
+            f"{adapter.peft.file}: the base model of this adapter cannot be opened "
             f"({str(error).removesuffix('.')}). {remedy} and use OUT."
         ) from error
 

@@ -16,7 +16,7 @@ from tests.helpers.optimizer_step import step_optimizer
 from tests.helpers.random_checkpoints import SHAPES
 from tunekit import build
 from tunekit.adapters.config import FrozenModel, LoRAConfig, NoAdapter
-from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.hf_checkpoint import CheckpointDir, HFCheckpoint
 from tunekit.data.dataloader.batch import Batch, Collator
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import Document
@@ -92,7 +92,7 @@ def build_model(
 ) -> Decoder:
     """A model whose parameters are on the device, without numbers on meta."""
     weights, adapter, memory = weights or NoQuantization(), adapter or NoAdapter(), memory or MemoryConfig()
-    source = HFCheckpoint(Path("meta"), "meta", {}, find_family(SHAPES["llama3.2"], "meta")[0], spec)
+    source = HFCheckpoint(CheckpointDir(Path("meta")), "meta", {}, find_family(SHAPES["llama3.2"], "meta")[0], spec)
     model = build.build_meta_model(source, weights, adapter)
     BF16.apply(model, {}, META)
     memory.apply(model, META)

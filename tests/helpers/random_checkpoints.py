@@ -22,8 +22,7 @@ from tests.helpers.dense_shapes import DENSE
 from tests.helpers.moe_shapes import EXPERTS
 from tunekit import build as assemble
 from tunekit.adapters.config import LoRAConfig, NoAdapter
-from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
-from tunekit.checkpoint.peft_reader import model_shapes
+from tunekit.checkpoint.hf_checkpoint import CheckpointDir, HFCheckpoint
 from tunekit.data.dataloader.batch import IGNORE, Batch
 from tunekit.data.tokenizer_classes import FORCED
 from tunekit.distributed.context import DistributedContext
@@ -73,6 +72,12 @@ def shallow_shape(name: str) -> dict[str, Any]:
         return shorter if find_family(shorter, name)[1].layers == spec.layers[:count] else shape
     except UserError:
         return shape
+
+
+@functools.cache
+def model_shapes(spec: DecoderSpec) -> Mapping[str, Shape]:
+    """Shapes of all parameters of a model."""
+    return CheckpointDir(Path()).model_shapes(spec)
 
 
 def layer_weights(spec: DecoderSpec, index: int) -> Iterator[tuple[str, Shape]]:

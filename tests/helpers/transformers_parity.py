@@ -29,6 +29,7 @@ from tests.helpers.random_checkpoints import (
 )
 from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint import atomic, final_checkpoint, save_model
+from tunekit.checkpoint.adapter_dir import AdapterDir
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.merge import merge_adapter
 from tunekit.generation.generate import generate_batch
@@ -225,7 +226,7 @@ def max_token_error(actual: torch.Tensor, expected: torch.Tensor, has_near_ties:
 def merge(path: Path) -> Path:
     """Merge `base` and `adapter` of a directory."""
     with atomic.AtomicDir(path / "merged") as out:
-        merge_adapter(HFCheckpoint.open(path / "base"), path / "adapter", out, quiet=True)
+        merge_adapter(HFCheckpoint.open(path / "base"), AdapterDir.open(path / "adapter"), out, quiet=True)
     return path / "merged"
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint import load_adapter, peft_adapter, save_model
+from tunekit.checkpoint.adapter_dir import AdapterDir
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.load_model import check_tensors
 from tunekit.distributed.context import DistributedContext
@@ -42,9 +43,9 @@ def try_to_save(adapter: NoAdapter | LoRAConfig, folder: Path, model: Decoder, s
     if isinstance(adapter, LoRAConfig):
         plan = peft_adapter.plan_adapter(peft_adapter.AdaptedModel.open(model, adapter, source))
         peft_adapter.create_adapter_files(folder, source, plan)
-        load_adapter.check_can_open(folder, adapter, source)
+        load_adapter.check_can_open(AdapterDir.open(folder), model, adapter, source)
     else:
         entries = save_model.model_entries(model, source)
         save_model.create_model_files(folder, source, save_model.plan_shards(entries, source), entries)
         saved = HFCheckpoint.open(folder)
-        check_tensors(saved, saved.build_meta_decoder().shapes)
+        check_tensors(saved, model.shapes if saved.spec == source.spec else saved.shapes)

@@ -1,22 +1,23 @@
 """Checkpoint directories in Hugging Face format: config.json, safetensors with or without an index, tokenizer files."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from tunekit.checkpoint import dequantize
+from tunekit.checkpoint.adapter_dir import AdapterDir
+from tunekit.checkpoint.model_dir import ModelDir, read_json
 from tunekit.checkpoint.safetensors_io import (
     CONFIG_DTYPES,
     RandomTensor,
     ResizedTensor,
+    SafetensorsHeader,
     TensorMeta,
     TensorReader,
-    read_header,
     read_pickle_header,
 )
 from tunekit.data.new_tokens import NewToken, TokenTexts, add_new_tokens
@@ -31,6 +32,7 @@ from tunekit.models.weight_map import (
     KeyMapping,
     KeyRule,
     MultiTokenPrediction,
+    Shape,
     load_mappings,
     match_hub_name,
     to_hub_name,
@@ -50,24 +52,6 @@ ConfigOverrides = dict[str, ConfigValue | dict[str, ConfigValue | dict[str, Conf
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises UserError for a missing file, invalid JSON, or another JSON type."""
-    value = read_json_value(path)
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: must contain a JSON object, got {type(value).__name__}")
-    return value
-
-
-def read_json_value(path: Path) -> Any:
-    """Read JSON of any type. Raises UserError for a missing file or invalid JSON."""
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from error
-
-
 def suggest_checkpoint(path: Path) -> str:
     """Return a hint for a directory that is an adapter or a run directory instead of a checkpoint."""
     final = path / "final"
@@ -79,16 +63,115 @@ def suggest_checkpoint(path: Path) -> str:
     return f" This is a run directory. Use {final}." if (final / "config.json").is_file() else ""
 
 
+class CheckpointDir(ModelDir):
+    """Directory of a checkpoint. Headers are read on first use."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.shapes: dict[DecoderSpec, Mapping[str, Shape]] = {}
+        self.unused_models: dict[DecoderSpec, Decoder] = {}
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        file = path / "config.json"
+        if not file.is_file():
+            raise UserError(f"{path}: not a checkpoint directory (no config.json).{suggest_checkpoint(path)}")
+        directory = cls(path)
+        dequantize.check_quant_format(directory.config, str(file))
+        return directory
+
+    def build_model(self, spec: DecoderSpec) -> Decoder:
+        """A model on the meta device: the one that `model_shapes` has built, or a new one."""
+        model = self.unused_models.pop(spec, None)
+        if model is None:
+            with torch.device("meta"):
+                model = Decoder(spec)
+            self.shapes[spec] = model.shapes
+        return model
+
+    def model_shapes(self, spec: DecoderSpec) -> Mapping[str, Shape]:
+        """Shapes of all parameters of a model."""
+        if spec not in self.shapes:
+            self.unused_models[spec] = self.build_model(spec)
+        return self.shapes[spec]
+
+    @cached_property
+    def tensor_meta(self) -> dict[str, TensorMeta]:
+        """All tensors of the files by name. Raises UserError if they disagree with the index."""
+        tensors: dict[str, TensorMeta] = {}
+        for file in self.files:
+            header = self.headers.get(file.name)
+            for name, meta in (header.tensors if header else read_pickle_header(file)).items():
+                if name in tensors:
+                    raise UserError(f"{file}: tensor {name} is also in {tensors[name].file.name}")
+                tensors[name] = meta
+        if self.index is not None:
+            check_index(self.index, self.tensor_names, tensors)
+        return tensors
+
+    @cached_property
+    def headers(self) -> Mapping[str, SafetensorsHeader]:
+        """Headers of the safetensors files by file name."""
+        return {file.name: SafetensorsHeader.read(file) for file in self.files if file.suffix == ".safetensors"}
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """Weight files: those of the index, the file with the default name, or the only one."""
+        if self.index is not None:
+            return [self.path / name for name in sorted(set(self.tensor_names.values()))]
+        for default, _, pattern in LAYOUTS:
+            files = [self.path / default] if (self.path / default).is_file() else sorted(self.path.glob(pattern))
+            if len(files) > 1:
+                raise UserError(f"{self.path}: {len(files)} {pattern} files, but no {INDEX}")
+            if files:
+                return files
+        remedy = "Set init=random to train from random weights"
+        raise UserError(f"{self.path}: no weights (*.safetensors or {PICKLE}). {remedy}.")
+
+    @cached_property
+    def index(self) -> Path | None:
+        """Index file of a sharded checkpoint. An index next to a file with the default name is stale and ignored."""
+        for default, index, pattern in LAYOUTS:
+            if (self.path / index).is_file() and not (self.path / default).is_file():
+                return self.path / index
+            if any(self.path.glob(pattern)):
+                return None
+        return None
+
+    @cached_property
+    def index_content(self) -> Mapping[str, Any]:
+        """Content of the index; empty if there is none."""
+        return {} if self.index is None else read_json(self.index)
+
+    @cached_property
+    def tensor_names(self) -> dict[str, str]:
+        """File name by tensor name, from the index. Raises UserError if a file is missing."""
+        if self.index is None:
+            return {}
+        weight_map = self.index_content.get("weight_map")
+        is_mapping = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
+        if not weight_map or not is_mapping:
+            raise UserError(f"{self.index}: 'weight_map' must map tensor names to file names")
+        files = {path.name for path in self.path.iterdir() if path.is_file()}
+        for name in dict.fromkeys(weight_map.values()):
+            if Path(name).name != name:
+                raise UserError(f"{self.index}: {name!r} is outside the directory")
+            if name not in files:
+                raise UserError(f"{self.index}: file {name} not found. Download the checkpoint again.")
+        return weight_map
+
+
 @dataclass(frozen=True)
 class HFCheckpoint:
     """A checkpoint on disk. Headers are read on first use, tensors one at a time."""
 
-    path: Path
+    directory: CheckpointDir
     name: str  # as given by the user: a Hub name, a bundled name or a path
     config: Mapping[str, Any]
     family: Family
     spec: DecoderSpec
-    tokenizer_dir: Path | None = field(default=None, kw_only=True)  # overrides `path`
+    adapter: AdapterDir | None = field(default=None, kw_only=True)  # from which training starts, or to be loaded
+    tokenizer_dir: ModelDir | None = field(default=None, kw_only=True)  # overrides `directory`
     chat_tokenizer: Tokenizer | None = field(default=None, kw_only=True)  # has the chat template to save
     keeps_prequantized: bool = field(default=False, kw_only=True)  # read 4-bit weights as fp32, unrounded
     config_changes: Mapping[str, Any] = field(default_factory=dict, kw_only=True)  # overridden keys of config.json
@@ -104,18 +187,32 @@ class HFCheckpoint:
         return is_base_model(self.config)
 
     @property
+    def path(self) -> Path:
+        return self.directory.path
+
+    @property
     def tokenizer_path(self) -> Path:
         """Directory of the tokenizer."""
-        return self.tokenizer_dir or self.path
+        return (self.tokenizer_dir or self.directory).path
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, with new tokens and the chat template of the run."""
+        return self.chat_tokenizer or (self.tokenizer_dir or self.directory).tokenizer
 
     @staticmethod
     def open(path: Path, name: str | None = None) -> "HFCheckpoint":
-        file = path / "config.json"
-        if not file.is_file():
-            raise UserError(f"{path}: not a checkpoint directory (no config.json).{suggest_checkpoint(path)}")
-        config = read_json(file)
-        dequantize.check_quant_format(config, str(file))
-        return HFCheckpoint(path, name or str(path), config, *find_family(config, str(file)))
+        return HFCheckpoint.from_dir(CheckpointDir.open(path), name)
+
+    @staticmethod
+    def from_dir(directory: CheckpointDir, name: str | None = None) -> "HFCheckpoint":
+        path, config = directory.path, directory.config
+        return HFCheckpoint(directory, name or str(path), config, *find_family(config, str(path / "config.json")))
+
+    def open_adapter(self, path: str | Path) -> AdapterDir:
+        """The adapter in a directory: the one that was opened with this checkpoint, or another."""
+        path = Path(path)
+        return self.adapter if self.adapter is not None and self.adapter.path == path else AdapterDir.open(path)
 
     def with_config_overrides(self, overrides: Mapping[str, Any]) -> "HFCheckpoint":
         """Copy with overridden keys of config.json. Raises UserError for unknown keys or invalid values."""
@@ -159,18 +256,21 @@ class HFCheckpoint:
         """
         if not tokens and not special_tokens:
             return self
-        tokenizer = self.chat_tokenizer or Tokenizer.open(self.tokenizer_path)
-        tokenizer, new_tokens = add_new_tokens(tokenizer, tokens, special_tokens)
+        tokenizer, new_tokens = add_new_tokens(self.tokenizer, tokens, special_tokens)
         trained = {token.id for token in new_tokens} | {*range(self.spec.vocab, tokenizer.size)}
         resized = self.with_vocab_size(tokenizer.size)
         return replace(resized, chat_tokenizer=tokenizer, new_tokens=new_tokens, trained_ids=tuple(sorted(trained)))
 
     def build_meta_decoder(self) -> Decoder:
         """The model on the meta device, without quantization and adapter."""
-        with torch.device("meta"):
-            model = Decoder(self.spec)
+        model = self.directory.build_model(self.spec)
         model.trained_ids = self.trained_ids
         return model
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        """Shapes of all parameters of the model."""
+        return self.directory.model_shapes(self.spec)
 
     def resize_tensor(self, name: str, meta: TensorMeta) -> TensorMeta:
         """Add the rows of new tokens to an embedding or head; other tensors are unchanged."""
@@ -194,7 +294,7 @@ class HFCheckpoint:
     def tensors(self) -> dict[str, TensorMeta]:
         """All tensors by checkpoint name, in file order. A group of quantized tensors appears as one weight."""
         dtype = self.default_dtype if self.config_dtype else torch.bfloat16
-        tensors = dequantize.logical_tensors(self.tensor_meta, self.config, dtype)
+        tensors = dequantize.logical_tensors(self.directory.tensor_meta, self.config, dtype)
         tensors = {name: meta for name, meta in tensors.items() if not name.endswith(ROPE_BUFFER)}
         unused_heads = self.family.unused_heads
         weights = {name: meta for name, meta in tensors.items() if match_hub_name(name, unused_heads) is None}
@@ -212,61 +312,6 @@ class HFCheckpoint:
         weight = RandomTensor(file, shape, self.default_dtype, seed, std)
         bias = {f"{name}.bias": replace(weight, shape=(score.labels,), std=0.0)} if score.bias else {}
         return {f"{name}.weight": weight} | bias
-
-    @cached_property
-    def tensor_meta(self) -> dict[str, TensorMeta]:
-        """All tensors of the files by name. Raises UserError if they disagree with the index."""
-        tensors: dict[str, TensorMeta] = {}
-        for file in self.files:
-            read = read_header if file.suffix == ".safetensors" else read_pickle_header
-            for name, meta in read(file).items():
-                if name in tensors:
-                    raise UserError(f"{file}: tensor {name} is also in {tensors[name].file.name}")
-                tensors[name] = meta
-        if self.index is not None:
-            check_index(self.index, self.tensor_names, tensors)
-        return tensors
-
-    @cached_property
-    def files(self) -> list[Path]:
-        """Weight files: those of the index, the file with the default name, or the only one."""
-        if self.index is not None:
-            return [self.path / name for name in sorted(set(self.tensor_names.values()))]
-        for default, _, pattern in LAYOUTS:
-            files = [self.path / default] if (self.path / default).is_file() else sorted(self.path.glob(pattern))
-            if len(files) > 1:
-                raise UserError(f"{self.path}: {len(files)} {pattern} files, but no {INDEX}")
-            if files:
-                return files
-        remedy = "Set init=random to train from random weights"
-        raise UserError(f"{self.path}: no weights (*.safetensors or {PICKLE}). {remedy}.")
-
-    @cached_property
-    def index(self) -> Path | None:
-        """Index file of a sharded checkpoint. An index next to a file with the default name is stale and ignored."""
-        for default, index, pattern in LAYOUTS:
-            if (self.path / index).is_file() and not (self.path / default).is_file():
-                return self.path / index
-            if any(self.path.glob(pattern)):
-                return None
-        return None
-
-    @cached_property
-    def tensor_names(self) -> dict[str, str]:
-        """File name by tensor name, from the index. Raises UserError if a file is missing."""
-        if self.index is None:
-            return {}
-        weight_map = read_json(self.index).get("weight_map")
-        is_mapping = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
-        if not weight_map or not is_mapping:
-            raise UserError(f"{self.index}: 'weight_map' must map tensor names to file names")
-        files = {path.name for path in self.path.iterdir() if path.is_file()}
-        for name in dict.fromkeys(weight_map.values()):
-            if Path(name).name != name:
-                raise UserError(f"{self.index}: {name!r} is outside the directory")
-            if name not in files:
-                raise UserError(f"{self.index}: file {name} not found. Download the checkpoint again.")
-        return weight_map
 
     @cached_property
     def all_key_mappings(self) -> list[KeyMapping]:
@@ -318,7 +363,7 @@ class HFCheckpoint:
 
     @cached_property
     def has_weights(self) -> bool:
-        """False for a directory with only a config, from which a model is trained from scratch."""
+        """False for a directory with only a config, and for one whose weights are not downloaded yet."""
         return any(any(self.path.glob(name)) for layout in LAYOUTS for name in layout)
 
     def dtype(self, name: str) -> torch.dtype:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +20,11 @@ from tunekit.adapters.config import DoRAConfig, FrozenModel, Layer, LoRAConfig, 
 from tunekit.adapters.token_rows import look_up_token_rows, replace_token_rows
 from tunekit.checkpoint import load_adapter
 from tunekit.checkpoint.dcp_planner import reshard
-from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint, TensorReader
+from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint
 from tunekit.checkpoint.load_model import apply_mapping, check_tensors, key_mappings, load_tensor
 from tunekit.checkpoint.peft_reader import read_contents
-from tunekit.checkpoint.token_rows import load_token_rows
+from tunekit.checkpoint.safetensors_io import TensorReader
+from tunekit.checkpoint.token_rows import load_stored_rows, load_token_rows
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.sharding import full_tensor, shard_slice
 from tunekit.models.decoder import TIED, Decoder, Head
@@ -308,11 +308,13 @@ def load_initial_adapter(
         return []
     allocate(net, [name for name in named_tensors(net) if ".lora_" in name], device)
     net.tie()
-    load_adapter.check_adapter_fits(Path(adapter.adapter_path), net, adapter, source)
-    contents = read_contents(Path(adapter.adapter_path), source)
+    directory = source.open_adapter(adapter.adapter_path)
+    load_adapter.check_adapter_fits(directory, net, adapter, source)
+    contents = read_contents(directory, source)
     tensors = stack.enter_context(TensorReader(contents.tensors))
     load_adapter.load_lora_weights(net, contents, tensors)
-    load_token_rows(net, source, contents.token_rows, tensors)
+    load_token_rows(net, source)
+    load_stored_rows(net, contents.token_rows, tensors)
 
     def read(name: str) -> Tensor:
         return tensors.read_mapped(contents.file_names[name])

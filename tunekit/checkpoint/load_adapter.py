@@ -3,17 +3,17 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 from torch import nn
 
 from tunekit.adapters.config import TIED_MODULES, LoRAConfig, lora_factors
 from tunekit.checkpoint import token_rows
-from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, TensorReader
+from tunekit.checkpoint.adapter_dir import AdapterDir
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.lora_delta import WEIGHT, LoRADelta, transformers_key
 from tunekit.checkpoint.peft_adapter import adapter_config, effective_alpha, read_adapter_config, saved_parameters
-from tunekit.checkpoint.peft_config import TENSORS
-from tunekit.checkpoint.peft_reader import AdapterContents, read_config_changes, read_contents
+from tunekit.checkpoint.peft_reader import AdapterContents, read_contents
+from tunekit.checkpoint.safetensors_io import TensorReader
 from tunekit.config.choices import kind_name
 from tunekit.distributed.sharding import copy_to_shard
 from tunekit.errors import UserError
@@ -22,12 +22,12 @@ from tunekit.models.families.config_overrides import model_section
 from tunekit.models.linear import Embedding, GroupedLinear, Linear
 
 
-def load_adapter(folder: Path, model: Decoder, source: HFCheckpoint) -> None:
+def load_adapter(adapter: AdapterDir, model: Decoder, source: HFCheckpoint) -> None:
     """Load a PEFT adapter into a model that it fits, see `check_adapter_fits`."""
-    contents = read_contents(folder, source)
+    contents = read_contents(adapter, source)
     with TensorReader(contents.tensors) as tensors:
         load_lora_weights(model, contents, tensors)
-        token_rows.load_token_rows(model, source, contents.token_rows, tensors)
+        token_rows.load_stored_rows(model, contents.token_rows, tensors)
         for mapping in contents.saved_mappings:
             loaded = mapping.load([tensors[contents.file_names[name]] for name in mapping.hub], contents.shapes)
             for name, tensor in zip(mapping.ours, loaded, strict=True):
@@ -53,18 +53,17 @@ def fill_layer(layer: nn.Module, delta: LoRADelta) -> None:
         copy_to_shard(layer.lora_magnitude_vector, delta.magnitude)
 
 
-def check_adapter_fits(folder: Path, model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> set[str]:
+def check_adapter_fits(directory: AdapterDir, model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> set[str]:
     """Return the names of the parameters that an adapter loads. Raises UserError if it does not match the config."""
-    check_same_base_config(folder, source)
-    contents = read_contents(folder, source)
-    return check_contents_fit(contents, read_adapter_config(folder, source, contents), model, adapter, source)
+    check_same_base_config(directory, source)
+    contents = read_contents(directory, source)
+    return check_contents_fit(contents, read_adapter_config(directory, source, contents), model, adapter, source)
 
 
-def check_can_open(folder: Path, adapter: LoRAConfig, source: HFCheckpoint) -> None:
-    """Raise UserError if an adapter that was saved without tensor data could not be loaded into its base."""
-    contents = read_contents(folder, source)
-    saved, model = adapter_config(contents, adapter.untie_embeddings), source.build_meta_decoder()
-    saved.apply(model)
+def check_can_open(directory: AdapterDir, model: Decoder, adapter: LoRAConfig, source: HFCheckpoint) -> None:
+    """Raise UserError if the adapter of a model, saved without tensor data, could not be loaded into the same model."""
+    contents = read_contents(directory, source)
+    saved = adapter_config(contents, adapter.untie_embeddings)
     check_contents_fit(contents, saved, model, saved, source)
 
 
@@ -75,45 +74,46 @@ def check_contents_fit(
 
     `saved` is the config of the files, and `adapter` that of the model.
     """
-    folder = contents.config.file.parent
+    directory = contents.directory
     layers, deltas = adapter.target_layers(model), contents.meta_deltas
     names = {name for mapping in contents.saved_mappings for name in mapping.ours}
     required = {*saved_parameters(model, adapter, source)}
     optional = {name + WEIGHT for name in TIED_MODULES} if model.spec.tie_word_embeddings else set()
-    family, hint = source.family, f"{contents.config.trained_for}, or has other targets"
+    family, hint = source.family, f"{directory.peft.trained_for}, or has other targets"
     if extra := [*(name + WEIGHT for name in deltas if name not in layers), *sorted(names - required)]:
         name = transformers_key(extra[0], family).hub[0]
-        raise UserError(f"{folder / TENSORS}: {name} is not a target in this model; {hint}")
+        raise UserError(f"{directory.file}: {name} is not a target in this model; {hint}")
     if missing := [*(name + WEIGHT for name in layers if name not in deltas), *sorted(required - names - optional)]:
-        raise UserError(f"{folder / TENSORS}: no weights for {transformers_key(missing[0], family).hub[0]}; {hint}")
+        raise UserError(f"{directory.file}: no weights for {transformers_key(missing[0], family).hub[0]}; {hint}")
     if not source.spec.tie_word_embeddings:
         saved = replace(saved, untie_embeddings=adapter.untie_embeddings)
-    check_same_options(folder, adapter, saved)
-    token_rows.check_same_tokens(folder, model, contents.token_ids)
+    check_same_options(directory, adapter, saved)
+    token_rows.check_same_tokens(directory, model, contents.token_ids)
     sizes = adapter.ranks_and_alphas(layers)
     for name, delta in deltas.items():
         actual_sizes = delta.rank, effective_alpha(delta, adapter)
         for key, expected, actual in zip(("rank", "alpha"), sizes[name], actual_sizes, strict=True):
             if not math.isclose(expected, actual, rel_tol=1e-9):
-                problem = f"{expected}, but the adapter in {folder} has {actual} for {name}"
+                problem = f"{expected}, but the adapter in {directory.path} has {actual} for {name}"
                 raise UserError(f"adapter.{key}: {problem}. Set adapter.{key}={actual:g}.")
     return names | {name for name, _ in model.named_parameters() if ".lora_" in name}
 
 
-def check_same_base_config(folder: Path, source: HFCheckpoint) -> None:
+def check_same_base_config(adapter: AdapterDir, source: HFCheckpoint) -> None:
     """Raise UserError if an adapter was trained with `config_overrides` that the base does not have."""
     section = model_section(dict(source.config))
-    for key, value in read_config_changes(folder).items():
+    for key, value in adapter.config_changes.items():
         if section.get(key) != value:
-            problem = (
-                f"the adapter in {folder} was trained with {json.dumps(value)}, got {json.dumps(section.get(key))}"
-            )
+            problem = f"the adapter in {adapter.path} was trained with {json.dumps(value)}"
+            problem += f", got {json.dumps(section.get(key))}"
             raise UserError(f"config_overrides.{key}: {problem}. Set the value of the adapter.")
 
 
-def check_same_options(folder: Path, adapter: LoRAConfig, saved: LoRAConfig) -> None:
+def check_same_options(directory: AdapterDir, adapter: LoRAConfig, saved: LoRAConfig) -> None:
     """Raise UserError if an adapter config differs from that of the files in a way that changes the result."""
     config_values, saved_values = ({"kind": kind_name(type(config)), **vars(config)} for config in (adapter, saved))
     for key in ("kind", "use_rslora", "bias", "untie_embeddings"):
         if config_values[key] != saved_values[key]:
-            raise UserError(f"adapter.{key}: {config_values[key]}, but the adapter in {folder} has {saved_values[key]}")
+            raise UserError(
+                f"adapter.{key}: {config_values[key]}, but the adapter in {directory.path} has {saved_values[key]}"
+            )

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint, TensorReader
+from tunekit.adapters.token_rows import token_row_layers
+from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint
+from tunekit.checkpoint.safetensors_io import TensorReader
 from tunekit.distributed.context import DistributedContext
-from tunekit.distributed.sharding import SHARDED_STORAGE, ShardSlice, shard_slice, to_local, upload
+from tunekit.distributed.sharding import SHARDED_STORAGE, ShardSlice, copy_to_shard, shard_slice, to_local, upload
 from tunekit.errors import UserError
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.models.linear import GroupedLinear, Linear
@@ -25,7 +27,7 @@ InspectTensor = Callable[[str, Offset, Tensor], None]
 def load_weights(
     source: HFCheckpoint, model: Decoder, quiet: bool = False, dist: DistributedContext | None = None
 ) -> None:
-    """Load all weights of a checkpoint into a model. Adapter parameters are unchanged.
+    """Load all weights of a checkpoint into a model. Adapter parameters are unchanged, except rows of tokens.
 
     Files are memory-mapped, so each rank reads only its local shards. Warns about NaN and Inf.
     """
@@ -43,7 +45,9 @@ def load_weights(
             if TIED in mapping.ours and model.spec.tie_word_embeddings:
                 check_tied_head(source, mapping, tensors)
             else:
-                apply_mapping(model, mapping, tensors.read_mapped, partial(load_tensor, model), inspect)
+                apply_mapping(model, mapping, tensors.read_mapped, partial(load_tensor_and_rows, model), inspect)
+    for layer in token_row_layers(model).values():
+        layer.lora_token_ids.copy_(torch.tensor(layer.token_ids))
     non_finite = {key: count for counts in dist.all_gather_objects(non_finite) for key, count in counts.items()}
     if non_finite and not is_quiet:
         warn_non_finite(non_finite, source)
@@ -91,6 +95,15 @@ def find_parameter(model: Decoder, name: str) -> nn.Parameter | None:
     """Parameter of a model; None if its layer stores the weight quantized."""
     owner, _, leaf = name.rpartition(".")
     return dict(model.get_submodule(owner).named_parameters(recurse=False)).get(leaf)
+
+
+def load_tensor_and_rows(model: Decoder, name: str, tensor: Tensor) -> None:
+    """Load one parameter, and its rows that are trained on their own."""
+    layer = token_row_layers(model).get(name.removesuffix(".weight"))
+    if layer is not None:
+        with torch.no_grad():
+            copy_to_shard(layer.lora_token_rows, tensor[[*layer.token_ids]].float())
+    load_tensor(model, name, tensor)
 
 
 def load_tensor(model: Decoder, name: str, tensor: Tensor) -> None:

@@ -17,9 +17,11 @@ from tqdm import tqdm
 
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint import peft_adapter
+from tunekit.checkpoint.adapter_dir import AdapterDir
 from tunekit.checkpoint.atomic import check_free_space
-from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint, read_json
+from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint
 from tunekit.checkpoint.lora_delta import WEIGHT, LoRADelta, transformers_key
+from tunekit.checkpoint.model_dir import ModelDir, read_json
 from tunekit.checkpoint.peft_adapter import owner_module
 from tunekit.checkpoint.peft_reader import AdapterContents, TargetTensors, read_contents
 from tunekit.checkpoint.safetensors_io import OpenFiles, TensorMeta, TensorReader, TensorSlice, TorchPickleTensor
@@ -46,13 +48,13 @@ TOKENIZER_FILES = {TOKENIZER_JSON, "tokenizer.model"}  # an adapter with one of 
 
 
 @torch.no_grad()
-def merge_adapter(base: HFCheckpoint, adapter: Path, folder: Path, quiet: bool = False) -> bool:
+def merge_adapter(base: HFCheckpoint, adapter: AdapterDir, folder: Path, quiet: bool = False) -> bool:
     """Merge `adapter` into `base` and write the checkpoint into an existing directory.
 
     Returns whether a tied head was untied because merging made it differ from the embedding.
     """
     check_tokenizer(base, adapter)
-    merged = MergedCheckpoint.open_adapter(base, adapter)
+    merged = MergedCheckpoint.from_adapter(base, adapter)
     entries = {name: (meta.shape, meta.dtype) for name, meta in merged.tensors.items()}
     check_free_space(folder, sum(map(tensor_bytes, entries.values())))
     shards = plan_shards(entries, merged)
@@ -72,23 +74,24 @@ class MergedCheckpoint(HFCheckpoint):
     """Virtual checkpoint with the contents that `tune merge` writes. A tensor is merged when it is read."""
 
     base: HFCheckpoint
-    adapter: AdapterContents
+    contents: AdapterContents
 
     @staticmethod
     def with_adapter(base: HFCheckpoint, adapter: NoAdapter | LoRAConfig) -> HFCheckpoint:
         """The base with the weights of an adapter; the base itself without any."""
-        return base if adapter.adapter_path is None else MergedCheckpoint.open_adapter(base, Path(adapter.adapter_path))
+        path = adapter.adapter_path
+        return base if path is None else MergedCheckpoint.from_adapter(base, base.open_adapter(path))
 
     @staticmethod
-    def open_adapter(base: HFCheckpoint, folder: Path) -> "MergedCheckpoint":
-        """The base with the adapter in a directory."""
-        contents, tied = read_contents(folder, base), base.spec.tie_word_embeddings
+    def from_adapter(base: HFCheckpoint, adapter: AdapterDir) -> "MergedCheckpoint":
+        """The base with an adapter."""
+        contents, tied = read_contents(adapter, base), base.spec.tie_word_embeddings
         if tied:
             with MergedTensors(base, contents, untied=True) as tensors:
                 tied = tensors.keeps_tied_head()
         spec = replace(base.spec, tie_word_embeddings=tied)
         return MergedCheckpoint(
-            *(base.path, base.name, base.config, base.family, spec, base, contents),
+            *(base.directory, base.name, base.config, base.family, spec, base, contents),
             tokenizer_dir=base.tokenizer_dir,
             chat_tokenizer=base.chat_tokenizer,
             config_changes=base.config_changes,
@@ -107,7 +110,7 @@ class MergedCheckpoint(HFCheckpoint):
             return {name: self.base.tensors[source] for name, (_, source) in tensors.sources.items()}
 
     def reader(self) -> "MergedTensors":
-        return MergedTensors(self.base, self.adapter, self.was_untied)
+        return MergedTensors(self.base, self.contents, self.was_untied)
 
 
 class MergedTensors(TensorReader):
@@ -247,21 +250,23 @@ def add_delta(weight: Tensor, delta: LoRADelta) -> None:
         weight[rows] = merged
 
 
-def check_tokenizer(base: HFCheckpoint, adapter: Path) -> None:
+def check_tokenizer(base: HFCheckpoint, adapter: ModelDir) -> None:
     """Raise UserError if the adapter has another tokenizer, and transformers would read it differently in the base."""
-    file, base_file = adapter / TOKENIZER_JSON, base.tokenizer_path / TOKENIZER_JSON
-    if file.is_file() and not (base_file.is_file() and file.read_bytes() == base_file.read_bytes()):
-        check_model_type(adapter, base.config)
+    file, base_file = adapter.path / TOKENIZER_JSON, base.tokenizer_dir.path / TOKENIZER_JSON
+    if not adapter.has_tokenizer or (base_file.is_file() and file.read_bytes() == base_file.read_bytes()):
+        return
+    if (hints := adapter.tokenizer.class_hints) is not None:
+        check_model_type(hints, adapter.config, base.config)
 
 
-def write_companion_files(base: HFCheckpoint, adapter: Path, folder: Path) -> None:
+def write_companion_files(base: HFCheckpoint, adapter: AdapterDir, folder: Path) -> None:
     """Write config.json and all files other than weights. The tokenizer is the adapter's, if it has one."""
-    has_tokenizer = any((adapter / name).is_file() for name in TOKENIZER_FILES)
-    tokenizer = adapter if has_tokenizer else base.tokenizer_dir
-    copy_companion_files(base.path, folder, skip=unrelated_files(base), tokenizer=tokenizer)
-    if (adapter / GENERATION_CONFIG).is_file():  # with the stop tokens of its chat template
-        shutil.copyfile(adapter / GENERATION_CONFIG, folder / GENERATION_CONFIG)
-    for directory in (base.path, adapter) if base.is_base_model else (adapter,):
+    has_tokenizer = any((adapter.path / name).is_file() for name in TOKENIZER_FILES)
+    base = replace(base, tokenizer_dir=adapter) if has_tokenizer else base
+    copy_companion_files(base, folder, skip=unrelated_files(base))
+    if (adapter.path / GENERATION_CONFIG).is_file():  # with the stop tokens of its chat template
+        shutil.copyfile(adapter.path / GENERATION_CONFIG, folder / GENERATION_CONFIG)
+    for directory in (base.path, adapter.path) if base.is_base_model else (adapter.path,):
         copy_modules(directory, folder)
     write_companions(folder, base)
     write_config(folder, base)

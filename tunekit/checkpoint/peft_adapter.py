@@ -16,25 +16,20 @@ from torch import Tensor, nn
 from tunekit.adapters.config import TIED_MODULES, DoRAConfig, LoRAConfig, lora_factors
 from tunekit.adapters.module_patterns import is_inside
 from tunekit.checkpoint import token_rows
+from tunekit.checkpoint.adapter_dir import BLOCKS_KEY, CONFIG_KEY, HEAD_KEY, PREFIX, AdapterDir
 from tunekit.checkpoint.atomic import check_free_space, wrap_write_errors
 from tunekit.checkpoint.classification_head import with_score_head, without_head
 from tunekit.checkpoint.dcp_planner import reshard
-from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, TensorReader
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.lora_delta import WEIGHT, LoRADelta, LoRATarget, transformers_key
-from tunekit.checkpoint.peft_config import CONFIG, EMBEDDING_TASK, TENSORS, PeftConfigFile
+from tunekit.checkpoint.peft_config import CONFIG, EMBEDDING_TASK, TENSORS
 from tunekit.checkpoint.peft_reader import (
     BASE_LAYER,
-    BLOCKS_KEY,
-    CONFIG_KEY,
-    HEAD_KEY,
-    PREFIX,
-    VOCAB_SIZE,
     AdapterContents,
-    read_config_changes,
     read_contents,
     unstack_factors,
 )
-from tunekit.checkpoint.safetensors_io import FORMAT, Entries, SafetensorsWriter, read_header, read_metadata
+from tunekit.checkpoint.safetensors_io import FORMAT, Entries, SafetensorsWriter, TensorReader
 from tunekit.checkpoint.save_model import (
     GENERATION_CONFIG,
     copy_companion_files,
@@ -42,12 +37,10 @@ from tunekit.checkpoint.save_model import (
     write_chat_format,
     write_companions,
 )
-from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.sharding import full_tensor, shard_slice
 from tunekit.errors import DeferredError, UserError
 from tunekit.models.decoder import Decoder
-from tunekit.models.families import classifiers
 from tunekit.models.linear import Embedding, Gather, GroupedLinear, Linear
 from tunekit.models.spec import ScoreHead
 from tunekit.models.weight_map import KeyMatch, expand_experts
@@ -55,6 +48,7 @@ from tunekit.models.weight_map import KeyMatch, expand_experts
 T = TypeVar("T")
 SavedGroup = tuple[str, KeyMatch]
 BIAS = ".bias"
+VOCAB_SIZE = "vocab_size"  # changed key of config.json: the base was resized for new tokens
 # Modules that PEFT adds before it matches modules_to_save.
 PEFT_MODULES = {"base_layer", "lora_A", "lora_B", "lora_dropout"}
 # In MoE models, PEFT 0.21 treats all modules with these names as experts and searches for them in stacked weights.
@@ -159,7 +153,7 @@ def create_adapter_files(folder: Path, source: HFCheckpoint, plan: AdapterPlan) 
     check_free_space(folder, plan.num_bytes)
     with wrap_write_errors(folder), SafetensorsWriter(folder / TENSORS, plan.entries, metadata=plan.metadata):
         skipped = ("config.json", GENERATION_CONFIG)
-        copy_companion_files(source.path, folder, skip=skipped, tokenizer=source.tokenizer_dir)
+        copy_companion_files(source, folder, skip=skipped)
         write_chat_format(folder, source)
         write_companions(folder, source)
         (folder / CONFIG).write_text(plan.config_text + "\n", encoding="utf-8")
@@ -376,17 +370,17 @@ def base_model_ref(source: HFCheckpoint) -> tuple[str, str | None]:
     return name, revision or None
 
 
-def with_adapter_config(folder: Path, source: HFCheckpoint) -> HFCheckpoint:
+def with_adapter_config(adapter: AdapterDir, source: HFCheckpoint) -> HFCheckpoint:
     """Return the base with the config overrides, new tokens and score head of the adapter, or without a head."""
-    changes = {key: value for key, value in read_config_changes(folder).items() if key != VOCAB_SIZE}
-    source = token_rows.with_adapter_tokens(folder, source.with_config_overrides(changes))
-    if PeftConfigFile.open(folder).task_type == EMBEDDING_TASK:
+    changes = {key: value for key, value in adapter.config_changes.items() if key != VOCAB_SIZE}
+    source = token_rows.with_adapter_tokens(adapter, source.with_config_overrides(changes))
+    if adapter.peft.task_type == EMBEDDING_TASK:
         return without_head(source)
-    if not PeftConfigFile.open(folder).has_score_head or source.spec.score is not None:
+    score, metadata = adapter.score_head, adapter.metadata(HEAD_KEY)
+    if score is None or source.spec.score is not None:
         return source
-    score, metadata = read_score_head(folder), read_head_metadata(folder)
     if score.pad_token_id is None:
-        score = replace(score, pad_token_id=Tokenizer.open(source.tokenizer_path).pad)
+        score = replace(score, pad_token_id=source.tokenizer.pad)
     names = tuple((metadata.get("id2label") or {}).values())
     return with_score_head(source, score, names=names, problem=metadata.get("problem_type"))
 
@@ -398,29 +392,17 @@ def head_metadata(source: HFCheckpoint) -> dict[str, str]:
     return {HEAD_KEY: json.dumps({key: source.config.get(key) for key in ("id2label", "problem_type")})}
 
 
-def read_head_metadata(folder: Path) -> Mapping[str, Any]:
-    """Read the metadata of the score head; empty if the adapter was not saved by tunekit."""
-    return json.loads(read_metadata(folder / TENSORS).get(HEAD_KEY, "{}"))
-
-
-def read_score_head(folder: Path) -> ScoreHead:
-    """Score head of an adapter. The pad token is that of the adapter's tokenizer, if it has one."""
-    config, header, name = PeftConfigFile.open(folder), read_header(folder / TENSORS), PREFIX + classifiers.HEAD
-    if f"{name}.weight" not in header:
-        raise UserError(f"{folder / TENSORS}: no {classifiers.HEAD}.weight for {config.task_type} of {CONFIG}")
-    pad = Tokenizer.open(folder).pad if (folder / "tokenizer.json").is_file() else None
-    return ScoreHead(header[f"{name}.weight"].shape[0], config.task_type == "TOKEN_CLS", f"{name}.bias" in header, pad)
-
-
-def read_adapter_config(folder: Path, source: HFCheckpoint, contents: AdapterContents | None = None) -> LoRAConfig:
-    """Adapter config with exactly the layers and modules that are in the adapter file, which are read if not given."""
-    contents = contents or read_contents(folder, source)
+def read_adapter_config(
+    adapter: AdapterDir, source: HFCheckpoint, contents: AdapterContents | None = None
+) -> LoRAConfig:
+    """Config that loads an adapter, with exactly the layers and modules that are in its file."""
+    contents = contents or read_contents(adapter, source)
     return adapter_config(contents, source.spec.tie_word_embeddings and not keeps_tied_head(contents))
 
 
 def adapter_config(contents: AdapterContents, untied: bool) -> LoRAConfig:
     """Adapter config of an adapter file. `untied`: the head of a tied model gets weights of its own."""
-    adapter, deltas = contents.config.adapter, contents.meta_deltas
+    adapter, deltas = contents.directory.peft.adapter, contents.meta_deltas
     sizes = {name: (delta.rank, effective_alpha(delta, adapter)) for name, delta in deltas.items()}
     rank, alpha = Counter(sizes.values()).most_common(1)[0][0]
     names = {name for mapping in contents.saved_mappings for name in mapping.ours}
@@ -435,6 +417,7 @@ def adapter_config(contents: AdapterContents, untied: bool) -> LoRAConfig:
         modules_to_save=tuple(map(re.escape, sorted(full_modules))),
         untie_embeddings=untied,
         trainable_token_indices=contents.token_ids,
+        adapter_path=str(contents.directory.path),
     )
 
 
@@ -442,7 +425,7 @@ def keeps_tied_head(contents: AdapterContents) -> bool:
     """Whether the embedding and head of a tied model stay equal when an adapter replaces them."""
     mappings = {owner_module(name): mapping for mapping in contents.saved_mappings for name in mapping.ours}
     tied_mappings = {name: mapping for name, mapping in mappings.items() if name in TIED_MODULES}
-    if not tied_mappings or (contents.config.values.get("ensure_weight_tying") and "embed" in tied_mappings):
+    if not tied_mappings or (contents.directory.peft.values.get("ensure_weight_tying") and "embed" in tied_mappings):
         return True
     with TensorReader(contents.tensors) as tensors:
         weights = [tensors[contents.file_names[mapping.hub[0]]] for mapping in tied_mappings.values()]

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.adapters.module_patterns import compile_pattern
-from tunekit.checkpoint.hf_checkpoint import read_json
+from tunekit.checkpoint.model_dir import read_json
 from tunekit.distributed import worker_env
 from tunekit.errors import UserError
 

@@ -1,10 +1,9 @@
-"""Reads PEFT adapters and maps their tensors to model layers."""
+"""Maps the tensors of PEFT adapters to model layers."""
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,16 @@ import torch
 from torch import Tensor
 
 from tunekit.adapters.config import DoRAConfig
-from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint, TensorMeta, read_header
+from tunekit.checkpoint.adapter_dir import BLOCKS_KEY, PREFIX, AdapterDir
+from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint
 from tunekit.checkpoint.lora_delta import WEIGHT, LoRADelta, LoRATarget, transformers_key
-from tunekit.checkpoint.peft_config import TENSORS, PeftConfigFile
-from tunekit.checkpoint.safetensors_io import ReplacedRows, read_metadata
+from tunekit.checkpoint.peft_config import TENSORS
+from tunekit.checkpoint.safetensors_io import ReplacedRows, TensorMeta
 from tunekit.errors import UserError
-from tunekit.models.decoder import TIED, Decoder
-from tunekit.models.spec import DecoderSpec
+from tunekit.models.decoder import TIED
 from tunekit.models.weight_map import KeyMapping, KeyMatch, Shape, load_mappings, match_hub_name
 
-PREFIX = "base_model.model."
 BASE_LAYER = ".base_layer"  # name of a module inside its PEFT wrapper
-BLOCKS_KEY = "parts"  # metadata of tunekit files: ranks and scales of layers that are fused in one tensor
-CONFIG_KEY = "config"  # metadata of tunekit files: changed keys of the base's config.json
-VOCAB_SIZE = "vocab_size"  # one of these keys: the base was resized for new tokens
-HEAD_KEY = "head"  # metadata of tunekit files: class names of a score head
 LORA_TENSOR = re.compile(
     rf"(?P<module>.+?)(?P<inner>(?:{re.escape(BASE_LAYER)})*)"
     r"\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
@@ -106,9 +100,9 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class AdapterContents:
-    """Contents of an adapter directory. Tensors are not read yet."""
+    """Tensors of an adapter by their targets in a model. They are not read yet."""
 
-    config: PeftConfigFile
+    directory: AdapterDir
     tensors: Mapping[str, TensorMeta]  # by name in the file
     targets: Sequence[TargetTensors]
     saved_mappings: Sequence[KeyMapping]  # of fully saved parameters
@@ -133,17 +127,10 @@ class AdapterContents:
         return {name: delta for target in self.targets for name, delta in target.load_deltas(get, self.shapes).items()}
 
 
-@cache
-def model_shapes(spec: DecoderSpec) -> Mapping[str, Shape]:
-    """Shapes of all parameters of a model."""
-    with torch.device("meta"):
-        return Decoder(spec).shapes
-
-
 def expert_modules(source: HFCheckpoint) -> Mapping[str, list[str]]:
     """Transformers modules with stacked experts, and their tensors in the order in which PEFT wraps them."""
     modules: dict[str, dict[str, None]] = {}
-    for name, shape in model_shapes(source.spec).items():
+    for name, shape in source.shapes.items():
         if name.endswith(WEIGHT) and len(shape) == 3:
             for tensor in transformers_key(name, source.family).hub:
                 modules.setdefault(tensor.rpartition(".")[0], {})[tensor] = None
@@ -162,24 +149,21 @@ def unstack_factors(a: Tensor, b: Tensor, swapped: bool) -> tuple[Tensor, Tensor
     return a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
 
 
-def read_contents(folder: Path, source: HFCheckpoint) -> AdapterContents:
-    """Read the headers of a PEFT adapter. Raises UserError if a tensor does not match the model of `source`."""
-    file = folder / TENSORS
-    if not file.is_file():
-        raise UserError(f"{folder}: not an adapter directory (no {TENSORS})")
-    config, tensors = PeftConfigFile.open(folder), read_header(file)
+def read_contents(adapter: AdapterDir, source: HFCheckpoint) -> AdapterContents:
+    """Match the tensors of a PEFT adapter. Raises UserError if one does not match the model of `source`."""
+    file, config, tensors = adapter.file, adapter.peft, adapter.header.tensors
     if unknown_prefix := [name for name in tensors if not name.startswith(PREFIX)]:
         raise UserError(f"{file}: {unknown_prefix[0]} is not a PEFT tensor name")
     matches = {name: contents for name in tensors if (contents := LORA_TENSOR.fullmatch(name.removeprefix(PREFIX)))}
     if not matches:
         raise UserError(f"{file}: no LoRA tensors")
-    tensors, rows = read_token_rows(config, tensors, source)
+    tensors, rows = read_token_rows(adapter, source)
     names = {saved_name(name): name for name in tensors if name not in matches and is_saved_name(name)}
     mappings, unknown = load_mappings(names, source.family.table)
     if unknown:
         raise unknown_tensor_error(file, unknown[0], source)
-    targets = AdapterReader(config, file, tensors, source).group_by_target(matches)
-    contents = AdapterContents(config, tensors, targets, mappings, names, model_shapes(source.spec), rows)
+    targets = AdapterReader(adapter, tensors, source).group_by_target(matches)
+    contents = AdapterContents(adapter, tensors, targets, mappings, names, source.shapes, rows)
     for mapping in mappings:
         check_saved_mapping(file, mapping, contents, source)
     config.check_modules_to_save({name[:i] for name in names for i, char in enumerate(name) if char == "."})
@@ -198,9 +182,10 @@ def saved_name(name: str) -> str:
 
 
 def read_token_rows(
-    config: PeftConfigFile, tensors: Mapping[str, TensorMeta], source: HFCheckpoint
+    adapter: AdapterDir, source: HFCheckpoint
 ) -> tuple[Mapping[str, TensorMeta], Mapping[str, StoredRows]]:
     """Rows of tokens by parameter name. Rows of a weight that is also in the file are put into this weight."""
+    config, tensors = adapter.peft, adapter.header.tensors
     rows, changed, names = {}, dict(tensors), [name for name in tensors if name.endswith(TOKEN_ROWS)]
     if config.values.get("trainable_token_indices") and not names:
         raise UserError(f"{config.file}: trainable_token_indices is set, but {TENSORS} has no such rows")
@@ -231,7 +216,7 @@ def check_saved_mapping(file: Path, mapping: KeyMapping, contents: AdapterConten
             raise UserError(f"{file}: {name} is missing")
         if (actual := contents.tensors[contents.file_names[name]].shape) != shape:
             shapes = f"has shape {list(actual)}, expected {list(shape)}"
-            raise UserError(f"{file}: {name} {shapes}; {contents.config.trained_for}")
+            raise UserError(f"{file}: {name} {shapes}; {contents.directory.peft.trained_for}")
 
 
 def unknown_tensor_error(file: Path, name: str, source: HFCheckpoint) -> UserError:
@@ -241,13 +226,10 @@ def unknown_tensor_error(file: Path, name: str, source: HFCheckpoint) -> UserErr
 class AdapterReader:
     """Groups the LoRA tensors of a file by target layers and checks their shapes."""
 
-    def __init__(
-        self, config: PeftConfigFile, file: Path, tensors: Mapping[str, TensorMeta], source: HFCheckpoint
-    ) -> None:
-        self.config, self.file, self.tensors, self.source = config, file, tensors, source
-        self.adapter, self.shapes = config.adapter, model_shapes(source.spec)
+    def __init__(self, directory: AdapterDir, tensors: Mapping[str, TensorMeta], source: HFCheckpoint) -> None:
+        self.config, self.file, self.tensors, self.source = directory.peft, directory.file, tensors, source
+        self.adapter, self.shapes, self.blocks = directory.peft.adapter, source.shapes, directory.metadata(BLOCKS_KEY)
         self.expert_modules = expert_modules(source)
-        self.blocks = json.loads(read_metadata(file).get(BLOCKS_KEY, "{}"))
 
     def group_by_target(self, names: Mapping[str, re.Match[str]]) -> list[TargetTensors]:
         """Group LoRA tensors by target. `names` maps names in the file to matches of `LORA_TENSOR`."""
@@ -347,18 +329,3 @@ class AdapterReader:
         rank, alpha = self.config.rank_and_alpha(key, self.adapter)
         swapped = len(shape) == 3 and self.source.family.transposed_experts
         return StoredDelta(names, rank, self.adapter.scale(rank, alpha), shape, swapped)
-
-
-def read_config_changes(folder: Path) -> dict[str, Any]:
-    """Overridden keys of the base's config.json; empty if the adapter was trained without any."""
-    file = folder / TENSORS
-    if not file.is_file():
-        return {}
-    read_header(file)  # validates the file
-    try:
-        changes = json.loads(read_metadata(file).get(CONFIG_KEY, "{}"))
-    except ValueError as error:
-        raise UserError(f"{file}: metadata {CONFIG_KEY!r}: not valid JSON ({error})") from error
-    if not isinstance(changes, dict):
-        raise UserError(f"{file}: metadata {CONFIG_KEY!r}: must be a JSON object")
-    return changes

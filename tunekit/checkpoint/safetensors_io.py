@@ -18,7 +18,6 @@ from typing import Any, BinaryIO
 from weakref import finalize
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tunekit.errors import UserError
@@ -53,6 +52,8 @@ PICKLE_ERRORS += (ArithmeticError, EOFError, LookupError, MemoryError, OSError, 
 CHUNK = 2**24  # bytes per read of a thread
 ROWS_PER_CHUNK = 4096  # rows of an embedding in fp64
 HEADER_LENGTH = struct.Struct("<Q")
+MAX_HEADER_LENGTH = 100_000_000  # bytes, as in the safetensors library
+HEADER_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, struct.error)
 MAX_NAME_LENGTH = 1000  # characters of a tensor name
 FORMAT = {"format": "pt"}  # required by transformers
 Entries = Mapping[str, tuple[Shape, torch.dtype]]
@@ -69,11 +70,15 @@ class OpenFiles:
         self.mapped_tensors: set[TensorMeta] = set()
         self.pickles: dict[Path, Mapping[str, Tensor]] = {}
 
-    def read_into(self, buffer: Tensor, file: Path, start: int) -> None:
-        """Fill `buffer` with bytes from `start`, with as many threads as torch uses."""
+    def open(self, file: Path) -> int:
+        """Descriptor of a file, which is opened once."""
         if file not in self.streams:
             self.streams[file] = self.stack.enter_context(FileIO(file))
-        handle, view = self.streams[file].fileno(), buffer.numpy().data
+        return self.streams[file].fileno()
+
+    def read_into(self, buffer: Tensor, file: Path, start: int) -> None:
+        """Fill `buffer` with bytes from `start`, with as many threads as torch uses."""
+        handle, view = self.open(file), buffer.numpy().data
 
         def read_chunk(offset: int) -> None:
             read_bytes(handle, view[offset : offset + CHUNK], start + offset, file)
@@ -83,8 +88,7 @@ class OpenFiles:
     def map_file(self, file: Path) -> mmap:
         """Copy-on-write memory map of a file."""
         if file not in self.maps:
-            with file.open("rb") as stream:
-                self.maps[file] = mmap(stream.fileno(), 0, access=ACCESS_COPY)
+            self.maps[file] = mmap(self.open(file), 0, access=ACCESS_COPY)
         return self.maps[file]
 
     def read_pickle(self, file: Path) -> Mapping[str, Tensor]:
@@ -230,31 +234,53 @@ class TensorReader:
         return self.tensors[name].read_mapped(self.files)
 
 
-def read_header(file: Path) -> dict[str, TensorMeta]:
-    """Metadata of all tensors of a safetensors file, whose header and length the library validates first."""
-    if not file.is_file():  # a FIFO would block
-        raise UserError(f"{file}: not a regular file")
-    try:
-        with safe_open(file, framework="pt") as checked:
-            checked.keys()
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: corrupt or truncated file ({error}). Download it again.") from error
-    size, entries = read_raw_header(file)
-    begin = HEADER_LENGTH.size + size
+@dataclass(frozen=True)
+class SafetensorsHeader:
+    """Header of a safetensors file."""
+
+    text: bytes  # JSON
+    tensors: dict[str, TensorMeta]
+    metadata: Mapping[str, str]
+
+    @staticmethod
+    def read(file: Path) -> "SafetensorsHeader":
+        """Read and check a header, with the rules of the safetensors library. Raises UserError."""
+        if not file.is_file():  # a FIFO would block
+            raise UserError(f"{file}: not a regular file")
+        try:
+            with file.open("rb") as stream:
+                size = os.fstat(stream.fileno()).st_size - HEADER_LENGTH.size
+                (length,) = HEADER_LENGTH.unpack(stream.read(HEADER_LENGTH.size))
+                if length > min(size, MAX_HEADER_LENGTH):
+                    raise ValueError(f"the header has {length} bytes, the file only {size}")
+                text = stream.read(length)
+            entries = json.loads(text.decode(), object_pairs_hook=partial(unique_entries, file))
+            metadata = entries.pop("__metadata__", None)
+            metadata = {} if metadata is None else metadata
+            if not all(isinstance(value, str) for value in metadata.values()):
+                raise ValueError("__metadata__ must map names to texts")
+            return SafetensorsHeader(text, parse_entries(file, entries, length, size - length), metadata)
+        except HEADER_ERRORS as error:
+            raise UserError(f"{file}: corrupt or truncated file ({error}). Download it again.") from error
+
+
+def parse_entries(file: Path, entries: Mapping[str, Any], length: int, size: int) -> dict[str, TensorMeta]:
+    """Tensors of a file, whose data have `size` bytes after a header of `length` bytes, without gaps and overlaps."""
     if invalid := next((name for name in entries if not name.isprintable() or len(name) > MAX_NAME_LENGTH), None):
         raise UserError(f"{file}: invalid tensor name {invalid[:80]!r}")
-    return {
-        name: TensorSlice(file, tuple(e["shape"]), parse_dtype(file, name, e["dtype"]), begin + e["data_offsets"][0])
-        for name, e in entries.items()
-        if name != "__metadata__"
-    }
-
-
-def read_raw_header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Length and JSON of a header that was validated before."""
-    with file.open("rb") as stream:
-        (size,) = HEADER_LENGTH.unpack(stream.read(HEADER_LENGTH.size))
-        return size, json.loads(stream.read(size), object_pairs_hook=partial(unique_entries, file))
+    tensors: dict[str, TensorMeta] = {}
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
+        dtype = parse_dtype(file, name, entry["dtype"])
+        if not all(type(number) is int and 0 <= number < 2**63 for number in (*shape, start, stop)):
+            raise ValueError(f"{name}: shape and data_offsets must be integers")
+        if start != end or stop - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name}: data_offsets do not fit to its shape or to other tensors")
+        tensors[name], end = TensorSlice(file, shape, dtype, HEADER_LENGTH.size + length + start), stop
+    if end != size:
+        raise ValueError(f"the tensors have {end} bytes, the file has {size}")
+    return {name: tensors[name] for name in entries}
 
 
 def unique_entries(file: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -298,16 +324,16 @@ class SafetensorsWriter:
         self,
         file: Path,
         entries: Entries,
-        like: Path | None = None,
+        like: SafetensorsHeader | None = None,
         metadata: Mapping[str, str] = FORMAT,
         exists: bool = False,
     ) -> None:
         """Create the file, or open it if it `exists`, so that several processes can write to it.
 
-        Tensor order and metadata are copied from the file `like`, byte for byte if it has the same tensors.
+        Tensor order and metadata are copied from `like`, byte for byte if it has the same tensors.
         """
         text = copy_header(like, entries) if like is not None else None
-        text = text or build_header(entries, metadata if like is None else read_metadata(like) | FORMAT)
+        text = text or build_header(entries, metadata if like is None else {**like.metadata, **FORMAT})
         begin = HEADER_LENGTH.size + len(text)
         header = json.loads(text)
         self.byte_ranges = {name: [begin + offset for offset in header[name]["data_offsets"]] for name in entries}
@@ -329,21 +355,10 @@ class SafetensorsWriter:
         self.stream.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def copy_header(like: Path, entries: Entries) -> bytes | None:
+def copy_header(like: SafetensorsHeader, entries: Entries) -> bytes | None:
     """Header of another file if it describes exactly `entries`, else None."""
-    size, header = read_raw_header(like)
-    if read_metadata(like).get("format") != FORMAT["format"]:
-        return None
-    layout = {n: (tuple(e["shape"]), DTYPES.get(e["dtype"])) for n, e in header.items() if n != "__metadata__"}
-    if layout != dict(entries):
-        return None
-    with like.open("rb") as stream:
-        stream.seek(HEADER_LENGTH.size)
-        return stream.read(size)
-
-
-def read_metadata(file: Path) -> dict[str, str]:
-    return read_raw_header(file)[1].get("__metadata__") or {}
+    layout = {name: (meta.shape, meta.dtype) for name, meta in like.tensors.items()}
+    return like.text if like.metadata.get("format") == FORMAT["format"] and layout == dict(entries) else None
 
 
 def build_header(entries: Entries, metadata: Mapping[str, str]) -> bytes:

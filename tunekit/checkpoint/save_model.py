@@ -17,8 +17,9 @@ from tqdm import tqdm
 from tunekit.checkpoint.atomic import check_free_space, wrap_write_errors
 from tunekit.checkpoint.dcp_planner import reshard
 from tunekit.checkpoint.dequantize import QUANTIZATION_KEY, PrequantizedTensor
-from tunekit.checkpoint.hf_checkpoint import INDEX, PICKLE_INDEX, WEIGHTS, HFCheckpoint, read_json
-from tunekit.checkpoint.safetensors_io import Entries, SafetensorsWriter, TensorReader, TensorSlice
+from tunekit.checkpoint.hf_checkpoint import INDEX, PICKLE_INDEX, WEIGHTS, HFCheckpoint
+from tunekit.checkpoint.model_dir import read_json
+from tunekit.checkpoint.safetensors_io import Entries, SafetensorsWriter, TensorReader
 from tunekit.checkpoint.sentence_transformers import MODULE_FILES, read_modules
 from tunekit.data.new_tokens import write_new_tokens
 from tunekit.data.tokenizer import Tokenizer
@@ -78,7 +79,7 @@ def create_model_files(folder: Path, source: HFCheckpoint, shards: dict[str, lis
     """Create all files of the checkpoint except the tensor data. Raises UserError if the disk is too small."""
     check_free_space(folder, sum(map(tensor_bytes, entries.values())))
     with wrap_write_errors(folder), ExitStack() as stack:
-        copy_companion_files(source.path, folder, skip=unrelated_files(source), tokenizer=source.tokenizer_dir)
+        copy_companion_files(source, folder, skip=unrelated_files(source))
         write_chat_format(folder, source)
         write_companions(folder, source)
         open_writers(stack, folder, source, shards, entries)
@@ -98,7 +99,8 @@ def open_writers(
     writers: dict[str, SafetensorsWriter] = {}
     for file, names in shards.items():
         file_entries = {name: entries[name] for name in names}
-        writer = SafetensorsWriter(folder / file, file_entries, source_layout(source, file), exists=exists)
+        like = source.directory.headers.get(file) if source.has_weights else None
+        writer = SafetensorsWriter(folder / file, file_entries, like, exists=exists)
         stack.enter_context(writer)
         writers |= dict.fromkeys(names, writer)
     return writers
@@ -118,14 +120,14 @@ def write_mapping(
             writers[name][name] = tensor.to(entries[name][1])
 
 
-def copy_companion_files(source: Path, target: Path, skip: Iterable[str] = (), tokenizer: Path | None = None) -> None:
-    """Copy config, tokenizer, chat template and license files. `tokenizer` overrides the directory of the tokenizer."""
+def copy_companion_files(source: HFCheckpoint, target: Path, skip: Iterable[str] = ()) -> None:
+    """Copy config, tokenizer, chat template and license files."""
     skipped = {INDEX, PICKLE_INDEX, *skip}
-    if tokenizer is not None:
-        copy_matching(tokenizer, target, (*TOKENIZER, GENERATION_CONFIG), skipped)
-        skipped |= {file.name for pattern in TOKENIZER for file in source.glob(pattern)}
-    copy_matching(source, target, COMPANIONS, skipped)
-    keep_class(target, tokenizer or source)
+    if source.tokenizer_dir is not None:
+        copy_matching(source.tokenizer_path, target, (*TOKENIZER, GENERATION_CONFIG), skipped)
+        skipped |= {file.name for pattern in TOKENIZER for file in source.path.glob(pattern)}
+    copy_matching(source.path, target, COMPANIONS, skipped)
+    keep_class(target, (source.tokenizer_dir or source.directory).config)
 
 
 def unrelated_files(source: HFCheckpoint) -> tuple[str, ...]:
@@ -161,7 +163,7 @@ def write_chat_format(folder: Path, source: HFCheckpoint) -> None:
     if config.pop("chat_template", None) is not None:
         config_file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if source.spec.score is None and not source.is_base_model:
-        write_stop_tokens(folder / GENERATION_CONFIG, source.tokenizer_path, tokenizer.stops)
+        write_stop_tokens(folder / GENERATION_CONFIG, source, tokenizer.stops)
 
 
 def write_companions(folder: Path, source: HFCheckpoint) -> None:
@@ -177,11 +179,12 @@ def write_companions(folder: Path, source: HFCheckpoint) -> None:
         config_file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_stop_tokens(file: Path, tokenizer_dir: Path, stops: frozenset[int]) -> None:
+def write_stop_tokens(file: Path, source: HFCheckpoint, stops: frozenset[int]) -> None:
     """Write a generation config with stop tokens, if they differ from those of the tokenizer's directory."""
-    if stops == Tokenizer.open(tokenizer_dir).stops:
+    if stops == (source.tokenizer_dir or source.directory).tokenizer.stops:
         return
-    original = tokenizer_dir / GENERATION_CONFIG
+    is_copied = source.tokenizer_dir is None and file.is_file()
+    original = file if is_copied else source.tokenizer_path / GENERATION_CONFIG
     config = read_json(original) if original.is_file() else {}
     config["eos_token_id"] = sorted(stops)
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -238,12 +241,6 @@ def plan_shards(entries: Entries, source: HFCheckpoint, shard: int | None = None
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
 
 
-def source_layout(source: HFCheckpoint, file: str) -> Path | None:
-    """File of the source whose tensor order and metadata the saved file keeps."""
-    metas = (meta for meta in source.tensor_meta.values()) if source.has_weights else ()
-    return next((meta.file for meta in metas if isinstance(meta, TensorSlice) and meta.file.name == file), None)
-
-
 def hub_tensors(
     mapping: KeyMapping, weights: list[Tensor], source_tensors: TensorReader | None
 ) -> Iterable[tuple[str, Tensor]]:
@@ -268,9 +265,9 @@ def write_index(folder: Path, shards: dict[str, list[str]], entries: Entries, so
     if list(shards) == [WEIGHTS]:
         return
     weight_map = {name: file for file, names in shards.items() for name in names}
-    source_index = {} if source.index is None else read_json(source.index)
-    if source.index is not None and source_index["weight_map"] == weight_map and not source.new_rows:
-        shutil.copyfile(source.index, folder / INDEX)
+    source_index, file = source.directory.index_content, source.directory.index
+    if file is not None and source_index["weight_map"] == weight_map and not source.new_rows:
+        shutil.copyfile(file, folder / INDEX)
         return
     metadata = (source_index.get("metadata") or {}) | {"total_size": sum(map(tensor_bytes, entries.values()))}
     index = {"metadata": metadata, "weight_map": weight_map}
@@ -280,5 +277,5 @@ def write_index(folder: Path, shards: dict[str, list[str]], entries: Entries, so
 def write_config(folder: Path, source: HFCheckpoint) -> None:
     """Write config.json if it differs from the source: without a quantization config, or with a new score head."""
     config = {key: value for key, value in source.config.items() if key != QUANTIZATION_KEY}
-    if config != read_json(source.path / "config.json"):
+    if config != source.directory.config:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

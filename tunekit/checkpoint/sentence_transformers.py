@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from tunekit.checkpoint.hf_checkpoint import read_json, read_json_value
+from tunekit.checkpoint.model_dir import read_json, read_json_value
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.embedding_datasets import Pooling, RerankingDataset, RerankingPairsDataset
 from tunekit.errors import UserError

@@ -2,67 +2,59 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tunekit.adapters.token_rows import token_row_layers
+from tunekit.checkpoint.adapter_dir import PREFIX, AdapterDir
 from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint
 from tunekit.checkpoint.load_model import key_mappings
 from tunekit.checkpoint.lora_delta import WEIGHT, transformers_key
-from tunekit.checkpoint.peft_config import CONFIG, TENSORS, PeftConfigFile
-from tunekit.checkpoint.peft_reader import (
-    PREFIX,
-    TOKEN_PARAMETERS,
-    TOKEN_ROWS,
-    StoredRows,
-    is_saved_name,
-    saved_name,
-)
-from tunekit.checkpoint.safetensors_io import TensorReader, read_header
-from tunekit.distributed.sharding import copy_to_shard
+from tunekit.checkpoint.peft_reader import TOKEN_PARAMETERS, TOKEN_ROWS, StoredRows, is_saved_name, saved_name
+from tunekit.checkpoint.safetensors_io import TensorReader
+from tunekit.distributed.sharding import copy_to_shard, full_tensor
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
 from tunekit.models.linear import Gather
 from tunekit.models.weight_map import match_hub_name
 
 
-def with_adapter_tokens(folder: Path, source: HFCheckpoint) -> HFCheckpoint:
-    """Copy of a base with embedding rows for all tokens of an adapter, and the ids that the adapter trains."""
-    if not (folder / CONFIG).is_file() or not (folder / TENSORS).is_file():
-        return source
-    config, ids, size = PeftConfigFile.open(folder), set(), 0
-    for name, meta in read_header(folder / TENSORS).items():
+def with_adapter_tokens(adapter: AdapterDir, source: HFCheckpoint) -> HFCheckpoint:
+    """Copy of a base for an adapter: with embedding rows for all of its tokens, and the ids that the adapter trains."""
+    ids, size = set(), 0
+    for name, meta in adapter.header.tensors.items():
         if name.endswith(TOKEN_ROWS):
-            ids |= {*config.token_ids(name.removeprefix(PREFIX).removesuffix(TOKEN_ROWS))}
+            ids |= {*adapter.peft.token_ids(name.removeprefix(PREFIX).removesuffix(TOKEN_ROWS))}
         elif is_saved_name(name) and (match := match_hub_name(saved_name(name), source.family.table)):
             parameter = match.ours[0] if match.ours else ""
             extra = source.spec.extra_embeddings if parameter == EMBED else 0
             size = max(size, meta.shape[0] - extra if parameter in TOKEN_PARAMETERS else 0)
     resized = source.with_vocab_size(max(size, max(ids, default=0) + 1))
-    return replace(resized, trained_ids=tuple(sorted(ids)))
+    return replace(resized, trained_ids=tuple(sorted(ids)), adapter=adapter)
 
 
 @torch.no_grad()
-def load_token_rows(
-    model: Decoder,
-    source: HFCheckpoint,
-    stored: Mapping[str, StoredRows] | None = None,
-    adapter_tensors: TensorReader | None = None,
-) -> None:
-    """Fill the rows of a model from its checkpoint, then from an adapter that has `stored` some of them."""
+def load_token_rows(model: Decoder, source: HFCheckpoint) -> None:
+    """Fill the rows of a model from its checkpoint."""
     for name, layer in token_row_layers(model).items():
-        if name == "head" and model.spec.tie_word_embeddings:
-            layer.lora_token_ids.copy_(torch.tensor(layer.token_ids))
-            continue
         ids = torch.tensor(layer.token_ids)
-        rows = read_rows(source, model, name + WEIGHT, ids)
-        if stored and adapter_tensors and (item := stored.get(name + WEIGHT)):
-            rows[torch.searchsorted(ids, torch.tensor(item.ids))] = adapter_tensors[item.name].float()
         layer.lora_token_ids.copy_(ids)
-        copy_to_shard(layer.lora_token_rows, rows)
+        if name != "head" or not model.spec.tie_word_embeddings:
+            copy_to_shard(layer.lora_token_rows, read_rows(source, model, name + WEIGHT, ids))
+
+
+@torch.no_grad()
+def load_stored_rows(model: Decoder, stored: Mapping[str, StoredRows], tensors: TensorReader) -> None:
+    """Fill the rows of a model that an adapter has. A tied head shares those of the embedding."""
+    for name, layer in token_row_layers(model).items():
+        is_tied = name == "head" and model.spec.tie_word_embeddings
+        if not is_tied and (item := stored.get(name + WEIGHT)):
+            rows = full_tensor(layer.lora_token_rows).clone()
+            index = torch.searchsorted(torch.tensor(layer.token_ids), torch.tensor(item.ids))
+            rows[index.to(rows.device)] = tensors[item.name].to(rows)
+            copy_to_shard(layer.lora_token_rows, rows)
 
 
 def read_rows(source: HFCheckpoint, model: Decoder, name: str, ids: Tensor) -> Tensor:
@@ -73,11 +65,11 @@ def read_rows(source: HFCheckpoint, model: Decoder, name: str, ids: Tensor) -> T
         return loaded[mapping.ours.index(name)][ids].float()
 
 
-def check_same_tokens(folder: Path, model: Decoder, ids: tuple[int, ...]) -> None:
+def check_same_tokens(adapter: AdapterDir, model: Decoder, ids: tuple[int, ...]) -> None:
     """Raise UserError unless a model has rows for exactly the tokens of an adapter."""
     expected = next((layer.token_ids for layer in token_row_layers(model).values()), ())
     if expected != ids:
-        problem = f"{[*expected]}, but the adapter in {folder} has {[*ids]}"
+        problem = f"{[*expected]}, but the adapter in {adapter.path} has {[*ids]}"
         raise UserError(f"adapter.trainable_token_indices: {problem}. Set the ids of the adapter.")
 
 

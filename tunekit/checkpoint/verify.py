@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from tunekit.adapters.config import LoRAConfig, NoAdapter
-from tunekit.checkpoint import atomic, layerwise_forward, peft_adapter, peft_config
+from tunekit.checkpoint import atomic, layerwise_forward, peft_adapter
+from tunekit.checkpoint.adapter_dir import AdapterDir
 from tunekit.checkpoint.final_checkpoint import VERIFICATION as FILE
-from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
+from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.layerwise_forward import LazyLogits, LogitsFn, ModelSource, checkpoint_logits
+from tunekit.checkpoint.model_dir import read_json
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
@@ -127,9 +129,10 @@ def verify_saved(
     model_source = replace(model_source, precision=replace(model_source.precision, compute_dtype="fp32"))
     rows = dist.run_on_main(partial(probe_prompts, folder, source.spec))
     expected = live_logits(model, model_source, rows, dist)
-    if (folder / peft_config.CONFIG).is_file():  # adapters are saved in the dtype of training, without rounding
-        adapter = replace(peft_adapter.read_adapter_config(folder, source), adapter_path=str(folder))
-        written, rounded = replace(model_source, adapter=adapter), None
+    if AdapterDir.is_adapter(folder):  # adapters are saved in the dtype of training, without rounding
+        directory = AdapterDir.open(folder)
+        adapter = peft_adapter.read_adapter_config(directory, source)
+        written, rounded = replace(model_source, source=replace(source, adapter=directory), adapter=adapter), None
     else:
         written = ModelSource(HFCheckpoint.open(folder))
         round_logits = partial(layerwise_forward.rounded_logits, dtypes=written.source.dtypes, like=expected)

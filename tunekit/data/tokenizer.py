@@ -23,7 +23,7 @@ from tunekit.data.chat_template.template import (
     with_defaults,
 )
 from tunekit.data.token_cache import TokenCache, TokenizerEncoding, compile_alternation
-from tunekit.data.tokenizer_files import TokenizerErrors, has_file, read_json, read_tokenizer
+from tunekit.data.tokenizer_files import ClassHints, TokenizerErrors, has_file, read_json, read_tokenizer
 from tunekit.errors import UserError
 
 SIMPLE_KEYS = {"role", "content"}  # the keys of most messages
@@ -65,23 +65,23 @@ class Tokenizer:
         self.max_position_embeddings: int | None = None  # context length of the model, if known
         self.max_tokens: int | None = None  # limit on texts to encode, if any: longer ones are refused early
         self.post_processor = post_processor
+        self.class_hints: ClassHints | None = None  # of a saved tokenizer
         self.cleans_up_spaces = False  # whether decoded texts have no spaces before punctuation
         self.bos, self.eos, pad = (self.special_token(f"{name}_token") for name in ("bos", "eos", "pad"))
         self.pad: int = next((token for token in (pad, self.eos) if token is not None), 0)
         self.stops = stops | ({self.eos} if self.eos is not None else frozenset())
 
     @staticmethod
-    def open(directory: Path) -> "Tokenizer":
-        """Read the tokenizer of a checkpoint."""
-        config = read_json(directory / "tokenizer_config.json")
+    def open(directory: Path, model_config: Mapping[str, Any] | None = None) -> "Tokenizer":
+        """Read the tokenizer of a checkpoint. `model_config` is its config.json, if it was read before."""
+        saved = read_tokenizer(directory, model_config)
         eos_ids = read_json(directory / "generation_config.json").get("eos_token_id")
         eos_ids = eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids]
         if not all(isinstance(token, int) for token in eos_ids):
             raise UserError(f"{directory / 'generation_config.json'}: eos_token_id must be token ids, got {eos_ids}")
-        templates = read_templates(directory, config)
-        saved = read_tokenizer(directory)
+        templates = read_templates(directory, saved.hints.config)
         tokenizer = Tokenizer(saved.model, saved.names, templates, frozenset(eos_ids), saved.post_processor)
-        return tokenizer.copy_with(cleans_up_spaces=saved.cleans_up_spaces)
+        return tokenizer.copy_with(cleans_up_spaces=saved.cleans_up_spaces, class_hints=saved.hints)
 
     def with_template(self, name: str) -> "Tokenizer":
         """Copy of the tokenizer with a chat template of the package, or of a file."""

@@ -74,11 +74,20 @@ def has_file(path: Path) -> bool:
 
 def read_json(path: Path) -> dict[str, Any]:
     """JSON object of a file of a checkpoint; empty if the file does not exist."""
-    if not has_file(path):
-        return {}
+    return parse_json(path, read_bytes(path)) if has_file(path) else {}
+
+
+def read_bytes(path: Path) -> bytes:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return path.read_bytes()
+    except OSError as error:
+        raise make_read_error(path, error) from None
+
+
+def parse_json(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
         raise make_read_error(path, error) from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: must be a JSON object, got {type(content).__name__}")
@@ -94,6 +103,19 @@ def make_read_error(path: Path, error: Exception) -> UserError:
 
 
 @dataclass(frozen=True)
+class ClassHints:
+    """Inputs that select, together with config.json, the class of transformers that reads a tokenizer."""
+
+    config: Mapping[str, Any]  # tokenizer_config.json
+    is_byte_level: bool
+
+    def find_class(self, model_config: Mapping[str, Any]) -> tuple[str, TokenizerClass]:
+        """Name and properties of the class in a directory with this config.json."""
+        name = find_class_name(self.config, model_config, self.is_byte_level)
+        return name, CLASSES.get(name, TOKENIZER_JSON)
+
+
+@dataclass(frozen=True)
 class SavedTokenizer:
     """A tokenizer as saved. `model`, which must not be changed, has no post-processor, truncation and padding.
 
@@ -105,53 +127,69 @@ class SavedTokenizer:
     post_processor: Any
     names: Mapping[str, str]
     cleans_up_spaces: bool
+    hints: ClassHints
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of a tokenizer, and the config of its model. Those with the same content are equal."""
+    """The files of a tokenizer, and the config.json of its model. Those with the same content are equal."""
 
     digest: bytes
     directory: Path = field(compare=False)
+    contents: dict[str, bytes] = field(compare=False)  # by file name
+    model_config: Mapping[str, Any] = field(compare=False)
+
+    @staticmethod
+    def read(directory: Path, model_config: Mapping[str, Any] | None = None) -> "TokenizerFiles":
+        """Read each file once. `model_config` is config.json, if it was read before."""
+        paths = (directory / name for name in (MODEL, CONFIG, SPECIAL_TOKENS, ADDED_TOKENS))
+        contents = {path.name: read_bytes(path) for path in paths if has_file(path)}
+        config = read_json(directory / "config.json") if model_config is None else model_config
+        parts = [*map(str.encode, contents), *contents.values(), json.dumps(config).encode()]
+        digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts))
+        return TokenizerFiles(digest.digest(), directory, contents, config)
+
+    def json(self, name: str) -> dict[str, Any]:
+        """JSON object of a file; empty if the file does not exist."""
+        return parse_json(self.directory / name, self.contents[name]) if name in self.contents else {}
+
+    @property
+    def hints(self) -> ClassHints:
+        return ClassHints(self.json(CONFIG), b'"ByteLevel"' in self.contents[MODEL])
 
 
-def read_tokenizer(directory: Path) -> SavedTokenizer:
+def read_tokenizer(directory: Path, model_config: Mapping[str, Any] | None = None) -> SavedTokenizer:
     """Read a tokenizer. Raises UserError."""
-    path = directory / MODEL
-    if not has_file(path):
+    if not has_file(directory / MODEL):
         others = next((f"cannot read {name}, and " for name in OTHER_FORMATS if (directory / name).is_file()), "")
         raise UserError(
             f"{directory}: {others}has no tokenizer.json. Download it, set `tokenizer` to a checkpoint, or create it "
             "with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
-    digest = hashlib.sha256()
-    for name in (MODEL, CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, "config.json"):
-        file = directory / name
-        try:
-            content = file.read_bytes() if has_file(file) else b""
-        except OSError as error:
-            raise make_read_error(file, error) from None
-        digest.update(hashlib.sha256(content).digest())
-    return parse_tokenizer(TokenizerFiles(digest.digest(), directory))
+    files = TokenizerFiles.read(directory, model_config)
+    try:
+        return parse_tokenizer(files)
+    finally:
+        files.contents.clear()  # the cache keeps its keys
 
 
-@functools.lru_cache(maxsize=2)  # a run opens one tokenizer, or also that of its teacher, up to ten times
+@functools.lru_cache(maxsize=2)  # the result of a run has the tokenizer of its checkpoint
 def parse_tokenizer(files: TokenizerFiles) -> SavedTokenizer:
     """The tokenizer of some files."""
-    directory = files.directory
-    content, config = read_json(directory / MODEL), read_json(directory / CONFIG)
+    directory, content, hints = files.directory, files.json(MODEL), files.hints
+    config = hints.config
     check_supported(directory, content, config)
     with TokenizerErrors(f"{directory / MODEL}: is not a valid tokenizer", "Download it again."):
         saved = tokenizers.Tokenizer.from_str(json.dumps(content))
-    name, kind = find_class(directory)
+    name, kind = hints.find_class(files.model_config)
     if name in UNSUPPORTED:
         remedy = "If tokenizer.json is complete, set tokenizer_class to PreTrainedTokenizerFast."
         raise UserError(f"{directory / CONFIG}: tokenizer_class {name} is not supported. {remedy}")
-    tokens = read_token_settings(directory, content, config, kind)
+    tokens = read_token_settings(files, content, config, kind)
     with TokenizerErrors(f"{directory / CONFIG}: does not fit to tokenizer.json", "Download both again."):
         model = rebuild(saved, content, kind, tokens.settings)
         add_saved_tokens(model, tokens, kind)
-    check_mistral_regex(directory, config, model)
+    check_mistral_regex(files, config, model)
     post_processor = saved.post_processor if kind.adds_bos is None else add_bos(model, tokens, kind.adds_bos)
     model.post_processor = None
     model.no_truncation()
@@ -160,7 +198,7 @@ def parse_tokenizer(files: TokenizerFiles) -> SavedTokenizer:
         "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
     )
     cleans_up_spaces = bool(config.get("clean_up_tokenization_spaces")) and not keeps_spaces
-    return SavedTokenizer(model, post_processor, tokens.names, cleans_up_spaces)
+    return SavedTokenizer(model, post_processor, tokens.names, cleans_up_spaces, hints)
 
 
 def check_supported(directory: Path, content: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -178,11 +216,11 @@ def check_supported(directory: Path, content: Mapping[str, Any], config: Mapping
         raise UserError(f"{directory / CONFIG}: {problem}. Rename the file, and remove the key.")
 
 
-def check_mistral_regex(directory: Path, config: Mapping[str, Any], model: tokenizers.Tokenizer) -> None:
+def check_mistral_regex(files: TokenizerFiles, config: Mapping[str, Any], model: tokenizers.Tokenizer) -> None:
     """Raise UserError if transformers would replace the first step of the pre-tokenizer, as it does for old files."""
-    model_config = read_json(directory / "config.json")
+    model_config = files.model_config
     is_old = OLD_VERSION.match(str(model_config.get("transformers_version") or "0.0")) is not None
-    is_mistral = (directory / "config.json").is_file() and model_config.get("model_type") in (None, *MISTRAL_TYPES)
+    is_mistral = bool(model_config) and model_config.get("model_type") in (None, *MISTRAL_TYPES)
     is_large = model.get_vocab_size() > MIN_MISTRAL_VOCAB and model.pre_tokenizer is not None
     if not (config.get("fix_mistral_regex") and is_old and is_mistral and is_large):
         return
@@ -190,7 +228,7 @@ def check_mistral_regex(directory: Path, config: Mapping[str, Any], model: token
     if steps[0].get("pattern") != {"Regex": MISTRAL_REGEX}:
         problem = "fix_mistral_regex needs another regular expression than that of tokenizer.json"
         remedy = "Save the tokenizer with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-        raise UserError(f"{directory / CONFIG}: {problem}. {remedy}.")
+        raise UserError(f"{files.directory / CONFIG}: {problem}. {remedy}.")
 
 
 def max_growth(normalizer: Any) -> int:
@@ -204,30 +242,30 @@ def max_growth(normalizer: Any) -> int:
     return max(1, len(content)) if isinstance(content, str) else 1
 
 
-def find_class(directory: Path, model_config: Mapping[str, Any] | None = None) -> tuple[str, TokenizerClass]:
-    """Class of transformers that reads a tokenizer with a config.json, by default that of its directory."""
-    model_config = read_json(directory / "config.json") if model_config is None else model_config
-    is_byte_level = b'"ByteLevel"' in (directory / MODEL).read_bytes()
-    name = find_class_name(read_json(directory / CONFIG), model_config, is_byte_level)
-    return name, CLASSES.get(name, TOKENIZER_JSON)
+def check_model_type(hints: ClassHints, own_config: Mapping[str, Any], model_config: Mapping[str, Any]) -> None:
+    """Raise UserError if transformers would read a tokenizer to other tokens in a checkpoint with this config.json.
 
-
-def check_model_type(directory: Path, model_config: Mapping[str, Any]) -> None:
-    """Raise UserError if transformers would read a tokenizer to other tokens in a checkpoint with this config.json."""
-    (name, kind), (other, forced) = find_class(directory), find_class(directory, model_config)
+    `own_config` is config.json of the tokenizer's directory.
+    """
+    (name, kind), (other, forced) = hints.find_class(own_config), hints.find_class(model_config)
     model_type = model_config.get("model_type")
     if kind is not forced and model_type in FORCED:
         problem = f"transformers reads the tokenizer as {other} instead of {name} in models of type {model_type}"
         raise UserError(f"tokenizer: {problem}, to other tokens. Use the tokenizer of a model of this type.")
 
 
-def keep_class(directory: Path, source: Path) -> None:
-    """Name the class of a copied tokenizer, if transformers would choose another one with the new config.json."""
-    if not (directory / MODEL).is_file() or not (source / MODEL).is_file():
+def keep_class(directory: Path, source_config: Mapping[str, Any]) -> None:
+    """Name the class of a tokenizer that was copied from a directory with another config.json.
+
+    Without it, transformers could choose another class.
+    """
+    if not (directory / MODEL).is_file():
         return
-    name, kind = find_class(source)
-    if find_class(directory)[1] is not kind:
-        write_json(directory / CONFIG, read_json(directory / CONFIG) | {"tokenizer_class": name})
+    files = TokenizerFiles.read(directory)
+    hints = files.hints
+    name, kind = hints.find_class(source_config)
+    if hints.find_class(files.model_config)[1] is not kind:
+        write_json(directory / CONFIG, {**hints.config, "tokenizer_class": name})
 
 
 def rebuild(
@@ -275,9 +313,10 @@ def to_token(value: Any, where: str) -> Token:
 
 
 def read_token_settings(
-    directory: Path, content: Mapping[str, Any], config: Mapping[str, Any], kind: TokenizerClass
+    files: TokenizerFiles, content: Mapping[str, Any], config: Mapping[str, Any], kind: TokenizerClass
 ) -> TokenSettings:
     """Tokens of all files. With `added_tokens_decoder`, transformers does not read the older files."""
+    directory = files.directory
     settings = check_extra_tokens(dict(config), directory / CONFIG)
     if not settings.get(EXTRA_KEYS[0]) and EXTRA_KEYS[1] in settings:
         settings[EXTRA_KEYS[0]] = settings.pop(EXTRA_KEYS[1])
@@ -286,8 +325,8 @@ def read_token_settings(
     if "added_tokens_decoder" in config:
         by_id = read_decoder(directory / CONFIG, config["added_tokens_decoder"])
     else:
-        merge_special_tokens_map(settings, model_tokens, directory / SPECIAL_TOKENS)
-        by_id = read_added_tokens(directory / ADDED_TOKENS, settings)
+        merge_special_tokens_map(settings, model_tokens, files)
+        by_id = read_added_tokens(files, settings)
         by_id |= {item["id"]: added_token(item, directory / MODEL) for item in content.get("added_tokens") or ()}
     flags = {str(token): token for token in by_id.values()}
     with_flags = {
@@ -348,9 +387,10 @@ def read_decoder(path: Path, values: Any) -> dict[int, AddedToken]:
         raise UserError(f"{path}: added_tokens_decoder must map token ids to tokens. Download it again.") from None
 
 
-def merge_special_tokens_map(settings: dict[str, Any], model_tokens: dict[str, Any], path: Path) -> None:
+def merge_special_tokens_map(settings: dict[str, Any], model_tokens: dict[str, Any], files: TokenizerFiles) -> None:
     """Override the special tokens of a config by those of special_tokens_map.json."""
-    for key, value in check_extra_tokens(read_json(path), path).items():
+    path = files.directory / SPECIAL_TOKENS
+    for key, value in check_extra_tokens(files.json(SPECIAL_TOKENS), path).items():
         if key == EXTRA_KEYS[0] and isinstance(value, list):
             known = list(settings.get(key) or [])
             tokens = [to_token(item, f"{path}: {key}") for item in value]
@@ -362,9 +402,9 @@ def merge_special_tokens_map(settings: dict[str, Any], model_tokens: dict[str, A
         model_tokens |= settings.pop(EXTRA_KEYS[0])
 
 
-def read_added_tokens(path: Path, settings: Mapping[str, Any]) -> dict[int, AddedToken]:
+def read_added_tokens(files: TokenizerFiles, settings: Mapping[str, Any]) -> dict[int, AddedToken]:
     """Tokens of added_tokens.json by id. Those that are also special tokens are special."""
-    values = read_json(path)
+    path, values = files.directory / ADDED_TOKENS, files.json(ADDED_TOKENS)
     tokens = [*(settings[name] for name in STANDARD_TOKENS if name in settings), *(settings.get(EXTRA_KEYS[0]) or ())]
     special = {str(token) for token in tokens if isinstance(token, str | AddedToken)}  # not those with flags
     if not all(isinstance(index, int) and SURROGATE.search(text) is None for text, index in values.items()):

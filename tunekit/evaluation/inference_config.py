@@ -3,11 +3,13 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 from tunekit import build
 from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.checkpoint.hf_checkpoint import ConfigOverrides
+from tunekit.checkpoint.model_dir import ModelDirs
 from tunekit.config.load import load_config
 from tunekit.data.chat_template.chat_format import describe_split_markers, describe_unread_kwargs, with_chat_format
 from tunekit.data.chat_template.template import TemplateKwargs, check_template_kwargs
@@ -46,9 +48,16 @@ class InferenceConfig:
     def __post_init__(self) -> None:
         check_template_kwargs(self.chat_template_kwargs)
 
+    @cached_property
+    def model_dirs(self) -> ModelDirs:
+        """The open directories of models, which are read once by checks and the command."""
+        return ModelDirs()
+
     def check_model(self, name: str) -> Tokenizer:
         """The tokenizer of a model. Reads no weights. Raises UserError if the model cannot be used."""
-        checkpoint, adapter, tokenizer = build.resolve_model(name, download.SMALL, self.config_overrides)
+        checkpoint, adapter, tokenizer = build.resolve_model(
+            name, download.SMALL, self.config_overrides, self.model_dirs
+        )
         require_language_model(checkpoint, name)
         build.check_parallelizable(checkpoint, self.quantization, adapter, self.parallel)
         return with_chat_format(tokenizer, self.chat_template, self.chat_template_kwargs)
@@ -56,7 +65,7 @@ class InferenceConfig:
     def load_model(self, name: str, dist: DistributedContext) -> tuple[Decoder, Tokenizer]:
         """A model and its tokenizer with the chat format of this config. Warns about its variables and markers."""
         model, tokenizer = build.load_for_inference(
-            name, self.precision, dist, self.quantization, config_overrides=self.config_overrides
+            name, self.precision, dist, self.quantization, config_overrides=self.config_overrides, dirs=self.model_dirs
         )
         tokenizer = with_chat_format(tokenizer, self.chat_template, self.chat_template_kwargs)
         for warning in filter(None, (describe_unread_kwargs(tokenizer), describe_split_markers(tokenizer))):

@@ -77,11 +77,11 @@ def export_bitsandbytes(
 def export_companion_files(model: HFCheckpoint, adapter: NoAdapter | LoRAConfig, folder: Path) -> None:
     """Write everything but the weights: config, tokenizer, chat template, license."""
     if adapter.adapter_path is None:
-        copy_companion_files(model.path, folder, skip=unrelated_files(model), tokenizer=model.tokenizer_dir)
+        copy_companion_files(model, folder, skip=unrelated_files(model))
         if model.is_base_model:
             copy_modules(model.path, folder)
     else:
-        write_companion_files(model, Path(adapter.adapter_path), folder)
+        write_companion_files(model, model.open_adapter(adapter.adapter_path), folder)
 
 
 def packable_weights(model: HFCheckpoint, quantization: NF4Config) -> frozenset[str]:

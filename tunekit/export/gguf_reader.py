@@ -9,7 +9,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, Keys
 from torch import Tensor
 
-from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.hf_checkpoint import CheckpointDir, HFCheckpoint
 from tunekit.checkpoint.safetensors_io import OpenFiles, TensorMeta, TensorReader
 from tunekit.export.architecture import ARCHITECTURES, DIVISORS, LONG, SHORT
 from tunekit.export.gguf_fields import GGUFSpec
@@ -55,7 +55,9 @@ class GGUFCheckpoint(HFCheckpoint):
         with TensorReader(gguf_tensors) as tensors:
             rope_factors = {name: tuple(tensors[name].tolist()) for name in ROPE_TENSORS if name in gguf_tensors}
         spec = GGUFSpec(fields, arch, [name for mapping in mappings for name in mapping.ours], rope_factors).spec()
-        return GGUFCheckpoint(path, name or str(path), fields, Family(lambda _: spec, arch.table), spec, gguf_tensors)
+        return GGUFCheckpoint(
+            CheckpointDir(path), name or str(path), fields, Family(lambda _: spec, arch.table), spec, gguf_tensors
+        )
 
     @cached_property
     def tensors(self) -> dict[str, TensorMeta]:

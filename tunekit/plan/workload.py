@@ -9,7 +9,9 @@ import torch
 
 from tunekit import assets, build
 from tunekit.adapters.config import LoRAConfig, NoAdapter
+from tunekit.checkpoint.adapter_dir import AdapterDir
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.model_dir import ModelDir
 from tunekit.checkpoint.token_rows import with_adapter_tokens
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.datasets import DatasetConfig
@@ -151,7 +153,7 @@ def make_workload(cfg: Any, machine: ClusterSpec) -> Workload:
     if not isinstance(cfg, TrainingOptions):
         raise UserError("nothing to plan: this recipe trains no model")
     model = model_or_preset(cfg.model)
-    source = build.resolve_checkpoint(model, CONFIG)[0].with_config_overrides(cfg.config_overrides)
+    source = build.resolve_checkpoint(model, CONFIG, cfg.model_dirs)[0].with_config_overrides(cfg.config_overrides)
     source = with_head(cfg, with_new_tokens(cfg, source))
     precision = resolve_precision(cfg.precision, machine)
     device = "cpu" if machine.kind is None else "cuda"
@@ -224,13 +226,15 @@ def without_flash(machine: ClusterSpec) -> list[str]:
 def with_head(cfg: TrainingOptions, source: HFCheckpoint) -> HFCheckpoint:
     """Add the head that a recipe trains. A preset has no tokenizer; any tokenizer works, because no rows are read."""
     has_tokenizer = build.has_tokenizer(source.tokenizer_path)
-    return cfg.with_head(source if has_tokenizer else replace(source, tokenizer_dir=next(iter(assets.MODELS.values()))))
+    return cfg.with_head(
+        source if has_tokenizer else replace(source, tokenizer_dir=ModelDir(next(iter(assets.MODELS.values()))))
+    )
 
 
 def with_new_tokens(cfg: TrainingOptions, source: HFCheckpoint) -> HFCheckpoint:
     """Add the rows of new tokens: at most one for each token if the tokenizer is not on this machine."""
-    if cfg.adapter.adapter_path is not None:
-        source = with_adapter_tokens(Path(cfg.adapter.adapter_path), source)
+    if cfg.adapter.adapter_path is not None and AdapterDir.is_adapter(Path(cfg.adapter.adapter_path)):
+        source = with_adapter_tokens(cfg.model_dirs.open(AdapterDir, Path(cfg.adapter.adapter_path)), source)
     if build.has_tokenizer(source.tokenizer_path):
         return source.with_new_tokens(cfg.new_tokens, cfg.new_special_tokens)
     ids = range(source.spec.vocab, source.spec.vocab + len(cfg.new_tokens) + len(cfg.new_special_tokens))

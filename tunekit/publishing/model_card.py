@@ -21,6 +21,7 @@ from huggingface_hub import ModelCardData
 from tunekit import __version__ as VERSION
 from tunekit import env_info, system
 from tunekit.checkpoint import atomic
+from tunekit.checkpoint.adapter_dir import AdapterDir
 from tunekit.checkpoint.final_checkpoint import CURVES, VERIFICATION
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
 from tunekit.checkpoint.run_dir import EVALUATION, FINAL
@@ -194,7 +195,7 @@ def card_metadata(
     folder: Path, base: BaseModelInfo | None, tags: list[str], datasets: list[str], relation: str = "finetune"
 ) -> ModelCardData:
     """Front matter of a card for the Hub. Omits a base model that is not on the Hub."""
-    is_adapter, repo = snippets.is_adapter(folder), None if base is None else base.repo
+    is_adapter, repo = AdapterDir.is_adapter(folder), None if base is None else base.repo
     license = {} if base is None else base.license
     return ModelCardData(
         base_model=repo,

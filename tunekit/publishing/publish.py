@@ -13,12 +13,13 @@ from typing import ClassVar
 from huggingface_hub.utils import disable_progress_bars
 
 from tunekit import __version__, assets, build
-from tunekit.adapters.config import FrozenModel, LoRAConfig
+from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint import atomic, load_model, merge, peft_config, verify
+from tunekit.checkpoint.adapter_dir import AdapterDir
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint, read_json
 from tunekit.checkpoint.peft_config import TENSORS
 from tunekit.checkpoint.run_dir import UPLOAD
-from tunekit.checkpoint.safetensors_io import read_header
+from tunekit.checkpoint.safetensors_io import SafetensorsHeader
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
 from tunekit.hub import download, upload
@@ -26,7 +27,6 @@ from tunekit.hub.errors import print_line
 from tunekit.models.families.registry import FAMILIES
 from tunekit.publishing import model_card
 from tunekit.publishing.base_model import CARD
-from tunekit.quantization.config import NoQuantization
 
 EXCLUDED_SUFFIXES = (atomic.PARTIAL, atomic.PREVIOUS, ".incomplete")
 
@@ -143,7 +143,7 @@ def push_dir(config: PushToHubConfig, folder: Path, message: str, description: s
     """Upload a checkpoint directory in one commit, merged with `merge_adapter`. `description` adds a model card."""
     if description:
         model_card.write_minimal_card(folder, base_checkpoint(folder), about=description)
-    if not config.merge_adapter or not (folder / peft_config.CONFIG).is_file():
+    if not config.merge_adapter or not AdapterDir.is_adapter(folder):
         warn_local_base(folder)
         return upload.upload_files(list_files(folder), config.target, message)
     with merged_dir(folder, device="cpu") as merged:  # the run may use all GPU memory
@@ -170,7 +170,7 @@ def find_result_dir(source: str) -> tuple[Path, bool]:
 @contextmanager
 def merged_dir(folder: Path, out: Path | None = None, device: str = "auto") -> Iterator[Path]:
     """Merge an adapter into its base and yield the directory: `out`, or a temporary one next to the adapter."""
-    if not (folder / peft_config.CONFIG).is_file():
+    if not AdapterDir.is_adapter(folder):
         raise UserError(f"--merge-adapter: {folder} is not an adapter. Omit this option.")
     if out is not None and out.exists():
         raise UserError(f"--merged-dir: {out} exists. Specify another directory.")
@@ -184,7 +184,7 @@ def merged_dir(folder: Path, out: Path | None = None, device: str = "auto") -> I
                 problem = f"cannot create a directory, {error.strerror}"
                 raise UserError(f"{folder.parent}: {problem}. Set --merged-dir.") from error
         with atomic.AtomicDir(out) as partial_dir:
-            merge.merge_adapter(source, folder, partial_dir)
+            merge.merge_adapter(source, source.open_adapter(folder), partial_dir)
             if source.has_untrained_mtp:
                 print_line(f"note: {model_card.UNTRAINED_MTP}")
             print_line(str(verify.verify_merge(partial_dir, source, adapter, DistributedContext(device=device).device)))
@@ -216,7 +216,7 @@ def stage_files(folder: Path, repo: str, is_unverified: bool, query_hub: bool) -
 def base_checkpoint(folder: Path) -> HFCheckpoint | None:
     """Base of an adapter, None if it cannot be resolved."""
     with suppress(UserError):
-        return build.resolve_model(str(folder), download.SMALL)[0] if (folder / peft_config.CONFIG).is_file() else None
+        return build.resolve_model(str(folder), download.SMALL)[0] if AdapterDir.is_adapter(folder) else None
 
 
 def list_files(folder: Path) -> dict[str, Path]:
@@ -227,7 +227,7 @@ def list_files(folder: Path) -> dict[str, Path]:
 
 def warn_local_base(folder: Path) -> None:
     """Print a warning if the base of an adapter is a local directory, which other users cannot load."""
-    base = peft_config.PeftConfigFile.open(folder).base_name if (folder / peft_config.CONFIG).is_file() else ""
+    base = peft_config.PeftConfigFile.open(folder).base_name if AdapterDir.is_adapter(folder) else ""
     if Path(base).is_absolute():
         problem = f"the base {base} is a local directory, so other users cannot load the adapter"
         print_line(f"warning: {peft_config.CONFIG}: {problem}. Use --merge-adapter.")
@@ -256,7 +256,7 @@ def check_weights_complete(folder: Path) -> None:
     """Raise UserError if weights of a supported model are truncated or missing."""
     config, adapter = folder / "config.json", folder / TENSORS
     if adapter.is_file():
-        read_header(adapter)
+        SafetensorsHeader.read(adapter)
     elif config.is_file() and read_json(config).get("model_type") in FAMILIES:
         source = HFCheckpoint.open(folder)
-        load_model.check_tensors(source, build.build_meta_model(source, NoQuantization(), FrozenModel()).shapes)
+        load_model.check_tensors(source, source.shapes)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunekit.checkpoint import peft_adapter, peft_config, peft_reader, sentence_transformers
+from tunekit.checkpoint import peft_adapter, sentence_transformers
+from tunekit.checkpoint.adapter_dir import HEAD_KEY, AdapterDir
 from tunekit.checkpoint.hf_checkpoint import read_json
 from tunekit.hub import redact
 from tunekit.models.families import classifiers
@@ -108,10 +109,9 @@ class ScoreHeadInfo:
     @staticmethod
     def from_dir(folder: Path) -> "ScoreHeadInfo | None":
         """Score head of a checkpoint or adapter; None for a language model."""
-        if is_adapter(folder):
-            if not peft_config.PeftConfigFile.open(folder).has_score_head:
-                return None
-            head, metadata = peft_adapter.read_score_head(folder), peft_adapter.read_head_metadata(folder)
+        if AdapterDir.is_adapter(folder):
+            adapter = AdapterDir.open(folder)
+            head, metadata = adapter.score_head, adapter.metadata(HEAD_KEY)
         else:
             metadata = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
             head = classifiers.score_head(metadata)
@@ -195,7 +195,7 @@ def library_name(folder: Path) -> str:
     """Library that opens the model."""
     if sentence_transformers.is_embedding_model(folder):
         return "sentence-transformers"
-    return "peft" if is_adapter(folder) else "transformers"
+    return "peft" if AdapterDir.is_adapter(folder) else "transformers"
 
 
 def pipeline_tag(folder: Path) -> str:
@@ -219,21 +219,23 @@ def usage_snippet(
     """
     note = f"`{name}` is the directory of this model, or its name on the Hub."
     base_name = "" if base is None else base.repo or base.name
-    if is_adapter(folder) and base is not None and base.repo is None:
+    adapter = AdapterDir.open(folder) if AdapterDir.is_adapter(folder) else None
+    if adapter is not None and base is not None and base.repo is None:
         note += f" `{base_name}` is the directory of the base."
     if sentence_transformers.is_embedding_model(folder):
         return f"{note}\n\n```python\n{EMBED.format(name=name)}```"
     load, head = LOAD, ScoreHeadInfo.from_dir(folder)
-    if is_adapter(folder):
-        base_name = base_name or redact.redact_path(peft_config.PeftConfigFile.open(folder).base_name)
+    if adapter is not None:
+        base_name = base_name or redact.redact_path(adapter.peft.base_name)
         load = LOAD_ADAPTER
         if quantization is not None and "double_quant" in quantization:  # a format of bitsandbytes
             kind, nested = quantization["kind"], str(quantization["double_quant"])
             load = LOAD_QUANTIZED.replace("{kind}", kind).replace("{nested}", nested)
     auto = "AutoModelForCausalLM" if head is None else SCORE_TASKS[head.task][0]
     options = "" if head is None else head.load_options
-    options += config_options(folder) if is_adapter(folder) else ""
-    rows = peft_reader.read_config_changes(folder).get(peft_reader.VOCAB_SIZE) if is_adapter(folder) else None
+    changes = {} if adapter is None else dict(adapter.config_changes)
+    rows = changes.pop(peft_adapter.VOCAB_SIZE, None)
+    options += config_options(changes)
     resize = "" if rows is None else f"\nbase.resize_token_embeddings({rows})  # with rows for new tokens"
     code = load.format(auto=auto, base=base_name, name=name, head=options, resize=resize)
     code += LOAD_TOKENIZER.format(name=name)
@@ -246,18 +248,12 @@ def usage_snippet(
     return f"{note}\n\n```python\n{code}```\n\n```sh\ntune chat {name}\n```"
 
 
-def config_options(folder: Path) -> str:
+def config_options(changes: dict[str, Any]) -> str:
     """Arguments with which transformers loads the base of an adapter that was trained with other config values."""
-    changes = peft_reader.read_config_changes(folder)
-    changes.pop(peft_reader.VOCAB_SIZE, None)
     theta, scaling = changes.pop("rope_theta", None), changes.pop("rope_scaling", None)
     if theta is not None:
         changes["rope_parameters"] = {"rope_theta": theta, "rope_type": "default"} | (scaling or {})
     return "".join(f", {key}={value!r}" for key, value in changes.items())
-
-
-def is_adapter(folder: Path) -> bool:
-    return (folder / peft_config.CONFIG).is_file()
 
 
 def has_template(folder: Path) -> bool:

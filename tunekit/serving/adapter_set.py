@@ -1,7 +1,6 @@
 """Several LoRA adapters of one model, of which one is active: they share the base weights."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +9,9 @@ from torch import nn
 from tunekit import build
 from tunekit.adapters.config import Layer, LoRAConfig, adapter_tensors
 from tunekit.checkpoint import load_adapter
+from tunekit.checkpoint.adapter_dir import AdapterDir
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.model_dir import ModelDirs
 from tunekit.checkpoint.peft_reader import read_contents
 from tunekit.errors import UserError
 from tunekit.hub import download
@@ -27,10 +28,9 @@ class AdapterSet:
         self.states: dict[str, dict[str, LayerState]] = {}  # by adapter, then by layer
         self.active: str | None = None
 
-    def load(self, name: str, path: str) -> None:
+    def load(self, name: str, path: str, dirs: ModelDirs | None = None) -> None:
         """Load an adapter in PEFT's format: a directory, a run, or a Hub name. Raises UserError if it does not fit."""
-        adapter = read_adapter(f"adapter {name}={path}", path, self.base)
-        assert adapter.adapter_path is not None
+        adapter, directory = read_adapter(f"adapter {name}={path}", path, self.base, dirs)
         active = self.active
         self.activate(None)
         adapter.apply(self.model)
@@ -38,9 +38,8 @@ class AdapterSet:
         try:
             for layer in layers.values():
                 allocate_adapter(layer, self.model.device)
-            folder = Path(adapter.adapter_path)
-            load_adapter.check_adapter_fits(folder, self.model, adapter, self.base)
-            load_adapter.load_adapter(folder, self.model, self.base)
+            load_adapter.check_adapter_fits(directory, self.model, adapter, self.base)
+            load_adapter.load_adapter(directory, self.model, self.base)
         finally:
             state = {key: detach_adapter(layer) for key, layer in layers.items()}
             self.activate(active)
@@ -64,10 +63,12 @@ class AdapterSet:
         self.active = name
 
 
-def read_adapter(where: str, path: str, base: HFCheckpoint) -> LoRAConfig:
-    """Config of an adapter of `base` that changes only its layers. Errors start with `where`. Reads no weights."""
-    adapter = build.resolve_checkpoint(path, download.READ)[1]
-    if not isinstance(adapter, LoRAConfig):
+def read_adapter(
+    where: str, path: str, base: HFCheckpoint, dirs: ModelDirs | None = None
+) -> tuple[LoRAConfig, AdapterDir]:
+    """An adapter of `base` that changes only its layers. Errors start with `where`. Reads no weights."""
+    own_base, adapter = build.resolve_checkpoint(path, download.READ, dirs)
+    if not isinstance(adapter, LoRAConfig) or own_base.adapter is None:
         raise UserError(f"{where}: is not an adapter. Serve it as the model.")
     extra: Mapping[str, Any] = {
         "modules_to_save": adapter.modules_to_save,
@@ -79,12 +80,11 @@ def read_adapter(where: str, path: str, base: HFCheckpoint) -> LoRAConfig:
         if value:
             problem = f"has {key}, which cannot be switched between requests"
             raise UserError(f"{where}: {problem}. Serve it as the model, or use `tune merge`.")
-    assert adapter.adapter_path is not None
     try:
-        read_contents(Path(adapter.adapter_path), base)
+        read_contents(own_base.adapter, base)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    return adapter
+    return adapter, own_base.adapter
 
 
 def allocate_adapter(layer: Layer, device: torch.device) -> None:

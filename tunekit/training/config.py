@@ -11,6 +11,7 @@ from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
 from tunekit.checkpoint import load_model
 from tunekit.checkpoint.classification_head import require_language_model
 from tunekit.checkpoint.hf_checkpoint import ConfigOverrides, HFCheckpoint
+from tunekit.checkpoint.model_dir import ModelDirs
 from tunekit.config.errors import FieldErrors
 from tunekit.data.chat_template.chat_format import check_turn_end
 from tunekit.data.dataloader.mixture import MixtureBase, SFTData, check_finite, is_streaming
@@ -342,13 +343,20 @@ class TrainConfig:
             or not Path(self.model).is_dir()
         ):
             return self
-        base, adapter = build.resolve_checkpoint(self.model, download.SMALL)
+        base, adapter = build.resolve_checkpoint(self.model, download.SMALL, self.model_dirs)
         if adapter.adapter_path is None:
             return self
         cls, names = type(self.adapter), [field.name for field in fields(adapter)]
         changed = {name for name in names if getattr(self.adapter, name) != getattr(cls(), name)}
         values = {name: getattr(self.adapter if name in changed else adapter, name) for name in names}
-        return replace(self, model=base.name, adapter=cls(**values))
+        continued = replace(self, model=base.name, adapter=cls(**values))
+        continued.model_dirs.dirs |= self.model_dirs.dirs
+        return continued
+
+    @cached_property
+    def model_dirs(self) -> ModelDirs:
+        """The open directories of `model`, `tokenizer` and `adapter.adapter_path`, whose files are read once."""
+        return ModelDirs()
 
     def with_head(self, checkpoint: HFCheckpoint) -> HFCheckpoint:
         """The checkpoint with the head that is trained; here the language model head, which it must have."""

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from tunekit import build
 from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint import atomic, final_checkpoint, save_model, training_state
 from tunekit.checkpoint.dcp_planner import TENSOR_OVERHEAD
@@ -24,14 +23,16 @@ STATE_OVERHEAD = 2**20  # bytes of the files of a training state that have no te
 TENSORS_PER_STATE = 3  # at most, of the optimizer and one weight
 
 
-def check_can_save(cfg: TrainConfig, checkpoint: HFCheckpoint, dist: DistributedContext, value_head: bool) -> None:
-    """Raise UserError if the result of a run could not be saved or opened, or if the disk is too small."""
-    dist.run_on_main(partial(try_to_save, cfg, checkpoint, dist.device, value_head))
+def check_can_save(cfg: TrainConfig, checkpoint: HFCheckpoint, model: Decoder, dist: DistributedContext) -> None:
+    """Raise UserError if the result of a run could not be saved or opened, or if the disk is too small.
+
+    `model` is on the meta device.
+    """
+    dist.run_on_main(partial(try_to_save, cfg, checkpoint, model, dist.device))
 
 
-def try_to_save(cfg: TrainConfig, checkpoint: HFCheckpoint, device: torch.device, value_head: bool) -> None:
+def try_to_save(cfg: TrainConfig, checkpoint: HFCheckpoint, model: Decoder, device: torch.device) -> None:
     """Check the disk space of a run, write the files of its result without tensor data, and open them."""
-    model = build.build_meta_model(checkpoint, cfg.quantization, cfg.adapter, value_head)
     cfg.precision.apply(model, {} if cfg.init == "random" else checkpoint.dtypes, device)
     check_disk_space(cfg, checkpoint, model)
     final_dir = Path(cfg.output_dir, FINAL)

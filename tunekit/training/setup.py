@@ -46,7 +46,8 @@ def load_model(
 ) -> Decoder:
     """The model to train: this rank's shards, with weights and adapter, and with a new value head if asked for."""
     dist.heartbeat.record(0, "load")
-    check_can_save(cfg, checkpoint, dist, value_head)
+    model = build.build_meta_model(checkpoint, cfg.quantization, cfg.adapter, value_head)
+    check_can_save(cfg, checkpoint, model, dist)
     free_memory.check(cfg, dist)
     from_scratch = cfg.init == "random"
     if cfg.precision.compute_dtype == "auto" and (dtype := resolve_auto("auto", dist.device)) != "bf16":
@@ -54,7 +55,7 @@ def load_model(
     if cfg.adapter.adapter_path is not None:
         dist.log(f"continuing the training of adapter {cfg.adapter.adapter_path} (base: {checkpoint.name})")
     options = cfg.quantization, cfg.adapter, cfg.precision, cfg.memory
-    model = build.build_model(checkpoint, *options, dist, from_scratch, cfg.compile, value_head)
+    model = build.build_model(checkpoint, *options, dist, from_scratch, cfg.compile, model)
     model.neftune_noise_alpha = cfg.neftune_noise_alpha
     return model
 

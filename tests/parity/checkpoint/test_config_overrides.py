@@ -21,8 +21,9 @@ from tests.helpers.random_checkpoints import (
 from tunekit import build as construction
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint import atomic, final_checkpoint, merge
+from tunekit.checkpoint.adapter_dir import CONFIG_KEY, AdapterDir
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
-from tunekit.checkpoint.peft_reader import CONFIG_KEY, read_config_changes
+from tunekit.checkpoint.peft_config import CONFIG
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.memory.config import MemoryConfig
@@ -97,13 +98,13 @@ def test_adapter_keeps_the_overrides_of_its_base(config_version: int, tmp_path: 
         final_checkpoint.save_final(adapter, out, model, source)
     logits = model(TOKENS)
     assert relative_error(load_inference_model(tmp_path / "adapter")(TOKENS), logits) < 3e-5
-    options = eval(f"dict({config_options(tmp_path / 'adapter')[2:]})")
+    options = eval(f"dict({config_options({**AdapterDir.open(tmp_path / 'adapter').config_changes})[2:]})")
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options)
     peft_model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     assert relative_error(peft_model(TOKENS).logits, logits) < 3e-5
     checkpoint, _, _ = construction.resolve_model(str(tmp_path / "adapter"))
     with atomic.AtomicDir(tmp_path / "merged") as out:
-        merge.merge_adapter(checkpoint, tmp_path / "adapter", out)
+        merge.merge_adapter(checkpoint, checkpoint.open_adapter(tmp_path / "adapter"), out)
     assert relative_error(load_transformers_model(tmp_path / "merged")(TOKENS).logits, logits) < 3e-5
 
 
@@ -122,8 +123,10 @@ def test_new_run_from_an_adapter_needs_its_overrides(tmp_path: Path) -> None:
 def test_forged_overrides_of_an_adapter_are_one_line(text: str, tmp_path: Path) -> None:
     folder = save(build(SHAPE), tmp_path / "base")
     save_file({"x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors", {CONFIG_KEY: text})
+    (tmp_path / CONFIG).write_text('{"peft_type": "LORA"}')
+    adapter = AdapterDir.open(tmp_path)
     with pytest.raises(UserError) as error:
-        HFCheckpoint.open(folder).with_config_overrides(read_config_changes(tmp_path))
+        HFCheckpoint.open(folder).with_config_overrides(adapter.config_changes)
     assert "\n" not in str(error.value)
 
 

@@ -42,7 +42,7 @@ from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.checkpoint import atomic, peft_config
 from tunekit.checkpoint import final_checkpoint as saving
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
-from tunekit.checkpoint.safetensors_io import read_header
+from tunekit.checkpoint.safetensors_io import SafetensorsHeader
 from tunekit.cli import main as cli
 from tunekit.errors import UserError
 from tunekit.models.precision import PrecisionConfig
@@ -153,7 +153,9 @@ def test_merged_sums_are_exact_and_other_tensors_are_copied(dtype: torch.dtype, 
     assert (out / "model.safetensors.index.json").read_bytes() == (base / "model.safetensors.index.json").read_bytes()
     for file in files:
         before, after = load_file(file), load_file(out / file.name)
-        assert list(read_header(out / file.name)) == list(read_header(file)), "in the same order"
+        assert list(SafetensorsHeader.read(out / file.name).tensors) == list(SafetensorsHeader.read(file).tensors), (
+            "in the same order"
+        )
         for name, tensor in before.items():
             module = f"base_model.model.{name.removesuffix('.weight')}"
             if f"{module}.lora_A.weight" not in updates:

@@ -186,7 +186,7 @@ def test_peft_opens_trained_rows(case: str, tmp_path: Path) -> None:
     checkpoint, config, tokenizer = build.resolve_model(str(folder))
     assert checkpoint.spec.vocab == NEW and tokenizer.encode("<|end|>") == [69]
     with atomic.AtomicDir(tmp_path / "merged") as out:
-        assert not merge.merge_adapter(checkpoint, folder, out)
+        assert not merge.merge_adapter(checkpoint, checkpoint.open_adapter(folder), out)
     assert relative_error(load_transformers_model(tmp_path / "merged")(TOKENS).logits, logits) < 3e-5
     continued = replace(config, adapter_path=str(folder))
     assert relative_error(load(checkpoint, continued)(TOKENS), logits) < 1e-6
@@ -226,7 +226,7 @@ def test_rows_that_peft_has_trained(shape: str, is_resized: bool, by_module: boo
     assert relative_error(ours(tokens), logits) < 3e-5
     checkpoint, _, _ = build.resolve_model(str(tmp_path / "adapter"))
     with atomic.AtomicDir(tmp_path / "merged") as out:
-        merge.merge_adapter(checkpoint, tmp_path / "adapter", out)
+        merge.merge_adapter(checkpoint, checkpoint.open_adapter(tmp_path / "adapter"), out)
     assert relative_error(load_transformers_model(tmp_path / "merged")(tokens).logits, logits) < 3e-5
 
 

@@ -147,7 +147,7 @@ def test_adapters_of_peft_are_read_and_merged(case: str, tmp_path: Path) -> None
     source, merged_adapter, _ = assemble.resolve_model(str(tmp_path / "adapter"))
     assert isinstance(merged_adapter, LoRAConfig)
     with atomic.AtomicDir(tmp_path / "merged") as out:
-        assert not merge.merge_adapter(source, tmp_path / "adapter", out, quiet=True)
+        assert not merge.merge_adapter(source, source.open_adapter(tmp_path / "adapter"), out, quiet=True)
     assert verify.verify_merge(tmp_path / "merged", source, merged_adapter, torch.device("cpu")).passed
     merged, loading_info = type(open_classifier(base, score)).from_pretrained(
         tmp_path / "merged", dtype=torch.float32, attn_implementation="eager", output_loading_info=True

@@ -19,12 +19,13 @@ from transformers.models.auto.tokenization_auto import (
 from tests.helpers.random_checkpoints import make_checkpoint
 from tests.helpers.tokenizers import SHAPES, train_tokenizer
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
-from tunekit.checkpoint.merge import check_tokenizer, merge_adapter
+from tunekit.checkpoint.merge import check_tokenizer
+from tunekit.checkpoint.model_dir import ModelDir
 from tunekit.data.chat_template.chat_format import advise_on_markers, describe_split_markers, find_split_markers
 from tunekit.data.new_tokens import add_new_tokens, write_new_tokens
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.tokenizer_classes import AS_FILE, CLASSES, FORCED, MODEL_CLASSES, UNSUPPORTED, base_name
-from tunekit.data.tokenizer_files import check_model_type, keep_class
+from tunekit.data.tokenizer_files import TokenizerFiles, check_model_type, keep_class, read_json
 from tunekit.errors import UserError
 from tunekit.models.families.registry import FAMILIES
 
@@ -271,22 +272,22 @@ def test_copied_tokenizer_keeps_its_class(bases: dict[str, str], tmp_path: Path)
     write(source, bases["chatml"], {"config.json": {"model_type": "qwen3"}})
     write(model, bases["chatml"], {"config.json": {"model_type": "cohere"}})
     for directory in (adapter, model):
-        keep_class(directory, source)
+        keep_class(directory, read_json(source / "config.json"))
         assert assert_equal_to_transformers(directory).encode(TEXT) == Tokenizer.open(source).encode(TEXT)
     with pytest.raises(UserError, match="^tokenizer: "):
-        check_model_type(model, {"model_type": "phi3"})
-    check_model_type(source, {"model_type": "qwen2"})
+        check_model_type(TokenizerFiles.read(model).hints, {"model_type": "cohere"}, {"model_type": "phi3"})
+    check_model_type(TokenizerFiles.read(source).hints, {"model_type": "qwen3"}, {"model_type": "qwen2"})
 
 
 def test_adapter_whose_tokenizer_a_merged_model_would_read_otherwise_is_refused(tmp_path: Path) -> None:
     base = HFCheckpoint.open(make_checkpoint(tmp_path / "base", "qwen2"))
     adapter = shutil.copytree(tmp_path / "base", tmp_path / "adapter", ignore=lambda *_: ["config.json"])
     (adapter / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPTNeoXTokenizer"}))
-    check_tokenizer(base, adapter)  # its tokenizer is that of the base
+    check_tokenizer(base, ModelDir.open(adapter))  # its tokenizer is that of the base
     other = json.loads((adapter / "tokenizer.json").read_text())
     other["added_tokens"].append({"id": len(other["model"]["vocab"]) + 9, "content": "<other>", **token("<other>")})
     (adapter / "tokenizer.json").write_text(json.dumps(other))
     with pytest.raises(UserError, match="^tokenizer: "):
-        merge_adapter(base, adapter, tmp_path)
+        check_tokenizer(base, ModelDir.open(adapter))
     (adapter / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2TokenizerFast"}))
-    check_tokenizer(base, adapter)
+    check_tokenizer(base, ModelDir.open(adapter))

@@ -16,6 +16,7 @@ from tests.helpers.trl_runs import SHARED_OPTIONS, make_text_generator, step_met
 from tunekit import build
 from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint import merge, peft_adapter, sentence_transformers
+from tunekit.checkpoint.adapter_dir import AdapterDir
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.dataloader.build import build_dataloader
 from tunekit.data.embedding_datasets import RetrievalDataset, SimilarityDataset
@@ -172,9 +173,9 @@ def test_adapter_and_its_merge_open_in_sentence_transformers(rows: list[dict[str
     final, base = tmp_path / "run" / "final", tmp_path / "model"
     ours = our_embeddings(final, cfg)
     check_result(final, ours, rows)
-    source = peft_adapter.with_adapter_config(final, HFCheckpoint.open(base))
+    source = peft_adapter.with_adapter_config(AdapterDir.open(final), HFCheckpoint.open(base))
     (tmp_path / "merged").mkdir()
-    merge.merge_adapter(source, final, tmp_path / "merged", quiet=True)
+    merge.merge_adapter(source, source.open_adapter(final), tmp_path / "merged", quiet=True)
     check_result(tmp_path / "merged", ours, rows)
     second = replace(cfg, model=str(final), pooling=None, output_dir=str(tmp_path / "second"), max_steps=1)
     embed.main(second.continue_adapter())

@@ -14,6 +14,7 @@ from tests.helpers.random_checkpoints import FP32, SHAPES, build, load_model, ma
 from tests.helpers.ranks import run_ranks
 from tunekit.adapters.config import DoRAConfig, LoRAConfig
 from tunekit.checkpoint import merge, peft_adapter, verify
+from tunekit.checkpoint.adapter_dir import AdapterDir
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.layerwise_forward import ModelSource, checkpoint_logits, forward_logits
 from tunekit.models.precision import PrecisionConfig
@@ -59,7 +60,7 @@ def test_adapter_is_applied(name: str, adapter: LoRAConfig, precision: Precision
     shuffle_adapter(model)
     adapter_dir.mkdir()
     peft_adapter.save_adapter(adapter_dir, model, adapter, source)
-    saved_adapter = replace(peft_adapter.read_adapter_config(adapter_dir, source), adapter_path=str(adapter_dir))
+    saved_adapter = peft_adapter.read_adapter_config(AdapterDir.open(adapter_dir), source)
     logits = checkpoint_logits(ModelSource(source, adapter=saved_adapter, precision=precision), ROWS, CPU).full()
     assert torch.equal(logits, forward_logits(model, ROWS, CPU).full())
     base_logits = checkpoint_logits(ModelSource(source, precision=precision), ROWS, CPU).full()
@@ -117,7 +118,7 @@ def check_large_vocabulary(tmp_path: Path) -> None:
     model, source = load_model(base, adapter), HFCheckpoint.open(base)
     adapter_dir.mkdir(), out.mkdir()
     peft_adapter.save_adapter(adapter_dir, model, adapter, source)
-    merge.merge_adapter(source, adapter_dir, out, quiet=True)
+    merge.merge_adapter(source, source.open_adapter(adapter_dir), out, quiet=True)
     saved_adapter, rows = replace(adapter, adapter_path=str(adapter_dir)), [list(range(20))] * 8
 
     def compare() -> None:

@@ -67,7 +67,7 @@ def test_model_is_in_memory_once(adapter: NoAdapter | FrozenModel, directory: Pa
     assert model > 4e8
     assert load < 1.15 * model
     assert save < LARGEST + 3e7
-    first = HFCheckpoint.open(directory).files[0].name
+    first = HFCheckpoint.open(directory).directory.files[0].name
     assert (tmp_path / "out" / first).read_bytes() == (directory / first).read_bytes()
 
 
@@ -77,5 +77,5 @@ def test_rank_has_its_shard_and_one_tensor(directory: Path, tmp_path: Path) -> N
         assert 2e8 < shard_bytes < 2.4e8
         assert load < 1.6 * shard_bytes, "the full model is twice the shard"
         assert save < 1.25 * LARGEST, "one full tensor in bf16, its shards, and what is written"
-    for path in HFCheckpoint.open(directory).files:
+    for path in HFCheckpoint.open(directory).directory.files:
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tunekit.checkpoint.safetensors_io import DTYPES, SafetensorsWriter, TensorReader, read_header, read_pickle_header
+from tunekit.checkpoint.safetensors_io import (
+    DTYPES,
+    SafetensorsHeader,
+    SafetensorsWriter,
+    TensorReader,
+    read_pickle_header,
+)
 from tunekit.errors import UserError
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -54,7 +60,7 @@ def test_bytes_equal_those_of_safetensors(entries: dict, order: Any, tmp_path_fa
         for name in names:
             writer[name] = expected[name]
     assert (directory / "ours").read_bytes() == (directory / "theirs").read_bytes()
-    header = read_header(directory / "ours")
+    header = SafetensorsHeader.read(directory / "ours").tensors
     with TensorReader(header) as reader:
         assert {name: (t.shape, t.dtype) for name, t in header.items()} == entries
         assert all(tensor_bytes(reader[name]) == tensor_bytes(tensor) for name, tensor in expected.items())
@@ -83,7 +89,9 @@ def write_unusual_file(file: Path, metadata: dict | None) -> dict[str, Tensor]:
 
 
 def rewrite_file(file: Path, contents: dict[str, Tensor], like: Path) -> bytes:
-    with SafetensorsWriter(file, {name: (tuple(t.shape), t.dtype) for name, t in contents.items()}, like) as writer:
+    with SafetensorsWriter(
+        file, {name: (tuple(t.shape), t.dtype) for name, t in contents.items()}, SafetensorsHeader.read(like)
+    ) as writer:
         for name, tensor in contents.items():
             writer[name] = tensor
     return file.read_bytes()
@@ -101,7 +109,10 @@ def test_format_is_always_in_the_metadata(metadata: dict | None, tmp_path: Path)
     rewrite_file(tmp_path / "out", contents, tmp_path / "source")
     save_file(contents, tmp_path / "theirs", metadata=(metadata or {}) | {"format": "pt"})
     assert load_file(tmp_path / "out").keys() == contents.keys()
-    assert read_header(tmp_path / "out").keys() == read_header(tmp_path / "theirs").keys()
+    assert (
+        SafetensorsHeader.read(tmp_path / "out").tensors.keys()
+        == SafetensorsHeader.read(tmp_path / "theirs").tensors.keys()
+    )
     header_length = struct.unpack("<Q", (tmp_path / "out").read_bytes()[:8])[0]
     out_metadata = json.loads((tmp_path / "out").read_bytes()[8 : 8 + header_length])["__metadata__"]
     assert out_metadata == (metadata or {}) | {"format": "pt"}
@@ -118,21 +129,24 @@ def test_removed_tensor_changes_the_header(tmp_path: Path) -> None:
 def test_damaged_file_is_a_one_line_error(
     offset: int, replacement: bytes, cut: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A damaged file is rejected in one line, or its tensors have the shapes of the header."""
+    """A damaged file is rejected in one line, or read to the same tensors as by the safetensors library."""
     file = tmp_path_factory.mktemp("damage") / "f.safetensors"
     save_file({Q: torch.ones(3, 5), "b": torch.ones(4).bfloat16()}, file, metadata={"format": "pt"})
     data = file.read_bytes()
     offset %= len(data)
     file.write_bytes(data[:offset] + replacement + (b"" if cut else data[offset + len(replacement) :]))
     try:
-        header = read_header(file)
+        header = SafetensorsHeader.read(file).tensors
     except UserError as error:
         assert str(file) in str(error)
         assert "\n" not in str(error)
         return
+    expected = load_file(file)
     with TensorReader(header) as reader:
-        for name, stored in header.items():
-            assert reader[name].shape == stored.shape
+        assert header.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert reader[name].shape == tensor.shape
+            assert tensor_bytes(reader[name]) == tensor_bytes(tensor)
 
 
 def test_huge_header_length_uses_no_memory(tmp_path: Path) -> None:
@@ -141,13 +155,13 @@ def test_huge_header_length_uses_no_memory(tmp_path: Path) -> None:
         stream.write(struct.pack("<Q", 10**11) + b"{")
         stream.truncate(2 * 10**11)  # a sparse file of that length
     with pytest.raises(UserError, match=r"f\.safetensors"):
-        read_header(file)
+        SafetensorsHeader.read(file)
 
 
 def test_file_truncated_during_reading_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "f.safetensors"
     save_file({"a": torch.ones(1000, 1000)}, file)
-    with TensorReader(read_header(file)) as reader:
+    with TensorReader(SafetensorsHeader.read(file).tensors) as reader:
         os.truncate(file, 5000)
         for read in (reader.__getitem__, reader.read_mapped):
             with pytest.raises(UserError, match=r"f\.safetensors: "):
@@ -158,7 +172,7 @@ def test_mapped_tensor_outlives_its_reader_and_does_not_change_the_file(tmp_path
     file = tmp_path / "f.safetensors"
     save_file({"a": torch.ones(1000, 1000)}, file)
     before = file.read_bytes()
-    with TensorReader(read_header(file)) as reader:
+    with TensorReader(SafetensorsHeader.read(file).tensors) as reader:
         first = reader.read_mapped("a")
         assert first.sum() == 10**6
         second = reader.read_mapped("a")
@@ -166,7 +180,7 @@ def test_mapped_tensor_outlives_its_reader_and_does_not_change_the_file(tmp_path
     file.unlink()
     assert (first.sum(), second.sum()) == (10**6 + 4, 10**6)
     file.write_bytes(before)
-    with TensorReader(read_header(file)) as reader:
+    with TensorReader(SafetensorsHeader.read(file).tensors) as reader:
         assert reader["a"].sum() == 10**6
 
 
@@ -176,7 +190,7 @@ def test_large_tensor_is_read_in_chunks(threads: int, tmp_path: Path, monkeypatc
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     contents = {"a": torch.randn(77, 33), "b": torch.randn(5)}
     save_file(contents, tmp_path / "f.safetensors")
-    with TensorReader(read_header(tmp_path / "f.safetensors")) as reader:
+    with TensorReader(SafetensorsHeader.read(tmp_path / "f.safetensors").tensors) as reader:
         assert all(torch.equal(reader[name], tensor) for name, tensor in contents.items())
 
 

@@ -28,6 +28,7 @@ from tunekit import assets
 from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
 from tunekit.checkpoint import final_checkpoint as saving
 from tunekit.checkpoint import merge, peft_adapter, peft_config, verify
+from tunekit.checkpoint.adapter_dir import AdapterDir
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.layerwise_forward import ModelSource, checkpoint_logits
 from tunekit.data.tokenizer import Tokenizer
@@ -264,7 +265,7 @@ def test_merged_model_passes_and_wrong_merge_fails(name: str, dtype: torch.dtype
     model, source = make_trained_model(tmp_path, name, dtype, ADAPTERS[name])
     shuffle_adapter(model)
     adapter_dir = save_checkpoint(tmp_path, model, source, ADAPTERS[name])
-    adapter = replace(peft_adapter.read_adapter_config(adapter_dir, source), adapter_path=str(adapter_dir))
+    adapter = peft_adapter.read_adapter_config(AdapterDir.open(adapter_dir), source)
     result = verify_merged(tmp_path / "merged", source, adapter, adapter_dir)
     assert result.passed, result
     assert result.unexplained < max(1e-6, 0.01 * result.mean)
@@ -278,7 +279,7 @@ def test_merged_model_passes_and_wrong_merge_fails(name: str, dtype: torch.dtype
 def verify_merged(out: Path, source: HFCheckpoint, adapter: LoRAConfig, adapter_dir: Path) -> verify.VerificationResult:
     """Verification of a merge of the adapter in `adapter_dir`, when `adapter` was expected."""
     out.mkdir()
-    merge.merge_adapter(source, adapter_dir, out, quiet=True)
+    merge.merge_adapter(source, source.open_adapter(adapter_dir), out, quiet=True)
     return verify.verify_merge(out, source, adapter, CPU)
 
 

@@ -192,7 +192,7 @@ def test_adapter_is_merged_during_export(name: str, adapter: LoRAConfig, tmp_pat
     adapter_dir.mkdir()
     merged_dir.mkdir()
     peft_adapter.save_adapter(adapter_dir, model, adapter, source)
-    merge.merge_adapter(source, adapter_dir, merged_dir, quiet=True)
+    merge.merge_adapter(source, source.open_adapter(adapter_dir), merged_dir, quiet=True)
     expected = dict(
         (tensor_entry.name, tensor)
         for tensor_entry, tensor in build_gguf_plan(HFCheckpoint.open(merged_dir), parse_quant_type("f32")).tensors()

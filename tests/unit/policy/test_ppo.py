@@ -37,7 +37,8 @@ def load_model(source: HFCheckpoint, name: str = "full") -> Decoder:
     """A model with a value head, whose weights are not 0."""
     adapter, quantization = ADAPTERS[name]
     options = quantization, adapter, PrecisionConfig("fp32"), MemoryConfig()
-    model = build.build_model(source, *options, DIST, value_head=True)
+    meta_model = build.build_meta_model(source, quantization, adapter, value_head=True)
+    model = build.build_model(source, *options, DIST, model=meta_model)
     assert model.value_head is not None and not model.value_head.weight.any()
     generator = torch.Generator().manual_seed(0)
     for parameter in [p for p in model.parameters() if p.requires_grad and p.ndim == 2]:

@@ -3,7 +3,6 @@
 import json
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +31,7 @@ from tunekit import assets
 from tunekit import build as assemble
 from tunekit.adapters.config import DoRAConfig, FrozenModel, LoRAConfig, NoAdapter
 from tunekit.checkpoint import peft_adapter
+from tunekit.checkpoint.adapter_dir import AdapterDir
 from tunekit.checkpoint.dcp_planner import read_metadata
 from tunekit.checkpoint.hf_checkpoint import WEIGHTS, HFCheckpoint
 from tunekit.checkpoint.layerwise_forward import ModelSource, checkpoint_logits, forward_logits
@@ -258,7 +258,7 @@ def test_layerwise_logits_match_the_model(family_checkpoint: Path, tmp_path: Pat
     source = HFCheckpoint.open(family_checkpoint)
     peft_adapter.save_adapter(tmp_path, model, adapter, source)
     rows = random_tokens(3, 9).tolist()
-    initial_adapter = replace(peft_adapter.read_adapter_config(tmp_path, source), adapter_path=str(tmp_path))
+    initial_adapter = peft_adapter.read_adapter_config(AdapterDir.open(tmp_path), source)
     logits = checkpoint_logits(ModelSource(source, NF4Config(), initial_adapter), rows, CPU).full()
     assert torch.equal(logits, forward_logits(model, rows, CPU).full())
     assert (

@@ -1,12 +1,13 @@
 """`tune merge`: merge an adapter into its base model."""
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 from tunekit import build
-from tunekit.checkpoint import atomic, merge, peft_adapter, peft_config, verify
+from tunekit.checkpoint import atomic, merge, peft_adapter, verify
+from tunekit.checkpoint.adapter_dir import AdapterDir
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.peft_config import CONFIG
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.hub import download
@@ -19,16 +20,16 @@ def main(args: argparse.Namespace) -> None:
     out = Path(args.out).expanduser()
     if out.exists():
         raise UserError(f"{out}: already exists. Choose another directory")
-    adapter, base = (build.final_dir_of(download.resolve_model_dir(name)) for name in (args.adapter, args.base))
-    if not (adapter / peft_config.CONFIG).is_file():
-        raise UserError(f"{args.adapter}: not an adapter (no {peft_config.CONFIG}). Usage: tune merge BASE ADAPTER DIR")
-    if (base / peft_config.CONFIG).is_file():
-        raise UserError(
-            f"{args.base}: BASE is an adapter. Use its base model, {peft_config.PeftConfigFile.open(base).base_name}"
-        )
+    directory, base = (build.final_dir_of(download.resolve_model_dir(name)) for name in (args.adapter, args.base))
+    if not AdapterDir.is_adapter(directory):
+        raise UserError(f"{args.adapter}: not an adapter (no {CONFIG}). Usage: tune merge BASE ADAPTER DIR")
+    if AdapterDir.is_adapter(base):
+        problem = f"BASE is an adapter. Use its base model, {AdapterDir.open(base).peft.base_name}"
+        raise UserError(f"{args.base}: {problem}")
+    adapter = AdapterDir.open(directory)
     source = peft_adapter.with_adapter_config(adapter, HFCheckpoint.open(base, args.base))
-    adapter_config = replace(peft_adapter.read_adapter_config(adapter, source), adapter_path=str(adapter))
-    trained_on = peft_config.PeftConfigFile.open(adapter).values.get("base_model_name_or_path")
+    adapter_config = peft_adapter.read_adapter_config(adapter, source)
+    trained_on = adapter.peft.values.get("base_model_name_or_path")
     if trained_on not in (None, args.base, peft_adapter.base_model_ref(source)[0]):
         print_line(f"note: {args.adapter} was trained on {trained_on}; its shapes match {args.base}")
     with atomic.AtomicDir(out) as folder:
@@ -37,7 +38,7 @@ def main(args: argparse.Namespace) -> None:
         if source.has_untrained_mtp:
             print_line(f"note: {model_card.UNTRAINED_MTP}")
         verification = verify.verify_merge(folder, source, adapter_config, DistributedContext().device)
-        model_card.write_merged_card(folder, adapter, source)
+        model_card.write_merged_card(folder, directory, source)
     print_line(str(verification))
     if not args.force:
         verify.raise_if_failed(out)

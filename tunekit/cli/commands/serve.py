@@ -10,6 +10,7 @@ from typing import Any
 from tunekit import build
 from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
+from tunekit.checkpoint.model_dir import ModelDirs
 from tunekit.data.chat_template.chat_format import with_chat_format
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
@@ -34,9 +35,9 @@ class ServeConfig(InferenceConfig):
         values |= {name: getattr(args, name) for name in names}
         return config_from_flags(ServeConfig, values)
 
-    def read_tokenizer(self, path: str) -> Tokenizer:
+    def read_tokenizer(self, path: str, dirs: ModelDirs | None = None) -> Tokenizer:
         """Tokenizer of an adapter, whose chat template may be another one than that of the model."""
-        tokenizer = build.resolve_model(path, download.SMALL, self.config_overrides)[2]
+        tokenizer = build.resolve_model(path, download.SMALL, self.config_overrides, dirs)[2]
         return with_chat_format(tokenizer, self.chat_template, self.chat_template_kwargs)
 
 
@@ -53,8 +54,8 @@ def main(args: argparse.Namespace) -> None:
         adapter_set = AdapterSet(model, checkpoint)
         tokenizers: dict[str | None, Tokenizer] = {None: tokenizer}
         for name, path in adapters.items():
-            adapter_set.load(name, path)
-            tokenizers[name] = cfg.read_tokenizer(path)
+            adapter_set.load(name, path, cfg.model_dirs)
+            tokenizers[name] = cfg.read_tokenizer(path, cfg.model_dirs)
         engine = GenerationEngine(model, args.max_num_seqs, max_model_len, dist, args.logprobs_mode)
         if args.api_key and not all(args.api_key):
             raise UserError("--api-key: must not be empty. Set the variable that it is read from.")
@@ -96,12 +97,12 @@ def parse_adapters(args: argparse.Namespace) -> dict[str, str]:
 def check_model(cfg: ServeConfig, adapters: dict[str, str], allows_lora_updates: bool) -> HFCheckpoint:
     """The checkpoint of the model. Raises UserError if it cannot be served with these adapters. Reads no weights."""
     cfg.check_model(cfg.model)
-    checkpoint, model_adapter, _ = build.resolve_model(cfg.model, download.SMALL, cfg.config_overrides)
+    checkpoint, model_adapter, _ = build.resolve_model(cfg.model, download.SMALL, cfg.config_overrides, cfg.model_dirs)
     if (adapters or allows_lora_updates) and isinstance(model_adapter, LoRAConfig):
         flag = "--adapter" if adapters else "--allow-runtime-lora-updating"
         raise UserError(f"{flag}: {cfg.model} is an adapter itself. Serve its base model, and both as --adapter.")
     for name, path in adapters.items():
-        read_adapter(f"--adapter {name}={path}", path, checkpoint)
+        read_adapter(f"--adapter {name}={path}", path, checkpoint, cfg.model_dirs)
     return checkpoint
 
 
