@@ -21,11 +21,11 @@ HEAD_KEY = "head"  # class names of a score head
 
 
 class AdapterDir(ModelDir):
-    """Adapter on disk. Config and header are read when it is opened, tensors when they are loaded."""
+    """Adapter on disk. Its config is read when it is opened, its header on first use, tensors when they are loaded."""
 
-    def __init__(self, path: Path, peft: PeftConfigFile, header: SafetensorsHeader) -> None:
+    def __init__(self, path: Path, peft: PeftConfigFile) -> None:
         super().__init__(path)
-        self.peft, self.header = peft, header
+        self.peft = peft
 
     @staticmethod
     def is_adapter(path: Path) -> bool:
@@ -34,20 +34,25 @@ class AdapterDir(ModelDir):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        peft = PeftConfigFile.open(path) if cls.is_adapter(path) else None
-        if peft is None or not (path / TENSORS).is_file():
-            raise UserError(f"{path}: not an adapter directory (no {CONFIG if peft is None else TENSORS})")
-        return cls(path, peft, SafetensorsHeader.read(path / TENSORS))
+        if not cls.is_adapter(path):
+            raise UserError(f"{path}: not an adapter directory (no {CONFIG})")
+        return cls(path, PeftConfigFile.open(path))
 
     @property
     def file(self) -> Path:
         """The file with the tensors."""
         return self.path / TENSORS
 
+    @cached_property
+    def header(self) -> SafetensorsHeader:
+        if not self.file.is_file():
+            raise UserError(f"{self.path}: not an adapter directory (no {TENSORS})")
+        return SafetensorsHeader.read(self.file)
+
     def metadata(self, key: str) -> Mapping[str, Any]:
         """Metadata that tunekit has saved as a JSON object; empty in an adapter of another program."""
         try:
-            value = json.loads(self.header.metadata.get(key, "{}"))
+            value = json.loads(self.header.metadata.get(key, "{}")) if self.file.is_file() else {}
         except ValueError as error:
             raise UserError(f"{self.file}: metadata {key!r}: not valid JSON ({error})") from error
         if not isinstance(value, dict):

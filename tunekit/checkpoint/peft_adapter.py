@@ -427,6 +427,7 @@ def keeps_tied_head(contents: AdapterContents) -> bool:
     tied_mappings = {name: mapping for name, mapping in mappings.items() if name in TIED_MODULES}
     if not tied_mappings or (contents.directory.peft.values.get("ensure_weight_tying") and "embed" in tied_mappings):
         return True
+    if len(tied_mappings) < len(TIED_MODULES):
+        return False
     with TensorReader(contents.tensors) as tensors:
-        weights = [tensors[contents.file_names[mapping.hub[0]]] for mapping in tied_mappings.values()]
-    return len(weights) == len(TIED_MODULES) and torch.equal(*weights)
+        return torch.equal(*(tensors[contents.file_names[mapping.hub[0]]] for mapping in tied_mappings.values()))
