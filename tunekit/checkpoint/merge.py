@@ -252,7 +252,7 @@ def add_delta(weight: Tensor, delta: LoRADelta) -> None:
 
 def check_tokenizer(base: HFCheckpoint, adapter: ModelDir) -> None:
     """Raise UserError if the adapter has another tokenizer, and transformers would read it differently in the base."""
-    file, base_file = adapter.path / TOKENIZER_JSON, base.tokenizer_dir.path / TOKENIZER_JSON
+    file, base_file = adapter.path / TOKENIZER_JSON, base.tokenizer_path / TOKENIZER_JSON
     if not adapter.has_tokenizer or (base_file.is_file() and file.read_bytes() == base_file.read_bytes()):
         return
     if (hints := adapter.tokenizer.class_hints) is not None:

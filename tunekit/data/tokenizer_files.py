@@ -220,7 +220,10 @@ def check_mistral_regex(files: TokenizerFiles, config: Mapping[str, Any], model:
     """Raise UserError if transformers would replace the first step of the pre-tokenizer, as it does for old files."""
     model_config = files.model_config
     is_old = OLD_VERSION.match(str(model_config.get("transformers_version") or "0.0")) is not None
-    is_mistral = bool(model_config) and model_config.get("model_type") in (None, *MISTRAL_TYPES)
+    is_mistral = (files.directory / "config.json").is_file() and model_config.get("model_type") in (
+        None,
+        *MISTRAL_TYPES,
+    )
     is_large = model.get_vocab_size() > MIN_MISTRAL_VOCAB and model.pre_tokenizer is not None
     if not (config.get("fix_mistral_regex") and is_old and is_mistral and is_large):
         return
