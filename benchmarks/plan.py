@@ -48,7 +48,7 @@ from tunekit.plan.auxiliary_models import dtypes
 from tunekit.plan.estimate import estimate
 from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.layer_profile import CPU, ProbeStep, rows
-from tunekit.plan.memory import PROCESS
+from tunekit.plan.memory import CPU_RUNTIME_BYTES
 from tunekit.plan.workload import Workload
 from tunekit.quantization.config import NF4Config, NoQuantization
 
@@ -93,7 +93,7 @@ def build_workload(name: str, num_layers: int) -> Workload:
     source = replace(source, spec=replace(source.spec, layers=layers))
     precision = PrecisionConfig("bf16", frozen_dtype="bf16")
     options = NoAdapter(), NoQuantization(), precision, MemoryConfig(), AdamWConfig(), CrossEntropy(), ParallelConfig()
-    base = Workload(source, 512, 2, 2, *options, max_grad_norm=1.0, random=False)
+    base = Workload(source, 512, 2, 2, *options, max_grad_norm=1.0, random_init=False)
     return replace(base, **CONFIGS[name])
 
 
@@ -110,7 +110,7 @@ def count_ranks(name: str) -> int:
 def predict_peak(workload: Workload, num_ranks: int) -> int:
     """Predicted peak bytes of a step on each rank, without the process itself."""
     phases = estimate(workload, ClusterSpec(num_ranks)).memory.phases
-    return max(phases[name].total for name in ("forward", "backward", "step")) - PROCESS
+    return max(phases[name].total for name in ("forward", "backward", "optimizer_step")) - CPU_RUNTIME_BYTES
 
 
 def build_probe_batch(workload: Workload, micro_batch_size: int) -> Batch:
@@ -145,7 +145,7 @@ def run_steps(workload: Workload, num_steps: int, dist: DistributedContext) -> N
     layer_parameters = [p for layer in model.layers for p in layer.parameters()]
     optimizer = workload.optimizer.build(workload.adapter.param_groups(model), layer_parameters)
     train_optimizer = workload.memory.wrap_optimizer(optimizer, dist)
-    batch = build_probe_batch(workload, workload.micro(dist.dims))
+    batch = build_probe_batch(workload, workload.micro_batch_rows(dist.dims))
     num_micro_batches = workload.num_micro_batches(dist.dims)
     for _ in range(num_steps):
         for i in range(1, num_micro_batches + 1):

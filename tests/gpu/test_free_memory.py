@@ -11,63 +11,72 @@ from tunekit import devices
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.plan import estimate, free_memory
-from tunekit.plan.free_memory import Free, Need, compare, count_reclaimable, name_gpu, needed
-from tunekit.plan.hardware import GIB, KINDS
-from tunekit.plan.memory import DRIVER
+from tunekit.plan.free_memory import (
+    FreeMemory,
+    RequiredMemory,
+    compare_memory,
+    count_reclaimable,
+    name_gpu,
+    required_memory,
+)
+from tunekit.plan.hardware import GIB, GPUS
+from tunekit.plan.memory import CUDA_CONTEXT_BYTES
 
 
 def gib(number: float) -> int:
     return int(number * GIB)
 
 
-ALONE = Free("GPU 0", gib(23.1), gib(24))
-SHARED = Free("GPU 0", gib(13), gib(24))
+ALONE = FreeMemory("GPU 0", gib(23.1), gib(24))
+SHARED = FreeMemory("GPU 0", gib(13), gib(24))
 
 
 @pytest.mark.parametrize(("gpu", "need", "line"), [
-    (ALONE, Need(gib(22), gib(16)), "GPU 0: 23.1 of 24.0 GiB free; this config needs about 22.0 GiB"),
-    (SHARED, Need(gib(12), gib(10)), "GPU 0: 13.0 of 24.0 GiB free; this config needs about 12.0 GiB"),
+    (ALONE, RequiredMemory(gib(22), gib(16)), "GPU 0: 23.1 of 24.0 GiB free; this config needs about 22.0 GiB"),
+    (SHARED, RequiredMemory(gib(12), gib(10)), "GPU 0: 13.0 of 24.0 GiB free; this config needs about 12.0 GiB"),
     (SHARED, None, "GPU 0: 13.0 of 24.0 GiB free"),
 ])  # fmt: skip
-def test_one_line_where_it_fits(gpu: Free, need: Need | None, line: str) -> None:
-    assert compare(gpu, need) == line
+def test_one_line_where_it_fits(gpu: FreeMemory, need: RequiredMemory | None, line: str) -> None:
+    assert compare_memory(gpu, need) == line
 
 
 def test_a_warning_names_the_other_processes_or_the_config() -> None:
-    line = compare(SHARED, Need(gib(22), gib(10)))
+    line = compare_memory(SHARED, RequiredMemory(gib(22), gib(10)))
     assert line.startswith("warning: GPU 0: 13.0 of 24.0 GiB free; this config needs about 22.0 GiB")
     assert "Other processes use 10.1 GiB" in line and "CUDA_VISIBLE_DEVICES" in line
     for gpu in (ALONE, SHARED):  # too large even for an empty GPU
-        line = compare(gpu, Need(gib(30), gib(10)))
+        line = compare_memory(gpu, RequiredMemory(gib(30), gib(10)))
         assert line.startswith("warning: ") and "tune plan" in line and "CUDA_VISIBLE_DEVICES" not in line
 
 
 def test_weights_that_cannot_be_loaded_are_an_error() -> None:
     with pytest.raises(UserError, match=r"GPU 0: 13.0 of 24.0 GiB free; the weights alone need 16.0 GiB.*VISIBLE"):
-        compare(SHARED, Need(gib(20), gib(16)))
+        compare_memory(SHARED, RequiredMemory(gib(20), gib(16)))
     with pytest.raises(UserError, match="tune plan"):
-        compare(ALONE, Need(gib(140), gib(130)))
+        compare_memory(ALONE, RequiredMemory(gib(140), gib(130)))
 
 
 def test_the_driver_of_this_process_is_not_counted_twice() -> None:
-    plan = estimate.estimate(described(small()), on(KINDS["l4"]))
-    need = needed(plan)
-    assert need.peak == plan.peak.total - DRIVER and 0 < need.weights < need.peak
-    assert Free("GPU 0", gib(24) - DRIVER, gib(24)).used_by_others == 0
-    sharded = estimate.estimate(described(small(), global_batch_size=8), replace(on(KINDS["l4"], 2)))
-    assert needed(sharded).weights < need.weights
+    plan = estimate.estimate(described(small()), on(GPUS["l4"]))
+    need = required_memory(plan)
+    assert need.peak == plan.peak.total - CUDA_CONTEXT_BYTES and 0 < need.weights < need.peak
+    assert FreeMemory("GPU 0", gib(24) - CUDA_CONTEXT_BYTES, gib(24)).used_by_others == 0
+    sharded = estimate.estimate(described(small(), global_batch_size=8), replace(on(GPUS["l4"], 2)))
+    assert required_memory(sharded).weights < need.weights
 
 
 def test_memory_of_this_process_is_not_blamed_on_others() -> None:
     """For example in a notebook that has trained before."""
-    gpu = Free("GPU 0", gib(5), gib(24), allocated=gib(16))
-    assert gpu.used_by_others == gib(24) - gib(5) - gib(16) - DRIVER
-    line = compare(gpu, Need(gib(18), gib(4)))
+    gpu = FreeMemory("GPU 0", gib(5), gib(24), allocated=gib(16))
+    assert gpu.used_by_others == gib(24) - gib(5) - gib(16) - CUDA_CONTEXT_BYTES
+    line = compare_memory(gpu, RequiredMemory(gib(18), gib(4)))
     assert "This process already uses 16.0 GiB" in line and "Other processes" not in line
 
 
 def test_an_intel_gpu_is_selected_by_its_own_variable() -> None:
-    assert "ZE_AFFINITY_MASK" in compare(SHARED._replace(variable="ZE_AFFINITY_MASK"), Need(gib(22), gib(10)))
+    assert "ZE_AFFINITY_MASK" in compare_memory(
+        SHARED._replace(variable="ZE_AFFINITY_MASK"), RequiredMemory(gib(22), gib(10))
+    )
 
 
 def test_the_page_cache_is_free_memory_of_a_gpu_that_uses_the_hosts() -> None:

@@ -36,6 +36,6 @@ def build_workload(checkpoint: HFCheckpoint, **changes: object) -> Workload:
         CrossEntropy(),
         ParallelConfig(),
         max_grad_norm=1.0,
-        random=True,
+        random_init=True,
     )
     return replace(workload, **changes)

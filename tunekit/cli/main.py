@@ -79,6 +79,11 @@ def _plan(add: AddArgument) -> None:
     add("--gpu-hour-price", type=_positive, metavar="N", help="price of one GPU for one hour")
     add("--auto", action="store_true", help="search for the fastest config that fits; print its overrides")
     add("--output", metavar="FILE", help="write the config found by --auto to a file")
+    add(
+        "--max-length",
+        action="store_true",
+        help="find the longest data.max_length that fits, by default on this machine",
+    )
     add("--json", action="store_true", help="machine-readable JSON output")
     _config(add)
 

@@ -69,28 +69,28 @@ class AuxiliaryModel:
     adapter: NoAdapter | LoRAConfig = FrozenModel()
     encloses_student: bool = False  # whether its root weights stay gathered during the training pass
 
-    def get_memory(self, sizes: ParallelDims, step: ProbeStep) -> AuxiliaryModelMemory:
+    def get_memory(self, dims: ParallelDims, step: ProbeStep) -> AuxiliaryModelMemory:
         """Return the memory of one rank for the batch of a step, cached."""
-        options = sizes.tp, sizes.ep, sizes.cp, step.rows, step.length, step.device
+        options = dims.tp, dims.ep, dims.cp, step.rows, step.length, step.device
         key = self.source.spec, repr((str(self.source.path), self.quantization, self.precision, self.adapter, options))
         if key not in MODEL_MEMORY:
-            MODEL_MEMORY[key] = self.measure_memory(sizes, step)
+            MODEL_MEMORY[key] = self.measure_memory(dims, step)
         return MODEL_MEMORY[key]
 
-    def measure_memory(self, sizes: ParallelDims, step: ProbeStep) -> AuxiliaryModelMemory:
-        net = build.build_meta_model(self.source, self.quantization, self.adapter)
-        parallelize_fake(net, sizes)
-        self.precision.apply(net.requires_grad_(False), dtypes(self.source, net), CPU)
-        layers = [list(param_sizes(layer, {})) for layer in net.layers]
-        inner = {id(p) for layer in net.layers for p in layer.parameters()}
-        return AuxiliaryModelMemory(list(param_sizes(net, {}, inner)), layers, inference_memory(net, step))
+    def measure_memory(self, dims: ParallelDims, step: ProbeStep) -> AuxiliaryModelMemory:
+        decoder = build.build_meta_model(self.source, self.quantization, self.adapter)
+        parallelize_fake(decoder, dims)
+        self.precision.apply(decoder.requires_grad_(False), dtypes(self.source, decoder), CPU)
+        layers = [list(param_sizes(layer, {})) for layer in decoder.layers]
+        inner = {id(p) for layer in decoder.layers for p in layer.parameters()}
+        return AuxiliaryModelMemory(list(param_sizes(decoder, {}, inner)), layers, inference_memory(decoder, step))
 
 
-def dtypes(source: HFCheckpoint, net: Decoder) -> dict[str, torch.dtype]:
+def dtypes(source: HFCheckpoint, decoder: Decoder) -> dict[str, torch.dtype]:
     """Dtypes of the weights of a checkpoint; the default of config.json if there are no weights."""
     if source.has_weights:
         return source.dtypes
-    return dict.fromkeys(net.shapes, source.default_dtype)
+    return dict.fromkeys(decoder.shapes, source.default_dtype)
 
 
 def num_reference_passes(cfg: object, models: tuple[AuxiliaryModel, ...]) -> int:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 from tunekit.plan.estimate import Estimate, estimate
 from tunekit.plan.hardware import ClusterSpec
+from tunekit.plan.memory_options import ADAMW_8BIT, FULL_CHECKPOINTING, NF4, MemoryOption, format_value
 from tunekit.plan.num_steps import count_steps
 from tunekit.plan.sample_rows import Lengths, RowSample, measure_lengths
 from tunekit.plan.search import memory_limit
@@ -29,16 +30,11 @@ MIN_STEPS = 8  # minimum per epoch for packing or a larger batch
 MAX_CLASSES = 1000  # larger integers are numbers, not classes
 COVERED = 0.995  # fraction of the rows that `max_length` must cover
 LONG_RUN_ROWS = 10_000  # rows from which one epoch is enough
-MICRO_BATCHES = (16, 8, 4)  # tried besides 1 and 2
+MICRO_BATCHES = (16, 8, 4, 2)  # tried in addition to 1
 PER_MESSAGE = {"train_on": "per_message"}  # key of `data` for messages with `train` or `weight`
 MAX_LISTED = 3  # rows that cannot be used
 # Learning rates of LoRA and of full training, for models of `REFERENCE_DIM`; smaller ones need higher rates.
-LEARNING_RATES = {
-    "sft": (2e-4, 2e-5),
-    "preference": (2e-5, 1e-6),
-    "reward": (1e-4, 1e-5),
-    "embed": (1e-4, 1e-5),
-}
+LEARNING_RATES = {"sft": (2e-4, 2e-5), "preference": (2e-5, 1e-6), "reward": (1e-4, 1e-5), "embed": (1e-4, 1e-5)}
 REFERENCE_DIM = 2048
 LOSSES = {
     "unpaired_preference": "kto",
@@ -49,6 +45,9 @@ LOSSES = {
 CHAT_KINDS = ("chat", "sharegpt", "instruct")
 TEXT_PAIR_KINDS = ("retrieval", "similarity", "reranking", "reranking_pairs")  # a list in such a row is not a chat
 LoadConfig = Callable[[dict[str, Any]], Any]
+# Options that are tried, those that cost least time first.
+LORA_OPTIONS = (), (FULL_CHECKPOINTING,), (NF4, FULL_CHECKPOINTING)
+FULL_OPTIONS = (), (FULL_CHECKPOINTING,), (ADAMW_8BIT, FULL_CHECKPOINTING)
 
 
 @dataclass
@@ -64,30 +63,43 @@ class Draft:
         self.tree[key] = value
         self.comments |= {key: comment} if comment else {}
 
+    def with_options(self, options: Sequence[MemoryOption]) -> "Draft":
+        """A copy with options that use less memory, which need no plan, and comments on their effect."""
+        draft = replace(self, tree=dict(self.tree), comments=dict(self.comments))
+        for option in options:
+            for key, value in option.overrides.items():
+                section, _, name = key.partition(".")
+                value = {name or "kind": format_value(value)}
+                is_choice = not name and not isinstance(draft.tree.get(section), dict)
+                value = value["kind"] if is_choice else draft.tree.get(section, {}) | value
+                draft.set(section, value, f"To fit in memory: {option.effect}")
+        draft.tree["output_dir"] = draft.tree.pop("output_dir")  # last
+        return draft
+
     def format(self, heading: str) -> str:
         """YAML with one line for each key, after its comment."""
         lines = [f"# {heading}"]
         for key, value in self.tree.items():
             lines += [f"# {self.comments[key]}"] if key in self.comments else []
-            lines.append(f"{key}: {format_value(value)}")
+            lines.append(f"{key}: {to_flow_yaml(value)}")
         return "\n".join(lines) + "\n"
 
 
-def format_value(value: Any) -> str:
+def to_flow_yaml(value: Any) -> str:
     """Value in YAML, on one line."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {format_value(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {to_flow_yaml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(format_value, value)) + "]"
+        return "[" + ", ".join(map(to_flow_yaml, value)) + "]"
     if isinstance(value, str) and set(value) & set("{}[],\n"):
         return json.dumps(value.replace("${", "\\${"), ensure_ascii=False)
     return to_yaml({"x": value}).removeprefix("x:").strip()
 
 
 def draft_config(
-    model: str, source: HFCheckpoint, sample: RowSample, full: bool, load: LoadConfig, machine: ClusterSpec
+    model: str, source: HFCheckpoint, sample: RowSample, full: bool, load: LoadConfig, cluster: ClusterSpec
 ) -> Draft:
-    """Config that trains `model` on the rows of `sample` and fits `machine`. Raise UserError if nothing fits.
+    """Config that trains `model` on the rows of `sample` and fits `cluster`. Raise UserError if nothing fits.
 
     `source` is the checkpoint, or its shape if its files are not on this machine.
     """
@@ -108,7 +120,7 @@ def draft_config(
     if sample.count < LONG_RUN_ROWS and sample.task == "sft":
         draft.set("epochs", 3)
     draft.set("output_dir", f"runs/{draft_name(model, sample.source)}")
-    return fit(draft, lambda tree: load(tree | {"model": source.name}), machine)
+    return fit(draft, lambda tree: load(tree | {"model": source.name}), cluster)
 
 
 def draft_name(model: str, data: str, task: str | None = None) -> str:
@@ -207,67 +219,29 @@ def add_template(draft: Draft, tokenizer: Tokenizer, sample: RowSample) -> dict[
     return {"chat_template": "chatml"}
 
 
-def fit(draft: Draft, load: LoadConfig, machine: ClusterSpec) -> Draft:
-    """The draft with the first options that fit: 16-bit or 4-bit weights, checkpointing, and micro-batch size."""
-    for options in list_options(draft):
-        candidate = Draft(draft.tree | options, dict(draft.comments), draft.problems)
-        plan = plan_of(candidate, load, machine, 1)
-        if plan is not None and fits(plan):
-            plan = with_large_micro_batch(plan, lambda rows: plan_of(candidate, load, machine, rows))  # noqa: B023
-            candidate.set("micro_batch_size", plan.task.micro_batch_size)
-            candidate.plan = replace(plan, step_count=count_steps(load(candidate.tree), plan.task.source))
-            explain(candidate)
+def fit(draft: Draft, load: LoadConfig, cluster: ClusterSpec) -> Draft:
+    """The draft with the first options that fit, and with the largest micro-batch."""
+    for options in LORA_OPTIONS if "adapter" in draft.tree else FULL_OPTIONS:
+        candidate = draft.with_options(options)
+        plan = plan_micro_batch(candidate, load, cluster, 1)
+        if plan is not None:
+            max_rows = plan.workload.rows(plan.dims)
+            larger = (plan_micro_batch(candidate, load, cluster, rows) for rows in MICRO_BATCHES if rows <= max_rows)
+            plan = next(filter(None, larger), plan)
+            candidate.set("micro_batch_size", plan.workload.micro_batch_size)
+            candidate.plan = replace(plan, step_count=count_steps(load(candidate.tree), plan.workload.source))
             return candidate
     raise UserError(
-        f"nothing fits: {machine.label} has too little memory for this model. Pass --nproc-per-node and --gpu-type of "
-        "a larger machine, or use `tune plan --auto`, which also splits layers over GPUs and offloads weights"
+        f"nothing fits: {cluster.label} has too little memory for this model. Pass --nproc-per-node and --gpu-type of "
+        "a larger machine, or use `tune plan --auto`, which also shards layers over GPUs and offloads weights"
     )
 
 
-def list_options(draft: Draft) -> Iterator[dict[str, Any]]:
-    """Yield overrides, those that cost least time first."""
-    full = {"memory": {"activation_checkpointing": "full"}}
-    if "adapter" in draft.tree:
-        yield from ({}, full, {"quantization": "nf4", **full})
-    else:
-        optimizer = {"optimizer": draft.tree["optimizer"] | {"kind": "adamw8bit"}}
-        yield from ({}, full, optimizer | full)
-
-
-def plan_of(draft: Draft, load: LoadConfig, machine: ClusterSpec, micro_batch_size: int) -> Estimate | None:
-    """Plan with this micro-batch size; None if the options are not compatible."""
+def plan_micro_batch(draft: Draft, load: LoadConfig, cluster: ClusterSpec, micro_batch_size: int) -> Estimate | None:
+    """Plan with this micro-batch size; None if it does not fit, or if the options are not compatible."""
     try:
-        return estimate(make_workload(load(draft.tree | {"micro_batch_size": micro_batch_size}), machine), machine)
+        workload = make_workload(load(draft.tree | {"micro_batch_size": micro_batch_size}), cluster)
+        plan = estimate(workload, cluster)
     except FieldError:
         return None
-
-
-def fits(plan: Estimate) -> bool:
-    return plan.machine.memory is None or plan.peak.total <= memory_limit(plan.machine)
-
-
-def with_large_micro_batch(smallest: Estimate, plan_with: Callable[[int], Estimate | None]) -> Estimate:
-    """Plan with the largest micro-batch that fits. Memory is extrapolated from one and two rows, then checked."""
-    rows = smallest.task.rows(smallest.sizes)
-    double = plan_with(2) if rows > 1 else None
-    if double is None:
-        return smallest
-    growth = double.peak.total - smallest.peak.total
-    for count in [count for count in MICRO_BATCHES if 2 < count <= rows]:
-        if smallest.machine.memory is None or smallest.peak.total + (count - 1) * growth <= memory_limit(
-            smallest.machine
-        ):
-            plan = plan_with(count)
-            if plan is not None and fits(plan):
-                return plan
-    return double if fits(double) else smallest
-
-
-def explain(draft: Draft) -> None:
-    """Add comments on the options that `fit` has chosen, in the order of the keys."""
-    notes = {
-        "quantization": "16-bit weights do not fit; in four bits they do (QLoRA)",
-        "memory": "Recomputes activations in the backward pass: less memory, about 30% more time",
-    }
-    draft.comments |= {key: note for key, note in notes.items() if key in draft.tree}
-    draft.tree["output_dir"] = draft.tree.pop("output_dir")  # last
+    return plan if plan.peak.total <= memory_limit(cluster) else None

@@ -1,4 +1,4 @@
-"""Estimate of memory, communication and time of a config on a machine."""
+"""Estimate of memory, communication and time of a config on a cluster."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ from tunekit.plan.workload import Workload, get_rank_model
 class Estimate:
     """Estimated memory, communication and time of one config."""
 
-    task: Workload
-    machine: ClusterSpec
-    sizes: ParallelDims
+    workload: Workload
+    cluster: ClusterSpec
+    dims: ParallelDims
     memory_model: RankMemoryModel
     memory: MemoryEstimate
     step_time: StepTime
@@ -29,12 +29,12 @@ class Estimate:
     @property
     def fits(self) -> bool | None:
         """Whether the peak fits into the memory of a device; None if its memory is unknown."""
-        return None if self.machine.memory is None else self.peak.total <= self.machine.memory
+        return None if self.cluster.memory is None else self.peak.total <= self.cluster.memory
 
     @property
     def tokens(self) -> int:
         """Number of tokens in a step over all ranks."""
-        return self.task.global_batch_size * self.task.docs_per_row * self.task.max_length
+        return self.workload.global_batch_size * self.workload.docs_per_row * self.workload.max_length
 
     @property
     def hours(self) -> float | None:
@@ -44,29 +44,29 @@ class Estimate:
     @property
     def cost(self) -> float | None:
         """Cost of all steps, or of one step if the number of steps is unknown."""
-        if self.step_time.seconds is None or self.machine.price is None:
+        if self.step_time.seconds is None or self.cluster.price is None:
             return None
         hours = self.step_time.seconds / 3600 if self.hours is None else self.hours
-        return hours * self.machine.devices * self.machine.price
+        return hours * self.cluster.devices * self.cluster.price
 
 
-def estimate(task: Workload, machine: ClusterSpec) -> Estimate:
-    """Estimate a workload on a machine. Reads no weights."""
-    sizes = resolve_dims(task, machine)
-    memory_model = build_memory_model(task, sizes)
+def estimate(workload: Workload, cluster: ClusterSpec) -> Estimate:
+    """Estimate a workload on a cluster. Reads no weights."""
+    dims = resolve_dims(workload, cluster)
+    memory_model = build_memory_model(workload, dims)
     return Estimate(
-        task,
-        machine,
-        sizes,
+        workload,
+        cluster,
+        dims,
         memory_model,
-        estimate_memory(memory_model, machine),
-        estimate_step_time(memory_model, get_rank_model(task, sizes), machine),
+        estimate_memory(memory_model, cluster),
+        estimate_step_time(memory_model, get_rank_model(workload, dims), cluster),
     )
 
 
-def resolve_dims(task: Workload, machine: ClusterSpec) -> ParallelDims:
-    """Resolve the parallel dimensions. Raise UserError if the options do not fit the machine."""
-    sizes = task.parallel.resolve_dims(machine.devices)
-    task.parallel.check("cpu" if machine.kind is None else "cuda", machine.devices)
-    task.memory.check_num_micro_batches(task.rows(sizes), task.micro_batch_size)
-    return sizes
+def resolve_dims(workload: Workload, cluster: ClusterSpec) -> ParallelDims:
+    """Resolve the parallel dimensions. Raise UserError if the options do not fit the cluster."""
+    dims = workload.parallel.resolve_dims(cluster.devices)
+    workload.parallel.check("cpu" if cluster.gpu is None else "cuda", cluster.devices)
+    workload.memory.check_num_micro_batches(workload.rows(dims), workload.micro_batch_size)
+    return dims

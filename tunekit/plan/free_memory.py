@@ -15,14 +15,13 @@ from tunekit.config.build import DEVICE_VARIABLES
 from tunekit.distributed.context import DistributedContext
 from tunekit.env_info import available_memory
 from tunekit.errors import UserError
-from tunekit.plan import estimate, oom_report
-from tunekit.plan.estimate import Estimate
-from tunekit.plan.hardware import GIB
-from tunekit.plan.memory import DRIVER
+from tunekit.plan.estimate import Estimate, estimate
+from tunekit.plan.hardware import GIB, current_cluster
+from tunekit.plan.memory import CUDA_CONTEXT_BYTES
 from tunekit.plan.workload import make_workload
 
 
-class Free(NamedTuple):
+class FreeMemory(NamedTuple):
     """Memory of one GPU, over all processes that use it."""
 
     label: str
@@ -34,35 +33,37 @@ class Free(NamedTuple):
     @property
     def used_by_others(self) -> int:
         """Bytes of other processes. This one has loaded the driver, too."""
-        return max(0, self.total - self.free - self.allocated - DRIVER)
+        return max(0, self.total - self.free - self.allocated - CUDA_CONTEXT_BYTES)
 
 
-class Need(NamedTuple):
+class RequiredMemory(NamedTuple):
     """Memory of a run in addition to the driver: at most, and that of the weights, which is known exactly."""
 
     peak: int
     weights: int
 
 
-def needed(plan: Estimate) -> Need:
+def required_memory(plan: Estimate) -> RequiredMemory:
     """The memory of one rank."""
-    return Need(plan.peak.total - DRIVER, plan.memory.phases["load"].parts["weights"])
+    return RequiredMemory(plan.peak.total - CUDA_CONTEXT_BYTES, plan.memory.phases["load"].components["weights"])
 
 
-def compare(gpu: Free, need: Need | None) -> str:
+def compare_memory(gpu: FreeMemory, required: RequiredMemory | None) -> str:
     """The line to log. Raise UserError if not even the weights fit into what is free."""
     line = f"{gpu.label}: {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free"
-    if need is None:
+    if required is None:
         return line
-    if need.weights > gpu.free:
-        raise UserError(f"{line}; the weights alone need {need.weights / GIB:.1f} GiB. {remedy(gpu, need)}")
-    line += f"; this config needs about {need.peak / GIB:.1f} GiB"
-    return line if need.peak <= gpu.free else f"warning: {line}. {remedy(gpu, need)}"
+    if required.weights > gpu.free:
+        raise UserError(
+            f"{line}; the weights alone need {required.weights / GIB:.1f} GiB. {suggest_fix(gpu, required)}"
+        )
+    line += f"; this config needs about {required.peak / GIB:.1f} GiB"
+    return line if required.peak <= gpu.free else f"warning: {line}. {suggest_fix(gpu, required)}"
 
 
-def remedy(gpu: Free, need: Need) -> str:
+def suggest_fix(gpu: FreeMemory, required: RequiredMemory) -> str:
     """The advice, which depends on whose memory would be enough if it were free."""
-    if need.peak > gpu.free + gpu.used_by_others + gpu.allocated:
+    if required.peak > gpu.free + gpu.used_by_others + gpu.allocated:
         return "`tune plan --auto` finds settings that need less."
     if gpu.allocated > gpu.used_by_others:
         return f"This process already uses {gpu.allocated / GIB:.1f} GiB: restart it, or delete its models."
@@ -75,10 +76,10 @@ def check(cfg: Any, dist: DistributedContext) -> None:
     gpu = read_free_memory(dist)
     if gpu is not None:
         fullest = min(dist.all_gather_objects(gpu), key=lambda gpu: gpu.free)
-        dist.log(dist.run_on_main(partial(planned, cfg, dist, fullest)))
+        dist.log(dist.run_on_main(partial(compare_plan, cfg, dist, fullest)))
 
 
-def read_free_memory(dist: DistributedContext) -> Free | None:
+def read_free_memory(dist: DistributedContext) -> FreeMemory | None:
     """The memory of this rank's GPU; None where the system does not report it."""
     devices.empty_cache(dist.device)  # memory that torch has cached is free for the run
     info = devices.memory_info(dist.device)
@@ -89,7 +90,7 @@ def read_free_memory(dist: DistributedContext) -> Free | None:
         free = count_reclaimable(free, total, available_memory())
     allocated = (devices.memory_stats(dist.device) or {}).get("reserved_bytes.all.current", 0)
     variable = DEVICE_VARIABLES[dist.device.type]
-    return Free(name_gpu(dist.device, dist, variable), free, total, allocated, variable)
+    return FreeMemory(name_gpu(dist.device, dist, variable), free, total, allocated, variable)
 
 
 def count_reclaimable(free: int, total: int, available: int | None) -> int:
@@ -107,11 +108,11 @@ def name_gpu(device: torch.device, dist: DistributedContext, variable: str) -> s
     return f"{name} ({variable}={os.environ[variable]})" if os.environ.get(variable) else name
 
 
-def planned(cfg: Any, dist: DistributedContext, gpu: Free) -> str:
-    """`compare` with the plan of a config, as far as it can be planned."""
+def compare_plan(cfg: Any, dist: DistributedContext, gpu: FreeMemory) -> str:
+    """`compare_memory` with the plan of a config, as far as it can be planned."""
     try:
-        machine = oom_report.current_hardware(dist.device, dist.world_size, dist.num_nodes)
-        need = needed(estimate.estimate(make_workload(cfg, machine), machine))
+        cluster = current_cluster(dist.device, dist.world_size, dist.num_nodes)
+        required = required_memory(estimate(make_workload(cfg, cluster), cluster))
     except (UserError, RuntimeError, LookupError, TypeError, ValueError):  # the line is for information only
-        need = None
-    return compare(gpu, need)
+        required = None
+    return compare_memory(gpu, required)

@@ -4,6 +4,9 @@ import difflib
 import re
 from dataclasses import dataclass, replace
 
+import torch
+
+from tunekit import devices, env_info
 from tunekit.devices import Capabilities, Device, find_row
 from tunekit.errors import UserError
 
@@ -18,11 +21,11 @@ class GPUSpec:
     """GPU with the rates of its data sheet: dense matmuls, bandwidth in one direction."""
 
     label: str
-    gib: float  # GiB that torch reports, less than in the label
+    memory_gib: float  # GiB that torch reports, less than in the label
     tflops: float  # 10^12 operations a second in 16 bits on tensor cores, sums in fp32
-    memory: float  # GB/s of its memory
-    near: float  # GB/s to another device of the same host
-    far: float  # GB/s to another host, for each device
+    memory_bandwidth: float  # GB/s of its memory
+    intra_node_bandwidth: float  # GB/s to another device of the same node
+    inter_node_bandwidth: float  # GB/s to another node, for each device
     fp32: float  # 10^12 operations a second in fp32 without TF32
     tf32: float | None = None  # 10^12 operations per second with TF32
     device: Device = AMPERE  # its row in the table of capabilities
@@ -49,7 +52,7 @@ class GPUSpec:
 # Rates and bandwidths: NVIDIA's and AMD's datasheets and architecture whitepapers, without sparsity; of H20, B200 and
 # B300 from several public comparison tables of them. GeForce cards: with fp32 sums, which halve their rate in fp16.
 # 16 and 32 GB/s are PCIe 4 and 5 x16 without peer-to-peer copies; `far` assumes the network of a usual server.
-KINDS = {
+GPUS = {
     "a10": GPUSpec("A10", 22, 125, 600, 16, 3, 31.2, 62.5, SM86),
     "a100": GPUSpec("A100 80 GB", 79.2, 312, 2039, 300, 25, 19.5, 156),
     "a100-40g": GPUSpec("A100 40 GB", 39.4, 312, 1555, 300, 25, 19.5, 156),
@@ -77,10 +80,10 @@ KINDS = {
     "v100": GPUSpec("V100 32 GB", 31.7, 125, 900, 150, 12, 15.7, None, VOLTA),
     "v100-16g": GPUSpec("V100 16 GB", 15.8, 125, 900, 150, 12, 15.7, None, VOLTA),
 }
-DEFAULT_KIND = "h100"
-HOST_BANDWIDTH = 25.0  # GB/s between a GPU and the memory of its host
+DEFAULT_GPU = "h100"
+HOST_BANDWIDTH = 25.0  # GB/s between a GPU and host memory
 MEMORY_TOLERANCE = 0.08  # relative difference in memory up to which a kind of GPU matches
-# Seconds of the host, assumed; too low on the one machine measured (0.30 s for a step of 0.38 s): per launch, with
+# Seconds of the CPU, assumed; too low on the one machine measured (0.30 s for a step of 0.38 s): per launch, with
 # its share of autograd, and more for an operation of tunekit, which runs Python (13 to 39 microseconds on a CPU).
 LAUNCH_SECONDS, CALL_SECONDS = 6e-6, 25e-6
 DEFAULT_MFU = 0.45  # model FLOPs utilization of large models
@@ -88,34 +91,35 @@ DEFAULT_MFU = 0.45  # model FLOPs utilization of large models
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Devices and hosts of a run. The speed of CPUs is unknown."""
+    """Devices and nodes of a run. The speed of CPUs is unknown."""
 
     devices: int = 1
-    hosts: int = 1
-    kind: GPUSpec | None = None  # None: the CPU
+    num_nodes: int = 1
+    gpu: GPUSpec | None = None  # None: the CPU
     memory: int | None = None  # bytes of a device; None: unknown
-    is_assumed: bool = False  # whether `kind` was not specified
+    is_assumed: bool = False  # whether `gpu` was not specified
     price: float | None = None  # per device and hour
     mfu: float = DEFAULT_MFU
 
     @property
-    def per_host(self) -> int:
-        return self.devices // self.hosts
+    def devices_per_node(self) -> int:
+        return self.devices // self.num_nodes
 
     @property
     def label(self) -> str:
-        """`64 x H100 (80 GiB) on 8 hosts`."""
-        if self.kind is None:
+        """`64 x H100 (80 GiB) on 8 nodes`."""
+        if self.gpu is None:
             return "the CPU" if self.devices == 1 else f"the CPU, {self.devices} processes"
         size = "" if self.memory is None else f" ({self.memory / GIB:.0f} GiB)"
-        hosts = "" if self.hosts == 1 else f" on {self.hosts} hosts"
-        return f"{self.devices} x {self.kind.label}{size}{hosts}"
+        nodes = "" if self.num_nodes == 1 else f" on {self.num_nodes} nodes"
+        return f"{self.devices} x {self.gpu.label}{size}{nodes}"
 
     def bandwidth(self, ranks: int, stride: int) -> float:
         """Bytes per second between `ranks` processes whose ranks differ by `stride`."""
-        if self.kind is None:
+        if self.gpu is None:
             return float("inf")
-        return 1e9 * (self.kind.near if ranks * stride <= self.per_host else self.kind.far)
+        is_intra_node = ranks * stride <= self.devices_per_node
+        return 1e9 * (self.gpu.intra_node_bandwidth if is_intra_node else self.gpu.inter_node_bandwidth)
 
 
 def make_cluster(
@@ -131,11 +135,32 @@ def make_cluster(
     memory = None if gpu_memory is None else parse_memory_size(gpu_memory)
     if (gpus, gpu_type, memory, gpu_tflops) == (None, None, None, None) and nodes == 1:
         return ClusterSpec(price=price)
-    kind = gpu_by_memory(memory or 80 * GIB) if gpu_type is None else gpu_by_name(gpu_type)
+    gpu = gpu_by_memory(memory or 80 * GIB) if gpu_type is None else gpu_by_name(gpu_type)
     if gpu_tflops is not None:
-        kind = kind.scaled(gpu_tflops)
+        gpu = gpu.scaled(gpu_tflops)
     is_assumed = gpu_type is None and gpu_tflops is None
-    return ClusterSpec((gpus or 1) * nodes, nodes, kind, memory or int(kind.gib * GIB), is_assumed, price, mfu)
+    return ClusterSpec((gpus or 1) * nodes, nodes, gpu, memory or int(gpu.memory_gib * GIB), is_assumed, price, mfu)
+
+
+def current_cluster(device: torch.device, num_devices: int, num_nodes: int = 1) -> ClusterSpec:
+    """Cluster with nodes like this one."""
+    info = devices.memory_info(device)
+    if info is None:
+        return ClusterSpec(num_devices, num_nodes)
+    total = info[1]
+    gpu = replace(gpu_by_memory(round(total / GIB) * GIB), device=devices.describe(device))
+    return ClusterSpec(num_devices, num_nodes, gpu, total, is_assumed=True)
+
+
+def this_machine(num_devices: int | None = None) -> ClusterSpec:
+    """Some or all GPUs of this machine; without any, its CPU with the memory that is available."""
+    device = devices.select("auto")
+    if device.type == "cpu":
+        return ClusterSpec(memory=env_info.available_memory())
+    has_several = devices.capabilities(device).backend is not None
+    return current_cluster(
+        device, num_devices or (torch.get_device_module(device).device_count() if has_several else 1)
+    )
 
 
 def parse_memory_size(text: str) -> int:
@@ -149,15 +174,15 @@ def parse_memory_size(text: str) -> int:
 def gpu_by_name(text: str) -> GPUSpec:
     """Return the GPU with a name. Raise UserError if it is unknown."""
     name = text.lower().replace(" ", "").replace("_", "-")
-    if name not in KINDS:
-        matches = difflib.get_close_matches(name, KINDS, 1)
-        suggestion = f"unknown, did you mean {matches[0]}?" if matches else f"unknown. Known are {', '.join(KINDS)}."
+    if name not in GPUS:
+        matches = difflib.get_close_matches(name, GPUS, 1)
+        suggestion = f"unknown, did you mean {matches[0]}?" if matches else f"unknown. Known are {', '.join(GPUS)}."
         raise UserError(f"--gpu-type {text}: {suggestion} For others, pass --gpu-memory.")
-    return KINDS[name]
+    return GPUS[name]
 
 
 def gpu_by_memory(memory: int) -> GPUSpec:
     """Return the fastest GPU with about that much memory, or an unknown GPU as fast as the default one."""
-    default = KINDS[DEFAULT_KIND]
-    kinds = [kind for kind in KINDS.values() if abs(kind.gib * GIB / memory - 1) < MEMORY_TOLERANCE]
-    return max(kinds, key=lambda kind: kind.tflops, default=replace(default, label=f"GPU with {default.label} speed"))
+    default = GPUS[DEFAULT_GPU]
+    gpus = [gpu for gpu in GPUS.values() if abs(gpu.memory_gib * GIB / memory - 1) < MEMORY_TOLERANCE]
+    return max(gpus, key=lambda gpu: gpu.tflops, default=replace(default, label=f"GPU with {default.label} speed"))

@@ -23,8 +23,7 @@ from tunekit.models.block import Block
 from tunekit.models.decoder import Decoder
 from tunekit.models.feed_forward import Experts
 from tunekit.optim.train_optimizer import TrainOptimizer
-from tunekit.plan.memory_tracker import MemoryTracker
-from tunekit.plan.operations import Operations
+from tunekit.plan.memory_tracker import MemoryTracker, Operations
 from tunekit.quantization.config import QuantizedWeightMixin
 
 CPU = torch.device("cpu")
@@ -93,38 +92,38 @@ class StepProfile:
     update: MemoryInterval
 
 
-def profile_step(net: Decoder, kinds: tuple[int, ...], step: ProbeStep) -> StepProfile:
+def profile_step(decoder: Decoder, kinds: tuple[int, ...], step: ProbeStep) -> StepProfile:
     """Profile a step of a model on the meta device with one layer of each kind. Modifies the model.
 
     `kinds`: the kind of each layer of the whole model.
     """
     with fake_mode.fake_mode(step.device), FakeTensorMode(allow_non_fake_inputs=True):
-        materialize_fake(net)
-        step.memory.apply(net, CPU)
+        materialize_fake(decoder)
+        step.memory.apply(decoder, CPU)
         optimizer = step.optimizer.build(
-            step.adapter.param_groups(net), (p for m in net.layers for p in m.parameters())
+            step.adapter.param_groups(decoder), (p for m in decoder.layers for p in m.parameters())
         )
         train_optimizer = step.memory.wrap_optimizer(optimizer, DistributedContext.single_process())
-        with MemoryTracker(step.flash) as live:
-            live.record([*net.parameters(), *net.buffers()])
-            first, later, moved = profile_passes(ForwardWalk(net, live), step, train_optimizer)
-        owned = [tuple(param_sizes(layer, optimizer.state)) for layer in net.layers]
-        inner = {id(p) for layer in net.layers for p in layer.parameters()}
-        root = tuple(param_sizes(net, optimizer.state, inner))
+        with MemoryTracker(step.flash) as tracker:
+            tracker.record([*decoder.parameters(), *decoder.buffers()])
+            first, later, moved = profile_passes(ForwardWalk(decoder, tracker), step, train_optimizer)
+        owned = [tuple(param_sizes(layer, optimizer.state)) for layer in decoder.layers]
+        inner = {id(p) for layer in decoder.layers for p in layer.parameters()}
+        root = tuple(param_sizes(decoder, optimizer.state, inner))
     return StepProfile(kinds, tuple(owned), root, first, later, moved)
 
 
-def inference_memory(net: Decoder, step: ProbeStep) -> int:
+def inference_memory(decoder: Decoder, step: ProbeStep) -> int:
     """Peak bytes of a forward pass of a model on the meta device, without logits. Modifies the model."""
-    keep_layers(net, group_layers(net)[1])
+    keep_layers(decoder, group_layers(decoder)[1])
     with fake_mode.fake_mode(step.device), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        materialize_fake(net)
+        materialize_fake(decoder)
         batch = rows(step)
-        with MemoryTracker() as live:
-            live.record([*net.parameters(), *net.buffers()])
-            before = live.bytes
-            net(batch.tokens, batch.positions, batch.layout, head_fn=lambda hidden, _: hidden[:0], sharded=True)
-            return live.peak - before
+        with MemoryTracker() as tracker:
+            tracker.record([*decoder.parameters(), *decoder.buffers()])
+            before = tracker.bytes
+            decoder(batch.tokens, batch.positions, batch.layout, head_fn=lambda hidden, _: hidden[:0], sharded=True)
+            return tracker.peak - before
 
 
 def profile_passes(
@@ -135,7 +134,7 @@ def profile_passes(
         walk.run(step._replace(rows=1, length=min(step.length, WARMUP_TOKENS)))
         optimizer.clip_grad_norm(step.clip)  # ends the step
     else:
-        for parameter in walk.net.parameters():
+        for parameter in walk.decoder.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         optimizer.step()
         optimizer.zero_grad()
@@ -148,13 +147,13 @@ def profile_passes(
     return first, later, walk.note("update", 0)
 
 
-def group_layers(net: Decoder) -> tuple[tuple[int, ...], list[int]]:
+def group_layers(decoder: Decoder) -> tuple[tuple[int, ...], list[int]]:
     """The kind of each layer, and the index of one layer of each kind.
 
     The first layer is a kind of its own, because its input may need no gradient.
     """
     groups: dict[Any, list[int]] = {}
-    for i, (layer, spec) in enumerate(zip(net.layers, net.spec.layers, strict=True)):
+    for i, (layer, spec) in enumerate(zip(decoder.layers, decoder.spec.layers, strict=True)):
         params = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
         groups.setdefault((spec, i == 0, layer.attn.shares_kv, params), []).append(i)
     # A layer that shares the keys of an earlier layer needs that layer in the model.
@@ -163,25 +162,25 @@ def group_layers(net: Decoder) -> tuple[tuple[int, ...], list[int]]:
     return tuple(kinds[i] for i in range(len(kinds))), chosen
 
 
-def copy_one_layer_per_kind(net: Decoder) -> tuple[tuple[int, ...], Decoder]:
+def copy_one_layer_per_kind(decoder: Decoder) -> tuple[tuple[int, ...], Decoder]:
     """The kind of each layer, and a copy of the model with one layer of each kind."""
-    kinds, chosen = group_layers(net)
-    part = copy(net)
-    part._modules = dict(net._modules)
+    kinds, chosen = group_layers(decoder)
+    part = copy(decoder)
+    part._modules = dict(decoder._modules)
     keep_layers(part, chosen)
     codecs = {id(layer.codec): layer.codec for layer in part.modules() if isinstance(layer, QuantizedWeightMixin)}
     return kinds, deepcopy(part, codecs)  # Python modules cannot be copied
 
 
-def keep_layers(net: Decoder, indices: Iterable[int]) -> None:
+def keep_layers(decoder: Decoder, indices: Iterable[int]) -> None:
     """Remove all other layers of a model."""
-    every = [*net.layers]
-    net.layers = cast("Iterable[Block]", nn.ModuleList([every[i] for i in indices]))
+    every = [*decoder.layers]
+    decoder.layers = cast("Iterable[Block]", nn.ModuleList([every[i] for i in indices]))
 
 
-def materialize_fake(net: Decoder) -> None:
+def materialize_fake(decoder: Decoder) -> None:
     """Replace meta parameters and buffers by fake CPU tensors."""
-    for module in net.modules():
+    for module in decoder.modules():
         for name, p in module._parameters.items():
             if p is not None:
                 tensor = torch.empty(p.shape, dtype=p.dtype, device=CPU)
@@ -189,7 +188,7 @@ def materialize_fake(net: Decoder) -> None:
         for name, b in module._buffers.items():
             if b is not None:
                 module._buffers[name] = torch.empty(b.shape, dtype=b.dtype, device=CPU)
-    net.tie()
+    decoder.tie()
 
 
 def param_sizes(
@@ -209,13 +208,13 @@ def param_sizes(
 class ForwardWalk:
     """Splits forward and backward passes into intervals at the boundaries of layers."""
 
-    def __init__(self, net: Decoder, live: MemoryTracker) -> None:
-        self.net, self.live = net, live
-        self.count = sum(1 for _ in net.layers)
+    def __init__(self, decoder: Decoder, tracker: MemoryTracker) -> None:
+        self.decoder, self.tracker = decoder, tracker
+        self.count = sum(1 for _ in decoder.layers)
         self.events: dict[tuple[str, int], MemoryInterval] = {}
-        self.start, self.forward = live.bytes, False
-        self.before = live.operations
-        for i, layer in enumerate(net.layers):
+        self.start, self.forward = tracker.bytes, False
+        self.before = tracker.operations
+        for i, layer in enumerate(decoder.layers):
             if i == 0:
                 layer.register_forward_pre_hook(self.note_before)
             layer.register_forward_hook(partial(self.note_layer, i))
@@ -225,7 +224,7 @@ class ForwardWalk:
         batch = rows(step)
         self.begin()
         self.forward, self.events = True, {}
-        loss = step.loss(self.net, batch)
+        loss = step.loss(self.decoder, batch)
         self.forward = False
         self.note("head", 0)
         loss.backward()
@@ -243,20 +242,20 @@ class ForwardWalk:
 
         Torch allocates it for fake tensors, but computes it in place for real ones.
         """
-        weight = self.net.embed.weight
-        return weight.nbytes if self.net.spec.tie_word_embeddings and weight.requires_grad else 0
+        weight = self.decoder.embed.weight
+        return weight.nbytes if self.decoder.spec.tie_word_embeddings and weight.requires_grad else 0
 
     def begin(self) -> None:
         """Start an interval."""
-        self.live.mark()
-        self.start, self.before = self.live.bytes, self.live.operations
+        self.tracker.mark()
+        self.start, self.before = self.tracker.bytes, self.tracker.operations
 
     def note(self, name: str, index: int) -> MemoryInterval:
         """End the current interval, store it under a name, and start the next one."""
-        done = self.live.operations.plus(self.before, -1)
-        interval = MemoryInterval(self.live.mark() - self.start, self.live.bytes - self.start, done)
+        done = self.tracker.operations.plus(self.before, -1)
+        interval = MemoryInterval(self.tracker.mark() - self.start, self.tracker.bytes - self.start, done)
         self.events[name, index] = interval
-        self.start, self.before = self.live.bytes, self.live.operations
+        self.start, self.before = self.tracker.bytes, self.tracker.operations
         return interval
 
     def note_before(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -24,12 +24,9 @@ class SamplesAnswers(Protocol):
 
     data: DatasetConfig | MixtureBase
 
-    @property
-    def num_cached_seqs(self) -> int: ...
-    @property
-    def num_prompts(self) -> int: ...
-    @property
-    def steps_per_prompt(self) -> int: ...
+    num_cached_seqs: int
+    num_prompts: int
+    steps_per_prompt: int
 
 
 class RolloutShape(NamedTuple):
@@ -40,31 +37,28 @@ class RolloutShape(NamedTuple):
 
     @staticmethod
     def from_config(cfg: object) -> "RolloutShape":
-        return (
-            RolloutShape(cfg.num_cached_seqs, cfg.data.max_length)
-            if isinstance(cfg, SamplesAnswers)
-            else RolloutShape()
-        )
+        samples = isinstance(cfg, SamplesAnswers)
+        return RolloutShape(cfg.num_cached_seqs, cfg.data.max_length) if samples else RolloutShape()
 
 
 CACHE_BYTES: dict[str, int] = {}  # by all options that it depends on
 
 
 def rollout_cache_bytes(
-    source: HFCheckpoint, shape: RolloutShape, compute: str, sizes: ParallelDims, device: str
+    source: HFCheckpoint, shape: RolloutShape, compute: str, dims: ParallelDims, device: str
 ) -> int:
     """Bytes of the cache on one rank, which has its share of the heads with tensor parallelism."""
     if not shape.rows:
         return 0
-    key = repr((source.spec, shape, compute, sizes.tp, device))
+    key = repr((source.spec, shape, compute, dims.tp, device))
     if key not in CACHE_BYTES:
-        net = build.build_meta_model(source, NoQuantization(), FrozenModel())
-        parallelize_fake(net, sizes)
-        net.compute_dtype = DTYPES[compute]
+        decoder = build.build_meta_model(source, NoQuantization(), FrozenModel())
+        parallelize_fake(decoder, dims)
+        decoder.compute_dtype = DTYPES[compute]
         with fake_mode.fake_mode(device), FakeTensorMode(allow_non_fake_inputs=True):
-            materialize_fake(net)
-            with MemoryTracker() as live:
-                cache = net.make_cache(*shape)
-                CACHE_BYTES[key] = live.bytes
+            materialize_fake(decoder)
+            with MemoryTracker() as tracker:
+                cache = decoder.make_cache(*shape)
+                CACHE_BYTES[key] = tracker.bytes
                 del cache
     return CACHE_BYTES[key]

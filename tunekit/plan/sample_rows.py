@@ -6,20 +6,22 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
+from tunekit.data.chat_template.messages import parse_json_cell
 from tunekit.data.datasets import DatasetConfig
 from tunekit.data.format_detection import (
     EMBEDDING_RULES,
     PREFERENCE_RULES,
     REWARD_RULES,
     RULES,
+    SPEAKER_KEYS,
     RowFormat,
     detect_format,
+    is_sharegpt,
 )
 from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.readers.row_reader import BadRow, Row, UnreadableCell
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
-from tunekit.plan.guess_format import guess_format
 
 SAMPLE_SIZE = 1000  # rows whose lengths are measured
 EVAL_SPLITS = ("test", "validation", "valid", "dev", "eval")
@@ -45,6 +47,10 @@ FIRST_RULES = {
         *REWARD_RULES[1:],
     ),
 }
+Fields = Mapping[str, Any]
+# Usual names of columns, for rows of unknown formats.
+PROMPTS = ("prompt", "question", "instruction", "query", "input", "user", "human")
+ANSWERS = ("answer", "output", "response", "completion", "target", "assistant", "reply")
 DEFAULT_COLUMNS = {("messages_column", "messages"), ("conversations_column", "conversations")}
 
 
@@ -66,7 +72,7 @@ class RowSample:
     is_guess: bool  # whether the columns have unknown names
     count: int
     num_read: int  # rows at the start of the source
-    rows: tuple[Mapping[str, Any], ...]  # those with a known format
+    rows: tuple[Fields, ...]  # those with a known format
     split: str
     eval_split: str | None
     labels: frozenset[Any] = frozenset()  # of all rows, for a classifier
@@ -116,10 +122,10 @@ def sample_rows(source: str, task: str | None) -> RowSample:
 
 def detect_formats(
     source: str, items: Sequence[Row | BadRow], task: str | None
-) -> tuple[list[tuple[Mapping[str, Any], RowFormat]], bool]:
+) -> tuple[list[tuple[Fields, RowFormat]], bool]:
     """The rows of known formats; without any, all with a guess for recipe sft (True). Raise UserError without both."""
     rows = [item.fields for item in items if isinstance(item, Row)]
-    formats: list[tuple[Mapping[str, Any], RowFormat]] = []
+    formats: list[tuple[Fields, RowFormat]] = []
     errors = [f"{item.where}: {item.reason}" for item in items if isinstance(item, BadRow)]
     for fields in rows:
         try:
@@ -166,3 +172,56 @@ def measure_lengths(data: DatasetConfig, tokenizer: Tokenizer, sample: RowSample
     bad_rows = [row for row in encoded if isinstance(row, BadRow)]
     tokens = sorted(doc.full_length for row in encoded if isinstance(row, list) for doc in row)
     return Lengths(tokens, bad_rows)
+
+
+def guess_format(rows: Sequence[Fields]) -> RowFormat | None:
+    """Format of most rows: messages, a prompt and its answer, or plain text; None if there are no texts."""
+    names = [*dict.fromkeys(name for fields in rows for name in fields)]
+    values = {name: [fields[name] for fields in rows if fields.get(name) is not None] for name in names}
+    chats = (name for name, column in values.items() if 2 * sum(map(is_conversation, column)) > len(rows))
+    if (chat := next(chats, None)) is not None:
+        is_other = is_sharegpt(parse_json_cell(next(filter(is_conversation, values[chat])), SPEAKER_KEYS))
+        kind, key = ("sharegpt", "conversations_column") if is_other else ("chat", "messages_column")
+        return RowFormat(kind, ((key, chat),), f"messages in column {chat!r}")
+    texts = {name: [value for value in column if isinstance(value, str)] for name, column in values.items()}
+    texts = {name: column for name, column in texts.items() if 2 * len(column) > len(rows)}
+    prompt, answer = find_prompt_and_answer(texts)
+    if prompt is None and answer is not None:
+        return RowFormat("text", (("text_column", answer),), f"texts in column {answer!r}")
+    if prompt is None or answer is None:
+        return None
+    columns = (("prompt_column", prompt), ("response_column", answer))
+    if "input" in names:
+        columns = (*columns, ("input_column", None))
+    unused = ", ".join(repr(name) for name in names if name not in (prompt, answer))
+    suffix = f"; {unused} {'are' if ',' in unused else 'is'} not used" if unused else ""
+    return RowFormat("instruct", columns, f"prompts in column {prompt!r}, answers in column {answer!r}{suffix}")
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether a value is a list of messages, or a JSON string of one."""
+    items = parse_json_cell(value, SPEAKER_KEYS)
+    is_list = isinstance(items, list) and bool(items)
+    return is_list and all(isinstance(item, dict) and item.keys() & SPEAKER_KEYS for item in items)
+
+
+def find_prompt_and_answer(texts: Mapping[str, Sequence[str]]) -> tuple[str | None, str | None]:
+    """Columns of the prompt and of the answer: those with usual names, or else the longest texts, in their order.
+
+    Without a prompt, the answer is plain text.
+    """
+    prompt = next((name for name in PROMPTS if name in texts), None)
+    answer = next((name for name in ANSWERS if name in texts), None)
+    others = sorted(
+        (name for name in texts if name not in (prompt, answer)), key=lambda name: -mean_length(texts[name])
+    )
+    if prompt is None and answer is None and len(others) > 1:
+        first, second = (name for name in texts if name in others[:2])
+        return first, second
+    if answer is None:
+        return prompt, next(iter(others), None)
+    return prompt or next(iter(others), None), answer
+
+
+def mean_length(column: Sequence[str]) -> float:
+    return sum(map(len, column)) / max(1, len(column))

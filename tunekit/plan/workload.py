@@ -14,7 +14,6 @@ from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.model_dir import ModelDir
 from tunekit.checkpoint.token_rows import with_adapter_tokens
 from tunekit.data.dataloader.mixture import MixtureBase
-from tunekit.data.datasets import DatasetConfig
 from tunekit.devices import check_tf32
 from tunekit.distributed.parallel_dims import ParallelConfig, ParallelDims
 from tunekit.distributed.parallelize import parallelize_fake
@@ -51,7 +50,7 @@ from tunekit.quantization.config import NoQuantization
 
 CONFIG = download.Files(("config.json",))
 # By all options that the value depends on.
-PROFILES: dict[tuple[DecoderSpec, str], StepProfile] = {}
+PROFILES: dict[tuple[DecoderSpec, str, str], StepProfile] = {}
 RANK_MODELS: dict[tuple[DecoderSpec, str], Decoder] = {}
 
 
@@ -66,33 +65,16 @@ class HasCudaGraph(Protocol):
 class TrainingOptions(build.ModelChoices, Protocol):
     """The config keys that determine memory and step time."""
 
-    @property
-    def data(self) -> DatasetConfig | MixtureBase: ...
-    @property
-    def parallel(self) -> ParallelConfig: ...
-    @property
-    def optimizer(self) -> OptimizerFactory: ...
-    @property
-    def loss(self) -> Any: ...
-    @property
-    def global_batch_size(self) -> int: ...
-    @property
-    def micro_batch_size(self) -> int: ...
-    @property
-    def max_grad_norm(self) -> float: ...
-    @property
-    def max_steps(self) -> int | None: ...
-    @property
-    def epochs(self) -> int: ...
-    @property
-    def forgetting(self) -> object: ...
-    @property
-    def generation_eval(self) -> object: ...
-
-
-def embeds_twice(cfg: TrainingOptions) -> bool:
-    """Whether a step runs forward without gradients first, for the embeddings of several micro-batches."""
-    return isinstance(cfg.loss, EmbeddingLoss) and cfg.global_batch_size > cfg.micro_batch_size
+    parallel: ParallelConfig
+    optimizer: OptimizerFactory
+    loss: Any
+    global_batch_size: int
+    micro_batch_size: int
+    max_grad_norm: float
+    max_steps: int | None
+    epochs: int
+    forgetting: object
+    generation_eval: object
 
 
 @dataclass(frozen=True)
@@ -111,68 +93,77 @@ class Workload:
     loss: LossFn
     parallel: ParallelConfig
     max_grad_norm: float
-    random: bool  # whether weights are initialized randomly instead of loaded
+    random_init: bool  # whether weights are initialized randomly instead of loaded
     device: str = "cpu"  # or cuda
     flash: bool = False  # whether the device has FlashAttention
     docs_per_row: int = 1  # documents of a row, each of which is a row of the batch
-    auxiliary: tuple[AuxiliaryModel, ...] = ()  # models that only run forward
+    docs_per_packed_row: int = 1  # `data.max_length` that a packed row has
+    auxiliary_models: tuple[AuxiliaryModel, ...] = ()  # models that only run forward
     num_reference_passes: int = 0  # additional forward passes of the trained model without gradients
     omissions: tuple[str, ...] = ()  # warnings about costs that are not planned
     compile: bool = False
     rollouts: RolloutShape = RolloutShape()  # answers that are sampled at once
 
     @property
-    def compute(self) -> torch.dtype:
+    def compute_dtype(self) -> torch.dtype:
         """The dtype of matmuls; `resolve_precision` has replaced `auto`, since this knows no device."""
         return DTYPES[self.precision.compute_dtype]
 
-    def rollout_cache_bytes(self, sizes: ParallelDims) -> int:
+    def model_key(self, dims: ParallelDims) -> tuple[DecoderSpec, str]:
+        """Key of all options that the model of a rank depends on."""
+        options = dims.tp, dims.ep, dims.cp, self.adapter, self.quantization, self.precision, self.random_init
+        return self.source.spec, repr((str(self.source.path), len(self.source.trained_ids), options))
+
+    def rollout_cache_bytes(self, dims: ParallelDims) -> int:
         """Bytes of the keys and values of sampled answers on a rank; 0 if the recipe samples none."""
-        return rollout_cache_bytes(self.source, self.rollouts, self.precision.compute_dtype, sizes, self.device)
+        return rollout_cache_bytes(self.source, self.rollouts, self.precision.compute_dtype, dims, self.device)
 
-    def rows(self, sizes: ParallelDims) -> int:
+    def rows(self, dims: ParallelDims) -> int:
         """Number of rows of a rank in a step."""
-        return -(-self.global_batch_size // sizes.dp_size)
+        return -(-self.global_batch_size // dims.dp_size)
 
-    def micro(self, sizes: ParallelDims) -> int:
+    def micro_batch_rows(self, dims: ParallelDims) -> int:
         """Number of rows in a micro-batch."""
-        return min(self.micro_batch_size, self.rows(sizes))
+        return min(self.micro_batch_size, self.rows(dims))
 
-    def num_micro_batches(self, sizes: ParallelDims) -> int:
+    def num_micro_batches(self, dims: ParallelDims) -> int:
         """Number of micro-batches in a step."""
-        return -(-self.rows(sizes) // self.micro_batch_size)
+        return -(-self.rows(dims) // self.micro_batch_size)
 
-    def tokens(self, sizes: ParallelDims) -> int:
+    def micro_batch_tokens(self, dims: ParallelDims) -> int:
         """Number of tokens of a rank in one micro-batch."""
-        length = self.max_length if sizes.cp == 1 else 2 * -(-self.max_length // (2 * sizes.cp))
-        return self.micro(sizes) * self.docs_per_row * length
+        length = self.max_length if dims.cp == 1 else 2 * -(-self.max_length // (2 * dims.cp))
+        return self.micro_batch_rows(dims) * self.docs_per_row * length
 
 
-def make_workload(cfg: Any, machine: ClusterSpec) -> Workload:
+def make_workload(cfg: Any, cluster: ClusterSpec) -> Workload:
     """Build the workload of a config. Raise UserError if the recipe trains no model."""
     if not isinstance(cfg, TrainingOptions):
         raise UserError("nothing to plan: this recipe trains no model")
     model = model_or_preset(cfg.model)
     source = build.resolve_checkpoint(model, CONFIG, cfg.model_dirs)[0].with_config_overrides(cfg.config_overrides)
     source = with_head(cfg, with_new_tokens(cfg, source))
-    precision = resolve_precision(cfg.precision, machine)
-    device = "cpu" if machine.kind is None else "cuda"
+    precision = resolve_precision(cfg.precision, cluster)
+    device = "cpu" if cluster.gpu is None else "cuda"
     mix = resolve_mixture(MixtureBase.from_config(cfg.data))
     models = tuple(auxiliary_models(cfg, source, precision))
+    # Embeddings of several micro-batches: a step runs forward without gradients first.
+    embeds_twice = isinstance(cfg.loss, EmbeddingLoss) and cfg.global_batch_size > cfg.micro_batch_size
     return Workload(
         source=source,
         max_length=mix.capacity or mix.max_length,
         docs_per_row=1 if mix.packing else mix.docs_per_row,
+        docs_per_packed_row=mix.docs_per_row if mix.packing else 1,
         loss=proxy_loss(cfg.loss, source.spec, isinstance(cfg, HasReference)),
-        auxiliary=models,
-        num_reference_passes=num_reference_passes(cfg, models) + int(embeds_twice(cfg)),
-        omissions=(*list_omissions(cfg), *without_flash(machine)),
+        auxiliary_models=models,
+        num_reference_passes=num_reference_passes(cfg, models) + int(embeds_twice),
+        omissions=(*list_omissions(cfg), *without_flash(cluster)),
         precision=precision,
         parallel=cfg.parallel.resolve_auto(device),
         max_grad_norm=cfg.max_grad_norm,
-        random=cfg.init == "random",
+        random_init=cfg.init == "random",
         device=device,
-        flash=machine.kind is not None and machine.kind.capabilities.flash,
+        flash=cluster.gpu is not None and cluster.gpu.capabilities.flash,
         global_batch_size=cfg.global_batch_size,
         micro_batch_size=cfg.micro_batch_size,
         quantization=cfg.quantization,
@@ -184,17 +175,17 @@ def make_workload(cfg: Any, machine: ClusterSpec) -> Workload:
     )
 
 
-def resolve_precision(precision: PrecisionConfig, machine: ClusterSpec) -> PrecisionConfig:
-    """Resolve `auto` for a machine. Raise UserError if the machine does not support the dtype."""
-    if machine.kind is None:
+def resolve_precision(precision: PrecisionConfig, cluster: ClusterSpec) -> PrecisionConfig:
+    """Resolve `auto` for a cluster. Raise UserError if the cluster does not support the dtype."""
+    if cluster.gpu is None:
         precision.check(CPU)
     elif precision.compute_dtype == "tf32":
-        check_tf32(machine.kind.label, machine.kind.capabilities)
+        check_tf32(cluster.gpu.label, cluster.gpu.capabilities)
     if precision.compute_dtype != "auto":
         return precision
-    if machine.kind is None:
+    if cluster.gpu is None:
         return replace(precision, compute_dtype=resolve_auto("auto", CPU))
-    supported = machine.kind.capabilities
+    supported = cluster.gpu.capabilities
     return replace(precision, compute_dtype=choose_compute_dtype(supported.bf16, supported.fp16))
 
 
@@ -216,11 +207,11 @@ def list_omissions(cfg: TrainingOptions) -> Iterator[str]:
         yield "not planned: answers of generation_eval: their time and KV cache"
 
 
-def without_flash(machine: ClusterSpec) -> list[str]:
+def without_flash(cluster: ClusterSpec) -> list[str]:
     """Warning for GPUs without FlashAttention, whose attention memory and time are not planned."""
-    if machine.kind is None or machine.kind.capabilities.flash:
+    if cluster.gpu is None or cluster.gpu.capabilities.flash:
         return []
-    return [f"not planned: {machine.kind.label} has no FlashAttention: long rows need more memory and time than this"]
+    return [f"not planned: {cluster.gpu.label} has no FlashAttention: long rows need more memory and time than this"]
 
 
 def with_head(cfg: TrainingOptions, source: HFCheckpoint) -> HFCheckpoint:
@@ -249,47 +240,39 @@ def resolve_mixture(mix: MixtureBase) -> MixtureBase:
         return mix
 
 
-def build_rank_model(task: Workload, sizes: ParallelDims) -> Decoder:
+def build_rank_model(workload: Workload, dims: ParallelDims) -> Decoder:
     """Build the model of one rank on the meta device, with its dtypes."""
-    net = build.build_meta_model(task.source, task.quantization, without_initial_adapter(task.adapter))
-    parallelize_fake(net, sizes)
-    task.precision.apply(net, {} if task.random else dtypes(task.source, net), CPU)
-    return net
+    decoder = build.build_meta_model(workload.source, workload.quantization, without_initial_adapter(workload.adapter))
+    parallelize_fake(decoder, dims)
+    workload.precision.apply(decoder, {} if workload.random_init else dtypes(workload.source, decoder), CPU)
+    return decoder
 
 
-def get_rank_model(task: Workload, sizes: ParallelDims) -> Decoder:
+def get_rank_model(workload: Workload, dims: ParallelDims) -> Decoder:
     """Model of a rank on the meta device, cached. It must not be modified."""
-    options = sizes.tp, sizes.ep, sizes.cp, task.adapter, task.quantization, task.precision, task.random
-    key = task.source.spec, repr((str(task.source.path), len(task.source.trained_ids), *options))
+    key = workload.model_key(dims)
     if key not in RANK_MODELS:
-        RANK_MODELS[key] = build_rank_model(task, sizes)
+        RANK_MODELS[key] = build_rank_model(workload, dims)
     return RANK_MODELS[key]
 
 
-def profile_workload(task: Workload, sizes: ParallelDims, as_gathered: bool = False) -> StepProfile:
-    """Profile a step of one rank. `as_gathered`: with weights in the compute dtype, in which they are gathered."""
-    step = probe_step(task, sizes)
-    dims = sizes.tp, sizes.ep, sizes.cp
-    source, options = task.source, (task.quantization, task.precision, task.random, step, as_gathered)
-    key = source.spec, repr((str(source.path), len(source.trained_ids), dims, *options))
+def profile_workload(workload: Workload, dims: ParallelDims, as_gathered: bool = False) -> StepProfile:
+    """Profile a step of one rank, cached. `as_gathered`: with weights in the compute dtype of their all-gather."""
+    step = probe_step(workload, dims)
+    key = *workload.model_key(dims), repr((step, as_gathered))
     if key not in PROFILES:
-        kinds, net = copy_one_layer_per_kind(get_rank_model(task, sizes))
-        if as_gathered:
-            cast_params(net, task.compute)
-        PROFILES[key] = profile_step(net, kinds, step)
+        kinds, decoder = copy_one_layer_per_kind(get_rank_model(workload, dims))
+        for parameter in decoder.parameters() if as_gathered else ():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(workload.compute_dtype)
+        PROFILES[key] = profile_step(decoder, kinds, step)
     return PROFILES[key]
 
 
-def probe_step(task: Workload, sizes: ParallelDims) -> ProbeStep:
+def probe_step(workload: Workload, dims: ParallelDims) -> ProbeStep:
     """Options of the step that is profiled."""
-    memory = replace(task.memory, activation_offloading=False)
-    rows, num_micro_batches = task.micro(sizes) * task.docs_per_row, min(task.num_micro_batches(sizes), 2)
-    options = task.adapter, memory, task.optimizer, task.loss, task.max_grad_norm
-    return ProbeStep(*options, rows, task.max_length, num_micro_batches, task.device, task.flash)
-
-
-def cast_params(net: Decoder, dtype: torch.dtype) -> None:
-    """Cast all floating-point parameters, in place."""
-    for parameter in net.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+    memory = replace(workload.memory, activation_offloading=False)
+    options = workload.adapter, memory, workload.optimizer, workload.loss, workload.max_grad_norm
+    rows = workload.micro_batch_rows(dims) * workload.docs_per_row
+    num_micro_batches = min(workload.num_micro_batches(dims), 2)
+    return ProbeStep(*options, rows, workload.max_length, num_micro_batches, workload.device, workload.flash)

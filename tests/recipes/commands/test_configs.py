@@ -89,5 +89,5 @@ def test_hybrid_models_fit_the_gpu_of_their_config(model: str, tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[repo][0]))
     (path,) = (path for path in CONFIGS.values() if yaml.safe_load(path.read_text()).get("model") == repo)
     cfg = load_config(recipe_loader.load_recipe("sft").CONFIG, path, [f"model={tmp_path}"])
-    cluster = ClusterSpec(kind=gpu_by_name("h100"), memory=80 * 10**9)
+    cluster = ClusterSpec(gpu=gpu_by_name("h100"), memory=80 * 10**9)
     assert estimate(make_workload(cfg, cluster), cluster).fits is True

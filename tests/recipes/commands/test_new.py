@@ -162,7 +162,7 @@ def test_config_fits_the_machine(workspace: Workspace, monkeypatch: pytest.Monke
     assert result.code == 0 and result.err.count("preset") == 1, result.err
     assert yaml.safe_load(Path("new.yaml").read_text())["quantization"] == "nf4"
     cfg = recipe_loader.load_recipe_config(recipe_loader.load_recipe("sft"), "new.yaml", [], [])
-    cluster = ClusterSpec(kind=gpu_by_memory(8 * GIB), memory=8 * GIB)
+    cluster = ClusterSpec(gpu=gpu_by_memory(8 * GIB), memory=8 * GIB)
     assert estimate(make_workload(cfg, cluster), cluster).fits is True
 
 

@@ -25,14 +25,14 @@ def test_plan_needs_no_weights_rows_or_gpu(config_path: str, capsys: pytest.Capt
     args = ["plan", config_path, "max_steps=10", "--nproc-per-node", "2", "--gpu-type", "a100", "--gpu-hour-price", "2"]
     assert cli.main(args) == 0
     text = capsys.readouterr().out
-    assert "tunekit/llama3_2_1b on 2 x A100 80 GB (79 GiB)" in text and "to need less" in text
-    assert "costs" in text and "all-gather: weights, forward" in text
+    assert "tunekit/llama3_2_1b on 2 x A100 80 GB (79 GiB)" in text and "options that use less memory" in text
+    assert "cost: " in text and "all-gather: weights, forward" in text
 
 
 def test_assumed_gpu_is_reported(config_path: str, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["plan", config_path, "max_steps=10"]
-    assumed_gpu = "no --gpu-type given: assuming H100 with 79 GiB; set --gpu-type or --gpu-memory for another GPU\n"
-    assumed_speed = "no --gpu-type given: assuming the speed of RTX 4090; set --gpu-type for another GPU\n"
+    assumed_gpu = "no --gpu-type given: assuming H100, 79 GiB; set --gpu-type for another GPU\n"
+    assumed_speed = "no --gpu-type given: assuming RTX 4090, 24 GiB; set --gpu-type for another GPU\n"
     for extra_args, expected in (
         (["--nproc-per-node", "2"], assumed_gpu),
         (["--nproc-per-node", "2", "--gpu-memory", "24G"], assumed_speed),
@@ -41,7 +41,7 @@ def test_assumed_gpu_is_reported(config_path: str, capsys: pytest.CaptureFixture
         assert capsys.readouterr().out.startswith(f"{expected}\ntunekit/llama3_2_1b on 2 x ")
     assert cli.main([*args, "--nnodes", "2", "--json"]) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out)["machine"] == "2 x H100 (79 GiB) on 2 hosts" and err == f"{assumed_gpu}\n"
+    assert json.loads(out)["hardware"] == "2 x H100 (79 GiB) on 2 nodes" and err == f"{assumed_gpu}\n"
     for extra_args in (
         [],
         ["--nproc-per-node", "2", "--gpu-type", "h100"],
@@ -57,18 +57,18 @@ def test_json_output_and_config_that_fits(config_path: str, capsys: pytest.Captu
     assert cli.main(args) == 0
     result = json.loads(capsys.readouterr().out)
     assert (
-        result["fit"]["peak"] <= 24 * 2**30
+        result["auto"]["peak"] <= 24 * 2**30
         and max(phase["total"] for phase in result["phases"].values()) == result["peak"]
     )
     assert cli.main(["plan", "b.yaml", "--gpu-memory", "24G", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["peak"] == result["fit"]["peak"]
+    assert json.loads(capsys.readouterr().out)["peak"] == result["auto"]["peak"]
 
 
 def test_config_that_does_not_fit_exits_with_2(config_path: str, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["plan", config_path, "max_steps=10", "--gpu-type", "rtx4090", "--gpu-memory"]
     assert cli.main([*args, "2G"]) == 2
     out, err = capsys.readouterr()
-    assert "does not fit: " in out and "to need less" in out
+    assert "short by " in out and "options that use less memory" in out
     assert err.startswith("error: a.yaml: does not fit 1 x RTX 4090 (2 GiB).") and "--auto" in err
     assert err.count("\n") == 1
     assert cli.main([*args, "2G", "--json"]) == 2
@@ -146,3 +146,31 @@ def test_search_on_the_cpu_is_refused_at_once(config_path: str, capsys: pytest.C
 
 def test_gpu_of_unknown_size_has_no_name() -> None:
     assert hardware.gpu_by_memory(hardware.GIB).label == "GPU with H100 speed"
+
+
+def test_longest_rows_are_printed_with_their_limit(config_path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", config_path, "max_steps=10", "adapter=lora", "--gpu-type", "rtx4090", "--max-length"]
+    assert cli.main([*args, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    length = result["max_length"]["tokens"]
+    assert result["max_length"]["limited_by"] == "memory" and result["max_length"]["peak"] <= result["device_memory"]
+    assert cli.main(args) == 0
+    assert f"data.max_length={length}" in capsys.readouterr().out
+    assert (
+        cli.main(
+            ["plan", config_path, "max_steps=10", f"data.max_length={length}", "adapter=lora", *args[4:6], "--json"]
+        )
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out)["peak"] == result["max_length"]["peak"]
+
+
+def test_longest_rows_are_those_of_this_machine_by_default(
+    config_path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = hardware.ClusterSpec(memory=4 * hardware.GIB)
+    monkeypatch.setattr(hardware, "this_machine", lambda num_devices: cluster)
+    assert cli.main(["plan", config_path, "max_steps=10", "model=tunekit/nano", "--max-length", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["hardware"] == "the CPU" and result["max_length"]["tokens"] > 0
+    assert cli.main(["plan", config_path, "--max-length", "--auto"]) == 2

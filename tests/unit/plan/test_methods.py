@@ -143,8 +143,8 @@ def planned_and_measured(folder: Path) -> list[tuple[int, int]]:
         training.check_training(cfg)
         with PeakRecorder(module) as recorder:
             module.main(cfg)
-        moments = (plan.memory.phases[phase] for phase in ("forward", "backward", "step"))
-        results.append((max(moment.total - moment.parts["process"] for moment in moments), recorder.peaks[-1]))
+        peaks = (plan.memory.phases[phase] for phase in ("forward", "backward", "optimizer_step"))
+        results.append((max(peak.total - peak.components["runtime"] for peak in peaks), recorder.peaks[-1]))
     return results
 
 
@@ -158,10 +158,14 @@ def test_estimated_memory_matches_a_real_step(tmp_path: Path) -> None:
 def test_adapter_of_a_teacher_is_counted_with_its_base(tmp_path: Path) -> None:
     _, cfg = make_config(tmp_path, "distill")
     without_adapter = plan_config(replace(cfg, teacher=Teacher(model="tunekit/nano")))
-    tensors = write_adapter(tmp_path / "adapter", without_adapter.task.source.spec, rank=4)
+    tensors = write_adapter(tmp_path / "adapter", without_adapter.workload.source.spec, rank=4)
     with_adapter = plan_config(replace(cfg, teacher=Teacher(model=str(tmp_path / "adapter"))))
     num_added = sum(x.numel() for x in tensors.values())
-    assert with_adapter.peak.parts["auxiliary"] - without_adapter.peak.parts["auxiliary"] == 4 * num_added > 0  # fp32
+    assert (
+        with_adapter.peak.components["auxiliary_models"] - without_adapter.peak.components["auxiliary_models"]
+        == 4 * num_added
+        > 0
+    )  # fp32
 
 
 def write_adapter(folder: Path, spec: DecoderSpec, rank: int) -> dict[str, Tensor]:
@@ -192,8 +196,8 @@ def test_extra_forward_passes_take_time(tmp_path: Path) -> None:
 
 def test_weights_of_a_reference_copy_are_gathered(tmp_path: Path) -> None:
     plan = plan_config(make_config(tmp_path, "dpo")[1], 2)
-    sent = {flow.tensors: flow.bytes for flow in plan.step_time.comm_volumes}
-    assert sent["weights of the other model"] == pytest.approx(sent["weights, forward"] / 2, rel=0.01)  # in 16 bits
+    sent = {volume.tensors: volume.bytes for volume in plan.step_time.comm_volumes}
+    assert sent["weights of auxiliary models"] == pytest.approx(sent["weights, forward"] / 2, rel=0.01)  # in 16 bits
 
 
 def plan_config(cfg: Any, devices: int = 1) -> estimate.Estimate:

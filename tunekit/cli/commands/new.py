@@ -7,9 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tunekit import build, devices, env_info
+from tunekit import build
 from tunekit.checkpoint import atomic
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.cli import recipe_loader
@@ -17,10 +15,9 @@ from tunekit.config import load
 from tunekit.config.dump import to_yaml
 from tunekit.errors import UserError
 from tunekit.hub import download
-from tunekit.plan import oom_report
 from tunekit.plan.auxiliary_models import model_or_preset
 from tunekit.plan.draft_config import Draft, draft_config, draft_name
-from tunekit.plan.hardware import ClusterSpec, make_cluster
+from tunekit.plan.hardware import ClusterSpec, make_cluster, this_machine
 from tunekit.plan.report import format_duration, format_gib
 from tunekit.plan.sample_rows import RowSample, sample_rows
 from tunekit.training.data_checks import column_warnings
@@ -35,12 +32,13 @@ def main(args: argparse.Namespace) -> None:
     output = Path(args.output or f"{draft_name(args.model, args.data, args.task)}.yaml")
     if output.exists() and not args.force:
         raise UserError(f"{output}: already exists. Pass --force to overwrite it, or --output for another file")
-    recipe, machine = recipe_loader.load_recipe(sample.task), find_machine(args)
+    recipe, gpu_options = recipe_loader.load_recipe(sample.task), (args.gpus, args.gpu_type, args.gpu_memory)
+    cluster = this_machine() if gpu_options == (None, None, None) else make_cluster(*gpu_options)
     load_tree = partial(load_draft, recipe.CONFIG)
-    draft = draft_config(args.model, source, sample, args.full, load_tree, machine)
+    draft = draft_config(args.model, source, sample, args.full, load_tree, cluster)
     draft.tree["output_dir"] = f"runs/{output.stem}"
     command = shlex.join(["tune", "new", args.model, args.data])
-    atomic.write_text_atomic(output, draft.format(f"Written by `{command}` for {machine.label}"))
+    atomic.write_text_atomic(output, draft.format(f"Written by `{command}` for {cluster.label}"))
     if is_complete:
         cfg = recipe_loader.load_recipe_config(recipe, str(output), (), ())
         recipe.check(cfg)
@@ -48,7 +46,7 @@ def main(args: argparse.Namespace) -> None:
     for problem in draft.problems:
         print(f"warning: {problem}", file=sys.stderr)
     print(f"written: {output}", file=sys.stderr)
-    print(describe(draft, sample, output, machine))
+    print(describe(draft, sample, output, cluster))
 
 
 def load_draft(cls: type, tree: dict[str, Any]) -> Any:
@@ -68,24 +66,12 @@ def open_source(model: str) -> tuple[HFCheckpoint, bool]:
     return source, True
 
 
-def find_machine(args: argparse.Namespace) -> ClusterSpec:
-    """The machine of the arguments; by default all GPUs of this one, or its CPU and free memory."""
-    if (args.gpus, args.gpu_type, args.gpu_memory) != (None, None, None):
-        return make_cluster(args.gpus, args.gpu_type, args.gpu_memory)
-    device = devices.select("auto")
-    if device.type == "cpu":
-        return ClusterSpec(memory=env_info.available_memory())
-    has_several = devices.capabilities(device).backend is not None
-    count = torch.get_device_module(device).device_count() if has_several else 1
-    return oom_report.current_hardware(device, count, 1)
-
-
-def describe(draft: Draft, sample: RowSample, output: Path, machine: ClusterSpec) -> str:
+def describe(draft: Draft, sample: RowSample, output: Path, cluster: ClusterSpec) -> str:
     """The plan in one line, and the commands to type next."""
     assert draft.plan is not None
-    run = f"tune run {output}" + (f" --nproc-per-node {machine.devices}" if machine.devices > 1 else "")
+    run = f"tune run {output}" + (f" --nproc-per-node {cluster.devices}" if cluster.devices > 1 else "")
     steps = draft.plan.step_count
-    numbers = [f"at most {format_gib(draft.plan.peak.total)} GiB of {machine.label}"]
+    numbers = [f"at most {format_gib(draft.plan.peak.total)} GiB of {cluster.label}"]
     numbers += [f"{'' if steps.exact else 'about '}{steps.steps:,} steps"] if steps is not None else []
     numbers += [f"about {format_duration(draft.plan.hours * 3600)}"] if draft.plan.hours is not None else []
     use = f"tune chat {draft.tree['output_dir']}" if sample.task not in ("reward", "embed") else ""
