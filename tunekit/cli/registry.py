@@ -7,7 +7,6 @@ import ast
 from collections.abc import Iterable
 from pathlib import Path
 
-import tunekit
 import tunekit.recipes
 from tunekit.config.migration_hints import suggest_recipe
 from tunekit.config.suggestions import closest_match
@@ -16,7 +15,7 @@ from tunekit.system import read_utf8
 
 RECIPES = Path(next(iter(tunekit.recipes.__path__)))
 CONFIGS = RECIPES.parent / "configs"
-TRAIN_LOOP = Path(tunekit.__path__[0], "training/train_loop.py")  # of the training recipes
+TRAIN_LOOP = Path(__file__).parents[1] / "training/train_loop.py"  # of the training recipes
 
 
 def list_recipes() -> dict[str, Path]:

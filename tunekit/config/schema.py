@@ -125,8 +125,8 @@ def key_markdown(cls: type, key: str) -> str:
     """
     uses = {}
     for choice, (places, _) in _find_uses(cls).items():
-        if own := [place for place in places if place.strip("`").partition(": ")[0] == key]:
-            uses[choice] = own
+        if matching := [place for place in places if place.strip("`").partition(": ")[0] == key]:
+            uses[choice] = matching
     if uses:
         return "\n".join(_section(f"## {', '.join(places)}", choice) for choice, places in uses.items())
     comments, slots = field_comments(cls), field_slots(cls)
