@@ -38,6 +38,8 @@ KNOWN_KEYS |= {"r", "rank_pattern", "revision", "runtime_config", "target_module
 KNOWN_KEYS |= {"trainable_token_indices", "use_dora", "use_rslora"}
 OFF = (None, False, 0, "", [], {})  # values of a key that has no effect
 
+LAYER_INDEX = re.compile(r".*?\.[^.]*\.(\d+)\.")  # as in PEFT: the first number in the name of a module
+
 # Types of the values, and their names in errors. Keys other than `r` and `lora_alpha` may be missing or null.
 NUMBER, NAMES, OBJECT = ((int, float), "a number"), ((list, str), "a list of names"), ((dict,), "an object")
 TYPES: dict[str, tuple[tuple[type, ...], str]] = {"r": ((int,), "an integer"), "lora_alpha": NUMBER}
@@ -133,6 +135,23 @@ class PeftConfigFile:
                 raise UserError(f"{self.file}: {table}: {pattern}: {error}") from error
         return default
 
+    def key_that_excludes(self, module: str) -> str | None:
+        """Key by which PEFT gives a module no adapter, and ignores its tensors; None if there is none.
+
+        Lists of names are compared, patterns of exclude_modules and target_modules are not.
+        """
+        excluded, targets = self.values.get("exclude_modules"), self.values.get("target_modules")
+        if isinstance(excluded, list) and is_listed(module, excluded):
+            return "exclude_modules"
+        if not isinstance(targets, list) or module in targets or self.values.get("target_parameters"):
+            return None
+        if not is_listed(module, targets):
+            return "target_modules"
+        layers = self.values.get("layers_to_transform")
+        layers = [layers] if isinstance(layers, int) else layers or []
+        index = None if self.values.get("layers_pattern") else LAYER_INDEX.match(module)
+        return "layers_to_transform" if layers and index and int(index[1]) not in layers else None
+
     def check_modules_to_save(self, modules: Iterable[str]) -> None:
         """Raise UserError if a module in modules_to_save has no tensors."""
         optional = HEAD_MODULES if self.has_score_head else ()
@@ -149,6 +168,11 @@ class PeftConfigFile:
     def is_target_parameter(self, tensor: str) -> bool:
         """Whether a checkpoint tensor is in target_parameters instead of target_modules."""
         return any(f".{tensor}".endswith(f".{target}") for target in self.values.get("target_parameters") or [])
+
+
+def is_listed(module: str, names: list[str]) -> bool:
+    """Whether a name is that of a module, or the end of it."""
+    return any(f".{module}".endswith(f".{name}") for name in names)
 
 
 @cache

@@ -239,6 +239,10 @@ class AdapterReader:
         targets: dict[LoRATarget, dict[str, dict[str, str]]] = {}
         for (module, depth), kinds in modules.items():
             match = self.match_key(self.adapted_tensor(module, depth))
+            key = None if match.ours[0] in TOKEN_PARAMETERS else self.config.key_that_excludes(module)
+            if key is not None:  # a tied head may have the adapter of the embedding
+                problem = f"{TENSORS} has tensors of {module}, which {key} excludes, so that PEFT would ignore them"
+                raise UserError(f"{self.config.file}: {problem}. Correct {key}, or remove the tensors.")
             tensor = match.hub[match.position].replace("*", str(match.expert))
             targets.setdefault(LoRATarget.from_match(match), {})[tensor] = self.check_complete(module, kinds)
         parsed = self.choose_layout([self.build_target(site, tensors) for site, tensors in targets.items()])

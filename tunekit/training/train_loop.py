@@ -17,6 +17,7 @@ from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.prefetch import Prefetcher
 from tunekit.data.tokenizer import Tokenizer
+from tunekit.errors import UserError
 from tunekit.loggers.metric_logger import MetricLogger
 from tunekit.models.decoder import Decoder
 from tunekit.optim.train_optimizer import TrainOptimizer
@@ -134,6 +135,8 @@ class TrainLoop:
             lr, data_step = self.lr_scheduler.get_last_lr()[0], self.guard.data_step(self.step)
             step = TrainStep(self.step, data_step, lr, self.prefetcher.next(), self.guard)
             yield step
+            if not step.metrics:
+                raise UserError(f"step {self.step + 1}: the recipe has logged no loss. Call step.log(loss, grad_norm).")
             self.finish_step(step)
         self.step = self.early_stopping.finish(self.checkpointer, self.step, self.num_steps)  # loads the best weights
 

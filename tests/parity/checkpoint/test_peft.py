@@ -260,6 +260,21 @@ def test_loaded_model_applies_no_dropout(tmp_path: Path) -> None:
     assert relative_error(model(random_tokens()), other.eval()(random_tokens()).logits) < 3e-5
 
 
+@pytest.mark.parametrize(("key", "value"), [
+    ("layers_to_transform", [1]), ("layers_to_transform", 1), ("target_modules", ["q_proj"]),
+    ("exclude_modules", ["layers.0.mlp.down_proj"]),
+])  # fmt: skip
+@torch.no_grad()
+def test_tensors_that_peft_ignores_are_refused(key: str, value: object, tmp_path: Path) -> None:
+    folder, other = make_peft_adapter(tmp_path, "qwen3", target_modules=["q_proj", "down_proj"])
+    expected = other(random_tokens()).logits
+    assert relative_error(load_inference_model(folder)(random_tokens()), expected) < 3e-5
+    edit_config(folder, **{key: value})
+    ignored = open_with_peft(load_transformers_model(tmp_path / "base"), folder)(random_tokens()).logits
+    assert relative_error(ignored, expected) > 1e-2
+    assert_rejected(f"{folder / 'adapter_config.json'}: ", lambda: load_inference_model(folder))
+
+
 EXPERTS = {"target_modules": [], "target_parameters": ["gate_up_proj", "down_proj"]}
 
 
