@@ -6,6 +6,7 @@ tune run grpo llama3_2/3b_grpo_gsm8k_lora loss=dr_grpo
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -61,16 +62,17 @@ def train(cfg: GRPOConfig, run: RunContext) -> None:
         model = load_model(checkpoint, cfg, dist)
         reference = cfg.reference.open_model(cfg, checkpoint, model, dist) if cfg.loss.needs_reference else None
         objective = open_objective(cfg, train_data, model, reference, dist)
-        sampler, rollouts = RolloutSampler(cfg, model, train_data, dist), RolloutBuffer(cfg)
+        sampler, buffer = RolloutSampler(cfg, model, train_data, dist), RolloutBuffer(cfg)
         optimizer = build_optimizer(cfg, model, dist)
-        evaluate, checks = (lambda: sampler.evaluate(eval_data, loop.step)), [DriftLimit(cfg, dist)]
+        evaluate = partial(sampler.evaluate, eval_data, loop)
         # Resumes; between two steps it logs, evaluates, saves, uploads, rolls back or stops as the config says
-        for step in loop.start(model, optimizer, evaluate, checks, rollouts=rollouts):
-            if rollouts.needs_rollouts(step.data_step):
+        for step in loop.start(model, optimizer, evaluate, [DriftLimit(cfg, dist)], rollouts=buffer):
+            if buffer.needs_rollouts(step.data_step):
                 answers = sampler.sample(train_data.prompts(step.data_step), step.data_step)
                 samples, metrics = make_samples(answers, model, objective, cfg)
-                rollouts.fill(step.data_step, samples, sampler.log(answers, samples, metrics, loop.logger))
-            policy_step = objective.begin_step(model, *rollouts.take(step.data_step))
+                sampler.log(answers, samples, metrics, loop.logger)
+                buffer.fill(step.data_step, samples, answers.metrics | metrics)
+            policy_step = objective.begin_step(model, *buffer.take(step.data_step))
             step.batches = policy_step.batches
             loss, metrics = forward_backward(model, policy_step, objective)
             grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
@@ -78,7 +80,7 @@ def train(cfg: GRPOConfig, run: RunContext) -> None:
                 optimizer.zero_grad()  # without gradients, `step` changes no weight
             optimizer.step()
             optimizer.zero_grad()
-            step.log(loss, grad_norm, **rollouts.metrics | metrics)
+            step.log(loss, grad_norm, **buffer.metrics | metrics)
 
 
 def make_samples(
@@ -101,14 +103,11 @@ def make_samples(
 
 
 def forward_backward(model: Decoder, step: PolicyStep, objective: PolicyObjective) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the gradients of one optimizer step. Returns its loss and its other metrics, over all ranks.
-
-    The weights of all tokens are known in advance, so micro-batches and ranks add up to the loss of the step.
-    """
+    """Compute the gradients of one optimizer step. Returns its loss and its other metrics, over all ranks."""
     dist = objective.dist
     for i, batch in enumerate(step.batches, start=1):
         dist.set_gradient_sync(model, enabled=i == len(step.batches))  # reduce gradients in the last micro-batch only
-        loss = objective.token_loss(model, batch, step)
+        loss = objective.token_loss(model, batch, step)  # those of all micro-batches and ranks add up
         (loss * dist.grad_scale).backward()  # FSDP averages gradients over ranks; this makes it a sum
     metrics = objective.metrics(step)
     return metrics.pop("loss"), metrics

@@ -5,6 +5,7 @@ tune run ppo mistral/7b_ppo_full reward.model=REWARD_MODEL
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from tunekit.policy.objective import PolicyObjective, PolicyStep, open_objective
 from tunekit.policy.ppo import PPOBuffer, PPOObjective, PPOSamples, objective_metrics
 from tunekit.policy.prompt_loader import open_prompts
 from tunekit.policy.rollout_sampler import RolloutSampler, ScoredRollouts
-from tunekit.policy.samples import PolicySamples
 from tunekit.training.run_context import RunContext, run_training
 from tunekit.training.setup import build_optimizer, load_model
 from tunekit.training.train_loop import TrainLoop
@@ -68,16 +68,17 @@ def train(cfg: PPOConfig, run: RunContext) -> None:
         model = load_model(checkpoint, cfg, dist, value_head=True)  # saved in training states only
         reference = cfg.reference.open_model(cfg, checkpoint, model, dist) if cfg.loss.needs_reference else None
         objective = open_objective(cfg, train_data, model, reference, dist, PPOObjective)
-        sampler, rollouts = RolloutSampler(cfg, model, train_data, dist), PPOBuffer(cfg)
+        sampler, buffer = RolloutSampler(cfg, model, train_data, dist), PPOBuffer(cfg)
         optimizer = build_optimizer(cfg, model, dist, cfg.value_lr)
-        evaluate, checks = (lambda: sampler.evaluate(eval_data, loop.step)), [DriftLimit(cfg, dist)]
+        evaluate = partial(sampler.evaluate, eval_data, loop)
         # Resumes; between two steps it logs, evaluates, saves, uploads, rolls back or stops as the config says
-        for step in loop.start(model, optimizer, evaluate, checks, rollouts=rollouts):
-            if rollouts.needs_rollouts(step.data_step):
+        for step in loop.start(model, optimizer, evaluate, [DriftLimit(cfg, dist)], rollouts=buffer):
+            if buffer.needs_rollouts(step.data_step):
                 answers = sampler.sample(train_data.prompts(step.data_step), step.data_step)
                 samples, metrics = make_samples(answers, model, objective, cfg)
-                rollouts.fill(step.data_step, samples, sampler.log(answers, samples, metrics, loop.logger))
-            policy_step = objective.begin_step(model, *rollouts.take(step.data_step))
+                sampler.log(answers, samples, metrics, loop.logger)
+                buffer.fill(step.data_step, samples, answers.metrics | metrics)
+            policy_step = objective.begin_step(model, *buffer.take(step.data_step))
             step.batches = policy_step.batches
             loss, metrics = forward_backward(model, policy_step, objective)
             grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
@@ -85,7 +86,7 @@ def train(cfg: PPOConfig, run: RunContext) -> None:
                 optimizer.zero_grad()  # without gradients, `step` changes no weight
             optimizer.step()
             optimizer.zero_grad()
-            step.log(loss, grad_norm, **rollouts.metrics | metrics)
+            step.log(loss, grad_norm, **buffer.metrics | metrics)
 
 
 def make_samples(
@@ -94,7 +95,7 @@ def make_samples(
     """Training samples of a generation: tokens with log-probabilities and values before the first update, advantages
     and returns. Also returns metrics with TRL's names. Answers without a reward are not trained.
     """
-    samples = PolicySamples.from_rollouts(answers.rollouts, cfg.loss.mask_truncated_completions)
+    samples = PPOSamples.from_rollouts(answers.rollouts, cfg.loss.mask_truncated_completions)
     scores = answers.rewards - (cfg.loss.missing_eos_penalty or 0) * answers.is_truncated
     samples = replace(samples, loss_mask=samples.loss_mask & ~scores.isnan()[:, None])
     logps, _, values = objective.score(model, samples)
@@ -107,14 +108,11 @@ def make_samples(
 
 
 def forward_backward(model: Decoder, step: PolicyStep, objective: PolicyObjective) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the gradients of one optimizer step. Returns its loss and its other metrics, over all ranks.
-
-    The weights of all tokens are known in advance, so micro-batches and ranks add up to the loss of the step.
-    """
+    """Compute the gradients of one optimizer step. Returns its loss and its other metrics, over all ranks."""
     dist = objective.dist
     for i, batch in enumerate(step.batches, start=1):
         dist.set_gradient_sync(model, enabled=i == len(step.batches))  # reduce gradients in the last micro-batch only
-        loss = objective.token_loss(model, batch, step)
+        loss = objective.token_loss(model, batch, step)  # those of all micro-batches and ranks add up
         (loss * dist.grad_scale).backward()  # FSDP averages gradients over ranks; this makes it a sum
     metrics = objective.metrics(step)
     return metrics.pop("loss"), metrics

@@ -9,6 +9,7 @@ The cache of tokenized rows is off unless a test sets its directory.
 import gc
 import os
 import random
+import signal
 import sys
 import zlib
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ DETERMINISTIC = os.environ.get("TUNEKIT_RANDOM") != "1"
 settings.register_profile("tunekit", derandomize=DETERMINISTIC, deadline=None)
 settings.load_profile("tunekit")
 os.environ["TUNEKIT_CACHE"] = "off"
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs with SIGINT ignored
 # Inductor would compile a program for each instruction set of the CPU to test the compiler, 7 CPU seconds.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Transformers and TRL import these if they can, which takes 4 CPU seconds. Tests that need them import them later.

@@ -10,6 +10,7 @@ import torch
 from tunekit.checkpoint import atomic, final_checkpoint
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.models.decoder import Decoder
+from tunekit.training import train_loop
 from tunekit.training.run_context import RunContext
 
 
@@ -24,7 +25,7 @@ def run_recipe(name: str, cfgs: Sequence[Any], verified: Any = None) -> None:
     recipe: Any = importlib.import_module(f"tunekit.recipes.{name}")
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe, "export_final", save_result)
+        patch.setattr(train_loop, "export_final", save_result)
         for cfg in cfgs:
             recipe.main(cfg)
     if verified is not None:

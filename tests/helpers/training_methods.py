@@ -5,10 +5,12 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from tunekit.config import load
 from tunekit.loggers import metrics_file
+from tunekit.training import train_loop
 
 # Recipe and data section of each method.
 CHATS = "data: {{kind: chat, source: {folder}/chats.jsonl, max_length: 64, packing: {pack}}}\nmicro_batch_size: 3"
@@ -120,8 +122,10 @@ def run_all_cases(folder: Path, model: Path, out: str, cases: list[Case]) -> lis
 def run_case(case: Case, folder: Path, model: Path, out: Path, suffix: str = "") -> RunResult:
     """Train. `suffix` is appended to the config."""
     recipe: Any = importlib.import_module(f"tunekit.recipes.{METHODS[case.method][0]}")
-    recipe.export_final = lambda *_: None
-    recipe.main(load.load_config(recipe.CONFIG, make_config(case, folder, model, out) + suffix))
+    cfg = load.load_config(recipe.CONFIG, make_config(case, folder, model, out) + suffix)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_loop, "export_final", lambda *_: None)
+        recipe.main(cfg)
     lines = [line for line in metrics_file.read_metrics(out) if "loss" in line]
     metrics = {name: [line[name] for line in lines] for name in lines[0] if is_deterministic(name)}
     log = out / "episodes.jsonl"

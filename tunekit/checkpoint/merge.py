@@ -38,7 +38,7 @@ from tunekit.checkpoint.save_model import (
 )
 from tunekit.checkpoint.sentence_transformers import copy_modules
 from tunekit.data.tokenizer_files import MODEL as TOKENIZER_JSON
-from tunekit.data.tokenizer_files import check_model_type
+from tunekit.data.tokenizer_files import TokenizerFiles, check_model_type
 from tunekit.models.decoder import TIED
 from tunekit.models.weight_map import Identity, KeyMapping, Stack, match_hub_name
 
@@ -255,8 +255,8 @@ def check_tokenizer(base: HFCheckpoint, adapter: ModelDir) -> None:
     file, base_file = adapter.path / TOKENIZER_JSON, base.tokenizer_path / TOKENIZER_JSON
     if not adapter.has_tokenizer or (base_file.is_file() and file.read_bytes() == base_file.read_bytes()):
         return
-    if (hints := adapter.tokenizer.class_hints) is not None:
-        check_model_type(hints, adapter.config, base.config)
+    hints = TokenizerFiles.read(adapter.path, adapter.config).hints
+    check_model_type(hints, adapter.config, base.config)
 
 
 def write_companion_files(base: HFCheckpoint, adapter: AdapterDir, folder: Path) -> None:

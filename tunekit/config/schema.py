@@ -120,21 +120,31 @@ def overview_markdown(cls: type) -> str:
 
 
 def key_markdown(cls: type, key: str) -> str:
-    """Markdown with the options of all kinds of a key such as `loss` or `data.transforms`. Raises UserError if the key
-    has none.
+    """Markdown with the options of all kinds of a key such as `loss` or `data.transforms`, or of those that have
+    an option such as `optimizer.lr`. Raises UserError for an unknown key.
     """
-    uses = {}
-    for choice, (places, _) in _find_uses(cls).items():
-        if matching := [place for place in places if place.strip("`").partition(": ")[0] == key]:
-            uses[choice] = matching
-    if uses:
-        return "\n".join(_section(f"## {', '.join(places)}", choice) for choice, places in uses.items())
+    parent, _, name = key.rpartition(".")
+    all_uses = _find_uses(cls)
+    for path, option in ((key, None), (parent, name)):
+        sections = [
+            _section(f"## {', '.join(matching)}", choice)
+            for choice, (places, _) in all_uses.items()
+            if (matching := [place for place in places if _key_of(place) == path])
+            and (option is None or option in field_slots(choice))
+        ]
+        if sections:
+            return "\n".join(sections)
     comments, slots = field_comments(cls), field_slots(cls)
     if key in slots:
         return f"`{key}`: {_type_label(slots[key].hint)}, default {_default(slots[key])}. {comments.get(key, '')}\n"
-    keys = {place.strip("`").partition(": ")[0] for places, _ in _find_uses(cls).values() for place in places}
-    match = closest_match(key, [*slots, *sorted(keys)])
+    keys = sorted({_key_of(place) for places, _ in all_uses.values() for place in places})
+    match = closest_match(key, [*slots, *keys])
     raise UserError(f"{key}: unknown key.{f' Did you mean {match}?' if match else ''}")
+
+
+def _key_of(place: str) -> str:
+    """Key of a title such as `optimizer: adamw`."""
+    return place.strip("`").partition(": ")[0]
 
 
 def _find_uses(cls: type) -> dict[type, tuple[list[str], int]]:

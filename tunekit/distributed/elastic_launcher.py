@@ -38,6 +38,8 @@ KEEPALIVE_SECONDS, KEEPALIVE_ATTEMPTS = 1, 15  # messages, and how many of them 
 LINGER_SECONDS = 5.0  # maximum time for which a node waits at its end until the others have read the result
 RUN_ID = "tunekit"
 NETWORK_ERRORS = (rendezvous.RendezvousError, DistError, OSError)
+# Of records that another program or version has written
+DATA_ERRORS = (RuntimeError, ValueError, LookupError, AttributeError, TypeError, EOFError, pickle.UnpicklingError)
 
 
 class RunEnded(Exception):
@@ -55,7 +57,7 @@ def run_in_thread(function: Callable[[], Any]) -> Future[Any]:
     def run() -> None:
         try:
             future.set_result(function())
-        except NETWORK_ERRORS as error:
+        except (*NETWORK_ERRORS, *DATA_ERRORS) as error:  # raised by `result` in the thread that waits
             future.set_exception(error)
 
     Thread(target=run, daemon=True).start()
@@ -151,7 +153,9 @@ class NodeRendezvous(rendezvous.RendezvousHandler):
             while not joining.done() and time.monotonic() < deadline:
                 if self.stop_requests.received:
                     number = self.stop_requests.received[0]
-                    text = f"{number.name} while waiting for other nodes: nothing was started"
+                    text = f"{number.name} while waiting for other nodes" + ": nothing was started" * (
+                        not self.num_starts
+                    )
                     raise RunEnded("interrupted", 128 + number, text)
                 time.sleep(POLL_SECONDS)
             if not joining.done() or isinstance(joining.exception(), NETWORK_ERRORS):
@@ -221,16 +225,18 @@ class NodeRendezvous(rendezvous.RendezvousHandler):
         """Result of all nodes, once one of them has failed or is lost, or all have ended."""
         backend, endpoint = self.backend, self.config.rendezvous
         assert backend is not None
-        is_silent = time.monotonic() - backend.last_read > self.timeout
+        is_silent = not self.is_host and time.monotonic() - backend.last_read > self.timeout
         if backend.failure:
             return RunResult(**json.loads(backend.failure))
+        if backend.num_done == self.config.nodes:  # its host may have ended since
+            return RunResult("succeeded")
         if backend.is_closed or is_silent:
             self.store = None  # connect again
             text = f"no message from {endpoint} for {self.timeout:g} s"
             return RunResult("failed", 1, text if is_silent else f"{endpoint} has gone: its `tune run` has ended")
         if silent := backend.silent_nodes(self.timeout):
             return RunResult("failed", 1, f"no message from {', '.join(silent)} for {self.timeout:g} s")
-        return RunResult("succeeded") if backend.num_done == self.config.nodes else None
+        return None
 
     def leave(self) -> None:
         """Wait until the other nodes have read the result, because the store ends with its host."""
@@ -250,7 +256,11 @@ class NodeRendezvous(rendezvous.RendezvousHandler):
     def set_closed(self) -> None:
         """Do nothing."""
 
-    get_backend, shutdown = get_run_id, is_closed
+    def get_backend(self) -> str:
+        return "c10d"
+
+    def shutdown(self) -> bool:
+        return True  # the store ends with the process of its host
 
 
 class NodeAgent(elastic.SimpleElasticAgent):

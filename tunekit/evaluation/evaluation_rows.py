@@ -9,6 +9,7 @@ from tunekit.data.datasets import DatasetConfig
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.readers.row_reader import BadRow, Row
+from tunekit.data.row_errors import USER_CODE_ERRORS, format_row_error
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 
@@ -60,13 +61,14 @@ def add_prompts(
 
 def encode_prompt(row: Row, config: DatasetConfig, tokenizer: Tokenizer) -> list[int] | None:
     """Token ids of the conversation up to the last answer, with the start of an answer; None without a conversation."""
-    fields = config.apply_transforms(row.fields)
-    assert fields is not None, "a row with a document is not filtered"
     try:
+        fields = config.apply_transforms(row.fields)
+        if fields is None:
+            raise UserError("a transform now removes this row. Transforms must be deterministic")
         conversation = config.prompt_conversation(fields)
         return conversation and encode_conversation(tokenizer, conversation.messages, conversation.tools)
-    except UserError as error:
-        raise UserError(f"{row.where}: {error}") from None
+    except (UserError, *USER_CODE_ERRORS) as error:
+        raise UserError(f"{row.where}: {format_row_error(error, row.fields, config)}") from None
 
 
 def iter_questions(rows: Iterable[EvaluationRow], tokenizer: Tokenizer) -> Iterator[Question]:

@@ -61,7 +61,8 @@ class RewardSignals(NamedTuple):
     values: Tensor | None = None  # (N, T), of the value head before each token, if the loss trains one
 
 
-class Advantages(NamedTuple):
+@dataclass(frozen=True)
+class Advantages:
     """Advantages (N, T) or (N, 1), and the standard deviations (N,) of the rewards that they were scaled by."""
 
     values: Tensor

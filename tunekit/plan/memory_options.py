@@ -44,10 +44,16 @@ def has_fp32_weights(plan: Estimate) -> bool:
     return plan.workload.precision.master_dtype == "fp32"
 
 
+def can_step_in_backward(workload: Workload) -> bool:
+    """Whether `memory.optimizer_in_bwd` is off, and compatible with the other keys."""
+    is_scaled = workload.precision.compute_dtype == "fp16"
+    return not (workload.memory.optimizer_in_bwd or workload.needs_graphs or workload.can_drop_steps or is_scaled)
+
+
 # fmt: off
 FULL_CHECKPOINTING = MemoryOption(
     {"memory.activation_checkpointing": "full"}, "recomputes each layer in the backward pass",
-    lambda plan: plan.workload.memory.activation_checkpointing == "none")
+    lambda plan: plan.workload.memory.activation_checkpointing == "none" and not plan.workload.needs_graphs)
 ADAMW_8BIT = MemoryOption(
     {"optimizer": AdamW8bitConfig()}, "optimizer states in 8 bits",
     lambda plan: type(plan.workload.optimizer) is AdamWConfig,
@@ -55,7 +61,7 @@ ADAMW_8BIT = MemoryOption(
 OPTIMIZER_IN_BWD = MemoryOption(
     {"memory.optimizer_in_bwd": True, "max_grad_norm": 0.0, "micro_batch_size": lambda p: p.workload.rows(p.dims)},
     "frees gradients immediately",
-    lambda plan: trains_all_weights(plan) and not plan.workload.memory.optimizer_in_bwd,
+    lambda plan: trains_all_weights(plan) and can_step_in_backward(plan.workload),
     "gradients are not clipped: watch the loss, or set a lower optimizer.lr")
 BF16_WEIGHTS = MemoryOption(
     {"precision.master_dtype": "bf16"}, "weights, gradients and optimizer states in bf16",
@@ -77,7 +83,8 @@ SINGLE_DEVICE_OPTIONS = (
         lambda plan: plan.workload.micro_batch_rows(plan.dims) > 1 and not plan.workload.memory.optimizer_in_bwd),
     MemoryOption(
         {"memory.activation_offloading": True}, "keeps activations in host memory until the backward pass",
-        lambda plan: plan.cluster.gpu is not None and not plan.workload.memory.activation_offloading),
+        lambda plan: plan.cluster.gpu is not None and not plan.workload.memory.activation_offloading
+        and not plan.workload.needs_graphs),
     MemoryOption(
         {"adapter": LoRAConfig()}, "trains low-rank adapters, freezes the weights",
         lambda plan: trains_all_weights(plan) and not plan.workload.random_init,

@@ -121,7 +121,10 @@ def vary_activation_memory(layout: ParallelConfig, offload: bool, plan: Estimate
     Offloading without `full` checkpointing may need terabytes of host memory: only if the config offloads already.
     """
     needs_full = offload and not plan.workload.memory.activation_offloading
-    for mode in ("full",) if needs_full else CHECKPOINTING_MODES:
+    modes = ("full",) if needs_full else CHECKPOINTING_MODES
+    if plan.workload.needs_graphs:
+        modes = () if offload else ("none",)
+    for mode in modes:
         if mode == "selective" and plan.workload.compile:
             continue
         memory = replace(plan.workload.memory, activation_checkpointing=mode, activation_offloading=offload)

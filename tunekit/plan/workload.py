@@ -60,6 +60,15 @@ class HasCudaGraph(Protocol):
 
     cuda_graph: bool | Literal["auto"]
 
+    def list_cuda_graph_conflicts(self) -> list[str]: ...
+
+
+class StepGuardOptions(Protocol):
+    """Actions on steps with NaN or spikes."""
+
+    @property
+    def can_drop_steps(self) -> bool: ...
+
 
 @runtime_checkable
 class TrainingOptions(build.ModelChoices, Protocol):
@@ -71,6 +80,7 @@ class TrainingOptions(build.ModelChoices, Protocol):
     global_batch_size: int
     micro_batch_size: int
     max_grad_norm: float
+    step_guard: StepGuardOptions
     max_steps: int | None
     epochs: int
     forgetting: object
@@ -102,6 +112,8 @@ class Workload:
     num_reference_passes: int = 0  # additional forward passes of the trained model without gradients
     omissions: tuple[str, ...] = ()  # warnings about costs that are not planned
     compile: bool = False
+    needs_graphs: bool = False  # `cuda_graph: true`: no activation checkpointing, offloading or optimizer_in_bwd
+    can_drop_steps: bool = False  # the step guard may: no optimizer_in_bwd
     rollouts: RolloutShape = RolloutShape()  # answers that are sampled at once
 
     @property
@@ -157,7 +169,7 @@ def make_workload(cfg: Any, cluster: ClusterSpec) -> Workload:
         loss=proxy_loss(cfg.loss, source.spec, isinstance(cfg, HasReference)),
         auxiliary_models=models,
         num_reference_passes=num_reference_passes(cfg, models) + int(embeds_twice),
-        omissions=(*list_omissions(cfg), *without_flash(cluster)),
+        omissions=(*list_omissions(cfg, cluster), *without_flash(cluster)),
         precision=precision,
         parallel=cfg.parallel.resolve_auto(device),
         max_grad_norm=cfg.max_grad_norm,
@@ -168,6 +180,8 @@ def make_workload(cfg: Any, cluster: ClusterSpec) -> Workload:
         micro_batch_size=cfg.micro_batch_size,
         quantization=cfg.quantization,
         compile=cfg.compile,
+        needs_graphs=isinstance(cfg, HasCudaGraph) and cfg.cuda_graph is True,
+        can_drop_steps=cfg.step_guard.can_drop_steps,
         rollouts=RolloutShape.from_config(cfg),
         adapter=cfg.adapter,
         memory=cfg.memory,
@@ -189,9 +203,16 @@ def resolve_precision(precision: PrecisionConfig, cluster: ClusterSpec) -> Preci
     return replace(precision, compute_dtype=choose_compute_dtype(supported.bf16, supported.fp16))
 
 
-def list_omissions(cfg: TrainingOptions) -> Iterator[str]:
+def may_use_graphs(cfg: TrainingOptions, cluster: ClusterSpec) -> bool:
+    """Whether passes may run as CUDA graphs: if the config says so, or by default on one GPU."""
+    if not isinstance(cfg, HasCudaGraph) or cluster.gpu is None or cluster.devices > 1:
+        return False
+    return cfg.cuda_graph is True or (cfg.cuda_graph == "auto" and not cfg.list_cuda_graph_conflicts())
+
+
+def list_omissions(cfg: TrainingOptions, cluster: ClusterSpec) -> Iterator[str]:
     """Yield a message for each cost that the plan does not include."""
-    if isinstance(cfg, HasCudaGraph) and cfg.cuda_graph is True:
+    if may_use_graphs(cfg, cluster):
         yield "not planned: cuda_graph: up to twice the memory of activations, all gradients, and a higher speed"
     if isinstance(cfg, HasTeacher) and cfg.on_policy.lmbda:
         yield "not planned: generation by the student: its time and its KV cache"

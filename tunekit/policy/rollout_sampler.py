@@ -25,6 +25,7 @@ from tunekit.rewards.context import RewardContext, TrainerState, fill_columns
 from tunekit.rollouts.episode_log import episode_record
 from tunekit.rollouts.episodes import describe_rewrites, generate_rollouts
 from tunekit.rollouts.rollout import PromptRow, Rollout
+from tunekit.training.train_loop import TrainLoop
 
 
 class ScoredRollouts(NamedTuple):
@@ -50,7 +51,7 @@ class ScoredRollouts(NamedTuple):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics with TRL's names."""
+        """Metrics with TRL's names, and the seconds since the generation began."""
         lengths = torch.tensor([float(rollout.num_sampled_tokens) for rollout in self.rollouts])
         metrics = {"reward": self.rewards.nanmean(), "reward_std": nan_std(self.rewards[None]).squeeze()}
         for name, scores in zip(self.names, self.scores.unbind(1), strict=True):
@@ -62,7 +63,8 @@ class ScoredRollouts(NamedTuple):
         for name in sorted(names):
             values = [rollout.metrics[name] for rollout in self.rollouts if name in rollout.metrics]
             metrics[f"environment/{name}"] = torch.tensor(values, dtype=torch.float32).mean()
-        return {**self.logged_metrics, **{name: float(value) for name, value in metrics.items()}}
+        seconds = {"generation_time": time.perf_counter() - self.start_time}
+        return {**self.logged_metrics, **{name: float(value) for name, value in metrics.items()}, **seconds}
 
     def episodes(self, tokenizer: Tokenizer, advantages: Tensor, count: int) -> Iterator[dict[str, Any]]:
         """Lines of `episodes.jsonl` for the first `count` rollouts, with the advantages (N, T) of their tokens."""
@@ -181,29 +183,30 @@ class RolloutSampler:
         self.reward_check.check_missing(scored)
         return scored
 
-    def evaluate(self, data: PromptLoader | None, step: int) -> dict[str, float]:
-        """Mean rewards and lengths of one answer to each held-out prompt, if there are any, after `step` steps.
+    def evaluate(self, data: PromptLoader | None, loop: TrainLoop) -> dict[str, float]:
+        """Mean rewards and lengths of one answer to each held-out prompt, if there are any, after the steps so far.
 
         The random numbers are always the same.
         """
         if data is None:
             return {}
-        self.dist.heartbeat.record(step, "validate")
-        metrics, spreads = self(data.all_prompts(), 1, 0, step).metrics, ("std", "min_length", "max_length")
+        self.dist.heartbeat.record(loop.step, "validate")
+        metrics, spreads = (
+            self(data.all_prompts(), 1, 0, loop.step).metrics,
+            ("std", "min_length", "max_length", "generation_time"),
+        )
         return {name: value for name, value in metrics.items() if not name.endswith(spreads)}
 
     def log(
         self, scored: ScoredRollouts, samples: PolicySamples, metrics: Mapping[str, float], logger: MetricLogger
-    ) -> dict[str, float]:
-        """Log the answers of a generation with their rewards and advantages. Returns all metrics of the generation."""
-        all_metrics = {**scored.metrics, **metrics, "generation_time": time.perf_counter() - scored.start_time}
+    ) -> None:
+        """Log the answers of a generation with their rewards and advantages, and a warning if nothing is learned."""
         if metrics.get("frac_reward_zero_std") == 1 and not scored.rewards.isnan().all():
             self.reward_check.warn("all answers to each prompt have the same reward")
         advantages = samples.advantages.sum(1) / samples.num_tokens.clamp(min=1)
         number, cfg = self.dist.step + 1, self.cfg
         logger.log_completions(number, scored.rows(advantages), cfg.num_completions_to_print)
         logger.log_episodes(number, scored.episodes(self.tokenizer, samples.advantages, cfg.num_episodes_to_save))
-        return all_metrics
 
 
 def none_for_nan(value: float) -> float | None:

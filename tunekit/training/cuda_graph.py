@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tunekit import devices
 from tunekit.data.dataloader.batch import LENGTH_MULTIPLE
 from tunekit.devices import capabilities
 from tunekit.distributed.context import DistributedContext
@@ -34,6 +35,8 @@ DOCUMENTS_FACTOR = 4  # between two numbers of documents
 # Parameters times tokens of a micro-batch up to which `auto` uses graphs. On an H200, LoRA steps of 4,096 tokens took
 # 110 ms without and 55 ms with graphs at 1.2B parameters (5e12), but 275 and 270 ms at 8B (3.3e13).
 MAX_AUTO_WORK = 1.6e13
+# `auto` needs this multiple of the memory of the activations to be free, of which a graph keeps a second copy.
+MIN_FREE_FACTOR = 2
 # Of the first hidden states of a graph, relative to those without one. The kernels are the same.
 MAX_ERROR = 1e-2
 
@@ -201,6 +204,16 @@ class GraphedPass:
         return None
 
 
+def has_memory(device: torch.device) -> bool:
+    """Whether a device has memory for a second copy of the activations of the largest micro-batch so far."""
+    stats, info = devices.memory_stats(device), devices.memory_info(device)
+    if stats is None or info is None:
+        return True
+    allocated, reserved = stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"]
+    available = info[0] + reserved - allocated
+    return available >= MIN_FREE_FACTOR * (stats["allocated_bytes.all.peak"] - allocated)
+
+
 class ReplayedPass(torch.autograd.Function):
     """Calls a `GraphedPass` in both directions. The first argument requires a gradient, so that the result does."""
 
@@ -244,7 +257,7 @@ class GraphedLayers:
         shape = PassShape.of(tokens, layout)
         if shape not in self.passes:
             if len(self.passes) >= MAX_GRAPHS:
-                warn_eager("cuda_graph", f"micro-batches have more than {MAX_GRAPHS} shapes, set data.packing=true")
+                warn_eager("cuda_graph", f"micro-batches have more shapes than the {MAX_GRAPHS} that were captured")
                 return run(tokens, positions, layout)
             warmup_steps = 1 if self.passes else WARMUP_STEPS  # the first shape shows whether the host waits
             self.passes[shape] = GraphedPass(run, StaticInputs(shape, tokens.device), warmup_steps)
@@ -267,11 +280,16 @@ class GraphedLayers:
         if graphed_pass.replay is not None or graphed_pass.num_eager < graphed_pass.warmup_steps:
             return
         assert self.capture is not None
-        waits = any(item.waits for item in self.passes.values())
-        reason = "a layer waits for the device in each step" if waits else graphed_pass.capture(self.capture)
+        reason = None
+        if any(item.waits for item in self.passes.values()):
+            reason = "a layer waits for the device in each step"
+        elif self.max_tokens is not None and not has_memory(graphed_pass.inputs.tokens.device):
+            reason = "memory is short"
+        reason = reason or graphed_pass.capture(self.capture)
         if reason is not None:
             warn_eager("cuda_graph", reason)
             self.capture = None
+            self.passes.clear()
 
     def keep_gradients(self) -> None:
         """Remember the gradients of the first backward pass, which are used in all later ones."""

@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from tunekit.adapters.config import LoRAConfig
 from tunekit.checkpoint import atomic, final_checkpoint, save_model, training_state
 from tunekit.checkpoint.dcp_planner import TENSOR_OVERHEAD
@@ -26,14 +24,13 @@ TENSORS_PER_STATE = 3  # at most, of the optimizer and one weight
 def check_can_save(cfg: TrainConfig, checkpoint: HFCheckpoint, model: Decoder, dist: DistributedContext) -> None:
     """Raise UserError if the result of a run could not be saved or opened, or if the disk is too small.
 
-    `model` is on the meta device.
+    `model` is on the meta device, with its dtypes.
     """
-    dist.run_on_main(partial(try_to_save, cfg, checkpoint, model, dist.device))
+    dist.run_on_main(partial(try_to_save, cfg, checkpoint, model))
 
 
-def try_to_save(cfg: TrainConfig, checkpoint: HFCheckpoint, model: Decoder, device: torch.device) -> None:
+def try_to_save(cfg: TrainConfig, checkpoint: HFCheckpoint, model: Decoder) -> None:
     """Check the disk space of a run, write the files of its result without tensor data, and open them."""
-    cfg.precision.apply(model, {} if cfg.init == "random" else checkpoint.dtypes, device)
     check_disk_space(cfg, checkpoint, model)
     final_dir = Path(cfg.output_dir, FINAL)
     with trial_dir(final_dir) as directory:

@@ -47,9 +47,10 @@ def load_model(
     """The model to train: this rank's shards, with weights and adapter, and with a new value head if asked for."""
     dist.heartbeat.record(0, "load")
     model = build.build_meta_model(checkpoint, cfg.quantization, cfg.adapter, value_head)
+    from_scratch = cfg.init == "random"
+    cfg.precision.apply(model, {} if from_scratch else checkpoint.dtypes, dist.device)
     check_can_save(cfg, checkpoint, model, dist)
     free_memory.check(cfg, dist)
-    from_scratch = cfg.init == "random"
     if cfg.precision.compute_dtype == "auto" and (dtype := resolve_auto("auto", dist.device)) != "bf16":
         dist.log(f"precision.compute_dtype: auto selects {dtype}: this device has no fast bf16 matmuls")
     if cfg.adapter.adapter_path is not None:

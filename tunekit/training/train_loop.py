@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import Protocol
 
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
-from tunekit.checkpoint.training_state import Stateful
+from tunekit.checkpoint.training_state import Checkpointer, Stateful
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.prefetch import Prefetcher
@@ -62,6 +63,9 @@ class TrainStep:
 
     def log(self, loss: Tensor, grad_norm: Tensor, **metrics: Tensor | float) -> None:
         """Set the metrics of the step. Tensors are read from the device when a metric line is due."""
+        assert "lr" not in metrics, "lr is a column of the loop"
+        for name, value in metrics.items():
+            assert not isinstance(value, Tensor) or not value.ndim, f"metric {name!r} must be one number: {value.shape}"
         self.metrics = {"loss": loss, "grad_norm": grad_norm, "lr": self.lr, **metrics}
 
 
@@ -87,6 +91,8 @@ class TrainLoop:
     evaluate: Callable[[], Mapping[str, float]]
     checks: Sequence[StepCheck]
     logger: MetricLogger  # from the first step on
+    lr_scheduler: LRScheduler
+    checkpointer: Checkpointer
 
     def __init__(
         self,
@@ -102,6 +108,7 @@ class TrainLoop:
         self.early_stopping = EarlyStopping(run.cfg)
         self.stack = ExitStack()
         self.step = self.num_steps = 0
+        self.is_finished = False  # all steps are done, or early stopping has ended the run
 
     def __enter__(self) -> "TrainLoop":
         return self
@@ -111,6 +118,9 @@ class TrainLoop:
     ) -> None:
         self.stack.__exit__(kind, error, traceback)
         if error is None:
+            if not self.is_finished:
+                problem = f"the recipe has left the training loop after step {self.step}, so nothing is exported"
+                raise UserError(f"{problem}. End a run early with max_steps, early_stopping_patience or a signal.")
             export_final(self.run, self.model, self.checkpoint, self.loaders, self.step)
 
     def start(
@@ -139,6 +149,8 @@ class TrainLoop:
                 raise UserError(f"step {self.step + 1}: the recipe has logged no loss. Call step.log(loss, grad_norm).")
             self.finish_step(step)
         self.step = self.early_stopping.finish(self.checkpointer, self.step, self.num_steps)  # loads the best weights
+        model.layer_graphs = None  # frees their memory
+        self.is_finished = True
 
     def restore(self, stateful: Mapping[str, Stateful]) -> None:
         """Load the newest training state, if there is one, and open the metric files."""

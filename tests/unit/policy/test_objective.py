@@ -50,7 +50,7 @@ def make_samples(model: Decoder, mask_truncated: bool = False) -> PolicySamples:
     generator = torch.Generator().manual_seed(1)
     advantages = torch.randn(len(samples), 1, generator=generator) * samples.loss_mask
     noise = torch.randn(*samples.tokens.shape, generator=generator)
-    logps, _ = make_objective(DAPO(), PADDED).score(model, samples, DIST)
+    logps, _ = make_objective(DAPO(), PADDED).score(model, samples)
     old_logps = (logps + 0.2 * noise) * samples.loss_mask
     sampling_logps = (old_logps + 0.02 * noise) * samples.loss_mask
     values = {"old_logps": old_logps, "ref_logps": old_logps + 0.1, "sampling_logps": sampling_logps}
@@ -76,7 +76,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_log_probabilities_are_those_of_divided_logits(model: Decoder) -> None:
     samples = make_samples(model)
-    logps, entropies = make_objective(DAPO(), PADDED).score(model, samples, DIST)
+    logps, entropies = make_objective(DAPO(), PADDED).score(model, samples)
     for row in range(len(samples)):
         tokens = samples.tokens[row : row + 1, : samples.lengths[row]].long()
         log_probs = (model(tokens)[0].detach() / TEMPERATURE).log_softmax(-1)

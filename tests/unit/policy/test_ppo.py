@@ -53,7 +53,7 @@ def make_objective(collator: object = PADDED, shared: bool = False, loss: PPO = 
 def make_samples(model: Decoder) -> PPOSamples:
     """Samples whose log-probabilities and values at the time of sampling are near those of the model."""
     samples, generator = PolicySamples.from_rollouts(make_rollouts(), False), torch.Generator().manual_seed(1)
-    logps, _, values = make_objective().score(model, samples, DIST)
+    logps, _, values = make_objective().score(model, samples)
     noise = torch.randn(2, *samples.tokens.shape, generator=generator) * samples.loss_mask
     logps, values = logps + 0.2 * noise[0], values + 0.2 * noise[1]
     rewards = torch.randn(len(samples), generator=generator)
@@ -147,12 +147,12 @@ def test_values_before_sampled_tokens(source: HFCheckpoint) -> None:
     """Values of a policy do not depend on the token that they precede."""
     model = load_model(source)
     samples = make_samples(model)
-    values = make_objective().score(model, samples, DIST)[2]
+    values = make_objective().score(model, samples)[2]
     last = samples.loss_mask.long() * torch.arange(samples.tokens.shape[1])
     rows, ends = torch.arange(len(samples)), last.argmax(1)
     tokens = samples.tokens.clone()
     tokens[rows, ends] = (tokens[rows, ends] + 1) % 50
-    other = make_objective().score(model, replace(samples, tokens=tokens), DIST)[2]
+    other = make_objective().score(model, replace(samples, tokens=tokens))[2]
     assert torch.equal(values[rows, ends], other[rows, ends]) and values[samples.loss_mask].std() > 0.01
 
 

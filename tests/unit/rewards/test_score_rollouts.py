@@ -13,7 +13,7 @@ import torch
 from tests.helpers.rollouts import make_rollout
 from tunekit.errors import UserError
 from tunekit.loggers.metrics_file import encode_line
-from tunekit.policy.rollout_buffer import ScoredRollouts
+from tunekit.policy.rollout_sampler import ScoredRollouts
 from tunekit.rewards.answer_rewards import ExactMatch, Length
 from tunekit.rewards.base import check_rewards, reward_names, score_answers, score_rollouts
 from tunekit.rewards.context import RewardContext
