@@ -33,7 +33,8 @@ from tunekit.distributed.launcher import WorkerGroup, can_restart, format_start_
 from tunekit.distributed.node_address import BACKLOG, create_listener, find_interface, find_local_address
 from tunekit.distributed.signals import POLL_SECONDS, StopRequests
 
-LOST_SECONDS = 60.0  # seconds without a message from a node; at most the timeout of the run
+# Seconds without a message from a node; at most half of the time for which a restarted node waits for the others
+LOST_SECONDS = 60.0
 KEEPALIVE_SECONDS, KEEPALIVE_ATTEMPTS = 1, 15  # messages, and how many of them a node that meets others may miss
 LINGER_SECONDS = 5.0  # maximum time for which a node waits at its end until the others have read the result
 RUN_ID = "tunekit"
@@ -134,7 +135,7 @@ class NodeRendezvous(rendezvous.RendezvousHandler):
 
     def __init__(self, spec: WorkerSpec, stop_requests: StopRequests) -> None:
         self.spec, self.config, self.stop_requests = spec, spec.launch_config, stop_requests
-        self.timeout = min(LOST_SECONDS, spec.timeout)
+        self.timeout = min(LOST_SECONDS, spec.timeout / 2)
         self.host, self.port = self.config.parse_endpoint()
         self.listener = create_listener(self.host, self.port, self.config.node_rank)
         self.is_host = self.listener is not None
