@@ -83,6 +83,17 @@ def test_average_of_weights_survives_a_stop(workspace, recipe: Path) -> None:
     assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
 
 
+def test_average_of_the_best_step_is_exported(workspace, recipe: Path) -> None:
+    """The best step here has the highest loss: it is the first that is evaluated."""
+    args = ("my_sft.py", "sft.yaml", "ema_decay=0.5", "lr_scheduler=constant")
+    best = ("eval_every=2", "load_best_model_at_end=true", "greater_is_better=true")
+    done = workspace.run_tune("run", *args, *best, "output_dir=best")
+    assert done.code == 0 and "after step 2. The result has the weights of this step" in done.err, done.err
+    assert workspace.run_tune("run", *args, "output_dir=short", "max_steps=2").code == 0
+    expected, actual = (load_file(workspace.folder / name / "final/model.safetensors") for name in ("short", "best"))
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+
+
 def test_state_of_another_recipe_is_refused(workspace, recipe: Path) -> None:
     source = stop_at(recipe, 2)
     assert workspace.run_tune("run", "my_sft.py", "sft.yaml", "save_every=1").code == 1

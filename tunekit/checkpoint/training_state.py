@@ -10,14 +10,12 @@ Every rank writes its shards. With background saving, training continues once th
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from threading import Thread
 from typing import Any, Protocol, cast
 
 import numpy
@@ -30,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tunekit import devices, env_info
 from tunekit.checkpoint import atomic, dcp_planner
+from tunekit.checkpoint.async_save import AsyncSave, with_own_process_group
 from tunekit.checkpoint.dcp_planner import (
     CorruptStateError,
     LocalShard,
@@ -39,7 +38,7 @@ from tunekit.checkpoint.dcp_planner import (
     wrap_read_errors,
 )
 from tunekit.checkpoint.host_copy import HostCopies
-from tunekit.distributed.context import HOST_TIMEOUT, DistributedContext
+from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.sharding import ShardSlice, shard_slice, to_local
 from tunekit.errors import RunStopped, UserError
 from tunekit.optim.container import BLOCK
@@ -113,6 +112,7 @@ class Checkpointer:
         self.copies = HostCopies()
         self.async_save: AsyncSave | None = None
         self.step_to_keep: Callable[[], int | None] = lambda: None  # of the best state so far
+        self.result_state: Collection[str] = ()  # names of `stateful` that belong to the weights, such as their average
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -250,12 +250,16 @@ class Checkpointer:
         return state.progress["step"]
 
     def load_weights(self, step: int) -> None:
-        """Load the trained weights of the state after `step` steps in place, and nothing else."""
+        """Load the trained weights of the state after `step` steps in place, `result_state`, and nothing else."""
         self.wait()
         folder = self.folder / f"{step:08d}"
         self.dist.run_on_all(partial(self.check_weights, folder))
         reshard(self.model)
-        dcp_planner.load_shards(folder, self.trained_tensors(), dcp_planner.read_metadata(folder))
+        stateful = {name: self.stateful[name] for name in self.result_state}
+        shards = self.stateful_tensors(stateful)
+        dcp_planner.load_shards(folder, self.trained_tensors() | shards, dcp_planner.read_metadata(folder))
+        if stateful:
+            load_stateful(stateful, read_progress(folder), shards)
 
     def check_weights(self, folder: Path) -> None:
         """Raise UserError if this state is missing or has a corrupt file. Ranks share the files."""
@@ -270,9 +274,7 @@ class Checkpointer:
         for group, values in zip(self.optimizer.param_groups, progress["groups"], strict=True):
             restore_group(group, values)
         self.schedule.load_state_dict(progress["schedule"])
-        for name, item in self.stateful.items():
-            tensors = {key: shards[f"{name}.{key}"].tensor for key in tensor_values(item.state_dict())}
-            item.load_state_dict(progress["stateful"][name] | tensors)
+        load_stateful(self.stateful, progress, shards)
 
     def trained_tensors(self) -> dict[str, LocalShard]:
         """Trained parameters and all buffers by name, as references that loading fills in place.
@@ -294,11 +296,11 @@ class Checkpointer:
             for key, value in values.items()
         }
 
-    def stateful_tensors(self) -> dict[str, LocalShard]:
-        """Tensors in the states of `stateful` by name, as references that loading fills in place."""
+    def stateful_tensors(self, stateful: Mapping[str, Stateful] | None = None) -> dict[str, LocalShard]:
+        """Tensors in the states of `stateful`, by default of all, as references that loading fills in place."""
         return {
             f"{name}.{key}": LocalShard(to_local(value), shard_slice(value))
-            for name, item in self.stateful.items()
+            for name, item in (self.stateful if stateful is None else stateful).items()
             for key, value in tensor_values(item.state_dict()).items()
         }
 
@@ -332,47 +334,19 @@ class Checkpointer:
         return shards
 
 
+def load_stateful(stateful: Mapping[str, Stateful], progress: Mapping[str, Any], shards: LocalShards) -> None:
+    """Pass the saved states to their objects. Tensors were loaded into `shards`."""
+    for name, item in stateful.items():
+        tensors = {key: shards[f"{name}.{key}"].tensor for key in tensor_values(item.state_dict())}
+        item.load_state_dict(progress["stateful"][name] | tensors)
+
+
 def tensor_values(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {key: value.detach() for key, value in state.items() if isinstance(value, Tensor)}
 
 
 def plain_values(state: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-
-
-class AsyncSave(Thread):
-    """Thread that writes a state during training. Communicates with other ranks over its own process group."""
-
-    def __init__(self, write: Callable[[], None]) -> None:
-        super().__init__(daemon=True)  # do not delay the exit of the process
-        self.write, self.error, self.is_done = write, None, False
-
-    def run(self) -> None:
-        try:
-            self.write()
-        except UserError as error:
-            self.error = error
-        self.is_done = True
-
-    def check_alive(self) -> None:
-        assert self.is_alive() or self.is_done, "the background save failed; see the traceback above"
-
-    def finish(self) -> None:
-        """Wait for the thread and raise its error."""
-        self.join()
-        self.check_alive()
-        if self.error is not None:
-            raise self.error
-
-
-def with_own_process_group(dist: DistributedContext) -> DistributedContext:
-    """Copy of the context with its own process group, for collectives of a background thread."""
-    clone = copy(dist)
-    if dist.host_group is not None:
-        clone.host_group = cast(
-            "torch.distributed.ProcessGroup", torch.distributed.new_group(backend="gloo", timeout=HOST_TIMEOUT)
-        )
-    return clone
 
 
 def optimizer_state_slice(weight: Tensor, value: Tensor) -> ShardSlice:

@@ -161,6 +161,7 @@ class TrainLoop:
             self.model, self.optimizer, self.lr_scheduler, self.early_stopping, data=self.prefetcher, guard=self.guard,
             forgetting=self.forgetting, **stateful,
         )  # fmt: skip
+        self.checkpointer.result_state = tuple(stateful)
         self.step = self.checkpointer.restore()  # 0 in a new run
         if self.step == 0:
             check_packing(self.model, train_data, run.dist)
