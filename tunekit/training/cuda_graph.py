@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tunekit import devices
 from tunekit.data.dataloader.batch import LENGTH_MULTIPLE
-from tunekit.devices import capabilities
+from tunekit.devices import capabilities, memory_info, memory_stats
 from tunekit.distributed.context import DistributedContext
 from tunekit.kernels.attention_choice import AttentionBackend, AttentionCall, choose_attention_backend, get_capabilities
 from tunekit.kernels.device_tensors import copy_to_device
@@ -206,7 +205,7 @@ class GraphedPass:
 
 def has_memory(device: torch.device) -> bool:
     """Whether a device has memory for a second copy of the activations of the largest micro-batch so far."""
-    stats, info = devices.memory_stats(device), devices.memory_info(device)
+    stats, info = memory_stats(device), memory_info(device)
     if stats is None or info is None:
         return True
     allocated, reserved = stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"]

@@ -63,9 +63,11 @@ class TrainStep:
 
     def log(self, loss: Tensor, grad_norm: Tensor, **metrics: Tensor | float) -> None:
         """Set the metrics of the step. Tensors are read from the device when a metric line is due."""
-        assert "lr" not in metrics, "lr is a column of the loop"
+        if "lr" in metrics:
+            raise UserError("step.log: the loop logs lr itself. Use another name.")
         for name, value in metrics.items():
-            assert not isinstance(value, Tensor) or not value.ndim, f"metric {name!r} must be one number: {value.shape}"
+            if isinstance(value, Tensor) and value.ndim:
+                raise UserError(f"step.log: {name} must be one number, got shape {list(value.shape)}. Log its mean.")
         self.metrics = {"loss": loss, "grad_norm": grad_norm, "lr": self.lr, **metrics}
 
 
