@@ -38,4 +38,4 @@ def suggest_asset(name: str) -> str:
     """Error message for an unknown name under `tunekit/`, with similar names."""
     names = {known.partition("/")[2]: known for known in (*MODELS, *PRESETS)}
     matches = [names[match] for match in difflib.get_close_matches(name.partition("/")[2], names)]
-    return f"no bundled model {name}: did you mean {' or '.join(matches)}?" if matches else f"no bundled model {name}"
+    return f"no bundled model {name}." + (f" Did you mean {' or '.join(matches)}?" if matches else "")

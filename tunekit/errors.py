@@ -1,12 +1,13 @@
 """Exceptions with one-line messages for users, and the location of exceptions in user code."""
 
+import difflib
 import math
 import operator
 import re
 import signal
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
@@ -30,6 +31,20 @@ class FieldError(ValueError):
 
     def __reduce__(self) -> tuple[Any, ...]:  # worker processes and other ranks pickle exceptions
         return type(self), (self.field, self.message)
+
+
+def closest_match(word: str, words: Iterable[str]) -> str | None:
+    """Most similar of `words`, ignoring case."""
+    by_lower_case = {other.lower(): other for other in words}
+    matches = difflib.get_close_matches(word.lower(), by_lower_case, 1)
+    return by_lower_case[matches[0]] if matches else None
+
+
+def did_you_mean(word: str, words: Iterable[str], otherwise: str = "") -> str:
+    """` Did you mean 'x'?` with the most similar of `words`, to follow a sentence; without one, ` {otherwise}`."""
+    match = closest_match(word, words)
+    hint = f"Did you mean '{match}'?" if match else otherwise
+    return f" {hint}" if hint else ""
 
 
 def check_range(

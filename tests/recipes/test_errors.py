@@ -36,7 +36,7 @@ def expect_error(workspace, *args, texts=()):
 
 
 CONFIGS = {
-    "misspelled": (("global_bacth_size=4",), ("global_bacth_size", "did you mean", "global_batch_size")),
+    "misspelled": (("global_bacth_size=4",), ("global_bacth_size", "'global_batch_size'?")),
     "misspelled below": (("optimizer.lrr=1",), ("optimizer.lrr", "lr")),
     "misspelled in a flow": (("data={kind: chat, source: rows.jsonl, lenght: 8}",), ("data.lenght", "max_length")),
     "wrong type": (("global_batch_size=many",), ("global_batch_size", "many")),
@@ -97,7 +97,7 @@ def test_max_length_beyond_the_context_is_a_warning(workspace):
 
 def test_missing_config_is_an_error(workspace):
     expect_error(workspace, "run", "sft", "nowhere.yaml", texts=("nowhere",))
-    expect_error(workspace, "run", "sfft", "sft.yaml", texts=("sfft", "did you mean 'sft'"))
+    expect_error(workspace, "run", "sfft", "sft.yaml", texts=("sfft", "'sft'?"))
     expect_error(workspace, "validate", "nowhere.yaml", texts=("nowhere",))
     expect_error(workspace, "run", "generate", "sft.yaml", texts=("sft.yaml", "written for the recipe 'sft'"))
     (workspace.folder / "bad.yaml").write_text("recipe: sft\nmodel: [\n")

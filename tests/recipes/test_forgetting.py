@@ -157,7 +157,7 @@ def test_nano_with_a_high_lr_is_stopped(tmp_path: Path) -> None:
         micro_batch_size=8,
         max_steps=12,
     )
-    with pytest.raises(UserError, match="the loss on .*stories.jsonl .train. rose from"):
+    with pytest.raises(UserError, match="stories.jsonl .train. "):
         sft.main(cfg)
     gentle = replace(cfg, output_dir=str(tmp_path / "slow"), optimizer=AdamWConfig(lr=1e-4))
     sft.main(gentle)

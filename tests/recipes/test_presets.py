@@ -55,7 +55,7 @@ def test_adapter_is_saved_with_its_tokenizer(workspace, preset: Path) -> None:
 @pytest.mark.parametrize(("args", "expected"), [
     ((NANO_TOKENIZER,), "init"),
     (("init=random",), "tokenizer.json"),
-    (("init=random", "tokenizer=tunekit/nanoo"), "did you mean tunekit/nano?"),
+    (("init=random", "tokenizer=tunekit/nanoo"), "tunekit/nano?"),
     (("init=random", "tokenizer=./nowhere"), "./nowhere"),
 ])  # fmt: skip
 def test_missing_weights_and_tokenizers_are_one_line_errors(

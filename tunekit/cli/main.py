@@ -16,11 +16,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from tunekit.cli import registry
 from tunekit.config.process_guard import ProcessGuard
 from tunekit.config.secrets import message_text
 from tunekit.config.user_code import user_files
-from tunekit.errors import RunStopped, UserError, find_user_code, is_ctrl_c, raise_ctrl_c
+from tunekit.errors import RunStopped, UserError, did_you_mean, find_user_code, is_ctrl_c, raise_ctrl_c
 from tunekit.kernels import cache_dir
 from tunekit.system import imports_without_gc
 
@@ -36,7 +35,7 @@ class Parser(argparse.ArgumentParser):
     """Argument parser that raises `UserError`, so that its errors are printed like all others."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see `{self.prog} --help`)")
+        raise UserError(f"{message}{'' if message.endswith(('.', '?')) else '.'} Run `{self.prog} --help`.")
 
 
 def _ls(add: AddArgument) -> None:
@@ -311,8 +310,8 @@ def dispatch(words: Sequence[str]) -> None:
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
         import_module("tunekit.cli.commands.completion").complete(top, parsers)
     if words and not words[0].startswith("-") and words[0] not in VERBS:
-        suggestion = registry.did_you_mean(words[0], VERBS)
-        raise UserError(f"unknown subcommand '{words[0]}'{suggestion or '.'} Run `tune --help` for a list")
+        hint = did_you_mean(words[0], VERBS)
+        raise UserError(f"unknown subcommand '{words[0]}'.{hint} Run `tune --help` for a list.")
     if is_verb:
         words = [normalize_option(word, parsers[words[0]]) for word in words]
     args, rest = top.parse_known_args(words)
@@ -344,7 +343,9 @@ def _merge_overrides(args: argparse.Namespace, rest: list[str], verb: Parser) ->
     unknown = [word for word in rest if word.startswith("-") or "overrides" not in args]
     if unknown:
         options = [name for name in verb._option_string_actions if name.startswith("--")]
-        verb.error(f"unknown argument '{unknown[0]}'{registry.did_you_mean(unknown[0], options)}")
+        key, _, value = unknown[0].lstrip("-").partition("=")
+        hint = f"Keys of the config have no dashes: {key}={value or 'VALUE'}." if "overrides" in args else ""
+        verb.error(f"unknown argument '{unknown[0]}'.{did_you_mean(unknown[0], options, hint)}")
     if rest:
         args.overrides += rest
 

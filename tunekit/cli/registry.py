@@ -9,8 +9,7 @@ from pathlib import Path
 
 import tunekit.recipes
 from tunekit.config.migration_hints import suggest_recipe
-from tunekit.config.suggestions import closest_match
-from tunekit.errors import UserError
+from tunekit.errors import UserError, did_you_mean
 from tunekit.system import read_utf8
 
 RECIPES = Path(next(iter(tunekit.recipes.__path__)))
@@ -77,11 +76,11 @@ def summary_line(path: Path) -> str:
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 
-def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the most similar name; empty if there is none."""
+def suggest_name(word: str, names: Iterable[str]) -> str:
+    """` Did you mean 'x'?` for the most similar name, or one that contains the word; empty if there is none."""
     names = list(names)
-    suggestion = closest_match(word, names) or next((name for name in names if word and word in name), None)
-    return f"; did you mean '{suggestion}'?" if suggestion else ""
+    part_of = next((name for name in names if word and word in name), None)
+    return did_you_mean(word, names, f"Did you mean '{part_of}'?" if part_of else "")
 
 
 def _find_by_name(kind: str, word: str, known: dict[str, Path]) -> Path:
@@ -90,7 +89,7 @@ def _find_by_name(kind: str, word: str, known: dict[str, Path]) -> Path:
         if kind == "recipe" and (hint := suggest_recipe(name)):
             raise UserError(f"no recipe '{word}': {hint}")
         if Path(word).suffix in (".yaml", ".yml"):
-            hint = did_you_mean(name, known) or f", and no {kind} of tunekit has this name."
-            raise UserError(f"{word}: no such file{hint} Run `tune ls` for a list")
-        raise UserError(f"no {kind} '{word}'{did_you_mean(name, known) or '.'} Run `tune ls` for a list")
+            problem = f"no such file, and no {kind} of tunekit has this name"
+            raise UserError(f"{word}: {problem}.{suggest_name(name, known)} Run `tune ls` for a list.")
+        raise UserError(f"no {kind} '{word}'.{suggest_name(name, known)} Run `tune ls` for a list.")
     return known[name]

@@ -20,14 +20,13 @@ from tunekit.config.migration_hints import VALUE_NOTES
 from tunekit.config.node import COMMAND, FAILED, YamlNode
 from tunekit.config.scalar import TYPE_LABELS, parse_number
 from tunekit.config.suggestions import (
-    closest_match,
     join_with_or,
     key_for_value,
     unknown_key_message,
     unknown_kind_message,
 )
 from tunekit.config.yaml_parser import format_value
-from tunekit.errors import FieldError, UserError
+from tunekit.errors import FieldError, UserError, closest_match
 
 PATH_KEY = re.compile(r"\w+_(dir|path)|source|model|tokenizer|baseline|json_schema|chat_template")
 ENVIRONMENT_VARIABLE = re.compile(r"\$[A-Z_][A-Z0-9_]*")
@@ -245,7 +244,7 @@ def _type_hint(slot: FieldSlot, node: YamlNode) -> str:
     if value == "None" and type(None) in options:
         return "; write null"
     if isinstance(value, str) and ":" not in value and (nearest := _closest_literal(options, value)):
-        return f"; did you mean {nearest}?"
+        return f". Did you mean '{nearest}'?"
     if isinstance(value, list) or (generic_args(slot.hint, tuple) and not isinstance(value, dict)):
         return "" if isinstance(value, list) else f"; a list is written {_list_example(slot, value)}"
     if str in options and node.text:

@@ -16,8 +16,7 @@ from tunekit.config.choices import (
 from tunekit.config.dump import to_plain_value
 from tunekit.config.field_comments import class_comment, field_comments
 from tunekit.config.scalar import TYPE_LABELS
-from tunekit.config.suggestions import closest_match
-from tunekit.errors import UserError
+from tunekit.errors import UserError, did_you_mean
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 _REFERENCE = {"type": "string", "pattern": r"\$\{"}  # a reference such as ${output_dir} is valid for any type
@@ -138,8 +137,7 @@ def key_markdown(cls: type, key: str) -> str:
     if key in slots:
         return f"`{key}`: {_type_label(slots[key].hint)}, default {_default(slots[key])}. {comments.get(key, '')}\n"
     keys = sorted({_key_of(place) for places, _ in all_uses.values() for place in places})
-    match = closest_match(key, [*slots, *keys])
-    raise UserError(f"{key}: unknown key.{f' Did you mean {match}?' if match else ''}")
+    raise UserError(f"{key}: unknown key.{did_you_mean(key, [*slots, *keys])}")
 
 
 def _key_of(place: str) -> str:

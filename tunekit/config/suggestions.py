@@ -1,6 +1,5 @@
 """Suggestions for unknown keys and kinds."""
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -17,6 +16,7 @@ from tunekit.config.choices import (
 from tunekit.config.errors import Path
 from tunekit.config.migration_hints import KIND_NOTES, RENAMED_KINDS, find_hint
 from tunekit.config.node import YamlNode
+from tunekit.errors import closest_match
 
 _MAX_NAMES = 12  # maximum number of names in a message
 
@@ -28,20 +28,13 @@ class DescribedKind(Protocol):
     description: ClassVar[str]
 
 
-def closest_match(word: str, words: Iterable[str]) -> str | None:
-    """Most similar of `words`, ignoring case."""
-    by_lower_case = {other.lower(): other for other in words}
-    matches = difflib.get_close_matches(word.lower(), by_lower_case, 1)
-    return by_lower_case[matches[0]] if matches else None
-
-
 def unknown_kind_message(kind: str, kinds: Mapping[str, type]) -> str:
     """Error message with all kinds, grouped by their `description` if there are many."""
     if kind.endswith(".py") and any(isinstance(cls, CodeKind) for cls in kinds.values()):
         return f"'{kind}' names a file only. Write {kind}:NAME, with the name of a function or class in it"
     renamed = RENAMED_KINDS.get(kind)
     nearest = renamed if renamed in kinds else closest_match(kind, kinds)
-    suggestion = f", did you mean '{nearest}'?" if nearest else "."
+    suggestion = f". Did you mean '{nearest}'?" if nearest else "."
     if kind in KIND_NOTES:
         suggestion = f": {KIND_NOTES[kind]}."
     groups: dict[str, list[str]] = {}
@@ -91,12 +84,12 @@ def unknown_key_message(
         example = list_example(paths[0], root, choices, node) or names[0]
         return f"unknown key: '{key}' is a key of {join_with_or(owners, 'and')}: write {example}"
     if nearest := closest_match(key, slots):
-        return f"unknown key, did you mean '{nearest}'?"
+        return f"unknown key. Did you mean '{nearest}'?"
     nested_keys: dict[str, str] = {}
     for rest, _ in iter_slots(kind, choices, 2):  # breadth-first
         nested_keys.setdefault(rest[-1], ".".join((*path[:-1], *rest)))
     if nearest := closest_match(key, nested_keys):
-        return f"unknown key, did you mean '{nested_keys[nearest]}'?"
+        return f"unknown key. Did you mean '{nested_keys[nearest]}'?"
     return f"unknown key; available keys: {join_with_or(slots, 'and') if slots else 'none'}"
 
 

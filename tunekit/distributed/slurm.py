@@ -64,7 +64,7 @@ class SlurmJob:
                 raise UserError(f"--slurm {name}={value}: must be name=value, such as nodes=4,gpus=8,time=4:00:00")
             similar = difflib.get_close_matches(name, SBATCH_OPTIONS, 1, MIN_SIMILARITY)
             if similar and name not in (*SBATCH_OPTIONS, *PLUGIN.split()):
-                raise UserError(f"--slurm {name}={value}: sbatch has no option --{name}; did you mean {similar[0]}?")
+                raise UserError(f"--slurm {name}={value}: sbatch has no option --{name}. Did you mean '{similar[0]}'?")
             if name in ("nodes", "gpus") and not (value.isdecimal() and int(value) > 0):
                 raise UserError(f"--slurm {name}={value}: must be a positive integer")
         options = {name: value.replace(";", ",") for name, value in values.items() if name not in ("nodes", "gpus")}

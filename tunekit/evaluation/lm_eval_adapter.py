@@ -23,11 +23,10 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from tunekit.config.suggestions import closest_match
 from tunekit.data.chat_template.template_features import detect_features
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
-from tunekit.errors import UserError
+from tunekit.errors import UserError, closest_match, did_you_mean
 from tunekit.evaluation.loglikelihood import ScoredTokens, score_rows
 from tunekit.evaluation.results import Metric, TaskResult
 from tunekit.generation.generate import generate_answers
@@ -215,9 +214,9 @@ def check_tasks(tasks: Sequence[str], include: str | None) -> None:
     for task in tasks:
         if task not in index:
             user_tasks = task_manager(include, False).all_tasks if include is not None else ()
-            match = closest_match(task, user_tasks) or closest_match(task, index)
-            hint = f"Did you mean '{match}'?" if match else "List the tasks of the harness with: lm-eval ls tasks"
-            raise UserError(f"tasks: unknown task '{task}'. {hint}")
+            known = user_tasks if closest_match(task, user_tasks) else index
+            hint = did_you_mean(task, known, "List the tasks of the harness with: lm-eval ls tasks")
+            raise UserError(f"tasks: unknown task '{task}'.{hint}")
 
 
 def load_tasks(tasks: Sequence[str], shots: int | None, include: str | None) -> dict[str, Any]:

@@ -12,11 +12,10 @@ from itertools import islice
 from typing import Any
 
 from tunekit import assets
-from tunekit.config.suggestions import closest_match
 from tunekit.data.datasets import ChatDataset
 from tunekit.data.readers.row_reader import Row
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.errors import FieldError, UserError, check_range
+from tunekit.errors import FieldError, UserError, check_range, did_you_mean
 from tunekit.evaluation.evaluation_rows import EvaluationRow, add_prompts
 from tunekit.evaluation.generation_eval import GenerationEvaluator
 from tunekit.evaluation.results import TaskResult
@@ -62,8 +61,8 @@ class TaskSelection:
         """Raise UserError if a task does not exist or lm-evaluation-harness is required but not installed."""
         for name in self.harness_tasks:
             if name.startswith(f"{ALL_BUNDLED}/"):
-                match = closest_match(name, assets.TASKS) or ALL_BUNDLED
-                raise UserError(f"tasks: unknown task '{name}'. Did you mean '{match}'?")
+                hint = did_you_mean(name, assets.TASKS, f"Did you mean '{ALL_BUNDLED}'?")
+                raise UserError(f"tasks: unknown task '{name}'.{hint}")
         if self.harness_tasks:
             import_adapter(self.harness_tasks).check_tasks(self.harness_tasks, self.include_path)
 

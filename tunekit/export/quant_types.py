@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from math import prod
 
 import numpy as np
@@ -11,7 +10,7 @@ from gguf import GGML_QUANT_SIZES, LlamaFileType, quants
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from tunekit.errors import UserError
+from tunekit.errors import UserError, did_you_mean
 
 CHUNK_NUMEL = 2**22  # elements that are converted to fp32 at a time
 FLOAT_TYPES = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
@@ -63,8 +62,7 @@ def parse_quant_type(name: str) -> QuantType:
             f"--type {name}: the gguf package cannot write this type ({supported}). "
             f"Export bf16, then run: llama-quantize model-bf16.gguf model-{name}.gguf {name}"
         )
-    matches = get_close_matches(name, QUANT_TYPES, 1)
-    raise UserError(f"--type {name}: no such type{f', did you mean {matches[0]!r}?' if matches else ''} ({supported})")
+    raise UserError(f"--type {name}: no such type ({supported}).{did_you_mean(name, QUANT_TYPES)}")
 
 
 def type_name_of(dtype: torch.dtype) -> str:

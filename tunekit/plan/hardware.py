@@ -1,6 +1,5 @@
 """Specifications of GPUs and clusters: memory, compute rates and bandwidths."""
 
-import difflib
 import re
 from dataclasses import dataclass, replace
 
@@ -8,7 +7,7 @@ import torch
 
 from tunekit import devices, env_info
 from tunekit.devices import Capabilities, Device, find_row
-from tunekit.errors import UserError
+from tunekit.errors import UserError, did_you_mean
 
 GIB = 2**30
 VOLTA, TURING, AMPERE, SM86 = (Device("cuda", sm) for sm in ((7, 0), (7, 5), (8, 0), (8, 6)))
@@ -175,9 +174,8 @@ def gpu_by_name(text: str) -> GPUSpec:
     """Return the GPU with a name. Raise UserError if it is unknown."""
     name = text.lower().replace(" ", "").replace("_", "-")
     if name not in GPUS:
-        matches = difflib.get_close_matches(name, GPUS, 1)
-        suggestion = f"unknown, did you mean {matches[0]}?" if matches else f"unknown. Known are {', '.join(GPUS)}."
-        raise UserError(f"--gpu-type {text}: {suggestion} For others, pass --gpu-memory.")
+        hint = did_you_mean(name, GPUS, f"Known are {', '.join(GPUS)}.")
+        raise UserError(f"--gpu-type {text}: unknown.{hint} For others, pass --gpu-memory.")
     return GPUS[name]
 
 

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tunekit.config.suggestions import closest_match
-from tunekit.errors import UserError
+from tunekit.errors import UserError, did_you_mean
 
 TOTAL_SECONDS = 175  # time limit of all checks together
 START_SECONDS = 90  # time limit for starting a worker: on network file systems importing torch is slow
@@ -69,7 +68,6 @@ def select_checks(names: Sequence[str]) -> list[Check]:
     known = {name for check in CHECKS for name in (check.name, check.short_name, check.group)}
     for name in names:
         if name not in known:
-            match = closest_match(name, sorted(known))
-            hint = f"; did you mean '{match}'?" if match else f". Known checks: {', '.join(c.name for c in CHECKS)}"
-            raise UserError(f"--only: no check '{name}'{hint}")
+            checks = f"Known checks: {', '.join(c.name for c in CHECKS)}"
+            raise UserError(f"--only: no check '{name}'.{did_you_mean(name, sorted(known), checks)}")
     return [c for c in CHECKS if not names or not {c.name, c.short_name, c.group}.isdisjoint(names)]

@@ -246,7 +246,7 @@ def test_invalid_tasks_are_errors(
         return TaskManager(include_path=include, include_defaults=False)  # the default tasks take long to load
 
     monkeypatch.setattr(lm_eval_adapter, "task_manager", make_task_manager)
-    with pytest.raises(UserError, match="tasks: unknown task 'sumz'. Did you mean 'sums'"):
+    with pytest.raises(UserError, match="^tasks: .*'sumz'.*'sums'"):
         TaskSelection(("sumz",), include_path=str(task_dir)).check()
     with pytest.raises(UserError, match="include_path: nowhere is not a directory"):
         TaskSelection(("sums",), include_path="nowhere").check()

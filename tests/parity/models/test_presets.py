@@ -90,9 +90,9 @@ def test_preset_matches_the_config_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), [
-    ("tunekit/llama3_2_1B", "did you mean tunekit/llama3_2_1b or tunekit/llama3_2_3b"),
-    ("tunekit/qwen3-8b", "did you mean tunekit/qwen3_8b"),
-    ("tunekit/nanno", "did you mean tunekit/nano?"),
+    ("tunekit/llama3_2_1B", "Did you mean tunekit/llama3_2_1b or tunekit/llama3_2_3b"),
+    ("tunekit/qwen3-8b", "Did you mean tunekit/qwen3_8b"),
+    ("tunekit/nanno", "tunekit/nano?"),
     ("tunekit/xyzzy", "no bundled model tunekit/xyzzy"),
 ])  # fmt: skip
 def test_unknown_preset_gets_a_hint(name: str, expected: str) -> None:

@@ -145,7 +145,7 @@ def test_labels_of_documents_are_shown(
         (["sft.yaml", "--row", "rows.jsonl:99"], "--row rows.jsonl:99: "),
         (["sft.yaml", "--html", "page.txt"], "must end in .html"),
         (["sft.yaml", "--html", "no/such/folder.html"], "cannot be written"),
-        (["sft.yaml", "data.lenght=3"], "did you mean 'max_length'"),
+        (["sft.yaml", "data.lenght=3"], "'max_length'?"),
         (["sft.yaml", "data.source=no.jsonl"], "no.jsonl"),
         (["sft.yaml", "--num-rows", "-1"], "-1"),
         (["nano/generate"], "does not train on data"),

@@ -173,7 +173,7 @@ def test_config_fits_the_machine(workspace: Workspace, monkeypatch: pytest.Monke
         ("tunekit/nano numbers.jsonl", "numbers.jsonl:1: row must be a JSON object"),
         ("tunekit/nano one.jsonl", "one.jsonl: all rows have label 1"),
         ("tunekit/nano missing.jsonl", "missing.jsonl: no such file"),
-        ("tunekit/nanoo chat.jsonl", "did you mean tunekit/nano?"),
+        ("tunekit/nanoo chat.jsonl", "tunekit/nano?"),
         ("tunekit/qwen3_8b chat.jsonl", "has no weights"),
         ("tunekit/nano chat.jsonl --task kto", "Use --task sft"),
         ("tunekit/nano chat.jsonl --task tokens", "--task"),

@@ -215,7 +215,7 @@ def test_deleted_file_of_the_result_is_named(tmp_path):
         write_results(run_dir)
     check_final_files(tmp_path / "a")
     (tmp_path / "a/final/x").unlink()
-    with pytest.raises(UserError, match=r"final/x: file is missing\..*state/00000001"):
+    with pytest.raises(UserError, match=r"final/x: .*state/00000001"):
         check_final_files(tmp_path / "a")
     atomic.remove_dir(tmp_path / "a/state/00000001")
     with pytest.raises(UserError, match="no training state is left"):

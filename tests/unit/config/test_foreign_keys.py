@@ -218,7 +218,7 @@ def test_foreign_key_names_the_right_key(config: str, key: str, expected: str) -
         ("nano/grpo", "data.tools", "available keys: "),
         ("nano/grpo", "rewards.0.temperature", "belongs to kind llm_judge"),
         ("nano/ppo", "adapter.target", "available keys: trainable_modules"),
-        ("nano/ppo", "optimizer.beta", "did you mean 'betas'?"),
+        ("nano/ppo", "optimizer.beta", "'betas'?"),
         ("nano/grpo", "loss.kl_coeff", "use loss.beta"),
         ("nano/grpo", "sampling.stop_token_ids", "use sampling.stop_strings: "),
         ("nano/grpo", "rewards.0.reward_weights", "use rewards.0.weight: "),
@@ -232,7 +232,7 @@ def test_hint_for_a_key_of_a_section_is_about_this_section(config: str, key: str
 @pytest.mark.parametrize("key", ["memory_mb", "file_mb", "output_kb"])
 def test_limits_of_the_sandbox_are_named(key: str) -> None:
     unit_tests = f"rewards=[{{kind: unit_tests, sandbox: {{{key}: 64}}}}]"
-    assert f"sandbox.{key}: unknown key, did you mean 'max_{key}'?" in single_error("nano/grpo", unit_tests)
+    assert f"sandbox.{key}: unknown key. Did you mean 'max_{key}'?" in single_error("nano/grpo", unit_tests)
 
 
 # Keys of PPOConfig in TRL 0.29, and of earlier versions; TRL 1 has no PPO trainer.
@@ -340,18 +340,18 @@ def single_error(config: str, override: str) -> str:
             "Available: online or offline; for the model 'g/teacher', write teacher.model=g/",
         ),
         ("nano/dpo", "data=my.jsonl", "; for the source 'my.jsonl', write data.source=my.jsonl"),
-        ("nano/dpo", "loss=dop", "did you mean 'dpo'? Available: for pairs, compared with a reference: dpo, sigmoid"),
+        ("nano/dpo", "loss=dop", "'dpo'? Available: for pairs, compared with a reference: dpo, sigmoid"),
         (
             "nano/dpo",
             "loss=dop",
             "; for pairs, without a reference: sft, cpo, simpo, alphapo, orpo; for single answers",
         ),
         ("nano/dpo", "loss=dop", "that are marked: kto, bco, apo_zero_unpaired"),
-        ("nano/tools_lora", "data.train_on=assistent", "did you mean assistant?"),
-        ("nano/tools_lora", "precision.compute_dtype=torch.bfloat16", "did you mean bf16?"),
-        ("nano/tools_lora", "precision.compute_dtype=float16", "did you mean fp16?"),
+        ("nano/tools_lora", "data.train_on=assistent", "'assistant'?"),
+        ("nano/tools_lora", "precision.compute_dtype=torch.bfloat16", "'bf16'?"),
+        ("nano/tools_lora", "precision.compute_dtype=float16", "'fp16'?"),
         ("nano/grpo", "rewards=my_rewards.py", "Write my_rewards.py:NAME"),
-        ("nano/tools_lora", "optimizer=paged_adamw_32bit", "did you mean 'adamw'?"),
+        ("nano/tools_lora", "optimizer=paged_adamw_32bit", "'adamw'?"),
         ("nano/tools_lora", "report_to=none", "a list is written []"),
         ("nano/tools_lora", "eval_every=no", "eval_data=null"),
         ("nano/tools_lora", "save_every=no", "saves only the last training state"),
@@ -410,7 +410,7 @@ def test_hint_for_a_file_is_yaml() -> None:
         load_config(
             recipe_loader.load_recipe("distill").CONFIG, "model: m\ndata: {source: s}\noutput_dir: o\nteacher: onlin\n"
         )
-    assert caught.value.lines[0].endswith("did you mean 'online'? Available: online or offline")
+    assert caught.value.lines[0].endswith("'online'? Available: online or offline")
 
 
 def test_suggested_losses_exist() -> None:

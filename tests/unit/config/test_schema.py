@@ -106,5 +106,5 @@ def test_key_reference_contains_all_kinds_of_this_key(tree):
     ]
     assert "`model`: text, default **required**. directory or Hub name" in key_markdown(tree.SFT, "model")
     assert key_markdown(tree.SFT, "optimizer.lr") == key_markdown(tree.SFT, "optimizer")
-    with pytest.raises(UserError, match="optimizr: unknown key. Did you mean optimizer"):
+    with pytest.raises(UserError, match="^optimizr: .*'optimizer'"):
         key_markdown(tree.SFT, "optimizr")

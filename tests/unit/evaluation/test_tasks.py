@@ -40,7 +40,7 @@ def test_task_selection() -> None:
     assert TaskSelection(("arc_easy", "nano/tools")).bundled == ["nano/tools"]
     assert TaskSelection(("arc_easy", "nano/tools")).harness_tasks == ["arc_easy"]
     TaskSelection(("nano", "nano/facts")).check()
-    with pytest.raises(UserError, match="unknown task 'nano/fact'. Did you mean 'nano/facts'?"):
+    with pytest.raises(UserError, match="^tasks: .*'nano/fact'.*'nano/facts'"):
         TaskSelection(("nano/fact",)).check()
     invalid: list[dict[str, Any]] = [{"num_fewshot": -1}, {"limit": 0}, {"names": ("nano", "nano")}]
     for options in invalid:
@@ -52,7 +52,7 @@ def test_task_selection() -> None:
         {"include_path": "tasks"},
     ]
     for options in without_effect:
-        with pytest.raises(FieldError, match="applies to tasks of lm-evaluation-harness"):
+        with pytest.raises(FieldError, match="lm-evaluation-harness"):
             TaskSelection(("nano",), **options)
 
 
@@ -60,12 +60,10 @@ def test_harness_is_imported_only_if_needed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "tunekit.evaluation.lm_eval_adapter", raising=False)
     TaskSelection(("nano",)).check()
-    with pytest.raises(
-        UserError, match="'arc_easy' requires lm-evaluation-harness, and lm_eval is not installed. Run: pip"
-    ):
+    with pytest.raises(UserError, match="'arc_easy' .*lm_eval .*pip"):
         TaskSelection(("arc_easy",)).check()
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "lm_eval.defaults", None)  # a module that old versions lack
     monkeypatch.delitem(sys.modules, "tunekit.evaluation.lm_eval_adapter", raising=False)
-    with pytest.raises(UserError, match="lm_eval is too old. Run: pip install 'tunekit.harness.'"):
+    with pytest.raises(UserError, match="lm_eval .*pip install 'tunekit.harness.'"):
         TaskSelection(("arc_easy",)).check()

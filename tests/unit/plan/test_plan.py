@@ -438,7 +438,7 @@ def test_hardware_options() -> None:
     assert hardware.parse_memory_size("80G") == 80 * GIB and hardware.parse_memory_size("24000MiB") == 24000 * 2**20
     with pytest.raises(UserError, match="such as 80G"):
         hardware.parse_memory_size("eighty")
-    with pytest.raises(UserError, match="did you mean h100"):
+    with pytest.raises(UserError, match="^--gpu-type h1000: .*'h100'"):
         hardware.gpu_by_name("h1000")
     assert hardware.gpu_by_memory(141 * GIB) == GPUS["h200"]
 

@@ -235,7 +235,7 @@ def test_start_checks_name_length_and_connection(
     adapted: tuple[Decoder, HFCheckpoint], server: CompletionServer
 ) -> None:
     model = adapted[0]
-    with pytest.raises(UserError, match="'other' is not one of the models of the server: base"):
+    with pytest.raises(UserError, match="'other' .*: base"):
         make_engine(make_client(server.url), model, name="other").check([1])
     server.max_model_len = 32
     with pytest.raises(UserError, match="max_length is 64"):

@@ -78,5 +78,5 @@ def test_keys_without_effect_are_refused(keys: dict[str, Any], problem: str) -> 
 
 def test_unknown_metric_lists_those_of_the_evaluation() -> None:
     tracker = make(load_best_model_at_end=True, metric_for_best_model="accuracy")
-    with pytest.raises(UserError, match="metric_for_best_model: .* no metric 'accuracy'. Use one of loss, kl"):
+    with pytest.raises(UserError, match="^metric_for_best_model: .*'accuracy'.* loss, kl"):
         tracker.check_metric({"loss": 1.0, "kl": 2.0})

@@ -18,7 +18,7 @@ def main(args: argparse.Namespace) -> None:
     if not rows:
         folders = {name.partition("/")[0] for name in registry.list_configs()}
         names = [*registry.list_recipes(), *sorted(folders), *registry.list_configs()]
-        raise UserError(f"no recipe or config matches '{args.filter}'{registry.did_you_mean(args.filter, names)}")
+        raise UserError(f"no recipe or config matches '{args.filter}'.{registry.suggest_name(args.filter, names)}")
     print(json.dumps(rows, indent=2) if args.json else format_rows(rows))
 
 

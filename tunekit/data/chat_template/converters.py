@@ -14,9 +14,8 @@ from tunekit.data.chat_template.messages import (
     parse_json,
     parse_tool_call,
     parse_tools,
-    suggest_word,
 )
-from tunekit.errors import UserError
+from tunekit.errors import UserError, did_you_mean
 
 SYSTEM_COLUMNS = ("system", "system_prompt")
 LAST_WORD = re.compile(r"\s*\S*$")
@@ -84,8 +83,9 @@ def from_sharegpt_item(item: Any) -> Any:
         return item
     speaker, value = item["from"], item.get("value")
     if not isinstance(speaker, str) or speaker not in SPEAKER_ROLES:
-        hint = f"{suggest_word(speaker, SPEAKER_ROLES)}Use one of {', '.join(SPEAKER_ROLES)}."
-        raise UserError(f".from: unknown speaker {format_value(speaker)}. {hint}")
+        hint = did_you_mean(str(speaker), SPEAKER_ROLES)
+        roles = ", ".join(SPEAKER_ROLES)
+        raise UserError(f".from: unknown speaker {format_value(speaker)}.{hint} Use one of {roles}.")
     if not isinstance(value, str):
         raise UserError(f".value: expected a string, got {json_type(value)}")
     extra_fields = {key: field for key, field in item.items() if key not in ("from", "value")}

@@ -4,14 +4,13 @@ Content becomes a string, tool call arguments become objects, and null values ar
 path inside the row, such as `messages[3].tool_calls[0].function.arguments`.
 """
 
-import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 from tunekit.data.readers.row_reader import UnreadableCell
-from tunekit.errors import UserError
+from tunekit.errors import UserError, did_you_mean
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -134,8 +133,8 @@ def normalize_message(item: Any) -> Message:
     if role is None:
         raise UserError(": has no `role`")
     if not isinstance(role, str) or (role not in ROLES and role != "function"):
-        hint = f"{suggest_word(role, ROLES)}Use one of {', '.join(ROLES)}."
-        raise UserError(f".role: unknown role {format_value(role)}. {hint}")
+        hint = did_you_mean(str(role), ROLES)
+        raise UserError(f".role: unknown role {format_value(role)}.{hint} Use one of {', '.join(ROLES)}.")
     if len(item) == 2 and role != "function" and isinstance(item.get("content"), str):
         return item
     message = {key: value for key, value in item.items() if value is not None and key not in ("train", "weight")}
@@ -158,12 +157,6 @@ def normalize_content(message: Message, item: Message) -> None:
     elif not isinstance(value, str):
         suffix = " and no `tool_calls`" if value is None and message["role"] == "assistant" else ""
         raise UserError(f".content: expected a string, got {json_type(value)}{suffix}")
-
-
-def suggest_word(word: Any, candidates: Iterable[str]) -> str:
-    """Return `Did you mean ...? ` with the closest candidate, or an empty string."""
-    matches = difflib.get_close_matches(word.lower(), candidates, 1) if isinstance(word, str) else None
-    return f"Did you mean {matches[0]!r}? " if matches else ""
 
 
 def format_value(value: Any) -> str:

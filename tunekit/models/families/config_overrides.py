@@ -1,10 +1,10 @@
 """Overrides of keys of config.json, such as a longer context or another RoPE scaling."""
 
 import copy
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from tunekit.errors import did_you_mean
 from tunekit.models.families.base import OPTIONAL, Config, rope_scaling_config
 from tunekit.models.families.config_checks import ALLOWED, FLAG, OBJECT, check_config_values
 
@@ -50,9 +50,8 @@ def describe_problem(key: str, known: set[str]) -> str:
     """Why a key cannot be overridden, with the nearest key."""
     if key in FIXED_KEYS:
         return "cannot be overridden. Remove it."
-    matches = difflib.get_close_matches(key, known - {*FIXED_KEYS}, 1)
-    hint = f"Did you mean {matches[0]!r}?" if matches else "Remove it."
-    return f"not a key of config.json that this model reads. {hint}"
+    hint = did_you_mean(key, known - {*FIXED_KEYS}, "Remove it.")
+    return f"not a key of config.json that this model reads.{hint}"
 
 
 def to_json(value: Any) -> Any:

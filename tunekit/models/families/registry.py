@@ -1,10 +1,9 @@
 """Maps the `model_type` of a config.json to its family."""
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tunekit.errors import UserError
+from tunekit.errors import UserError, did_you_mean
 from tunekit.models.families import (
     bamba,
     classifiers,
@@ -148,9 +147,8 @@ def find_family(config: Config, where: str) -> tuple[Family, DecoderSpec]:
     if model_type is None:
         raise UserError(f"{where}: 'model_type' is missing")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        suggestions = difflib.get_close_matches(str(model_type), FAMILIES, 1)
-        hint = f", did you mean {suggestions[0]!r}?" if suggestions else ""
-        raise UserError(f"{where}: model_type {model_type!r} is not supported{hint} (supported: {', '.join(FAMILIES)})")
+        hint = did_you_mean(str(model_type), FAMILIES)
+        raise UserError(f"{where}: model_type {model_type!r} is not supported.{hint} Supported: {', '.join(FAMILIES)}.")
     family = FAMILIES[model_type]
     try:
         check_config_values(config)
