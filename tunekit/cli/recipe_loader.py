@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from tunekit.cli import registry
 from tunekit.config import load
+from tunekit.config.overrides import KeywordValues
 from tunekit.config.user_code import import_file
 from tunekit.config.yaml_parser import read_recipe
 from tunekit.errors import UserError
@@ -62,16 +63,23 @@ def load_checked_config(module: ModuleType, word: str, overrides: Sequence[str],
     return choice
 
 
-def load_recipe_config(module: ModuleType, word: str, overrides: Sequence[str], imports: Sequence[str]) -> Any:
-    """Load the recipe's config. Keys and values are validated; models and data are not accessed."""
-    path = registry.find_config(word)
-    required, name = read_recipe(path), module.__name__.rpartition(".")[2]
+def load_recipe_config(
+    module: ModuleType,
+    word: str | None,
+    overrides: Sequence[str],
+    imports: Sequence[str],
+    keywords: KeywordValues | None = None,
+) -> Any:
+    """Load the recipe's config, of keywords alone if `word` is None. Keys and values are validated; models and data are
+    not accessed."""
+    path = None if word is None else registry.find_config(word)
+    required, name = None if path is None else read_recipe(path), module.__name__.rpartition(".")[2]
     if required and required.removesuffix(".py") != name and module.__name__.startswith("tunekit."):
         raise UserError(f"{path}: written for the recipe '{required}', not '{name}'. Use `tune run {required} {word}`")
     for override in overrides:
         if "=" not in override:
             raise UserError(f"'{override}': overrides must be key=value, such as seed=1")
-    cfg = load.load_config(module.CONFIG, path, overrides, [_file(item) for item in imports])
+    cfg = load.load_config(module.CONFIG, path, overrides, [_file(item) for item in imports], keywords)
     return cfg.continue_adapter() if isinstance(cfg, ContinuesAdapter) else cfg
 
 

@@ -1,6 +1,7 @@
 """Load frozen dataclasses from a YAML file and `key=value` overrides, or raise one error with all problems."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,15 +12,21 @@ from tunekit.config.errors import ErrorCollector
 from tunekit.config.errors import Path as KeyPath
 from tunekit.config.interpolate import get_child, referenced_keys, resolve_references
 from tunekit.config.node import COMMAND, FAILED, YamlNode, to_node, to_plain
-from tunekit.config.overrides import Overrides
+from tunekit.config.overrides import KeywordValues, Overrides
 from tunekit.config.user_code import load_user_choices
 from tunekit.config.yaml_parser import RECIPE_KEY, Source, check_recipe, read_config
 
 T = TypeVar("T")
 
 
-def load_config(cls: type[T], source: Source, overrides: Sequence[str] = (), imports: Sequence[Path] = ()) -> T:
-    """Load `cls` from a YAML file (a Path), plain data or YAML text (a str), with `key=value` overrides.
+def load_config(
+    cls: type[T],
+    source: Source,
+    overrides: Sequence[str] = (),
+    imports: Sequence[Path] = (),
+    keywords: KeywordValues | None = None,
+) -> T:
+    """Load `cls` from a YAML file (a Path), plain data or YAML text (a str), with `key=value` overrides or `keywords`.
 
     `imports` are Python files whose dataclasses become additional kinds. Raises one ConfigError with all errors.
     """
@@ -29,7 +36,11 @@ def load_config(cls: type[T], source: Source, overrides: Sequence[str] = (), imp
     if root.value is FAILED:
         problems.check()
     writer = Overrides(choices, problems)
-    root = with_defaults(writer.apply(root, cls, overrides), cls, writer)
+    root = writer.apply(root, cls, overrides)
+    if keywords is not None:
+        root = replace(root, at=root.at or keywords.where)
+        root = Overrides(choices, problems, keywords.where).apply_keywords(root, cls, keywords.values)
+    root = with_defaults(root, cls, writer)
     root = _without_recipe(resolve_references(root, problems), cls, problems)
     built = ConfigBuilder(cls, choices, problems).make(cls, None, {}, (root, ()))
     problems.check()

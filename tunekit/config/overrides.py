@@ -1,11 +1,13 @@
-"""Apply `key=value` overrides from the command line to the tree of YAML nodes."""
+"""Apply `key=value` overrides from the command line, or keyword arguments, to the tree of YAML nodes."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from tunekit.config.choices import REQUIRED, ChoiceRegistry, FieldSlot, element_type, generic_args, union_members
 from tunekit.config.dump import to_plain_value
 from tunekit.config.errors import ErrorCollector, Path
+from tunekit.config.interpolate import get_child
 from tunekit.config.node import COMMAND, DEPTH, FAILED, YamlNode, to_node
 from tunekit.config.scalar import parse_scalar
 from tunekit.config.yaml_parser import parse_yaml
@@ -13,11 +15,22 @@ from tunekit.config.yaml_parser import parse_yaml
 _QUOTED = ("[", "{", '"', "'")  # values that start with these are parsed as YAML, all others are scalars
 
 
-class Overrides:
-    """Writes overrides into a tree. The schema determines the current kind of each section."""
+@dataclass(frozen=True)
+class KeywordValues:
+    """Values of config keys from Python, as plain data. A key with dots names a nested key, as on the command line.
 
-    def __init__(self, choices: ChoiceRegistry, problems: ErrorCollector) -> None:
-        self.choices, self.problems = choices, problems
+    `where` is the call that received them, for messages.
+    """
+
+    where: str
+    values: Mapping[str, Any]
+
+
+class Overrides:
+    """Writes overrides into a tree. The schema determines the current kind of each section. `at`: their location."""
+
+    def __init__(self, choices: ChoiceRegistry, problems: ErrorCollector, at: str = COMMAND) -> None:
+        self.choices, self.problems, self.at = choices, problems, at
 
     def apply(self, root: YamlNode, cls: type, items: Sequence[str]) -> YamlNode:
         """Apply `items` in order; later items take precedence."""
@@ -35,6 +48,31 @@ class Overrides:
             else:
                 root = self.put(root, path, (), self.value(text.strip(), path), FieldSlot(cls))
         return root
+
+    def apply_keywords(self, root: YamlNode, cls: type, values: Mapping[str, Any], parents: Path = ()) -> YamlNode:
+        """Apply the values of a section. A mapping changes the keys that it has; the others keep their values."""
+        for key, value in sorted(values.items(), key=lambda item: item[0] != "kind"):  # the kind decides about the keys
+            path = (*parents, *str(key).split("."))
+            if not isinstance(key, str) or not all(path):
+                self.problems.add(self.at, parents, f"keys are text, with a name between two dots, got {key!r}")
+            elif len(path) > DEPTH:
+                self.problems.add(self.at, path[:4], f"nested deeper than {DEPTH} levels")
+            elif isinstance(value, Mapping) and self.is_section(root, FieldSlot(cls), path, value):
+                root = self.apply_keywords(root, cls, value, path)
+            else:
+                root = self.put(root, path, (), to_node(value, self.at, self.problems, path), FieldSlot(cls))
+        return root
+
+    def is_section(self, node: YamlNode | None, slot: FieldSlot | None, path: Path, value: Mapping[str, Any]) -> bool:
+        """Whether a mapping has values of config keys: it is neither a table, nor empty, nor unknown."""
+        for part in path:
+            node, slot = self.enter_single(node, slot, part)
+            slot = self.slot_of(slot, node or YamlNode({}), part)
+            node = get_child(node, part) if node else None
+        if slot is None or not value or (node is not None and isinstance(node.value, list) and len(node.value) != 1):
+            return False
+        kinds = self.choices.kinds(self.choices.single(slot) or slot)
+        return bool(kinds) and ("kind" in value or generic_args(slot.hint, dict) is None)
 
     def value(self, text: str, path: Path) -> YamlNode:
         if not text.startswith(_QUOTED):
@@ -79,7 +117,7 @@ class Overrides:
         key, items = rest[0], node.value
         if not key.isdecimal() or int(key) > len(items):
             message = f"is a list of {len(items)}; write {'.'.join((*parents, '0'))}=... for its first element"
-            self.problems.add(COMMAND, (*parents, key), f"{'.'.join(parents)} {message}")
+            self.problems.add(self.at, (*parents, key), f"{'.'.join(parents)} {message}")
             return node
         index = int(key)
         arguments = generic_args(slot.hint, tuple) if slot else None
@@ -101,23 +139,23 @@ class Overrides:
         old = self.choices.kind_of_node(slot, node)
         is_same_kind, shared_keys = old == kind.value, self.choices.keys_to_keep(slot, old, kind.value)
         entries = {
-            key: child for key, child in node.value.items() if is_same_kind or key in shared_keys or child.at == COMMAND
+            key: child for key, child in node.value.items() if is_same_kind or key in shared_keys or child.at == self.at
         }
         return replace(node, value={**entries, "kind": kind})
 
     def as_container(self, node: YamlNode | None, slot: FieldSlot | None) -> YamlNode:
         """Convert `node` to a mapping or list. A bare word becomes `kind`; a missing list becomes its default."""
         if node and (isinstance(node.value, dict | list) or node.value is FAILED):
-            return node if node.value is not FAILED else YamlNode({}, COMMAND)
+            return node if node.value is not FAILED else YamlNode({}, self.at)
         if slot is None:
-            return YamlNode({}, COMMAND)
+            return YamlNode({}, self.at)
         if node and isinstance(node.value, str) and self.choices.kinds(slot) and str not in union_members(slot.hint):
             return YamlNode({"kind": replace(node, bare=True)}, node.at)
         if arguments := generic_args(slot.hint, tuple):
             default = () if node or slot.default is REQUIRED or slot.default is None else slot.default
             items = [to_plain_value(item, element_type(arguments, i)) for i, item in enumerate(default)]
-            return to_node(items, COMMAND, self.problems)
-        return YamlNode({}, COMMAND)
+            return to_node(items, self.at, self.problems)
+        return YamlNode({}, self.at)
 
     def slot_of(self, slot: FieldSlot | None, node: YamlNode, key: str) -> FieldSlot | None:
         if slot is None:
