@@ -6,6 +6,12 @@ import platform
 TRIM_THRESHOLD, MMAP_THRESHOLD, RETAIN_BYTES = -1, -3, 2**30  # parameters of mallopt(3), and their value in bytes
 
 
+def return_freed_memory() -> None:
+    """Return the memory that is free in this process to the system, at the end of a run in a longer session."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def retain_freed_memory() -> None:
     """Keep freed memory in this process for later tensors instead of returning it to the system.
 

@@ -9,6 +9,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tunekit.checkpoint.atomic import check_writable, write_text_atomic
 from tunekit.data.dataloader.build import build_dataloader
@@ -21,9 +22,10 @@ from tunekit.evaluation.evaluation_rows import Question, read_rows
 from tunekit.evaluation.generation_eval import GenerationEvaluator
 from tunekit.evaluation.inference_config import InferenceConfig
 from tunekit.evaluation.results import ModelResult
-from tunekit.evaluation.significance import paired_differences
+from tunekit.evaluation.significance import PairedDifference, paired_differences
 from tunekit.evaluation.table import results_table
 from tunekit.evaluation.tasks import TaskSelection
+from tunekit.models.decoder import Decoder
 from tunekit.publishing import model_card
 from tunekit.training import data_checks
 
@@ -102,7 +104,13 @@ def main(cfg: EvaluateConfig) -> list[ModelResult]:
 def evaluate_model(name: str, cfg: EvaluateConfig, dist: DistributedContext) -> tuple[list[Question], ModelResult]:
     """Questions of the rows, and the results of one model, which is freed afterwards."""
     tasks = cfg.named.load()  # before weights are read: some tasks are downloaded
-    model, tokenizer = cfg.load_model(name, dist)
+    return evaluate_loaded(name, *cfg.load_model(name, dist), tasks, cfg, dist)
+
+
+def evaluate_loaded(
+    name: str, model: Decoder, tokenizer: Tokenizer, tasks: Any, cfg: EvaluateConfig, dist: DistributedContext
+) -> tuple[list[Question], ModelResult]:
+    """Questions of the rows, and the results of a model in memory. `tasks` are the loaded ones of `cfg.named`."""
     evaluator = GenerationEvaluator(model, tokenizer, cfg.sampling, cfg.batch_size, dist)
     questions, results = [], []
     if cfg.data is not None:
@@ -121,16 +129,21 @@ def report(cfg: EvaluateConfig, questions: list[Question], results: list[ModelRe
     changed = paired_differences(results[0], results[-1], cfg.sampling.seed) if cfg.baseline is not None else []
     print_completions(questions, results, cfg.num_completions_to_print)
     print(results_table(results, changed))
-    if cfg.output_path is not None:
-        models = [result.to_dict() for result in results]
-        content = {"models": models, "changes": [asdict(change) for change in changed]}
-        write_text_atomic(Path(cfg.output_path), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_results(cfg, results, changed)
     if cfg.data is not None:
         metrics = [
             {"model": result.model, "loss": result.loss, "perplexity": result.perplexity, "correct": result.num_correct}
             for result in results
         ]
         model_card.add_evaluation(Path(cfg.model), dataset_title(cfg.data), metrics, len(questions))
+
+
+def write_results(cfg: EvaluateConfig, results: list[ModelResult], changed: list[PairedDifference]) -> None:
+    """Write the results to `output_path`, if it is set."""
+    if cfg.output_path is not None:
+        models = [result.to_dict() for result in results]
+        content = {"models": models, "changes": [asdict(change) for change in changed]}
+        write_text_atomic(Path(cfg.output_path), json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def print_completions(questions: list[Question], results: list[ModelResult], examples: int) -> None:

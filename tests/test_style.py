@@ -81,8 +81,9 @@ def test_modules_have_docstrings() -> None:
 
 
 def test_packages_export_nothing() -> None:
-    """An `__init__.py` has a docstring, and constants at most."""
-    inits = {file: tree.body for file, tree in trees().items() if file.endswith("__init__.py")}
+    """An `__init__.py` has a docstring, and constants at most. That of tunekit has the names of the Python API."""
+    files = [file for file in trees() if file.endswith("__init__.py") and file != "tunekit/__init__.py"]
+    inits = {file: trees()[file].body for file in files}
     assert not [file for file, body in inits.items() if not all(isinstance(n, (ast.Expr, ast.Assign)) for n in body)]
 
 

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 USER_MODULES = ("own_", "tunekit_import_")  # prefixes of the modules of recipe files and of `--import`
+SESSION_FILES: set[str] = set()  # files, or cells of a notebook, of functions that a Python session has passed
 DOUBLE_STOP = re.compile(r"(?<=[^\s./])\.\.(?=\s|$)")  # of a quoted message and of the sentence that contains it
 
 
@@ -20,6 +21,10 @@ class UserError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(DOUBLE_STOP.sub(".", message))
+
+    def _render_traceback_(self) -> list[str]:
+        """Lines that IPython shows instead of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 class FieldError(ValueError):
@@ -145,13 +150,19 @@ class UserCodeLocation(NamedTuple):
 def find_user_code(error: BaseException) -> UserCodeLocation | None:
     """Innermost line of user code in the traceback of an exception; None if there is none."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    indices = [i for i, (frame, _) in enumerate(frames) if frame.f_globals.get("__name__", "").startswith(USER_MODULES)]
+    indices = [i for i, (frame, _) in enumerate(frames) if is_user_code(frame)]
     if not indices or isinstance(error, UserError | RunStopped) or is_ctrl_c(error):
         return None
     frame, line = frames[indices[-1]]
     message = describe_exception(error)
     stack = "".join(traceback.format_tb(error.__traceback__)[indices[-1] :])
     return UserCodeLocation(f"{frame.f_code.co_filename}:{line}: {message}", stack)
+
+
+def is_user_code(frame: FrameType) -> bool:
+    """Whether a line belongs to a file of the user, or to a function that a Python session has passed."""
+    is_user_module = frame.f_globals.get("__name__", "").startswith(USER_MODULES)
+    return is_user_module or frame.f_code.co_filename in SESSION_FILES
 
 
 def describe_exception(error: BaseException) -> str:

@@ -31,7 +31,8 @@ LOGS = ("tensorboard", "wandb", "mlflow", "comet")
 START_PREFIX = "# began on "
 # Logs of the worker processes, created before the run directory is locked; file with which users stop a run.
 OUTPUT, STOP = "logs", "stop"
-EARLY_FILES = {LOCK, CONFIG + atomic.PARTIAL, OUTPUT, STOP}
+ROWS = "data"  # rows that Python code has passed, written before the run starts
+EARLY_FILES = {LOCK, CONFIG + atomic.PARTIAL, OUTPUT, STOP, ROWS}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, ClassVar, Generic, Protocol, Union, get_args, get_origin, get_type_hints, runtime_checkable
 
+from tunekit.config import session_code
 from tunekit.config.node import YamlNode
 
 REQUIRED: Any = object()  # marks a key without a default
@@ -144,9 +145,9 @@ class ChoiceRegistry:
         return element if self.kinds(element) else None
 
     def code_kind(self, slot: FieldSlot, word: str) -> tuple[str, str] | None:
-        """Kind and key for `FILE.py:name`; None for another word."""
+        """Kind and key for `FILE.py:name`, or a name of a Python session; None for another word."""
         path, _, name = word.rpartition(":")
-        if not path.endswith(".py") or not name.isidentifier():
+        if session_code.find(word) is None and (not path.endswith(".py") or not name.isidentifier()):
             return None
         kinds = self.kinds(slot).items()
         return next(((kind, cls.reference_key) for kind, cls in kinds if isinstance(cls, CodeKind)), None)

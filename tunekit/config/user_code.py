@@ -13,6 +13,7 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType, TracebackType
 from typing import Any
 
+from tunekit.config import session_code
 from tunekit.config.choices import ChoiceRegistry, iter_slots, kind_name
 from tunekit.config.errors import ConfigError, ErrorCollector
 from tunekit.config.process_guard import ChangedProcessError, ProcessGuard
@@ -77,11 +78,16 @@ def import_file(name: str, file: Path) -> ModuleType:
 
 
 def load_attribute(reference: str, key: str) -> Any:
-    """The function or class that `path.py:name` names. Raises UserError if there is none.
+    """The function or class that `path.py:name` names, or a registered one. Raises UserError if there is none.
 
     `key` is the config key that contains the reference.
     """
+    if (registered := session_code.find(reference)) is not None:
+        return registered
     path, _, name = reference.rpartition(":")
+    if not path.endswith(".py") and session_code.REFERENCE.fullmatch(reference):
+        remedy = "Pass it in Python again, or write it to a file and name that as path.py:name."
+        raise UserError(f"{key}: {reference} is a function of a Python session. {remedy}")
     if not path.endswith(".py") or not name.isidentifier():
         raise UserError(f"{key}: expected path.py:name, got {reference!r}. Name a Python file and what it defines.")
     try:

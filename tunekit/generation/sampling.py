@@ -93,6 +93,9 @@ class SamplingConfig:
         return probabilities.gather(-1, tokens), tokens
 
 
+CHAT_SAMPLING = SamplingConfig(0.7, top_p=0.95, max_new_tokens=1024)  # of answers in a conversation
+
+
 def sample_index(weights: Tensor, numbers: Tensor) -> Tensor:
     """Sample an index (B,) from weights (B, N) with uniform numbers (B,). Indices of zero weights are never sampled.
 

@@ -33,6 +33,7 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.kernels.device_tensors import HostCopy, read_lag
 from tunekit.loggers.metrics_file import COMPLETIONS, EPISODES, FILE, StepLog
+from tunekit.loggers.observers import HIDES_PROGRESS, open_observers
 from tunekit.loggers.progress import PRINT_INTERVAL
 
 MAX_PROMPT, MAX_ANSWER = 80, 400  # characters that are printed
@@ -164,6 +165,8 @@ class MetricLogger:
         self.counter = counter or ThroughputCounter(last_step=start)
         trackers = report_to if dist.is_main_process else ()
         self.trackers = [open_tracker(tracker, folder, start, resolved or {}) for tracker in trackers]
+        self.trackers += open_observers(start, num_steps) if dist.is_main_process else []
+        self.hides_progress = HIDES_PROGRESS.get()
         self.file = StepLog(folder / FILE, start) if dist.is_main_process else None
         self.completions = StepLog(folder / COMPLETIONS, start) if dist.is_main_process else None
         self.episodes = StepLog(folder / EPISODES, start) if dist.is_main_process else None
@@ -226,7 +229,8 @@ class MetricLogger:
             line = self.pending.popleft()
             values = line.values
             self.write(line.step, values)
-            self.terminal.show(line.step, values, line.seconds_left)
+            if not self.hides_progress:
+                self.terminal.show(line.step, values, line.seconds_left)
 
     def discard_after(self, step: int) -> None:
         """Discard pending lines of steps after `step`."""

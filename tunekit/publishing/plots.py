@@ -1,6 +1,7 @@
 """Plots of the metrics of a run. A separate module, because matplotlib takes a second to import."""
 
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,28 @@ BLUE, ORANGE, GREEN, RED, GRAY = "#2f6fde", "#e8710a", "#188038", "#b3261e", "#5
 SMOOTHING_MIN_POINTS = 40  # curves with more points also get a smoothed line
 LOG_SCALE_RATIO = 30  # ratio of largest to smallest value above which an axis is logarithmic
 LOSS, LEARNING_RATE = "loss (nats per target token)", "learning rate"
+METADATA = {"Software": "tunekit"}
 Lines = Sequence[Mapping[str, Any]]
+
+
+class MetricsFigure(Figure):
+    """A figure that IPython shows, also without the inline backend of matplotlib."""
+
+    def _repr_png_(self) -> bytes:
+        """PNG file."""
+        png = BytesIO()
+        self.savefig(png, format="png", metadata=METADATA)
+        return png.getvalue()
 
 
 def plot_metrics(lines: Lines, file: Path) -> None:
     """Plot loss, learning rate and gradient norm over the steps of a run, and save a PNG."""
-    figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
+    make_figure(lines).savefig(file, metadata=METADATA)
+
+
+def make_figure(lines: Lines) -> MetricsFigure:
+    """Plot loss, learning rate and gradient norm over the steps of a run."""
+    figure = MetricsFigure(figsize=(9, 6), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplot_mosaic([["loss", "loss"], ["lr", "grad_norm"]], height_ratios=[3, 2])
     plot_curve(panels["loss"], *series(lines, "loss"), BLUE, "training")
@@ -32,7 +49,7 @@ def plot_metrics(lines: Lines, file: Path) -> None:
     titles = {"loss": LOSS, "lr": LEARNING_RATE, "grad_norm": "gradient norm"}
     for name, title in titles.items():
         style_axes(panels[name], title)
-    figure.savefig(file, metadata={"Software": "tunekit"})
+    return figure
 
 
 def series(lines: Lines, name: str) -> tuple[np.ndarray, np.ndarray]:

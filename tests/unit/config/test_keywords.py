@@ -36,8 +36,8 @@ def test_keywords_equal_overrides(values: dict[str, Any], overrides: list[str]) 
 
 
 def test_list_takes_one_kind_a_list_or_the_index_of_an_element() -> None:
-    one = load({"loss": {"kind": "dpo", "beta": 0.3}}, PreferenceConfig, DPO)
-    assert one == load_config(PreferenceConfig, DPO, ["loss={kind: dpo, beta: 0.3}"])
+    single = load({"loss": {"kind": "dpo", "beta": 0.3}}, PreferenceConfig, DPO)
+    assert single == load_config(PreferenceConfig, DPO, ["loss={kind: dpo, beta: 0.3}"])
     both = load({"loss": [{"kind": "dpo"}, "sft"]}, PreferenceConfig, DPO)
     assert both == load_config(PreferenceConfig, DPO, ["loss=[{kind: dpo}, sft]"])
     indexed = load({"loss.0.beta": 0.3}, PreferenceConfig, DPO)

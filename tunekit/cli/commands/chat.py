@@ -17,7 +17,7 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.evaluation.inference_config import InferenceConfig, config_from_flags
 from tunekit.generation.generate import stream_text
-from tunekit.generation.sampling import SamplingConfig
+from tunekit.generation.sampling import CHAT_SAMPLING, SamplingConfig
 from tunekit.generation.token_probabilities import render_probabilities, token_probabilities
 from tunekit.system import read_utf8
 
@@ -46,7 +46,7 @@ HELP = "\n".join([
 class ChatConfig(InferenceConfig):
     """Values of the flags. Those of `sampling` have the names of its keys."""
 
-    sampling: SamplingConfig = SamplingConfig(0.7, top_p=0.95, max_new_tokens=1024)
+    sampling: SamplingConfig = CHAT_SAMPLING
 
     @staticmethod
     def from_args(args: argparse.Namespace) -> "ChatConfig":

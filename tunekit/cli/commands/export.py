@@ -34,6 +34,11 @@ CARD_TEXT = (
 
 def main(args: argparse.Namespace) -> None:
     """Export and verify the model. Standard output is only the path, for use in scripts."""
+    print(write_exported(args))
+
+
+def write_exported(args: argparse.Namespace) -> Path:
+    """Export and verify the model, and return its file or directory."""
     out = Path(args.out).expanduser()
     if out.exists():
         raise UserError(f"{out}: already exists. Choose another name")
@@ -41,7 +46,7 @@ def main(args: argparse.Namespace) -> None:
         export_bitsandbytes(args.model, out, bitsandbytes_export.TYPES[args.type])
     else:
         export_gguf(args, out)
-    print(out)
+    return out
 
 
 def export_bitsandbytes(model: str, out: Path, weights: NF4Config) -> None:

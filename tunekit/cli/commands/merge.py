@@ -17,6 +17,11 @@ from tunekit.publishing import model_card
 
 def main(args: argparse.Namespace) -> None:
     """Write and verify the merged checkpoint. Standard output is only its path, for use in scripts."""
+    print(write_merged(args))
+
+
+def write_merged(args: argparse.Namespace) -> Path:
+    """Write and verify the merged checkpoint, and return its directory."""
     out = Path(args.out).expanduser()
     if out.exists():
         raise UserError(f"{out}: already exists. Choose another directory")
@@ -42,4 +47,4 @@ def main(args: argparse.Namespace) -> None:
     print_line(str(verification))
     if not args.force:
         verify.raise_if_failed(out)
-    print(out)
+    return out

@@ -12,6 +12,12 @@ from tunekit.publishing import publish
 
 def main(args: argparse.Namespace) -> None:
     """Upload the files. Standard output is only the URL, for use in scripts."""
+    if (url := upload_result(args)) is not None:
+        print(url)
+
+
+def upload_result(args: argparse.Namespace) -> str | None:
+    """Upload the files, and return the URL; None after a dry run."""
     if args.create_pr and args.revision:
         raise UserError("--create-pr: creates its own branch. Remove --revision")
     if args.merged_dir and not args.merge_adapter:
@@ -19,14 +25,13 @@ def main(args: argparse.Namespace) -> None:
     folder, ours = publish.find_result_dir(args.folder)
     unverified = check_verified(folder, ours, args.force)
     if not args.merge_adapter:
-        send(folder, unverified, args)
-    elif args.dry_run:
+        return send(folder, unverified, args)
+    if args.dry_run:
         raise UserError(
             "--dry-run: does not merge, so the files of --merge-adapter are unknown. Run `tune merge` first"
         )
-    else:
-        with publish.merged_dir(folder, args.merged_dir and Path(args.merged_dir).expanduser()) as merged:
-            send(merged, check_verified(merged, True, args.force) or unverified, args)
+    with publish.merged_dir(folder, args.merged_dir and Path(args.merged_dir).expanduser()) as merged:
+        return send(merged, check_verified(merged, True, args.force) or unverified, args)
 
 
 def check_verified(folder: Path, ours: bool, force: bool) -> bool:
@@ -37,17 +42,17 @@ def check_verified(folder: Path, ours: bool, force: bool) -> bool:
     return problem is not None
 
 
-def send(folder: Path, unverified: bool, args: argparse.Namespace) -> None:
-    """Upload a directory, or print its files in a dry run."""
+def send(folder: Path, unverified: bool, args: argparse.Namespace) -> str | None:
+    """Upload a directory, and return its URL. In a dry run, print its files."""
     publish.warn_local_base(folder)
     with publish.stage_files(folder, args.repo, unverified, query_hub=not args.dry_run) as files:
         if args.dry_run:
             print_files(files)
-            return
+            return None
         target = upload.UploadTarget(args.repo, args.private, args.revision, args.create_pr, args.token)
         result = upload.upload_files(files, target, args.commit_message or f"Upload with tunekit {__version__}")
     print_line(f"commit {result.commit}" if result.changed else f"nothing has changed since commit {result.commit}")
-    print(result.url)
+    return result.url
 
 
 def print_files(files: dict[str, Path]) -> None:

@@ -1,0 +1,1 @@
+"""The Python API: `tunekit.load`, `tunekit.finetune` and the other names of the package."""
