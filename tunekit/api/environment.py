@@ -6,16 +6,17 @@ from contextlib import contextmanager
 
 from tunekit.cli.main import set_torch_env
 
+SET_BY_RUNS = ("CUBLAS_WORKSPACE_CONFIG",)  # with deterministic=true
+
 
 @contextmanager
 def torch_environment() -> Iterator[None]:
     """Set the variables that torch reads when it is imported and when it compiles, unless the user has set them."""
     before = dict(os.environ)
     set_torch_env()
-    added = {name: value for name, value in os.environ.items() if name not in before}
+    added = {*os.environ, *SET_BY_RUNS} - before.keys()
     try:
         yield
     finally:
-        for name, value in added.items():
-            if os.environ.get(name) == value:
-                del os.environ[name]
+        for name in added:
+            os.environ.pop(name, None)

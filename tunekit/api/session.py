@@ -2,8 +2,6 @@
 
 import gc
 import os
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -61,10 +59,8 @@ class OneLineErrors:
 
 @contextmanager
 def isolated_torch(device: torch.device) -> Iterator[None]:
-    """Restore random numbers, switches of torch and signal handlers, and free memory at the end."""
+    """Restore random numbers and the switches of torch at the end."""
     numerics, dtype, num_threads = devices.read_numerics(), torch.get_default_dtype(), torch.get_num_threads()
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with devices.fork_rng(device):
         try:
             yield
@@ -73,9 +69,6 @@ def isolated_torch(device: torch.device) -> Iterator[None]:
             torch.set_default_dtype(dtype)
             if torch.get_num_threads() != num_threads:
                 torch.set_num_threads(num_threads)
-            for number, handler in handlers.items() if is_main_thread else ():
-                if handler is not None and signal.getsignal(number) is not handler:
-                    signal.signal(number, handler)
 
 
 def free_memory(device: torch.device) -> None:
