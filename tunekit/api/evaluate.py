@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from tunekit import devices
-from tunekit.api.model import Model
+from tunekit.api.model import Model, inference
 from tunekit.api.result import Run
 from tunekit.api.rows import Rows, read_rows
 from tunekit.api.session import api_call, free_memory, isolated_torch
@@ -76,7 +76,7 @@ def evaluate_in_memory(model: object, cfg: recipe.EvaluateConfig) -> list[ModelR
         names = [name for name in (cfg.baseline, None if isinstance(model, Model) else cfg.model) if name is not None]
         results = [recipe.evaluate_model(name, cfg, dist)[1] for name in names]
         if isinstance(model, Model):
-            with model.inference():
+            with inference(model):
                 loaded = model.name, model.decoder, model.tokenizer, cfg.named.load()
                 results.append(recipe.evaluate_loaded(*loaded, cfg, dist)[1])
     results = [rename_tasks(result) for result in results]

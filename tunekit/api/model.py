@@ -67,7 +67,7 @@ class Model(nn.Module):
         super().__init__()
         self.decoder, self.tokenizer, self.checkpoint = decoder, tokenizer, checkpoint
         self.config, self.adapter = config, adapter
-        self.loaded_versions = self.weight_versions
+        self._loaded_versions = weight_versions(self)
 
     @property
     def name(self) -> str:
@@ -77,16 +77,6 @@ class Model(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.decoder.device
-
-    @property
-    def weight_versions(self) -> list[int]:
-        """Version of each parameter, which every change raises."""
-        return [parameter._version for parameter in self.parameters()]
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether weights have changed in memory since they were loaded, as an optimizer does."""
-        return self.weight_versions != self.loaded_versions
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, layout: SequenceLayout | None = None) -> Tensor:
         """Logits (B, S, vocab) of token ids (B, S), or scores (B, S, labels) of a reward model or a classifier.
@@ -129,23 +119,10 @@ class Model(nn.Module):
             keys |= {"max_num_seqs": max_num_seqs, "sampling": dict(sampling), "model": self.name}
             keys["prompts"] = [text if isinstance(text, str) else "" for text in texts]
             cfg = load_config(GenerateConfig, None, keywords=KeywordValues(where, PlainValues(where)(keys)))
-            with self.inference() as dist:
-                rows = self.encode(cfg, texts)
+            with inference(self) as dist:
+                rows = encode_all(self, cfg, texts)
                 answers = generate_answers(self.decoder, self.tokenizer, rows, cfg.sampling, max_num_seqs, dist)
         return answers[0].answer if isinstance(prompts, str) else [answer.answer for answer in answers]
-
-    def encode(self, cfg: GenerateConfig, prompts: Sequence[Any]) -> list[list[int]]:
-        """Token ids of prompts."""
-        if all(isinstance(prompt, str) for prompt in prompts):
-            rows = encode_prompts(cfg, read_prompts(cfg), self.tokenizer)
-            check_prompt_lengths(rows, self.decoder.spec.context)
-            return [list(row.tokens) for row in rows]
-        system = [] if cfg.system_prompt is None else [{"role": "system", "content": cfg.system_prompt}]
-        conversations = [read_messages(prompt, f"prompts.{i}") for i, prompt in enumerate(prompts)]
-        rows = [encode_conversation(self.tokenizer, [*system, *messages]) for messages in conversations]
-        for index, row in enumerate(rows):
-            check_prompt_length(f"prompts.{index}", len(row), self.decoder.spec.context)
-        return rows
 
     def chat(
         self,
@@ -164,21 +141,46 @@ class Model(nn.Module):
             options = load_config(SamplingConfig, asdict(CHAT_SAMPLING), keywords=values)
             conversation = read_messages(messages, "messages")
             schemas = None if tools is None else [dict(tool) for tool in tools]
-            with self.inference():
+            with inference(self):
                 return "".join(stream_text(self.decoder, self.tokenizer, conversation, options, schemas))
 
-    @contextmanager
-    def inference(self) -> Iterator[DistributedContext]:
-        """Generate in eval mode with the precision that was loaded. The mode, and switches of torch, are restored."""
-        require_language_model(self.checkpoint, self.name)
-        was_training = self.training
-        with isolated_torch(self.device):
-            self.config.precision.set_matmul_precision(self.device)
-            self.eval()
-            try:
-                yield DistributedContext(device=self.device.type)
-            finally:
-                self.train(was_training)
+
+def encode_all(model: Model, cfg: GenerateConfig, prompts: Sequence[Any]) -> list[list[int]]:
+    """Token ids of prompts."""
+    if all(isinstance(prompt, str) for prompt in prompts):
+        rows = encode_prompts(cfg, read_prompts(cfg), model.tokenizer)
+        check_prompt_lengths(rows, model.decoder.spec.context)
+        return [list(row.tokens) for row in rows]
+    system = [] if cfg.system_prompt is None else [{"role": "system", "content": cfg.system_prompt}]
+    conversations = [read_messages(prompt, f"prompts.{i}") for i, prompt in enumerate(prompts)]
+    rows = [encode_conversation(model.tokenizer, [*system, *messages]) for messages in conversations]
+    for index, row in enumerate(rows):
+        check_prompt_length(f"prompts.{index}", len(row), model.decoder.spec.context)
+    return rows
+
+
+@contextmanager
+def inference(model: Model) -> Iterator[DistributedContext]:
+    """Generate in eval mode with the precision that was loaded. The mode, and switches of torch, are restored."""
+    require_language_model(model.checkpoint, model.name)
+    was_training = model.training
+    with isolated_torch(model.device):
+        model.config.precision.set_matmul_precision(model.device)
+        model.eval()
+        try:
+            yield DistributedContext(device=model.device.type)
+        finally:
+            model.train(was_training)
+
+
+def weight_versions(model: nn.Module) -> list[int]:
+    """Version of each parameter, which torch raises at each change."""
+    return [parameter._version for parameter in model.parameters()]
+
+
+def is_changed(model: Model) -> bool:
+    """Whether weights have changed in memory since they were loaded, as an optimizer changes them."""
+    return weight_versions(model) != model._loaded_versions
 
 
 def read_messages(messages: Any, where: str) -> list[Message]:

@@ -37,7 +37,7 @@ class Run:
 
     def __repr__(self) -> str:
         state = "finished" if self.finished else "not finished; the same call resumes it"
-        lines = self.read_lines()
+        lines = read_metric_lines(self.directory)
         return f"Run({str(self.directory)!r}: {state}, step {lines[-1]['step'] if lines else 0})"
 
     @property
@@ -50,24 +50,18 @@ class Run:
         """The complete config, of config.yaml, which repeats the run with `tune run`."""
         return yaml.safe_load(read_utf8(self.directory / run_dir.CONFIG))
 
-    def read_lines(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl, without one that is being written."""
-        file = self.directory / run_dir.METRICS
-        text = file.read_bytes().rpartition(b"\n")[0] if file.is_file() else b""
-        return [json.loads(line) for line in text.splitlines()]
-
     @property
     def metrics(self) -> "DataFrame":
         """Metrics by step, one column for each name. Step 0 is the model before training."""
         steps: dict[int, dict[str, Any]] = {}
-        for line in self.read_lines():
+        for line in read_metric_lines(self.directory):
             steps.setdefault(line["step"], {}).update(line)
         return make_table(list(steps.values()), ["step"])
 
     def plot(self) -> "Figure":
         """Loss, learning rate and gradient norm over the steps."""
         with api_call("run.plot()"):
-            return import_module("tunekit.publishing.plots").make_figure(self.read_lines())
+            return import_module("tunekit.publishing.plots").make_figure(read_metric_lines(self.directory))
 
     @cached_property
     def model(self) -> Model:
@@ -110,6 +104,13 @@ class Run:
         """Export the result for llama.cpp or bitsandbytes, as `tune export`, and return the file or directory."""
         with api_call("run.export(...)"):
             return export.write_exported(parse("export", [self.directory, file], type=type))
+
+
+def read_metric_lines(directory: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl, without one that is being written."""
+    file = directory / run_dir.METRICS
+    text = file.read_bytes().rpartition(b"\n")[0] if file.is_file() else b""
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def parse(verb: str, positional: Sequence[PathLike], **options: str | bool | None) -> Namespace:

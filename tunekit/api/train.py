@@ -17,7 +17,7 @@ import torch
 
 from tunekit import devices
 from tunekit.api.callbacks import Callback, open_callbacks
-from tunekit.api.model import Model
+from tunekit.api.model import Model, is_changed
 from tunekit.api.notebook import has_notebook, open_display
 from tunekit.api.result import Run
 from tunekit.api.rows import MemoryRows, Rows, read_rows
@@ -154,7 +154,7 @@ def model_values(model: Model | Run | str | os.PathLike[str], where: str) -> dic
         return {"model": str(model.directory)}
     if not isinstance(model, Model):
         return {"model": os.fspath(model)}
-    if model.is_changed:
+    if is_changed(model):
         problem = f"the weights of {model.name} were changed in memory, but are read from its files"
         raise UserError(f"{where}: model: {problem}. Save them as a checkpoint, and pass its directory.")
     cfg, names = model.config, ("quantization", "config_overrides", "device")

@@ -15,6 +15,7 @@ import torch
 import tunekit
 from tests.helpers.recipe_runs import Workspace, addition_rows
 from tests.helpers.wait import TIMEOUT_SECONDS
+from tunekit.api.result import read_metric_lines
 
 ROWS = [json.loads(line) for line in addition_rows(1, 10).splitlines()]
 ENVIRONMENT = ("GOMP_SPINCOUNT", "PYTORCH_ALLOC_CONF", "THP_MEM_ALLOC_ENABLE", "TORCHINDUCTOR_CACHE_DIR")
@@ -118,7 +119,9 @@ def test_callbacks_get_all_metrics_and_change_nothing(
     finetune(output_dir="undisturbed", eval_rows=ROWS[:2], data_checks="warn", eval_every=3)
     assert workspace.is_same_run("out", "undisturbed")
     assert [metrics["step"] for metrics in seen] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
-    assert [line["loss"] for line in run.read_lines() if "loss" in line] == [m["loss"] for m in seen if "loss" in m]
+    assert [line["loss"] for line in read_metric_lines(run.directory) if "loss" in line] == [
+        m["loss"] for m in seen if "loss" in m
+    ]
 
 
 def fail(metrics: dict[str, float]) -> None:
