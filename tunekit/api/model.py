@@ -86,7 +86,7 @@ class Model(nn.Module):
         return self.decoder(tokens, positions, layout)
 
     @overload
-    def generate(
+    def generate(  # pyright: ignore[reportOverlappingOverload]  # a text is a sequence of texts, too
         self, prompts: str, *, system_prompt: str | None = None, apply_chat_template: bool = True,
         max_num_seqs: int = 16, **sampling: Unpack[SamplingOptions]
     ) -> str: ...  # fmt: skip

@@ -119,4 +119,4 @@ def parse(verb: str, positional: Sequence[PathLike], **options: str | bool | Non
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         words += [flag] if value is True else [f"{flag}={value}"] if isinstance(value, str) else []
-    return make_parser(verb)[0].parse_args([*words, "--", *map(os.fspath, positional)])
+    return make_parser(verb)[0].parse_args([*words, "--", *(os.fspath(path) for path in positional)])

@@ -37,8 +37,15 @@ class PandasFrame(Protocol):
     def notna(self) -> Any: ...
 
 
+class HubDataset(Protocol):
+    """A dataset of the package `datasets`."""
+
+    @property
+    def column_names(self) -> Any: ...
+
+
 Row = Mapping[str, Any]
-Rows = Iterable[Row] | PandasFrame | PolarsFrame | str | os.PathLike[str]
+Rows = Iterable[Row] | PandasFrame | PolarsFrame | HubDataset | str | os.PathLike[str]
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def test_functions_are_rewards(rewards: Any) -> None:
     assert reward.callable is score and reward.name == "score"
 
 
-def test_functions_of_the_same_name_are_told_apart() -> None:
+def test_functions_of_the_same_name_have_different_names() -> None:
     values = PlainValues("run(...)")({"rewards": [make_score(1), make_score(2), score, score]})
     functions = [load_attribute(name, "function") for name in values["rewards"]]
     assert [function([0])[0] for function in functions] == [1, 2, 1.0, 1.0] and functions[2] is functions[3] is score
