@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,12 @@ def plot_metrics(lines: Iterable[Mapping[str, Any]], file: Path) -> None:
     """Write the header of a PNG file instead of a plot."""
     assert all("step" in line for line in lines)
     file.write_bytes(b"\x89PNG\r\n\x1a\n")
+
+
+def make_figure(lines: Iterable[Mapping[str, Any]]) -> object:
+    """An empty figure instead of a plot."""
+    assert all("step" in line for line in lines)
+    return import_module("matplotlib.figure").Figure()
 
 
 def replace_plots() -> None:

@@ -92,13 +92,14 @@ def finetune(  # noqa: PLR0913
     """Fine-tune a model on rows, and return the run. The same call resumes an interrupted run.
 
     `rows`: dicts, a table of pandas or polars, a `datasets.Dataset`, a path, or a name on the Hub. `adapter`: "lora",
-    "dora", their keys as a dict, or None to train all weights. `keys` are those of the recipe, with dicts for
+    "dora", keys of LoRA as a dict, or None to train all weights. `keys` are those of the recipe, with dicts for
     nested ones: `tunekit.finetune(model, rows, optimizer={"lr": 1e-4}, max_steps=20)`. Without `output_dir`, the run
     directory is below `runs/`. `callbacks` receive the metrics of each line as a dict. `overwrite` trains again.
     """
     where = "finetune(...)"
     with api_call(where):
-        values = {**model_values(model, where), "adapter": "none" if adapter is None else adapter}
+        chosen = {"kind": "lora", **adapter} if isinstance(adapter, Mapping) else adapter
+        values = {**model_values(model, where), "adapter": "none" if chosen is None else chosen}
         if isinstance(model, Model) and model.adapter is not None:
             values["adapter.adapter_path"] = model.adapter
         values |= {} if output_dir is None else {"output_dir": output_dir}

@@ -139,7 +139,7 @@ def test_errors_of_callbacks_have_one_line(finetune: Callable[..., tunekit.Run],
 
 def test_errors_are_those_of_the_config(finetune: Callable[..., tunekit.Run]) -> None:
     with pytest.raises(tunekit.ConfigError) as error:
-        finetune(adapter={"kind": "lora", "rnk": 4}, max_step=3)
+        finetune(adapter={"rnk": 4}, max_step=3)
     assert all(line.startswith("finetune(...): ") for line in error.value.lines) and len(error.value.lines) == 2
     assert not Path("runs").exists()
     with pytest.raises(tunekit.UserError, match="does not train"):
