@@ -9,13 +9,14 @@ from typing import Any
 from tunekit import devices
 from tunekit.api.evaluate import rows_source
 from tunekit.api.model import Model
+from tunekit.api.model_values import model_values
 from tunekit.api.result import Run
 from tunekit.api.rows import Rows
 from tunekit.api.session import api_call, free_memory, isolated_torch
-from tunekit.api.train import model_values
 from tunekit.api.values import PlainValues
 from tunekit.cli import recipe_loader
 from tunekit.config.overrides import KeywordValues
+from tunekit.errors import UserError
 from tunekit.recipes import generate as recipe
 from tunekit.system import read_utf8
 
@@ -29,6 +30,8 @@ def generate(
     `output_format="sft"` for rows of training data from the best answers. `Model.generate` answers with less to set.
     """
     where = "generate(...)"
+    if isinstance(model, Model) and model.adapter is not None:
+        raise UserError(f"{where}: model: is {model.name} with {model.adapter}. Pass the adapter alone.")
     with (
         api_call(where),
         rows_source(rows, f"{where}: rows", "source") as source,

@@ -174,8 +174,8 @@ def inference(model: Model) -> Iterator[DistributedContext]:
 
 
 def weight_versions(model: nn.Module) -> list[int]:
-    """Version of each parameter, which torch raises at each change."""
-    return [parameter._version for parameter in model.parameters()]
+    """Version of each parameter, which torch raises at each change; 0 of those that cannot be changed."""
+    return [0 if parameter.is_inference() else parameter._version for parameter in model.parameters()]
 
 
 def is_changed(model: Model) -> bool:
@@ -229,7 +229,8 @@ def load_configured(cfg: InferenceConfig, adapter: str | None = None) -> Model:
         tokenizer = with_chat_format(tokenizer, cfg.chat_template, cfg.chat_template_kwargs)
         options = cfg.quantization, adapter_config, cfg.precision, MemoryConfig(), dist
         decoder = build.build_model(checkpoint, *options)
-        return Model(decoder, tokenizer, checkpoint, cfg, adapter).eval()
+        adapter_path = None if adapter is None else adapter_config.adapter_path
+        return Model(decoder, tokenizer, checkpoint, cfg, adapter_path).eval()
 
 
 def resolve_model(cfg: InferenceConfig, adapter: str | None) -> tuple[HFCheckpoint, NoAdapter | LoRAConfig, Tokenizer]:

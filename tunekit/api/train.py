@@ -17,7 +17,8 @@ import torch
 
 from tunekit import devices
 from tunekit.api.callbacks import Callback, open_callbacks
-from tunekit.api.model import Model, is_changed
+from tunekit.api.model import Model
+from tunekit.api.model_values import model_values
 from tunekit.api.notebook import has_notebook, open_display
 from tunekit.api.result import Run
 from tunekit.api.rows import MemoryRows, Rows, read_rows
@@ -27,7 +28,6 @@ from tunekit.checkpoint import run_dir
 from tunekit.cli import recipe_loader, registry
 from tunekit.cli.commands import run_worker
 from tunekit.config import load
-from tunekit.config.dump import to_plain_value
 from tunekit.config.overrides import KeywordValues
 from tunekit.config.yaml_parser import RECIPE_KEY, read_recipe
 from tunekit.distributed.signals import StopFile
@@ -99,9 +99,7 @@ def finetune(  # noqa: PLR0913
     where = "finetune(...)"
     with api_call(where):
         chosen = {"kind": "lora", **adapter} if isinstance(adapter, Mapping) else adapter
-        values = {**model_values(model, where), "adapter": "none" if chosen is None else chosen}
-        if isinstance(model, Model) and model.adapter is not None:
-            values["adapter.adapter_path"] = model.adapter
+        values = {"adapter": "none" if chosen is None else chosen, **training_values(model, where)}
         values |= {} if output_dir is None else {"output_dir": output_dir}
         call = TrainCall(where, recipe, None, values | keys, imports, overwrite)
         return train(call, rows, eval_rows, callbacks)
@@ -149,19 +147,14 @@ def find_recipe(where: str, config: Any, values: Any) -> tuple[str, str | None, 
     return word, None, {key: value for key, value in (values or {}).items() if key != RECIPE_KEY}
 
 
-def model_values(model: Model | Run | str | os.PathLike[str], where: str) -> dict[str, Any]:
-    """Keys of a config that describe a model. Raises UserError if its weights are not those of its files."""
-    if isinstance(model, Run):
-        return {"model": str(model.directory)}
-    if not isinstance(model, Model):
-        return {"model": os.fspath(model)}
-    if is_changed(model):
-        problem = f"the weights of {model.name} were changed in memory, but are read from its files"
-        raise UserError(f"{where}: model: {problem}. Save them as a checkpoint, and pass its directory.")
-    cfg, names = model.config, ("quantization", "config_overrides", "device")
-    fields = type(cfg).__dataclass_fields__
-    values = {name: to_plain_value(getattr(cfg, name), fields[name].type) for name in names}
-    return {"model": cfg.model} | {name: value for name, value in values.items() if value}
+def training_values(model: Model | Run | str | os.PathLike[str], where: str) -> dict[str, Any]:
+    """Keys of a training config that describe a model."""
+    values = model_values(model, where)
+    values.pop("precision", None)  # of the result, which is not that of training
+    for name in ("chat_template", "chat_template_kwargs"):
+        if name in values:
+            values[f"data.{name}"] = values.pop(name)
+    return values | ({"adapter.adapter_path": model.adapter} if isinstance(model, Model) and model.adapter else {})
 
 
 def train(call: TrainCall, rows: Rows | None, eval_rows: Rows | None, callbacks: Iterable[Callback]) -> Run:

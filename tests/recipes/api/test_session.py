@@ -1,21 +1,25 @@
 """Runs in a longer Python session: they resume, stop and fail without an effect on what follows."""
 
+import gc
 import json
 import os
 import random
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.optim import AdamW
 
 import tunekit
 from tests.helpers.recipe_runs import Workspace, addition_rows
 from tests.helpers.wait import TIMEOUT_SECONDS
 from tunekit.api.result import read_metric_lines
+from tunekit.models.decoder import Decoder
 
 ROWS = [json.loads(line) for line in addition_rows(1, 10).splitlines()]
 ENVIRONMENT = ("GOMP_SPINCOUNT", "PYTORCH_ALLOC_CONF", "THP_MEM_ALLOC_ENABLE", "TORCHINDUCTOR_CACHE_DIR")
@@ -167,6 +171,40 @@ def test_changed_weights_are_not_trained_from_files(workspace: Workspace) -> Non
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     with pytest.raises(tunekit.UserError, match="changed in memory"):
         tunekit.finetune(model, ROWS, max_steps=1)
+
+
+def test_loaded_model_is_trained_as_it_was_loaded(workspace: Workspace) -> None:
+    options: dict[str, Any] = {"quantization": "nf4", "device": "cpu", "dtype": "fp32", "chat_template": "alpaca"}
+    model = tunekit.load("tunekit/nano", **options)
+    first = tunekit.finetune(model, ROWS, max_steps=1, data={"max_length": 64}, output_dir="first")
+    config = first.config
+    assert (config["quantization"]["kind"], config["data"]["chat_template"]) == ("nf4", "alpaca")
+    assert config["precision"]["compute_dtype"] == "auto"
+    lines = tunekit.generate(model, ROWS[:2], sampling={"max_new_tokens": 4})
+    assert [line["answer"] for line in lines] == model.generate(
+        [[row["messages"][0]] for row in ROWS[:2]], max_new_tokens=4
+    )
+    continued = tunekit.load("tunekit/nano", adapter=first.directory, device="cpu")
+    second = tunekit.finetune(continued, ROWS, max_steps=1, data={"max_length": 64}, output_dir="second")
+    assert second.config["adapter"]["adapter_path"] == str(first.directory / "final")
+    with pytest.raises(tunekit.UserError, match="adapter alone"):
+        tunekit.generate(continued, ROWS[:2])
+
+
+def test_runs_are_freed(finetune: Callable[..., tunekit.Run]) -> None:
+    finetune(output_dir="stopped", callbacks=[interrupt_at(2)])
+    run = finetune(output_dir="out")
+    with pytest.raises(tunekit.UserError):
+        finetune(output_dir="failed", callbacks=[fail])
+    run.chat("Hello", max_new_tokens=2)
+    del run
+    gc.collect()
+    assert not [item for item in gc.get_objects() if isinstance(item, Decoder | AdamW)]
+
+
+def test_runs_in_other_threads(finetune: Callable[..., tunekit.Run]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(finetune, output_dir="out", max_steps=1).result().finished
 
 
 def test_other_signals_end_the_process_after_the_state_is_saved(workspace: Workspace) -> None:
