@@ -80,7 +80,7 @@ def test_wheel_contains_all_files_in_one_package(wheel: Path) -> None:
         for path in (ROOT / "tunekit" / directory).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     ]
-    assert {path.relative_to(ROOT).as_posix() for path in data} <= names
+    assert {"tunekit/py.typed", *(path.relative_to(ROOT).as_posix() for path in data)} <= names
     assert wheel.stat().st_size < 12e6
 
 

@@ -1,7 +1,7 @@
 """Functions that receive the metrics of a run. They get copies and cannot change what the run computes."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -29,9 +29,6 @@ class CallbackObserver:
             location = find_user_code(caught.error)
             message = describe_exception(caught.error) if location is None else location.message
             raise UserError(f"{self.where}: {message}. Fix the function.") from caught.error
-
-    def log_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        pass
 
     def close(self) -> None:
         pass

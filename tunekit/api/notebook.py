@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -44,9 +44,6 @@ class NotebookDisplay:
         self.lines.append({"step": step, **values})
         if time.monotonic() - self.last_drawn >= SECONDS:
             self.draw()
-
-    def log_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        pass
 
     def draw(self) -> None:
         """Show the current state."""

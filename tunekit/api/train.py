@@ -131,7 +131,7 @@ def run(
 def find_recipe(where: str, config: Any, values: Any) -> tuple[str, str | None, dict[str, Any]]:
     """The recipe, the config file if there is one, and values of the call."""
     if isinstance(config, Mapping):
-        keywords = {**config, **(values or {})}
+        keywords = {**config, **require_mapping(where, values)}
         recipe = keywords.pop(RECIPE_KEY, None)
         if not isinstance(recipe, str):
             raise UserError(f"{where}: the config has no recipe. Add 'recipe': 'sft'.")
@@ -141,10 +141,19 @@ def find_recipe(where: str, config: Any, values: Any) -> tuple[str, str | None, 
         recipe = read_recipe(registry.find_config(word))
         if recipe is None:
             raise UserError(f"{word}: missing recipe. Add a line 'recipe: sft', or use run('sft', {word!r}).")
-        return recipe, word, dict(values or {})
+        return recipe, word, require_mapping(where, values)
     if isinstance(values, str | os.PathLike):
         return word, os.fspath(values), {}
-    return word, None, {key: value for key, value in (values or {}).items() if key != RECIPE_KEY}
+    keywords = require_mapping(where, values)
+    keywords.pop(RECIPE_KEY, None)
+    return word, None, keywords
+
+
+def require_mapping(where: str, values: Any) -> dict[str, Any]:
+    """The second argument of `run` as a dict. Raises UserError for anything else."""
+    if values is not None and not isinstance(values, Mapping):
+        raise UserError(f"{where}: expected a dict of config keys, got {values!r:.60}. Pass the config first.")
+    return dict(values or {})
 
 
 def training_values(model: Model | Run | str | os.PathLike[str], where: str) -> dict[str, Any]:

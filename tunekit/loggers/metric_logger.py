@@ -165,7 +165,7 @@ class MetricLogger:
         self.counter = counter or ThroughputCounter(last_step=start)
         trackers = report_to if dist.is_main_process else ()
         self.trackers = [open_tracker(tracker, folder, start, resolved or {}) for tracker in trackers]
-        self.trackers += open_observers(start, num_steps) if dist.is_main_process else []
+        self.observers = open_observers(start, num_steps) if dist.is_main_process else []
         self.hides_progress = HIDES_PROGRESS.get()
         self.file = StepLog(folder / FILE, start) if dist.is_main_process else None
         self.completions = StepLog(folder / COMPLETIONS, start) if dist.is_main_process else None
@@ -193,7 +193,7 @@ class MetricLogger:
 
     def close(self) -> None:
         self.terminal.close()
-        for tracker in self.trackers:
+        for tracker in (*self.trackers, *self.observers):
             tracker.close()
         for file in filter(None, (self.file, self.completions, self.episodes)):
             file.close()
@@ -323,6 +323,10 @@ class MetricLogger:
         self.file.write(step, [values])
         for tracker in self.trackers:
             tracker.log(step, values)
+        start = time.perf_counter()
+        for observer in self.observers:
+            observer.log(step, values)
+        self.clock += time.perf_counter() - start  # not part of the step time
 
 
 class TerminalLogger:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class MetricObserver(Protocol):
@@ -11,10 +11,6 @@ class MetricObserver(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Take a line of `metrics.jsonl`. After a rollback, steps are repeated."""
-        ...
-
-    def log_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take answers of the model in training."""
         ...
 
     def close(self) -> None: ...

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -128,6 +129,11 @@ def test_callbacks_get_all_metrics_and_change_nothing(
     ]
 
 
+def test_callbacks_are_not_part_of_the_step_time(finetune: Callable[..., tunekit.Run]) -> None:
+    run = finetune(max_steps=2, callbacks=[lambda metrics: time.sleep(2)])
+    assert run.metrics["step_time"].loc[2] < 1.5
+
+
 def fail(metrics: dict[str, float]) -> None:
     raise KeyError("no such metric")
 
@@ -148,6 +154,8 @@ def test_errors_are_those_of_the_config(finetune: Callable[..., tunekit.Run]) ->
     assert not Path("runs").exists()
     with pytest.raises(tunekit.UserError, match="does not train"):
         tunekit.run("nano/generate")
+    with pytest.raises(tunekit.UserError, match="dict of config keys"):
+        tunekit.run("nano/tools_lora", "nano/dpo")
     with pytest.raises(tunekit.UserError, match="no recipe"):
         tunekit.run("sftt", {"model": "tunekit/nano"})
     with pytest.raises(tunekit.UserError, match="data.source"):
