@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LAYERS = (
-    {"errors", "assets", "devices", "env_info", "system", "config", "kernels"},
+    {"errors", "assets", "devices", "env_info", "system", "config", "kernels", "templates"},
     {"models", "distributed"},
     {"data", "losses", "optim", "adapters", "quantization", "checkpoint", "generation", "memory", "loggers", "hub"},
     {

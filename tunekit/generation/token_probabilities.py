@@ -6,14 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tunekit.data.inspect.html_report import escape, html_page
 from tunekit.data.inspect.token_display import decode_groups, show_whitespace
 from tunekit.data.token_bytes import TokenBytes
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.models.decoder import Decoder
+from tunekit.templates.render import render_template
 
 NUM_ALTERNATIVES = 5
-STYLE = "i { border-radius: .2rem; margin-right: 1px; color: #1d2327; }\n"
 
 
 class TokenProbability(NamedTuple):
@@ -51,30 +50,17 @@ def render_probabilities(
     tokenizer: Tokenizer, prompt: Sequence[int], answer: Sequence[TokenProbability], title: str
 ) -> str:
     """A web page of a prompt and an answer. The color of a token is from red (0) over yellow to green (1)."""
-    groups = decode_groups(tokenizer, [item.token for item in answer])
-    shown, index = [], 0
-    for ids, text, special in groups:
+    tokens, index = [], 0
+    for ids, text, special in decode_groups(tokenizer, [item.token for item in answer]):
         items, index = answer[index : index + len(ids)], index + len(ids)
-        tooltip = "\n".join(describe(tokenizer, item) for item in items)
-        probability = min(item.probability for item in items)
-        shown.append(colored(text if special else show_whitespace(text, False, False), probability, tooltip))
-    legend = " ".join(colored(f"{percent}%", percent / 100) for percent in (0, 25, 50, 75, 100))
-    context = escape(tokenizer.decode(prompt, special=True))
-    body = (
-        f"<p>Probabilities of the model, before temperature and other sampling options: {legend}. Point at a token for "
-        f'its probability and the most likely tokens.</p>\n<div class="text"><span class="faint">{context}</span>'
-        f"{''.join(shown)}</div>"
-    )
-    return html_page(title, body, STYLE)
+        tooltip = "\n".join(describe_token(tokenizer, item) for item in items)
+        shown = text if special else show_whitespace(text, False, False)
+        tokens.append((shown, min(item.probability for item in items), tooltip))
+    context = tokenizer.decode(prompt, special=True)
+    return render_template("probabilities.html.j2", title=title, prompt=context, tokens=tokens)
 
 
-def colored(text: str, level: float, tooltip: str = "") -> str:
-    """HTML of a token. Its color is from red (level 0) over yellow to green (level 1)."""
-    style = f"background: hsl({120 * level:.0f} 75% 80%)"
-    return f'<i style="{style}" title="{escape(tooltip)}">{escape(text)}</i>'
-
-
-def describe(tokenizer: Tokenizer, item: TokenProbability) -> str:
+def describe_token(tokenizer: Tokenizer, item: TokenProbability) -> str:
     """Probability of a token, then the most likely tokens, one per line."""
     pairs = [(item.token, item.probability), *item.alternatives]
     names = TokenBytes(tokenizer)

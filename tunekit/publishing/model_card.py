@@ -45,6 +45,7 @@ from tunekit.publishing.base_model import (
 )
 from tunekit.publishing.snippets import UNKNOWN_FORMAT, PromptFormat
 from tunekit.system import read_utf8
+from tunekit.templates.render import render_template
 
 Tree = Mapping[str, Any]
 Lines = Sequence[Tree]
@@ -184,10 +185,10 @@ def update_evaluation(run: Path) -> None:
         atomic.write_text_atomic(file, before + redact.redact_text(evaluation_section(run)) + after)
 
 
-def write_card(folder: Path, header: ModelCardData, name: str, sections: Tree) -> None:
-    headings = {title: f"## {title}" if title else f"# {name}" for title in sections}
-    body = [f"{headings[title]}\n\n{text.strip()}" for title, text in sections.items()]
-    text = "\n\n".join([f"---\n{header.to_yaml()}\n---", *body]) + "\n"
+def write_card(folder: Path, header: ModelCardData, name: str, sections: Mapping[str, str]) -> None:
+    """Write a card. The section without a title is the text below the name."""
+    titled = {title: text for title, text in sections.items() if title}
+    text = render_template("card.md.j2", header=header.to_yaml(), name=name, about=sections[""], sections=titled)
     (folder / CARD).write_text(escape_control(redact.redact_text(text)), encoding="utf-8")
 
 

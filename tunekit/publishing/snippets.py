@@ -13,83 +13,8 @@ from tunekit.hub import redact
 from tunekit.models.families import classifiers
 from tunekit.models.spec import ScoreHead
 from tunekit.publishing.base_model import BaseModelInfo
+from tunekit.templates.render import render_template
 
-LOAD = """\
-from transformers import {auto}, AutoTokenizer
-
-model = {auto}.from_pretrained("{name}")
-"""
-LOAD_ADAPTER = """\
-from peft import PeftModel
-from transformers import {auto}, AutoTokenizer
-
-base = {auto}.from_pretrained("{base}"{head}){resize}
-model = PeftModel.from_pretrained(base, "{name}")
-"""
-LOAD_QUANTIZED = """\
-from peft import PeftModel
-from transformers import {auto}, AutoTokenizer, BitsAndBytesConfig
-
-# The adapter was trained with a 4-bit base and works best with it. Requires bitsandbytes.
-bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="{kind}", bnb_4bit_use_double_quant={nested})
-base = {auto}.from_pretrained("{base}"{head}, quantization_config=bits){resize}
-model = PeftModel.from_pretrained(base, "{name}")
-"""
-EMBED = """\
-from sentence_transformers import SentenceTransformer
-
-model = SentenceTransformer("{name}")
-query = model.encode_query("Where is the red hat?")
-documents = model.encode_document(["The red hat is in the hall.", "The blue bag is in the attic."])
-print(model.similarity(query, documents))
-"""
-LOAD_TOKENIZER = """\
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-
-"""
-GENERATE = """\
-{inputs}
-answer = model.generate(**inputs, max_new_tokens=200)[0, inputs["input_ids"].shape[1] :]
-print(tokenizer.decode(answer, skip_special_tokens=True))
-"""
-CHAT_INPUTS = """\
-messages = [{"role": "user", "content": "Hello!"}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")\
-"""
-TEXT_INPUTS = 'inputs = tokenizer("Once upon a time", return_tensors="pt")'
-SCORED_CHAT_INPUTS = """\
-messages = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hello to you!"}]
-inputs = tokenizer.apply_chat_template(messages, return_dict=True, return_tensors="pt")\
-"""
-# Plain text of preference pairs ends with the EOS token.
-REWARD_TEXT_INPUTS = 'inputs = tokenizer("Once upon a time" + tokenizer.eos_token, return_tensors="pt")'
-PAIR_INPUTS = 'inputs = tokenizer("Where is the red hat?", "The red hat is in the hall.", return_tensors="pt")'
-PRINT_REWARD = "print(model(**inputs).logits[0, 0].item())"
-PRINT_CLASSES = """\
-probabilities = model(**inputs).logits[0].softmax(-1).tolist()
-print({model.config.id2label[i]: p for i, p in enumerate(probabilities)})\
-"""
-PRINT_STEP_SCORES = """\
-prompt, steps = {prompt}, ["2 + 2 = 4.", "4 + 2 = 6."]
-{text}
-for step in steps:
-    text += step + {separator}
-    ends.append(len(text))
-inputs = tokenizer(text, {special}return_offsets_mapping=True, return_tensors="pt")
-last = {{end: index for index, (_, end) in enumerate(inputs.pop("offset_mapping")[0].tolist())}}
-print(model(**inputs).logits[0, [last[end] for end in ends]].softmax(-1).tolist())\
-"""
-TEXT_STEPS = {"prompt": '"What is 2 + 2 + 2?\\n"', "text": "ends, text = [], prompt", "special": ""}
-# The chat template is applied to the prompt and the start of the answer.
-CHAT_STEPS = {
-    "prompt": '[{"role": "user", "content": "What is 2 + 2 + 2?"}]',
-    "text": """\
-messages = [*prompt, {"role": "assistant", "content": steps[0]}]
-text = tokenizer.apply_chat_template(messages, continue_final_message=True, tokenize=False)
-ends, text = [], text.removesuffix(steps[0])\
-""",
-    "special": "add_special_tokens=False, ",
-}
 # transformers class and Hub pipeline tag of models with a score head, by PEFT task type.
 SCORE_TASKS = {
     "SEQ_CLS": ("AutoModelForSequenceClassification", "text-classification"),
@@ -158,18 +83,12 @@ class ScoreHeadInfo:
         return any(name != f"LABEL_{key}" for key, name in self.names.items())
 
     @property
-    def text_inputs(self) -> str:
-        """Code that encodes plain text as in training."""
-        if self.is_reranker:
-            return PAIR_INPUTS
-        return REWARD_TEXT_INPUTS if self.problem is None and self.score.labels == 1 else TEXT_INPUTS
-
-    def scoring_code(self, is_chat: bool, separator: str) -> str:
-        """Code that prints scores."""
+    def usage(self) -> str:
+        """Task of the snippet of a card: scores of steps, of a reranker, of a reward model or of classes."""
         if self.score.per_token:
-            return PRINT_STEP_SCORES.format(separator=json.dumps(separator), **(CHAT_STEPS if is_chat else TEXT_STEPS))
-        output = PRINT_CLASSES if self.score.labels > 1 else PRINT_REWARD
-        return f"{SCORED_CHAT_INPUTS if is_chat and not self.is_reranker else self.text_inputs}\n{output}"
+            return "steps"
+        is_reward = self.problem is None and self.score.labels == 1
+        return "rerank" if self.is_reranker else "reward" if is_reward else "classify"
 
 
 @dataclass(frozen=True)
@@ -217,35 +136,26 @@ def usage_snippet(
 
     `quantization` is that of the base of an adapter.
     """
-    note = f"`{name}` is the directory of this model, or its name on the Hub."
     base_name = "" if base is None else base.repo or base.name
     adapter = AdapterDir.open(folder) if AdapterDir.is_adapter(folder) else None
-    if adapter is not None and base is not None and base.repo is None:
-        note += f" `{base_name}` is the directory of the base."
-    if sentence_transformers.is_embedding_model(folder):
-        return f"{note}\n\n```python\n{EMBED.format(name=name)}```"
-    load, head = LOAD, ScoreHeadInfo.from_dir(folder)
-    if adapter is not None:
-        base_name = base_name or redact.redact_path(adapter.peft.base_name)
-        load = LOAD_ADAPTER
-        if quantization is not None and "double_quant" in quantization:  # a format of bitsandbytes
-            kind, nested = quantization["kind"], str(quantization["double_quant"])
-            load = LOAD_QUANTIZED.replace("{kind}", kind).replace("{nested}", nested)
-    auto = "AutoModelForCausalLM" if head is None else SCORE_TASKS[head.task][0]
-    options = "" if head is None else head.load_options
+    head, has_template = ScoreHeadInfo.from_dir(folder), has_chat_template(folder)
     changes = {} if adapter is None else dict(adapter.config_changes)
-    rows = changes.pop(peft_adapter.VOCAB_SIZE, None)
-    options += config_options(changes)
-    resize = "" if rows is None else f"\nbase.resize_token_embeddings({rows})  # with rows for new tokens"
-    code = load.format(auto=auto, base=base_name, name=name, head=options, resize=resize)
-    code += LOAD_TOKENIZER.format(name=name)
-    template = has_template(folder)
-    if head is not None:
-        is_chat = template if prompt_format.is_chat is None else prompt_format.is_chat
-        code += head.scoring_code(is_chat, prompt_format.separator)
-        return f"{note}\n\n```python\n{code}\n```"
-    code += GENERATE.format(inputs=CHAT_INPUTS if template else TEXT_INPUTS)
-    return f"{note}\n\n```python\n{code}```\n\n```sh\ntune chat {name}\n```"
+    num_rows = changes.pop(peft_adapter.VOCAB_SIZE, None)
+    values = {"name": name, "is_adapter": adapter is not None, "num_rows": num_rows}
+    values["base"] = base_name or (adapter and redact.redact_path(adapter.peft.base_name))
+    values["base_is_dir"] = adapter is not None and base is not None and base.repo is None
+    is_4bit = adapter is not None and "double_quant" in (quantization or {})  # a format of bitsandbytes
+    values["quantization"] = quantization if is_4bit else None
+    values["options"] = ("" if head is None else head.load_options) + config_options(changes)
+    if sentence_transformers.is_embedding_model(folder):
+        values["task"] = "embed"
+    elif head is None:
+        values |= {"task": "generate", "auto": "AutoModelForCausalLM", "is_chat": has_template}
+    else:
+        is_chat = has_template if prompt_format.is_chat is None else prompt_format.is_chat
+        values |= {"task": head.usage, "auto": SCORE_TASKS[head.task][0], "is_chat": is_chat}
+        values |= {"num_labels": head.score.labels, "separator": json.dumps(prompt_format.separator)}
+    return render_template("usage.md.j2", **values).rstrip()
 
 
 def config_options(changes: dict[str, Any]) -> str:
@@ -256,6 +166,6 @@ def config_options(changes: dict[str, Any]) -> str:
     return "".join(f", {key}={value!r}" for key, value in changes.items())
 
 
-def has_template(folder: Path) -> bool:
+def has_chat_template(folder: Path) -> bool:
     config = folder / "tokenizer_config.json"
     return (folder / "chat_template.jinja").is_file() or (config.is_file() and "chat_template" in read_json(config))

@@ -1,0 +1,1 @@
+"""Jinja templates of web pages and model cards."""

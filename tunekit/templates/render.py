@@ -1,0 +1,35 @@
+"""Rendering of the templates in this directory."""
+
+from functools import cache
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from tunekit.config.secrets import escape_control
+
+
+def render_template(template: str, /, **values: Any) -> str:
+    """Text of a template. In `.html.j2` files, values are escaped; in all, control characters are made visible."""
+    return _environment().get_template(template).render(**values)
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("tunekit"),  # reads tunekit/templates
+        autoescape=jinja2.select_autoescape(["html.j2"]),
+        finalize=lambda value: (
+            value if isinstance(value, Markup) or not isinstance(value, str) else escape_control(value)
+        ),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.globals["zip"] = zip
+    return environment
+
+
+def _show_control_characters(value: object) -> object:
+    return escape_control(value) if isinstance(value, str) and not isinstance(value, Markup) else value
