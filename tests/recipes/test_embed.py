@@ -46,8 +46,8 @@ def embed_workspace(workspace: Workspace) -> Workspace:
 @pytest.mark.parametrize(("changes", "message"), [
     (("data.source=scored.jsonl",), "scored.jsonl: the row has no column 'query'"),
     (("data.source=scored.jsonl",), "or `kind: similarity` and `loss: cosent`"),
-    (("data.query_column=title",), "no column 'title'"),
-    (("data.negative_column=title",), "no column 'title'"),
+    (("data.columns.query=title",), "no column 'title'"),
+    (("data.columns.negative=title",), "no column 'title'"),
     (("data.source=late.jsonl", "eval_data=null"), "2 of 3 rows (67%) have more hard negatives than are used"),
     (("data.source=pairs.jsonl", "global_batch_size=1", "micro_batch_size=1"), "global_batch_size: no negatives"),
     (("data.source=uneven.jsonl",), "uneven.jsonl:2: negative: "),

@@ -81,7 +81,7 @@ def grpo_workspace(workspace: Workspace) -> Workspace:
     (("sampling.max_new_tokens=64",), "data.max_length: must be more than sampling.max_new_tokens=64"),
     (("data.streaming=true",), "data.streaming: "),
     (("data.max_prompt_length=64",), "data.max_prompt_length: "),
-    (("data.prompt_column=question",), "prompts.jsonl:1: the row has no column 'question'"),
+    (("data.columns.prompt=question",), "prompts.jsonl:1: the row has no column 'question'"),
     (("reference=copy",), "reference: loss.beta=0 needs no reference"),
     (("loss.beta=0.1", "reference=disable_adapter"), "reference: disable_adapter: needs an adapter"),
     (("global_batch_size=64",), "data: has 9 prompts, but a step needs 32"),

@@ -101,6 +101,14 @@ def field_slots(cls: type, instance: Any = None) -> dict[str, FieldSlot]:
     return slots
 
 
+def mapping_slots(slot: FieldSlot) -> dict[str, FieldSlot]:
+    """Keys of a mapping that has defaults: these, and no others."""
+    arguments = generic_args(slot.hint, dict)
+    if arguments is None or not isinstance(slot.default, dict):
+        return {}
+    return {key: FieldSlot(arguments[1], value) for key, value in slot.default.items()}
+
+
 def _dataclass_options(slot: FieldSlot) -> list[type]:
     return [option for option in union_members(slot.hint) if isinstance(option, type) and is_dataclass(option)]
 
@@ -190,6 +198,6 @@ def iter_slots(cls: type, choices: ChoiceRegistry, depth: int = 4) -> Iterator[t
         level = [
             ((*path, name), inner)
             for path, slot in (*level, *elements)
-            for kind in choices.kinds(slot).values()
-            for name, inner in field_slots(kind).items()
+            for keys in (*map(field_slots, choices.kinds(slot).values()), mapping_slots(slot))
+            for name, inner in keys.items()
         ]

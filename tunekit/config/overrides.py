@@ -1,10 +1,18 @@
 """Apply `key=value` overrides from the command line, or keyword arguments, to the tree of YAML nodes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tunekit.config.choices import REQUIRED, ChoiceRegistry, FieldSlot, element_type, generic_args, union_members
+from tunekit.config.choices import (
+    REQUIRED,
+    ChoiceRegistry,
+    FieldSlot,
+    element_type,
+    generic_args,
+    mapping_slots,
+    union_members,
+)
 from tunekit.config.dump import to_plain_value
 from tunekit.config.errors import ErrorCollector, Path
 from tunekit.config.interpolate import get_child
@@ -141,6 +149,10 @@ class Overrides:
         entries = {
             key: child for key, child in node.value.items() if is_same_kind or key in shared_keys or child.at == self.at
         }
+        slots = [self.choices.kind_slots(slot, name) for name in (old, kind.value)]
+        for key in slots[0].keys() & slots[1].keys() & entries.keys():
+            removed = mapping_slots(slots[0][key]).keys() - mapping_slots(slots[1][key])
+            entries[key] = drop_keys(entries[key], removed)
         return replace(node, value={**entries, "kind": kind})
 
     def as_container(self, node: YamlNode | None, slot: FieldSlot | None) -> YamlNode:
@@ -164,3 +176,12 @@ class Overrides:
             return self.choices.kind_slots(slot, self.choices.kind_of_node(slot, node)).get(key)
         arguments = generic_args(slot.hint, dict)
         return FieldSlot(arguments[1]) if arguments else None
+
+
+def drop_keys(node: YamlNode, keys: Set[str]) -> YamlNode:
+    """Mapping without some keys that are not overrides. Any other node is returned unchanged."""
+    if not isinstance(node.value, dict):
+        return node
+    return replace(
+        node, value={key: child for key, child in node.value.items() if key not in keys or child.at == COMMAND}
+    )

@@ -11,6 +11,7 @@ from tunekit.config.choices import (
     field_slots,
     iter_slots,
     kind_name,
+    mapping_slots,
     union_members,
 )
 from tunekit.config.dump import to_plain_value
@@ -58,7 +59,10 @@ class _Schema:
             elif get_origin(member) is tuple:
                 options.append(self.array(get_args(member)))
             elif get_origin(member) is dict:
-                options.append({"type": "object", "additionalProperties": self.value(FieldSlot(get_args(member)[1]))})
+                keys = {key: self.value(inner) for key, inner in mapping_slots(slot).items()}
+                others = False if keys else self.value(FieldSlot(get_args(member)[1]))
+                properties = {"properties": keys} if keys else {}
+                options.append({"type": "object", **properties, "additionalProperties": others})
             elif member in _TYPES:
                 options.append({"type": _TYPES[member]})
         if {"type": "string"} not in options:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from tunekit.data.chat_template.messages import get_column, json_type, parse_json_cell
+from tunekit.data.column_roles import Columns
 from tunekit.data.transforms import Fields
 from tunekit.errors import UserError
 
@@ -13,11 +14,12 @@ MAX_NUMBER = float(np.finfo(np.float32).max)  # of a column: values are stored i
 SKIP_HINT = "Fix the row, or set `on_bad_row: skip` next to the `source` of this file"
 
 
-def get_answer(fields: Fields, name: str, option: str) -> Any:
+def get_answer(fields: Fields, columns: Columns, role: str) -> Any:
     """Chosen or rejected answer of a row. Raise UserError if it is null or an empty list."""
-    answer = parse_json_cell(get_column(fields, name, option))
+    answer = parse_json_cell(get_column(fields, columns, role))
     if answer is None or answer == []:
-        raise UserError(f"{name}: must be an answer, got {'null' if answer is None else 'an empty list'}. {SKIP_HINT}")
+        problem = f"must be an answer, got {'null' if answer is None else 'an empty list'}"
+        raise UserError(f"{columns[role]}: {problem}. {SKIP_HINT}")
     return answer
 
 

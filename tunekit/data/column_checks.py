@@ -7,7 +7,7 @@ from tunekit.data.column_usage import IN_MESSAGE, ColumnReport, merge_reports
 
 UNUSED = "unused columns"  # kind of a finding that runs log even as a note
 REMOVE_HINT = "To ignore {it}, add {{kind: remove_columns, columns: [{names}]}} to `transforms`"
-CONTEXT_HINT = "Rename {it} with `transforms`, or set the key that names the column of this text. " + REMOVE_HINT
+CONTEXT_HINT = "Name {it} in `columns`, or rename {it} with `transforms`. " + REMOVE_HINT
 MESSAGE_HINT = "Remove {it} from the messages, or write {it} in the chat template"
 READER_HINT = "Only rewards or the environment get {it}. " + REMOVE_HINT
 SERIALIZED_HINT = "Store messages as a list, or as a JSON string with only the list; or set data_checks=warn"

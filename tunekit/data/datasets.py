@@ -21,6 +21,7 @@ from tunekit.data.chat_template.messages import (
     parse_json_cell,
 )
 from tunekit.data.chat_template.template import TemplateKwargs, check_template_kwargs, find_template
+from tunekit.data.column_roles import Columns, column_roles, complete_columns
 from tunekit.data.column_usage import ColumnUsage
 from tunekit.data.doc_flags import UNEQUAL_WEIGHTS, DocFlags
 from tunekit.data.preference_prompts import find_prompt_column, read_prompt_messages, starts_with_prompt
@@ -58,6 +59,7 @@ class DatasetConfig(DataConfig):
          "max_bad_row_fraction"}
     )  # fmt: skip
     has_document_ids: ClassVar[bool] = False  # whether losses need the document of each token
+    nullable_roles: ClassVar[frozenset[str]] = frozenset()  # roles of columns that may be null
     has_targets: ClassVar[bool] = True  # False: prompts, whose answers are sampled in training
 
     source: str  # File, directory, bundled dataset (tunekit/tools), Hub name, or URL
@@ -74,8 +76,10 @@ class DatasetConfig(DataConfig):
     ] = ()  # Change or filter rows before their format is read
     streaming: bool = False  # Read and tokenize rows during training
     num_proc: int | None = None  # Preprocessing processes; null: one per core
+    columns: Columns = column_roles()  # Columns by their role, which the `kind` of the rows defines
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", complete_columns(type(self), self.columns, self.nullable_roles))
         if not self.source or not isinstance(self.source, str):
             raise FieldError("source", f"must be a file, a directory, or a dataset name, got {str(self.source)[:80]!r}")
         try:
@@ -95,6 +99,12 @@ class DatasetConfig(DataConfig):
     def docs_per_row(self) -> int:
         """Documents of a row that is not split."""
         return 1
+
+    def column(self, role: str) -> str:
+        """Name of the column with a role."""
+        name = self.columns[role]
+        assert name is not None, "a role whose column is not known yet"
+        return name
 
     def check_source(self) -> None:
         """Raise UserError if the source or its split does not exist. Reads no rows."""
@@ -252,12 +262,12 @@ class ChatDataset(ConversationDataset):
     """
 
     kind: ClassVar[str] = "chat"
-    messages_column: str = "messages"  # Column of the messages
+    columns: Columns = column_roles(messages="messages")  # Column of the `messages`
 
     def to_conversation(self, fields: Fields) -> Conversation:
-        messages = get_column(fields, self.messages_column, "messages_column")
-        conversation = make_conversation(messages, self.messages_column, fields.get("tools"))
-        return converters.with_system(conversation, converters.get_system(fields), self.messages_column)
+        messages = get_column(fields, self.columns, "messages")
+        conversation = make_conversation(messages, self.column("messages"), fields.get("tools"))
+        return converters.with_system(conversation, converters.get_system(fields), self.column("messages"))
 
 
 @dataclass(frozen=True)
@@ -269,12 +279,12 @@ class ShareGPTDataset(ConversationDataset):
     """
 
     kind: ClassVar[str] = "sharegpt"
-    conversations_column: str = "conversations"  # Column of the items
+    columns: Columns = column_roles(conversations="conversations")  # Column of the items
 
     def to_conversation(self, fields: Fields) -> Conversation:
-        items = get_column(fields, self.conversations_column, "conversations_column")
+        items = get_column(fields, self.columns, "conversations")
         system, tools = converters.get_system(fields), fields.get("tools")
-        return converters.from_sharegpt(items, self.conversations_column, system, tools)
+        return converters.from_sharegpt(items, self.column("conversations"), system, tools)
 
 
 @dataclass(frozen=True)
@@ -286,17 +296,18 @@ class InstructDataset(ConversationDataset):
     """
 
     kind: ClassVar[str] = "instruct"
-    prompt_column: str = "instruction"  # Column of the instruction
-    input_column: str | None = "input"  # Column of the input
-    response_column: str = "output"  # Column of the response
+    nullable_roles: ClassVar[frozenset[str]] = frozenset({"input"})
+    # Columns of the instruction (`prompt`), its `input` (null: none), and the response (`completion`)
+    columns: Columns = column_roles(prompt="instruction", input="input", completion="output")
     system_prompt: str | None = None  # System message of rows without a column `system`
 
     def to_conversation(self, fields: Fields) -> Conversation:
-        prompt = get_string(fields, self.prompt_column, "prompt_column")
-        if self.input_column is not None and (self.input_column != "input" or fields.get("input") is not None):
-            input_text = get_string(fields, self.input_column, "input_column")
+        prompt = get_string(fields, self.columns, "prompt")
+        column = self.columns["input"]
+        if column is not None and (column != "input" or fields.get("input") is not None):
+            input_text = get_string(fields, self.columns, "input")
             prompt = f"{prompt}\n\n{input_text}" if input_text else prompt
-        response = get_string(fields, self.response_column, "response_column")
+        response = get_string(fields, self.columns, "completion")
         system = converters.get_system(fields) or self.system_prompt
         return converters.from_instruct(prompt, response, system, fields.get("history"))
 
@@ -329,8 +340,8 @@ class CompletionDataset(TextOrChatMixin):
     """A prompt and a completion, each in a column: texts, or lists of messages. The completion is trained on."""
 
     kind: ClassVar[str] = "completion"
-    prompt_column: str = "prompt"  # Column of the prompt
-    completion_column: str = "completion"  # Column of the completion
+    # Columns of the `prompt` and of the `completion`
+    columns: Columns = column_roles(prompt="prompt", completion="completion")
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
         prompt, completion = self.get_parts(fields)
@@ -341,8 +352,8 @@ class CompletionDataset(TextOrChatMixin):
 
     def get_parts(self, fields: Fields) -> tuple[Any, Any]:
         """The prompt and the completion."""
-        prompt = parse_json_cell(get_column(fields, self.prompt_column, "prompt_column"))
-        return prompt, parse_json_cell(get_column(fields, self.completion_column, "completion_column"))
+        prompt = parse_json_cell(get_column(fields, self.columns, "prompt"))
+        return prompt, parse_json_cell(get_column(fields, self.columns, "completion"))
 
     def prompt_conversation(self, fields: Fields) -> Conversation | None:
         return (
@@ -352,7 +363,7 @@ class CompletionDataset(TextOrChatMixin):
         )
 
     def to_conversation(self, fields: Fields) -> Conversation:
-        columns, system = (self.prompt_column, self.completion_column), converters.get_system(fields)
+        columns, system = (self.column("prompt"), self.column("completion")), converters.get_system(fields)
         return converters.join_prompt(*self.get_parts(fields), fields.get("tools"), columns, system)
 
 
@@ -362,14 +373,14 @@ class TextDataset(EosTokenMixin):
 
     kind: ClassVar[str] = "text"
     excess_length_strategy: TooLong = "split"  # `split` into several rows, `drop`, or `truncate`
-    text_column: str = "text"  # Column of the text
+    columns: Columns = column_roles(text="text")  # Column of the `text`
 
     def prepare_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         self.eos_token_id(tokenizer)
         return tokenizer
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        text = get_string(fields, self.text_column, "text_column")
+        text = get_string(fields, self.columns, "text")
         return [tokenize.render_plain_text(text, self.eos_token_id(tokenizer))]
 
 
@@ -407,39 +418,37 @@ class PreferenceDataset(PreferenceBase):
     """
 
     kind: ClassVar[str] = "preference"
-
-    prompt_column: str = "prompt"  # Column of the prompt, which rows may lack if it is the default
-    chosen_column: str = "chosen"  # Column of the preferred answer
-    rejected_column: str = "rejected"  # Column of the other answer
-    margin_column: str = "margin"  # Column of the target reward margin, which rows may lack if it is the default
+    # Columns of the `prompt`, the preferred answer (`chosen`), the other one (`rejected`), and the target reward
+    # `margin`. Rows may lack the columns of `prompt` and `margin` if these have their defaults
+    columns: Columns = column_roles(prompt="prompt", chosen="chosen", rejected="rejected", margin="margin")
 
     @property
     def docs_per_row(self) -> int:
         return 2
 
     def describe(self, fields: Fields) -> str:
-        answers = [parse_json_cell(fields.get(name)) for name in (self.chosen_column, self.rejected_column)]
+        answers = [parse_json_cell(fields.get(name)) for name in (self.column("chosen"), self.column("rejected"))]
         prompt, _ = self.find_prompt(fields, answers)
-        columns = ", ".join(map(repr, filter(None, (prompt, self.chosen_column, self.rejected_column))))
+        columns = ", ".join(map(repr, filter(None, (prompt, self.column("chosen"), self.column("rejected")))))
         return f"preference pairs (columns {columns})"
 
     def find_prompt(self, fields: Fields, answers: list[Any]) -> tuple[str | None, Any]:
         """Column and value of the prompt, a text or a list of messages; (None, None) without one."""
         values = dict(fields)  # a column that is not used does not count as read
-        prompt = parse_json_cell(get_optional_column(values, self.prompt_column, "prompt_column", "prompt"))
+        prompt = parse_json_cell(get_optional_column(values, self.columns, "prompt"))
         if isinstance(prompt, str) and all(map(starts_with_prompt, answers)):
             return None, None
-        if prompt is None and self.prompt_column == "prompt":
+        if prompt is None and self.column("prompt") == "prompt":
             column = find_prompt_column(values, answers)
             return column, None if column is None else read_prompt_messages(fields[column], column, answers)
-        return self.prompt_column, parse_json_cell(fields.get(self.prompt_column))
+        return self.column("prompt"), parse_json_cell(fields.get(self.column("prompt")))
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        chosen = get_answer(fields, self.chosen_column, "chosen_column")
-        rejected = get_answer(fields, self.rejected_column, "rejected_column")
+        chosen = get_answer(fields, self.columns, "chosen")
+        rejected = get_answer(fields, self.columns, "rejected")
         _, prompt = self.find_prompt(fields, [chosen, rejected])
         if chosen == rejected:
-            raise UserError(f"{self.chosen_column} and {self.rejected_column} must differ")
+            raise UserError(f"{self.columns['chosen']} and {self.columns['rejected']} must differ")
         if all(isinstance(answer, str) for answer in (chosen, rejected)) and isinstance(prompt, str | None):
             prefix = converters.common_prefix(chosen, rejected) if prompt is None else prompt
             has_prefix = all(answer.startswith(prefix) for answer in (chosen, rejected))
@@ -452,8 +461,8 @@ class PreferenceDataset(PreferenceBase):
             texts = [tokenize.render_conversation(tokenizer, item, self.train_on) for item in conversations]
         if any(text.doc_flags & DocFlags.WEIGHTED for text in texts):
             raise UserError(UNEQUAL_WEIGHTS)
-        margin = get_optional_column(fields, self.margin_column, "margin_column", "margin")
-        values = () if margin is None else (to_number(margin, self.margin_column),)
+        margin = get_optional_column(fields, self.columns, "margin")
+        values = () if margin is None else (to_number(margin, self.column("margin")),)
         desirable, undesirable = texts
         return [
             desirable._replace(doc_flags=desirable.doc_flags | DocFlags.DESIRABLE, values=values),
@@ -466,15 +475,16 @@ class UnpairedPreferenceDataset(PreferenceBase, CompletionDataset):
     """A prompt, a completion, and whether the completion is desirable, as in KTO."""
 
     kind: ClassVar[str] = "unpaired_preference"
-    label_column: str = "label"  # Column of the label: true or false
+    # Columns of the `prompt`, the `completion`, and its `label`: true or false
+    columns: Columns = column_roles(prompt="prompt", completion="completion", label="label")
 
     def describe(self, fields: Fields) -> str:
-        columns = self.prompt_column, self.completion_column, self.label_column
+        columns = self.column("prompt"), self.column("completion"), self.column("label")
         return f"unpaired preferences (columns {', '.join(map(repr, columns))})"
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        label = get_column(fields, self.label_column, "label_column")
+        label = get_column(fields, self.columns, "label")
         if not isinstance(label, bool):
-            raise UserError(f"{self.label_column}: must be true or false, got {json_type(label)}")
+            raise UserError(f"{self.columns['label']}: must be true or false, got {json_type(label)}")
         (text,) = super().render(tokenizer, fields)
         return [text._replace(doc_flags=text.doc_flags | (DocFlags.DESIRABLE if label else DocFlags.UNDESIRABLE))]

@@ -42,8 +42,9 @@ class DetectedDataset(TextOrChatMixin):
         if cls is None:
             raise UserError(f"this recipe does not support {row_format.description}. {self.expected_columns}")
         names = {item.name for item in dataclasses.fields(cls)} & {item.name for item in dataclasses.fields(self)}
+        names -= {"columns"}
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return cls(**values, **dict[str, Any](row_format.columns))
+        return cls(**values, columns=dict(row_format.columns))
 
     def describe(self, fields: Fields) -> str:
         return detect_format(fields, self.rules).description

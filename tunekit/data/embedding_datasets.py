@@ -10,6 +10,7 @@ import numpy as np
 
 from tunekit.data.cell_values import SKIP_HINT, to_number
 from tunekit.data.chat_template.messages import get_column, json_type
+from tunekit.data.column_roles import Columns, column_roles
 from tunekit.data.datasets import Fields, UnsplitRowsBase
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.format_detection import NEGATIVES, POSITIVES, QUERIES
@@ -26,6 +27,10 @@ NO_FLAGS = DocFlags(0)
 @dataclass(frozen=True)
 class WholeTextDataset(UnsplitRowsBase):
     """Rows of texts, or pairs of texts, each of which becomes a document of at most `max_length` tokens."""
+
+    def read_texts(self, fields: Fields, role: str) -> list[str]:
+        """Texts of the column with a role."""
+        return as_texts(get_column(fields, self.columns, role), self.column(role))
 
     def encode(
         self, tokenizer: Tokenizer, texts: Iterable[str], value: float | None = None, flags: DocFlags = NO_FLAGS
@@ -56,9 +61,10 @@ class RetrievalDataset(WholeTextDataset):
 
     kind: ClassVar[str] = "retrieval"
     is_default: ClassVar[bool] = True
-    query_column: str | None = None  # Column of the query; null: the first of query, anchor, question
-    positive_column: str | None = None  # Column of the document; null: the first of positive, pos, answer
-    negative_column: str | None = None  # Column of the hard negatives; null: the first of negative, neg
+    nullable_roles: ClassVar[frozenset[str]] = frozenset({"query", "positive", "negative"})
+    # Columns of the `query` (null: the first of query, anchor, question), the document (`positive`; null: the first of
+    # positive, pos, answer), and the hard negatives (`negative`; null: the first of negative, neg)
+    columns: Columns = column_roles(query=None, positive=None, negative=None)
     # Hard negatives per row, of which each row must have at least as many; null: as many as the first row has
     num_negatives: int | None = None
     query_prompt: str = ""  # Text before each query; saved with the model, as the prompt of `encode_query`
@@ -81,7 +87,7 @@ class RetrievalDataset(WholeTextDataset):
     @property
     def is_resolved(self) -> bool:
         """Whether the columns of queries and documents and the number of negatives are known."""
-        return None not in (self.query_column, self.positive_column, self.num_negatives)
+        return None not in (self.columns["query"], self.columns["positive"], self.num_negatives)
 
     def resolve(self) -> Self:
         """Config with the columns and the number of negatives of the first row."""
@@ -89,29 +95,26 @@ class RetrievalDataset(WholeTextDataset):
 
     def detect(self, fields: Fields) -> Self:
         """Config of the format of a row."""
-        query_column = self.query_column or first_column(fields, QUERIES)
-        positive_column = self.positive_column or first_column(fields, POSITIVES)
-        config = replace(self, query_column=query_column, positive_column=positive_column)
+        query = self.columns["query"] or first_column(fields, QUERIES)
+        positive = self.columns["positive"] or first_column(fields, POSITIVES)
+        config = replace(self, columns={**self.columns, "query": query, "positive": positive})
         config.texts(fields, 0)
         if self.num_negatives is not None:
             return config
-        if self.negative_column is not None and f"{self.negative_column}_1" not in fields:
-            get_column(fields, self.negative_column, "negative_column")
+        negative = self.columns["negative"]
+        if negative is not None and f"{negative}_1" not in fields:
+            get_column(fields, self.columns, "negative")
         return replace(config, num_negatives=len(config.negatives(fields)))
 
     def describe(self, fields: Fields) -> str:
         negatives = f" and {self.num_negatives} hard negative{'s' * (self.num_negatives != 1)}" * bool(
             self.num_negatives
         )
-        return f"queries with documents{negatives} (columns {self.query_column!r}, {self.positive_column!r})"
+        return f"queries with documents{negatives} (columns {self.columns['query']!r}, {self.columns['positive']!r})"
 
     def texts(self, fields: Fields, num_negatives: int) -> list[str]:
         """Query, positive, and the first negatives of a row."""
-        assert self.query_column is not None and self.positive_column is not None, "a config that is not resolved"
-        query, positive = (
-            as_texts(get_column(fields, name, option), name)[:1]
-            for name, option in ((self.query_column, "query_column"), (self.positive_column, "positive_column"))
-        )
+        query, positive = (self.read_texts(fields, role)[:1] for role in ("query", "positive"))
         negatives = self.negatives(fields) if num_negatives else []
         if len(negatives) < num_negatives:
             problem = f"the row has {len(negatives)} hard negatives, but {num_negatives} are required (by default those"
@@ -120,7 +123,7 @@ class RetrievalDataset(WholeTextDataset):
 
     def negatives_name(self, fields: Fields) -> str:
         """Column of the hard negatives of a row, without its number."""
-        return self.negative_column or first_column(fields, NEGATIVES)
+        return self.columns["negative"] or first_column(fields, NEGATIVES)
 
     def unused_flag(self, fields: Fields) -> DocFlags:
         """Flag of a row with more hard negatives than are used."""
@@ -151,9 +154,8 @@ class SimilarityDataset(WholeTextDataset):
     """Two texts and how similar they are."""
 
     kind: ClassVar[str] = "similarity"
-    sentence1_column: str = "sentence1"  # Column of the first text
-    sentence2_column: str = "sentence2"  # Column of the second text
-    score_column: str = "score"  # Column of the similarity: a number, true or false
+    # Columns of the two texts, and of their similarity (`score`): a number, true or false
+    columns: Columns = column_roles(sentence1="sentence1", sentence2="sentence2", score="score")
     prompt: str = ""  # Text before each of them; saved with the model as the prompt `similarity`
 
     @property
@@ -166,12 +168,11 @@ class SimilarityDataset(WholeTextDataset):
         return {"similarity": self.prompt} if self.prompt else {}
 
     def describe(self, fields: Fields) -> str:
-        return f"pairs of texts with a similarity (column {self.score_column!r})"
+        return f"pairs of texts with a similarity (column {self.columns['score']!r})"
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        score = to_number(get_column(fields, self.score_column, "score_column"), self.score_column)
-        columns = (self.sentence1_column, "sentence1_column"), (self.sentence2_column, "sentence2_column")
-        texts = [as_texts(get_column(fields, name, option), name)[0] for name, option in columns]
+        score = to_number(get_column(fields, self.columns, "score"), self.column("score"))
+        texts = [self.read_texts(fields, role)[0] for role in ("sentence1", "sentence2")]
         return [self.encode(tokenizer, [self.prompt + text], score) for text in texts]
 
 
@@ -180,19 +181,17 @@ class RerankingDataset(WholeTextDataset):
     """A query, a document, and how relevant the document is. Both texts are scored together, as a pair of texts."""
 
     kind: ClassVar[str] = "reranking"
-    query_column: str = "query"  # Column of the query
-    document_column: str = "document"  # Column of the document
-    label_column: str = "label"  # Column of the relevance: a number from 0 to 1, true or false
+    # Columns of the `query`, the `document`, and its relevance (`label`): a number from 0 to 1, true or false
+    columns: Columns = column_roles(query="query", document="document", label="label")
     query_prompt: str = ""  # Text before each query
     document_prompt: str = ""  # Text between query and document, such as "\n"
 
     def describe(self, fields: Fields) -> str:
-        return f"queries and documents with a label (column {self.label_column!r})"
+        return f"queries and documents with a label (column {self.columns['label']!r})"
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        label = to_number(get_column(fields, self.label_column, "label_column"), self.label_column)
-        columns = (self.query_column, "query_column"), (self.document_column, "document_column")
-        query, document = (as_texts(get_column(fields, name, option), name)[0] for name, option in columns)
+        label = to_number(get_column(fields, self.columns, "label"), self.column("label"))
+        query, document = (self.read_texts(fields, role)[0] for role in ("query", "document"))
         return [self.encode(tokenizer, (self.query_prompt + query, self.document_prompt + document), label)]
 
 

@@ -11,7 +11,7 @@ MESSAGE_COLUMNS = ("messages", "conversations", "conversation")
 
 
 class RowFormat(NamedTuple):
-    """Kind of a dataset, its keys that name columns, and a description."""
+    """Kind of a dataset, the columns of its roles that differ from their defaults, and a description."""
 
     kind: str
     columns: tuple[tuple[str, str | None], ...]
@@ -26,23 +26,20 @@ class FormatRule(NamedTuple):
 
 
 def format_rule(
-    kind: str, description: str, types: Mapping[str, type | tuple[type, ...]], key: str | None = None
+    kind: str, description: str, types: Mapping[str, type | tuple[type, ...]], role: str | None = None
 ) -> FormatRule:
-    """Rule of a kind. `key` is the config key that names the column, if it is not the default."""
+    """Rule of a kind. `role` is that of the column, if it is not the default."""
     names = ", ".join(map(repr, types))
-    columns = () if key is None else tuple((key, name) for name in types)
+    columns = () if role is None else tuple((role, name) for name in types)
     label = f"{description} (column{'s' if len(types) > 1 else ''} {names})"
     return FormatRule(RowFormat(kind, columns, label), types)
 
 
 TEXT_TYPES = (str, list)
 ANSWER_TYPES = (str, list, dict)  # an object is one message
-CHAT = {
-    name: format_rule("chat", "OpenAI messages", {name: list}, "messages_column").row_format for name in MESSAGE_COLUMNS
-}
+CHAT = {name: format_rule("chat", "OpenAI messages", {name: list}, "messages").row_format for name in MESSAGE_COLUMNS}
 SHAREGPT = {
-    name: format_rule("sharegpt", "ShareGPT", {name: list}, "conversations_column").row_format
-    for name in MESSAGE_COLUMNS
+    name: format_rule("sharegpt", "ShareGPT", {name: list}, "conversations").row_format for name in MESSAGE_COLUMNS
 }
 INSTRUCT = format_rule("instruct", "Alpaca", {"instruction": str, "output": str})
 PRETOKENIZED = format_rule("pretokenized", "token ids", {"input_ids": list})

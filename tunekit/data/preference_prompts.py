@@ -45,7 +45,7 @@ def read_prompt_messages(value: Any, column: str, answers: Sequence[Any]) -> lis
         messages = messages[:-1]
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         problem = "must end with the message that chosen and rejected answer"
-        raise UserError(f"{column}: {problem}. Correct it, or name the column of the prompt in `prompt_column`")
+        raise UserError(f"{column}: {problem}. Correct it, or name the column of the prompt in `columns.prompt`")
     return messages
 
 

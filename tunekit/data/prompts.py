@@ -67,12 +67,12 @@ def read_conversation(fields: Fields, column: str | None) -> tuple[Conversation,
     """Messages of a row, and its text if it has no list of messages."""
     if column is None:
         return InstructDataset("row").to_conversation({**fields})._replace(column="instruction"), None
-    value = parse_json_cell(get_column(fields, column, "prompt_column"), SPEAKER_KEYS)
+    value = parse_json_cell(get_column(fields, {"prompt": column}, "prompt"), SPEAKER_KEYS)
     if isinstance(value, list):
         row = replace_column(fields, column, value)
         if is_sharegpt(value):
-            return ShareGPTDataset("row", conversations_column=column).to_conversation(row), None
-        return ChatDataset("row", messages_column=column).to_conversation(row), None
+            return ShareGPTDataset("row", columns={"conversations": column}).to_conversation(row), None
+        return ChatDataset("row", columns={"messages": column}).to_conversation(row), None
     if not isinstance(value, str):
         raise UserError(f"{column}: expected a text or a list of messages, got {json_type(value)}")
     if not value:

@@ -15,6 +15,7 @@ from tunekit.data.chat_template.messages import (
     make_conversation,
     parse_json_cell,
 )
+from tunekit.data.column_roles import Columns, column_roles
 from tunekit.data.datasets import ChatTemplateMixin, EosTokenMixin, Fields, UnsplitRowsBase
 from tunekit.data.doc_flags import DocFlags
 from tunekit.data.embedding_datasets import WholeTextDataset
@@ -33,9 +34,9 @@ class LabeledDataset(WholeTextDataset, ChatTemplateMixin):
     """
 
     kind: ClassVar[str] = "labeled"
-    text_column: str = "text"  # Column of the text
-    messages_column: str = "messages"  # Column of the messages; used instead of the text if a row has it
-    label_column: str = "label"  # Column of the label: a number, true or false, or a class name
+    # Columns of the `text`, or of the `messages`, which are used instead of the text if a row has them, and of the
+    # `label`: a number, true or false, or a class name
+    columns: Columns = column_roles(text="text", messages="messages", label="label")
     class_names: tuple[str, ...] = ()  # Class names, in the order of their labels; numeric labels are then indices
 
     def __post_init__(self) -> None:
@@ -44,29 +45,29 @@ class LabeledDataset(WholeTextDataset, ChatTemplateMixin):
             raise FieldError("class_names", "must not contain a name twice")
 
     def describe(self, fields: Fields) -> str:
-        return f"texts with labels (column {self.label_column!r})"
+        return f"texts with labels (column {self.columns['label']!r})"
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        value = self.label_value(get_column(fields, self.label_column, "label_column"))
-        messages = parse_json_cell(fields.get(self.messages_column))
+        value = self.label_value(get_column(fields, self.columns, "label"))
+        messages = parse_json_cell(fields.get(self.column("messages")))
         if messages is None:
-            return [self.encode(tokenizer, [get_string(fields, self.text_column, "text_column")], value)]
-        conversation = make_conversation(messages, self.messages_column, fields.get("tools"))
-        conversation = converters.with_system(conversation, converters.get_system(fields), self.messages_column)
+            return [self.encode(tokenizer, [get_string(fields, self.columns, "text")], value)]
+        conversation = make_conversation(messages, self.column("messages"), fields.get("tools"))
+        conversation = converters.with_system(conversation, converters.get_system(fields), self.column("messages"))
         return [tokenize.render_conversation(tokenizer, conversation, "all")._replace(values=(value,))]
 
     def label_value(self, label: Any) -> float:
         """Number of a label."""
         if label is None:
-            raise UserError(f"{self.label_column}: the label is null. {SKIP_HINT}")
+            raise UserError(f"{self.columns['label']}: the label is null. {SKIP_HINT}")
         if isinstance(label, str):
             if label not in self.class_names:
-                raise UserError(f"{self.label_column}: {format_value(label)} {self.text_label_error}")
+                raise UserError(f"{self.columns['label']}: {format_value(label)} {self.text_label_error}")
             return float(self.class_names.index(label))
-        value = to_number(label, self.label_column)
+        value = to_number(label, self.column("label"))
         if self.class_names and value not in range(len(self.class_names)):
             raise UserError(
-                f"{self.label_column}: must be an index into the {len(self.class_names)} `class_names`, got {label}"
+                f"{self.columns['label']}: must be an index into the {len(self.class_names)} `class_names`, got {label}"
             )
         return value
 
@@ -87,17 +88,17 @@ class StepwiseDataset(UnsplitRowsBase, EosTokenMixin, ChatTemplateMixin):
     """
 
     kind: ClassVar[str] = "stepwise"
-    prompt_column: str = "prompt"  # Column of the prompt: text, or a list of messages
-    completions_column: str = "completions"  # Column of the steps: a list of texts
-    labels_column: str = "labels"  # Column of the labels: a list of true or false, or of class indices
+    # Columns of the `prompt` (text, or a list of messages), the steps (`completions`: a list of texts), and their
+    # `labels` (a list of true or false, or of class indices)
+    columns: Columns = column_roles(prompt="prompt", completions="completions", labels="labels")
     step_separator: str = "\n"  # Text after each step
 
     def describe(self, fields: Fields) -> str:
-        return f"steps with labels (columns {self.completions_column!r}, {self.labels_column!r})"
+        return f"steps with labels (columns {self.columns['completions']!r}, {self.columns['labels']!r})"
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        steps = get_column(fields, self.completions_column, "completions_column")
-        labels = get_column(fields, self.labels_column, "labels_column")
+        steps = get_column(fields, self.columns, "completions")
+        labels = get_column(fields, self.columns, "labels")
         values, answer = self.step_labels(steps, labels), "".join(step + self.step_separator for step in steps)
         text = self.render_answer(tokenizer, fields, answer)
         lengths = (len(step + self.step_separator) for step in steps)
@@ -107,30 +108,32 @@ class StepwiseDataset(UnsplitRowsBase, EosTokenMixin, ChatTemplateMixin):
 
     def render_answer(self, tokenizer: Tokenizer, fields: Fields, answer: str) -> MaskedText:
         """Render the prompt of a row, followed by the unchanged answer."""
-        prompt = parse_json_cell(get_column(fields, self.prompt_column, "prompt_column"))
+        prompt = parse_json_cell(get_column(fields, self.columns, "prompt"))
         if isinstance(prompt, str):
             return tokenize.render_plain_text(prompt + answer, self.eos_token_id(tokenizer))
         if not isinstance(prompt, list):
-            raise UserError(f"{self.prompt_column}: must be text or a list of messages, got {json_type(prompt)}")
-        columns = self.prompt_column, self.completions_column
+            raise UserError(f"{self.columns['prompt']}: must be text or a list of messages, got {json_type(prompt)}")
+        columns = self.column("prompt"), self.column("completions")
         system = converters.get_system(fields)
         conversation = converters.join_prompt(prompt, answer, fields.get("tools"), columns, system)
         if [message["role"] for message in conversation.messages[-2:]] == ["assistant"] * 2:
             raise UserError(
-                f"{self.prompt_column}: must not end with an assistant message. Make it the first of the steps"
+                f"{self.columns['prompt']}: must not end with an assistant message. Make it the first of the steps"
             )
         return tokenize.render_prompt(tokenizer, conversation)
 
     def step_labels(self, steps: Any, labels: Any) -> tuple[float, ...]:
         """Numbers of the labels of all steps."""
         if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step for step in steps):
-            raise UserError(f"{self.completions_column}: must be a list of non-empty texts")
+            raise UserError(f"{self.columns['completions']}: must be a list of non-empty texts")
         if not isinstance(labels, list) or len(labels) != len(steps):
             count = len(labels) if isinstance(labels, list) else json_type(labels)
-            raise UserError(f"{self.labels_column}: must be a list of {len(steps)} labels, one per step, got {count}")
-        values = tuple(to_number(label, self.labels_column) for label in labels)
+            raise UserError(
+                f"{self.columns['labels']}: must be a list of {len(steps)} labels, one per step, got {count}"
+            )
+        values = tuple(to_number(label, self.column("labels")) for label in labels)
         if invalid := [value for value in values if value < 0 or value != int(value)]:
-            raise UserError(f"{self.labels_column}: must be true, false, or class indices, got {invalid[0]:g}")
+            raise UserError(f"{self.columns['labels']}: must be true, false, or class indices, got {invalid[0]:g}")
         return values
 
     def limit_length(self, text: MaskedText, document: Document) -> list[Document]:

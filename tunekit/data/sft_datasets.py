@@ -8,6 +8,7 @@ from typing import Any, ClassVar, get_args
 import numpy as np
 
 from tunekit.data.chat_template.messages import get_column, json_type
+from tunekit.data.column_roles import Columns, column_roles
 from tunekit.data.datasets import (
     ChatDataset,
     CompletionDataset,
@@ -38,13 +39,14 @@ class SegmentsDataset(DatasetConfig):
     """
 
     kind: ClassVar[str] = "segments"
-    segments_column: str = "segments"  # Column of the segments: a list of {text, train}, or of {text, label}
+    # Column of the `segments`: a list of {text, train}, or of {text, label}
+    columns: Columns = column_roles(segments="segments")
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        items = get_column(fields, self.segments_column, "segments_column")
+        items = get_column(fields, self.columns, "segments")
         if not isinstance(items, list):
-            raise UserError(f"{self.segments_column}: must be a list of segments, got {json_type(items)}")
-        segments = [parse_segment(item, f"{self.segments_column}[{i}]") for i, item in enumerate(items)]
+            raise UserError(f"{self.columns['segments']}: must be a list of segments, got {json_type(items)}")
+        segments = [parse_segment(item, f"{self.columns['segments']}[{i}]") for i, item in enumerate(items)]
         text, spans = "", []
         for is_target, group in groupby(segments, itemgetter(1)):
             start, text = len(text), text + "".join(segment for segment, _ in group)
@@ -73,11 +75,11 @@ class PretokenizedDataset(DatasetConfig):
     """
 
     kind: ClassVar[str] = "pretokenized"
-    input_ids_column: str = "input_ids"  # Column of the token ids
+    columns: Columns = column_roles(input_ids="input_ids")  # Column of the token ids
 
     def render(self, tokenizer: Tokenizer, fields: Fields) -> list[MaskedText]:
-        name = self.input_ids_column
-        tokens = to_integers(get_column(fields, name, "input_ids_column"), name, (0, 2**31 - 1))
+        name = self.column("input_ids")
+        tokens = to_integers(get_column(fields, self.columns, "input_ids"), name, (0, 2**31 - 1))
         columns = {name: fields[name] for name in (*MASK_COLUMNS, "attention_mask") if fields.get(name) is not None}
         masks = {name: to_integers(column, name, (0, 1), len(tokens)) != 0 for name, column in columns.items()}
         is_token = masks.pop("attention_mask", np.ones(len(tokens), bool))

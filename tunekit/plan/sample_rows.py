@@ -51,7 +51,6 @@ Fields = Mapping[str, Any]
 # Usual names of columns, for rows of unknown formats.
 PROMPTS = ("prompt", "question", "instruction", "query", "input", "user", "human")
 ANSWERS = ("answer", "output", "response", "completion", "target", "assistant", "reply")
-DEFAULT_COLUMNS = {("messages_column", "messages"), ("conversations_column", "conversations")}
 
 
 class Lengths(NamedTuple):
@@ -83,9 +82,10 @@ class RowSample:
         """Keys of the dataset config that differ from their defaults."""
         if self.is_mixed:
             return {"source": self.source}
-        columns = {key: name for key, name in self.row_format.columns if (key, name) not in DEFAULT_COLUMNS}
+        columns = {role: name for role, name in self.row_format.columns if role != name}
+        roles = {"columns": columns} if columns else {}
         names = {"class_names": self.class_names} if self.class_names else {}
-        return {"kind": self.row_format.kind, "source": self.source, **columns, **names}
+        return {"kind": self.row_format.kind, "source": self.source, **roles, **names}
 
     @property
     def class_names(self) -> list[str]:
@@ -181,18 +181,18 @@ def guess_format(rows: Sequence[Fields]) -> RowFormat | None:
     chats = (name for name, column in values.items() if 2 * sum(map(is_conversation, column)) > len(rows))
     if (chat := next(chats, None)) is not None:
         is_other = is_sharegpt(parse_json_cell(next(filter(is_conversation, values[chat])), SPEAKER_KEYS))
-        kind, key = ("sharegpt", "conversations_column") if is_other else ("chat", "messages_column")
-        return RowFormat(kind, ((key, chat),), f"messages in column {chat!r}")
+        kind, role = ("sharegpt", "conversations") if is_other else ("chat", "messages")
+        return RowFormat(kind, ((role, chat),), f"messages in column {chat!r}")
     texts = {name: [value for value in column if isinstance(value, str)] for name, column in values.items()}
     texts = {name: column for name, column in texts.items() if 2 * len(column) > len(rows)}
     prompt, answer = find_prompt_and_answer(texts)
     if prompt is None and answer is not None:
-        return RowFormat("text", (("text_column", answer),), f"texts in column {answer!r}")
+        return RowFormat("text", (("text", answer),), f"texts in column {answer!r}")
     if prompt is None or answer is None:
         return None
-    columns = (("prompt_column", prompt), ("response_column", answer))
+    columns = (("prompt", prompt), ("completion", answer))
     if "input" in names:
-        columns = (*columns, ("input_column", None))
+        columns = (*columns, ("input", None))
     unused = ", ".join(repr(name) for name in names if name not in (prompt, answer))
     suffix = f"; {unused} {'are' if ',' in unused else 'is'} not used" if unused else ""
     return RowFormat("instruct", columns, f"prompts in column {prompt!r}, answers in column {answer!r}{suffix}")

@@ -91,10 +91,10 @@ def shallow_model(make_model: Callable[..., Path], tmp_path_factory: pytest.Temp
         (
             "questions",
             "",
-            {"data.kind": "instruct", "data.prompt_column": "question", "data.response_column": "answer"},
+            {"data.kind": "instruct", "data.columns": {"prompt": "question", "completion": "answer"}},
         ),
-        ("turns", "", {"data.kind": "chat", "data.messages_column": "thread"}),
-        ("input", "", {"data.prompt_column": "input", "data.response_column": "output", "data.input_column": None}),
+        ("turns", "", {"data.kind": "chat", "data.columns": {"messages": "thread"}}),
+        ("input", "", {"data.columns": {"prompt": "input", "completion": "output", "input": None}}),
     ],
 )
 def test_config_follows_the_rows(

@@ -94,7 +94,7 @@ def test_columns_without_a_python_type_fail_only_if_used(kind: str, tmp_path: Pa
     (row,) = map(require_row, open_dataset(str(path), "train").rows)
     assert [*row.fields] == table.column_names, "the names of unread columns are known"
     for name in table.column_names:
-        dataset = TextDataset("x", text_column=name, transforms=(Filter({"text": "Hello!"}),))
+        dataset = TextDataset("x", columns={"text": name}, transforms=(Filter({"text": "Hello!"}),))
         (result,) = dataset.encode_rows(nano, [row])
         assert isinstance(result, list) == (name == "text")
         assert isinstance(result, list) or (isinstance(result, BadRow) and name in result.reason)

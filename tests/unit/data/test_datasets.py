@@ -320,9 +320,9 @@ def test_instruct_row_becomes_question_and_answer(tokenizer: Tokenizer) -> None:
     assert full_texts(dataset, tokenizer, *rows) == [tokenizer.render(conversation) for conversation in conversations]
     assert target_texts(dataset, tokenizer, *rows) == [*["4<|im_end|>"] * 3, "b<|im_end|>4<|im_end|>"]
     assert target_texts(replace(dataset, train_on="last"), tokenizer, rows[3]) == ["4<|im_end|>"]
-    swapped = InstructDataset("x", prompt_column="input", input_column=None, response_column="instruction")
+    swapped = InstructDataset("x", columns={"prompt": "input", "input": None, "completion": "instruction"})
     assert target_texts(swapped, tokenizer, rows[0]) == ["Add.<|im_end|>"]
-    reason = reject_reason(InstructDataset("x", input_column="contxt"), tokenizer, rows[0])
+    reason = reject_reason(InstructDataset("x", columns={"input": "contxt"}), tokenizer, rows[0])
     assert "'contxt'" in reason and "input" in reason
     for history, path in (({}, "history:"), ([["a"]], "history[0]:")):
         assert reject_reason(dataset, tokenizer, {**rows[0], "history": history}).startswith(path)
@@ -444,7 +444,7 @@ def test_format_is_detected_from_columns(tokenizer: Tokenizer) -> None:
         "OpenAI messages (column 'messages')": ({"messages": CONVERSATION, "text": "a"}, ChatDataset("x")),
         "OpenAI messages (column 'conversation')": (
             {"conversation": CONVERSATION},
-            ChatDataset("x", messages_column="conversation"),
+            ChatDataset("x", columns={"messages": "conversation"}),
         ),
         "ShareGPT (column 'conversations')": (
             {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
@@ -521,9 +521,9 @@ def test_preferences_can_be_texts(tokenizer: Tokenizer) -> None:
     )
 
 
-@pytest.mark.parametrize("key", ["prompt_column", "margin_column"])
+@pytest.mark.parametrize("key", ["prompt", "margin"])
 def test_optional_column_that_is_set_is_required(key: str, tokenizer: Tokenizer) -> None:
-    dataset, row = PreferenceDataset("x", **{key: "extra"}), {"chosen": "a b", "rejected": "a c"}
+    dataset, row = PreferenceDataset("x", columns={key: "extra"}), {"chosen": "a b", "rejected": "a c"}
     assert "'extra'" in reject_reason(dataset, tokenizer, row) and key in reject_reason(dataset, tokenizer, row)
     assert len(list(encode_documents(dataset, tokenizer, {**row, "extra": None}))) == 2
 
@@ -587,8 +587,8 @@ def test_invalid_preferences_name_column_and_value(fields: dict, values: list[st
         (UnpairedPreferenceDataset("x"), {"prompt": "a", "chosen": "b", "rejected": "c"}, "`kind: preference`"),
         (ChatDataset("x"), {"prompt": "a", "completion": "b", "label": True}, "`kind: completion`"),
         (InstructDataset("x"), {"messages": CONVERSATION}, "`kind: chat`"),
-        (ChatDataset("x"), {"text": "a"}, "`messages_column`, or `kind: text`"),
-        (ChatDataset("x"), {"talk": CONVERSATION}, "Set `messages_column`."),
+        (ChatDataset("x"), {"text": "a"}, "`columns.messages`, or `kind: text`"),
+        (ChatDataset("x"), {"talk": CONVERSATION}, "Set `columns.messages`."),
     ],
 )
 def test_rows_of_another_kind_are_named(
@@ -670,7 +670,7 @@ def test_chat_template_file_replaces_that_of_the_tokenizer(
         "{{ tools[0].name }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>{% endif %}"
     )
-    dataset = ChatDataset("x", messages_column="chat", chat_template=str(tmp_path / "own.jinja"))
+    dataset = ChatDataset("x", columns={"messages": "chat"}, chat_template=str(tmp_path / "own.jinja"))
     row = {"chat": CONVERSATION[:2], "tools": [{"name": "add"}]}
     expected = "add<|im_start|>What is 2 + 2?<|im_end|><|im_start|>It is 4.<|im_end|>"
     assert full_texts(dataset, tokenizer, row) == full_texts(

@@ -70,7 +70,7 @@ def tokenizer(tokenizer_dirs: dict[str, Path]) -> Tokenizer:
         {"split": "train[1:]"},
         {"max_samples": 2},
     ]
-    + [{"transforms": (RenameColumns({"text": "more"}),)}, {"messages_column": "text"}],
+    + [{"transforms": (RenameColumns({"text": "more"}),)}, {"columns": {"messages": "text"}}],
     ids=str,
 )
 def test_option_that_changes_documents_changes_fingerprint(

@@ -155,5 +155,5 @@ def test_integer_with_too_many_digits_fails_only_if_used(tmp_path: Path, nano: T
     (tmp_path / "rows.jsonl").write_text('{"text": "Hello!", "id": [{"a": %s}], "score": 1e999}\n' % ("9" * 5000))
     (row,) = open_dataset(str(tmp_path / "rows.jsonl"), "train").rows
     assert isinstance(TextDataset("x").encode_rows(nano, [row])[0], list)
-    (result,) = TextDataset("x", text_column="id").encode_rows(nano, [row])
+    (result,) = TextDataset("x", columns={"text": "id"}).encode_rows(nano, [row])
     assert isinstance(result, BadRow) and "'id'" in result.reason and "5,000" in result.reason

@@ -99,8 +99,8 @@ def test_invalid_rows_are_rejected_with_their_column(fields: dict, path: str, to
 
 def test_missing_column_names_the_key(tokenizer: Tokenizer) -> None:
     for dataset, key in (
-        (PretokenizedDataset("x"), "input_ids_column"),
-        (SegmentsDataset("x", segments_column="s"), "segments_column"),
+        (PretokenizedDataset("x"), "columns.input_ids"),
+        (SegmentsDataset("x", columns={"segments": "s"}), "columns.segments"),
     ):
         result = encode_row(dataset, tokenizer, {"ids": IDS})
         assert isinstance(result, BadRow) and f"`{key}`" in result.reason

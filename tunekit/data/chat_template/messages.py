@@ -51,26 +51,28 @@ class MissingColumnError(UserError):
     """A row without a column that its kind needs."""
 
 
-def get_column(fields: Mapping[str, Any], name: str, option: str) -> Any:
-    """Return a column of a row. `option` is the config key that contains the column's name."""
+def get_column(fields: Mapping[str, Any], columns: Mapping[str, str | None], role: str) -> Any:
+    """Return the column of a row that has a role in `columns`."""
+    name = columns[role]
+    assert name is not None, "a role whose column is not known yet"
     if name not in fields:
-        columns = ", ".join(map(str, fields)) or "none"
-        raise MissingColumnError(f"the row has no column {name!r} (columns: {columns}). Set `{option}`.")
+        names = ", ".join(map(str, fields)) or "none"
+        raise MissingColumnError(f"the row has no column {name!r} (columns: {names}). Set `columns.{role}`.")
     if isinstance(value := fields[name], UnreadableCell):
         value.raise_error()
     return value
 
 
-def get_optional_column(fields: Mapping[str, Any], name: str, option: str, default: str) -> Any:
-    """Return a column that rows may lack if `option` has its default: None without it."""
-    return None if name == default and name not in fields else get_column(fields, name, option)
+def get_optional_column(fields: Mapping[str, Any], columns: Mapping[str, str | None], role: str) -> Any:
+    """Return a column that rows may lack unless a config names it: None without it. Its default name is its role."""
+    return None if columns[role] == role and role not in fields else get_column(fields, columns, role)
 
 
-def get_string(fields: Mapping[str, Any], name: str, option: str) -> str:
+def get_string(fields: Mapping[str, Any], columns: Mapping[str, str | None], role: str) -> str:
     """Return a column of a row that must be a string."""
-    value = get_column(fields, name, option)
+    value = get_column(fields, columns, role)
     if not isinstance(value, str):
-        raise UserError(f"{name}: expected a string, got {json_type(value)}")
+        raise UserError(f"{columns[role]}: expected a string, got {json_type(value)}")
     return value
 
 

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from tunekit.data.chat_template.chat_format import encode_conversation
+from tunekit.data.column_roles import Columns, column_roles
 from tunekit.data.dataloader.mixture import MixtureBase, MixtureMemberBase
 from tunekit.data.datasets import ChatTemplateMixin, Fields
 from tunekit.data.preprocess.tokenized_dataset import Document
@@ -28,7 +29,7 @@ class PromptDataset(ChatTemplateMixin):
     kind: ClassVar[str] = "prompt"
     is_default: ClassVar[bool] = True
     has_targets: ClassVar[bool] = False
-    prompt_column: str = "prompt"  # Column of the prompt: a text, or a list of messages
+    columns: Columns = column_roles(prompt="prompt")  # Column of the `prompt`: a text, or a list of messages
     # Texts are `chat` messages of the user, or plain `text` to continue; `auto`: chat if there is a chat template
     prompt_format: Literal["auto", "chat", "text"] = "auto"
     system_prompt: str | None = None  # System message of prompts that have none
@@ -59,7 +60,7 @@ class PromptDataset(ChatTemplateMixin):
 
     def read_prompt(self, fields: Fields) -> Prompt:
         """The prompt of a row. Raise UserError if there is nothing to answer."""
-        return read_prompt(fields, self.prompt_column, self.system_prompt)
+        return read_prompt(fields, self.column("prompt"), self.system_prompt)
 
     def encode_prompt(self, tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, up to the start of the answer."""
