@@ -215,6 +215,15 @@ def test_option_pages_are_current() -> None:
         assert path.read_text() == expected, f"tune options {name} --all > docs/options/{name}.md"
 
 
+def test_each_key_is_in_a_config_or_on_a_page() -> None:
+    pages = [text for name, text in PAGES.items() if name != "CHANGELOG.md"]
+    files = [path for folder in ("configs", "notebooks") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    words = set(re.findall(r"\w+", "\n".join([*pages, *(path.read_text() for path in files)])))
+    configs = [recipe_loader.load_recipe(name).CONFIG for name in registry.list_recipes()]
+    keys = {path[-1] for config in configs for path, _ in iter_slots(config, ChoiceRegistry())} - {"0"}
+    assert keys and not keys - words
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
 def test_python_blocks_run(page: str, work_dir: Path) -> None:
     for text in code_blocks(page, "python"):
