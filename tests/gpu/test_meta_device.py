@@ -161,9 +161,17 @@ def test_mismatched_answers_and_prompts(terms: tuple[PreferenceLoss, ...], packe
     model = build_model(read_spec("llama3.2", layers=1), adapter=adapter)
     batches = make_batches(packed, model.spec.vocab, DocFlags.DESIRABLE, crossed)
     for batch in batches:
-        assert batch.num_full_targets == int((batch.full_targets != IGNORE).sum()) > batch.num_target_tokens
-        if batch.mismatched is not None:
-            assert batch.mismatched.num_target_tokens == int((batch.mismatched.targets != IGNORE).sum()) > 0
+        assert (
+            batch.documents.num_targets_with_prompts
+            == int((batch.targets_with_prompts != IGNORE).sum())
+            > batch.num_target_tokens
+        )
+        if batch.documents.mismatched is not None:
+            assert (
+                batch.documents.mismatched.num_target_tokens
+                == int((batch.documents.mismatched.targets != IGNORE).sum())
+                > 0
+            )
     train_optimizer = build_optimizer(model, adapter, run)
     with device_rules() as rules:
         preference_step(model, terms, batches, train_optimizer, run)

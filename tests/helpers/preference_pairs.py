@@ -63,8 +63,9 @@ def make_batches(shared: bool, rank: int = 0, size: int = 1, micro_batch: int = 
 
 def answer_logps(model: Decoder, batch: Batch) -> Tensor:
     """Log-probability of each answer, (D,)."""
-    assert batch.document_ids is not None and batch.document_indices is not None
     logits = model(batch.tokens, batch.positions, batch.layout)
     token_logps = logits.log_softmax(-1).gather(-1, batch.targets.clamp(min=0)[..., None])[..., 0]
     is_target = batch.targets != IGNORE
-    return torch.zeros(len(batch.document_indices)).index_add(0, batch.document_ids[is_target], token_logps[is_target])
+    return torch.zeros(len(batch.documents.indices)).index_add(
+        0, batch.documents.ids[is_target], token_logps[is_target]
+    )

@@ -13,7 +13,7 @@ from tests.helpers.optimizer_step import step_optimizer
 from tunekit import build
 from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
-from tunekit.data.dataloader.batch import IGNORE, Batch
+from tunekit.data.dataloader.batch import IGNORE, Batch, LossWeights
 from tunekit.data.datasets import TextDataset
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.parallel_dims import ParallelConfig
@@ -89,9 +89,9 @@ def make_batch(rows: Tensor, targets: Tensor, packed: bool, weights: Tensor | No
             bounds += [row * length + end for end in (7, 16, length)]
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
         positions = torch.cat([torch.arange(n) for n in (7, 9, length - 16)]).expand_as(rows)
-    total = None if weights is None else float(weights[targets != IGNORE].sum())
+    loss_weights = None if weights is None else LossWeights(weights, float(weights[targets != IGNORE].sum()))
     counts = int((targets != IGNORE).sum()), rows.numel()
-    return Batch(rows, targets, positions, cu_seqlens, *counts, loss_weights=weights, sum_loss_weights=total)
+    return Batch(rows, targets, positions, cu_seqlens, *counts, loss_weights=loss_weights)
 
 
 def train_case(case: Case) -> Outcome:

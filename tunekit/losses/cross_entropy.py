@@ -36,11 +36,12 @@ class CrossEntropy(RouterLosses):
     def __call__(self, model: Decoder, batch: Batch) -> Tensor:
         """Sum of the loss over the target tokens of a batch. In training, each has the router losses added to it."""
         targets, target_rows = local_targets(model, batch)
-        weights = batch.loss_weights
-        if weights is not None:
+        weights = None
+        if batch.loss_weights is not None:
             if self.measure is not None:
                 batch.require_equal_weights()
-            weights = model.cp_sharding.local_tokens(weights, 0).flatten().index_select(0, target_rows)
+            local_weights = model.cp_sharding.local_tokens(batch.loss_weights.values, 0)
+            weights = local_weights.flatten().index_select(0, target_rows)
         stats = self.begin_pass(model, batch)
 
         def read(hidden: Tensor, head: Head) -> Tensor:
@@ -68,7 +69,9 @@ def local_targets(model: Decoder, batch: Batch, full: bool = False) -> tuple[Ten
     `full` includes the prompts of chosen rows.
     """
     all_targets, count = (
-        (batch.full_targets, batch.num_full_targets) if full else (batch.targets, batch.num_target_tokens)
+        (batch.targets_with_prompts, batch.documents.num_targets_with_prompts)
+        if full
+        else (batch.targets, batch.num_target_tokens)
     )
     targets = model.cp_sharding.local_tokens(all_targets, IGNORE).flatten()
     target_mask = targets != IGNORE

@@ -16,8 +16,7 @@ from tunekit.models.decoder import Decoder, Head
 
 def document_embeddings(model: Decoder, batch: Batch, pooling: Pooling) -> Tensor:
     """Embeddings (D, dim) in fp32 of the documents of a batch, pooled from hidden states after the final norm."""
-    assert batch.document_ids is not None
-    ids, count = batch.document_ids, len(document_labels(batch))
+    ids, count = batch.documents.ids, len(batch.documents.labels)
     if pooling == "mean":
         sums = sum_over_documents(model, batch, ids, batch.num_tokens, lambda hidden, _: hidden)
         lengths = ids.new_zeros(count + 1).index_add(
@@ -40,10 +39,9 @@ def check_labels(datasets: Iterable[TokenizedDataset], rule: LabelRule | None) -
 
 def document_scores(model: Decoder, batch: Batch) -> Tensor:
     """Scores (D, labels) in fp32 of the documents of a batch, at the last token of each that is not padding."""
-    count, score = len(document_labels(batch)), model.spec.score
-    assert score is not None and batch.document_ids is not None
-    last = last_token_index(batch.document_ids, batch.tokens, count, score.pad_token_id)
-    ids = mark_tokens(batch.document_ids, last)
+    ids, count, score = batch.documents.ids, len(batch.documents.labels), model.spec.score
+    assert score is not None
+    ids = mark_tokens(ids, last_token_index(ids, batch.tokens, count, score.pad_token_id))
     return sum_over_documents(model, batch, ids, count, lambda hidden, head: head(hidden))
 
 
@@ -60,7 +58,7 @@ def sum_over_documents(
 
     def sum_tokens(hidden: Tensor, head: Head) -> Tensor:
         outputs = read(hidden.flatten(0, 1)[rows].float(), head)  # fp32 costs little: few tokens, or no matmul
-        sums = outputs.new_zeros(len(document_labels(batch)), outputs.shape[1])
+        sums = outputs.new_zeros(len(batch.documents.labels), outputs.shape[1])
         return sums.index_add(0, local_ids[rows], outputs)
 
     return model.cp_sharding.all_reduce_sum(
@@ -92,9 +90,3 @@ def document_ends(document_ids: Tensor, mask: Tensor, count: int) -> tuple[Tenso
     first = positions.new_full((count + 1,), len(positions)).scatter_reduce(0, ids, positions, "amin")
     last = positions.new_full((count + 1,), -1).scatter_reduce(0, ids, positions, "amax")
     return first[:count], last[:count]
-
-
-def document_labels(batch: Batch) -> Tensor:
-    """Label or value of each document, (D,)."""
-    assert batch.labels is not None, "not a batch of labeled documents"
-    return batch.labels

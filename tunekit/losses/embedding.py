@@ -23,7 +23,7 @@ from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError, check_range
 from tunekit.kernels.device_tensors import copy_to_device
-from tunekit.losses.document_outputs import check_labels, document_labels
+from tunekit.losses.document_outputs import check_labels
 
 Direction = Literal["query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc"]
 CHUNK_ROWS = 1024  # rows whose similarities to all documents of a step are in memory at a time
@@ -49,7 +49,7 @@ def gather_embeddings(
 ) -> StepEmbeddings:
     """Embeddings (D, dim) of the micro-batches of this rank, and those of all other ranks."""
     local = torch.cat([F.pad(e.detach(), (0, 1)) for e in embeddings])
-    local[:, -1] = copy_to_device(torch.cat([document_labels(batch) for batch in batches]), local.device)
+    local[:, -1] = copy_to_device(torch.cat([batch.documents.labels for batch in batches]), local.device)
     counts = dist.sum_each_count(*[len(local) * (rank == dist.dp_rank) for rank in range(dist.dims.dp_size)])
     start = sum(counts[: dist.dp_rank])
     local_rows = slice(start, start + len(local))

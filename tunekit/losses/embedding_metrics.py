@@ -52,8 +52,7 @@ def evaluate(embedder: Embedder, data: DataLoader | None, loss: EmbeddingLoss) -
         total += loss.without_gradient(step, dist) * step.num_rows
         num_rows += step.num_rows
         for batch, output in zip(batches, embeddings, strict=True):
-            assert batch.document_indices is not None
-            table.add(batch.document_indices, output)
+            table.add(batch.documents.indices, output)
     table.reduce(dist)
     return {"loss": float(total / num_rows), **dist.run_on_main(partial(table.metrics, docs_per_row, dist.device))}
 

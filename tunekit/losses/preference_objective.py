@@ -22,7 +22,6 @@ from tunekit.losses.router_losses import RouterLosses
 from tunekit.losses.sequence_logps import (
     SequenceLogps,
     frozen_logps,
-    is_desirable,
     sequence_logps,
     sum_per_document,
     target_counts,
@@ -35,7 +34,7 @@ MicroBatch = tuple[Batch, Tensor]  # a batch on the device, and its log-probabil
 
 def zero_reference(batch: Batch) -> Tensor:
     """Zeros (D,) for losses without a reference."""
-    return torch.zeros(len(is_desirable(batch)), device=batch.tokens.device)
+    return torch.zeros(len(batch.documents.is_desirable), device=batch.tokens.device)
 
 
 class ReferenceLogps(NamedTuple):
@@ -229,7 +228,7 @@ class PreferenceObjective:
 
 def batch_totals(batch: Batch) -> dict[str, Tensor]:
     """Number of answers of a batch, and number of tokens of its desirable answers."""
-    desirable, full_mask = is_desirable(batch).float(), (batch.full_targets >= 0).float()
+    desirable, full_mask = batch.documents.is_desirable.float(), (batch.targets_with_prompts >= 0).float()
     return {
         "answers": desirable.new_full((), len(desirable)),
         "tokens": (target_counts(batch) * desirable).sum(),
@@ -243,8 +242,9 @@ def mismatched_kl(
     """Estimate of the KL divergence from the reference (KTO's z), from answers paired with other prompts. Scalar."""
     sums = MetricSums()
     for batch, _ in micro_batches:
-        assert batch.mismatched is not None, "the data loader does not add mismatched answers"
-        log_ratios = frozen_logps(model, batch.mismatched) - ref_logps_fn(batch.mismatched)
+        mismatched = batch.documents.mismatched
+        assert mismatched is not None, "the data loader does not add mismatched answers"
+        log_ratios = frozen_logps(model, mismatched) - ref_logps_fn(mismatched)
         sums.add({"log_ratios": log_ratios.sum(), "answers": log_ratios.new_full((), len(log_ratios))})
     totals = sums.means(dist, 1)
     return (totals["log_ratios"] / totals["answers"]).clamp(min=0)

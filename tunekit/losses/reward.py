@@ -22,7 +22,7 @@ from tunekit.data.reward_datasets import LabeledDataset, StepwiseDataset
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError, check_range
 from tunekit.losses.cross_entropy import local_targets
-from tunekit.losses.document_outputs import check_labels, document_labels, document_scores
+from tunekit.losses.document_outputs import check_labels, document_scores
 from tunekit.losses.metric_sums import MetricSums, eval_steps
 from tunekit.models.decoder import Decoder, Head
 from tunekit.models.spec import ScoreHead
@@ -137,7 +137,7 @@ class RewardLoss:
 
     def batch_labels(self, batch: Batch) -> Tensor:
         """Labels of a batch: those of its documents."""
-        return document_labels(batch)
+        return batch.documents.labels
 
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
         """Loss and metrics, summed over all units of a batch."""
@@ -189,7 +189,8 @@ class BradleyTerry(RewardLoss):
         rewards = document_scores(model, batch).squeeze(1)
         chosen, rejected = rewards[::2], rewards[1::2]
         margins = chosen - rejected
-        loss = self.center_rewards_coefficient * (chosen + rejected).square() - F.logsigmoid(margins - batch.margins)
+        centering = self.center_rewards_coefficient * (chosen + rejected).square()
+        loss = centering - F.logsigmoid(margins - batch.documents.margins)
         sums = {"chosen": chosen, "rejected": rejected, "accuracies": (margins > 0).float(), "margins": margins}
         sums["mean"] = (chosen + rejected) / 2
         return RewardOutput(loss.sum(), {f"rewards/{name}": value.sum() for name, value in sums.items()}, rewards)
@@ -220,7 +221,7 @@ class Classification(RewardLoss):
         return ScoreHead(self.num_labels or names or 2, pad_token_id=pad)
 
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
-        logits, labels = document_scores(model, batch), document_labels(batch).long()
+        logits, labels = document_scores(model, batch), batch.documents.labels.long()
         is_correct = logits.argmax(1) == labels
         loss = F.cross_entropy(logits, labels, reduction="sum")
         return RewardOutput(loss, {"accuracy": is_correct.float().sum()})
@@ -242,7 +243,7 @@ class Regression(RewardLoss):
 
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
         rewards = document_scores(model, batch).squeeze(1)
-        error = rewards - document_labels(batch)
+        error = rewards - batch.documents.labels
         return RewardOutput(error.square().sum(), {"mae": error.abs().sum(), "rewards/mean": rewards.sum()}, rewards)
 
 
@@ -271,7 +272,7 @@ class BinaryCrossEntropy(RewardLoss):
         return f"label {value:g} is not from 0 to 1. Scale the labels, or set loss=regression."
 
     def __call__(self, model: Decoder, batch: Batch) -> RewardOutput:
-        rewards, labels = document_scores(model, batch).squeeze(1), document_labels(batch)
+        rewards, labels = document_scores(model, batch).squeeze(1), batch.documents.labels
         weight = rewards.new_full((), self.pos_weight)
         loss = F.binary_cross_entropy_with_logits(rewards, labels, pos_weight=weight, reduction="sum")
         is_correct = (rewards > 0) == (labels > 0.5)

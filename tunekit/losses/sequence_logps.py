@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from tunekit.data.dataloader.batch import IGNORE, Batch
-from tunekit.data.doc_flags import DocFlags
 from tunekit.kernels.cross_entropy import token_logps, token_logps_and_entropies
 from tunekit.losses.cross_entropy import local_targets
 from tunekit.models.decoder import Decoder, Head
@@ -64,12 +63,12 @@ def sequence_logps(
     answer of a pair (LD-DPO, arXiv:2409.06411). With `entropies=False`, which saves time, entropies are 0.
     """
     batch.require_equal_weights()
-    desirable, counts = is_desirable(batch), target_counts(batch)
+    desirable, counts = batch.documents.is_desirable, target_counts(batch)
     answer_mask = (batch.targets != IGNORE).float()
     weights = answer_mask if ld_alpha == 1 else answer_mask * length_weights(batch, counts, ld_alpha)
     doc_ids, answer_mask, weights = (
         model.cp_sharding.local_tokens(tensor, fill).flatten()
-        for tensor, fill in ((document_ids(batch), -1), (answer_mask, 0), (weights, 0))
+        for tensor, fill in ((batch.documents.ids, -1), (answer_mask, 0), (weights, 0))
     )
     targets, rows = local_targets(model, batch, full)
 
@@ -85,18 +84,6 @@ def sequence_logps(
     return SequenceLogps(sums[0], counts, sums[1].detach(), sums[2], desirable, torch.zeros_like(counts))
 
 
-def document_ids(batch: Batch) -> Tensor:
-    """Document index of each token, (B, S); -1 for padding."""
-    assert batch.document_ids is not None, "not a preference batch"
-    return batch.document_ids
-
-
-def is_desirable(batch: Batch) -> Tensor:
-    """Whether each answer is chosen or labeled as desirable, (D,) bool."""
-    assert batch.doc_flags is not None, "not a preference batch"
-    return (batch.doc_flags & DocFlags.DESIRABLE) != 0
-
-
 def target_counts(batch: Batch) -> Tensor:
     """Number of target tokens of each document, (D,) fp32."""
     return sum_per_document(batch, (batch.targets != IGNORE).float())
@@ -104,7 +91,7 @@ def target_counts(batch: Batch) -> Tensor:
 
 def sum_per_document(batch: Batch, values: Tensor) -> Tensor:
     """Sum of values (B, S) over the tokens of each document, (D,)."""
-    count, doc_ids = len(is_desirable(batch)), document_ids(batch)
+    count, doc_ids = len(batch.documents.is_desirable), batch.documents.ids
     doc_ids = doc_ids.where(doc_ids >= 0, count).flatten()  # padding adds to an extra entry, which is dropped
     return values.new_zeros(count + 1).index_add(0, doc_ids, values.flatten())[:count]
 
@@ -114,4 +101,4 @@ def length_weights(batch: Batch, counts: Tensor, weight: float) -> Tensor:
     nth = (batch.targets != IGNORE).flatten().cumsum(0).view_as(batch.targets)  # includes all previous documents
     shorter = counts.view(-1, 2).amin(1).repeat_interleave(2)
     last = torch.cat([counts.cumsum(0) - counts + shorter, counts.new_zeros(1)])
-    return torch.where(nth <= last[document_ids(batch)], 1.0, weight)
+    return torch.where(nth <= last[batch.documents.ids], 1.0, weight)

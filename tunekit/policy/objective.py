@@ -11,7 +11,6 @@ from tunekit.distributed.context import DistributedContext
 from tunekit.kernels.cross_entropy import token_logps_and_entropies
 from tunekit.losses.cross_entropy import local_targets
 from tunekit.losses.policy_gradient import PolicyGradientLoss, PolicyTokens, StepCounts
-from tunekit.losses.sequence_logps import document_ids
 from tunekit.models.decoder import Decoder, Head
 from tunekit.policy.config import PolicyConfig
 from tunekit.policy.prompt_loader import PromptLoader
@@ -90,15 +89,14 @@ class PolicyObjective:
 
     def token_outputs(self, model: Decoder, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs (k, n) of `read_tokens` for the trained tokens on this rank, and their sample and position."""
-        assert batch.document_indices is not None
         (targets, rows), local = local_targets(model, batch), model.cp_sharding.local_tokens
-        documents, positions = local(document_ids(batch), -1).flatten(), local(batch.positions).flatten()
+        documents, positions = local(batch.documents.ids, -1).flatten(), local(batch.positions).flatten()
 
         def read(hidden: Tensor, head: Head) -> Tensor:
             return torch.stack(self.read_tokens(model, hidden.flatten(0, 1), targets, head, rows))
 
         outputs = model(batch.tokens, batch.positions, batch.layout, head_fn=read, sharded=True)
-        return outputs, batch.document_indices[documents[rows]], positions[rows] + 1
+        return outputs, batch.documents.indices[documents[rows]], positions[rows] + 1
 
     @torch.no_grad()
     def score(self, model: Decoder, samples: PolicySamples) -> Tensor:

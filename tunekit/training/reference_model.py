@@ -220,8 +220,7 @@ def disable_adapter_problem(adapter: NoAdapter | LoRAConfig) -> str | None:
 
 def look_up_logps(logps: Tensor, batch: Batch) -> Tensor:
     """The log-probabilities (D,) of the documents of a batch, from those of all documents."""
-    assert batch.document_indices is not None
-    return logps[batch.document_indices]
+    return logps[batch.documents.indices]
 
 
 def load_logps(inputs: ReferenceInputs, data: DataLoader, directory: Path, epochs: int) -> Tensor:
@@ -268,8 +267,7 @@ def compute_reference_logps(
         for step in tqdm(steps, "reference log-probabilities", disable=not dist.is_main_process or None, leave=False):
             dist.heartbeat.record(0, "prepare")
             for batch in data[step]:
-                assert batch.document_indices is not None
-                logps[batch.document_indices.numpy()] = compute_logps(batch.to(dist.device)).float().cpu().numpy()
+                logps[batch.documents.indices.numpy()] = compute_logps(batch.to(dist.device)).float().cpu().numpy()
         for rank_logps in dist.all_gather_objects(logps):
             logps = np.where(np.isnan(logps), rank_logps, logps)
         if not np.isnan(logps).any():

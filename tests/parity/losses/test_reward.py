@@ -91,7 +91,7 @@ def test_loss_and_gradients_equal_transformers(kind: str, tmp_path: Path) -> Non
     transformers_model.config.problem_type = loss.problem_type
     dataset = make_documents(kind == "steps")
     (micro_batch,) = make_batches(loss, micro_batch=len(LENGTHS))
-    rows = [dataset[int(i)] for i in micro_batch.document_indices]
+    rows = [dataset[int(i)] for i in micro_batch.documents.indices]
     width = max(LENGTHS)
     tokens = torch.tensor([[*row.tokens, *[PAD] * (width - len(row.tokens))] for row in rows])
     mask = torch.arange(width) < torch.tensor([len(row.tokens) for row in rows])[:, None]
@@ -144,8 +144,8 @@ def test_margin_is_subtracted_and_rewards_are_centered(tmp_path: Path) -> None:
     with torch.no_grad():
         rewards = document_scores(net, micro_batch).squeeze(1).double()
         differences, sums = rewards[::2] - rewards[1::2], rewards[::2] + rewards[1::2]
-        assert micro_batch.margins.any()
-        expected = -(torch.sigmoid(differences - micro_batch.margins)).log().sum() + 0.3 * sums.square().sum()
+        assert micro_batch.documents.margins.any()
+        expected = -(torch.sigmoid(differences - micro_batch.documents.margins)).log().sum() + 0.3 * sums.square().sum()
         assert BradleyTerry(0.3)(net, micro_batch).loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 

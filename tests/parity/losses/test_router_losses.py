@@ -12,7 +12,7 @@ from tests.helpers.compare_layouts import PROPORTIONAL, compare, make_checkpoint
 from tests.helpers.random_checkpoints import SHAPES, build, load_model, load_transformers_model, rewrite_config, save
 from tests.helpers.training_steps import Case
 from tunekit.adapters.config import LoRAConfig
-from tunekit.data.dataloader.batch import Batch, Collator
+from tunekit.data.dataloader.batch import Batch, Collator, LossWeights
 from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.parallel_dims import ParallelConfig
@@ -119,7 +119,7 @@ def test_metric_is_the_mean_over_the_weights_of_the_target_tokens(tmp_path: Path
     padded, batches = padded_batch(), []
     for tokens, weight in ((padded.tokens, 1.0), (padded.tokens.flip(0), 0.25)):
         weights, total = torch.full(tokens.shape, weight), weight * padded.num_target_tokens
-        batches.append(replace(padded, tokens=tokens, loss_weights=weights, sum_loss_weights=total))
+        batches.append(replace(padded, tokens=tokens, loss_weights=LossWeights(weights, total)))
     loss.prepare(model)
     means = []
     with DistributedContext(0, "cpu") as dist:

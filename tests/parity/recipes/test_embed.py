@@ -133,12 +133,11 @@ def our_embeddings(folder: Path, cfg: embed.EmbedConfig) -> Tensor:
     model = build.build_model(checkpoint, cfg.quantization, adapter, FP32, MemoryConfig(), dist)
     data = build_dataloader(cfg.data, tokenizer, ROWS, ROWS, dist)
     (batch,) = data[0]
-    assert batch.document_indices is not None
     pooling = sentence_transformers.choose_pooling(None, folder)
     assert pooling is not None
     with torch.no_grad():
         embeddings = Embedder(model.eval(), pooling, dist)(batch)
-    return embeddings[batch.document_indices.argsort()].view(ROWS, -1, model.spec.dim)
+    return embeddings[batch.documents.indices.argsort()].view(ROWS, -1, model.spec.dim)
 
 
 def check_result(folder: Path, ours: Tensor, rows: list[dict[str, Any]]) -> SentenceTransformer:

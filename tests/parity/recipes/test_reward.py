@@ -101,8 +101,8 @@ def trl_steps(cfg: reward.RewardConfig, model: transformers.PreTrainedModel, fol
     data, lines = open_full_steps(cfg), []
     for step in range(STEPS):
         (batch,) = data[step]
-        documents = [batch.tokens[batch.document_ids == i].tolist() for i in range(2 * BATCH)]
-        pairs = zip(documents[::2], documents[1::2], batch.margins.tolist(), strict=True)
+        documents = [batch.tokens[batch.documents.ids == i].tolist() for i in range(2 * BATCH)]
+        pairs = zip(documents[::2], documents[1::2], batch.documents.margins.tolist(), strict=True)
         lines += [
             {"chosen_ids": chosen, "rejected_ids": rejected, "margin": margin} for chosen, rejected, margin in pairs
         ]
@@ -146,10 +146,9 @@ def torch_steps(cfg: reward.RewardConfig, model: transformers.PreTrainedModel) -
     model.eval()  # the token classifier of transformers has dropout, ours has none
     for step in range(STEPS):
         (batch,) = data[step]
-        assert batch.labels is not None and batch.document_ids is not None
-        labels = batch.labels if isinstance(cfg.loss, Regression) else batch.labels.long()
+        labels = batch.documents.labels if isinstance(cfg.loss, Regression) else batch.documents.labels.long()
         labels = batch.targets if isinstance(cfg.loss, ProcessReward) else labels
-        loss = model(batch.tokens, attention_mask=(batch.document_ids >= 0).long(), labels=labels).loss
+        loss = model(batch.tokens, attention_mask=(batch.documents.ids >= 0).long(), labels=labels).loss
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm)
         optimizer.step()

@@ -36,7 +36,7 @@ def build_loader(
 
 def values_by_number(batches: list[Batch]) -> dict[int, float]:
     """Map document numbers to their values."""
-    pairs = (zip(batch.document_indices.tolist(), batch.labels.tolist(), strict=True) for batch in batches)
+    pairs = (zip(batch.documents.indices.tolist(), batch.documents.labels.tolist(), strict=True) for batch in batches)
     return {number: value for items in pairs for number, value in items}
 
 
@@ -50,8 +50,8 @@ def test_text_labels_reach_the_batch(pack: bool, tokenizer, make_dist, tmp_path)
     loader = build_loader(LabeledDataset, tokenizer, make_dist(), tmp_path, lines, packing=pack, max_length=64)
     assert values_by_number(loader[0]) == {number: number / 4 for number in range(7)}
     for batch in loader[0]:
-        for index in range(len(batch.document_indices)):
-            tokens = batch.tokens[batch.document_ids == index].tolist()
+        for index in range(len(batch.documents.indices)):
+            tokens = batch.tokens[batch.documents.ids == index].tolist()
             assert tokens == tokenizer.encode_texts([tokenizer.decode(tokens)], True)[0]
             assert tokens[0] == tokenizer.bos and tokenizer.eos not in tokens
 
@@ -90,10 +90,10 @@ def test_step_labels_are_targets_of_last_tokens(pack: bool, tokenizer, make_dist
         ends.append(len(tokens) - 1)
     num_documents = 0
     for batch in loader[0]:
-        assert batch.num_target_tokens == 3 * len(batch.document_indices)
-        assert bool(batch.labels.isnan().all())
-        for index, number in enumerate(batch.document_indices.tolist()):
-            is_document = batch.document_ids == index
+        assert batch.num_target_tokens == 3 * len(batch.documents.indices)
+        assert bool(batch.documents.labels.isnan().all())
+        for index, number in enumerate(batch.documents.indices.tolist()):
+            is_document = batch.documents.ids == index
             assert batch.tokens[is_document].tolist() == tokens
             targets = batch.targets[is_document]
             assert {end: int(targets[end]) for end in ends} == dict(zip(ends, map(int, labels[number]), strict=True))
@@ -135,8 +135,10 @@ def test_margins_of_pairs_reach_the_batch(tokenizer, make_dist, tmp_path) -> Non
     loader = build_loader(PreferenceDataset, tokenizer, make_dist(), tmp_path, lines)
     margins = {}
     for batch in loader[0]:
-        assert batch.margins.shape == (len(batch.document_indices) // 2,)
-        margins |= dict(zip((batch.document_indices[::2] // 2).tolist(), batch.margins.tolist(), strict=True))
+        assert batch.documents.margins.shape == (len(batch.documents.indices) // 2,)
+        margins |= dict(
+            zip((batch.documents.indices[::2] // 2).tolist(), batch.documents.margins.tolist(), strict=True)
+        )
     assert margins == {0: 0.0, 1: 0.5, 2: 0.0, 3: 2.0}
 
 

@@ -47,15 +47,14 @@ def build_pair_loader(dist, packed: bool, micro: int = BATCH) -> MapDataLoader:
 
 def documents_of(batch: Batch) -> list[tuple[int, list[int], list[int]]]:
     """Number, tokens and targets of each document of a batch, selected by its owner."""
-    assert batch.document_ids is not None
-    assert batch.document_indices is not None
+    assert batch.documents.indices is not None
     documents = []
-    for index, number in enumerate(batch.document_indices.tolist()):
-        mask = batch.document_ids == index
+    for index, number in enumerate(batch.documents.indices.tolist()):
+        mask = batch.documents.ids == index
         assert mask.any(1).sum() == 1, "a document is in one row"
         assert batch.positions[mask].tolist() == list(range(int(mask.sum())))
         documents.append((number, batch.tokens[mask].tolist(), batch.targets[mask].tolist()))
-    assert int((batch.document_ids >= 0).sum()) == batch.num_tokens
+    assert int((batch.documents.ids >= 0).sum()) == batch.num_tokens
     return documents
 
 
@@ -82,9 +81,11 @@ def test_pairs_stay_together_on_any_layout(make_dist, packed: bool, size: int, m
         assert len({len(micro_batches) for micro_batches in rank_batches}) == 1
         batches = [batch for micro_batches in rank_batches for batch in micro_batches]
         for batch in batches:
-            assert batch.document_indices[1::2].tolist() == (batch.document_indices[::2] + 1).tolist()
-            assert batch.doc_flags.tolist() == [DocFlags.DESIRABLE, DocFlags.UNDESIRABLE] * (len(batch.doc_flags) // 2)
-            owned = batch.document_ids
+            assert batch.documents.indices[1::2].tolist() == (batch.documents.indices[::2] + 1).tolist()
+            assert batch.documents.flags.tolist() == [DocFlags.DESIRABLE, DocFlags.UNDESIRABLE] * (
+                len(batch.documents.flags) // 2
+            )
+            owned = batch.documents.ids
             rows = [set(row.tolist()) - {-1} for row in owned]
             assert len(rows) <= (micro if packed else 2 * micro)
             if packed:
@@ -106,9 +107,9 @@ def test_sums_by_owner_equal_those_of_each_document(make_dist, packed: bool) -> 
         for batch in loader[step]:
             values = torch.sin(batch.tokens.double()) * (batch.targets != IGNORE)
             # padding has owner -1: its sum is at index 0, which is ignored
-            sums = torch.zeros(len(batch.document_indices) + 1, dtype=torch.double)
-            sums.index_add_(0, batch.document_ids.flatten() + 1, values.flatten())
-            for number, total in zip(batch.document_indices.tolist(), sums[1:].tolist(), strict=True):
+            sums = torch.zeros(len(batch.documents.indices) + 1, dtype=torch.double)
+            sums.index_add_(0, batch.documents.ids.flatten() + 1, values.flatten())
+            for number, total in zip(batch.documents.indices.tolist(), sums[1:].tolist(), strict=True):
                 document = loader.documents[number]
                 expected = np.sin(document.tokens[:-1].astype(float))[document.loss_mask[1:]].sum()
                 assert total == pytest.approx(expected)
@@ -119,11 +120,11 @@ def test_rank_without_pairs_owns_no_tokens(make_dist, packed: bool) -> None:
     """With 7 ranks, one has no rows."""
     last = build_pair_loader(make_dist(), packed).num_steps(1) - 1
     batches = [batch for rank in range(7) for batch in build_pair_loader(make_dist(rank, 7), packed, 1)[last]]
-    batch = next(batch for batch in batches if not len(batch.document_indices))
+    batch = next(batch for batch in batches if not len(batch.documents.indices))
     assert (batch.num_target_tokens, batch.num_tokens) == (0, 0)
-    assert bool((batch.document_ids == -1).all())
-    assert batch.doc_flags.shape == batch.document_indices.shape == (0,)
-    assert batch.to("meta").document_ids.is_meta
+    assert bool((batch.documents.ids == -1).all())
+    assert batch.documents.flags.shape == batch.documents.indices.shape == (0,)
+    assert batch.to("meta").documents.ids.is_meta
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -140,10 +141,10 @@ def test_mismatched_answer_is_that_of_the_next_row(make_dist, rows: DatasetConfi
             order = np.concatenate(ranks[0].document_indices(step))
             next_numbers = dict(zip(order.tolist(), np.roll(order, -dataset.docs_per_row).tolist(), strict=True))
             batches = [batch for rank in ranks for batch in rank[step]]
-            documents = [document for batch in batches for document in documents_of(batch.mismatched)]
+            documents = [document for batch in batches for document in documents_of(batch.documents.mismatched)]
             assert sorted(number for number, *_ in documents) == sorted(order.tolist())
-            assert [batch.mismatched.doc_flags.tolist() for batch in batches] == [
-                batch.doc_flags.tolist() for batch in batches
+            assert [batch.documents.mismatched.documents.flags.tolist() for batch in batches] == [
+                batch.documents.flags.tolist() for batch in batches
             ]
             for number, tokens, targets in documents:
                 own_document, next_document = ranks[0].documents[number], ranks[0].documents[next_numbers[number]]
@@ -160,7 +161,7 @@ def test_mismatched_answer_of_a_single_row_is_its_own(make_dist) -> None:
     loader.collator = Collator(1, 1, 0, 1, PAD, None, with_document_ids=True)
     loader.add_mismatched()
     (batch,) = loader.collator.micro_batches(loader.documents, [np.array([5])])
-    assert documents_of(batch.mismatched) == documents_of(batch)
+    assert documents_of(batch.documents.mismatched) == documents_of(batch)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +210,7 @@ def test_streamed_pairs_stay_together(pack, size, tokenizer, make_dist, tmp_path
         assert all(chosen.split(" is ")[0] == rejected.split(" is ")[0] for chosen, rejected in pairs)
         assert all(" is good" in chosen and " is bad" in rejected for chosen, rejected in pairs)
         seen.update(pairs)
-        numbers += [number for batch in step_batches for number in batch.document_indices.tolist()]
+        numbers += [number for batch in step_batches for number in batch.documents.indices.tolist()]
     assert len(set(numbers)) == len(numbers), "numbers of a stream are unique"
     assert max(seen.values()) <= 1 + (seen.total() + 20) // 31
     resumed = build_dataloader(rows, tokenizer, 4, 4, make_dist())
@@ -262,8 +263,8 @@ def test_format_is_detected_from_first_row(tokenizer, make_dist, tmp_path) -> No
     )
     (batch,) = unpaired[0]
     labels = {number: make_unpaired(number)["label"] for number in range(6)}
-    assert [flags == DocFlags.DESIRABLE for flags in batch.doc_flags.tolist()] == [
-        labels[number] for number in batch.document_indices.tolist()
+    assert [flags == DocFlags.DESIRABLE for flags in batch.documents.flags.tolist()] == [
+        labels[number] for number in batch.documents.indices.tolist()
     ]
     assert "unpaired preferences" in str(unpaired.summary)
     assert "preference pairs" in str(

@@ -49,8 +49,7 @@ def build_loader(source: str, tokenizer: Tokenizer, dist, micro: int = 2, share:
 
 def contents_by_number(batch: Batch) -> dict[int, list[tuple[int, int, int]]]:
     """(token, position, target) of every token of each document, including those of its shared prefix."""
-    assert batch.document_ids is not None and batch.document_indices is not None
-    tokens, positions, owner = (x.flatten().tolist() for x in (batch.tokens, batch.positions, batch.document_ids))
+    tokens, positions, owner = (x.flatten().tolist() for x in (batch.tokens, batch.positions, batch.documents.ids))
     targets, contents = batch.targets.flatten().tolist(), {}
     offsets = (
         batch.cu_seqlens.tolist()
@@ -64,7 +63,7 @@ def contents_by_number(batch: Batch) -> dict[int, list[tuple[int, int, int]]]:
             continue
         prefix = [(tokens[i], positions[i], IGNORE) for i in range(first, first + length)]
         answer = [(tokens[i], positions[i], targets[i]) for i in range(start, end) if owner[i] == owner[start]]
-        contents[int(batch.document_indices[owner[start]])] = prefix + answer
+        contents[int(batch.documents.indices[owner[start]])] = prefix + answer
     return contents
 
 
@@ -99,7 +98,7 @@ def test_counts_equal_computed_tokens() -> None:
         sum(batch.num_tokens for batch in shared_batches) == sum(batch.num_tokens for batch in separate_batches) - saved
     )
     for batch in shared_batches:
-        assert batch.document_ids is not None and batch.num_tokens == (batch.document_ids >= 0).sum()
+        assert batch.num_tokens == (batch.documents.ids >= 0).sum()
 
 
 def test_documents_without_targets_share_all_but_the_last_token() -> None:

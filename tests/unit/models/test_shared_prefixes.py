@@ -29,8 +29,8 @@ def logps_and_gradients(model: Decoder, shared: bool, micro_batch: int = 1) -> t
     for batch in make_batches(shared, micro_batch=micro_batch):
         assert (batch.shared_prefixes is not None) == shared
         logps = answer_logps(model, batch)
-        (logps * torch.cos(batch.document_indices.float())).sum().backward()
-        logps_by_index += zip(batch.document_indices.tolist(), logps.tolist(), strict=True)
+        (logps * torch.cos(batch.documents.indices.float())).sum().backward()
+        logps_by_index += zip(batch.documents.indices.tolist(), logps.tolist(), strict=True)
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return torch.tensor([value for _, value in sorted(logps_by_index)]), gradients
 

@@ -1,9 +1,9 @@
 """Micro-batches, and the collator that builds those of one rank from the rows of a step."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,10 +20,47 @@ from tunekit.kernels.sequence_layout import SequenceLayout
 IGNORE = -100
 # Rows are padded to a multiple of this many tokens: kernels are compiled and tuned for each new shape.
 LENGTH_MULTIPLE = 16
-TENSOR_FIELDS = (
-    "tokens", "targets", "positions", "row_lengths", "document_ids", "doc_flags", "document_indices",
-    "labels", "loss_weights",
-)  # fmt: skip
+CPU_FIELDS = ("cu_seqlens", "shared_prefixes")  # read by the host in each step
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of the targets of a batch, (B, S) fp32, and the sum of those of target tokens."""
+
+    values: Tensor
+    sum: float
+
+
+@dataclass(frozen=True)
+class BatchDocuments:
+    """The D documents of a batch of preference or reward data.
+
+    Documents of one dataset row are adjacent: 2i is the chosen and 2i + 1 the rejected answer of a pair.
+
+    - `ids` (B, S): which document each token belongs to, -1 for padding
+    - `flags` (D,): bits of `DocFlags`; `indices` (D,): indices in the data loader
+    - `labels` (D,) fp32: label or margin of each document, NaN without one
+    - `num_targets_with_prompts`: number of `Batch.targets_with_prompts` that are not IGNORE, counted on the host to
+      avoid a synchronization
+    - `mismatched`: the prompt of each document with the answer of the next row of the step, with the same document ids
+    """
+
+    ids: Tensor
+    flags: Tensor
+    indices: Tensor
+    labels: Tensor
+    num_targets_with_prompts: int = 0
+    mismatched: "Batch | None" = None
+
+    @property
+    def is_desirable(self) -> Tensor:
+        """Whether each answer is chosen or labeled as desirable, (D,) bool."""
+        return (self.flags & DocFlags.DESIRABLE) != 0
+
+    @property
+    def margins(self) -> Tensor:
+        """Target reward margin of each pair, (pairs,) fp32; 0 for rows without one."""
+        return self.labels[::2].nan_to_num()
 
 
 @dataclass(frozen=True)
@@ -37,19 +74,10 @@ class Batch:
       of a row counts as a document. None: each row is one document with padding at its end
     - `num_target_tokens`: number of targets that are not IGNORE; `num_tokens`: number of tokens without padding
     - `row_lengths` (B,): tokens of each row without padding; None: no row is padded
-    - `loss_weights` (B, S) fp32: weights of the targets; `sum_loss_weights`: their sum. None: all are 1
-
-    Batches of preference and reward data also have:
-
-    - `document_ids`: which of the D documents each token belongs to, -1 for padding. Documents of one dataset row are
-      adjacent: 2i is the chosen and 2i + 1 the rejected answer of a pair
-    - `doc_flags` (D,): bits of `DocFlags`; `document_indices` (D,): indices in the data loader
-    - `labels` (D,) fp32: label or margin of each document, NaN without one
-    - `mismatched`: the prompt of each document with the answer of the next row of the step, with the same document ids
-    - `num_full_targets`: number of `full_targets` that are not IGNORE, counted on the host to avoid a synchronization
-
-    `shared_prefixes` (documents, 2), on the CPU, exists if packed documents continue a prefix that is stored in another
-    document: the length of the prefix, at which their positions start, and its start in the flattened tokens.
+    - `loss_weights`: None: all are 1
+    - `shared_prefixes` (documents, 2), on the CPU, exists if packed documents continue a prefix that is stored in
+      another document: the length of the prefix, at which their positions start, and its start in the flattened tokens
+    - `document_fields`: of preference and reward data; see `documents`
     """
 
     tokens: Tensor
@@ -58,21 +86,21 @@ class Batch:
     cu_seqlens: Tensor | None
     num_target_tokens: int
     num_tokens: int
-    document_ids: Tensor | None = None
-    doc_flags: Tensor | None = None
-    document_indices: Tensor | None = None
-    labels: Tensor | None = None
-    mismatched: "Batch | None" = None
-    shared_prefixes: Tensor | None = None
-    num_full_targets: int | None = None
     row_lengths: Tensor | None = None
-    loss_weights: Tensor | None = None
-    sum_loss_weights: float | None = None
+    loss_weights: LossWeights | None = None
+    shared_prefixes: Tensor | None = None
+    document_fields: BatchDocuments | None = None
+
+    @property
+    def documents(self) -> BatchDocuments:
+        """The documents of a batch of preference or reward data."""
+        assert self.document_fields is not None, "not a batch of preference or reward data"
+        return self.document_fields
 
     @property
     def loss_denominator(self) -> float:
         """Sum of the weights of the target tokens: their number, unless they have weights."""
-        return self.num_target_tokens if self.sum_loss_weights is None else self.sum_loss_weights
+        return self.num_target_tokens if self.loss_weights is None else self.loss_weights.sum
 
     def require_equal_weights(self) -> None:
         """Raise UserError if target tokens have weights."""
@@ -92,34 +120,36 @@ class Batch:
         return None if self.cu_seqlens is None else SequenceLayout(self.cu_seqlens, self.shared_prefixes)
 
     @property
-    def margins(self) -> Tensor:
-        """Target reward margin of each pair, (pairs,) fp32; 0 for rows without one."""
-        assert self.labels is not None
-        return self.labels[::2].nan_to_num()
-
-    @property
-    def full_targets(self) -> Tensor:
+    def targets_with_prompts(self) -> Tensor:
         """Targets (B, S) that include the prompts of desirable documents: all of their tokens except the first."""
-        assert self.document_ids is not None and self.doc_flags is not None, "needs a batch with document ids"
-        is_desirable = (self.doc_flags & DocFlags.DESIRABLE) != 0
-        next_tokens, next_ids = (F.pad(x[:, 1:], (0, 1), value=IGNORE) for x in (self.tokens, self.document_ids))
+        ids, is_desirable = self.documents.ids, self.documents.is_desirable
+        next_tokens, next_ids = (F.pad(x[:, 1:], (0, 1), value=IGNORE) for x in (self.tokens, ids))
         # The id of padding, -1, selects the appended zero.
-        has_full_targets = torch.cat([is_desirable, is_desirable.new_zeros(1)])[self.document_ids]
-        return torch.where((next_ids == self.document_ids) & has_full_targets, next_tokens, self.targets)
+        includes_prompt = torch.cat([is_desirable, is_desirable.new_zeros(1)])[ids]
+        return torch.where((next_ids == ids) & includes_prompt, next_tokens, self.targets)
 
     def to(self, device: torch.device | str) -> "Batch":
         """Copy of the batch on a device."""
-        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+        return map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
         """Copy of the batch in pinned memory, from which a GPU can copy while it computes."""
-        return self.map_tensors(Tensor.pin_memory)
+        return map_tensors(self, Tensor.pin_memory)
 
-    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> "Batch":
-        """Copy of the batch with `fn` applied to its tensors, except those that stay on the CPU."""
-        tensors = {name: fn(value) for name in TENSOR_FIELDS if (value := getattr(self, name)) is not None}
-        mismatched = None if self.mismatched is None else self.mismatched.map_tensors(fn)
-        return replace(self, **tensors, mismatched=mismatched)
+
+BatchPart = TypeVar("BatchPart", bound=Batch | BatchDocuments | LossWeights)
+
+
+def map_tensors(part: BatchPart, fn: Callable[[Tensor], Tensor]) -> BatchPart:
+    """Copy of a batch, or of a part of it, with `fn` applied to its tensors, except those that stay on the CPU."""
+    changes: dict[str, Any] = {}
+    for name in (field.name for field in fields(part) if field.name not in CPU_FIELDS):
+        value = getattr(part, name)
+        if isinstance(value, Tensor):
+            changes[name] = fn(value)
+        elif isinstance(value, Batch | BatchDocuments | LossWeights):
+            changes[name] = map_tensors(value, fn)
+    return replace(part, **changes)
 
 
 class RowPlan(NamedTuple):
@@ -190,19 +220,19 @@ class Collator:
         row_documents = [document for row in rows for document in row]
         indices = np.concatenate([plan.documents for plan in plans])
         ids = np.split(np.arange(len(row_documents)), np.cumsum([len(row) for row in rows])[:-1])
-        batch = replace(
-            batch,
-            document_ids=document_ids(collated, ids, batch.tokens.shape[1]),
-            doc_flags=torch.tensor([int(document.doc_flags) for document in row_documents]),
-            document_indices=torch.from_numpy(indices + first),
+        batch_documents = BatchDocuments(
+            document_ids(collated, ids, batch.tokens.shape[1]),
+            flags=torch.tensor([int(document.doc_flags) for document in row_documents]),
+            indices=torch.from_numpy(indices + first),
             labels=torch.tensor([document.value for document in row_documents], dtype=torch.float32),
         )
-        batch = replace(batch, num_full_targets=int((batch.full_targets != IGNORE).sum()))
-        if not self.max_mismatched_length:
-            return batch
-        next_documents = [documents[int(i)] for plan in plans if plan.mismatched is not None for i in plan.mismatched]
-        mismatched = list(map(self.make_mismatched, row_documents, next_documents))
-        return replace(batch, mismatched=self.collate_mismatched(mismatched, batch))
+        targets = replace(batch, document_fields=batch_documents).targets_with_prompts
+        batch_documents = replace(batch_documents, num_targets_with_prompts=int((targets != IGNORE).sum()))
+        if self.max_mismatched_length:
+            answers = [documents[int(i)] for plan in plans if plan.mismatched is not None for i in plan.mismatched]
+            mismatched = list(map(self.make_mismatched, row_documents, answers))
+            batch_documents = replace(batch_documents, mismatched=self.collate_mismatched(mismatched, batch_documents))
+        return replace(batch, document_fields=batch_documents)
 
     def make_mismatched(self, prompt: Document, answer: Document) -> Document:
         """Prompt of one document, up to its first target, followed by the answer of another document."""
@@ -212,20 +242,15 @@ class Collator:
         loss_mask = np.concatenate((np.zeros(prompt_length, bool), answer.loss_mask[answer_start:]))[:end]
         return Document(tokens, loss_mask, len(tokens), prompt.doc_flags)
 
-    def collate_mismatched(self, documents: list[Document], batch: Batch) -> Batch:
+    def collate_mismatched(self, documents: list[Document], originals: BatchDocuments) -> Batch:
         """Batch of mismatched answers. Their lengths differ from the originals, so packed rows are planned again."""
         lengths = np.array([len(document.tokens) for document in documents])
         plan = pack_rows(lengths, self.capacity) if self.capacity else None
         indices = list(np.arange(len(documents))[:, None]) if plan is None else plan.rows(0, len(plan))
         rows = [[documents[i] for i in row] for row in indices]
         mismatched = self.collate(rows)
-        return replace(
-            mismatched,
-            document_ids=document_ids(rows, indices, mismatched.tokens.shape[1]),
-            doc_flags=batch.doc_flags,
-            document_indices=batch.document_indices,
-            labels=batch.labels,
-        )
+        ids = document_ids(rows, indices, mismatched.tokens.shape[1])
+        return replace(mismatched, document_fields=replace(originals, ids=ids, num_targets_with_prompts=0))
 
     def collate_rows(self, rows: Sequence[Sequence[Document]]) -> tuple[Batch, Sequence[Sequence[Document]]]:
         """Batch of rows of documents, and the documents as stored in it: without prefixes that another one stores."""
@@ -266,14 +291,14 @@ class Collator:
             bounds[-1] = num_rows * width
         positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], np.diff(bounds))
         weights = np.roll(weights, -1)  # targets are the next tokens
+        total = float(weights[targets != IGNORE].sum(dtype=np.float64))
         return Batch(
             *(torch.from_numpy(flat).view(len(rows), width) for flat in (tokens, targets, positions)),
             cu_seqlens=torch.tensor(bounds, dtype=torch.int32) if self.capacity else None,
             num_target_tokens=int((targets != IGNORE).sum()),
             num_tokens=sum(sizes),
             row_lengths=torch.tensor(sizes),
-            loss_weights=torch.from_numpy(weights).view(len(rows), width) if is_weighted else None,
-            sum_loss_weights=float(weights[targets != IGNORE].sum(dtype=np.float64)) if is_weighted else None,
+            loss_weights=LossWeights(torch.from_numpy(weights).view(len(rows), width), total) if is_weighted else None,
         )
 
 
@@ -288,20 +313,20 @@ def document_ids(rows: Sequence[Sequence[Document]], row_ids: Sequence[np.ndarra
 
 def empty_batch(batch: Batch) -> Batch:
     """Same batch without targets, whose tokens belong to no document."""
-    num_full_targets = None if batch.num_full_targets is None else 0
-    targets = torch.full_like(batch.targets, IGNORE)
-    row_lengths = None if batch.row_lengths is None else torch.zeros_like(batch.row_lengths)
-    empty = replace(
-        batch, targets=targets, num_target_tokens=0, num_tokens=0, num_full_targets=num_full_targets,
-        row_lengths=row_lengths, sum_loss_weights=None if batch.sum_loss_weights is None else 0.0,
-    )  # fmt: skip
-    if batch.document_ids is None or batch.doc_flags is None or batch.document_indices is None or batch.labels is None:
-        return empty
+    documents = batch.document_fields
     return replace(
-        empty,
-        document_ids=torch.full_like(batch.document_ids, -1),
-        doc_flags=batch.doc_flags[:0],
-        document_indices=batch.document_indices[:0],
-        labels=batch.labels[:0],
-        mismatched=None if batch.mismatched is None else empty_batch(batch.mismatched),
+        batch,
+        targets=torch.full_like(batch.targets, IGNORE),
+        num_target_tokens=0,
+        num_tokens=0,
+        row_lengths=None if batch.row_lengths is None else torch.zeros_like(batch.row_lengths),
+        loss_weights=None if batch.loss_weights is None else replace(batch.loss_weights, sum=0.0),
+        document_fields=None if documents is None else without_documents(documents),
     )
+
+
+def without_documents(documents: BatchDocuments) -> BatchDocuments:
+    """The fields of an empty batch: no token belongs to a document."""
+    mismatched = None if documents.mismatched is None else empty_batch(documents.mismatched)
+    lists = documents.flags[:0], documents.indices[:0], documents.labels[:0]
+    return BatchDocuments(torch.full_like(documents.ids, -1), *lists, mismatched=mismatched)
