@@ -26,7 +26,8 @@ from tunekit import build
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.dataloader.batch import Batch, Collator
-from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+from tunekit.data.document import Document
+from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.distributed.context import DistributedContext
 from tunekit.losses.sequence_logps import sequence_logps
 from tunekit.memory.config import MemoryConfig

@@ -120,6 +120,16 @@ def test_imports_are_at_the_top_of_the_file() -> None:
     assert not inside
 
 
+def test_imports_between_parts_of_data_point_down() -> None:
+    """Readers, chat templates, preprocessing, loading and inspection, each in a directory of `data`."""
+    order = ("readers", "chat_template", "preprocess", "dataloader", "inspect")
+    names = {name: level for level, name in enumerate(order)}
+    for file, path in FILES.items():
+        if file.startswith("tunekit/data/") and path.parent.name in names:
+            targets = {name.split(".")[2] for name in imports(path) if name.startswith("tunekit.data.")}
+            assert not [to for to in targets if names.get(to, -1) > names[path.parent.name]], file
+
+
 def test_recipes_and_subcommands_do_not_import_each_other() -> None:
     for folder, prefix in (("recipes/", "tunekit.recipes."), ("tunekit/cli/commands/", "tunekit.cli.commands.")):
         files = {file: path for file, path in FILES.items() if file.startswith(folder) and path.stem != "__init__"}

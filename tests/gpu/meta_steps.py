@@ -18,8 +18,7 @@ from tunekit import build
 from tunekit.adapters.config import FrozenModel, LoRAConfig, NoAdapter
 from tunekit.checkpoint.hf_checkpoint import CheckpointDir, HFCheckpoint
 from tunekit.data.dataloader.batch import Batch, Collator
-from tunekit.data.doc_flags import DocFlags
-from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.document import DocFlags, Document
 from tunekit.distillation.teacher import OnlineTeacher
 from tunekit.distributed.context import DistributedContext
 from tunekit.losses.kl_divergence import KLDivergenceLoss

@@ -25,7 +25,7 @@ from tests.gpu.meta_steps import (
     sft_step,
 )
 from tunekit.adapters.config import NoAdapter
-from tunekit.data.doc_flags import DocFlags
+from tunekit.data.document import DocFlags
 from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.losses.dpo import DPO

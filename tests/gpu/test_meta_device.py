@@ -23,7 +23,7 @@ from tests.gpu.meta_steps import (
 from tests.helpers.random_checkpoints import SHAPES
 from tunekit.adapters.config import DoRAConfig, LoRAConfig, NoAdapter
 from tunekit.data.dataloader.batch import IGNORE, empty_batch
-from tunekit.data.doc_flags import DocFlags
+from tunekit.data.document import DocFlags
 from tunekit.losses.cross_entropy import CrossEntropy
 from tunekit.losses.dpo import (
     AOT,

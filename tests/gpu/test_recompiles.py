@@ -17,7 +17,7 @@ from tests.gpu.meta_steps import Documents, build_model, read_spec, representati
 from tests.helpers.random_checkpoints import relative_error
 from tunekit.adapters.config import LoRAConfig, NoAdapter
 from tunekit.data.dataloader.batch import Batch, Collator
-from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.document import Document
 from tunekit.kernels import attention_gpu
 from tunekit.kernels.sequence_layout import SequenceLayout
 from tunekit.losses.cross_entropy import CrossEntropy

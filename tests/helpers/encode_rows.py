@@ -1,7 +1,7 @@
 """Documents of one row."""
 
 from tunekit.data.datasets import DatasetConfig
-from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.document import Document
 from tunekit.data.readers.row_reader import BadRow, Row
 from tunekit.data.tokenizer import Tokenizer
 

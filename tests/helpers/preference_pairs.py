@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from tunekit.data.dataloader.batch import IGNORE, Batch, Collator
-from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+from tunekit.data.document import Document
+from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.models.decoder import Decoder
 
 VOCAB, CAPACITY = 64, 80

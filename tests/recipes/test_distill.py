@@ -13,7 +13,8 @@ from tests.helpers.recipe_runs import SHARED_CONFIG
 from tests.recipes.test_resume import stop_after
 from tunekit.data.dataloader.batch import IGNORE, Batch, Collator
 from tunekit.data.dataloader.unpack import unpack_documents
-from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+from tunekit.data.document import Document
+from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distillation import teacher_logits
 from tunekit.distillation.on_policy import StudentSampler, answer_start, answer_starts

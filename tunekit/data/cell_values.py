@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from tunekit.data.chat_template.messages import get_column, json_type, parse_json_cell
+from tunekit.data.chat_template.messages import get_column, parse_json_cell
 from tunekit.data.column_roles import Columns
+from tunekit.data.readers.row_reader import json_type
 from tunekit.data.transforms import Fields
 from tunekit.errors import UserError
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tunekit.data.doc_flags import DocFlags
+from tunekit.data.document import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, TokenizedDataset
 from tunekit.data.row_stats import RowStats, measure_rows
 from tunekit.data.tokenizer import Tokenizer

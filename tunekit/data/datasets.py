@@ -23,9 +23,8 @@ from tunekit.data.chat_template.messages import (
 from tunekit.data.chat_template.template import TemplateKwargs, check_template_kwargs, find_template
 from tunekit.data.column_roles import Columns, column_roles, complete_columns
 from tunekit.data.column_usage import ColumnUsage
-from tunekit.data.doc_flags import UNEQUAL_WEIGHTS, DocFlags
+from tunekit.data.document import UNEQUAL_WEIGHTS, DocFlags, Document
 from tunekit.data.preference_prompts import find_prompt_column, read_prompt_messages, starts_with_prompt
-from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.readers.open_dataset import find_data_files, open_dataset, parse_split
 from tunekit.data.readers.row_reader import BadRow, Row, RowReader
 from tunekit.data.row_errors import USER_CODE_ERRORS, format_row_error

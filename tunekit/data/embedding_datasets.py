@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 
 from tunekit.data.cell_values import SKIP_HINT, to_number
-from tunekit.data.chat_template.messages import get_column, json_type
+from tunekit.data.chat_template.messages import get_column
 from tunekit.data.column_roles import Columns, column_roles
 from tunekit.data.datasets import Fields, UnsplitRowsBase
-from tunekit.data.doc_flags import DocFlags
+from tunekit.data.document import DocFlags, Document
 from tunekit.data.format_detection import NEGATIVES, POSITIVES, QUERIES
 from tunekit.data.preprocess.preprocess import detect_first_row
-from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.readers.row_reader import json_type
 from tunekit.data.tokenize import MaskedText
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError

@@ -1,6 +1,6 @@
 """Kind, message and hint of the findings about documents with a flag."""
 
-from tunekit.data.doc_flags import DocFlags
+from tunekit.data.document import DocFlags
 
 FLAG_FINDINGS = {
     DocFlags.SPECIAL_IN_TEXT: (

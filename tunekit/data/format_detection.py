@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tunekit.data.chat_template.messages import MissingColumnError, json_type, parse_json_cell
+from tunekit.data.chat_template.messages import MissingColumnError, parse_json_cell
+from tunekit.data.readers.row_reader import json_type
 from tunekit.errors import UserError
 
 SPEAKER_KEYS = {"role", "from"}  # key of the speaker in OpenAI messages, in ShareGPT

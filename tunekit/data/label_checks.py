@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tunekit.data.check_target import MAX_LISTED, CheckTarget, Finding, LabelRule, Severity, format_percent
-from tunekit.data.doc_flags import DocFlags
+from tunekit.data.document import DocFlags
 from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 
 MIN_LABELS = 10  # of which 95% are the same by more than chance

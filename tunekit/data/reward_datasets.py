@@ -17,9 +17,8 @@ from tunekit.data.chat_template.messages import (
 )
 from tunekit.data.column_roles import Columns, column_roles
 from tunekit.data.datasets import ChatTemplateMixin, EosTokenMixin, Fields, UnsplitRowsBase
-from tunekit.data.doc_flags import DocFlags
+from tunekit.data.document import DocFlags, Document
 from tunekit.data.embedding_datasets import WholeTextDataset
-from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.tokenize import MaskedText
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError

@@ -18,7 +18,7 @@ from tunekit.data.chat_template.chat_format import (
 )
 from tunekit.data.check_target import SEVERITIES, CheckTarget, Finding, Severity, format_message, format_percent
 from tunekit.data.column_checks import find_columns
-from tunekit.data.doc_flags import DocFlags
+from tunekit.data.document import DocFlags
 from tunekit.data.flag_findings import FLAG_FINDINGS
 from tunekit.data.label_checks import (
     find_absent_classes,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, get_args
 
 import numpy as np
 
-from tunekit.data.chat_template.messages import get_column, json_type
+from tunekit.data.chat_template.messages import get_column
 from tunekit.data.column_roles import Columns, column_roles
 from tunekit.data.datasets import (
     ChatDataset,
@@ -19,8 +19,8 @@ from tunekit.data.datasets import (
     TextDataset,
 )
 from tunekit.data.detected_dataset import DetectedDataset
-from tunekit.data.doc_flags import DocFlags
-from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.document import DocFlags, Document
+from tunekit.data.readers.row_reader import json_type
 from tunekit.data.tokenize import MaskedText
 from tunekit.data.tokenizer import Tokenizer, check_encodable
 from tunekit.data.truncation import fit_documents

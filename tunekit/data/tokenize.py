@@ -10,8 +10,7 @@ from tunekit.data.chat_template import loss_mask
 from tunekit.data.chat_template.messages import Conversation
 from tunekit.data.chat_template.template_features import detect_features
 from tunekit.data.chat_template.template_warnings import find_doc_flags
-from tunekit.data.doc_flags import DocFlags
-from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.document import DocFlags, Document
 from tunekit.data.token_cache import TokenizerEncoding
 from tunekit.data.tokenizer import Tokenizer, check_encodable
 from tunekit.errors import UserError

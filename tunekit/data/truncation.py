@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from tunekit.data.doc_flags import DocFlags
-from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.document import DocFlags, Document
 from tunekit.errors import UserError
 
 TooLong = Literal["truncate", "drop", "split"]

@@ -10,7 +10,8 @@ from tunekit.data.check_target import format_percent
 from tunekit.data.dataloader.batch import IGNORE, Batch, Collator
 from tunekit.data.dataloader.build import DataLoader
 from tunekit.data.dataloader.unpack import DocumentSpan, unpack_documents
-from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+from tunekit.data.document import Document
+from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.data.row_stats import iter_blocks
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, check_range

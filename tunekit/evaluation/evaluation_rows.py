@@ -6,8 +6,7 @@ from typing import NamedTuple
 from tunekit.data.chat_template.chat_format import encode_conversation
 from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.datasets import DatasetConfig
-from tunekit.data.doc_flags import DocFlags
-from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.document import DocFlags, Document
 from tunekit.data.readers.row_reader import BadRow, Row
 from tunekit.data.row_errors import USER_CODE_ERRORS, format_row_error
 from tunekit.data.tokenizer import Tokenizer

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.document import Document
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.evaluation.answer_checks import AnswerChecks

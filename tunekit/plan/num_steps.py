@@ -13,8 +13,8 @@ from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.packing import pack_rows
 from tunekit.data.dataloader.sampler import StepIndex
 from tunekit.data.datasets import DatasetConfig, TextDataset
+from tunekit.data.document import Document
 from tunekit.data.preprocess.preprocess import probe_rows
-from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.readers.open_dataset import find_data_files
 from tunekit.data.readers.row_reader import Row, RowReader
 from tunekit.data.sft_datasets import AutoDataset

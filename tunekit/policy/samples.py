@@ -12,7 +12,8 @@ from tunekit.data.dataloader.batch import Batch, Collator
 from tunekit.data.dataloader.packing import pack_rows
 from tunekit.data.dataloader.sampler import unit_documents
 from tunekit.data.dataloader.shared_prefix import dataset_row_lengths
-from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+from tunekit.data.document import Document
+from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.rollouts.rollout import Rollout
 
 

@@ -11,7 +11,7 @@ from tunekit import build
 from tunekit.checkpoint import run_dir
 from tunekit.cli import recipe_loader
 from tunekit.data.dataloader.batch import Batch, Collator
-from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.document import Document
 from tunekit.distributed.context import DistributedContext
 from tunekit.models.decoder import Decoder
 from tunekit.models.precision import PrecisionConfig

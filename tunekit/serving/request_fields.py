@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Literal, NamedTuple
 
-from tunekit.data.chat_template.messages import Conversation, json_type, make_conversation, parse_tools
+from tunekit.data.chat_template.messages import Conversation, make_conversation, parse_tools
 from tunekit.data.chat_template.template import check_template_kwargs
+from tunekit.data.readers.row_reader import json_type
 from tunekit.errors import FieldError, UserError
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.generation.stop_strings import StopStrings

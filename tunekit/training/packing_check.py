@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tunekit.data.dataloader.batch import Batch
 from tunekit.data.dataloader.build import DataLoader
-from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.document import Document
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder, Head

@@ -14,7 +14,7 @@ from tests.helpers.loss_masks import render_targets, target_texts
 from tunekit.data.chat_template.loss_mask import find_target_spans, get_span_pattern
 from tunekit.data.chat_template.template import TAG
 from tunekit.data.chat_template.turn_boundaries import SENTINELS, RenderedPrefixes, SentinelMessages
-from tunekit.data.doc_flags import DocFlags
+from tunekit.data.document import DocFlags
 from tunekit.data.readers.row_reader import Row
 from tunekit.data.reward_datasets import StepwiseDataset
 from tunekit.data.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from tests.helpers.chat_families import FAMILIES, write_family
 from tunekit.data.chat_template.messages import Conversation, make_conversation
 from tunekit.data.chat_template.template_features import detect_features
 from tunekit.data.chat_template.template_warnings import find_doc_flags
-from tunekit.data.doc_flags import DocFlags
+from tunekit.data.document import DocFlags
 from tunekit.data.readers.row_reader import Row
 from tunekit.data.sft_datasets import AutoDataset
 from tunekit.data.tokenize import render_conversation

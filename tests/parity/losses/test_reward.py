@@ -20,8 +20,8 @@ from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.dataloader.batch import Batch, Collator, empty_batch
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.datasets import PreferenceDataset, TextDataset
-from tunekit.data.doc_flags import DocFlags
-from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+from tunekit.data.document import DocFlags, Document
+from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.data.reward_datasets import LabeledDataset
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.parallel_dims import ParallelConfig

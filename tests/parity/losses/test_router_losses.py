@@ -13,7 +13,8 @@ from tests.helpers.random_checkpoints import SHAPES, build, load_model, load_tra
 from tests.helpers.training_steps import Case
 from tunekit.adapters.config import LoRAConfig
 from tunekit.data.dataloader.batch import Batch, Collator, LossWeights
-from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+from tunekit.data.document import Document
+from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.distributed.context import DistributedContext
 from tunekit.distributed.parallel_dims import ParallelConfig
 from tunekit.errors import FieldError, UserError

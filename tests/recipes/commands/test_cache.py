@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from tunekit.cli import main as cli
+from tunekit.data.document import Document
 from tunekit.data.preprocess import cache
 from tunekit.data.preprocess.tokenized_dataset import (
     METADATA_FILE,
-    Document,
     PreprocessSummary,
     TokenizedChunk,
     TokenizedDataset,

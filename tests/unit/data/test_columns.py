@@ -22,13 +22,13 @@ from tunekit.data.datasets import (
     TextDataset,
     UnpairedPreferenceDataset,
 )
+from tunekit.data.document import Document
 from tunekit.data.embedding_datasets import (
     RerankingDataset,
     RerankingPairsDataset,
     RetrievalDataset,
     SimilarityDataset,
 )
-from tunekit.data.preprocess.tokenized_dataset import Document
 from tunekit.data.readers.row_reader import BadRow, Row
 from tunekit.data.reward_datasets import LabeledDataset, StepwiseDataset
 from tunekit.data.sft_datasets import AutoDataset, PretokenizedDataset, SegmentsDataset

@@ -8,7 +8,8 @@ from tunekit.data.dataloader.batch import IGNORE, LENGTH_MULTIPLE, Batch, Collat
 from tunekit.data.dataloader.map_style import MapDataLoader
 from tunekit.data.dataloader.mixture import Mixture
 from tunekit.data.datasets import TextDataset
-from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+from tunekit.data.document import Document
+from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.errors import UserError
 
 ROWS, BATCH, PAD = 43, 8, 7

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from tests.helpers.wait import TIMEOUT_SECONDS, wait_until
+from tunekit.data.document import Document
 from tunekit.data.preprocess import cache
 from tunekit.data.preprocess.preprocess import read_bad_rows
 from tunekit.data.preprocess.tokenized_dataset import (
     METADATA_FILE,
-    Document,
     PreprocessSummary,
     TokenizedChunk,
     TokenizedDatasetWriter,

@@ -21,7 +21,7 @@ from tunekit.data.datasets import (
     TextDataset,
     UnpairedPreferenceDataset,
 )
-from tunekit.data.doc_flags import DocFlags
+from tunekit.data.document import DocFlags
 from tunekit.data.readers.row_reader import BadRow, Row
 from tunekit.data.sft_datasets import AutoDataset
 from tunekit.data.tokenizer import Tokenizer

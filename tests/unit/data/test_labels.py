@@ -13,8 +13,8 @@ from tunekit.data.dataloader.batch import IGNORE, Batch
 from tunekit.data.dataloader.build import build_dataloader
 from tunekit.data.dataloader.reward_data import AutoRewardDataset
 from tunekit.data.datasets import DatasetConfig, PreferenceDataset, UnpairedPreferenceDataset
-from tunekit.data.doc_flags import DocFlags
-from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+from tunekit.data.document import DocFlags, Document
+from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.data.readers.row_reader import BadRow
 from tunekit.data.reward_datasets import LabeledDataset, StepwiseDataset
 from tunekit.data.tokenizer import Tokenizer

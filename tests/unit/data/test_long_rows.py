@@ -4,7 +4,8 @@ import pytest
 
 from tests.unit.data.test_row_checks import LIMIT, check_rows, make_document, make_rows, make_target
 from tunekit.data.check_target import CheckContext, CheckTarget
-from tunekit.data.preprocess.tokenized_dataset import Document, PreprocessSummary, TokenizedDataset
+from tunekit.data.document import Document
+from tunekit.data.preprocess.tokenized_dataset import PreprocessSummary, TokenizedDataset
 from tunekit.data.row_checks import run_data_checks
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.truncation import fit_documents

@@ -15,8 +15,8 @@ from tunekit.data.dataloader.map_style import MapDataLoader
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.preference_data import AutoPreferenceDataset, PreferenceMixture, PreferenceMixtureMember
 from tunekit.data.datasets import DatasetConfig, PreferenceDataset, UnpairedPreferenceDataset
-from tunekit.data.doc_flags import DocFlags
-from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+from tunekit.data.document import DocFlags, Document
+from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import FieldError, UserError
 

@@ -16,8 +16,9 @@ import pytest
 from tests.helpers.wait import TIMEOUT_SECONDS, has_exited, wait_until
 from tunekit.config.user_code import load_user_choices
 from tunekit.data.datasets import ChatDataset, PreferenceDataset, TextDataset
+from tunekit.data.document import Document
 from tunekit.data.preprocess import preprocess, worker_pool
-from tunekit.data.preprocess.tokenized_dataset import COLUMNS, Document, TokenizedDataset
+from tunekit.data.preprocess.tokenized_dataset import COLUMNS, TokenizedDataset
 from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError

@@ -15,8 +15,8 @@ from tests.helpers.encode_rows import encode_document
 from tunekit.data import check_target, row_checks, row_stats
 from tunekit.data.check_target import CheckContext, CheckTarget, Finding, RewardTarget
 from tunekit.data.datasets import ChatDataset
-from tunekit.data.doc_flags import DocFlags
-from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+from tunekit.data.document import DocFlags, Document
+from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.data.readers.open_dataset import open_dataset
 from tunekit.data.row_checks import run_data_checks
 from tunekit.data.sft_datasets import SegmentsDataset

@@ -9,7 +9,7 @@ import torch
 from tests.helpers.encode_rows import encode_document, encode_row
 from tunekit.data.dataloader.batch import IGNORE
 from tunekit.data.dataloader.build import build_dataloader
-from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.document import Document
 from tunekit.data.readers.row_reader import BadRow
 from tunekit.data.sft_datasets import AutoDataset, PretokenizedDataset, SegmentsDataset
 from tunekit.data.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from tunekit.data.dataloader.base import DataLoader
 from tunekit.data.dataloader.batch import IGNORE, Batch
 from tunekit.data.dataloader.build import build_dataloader
 from tunekit.data.datasets import PreferenceDataset
-from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.document import Document
 from tunekit.data.tokenizer import Tokenizer
 
 LENGTH = 64

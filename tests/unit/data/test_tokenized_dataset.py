@@ -7,10 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tunekit.data.doc_flags import DocFlags
+from tunekit.data.document import DocFlags, Document
 from tunekit.data.preprocess.tokenized_dataset import (
     METADATA_FILE,
-    Document,
     PreprocessSummary,
     TokenizedChunk,
     TokenizedDataset,

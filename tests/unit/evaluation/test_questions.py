@@ -8,7 +8,7 @@ from tests.helpers.encode_rows import encode_row
 from tunekit import assets
 from tunekit.data.chat_template.chat_format import encode_conversation
 from tunekit.data.datasets import ChatDataset, DatasetConfig
-from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.document import Document
 from tunekit.data.readers.row_reader import Row
 from tunekit.data.sft_datasets import AutoDataset
 from tunekit.data.tokenizer import Tokenizer

@@ -25,7 +25,7 @@ from tunekit.data.chat_template.turn_boundaries import (
     Span,
     reveal_text,
 )
-from tunekit.data.doc_flags import DocFlags
+from tunekit.data.document import DocFlags
 from tunekit.data.token_cache import TokenizerEncoding
 from tunekit.data.tokenizer import Tokenizer, check_encodable
 from tunekit.errors import UserError

@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
-from tunekit.data.readers.row_reader import UnreadableCell
+from tunekit.data.readers.row_reader import UnreadableCell, json_type
 from tunekit.errors import UserError, did_you_mean
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 MAX_DEPTH = 64  # nesting limit: schemas and arguments are flatter, and Python's recursion is limited
 MIN_WEIGHT = 1e-6  # of a message; far smaller weights are 0 in fp32
-TYPE_NAMES = {type(None): "null", str: "a string", bool: "a boolean", dict: "an object", list: "a list"}
 Message = dict[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 Tools = list[dict[str, Any]] | None  # JSON schemas
@@ -286,13 +285,6 @@ def parse_tools(value: Any, name: str) -> Tools:
 def parse_schema_string(text: str, name: str) -> Tools:
     """Parse tool schemas from a JSON string. Cached: rows of a dataset share schemas. Do not modify the result."""
     return parse_tools(parse_json(text, name), name) if text.strip() else None
-
-
-def json_type(value: Any) -> str:
-    """Return the JSON type of a value with its article, for error messages."""
-    if isinstance(value, UnreadableCell):
-        return f"an unreadable value ({value.reason})"
-    return TYPE_NAMES.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
 
 
 def parse_json(text: str, path: str) -> Any:

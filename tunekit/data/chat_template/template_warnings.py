@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from tunekit.data.chat_template.messages import REASONING_KEYS, Conversation, Message
-from tunekit.data.doc_flags import DocFlags
+from tunekit.data.document import DocFlags
 from tunekit.data.tokenizer import Tokenizer
 
 

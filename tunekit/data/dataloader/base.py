@@ -9,7 +9,8 @@ from tunekit.data.dataloader.batch import Batch, Collator
 from tunekit.data.dataloader.mixture import MixtureBase
 from tunekit.data.dataloader.packing import PackingPlan
 from tunekit.data.dataloader.summary import DataSummary
-from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+from tunekit.data.document import Document
+from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.errors import UserError
 
 

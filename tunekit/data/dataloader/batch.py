@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tunekit.data.dataloader.packing import pack_rows
 from tunekit.data.dataloader.shared_prefix import locate_prefixes, prefix_lengths, without_prefix
-from tunekit.data.doc_flags import UNEQUAL_WEIGHTS, DocFlags
-from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, Document, TokenizedDataset, first_target
+from tunekit.data.document import UNEQUAL_WEIGHTS, DocFlags, Document, first_target
+from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, TokenizedDataset
 from tunekit.errors import UserError
 from tunekit.kernels.sequence_layout import SequenceLayout
 

@@ -11,7 +11,8 @@ from tunekit.data.dataloader.packing import PackingPlan
 from tunekit.data.dataloader.sampler import RowOrder, StepIndex, unit_documents
 from tunekit.data.dataloader.shared_prefix import dataset_row_lengths
 from tunekit.data.dataloader.summary import DatasetSummary, DataSummary, PromptLengths
-from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, Document, PreprocessSummary, TokenizedDataset
+from tunekit.data.document import Document
+from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, PreprocessSummary, TokenizedDataset
 
 
 class MapDataLoader(DataLoader):

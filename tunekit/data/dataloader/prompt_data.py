@@ -9,7 +9,7 @@ from tunekit.data.chat_template.chat_format import encode_conversation
 from tunekit.data.column_roles import Columns, column_roles
 from tunekit.data.dataloader.mixture import MixtureBase, MixtureMemberBase
 from tunekit.data.datasets import ChatTemplateMixin, Fields
-from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.document import Document
 from tunekit.data.prompts import Prompt, read_prompt
 from tunekit.data.tokenize import MaskedText, encode_text
 from tunekit.data.tokenizer import Tokenizer

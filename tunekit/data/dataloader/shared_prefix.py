@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, Document, TokenizedDataset, first_target
+from tunekit.data.document import Document, first_target
+from tunekit.data.preprocess.tokenized_dataset import ConcatDataset, TokenizedDataset
 
 
 def shared_prefix_length(first: Document, other: Document) -> int:

@@ -20,6 +20,7 @@ from tunekit.data.dataloader.packing import PackingPlan
 from tunekit.data.dataloader.sampler import plan_rows, unit_documents
 from tunekit.data.dataloader.shared_prefix import dataset_row_lengths
 from tunekit.data.datasets import DatasetConfig
+from tunekit.data.document import Document
 from tunekit.data.preprocess.preprocess import (
     BadRowPolicy,
     describe_format,
@@ -27,7 +28,7 @@ from tunekit.data.preprocess.preprocess import (
     read_bad_rows,
     tokenize_chunks,
 )
-from tunekit.data.preprocess.tokenized_dataset import Document, PreprocessSummary, TokenizedChunk, TokenizedDataset
+from tunekit.data.preprocess.tokenized_dataset import PreprocessSummary, TokenizedChunk, TokenizedDataset
 from tunekit.data.readers.row_reader import FileOffset, RowChunk
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError

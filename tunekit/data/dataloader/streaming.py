@@ -13,7 +13,8 @@ from tunekit.data.dataloader.packing import PackingPlan
 from tunekit.data.dataloader.sampler import unit_documents
 from tunekit.data.dataloader.stream_blocks import BlockStream, ShuffleBlock, StreamPosition
 from tunekit.data.dataloader.summary import DatasetSummary, DataSummary
-from tunekit.data.preprocess.tokenized_dataset import Document, FlatDocuments, TokenizedDataset
+from tunekit.data.document import Document
+from tunekit.data.preprocess.tokenized_dataset import FlatDocuments, TokenizedDataset
 from tunekit.errors import UserError
 
 MAX_HISTORY = 16  # blocks whose start and row locations are kept, for metrics that are read some steps later

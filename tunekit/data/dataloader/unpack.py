@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tunekit.data.dataloader.batch import IGNORE, Batch
-from tunekit.data.preprocess.tokenized_dataset import Document
+from tunekit.data.document import Document
 
 
 @dataclass(frozen=True)

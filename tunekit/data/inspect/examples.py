@@ -8,9 +8,9 @@ from itertools import islice
 import numpy as np
 
 from tunekit.data.datasets import DatasetConfig, EncodedRow
-from tunekit.data.doc_flags import DocFlags
+from tunekit.data.document import DocFlags, Document
 from tunekit.data.inspect.token_display import TokenRole
-from tunekit.data.preprocess.tokenized_dataset import Document, TokenizedDataset
+from tunekit.data.preprocess.tokenized_dataset import TokenizedDataset
 from tunekit.data.readers.row_reader import BadRow, Row
 from tunekit.data.tokenizer import Tokenizer
 

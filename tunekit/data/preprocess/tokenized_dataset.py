@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tunekit.data.column_usage import ColumnReport, merge_reports, read_reports
-from tunekit.data.doc_flags import UNEQUAL_WEIGHTS, DocFlags
+from tunekit.data.document import NO_VALUES, UNEQUAL_WEIGHTS, DocFlags, Document
 from tunekit.data.readers.row_reader import BadRow
 from tunekit.errors import UserError
 
@@ -28,46 +28,10 @@ COLUMNS = {
     "values": np.dtype(np.float32),  # (values,)
 }
 TOKEN_COLUMNS = ("tokens", "loss_mask")
-NO_VALUES = np.empty(0, np.float32)
 BOUNDS = "bounds"  # (documents + 1,) int64
 METADATA_FILE = "about.json"  # written last: a directory without it is incomplete
 BAD_ROWS = "bad_rows.jsonl"
 TRAILING_NUMBER = re.compile(r"(.*?)([1-9]\d{0,17})?", re.DOTALL)  # file.jsonl:17, owner/name train row 17
-
-
-class Document(NamedTuple):
-    """Token ids (length,) int32, mask of target tokens (length,) bool, and length before truncation.
-
-    `values` (values,) float32: label or margin of the document, or one label for each step or weight for each target.
-    """
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    full_length: int
-    doc_flags: DocFlags = DocFlags(0)
-    values: np.ndarray = NO_VALUES
-
-    @property
-    def value(self) -> float:
-        """Label or margin of the document; NaN if it has none."""
-        return float("nan") if not len(self.values) or self.has_target_values else float(self.values[0])
-
-    @property
-    def has_target_values(self) -> bool:
-        """Whether `values` belong to the target tokens: labels of steps, or loss weights."""
-        return bool(self.doc_flags & (DocFlags.STEPWISE | DocFlags.WEIGHTED))
-
-    def prefix(self, length: int) -> "Document":
-        """First `length` tokens, with the labels or weights of their targets."""
-        loss_mask = self.loss_mask[:length]
-        values = self.values[: int(loss_mask.sum())] if self.has_target_values else self.values
-        return self._replace(tokens=self.tokens[:length], loss_mask=loss_mask, values=values)
-
-
-def first_target(document: Document) -> int:
-    """Position of the first target token, or the length if there is none. The first token is never a target."""
-    loss_mask = document.loss_mask[1:]
-    return 1 + (int(loss_mask.argmax()) if loss_mask.any() else len(loss_mask))
 
 
 class FlatDocuments(NamedTuple):

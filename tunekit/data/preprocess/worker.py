@@ -13,7 +13,8 @@ from typing import Any
 
 from tunekit.data.column_usage import ColumnUsage
 from tunekit.data.datasets import DatasetConfig
-from tunekit.data.preprocess.tokenized_dataset import Document, PreprocessSummary, TokenizedChunk, flatten_documents
+from tunekit.data.document import Document
+from tunekit.data.preprocess.tokenized_dataset import PreprocessSummary, TokenizedChunk, flatten_documents
 from tunekit.data.readers.row_reader import BadRow, Row, RowChunk
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.data.tokenizer_files import TokenizerErrors

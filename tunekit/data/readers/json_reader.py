@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tunekit.data.chat_template.messages import json_type
 from tunekit.data.readers.filesystem import DataFile, RowFile, skip_bytes, wrap_read_errors
 from tunekit.data.readers.row_reader import (
     CHUNK_BYTES,
@@ -20,6 +19,7 @@ from tunekit.data.readers.row_reader import (
     Row,
     RowChunk,
     UnreadableCell,
+    json_type,
 )
 from tunekit.data.readers.text_lines import (
     BLANK,

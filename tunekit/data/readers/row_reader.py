@@ -11,6 +11,7 @@ from tunekit.errors import UserError
 # Maximum rows and bytes of a chunk. A single larger row is a chunk of its own.
 CHUNK_ROWS, CHUNK_BYTES = 512, 2**20
 MAX_ROW_BYTES = 2**26  # of a row of text, and of a column of a row: a longer one is not a row, and exhausts memory
+TYPE_NAMES = {type(None): "null", str: "a string", bool: "a boolean", dict: "an object", list: "a list"}
 
 
 class Row(NamedTuple):
@@ -53,6 +54,13 @@ class UnreadableCell:
 
     def __iter__(self) -> Iterator[Any]:
         self.raise_error()
+
+
+def json_type(value: Any) -> str:
+    """Return the JSON type of a value with its article, for error messages."""
+    if isinstance(value, UnreadableCell):
+        return f"an unreadable value ({value.reason})"
+    return TYPE_NAMES.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
 
 
 class FileOffset(NamedTuple):
