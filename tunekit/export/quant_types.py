@@ -62,7 +62,7 @@ def parse_quant_type(name: str) -> QuantType:
             f"--type {name}: the gguf package cannot write this type ({supported}). "
             f"Export bf16, then run: llama-quantize model-bf16.gguf model-{name}.gguf {name}"
         )
-    raise UserError(f"--type {name}: no such type ({supported}).{did_you_mean(name, QUANT_TYPES)}")
+    raise UserError(f"--type {name}: no such type.{did_you_mean(name, QUANT_TYPES)} {supported.capitalize()}.")
 
 
 def type_name_of(dtype: torch.dtype) -> str:
