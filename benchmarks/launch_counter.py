@@ -229,15 +229,15 @@ def count_multi_tensor_launches(sizes: list[int], num_lists: int) -> int:
 @contextmanager
 def simulated_capabilities(capability: tuple[int, int]) -> Iterator[None]:
     """Describe CUDA and meta devices as a GPU of this capability in the device table."""
-    describe = devices.describe
+    describe = devices.describe_device
 
     def describe_simulated(device: torch.device) -> devices.Device:
         return devices.Device("cuda", capability) if device.type in ("cuda", "meta") else describe(device)
 
-    devices.capabilities.cache_clear()
-    with patch.object(devices, "describe", describe_simulated):
+    devices.device_capabilities.cache_clear()
+    with patch.object(devices, "describe_device", describe_simulated):
         yield
-    devices.capabilities.cache_clear()
+    devices.device_capabilities.cache_clear()
 
 
 def build_cuda_patches(capability: tuple[int, int]) -> list[tuple[Any, str, Any]]:

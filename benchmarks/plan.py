@@ -44,7 +44,7 @@ from tunekit.models.precision import PrecisionConfig
 from tunekit.models.spec import DecoderSpec, MoE
 from tunekit.optim.config import AdamW8bitConfig, AdamWConfig, MuonConfig
 from tunekit.plan import onednn_cache
-from tunekit.plan.auxiliary_models import dtypes
+from tunekit.plan.auxiliary_models import model_dtypes
 from tunekit.plan.estimate import estimate
 from tunekit.plan.hardware import ClusterSpec
 from tunekit.plan.layer_profile import CPU, ProbeStep, rows
@@ -128,7 +128,7 @@ def build_model(workload: Workload, dist: DistributedContext) -> Decoder:
     """Model with random weights, as in tunekit.build.build_model."""
     model = build.build_meta_model(workload.source, workload.quantization, workload.adapter)
     parallelize(model, dist)
-    workload.precision.apply(model, dtypes(workload.source, model), CPU)
+    workload.precision.apply(model, model_dtypes(workload.source, model), CPU)
     workload.memory.apply(model, CPU)
     apply_fsdp(model, dist)
     model.to_empty(device="cpu")

@@ -81,7 +81,7 @@ def choose_attention_backend(call: AttentionCall) -> AttentionBackend:
 @assume_constant_result
 def get_capabilities(device: torch.device) -> Capabilities:
     """Return the capabilities of a CUDA device; those of an Ampere GPU in fake mode."""
-    return devices.capabilities(device) if device.type == "cuda" else devices.AMPERE
+    return devices.device_capabilities(device) if device.type == "cuda" else devices.AMPERE
 
 
 @assume_constant_result  # torch 2.11 cannot trace through objects that such functions return, such as capabilities

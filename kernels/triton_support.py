@@ -15,13 +15,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from tunekit.devices import capabilities
+from tunekit.devices import device_capabilities
 from tunekit.kernels import cache_dir
 
 
 def uses_triton(x: Tensor) -> bool:
     """Whether Triton supports the device of a tensor, and works."""
-    return capabilities(x.device).triton and can_launch()
+    return device_capabilities(x.device).triton and can_launch()
 
 
 @cache

@@ -19,7 +19,7 @@ from tunekit.data.dataloader.embedding_data import EmbeddingData, check_rows, re
 from tunekit.data.embedding_datasets import Pooling
 from tunekit.errors import FieldError
 from tunekit.losses.embedding import EmbeddingFamily, MultipleNegativesRanking, gather_embeddings
-from tunekit.losses.embedding_metrics import Embedder, evaluate
+from tunekit.losses.embedding_metrics import Embedder, evaluate_embeddings
 from tunekit.training.config import TrainConfig, check_training
 from tunekit.training.run_context import RunContext, run_training
 from tunekit.training.setup import build_optimizer, load_model, open_dataloaders
@@ -87,7 +87,7 @@ def train(cfg: EmbedConfig, run: RunContext) -> None:
         embedder = Embedder(model, cfg.modules(checkpoint).pooling, dist)
         optimizer = build_optimizer(cfg, model, dist)
         # Resumes; between two steps it logs, evaluates, saves, uploads, rolls back or stops as the config says
-        for step in loop.start(model, optimizer, partial(evaluate, embedder, eval_data, cfg.loss)):
+        for step in loop.start(model, optimizer, partial(evaluate_embeddings, embedder, eval_data, cfg.loss)):
             loss = forward_backward(embedder, step.batches, cfg, train_data.mixture.docs_per_row)
             grad_norm = optimizer.clip_grad_norm(cfg.max_grad_norm)
             if not step.accepts(loss, grad_norm):  # NaN, Inf or a spike

@@ -97,7 +97,7 @@ def main(cfg: EvaluateConfig) -> list[ModelResult]:
         for name in filter(None, (cfg.baseline, cfg.model)):
             questions, result = evaluate_model(name, cfg, dist)
             results.append(result)
-        dist.run_on_main(partial(report, cfg, questions, results))
+        dist.run_on_main(partial(report_results, cfg, questions, results))
     return results
 
 
@@ -124,7 +124,7 @@ def evaluate_loaded(
     return questions, ModelResult(name, (*results, *cfg.named.evaluate(evaluator, name, tasks)))
 
 
-def report(cfg: EvaluateConfig, questions: list[Question], results: list[ModelResult]) -> None:
+def report_results(cfg: EvaluateConfig, questions: list[Question], results: list[ModelResult]) -> None:
     """Print the results, and write them to `output_path` and the model card."""
     changed = paired_differences(results[0], results[-1], cfg.sampling.seed) if cfg.baseline is not None else []
     print_completions(questions, results, cfg.num_completions_to_print)

@@ -27,7 +27,7 @@ from tunekit.models.decoder import Decoder
 from tunekit.rewards.base import ScoredRollout, check_rewards, combine_readers, gather_answers
 from tunekit.rewards.config import RewardChoice
 from tunekit.rewards.context import RewardContext
-from tunekit.rewards.rejection_sampling import OutputFormat, select_rows, summarize
+from tunekit.rewards.rejection_sampling import OutputFormat, select_rows, summarize_scores
 from tunekit.rollouts.episode_log import episode_record
 from tunekit.rollouts.episodes import generate_rollouts
 from tunekit.rollouts.prompts import check_prompt_lengths, encode_prompts, make_dataset, open_prompts, read_prompts
@@ -153,7 +153,7 @@ def write_scored(cfg: GenerateConfig, tokenizer: Tokenizer, scored: Sequence[Sco
         records = (episode_record(tokenizer, item.rollout, item.scores, item.reward) for item in scored)
         write_json_lines(cfg.episodes_path, records)
     rows = select_rows(scored, cfg.output_format, cfg.min_reward, not cfg.apply_chat_template)
-    write_rows(cfg, rows, summarize(scored, len(rows), cfg.output_path))
+    write_rows(cfg, rows, summarize_scores(scored, len(rows), cfg.output_path))
 
 
 def write_rows(cfg: GenerateConfig, rows: Sequence[Mapping[str, Any]], summary: Iterable[str]) -> None:

@@ -105,7 +105,7 @@ def check_command(command: list[str]) -> None:
         return
     cli._merge_overrides(args, unknown_args, parsers[args.verb])
     if args.verb in EXECUTED_VERBS:
-        cli.dispatch(command)
+        cli.dispatch_command(command)
     elif args.verb in ("run", "validate"):
         if args.verb == "run":
             run_verb.resolve_recipe_and_config(args)

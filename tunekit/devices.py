@@ -99,7 +99,7 @@ def find_row(device: Device) -> Capabilities:
     return next((row for least, row in generations if device.capability >= least), PASCAL)
 
 
-def describe(device: torch.device) -> Device:
+def describe_device(device: torch.device) -> Device:
     """The facts about a device that is present."""
     if device.type != "cuda":
         return Device(device.type)
@@ -109,9 +109,9 @@ def describe(device: torch.device) -> Device:
 
 
 @cache
-def capabilities(device: torch.device) -> Capabilities:
+def device_capabilities(device: torch.device) -> Capabilities:
     """The row of the table for a device of this machine."""
-    return find_row(describe(device))
+    return find_row(describe_device(device))
 
 
 def has_fast_bf16(device: torch.device) -> bool:
@@ -120,12 +120,12 @@ def has_fast_bf16(device: torch.device) -> bool:
         max_isa = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")
         has_instructions = not BF16_FLAGS.isdisjoint(" ".join(system.read_cpu_info()).split())
         return has_instructions and max_isa.upper() not in ISAS_WITHOUT_BF16
-    return capabilities(device).bf16
+    return device_capabilities(device).bf16
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """The dtype for sums of many numbers: float64 where it exists."""
-    return torch.float64 if capabilities(device).fp64 else torch.float32
+    return torch.float64 if device_capabilities(device).fp64 else torch.float32
 
 
 # Selection
@@ -147,7 +147,7 @@ def choose_type(choice: str, counts: Mapping[str, int]) -> str:
     return choice
 
 
-def select(choice: str) -> torch.device:
+def select_device(choice: str) -> torch.device:
     """The device of this process for `device: choice`."""
     kind = choose_type(choice, count_devices()) if choice != "cpu" else "cpu"
     if kind in ("cpu", "mps"):  # neither has an index
@@ -155,7 +155,7 @@ def select(choice: str) -> torch.device:
     return torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
 
 
-def activate(device: torch.device) -> None:
+def activate_device(device: torch.device) -> None:
     """Make a device the current one of its type, on which kernels without an explicit device run."""
     if device.index is not None:
         torch.accelerator.set_device_index(device)
@@ -180,12 +180,12 @@ def untested_warning(row: Capabilities) -> str | None:
 
 def is_pinned_on(device: torch.device) -> bool:
     """Whether host memory that is copied to or from this device should be pinned."""
-    return capabilities(device).pinned_memory
+    return device_capabilities(device).pinned_memory
 
 
 def memory_info(device: torch.device) -> tuple[int, int] | None:
     """Free and total bytes of a device, over all processes; None where the system does not report them."""
-    if not capabilities(device).memory_stats:
+    if not device_capabilities(device).memory_stats:
         return None
     try:
         return torch.get_device_module(device).mem_get_info(device)
@@ -210,14 +210,14 @@ def empty_cache(device: torch.device) -> None:
 
 def memory_stats(device: torch.device) -> dict[str, int] | None:
     """Statistics of torch's allocator on a device; None where there are none."""
-    if not capabilities(device).memory_stats:
+    if not device_capabilities(device).memory_stats:
         return None
     return torch.get_device_module(device).memory_stats(device)
 
 
 def peak_memory(device: torch.device) -> int | None:
     """Maximum number of bytes in tensors on a device so far; None where it is not recorded."""
-    if not capabilities(device).memory_stats:
+    if not device_capabilities(device).memory_stats:
         return None
     return torch.get_device_module(device).max_memory_allocated(device)
 

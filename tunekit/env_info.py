@@ -17,20 +17,20 @@ CGROUP = Path("/sys/fs/cgroup")  # of a container, which may have less memory th
 
 def describe_hardware(device: torch.device) -> str:
     """Name and size of a device: `NVIDIA H200 (139 GiB)` or `AMD EPYC 9B45 (2 cores, 23 GiB)`."""
-    if devices.capabilities(device).memory_stats:
+    if devices.device_capabilities(device).memory_stats:
         properties = torch.get_device_module(device).get_device_properties(device)
         return f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
     cores = f"{len(os.sched_getaffinity(0))} cores"
-    return f"{processor()} ({', '.join([cores, *memory()])})"
+    return f"{processor_name()} ({', '.join([cores, *memory_lines()])})"
 
 
-def processor() -> str:
+def processor_name() -> str:
     """Name of the processor."""
     names = (line.partition(":")[2].strip() for line in system.read_cpu_info() if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
 
 
-def memory() -> list[str]:
+def memory_lines() -> list[str]:
     """Size of the host memory; empty if the system does not report it."""
     total = memory_info("MemTotal")
     return [] if total is None else [f"{total / 2**30:.0f} GiB"]

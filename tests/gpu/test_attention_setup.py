@@ -24,7 +24,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.backends.cuda.enable_cudnn_sdp(True)
     configure_attention.cache_clear()
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
-    monkeypatch.setattr(devices, "capabilities", lambda device: devices.CPU if device.type == "cpu" else devices.AMPERE)
+    monkeypatch.setattr(
+        devices, "device_capabilities", lambda device: devices.CPU if device.type == "cpu" else devices.AMPERE
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     yield
     configure_attention.cache_clear()

@@ -108,7 +108,10 @@ def test_auto_picks_the_first_type_that_torch_offers(present: tuple[str, ...], c
 
 def test_this_machine_is_described() -> None:
     assert set(devices.count_devices()) == set(ACCELERATORS)
-    assert devices.capabilities(CPU).name == "cpu" and devices.capabilities(torch.device("meta")).name == "other"
+    assert (
+        devices.device_capabilities(CPU).name == "cpu"
+        and devices.device_capabilities(torch.device("meta")).name == "other"
+    )
 
 
 def test_backends_of_processes() -> None:

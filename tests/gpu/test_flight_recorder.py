@@ -11,7 +11,16 @@ from torch.distributed.flight_recorder.components.loader import read_dump
 
 from tunekit.distributed import flight_recorder
 from tunekit.distributed.context import DistributedContext, dump_flight_recorders
-from tunekit.distributed.flight_recorder import BACKENDS, CHANNEL, PREFIX, Recorders, file_of, quote, read, variables
+from tunekit.distributed.flight_recorder import (
+    BACKENDS,
+    CHANNEL,
+    PREFIX,
+    Recorders,
+    file_of,
+    parse_dump,
+    quote_dumps,
+    recorder_variables,
+)
 from tunekit.distributed.launch_config import LaunchConfig, RendezvousInfo, WorkerSpec
 from tunekit.distributed.launcher import worker_environment
 
@@ -44,23 +53,23 @@ def test_a_rank_writes_its_collectives_on_request(
     monkeypatch.setenv(
         CHANNEL, recorders.environment(0)[CHANNEL].replace(f"{recorders.files[0]}:", f"{os.dup(recorders.files[0])}:")
     )
-    flight_recorder.serve(lambda: dump_flight_recorders(one_rank.device), 0)
+    flight_recorder.serve_dumps(lambda: dump_flight_recorders(one_rank.device), 0)
     recorders.pairs[0][0].recv(1, 2)  # MSG_PEEK: until the thread is ready
     recorders.request(5.0)
-    collectives = read(file_of(tmp_path, "gloo", 0))
+    collectives = parse_dump(file_of(tmp_path, "gloo", 0))
     oracle: list[Any] = read_dump("gloo-trace-", str(file_of(tmp_path, "gloo", 0)))["entries"]  # type: ignore[assignment]
     assert [(c.name, c.number, c.group) for c in collectives] == [
         (e["profiling_name"], e["collective_seq_id"], e["process_group"][0]) for e in oracle
     ]
     assert "all_gather_objects (distributed/context.py" in collectives[-1].caller
-    assert "gloo:all_gather" in quote(tmp_path, [0])[1]
+    assert "gloo:all_gather" in quote_dumps(tmp_path, [0])[1]
     recorders.close()
 
 
 def test_a_report_names_the_ranks_that_lag(tmp_path: Path) -> None:
     write(tmp_path, 0, entry(7, "completed"), entry(8, "started"))
     write(tmp_path, 1, entry(6, "completed"), entry(7, "completed"))
-    assert quote(tmp_path, [0, 1, 2]) == [
+    assert quote_dumps(tmp_path, [0, 1, 2]) == [
         "last collectives:",
         "  rank 0: nccl:all_gather #8 of mesh_shard (128x64), started, from fill (distributed/collectives.py:62)",
         "  rank 1: nccl:all_gather #7 of mesh_shard (128x64), completed, from fill (distributed/collectives.py:62)",
@@ -71,7 +80,7 @@ def test_a_report_names_the_ranks_that_lag(tmp_path: Path) -> None:
 def test_groups_of_one_name_on_other_ranks_are_not_compared(tmp_path: Path) -> None:
     write(tmp_path, 0, entry(8, "started"))
     write(tmp_path, 1, entry(7, "started", process_group=("5", "mesh_shard")))
-    assert not [line for line in quote(tmp_path, [0, 1]) if "others" in line]
+    assert not [line for line in quote_dumps(tmp_path, [0, 1]) if "others" in line]
 
 
 class Attack:
@@ -85,7 +94,7 @@ def test_files_that_are_no_plain_values_are_ignored(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file_of(tmp_path, "nccl", 0).write_bytes(content)
-    assert read(file_of(tmp_path, "nccl", 0)) == [] and quote(tmp_path, [0]) == []
+    assert parse_dump(file_of(tmp_path, "nccl", 0)) == [] and quote_dumps(tmp_path, [0]) == []
     assert not (tmp_path / "attacked").exists()
 
 
@@ -102,7 +111,7 @@ def test_ranks_record_into_the_folder_of_the_run(monkeypatch: pytest.MonkeyPatch
 
 def test_old_names_of_variables_count_as_set() -> None:
     old = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "10", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/tmp/x"}
-    assert variables(Path(PREFIX), old) == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    assert recorder_variables(Path(PREFIX), old) == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
 def test_other_launchers_get_the_variables_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.load_model import load_weights
 from tunekit.models import weight_init
 from tunekit.models.precision import PrecisionConfig
-from tunekit.models.weight_init import upload
+from tunekit.models.weight_init import upload_tensor
 from tunekit.quantization.config import NoQuantization
 
 
@@ -50,14 +50,14 @@ def test_large_tensors_are_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(weight_init, "UPLOAD_CHUNK_BYTES", 1000)
     source, target = torch.randn(100, 40).bfloat16(), torch.empty(100, 40, device="meta")
     with Transfers() as transfers:
-        upload(target, source)
-        upload(target[3:50].T, source[3:50].T)
-        upload(torch.empty((), device="meta"), torch.ones(()))
+        upload_tensor(target, source)
+        upload_tensor(target[3:50].T, source[3:50].T)
+        upload_tensor(torch.empty((), device="meta"), torch.ones(()))
     assert max(size for _, _, size in transfers.copies) <= 1000
     assert sum(size for _, _, size in transfers.copies) == source.nbytes + source[3:50].nbytes + 4
 
 
 def test_on_the_cpu_nothing_changes() -> None:
     source, target = torch.randn(100, 40).bfloat16(), torch.empty(100, 40)
-    upload(target, source)
+    upload_tensor(target, source)
     assert torch.equal(target, source.float())

@@ -16,7 +16,7 @@ from tunekit.training import train_loop
 CHATS = "data: {{kind: chat, source: {folder}/chats.jsonl, max_length: 64, packing: {pack}}}\nmicro_batch_size: 3"
 PAIRS = "data: {{kind: preference, source: {folder}/pairs.jsonl, max_length: 64, packing: {pack}}}\nmicro_batch_size: 3"
 TRIPLETS = "data: {{kind: retrieval, source: {folder}/pairs.jsonl, max_length: 64, packing: {pack}, "
-TRIPLETS += "columns: {query: prompt, positive: chosen, negative: rejected}}}\n"
+TRIPLETS += "columns: {{query: prompt, positive: chosen, negative: rejected}}}}\n"
 TRIPLETS += "loss: {{kind: multiple_negatives_ranking, scale: 5.0}}\nmicro_batch_size: 3"
 PROMPTS = "data: {{source: {folder}/pairs.jsonl, max_length: 64, packing: {pack}}}\n"
 PROMPTS += "rewards: [{{kind: regex_match, regex: 'w|k|z'}}, {{kind: length, max_tokens: 5}}]\n"

@@ -51,7 +51,7 @@ def evaluate(
         cfg = recipe_loader.load_recipe_config(recipe, None, (), (), KeywordValues(where, PlainValues(where)(values)))
         recipe.check(cfg)
         is_in_memory = isinstance(model, Model) or (bool(source) and source["data.source"] is not rows)
-        with isolated_torch(device := devices.select(cfg.device)):
+        with isolated_torch(device := devices.select_device(cfg.device)):
             results = evaluate_in_memory(model, cfg) if is_in_memory else recipe.main(cfg)
         free_memory(device)
     return make_results_table(results)

@@ -41,7 +41,7 @@ def generate(
         keywords = KeywordValues(where, PlainValues(where)(values))
         cfg = recipe_loader.load_recipe_config(recipe, None, (), (), keywords)
         recipe.check(cfg)
-        device = devices.select(cfg.device)
+        device = devices.select_device(cfg.device)
         with isolated_torch(device):
             recipe.main(cfg)
         free_memory(device)

@@ -10,7 +10,7 @@ import torch
 
 from tunekit import devices
 from tunekit.api.environment import torch_environment
-from tunekit.cli.main import CtrlCHandler, describe, is_out_of_memory
+from tunekit.cli.main import CtrlCHandler, describe_error, is_out_of_memory
 from tunekit.config.secrets import message_text
 from tunekit.errors import UserError, find_user_code
 from tunekit.kernels.malloc import return_freed_memory
@@ -54,7 +54,7 @@ class OneLineErrors:
         if isinstance(error, OSError) or (
             isinstance(error, MemoryError | RuntimeError | SystemError | ImportError) and is_out_of_memory(error)
         ):
-            raise UserError(message_text(describe(error))) from error
+            raise UserError(message_text(describe_error(error))) from error
 
 
 @contextmanager

@@ -49,4 +49,4 @@ class PlainValues:
             raise UserError(f"{self.where}: {key}: {value!r} has no name. Define a function with `def`.")
         names = (value.__name__, *(f"{value.__name__}_{i}" for i in range(2, 100)))
         name = next(name for name in names if self.code.setdefault(name, value) is value)
-        return session_code.register(value, name)
+        return session_code.register_object(value, name)

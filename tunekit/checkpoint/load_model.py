@@ -12,10 +12,11 @@ from tunekit.adapters.token_rows import token_row_layers
 from tunekit.checkpoint.hf_checkpoint import EMBED, HFCheckpoint
 from tunekit.checkpoint.safetensors_io import TensorReader
 from tunekit.distributed.context import DistributedContext
-from tunekit.distributed.sharding import SHARDED_STORAGE, ShardSlice, copy_to_shard, shard_slice, to_local, upload
+from tunekit.distributed.sharding import SHARDED_STORAGE, ShardSlice, copy_to_shard, shard_slice, to_local
 from tunekit.errors import UserError
 from tunekit.models.decoder import TIED, Decoder
 from tunekit.models.linear import GroupedLinear, Linear
+from tunekit.models.weight_init import upload_tensor
 from tunekit.models.weight_map import KeyMapping, Shape, Stack, to_hub_name
 
 Offset = tuple[int, ...]
@@ -79,7 +80,7 @@ def apply_mapping(
         for i, expert in enumerate(to_local(stack.detach()), start=location.offset[0]):
             values = ShardSlice(location.shape[1:], location.offset[1:]).slice_local(read(mapping.hub[i]), expert.shape)
             inspect(mapping.hub[i], location.offset[1:], values)
-            upload(expert, values)
+            upload_tensor(expert, values)
         return
     loaded = mapping.load([read(name) for name in mapping.hub], model.shapes)
     for name, tensor in zip(mapping.ours, loaded, strict=True):

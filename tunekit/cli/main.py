@@ -303,7 +303,7 @@ def make_parser(verb: str | None = None) -> tuple[Parser, dict[str, Parser]]:
     return top, parsers
 
 
-def dispatch(words: Sequence[str]) -> None:
+def dispatch_command(words: Sequence[str]) -> None:
     """Parse the arguments and run the subcommand."""
     is_verb = bool(words) and words[0] in VERBS
     top, parsers = make_parser(words[0] if is_verb and "_ARGCOMPLETE" not in os.environ else None)
@@ -393,17 +393,17 @@ def main(words: Sequence[str] | None = None) -> int:
     sys.unraisablehook = redeliver_interrupt
     set_torch_env()
     with CtrlCHandler():
-        code = run(words)
+        code = run_command(words)
     if is_program:
         end_threads(code)
     return code
 
 
-def run(words: Sequence[str]) -> int:
+def run_command(words: Sequence[str]) -> int:
     """Run the subcommand. Returns the exit code, after the message of an error was printed."""
     try:
         with UserCodeErrors(), ProcessGuard(user_files):
-            dispatch(words)
+            dispatch_command(words)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe, as in `tune ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -413,7 +413,7 @@ def run(words: Sequence[str]) -> int:
             raise
         if "--debug" in words:
             traceback.print_exc()
-        print(f"error: {message_text(describe(error))}", file=sys.stderr)
+        print(f"error: {message_text(describe_error(error))}", file=sys.stderr)
         return 2
     except RunStopped as stopped:
         print(stopped, file=sys.stderr)
@@ -472,7 +472,7 @@ class UserCodeErrors:
             raise RunStopped(f"error: {message_text(location.message)}\n{location.stack.rstrip()}", 1) from error
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Message of an error; of the operating system with the name of the file."""
     if not isinstance(error, UserError) and is_out_of_memory(error):
         return f"out of memory: {str(error) or 'the system gives this process no more'}"

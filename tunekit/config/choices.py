@@ -155,7 +155,7 @@ class ChoiceRegistry:
     def code_kind(self, slot: FieldSlot, word: str) -> tuple[str, str] | None:
         """Kind and key for `FILE.py:name`, or a name of a Python session; None for another word."""
         path, _, name = word.rpartition(":")
-        if session_code.find(word) is None and (not path.endswith(".py") or not name.isidentifier()):
+        if session_code.find_object(word) is None and (not path.endswith(".py") or not name.isidentifier()):
             return None
         kinds = self.kinds(slot).items()
         return next(((kind, cls.reference_key) for kind, cls in kinds if isinstance(cls, CodeKind)), None)

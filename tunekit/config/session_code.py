@@ -14,7 +14,7 @@ REFERENCE = re.compile(r"[\w.]+:\w+")
 REGISTERED: dict[str, Callable[..., Any]] = {}  # by name
 
 
-def register(value: Callable[..., Any], name: str) -> str:
+def register_object(value: Callable[..., Any], name: str) -> str:
     """The reference to a function or class. It replaces an earlier one of the same name."""
     reference = f"{value.__module__}:{name}"
     REGISTERED[reference] = value
@@ -23,6 +23,6 @@ def register(value: Callable[..., Any], name: str) -> str:
     return reference
 
 
-def find(reference: str) -> Callable[..., Any] | None:
+def find_object(reference: str) -> Callable[..., Any] | None:
     """The registered function or class; None if there is none of this name."""
     return REGISTERED.get(reference)

@@ -82,7 +82,7 @@ def load_attribute(reference: str, key: str) -> Any:
 
     `key` is the config key that contains the reference.
     """
-    if (registered := session_code.find(reference)) is not None:
+    if (registered := session_code.find_object(reference)) is not None:
         return registered
     path, _, name = reference.rpartition(":")
     if not path.endswith(".py") and session_code.REFERENCE.fullmatch(reference):

@@ -44,7 +44,7 @@ def add_new_tokens(
             if known is not None or not text:
                 reason = "is listed twice" if known in {token.id for token in added} else f"is already token {known}"
                 raise UserError(f"{key}: {f'{text!r} {reason}' if text else 'a token must not be empty'}. Remove it.")
-            init_ids = describe(tokenizer, key, text, texts[text]) if isinstance(texts, dict) else ()
+            init_ids = encode_description(tokenizer, key, text, texts[text]) if isinstance(texts, dict) else ()
             size, extended = extended.size, extended.with_added_token(text, is_special)
             if extended.size != size + 1:  # the id of the next token is the number of tokens, as in transformers
                 index = extended.model.token_to_id(text)
@@ -53,7 +53,7 @@ def add_new_tokens(
     return extended, tuple(added)
 
 
-def describe(tokenizer: Tokenizer, key: str, token: str, text: str) -> tuple[int, ...]:
+def encode_description(tokenizer: Tokenizer, key: str, token: str, text: str) -> tuple[int, ...]:
     """Ids of the tokens of a description."""
     ids = tokenizer.encode(text)
     if not ids:

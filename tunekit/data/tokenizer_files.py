@@ -187,7 +187,7 @@ def parse_tokenizer(files: TokenizerFiles) -> SavedTokenizer:
         raise UserError(f"{directory / CONFIG}: tokenizer_class {name} is not supported. {remedy}")
     tokens = read_token_settings(files, content, config, kind)
     with TokenizerErrors(f"{directory / CONFIG}: does not fit to tokenizer.json", "Download both again."):
-        model = rebuild(saved, content, kind, tokens.settings)
+        model = rebuild_tokenizer(saved, content, kind, tokens.settings)
         add_saved_tokens(model, tokens, kind)
     check_mistral_regex(files, config, model)
     post_processor = saved.post_processor if kind.adds_bos is None else add_bos(model, tokens, kind.adds_bos)
@@ -271,7 +271,7 @@ def keep_class(directory: Path, source_config: Mapping[str, Any]) -> None:
         write_json(directory / CONFIG, {**hints.config, "tokenizer_class": name})
 
 
-def rebuild(
+def rebuild_tokenizer(
     saved: tokenizers.Tokenizer, content: Mapping[str, Any], kind: TokenizerClass, settings: Mapping[str, Any]
 ) -> tokenizers.Tokenizer:
     """The tokenizer of a class, without added tokens unless it is that of tokenizer.json."""

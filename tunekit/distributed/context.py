@@ -66,7 +66,7 @@ class DistributedContext:
         self.rank, self.world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.dims = self.parallel.resolve_dims(self.world_size)
         self.coords = rank_coords(self.rank, self.dims)
-        self.device = devices.select(device)
+        self.device = devices.select_device(device)
         self.has_process_group = self.world_size > 1 or ONE_RANK in os.environ  # whether there is a process group
         if self.world_size > 1 or not self.has_process_group:
             self.parallel.check(self.device.type, self.world_size)
@@ -98,17 +98,17 @@ class DistributedContext:
         if self.device.type == "cpu":
             retain_freed_memory()
         else:
-            devices.activate(self.device)
+            devices.activate_device(self.device)
         configure_attention(self.device)
         if self.has_process_group:
             self.init_process_group()
-        if (warning := devices.untested_warning(devices.capabilities(self.device))) is not None:
+        if (warning := devices.untested_warning(devices.device_capabilities(self.device))) is not None:
             self.log(warning)
         return self
 
     def init_process_group(self) -> None:
         """Create the process groups and meshes."""
-        backend = devices.backend_of(self.device.type, devices.capabilities(self.device))
+        backend = devices.backend_of(self.device.type, devices.device_capabilities(self.device))
         device_id = None if self.device.type == "cpu" else self.device
         # The launcher reports hangs first, after `parallel.hang_timeout_seconds`, with the rank and its stack.
         timeout = timedelta(seconds=self.parallel.hang_timeout_seconds + TIMEOUT_MARGIN)
@@ -121,7 +121,7 @@ class DistributedContext:
             device_id=device_id,
         )
         self.host_group = cast("dist.ProcessGroup", dist.new_group(None, HOST_TIMEOUT, "gloo", group_desc="host"))
-        flight_recorder.serve(partial(dump_flight_recorders, self.device), self.rank)
+        flight_recorder.serve_dumps(partial(dump_flight_recorders, self.device), self.rank)
         dims = self.dims
         make_mesh = partial(build_mesh, self.device.type, timeout=timeout, self_group=[])
         self.mesh = make_mesh((dims.dp_replicate, dims.fsdp_size, dims.tp), ("replicate", "shard", "tensor"))

@@ -59,7 +59,7 @@ class Collective:
         return f"{self.name} #{self.number} of {self.description} ({shapes}), {self.state}{caller}"
 
 
-def variables(prefix: Path, environment: Mapping[str, str]) -> dict[str, str]:
+def recorder_variables(prefix: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Environment variables that make torch record collectives, and NCCL write them to `prefix` and the rank on its own
     timeout. Variables set by the user are kept."""
     values = {BUFFER: SIZE, ON_TIMEOUT: "1", FILE: str(prefix)}
@@ -71,7 +71,7 @@ def record_into(folder: Path) -> None:
     if "RANK" in os.environ and worker_env.PARENT not in os.environ:
         with suppress(OSError):  # a directory that cannot be written is reported when the run claims it
             folder.mkdir(parents=True, exist_ok=True)
-        os.environ.update(variables(folder / PREFIX, os.environ))
+        os.environ.update(recorder_variables(folder / PREFIX, os.environ))
 
 
 def file_of(folder: Path, backend: str, rank: int) -> Path:
@@ -82,16 +82,18 @@ def file_of(folder: Path, backend: str, rank: int) -> Path:
 # In a rank
 
 
-def serve(dump: Callable[[], Mapping[str, bytes]], rank: int) -> None:
+def serve_dumps(dump: Callable[[], Mapping[str, bytes]], rank: int) -> None:
     """Start a thread that writes what `dump` returns for each backend whenever the launcher requests it."""
     value = os.environ.pop(CHANNEL, None)  # removed: child processes must not start a thread
     if value is None:
         return
     number, _, folder = value.partition(":")
-    Thread(target=answer, args=(socket.socket(fileno=int(number)), dump, Path(folder), rank), daemon=True).start()
+    Thread(
+        target=answer_request, args=(socket.socket(fileno=int(number)), dump, Path(folder), rank), daemon=True
+    ).start()
 
 
-def answer(sock: socket.socket, dump: Callable[[], Mapping[str, bytes]], folder: Path, rank: int) -> None:
+def answer_request(sock: socket.socket, dump: Callable[[], Mapping[str, bytes]], folder: Path, rank: int) -> None:
     """Body of the thread. Ends when the launcher closes the socket."""
     with suppress(OSError):
         sock.sendall(READY)
@@ -149,16 +151,16 @@ def is_ready(sock: socket.socket) -> bool:
 # Reading
 
 
-def read(file: Path) -> list[Collective]:
+def parse_dump(file: Path) -> list[Collective]:
     """Collectives of a file, oldest first; empty if the file does not exist or is invalid."""
     try:
         content = PlainUnpickler(BytesIO(file.read_bytes())).load()
-        return [collective(entry) for entry in content["entries"]]
+        return [describe_collective(entry) for entry in content["entries"]]
     except (OSError, pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError):
         return []
 
 
-def collective(entry: Mapping[str, Any]) -> Collective:
+def describe_collective(entry: Mapping[str, Any]) -> Collective:
     name, description = entry["process_group"]
     return Collective(
         group=str(name),
@@ -168,11 +170,11 @@ def collective(entry: Mapping[str, Any]) -> Collective:
         sizes=tuple(tuple(map(int, size)) for size in entry["input_sizes"]),
         state=str(entry["state"]),
         created=int(entry["time_created_ns"]),
-        caller=caller(entry.get("frames", [])),
+        caller=find_caller(entry.get("frames", [])),
     )
 
 
-def caller(frames: Sequence[Mapping[str, Any]]) -> str:
+def find_caller(frames: Sequence[Mapping[str, Any]]) -> str:
     """The innermost frame outside of torch."""
     for frame in frames:
         if not (location := StackFrame(frame["filename"], frame["line"], frame["name"])).is_torch:
@@ -180,7 +182,7 @@ def caller(frames: Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
-def quote(folder: Path, ranks: Sequence[int]) -> list[str]:
+def quote_dumps(folder: Path, ranks: Sequence[int]) -> list[str]:
     """Lines for a report: the last collectives of each rank, and groups in which some ranks have issued fewer."""
     last = {rank: last_of_groups(folder, rank) for rank in ranks}
     lines = []
@@ -188,11 +190,11 @@ def quote(folder: Path, ranks: Sequence[int]) -> list[str]:
         newest = sorted(collectives.values(), key=lambda item: item.created, reverse=True)[:QUOTED]
         lines += [f"  rank {rank}: {'; '.join(map(str, newest))}"] if newest else []
     groups = dict.fromkeys(group for collectives in last.values() for group in collectives)
-    lines += [line for group in groups if (line := lag(group, last))]
+    lines += [line for group in groups if (line := describe_lag(group, last))]
     return ["last collectives:", *lines] if lines else []
 
 
-def lag(group: str, last: Mapping[int, Mapping[str, Collective]]) -> str:
+def describe_lag(group: str, last: Mapping[int, Mapping[str, Collective]]) -> str:
     """Report of ranks that have issued fewer collectives of a group than others; empty if none."""
     items = {rank: collectives[group] for rank, collectives in last.items() if group in collectives}
     newest = max(item.number for item in items.values())
@@ -204,4 +206,4 @@ def lag(group: str, last: Mapping[int, Mapping[str, Collective]]) -> str:
 
 def last_of_groups(folder: Path, rank: int) -> dict[str, Collective]:
     """The last collective of each process group of a rank."""
-    return {item.group: item for backend in BACKENDS for item in read(file_of(folder, backend, rank))}
+    return {item.group: item for backend in BACKENDS for item in parse_dump(file_of(folder, backend, rank))}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.distributed import flight_recorder, worker_env
-from tunekit.distributed.flight_recorder import PREFIX, Recorders, variables
+from tunekit.distributed.flight_recorder import PREFIX, Recorders, recorder_variables
 from tunekit.distributed.heartbeat import STACK_TIMEOUT_SECONDS, HeartbeatMonitor, find_stalled_rank, rank_status
 from tunekit.distributed.launch_config import RendezvousInfo, RunResult, WorkerSpec
 from tunekit.distributed.node_address import BACKLOG
@@ -209,7 +209,7 @@ class WorkerGroup:
         file.write_text("\n".join(f"rank {base + slot}\n{stack}" for slot, stack in enumerate(stacks)))
         text = f"{text}; stacks of all ranks: {file}"
         ranks = [base + slot for slot in running]
-        return "\n".join([text, *flight_recorder.quote(self.spec.output_dir / LOGS, ranks)])
+        return "\n".join([text, *flight_recorder.quote_dumps(self.spec.output_dir / LOGS, ranks)])
 
 
 def worker_environment(spec: WorkerSpec, info: RendezvousInfo, slot: int) -> dict[str, str]:
@@ -223,7 +223,7 @@ def worker_environment(spec: WorkerSpec, info: RendezvousInfo, slot: int) -> dic
         values[worker_env.LISTENER] = info.listener_fd
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // spec.launch_config.nproc_per_node))}
     gloo = {"GLOO_SOCKET_IFNAME": info.interface} if info.interface else {}
-    recorder = {} if spec.output_dir is None else variables(spec.output_dir / LOGS / PREFIX, os.environ)
+    recorder = {} if spec.output_dir is None else recorder_variables(spec.output_dir / LOGS / PREFIX, os.environ)
     return threads | gloo | recorder | dict(os.environ) | {name: str(value) for name, value in values.items()}
 
 

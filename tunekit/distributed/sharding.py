@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tunekit.models.weight_init import InitMixin, WeightStorage, upload
+from tunekit.models.weight_init import InitMixin, WeightStorage, upload_tensor
 from tunekit.models.weight_map import Shape
 
 
@@ -122,7 +122,7 @@ def unsharded(unit: nn.Module) -> Iterator[None]:
 def copy_to_shard(target: Tensor, full: Tensor) -> None:
     """Copy the local slice of a full tensor into a parameter."""
     local = to_local(target)
-    upload(local, shard_slice(target).slice_local(full, local.shape))
+    upload_tensor(local, shard_slice(target).slice_local(full, local.shape))
 
 
 class ShardedStorage(WeightStorage):

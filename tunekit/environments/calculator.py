@@ -53,34 +53,34 @@ class Calculator(AnswerEnvironment):
         Returns:
             The value.
         """
-        value = evaluate(expression)
+        value = evaluate_expression(expression)
         return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else str(value)
 
 
-def evaluate(expression: str) -> int | float:
+def evaluate_expression(expression: str) -> int | float:
     """Value of an arithmetic expression. Raises ValueError or ArithmeticError; never runs code."""
     if len(expression) > MAX_LENGTH:
         raise ValueError(f"the expression has more than {MAX_LENGTH} characters")
     try:
         tree = ast.parse(expression.strip().replace("^", "**"), mode="eval")
-        return compute(tree.body)
+        return compute_node(tree.body)
     except (SyntaxError, RecursionError, MemoryError, TypeError):
         raise ValueError(f"not an arithmetic expression: {expression}") from None
 
 
-def compute(node: ast.AST) -> int | float:
+def compute_node(node: ast.AST) -> int | float:
     """Value of a node of a parsed expression."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return limit(node.value)  # type: ignore[arg-type]
+        return limit_value(node.value)  # type: ignore[arg-type]
     if isinstance(node, ast.BinOp) and type(node.op) in BINARY:
-        left, right = compute(node.left), compute(node.right)
+        left, right = compute_node(node.left), compute_node(node.right)
         if isinstance(node.op, ast.Pow):
             check_power(left, right)
-        return limit(BINARY[type(node.op)](left, right))
+        return limit_value(BINARY[type(node.op)](left, right))
     if isinstance(node, ast.UnaryOp) and type(node.op) in UNARY:
-        return UNARY[type(node.op)](compute(node.operand))
+        return UNARY[type(node.op)](compute_node(node.operand))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS:
-        return limit(FUNCTIONS[node.func.id](*map(compute, node.args)))
+        return limit_value(FUNCTIONS[node.func.id](*map(compute_node, node.args)))
     raise ValueError(f"not arithmetic: {ast.unparse(node)}")
 
 
@@ -90,7 +90,7 @@ def check_power(base: float, exponent: float) -> None:
         raise ValueError("the number is too large")
 
 
-def limit(value: Any) -> int | float:
+def limit_value(value: Any) -> int | float:
     """The value, if it is a number that can be computed with. Powers of negative numbers may be complex."""
     if isinstance(value, complex) or (isinstance(value, int) and value.bit_length() > MAX_BITS):
         raise ValueError("the result is no real number, or too large")

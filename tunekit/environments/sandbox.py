@@ -84,12 +84,12 @@ def run_python(program: str, limits: SandboxConfig, *continuations: str) -> Sand
         raise UserError("sandbox: needs Linux 6.2 or newer, with Landlock. Run code on such a machine.")
     with tempfile.TemporaryDirectory(prefix="tunekit-sandbox-") as directory:
         end_token = secrets.token_hex(16)
-        process, status = start(program, limits, directory, end_token)
+        process, status = start_program(program, limits, directory, end_token)
         with process, ContinuationWriter(process, status, end_token, continuations) as writer:
             try:
                 output, outcome = read_output(process, writer, limits, Path(directory))
             finally:
-                kill(process)
+                kill_process(process)
             problem = writer.read_problem()
             if problem or (not writer.is_locked_down and outcome != "timeout"):
                 raise UserError(
@@ -151,7 +151,9 @@ class ContinuationWriter:
         return "" if self.is_locked_down else self.text.decode(errors="replace")
 
 
-def start(program: str, limits: SandboxConfig, directory: str, end_token: str) -> tuple[subprocess.Popen[bytes], int]:
+def start_program(
+    program: str, limits: SandboxConfig, directory: str, end_token: str
+) -> tuple[subprocess.Popen[bytes], int]:
     """Start the process in a session of its own. Also returns its status pipe; see `ContinuationWriter`."""
     reader, writer = os.pipe()
     request = {
@@ -263,7 +265,7 @@ def list_paths(directory: Path | str) -> list[str]:
         return []
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill_process(process: subprocess.Popen[bytes]) -> None:
     """End the process and its group. It cannot leave the group or start other processes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -38,7 +38,7 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
         if parameter.default is parameter.empty:
             required.append(parameter.name)
         schema = with_where(hints[parameter.name], f"{where}: argument {parameter.name!r}")
-        properties[parameter.name] = describe(schema, descriptions[parameter.name])
+        properties[parameter.name] = with_description(schema, descriptions[parameter.name])
     parameters = {"type": "object", "properties": properties, **({"required": required} if required else {})}
     result = {"name": name, "description": sections[""].strip(), "parameters": parameters}
     if "return" in hints and (returned := return_schema(hints["return"])) is not None:
@@ -104,7 +104,7 @@ def union_schema(arguments: tuple[Any, ...]) -> dict[str, Any]:
     return {"anyOf": schemas, **nullable}
 
 
-def describe(schema: dict[str, Any], text: str) -> dict[str, Any]:
+def with_description(schema: dict[str, Any], text: str) -> dict[str, Any]:
     """Schema with a description, which may end with choices such as `(choices: ["tea", "coffee"])`."""
     match = CHOICES.search(text)
     if match is None:

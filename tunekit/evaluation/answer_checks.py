@@ -59,7 +59,7 @@ class AnswerChecks:
         """Whether an answer passes each check. Without an expected answer, there is no exact match."""
         scores = {} if expected is None else {"exact_match": answer == expected}
         if self.regex is not None:
-            scores["regex_match"] = matches(re.compile(self.regex), answer, expected)
+            scores["regex_match"] = answer_matches(re.compile(self.regex), answer, expected)
         if self.validator is not None:
             scores["json_schema_match"] = is_valid(self.validator, answer)
         return scores
@@ -77,7 +77,7 @@ def check_references(node: Any, schema: Any) -> None:
             raise UserError(f"$ref {reference} is not in the file")
 
 
-def matches(pattern: re.Pattern[str], answer: str, expected: str | None) -> bool:
+def answer_matches(pattern: re.Pattern[str], answer: str, expected: str | None) -> bool:
     """Whether an answer contains the pattern, and its last occurrence has the groups of that in the expected answer."""
     groups, expected_groups = (last_groups(pattern, text) for text in (answer, expected or ""))
     return groups is not None and (expected_groups is None or groups == expected_groups)

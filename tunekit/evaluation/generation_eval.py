@@ -8,7 +8,7 @@ from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.evaluation.answer_checks import AnswerChecks
 from tunekit.evaluation.evaluation_rows import EvaluationRow, Question, iter_questions
-from tunekit.evaluation.loglikelihood import ScoredTokens, score_rows
+from tunekit.evaluation.loglikelihood import LoglikelihoodRequest, score_rows
 from tunekit.evaluation.results import Metric, TaskResult
 from tunekit.generation.generate import check_prompt_length, generate_answers
 from tunekit.generation.sampling import SamplingConfig
@@ -49,11 +49,11 @@ class GenerationEvaluator:
     def loss_metrics(self, rows: Iterable[EvaluationRow]) -> list[Metric]:
         """Loss per target token; empty if there are no target tokens."""
         names: list[str] = []
-        scored: list[ScoredTokens] = []
+        scored: list[LoglikelihoodRequest] = []
         for row, document, _ in rows:
             if positions := target_positions(document):
                 names.append(row)
-                scored.append(ScoredTokens(document.tokens.tolist(), positions))
+                scored.append(LoglikelihoodRequest(document.tokens.tolist(), positions))
         losses = [-score.logprob for score in score_rows(self.model, scored, self.batch_size, self.dist)]
         weights = [float(len(tokens.positions)) for tokens in scored]
         return [Metric.mean("loss", losses, weights, False, names)] if scored else []

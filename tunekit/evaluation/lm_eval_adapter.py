@@ -27,7 +27,7 @@ from tunekit.data.chat_template.template_features import detect_features
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError, closest_match, did_you_mean
-from tunekit.evaluation.loglikelihood import ScoredTokens, score_rows
+from tunekit.evaluation.loglikelihood import LoglikelihoodRequest, score_rows
 from tunekit.evaluation.results import Metric, TaskResult
 from tunekit.generation.generate import generate_answers
 from tunekit.generation.sampling import SamplingConfig
@@ -124,7 +124,7 @@ class LMEvalAdapter(TemplateLM):
         rows = []
         for _texts, context, continuation in requests:
             tokens = (context + continuation)[-(self.max_length + 1) :]
-            rows.append(ScoredTokens(tokens, range(max(1, len(tokens) - len(continuation)), len(tokens))))
+            rows.append(LoglikelihoodRequest(tokens, range(max(1, len(tokens) - len(continuation)), len(tokens))))
         return list(score_rows(self.model, rows, self.batch_size, self.dist))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:

@@ -15,7 +15,7 @@ from tunekit.models.decoder import Decoder
 MAX_LOGITS = 2**24  # logits that are materialized at once
 
 
-class ScoredTokens(NamedTuple):
+class LoglikelihoodRequest(NamedTuple):
     """A row of tokens, and the positions to score, from 1 on: each is predicted from the tokens before it."""
 
     tokens: Sequence[int]
@@ -35,7 +35,7 @@ class LogLikelihood(NamedTuple):
 
 
 def score_rows(
-    model: Decoder, rows: Sequence[ScoredTokens], batch_size: int, dist: DistributedContext
+    model: Decoder, rows: Sequence[LoglikelihoodRequest], batch_size: int, dist: DistributedContext
 ) -> list[LogLikelihood]:
     """Scores of all rows, on every rank. A forward pass takes `batch_size` different inputs, the longest first.
 
@@ -60,7 +60,7 @@ def score_rows(
 
 
 def score_batch(
-    model: Decoder, inputs: Sequence[Sequence[int]], rows: Sequence[ScoredTokens], input_indices: Sequence[int]
+    model: Decoder, inputs: Sequence[Sequence[int]], rows: Sequence[LoglikelihoodRequest], input_indices: Sequence[int]
 ) -> list[LogLikelihood]:
     """Scores of `rows` in one forward pass; row `i` has the input `input_indices[i]`."""
     device = model.device

@@ -57,7 +57,7 @@ class ExportResult:
     drift: float  # maximum mean difference of its logits, in standard deviations
 
 
-def export(
+def export_gguf(
     source: HFCheckpoint, adapter: NoAdapter | LoRAConfig, tokenizer: Tokenizer, out: Path, type_name: str | None,
     name: str,
 ) -> ExportResult:  # fmt: skip

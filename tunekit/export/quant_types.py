@@ -113,7 +113,7 @@ def max_rounding_error(source: Tensor, decoded: Tensor, kind: Kind) -> float:
     """Largest error relative to the allowed error of the type. Values above 1 are errors; NaN gives Inf."""
     block = GGML_QUANT_SIZES[kind][0]
     worst = 0.0
-    for a, b in zip(blocks(source, block), blocks(decoded, block), strict=True):
+    for a, b in zip(split_blocks(source, block), split_blocks(decoded, block), strict=True):
         if not torch.equal(a, b):
             error = (a - b).abs()
             ratio = torch.where(error == 0, 0.0, error / allowed_error(a, kind))
@@ -121,7 +121,7 @@ def max_rounding_error(source: Tensor, decoded: Tensor, kind: Kind) -> float:
     return worst
 
 
-def blocks(tensor: Tensor, block: int) -> Iterator[Tensor]:
+def split_blocks(tensor: Tensor, block: int) -> Iterator[Tensor]:
     """Iterate over the blocks of a tensor in fp32, in chunks (N, block)."""
     flat = tensor.reshape(-1, block)
     return (flat[chunk].float() for chunk in chunk_slices(tuple(flat.shape)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tunekit.generation.requests import Answer
-from tunekit.generation.slots import Passes, arrange
+from tunekit.generation.slots import Passes, arrange_slots
 from tunekit.generation.token_draw import LogprobsMode, RowState, SamplingGroup, TokenDraw, allowed_tokens, group_rows
 from tunekit.kernels.device_tensors import copy_to_device
 from tunekit.kernels.lora import FactorCache
@@ -72,7 +72,7 @@ class SlotBatch:
     def arrange(self, running: Sequence[Answer], admitted: Sequence[Answer], reserved: Sequence[Answer]) -> None:
         """Assign rows to answers and move what is in the cache."""
         longest = max((answer.num_cached for answer in [*running, *admitted, *reserved]), default=0)
-        moves = arrange(self.num_slots, running, admitted, reserved)
+        moves = arrange_slots(self.num_slots, running, admitted, reserved)
         if moves:
             source, target = copy_to_device(torch.tensor(moves), self.model.device).unbind(1)
             self.cache.copy_rows(source, target, longest)

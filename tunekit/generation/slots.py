@@ -30,10 +30,10 @@ def plan_passes(answers: Sequence[Answer]) -> Passes:
             fresh.setdefault(tuple(answer.all_tokens), []).append(answer)
     extended = [answer for answer in answers if answer.num_cached > 0]
     copies = [(original, copy) for original, *others in fresh.values() for copy in others]
-    return Passes([*batches([group[0] for group in fresh.values()]), *batches(extended)], copies)
+    return Passes([*split_batches([group[0] for group in fresh.values()]), *split_batches(extended)], copies)
 
 
-def batches(answers: Sequence[Answer]) -> list[list[Answer]]:
+def split_batches(answers: Sequence[Answer]) -> list[list[Answer]]:
     """Batches of answers that miss a similar number of tokens."""
     result: list[list[Answer]] = []
     total = 0
@@ -48,7 +48,7 @@ def batches(answers: Sequence[Answer]) -> list[list[Answer]]:
     return result
 
 
-def fill(region: range, answers: Iterable[Answer]) -> Moves:
+def fill_region(region: range, answers: Iterable[Answer]) -> Moves:
     """Move answers into a region of as many slots; those inside stay. Returns the moves of those with a cache."""
     outside = [answer for answer in answers if answer.slot is None or answer.slot not in region]
     used = {answer.slot for answer in answers}
@@ -60,9 +60,11 @@ def fill(region: range, answers: Iterable[Answer]) -> Moves:
     return moves
 
 
-def arrange(num_slots: int, running: Sequence[Answer], admitted: Sequence[Answer], reserved: Sequence[Answer]) -> Moves:
+def arrange_slots(
+    num_slots: int, running: Sequence[Answer], admitted: Sequence[Answer], reserved: Sequence[Answer]
+) -> Moves:
     """Assign slots: running answers in any order, then admitted ones in order, and reserved ones at the end."""
-    moves = fill(range(len(running)), running)
+    moves = fill_region(range(len(running)), running)
     for slot, answer in enumerate(admitted, start=len(running)):
-        moves += fill(range(slot, slot + 1), [answer])
-    return moves + fill(range(num_slots - len(reserved), num_slots), reserved)
+        moves += fill_region(range(slot, slot + 1), [answer])
+    return moves + fill_region(range(num_slots - len(reserved), num_slots), reserved)

@@ -102,9 +102,9 @@ def download_repo(
     with errors.wrap_hub_errors(name, revision, token):
         root = to or Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")
         before = list_files(root)
-        snapshot = Path(errors.retry(download, name, progress=lambda: len(list_files(root))))
+        snapshot = Path(errors.retry_call(download, name, progress=lambda: len(list_files(root))))
         if list_files(root) != before and (constants.HF_HUB_DISABLE_XET or find_spec("hf_xet") is None):
-            errors.retry(lambda: check_files(snapshot, name, revision, token), name)
+            errors.retry_call(lambda: check_files(snapshot, name, revision, token), name)
         return snapshot
 
 

@@ -44,7 +44,7 @@ RESOLVED_HOSTS: set[str] = set()
 REPEAT_HINT = "Repeat the command later; complete files are kept"
 
 
-def retry(fn: Callable[[], T], name: str, progress: Callable[[], int] = lambda: 0) -> T:
+def retry_call(fn: Callable[[], T], name: str, progress: Callable[[], int] = lambda: 0) -> T:
     """Call `fn`, again after a delay if it fails with a transient error; each delay is printed.
 
     Gives up after MAX_ATTEMPTS calls in a row that did not increase `progress`.

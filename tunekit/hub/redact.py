@@ -27,7 +27,7 @@ def redact_path(path: str) -> str:
 
 def redact_text(value: str) -> str:
     """Redact secrets, and paths below the home and working directories."""
-    for secret in secrets():
+    for secret in find_secrets():
         value = value.replace(secret, HIDDEN)
     value = hide_secrets(value).replace(f"://{HIDDEN}@", "://")
     for folder in {os.path.expanduser("~"), str(Path.cwd())} - {"/", "~"}:  # noqa: PTH111 - Path.home() may raise
@@ -35,7 +35,7 @@ def redact_text(value: str) -> str:
     return value
 
 
-def secrets() -> list[str]:
+def find_secrets() -> list[str]:
     """Tokens and passwords in the environment, longest first, because one may contain another."""
     values = {value for key, value in os.environ.items() if SECRET.search(key)} | {hub_token()}
     return sorted((value for value in values if len(value) >= MIN_SECRET_LENGTH), key=len, reverse=True)

@@ -17,7 +17,7 @@ from huggingface_hub.errors import RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
 from tunekit.errors import UserError
-from tunekit.hub.errors import print_line, retry, wrap_hub_errors
+from tunekit.hub.errors import print_line, retry_call, wrap_hub_errors
 
 # Top-level files of a model. Those of another model are removed.
 MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
@@ -57,7 +57,7 @@ def upload_files(files: Mapping[str, Path], target: UploadTarget, message: str) 
         if leak := next((path for path, file in files.items() if token and contains_token(file, token)), None):
             raise UserError(f"{leak}: contains the Hub access token. Remove it. Nothing was uploaded.")
         name, parent = prepare_repo(target)
-        changed, removed = retry(lambda: diff_files(target.api, name, parent, files), name)
+        changed, removed = retry_call(lambda: diff_files(target.api, name, parent, files), name)
         if not changed and not removed:
             return UploadResult(page_url(target, name), parent)
         size = sum(files[path].stat().st_size for path in changed)
@@ -74,22 +74,22 @@ def check_upload_access(target: UploadTarget) -> None:
         name, _ = prepare_repo(target)
         # Preupload of a file that is too small for LFS checks the permissions and uploads nothing.
         file = CommitOperationAdd("README.md", b"x")
-        retry(lambda: target.api.preupload_lfs_files(name, [file], revision=target.branch), name)
+        retry_call(lambda: target.api.preupload_lfs_files(name, [file], revision=target.branch), name)
 
 
 def prepare_repo(target: UploadTarget) -> tuple[str, str]:
     """Create the repository and the branch if needed. Returns the full repository name and the parent commit."""
     api = target.api
-    url = retry(lambda: api.create_repo(target.repo, private=target.private or None, exist_ok=True), target.repo)
+    url = retry_call(lambda: api.create_repo(target.repo, private=target.private or None, exist_ok=True), target.repo)
     name = url.repo_id
-    info = retry(lambda: api.model_info(name), name)
+    info = retry_call(lambda: api.model_info(name), name)
     if target.private and not info.private:
         raise UserError(
             f"{name}: the repository exists and is public. Make it private at {constants.ENDPOINT}/{name}/settings, "
             "or upload without the option private."
         )
     if target.branch is not None:
-        info = retry(lambda: ensure_branch(api, name, target.branch or ""), name)
+        info = retry_call(lambda: ensure_branch(api, name, target.branch or ""), name)
     assert info.sha is not None, name
     return name, info.sha
 
@@ -147,7 +147,7 @@ def create_commit(
             info.pr_url or page_url(target, name), info.oid, tuple(operation.path_in_repo for operation in operations)
         )
 
-    return retry(attempt, name)
+    return retry_call(attempt, name)
 
 
 def find_lost_commit(

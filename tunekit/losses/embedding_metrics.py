@@ -39,7 +39,7 @@ class Embedder:
 
 
 @torch.no_grad()
-def evaluate(embedder: Embedder, data: DataLoader | None, loss: EmbeddingLoss) -> dict[str, float]:
+def evaluate_embeddings(embedder: Embedder, data: DataLoader | None, loss: EmbeddingLoss) -> dict[str, float]:
     """Mean loss of the held-out rows, if there are any, and metrics of `EmbeddingTable`."""
     if data is None:
         return {}

@@ -34,7 +34,7 @@ class MemoryConfig:
 
     def check(self, device: torch.device) -> None:
         """Raise UserError if the device does not support an option."""
-        if self.activation_offloading and not devices.capabilities(device).own_memory:
+        if self.activation_offloading and not devices.device_capabilities(device).own_memory:
             raise UserError(
                 f"memory.activation_offloading: requires a device with its own memory, got {device.type}. "
                 "Set memory.activation_offloading=false."

@@ -16,7 +16,7 @@ INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 def check_compile(device: torch.device) -> None:
     """Raise UserError if torch.compile does not support the device."""
-    row = devices.capabilities(device)
+    row = devices.device_capabilities(device)
     if not row.compile:
         raise UserError(f"compile: torch.compile is not supported on {row.name}. Set compile=false.")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from tunekit.devices import capabilities
+from tunekit.devices import device_capabilities
 from tunekit.models.decoder import Decoder
 
 Step = Callable[[], None]
@@ -64,7 +64,7 @@ def is_sharded(model: Decoder) -> bool:
 
 def get_capture(model: Decoder) -> Callable[[Step], Step] | None:
     """Function that captures steps of a model as a graph; None if they run eagerly."""
-    if not capabilities(model.device).graphs:
+    if not device_capabilities(model.device).graphs:
         return None
     if is_sharded(model):
         warn_eager("generation", "weights are divided among processes")

@@ -27,7 +27,7 @@ class PrecisionConfig:
     def check(self, device: torch.device) -> None:
         """Raise UserError if a device does not support this precision."""
         if self.compute_dtype == "tf32":
-            devices.check_tf32(device.type, devices.capabilities(device))
+            devices.check_tf32(device.type, devices.device_capabilities(device))
 
     def set_matmul_precision(self, device: torch.device) -> None:
         """Enable TF32 for fp32 matmuls of all models in this process, if configured."""
@@ -54,7 +54,7 @@ def resolve_auto(compute_dtype: str, device: torch.device) -> str:
     """The compute dtype that `auto` selects on a device; any other is unchanged."""
     if compute_dtype != "auto":
         return compute_dtype
-    return choose_compute_dtype(devices.has_fast_bf16(device), devices.capabilities(device).fp16)
+    return choose_compute_dtype(devices.has_fast_bf16(device), devices.device_capabilities(device).fp16)
 
 
 def choose_compute_dtype(bf16: bool, fp16: bool) -> str:

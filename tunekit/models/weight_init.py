@@ -30,7 +30,7 @@ class WeightStorage:
     @torch.no_grad()
     def copy(self, parameter: Tensor, full: Tensor) -> None:
         """Copy a full weight into a parameter."""
-        upload(parameter, full)
+        upload_tensor(parameter, full)
 
     def adopt(self, parameter: Tensor, full: Tensor) -> None:
         """`copy` for a tensor without other users: it becomes the parameter's storage if the layouts match.
@@ -47,7 +47,7 @@ class WeightStorage:
             self.copy(parameter, full)
 
 
-def upload(target: Tensor, source: Tensor) -> None:
+def upload_tensor(target: Tensor, source: Tensor) -> None:
     """Copy a tensor to a device and cast it there.
 
     `copy_` casts on the CPU first, and sends twice the bytes from bf16 to fp32. Rows are sent in chunks through pinned

@@ -157,7 +157,7 @@ def as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 @cache
-def pattern(name: str) -> re.Pattern[str]:
+def compile_pattern(name: str) -> re.Pattern[str]:
     number = "(?:0|[1-9][0-9]*)"
     text = re.escape(name).replace(r"\{\}", f"({number})").replace(r"\*", f"(?P<expert>{number})")
     return re.compile(text + r"(?P<tail>(?:\..+)?)")
@@ -165,7 +165,7 @@ def pattern(name: str) -> re.Pattern[str]:
 
 @cache
 def compile_patterns(names: str | tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
-    return tuple(map(pattern, as_tuple(names)))
+    return tuple(map(compile_pattern, as_tuple(names)))
 
 
 def match_rule(name: str, rule: KeyRule, side: str | tuple[str, ...]) -> KeyMatch | None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from tunekit.adapters.module_patterns import check_patterns, values_by_module
-from tunekit.devices import capabilities
+from tunekit.devices import device_capabilities
 from tunekit.distributed.sharding import shard_slice, to_local
 from tunekit.errors import FieldError, check_range
 from tunekit.optim.container import BLOCK, AdamW8bit, Muon, OptimizerContainer
@@ -51,7 +51,7 @@ def split_optimizer(
 
 def can_fuse(groups: list[dict[str, Any]]) -> bool:
     """Whether torch has a fused AdamW for the devices of all weights in these groups."""
-    return all(capabilities(p.device).fused_adamw for group in groups for p in group["params"])
+    return all(device_capabilities(p.device).fused_adamw for group in groups for p in group["params"])
 
 
 def check_betas(name: str, values: tuple[float, float]) -> None:

@@ -80,13 +80,13 @@ class AuxiliaryModel:
     def measure_memory(self, dims: ParallelDims, step: ProbeStep) -> AuxiliaryModelMemory:
         decoder = build.build_meta_model(self.source, self.quantization, self.adapter)
         parallelize_fake(decoder, dims)
-        self.precision.apply(decoder.requires_grad_(False), dtypes(self.source, decoder), CPU)
+        self.precision.apply(decoder.requires_grad_(False), model_dtypes(self.source, decoder), CPU)
         layers = [list(param_sizes(layer, {})) for layer in decoder.layers]
         inner = {id(p) for layer in decoder.layers for p in layer.parameters()}
         return AuxiliaryModelMemory(list(param_sizes(decoder, {}, inner)), layers, inference_memory(decoder, step))
 
 
-def dtypes(source: HFCheckpoint, decoder: Decoder) -> dict[str, torch.dtype]:
+def model_dtypes(source: HFCheckpoint, decoder: Decoder) -> dict[str, torch.dtype]:
     """Dtypes of the weights of a checkpoint; the default of config.json if there are no weights."""
     if source.has_weights:
         return source.dtypes

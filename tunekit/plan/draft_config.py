@@ -120,7 +120,7 @@ def draft_config(
     if sample.count < LONG_RUN_ROWS and sample.task == "sft":
         draft.set("epochs", 3)
     draft.set("output_dir", f"runs/{draft_name(model, sample.source)}")
-    return fit(draft, lambda tree: load(tree | {"model": source.name}), cluster)
+    return fit_draft(draft, lambda tree: load(tree | {"model": source.name}), cluster)
 
 
 def draft_name(model: str, data: str, task: str | None = None) -> str:
@@ -219,7 +219,7 @@ def add_template(draft: Draft, tokenizer: Tokenizer, sample: RowSample) -> dict[
     return {"chat_template": "chatml"}
 
 
-def fit(draft: Draft, load: LoadConfig, cluster: ClusterSpec) -> Draft:
+def fit_draft(draft: Draft, load: LoadConfig, cluster: ClusterSpec) -> Draft:
     """The draft with the first options that fit, and with the largest micro-batch."""
     for options in LORA_OPTIONS if "adapter" in draft.tree else FULL_OPTIONS:
         candidate = draft.with_options(options)

@@ -147,16 +147,16 @@ def current_cluster(device: torch.device, num_devices: int, num_nodes: int = 1) 
     if info is None:
         return ClusterSpec(num_devices, num_nodes)
     total = info[1]
-    gpu = replace(gpu_by_memory(round(total / GIB) * GIB), device=devices.describe(device))
+    gpu = replace(gpu_by_memory(round(total / GIB) * GIB), device=devices.describe_device(device))
     return ClusterSpec(num_devices, num_nodes, gpu, total, is_assumed=True)
 
 
 def this_machine(num_devices: int | None = None) -> ClusterSpec:
     """Some or all GPUs of this machine; without any, its CPU with the memory that is available."""
-    device = devices.select("auto")
+    device = devices.select_device("auto")
     if device.type == "cpu":
         return ClusterSpec(memory=env_info.available_memory())
-    has_several = devices.capabilities(device).backend is not None
+    has_several = devices.device_capabilities(device).backend is not None
     return current_cluster(
         device, num_devices or (torch.get_device_module(device).device_count() if has_several else 1)
     )

@@ -54,12 +54,12 @@ class ProxyDistillLoss:
     loss: KLDivergenceLoss
 
     def __call__(self, model: Decoder, batch: Batch) -> Tensor:
-        head = teacher(model)
+        head = build_teacher(model)
         count = model.cp_sharding.local_tokens(batch.tokens).numel()
         return self.loss(model, batch, FullTargets(head.weight.new_empty(count, model.spec.dim), head))[0]
 
 
-def teacher(model: Decoder) -> Head:
+def build_teacher(model: Decoder) -> Head:
     """Head of the teacher in the compute dtype, cached so that no step allocates it."""
     if model not in HEADS:
         HEADS[model] = head = Head(replace(model.spec, dim=1))

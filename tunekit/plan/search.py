@@ -45,7 +45,7 @@ def search_config(plan: Estimate) -> SearchResult:
     """Find the fastest overrides that fit. Raise UserError if nothing fits."""
     base = plan.workload
     for workload, options in list_fallbacks(plan):
-        candidates = sorted(list_candidates(replace(plan, workload=workload)), key=partial(rank, base))
+        candidates = sorted(list_candidates(replace(plan, workload=workload)), key=partial(rank_candidate, base))
         for _, candidate in candidates[:NUM_MEASURED]:  # extrapolated profiles are verified
             new = estimate(candidate, plan.cluster)
             if new.peak.total <= memory_limit(plan.cluster):
@@ -61,7 +61,7 @@ def memory_limit(cluster: ClusterSpec) -> float:
     return math.inf if cluster.memory is None else (1 - MEMORY_MARGIN) * cluster.memory
 
 
-def rank(base: Workload, candidate: tuple[float, Workload]) -> tuple[float, int, float]:
+def rank_candidate(base: Workload, candidate: tuple[float, Workload]) -> tuple[float, int, float]:
     """Sort key of a candidate: time, then number of overrides for times that differ by less than 1%."""
     seconds, workload = candidate
     return round(math.log(seconds) / TIME_TOLERANCE), len(diff_overrides(base, workload)), seconds

@@ -29,7 +29,7 @@ from tunekit.plan.auxiliary_models import (
     HasReference,
     HasTeacher,
     auxiliary_models,
-    dtypes,
+    model_dtypes,
     model_or_preset,
     num_reference_passes,
     without_initial_adapter,
@@ -265,7 +265,7 @@ def build_rank_model(workload: Workload, dims: ParallelDims) -> Decoder:
     """Build the model of one rank on the meta device, with its dtypes."""
     decoder = build.build_meta_model(workload.source, workload.quantization, without_initial_adapter(workload.adapter))
     parallelize_fake(decoder, dims)
-    workload.precision.apply(decoder, {} if workload.random_init else dtypes(workload.source, decoder), CPU)
+    workload.precision.apply(decoder, {} if workload.random_init else model_dtypes(workload.source, decoder), CPU)
     return decoder
 
 

@@ -351,7 +351,7 @@ def data_section(info: ModelCardInfo) -> str:
             if loader.summary.is_streaming:  # not read completely
                 continue
             files = find_data_files(source, split)
-            hashes += [[key, code_span(file.name), f"`{sha256(file)}`"] for file in files or ()]
+            hashes += [[key, code_span(file.name), f"`{hash_file(file)}`"] for file in files or ()]
             if not files:  # a remote dataset may change
                 hashes.append([key, "all tokens", f"`{loader.fingerprint}`"])
     sources = format_table(["", "source", "split", "rows", "tokens", "target tokens"], counts)
@@ -367,7 +367,7 @@ def open_loaders(info: ModelCardInfo) -> dict[str, DataLoader]:
     return {key: loader for key, loader in info.loaders.items() if loader is not None}
 
 
-def sha256(file: Path) -> str:
+def hash_file(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -39,20 +39,20 @@ def make_figure(lines: Lines) -> MetricsFigure:
     figure = MetricsFigure(figsize=(9, 6), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplot_mosaic([["loss", "loss"], ["lr", "grad_norm"]], height_ratios=[3, 2])
-    plot_curve(panels["loss"], *series(lines, "loss"), BLUE, "training")
-    eval_loss = series(lines, "eval/loss")
+    plot_curve(panels["loss"], *metric_series(lines, "loss"), BLUE, "training")
+    eval_loss = metric_series(lines, "eval/loss")
     if len(eval_loss[0]):
         panels["loss"].plot(*eval_loss, color=ORANGE, marker="o", markersize=4, linewidth=1.4, label="eval/loss")
         panels["loss"].legend(frameon=False, labelcolor=GRAY)
-    panels["lr"].plot(*series(lines, "lr"), color=GREEN, linewidth=1.6)  # not noisy
-    plot_curve(panels["grad_norm"], *series(lines, "grad_norm"), RED)
+    panels["lr"].plot(*metric_series(lines, "lr"), color=GREEN, linewidth=1.6)  # not noisy
+    plot_curve(panels["grad_norm"], *metric_series(lines, "grad_norm"), RED)
     titles = {"loss": LOSS, "lr": LEARNING_RATE, "grad_norm": "gradient norm"}
     for name, title in titles.items():
         style_axes(panels[name], title)
     return figure
 
 
-def series(lines: Lines, name: str) -> tuple[np.ndarray, np.ndarray]:
+def metric_series(lines: Lines, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of a metric. Non-finite values are NaN, a gap in the plot."""
     points = [(line["step"], np.nan if line[name] is None else line[name]) for line in lines if name in line]
     steps, values = zip(*points, strict=True) if points else ((), ())
@@ -64,10 +64,10 @@ def plot_curve(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, la
         axes.plot(steps, values, color=color, linewidth=1.6, marker="." if len(steps) < 2 else "", label=label)
     else:
         axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.35)
-        axes.plot(steps, smooth(values), color=color, linewidth=1.6, label=label)
+        axes.plot(steps, smooth_values(values), color=color, linewidth=1.6, label=label)
 
 
-def smooth(values: np.ndarray) -> np.ndarray:
+def smooth_values(values: np.ndarray) -> np.ndarray:
     """Running mean over 1/50 of the curve, ignoring NaN."""
     width = max(3, len(values) // 50)
     kernel, is_finite = np.ones(width), np.isfinite(values)

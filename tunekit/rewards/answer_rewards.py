@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from tunekit.environments.answers import is_close, last_number
 from tunekit.errors import FieldError, UserError, check_range
-from tunekit.evaluation.answer_checks import AnswerChecks, is_valid, matches
+from tunekit.evaluation.answer_checks import AnswerChecks, answer_matches, is_valid
 from tunekit.rewards.base import AnswerReward
 from tunekit.rollouts.rollout import Rollout
 
@@ -62,7 +62,7 @@ class RegexMatch(AnswerReward):
 
     def score(self, rollout: Rollout) -> float:
         expected = None if self.column is None else column_text(rollout, self.column)
-        return float(matches(re.compile(self.regex), rollout.completion, expected))
+        return float(answer_matches(re.compile(self.regex), rollout.completion, expected))
 
 
 @dataclass(frozen=True)

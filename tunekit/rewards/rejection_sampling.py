@@ -112,7 +112,7 @@ def tools_of(rollout: Rollout) -> dict[str, Any]:
     return {"tools": list(rollout.prompt.tools)} if rollout.prompt.tools else {}
 
 
-def summarize(scored: Sequence[ScoredRollout], num_rows: int, path: str | None) -> Iterator[str]:
+def summarize_scores(scored: Sequence[ScoredRollout], num_rows: int, path: str | None) -> Iterator[str]:
     """Lines about the result: rows, prompts, and means of the rewards."""
     num_prompts = len({item.rollout.group for item in scored})
     yield f"{num_rows} rows in {path} from {len(scored)} answers to {num_prompts} prompts"

@@ -4,7 +4,7 @@ import re
 from typing import Any, NamedTuple
 
 from tunekit.generation.requests import Answer, FinishReason
-from tunekit.rollouts.openai_client import ResponseError, shorten
+from tunekit.rollouts.openai_client import ResponseError, shorten_text
 
 TOKEN_ID = re.compile(r"token_id:([0-9]{1,20})")  # a token in log-probabilities with return_tokens_as_token_ids
 MIN_LOGPROB, MAX_LOGPROB = -1e30, 1e-3  # -9999.0 is that of an excluded token in vLLM; above 0: rounding of the server
@@ -28,13 +28,13 @@ def parse_completion(response: Any, answer: Answer, model: str, vocab_size: int)
     """Tokens of a response; None if the server has aborted the answer. Raises ResponseError for anything else."""
     fields = expect_object(response, "the response")
     if (name := fields.get("model")) not in (None, model):
-        raise ResponseError(f"the answer is of the model {show(name)} instead of {model!r}")
+        raise ResponseError(f"the answer is of the model {format_value(name)} instead of {model!r}")
     choices = expect_list(fields.get("choices"), "choices")
     if len(choices) != 1:
         raise ResponseError(f"expected one choice, got {len(choices)}")
     choice = expect_object(choices[0], "choices[0]")
     if choice.get("index", 0) != 0:
-        raise ResponseError(f"expected the choice with index 0, got {show(choice['index'])}")
+        raise ResponseError(f"expected the choice with index 0, got {format_value(choice['index'])}")
     for prompt in (fields.get("prompt_token_ids"), choice.get("prompt_token_ids")):
         if prompt is not None and prompt != answer.context:
             raise ResponseError("prompt_token_ids are not the token ids of the request: the server changes prompts")
@@ -42,7 +42,7 @@ def parse_completion(response: Any, answer: Answer, model: str, vocab_size: int)
     if reason == ABORTED:
         return None
     if reason != "stop" and reason != "length":
-        raise ResponseError(f"expected finish_reason 'stop' or 'length', got {show(reason)}")
+        raise ResponseError(f"expected finish_reason 'stop' or 'length', got {format_value(reason)}")
     logprobs = expect_object(choice.get("logprobs") or {}, "logprobs")
     tokens = parse_tokens(choice.get("token_ids"), logprobs.get("tokens"), vocab_size)
     values = parse_logprobs(logprobs.get("token_logprobs"), len(tokens))
@@ -70,7 +70,7 @@ def parse_token_id(text: Any) -> int:
 
 def check_token(token: Any, vocab_size: int) -> None:
     if type(token) is not int or not 0 <= token < vocab_size:
-        problem = f"token id {show(token)} is not one of the {vocab_size:,} tokens of the model"
+        problem = f"token id {format_value(token)} is not one of the {vocab_size:,} tokens of the model"
         raise ResponseError(f"{problem}: the server has another model or tokenizer")
 
 
@@ -86,7 +86,7 @@ def parse_logprobs(values: Any, num_tokens: int) -> list[float]:
 
 def parse_logprob(value: Any) -> float:
     if type(value) not in (int, float) or not MIN_LOGPROB <= value <= MAX_LOGPROB:
-        raise ResponseError(f"expected a finite log-probability, at most 0, got {show(value)}")
+        raise ResponseError(f"expected a finite log-probability, at most 0, got {format_value(value)}")
     return float(value)
 
 
@@ -111,24 +111,26 @@ def parse_models(response: Any) -> list[dict[str, Any]]:
     entries = expect_list(expect_object(response, "the response").get("data"), "data")
     for entry in entries:
         if not isinstance(expect_object(entry, "data").get("id"), str):
-            raise ResponseError(f"expected a model name in id, got {show(entry.get('id'))}")
+            raise ResponseError(f"expected a model name in id, got {format_value(entry.get('id'))}")
     return entries
 
 
 def expect_object(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ResponseError(f"not a response of the OpenAI protocol: {name} is {show(value)} instead of an object")
+        raise ResponseError(
+            f"not a response of the OpenAI protocol: {name} is {format_value(value)} instead of an object"
+        )
     return value
 
 
 def expect_list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ResponseError(f"not a response of the OpenAI protocol: {name} is {show(value)} instead of a list")
+        raise ResponseError(f"not a response of the OpenAI protocol: {name} is {format_value(value)} instead of a list")
     return value
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A JSON value for error messages: lists and objects by their type, as they may be large."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
-    return "null" if value is None else shorten(repr(value[:50] if isinstance(value, str) else value))
+    return "null" if value is None else shorten_text(repr(value[:50] if isinstance(value, str) else value))

@@ -116,16 +116,16 @@ def error_message(response: Response) -> str:
     """Text of an error response in one line."""
     if 300 <= response.status < 400:
         location = response.headers.get("Location", "another address")
-        return f"redirects are not followed, set base_url to the address that {shorten(location)} belongs to"
+        return f"redirects are not followed, set base_url to the address that {shorten_text(location)} belongs to"
     text = response.body.decode(errors="replace")
     try:
         body = json.loads(text)
         text = str(body.get("error", body)["message"])
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass
-    return shorten(text).rstrip(".")
+    return shorten_text(text).rstrip(".")
 
 
-def shorten(text: str) -> str:
+def shorten_text(text: str) -> str:
     """A text of a server in one line of limited length."""
     return " ".join(text[: 10 * MAX_ERROR_LENGTH].split())[:MAX_ERROR_LENGTH]

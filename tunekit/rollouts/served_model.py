@@ -14,7 +14,7 @@ from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
 from tunekit.rollouts.adapter_cleanup import AdapterCleanup
 from tunekit.rollouts.completion import parse_models
-from tunekit.rollouts.openai_client import OpenAIClient, ResponseError, shorten
+from tunekit.rollouts.openai_client import OpenAIClient, ResponseError, shorten_text
 
 LOAD_HINT = (
     "The server must be able to read the directory, and load adapters: vLLM with --enable-lora and "
@@ -35,7 +35,7 @@ class ServedModel:
     def restore(self) -> None:
         """Send the weights again to a server that has lost them. Raises UserError if it does not know the model."""
         names = ", ".join(entry["id"] for entry in list_models(self.client))
-        raise self.client.error(f"{self.name!r} is not one of the models of the server: {shorten(names)}")
+        raise self.client.error(f"{self.name!r} is not one of the models of the server: {shorten_text(names)}")
 
     def release(self) -> None:
         """Remove the weights, which are outdated, from the server. Collective."""

@@ -13,12 +13,12 @@ def check_kernel(kernel: Kernel, context: Context) -> Result:
     try:
         implementation = kernel.implementation(context.device)
         with require_triton_launches() if implementation == "Triton" else nullcontext():
-            return compare(kernel, implementation, context)
+            return compare_kernel(kernel, implementation, context)
     except KernelUnavailableError as error:
         raise CheckSkippedError(str(error)) from error
 
 
-def compare(kernel: Kernel, implementation: str, context: Context) -> Result:
+def compare_kernel(kernel: Kernel, implementation: str, context: Context) -> Result:
     """Number of comparisons, and the largest error of each dtype."""
     differences = [d for case in kernel.make_cases(context.device) for d in case.compare(context.device)]
     for difference in differences:

@@ -88,12 +88,12 @@ def check_resume(context: Context) -> Result:
     full, resumed = context.directory / "full", context.directory / "resumed"
     steps = f"max_steps={STEPS}", f"save_every={SAVED}", f"save_total_limit={STEPS}"
     with deterministic(context):
-        nano.train(full, context.device.type, *steps)
+        nano.train_nano(full, context.device.type, *steps)
         verification = json.loads((full / run_dir.FINAL / VERIFICATION).read_text("utf-8"))
         if not verification["passed"]:
             raise CheckFailedError(f"saved files do not have the logits of the model: {verification}")
         interrupt(full, resumed)
-        nano.train(resumed, context.device.type, *steps)
+        nano.train_nano(resumed, context.device.type, *steps)
     losses = [[line["loss"] for line in nano.read_metrics(directory)] for directory in (full, resumed)]
     check_same_weights(full / run_dir.FINAL, resumed / run_dir.FINAL)
     if losses[0] != losses[1]:

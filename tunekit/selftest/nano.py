@@ -53,7 +53,7 @@ def overrides(directory: Path, device: str, *more: str) -> tuple[str, ...]:
     return (*SHORT_RUN, f"device={device}", f"output_dir={directory}", *more)
 
 
-def train(directory: Path, device: str, *more: str) -> None:
+def train_nano(directory: Path, device: str, *more: str) -> None:
     """Run `tune run sft` in this process."""
     recipe = recipe_loader.load_recipe("sft")
     recipe.main(recipe_loader.load_checked_config(recipe, CONFIG, overrides(directory, device, *more), []))

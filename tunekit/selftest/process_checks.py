@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tunekit.devices import capabilities, has_fast_bf16
+from tunekit.devices import device_capabilities, has_fast_bf16
 from tunekit.distributed.clip_grad import total_grad_norm
 from tunekit.distributed.context import ONE_RANK, DistributedContext
 from tunekit.distributed.launcher import tune_command
@@ -69,7 +69,7 @@ def check_several_ranks(context: Context) -> Result:
     """Losses of N processes equal those of one process."""
     count, kind = num_ranks(context)
     batch = f"global_batch_size={max(8, 2 * count)}", "micro_batch_size=1", f"max_steps={STEPS}"
-    nano.train(context.directory / "alone", context.device.type, *batch)
+    nano.train_nano(context.directory / "alone", context.device.type, *batch)
     run_ranks(context.directory / "ranks", context.device.type, count, batch)
     alone, ranks = (nano.read_metrics(context.directory / name) for name in ("alone", "ranks"))
     if len(alone) != STEPS or len(ranks) != STEPS:
@@ -100,7 +100,7 @@ def num_ranks(context: Context) -> tuple[int, str]:
 
 def require_backend(context: Context) -> str:
     """The name of the device's backend; CheckSkippedError if there is none."""
-    backend = capabilities(context.device).backend
+    backend = device_capabilities(context.device).backend
     if backend is None:
         raise CheckSkippedError(f"torch has no backend for several processes on {context.device.type}")
     if backend == "nccl" and torch.version.hip is not None:

@@ -23,7 +23,7 @@ COMMON = {"root", "user", "localhost"}  # names that identify no one
 STATUSES = ("passed", "failed", "skipped")
 
 
-def build(outcomes: Sequence[Outcome], options: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+def build_report(outcomes: Sequence[Outcome], options: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     """The report as plain data, without secrets."""
     system = next((outcome.values for outcome in outcomes if outcome.check == SYSTEM), {})
     counts = Counter(outcome.status for outcome in outcomes)
@@ -34,17 +34,17 @@ def build(outcomes: Sequence[Outcome], options: Mapping[str, Any], seconds: floa
         "options": dict(options),
         "seconds": round(seconds, 1),
         "counts": {status: counts[status] for status in STATUSES},
-        "system": redact(system),
-        "checks": [redact(check | ({"values": {}} if check["check"] == SYSTEM else {})) for check in checks],
+        "system": redact_value(system),
+        "checks": [redact_value(check | ({"values": {}} if check["check"] == SYSTEM else {})) for check in checks],
     }
 
 
-def redact(value: Any) -> Any:
+def redact_value(value: Any) -> Any:
     """Plain data without secrets, paths, the name of the user and that of the machine. NaN and Inf become null."""
     if isinstance(value, Mapping):
-        return {key: redact(item) for key, item in value.items()}
+        return {key: redact_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [redact(item) for item in value]
+        return [redact_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return redact_text(value) if isinstance(value, str) else value
@@ -67,13 +67,13 @@ def personal_names() -> list[str]:
     return sorted((name for name in names if len(name) >= SHORTEST), key=len, reverse=True)
 
 
-def write(document: Mapping[str, Any], json_file: Path, markdown_file: Path) -> None:
+def write_report(document: Mapping[str, Any], json_file: Path, markdown_file: Path) -> None:
     """Write both files."""
     json_file.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    markdown_file.write_text(markdown(document), encoding="utf-8")
+    markdown_file.write_text(format_markdown(document), encoding="utf-8")
 
 
-def markdown(document: Mapping[str, Any]) -> str:
+def format_markdown(document: Mapping[str, Any]) -> str:
     """The same for readers: failures first."""
     counts = ", ".join(f"{count} {status}" for status, count in document["counts"].items())
     parts = [
@@ -81,13 +81,13 @@ def markdown(document: Mapping[str, Any]) -> str:
     ]
     failed = [check for check in document["checks"] if check["status"] == "failed"]
     if failed:
-        parts.append("## Failed\n\n" + "\n".join(map(failure, failed)) + "\n")
-    parts.append("## System\n\n" + table(("item", "value"), system_rows(document["system"])))
+        parts.append("## Failed\n\n" + "\n".join(map(format_failure, failed)) + "\n")
+    parts.append("## System\n\n" + format_table(("item", "value"), system_rows(document["system"])))
     groups = dict.fromkeys(c["check"].partition(".")[0] for c in document["checks"] if c["check"] != SYSTEM)
     for group in groups:
         checks = [check for check in document["checks"] if check["check"].startswith(f"{group}.")]
         rows = [(c["check"], c["status"], f"{c['seconds']:.1f}", c["detail"]) for c in checks]
-        parts.append(f"## {group.capitalize()}\n\n" + table(("check", "status", "seconds", "result"), rows))
+        parts.append(f"## {group.capitalize()}\n\n" + format_table(("check", "status", "seconds", "result"), rows))
     return "\n".join(parts)
 
 
@@ -98,7 +98,7 @@ def options_line(document: Mapping[str, Any]) -> str:
     return f" Options: {' '.join(words)}."
 
 
-def failure(check: Mapping[str, Any]) -> str:
+def format_failure(check: Mapping[str, Any]) -> str:
     """A failed check, with the last lines of its process if it crashed."""
     log = check["values"].get("log", [])
     block = "\n\n```\n" + "\n".join(log) + "\n```\n" if log else ""
@@ -118,7 +118,7 @@ def system_rows(system: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)

@@ -131,7 +131,7 @@ def model_spec() -> DecoderSpec:
 def measure_step(method: Method, spec: DecoderSpec, shape: tuple[int, int], context: Context) -> Step:
     """Time, operations and bytes of a step of a model with random weights."""
     device = context.device
-    if devices.capabilities(device).memory_stats:
+    if devices.device_capabilities(device).memory_stats:
         torch.get_device_module(device).reset_peak_memory_stats(device)
     model = build_model(method, spec, device)
     batch = build_batch(spec.vocab, *shape).to(device)

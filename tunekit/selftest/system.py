@@ -44,14 +44,14 @@ def check_versions(context: Context) -> Result:
             "git": torch.version.git_version,
         },
         "compiler": compiler_version(),
-        "cpu": env_info.processor(),
+        "cpu": env_info.processor_name(),
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "memory": ", ".join(env_info.memory()),
+        "memory": ", ".join(env_info.memory_lines()),
         "load": round(os.getloadavg()[0], 1),  # other programs slow down the speed checks
         "device": context.device.type,
         "bf16": devices.has_fast_bf16(context.device),
-        "gpus": gpus(),
+        "gpus": list_gpus(),
         "environment": {key: value for key, value in sorted(os.environ.items()) if VARIABLES.fullmatch(key)},
     }
     if torch.cuda.is_available():
@@ -79,14 +79,14 @@ def compiler_version() -> str | None:
     return text.partition("\n")[0] or None
 
 
-def gpus() -> list[dict[str, Any]]:
+def list_gpus() -> list[dict[str, Any]]:
     """Each visible GPU: name, total and free memory, and on CUDA devices the capability."""
     counts = devices.count_devices()
     visible = [torch.device(kind, index) for kind in ("cuda", "xpu") for index in range(counts[kind])]
-    return [gpu(device) for device in visible]
+    return [describe_gpu(device) for device in visible]
 
 
-def gpu(device: torch.device) -> dict[str, Any]:
+def describe_gpu(device: torch.device) -> dict[str, Any]:
     properties = torch.get_device_module(device).get_device_properties(device)
     values = {"name": properties.name, "memory_gib": round(properties.total_memory / 2**30, 1)}
     memory = devices.memory_info(device)

@@ -71,7 +71,7 @@ def run_checks(job: dict[str, Any], send: Send) -> None:
     """Run checks until the last one, or until an error may have left the GPU unusable: the parent starts a new worker
     for the others."""
     try:
-        device = devices.select(job["device"])
+        device = devices.select_device(job["device"])
     except UserError:
         raise SystemExit(NO_DEVICE) from None
     if job["device"] not in ("auto", device.type):

@@ -13,7 +13,7 @@ from tunekit.serving.choices import AnswerToken, Choice, new_id
 from tunekit.serving.engine_thread import EngineThread, Output, QueuedRequest
 from tunekit.serving.errors import APIError
 from tunekit.serving.prompts import Prompt
-from tunekit.serving.responses import DONE, ResponseFormat, event
+from tunekit.serving.responses import DONE, ResponseFormat, format_event
 
 
 class Answering:
@@ -78,7 +78,7 @@ class Answering:
             for chunk in self.response.last_chunks(self.choices):
                 yield chunk
         except APIError as error:
-            yield event(error.body)
+            yield format_event(error.body)
             yield DONE
         finally:
             await tokens.aclose()  # pyright: ignore[reportAttributeAccessIssue]

@@ -25,7 +25,7 @@ from tunekit.generation.stop_strings import StopStrings
 from tunekit.serving.adapter_set import AdapterSet
 from tunekit.serving.answering import Answering
 from tunekit.serving.engine_thread import EngineThread
-from tunekit.serving.errors import APIError, invalid
+from tunekit.serving.errors import APIError, bad_request
 from tunekit.serving.prompts import PromptMaker
 from tunekit.serving.request_fields import (
     ChatRequest,
@@ -129,7 +129,7 @@ class ModelServer:
         """
         limit = self.limits.max_concurrent_requests
         if num_more >= limit:
-            raise invalid("n", f"this server allows at most {limit} answers, got {num_more + 1} for all prompts")
+            raise bad_request("n", f"this server allows at most {limit} answers, got {num_more + 1} for all prompts")
         if self.is_draining:
             raise APIError(503, "the server is shutting down", code="service_unavailable")
         if self.num_active + num_more > limit:

@@ -129,7 +129,7 @@ def format_calls(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def finite(logprob: float) -> float:
+def finite_logprob(logprob: float) -> float:
     """The log-probability; JSON has no -Infinity."""
     return max(logprob, MIN_LOGPROB)
 
@@ -148,7 +148,7 @@ def chat_logprobs(names: TokenNames, tokens: Sequence[AnswerToken]) -> dict[str,
     """Log-probabilities of tokens in the format of chats."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        return {"token": names(token), "logprob": finite(logprob), "bytes": list(names.bytes(token))}
+        return {"token": names(token), "logprob": finite_logprob(logprob), "bytes": list(names.bytes(token))}
 
     content = [
         {**entry(item.token, item.logprob), "top_logprobs": [entry(*pair) for pair in item.top_logprobs]}
@@ -159,10 +159,10 @@ def chat_logprobs(names: TokenNames, tokens: Sequence[AnswerToken]) -> dict[str,
 
 def completion_logprobs(names: TokenNames, tokens: Sequence[AnswerToken], length: int) -> dict[str, Any]:
     """Log-probabilities of tokens in the format of completions. `length` is that of the text, which stops may cut."""
-    top = [{names(token): finite(logprob) for token, logprob in item.top_logprobs} for item, _ in tokens]
+    top = [{names(token): finite_logprob(logprob) for token, logprob in item.top_logprobs} for item, _ in tokens]
     return {
         "tokens": [names(item.token) for item, _ in tokens],
-        "token_logprobs": [finite(item.logprob) for item, _ in tokens],
+        "token_logprobs": [finite_logprob(item.logprob) for item, _ in tokens],
         "top_logprobs": top if any(top) else None,
         "text_offset": [min(offset, length) for _, offset in tokens],
     }

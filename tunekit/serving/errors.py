@@ -17,6 +17,6 @@ class APIError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def invalid(param: str, problem: str) -> APIError:
+def bad_request(param: str, problem: str) -> APIError:
     """Status 400 for a field."""
     return APIError(400, f"{param}: {problem}", param, "invalid_value")

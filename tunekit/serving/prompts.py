@@ -15,7 +15,7 @@ from tunekit.data.tokenizer import TextTooLongError, Tokenizer
 from tunekit.errors import UserError
 from tunekit.serving.choices import ForcedCallParser
 from tunekit.serving.constraints import Grammar, Grammars, call_schema
-from tunekit.serving.errors import APIError, invalid
+from tunekit.serving.errors import APIError, bad_request
 from tunekit.serving.request_fields import (
     DEFAULT_EFFORT,
     EFFORT,
@@ -64,7 +64,7 @@ class PromptMaker:
         values = json.loads(kwargs)
         is_unread = EFFORT in values and EFFORT not in self.tokenizer.template().variables
         if is_unread and values.pop(EFFORT) != DEFAULT_EFFORT:
-            raise invalid(EFFORT, f"must be {DEFAULT_EFFORT}: the chat template of the model does not read it")
+            raise bad_request(EFFORT, f"must be {DEFAULT_EFFORT}: the chat template of the model does not read it")
         tokenizer = with_chat_format(self.tokenizer, None, values)
         maker = PromptMaker(tokenizer, self.max_model_len, self.max_tokens)
         maker.grammars = self.grammars  # do not depend on the template
@@ -108,16 +108,16 @@ class PromptMaker:
         encode = self.with_api_errors(encode_text, "prompt")
         tokens = encode(self.tokenizer, text) if isinstance(text, str) else text
         if not tokens:
-            raise invalid("prompt", "has no tokens. Send a text, or token ids such as that of BOS")
+            raise bad_request("prompt", "has no tokens. Send a text, or token ids such as that of BOS")
         if not all(0 <= token < vocab for token in tokens):
-            raise invalid("prompt", f"must have token ids from 0 to {vocab - 1}")
+            raise bad_request("prompt", f"must have token ids from 0 to {vocab - 1}")
         return tokens
 
     def answer_length(self, num_prompt_tokens: int, options: AnswerOptions, param: str) -> int:
         """Limit on the tokens of an answer. Raises APIError if they do not fit into the context."""
         if self.max_tokens is not None and (options.max_tokens or 0) > self.max_tokens:
             problem = f"this server allows at most {self.max_tokens} tokens per answer, got {options.max_tokens}"
-            raise invalid(options.max_tokens_field, problem)
+            raise bad_request(options.max_tokens_field, problem)
         space = self.max_model_len - num_prompt_tokens
         if space < (options.max_tokens or 1):
             answer = f" and {options.max_tokens_field}={options.max_tokens}" if options.max_tokens else ""

@@ -13,7 +13,7 @@ from tunekit.data.readers.row_reader import json_type
 from tunekit.errors import FieldError, UserError
 from tunekit.generation.sampling import SamplingConfig
 from tunekit.generation.stop_strings import StopStrings
-from tunekit.serving.errors import APIError, invalid
+from tunekit.serving.errors import APIError, bad_request
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -125,13 +125,13 @@ class Fields:
         """Value of a field. Raises APIError for other types than `kinds`; booleans are not numbers."""
         value = self.values.get(name, default)
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-            raise invalid(name, f"must be {noun}, got {json_type(value)}")
+            raise bad_request(name, f"must be {noun}, got {json_type(value)}")
         return value
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
         value = self.typed(name, int | float, "a number", default)
         if not low <= value <= high:
-            raise invalid(name, f"must be >= {low:g} and <= {high:g}, got {value}")
+            raise bad_request(name, f"must be >= {low:g} and <= {high:g}, got {value}")
         return float(value)
 
     def temperature(self) -> float:
@@ -144,7 +144,7 @@ class Fields:
             return None
         value = self.typed(name, int, "an integer")
         if value < low or (high is not None and value > high):
-            raise invalid(name, f"must be >= {low}{'' if high is None else f' and <= {high}'}, got {value}")
+            raise bad_request(name, f"must be >= {low}{'' if high is None else f' and <= {high}'}, got {value}")
         return value
 
     def boolean(self, name: str, default: bool = False) -> bool:
@@ -159,22 +159,22 @@ class Fields:
     def name(self, name: str) -> str:
         """A string that is not blank."""
         if not (value := self.string(name)).strip():
-            raise invalid(name, "must not be empty")
+            raise bad_request(name, "must not be empty")
         return value
 
     def stop_strings(self) -> tuple[str, ...]:
         value = self.values.get("stop", [])
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-            raise invalid("stop", "must be a text or a list of texts that are not empty")
+            raise bad_request("stop", "must be a text or a list of texts that are not empty")
         if len(texts) > MAX_STOP_STRINGS:
-            raise invalid("stop", f"must have at most {MAX_STOP_STRINGS} texts, got {len(texts)}")
+            raise bad_request("stop", f"must have at most {MAX_STOP_STRINGS} texts, got {len(texts)}")
         return tuple(texts)
 
     def stop_token_ids(self) -> frozenset[int]:
         value = self.values.get("stop_token_ids", [])
         if value != [] and not is_tokens(value):
-            raise invalid("stop_token_ids", "must be a list of token ids")
+            raise bad_request("stop_token_ids", "must be a list of token ids")
         return frozenset(value)
 
     def sampling(self) -> SamplingConfig:
@@ -191,7 +191,7 @@ class Fields:
                 seed=secrets.randbits(62) if seed is None else abs(seed),
             )
         except FieldError as error:
-            raise invalid(error.field, error.message) from None
+            raise bad_request(error.field, error.message) from None
 
     def structure(self) -> Structure | None:
         """Form of the answer, by OpenAI's `response_format` or fields of vLLM. Raises APIError if there are several."""
@@ -200,7 +200,7 @@ class Fields:
             if (value := self.values.get(f"guided_{kind}")) is not None:
                 results.append(self.check_structure(kind, value, f"guided_{kind}"))
         if len(results) > 1:
-            raise invalid(results[1].param, f"cannot be combined with {results[0].param}")
+            raise bad_request(results[1].param, f"cannot be combined with {results[0].param}")
         return results[0] if results else None
 
     def response_format(self) -> list[Structure]:
@@ -212,7 +212,7 @@ class Fields:
             return [Structure("json", {"type": "object"}, "response_format")]
         inner = value.get("json_schema")
         if kind != "json_schema" or not isinstance(inner, dict):
-            raise invalid("response_format", "must have type text, json_object, or json_schema with `json_schema`")
+            raise bad_request("response_format", "must have type text, json_object, or json_schema with `json_schema`")
         return [self.check_structure("json", inner.get("schema", {}), "response_format")]
 
     def structured_outputs(self) -> list[Structure]:
@@ -220,11 +220,11 @@ class Fields:
         param = "structured_outputs"
         values = {key: value for key, value in self.object(param).items() if value is not None and value is not False}
         if len(values) > 1:
-            raise invalid(param, f"must have one of json, json_object, regex and choice, got {', '.join(values)}")
+            raise bad_request(param, f"must have one of json, json_object, regex and choice, got {', '.join(values)}")
         if values.pop("json_object", False):
             values = {"json": {"type": "object"}}
         if unknown := values.keys() - {"json", "regex", "choice"}:
-            raise invalid(param, f"{min(unknown)} is not supported. Use json, json_object, regex or choice.")
+            raise bad_request(param, f"{min(unknown)} is not supported. Use json, json_object, regex or choice.")
         return [self.check_structure(kind, value, param) for kind, value in values.items()]
 
     def check_structure(self, kind: Any, value: Any, param: str) -> Structure:
@@ -233,14 +233,14 @@ class Fields:
             try:
                 value = json.loads(value)
             except (ValueError, RecursionError) as error:
-                raise invalid(param, f"must be a JSON Schema: {error}") from None
+                raise bad_request(param, f"must be a JSON Schema: {error}") from None
         if kind == "json" and not isinstance(value, dict):
-            raise invalid(param, f"must be a JSON Schema (an object), got {json_type(value)}")
+            raise bad_request(param, f"must be a JSON Schema (an object), got {json_type(value)}")
         if kind == "regex" and not isinstance(value, str):
-            raise invalid(param, f"must be a regular expression (a string), got {json_type(value)}")
+            raise bad_request(param, f"must be a regular expression (a string), got {json_type(value)}")
         is_list = isinstance(value, list) and bool(value) and all(isinstance(text, str) and text for text in value)
         if kind == "choice" and not is_list:
-            raise invalid(param, "must be a list of texts that are not empty")
+            raise bad_request(param, "must be a list of texts that are not empty")
         return Structure(kind, value, param)
 
 
@@ -272,13 +272,13 @@ def parse_chat_request(body: Mapping[str, Any]) -> ChatRequest:
     fields.check_names(SHARED | CHAT, FIXED | FIXED_CHAT)
     wants_logprobs, top = fields.boolean("logprobs"), fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top and not wants_logprobs:
-        raise invalid("top_logprobs", "needs logprobs: true")
+        raise bad_request("top_logprobs", "needs logprobs: true")
     limits = {name: fields.integer(name, 1) for name in ("max_completion_tokens", "max_tokens")}
     key = next((name for name, limit in limits.items() if limit is not None), "max_tokens")
     options = parse_options(fields, (top or 0) if wants_logprobs else None, limits[key], key)
     messages = body.get("messages")
     if not isinstance(messages, list):
-        raise invalid("messages", f"must be a list of messages, got {json_type(messages)}")
+        raise bad_request("messages", f"must be a list of messages, got {json_type(messages)}")
     try:
         tools = parse_tools(body.get("tools"), "tools")
         tools, is_forced = choose_tools(tools, fields.values.get("tool_choice", "auto"))
@@ -286,7 +286,7 @@ def parse_chat_request(body: Mapping[str, Any]) -> ChatRequest:
     except UserError as error:
         raise APIError(400, str(error), str(error).partition("[")[0].partition(":")[0], "invalid_value") from None
     if is_forced and options.structure is not None:
-        raise invalid(options.structure.param, "cannot be combined with a tool_choice that requires a call")
+        raise bad_request(options.structure.param, "cannot be combined with a tool_choice that requires a call")
     return ChatRequest(conversation, options, is_forced, template_kwargs(fields))
 
 
@@ -298,7 +298,7 @@ def template_kwargs(fields: Fields) -> dict[str, Any]:
     try:
         check_template_kwargs(values)
     except FieldError as error:
-        raise invalid("chat_template_kwargs", error.message) from None
+        raise bad_request("chat_template_kwargs", error.message) from None
     return values
 
 
@@ -306,18 +306,18 @@ def choose_tools(tools: Tools, choice: Any) -> tuple[Tools, bool]:
     """The tools that an answer may call, and whether it must call one. `choice` is `tool_choice`."""
     for index, tool in enumerate(tools or ()):
         if not isinstance(tool.get("function"), dict) or not isinstance(tool["function"].get("name"), str):
-            raise invalid("tools", f"tools[{index}].function must be an object with a name")
+            raise bad_request("tools", f"tools[{index}].function must be an object with a name")
     if choice == "none" or (choice == "auto" and not tools):
         return None, False
     if choice in ("auto", "required"):
         if not tools:
-            raise invalid("tool_choice", "needs tools")
+            raise bad_request("tool_choice", "needs tools")
         return tools, choice == "required"
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     selected = [tool for tool in tools or () if tool["function"]["name"] == name]
     if not selected:
-        raise invalid("tool_choice", "must be none, auto, required, or the name of a function in tools")
+        raise bad_request("tool_choice", "must be none, auto, required, or the name of a function in tools")
     return selected, True
 
 
@@ -328,11 +328,13 @@ def parse_completion_request(body: Mapping[str, Any]) -> CompletionRequest:
     value = fields.values.get("prompt")
     prompts: list[Any] = value if isinstance(value, list) and not is_tokens(value) else [value]
     if not prompts or not all(isinstance(prompt, str) or is_tokens(prompt) for prompt in prompts):
-        raise invalid("prompt", "must be a text, a list of texts, token ids, or a list of lists of token ids")
+        raise bad_request("prompt", "must be a text, a list of texts, token ids, or a list of lists of token ids")
     max_tokens = fields.integer("max_tokens", 1)
     options = parse_options(fields, fields.integer("logprobs", 0, MAX_TOP_LOGPROBS), max_tokens or 16)
     if len(prompts) * options.num_choices > MAX_CHOICES:
-        raise invalid("prompt", f"must have at most {MAX_CHOICES} answers, got {len(prompts) * options.num_choices}")
+        raise bad_request(
+            "prompt", f"must have at most {MAX_CHOICES} answers, got {len(prompts) * options.num_choices}"
+        )
     return CompletionRequest(prompts, options)
 
 

@@ -22,7 +22,7 @@ from tunekit.serving.request_fields import AnswerOptions, Endpoint
 DONE = b"data: [DONE]\n\n"
 
 
-def event(value: dict[str, Any]) -> bytes:
+def format_event(value: dict[str, Any]) -> bytes:
     """One server-sent event."""
     return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
 
@@ -119,9 +119,9 @@ class ResponseFormat:
 
     def chunk(self, choice: dict[str, Any]) -> bytes:
         usage = {"usage": None} if self.options.includes_usage else {}
-        return event({**self.header(is_chunk=True), "choices": [choice], **usage})
+        return format_event({**self.header(is_chunk=True), "choices": [choice], **usage})
 
     def last_chunks(self, choices: Sequence[Choice]) -> list[bytes]:
         """Chunks after all choices are finished."""
         usage = {**self.header(is_chunk=True), "choices": [], "usage": self.usage(choices)}
-        return [*([event(usage)] if self.options.includes_usage else []), DONE]
+        return [*([format_event(usage)] if self.options.includes_usage else []), DONE]

@@ -12,7 +12,7 @@ from tunekit.serving.app import ModelServer
 BACKLOG = 2048  # connections that wait to be accepted
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """Socket of an address. Raises UserError if it is not available, before any weights are read."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -52,6 +52,6 @@ class GracefulServer(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(server: ModelServer, listener: socket.socket, host: str) -> None:
+def serve_requests(server: ModelServer, listener: socket.socket, host: str) -> None:
     """Serve until a signal."""
     GracefulServer(server, host).run(sockets=[listener])

@@ -371,7 +371,7 @@ class TrainConfig:
 def check_training(cfg: TrainConfig) -> None:
     """Raise UserError for what can be found without weights: device, checkpoint, adapter, parallelism, data files."""
     if cfg.device in ("auto", "cpu"):  # a config for a GPU can be checked on a machine without one
-        device = devices.select(cfg.device)
+        device = devices.select_device(cfg.device)
         cfg.memory.check(device)
         if cfg.compile:
             check_compile(device)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tunekit.data.dataloader.batch import LENGTH_MULTIPLE
-from tunekit.devices import capabilities, memory_info, memory_stats
+from tunekit.devices import device_capabilities, memory_info, memory_stats
 from tunekit.distributed.context import DistributedContext
 from tunekit.kernels.attention_choice import AttentionBackend, AttentionCall, choose_attention_backend, get_capabilities
 from tunekit.kernels.device_tensors import copy_to_device
@@ -42,8 +42,8 @@ MAX_ERROR = 1e-2
 
 def find_obstacle(model: Decoder, dist: DistributedContext) -> str | None:
     """Why the layers of a model cannot be graphs; None if they can."""
-    if not capabilities(model.device).graphs:
-        return f"{capabilities(model.device).name} has no CUDA graphs"
+    if not device_capabilities(model.device).graphs:
+        return f"{device_capabilities(model.device).name} has no CUDA graphs"
     if dist.world_size > 1 or is_sharded(model):
         return "there are several processes"
     if model.compute_dtype != torch.bfloat16:
@@ -79,7 +79,7 @@ def set_up_cuda_graphs(model: Decoder, cfg: TrainConfig, dist: DistributedContex
         model.layer_graphs = GraphedLayers(model, capture, MAX_AUTO_WORK if cfg.cuda_graph == "auto" else None)
     elif cfg.cuda_graph is True:
         warn_eager("cuda_graph", reason)
-    elif capabilities(model.device).graphs:
+    elif device_capabilities(model.device).graphs:
         dist.log(f"cuda_graph: auto uses no graphs: {reason}")
 
 

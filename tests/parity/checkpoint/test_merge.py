@@ -255,7 +255,7 @@ def test_vision_tensors_are_copied(tmp_path: Path) -> None:
 
 
 def run_tune(*args: object) -> None:
-    cli.dispatch([str(arg) for arg in args])
+    cli.dispatch_command([str(arg) for arg in args])
 
 
 def test_command_verifies_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

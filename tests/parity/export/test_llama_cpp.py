@@ -25,7 +25,7 @@ from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.layerwise_forward import LazyLogits, ModelSource, checkpoint_logits
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.distributed.context import DistributedContext
-from tunekit.export.gguf_export import export
+from tunekit.export.gguf_export import export_gguf
 from tunekit.export.pretokenizer import PRE_TOKENIZERS
 from tunekit.export.tokenizer import TEXTS, read_vocabulary
 from tunekit.generation import generate
@@ -78,7 +78,7 @@ def test_logits_equal_tunekit(name: str, tmp_path: Path) -> None:
 def nano(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """The bundled model as a file of each type."""
     path = tmp_path_factory.mktemp("nano") / "nano.gguf"
-    export(HFCheckpoint.open(NANO), FrozenModel(), Tokenizer.open(NANO), path, request.param, "x")
+    export_gguf(HFCheckpoint.open(NANO), FrozenModel(), Tokenizer.open(NANO), path, request.param, "x")
     return request.param, path
 
 
@@ -118,7 +118,7 @@ def test_tokens_equal_llama_cpp(kind: str, tmp_path: Path) -> None:
     else:
         write_sentencepiece(directory, kind)
     out, tokenizer = tmp_path / "model.gguf", Tokenizer.open(directory)
-    export(HFCheckpoint.open(directory), FrozenModel(), tokenizer, out, None, "x")
+    export_gguf(HFCheckpoint.open(directory), FrozenModel(), tokenizer, out, None, "x")
     model, (vocabulary, _) = open_llama(out), read_vocabulary(tokenizer, 448, "x")
     texts = [*TEXTS, *TEXT, "a<turn> b <begin>c", "\t x", " 'Re's 12345 "]
     token_ids = [model.tokenize(text.encode(), add_bos=False, special=True) for text in texts]

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.wait import TIMEOUT_SECONDS
 from tunekit.environments.answers import is_expected
 from tunekit.environments.base import Environment, get_tools
-from tunekit.environments.calculator import Calculator, evaluate
+from tunekit.environments.calculator import Calculator, evaluate_expression
 from tunekit.environments.config import (
     CalculatorConfig,
     CustomEnvironmentConfig,
@@ -77,7 +77,7 @@ def test_wrong_calls_are_results() -> None:
      ("max(3, abs(-5))", 5), ("sqrt(16)", 4)],
 )  # fmt: skip
 def test_calculator(expression: str, value: float) -> None:
-    assert evaluate(expression) == value
+    assert evaluate_expression(expression) == value
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_calculator(expression: str, value: float) -> None:
 )  # fmt: skip
 def test_calculator_refuses_other_code(expression: str) -> None:
     with pytest.raises((ValueError, ArithmeticError)):
-        evaluate(expression)
+        evaluate_expression(expression)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from tunekit.checkpoint.merge import MergedCheckpoint
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
 from tunekit.export.architecture import ARCHITECTURES, FUSED, MODULES
-from tunekit.export.gguf_export import export, source_fields
+from tunekit.export.gguf_export import export_gguf, source_fields
 from tunekit.export.gguf_plan import build_gguf_plan
 from tunekit.export.pretokenizer import QWEN2
 from tunekit.export.quant_types import QUANT_TYPES, parse_quant_type
@@ -71,7 +71,7 @@ def test_transformers_opens_the_file(name: str, tmp_path: Path) -> None:
         regex_pre_tokenizer(QWEN2),
     )
     out = tmp_path / "model.gguf"
-    gguf_file = export(HFCheckpoint.open(directory), FrozenModel(), Tokenizer.open(directory), out, None, "x").file
+    gguf_file = export_gguf(HFCheckpoint.open(directory), FrozenModel(), Tokenizer.open(directory), out, None, "x").file
     rows = random_tokens(length=min(23, gguf_file.spec.context))
     opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=out.name, dtype=torch.float32)
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_every_type(quant_type: str, tmp_path: Path) -> None:
     )
     source = HFCheckpoint.open(directory)
     out = tmp_path / "model.gguf"
-    result = export(source, FrozenModel(), Tokenizer.open(directory), out, quant_type, "x")
+    result = export_gguf(source, FrozenModel(), Tokenizer.open(directory), out, quant_type, "x")
     kinds = {tensor.name: tensor.tensor_type.name.lower() for tensor in gguf.GGUFReader(out).tensors}
     default_kind = "q8_0" if quant_type == "mxfp4_moe" else quant_type
     is_small, is_ternary = quant_type.startswith(("q4", "q5")), quant_type.startswith("tq")
@@ -169,7 +169,7 @@ def test_fp16_overflow_is_detected(tmp_path: Path) -> None:
     model.save_pretrained(directory)
     out = tmp_path / "model.gguf"
     with pytest.raises(UserError, match=r"token_embd.weight.* inf .*F16"):
-        export(HFCheckpoint.open(directory), FrozenModel(), Tokenizer.open(directory), out, "f16", "x")
+        export_gguf(HFCheckpoint.open(directory), FrozenModel(), Tokenizer.open(directory), out, "f16", "x")
     assert out.is_file()
 
 
@@ -246,5 +246,5 @@ def test_license_and_base_are_stored(tmp_path: Path) -> None:
     assert source_fields(source, "mine", derived=False) == expected | {"general.source.repo_url": url}
     base = {"general.base_model.0.name": "acme/small", "general.base_model.0.repo_url": url}
     assert source_fields(source, "mine", derived=True) == expected | base | {"general.base_model.count": 1}
-    gguf_file = export(source, FrozenModel(), Tokenizer.open(directory), tmp_path / "x.gguf", None, "mine").file
+    gguf_file = export_gguf(source, FrozenModel(), Tokenizer.open(directory), tmp_path / "x.gguf", None, "mine").file
     assert {key: gguf_file.config[key] for key in expected} == expected

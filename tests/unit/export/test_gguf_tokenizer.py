@@ -24,7 +24,7 @@ from tunekit.adapters.config import FrozenModel
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.data.tokenizer import Tokenizer
 from tunekit.errors import UserError
-from tunekit.export.gguf_export import export
+from tunekit.export.gguf_export import export_gguf
 from tunekit.export.pretokenizer import GPT2, LLAMA3, PRE_TOKENIZERS
 from tunekit.export.tokenizer import TEXTS, read_vocabulary
 from tunekit.export.vocabulary import SentencePieceBPE, Vocabulary, merge_pairs
@@ -41,7 +41,7 @@ def read_back(directory: Path, shape: str = "qwen3") -> Vocabulary:
     out = directory / "model.gguf"
     tokenizer = Tokenizer.open(directory / "model")
     return Vocabulary.from_fields(
-        export(HFCheckpoint.open(directory / "model"), FrozenModel(), tokenizer, out, None, "x").file.config
+        export_gguf(HFCheckpoint.open(directory / "model"), FrozenModel(), tokenizer, out, None, "x").file.config
     )
 
 

@@ -44,6 +44,6 @@ def test_incomplete_file_is_retried_a_few_times(monkeypatch: pytest.MonkeyPatch)
         raise OSError("Consistency check failed: size 5 (a.bin).\nPlease retry with `force_download=True`.")
 
     with pytest.raises(UserError) as error, errors.wrap_hub_errors("owner/model"):
-        errors.retry(download, "owner/model")
+        errors.retry_call(download, "owner/model")
     assert len(delays) == errors.MAX_ATTEMPTS - 1
     assert "owner/model" in str(error.value) and "force" not in str(error.value)

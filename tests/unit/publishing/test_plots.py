@@ -35,7 +35,7 @@ def test_any_metrics_can_be_plotted(lines: list[dict[str, Any]], tmp_path: Path)
 
 def test_missing_values_are_gaps() -> None:
     lines = [{"step": 2, "loss": 1.0}, {"step": 2, "eval/loss": 9.0}, {"step": 4, "loss": None}]
-    steps, values = plots.series(lines, "loss")
+    steps, values = plots.metric_series(lines, "loss")
     np.testing.assert_equal(steps, [2, 4])
     np.testing.assert_equal(values, [1.0, np.nan])
 
@@ -44,6 +44,6 @@ def test_smoothed_curve_is_the_mean_of_adjacent_values() -> None:
     values = np.random.default_rng(0).normal(size=150)
     values[70:75] = np.nan
     expected = [np.nanmean(values[max(0, i - 1) : i + 2]) for i in range(150) if not 70 < i < 74]
-    actual = plots.smooth(values)
+    actual = plots.smooth_values(values)
     np.testing.assert_allclose(np.delete(actual, [71, 72, 73]), expected)
     assert np.isnan(actual[71:74]).all()

@@ -141,7 +141,7 @@ def test_kernels_are_skipped_if_they_cannot_be_stored(tmp_path: Path) -> None:
 
 def test_paths_and_numbers_that_are_not_finite_are_redacted() -> None:
     values = {"log": ['File "/opt/env/lib/python3.12/site-packages/torch/nn.py", line 3'], "error": float("nan")}
-    document = report.build([Outcome("kernels.glu", "failed", 1.0, "see /srv/jobs/x.log", values)], {}, 1.0)
+    document = report.build_report([Outcome("kernels.glu", "failed", 1.0, "see /srv/jobs/x.log", values)], {}, 1.0)
     (check,) = document["checks"]
     assert check["detail"] == "see x.log" and check["values"]["error"] is None
     assert check["values"]["log"] == ['File "nn.py", line 3']

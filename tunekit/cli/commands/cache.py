@@ -21,14 +21,14 @@ def main(args: argparse.Namespace) -> None:
     if directory is None:
         raise UserError(f"{cache_dir.CACHE_VARIABLE}={cache.OFF}: the cache is disabled")
     if args.action == "clear":
-        print(clear(args, directory))
+        print(clear_entries(args, directory))
     elif args.keys or args.older_than or args.all:
         raise UserError("keys, --older-than and --all require `tune cache clear`")
     else:
-        print(show(cache.list_entries(), cache.list_unfinished(), directory))
+        print(print_entries(cache.list_entries(), cache.list_unfinished(), directory))
 
 
-def show(entries: list[cache.CacheEntry], unfinished: list[Path], directory: Path) -> str:
+def print_entries(entries: list[cache.CacheEntry], unfinished: list[Path], directory: Path) -> str:
     """Table of the entries, most recently used first."""
     head = ("key", "size", "rows", "tokens", "made", "used", "source")
     lines = [head, *map(entry_row, entries)]
@@ -61,7 +61,7 @@ def format_age(when: float) -> str:
     return "now" if name is None else f"{seconds // UNITS[name]:.0f}{name} ago"
 
 
-def clear(args: argparse.Namespace, directory: Path) -> str:
+def clear_entries(args: argparse.Namespace, directory: Path) -> str:
     """Remove the selected entries. Entries in use are not removed."""
     if not (args.keys or args.older_than or args.all):
         raise UserError("missing entries. Pass keys from `tune cache`, --older-than 30d, or --all")

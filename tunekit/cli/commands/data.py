@@ -28,9 +28,9 @@ def main(args: argparse.Namespace) -> None:
         print(json.dumps(view.to_dict(), indent=2, ensure_ascii=False))
     else:
         rows = view.rows if args.row or args.num_rows is not None else view.rows[:TERMINAL_ROWS]
-        show(replace(view, rows=rows), terminal_size(args.no_color), full=bool(args.row))
+        print_examples(replace(view, rows=rows), terminal_size(args.no_color), full=bool(args.row))
     if args.html:
-        write(Path(args.html).expanduser(), view, args.config)
+        write_report(Path(args.html).expanduser(), view, args.config)
     if errors := [finding for finding in view.findings if finding.severity == "wrong"]:
         raise UserError(f"not usable for training: {errors[0]}")
 
@@ -48,7 +48,7 @@ def terminal_size(no_color: bool) -> terminal.TerminalSize:
     return terminal.TerminalSize(max(shutil.get_terminal_size((120, 24)).columns, 20), color)
 
 
-def show(view: DataReport, screen: terminal.TerminalSize, full: bool) -> None:
+def print_examples(view: DataReport, screen: terminal.TerminalSize, full: bool) -> None:
     for stats in view.stats:
         print("\n".join(terminal.format_stats(stats, screen)))
     for row in view.rows:
@@ -58,7 +58,7 @@ def show(view: DataReport, screen: terminal.TerminalSize, full: bool) -> None:
     print("\n".join(terminal.format_findings(view.findings, screen)))
 
 
-def write(path: Path, view: DataReport, title: str) -> None:
+def write_report(path: Path, view: DataReport, title: str) -> None:
     if path.suffix not in (".html", ".htm"):
         raise UserError(f"--html {path}: the file name must end in .html")
     try:

@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> None:
     for problem in draft.problems:
         print(f"warning: {problem}", file=sys.stderr)
     print(f"written: {output}", file=sys.stderr)
-    print(describe(draft, sample, output, cluster))
+    print(describe_draft(draft, sample, output, cluster))
 
 
 def load_draft(cls: type, tree: dict[str, Any]) -> Any:
@@ -66,7 +66,7 @@ def open_source(model: str) -> tuple[HFCheckpoint, bool]:
     return source, True
 
 
-def describe(draft: Draft, sample: RowSample, output: Path, cluster: ClusterSpec) -> str:
+def describe_draft(draft: Draft, sample: RowSample, output: Path, cluster: ClusterSpec) -> str:
     """The plan in one line, and the commands to type next."""
     assert draft.plan is not None
     run = f"tune run {output}" + (f" --nproc-per-node {cluster.devices}" if cluster.devices > 1 else "")

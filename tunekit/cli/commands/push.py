@@ -25,13 +25,13 @@ def upload_result(args: argparse.Namespace) -> str | None:
     folder, ours = publish.find_result_dir(args.folder)
     unverified = check_verified(folder, ours, args.force)
     if not args.merge_adapter:
-        return send(folder, unverified, args)
+        return push_folder(folder, unverified, args)
     if args.dry_run:
         raise UserError(
             "--dry-run: does not merge, so the files of --merge-adapter are unknown. Run `tune merge` first"
         )
     with publish.merged_dir(folder, args.merged_dir and Path(args.merged_dir).expanduser()) as merged:
-        return send(merged, check_verified(merged, True, args.force) or unverified, args)
+        return push_folder(merged, check_verified(merged, True, args.force) or unverified, args)
 
 
 def check_verified(folder: Path, ours: bool, force: bool) -> bool:
@@ -42,7 +42,7 @@ def check_verified(folder: Path, ours: bool, force: bool) -> bool:
     return problem is not None
 
 
-def send(folder: Path, unverified: bool, args: argparse.Namespace) -> str | None:
+def push_folder(folder: Path, unverified: bool, args: argparse.Namespace) -> str | None:
     """Upload a directory, and return its URL. In a dry run, print its files."""
     publish.warn_local_base(folder)
     with publish.stage_files(folder, args.repo, unverified, query_hub=not args.dry_run) as files:

@@ -25,7 +25,7 @@ def main(args: argparse.Namespace) -> None:
         run_worker(args)
     elif uses_workers and not worker_env.has_launcher_env() and worker_env.REPORT not in os.environ:
         with StopRequests() as stop_requests:
-            launch(args, stop_requests)
+            launch_recipe(args, stop_requests)
     else:
         with imports_without_gc():
             worker = import_module("tunekit.cli.commands.run_worker")
@@ -57,7 +57,7 @@ def launch_config(args: argparse.Namespace) -> LaunchConfig:
     return LaunchConfig(slurm_job.gpus, slurm_job.nodes, rendezvous, restarts=args.max_restarts)
 
 
-def launch(args: argparse.Namespace, stop_requests: StopRequests) -> None:
+def launch_recipe(args: argparse.Namespace, stop_requests: StopRequests) -> None:
     """Run the checks in a subprocess, so that this process does not import torch, then start the ranks."""
     summary = launcher.check_in_subprocess(args.words, stop_requests)
     folder = summary["folder"] and Path(summary["folder"])

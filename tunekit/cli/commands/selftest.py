@@ -25,11 +25,11 @@ def main(args: argparse.Namespace) -> None:
     json_file, markdown_file = report_files(args.output)
     print(f"{len(checks)} checks, up to 3 minutes; nothing is downloaded or sent\n", flush=True)
     start = time.monotonic()
-    outcomes = run(Runner(args.device, args.quick, print_outcome), checks)
+    outcomes = run_checks(Runner(args.device, args.quick, print_outcome), checks)
     options = {"device": args.device, "quick": args.quick, "only": args.only}
-    document = report.build(outcomes, options, time.monotonic() - start)
+    document = report.build_report(outcomes, options, time.monotonic() - start)
     try:
-        report.write(document, json_file, markdown_file)
+        report.write_report(document, json_file, markdown_file)
     except OSError as error:  # a full disk
         raise UserError(f"--output {args.output}: cannot write the report: {error.strerror}.") from error
     counts = ", ".join(f"{count} {status}" for status, count in document["counts"].items())
@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> None:
         raise SystemExit(1)
 
 
-def run(runner: Runner, checks: list[Check]) -> list[Outcome]:
+def run_checks(runner: Runner, checks: list[Check]) -> list[Outcome]:
     """Run checks. After Ctrl-C, print that there is no report."""
     try:
         return runner.run(checks)

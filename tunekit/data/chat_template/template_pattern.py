@@ -99,7 +99,7 @@ def find_pattern(text: str, probe: str, spans: list[Span]) -> TemplatePattern | 
     transforms = detect_transforms(literals, text_indices, probe)
     if transforms is None:
         return None
-    offsets = [(locate(literal_spans, start), locate(literal_spans, end)) for start, end in spans]
+    offsets = [(locate_literals(literal_spans, start), locate_literals(literal_spans, end)) for start, end in spans]
     return TemplatePattern(literals, text_indices, transforms, offsets)
 
 
@@ -123,6 +123,6 @@ def detect_transforms(literals: list[str], text_indices: list[int], probe: str) 
     ]
 
 
-def locate(literal_spans: list[Span], offset: int) -> LiteralOffset:
+def locate_literals(literal_spans: list[Span], offset: int) -> LiteralOffset:
     """Return the literal that contains a character, and the offset in it. One sentinel separates two literals."""
     return next((number, offset - low) for number, (low, high) in enumerate(literal_spans) if low <= offset <= high)

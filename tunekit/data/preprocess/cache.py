@@ -70,12 +70,12 @@ def open_or_build(entry: Path, lock: "CacheLock", build: BuildFn, log: LogFn) ->
             return TokenizedDataset.open(entry, lock)
         if lock.acquire_exclusive():
             if not is_complete(entry):
-                publish(entry, build)
+                publish_entry(entry, build)
         else:  # another process has the lock
             time.sleep(0.05)
 
 
-def publish(entry: Path, build: BuildFn) -> None:
+def publish_entry(entry: Path, build: BuildFn) -> None:
     """Build an entry atomically. Removes what interrupted processes have left of it."""
     for path in (entry, *entry.parent.glob(f"{entry.name}*{PARTIAL}")):
         shutil.rmtree(path, ignore_errors=True)

@@ -52,7 +52,7 @@ def track_rows(rows: Sequence[Row | BadRow], progress: memoryview) -> Iterator[R
     progress[0] = len(rows)
 
 
-def receive(pipe: Connection) -> Any:
+def receive_message(pipe: Connection) -> Any:
     """The next message. Raise EOFError if the pool has ended, also in the middle of a message."""
     try:
         return pipe.recv()
@@ -60,9 +60,9 @@ def receive(pipe: Connection) -> Any:
         raise EOFError from error
 
 
-def serve(pipe: Connection, progress: memoryview) -> None:
+def serve_chunks(pipe: Connection, progress: memoryview) -> None:
     """Receive the config and tokenizer, then tokenize chunk by chunk."""
-    modules, task = receive(pipe)
+    modules, task = receive_message(pipe)
     for module in modules:
         module.load()
     with TokenizerErrors("the tokenizer cannot be copied to a worker process", "Check tokenizer.json."):
@@ -71,7 +71,7 @@ def serve(pipe: Connection, progress: memoryview) -> None:
     pipe.send(None)  # ready
     while True:
         try:
-            result = tokenize_chunk(config, tokenizer, receive(pipe), progress)
+            result = tokenize_chunk(config, tokenizer, receive_message(pipe), progress)
         except UserError as error:
             result = UserError(str(error))
         pipe.send(result)
@@ -81,7 +81,7 @@ def main() -> None:
     pipe, progress = Connection(int(sys.argv[1])), memoryview(mmap.mmap(int(sys.argv[2]), PROGRESS_BYTES)).cast("q")
     os.dup2(2, 1)  # the output of user code must not mix with the output of the command
     try:
-        serve(pipe, progress)
+        serve_chunks(pipe, progress)
     except (EOFError, ConnectionError):  # the pool has closed the pipe
         pass
     except UserError as error:

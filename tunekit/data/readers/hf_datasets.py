@@ -70,7 +70,7 @@ def load_from_hub(name: str, split: str, load: Callable[[str, str | None, str | 
     path, _, config = path_and_config.partition(":")
     problem = f"no such file or directory, and cannot load split {split!r} from the Hub"
     with LibraryErrors(lambda error: f"{name}: {problem}: {explain_error(error, path)}"):
-        return errors.retry(lambda: load(path, config or None, revision or None), name)
+        return errors.retry_call(lambda: load(path, config or None, revision or None), name)
 
 
 def explain_error(error: BaseException, path: str) -> str:
