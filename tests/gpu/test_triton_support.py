@@ -170,7 +170,7 @@ def test_kernels_that_cannot_launch_leave_their_work_to_torch(
 ) -> None:
     if name in REPLACED:
         monkeypatch.setattr(*REPLACED[name])
-    monkeypatch.setattr(triton_support, "capabilities", lambda device: AMPERE)
+    monkeypatch.setattr(triton_support, "device_capabilities", lambda device: AMPERE)
     triton_support.can_launch.cache_clear()
     with FakeTensorMode(), torch.no_grad():
         x = torch.zeros(4, 64, device="cuda", dtype=torch.bfloat16)

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -200,14 +201,19 @@ def test_loaded_model_is_trained_as_it_was_loaded(workspace: Workspace) -> None:
 
 
 def test_runs_are_freed(finetune: Callable[..., tunekit.Run]) -> None:
+    existing = weakref.WeakSet(find_models_and_optimizers())  # of other tests
     finetune(output_dir="stopped", callbacks=[interrupt_at(2)])
     run = finetune(output_dir="out")
     with pytest.raises(tunekit.UserError):
         finetune(output_dir="failed", callbacks=[fail])
     run.chat("Hello", max_new_tokens=2)
     del run
+    assert not [item for item in find_models_and_optimizers() if item not in existing]
+
+
+def find_models_and_optimizers() -> list[Decoder | AdamW]:
     gc.collect()
-    assert not [item for item in gc.get_objects() if isinstance(item, Decoder | AdamW)]
+    return [item for item in gc.get_objects() if isinstance(item, Decoder | AdamW)]
 
 
 def test_runs_in_other_threads(finetune: Callable[..., tunekit.Run]) -> None:

@@ -74,7 +74,7 @@ def export_gguf(args: argparse.Namespace, out: Path) -> None:
     source, adapter, tokenizer = resolve_unchanged(args.model)
     require_language_model(source, args.model)
     name = Path(args.model.partition("@")[0]).name or out.stem
-    result = tools.export(source, adapter, tokenizer, out, args.type, name)
+    result = tools.export_gguf(source, adapter, tokenizer, out, args.type, name)
     print_line(f"{result.quant_type}, {format_bytes(out.stat().st_size)}")
     for kind, error in result.rounding_errors.items():
         exact = "exact" if error.worst == 0 else f"largest error {error.worst:.0%} of the limit of the type"

@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> None:
     cfg, adapters = ServeConfig.from_args(args), parse_adapters(args)
     checkpoint = check_model(cfg, adapters, args.allow_runtime_lora_updating)
     max_model_len = choose_max_model_len(args.max_model_len, checkpoint.spec.context)
-    listener = server.bind(args.host, args.port)
+    listener = server.bind_socket(args.host, args.port)
     dist = DistributedContext(cfg.sampling.seed, cfg.device, cfg.parallel)
     with dist:
         model, tokenizer = cfg.load_model(cfg.model, dist)
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> None:
         )
         name = args.served_model_name or args.model
         read_tokenizer = cfg.read_tokenizer if args.allow_runtime_lora_updating else None
-        server.serve(
+        server.serve_requests(
             app.ModelServer(name, tokenizers, engine, adapter_set, limits, read_tokenizer), listener, args.host
         )
 
