@@ -135,10 +135,6 @@ def read_checkpoint_and_adapter(
     return cfg.with_head(checkpoint), adapter
 
 
-def has_tokenizer(directory: Path) -> bool:
-    return (directory / "tokenizer.json").is_file()
-
-
 def open_tokenizer(checkpoint: HFCheckpoint, today: date | None = None) -> Tokenizer:
     """The tokenizer of a checkpoint. Chat templates that print the date print `today`."""
     path, spec = checkpoint.tokenizer_path, checkpoint.spec

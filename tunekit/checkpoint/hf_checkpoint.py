@@ -196,6 +196,10 @@ class HFCheckpoint:
         return (self.tokenizer_dir or self.directory).path
 
     @property
+    def has_tokenizer(self) -> bool:
+        return (self.tokenizer_dir or self.directory).has_tokenizer
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer, with new tokens and the chat template of the run."""
         return self.chat_tokenizer or (self.tokenizer_dir or self.directory).tokenizer

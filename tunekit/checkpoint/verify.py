@@ -22,8 +22,7 @@ from tunekit.checkpoint.adapter_dir import AdapterDir
 from tunekit.checkpoint.final_checkpoint import VERIFICATION as FILE
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.checkpoint.layerwise_forward import LazyLogits, LogitsFn, ModelSource, checkpoint_logits
-from tunekit.checkpoint.model_dir import read_json
-from tunekit.data.tokenizer import Tokenizer
+from tunekit.checkpoint.model_dir import ModelDir, read_json
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import UserError
 from tunekit.models.decoder import Decoder
@@ -276,8 +275,9 @@ def probe_prompts(folder: Path, spec: DecoderSpec) -> list[list[int]]:
     """Short prompts as token ids: random tokens, texts, and questions in the chat template."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(spec.vocab, (length,), generator=generator).tolist() for length in RANDOM_LENGTHS]
-    if (folder / "tokenizer.json").is_file():
-        tokenizer = Tokenizer.open(folder)
+    directory = ModelDir(folder)
+    if directory.has_tokenizer:
+        tokenizer = directory.tokenizer
         rows += tokenizer.encode_texts(TEXTS, special=True)
         with suppress(UserError):  # no chat template, or it rejects a single user message
             rows += [tokenizer.encode_prompt([{"role": "user", "content": text}]) for text in QUESTIONS]

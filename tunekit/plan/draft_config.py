@@ -149,7 +149,7 @@ def add_data(draft: Draft, source: HFCheckpoint, sample: RowSample, load: LoadCo
     data, length = dict(sample.data), f"{sample.count:,} rows: {sample.row_format.description}"
     length += ", and other formats" if sample.is_mixed else ""
     max_length, packing = min(DEFAULT_LENGTH, source.spec.context), False
-    if (source.tokenizer_path / "tokenizer.json").is_file():
+    if source.has_tokenizer:
         tokenizer = Tokenizer.open(source.tokenizer_path)
         data |= add_template(draft, tokenizer, sample)
         tokenizer = source.with_new_tokens((), draft.tree.get("new_special_tokens", ())).chat_tokenizer or tokenizer

@@ -95,7 +95,7 @@ def open_rows(rows: DatasetConfig) -> RowReader | None:
 
 def open_tokenizer(source: HFCheckpoint | None) -> Tokenizer | None:
     """The tokenizer of a checkpoint if its files are on this machine."""
-    if source is None or not build.has_tokenizer(source.tokenizer_path):
+    if source is None or not source.has_tokenizer:
         return None
     return build.open_tokenizer(source)
 

@@ -237,17 +237,16 @@ def without_flash(cluster: ClusterSpec) -> list[str]:
 
 def with_head(cfg: TrainingOptions, source: HFCheckpoint) -> HFCheckpoint:
     """Add the head that a recipe trains. A preset has no tokenizer; any tokenizer works, because no rows are read."""
-    has_tokenizer = build.has_tokenizer(source.tokenizer_path)
-    return cfg.with_head(
-        source if has_tokenizer else replace(source, tokenizer_dir=ModelDir(next(iter(assets.MODELS.values()))))
-    )
+    if not source.has_tokenizer:
+        source = replace(source, tokenizer_dir=ModelDir(next(iter(assets.MODELS.values()))))
+    return cfg.with_head(source)
 
 
 def with_new_tokens(cfg: TrainingOptions, source: HFCheckpoint) -> HFCheckpoint:
     """Add the rows of new tokens: at most one for each token if the tokenizer is not on this machine."""
     if cfg.adapter.adapter_path is not None and AdapterDir.is_adapter(Path(cfg.adapter.adapter_path)):
         source = with_adapter_tokens(cfg.model_dirs.open(AdapterDir, Path(cfg.adapter.adapter_path)), source)
-    if build.has_tokenizer(source.tokenizer_path):
+    if source.has_tokenizer:
         return source.with_new_tokens(cfg.new_tokens, cfg.new_special_tokens)
     ids = range(source.spec.vocab, source.spec.vocab + len(cfg.new_tokens) + len(cfg.new_special_tokens))
     return replace(source.with_vocab_size(ids.stop), trained_ids=tuple(ids)) if ids else source
