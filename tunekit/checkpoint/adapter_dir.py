@@ -46,7 +46,10 @@ class AdapterDir(ModelDir):
     @cached_property
     def header(self) -> SafetensorsHeader:
         if not self.file.is_file():
-            raise UserError(f"{self.path}: not an adapter directory (no {TENSORS})")
+            raise UserError(
+                f"{self.path}: no {TENSORS}, the only file of weights that is read. Convert adapter_model.bin with "
+                "PEFT: PeftModel.from_pretrained(base_model, path).save_pretrained(path)"
+            )
         return SafetensorsHeader.read(self.file)
 
     def metadata(self, key: str) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.dense_shapes import LLAMA3, YARN
 from tests.helpers.random_checkpoints import SHAPES, build, load_model, make_checkpoint, rewrite_config, save
+from tunekit.checkpoint.adapter_dir import AdapterDir
 from tunekit.checkpoint.hf_checkpoint import INDEX, PICKLE, PICKLE_INDEX, WEIGHTS, HFCheckpoint
 from tunekit.errors import UserError
 
@@ -110,6 +111,17 @@ def test_adapter_or_run_dir_is_no_checkpoint(directory: Path) -> None:
     assert_rejected(f"tune merge BASE {run} OUT", run)
     (run / "final/adapter_config.json").rename(run / "final/config.json")
     assert_rejected(f"{run}/final", run)
+
+
+def test_error_for_pickled_adapter_explains_conversion(tmp_path: Path) -> None:
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    torch.save({}, tmp_path / "adapter_model.bin")
+    with pytest.raises(UserError) as caught:
+        AdapterDir.open(tmp_path).header  # noqa: B018
+    for text in (str(tmp_path), "adapter_model.safetensors", "adapter_model.bin", "save_pretrained"):
+        assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def with_header_length(length: int, body: bytes) -> bytes:
