@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.checkpoint.atomic import check_writable, write_text_atomic
+from tunekit.data.column_templates import Transform
 from tunekit.data.readers.open_dataset import find_data_files
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.data.transforms import Filter, RemoveColumns, RenameColumns
 from tunekit.distributed.context import DistributedContext
 from tunekit.environments.config import EnvironmentChoice
 from tunekit.errors import FieldError, check_range
@@ -44,7 +44,7 @@ class GenerateConfig(InferenceConfig):
     prompts: tuple[str, ...] = ()  # User messages
     source: str | None = None  # Dataset with a column `prompt`, or with conversations, whose last answers are left out
     split: str = "train"  # Split of `source`
-    transforms: tuple[RenameColumns | Filter | RemoveColumns, ...] = ()  # Change or filter the rows of `source` first
+    transforms: tuple[Transform, ...] = ()  # Change or filter the rows of `source` first
     system_prompt: str | None = None  # System message
     apply_chat_template: bool = True  # Format prompts with the chat template; false: continue the text
     num_return_sequences: int = 1  # Answers to each prompt; several need sampling.temperature > 0

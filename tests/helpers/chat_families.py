@@ -66,6 +66,7 @@ FAMILIES = {
     "alpaca": Family(("<s>", "</s>"), "<s>", "</s>", same_twice("{}</s>")),
     "chatml": Family(IM, None, "<|im_end|>", same_twice("{}<|im_end|>")),
     "zephyr": Family(("<s>", "</s>"), "<s>", "</s>", same_twice("{}</s>")),
+    "inst": Family(("<s>", "</s>"), "<s>", "</s>", same_twice(" {}</s>"), metaspace=True),
     "llama2": Family(("<s>", "</s>"), "<s>", "</s>", same_twice(" {} </s>"), metaspace=True),
     "llama3": Family(LLAMA3, LLAMA3[0], "<|eot_id|>", same_twice("{}<|eot_id|>")),
     "llama3_tools": Family(LLAMA3, LLAMA3[0], "<|eot_id|>", same_twice("{}<|eot_id|>"), (LLAMA_CALL, "{}<|eot_id|>")),

@@ -22,6 +22,7 @@ from tunekit.data.chat_template.messages import (
 )
 from tunekit.data.chat_template.template import TemplateKwargs, check_template_kwargs, find_template
 from tunekit.data.column_roles import Columns, column_roles, complete_columns
+from tunekit.data.column_templates import Transform
 from tunekit.data.column_usage import ColumnUsage
 from tunekit.data.document import UNEQUAL_WEIGHTS, DocFlags, Document
 from tunekit.data.preference_prompts import find_prompt_column, read_prompt_messages, starts_with_prompt
@@ -30,7 +31,7 @@ from tunekit.data.readers.row_reader import BadRow, Row, RowReader
 from tunekit.data.row_errors import USER_CODE_ERRORS, format_row_error
 from tunekit.data.tokenize import MaskedText, TrainOn
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.data.transforms import Fields, Filter, RemoveColumns, RenameColumns, RowFields
+from tunekit.data.transforms import Fields, RowFields
 from tunekit.data.truncation import TooLong, fit_documents
 from tunekit.errors import FieldError, UserError
 
@@ -70,9 +71,7 @@ class DatasetConfig(DataConfig):
     excess_length_strategy: TooLong = "truncate"  # `truncate` (without an EOS token), `drop`, or `split` into rows
     on_bad_row: Literal["error", "skip"] = "error"  # Rows that cannot be parsed or have no target tokens
     max_bad_row_fraction: float = 0.01  # Stop if more rows than this are skipped
-    transforms: tuple[
-        RenameColumns | Filter | RemoveColumns, ...
-    ] = ()  # Change or filter rows before their format is read
+    transforms: tuple[Transform, ...] = ()  # Change or filter rows before their format is read
     streaming: bool = False  # Read and tokenize rows during training
     num_proc: int | None = None  # Preprocessing processes; null: one per core
     columns: Columns = column_roles()  # Columns by their role, which the `kind` of the rows defines

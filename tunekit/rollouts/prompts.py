@@ -7,13 +7,13 @@ from typing import Protocol
 
 from tunekit.data.check_target import ColumnReaders
 from tunekit.data.column_checks import column_findings
+from tunekit.data.column_templates import Transform
 from tunekit.data.column_usage import ColumnUsage
 from tunekit.data.dataloader.prompt_data import PromptDataset
 from tunekit.data.prompts import Prompt
 from tunekit.data.readers.row_reader import Row, require_row
 from tunekit.data.row_errors import USER_CODE_ERRORS, format_row_error
 from tunekit.data.tokenizer import Tokenizer
-from tunekit.data.transforms import Filter, RemoveColumns, RenameColumns
 from tunekit.distributed.context import DistributedContext
 from tunekit.errors import FieldError, UserError
 from tunekit.generation.generate import check_prompt_length
@@ -35,7 +35,7 @@ class PromptOptions(Protocol):
     def split(self) -> str: ...
 
     @property
-    def transforms(self) -> tuple[RenameColumns | Filter | RemoveColumns, ...]: ...
+    def transforms(self) -> tuple[Transform, ...]: ...
 
     @property
     def system_prompt(self) -> str | None: ...

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from tunekit.cli import main as cli
+from tunekit.data.column_templates import RenderColumns
 from tunekit.data.readers.row_reader import BadRow, Row
 from tunekit.data.sft_datasets import AutoDataset
 from tunekit.data.tokenizer import Tokenizer
@@ -29,6 +30,26 @@ def test_rename_columns() -> None:
         RenameColumns({"x": "y"})({"question": "a"})
     with pytest.raises(FieldError):
         RenameColumns({"a": "c", "b": "c"})
+
+
+def test_render_columns_keeps_the_text_as_it_is_written() -> None:
+    template = "Q: {{ question }}{% if context %}\n{{ context }}{% endif %}\nA:\n"
+    transform = RenderColumns({"prompt": template, "question": "{{ question | upper }}"})
+    fields = {"question": "a", "context": None, "id": 3}
+    assert transform(fields) == {"question": "A", "context": None, "id": 3, "prompt": "Q: a\nA:\n"}
+    assert transform({"question": "a", "context": "b"})["prompt"] == "Q: a\nb\nA:\n"  # type: ignore[index]
+    with pytest.raises(UserError, match="render_columns.prompt: the row has no column 'question'"):
+        transform({"context": "b"})
+    with pytest.raises(FieldError, match="invalid Jinja in line 2"):
+        RenderColumns({"prompt": "a\n{% if %}"})
+    with pytest.raises(UserError, match="sandbox"):
+        RenderColumns({"prompt": "{{ text.__class__ }}"})({"text": "a"})
+
+
+def test_columns_of_a_template_count_as_read() -> None:
+    transform = RenderColumns({"prompt": "{{ context }} {{ question }}"})
+    fields = AutoDataset("x", transforms=(transform,)).apply_transforms({"context": "c", "question": "q", "other": "o"})
+    assert fields is not None and {"context", "question"} <= fields.reads and "other" not in fields.reads
 
 
 @pytest.mark.parametrize(
