@@ -20,7 +20,7 @@ from tunekit import assets, build
 from tunekit.adapters.config import NoAdapter
 from tunekit.checkpoint.hf_checkpoint import HFCheckpoint
 from tunekit.cli import main as cli
-from tunekit.cli import recipe_loader, registry
+from tunekit.cli import recipe_loader, registry, torchtune_run
 from tunekit.cli.commands import run as run_verb
 from tunekit.config import schema
 from tunekit.config.choices import ChoiceRegistry, iter_slots
@@ -45,7 +45,14 @@ OPTIONS = {path.stem: path for path in (ROOT / "docs/options").glob("*.md")}
 BASE = {"model": "tunekit/nano", "data": {"kind": "text", "source": "rows.jsonl"}, "output_dir": "runs/docs"}
 PROMPTS = {"prompts": ["Why?"]}  # of recipes that answer
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-EXECUTED_VERBS = ("ls", "cp", "cat", "options", "completion")  # fast verbs without downloads: the tests run them
+EXECUTED_VERBS = (
+    "ls",
+    "cp",
+    "cat",
+    "options",
+    "completion",
+    "import",
+)  # fast verbs without downloads: the tests run them
 
 
 def code_blocks(page: str, *kinds: str) -> list[str]:
@@ -81,7 +88,7 @@ def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write_files(page: str) -> None:
     """Write the files of a page: code blocks whose first line is a comment with a file name."""
-    for text in code_blocks(page, "yaml", "python"):
+    for text in code_blocks(page, "yaml", "yml", "python"):
         if name := re.match(r"# (\w+\.(?:yaml|py))\n", text):
             Path(name[1]).write_text(text)
 
@@ -108,6 +115,8 @@ def check_command(command: list[str]) -> None:
         cli.dispatch_command(command)
     elif args.verb in ("run", "validate"):
         if args.verb == "run":
+            args.words = tuple(command)
+            torchtune_run.translate(args)
             run_verb.resolve_recipe_and_config(args)
         path = registry.find_config(args.config)
         recipe = args.recipe or read_recipe(path)

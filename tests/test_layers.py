@@ -23,6 +23,7 @@ LAYERS = (
         "environments",
         "policy",
         "serving",
+        "importers",
     },
     {"recipes", "cli", "selftest", "api"},
 )

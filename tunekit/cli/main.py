@@ -2,6 +2,7 @@
 
 import _thread
 import argparse
+import keyword
 import os
 import platform
 import re
@@ -29,6 +30,7 @@ OUT_OF_MEMORY = re.compile(
 )
 THREAD_SECONDS = 5.0  # to wait for threads of the user before they are named
 AddArgument = Callable[..., argparse.Action]
+TRAINERS = ("torchtune", "trl", "axolotl", "llama-factory", "kubeflow")  # whose configs can be imported
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,6 +64,16 @@ def _new(add: AddArgument) -> None:
     add("--output", metavar="FILE", help="config to write (default: MODEL-DATA.yaml)")
     add("--force", action="store_true", help="overwrite an existing file")
     _gpus(add, "GPUs (default: those of this machine)")
+
+
+def _import(add: AddArgument) -> None:
+    add("source", nargs="?", metavar="FILE", help="config, or a directory of configs; `-- COMMAND ...` for a command")
+    add("overrides", nargs="*", metavar="key=value", help="overrides, in the syntax of the other trainer")
+    add("--from", dest="trainer", choices=TRAINERS, help="trainer of the config (default: by its keys)")
+    add("--output", metavar="FILE", help="config to write, or directory for those of a directory (default: print it)")
+    add("--force", action="store_true", help="overwrite existing files")
+    devices = "devices of the original, for the batch size (default: by its command or comments, else 1)"
+    add("--nproc-per-node", "--gpus", dest="gpus", type=_count, metavar="N", help=devices)
 
 
 def _gpus(add: AddArgument, count: str) -> None:
@@ -266,6 +278,7 @@ def _number(word: str) -> int:
 
 VERBS: dict[str, tuple[str, Callable[[AddArgument], None]]] = {
     "new": ("write a config for a model and a dataset that fits this machine", _new),
+    "import": ("write a config from one of torchtune, TRL, axolotl, LLaMA-Factory or Kubeflow", _import),
     "ls": ("list recipes and configs", _ls),
     "cp": ("copy a recipe or config for editing", _cp),
     "cat": ("print a recipe or config", _cat),
@@ -313,7 +326,8 @@ def dispatch_command(words: Sequence[str]) -> None:
         hint = did_you_mean(words[0], VERBS)
         raise UserError(f"unknown subcommand '{words[0]}'.{hint} Run `tune --help` for a list.")
     if is_verb:
-        words = [normalize_option(word, parsers[words[0]]) for word in words]
+        end = words.index("--") if "--" in words else len(words)  # after it is a command of another program
+        words = [*(normalize_option(word, parsers[words[0]]) for word in words[:end]), *words[end:]]
     args, rest = top.parse_known_args(words)
     args.words = tuple(words)
     if args.version:
@@ -327,7 +341,7 @@ def dispatch_command(words: Sequence[str]) -> None:
         if "model" in args and not Path(args.model).is_file():  # before torch is imported, which takes seconds
             import_module("tunekit.hub.download").find_local_dir(args.model)
         with imports_without_gc():
-            command = import_module(f"tunekit.cli.commands.{args.verb}")
+            command = import_module(f"tunekit.cli.commands.{args.verb}{'_' if keyword.iskeyword(args.verb) else ''}")
         command.main(args)
 
 

@@ -1,6 +1,7 @@
 """Load a recipe and its validated config from command-line arguments."""
 
 import argparse
+import functools
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from tunekit.cli import registry
 from tunekit.config import load
+from tunekit.config.choices import ChoiceRegistry, iter_slots
 from tunekit.config.overrides import KeywordValues
 from tunekit.config.user_code import import_file
 from tunekit.config.yaml_parser import read_recipe
@@ -81,6 +83,13 @@ def load_recipe_config(
             raise UserError(f"'{override}': overrides must be key=value, such as seed=1")
     cfg = load.load_config(module.CONFIG, path, overrides, [_file(item) for item in imports], keywords)
     return cfg.continue_adapter() if isinstance(cfg, ContinuesAdapter) else cfg
+
+
+@functools.cache
+def keys_of_recipe(recipe: str) -> frozenset[str]:
+    """Dotted keys of a recipe, without the numbers of list elements."""
+    paths = (path for path, _ in iter_slots(load_recipe(recipe).CONFIG, ChoiceRegistry()))
+    return frozenset(".".join(part for part in path if part != "0") for path in paths)
 
 
 def _file(word: str) -> Path:

@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from tunekit.cli import recipe_loader, registry
+from tunekit.cli import recipe_loader, registry, torchtune_run
 from tunekit.distributed import launcher, worker_env
 from tunekit.distributed.heartbeat import HeartbeatWriter
 from tunekit.distributed.launch_config import LaunchConfig, WorkerSpec
@@ -18,6 +18,7 @@ from tunekit.system import imports_without_gc, may_have_gpu
 
 def main(args: argparse.Namespace) -> None:
     """Run in this process, or in worker processes. A launcher of one node does not import torch."""
+    torchtune_run.translate(args)
     resolve_recipe_and_config(args)
     args.launch = launch_config(args)
     uses_workers = args.launch.needs_launcher or args.slurm is not None

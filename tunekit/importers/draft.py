@@ -1,0 +1,131 @@
+"""A config that is written from one of another trainer, with comments, and what could not be mapped."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from tunekit.config.dump import to_yaml
+from tunekit.config.interpolate import escape_references
+
+Effect = Literal["not mapped", "differs", "not needed"]
+SIMPLE = re.compile(r"[\w./@+-]+")  # texts that need no quotes in `{}`
+# Order of the keys in a written config; the others follow.
+ORDER = ("model", "adapter", "quantization", "data", "eval_data", "teacher", "loss", "reference", "rewards", "sampling")
+SECTION_ORDER = ("kind", "source", "split", "max_length")
+LAST = ("transforms", "datasets", "output_dir")
+
+
+class Finding(NamedTuple):
+    """A key of the original that has no counterpart (`not mapped`), or a different or no effect here."""
+
+    effect: Effect
+    key: str
+    value: Any
+    note: str
+
+    def __str__(self) -> str:
+        value = to_yaml({"x": self.value}).strip()[3:] if not isinstance(self.value, dict | list) else "..."
+        value = value if len(value) < 60 and "\n" not in value else "..."
+        return f"{self.key}: {value} - {self.note}"
+
+
+@dataclass
+class Draft:
+    """Keys of a config of a recipe, comments for some of them, and findings on keys of the original."""
+
+    recipe: str = "sft"
+    tree: dict[str, Any] = field(default_factory=dict)
+    comments: dict[str, str] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    launch: list[str] = field(default_factory=list)  # options of `tune run`
+
+    def set(self, key: str, value: Any, comment: str = "") -> None:
+        """Set a dotted key. A kind that was set as a word becomes a mapping if one of its keys is set."""
+        *sections, name = key.split(".")
+        node = self.tree
+        for section in sections:
+            child = node.get(section)
+            if not isinstance(child, dict):
+                child = {} if child is None else {"kind": child}
+            node[section] = child
+            node = child
+        if isinstance(node.get(name), dict) and isinstance(value, str):
+            node[name] = {"kind": value, **{k: v for k, v in node[name].items() if k != "kind"}}
+        else:
+            node[name] = value
+        if comment:
+            self.comments[key] = comment
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Value of a dotted key."""
+        node: Any = self.tree
+        for name in key.split("."):
+            if not isinstance(node, Mapping) or name not in node:
+                return default
+            node = node[name]
+        return node
+
+    def drop(self, key: str, value: Any, note: str) -> None:
+        """Report a key without a counterpart."""
+        self.findings.append(Finding("not mapped", key, value, note))
+
+    def differs(self, key: str, value: Any, note: str) -> None:
+        """Report a key that is mapped, with another meaning or value."""
+        self.findings.append(Finding("differs", key, value, note))
+
+    def unneeded(self, key: str, value: Any, note: str) -> None:
+        """Report a key without an effect here."""
+        self.findings.append(Finding("not needed", key, value, note))
+
+    def format(self, heading: str) -> str:
+        """The config as YAML, with comments. `heading` says where it is from."""
+        lines = [f"# {heading}"]
+        if dropped := [finding for finding in self.findings if finding.effect == "not mapped"]:
+            lines += ["# Not mapped:", *(f"#   {finding}" for finding in dropped)]
+        tree = {"recipe": self.recipe, **in_order(self.tree, ORDER)}
+        return "\n".join([*lines, *self.lines(tree, "", "")]) + "\n"
+
+    def lines(self, tree: Mapping[str, Any], path: str, indent: str) -> Iterator[str]:
+        """Lines of a section, with the comments of its keys."""
+        for key, value in tree.items():
+            dotted = f"{path}.{key}" if path else key
+            if comment := self.comments.get(dotted):
+                yield f"{indent}# {comment}"
+            has_comments = any(name.startswith(f"{dotted}.") for name in self.comments)
+            if isinstance(value, dict) and value and (has_comments or is_long(value)):
+                yield f"{indent}{key}:"
+                yield from self.lines(in_order(value, SECTION_ORDER), dotted, indent + "  ")
+            elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+                yield f"{indent}{key}:"
+                for item in value:
+                    first, *rest = self.lines(in_order(item, SECTION_ORDER), f"{dotted}[]", "")
+                    yield f"{indent}- {first}"
+                    yield from (f"{indent}  {line}" for line in rest)
+            else:
+                yield f"{indent}{key}: {to_flow(value)}"
+
+
+def in_order(section: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
+    """A section with the keys of `order` first, and those of `LAST` last."""
+    first = [key for key in order if key in section]
+    last = [key for key in LAST if key in section]
+    middle = [key for key in section if key not in first and key not in last]
+    return {key: section[key] for key in (*first, *middle, *last)}
+
+
+def is_long(value: Mapping[str, Any]) -> bool:
+    """Whether a section is written on several lines."""
+    return any(isinstance(child, dict | list) and child for child in value.values()) or len(to_flow(value)) > 80
+
+
+def to_flow(value: Any) -> str:
+    """A value on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {to_flow(child)}" for key, child in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(to_flow, value)) + "]"
+    if isinstance(value, str) and not SIMPLE.fullmatch(value):
+        return json.dumps(escape_references(value), ensure_ascii=False)
+    return to_yaml({"x": value}).strip()[3:]

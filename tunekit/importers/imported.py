@@ -1,0 +1,142 @@
+"""Import a config file or a command line of another trainer: the trainer by its keys, and the result."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunekit.errors import UserError
+from tunekit.importers.draft import Draft, to_flow
+from tunekit.importers.foreign_keys import ForeignKeys, flatten, parse_mapping
+from tunekit.importers.launch_command import LaunchCommand, parse_command
+from tunekit.importers.leftover_keys import report_rest
+from tunekit.importers.torchtune.convert import import_torchtune
+from tunekit.importers.torchtune.source import read_run
+from tunekit.system import read_utf8
+
+KeysOfRecipe = Callable[[str], Collection[str]]
+TRAINERS = {"torchtune": "torchtune"}
+LLAMA_FACTORY_KEYS = {"stage", "finetuning_type", "template", "cutoff_len", "dataset_dir", "lora_target", "do_train"}
+TRL_KEYS = {"model_name_or_path", "dataset_name", "datasets", "learning_rate", "per_device_train_batch_size"}
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A config of tunekit, and the trainer and the file or command that it is from."""
+
+    draft: Draft
+    trainer: str
+    origin: str
+
+    @property
+    def text(self) -> str:
+        return self.draft.format(f"Imported from {self.origin} ({TRAINERS[self.trainer]})")
+
+
+def detect_trainer(config: dict[str, Any], name: str) -> str:
+    """Trainer of a config, by its keys. Raise UserError if no key says it."""
+    if has_component(config):
+        return "torchtune"
+    if "recipe" in config and "model" in config:
+        raise UserError(f"{name}: is a config of tunekit. Run it with: tune run {name}")
+    trainers = " or ".join(TRAINERS)
+    raise UserError(f"{name}: not recognized as a config of another trainer. Pass --from {trainers}.")
+
+
+def has_component(value: Any) -> bool:
+    """Whether a config contains the key `_component_` of torchtune."""
+    if isinstance(value, dict):
+        return "_component_" in value or any(map(has_component, value.values()))
+    return isinstance(value, list) and any(map(has_component, value))
+
+
+def import_file(
+    path: Path, overrides: Sequence[str], trainer: str | None, num_devices: int | None, keys_of_recipe: KeysOfRecipe
+) -> Imported:
+    """Import a config file, with overrides in the syntax of its trainer."""
+    text = read_utf8(path)
+    trainer = trainer or detect_trainer(parse_mapping(text, str(path)), str(path))
+    draft, keys = import_torchtune(text, str(path), overrides, None, num_devices)
+    return finish(draft, keys, trainer, str(path), keys_of_recipe)
+
+
+def finish(draft: Draft, keys: ForeignKeys, trainer: str, origin: str, keys_of_recipe: KeysOfRecipe) -> Imported:
+    """Report the keys that were not read."""
+    report_rest(keys, draft, keys_of_recipe(draft.recipe))
+    return Imported(draft, trainer, origin)
+
+
+def import_command(words: Sequence[str], num_devices: int | None, keys_of_recipe: KeysOfRecipe) -> Imported:
+    """Import a command line: of `tune run` of torchtune."""
+    command = parse_command(words)
+    if command.program == "tune":
+        return import_torchtune_command(command, num_devices, keys_of_recipe)
+    raise UserError(f"{command.program}: not the program of a trainer that can be imported.")
+
+
+def import_torchtune_command(command: LaunchCommand, num_devices: int | None, keys_of_recipe: KeysOfRecipe) -> Imported:
+    """Import `tune run [options] RECIPE --config FILE [overrides]`."""
+    words = command.arguments
+    if words[:1] != ["run"] or "--config" not in words[:-1]:
+        raise UserError("expected tune run RECIPE --config FILE [key=value ...]")
+    place = words.index("--config")
+    recipe, _ = read_run(" ".join([*words[1:place], "--config"]))
+    devices = num_devices or read_run(" ".join([*words[1:place], "--config"]))[1]
+    name, overrides = words[place + 1], words[place + 2 :]
+    return import_torchtune_run(name, overrides, recipe, devices, keys_of_recipe)
+
+
+def import_torchtune_run(
+    name: str, overrides: Sequence[str], recipe: str | None, num_devices: int | None, keys_of_recipe: KeysOfRecipe
+) -> Imported:
+    """Import a config for a recipe of torchtune."""
+    path = Path(name)
+    if not path.is_file():
+        hint = f"Write it to a file with torchtune (`tune cp {name} my.yaml`), or see tune run {recipe} --config {name}"
+        raise UserError(f"{name}: no such file. {hint}")
+    draft, keys = import_torchtune(read_utf8(path), name, overrides, recipe, num_devices)
+    return finish(draft, keys, "torchtune", name, keys_of_recipe)
+
+
+def translate_torchtune_overrides(overrides: Sequence[str], keys_of_recipe: KeysOfRecipe) -> tuple[list[str], Draft]:
+    """Overrides of a config of torchtune's package as overrides of one of tunekit, and a draft with their findings.
+
+    They are what changes in the import of a typical config. The batch size is that of a LoRA config: 2 x 8 rows.
+    """
+    drafts = []
+    for words in ((), overrides):
+        draft, keys = import_torchtune(TYPICAL_CONFIG, "torchtune", words, "lora_finetune_single_device")
+        finish(draft, keys, "torchtune", "torchtune", keys_of_recipe)
+        drafts.append(draft)
+    before, after = (dict(flatten("", draft.tree)) for draft in drafts)
+    words = [f"{key[1:]}={to_flow(value)}" for key, value in after.items() if before.get(key, MISSING) != value]
+    findings = [finding for finding in drafts[1].findings if finding not in drafts[0].findings]
+    return words, Draft(findings=findings)
+
+
+MISSING = object()
+TYPICAL_CONFIG = """
+output_dir: /tmp/torchtune
+model: {_component_: torchtune.models.llama3_2.lora_llama3_2_1b, lora_attn_modules: [q_proj, v_proj], lora_rank: 8}
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /tmp/model}
+dataset: {_component_: torchtune.datasets.alpaca_cleaned_dataset, packed: false}
+optimizer: {_component_: torch.optim.AdamW, fused: true, lr: 3e-4}
+lr_scheduler: {_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps: 100}
+loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}
+profiler: {_component_: torchtune.training.setup_torch_profiler, enabled: false}
+metric_logger: {_component_: torchtune.training.metric_logging.DiskLogger}
+batch_size: 2
+gradient_accumulation_steps: 8
+epochs: 1
+max_steps_per_epoch: null
+clip_grad_norm: null
+seed: null
+compile: false
+shuffle: true
+enable_activation_checkpointing: true
+enable_activation_offloading: false
+log_every_n_steps: 1
+device: cuda
+dtype: bf16
+"""
