@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from tunekit.config.dump import to_yaml
 from tunekit.config.interpolate import escape_references
+from tunekit.importers.foreign_keys import ForeignKeys
 
 Effect = Literal["not mapped", "differs", "not needed"]
 SIMPLE = re.compile(r"[\w./@+-]+")  # texts that need no quotes in `{}`
@@ -78,6 +79,12 @@ class Draft:
     def unneeded(self, key: str, value: Any, note: str) -> None:
         """Report a key without an effect here."""
         self.findings.append(Finding("not needed", key, value, note))
+
+    def idle(self, keys: ForeignKeys, note: str, *names: str) -> None:
+        """Read keys that have no effect in this config, and report those that are set."""
+        for name in names:
+            if name in keys and (value := keys.take(name)) not in (None, False, ""):
+                self.unneeded(keys.dotted(name), value, note)
 
     def format(self, heading: str) -> str:
         """The config as YAML, with comments. `heading` says where it is from."""

@@ -11,13 +11,25 @@ from tunekit.importers.foreign_keys import ForeignKeys, flatten, parse_mapping
 from tunekit.importers.launch_command import LaunchCommand, parse_command
 from tunekit.importers.leftover_keys import report_rest
 from tunekit.importers.torchtune.convert import import_torchtune
-from tunekit.importers.torchtune.source import read_run
+from tunekit.importers.torchtune.source import apply_overrides, read_run
+from tunekit.importers.trl.convert import TASKS, import_trl, read_arguments
 from tunekit.system import read_utf8
 
 KeysOfRecipe = Callable[[str], Collection[str]]
-TRAINERS = {"torchtune": "torchtune"}
-LLAMA_FACTORY_KEYS = {"stage", "finetuning_type", "template", "cutoff_len", "dataset_dir", "lora_target", "do_train"}
-TRL_KEYS = {"model_name_or_path", "dataset_name", "datasets", "learning_rate", "per_device_train_batch_size"}
+TRAINERS = {"torchtune": "torchtune", "trl": "TRL"}
+TRL_KEYS = {
+    "model_name_or_path",
+    "dataset_name",
+    "datasets",
+    "learning_rate",
+    "per_device_train_batch_size",
+    "trl_task",
+}
+CONVERTERS: dict[str, Callable[..., tuple[Draft, ForeignKeys]]] = {
+    "trl": lambda values, task, num_devices, path: import_trl(values, task, num_devices),
+}
+VALUE_ERRORS = (TypeError, ValueError, AttributeError, LookupError)
+LAUNCHED = "not needed: tune run --nproc-per-node N starts the processes, which shard the model with FSDP2"
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,8 @@ def detect_trainer(config: dict[str, Any], name: str) -> str:
         return "torchtune"
     if "recipe" in config and "model" in config:
         raise UserError(f"{name}: is a config of tunekit. Run it with: tune run {name}")
+    if TRL_KEYS & config.keys():
+        return "trl"
     trainers = " or ".join(TRAINERS)
     raise UserError(f"{name}: not recognized as a config of another trainer. Pass --from {trainers}.")
 
@@ -55,9 +69,30 @@ def import_file(
 ) -> Imported:
     """Import a config file, with overrides in the syntax of its trainer."""
     text = read_utf8(path)
-    trainer = trainer or detect_trainer(parse_mapping(text, str(path)), str(path))
-    draft, keys = import_torchtune(text, str(path), overrides, None, num_devices)
+    values = parse_mapping(text, str(path))
+    trainer = trainer or detect_trainer(values, str(path))
+    if trainer == "torchtune":
+        try:
+            draft, keys = import_torchtune(text, str(path), overrides, None, num_devices)
+        except VALUE_ERRORS as error:
+            raise UserError(f"{path}: a value has an unexpected type ({error}). Correct it.") from error
+    else:
+        apply_overrides(values, overrides)
+        draft, keys = convert(trainer, values, None, num_devices, path)
     return finish(draft, keys, trainer, str(path), keys_of_recipe)
+
+
+def convert(
+    trainer: str, values: dict[str, Any], task: str | None, num_devices: int | None, path: Path | None
+) -> tuple[Draft, ForeignKeys]:
+    """Convert the keys of a trainer. `path` is the file that they are from."""
+    try:
+        return CONVERTERS[trainer](values, task, num_devices, path)
+    except VALUE_ERRORS as error:  # of a value with another type than its trainer documents
+        where = path or TRAINERS[trainer]
+        raise UserError(
+            f"{where}: a value has an unexpected type ({error}). Check the config with its trainer."
+        ) from error
 
 
 def finish(draft: Draft, keys: ForeignKeys, trainer: str, origin: str, keys_of_recipe: KeysOfRecipe) -> Imported:
@@ -67,11 +102,36 @@ def finish(draft: Draft, keys: ForeignKeys, trainer: str, origin: str, keys_of_r
 
 
 def import_command(words: Sequence[str], num_devices: int | None, keys_of_recipe: KeysOfRecipe) -> Imported:
-    """Import a command line: of `tune run` of torchtune."""
+    """Import a command line: of `tune run` of torchtune, or of TRL."""
     command = parse_command(words)
     if command.program == "tune":
         return import_torchtune_command(command, num_devices, keys_of_recipe)
-    raise UserError(f"{command.program}: not the program of a trainer that can be imported.")
+    return import_trl_command(command, num_devices, keys_of_recipe)
+
+
+def import_trl_command(command: LaunchCommand, num_devices: int | None, keys_of_recipe: KeysOfRecipe) -> Imported:
+    """Import `trl TASK ...`, or a script with the arguments of TRL: its name says the trainer."""
+    words, program = command.arguments, Path(command.program).name.removesuffix(".py").rpartition(".")[2]
+    task = words[0] if program == "trl" and words else program
+    if "vlm" in task:
+        raise UserError(f"{command.program}: trains on images, and models read text only here.")
+    values, launcher = read_arguments(words[1:] if program == "trl" else words)
+    launcher = {name.removeprefix("--"): value for name, value in command.launcher_options.items()} | launcher
+    count = launcher.get("num_processes")
+    devices = num_devices or command.num_devices or (count if isinstance(count, int) else None)
+    known = task if task in TASKS or program == "trl" else next((name for name in TASKS if task.startswith(name)), None)
+    if known is None and not TRL_KEYS & values.keys():
+        raise UserError(f"{command.program}: not the program of a trainer that can be imported.")
+    draft, keys = convert("trl", values, known, devices, None)
+    for name, value in launcher.items():
+        draft.unneeded(name, value, LAUNCHED)
+    return finish(draft, keys, "trl", shorten([command.program, *command.arguments]), keys_of_recipe)
+
+
+def shorten(words: Sequence[str]) -> str:
+    """A command for a comment."""
+    text = " ".join(" ".join(words).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def import_torchtune_command(command: LaunchCommand, num_devices: int | None, keys_of_recipe: KeysOfRecipe) -> Imported:

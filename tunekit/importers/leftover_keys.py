@@ -40,6 +40,8 @@ def report_rest(keys: ForeignKeys, draft: Draft, own_keys: Collection[str]) -> N
             draft.set(dotted, value)
         elif name in own_keys and draft.get(name) is not None:
             draft.drop(dotted, value, f"{name} is set already")
+        elif places := sorted((key for key in own_keys if key.endswith(f".{name}")), key=len):
+            draft.drop(dotted, value, f"is a key of a section here: {places[0]}")
         else:
             draft.drop(dotted, value, UNKNOWN)
 

@@ -1,0 +1,132 @@
+"""Rows of TRL's trainers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tunekit.errors import UserError
+from tunekit.importers.columns import set_columns
+from tunekit.importers.draft import Draft
+from tunekit.importers.foreign_keys import ForeignKeys
+from tunekit.importers.row_format import first_row, has_columns
+from tunekit.importers.sources import join_source, local_sources
+
+Tree = dict[str, Any]
+UNKNOWN_FORMAT = (
+    "By the format of the rows, which is not known here: conversations and texts have all tokens as targets"
+)
+
+
+def read_sources(keys: ForeignKeys, draft: Draft) -> list[Tree]:
+    """Source and split of each training dataset: of `dataset_name`, or of a list `datasets`."""
+    datasets, name = keys.take("datasets"), keys.take("dataset_name")
+    subset, split = keys.take("dataset_config"), str(keys.take("dataset_train_split", default="train"))
+    if not datasets:
+        if name is None:
+            raise UserError("missing dataset_name. Set it to a file or a dataset name.")
+        return [make_source(str(name), subset, split)]
+    sources = []
+    for i, item in enumerate(datasets if isinstance(datasets, list) else [datasets]):
+        entry = ForeignKeys(item if isinstance(item, Mapping) else {"path": item}, f"datasets[{i}]")
+        part = str(entry.take("split", default="train"))
+        path, files, directory = str(entry.take("path")), entry.take("data_files"), entry.take("data_dir")
+        local, part = local_sources(path, files, directory, part)
+        source = make_source(local or path, entry.take("name"), part)
+        if (fraction := entry.number("fraction")) is not None:
+            source["split"] = f"{part.partition('[')[0]}[:{100 * float(fraction):g}%]"
+        if (columns := entry.take("columns")) is not None:
+            draft.unneeded(entry.dotted("columns"), columns, "not needed: only the columns of the format are read")
+        for dotted, value in entry.rest():
+            draft.drop(dotted, value, "an argument of datasets.load_dataset, which does not read the rows here")
+        sources.append(source)
+    return sources
+
+
+def make_source(name: str, subset: Any, split: str) -> Tree:
+    return {"source": join_source(name, subset)} | ({"split": split} if split != "train" else {})
+
+
+def convert_rows(keys: ForeignKeys, draft: Draft, task: str) -> None:
+    """`data` and `eval_data`."""
+    sources, test_split = read_sources(keys, draft), str(keys.take("dataset_test_split", default="test"))
+    rows = [convert_source(source, keys, draft, task) for source in sources]
+    for name in ("dataset_text_field", "assistant_only_loss", "completion_only_loss"):
+        keys.take(name)
+    shared = shared_keys(keys, draft, task)
+    if task in ("sft",) and rows[0].get("kind") == "text" and not shared.get("packing"):
+        rows = [{**row, "excess_length_strategy": "truncate"} for row in rows]
+    draft.set("data", join_rows(rows, shared))
+    if len(rows) == 1 and "kind" not in rows[0] and task == "sft":
+        draft.comments["data.train_on"] = UNKNOWN_FORMAT
+    test_size = keys.number("test_split_size")
+    evaluates = str(keys.peek("eval_strategy") or keys.peek("evaluation_strategy") or "no").lower() != "no"
+    if not evaluates:
+        if test_split != "test":
+            draft.unneeded("dataset_test_split", test_split, "has no effect without eval_strategy")
+        return
+    if test_size is not None:
+        percent = f"{100 - 100 * float(test_size):g}%" if float(test_size) < 1 else f"-{int(test_size)}"
+        draft.set("data.split", f"train[:{percent}]")
+        draft.set("eval_data", join_rows([{**row, "split": f"train[{percent}:]"} for row in rows], shared))
+    else:
+        draft.set("eval_data", join_rows([{**row, "split": test_split} for row in rows], shared))
+
+
+def join_rows(rows: list[Tree], shared: Tree) -> Tree:
+    """One dataset, or a mixture of several."""
+    if len(rows) == 1:
+        return {**rows[0], **shared}
+    return {"kind": "mixture", **shared, "datasets": [{"dataset": row} for row in rows]}
+
+
+def shared_keys(keys: ForeignKeys, draft: Draft, task: str) -> Tree:
+    """Length, packing and order of all datasets."""
+    length = (
+        keys.take("max_length", "max_seq_length", default=1024) if "max_length" not in keys else keys.take("max_length")
+    )
+    shared: Tree = {"max_length": int(length)} if length is not None else {"max_length": 8192}
+    if keys.flag("packing"):
+        shared["packing"] = True
+    if keys.flag("streaming", "dataset_streaming"):
+        shared["streaming"] = True
+    sampling = keys.take("train_sampling_strategy", default="sequential" if task == "kto" else "random")
+    if sampling == "sequential":
+        shared["shuffle"] = False
+    elif keys.flag("group_by_length"):
+        draft.unneeded("group_by_length", True, "not needed: rows of a step are grouped by length")
+    if (mode := keys.take("truncation_mode")) == "keep_end":
+        draft.differs("truncation_mode", mode, "rows are truncated at the end")
+    if (path := keys.take("chat_template_path", "chat_template")) is not None:
+        shared["chat_template"] = str(path)
+    if (values := keys.take("chat_template_kwargs")) is not None:
+        shared["chat_template_kwargs"] = values
+    if (count := keys.number("dataset_num_proc")) is not None:
+        shared["num_proc"] = int(count)
+    return shared
+
+
+def convert_source(source: Tree, keys: ForeignKeys, draft: Draft, task: str) -> Tree:
+    """The format of the rows of one source."""
+    row = first_row(source["source"], source.get("split", "train"))
+    if task in ("grpo", "rloo", "distillation") and not has_columns(row, "messages"):
+        return source
+    if task == "kto":
+        return {"kind": "unpaired_preference", **source}
+    if task == "prm":
+        return {"kind": "stepwise", **source}
+    if task not in ("sft", "gkd"):
+        return {"kind": "preference", **source}
+    text, only_completion = str(keys.peek("dataset_text_field") or "text"), keys.peek("completion_only_loss")
+    everything = not keys.peek("assistant_only_loss")
+    if has_columns(row, "messages") or has_columns(row, "conversations"):
+        name = "messages" if has_columns(row, "messages") else "conversations"
+        data: Tree = {"kind": "chat", **source}
+        set_columns(data, messages=name)
+        return data | ({"train_on": "all"} if everything else {})
+    if has_columns(row, "prompt", "completion"):
+        return {"kind": "completion", **source} | ({"train_on": "all"} if only_completion is False else {})
+    if has_columns(row, text) or text != "text":
+        data = {"kind": "text", **source}
+        set_columns(data, text=text)
+        return data
+    keeps_prompts = everything and only_completion is not True
+    return {**source} | ({"train_on": "all"} if keeps_prompts and not row else {})
