@@ -6,7 +6,8 @@ from typing import Any
 from tunekit.errors import UserError
 from tunekit.importers.imported import VALUE_ERRORS, Imported
 
-WORDS = ("text", "epoch", "1,2", "keep_end", "sequential", "bfloat16", "json")
+WORDS = ("text", "epoch", "1,2", "keep_end", "sequential", "bfloat16", "json", "truncate",
+         "fp4", "hqq", "interleave_over", "api")  # fmt: skip
 VALUES: tuple[Any, ...] = (True, 7, 0.25, ["a", "b"], {"a": 1}, False, *WORDS)
 ImportValues = Callable[[dict[str, Any]], Imported]
 

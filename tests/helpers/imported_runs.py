@@ -79,13 +79,14 @@ def localize(data: dict[str, Any] | None, directory: Path) -> dict[str, Any] | N
     return {**data, "source": str(path), "num_proc": 0, **length}
 
 
-def shrink(draft: Draft, model: Path, directory: Path) -> dict[str, Any]:
+def shrink(draft: Draft, model: Path, directory: Path, localizes: bool) -> dict[str, Any]:
     """The config with a tiny model and local rows, for two steps on the CPU."""
     tree = yaml.safe_load(draft.format("test"))
     tree |= {"model": str(model), "output_dir": str(directory / "run"), "device": "cpu", "report_to": []}
-    tree |= {key: localize(tree[key], directory) for key in ("data", "eval_data") if tree.get(key)}
+    if localizes:
+        tree |= {key: localize(tree[key], directory) for key in ("data", "eval_data") if tree.get(key)}
     in_backward = tree.get("memory", {}).get("optimizer_in_bwd", False)
-    tree |= {"max_steps": 2, "global_batch_size": 2, "micro_batch_size": 2 if in_backward else 1}
+    tree |= {"max_steps": 2, "log_every": 1, "global_batch_size": 2, "micro_batch_size": 2 if in_backward else 1}
     tree |= {"compile": False, "data_checks": "warn", "precision": {"compute_dtype": "fp32"}}
     if "teacher" in tree:
         tree["teacher"]["model"] = str(model)
@@ -98,9 +99,9 @@ def shrink(draft: Draft, model: Path, directory: Path) -> dict[str, Any]:
     return tree
 
 
-def train(draft: Draft, model: Path, directory: Path) -> list[dict[str, Any]]:
-    """Train two steps, and return their metrics."""
-    tree = shrink(draft, model, directory)
+def train(draft: Draft, model: Path, directory: Path, localizes: bool = True) -> list[dict[str, Any]]:
+    """Train two steps, and return their metrics. `localizes`: with rows that are made for the config."""
+    tree = shrink(draft, model, directory, localizes)
     recipe = recipe_loader.load_recipe(tree["recipe"])
     cfg = load_config(recipe.CONFIG, yaml.safe_dump(tree, sort_keys=False))
     recipe.check(cfg)

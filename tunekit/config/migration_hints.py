@@ -35,7 +35,8 @@ def read_hints(name: str) -> Iterator[KeyHint]:
 
 
 POLICY_KEYS = tuple(read_hints("policy_hints.txt"))
-TABLE = (*POLICY_KEYS, *read_hints("migration_hints.txt"), *read_hints("renamed_keys.txt"))  # the last: of tunekit 0.1
+TRAINERS = ("migration_hints.txt", "trainer_hints.txt")  # keys of other trainers, and those that few configs have
+TABLE = (*POLICY_KEYS, *(row for name in (*TRAINERS, "renamed_keys.txt") for row in read_hints(name)))
 RECIPES = tuple((names, answer) for _, names, answer in read_rows("recipe_hints.txt"))
 
 RENAMED_KINDS = {

@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from tunekit.errors import UserError
+from tunekit.importers.axolotl.convert import import_axolotl
 from tunekit.importers.draft import Draft, to_flow
 from tunekit.importers.foreign_keys import ForeignKeys, flatten, parse_mapping
-from tunekit.importers.launch_command import LaunchCommand, parse_command
+from tunekit.importers.launch_command import LaunchCommand, parse_command, parse_options
 from tunekit.importers.leftover_keys import report_rest
+from tunekit.importers.llama_factory.convert import import_llama_factory
 from tunekit.importers.torchtune.convert import import_torchtune
 from tunekit.importers.torchtune.source import apply_overrides, read_run
-from tunekit.importers.trl.convert import TASKS, import_trl, read_arguments
+from tunekit.importers.trl.convert import LAUNCHER_OPTIONS, TASKS, import_trl, read_arguments
 from tunekit.system import read_utf8
 
 KeysOfRecipe = Callable[[str], Collection[str]]
-TRAINERS = {"torchtune": "torchtune", "trl": "TRL"}
+TRAINERS = {"torchtune": "torchtune", "trl": "TRL", "axolotl": "axolotl", "llama-factory": "LLaMA-Factory"}
 TRL_KEYS = {
     "model_name_or_path",
     "dataset_name",
@@ -25,7 +27,10 @@ TRL_KEYS = {
     "per_device_train_batch_size",
     "trl_task",
 }
+LLAMA_FACTORY_KEYS = {"stage", "finetuning_type", "template", "cutoff_len", "dataset_dir", "lora_target", "export_dir"}
 CONVERTERS: dict[str, Callable[..., tuple[Draft, ForeignKeys]]] = {
+    "axolotl": lambda values, task, num_devices, path: import_axolotl(values, num_devices),
+    "llama-factory": lambda values, task, num_devices, path: import_llama_factory(values, num_devices, path),
     "trl": lambda values, task, num_devices, path: import_trl(values, task, num_devices),
 }
 VALUE_ERRORS = (TypeError, ValueError, AttributeError, LookupError)
@@ -51,6 +56,10 @@ def detect_trainer(config: dict[str, Any], name: str) -> str:
         return "torchtune"
     if "recipe" in config and "model" in config:
         raise UserError(f"{name}: is a config of tunekit. Run it with: tune run {name}")
+    if "base_model" in config:
+        return "axolotl"
+    if LLAMA_FACTORY_KEYS & config.keys():
+        return "llama-factory"
     if TRL_KEYS & config.keys():
         return "trl"
     trainers = " or ".join(TRAINERS)
@@ -102,11 +111,47 @@ def finish(draft: Draft, keys: ForeignKeys, trainer: str, origin: str, keys_of_r
 
 
 def import_command(words: Sequence[str], num_devices: int | None, keys_of_recipe: KeysOfRecipe) -> Imported:
-    """Import a command line: of `tune run` of torchtune, or of TRL."""
+    """Import a command line of one of the trainers."""
     command = parse_command(words)
-    if command.program == "tune":
+    program = command.program
+    if program == "tune":
         return import_torchtune_command(command, num_devices, keys_of_recipe)
+    if program.startswith("axolotl"):
+        return import_file_command("axolotl", command, num_devices, keys_of_recipe)
+    if program.startswith("llamafactory") or program in ("src/train.py", "lmf"):
+        return import_file_command("llama-factory", command, num_devices, keys_of_recipe)
     return import_trl_command(command, num_devices, keys_of_recipe)
+
+
+def import_file_command(
+    trainer: str, command: LaunchCommand, num_devices: int | None, keys_of_recipe: KeysOfRecipe
+) -> Imported:
+    """Import `PROGRAM [train] FILE [key=value ...] [--key value ...]`."""
+    words = command.arguments[1:] if command.arguments[:1] and "." not in command.arguments[0] else command.arguments
+    task = command.arguments[0] if command.arguments else ""
+    if words is not command.arguments and task not in ("train", "preprocess"):
+        raise UserError(f"{command.program} {task}: only the command train can be imported.")
+    path = Path(words[0]) if words and not words[0].startswith("-") else None
+    rest = words[1:] if path is not None else words
+    values = read_values(path)
+    apply_overrides(values, [word for word in rest if "=" in word and not word.startswith("-")])
+    options = parse_options([word for word in rest if "=" not in word or word.startswith("-")])
+    options = {name.removeprefix("--"): value for name, value in options.items()}
+    launcher = {name.removeprefix("--"): value for name, value in command.launcher_options.items()}
+    launcher |= {name: options.pop(name) for name in (*LAUNCHER_OPTIONS, "launcher", "cloud") if name in options}
+    values |= {name.removeprefix("no_"): False if name.startswith("no_") else value for name, value in options.items()}
+    draft, keys = convert(trainer, values, None, num_devices or command.num_devices, path)
+    for name, value in launcher.items():
+        draft.unneeded(name, value, LAUNCHED)
+    return finish(draft, keys, trainer, shorten([command.program, *command.arguments]), keys_of_recipe)
+
+
+def read_values(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    if not path.is_file():
+        raise UserError(f"{path}: no such file. Pass the config of the command")
+    return parse_mapping(read_utf8(path), str(path))
 
 
 def import_trl_command(command: LaunchCommand, num_devices: int | None, keys_of_recipe: KeysOfRecipe) -> Imported:

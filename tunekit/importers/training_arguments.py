@@ -241,6 +241,9 @@ def convert_intervals(keys: ForeignKeys, draft: Draft, defaults: Defaults) -> No
 def convert_evaluation(keys: ForeignKeys, draft: Draft) -> None:
     strategy = str(keys.take("eval_strategy", "evaluation_strategy", default="")).lower()
     steps = keys.number("eval_steps")
+    if strategy == "no" and draft.get("eval_data") is not None:
+        draft.tree.pop("eval_data")
+        draft.unneeded("eval_strategy", strategy, "not needed: there are no rows for evaluation")
     if draft.get("eval_data") is not None and draft.get("eval_every") is None:
         interval = "epoch" if strategy == "epoch" else to_interval(steps) if steps else draft.get("save_every")
         draft.set("eval_every", interval if interval != EVERY_STEP else "epoch")

@@ -12,7 +12,7 @@ from tunekit.importers.peft_arguments import AdapterKeys, convert_adapter, conve
 from tunekit.importers.training_arguments import Defaults, convert_arguments
 from tunekit.importers.trl import losses
 from tunekit.importers.trl.data import convert_rows
-from tunekit.importers.trl.policy import convert_policy
+from tunekit.importers.trl.policy import convert_policy, round_batch
 
 TASKS = {  # recipe and learning rate by the name of a script or a trainer
     "sft": ("sft", 2e-5),
@@ -71,6 +71,7 @@ def import_trl(
         LOSSES[name](keys, draft)
     defaults = Defaults(learning_rate=rate, gradient_checkpointing=True, logging_steps=10)
     convert_arguments(keys, draft, defaults, num_devices or 1)
+    round_batch(draft)
     if name == "sft":
         convert_sft(keys, draft)
     if draft.get("output_dir") is None:

@@ -1,0 +1,1 @@
+"""Import configs of axolotl."""

@@ -1,0 +1,1 @@
+"""Import configs and command lines of LLaMA-Factory."""
