@@ -9,6 +9,7 @@ from tunekit.errors import UserError
 from tunekit.importers.axolotl.convert import import_axolotl
 from tunekit.importers.draft import Draft, to_flow
 from tunekit.importers.foreign_keys import ForeignKeys, flatten, parse_mapping
+from tunekit.importers.kubeflow import import_kubeflow
 from tunekit.importers.launch_command import LaunchCommand, parse_command, parse_options
 from tunekit.importers.leftover_keys import report_rest
 from tunekit.importers.llama_factory.convert import import_llama_factory
@@ -18,7 +19,13 @@ from tunekit.importers.trl.convert import LAUNCHER_OPTIONS, TASKS, import_trl, r
 from tunekit.system import read_utf8
 
 KeysOfRecipe = Callable[[str], Collection[str]]
-TRAINERS = {"torchtune": "torchtune", "trl": "TRL", "axolotl": "axolotl", "llama-factory": "LLaMA-Factory"}
+TRAINERS = {
+    "torchtune": "torchtune",
+    "trl": "TRL",
+    "axolotl": "axolotl",
+    "llama-factory": "LLaMA-Factory",
+    "kubeflow": "Kubeflow",
+}
 TRL_KEYS = {
     "model_name_or_path",
     "dataset_name",
@@ -30,6 +37,7 @@ TRL_KEYS = {
 LLAMA_FACTORY_KEYS = {"stage", "finetuning_type", "template", "cutoff_len", "dataset_dir", "lora_target", "export_dir"}
 CONVERTERS: dict[str, Callable[..., tuple[Draft, ForeignKeys]]] = {
     "axolotl": lambda values, task, num_devices, path: import_axolotl(values, num_devices),
+    "kubeflow": lambda values, task, num_devices, path: import_kubeflow(values, num_devices),
     "llama-factory": lambda values, task, num_devices, path: import_llama_factory(values, num_devices, path),
     "trl": lambda values, task, num_devices, path: import_trl(values, task, num_devices),
 }
@@ -56,6 +64,8 @@ def detect_trainer(config: dict[str, Any], name: str) -> str:
         return "torchtune"
     if "recipe" in config and "model" in config:
         raise UserError(f"{name}: is a config of tunekit. Run it with: tune run {name}")
+    if config.get("kind") == "TrainJob":
+        return "kubeflow"
     if "base_model" in config:
         return "axolotl"
     if LLAMA_FACTORY_KEYS & config.keys():

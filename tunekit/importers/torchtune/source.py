@@ -9,6 +9,7 @@ from tunekit.importers.foreign_keys import parse_argument
 
 COMPONENT = "_component_"
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+COMPONENT_STARTS = ("torchtune.", "torch.optim.", "bitsandbytes.", "torchao.")
 MAX_DEPTH = 20  # of references to references
 
 
@@ -58,8 +59,11 @@ def apply_overrides(config: dict[str, Any], overrides: Sequence[str]) -> None:
             raise UserError(f"'{word}': overrides must be key=value or ~key, such as epochs=1.")
         else:
             value = parse_argument(text)
+            is_dotted = isinstance(value, str) and value.startswith(COMPONENT_STARTS) and "." not in name
             is_component = isinstance(config.get(name), Mapping) and COMPONENT in config[name]
-            put(config, f"{name}.{COMPONENT}" if is_component and isinstance(value, str) else name, value)
+            put(
+                config, f"{name}.{COMPONENT}" if is_dotted or (is_component and isinstance(value, str)) else name, value
+            )
 
 
 def remove(config: dict[str, Any], dotted: str) -> None:
