@@ -11,10 +11,12 @@ from typing import Any, Protocol, runtime_checkable
 from tunekit.cli import registry
 from tunekit.config import load
 from tunekit.config.choices import ChoiceRegistry, iter_slots
+from tunekit.config.errors import ConfigError
 from tunekit.config.overrides import KeywordValues
 from tunekit.config.user_code import import_file
 from tunekit.config.yaml_parser import read_recipe
 from tunekit.errors import UserError
+from tunekit.importers.imported import import_hint
 from tunekit.system import imports_without_gc
 
 REQUIRED_NAMES = ("CONFIG", "check", "main")
@@ -36,6 +38,8 @@ def find_config_and_recipe(args: argparse.Namespace) -> tuple[Path, str]:
     path = registry.find_config(args.config)
     recipe = args.recipe or read_recipe(path)
     if recipe is None:
+        if hint := import_hint(path):
+            raise UserError(hint)
         command = f"tune run sft {args.config}"
         raise UserError(f"{path}: missing recipe. Add a line 'recipe: sft', or pass --recipe sft (run: `{command}`)")
     if args.recipe is None and recipe.endswith(".py"):  # a config cannot run code
@@ -81,7 +85,11 @@ def load_recipe_config(
     for override in overrides:
         if "=" not in override:
             raise UserError(f"'{override}': overrides must be key=value, such as seed=1")
-    cfg = load.load_config(module.CONFIG, path, overrides, [_file(item) for item in imports], keywords)
+    try:
+        cfg = load.load_config(module.CONFIG, path, overrides, [_file(item) for item in imports], keywords)
+    except ConfigError as error:
+        hint = None if path is None else import_hint(path)
+        raise error if hint is None else ConfigError((hint, *error.lines)) from None
     return cfg.continue_adapter() if isinstance(cfg, ContinuesAdapter) else cfg
 
 

@@ -5,7 +5,6 @@ import shlex
 import sys
 from pathlib import Path
 
-from tunekit.checkpoint import atomic
 from tunekit.cli import recipe_loader, registry
 from tunekit.distributed import worker_env
 from tunekit.errors import UserError
@@ -49,7 +48,9 @@ def import_config(args: argparse.Namespace, config: str, overrides: list[str]) -
     target = Path(f"{Path(config).stem}.tunekit.yaml")
     if target.exists() and not target.read_text("utf-8", errors="replace").startswith(IMPORTED):
         raise UserError(f"{target}: already exists, and was not written by an import. Rename it.")
-    atomic.write_text_atomic(target, result.text)
+    partial = target.with_suffix(".partial")  # other processes of the run may read the file
+    partial.write_text(result.text, encoding="utf-8")
+    partial.replace(target)
     command = shlex.join(["tune", "run", result.draft.recipe, str(target)])
     print_message(f"{config}: a config of torchtune, imported to {target}. The same run: {command}")
     if text := format_findings([finding for finding in result.draft.findings if finding.effect != "not needed"]):

@@ -58,22 +58,41 @@ class Imported:
         return self.draft.format(f"Imported from {self.origin} ({TRAINERS[self.trainer]})")
 
 
-def detect_trainer(config: dict[str, Any], name: str) -> str:
-    """Trainer of a config, by its keys. Raise UserError if no key says it."""
+def find_trainer(config: dict[str, Any]) -> str | None:
+    """Trainer of a config, by its keys; None for a config of tunekit, and if no key says it."""
     if has_component(config):
         return "torchtune"
-    if "recipe" in config and "model" in config:
-        raise UserError(f"{name}: is a config of tunekit. Run it with: tune run {name}")
     if config.get("kind") == "TrainJob":
         return "kubeflow"
     if "base_model" in config:
         return "axolotl"
+    if "model" in config or "recipe" in config:
+        return None
     if LLAMA_FACTORY_KEYS & config.keys():
         return "llama-factory"
-    if TRL_KEYS & config.keys():
-        return "trl"
-    trainers = " or ".join(TRAINERS)
-    raise UserError(f"{name}: not recognized as a config of another trainer. Pass --from {trainers}.")
+    return "trl" if TRL_KEYS & config.keys() else None
+
+
+def detect_trainer(config: dict[str, Any], name: str) -> str:
+    """Trainer of a config. Raise UserError if no key says it."""
+    if (trainer := find_trainer(config)) is not None:
+        return trainer
+    if "recipe" in config and "model" in config:
+        raise UserError(f"{name}: is a config of tunekit. Run it with: tune run {name}")
+    raise UserError(f"{name}: not recognized as a config of another trainer. Pass --from {' or '.join(TRAINERS)}.")
+
+
+def import_hint(path: Path) -> str | None:
+    """How to import a config of another trainer; None if it is not one."""
+    try:
+        trainer = find_trainer(parse_mapping(read_utf8(path), str(path)))
+    except (UserError, OSError):
+        return None
+    if trainer is None:
+        return None
+    return (
+        f"{path}: is a config of {TRAINERS[trainer]}. Write one of tunekit with: tune import {path} --output ours.yaml"
+    )
 
 
 def has_component(value: Any) -> bool:

@@ -16,9 +16,10 @@ ADAPTER = AdapterKeys(default_alpha=16.0, dora="peft_use_dora", rslora="peft_use
 DEFAULTS = Defaults(
     learning_rate=2e-4, lr_scheduler="cosine", epochs=1, batch_size=1, logging_steps=1, save_steps=500, weight_decay=0.0
 )
-RL_RECIPES = dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo"), "preference") | dict.fromkeys(
-    ("grpo", "gdpo"), "grpo"
-)
+RL_RECIPES: dict[str, str] = {
+    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo"), "preference"),
+    **dict.fromkeys(("grpo", "gdpo"), "grpo"),
+}
 PLUGINS = {
     "liger": "not needed: kernels are selected for the device",
     "cut_cross_entropy": "not needed: head and loss are computed in chunks",
@@ -234,7 +235,7 @@ def convert_preference_loss(keys: ForeignKeys, draft: Draft, rl: str, beta: Any)
             loss[key] = float(value)
     if rl == "dpo" and (smoothing := keys.number("dpo_label_smoothing")):
         loss["label_smoothing"] = float(smoothing)
-    losses = [{**loss, "kind": name} if name != "sft" else {"kind": name} for name in names] or [loss]
+    losses: list[Tree] = [{**loss, "kind": name} if name != "sft" else {"kind": name} for name in names] or [loss]
     for part, weight in zip(losses, weights if isinstance(weights, list) else [], strict=False):
         part["weight"] = float(weight)
     if rl == "dpo" and (extra := keys.number("rpo_alpha")):

@@ -143,9 +143,9 @@ def convert_memory(keys: ForeignKeys, draft: Draft) -> None:
         draft.set("memory.activation_offloading", True)
     if keys.flag("optimizer_in_bwd"):
         draft.set("memory.optimizer_in_bwd", True)
-    clip = keys.number("clip_grad_norm")
-    is_off = clip is None or clip == float("inf")
-    draft.set("max_grad_norm", 0 if is_off else float(clip), "No clipping" if is_off else "")
+    clip = float(keys.number("clip_grad_norm", default=0))
+    is_off = clip in (0, float("inf"))
+    draft.set("max_grad_norm", 0 if is_off else clip, "No clipping" if is_off else "")
     compiled = keys.take("compile", default=False)
     if compiled is True or (isinstance(compiled, dict) and compiled.get("model", True)):
         draft.set("compile", True)
