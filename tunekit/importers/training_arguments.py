@@ -120,7 +120,7 @@ def convert_optimizer(keys: ForeignKeys, draft: Draft, defaults: Defaults) -> No
     draft.set("optimizer", kind or "adamw")
     draft.set("optimizer.lr", float(keys.number("learning_rate", default=defaults.learning_rate)))
     beta1, beta2 = keys.number("adam_beta1", default=0.9), keys.number("adam_beta2", default=0.999)
-    eps = keys.number("adam_epsilon")
+    eps = keys.number("adam_epsilon", "adam_eps")
     if kind != "sgd":
         draft.set("optimizer.betas", [float(beta1), float(beta2)])
         if eps is not None and float(eps) != 1e-8:
@@ -194,7 +194,9 @@ def parse_pairs(text: str) -> dict[str, Any]:
 
 def convert_precision(keys: ForeignKeys, draft: Draft) -> None:
     """dtype of computation. Trained weights are fp32 there too, unless the whole model is loaded in bf16."""
-    bf16, fp16 = keys.take("bf16", "bfloat16"), keys.take("fp16", "float16")
+    values = {name: keys.take(name) for name in ("bf16", "bfloat16", "fp16", "float16")}
+    bf16 = next((values[name] for name in ("bfloat16", "bf16") if values[name] not in (None, False)), values["bf16"])
+    fp16 = True if values["float16"] is True else values["fp16"]
     if str(bf16).lower() in ("true", "full"):
         draft.set("precision.compute_dtype", "bf16")
     elif fp16 is True:

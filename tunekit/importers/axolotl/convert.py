@@ -254,12 +254,13 @@ def convert_tokens(keys: ForeignKeys, draft: Draft) -> None:
         if draft.get(section) is not None:
             draft.set(f"{section}.eos_token", str(eos))
     if eos is not None and kind not in ("text", "completion"):
-        draft.unneeded(
-            "special_tokens.eos_token", eos, "not needed: the chat template ends turns with its separate token"
-        )
+        draft.unneeded("special_tokens.eos_token", eos, "not needed: the chat template ends turns with its own token")
     draft.idle(special, "not needed: the files of the checkpoint define it", "pad_token", "bos_token", "unk_token")
     if added := special.texts("additional_special_tokens"):
         draft.set("new_special_tokens", added)
+    if isinstance(keys.peek("tokens"), dict):
+        draft.unneeded("tokens", "", "not needed: the files of the checkpoint define it")
+        keys.take("tokens")
     if added := keys.texts("tokens"):
         draft.set("new_tokens", added)
     if keys.section("added_tokens_overrides").values:
@@ -278,7 +279,11 @@ def convert_intervals(keys: ForeignKeys, draft: Draft) -> None:
             draft.set("eval_every", to_fraction(evals, epochs), f"{evals} per epoch")
         else:
             draft.unneeded("evals_per_epoch", evals, "has no effect without rows for evaluation")
-    if (saves := keys.number("saves_per_epoch")) is not None and saves:
+    saves = keys.number("saves_per_epoch")
+    if saves and draft.get("data.streaming"):
+        draft.differs("saves_per_epoch", saves, "streamed rows have no epochs: a state every 500 steps")
+        draft.set("save_every", 500)
+    elif saves:
         draft.set("save_every", to_fraction(saves, epochs), f"{saves} per epoch")
 
 

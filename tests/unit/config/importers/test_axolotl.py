@@ -170,6 +170,14 @@ def test_what_is_missing_is_named(import_text: Import) -> None:
         )
 
 
+def test_older_spellings(import_text: Import) -> None:
+    text = QLORA.replace("bf16: auto", "bf16: false\nfp16: false\nfloat16: true\nadam_eps: 0.00001")
+    result = import_text(text + "tokens: {bos_token: <s>}\ngptq_groupsize:\n")
+    assert values(result, "precision.compute_dtype", "optimizer.eps", "new_tokens") == ["fp16", 1e-5, None]
+    stream = "base_model: o/m\nmax_steps: 200\npretraining_dataset: [{path: o/r, name: en}]\nsaves_per_epoch: 1\n"
+    assert values(import_text(stream), "save_every", "data.source", "data.streaming") == [500, "o/r:en", True]
+
+
 def test_no_key_is_dropped_silently() -> None:
     def import_values(items: dict[str, Any]) -> Imported:
         draft, keys = import_axolotl(dict(items))
